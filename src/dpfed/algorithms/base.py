@@ -1,0 +1,145 @@
+"""The contract of an algorithm: a frozen dataclass of switches and five pure methods over `[S, P]` tensors.
+
+    init(ctx, theta)            -> server     the server's state before round 1
+    start(ctx, server, memory)  -> local      the state of S clients at the start of a round
+    step(ctx, local, oracle, k) -> local      one local step of all S clients; `oracle` is the only way to data
+    finish(ctx, server, local)  -> message, memory
+    aggregate(ctx, server, mean) -> server    `mean` is the mean of the clients' messages, all a server ever needs
+
+An algorithm holds no hidden state, no data, no model and does no I/O. Its fields are its `[algorithm]` keys: the
+annotation carries the allowed range and a sentence for the reference. States are plain dataclasses of tensors and
+messages are dictionaries of tensors `[S, ...]`, so they can be checkpointed and sent without pickling.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal, Protocol
+
+import torch
+from annotated_types import Ge, Gt
+from torch import Tensor
+
+from dpfed.errors import DpfedError
+
+Message = dict[str, Tensor]
+Memory = dict[str, Tensor]
+
+
+class Oracle(Protocol):
+    """The DP gradient oracle as an algorithm sees it (SPEC 1.4)."""
+
+    def __call__(self, theta: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Noised mean gradient `[S, P]` on a fresh batch, and its known noise variance `[S, 1]` (`[S, P]` with scale)."""
+
+    def again(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """A second release on the same batch, with fresh noise; only if `releases` declares it."""
+
+
+class Space(Protocol):
+    """What an algorithm may know of the parameter space: its size and its blocks, never the model."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    def block_mean(self, vector: Tensor) -> Tensor:
+        """`[..., P]` -> `[..., blocks]`."""
+
+    def expand(self, values: Tensor) -> Tensor:
+        """`[..., blocks]` -> `[..., P]`."""
+
+
+@dataclass(frozen=True)
+class Releases:
+    """What one local step takes from the oracle: so many fresh batches, each released so many times."""
+
+    batches: int = 1
+    releases: int = 1
+
+
+@dataclass(frozen=True)
+class Context:
+    """The public facts of a round. `t` and `lr` may be tensors, so that one compiled step serves every round.
+
+    lr    η_t, a scalar tensor or `[S, 1]`
+    lr0   the base learning rate η0, same shape
+    phi   Φ_i, the known noise variance of each client's mean gradient, `[S, 1]`
+    answered  how many clients' messages are in the mean (aggregate only)
+    """
+
+    space: Space
+    N: int
+    S: int
+    T: int
+    K: int
+    t: Tensor
+    lr: Tensor
+    lr0: Tensor
+    phi: Tensor
+    equal_phi: bool = True
+    answered: int = 0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known before round 1, for `Algorithm.check`."""
+
+    equal_phi: bool
+    private: bool
+    allow_nan: bool
+
+
+@dataclass(frozen=True)
+class Algorithm(ABC):
+    """Base of every optimizer: the two keys that all of them have."""
+
+    name: ClassVar[str]
+    lr_grid: ClassVar[tuple[float, ...]]
+    summary: ClassVar[str]
+
+    lr: Annotated[float, Gt(0), "base learning rate η0"]
+    weight_decay: Annotated[float, Ge(0), "decoupled weight decay λ"]
+    agg_weights: Annotated[Literal["uniform", "size"], "weights of the mean; size: by R_i, then public"] = field(
+        default="uniform", kw_only=True
+    )
+
+    @property
+    def releases(self) -> Releases:
+        """What one local step takes from the oracle; the ledger charges from this declaration."""
+        return Releases()
+
+    def check(self, facts: Facts) -> list[str]:
+        """Refuses combinations of switches that cannot work (DpfedError); returns warnings."""
+        return []
+
+    @abstractmethod
+    def init(self, ctx: Context, theta: Tensor) -> Any: ...
+
+    @abstractmethod
+    def start(self, ctx: Context, server: Any, memory: Memory) -> Any: ...
+
+    @abstractmethod
+    def step(self, ctx: Context, local: Any, oracle: Oracle, k: Tensor) -> Any: ...
+
+    @abstractmethod
+    def finish(self, ctx: Context, server: Any, local: Any) -> tuple[Message, Memory]: ...
+
+    @abstractmethod
+    def aggregate(self, ctx: Context, server: Any, mean: Message) -> Any: ...
+
+    def refuse(self, sentence: str) -> None:
+        raise DpfedError(f"{self.name}: {sentence}")
+
+
+def spread(theta: Tensor, clients: int) -> Tensor:
+    """The server's vector `[P]` as every client's own starting point `[S, P]`."""
+    return theta.expand(clients, -1).clone()
+
+
+def bias_correction(beta: float, steps: Tensor) -> Tensor:
+    """1 - beta^steps, in double precision: at steps = 1 single precision would be wrong in the fifth digit."""
+    return 1 - torch.pow(torch.tensor(beta, dtype=torch.float64, device=steps.device), steps.double())

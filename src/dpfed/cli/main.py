@@ -1,0 +1,50 @@
+"""The command line: one file per command, each thin. A person's mistake is one sentence and exit code 2."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+import click
+import typer
+
+from dpfed.cli.list import list_names
+from dpfed.cli.run import run
+from dpfed.errors import DpfedError, StoppedError
+
+app = typer.Typer(
+    name="dpfed",
+    help="Differentially private federated fine-tuning of large models.\n\nTry it: dpfed run",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("run")(run)
+app.command("list")(list_names)
+
+
+def main() -> None:
+    """Exit codes: 0 done, 1 a defect of the program, 2 a mistake in the input, 3 stopped with results, 130 Ctrl-C."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    debug = "--debug" in sys.argv
+    try:
+        code = app(standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except click.exceptions.Abort:
+        fail("interrupted", 130)
+    except click.ClickException as error:
+        fail(error.format_message(), 2)
+    except KeyboardInterrupt:
+        fail("interrupted", 130)
+    except DpfedError as error:
+        if debug:
+            traceback.print_exc()
+        fail(str(error), 3 if isinstance(error, StoppedError) else 2)
+
+
+def fail(sentence: str, code: int) -> None:
+    print(f"dpfed: {sentence.strip().rstrip('.')}.", file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,75 @@
+"""`dpfed run`: train by a configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from dpfed.engine.setup import Job
+
+
+def run(
+    config: Annotated[str | None, typer.Argument(help="TOML file or preset; without it: the digits demonstration")] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a key")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder of the run; default: a new one under runs/")] = None,
+    force: Annotated[bool, typer.Option(help="replace a run that is in the folder")] = False,
+    debug: Annotated[bool, typer.Option(help="show the traceback of an error")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on the last line of stdout")] = False,
+) -> None:
+    """Train by a configuration. Example: dpfed run --set run.rounds=10 --set algorithm.gamma=0.3"""
+    from dpfed.config import load
+    from dpfed.registry import DEFAULT, registry
+
+    settings = load(config or DEFAULT, overrides or [], registry())
+    from dpfed.cli.progress import Watch
+    from dpfed.engine.run import run as train
+
+    with Watch(settings.run.rounds) as watch:
+
+        def begin(job: Job) -> None:
+            for line in opening(job):
+                watch.say(line)
+
+        result = train(settings, out, force, begin=begin, observe=watch.round)
+    for line in closing(result):
+        print(line)
+    if as_json:
+        print(json.dumps(result, allow_nan=False))
+
+
+def opening(job: Job) -> list[str]:
+    plan, schedule = job.plan, job.schedule
+    lines = [
+        f"{job.algorithm.name} on {job.config.data.name}: {schedule.clients} clients, {schedule.cohort} per round, "
+        f"{schedule.rounds} rounds of {schedule.local_steps} local steps; "
+        f"{job.config.model.name} with {job.space.size:,} trainable numbers in {job.space.num_blocks} blocks",
+    ]
+    if plan.private:
+        lines.append(
+            f"privacy: clip {plan.clip:g}, sigma {plan.multipliers.max():.4g}, rate {plan.rates.max():.4g}, "
+            f"delta {job.config.privacy.delta:g}"
+        )
+    else:
+        lines.append("NO PRIVACY: noise is off, nothing that leaves a client is protected")
+    return lines + [f"note: {note}" for note in job.notes]
+
+
+def closing(result: dict[str, Any]) -> list[str]:
+    epsilon = result["epsilon"]
+    accuracy = f"accuracy {result['start_accuracy']:.3f} -> {result['test_accuracy']:.3f} on the server's test set"
+    lines = [f"{accuracy} after {result['rounds']} rounds, {result['seconds']:.1f} s"]
+    if epsilon["server_worst"] is None:
+        lines.append("epsilon: none, this run had no privacy")
+    else:
+        lines += [
+            f"epsilon {epsilon['server_max']:.3f} for the client that spent most, {epsilon['server_worst']:.3f} for one in every "
+            f"round (server's view); {epsilon['third_party']:.3f} for a third party who sees only global models",
+            f"  at delta {result['delta']:g}; {result['guarantee']}",
+        ]
+    if result["release"].startswith("simulation"):
+        lines.append("  noise was seeded: this is a simulation, not for release (run.noise = \"os\" makes it releasable)")
+    return [*lines, f"written to {result['out']}"]

@@ -1,0 +1,301 @@
+"""Typed configuration: TOML files and overrides -> one frozen object.
+
+The sections below are common to all runs. Algorithms, models and data sources declare their own keys as frozen
+dataclasses; the caller hands them over in `Registry`, and this module imports none of them. The annotation of a field
+carries its type, its range and one sentence for the reference; a value outside it is refused in one sentence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+import tomli_w
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from dpfed.errors import DpfedError
+
+Partition = Literal["dirichlet_equal", "dirichlet_classwise", "iid", "natural"]
+
+
+@dataclass(frozen=True)
+class DataSection:
+    name: Annotated[str, "data source; `dpfed list datasets` shows them"] = "digits"
+    path: Annotated[str | None, "file or folder with the data, for sources that read one"] = None
+    clients: Annotated[int, Ge(1), "number of clients N"] = 10
+    partition: Annotated[Partition, "how records are dealt to clients"] = "dirichlet_equal"
+    alpha: Annotated[float, Gt(0), "Dirichlet parameter; smaller is more skewed"] = 0.5
+    client_column: Annotated[str | None, "column that names each record's client, for partition = natural"] = None
+    unit_column: Annotated[str | None, "column that names the protected unit (a patient, a user); default: a record"] = None
+
+
+@dataclass(frozen=True)
+class LoraSection:
+    r: Annotated[int, Ge(1), "rank"] = 16
+    alpha: Annotated[float, Gt(0), "scale α_L; the update is (α_L/r)·B·A"] = 32.0
+    dropout: Annotated[float, Ge(0), Lt(1), "dropout before A"] = 0.0
+    targets: Annotated[tuple[str, ...] | Literal["auto"], "modules by peft's rules; auto: every linear layer"] = "auto"
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    name: Annotated[str, "model; `dpfed list models` shows them"] = "glyph-vit"
+    weights: Annotated[str | None, "folder with pretrained weights; default: those the model comes with"] = None
+    train: Annotated[Literal["lora", "full", "head"], "what is trained: adapters and head, all, the head"] = "lora"
+    lora: LoraSection = field(default_factory=LoraSection)
+    liveness: Annotated[bool, "check on synthetic inputs, before any record is read, that everything trains"] = True
+
+
+@dataclass(frozen=True)
+class PrivacySection:
+    enabled: Annotated[bool, "false: no clipping, no noise, no guarantee, and every artefact says so"] = True
+    clip: Annotated[float, Gt(0), "clip norm C of one record's gradient"] = 0.1
+    sigma: Annotated[float | None, Ge(0), "noise multiplier; give this or target_epsilon"] = None
+    target_epsilon: Annotated[float | None, Gt(0), "find sigma for this epsilon; give this or sigma"] = None
+    view: Annotated[Literal["server_worst", "server_expected", "third_party"], "whose epsilon the target is"] = "server_worst"
+    delta: Annotated[float, Gt(0), Lt(1), "δ"] = 1e-5
+    sampling: Annotated[Literal["poisson", "fixed_wor"], "how batches are drawn"] = "poisson"
+    batch: Annotated[float | None, Gt(0), "expected batch size; give this or rate"] = None
+    rate: Annotated[float | None, Gt(0), Le(1), "sampling rate of every client; give this or batch"] = None
+    batch_per_client: Annotated[bool, "unequal clients: same batch for all (small clients pay more) instead of same rate"] = False
+    noise_scale: Annotated[Literal["c", "literal_c2"], "literal_c2: the paper's printed noise, accounted as σ·C"] = "c"
+
+
+@dataclass(frozen=True)
+class RunSection:
+    rounds: Annotated[int, Ge(1), "rounds T"] = 100
+    local_steps: Annotated[int, Ge(1), "local steps K of a client in a round"] = 20
+    participation: Annotated[float, Gt(0), Le(1), "share of clients in a round"] = 0.1
+    lr_schedule: Annotated[Literal["cosine", "constant"], "learning rate over rounds"] = "cosine"
+    seed: Annotated[int, "seed of every stream of a simulation"] = 0
+    noise: Annotated[Literal["seeded", "os"], "os: unseeded, cryptographic, so that the result may be released"] = "seeded"
+    device: Annotated[str, "auto, cpu, cuda or cuda:N"] = "auto"
+    fleet_size: Annotated[int | Literal["auto"], "clients computed side by side; auto: the whole cohort"] = "auto"
+    max_slots: Annotated[int, Ge(1), "records in one forward pass"] = 512
+    eval_every: Annotated[int, Ge(1), "rounds between evaluations on the server's test set"] = 1
+    allow_nan: Annotated[bool, "go on when a state is no longer finite"] = False
+
+
+@dataclass(frozen=True)
+class Config:
+    data: DataSection
+    model: ModelSection
+    algorithm: Any
+    privacy: PrivacySection
+    run: RunSection
+
+
+@dataclass(frozen=True)
+class Registry:
+    """The keys that named things declare: name -> frozen dataclass, for each section that has a `name`."""
+
+    data: Mapping[str, type[DataSection]]
+    model: Mapping[str, type[ModelSection]]
+    algorithm: Mapping[str, type[Any]]
+    presets: Mapping[str, Path] = field(default_factory=dict)
+
+
+EXCLUSIVE = (frozenset({"sigma", "target_epsilon"}), frozenset({"batch", "rate"}))
+
+
+def load(source: str | Path, overrides: Sequence[str], registry: Registry) -> Config:
+    """A preset's name or a TOML file, with `key=value` overrides, as one checked configuration."""
+    raw = read(source, registry)
+    for item in overrides:
+        apply_override(raw, item)
+    return build(raw, registry)
+
+
+def read(source: str | Path, registry: Registry, _seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The raw tables of a file. `extends = "other.toml"` (or a preset) is read first and overlaid."""
+    path = registry.presets.get(str(source), Path(source))
+    if path in _seen:
+        raise DpfedError(f"{path} extends itself")
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        hint = nearest(str(source), registry.presets)
+        raise DpfedError(f"there is no configuration {source}: give a TOML file or a preset{hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DpfedError(f"the configuration {path} cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise DpfedError(f"{path} is not valid TOML: {error}") from None
+    base = raw.pop("extends", None)
+    if base is None:
+        return raw
+    if not isinstance(base, str):
+        raise DpfedError(f"{path}: extends = {base!r} must be the name of a file or preset")
+    parent = base if base in registry.presets else path.parent / base
+    return overlay(read(parent, registry, (*_seen, path)), raw)
+
+
+def overlay(under: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` on top of `under`, table by table; another `name` drops the keys that belonged to the old one."""
+    out = dict(under)
+    for key, value in over.items():
+        old = out.get(key)
+        if isinstance(value, Mapping) and isinstance(old, dict):
+            renamed = "name" in value and "name" in old and value["name"] != old["name"]
+            out[key] = dict(value) if renamed and key == "algorithm" else overlay(old, value)
+        else:
+            out[key] = value
+    for either in EXCLUSIVE:  # the later word wins: --set privacy.sigma=1 replaces a preset's target_epsilon
+        if len(either & out.keys()) == 2 and len(either & over.keys()) == 1:
+            out.pop(next(iter(either - over.keys())))
+    return out
+
+
+def apply_override(raw: dict[str, Any], item: str) -> None:
+    """`section.key=value`, the value read as TOML and, where it is none, as a plain string."""
+    key, equals, text = item.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise DpfedError(f"--set {item!r} is not of the form section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    tree: Any = value
+    for part in reversed(parts):
+        tree = {part: tree}
+    raw.update(overlay(raw, tree))
+
+
+def build(raw: Mapping[str, Any], registry: Registry) -> Config:
+    sections = [f.name for f in dataclasses.fields(Config)]
+    for key, value in raw.items():
+        if key not in sections:
+            raise DpfedError(f"[{key}] is not a section of the configuration{nearest(key, sections)}")
+        if not isinstance(value, Mapping):
+            raise DpfedError(f"{key} = {value!r} must be a table, [{key}]")
+    config = Config(
+        data=_named("data", raw, registry.data, DataSection.name),
+        model=_named("model", raw, registry.model, ModelSection.name),
+        algorithm=_named("algorithm", raw, registry.algorithm, "dp-fedadamw"),
+        privacy=parse("privacy", PrivacySection, raw.get("privacy", {})),
+        run=parse("run", RunSection, raw.get("run", {})),
+    )
+    _cross_check(config)
+    return config
+
+
+def _named(section: str, raw: Mapping[str, Any], known: Mapping[str, type[Any]], default: str) -> Any:
+    table = dict(raw.get(section, {}))
+    name = table.get("name", default)
+    if not isinstance(name, str) or name not in known:
+        raise DpfedError(
+            f"{section}.name = {name!r} is not known{nearest(str(name), known)}; "
+            f"`dpfed list {section.rstrip('a') + 'asets' if section == 'data' else section + 's'}` shows what there is"
+        )
+    cls = known[name]
+    if "name" in {f.name for f in dataclasses.fields(cls)}:
+        table["name"] = name
+    else:
+        table.pop("name", None)
+    return parse(section, cls, table)
+
+
+def _cross_check(config: Config) -> None:
+    p = config.privacy
+    if (p.batch is None) == (p.rate is None):
+        raise DpfedError("give exactly one of privacy.batch (expected size) and privacy.rate")
+    if p.enabled and (p.sigma is None) == (p.target_epsilon is None):
+        raise DpfedError("give exactly one of privacy.sigma and privacy.target_epsilon (or privacy.enabled = false)")
+    if isinstance(config.run.fleet_size, int) and config.run.fleet_size < 1:
+        raise DpfedError(f"run.fleet_size = {config.run.fleet_size} must be at least 1, or \"auto\"")
+    if p.enabled and p.clip == float("inf") and p.sigma != 0:
+        raise DpfedError("privacy.clip = inf is allowed only with privacy.sigma = 0, which gives no privacy")
+    if p.sampling == "fixed_wor" and p.batch is not None and p.batch != int(p.batch):
+        raise DpfedError(f"privacy.batch = {p.batch} must be a whole number with sampling = \"fixed_wor\"")
+
+
+def parse(section: str, cls: type[Any], table: Mapping[str, Any]) -> Any:
+    """One table as its dataclass, field by field; the first thing wrong with it becomes one sentence."""
+    hints = get_type_hints(cls, include_extras=True)
+    known = [f.name for f in dataclasses.fields(cls)]
+    values = {}
+    for key, value in table.items():
+        if key not in known:
+            raise DpfedError(f"{section}.{key} is not a key of [{section}]{nearest(key, known)}")
+        if dataclasses.is_dataclass(hints[key]):
+            if not isinstance(value, Mapping):
+                raise DpfedError(f"{section}.{key} = {value!r} must be a table, [{section}.{key}]")
+            values[key] = parse(f"{section}.{key}", hints[key], value)  # type: ignore[arg-type]
+        else:
+            values[key] = _field(f"{section}.{key}", hints[key], value)
+    return cls(**values)
+
+
+def _field(key: str, hint: Any, value: Any) -> Any:
+    value = tuple(value) if isinstance(value, list) else value  # TOML has lists, frozen configurations have tuples
+    try:
+        return TypeAdapter(hint, config=ConfigDict(allow_inf_nan=value == value)).validate_python(value, strict=True)
+    except ValidationError as error:
+        allowed = [_allowed(e["type"], e.get("ctx", {}), e["msg"]) for e in error.errors()]
+        either = " or ".join(dict.fromkeys(a for a in allowed if a))
+        raise DpfedError(f"{key} = {value!r} is not allowed: it must be {either}") from None
+
+
+_COMPARE = {
+    "greater_than": ("gt", ">"),
+    "greater_than_equal": ("ge", ">="),
+    "less_than": ("lt", "<"),
+    "less_than_equal": ("le", "<="),
+}
+_TYPES = {
+    "float_type": "a number",
+    "finite_number": "a number",
+    "int_type": "a whole number",
+    "string_type": "a text in quotes",
+    "bool_type": "true or false",
+    "tuple_type": "a list",
+    "none_required": "",
+}
+
+
+def _allowed(kind: str, ctx: Mapping[str, Any], message: str) -> str:
+    if kind in _COMPARE:
+        name, sign = _COMPARE[kind]
+        return f"{sign} {ctx[name]:g}"
+    if kind == "literal_error":
+        return "one of " + str(ctx["expected"]).replace(" or ", ", ")
+    return _TYPES.get(kind, message.removeprefix("Input should be ").removeprefix("a "))
+
+
+def nearest(word: str, known: Mapping[str, Any] | Sequence[str]) -> str:
+    """", did you mean ...?" or nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f", did you mean {close[0]}?" if close else ""
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Plain tables of a configuration; keys that are unset (None) are left out, as TOML has no null."""
+
+    def plain(value: Any) -> Any:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value) if getattr(value, f.name) is not None}
+        return list(value) if isinstance(value, tuple) else value
+
+    tables = {f.name: plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    tables["algorithm"] = {"name": config.algorithm.name, **tables["algorithm"]}
+    return tables
+
+
+def to_toml(config: Config) -> str:
+    return tomli_w.dumps(to_dict(config))
+
+
+def keys(cls: type[Any]) -> list[tuple[str, str, Any]]:
+    """(key, sentence, default) of a section, for references and help."""
+    hints = get_type_hints(cls, include_extras=True)
+    out = []
+    for f in dataclasses.fields(cls):
+        sentence = next((a for a in get_args(hints[f.name])[1:] if isinstance(a, str)), "")
+        out.append((f.name, sentence, f.default))
+    return out

@@ -1,0 +1,76 @@
+"""The folder of a run: configuration, metrics, ledger, trained vector, result. A run never overwrites another."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from dpfed.config import Config, to_toml
+from dpfed.engine.rounds import Round
+from dpfed.errors import DpfedError
+from dpfed.model.space import Space
+
+CONFIG, METRICS, LEDGER, MODEL, RESULT = "config.toml", "metrics.jsonl", "ledger.sqlite", "model.safetensors", "run.json"
+PACKAGES = ("dpfed", "torch", "transformers", "peft", "dp-accounting", "numpy")
+
+
+class RunFolder:
+    """Made once at the start of a run; everything a run leaves behind is written through it."""
+
+    def __init__(self, path: Path, config: Config, force: bool = False) -> None:
+        self.path = path
+        try:
+            if (path / CONFIG).exists():
+                if not force:
+                    raise DpfedError(f"{path} already holds a run: choose another --out, or --force to replace it")
+                shutil.rmtree(path)
+            elif path.exists() and (not path.is_dir() or any(path.iterdir())):
+                raise DpfedError(f"{path} is not empty and not a run: choose another --out")
+            path.mkdir(parents=True, exist_ok=True)
+            (path / CONFIG).write_text(to_toml(config), encoding="utf-8")
+            self._metrics = (path / METRICS).open("a", encoding="utf-8")
+        except OSError as error:
+            raise DpfedError(f"the run folder {path} cannot be written: {error.strerror or error}") from None
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / LEDGER
+
+    def log(self, round: Round) -> None:
+        """One line per round, on disk when the round is over."""
+        row = {"round": round.t, "accuracy": round.accuracy, "loss": round.loss, "epsilon_server_max": round.epsilon}
+        self._metrics.write(json.dumps({**row, "seconds": round.seconds}) + "\n")
+        self._metrics.flush()
+
+    def save_model(self, theta: torch.Tensor, space: Space, release: str) -> None:
+        tensors = {name: t.contiguous().cpu() for name, t in space.unflatten(theta.detach().clone()).items()}
+        save_file(tensors, self.path / MODEL, metadata={"release": release})
+
+    def save_result(self, result: dict[str, Any]) -> None:
+        full = {**result, "versions": versions(), "python": platform.python_version(), "finished": time.time()}
+        (self.path / RESULT).write_text(json.dumps(full, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+    def close(self) -> None:
+        self._metrics.close()
+
+
+def versions() -> dict[str, str]:
+    return {name: metadata.version(name) for name in PACKAGES}
+
+
+def fresh_folder(config: Config) -> Path:
+    """runs/<time>-<data>-<algorithm>, with a number where that exists."""
+    stem = time.strftime("%Y%m%d-%H%M%S") + f"-{config.data.name}-{config.algorithm.name}"
+    path, count = Path("runs") / stem, 1
+    while path.exists():
+        count += 1
+        path = Path("runs") / f"{stem}-{count}"
+    return path

@@ -1,0 +1,110 @@
+"""A whole run: job, folder, ledger, round loop, result. What the command line and the Python interface both call."""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dpfed.config import Config
+from dpfed.data.tables import Source
+from dpfed.engine.fleet import Fleet
+from dpfed.engine.folder import RunFolder, fresh_folder
+from dpfed.engine.rounds import Round, train
+from dpfed.engine.setup import Job, prepare
+from dpfed.engine.spending import Spending
+from dpfed.errors import StoppedError
+from dpfed.privacy.ledger import Ledger
+
+SIMULATION = "simulation: not for release"
+NO_PRIVACY = "no privacy"
+
+
+def release_note(config: Config, private: bool) -> str:
+    """What every artefact of a run says about whether it may leave the house."""
+    if not private:
+        return NO_PRIVACY
+    return SIMULATION if config.run.noise == "seeded" else "released under the privacy statement of this run"
+
+
+def run(
+    config: Config,
+    out: Path | None = None,
+    force: bool = False,
+    source: Source | None = None,
+    begin: Callable[[Job], None] = lambda job: None,
+    observe: Callable[[Round], None] = lambda round: None,
+) -> dict[str, Any]:
+    """Trains by the configuration and returns the result; the folder `out` holds all of it.
+
+    `begin` is told of the job before round 1, `observe` of round 0 (before training) and of each round.
+    """
+    job = prepare(config, source)
+    folder = RunFolder(out or fresh_folder(config), config, force)
+    seen: list[Round] = []
+
+    def watch(round: Round) -> None:
+        seen[:] = [seen[0] if seen else round, round]
+        folder.log(round)
+        observe(round)
+
+    ledger = Ledger.create(folder.ledger, run=uuid.uuid4().hex, delta=config.privacy.delta) if job.plan.private else None
+    note = release_note(config, job.plan.private)
+    try:
+        begin(job)
+        spending = Spending(job, ledger)
+        try:
+            train(job, Fleet(job), spending, watch)
+        except StoppedError as error:
+            folder.save_model(seen[-1].theta, job.space, note)
+            folder.save_result({**result_of(job, spending, seen, folder.path, note), "stopped": str(error)})
+            raise
+        result = result_of(job, spending, seen, folder.path, note)
+        folder.save_model(seen[-1].theta, job.space, note)
+        folder.save_result(result)
+        return result
+    finally:
+        folder.close()
+        if ledger is not None:
+            ledger.close()
+
+
+def result_of(job: Job, spending: Spending, seen: list[Round], out: Path, note: str) -> dict[str, Any]:
+    """The JSON object of `dpfed run --json`. Without privacy epsilon is null, never a number."""
+    planned = spending.planned() or {"server_worst": None, "third_party": None}
+    last = seen[-1]
+    multipliers = job.plan.multipliers
+    return {
+        "test_accuracy": last.accuracy,
+        "test_loss": last.loss if last.loss is None or math.isfinite(last.loss) else None,
+        "start_accuracy": seen[0].accuracy,
+        "epsilon": {
+            "server_worst": planned["server_worst"],
+            "server_max": spending.so_far(),
+            "third_party": planned["third_party"],
+        },
+        "delta": job.config.privacy.delta if job.plan.private else None,
+        "sigma": [float(multipliers.min()), float(multipliers.max())] if np.ptp(multipliers) else float(multipliers[0]),
+        "guarantee": guarantee(job),
+        "release": note,
+        "algorithm": job.algorithm.name,
+        "parameters": job.space.size,
+        "blocks": job.space.num_blocks,
+        "seed": job.config.run.seed,
+        "rounds": last.t,
+        "seconds": last.seconds,
+        "out": str(out),
+    }
+
+
+def guarantee(job: Job) -> str:
+    """What stands beside every epsilon: accountant, adjacency, sampling, unit."""
+    if not job.plan.private:
+        return NO_PRIVACY
+    mechanism = job.plan.mechanism(0)
+    accountant = "PLD" if mechanism.sampling == "poisson" else "RDP"
+    return f"{accountant} accountant, {mechanism.adjacency} {job.plan.unit} of one client, {mechanism.sampling} sampling"

@@ -1,0 +1,151 @@
+"""From a configuration to a job: everything a run needs, built and checked before any private record is used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpfed.algorithms.base import Algorithm, Facts
+from dpfed.config import Config
+from dpfed.data.partition import Shards, partition
+from dpfed.data.tables import Source, Table
+from dpfed.errors import DpfedError
+from dpfed.model.blocks import architecture_of, block_index
+from dpfed.model.liveness import RECORDS, check_alive
+from dpfed.model.lora import Adapted, adapt
+from dpfed.model.per_sample import Batch, PerSample, call, trainable
+from dpfed.model.space import Space
+from dpfed.model.task import InputSpec, per_record_loss
+from dpfed.privacy.noise import Streams
+from dpfed.privacy.oracle import Records
+from dpfed.privacy.plan import Plan, Schedule, make_plan
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run, ready to go. Nothing in it changes while it runs."""
+
+    config: Config
+    algorithm: Algorithm
+    classes: tuple[str, ...]
+    model: PerSample
+    space: Space
+    theta: Tensor
+    plan: Plan
+    schedule: Schedule
+    shards: Shards
+    records: Records
+    test: Records
+    streams: Streams
+    device: torch.device
+    adapted: Adapted
+    notes: list[str] = field(default_factory=list)
+
+
+def prepare(config: Config, source: Source | None = None) -> Job:
+    """Builds the job of a configuration; `source` replaces the configured data source."""
+    device = device_of(config.run.device)
+    streams = Streams(config.run.seed, secret=config.run.noise == "os")
+    algorithm: Algorithm = config.algorithm
+    loader: Any = config.data
+    source = source or loader.load()
+    shards = shards_for(config, source, streams)
+    schedule = Schedule.of(len(shards), config.run.rounds, config.run.local_steps, config.run.participation)
+    releases = algorithm.releases
+    plan = make_plan(config.privacy, shards.sizes, schedule, releases.batches, releases.releases, config.data.unit_column)
+    facts = Facts(equal_phi=plan.equal_phi, private=plan.private, allow_nan=config.run.allow_nan)
+    notes = algorithm.check(facts)
+    model, adapted, theta = build_model(config, spec_of(source), streams, device, notes)
+    return Job(
+        config=config,
+        algorithm=algorithm,
+        classes=source.classes,
+        model=model,
+        space=model.space,
+        theta=theta,
+        plan=plan,
+        schedule=schedule,
+        shards=shards,
+        records=records_of(source.train, device),
+        test=records_of(source.test, device),
+        streams=streams,
+        device=device,
+        adapted=adapted,
+        notes=notes + unused_note(source, shards),
+    )
+
+
+def device_of(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise DpfedError(f"run.device = {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def shards_for(config: Config, source: Source, streams: Streams) -> Shards:
+    data = config.data
+    return partition(
+        source.train.labels,
+        data.clients,
+        data.partition,
+        data.alpha,
+        streams.generator("partition"),
+        owners=source.train.column(data.client_column),
+        units=source.train.column(data.unit_column),
+    )
+
+
+def unused_note(source: Source, shards: Shards) -> list[str]:
+    unused = len(source.train) - len(shards.records)
+    return [f"{unused} of {len(source.train)} training records are not used: all clients have equal sizes"] if unused else []
+
+
+def spec_of(source: Source) -> InputSpec:
+    name, x = next(iter(source.train.inputs.items()))
+    return InputSpec(source.kind, name, tuple(x.shape[1:]), len(source.classes), source.white)
+
+
+def records_of(table: Table, device: torch.device) -> Records:
+    inputs = {name: torch.from_numpy(x).to(device) for name, x in table.inputs.items()}
+    return Records(inputs, torch.from_numpy(table.labels).to(device))
+
+
+def build_model(
+    config: Config, spec: InputSpec, streams: Streams, device: torch.device, notes: list[str]
+) -> tuple[PerSample, Adapted, Tensor]:
+    section: Any = config.model
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(streams.number("init"))
+        built = section.build(spec)
+    adapted = adapt(built.model, config.model, built.head, streams.number("init", 1))
+    adapted.model.to(device)
+    tensors = trainable(adapted.model)
+    architecture = architecture_of(adapted.model)
+    if architecture is None:
+        notes.append(f"{type(adapted.model).__name__} has no block rules here: each tensor is one block")
+    names, blocks = block_index(
+        adapted.model,
+        {name: p.shape for name, p in tensors.items()},
+        architecture,
+        getattr(config.algorithm, "granularity", "block"),
+        getattr(config.algorithm, "lora_merge_ab", False),
+    )
+    space = Space(tuple(tensors), tuple(p.shape for p in tensors.values()), tuple(names), blocks.to(device))
+    theta = space.flatten(tensors)
+
+    def forward(model: torch.nn.Module, weights: dict[str, Tensor], inputs: Batch) -> Tensor:
+        return call(model, weights, built.prepare(dict(inputs)))
+
+    model = PerSample(adapted.model, space, forward, per_record_loss)
+    if config.model.liveness:
+        generator = torch.Generator().manual_seed(streams.number("check"))
+        synthetic = {k: v.to(device) for k, v in spec.synthetic(RECORDS, generator).items()}
+        check_alive(model, theta, synthetic, spec.classes, generator)
+    return model, adapted, theta

@@ -1,0 +1,9 @@
+"""The one error type for mistakes a person can mend: it is printed as one sentence, never as a traceback."""
+
+
+class DpfedError(Exception):
+    """A user's mistake or a condition outside the program; the message says what to do. Exit code 2."""
+
+
+class StoppedError(DpfedError):
+    """The run had to stop, and what was computed so far is kept. Exit code 3."""

@@ -1,0 +1,66 @@
+"""The liveness check: on synthetic inputs, before any private record is read, does everything train?
+
+A dead adapter (its gradient zero, its update without effect) and a module whose per-sample gradients are wrong are
+errors, not results. Every trainable tensor is first perturbed at random, because LoRA's B = 0 makes A's gradient zero.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dpfed.errors import DpfedError
+from dpfed.model.per_sample import Batch, PerSample
+
+RECORDS = 3
+TOLERANCE = 1e-3
+
+
+def check_alive(model: PerSample, theta: Tensor, inputs: Batch, classes: int, generator: torch.Generator) -> None:
+    """Raises DpfedError that names the tensor; costs a handful of forward passes on `RECORDS` synthetic records."""
+    buffers = {name: b.clone() for name, b in model.model.named_buffers()}
+    wiggle = 0.02 * torch.randn(2, len(theta), generator=generator)
+    rows = theta + wiggle.to(theta.device)
+    labels = (torch.arange(RECORDS) % classes).to(theta.device)
+    client = torch.tensor([0, 1, 0], device=theta.device)
+    try:
+        together = model.grads(rows, client, inputs, labels)
+    except Exception as error:
+        raise DpfedError(
+            f"per-sample gradients of {type(model.model).__name__} cannot be computed: {_first_line(error)}; "
+            "freeze the module named there, or train = lora or head"
+        ) from error
+    alone = [_single(model, rows, client, inputs, labels, j) for j in range(RECORDS)]
+    for i, name in enumerate(model.space.names):
+        _compare(name, together[i], torch.stack([g[i] for g in alone]))
+    for name, before in buffers.items():
+        if not torch.equal(before, dict(model.model.named_buffers())[name]):
+            raise DpfedError(f"the buffer {name} changes during a forward pass, so it would carry records out of the oracle")
+    moved = (model.scores(rows[0], inputs) - model.scores(rows[1], inputs)).abs().max()
+    if not moved > 0:
+        raise DpfedError("changing every trainable tensor does not change the model's output: the adapters are not in use")
+
+
+def _single(model: PerSample, rows: Tensor, client: Tensor, inputs: Batch, labels: Tensor, j: int) -> list[Tensor]:
+    """One record by itself with its own client's plain weights: no twin, no copies."""
+    weights = {n: w.clone().requires_grad_() for n, w in model.space.unflatten(rows[client[j]]).items()}
+    one = {name: x[j : j + 1] for name, x in inputs.items()}
+    with torch.enable_grad():
+        loss = model.loss(model.forward(model.model, dict(weights), one), labels[j : j + 1]).sum()
+        grads = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+    return [torch.zeros_like(w).flatten() if g is None else g.flatten() for w, g in zip(weights.values(), grads, strict=True)]
+
+
+def _compare(name: str, together: Tensor, alone: Tensor) -> None:
+    size = alone.norm()
+    if not size > 0:
+        raise DpfedError(f"the trainable tensor {name} has no gradient: it is not used by the model, or it is dead; freeze it")
+    if not (together - alone).norm() <= TOLERANCE * size:
+        raise DpfedError(
+            f"the per-sample gradients of {name} differ from those of its records one by one: something in the model "
+            "mixes records or folds them in an unknown way; freeze that tensor"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

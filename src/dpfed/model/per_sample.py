@@ -1,0 +1,128 @@
+"""Per-sample gradients of a whole model in one forward and one backward, for S clients side by side (DESIGN 5).
+
+Every record gets its own copy of the trainable weights, gathered from its client's row of theta `[S, P]`; the twins
+(`twins.py`) use the copies, and the gradients with respect to the copies are the per-sample gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from dpfed.errors import DpfedError
+from dpfed.model.keyed import install_keyed_dropout
+from dpfed.model.space import Space
+from dpfed.model.twins import TWINS, install_twin, special_twin, vmap_twin
+
+Batch = Mapping[str, Tensor]
+Forward = Callable[[nn.Module, dict[str, Tensor], Batch], Tensor]
+"""(model, weights, inputs) -> scores; how a record's inputs enter the model."""
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""(scores, labels) -> one loss per record, never a mean over records (SPEC 1.4a)."""
+
+
+class PerSample:
+    """A model made ready for per-sample gradients. It holds no private data and no random state."""
+
+    def __init__(self, model: nn.Module, space: Space, forward: Forward, loss: Loss) -> None:
+        refuse_batch_norm(model)
+        install_twins(model, space)
+        self._keys = install_keyed_dropout(model)
+        self._parts = list(zip(space.names, space.shapes, space.slices(), strict=True))
+        self.model = model.eval().requires_grad_(False)
+        self.space = space
+        self.forward = forward
+        self.loss = loss
+
+    @property
+    def has_dropout(self) -> bool:
+        return bool(self._keys)
+
+    def grads(
+        self, theta: Tensor, client: Tensor, inputs: Batch, labels: Tensor, keys: Tensor | None = None
+    ) -> list[Tensor]:
+        """Per-sample gradients `[M, n]`, one for each trainable tensor in the order of the space.
+
+        theta `[S, P]`, client `[M]` the row of theta that each record trains, keys `[M]` for dropout.
+        """
+        copies = self._copies(theta, client)
+        if len(client) == 0:
+            return [copy.flatten(1) for copy in copies.values()]
+        with torch.enable_grad():
+            weights = dict(copies)
+            if keys is not None:
+                weights.update(dict.fromkeys(self._keys, keys))
+            losses = self.loss(self.forward(self.model, weights, inputs), labels)
+            if losses.shape != client.shape:
+                raise ValueError(f"the loss has shape {tuple(losses.shape)} for {len(client)} records: one each is needed")
+            grads = torch.autograd.grad(losses.sum(), list(copies.values()), allow_unused=True)
+        return [
+            torch.zeros_like(copy).flatten(1) if grad is None else grad.flatten(1)
+            for copy, grad in zip(copies.values(), grads, strict=True)
+        ]
+
+    def scores(self, vector: Tensor, inputs: Batch) -> Tensor:
+        """The model's output for the trainable vector `[P]`, without dropout."""
+        with torch.no_grad():
+            return self.forward(self.model, self.space.unflatten(vector), inputs)
+
+    def _copies(self, theta: Tensor, client: Tensor) -> dict[str, Tensor]:
+        out = {}
+        for name, shape, part in self._parts:
+            rows = theta[:, part].view(theta.shape[0], *shape)
+            if theta.shape[0] == 1:
+                copy = rows.expand(len(client), *shape)  # a view: nothing is copied for a single client
+            else:
+                copy = rows.index_select(0, client)
+            out[name] = copy.detach().requires_grad_(True)
+        return out
+
+
+def call(model: nn.Module, weights: dict[str, Tensor], inputs: Batch) -> Tensor:
+    """The usual forward: inputs as keyword arguments, `.logits` where the model returns a structure."""
+    out = torch.func.functional_call(model, weights, (), dict(inputs))
+    logits = getattr(out, "logits", out)
+    if not isinstance(logits, Tensor):
+        raise DpfedError(f"{type(model).__name__} returns {type(out).__name__} without logits, so it has no loss here")
+    return logits
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The named tensors that will be one flat vector: every parameter that asks for a gradient."""
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not found:
+        raise DpfedError("the model has no trainable tensor: set model.train to lora, full or head")
+    return found
+
+
+def refuse_batch_norm(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if not isinstance(module, _NormBase):
+            continue
+        learns = any(p.requires_grad for p in module.parameters())
+        if module.training and module.track_running_stats or learns:
+            raise DpfedError(
+                f"{name} is a {type(module).__name__} that mixes the records of a batch, so no record's gradient is its "
+                "own: replace it by GroupNorm, or keep it frozen in eval mode (model.eval() and train = lora or head)"
+            )
+
+
+def install_twins(model: nn.Module, space: Space) -> None:
+    """Finds the module that uses each trainable tensor and exchanges it for its twin."""
+    modules = dict(model.named_modules())
+    parents = {f"{name}.{child}".lstrip("."): name for name, m in modules.items() for child, _ in m.named_children()}
+    for tensor in space.names:
+        owner = tensor.rpartition(".")[0]
+        while isinstance(modules[owner], nn.ParameterDict | nn.ParameterList | nn.ModuleDict | nn.ModuleList):
+            owner = parents[owner]  # containers have no forward: the module above reads the tensor
+        module = modules[owner]
+        if hasattr(module, "_plain_dims") or type(module) in TWINS.values():
+            continue
+        if type(module) in TWINS:
+            install_twin(module, TWINS[type(module)])
+        elif not special_twin(module, modules.get(parents.get(owner, ""))):
+            module._plain_dims = {n: p.dim() for n, p in module.named_parameters()}  # type: ignore[assignment]
+            install_twin(module, vmap_twin(type(module)))

@@ -1,0 +1,45 @@
+"""Softmax regression: the smallest honest model, and a yardstick for the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from torch import Tensor, nn
+
+from dpfed.config import ModelSection
+from dpfed.model.task import InputSpec
+from dpfed.model.zoo.built import Built
+
+
+class SoftmaxRegression(nn.Module):
+    model_type = "linear"
+
+    def __init__(self, name: str, width: int, classes: int) -> None:
+        super().__init__()
+        self.name = name
+        self.classifier = nn.Linear(width, classes)
+        nn.init.zeros_(self.classifier.weight)
+        nn.init.zeros_(self.classifier.bias)
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(inputs[self.name].flatten(1))
+        return logits
+
+
+@dataclass(frozen=True)
+class Linear(ModelSection):
+    name: str = "linear"
+    train: Literal["full", "head"] = "full"
+
+    def build(self, spec: InputSpec) -> Built:
+        model = SoftmaxRegression(spec.name, prod(spec.shape), spec.classes)
+
+        def prepare(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+            x = inputs[spec.name].float()
+            return {spec.name: x / spec.white if spec.kind == "image" else x}
+
+        return Built(model, "classifier", prepare)
+
+

@@ -1,0 +1,221 @@
+"""The DP gradient oracle: the only place where private records are touched (SPEC 1.4).
+
+    draw a batch -> per-sample gradients -> clip each by one flat norm -> sum -> add noise -> divide by the expected batch
+
+What is drawn, clipped and added follows from the plan's `Mechanism`, which is also what the ledger has charged; the
+oracle refuses any release beyond it. Only noised values leave it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpfed.privacy.noise import Streams
+from dpfed.privacy.plan import Plan
+from dpfed.privacy.sampling import draw
+
+
+class Gradients(Protocol):
+    """Per-sample gradients `[M, n]` for each trainable tensor (model/per_sample.py)."""
+
+    @property
+    def has_dropout(self) -> bool: ...
+
+    def grads(
+        self, theta: Tensor, client: Tensor, inputs: Mapping[str, Tensor], labels: Tensor, keys: Tensor | None = None
+    ) -> list[Tensor]: ...
+
+
+class Holdings(Protocol):
+    """Who holds what (data/partition.py)."""
+
+    def slots(self, client: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]: ...
+
+
+@dataclass(frozen=True)
+class Records:
+    """The records themselves, on the device: inputs by name and labels, row by row."""
+
+    inputs: Mapping[str, Tensor]
+    labels: Tensor
+
+    def take(self, rows: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        return {name: x.index_select(0, rows) for name, x in self.inputs.items()}, self.labels.index_select(0, rows)
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The records of one drawn batch of the whole fleet, one after another.
+
+    row     which record                     unit    which protected unit of this batch (0..U-1), ascending
+    client  which row of theta `[S, P]`      owner   the row of theta that each unit belongs to, `[U]`
+    """
+
+    row: np.ndarray
+    client: np.ndarray
+    unit: np.ndarray
+    owner: np.ndarray
+    key: np.ndarray
+
+    def chunks(self, limit: int) -> list[Slots]:
+        """Pieces of at most `limit` records; a unit is never cut, so a larger unit makes a larger piece."""
+        out: list[Slots] = []
+        counts = np.bincount(self.unit, minlength=len(self.owner))
+        first = 0
+        ends = np.cumsum(counts)
+        while first < len(self.owner):
+            base = ends[first] - counts[first]
+            last = max(first + 1, int(np.searchsorted(ends, base + limit, side="right")))
+            part = slice(base, ends[last - 1])
+            out.append(
+                Slots(
+                    self.row[part], self.client[part], self.unit[part] - first, self.owner[first:last], self.key[part]
+                )
+            )
+            first = last
+        return out
+
+
+class FleetOracle:
+    """The oracle of S clients in one round. It can be asked for K steps of what the plan's mechanism declares, no more."""
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        records: Records,
+        holdings: Holdings,
+        plan: Plan,
+        streams: Streams,
+        round: int,
+        clients: Sequence[int],
+        steps: int,
+        max_slots: int = 512,
+    ) -> None:
+        self._gradients, self._records, self._holdings, self._plan = gradients, records, holdings, plan
+        self._clients = list(clients)
+        self._mechanisms = [plan.mechanism(i) for i in self._clients]
+        self._device = records.labels.device
+        self._rng = [streams.generator("batch", round, i) for i in self._clients]
+        self._noise = [streams.noise(round, i, self._device) for i in self._clients]
+        self._dropout = [streams.number("dropout", round, i) for i in self._clients] if gradients.has_dropout else None
+        self._max_slots = max_slots
+        self._std = self._column([plan.noise_std(i) for i in self._clients])
+        self._expected = self._column([float(plan.expected[i]) for i in self._clients])
+        self.phi = self._column([plan.phi(i) for i in self._clients])
+        self._slots: Slots | None = None
+        self._drawn = 0
+        self._released = 0
+        self._allowed = steps * plan.batches
+
+    def __call__(self, theta: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Noised mean gradients `[S, P]` on a fresh batch of each client, and their noise variance."""
+        if self._drawn >= self._allowed:
+            raise RuntimeError(f"the ledger was charged for {self._allowed} batches in this round: no further one is drawn")
+        self._slots = self._draw()
+        self._drawn += 1
+        self._released = 0
+        return self._release(theta, self._slots, scale)
+
+    def again(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """One more release of the batch drawn last, with fresh noise."""
+        if self._slots is None or self._released >= self._plan.releases:
+            raise RuntimeError(
+                f"the ledger was charged for {self._plan.releases} release(s) of a batch: declare more in `releases`"
+            )
+        return self._release(theta, self._slots, None)
+
+    @property
+    def drawn(self) -> int:
+        """Fresh batches drawn so far: equal to what was charged once the round is done."""
+        return self._drawn
+
+    def _release(self, theta: Tensor, slots: Slots, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        self._released += 1
+        total = self.clipped_sum(theta, slots, scale)
+        noised = total
+        if self._plan.multipliers.any():  # without noise σ=0 is exact, also for C = inf
+            noised = total + self._std * torch.stack([noise.normal(theta.shape[1]) for noise in self._noise])
+        if scale is None:
+            return noised / self._expected, self.phi
+        return noised / (self._expected * scale), self.phi / scale**2
+
+    def _draw(self) -> Slots:
+        rows, owners, counts, keys = [], [], [], []
+        for s, (client, mechanism, rng) in enumerate(zip(self._clients, self._mechanisms, self._rng, strict=True)):
+            positions = draw(mechanism, int(self._plan.sizes[client]), rng)
+            row, count = self._holdings.slots(client, positions)
+            rows.append(row)
+            counts.append(count)
+            owners.append(np.full(len(positions), s, dtype=np.int64))
+            keys.append(self._keys(s, positions, count))
+        owner, count = np.concatenate(owners), np.concatenate(counts)
+        unit = np.repeat(np.arange(len(owner)), count)
+        return Slots(np.concatenate(rows), owner[unit], unit, owner, np.concatenate(keys))
+
+    def _keys(self, s: int, positions: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """A key for each record's dropout that depends on its place at its client, not on the fleet around it."""
+        if self._dropout is None:
+            return np.zeros(int(counts.sum()), dtype=np.int64)
+        unit = np.repeat(positions, counts)
+        within = np.arange(len(unit)) - np.repeat(np.cumsum(counts) - counts, counts)
+        with np.errstate(over="ignore"):
+            mixed = (unit.astype(np.uint64) << np.uint64(20)) + within.astype(np.uint64)
+            mixed = mixed * np.uint64(0x9E3779B97F4A7C15) + np.uint64(self._drawn) * np.uint64(0xD1B54A32D192ED03)
+            return (mixed ^ np.uint64(self._dropout[s] & (2**64 - 1))).astype(np.int64)
+
+    def clipped_sum(self, theta: Tensor, slots: Slots, scale: Tensor | None) -> Tensor:
+        """Σ of clipped per-unit gradients for each client, `[S, P]`: not noised, so it must not leave this class."""
+        total = torch.zeros_like(theta, dtype=torch.float32)
+        for part in slots.chunks(self._max_slots):
+            client = torch.from_numpy(part.client).to(self._device)
+            inputs, labels = self._records.take(torch.from_numpy(part.row).to(self._device))
+            keys = torch.from_numpy(part.key).to(self._device) if self._dropout is not None else None
+            grads = self._gradients.grads(theta, client, inputs, labels, keys)
+            if scale is not None:
+                grads = _scaled(grads, scale.expand(theta.shape).index_select(0, client))
+            unit = torch.from_numpy(part.unit).to(self._device)
+            owner = torch.from_numpy(part.owner).to(self._device)
+            total += clip_and_sum(grads, unit, owner, theta.shape[0], self._plan.clip)
+        return total
+
+    def _column(self, values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64).unsqueeze(1).to(torch.float32).to(self._device)
+
+
+def clip_and_sum(grads: Sequence[Tensor], unit: Tensor, owner: Tensor, clients: int, clip: float) -> Tensor:
+    """Mean gradient of each unit, scaled to a flat norm of at most C, summed by client: `[S, P]`.
+
+    grads   per record and tensor `[M, n]`; unit `[M]` the unit of each record; owner `[U]` the client of each unit
+    A unit with a non-finite gradient contributes exactly zero (SPEC 1.4d).
+    """
+    finite = torch.stack([g.float().square().sum(1) for g in grads]).sum(0).isfinite()  # [M]
+    grads = [torch.where(finite.unsqueeze(1), g.float(), 0.0) for g in grads]
+    units = len(owner)
+    good = torch.ones(units, device=unit.device)
+    if units == len(unit):
+        good = finite.float()
+    else:
+        share = torch.zeros(units, len(unit), device=unit.device)
+        share[unit, torch.arange(len(unit), device=unit.device)] = 1.0
+        good = 1.0 - (share @ (~finite).float()).clamp(max=1.0)
+        share = share / share.sum(1, keepdim=True)
+        grads = [share @ g for g in grads]
+    norm = torch.stack([g.square().sum(1) for g in grads]).sum(0).sqrt()
+    factor = good * torch.where(norm > clip, clip / norm, torch.ones_like(norm))
+    pick = torch.zeros(clients, units, device=unit.device)
+    pick[owner, torch.arange(units, device=unit.device)] = factor
+    return torch.cat([pick @ g for g in grads], dim=1)
+
+
+def _scaled(grads: Sequence[Tensor], scale: Tensor) -> list[Tensor]:
+    out, start = [], 0
+    for g in grads:
+        out.append(g * scale[:, start : start + g.shape[1]])
+        start += g.shape[1]
+    return out

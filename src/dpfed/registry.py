@@ -1,0 +1,18 @@
+"""Everything that can be named in a configuration, gathered in one place for those who read one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dpfed.algorithms import REGISTRY as ALGORITHMS
+from dpfed.config import Registry
+from dpfed.data.sources import REGISTRY as DATASETS
+from dpfed.model.zoo import REGISTRY as MODELS
+
+CONFIGS = Path(__file__).parent / "configs"
+DEFAULT = "digits"
+
+
+def registry() -> Registry:
+    presets = {str(p.relative_to(CONFIGS).with_suffix("")): p for p in sorted(CONFIGS.rglob("*.toml"))}
+    return Registry(data=DATASETS, model=MODELS, algorithm=ALGORITHMS, presets=presets)
