@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -22,11 +23,13 @@ from hypothesis import strategies as st
 
 from dpfed.errors import DpfedError
 from dpfed.privacy import ledger as module
+from dpfed.privacy import ledger_file as files
 from dpfed.privacy.ledger import Charge, Head, Ledger
 from dpfed.privacy.mechanism import Mechanism
 
 A = Mechanism("poisson", 0.016, 1.0)
 B = Mechanism("fixed_wor", 0.1, 0.7, batches=2, releases=2)
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # thousands of synced writes are slow on a disk
 SRC = str(Path(module.__file__).parents[2])
 
 
@@ -34,10 +37,24 @@ def cohort(round_: int, clients: int = 5, noise: str = "seeded", steps: int = 20
     return [Charge(i, round_, steps, A, noise) for i in range(clients)]  # type: ignore[arg-type]
 
 
-def filled(path: Path, rounds: int = 4) -> Path:
+def begun(path: Path, rounds: int) -> Path:
     with Ledger.create(path, run="r", delta=1e-5) as ledger:
         for t in range(rounds):
             ledger.charge(cohort(t))
+    return path
+
+
+@functools.cache
+def template(rounds: int) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        begun(Path(folder) / "l", rounds)
+        return {f.name[1:]: f.read_bytes() for f in Path(folder).iterdir()}
+
+
+def filled(path: Path, rounds: int = 4) -> Path:
+    """A closed ledger with five clients in each round; a copy, because making one waits for the disk."""
+    for suffix, content in template(rounds).items():
+        path.with_name(path.name + suffix).write_bytes(content)
     return path
 
 
@@ -267,7 +284,7 @@ def test_a_row_rewritten_with_its_own_hash_breaks_the_chain(tmp_path: Path) -> N
     with contextlib.closing(sqlite3.connect(path)) as db:
         *fields, _ = db.execute("SELECT * FROM charge WHERE seq = 7").fetchone()
     fields[7] = 1
-    tamper(path, f"UPDATE charge SET steps = 1, hash = '{module._hash(fields)}' WHERE seq = 7")
+    tamper(path, f"UPDATE charge SET steps = 1, hash = '{files.row_hash(fields)}' WHERE seq = 7")
     with Ledger.open(path) as ledger, pytest.raises(DpfedError, match="row 8 does not follow"):
         ledger.verify()
 
@@ -346,7 +363,7 @@ def test_an_old_copy_is_refused(tmp_path: Path, pending: bool) -> None:
 def test_another_ledger_of_the_same_run_is_refused(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        filled(tmp_path / name / "l")
+        begun(tmp_path / name / "l", 4)
     shutil.copy(tmp_path / "a" / "l.head", tmp_path / "b" / "l.head")
     with refused(tmp_path / "b" / "l", "row 20 is not the row that its head remembers"):
         Ledger.open(tmp_path / "b" / "l")
@@ -361,28 +378,41 @@ def test_a_crash_between_commit_and_head_is_healed(tmp_path: Path, monkeypatch: 
 
     ledger = Ledger.open(path)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_write_head", full)
+        patch.setattr(module, "write_head", full)
         with pytest.raises(DpfedError, match="No space left"):
             ledger.charge(cohort(10, noise="os"))
         with pytest.raises(DpfedError, match="No space left"):  # not a second one on top of it
             ledger.charge(cohort(11, noise="os"))
         crashed = image(path, tmp_path / "b")
-    assert module._read_head(crashed) == (20, ledger._hash_at(20))
+    assert files.read_head(crashed) == (20, ledger._hash_at(20))
     with Ledger.open(crashed, readonly=True) as reader:
         assert reader.verify().rows == 25
-    assert module._read_head(crashed).rows == 20  # type: ignore[union-attr]
+    assert files.read_head(crashed).rows == 20  # type: ignore[union-attr]
     with Ledger.open(crashed) as healed:
-        assert healed.verify() == module._read_head(crashed) == ledger.head()
+        assert healed.verify() == files.read_head(crashed) == ledger.head()
         assert healed.charge(cohort(10, noise="os"))[0].attempt == 2
     ledger.charge(cohort(12))  # the one that lived through it goes on, too
-    assert ledger.verify() == module._read_head(path) == (30, ledger.head().hash)
+    assert ledger.verify() == files.read_head(path) == (30, ledger.head().hash)
     ledger.close()
+
+
+def test_rows_of_a_killed_process_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They can be in memory only; a replay that reuses them releases values, and then the power may fail."""
+    (tmp_path / "a").mkdir()
+    with Ledger.open(filled(tmp_path / "a" / "l")) as ledger:
+        ledger.charge(cohort(10))
+        crashed = image(ledger.path, tmp_path / "b")
+    synced: list[Path] = []
+    monkeypatch.setattr(module, "fsync", synced.append)
+    with Ledger.open(crashed) as ledger:
+        assert crashed.with_name("l-wal") in synced
+        assert ledger.charge(cohort(10))[0].seq == 21
 
 
 def test_rows_after_the_head_are_checked(tmp_path: Path) -> None:
     path = filled(tmp_path / "l")
     with Ledger.open(path) as ledger:
-        module._write_head(path, Head(15, ledger._hash_at(15)))
+        files.write_head(path, Head(15, ledger._hash_at(15)))
     shutil.copytree(tmp_path, tmp_path / "copy")
     Ledger.open(path).close()
     tamper(tmp_path / "copy" / "l", "UPDATE charge SET steps = 1 WHERE seq = 18")
@@ -393,7 +423,7 @@ def test_rows_after_the_head_are_checked(tmp_path: Path) -> None:
 def test_a_head_further_behind_than_a_crash_explains(tmp_path: Path) -> None:
     path = filled(tmp_path / "l")
     with Ledger.open(path) as ledger:
-        module._write_head(path, Head(10, ledger._hash_at(10)))
+        files.write_head(path, Head(10, ledger._hash_at(10)))
     with refused(path, "2 transactions behind, which no crash explains"):
         Ledger.open(path)
     with Ledger.open(path, readonly=True) as ledger:
@@ -407,7 +437,7 @@ def test_a_missing_head_must_be_accepted(tmp_path: Path) -> None:
         with refused(path, r"head file is missing.*accept_missing_head=True"):
             Ledger.open(path, readonly=readonly)
     with Ledger.open(path, accept_missing_head=True) as ledger:
-        assert module._read_head(path) == ledger.head()
+        assert files.read_head(path) == ledger.head()
     (tmp_path / "l.head").unlink()
     tamper(path, "UPDATE charge SET steps = 1 WHERE seq = 3")
     with refused(path, "row 3 was edited"):
@@ -419,7 +449,7 @@ def test_an_empty_ledger_gets_its_head(tmp_path: Path) -> None:
     Ledger.create(tmp_path / "l", run="r").close()
     (tmp_path / "l.head").unlink()
     with Ledger.open(tmp_path / "l") as ledger:
-        assert module._read_head(ledger.path) == ledger.head() == (0, ledger._genesis)
+        assert files.read_head(ledger.path) == ledger.head() == (0, ledger._genesis)
 
 
 def test_a_deleted_ledger_is_not_begun_anew(tmp_path: Path) -> None:
@@ -452,7 +482,7 @@ def test_another_runs_ledger_is_refused(tmp_path: Path) -> None:
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     path = filled(tmp_path / "l")
-    tamper(path, f"PRAGMA user_version = {module.FORMAT + 1}")
+    tamper(path, f"PRAGMA user_version = {files.FORMAT + 1}")
     for readonly in (True, False):
         with refused(path, r"newer dpfed wrote it \(format 2"):
             Ledger.open(path, readonly=readonly)
@@ -491,7 +521,9 @@ def test_a_damaged_head_file_is_refused(tmp_path: Path, content: bytes) -> None:
 
 # --- processes, disks ---
 
-OPEN = "from dpfed.privacy.ledger import *; from dpfed.privacy import ledger as module; m = Mechanism('poisson', .1, 1.)\n"
+OPEN = (
+    "from dpfed.errors import DpfedError; from dpfed.privacy.ledger import *; from dpfed.privacy import ledger as module, ledger_file as files; m = Mechanism('poisson', .1, 1.)\n"
+)
 LOOP = """
 with Ledger.open(sys.argv[1], run="r") as ledger:
     for t in range(int(sys.argv[2]), 10**6):
@@ -559,7 +591,7 @@ def test_kill_9(tmp_path: Path, noise: str) -> None:
         assert ledger.verify().rows % 20 == 0
 
 
-@pytest.mark.parametrize("moment", ["module._write_head", "os.fsync", "module.Path.replace", "module._fsync"])
+@pytest.mark.parametrize("moment", ["module.write_head", "os.fsync", "module.Path.replace", "files.fsync"])
 def test_kill_9_at_each_step_of_a_charge(tmp_path: Path, moment: str) -> None:
     """After the commit; after the new head was written, before its sync; before the rename; after the rename."""
     path = filled(tmp_path / "l", rounds=1)
@@ -567,12 +599,12 @@ def test_kill_9_at_each_step_of_a_charge(tmp_path: Path, moment: str) -> None:
     out = output(OPEN + "ledger = Ledger.open(sys.argv[1])\n" + patch +
                  "ledger.charge([Charge(0, 1, 1, m, 'seeded')]); print('released')", path)  # fmt: skip
     assert out == ""
-    head = module._read_head(path)
+    head = files.read_head(path)
     assert head is not None
-    assert head.rows == (6 if moment == "module._fsync" else 5)
+    assert head.rows == (6 if moment == "files.fsync" else 5)
     with Ledger.open(path) as ledger:
         assert ledger.verify().rows == 6
-        assert module._read_head(path) == ledger.head()
+        assert files.read_head(path) == ledger.head()
         assert ledger.charge([Charge(0, 1, 1, Mechanism("poisson", 0.1, 1.0), "seeded")])[0].seq == 6
 
 
@@ -597,7 +629,7 @@ Ledger.create(sys.argv[1], run="r")
     assert child.returncode == -signal.SIGKILL
     with Ledger.open(path, run="r") if path.exists() else Ledger.create(path, run="r") as ledger:
         ledger.charge(cohort(0))
-        assert ledger.verify() == module._read_head(path)
+        assert ledger.verify() == files.read_head(path)
     assert {f.name for f in tmp_path.iterdir()} <= {"l", "l.head", "l.lock", "l.head.new"}
 
 
@@ -689,7 +721,7 @@ def test_use_after_close_is_a_mistake_of_the_program(tmp_path: Path) -> None:
 
 
 def test_cost(tmp_path: Path) -> None:
-    """Generous bounds against a change of order; the measured figures are in the commit that made this."""
+    """Generous bounds against a change of order; measured: 1.9 ms for 50 rows, verify 0.7 s for 100,000 rows."""
     with Ledger.create(tmp_path / "l", run="r") as ledger:
         times = []
         for t in range(60):
@@ -705,22 +737,22 @@ def test_cost(tmp_path: Path) -> None:
 # --- foreign bytes ---
 
 
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, bytes]]:
+@functools.cache
+def images() -> list[dict[str, bytes]]:
     """A closed ledger, and one as a crash leaves it, with rows that are in the write-ahead log only."""
-    folder = tmp_path_factory.mktemp("valid")
-    path = filled(folder / "l", rounds=6)
-    found = [{f.name: f.read_bytes() for f in folder.iterdir()}]
-    with Ledger.open(path) as ledger:
-        ledger.charge(cohort(6))
-        found.append({f.name: f.read_bytes() for f in folder.iterdir() if not f.name.endswith("-shm")})
+    with tempfile.TemporaryDirectory() as name:
+        path, folder = filled(Path(name) / "l", rounds=6), Path(name)
+        found = [{f.name: f.read_bytes() for f in folder.iterdir()}]
+        with Ledger.open(path) as ledger:
+            ledger.charge(cohort(6))
+            found.append({f.name: f.read_bytes() for f in folder.iterdir() if not f.name.endswith("-shm")})
     assert set(found[1]) - set(found[0]) == {"l-wal"}
     return found
 
 
 def try_everything(files: dict[str, bytes], original: dict[str, bytes]) -> None:
     """Only our own error comes out, and what verify lets pass is the true content."""
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as name:
         true, folder = Path(name) / "true", Path(name) / "tried"
         for place, content in ((true, original), (folder, files)):
             place.mkdir()
@@ -741,15 +773,31 @@ def try_everything(files: dict[str, bytes], original: dict[str, bytes]) -> None:
                     ledger.charge(cohort(99, noise="os"))
 
 
-FUZZ = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+def test_every_byte_of_the_first_page(tmp_path: Path) -> None:
+    """Header and schema, byte for byte: where SQLite quotes them in errors they may not even be UTF-8."""
+    path = filled(tmp_path / "l")
+    with Ledger.open(path, readonly=True) as ledger:
+        expected = list(ledger.rows())
+    content = path.read_bytes()
+    refusals = 0
+    for where in (i for i in range(4096) if content[i] or i < 120):
+        path.write_bytes(content[:where] + bytes([content[where] ^ 0x80]) + content[where + 1 :])
+        try:
+            with Ledger.open(path, run="r", readonly=True) as ledger:
+                ledger.verify()
+                assert list(ledger.rows()) == expected
+        except DpfedError:
+            refusals += 1
+    assert refusals > 700
+
+
+FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @FUZZ
 @given(data=st.data())
-def test_flipped_bytes(images: list[dict[str, bytes]], data: st.DataObject) -> None:
-    original = data.draw(st.sampled_from(images))
+def test_flipped_bytes(data: st.DataObject) -> None:
+    original = images()[data.draw(st.integers(0, 1))]
     name = data.draw(st.sampled_from(sorted(set(original) - {"l.lock"})))
     changed = bytearray(original[name])
     # The first page (header, schema, description) and the ends of pages deserve more than their share.
@@ -761,14 +809,16 @@ def test_flipped_bytes(images: list[dict[str, bytes]], data: st.DataObject) -> N
 
 @FUZZ
 @given(data=st.data())
-def test_truncated_or_foreign_files(images: list[dict[str, bytes]], data: st.DataObject) -> None:
-    original = data.draw(st.sampled_from(images))
+def test_truncated_or_foreign_files(data: st.DataObject) -> None:
+    original = images()[data.draw(st.integers(0, 1))]
     name = data.draw(st.sampled_from(sorted(set(original) - {"l.lock"})))
     content = original[name]
     cut = st.integers(0, len(content) - 1).map(lambda n: content[:n])
     pages = st.tuples(*[st.integers(0, max(len(content) // 4096 - 1, 0))] * 2).map(
         lambda p: content[: p[0] * 4096] + content[p[1] * 4096 : (p[1] + 1) * 4096] + content[(p[0] + 1) * 4096 :]
     )
-    changed = data.draw(st.one_of(cut, pages, st.binary(max_size=200), st.binary(max_size=99).map(content[:100].__add__)))
+    changed = data.draw(
+        st.one_of(cut, pages, st.binary(max_size=200), st.binary(max_size=99).map(content[:100].__add__))
+    )
     if changed != content:
         try_everything({**original, name: changed}, original)

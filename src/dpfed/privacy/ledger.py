@@ -12,7 +12,6 @@ The chain has no key: whoever rewrites both files consistently is caught only by
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -20,41 +19,40 @@ import sqlite3
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, Self
+from typing import IO, Any, Literal, Self
 
-from dpfed.errors import DpfedError
+from dpfed.privacy.ledger_file import (
+    FORMAT,
+    Head,
+    beside,
+    build_file,
+    canonical,
+    check_vacant,
+    connect,
+    fsync,
+    ledger_error,
+    nameable,
+    owner_of,
+    pending,
+    plainly,
+    read_head,
+    read_meta,
+    row_hash,
+    take_lock,
+    trusted,
+    write_head,
+)
 from dpfed.privacy.mechanism import Mechanism
 
 Client = int | str
 Pathlike = str | os.PathLike[str]
 History = list[tuple[Mechanism, int]]
 
-FORMAT = 1
-_APPLICATION_ID = 0x64706664  # "dpfd", in SQLite's file header
-_MECHANISM = "sampling, rate, noise_multiplier, batches, releases"
-_FORBID = "BEGIN SELECT RAISE(ABORT, 'the privacy ledger is append-only'); END"
-# Compared word for word on opening: a foreign trigger or view in the file could change what a query sees.
-_TABLES = (
-    "CREATE TABLE meta (json TEXT NOT NULL)",
-    "CREATE TABLE charge (seq INTEGER PRIMARY KEY, txn INTEGER, run TEXT, client, round INTEGER, part TEXT, "
-    "attempt INTEGER, steps INTEGER, sampling TEXT, rate REAL, noise_multiplier REAL, batches INTEGER, "
-    "releases INTEGER, noise TEXT, void INTEGER, time REAL, prev TEXT, hash TEXT)",
-    "CREATE UNIQUE INDEX charge_key ON charge (run, client, round, part, attempt)",
-    f"CREATE TRIGGER charge_edit BEFORE UPDATE ON charge {_FORBID}",
-    f"CREATE TRIGGER charge_drop BEFORE DELETE ON charge {_FORBID}",
-)
-_canonical = json.JSONEncoder(separators=(",", ":"), sort_keys=True, allow_nan=False).encode
-
-
-class Head(NamedTuple):
-    """How far a ledger goes: its number of rows and the hash of the last one."""
-
-    rows: int
-    hash: str
+MECHANISM = "sampling, rate, noise_multiplier, batches, releases"
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ class Charge:
         if any(type(n) is not int or not 0 <= n < 2**63 for n in numbers) or self.steps == 0:
             raise ValueError("rounds count from 0; steps, batches and releases are whole numbers >= 1")
         number = type(self.client) is int and -(2**63) <= self.client < 2**63
-        if not (number or _nameable(self.client)) or not _nameable(self.part):
+        if not (number or nameable(self.client)) or not nameable(self.part):
             raise ValueError(f"{self.client!r}, {self.part!r} cannot name a client and a part in the ledger")
         if self.noise != "seeded" and (self.noise != "os" or self.void):
             raise ValueError("noise is 'seeded' or 'os', and noise of the operating system is never void")
@@ -111,24 +109,22 @@ class Ledger:
         self._synced: Head | None = None  # what the head file says; None: find out before the next charge
 
     @classmethod
-    def create(
-        cls, path: Pathlike, *, run: str | None = None, client: str | None = None, **meta: object
-    ) -> Self:
+    def create(cls, path: Pathlike, *, run: str | None = None, client: str | None = None, **meta: object) -> Self:
         """A new ledger of one `run` (with all its clients) or of one real `client` (with all its runs).
 
         meta: anything JSON can hold that should stand in it for good, such as delta or the plan's hash.
         """
         path = Path(path).resolve()
-        kind, owner = _owner(run, client)
+        kind, owner = owner_of(run, client)
         meta |= {"format": FORMAT, "kind": kind, "owner": owner, "created": time.time(), "dpfed": "unknown"}
         with suppress(metadata.PackageNotFoundError):
             meta["dpfed"] = metadata.version("dpfed")
-        text = _canonical(meta)
-        with _plainly(path):
-            _check_vacant(path)
-            with _take_lock(path):
-                _check_vacant(path)
-                _build(path, text)
+        text = canonical(meta)
+        with plainly(path):
+            check_vacant(path)
+            with take_lock(path):
+                check_vacant(path)
+                build_file(path, text)
         return cls.open(path)
 
     @classmethod
@@ -142,21 +138,19 @@ class Ledger:
         chain is checked only from the head file's row on: call `verify` where a run or a report begins.
         """
         path = Path(path).resolve()
-        with _plainly(path):
-            meta = _read_meta(path, None if run is client is None else _owner(run, client))
-            lock = None if readonly else _take_lock(path)
-            try:
-                # Before the rows; the other way round a writer at work would look like a ledger put back.
-                head = _read_head(path)
-                with closing(_connect(path, "mode=ro" if _pending(path) else "immutable=1")) as look:
-                    cls(path, look, None, meta)._check_rows(head, not readonly, accept_missing_head)
-                ledger = cls(path, _connect(path, "mode=ro" if readonly else "mode=rw"), lock, meta)
-                if lock is not None:
-                    ledger._begin_writing(accept_missing_head)
-            except BaseException:
-                if lock is not None:
-                    lock.close()
-                raise
+        owner = None if run is client is None else owner_of(run, client)
+        with plainly(path), ExitStack() as on_failure:
+            meta = read_meta(path, owner)
+            lock = None if readonly else on_failure.enter_context(take_lock(path))
+            # Before the rows; the other way round a writer at work would look like a ledger put back.
+            head = read_head(path)
+            with closing(connect(path, "mode=ro" if pending(path) else "immutable=1")) as look:
+                cls(path, look, None, meta)._check_rows(head, not readonly, accept_missing_head)
+            db = on_failure.enter_context(closing(connect(path, "mode=ro" if readonly else "mode=rw")))
+            ledger = cls(path, db, lock, meta)
+            if not readonly:
+                ledger._begin_writing(accept_missing_head)
+            on_failure.pop_all()
         return ledger
 
     def close(self) -> None:
@@ -177,14 +171,14 @@ class Ledger:
         client's ledger. Returns the row of each charge, new or (seeded, same content) found again.
         """
         run = self._run_for(charges, run)
-        with _plainly(self.path):
+        with plainly(self.path):
             if self._synced is None:
                 self._settle(accept_missing_head=False)
             before, self._synced = self._synced, None
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 if self._last() != before:
-                    raise _error(self.path, "something else has written to it while it was in use")
+                    raise ledger_error(self.path, "something else has written to it while it was in use")
                 rows = self._append(charges, run)
                 head = self._last()
                 self._db.execute("COMMIT")
@@ -193,7 +187,7 @@ class Ledger:
                     with suppress(sqlite3.Error):
                         self._db.execute("ROLLBACK")
             if head != before:
-                _write_head(self.path, head)
+                write_head(self.path, head)
             self._synced = head
         return rows
 
@@ -201,13 +195,13 @@ class Ledger:
         """The run that is charged; a ledger takes charges of its owner only."""
         kind, owner = self.meta["kind"], self.meta["owner"]
         if self._lock is None:
-            raise _error(self.path, "it is not open for writing in this process")
+            raise ledger_error(self.path, "it is not open for writing in this process")
         run = owner if run is None and kind == "run" else run
         once = len({(c.client, c.round, c.part) for c in charges}) == len(charges)
-        if run is None or not _nameable(run) or not once:
+        if run is None or not nameable(run) or not once:
             raise ValueError("a cohort names its run, and charges each client's part of a round once")
         if run != owner if kind == "run" else any(c.client != owner for c in charges):
-            raise _error(self.path, f"it takes charges of {kind} {owner!r} only")
+            raise ledger_error(self.path, f"it takes charges of {kind} {owner!r} only")
         return run
 
     def _append(self, charges: Sequence[Charge], run: str) -> list[Row]:
@@ -216,71 +210,73 @@ class Ledger:
         same = "FROM charge WHERE run = ? AND client = ? AND round = ? AND part = ?"
         for c in charges:
             key = (run, c.client, c.round, c.part)
-            found = self._db.execute(f"SELECT * {same} AND noise = 'seeded'", key).fetchone()
-            if found is not None and c.noise == "seeded":
+            found = None  # fresh noise is always a new charge
+            if c.noise == "seeded":
+                found = self._db.execute(f"SELECT * {same} AND noise = 'seeded'", key).fetchone()
+            if found is not None:
                 rows.append(self._row(found))
                 if rows[-1].charge != c:
                     what = f"row {found[0]} charges client {c.client} in round {c.round} otherwise than now"
-                    raise _error(self.path, f"{what}, it was written with another configuration")
+                    raise ledger_error(self.path, f"{what}, it was written with another configuration")
                 continue
             m, attempt = c.mechanism, 1 + self._value(f"SELECT COALESCE(MAX(attempt), 0) {same}", *key)
             # As floats without the sign of -0.0, because that is how SQLite gives them back to be hashed.
             mechanism = (m.sampling, float(m.rate), float(m.noise_multiplier) + 0.0, m.batches, m.releases)
             spent = (c.steps, *mechanism, c.noise, int(c.void))
             row = (head.rows + 1, txn, *key, attempt, *spent, now, head.hash)
-            head = Head(head.rows + 1, _hash(row))
+            head = Head(head.rows + 1, row_hash(row))
             self._db.execute(f"INSERT INTO charge VALUES ({'?,' * len(row)}?)", (*row, head.hash))
             rows.append(self._row((*row, head.hash)))
         return rows
 
     def _begin_writing(self, accept_missing_head: bool) -> None:
-        if _pending(self.path):
+        if pending(self.path):
             # Rows of a killed process may not be on the disk yet, and a replay that finds them relies on them.
-            _fsync(_beside(self.path, "-wal"))
+            fsync(beside(self.path, "-wal"))
         if self._value("PRAGMA journal_mode = WAL") != "wal":
-            raise _error(self.path, "the file system does not support SQLite's write-ahead log")
+            raise ledger_error(self.path, "the file system does not support SQLite's write-ahead log")
         self._settle(accept_missing_head)
         _writers.add(self)
 
     def _settle(self, accept_missing_head: bool) -> None:
         """Brings the head file up to the ledger, after a crash or a failed write between the two."""
-        head = _read_head(self.path)
+        head = read_head(self.path)
         found = self._check_rows(head, True, accept_missing_head)
         if found != head:
-            _write_head(self.path, found)
+            write_head(self.path, found)
         self._synced = found
 
     def head(self) -> Head:
-        with _plainly(self.path):
+        with plainly(self.path):
             return self._last()
 
     def check_head(self, head: tuple[int, str]) -> None:
         """Refuses if this ledger does not continue the one that had this head, e.g. if it is an old copy."""
-        with _plainly(self.path):
+        with plainly(self.path):
             last, (rows, hash_) = self._last(), head
             if last.rows < rows:
                 what = f"row {last.rows + 1} is missing, it has had {rows} rows"
-                raise _error(self.path, f"{what}; an old copy forgets what was spent, put back the newest")
+                raise ledger_error(self.path, f"{what}; an old copy forgets what was spent, put back the newest")
             if self._hash_at(rows) != hash_:
-                raise _error(self.path, f"row {rows} is not the row that its head remembers")
+                raise ledger_error(self.path, f"row {rows} is not the row that its head remembers")
 
     def verify(self) -> Head:
         """Recomputes the whole chain; an error names the first row that is wrong."""
-        with _plainly(self.path):
-            remembered = _read_head(self.path)  # before the rows, as in open
+        with plainly(self.path):
+            remembered = read_head(self.path)  # before the rows, as in open
             self._db.execute("BEGIN")
             try:
                 head = self._walk(after=0)
                 self.check_head(remembered or head)
                 if self._value("PRAGMA integrity_check(1)") != "ok":
-                    raise _error(self.path, "the file is damaged, put back the newest copy of it")
+                    raise ledger_error(self.path, "the file is damaged, put back the newest copy of it")
             finally:
                 self._db.execute("ROLLBACK")
         return head
 
     def rows(self, after: int = 0) -> Iterator[Row]:
         """Rows in order, read as they are asked for, beginning after the given row number."""
-        with _plainly(self.path):
+        with plainly(self.path):
             for row in self._db.execute("SELECT * FROM charge WHERE seq > ? ORDER BY seq", (after,)):
                 yield self._row(row)
 
@@ -302,17 +298,17 @@ class Ledger:
         return self._merged("", void)
 
     def _merged(self, where: str, *values: object) -> dict[Client, History]:
-        groups = f"FROM charge WHERE void = ? {where} GROUP BY client, {_MECHANISM} ORDER BY MIN(seq)"
+        groups = f"FROM charge WHERE void = ? {where} GROUP BY client, {MECHANISM} ORDER BY MIN(seq)"
         found: dict[Client, History] = {}
         for seq, client, *fields, steps in self._query(
-            f"SELECT MIN(seq), client, {_MECHANISM}, SUM(steps) {groups}", *values
+            f"SELECT MIN(seq), client, {MECHANISM}, SUM(steps) {groups}", *values
         ):
-            with _trusted(self.path, seq):
+            with trusted(self.path, seq):
                 found.setdefault(client, []).append((Mechanism(*fields), steps))
         return found
 
     def _query(self, query: str, *values: object) -> list[tuple[Any, ...]]:
-        with _plainly(self.path):
+        with plainly(self.path):
             return self._db.execute(query, values).fetchall()
 
     def _value(self, query: str, *values: object) -> Any:
@@ -321,7 +317,7 @@ class Ledger:
 
     def _row(self, row: tuple[Any, ...]) -> Row:
         seq, txn, run, client, round_, part, attempt, steps, *fields, noise, void, when, prev, hash_ = row
-        with _trusted(self.path, seq):
+        with trusted(self.path, seq):
             charge = Charge(client, round_, steps, Mechanism(*fields), noise, bool(void), part)
         return Row(seq, txn, run, attempt, charge, when, prev, hash_)
 
@@ -339,11 +335,11 @@ class Ledger:
         for row in self._db.execute("SELECT * FROM charge WHERE seq >= ? ORDER BY seq", (start,)):
             seq = head.rows + 1
             if row[0] != seq:
-                raise _error(self.path, f"row {min(seq, row[0])} is missing or out of place")
-            if _hash(row[:-1]) != row[-1]:
-                raise _error(self.path, f"row {seq} was edited, its hash does not fit its content")
+                raise ledger_error(self.path, f"row {min(seq, row[0])} is missing or out of place")
+            if row_hash(row[:-1]) != row[-1]:
+                raise ledger_error(self.path, f"row {seq} was edited, its hash does not fit its content")
             if row[-2] != head.hash:
-                raise _error(self.path, f"row {seq} does not follow the row before it, the chain is broken")
+                raise ledger_error(self.path, f"row {seq} does not follow the row before it, the chain is broken")
             head = Head(seq, row[-1])
         return head
 
@@ -353,13 +349,13 @@ class Ledger:
         if head is None:
             if self._last().rows and not accept_missing_head:
                 what = "its head file is missing, so an old copy could not be told from the newest"
-                raise _error(self.path, f"{what}; put it back, or accept the ledger as it is with {accept}")
+                raise ledger_error(self.path, f"{what}; put it back, or accept the ledger as it is with {accept}")
             return self._walk(after=0)
         self.check_head(head)
         ahead = self._value("SELECT COUNT(DISTINCT txn) FROM charge WHERE seq > ?", head.rows)
         if writing and ahead > 1:  # a reader may find more, made after it had read the head file
             what = f"its head file is {ahead} transactions behind, which no crash explains"
-            raise _error(self.path, f"{what}; if the ledger is the newest, delete that file and use {accept}")
+            raise ledger_error(self.path, f"{what}; if the ledger is the newest, delete that file and use {accept}")
         return self._walk(after=max(head.rows - 1, 0))
 
 
@@ -375,177 +371,3 @@ def _release_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_release_in_child)
-
-
-def _hash(fields: Sequence[object]) -> str:
-    try:
-        return hashlib.sha256(_canonical(fields).encode()).hexdigest()
-    except (TypeError, ValueError):  # bytes or infinity: nothing that we ever wrote
-        return ""
-
-
-def _nameable(text: object) -> bool:
-    return isinstance(text, str) and 0 < len(text) <= 200 and text.isprintable()
-
-
-def _owner(run: str | None, client: str | None) -> tuple[str, str]:
-    kind, owner = ("client", client) if run is None else ("run", run)
-    if owner is None or None not in (run, client):
-        raise ValueError("a ledger belongs to a run or to a client")
-    if not _nameable(owner):
-        raise DpfedError(f"{owner!r} cannot be the name of a {kind}: use up to 200 printable characters.")
-    return kind, owner
-
-
-def _error(path: Path, what: str) -> DpfedError:
-    return DpfedError(f"Privacy ledger {path}: {what}.")
-
-
-@contextmanager
-def _trusted(path: Path, seq: int) -> Iterator[None]:
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        raise _error(path, f"row {seq} is damaged, {error}") from error
-
-
-@contextmanager
-def _plainly(path: Path) -> Iterator[None]:
-    """Turns what a disk, or foreign bytes in a file, can do to us into one sentence."""
-    try:
-        yield
-    except sqlite3.ProgrammingError:  # a mistake in this program, such as use after close
-        raise
-    except sqlite3.Error as error:
-        name = getattr(error, "sqlite_errorname", "SQLITE_CORRUPT")
-        if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
-            raise _error(path, "another process is using it, wait for that or stop it") from error
-        if name.startswith(("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")):
-            raise _error(path, f"cannot read or write it ({error}), check space and permissions") from error
-        raise _error(path, f"damaged, or no ledger at all ({error}); put back the newest copy") from error
-    except OSError as error:
-        raise _error(path, f"cannot read or write it ({error}), check space and permissions") from error
-
-
-def _beside(path: Path, suffix: str) -> Path:
-    return path.with_name(path.name + suffix)
-
-
-def _pending(path: Path) -> bool:
-    """Whether rows may be waiting in the write-ahead log, after a crash or with a writer at work."""
-    wal = _beside(path, "-wal")
-    return wal.exists() and wal.stat().st_size > 0
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _read_head(path: Path) -> Head | None:
-    file = _beside(path, ".head")
-    try:
-        found = json.loads(file.read_bytes()[:4096])
-        head = Head(found["rows"], found["hash"])
-        if type(head.rows) is not int or not 0 <= head.rows < 2**63 or type(head.hash) is not str:
-            raise ValueError("not a head")
-    except FileNotFoundError:
-        return None
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise _error(path, f"its head file {file.name} is damaged, put back the newest copy of it") from error
-    return head
-
-
-def _write_head(path: Path, head: Head) -> None:
-    with _beside(path, ".head.new").open("wb") as file:
-        file.write(_canonical(head._asdict()).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    _beside(path, ".head.new").replace(_beside(path, ".head"))
-    _fsync(path.parent)
-
-
-def _take_lock(path: Path) -> IO[bytes]:
-    # flock rather than a file that exists: it ends with the process, however that ends.
-    lock = _beside(path, ".lock").open("ab")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.close()
-        raise _error(path, "another process is writing to it, wait for that or stop it") from error
-    return lock
-
-
-def _connect(path: Path, mode: str) -> sqlite3.Connection:
-    # Only SQLite may open the file: closing it ourselves drops the locks of our other connections to it.
-    db = sqlite3.connect(f"{path.as_uri()}?{mode}", uri=True, isolation_level=None)
-    try:
-        for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "synchronous = FULL"):
-            db.execute(f"PRAGMA {pragma}")
-        if mode == "mode=ro":
-            db.execute("SELECT COUNT(*) FROM meta")
-    except sqlite3.OperationalError:
-        db.close()
-        if mode == "mode=ro" and not os.access(path.parent, os.W_OK):
-            return _connect(path, "immutable=1")  # SQLite wants to make a file for shared memory, and cannot
-        raise
-    return db
-
-
-def _check_vacant(path: Path) -> None:
-    if path.exists():
-        raise _error(path, "it exists already, open it or choose another place")
-    if _pending(path) or (_read_head(path) or (0,))[0]:
-        raise _error(path, "it is gone, but files beside it remember charges; put it back")
-
-
-def _build(path: Path, meta: str) -> None:
-    """Makes the file under another name first, so that a ledger exists whole or not at all."""
-    new = _beside(path, ".new")
-    try:
-        new.unlink(missing_ok=True)
-        _beside(new, "-journal").unlink(missing_ok=True)
-        with closing(_connect(new, "mode=rwc")) as db:
-            db.execute("BEGIN")
-            db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-            db.execute(f"PRAGMA user_version = {FORMAT}")
-            for statement in _TABLES:
-                db.execute(statement)
-            db.execute("INSERT INTO meta VALUES (?)", (meta,))
-            db.execute("COMMIT")
-            db.execute("PRAGMA journal_mode = WAL")
-        new.rename(path)
-        _fsync(path.parent)
-    except BaseException:
-        with suppress(OSError):
-            new.unlink(missing_ok=True)
-        raise
-
-
-def _read_meta(path: Path, owner: tuple[str, str] | None) -> str:
-    """The ledger's description, complete before the log began: it can be read without touching anything."""
-    if not path.exists():
-        raise _error(path, "there is no such file")
-    with closing(_connect(path, "immutable=1")) as db:
-        ((application,),) = db.execute("PRAGMA application_id")
-        ((version,),) = db.execute("PRAGMA user_version")
-        if application != _APPLICATION_ID:
-            raise _error(path, "this is not a privacy ledger")
-        if version > FORMAT:
-            raise _error(path, f"a newer dpfed wrote it (format {version}, not {FORMAT}), update dpfed")
-        tables = {sql for (sql,) in db.execute("SELECT sql FROM sqlite_master")}
-        found = db.execute("SELECT json FROM meta").fetchall() if tables == set(_TABLES) else []
-    try:
-        ((text,),) = found
-        meta = json.loads(text)
-        belongs = (meta["kind"], meta["owner"])
-        if meta["format"] != version or meta["kind"] not in ("run", "client") or not _nameable(meta["owner"]):
-            raise ValueError("not a description")
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise _error(path, "damaged, its description cannot be read; put back the newest copy") from error
-    if owner not in (None, belongs):
-        raise _error(path, f"it belongs to {belongs[0]} {belongs[1]!r}, not to {owner[0]} {owner[1]!r}")
-    return str(text)

@@ -1,0 +1,214 @@
+"""The files of a ledger: the SQLite file itself, the head beside it, the lock of the one writer, and what goes wrong
+with files said in one sentence. What a ledger means is in `ledger.py`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from dpfed.errors import DpfedError
+
+FORMAT = 1
+_APPLICATION_ID = 0x64706664  # "dpfd", in SQLite's file header
+_FORBID = "BEGIN SELECT RAISE(ABORT, 'the privacy ledger is append-only'); END"
+# Compared word for word on opening: a foreign trigger or view in the file could change what a query sees.
+_TABLES = (
+    "CREATE TABLE meta (json TEXT NOT NULL)",
+    "CREATE TABLE charge (seq INTEGER PRIMARY KEY, txn INTEGER, run TEXT, client, round INTEGER, part TEXT, "
+    "attempt INTEGER, steps INTEGER, sampling TEXT, rate REAL, noise_multiplier REAL, batches INTEGER, "
+    "releases INTEGER, noise TEXT, void INTEGER, time REAL, prev TEXT, hash TEXT)",
+    "CREATE UNIQUE INDEX charge_key ON charge (run, client, round, part, attempt)",
+    f"CREATE TRIGGER charge_edit BEFORE UPDATE ON charge {_FORBID}",
+    f"CREATE TRIGGER charge_drop BEFORE DELETE ON charge {_FORBID}",
+)
+canonical = json.JSONEncoder(separators=(",", ":"), sort_keys=True, allow_nan=False).encode
+
+
+class Head(NamedTuple):
+    """How far a ledger goes: its number of rows and the hash of the last one."""
+
+    rows: int
+    hash: str
+
+
+def row_hash(fields: Sequence[object]) -> str:
+    try:
+        return hashlib.sha256(canonical(fields).encode()).hexdigest()
+    except (TypeError, ValueError):  # bytes or infinity: nothing that we ever wrote
+        return ""
+
+
+def nameable(text: object) -> bool:
+    return isinstance(text, str) and 0 < len(text) <= 200 and text.isprintable()
+
+
+def owner_of(run: str | None, client: str | None) -> tuple[str, str]:
+    kind, owner = ("client", client) if run is None else ("run", run)
+    if owner is None or None not in (run, client):
+        raise ValueError("a ledger belongs to a run or to a client")
+    if not nameable(owner):
+        raise DpfedError(f"{owner!r} cannot be the name of a {kind}: use up to 200 printable characters.")
+    return kind, owner
+
+
+def ledger_error(path: Path, what: str) -> DpfedError:
+    return DpfedError(f"Privacy ledger {path}: {what}.")
+
+
+@contextmanager
+def trusted(path: Path, seq: int) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise ledger_error(path, f"row {seq} is damaged, {error}") from error
+
+
+@contextmanager
+def plainly(path: Path) -> Iterator[None]:
+    """Turns what a disk, or foreign bytes in a file, can do to us into one sentence."""
+    try:
+        yield
+    except sqlite3.ProgrammingError:  # a mistake in this program, such as use after close
+        raise
+    except (sqlite3.Error, OSError, UnicodeDecodeError) as error:  # the last: SQLite quoting a damaged schema
+        name = getattr(error, "sqlite_errorname", "SQLITE_IOERR" if isinstance(error, OSError) else "")
+        if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+            what = "another process is using it, wait for that or stop it"
+        elif name.startswith(("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")):
+            what = f"cannot read or write it ({error}), check space and permissions"
+        else:
+            what = f"damaged, or no ledger at all ({error}); put back the newest copy"
+        raise ledger_error(path, what) from error
+
+
+def beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
+
+
+def pending(path: Path) -> bool:
+    """Whether rows may be waiting in the write-ahead log, after a crash or with a writer at work."""
+    wal = beside(path, "-wal")
+    return wal.exists() and wal.stat().st_size > 0
+
+
+def fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def read_head(path: Path) -> Head | None:
+    file = beside(path, ".head")
+    try:
+        found = json.loads(file.read_bytes()[:4096])
+        head = Head(found["rows"], found["hash"])
+        if type(head.rows) is not int or not 0 <= head.rows < 2**63 or type(head.hash) is not str:
+            raise ValueError("not a head")
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ledger_error(path, f"its head file {file.name} is damaged, put back the newest copy of it") from error
+    return head
+
+
+def write_head(path: Path, head: Head) -> None:
+    with beside(path, ".head.new").open("wb") as file:
+        file.write(canonical(head._asdict()).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    beside(path, ".head.new").replace(beside(path, ".head"))
+    fsync(path.parent)
+
+
+def take_lock(path: Path) -> IO[bytes]:
+    # flock rather than a file that exists: it ends with the process, however that ends.
+    lock = beside(path, ".lock").open("ab")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.close()
+        raise ledger_error(path, "another process is writing to it, wait for that or stop it") from error
+    return lock
+
+
+def connect(path: Path, mode: str) -> sqlite3.Connection:
+    # Only SQLite may open the file: closing it ourselves drops the locks of our other connections to it.
+    db = sqlite3.connect(f"{path.as_uri()}?{mode}", uri=True, isolation_level=None)
+    try:
+        for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "synchronous = FULL"):
+            db.execute(f"PRAGMA {pragma}")
+        if mode == "mode=ro":
+            db.execute("SELECT COUNT(*) FROM meta")
+    except BaseException as error:
+        db.close()
+        unwritable = mode == "mode=ro" and not os.access(path.parent, os.W_OK)
+        if isinstance(error, sqlite3.OperationalError) and unwritable:
+            return connect(path, "immutable=1")  # SQLite wants to make a file for shared memory, and cannot
+        raise
+    return db
+
+
+def check_vacant(path: Path) -> None:
+    if path.exists():
+        raise ledger_error(path, "it exists already, open it or choose another place")
+    if pending(path) or (read_head(path) or (0,))[0]:
+        raise ledger_error(path, "it is gone, but files beside it remember charges; put it back")
+
+
+def build_file(path: Path, meta: str) -> None:
+    """Makes the file under another name first, so that a ledger exists whole or not at all."""
+    new = beside(path, ".new")
+    try:
+        new.unlink(missing_ok=True)
+        beside(new, "-journal").unlink(missing_ok=True)
+        with closing(connect(new, "mode=rwc")) as db:
+            db.execute("BEGIN")
+            db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+            db.execute(f"PRAGMA user_version = {FORMAT}")
+            for statement in _TABLES:
+                db.execute(statement)
+            db.execute("INSERT INTO meta VALUES (?)", (meta,))
+            db.execute("COMMIT")
+            db.execute("PRAGMA journal_mode = WAL")
+        new.rename(path)
+        fsync(path.parent)
+    except BaseException:
+        with suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise
+
+
+def read_meta(path: Path, owner: tuple[str, str] | None) -> str:
+    """The ledger's description, complete before the log began: it can be read without touching anything."""
+    if not path.exists():
+        raise ledger_error(path, "there is no such file")
+    with closing(connect(path, "immutable=1")) as db:
+        ((application,),) = db.execute("PRAGMA application_id")
+        ((version,),) = db.execute("PRAGMA user_version")
+        if application != _APPLICATION_ID:
+            raise ledger_error(path, "this is not a privacy ledger")
+        if version > FORMAT:
+            raise ledger_error(path, f"a newer dpfed wrote it (format {version}, not {FORMAT}), update dpfed")
+        tables = {sql for (sql,) in db.execute("SELECT sql FROM sqlite_master")}
+        found = db.execute("SELECT json FROM meta").fetchall() if tables == set(_TABLES) else []
+    try:
+        ((text,),) = found
+        meta = json.loads(text)
+        belongs = (meta["kind"], meta["owner"])
+        if meta["format"] != version or meta["kind"] not in ("run", "client") or not nameable(meta["owner"]):
+            raise ValueError("not a description")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ledger_error(path, "damaged, its description cannot be read; put back the newest copy") from error
+    if owner not in (None, belongs):
+        raise ledger_error(path, f"it belongs to {belongs[0]} {belongs[1]!r}, not to {owner[0]} {owner[1]!r}")
+    return str(text)
