@@ -11,6 +11,7 @@ import sys
 import time
 
 import numpy as np
+
 from dpfed.privacy.accounting import pld_epsilon
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.population import population_epsilon
@@ -29,7 +30,9 @@ def setting(clients: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 def excess(rates: np.ndarray, rounds: np.ndarray, bounds: np.ndarray, sample: int) -> tuple[float, float]:
     """Smallest and largest relative excess of the bounds over the exact PLD, on a random sample of clients."""
     chosen = np.random.default_rng(1).choice(np.flatnonzero(rounds), sample, replace=False)
-    exact = [pld_epsilon([(Mechanism("poisson", rates[i], SIGMA), LOCAL_STEPS * int(rounds[i]))], DELTA) for i in chosen]
+    exact = [
+        pld_epsilon([(Mechanism("poisson", rates[i], SIGMA), LOCAL_STEPS * int(rounds[i]))], DELTA) for i in chosen
+    ]
     ratio = bounds[chosen] / np.asarray(exact) - 1
     return float(ratio.min()), float(ratio.max())
 

@@ -64,6 +64,8 @@ class PrivacySection:
     batch: Annotated[float | None, Gt(0), "expected batch size; give this or rate"] = None
     rate: Annotated[float | None, Gt(0), Le(1), "sampling rate of every client; give this or batch"] = None
     batch_per_client: Annotated[bool, "unequal clients: same batch for all (small clients pay more) instead of same rate"] = False
+    sigma_per_client: Annotated[bool, "with target_epsilon: every client its own sigma for the same epsilon"] = False
+    budget: Annotated[float | None, Gt(0), "epsilon (server's view) no client may pass; it is left out before it would"] = None
     noise_scale: Annotated[Literal["c", "literal_c2"], "literal_c2: the paper's printed noise, accounted as σ·C"] = "c"
 
 
@@ -79,6 +81,7 @@ class RunSection:
     fleet_size: Annotated[int | Literal["auto"], "clients computed side by side; auto: the whole cohort"] = "auto"
     max_slots: Annotated[int, Ge(1), "records in one forward pass"] = 512
     eval_every: Annotated[int, Ge(1), "rounds between evaluations on the server's test set"] = 1
+    min_clients: Annotated[int | None, Ge(1), "stop when fewer are within their budget; default: the whole cohort"] = None
     allow_nan: Annotated[bool, "go on when a state is no longer finite"] = False
 
 
@@ -211,6 +214,12 @@ def _cross_check(config: Config) -> None:
         raise DpfedError(f"run.fleet_size = {config.run.fleet_size} must be at least 1, or \"auto\"")
     if p.enabled and p.clip == float("inf") and p.sigma != 0:
         raise DpfedError("privacy.clip = inf is allowed only with privacy.sigma = 0, which gives no privacy")
+    if p.sigma_per_client and p.target_epsilon is None:
+        raise DpfedError("privacy.sigma_per_client calibrates each client to privacy.target_epsilon: give that, not sigma")
+    if p.noise_scale == "literal_c2" and p.sigma is None:
+        raise DpfedError("privacy.noise_scale = \"literal_c2\" is the paper's printed noise for a given sigma: give privacy.sigma")
+    if p.enabled and p.budget is not None and p.sigma == 0:
+        raise DpfedError("privacy.budget cannot be kept without noise: give privacy.sigma > 0 or a target_epsilon")
     if p.sampling == "fixed_wor" and p.batch is not None and p.batch != int(p.batch):
         raise DpfedError(f"privacy.batch = {p.batch} must be a whole number with sampling = \"fixed_wor\"")
 

@@ -65,7 +65,7 @@ class Releases:
 class Context:
     """The public facts of a round. `t` and `lr` may be tensors, so that one compiled step serves every round.
 
-    lr    η_t, a scalar tensor or `[S, 1]`
+    lr    η_t, a scalar tensor; in start and step it may be `[S, 1]`, in aggregate it is one number
     lr0   the base learning rate η0, same shape
     phi   Φ_i, the known noise variance of each client's mean gradient, `[S, 1]`
     answered  how many clients' messages are in the mean (aggregate only)

@@ -83,7 +83,7 @@ class DPFedAdamW(Algorithm):
     agg_center: Annotated[Literal["auto", "plain", "corrected"], "how v is averaged when Φ_i differ"] = "auto"
 
     def check(self, facts: Facts) -> list[str]:
-        if isinstance(self.bc_floor, float | int) and self.bc_floor < 0:
+        if isinstance(self.bc_floor, float | int) and not self.bc_floor >= 0:
             self.refuse(f"bc_floor is a number >= 0 or \"none\", not {self.bc_floor}")
         if self.bc_floor_abs is not None and not self.bc_floor_abs > 0:
             self.refuse(f"bc_floor_abs is a number > 0, not {self.bc_floor_abs}")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from enum import Enum
+from enum import StrEnum
 from typing import Annotated
 
 import typer
 
 
-class What(str, Enum):
+class What(StrEnum):
     algorithms = "algorithms"
     models = "models"
     datasets = "datasets"

@@ -9,7 +9,9 @@ import traceback
 import click
 import typer
 
+from dpfed.cli.audit import audit
 from dpfed.cli.list import list_names
+from dpfed.cli.privacy import privacy
 from dpfed.cli.run import run
 from dpfed.errors import DpfedError, StoppedError
 
@@ -21,11 +23,13 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("run")(run)
+app.command("privacy")(privacy)
+app.command("audit")(audit)
 app.command("list")(list_names)
 
 
 def main() -> None:
-    """Exit codes: 0 done, 1 a defect of the program, 2 a mistake in the input, 3 stopped with results, 130 Ctrl-C."""
+    """Exit codes: 0 done, 1 a defect of the program, 2 a mistake in the input, 3 stopped with results, 4 claim disproved, 130 Ctrl-C."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -49,7 +50,7 @@ class Watch:
         accuracy = None if round.accuracy is None else f"{round.accuracy:.3f}"
         epsilon = None if round.epsilon is None else f"{round.epsilon:.2f}"
         if self._bar is not None:
-            shown = {"accuracy": accuracy, "epsilon": epsilon}
+            shown: dict[str, Any] = {"accuracy": accuracy, "epsilon": epsilon}
             self._bar.update(self._task, completed=round.t, **{k: v for k, v in shown.items() if v is not None})
         elif round.t % self._every == 0 or round.t == self._rounds:
             self.say(f"round {round.t}/{self._rounds}  accuracy {accuracy or '-'}  epsilon {epsilon or '-'}  {round.seconds:.1f} s")

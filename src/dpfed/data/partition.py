@@ -105,9 +105,11 @@ def dirichlet_classwise(labels: np.ndarray, clients: int, alpha: float, rng: np.
 
 
 def _dirichlet(rng: np.random.Generator, alpha: float, length: int) -> np.ndarray:
-    """Dir(alpha) also for tiny alpha, where every gamma draw may underflow to zero."""
+    """Dir(alpha) also where its gamma draws all underflow to zero (one class takes all) or overflow (equal shares)."""
     p = rng.dirichlet(np.full(length, alpha))
-    return p if np.isfinite(p).all() and p.sum() > 0 else np.eye(length)[rng.integers(length)]
+    if np.isfinite(p).all() and p.sum() > 0:
+        return p
+    return np.full(length, 1 / length) if alpha > 1 else np.eye(length)[rng.integers(length)]
 
 
 RULES: dict[str, Callable[[np.ndarray, int, float, np.random.Generator], np.ndarray]] = {
@@ -127,6 +129,9 @@ def partition(
     units: np.ndarray | None = None,
 ) -> Shards:
     """The shards of a data set. `owners` (a column of client names) is used by `rule = "natural"`."""
+    for what, column in (("client", owners), ("unit", units)):
+        if column is not None and column.dtype.kind == "f" and bool(np.isnan(column).any()):
+            raise DpfedError(f"record {np.flatnonzero(np.isnan(column))[0]} has no {what}: data.{what}_column is NaN there")
     if rule == "natural":
         if owners is None:
             raise DpfedError("partition = \"natural\" needs data.client_column, the column that names each record's client")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import shutil
 import time
@@ -46,8 +47,16 @@ class RunFolder:
 
     def log(self, round: Round) -> None:
         """One line per round, on disk when the round is over."""
-        row = {"round": round.t, "accuracy": round.accuracy, "loss": round.loss, "epsilon_server_max": round.epsilon}
-        self._metrics.write(json.dumps({**row, "seconds": round.seconds}) + "\n")
+        row = {
+            "round": round.t,
+            "accuracy": round.accuracy,
+            "loss": round.loss if round.loss is None or math.isfinite(round.loss) else None,
+            "epsilon_server_max": round.epsilon,
+            "cohort": round.cohort,
+            "eligible": round.eligible,
+            "seconds": round.seconds,
+        }
+        self._metrics.write(json.dumps(row, allow_nan=False) + "\n")
         self._metrics.flush()
 
     def save_model(self, theta: torch.Tensor, space: Space, release: str) -> None:

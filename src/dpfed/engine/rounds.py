@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,12 +28,17 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class Round:
-    """What is known after a round. Accuracy and loss are those of the server's public test set."""
+    """What is known after a round. Accuracy and loss are those of the server's public test set.
+
+    cohort, eligible  how many clients took part, and among how many they were drawn
+    """
 
     t: int
     accuracy: float | None
     loss: float | None
     epsilon: float | None
+    cohort: int
+    eligible: int
     seconds: float
     theta: Tensor = field(repr=False)
 
@@ -45,26 +51,27 @@ def train(job: Job, backend: Backend, spending: Spending, observe: Observer) -> 
     started = time.perf_counter()
     everyone = context(job, 1, range(job.schedule.clients))
     server = job.algorithm.init(everyone, job.theta)
-    observe(Round(0, *evaluate(job, server.theta), 0.0 if job.plan.private else None, 0.0, server.theta))
+    observe(Round(0, *evaluate(job, server.theta), 0.0 if job.plan.private else None, 0, 0, 0.0, server.theta))
     for t in range(1, job.config.run.rounds + 1):
-        cohort = choose(job, t)
-        spending.charge(t, cohort)  # before anything of this round is released
+        able = spending.enough(t)
+        cohort = choose(job, t, able)
+        spending.charge(t, cohort, len(able))  # before anything of this round is released
         mean, answered = backend.run_cohort(t, server, cohort)
         server = job.algorithm.aggregate(dataclasses.replace(context(job, t, cohort), answered=answered), server, mean)
         if not job.config.run.allow_nan:
             _refuse_nonfinite(server, t)
         scored = t % job.config.run.eval_every == 0 or t == job.config.run.rounds
         accuracy, loss = evaluate(job, server.theta) if scored else (None, None)
-        spent = spending.so_far() if scored else None
-        observe(Round(t, accuracy, loss, spent, time.perf_counter() - started, server.theta))
+        spent = spending.server_max() if scored else None
+        observe(Round(t, accuracy, loss, spent, len(cohort), len(able), time.perf_counter() - started, server.theta))
     theta: Tensor = server.theta
     return theta
 
 
-def choose(job: Job, t: int) -> list[int]:
-    """S distinct clients, uniformly, from the cohort's own stream."""
+def choose(job: Job, t: int, able: np.ndarray) -> list[int]:
+    """S distinct clients, uniformly among those that may take part, from the cohort's own stream."""
     rng = job.streams.generator("cohort", t)
-    chosen = rng.choice(job.schedule.clients, size=job.schedule.cohort, replace=False)
+    chosen = rng.choice(able, size=min(job.schedule.cohort, len(able)), replace=False)
     return sorted(int(i) for i in chosen)
 
 
@@ -72,7 +79,8 @@ def evaluate(job: Job, theta: Tensor, test: Records | None = None, batch: int = 
     """Accuracy and mean loss on the server's test set."""
     test = test or job.test
     right, loss = 0, 0.0
-    for rows in torch.arange(len(test.labels), device=job.device).split(batch):
+    for first in range(0, len(test.labels), batch):
+        rows = torch.arange(first, min(first + batch, len(test.labels)), device=job.device)
         inputs, labels = test.take(rows)
         scores = job.model.scores(theta, inputs)
         right += int((scores.argmax(1) == labels).sum())
@@ -81,10 +89,10 @@ def evaluate(job: Job, theta: Tensor, test: Records | None = None, batch: int = 
 
 
 def _refuse_nonfinite(server: Any, t: int) -> None:
-    for field in dataclasses.fields(server):
-        value = getattr(server, field.name)
+    for part in dataclasses.fields(server):
+        value = getattr(server, part.name)
         if isinstance(value, Tensor) and not bool(value.isfinite().all()):
             raise StoppedError(
-                f"after round {t} the server's {field.name} is no longer finite: lower algorithm.lr; "
+                f"after round {t} the server's {part.name} is no longer finite: lower algorithm.lr; "
                 "what was computed before is kept"
             )

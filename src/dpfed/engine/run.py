@@ -52,7 +52,7 @@ def run(
         folder.log(round)
         observe(round)
 
-    ledger = Ledger.create(folder.ledger, run=uuid.uuid4().hex, delta=config.privacy.delta) if job.plan.private else None
+    ledger = new_ledger(job, folder.ledger) if job.plan.private else None
     note = release_note(config, job.plan.private)
     try:
         begin(job)
@@ -73,9 +73,24 @@ def run(
             ledger.close()
 
 
+def new_ledger(job: Job, path: Path) -> Ledger:
+    """The run's ledger; its meta data hold what a reader needs to state the guarantee without anything else."""
+    schedule = job.schedule
+    return Ledger.create(
+        path,
+        run=uuid.uuid4().hex,
+        delta=job.config.privacy.delta,
+        unit=job.plan.unit,
+        clients=schedule.clients,
+        cohort=schedule.cohort,
+        rounds=schedule.rounds,
+        local_steps=schedule.local_steps,
+    )
+
+
 def result_of(job: Job, spending: Spending, seen: list[Round], out: Path, note: str) -> dict[str, Any]:
     """The JSON object of `dpfed run --json`. Without privacy epsilon is null, never a number."""
-    planned = spending.planned() or {"server_worst": None, "third_party": None}
+    figures = spending.figures()
     last = seen[-1]
     multipliers = job.plan.multipliers
     return {
@@ -83,9 +98,9 @@ def result_of(job: Job, spending: Spending, seen: list[Round], out: Path, note: 
         "test_loss": last.loss if last.loss is None or math.isfinite(last.loss) else None,
         "start_accuracy": seen[0].accuracy,
         "epsilon": {
-            "server_worst": planned["server_worst"],
-            "server_max": spending.so_far(),
-            "third_party": planned["third_party"],
+            "server_worst": figures and figures.server_worst,
+            "server_max": figures and figures.server_max,
+            "third_party": figures and figures.third_party,
         },
         "delta": job.config.privacy.delta if job.plan.private else None,
         "sigma": [float(multipliers.min()), float(multipliers.max())] if np.ptp(multipliers) else float(multipliers[0]),

@@ -53,9 +53,7 @@ def prepare(config: Config, source: Source | None = None) -> Job:
     loader: Any = config.data
     source = source or loader.load()
     shards = shards_for(config, source, streams)
-    schedule = Schedule.of(len(shards), config.run.rounds, config.run.local_steps, config.run.participation)
-    releases = algorithm.releases
-    plan = make_plan(config.privacy, shards.sizes, schedule, releases.batches, releases.releases, config.data.unit_column)
+    plan, schedule = plan_for(config, shards)
     facts = Facts(equal_phi=plan.equal_phi, private=plan.private, allow_nan=config.run.allow_nan)
     notes = algorithm.check(facts)
     model, adapted, theta = build_model(config, spec_of(source), streams, device, notes)
@@ -76,6 +74,19 @@ def prepare(config: Config, source: Source | None = None) -> Job:
         adapted=adapted,
         notes=notes + unused_note(source, shards),
     )
+
+
+def plan_for(config: Config, shards: Shards) -> tuple[Plan, Schedule]:
+    run, releases = config.run, config.algorithm.releases
+    schedule = Schedule.of(len(shards), run.rounds, run.local_steps, run.participation)
+    unit = config.data.unit_column
+    return make_plan(config.privacy, shards.sizes, schedule, releases.batches, releases.releases, unit), schedule
+
+
+def plan_of(config: Config) -> tuple[Plan, Schedule]:
+    """The plan alone, without a model: what a configuration will spend."""
+    loader: Any = config.data
+    return plan_for(config, shards_for(config, loader.load(), Streams(config.run.seed)))
 
 
 def device_of(name: str) -> torch.device:

@@ -25,7 +25,8 @@ def mix(x: Tensor) -> Tensor:
 
 def keep_mask(key: Tensor, salt: int, width: int, drop: float) -> Tensor:
     """`[M]` keys -> `[M, width]` booleans that are true with probability 1 - drop."""
-    stream = mix(key + salt * _GOLDEN).unsqueeze(1)
+    start = (salt * _GOLDEN + 2**63) % 2**64 - 2**63  # wrapped by hand: a Python number must fit int64
+    stream = mix(key + start).unsqueeze(1)
     bits = mix(stream + torch.arange(1, width + 1, device=key.device) * _GOLDEN)
     return ((bits >> 40) & 0xFFFFFF).float() >= drop * float(1 << 24)
 
@@ -50,6 +51,8 @@ def _drop(x: Tensor, key: Tensor | None, salt: int, drop: float, whole: bool) ->
     if key is None or key.numel() == 0 or drop == 0:
         return x
     samples = key.shape[0]
+    if x.shape[0] % samples:
+        raise ValueError(f"dropout got a leading axis of {x.shape[0]} for {samples} records, which is no multiple")
     keep = keep_mask(key, salt, 1 if whole else x.numel() // samples, drop)
     mask = keep.to(x.dtype) / (1 - drop)
     if whole:
@@ -64,10 +67,11 @@ def install_keyed_dropout(model: nn.Module) -> list[str]:
         if type(module) is nn.Dropout:
             module.__class__ = TwinDropout
         elif type(module).__name__.endswith("DropPath"):
-            module.__class__ = drop_path_twin(type(module))
-        else:
+            if not hasattr(module, "_salt"):
+                module.__class__ = drop_path_twin(type(module))
+        elif not isinstance(module, TwinDropout):
             continue
-        module._salt = salt  # type: ignore[assignment]
+        module._salt = salt
         rate = module.p if isinstance(module, TwinDropout) else module.drop_prob
         if rate:
             module.register_buffer(KEY, torch.empty(0, dtype=torch.int64), persistent=False)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from dpfed.errors import DpfedError
 from dpfed.model.keyed import install_keyed_dropout
@@ -48,9 +48,9 @@ class PerSample:
 
         theta `[S, P]`, client `[M]` the row of theta that each record trains, keys `[M]` for dropout.
         """
-        copies = self._copies(theta, client)
         if len(client) == 0:
-            return [copy.flatten(1) for copy in copies.values()]
+            return [theta.new_zeros(0, shape.numel()) for shape in self.space.shapes]
+        copies = self._copies(theta, client)
         with torch.enable_grad():
             weights = dict(copies)
             if keys is not None:
@@ -60,8 +60,8 @@ class PerSample:
                 raise ValueError(f"the loss has shape {tuple(losses.shape)} for {len(client)} records: one each is needed")
             grads = torch.autograd.grad(losses.sum(), list(copies.values()), allow_unused=True)
         return [
-            torch.zeros_like(copy).flatten(1) if grad is None else grad.flatten(1)
-            for copy, grad in zip(copies.values(), grads, strict=True)
+            (torch.zeros_like(copy) if grad is None else grad).reshape(len(client), shape.numel())
+            for copy, grad, shape in zip(copies.values(), grads, self.space.shapes, strict=True)
         ]
 
     def scores(self, vector: Tensor, inputs: Batch) -> Tensor:
@@ -100,10 +100,10 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def refuse_batch_norm(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if not isinstance(module, _NormBase):
+        if not isinstance(module, _BatchNorm):
             continue
         learns = any(p.requires_grad for p in module.parameters())
-        if module.training and module.track_running_stats or learns:
+        if module.training or learns or module.running_mean is None:  # without running statistics it mixes in eval too
             raise DpfedError(
                 f"{name} is a {type(module).__name__} that mixes the records of a batch, so no record's gradient is its "
                 "own: replace it by GroupNorm, or keep it frozen in eval mode (model.eval() and train = lora or head)"
@@ -111,18 +111,21 @@ def refuse_batch_norm(model: nn.Module) -> None:
 
 
 def install_twins(model: nn.Module, space: Space) -> None:
-    """Finds the module that uses each trainable tensor and exchanges it for its twin."""
-    modules = dict(model.named_modules())
-    parents = {f"{name}.{child}".lstrip("."): name for name, m in modules.items() for child, _ in m.named_children()}
-    for tensor in space.names:
+    """Finds every module that uses a trainable tensor (a tied one has several) and exchanges it for its twin."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    trained = {id(parameters[name]) for name in space.names}
+    for tensor, parameter in parameters.items():
+        if id(parameter) not in trained:
+            continue
         owner = tensor.rpartition(".")[0]
         while isinstance(modules[owner], nn.ParameterDict | nn.ParameterList | nn.ModuleDict | nn.ModuleList):
-            owner = parents[owner]  # containers have no forward: the module above reads the tensor
+            owner = owner.rpartition(".")[0]  # containers have no forward: the module above reads the tensor
         module = modules[owner]
-        if hasattr(module, "_plain_dims") or type(module) in TWINS.values():
+        if hasattr(module, "_plain_dims") or hasattr(module, "_windows") or type(module) in TWINS.values():
             continue
-        if type(module) in TWINS:
+        if type(module) in TWINS and all(id(p) in trained for p in module.parameters()):
             install_twin(module, TWINS[type(module)])
-        elif not special_twin(module, modules.get(parents.get(owner, ""))):
-            module._plain_dims = {n: p.dim() for n, p in module.named_parameters()}  # type: ignore[assignment]
+        elif not special_twin(module, modules.get(owner.rpartition(".")[0])):
+            module._plain_dims = {n: p.dim() for n, p in module.named_parameters()}
             install_twin(module, vmap_twin(type(module)))

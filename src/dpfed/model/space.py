@@ -49,9 +49,11 @@ class Space:
 
     def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
         """Views of `[..., P]` as the named tensors `[..., *shape]`."""
+        if vector.shape[-1] != self.size:
+            raise ValueError(f"the vector has {vector.shape[-1]} numbers, the space has {self.size}")
         lead = vector.shape[:-1]
         return {
-            name: vector[..., part].view(*lead, *shape)
+            name: vector[..., part].view((*lead, *shape))
             for name, shape, part in zip(self.names, self.shapes, self.slices(), strict=True)
         }
 

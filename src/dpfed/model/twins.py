@@ -17,6 +17,8 @@ import torch.nn.functional as F
 import torch.utils._pytree
 from torch import Tensor, nn
 
+from dpfed.model.keyed import KEY
+
 
 def per_sample(x: Tensor, samples: int, module: nn.Module) -> Tensor:
     """`[M*k, ...]` -> `[M, k, ...]`; a leading axis of 1 is shared by all samples (BERT's position ids)."""
@@ -27,11 +29,6 @@ def per_sample(x: Tensor, samples: int, module: nn.Module) -> Tensor:
             f"{type(module).__name__} got a leading axis of {x.shape[0]} for {samples} records, which is no multiple"
         )
     return x.reshape(samples, x.shape[0] // samples, *x.shape[1:])
-
-
-def _aligned(parameter: Tensor, like: Tensor) -> Tensor:
-    """`[M, d]` with ones put in so that it broadcasts along the last axis of `[M, ..., d]`."""
-    return parameter.view(parameter.shape[0], *([1] * (like.dim() - 2)), parameter.shape[1])
 
 
 class TwinLinear(nn.Linear):
@@ -132,7 +129,7 @@ def vmap_twin(cls: type[nn.Module]) -> type[nn.Module]:
     """The general way: any module, by `vmap` of its own forward over samples and weight copies."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        batched = {n: p for n, p in self.named_parameters() if p.dim() > self._plain_dims[n]}  # type: ignore[operator,index]
+        batched: dict[str, Tensor] = {n: p for n, p in self.named_parameters() if p.dim() > self._plain_dims[n]}  # type: ignore[index]
         if not batched:
             return cls.forward(self, *args, **kwargs)
         samples = next(iter(batched.values())).shape[0]
@@ -140,13 +137,20 @@ def vmap_twin(cls: type[nn.Module]) -> type[nn.Module]:
         axes = [0 if _is_batched(leaf, samples) else None for leaf in flat]
         split = [per_sample(leaf, samples, self) if axis == 0 else leaf for leaf, axis in zip(flat, axes, strict=True)]
 
+        # a dropout inside drops by its own record's key
+        keys = {n: b for n, b in self.named_buffers() if n.rpartition(".")[2] == KEY and b.numel()}
+        batched |= {n: key.unsqueeze(1) for n, key in keys.items()}
+        form: list[Any] = []
+
         def single(weights: dict[str, Tensor], *leaves: Any) -> Any:
             one_args, one_kwargs = torch.utils._pytree.tree_unflatten(list(leaves), spec)
-            return torch.func.functional_call(self, weights, one_args, one_kwargs)
+            form[:] = torch.utils._pytree.tree_flatten(torch.func.functional_call(self, weights, one_args, one_kwargs))
+            return [y for y in form[0] if isinstance(y, Tensor)]  # vmap returns nothing but tensors
 
         run = torch.vmap(single, in_dims=(0, *axes), randomness="different")
-        out = run(batched, *split)
-        return torch.utils._pytree.tree_map(lambda y: y.flatten(0, 1) if isinstance(y, Tensor) else y, out)
+        tensors = iter(run(batched, *split))
+        out = [next(tensors).flatten(0, 1) if isinstance(y, Tensor) else y for y in form[0]]
+        return torch.utils._pytree.tree_unflatten(out, form[1])
 
     return type(f"Vmap{cls.__name__}", (cls,), {"forward": forward, "__module__": __name__})
 
@@ -177,7 +181,7 @@ def _swin_bias_twin(cls: type[nn.Module]) -> type[nn.Module]:
         if table.dim() == 2:
             return cls.forward(self)  # type: ignore[no-any-return]
         bias = table[:, self.relative_position_index].unflatten(1, (self.window_area, self.window_area))
-        return bias.permute(0, 3, 1, 2).repeat_interleave(self._windows, 0)
+        return bias.permute(0, 3, 1, 2).repeat_interleave(self._windows, 0)  # type: ignore[no-any-return]
 
     return type(f"Twin{cls.__name__}", (cls,), {"forward": forward, "__module__": __name__})
 

@@ -174,17 +174,22 @@ def _connect_dots(residual: Floats, lower: int, interval: float) -> Any:
     return pld_pmf.DensePLDPmf(interval, lower, np.maximum(masses, 0), float(residual[-1]), True)
 
 
+def _loss_range(rate: float, multiplier: float, log_tail: float) -> tuple[float, float]:
+    """Smallest and largest loss of removing a record from one step, but for noise of probability e^log_tail."""
+    reach = (0.5 - multiplier * special.ndtri_exp(log_tail - math.log(2))) / multiplier**2
+    stay = math.log1p(-rate) if rate < 1 else -math.inf
+    return float(np.logaddexp(stay, math.log(rate) - reach)), float(np.logaddexp(stay, math.log(rate) + reach))
+
+
 def _one_step(rate: float, multiplier: float, interval: float, log_tail: float) -> Any:
     """One Poisson-subsampled Gaussian step under add/remove.
 
     It equals dp_accounting's `from_gaussian_mechanism` (a test holds them together), which evaluates one point of the
     grid at a time and loses digits in the add direction; the grids needed here are too fine for either.
     """
-    reach = (0.5 - multiplier * special.ndtri_exp(log_tail - math.log(2))) / multiplier**2
-    stay = math.log1p(-rate) if rate < 1 else -math.inf
-    upper = math.ceil(np.logaddexp(stay, math.log(rate) + reach) / interval)
-    lower = math.floor(np.logaddexp(stay, math.log(rate) - reach) / interval)
-    losses = np.arange(lower, upper + 1) * interval
+    least, most = _loss_range(rate, multiplier, log_tail)
+    lower, upper = math.floor(least / interval), math.ceil(most / interval)
+    losses = np.arange(lower, upper + 1, dtype=np.float64) * interval
     residual = _residual(losses, rate, multiplier)
     remove = _connect_dots(residual, lower, interval)
     if rate == 1:
@@ -231,16 +236,18 @@ def interval_for(epsilon: float, terms: tuple[Term, ...] = ()) -> float:
     """The grid width SPEC 6.1 asks for, rounded down to a power of two times 1e-4 so that results are reproducible.
 
     The rule is min(1e-4, epsilon/2000). Outside 0.002..200 it would cost memory for digits nobody reads: below, the
-    grid stays at 1e-6; above, it is epsilon/2e6. Both remain pessimistic. Very many very small steps need more: each
-    rounding adds variance h^2/6, which stays below 0.7 % of the variance of one step's loss when h is a fifth of it.
+    grid stays at 1e-6, or at 1/500,000 of the largest loss of one step; above, it is epsilon/2e6. All of it remains
+    pessimistic. Very many very small steps need more: each rounding adds variance h^2/6, which stays below 0.7 % of
+    the variance of one step's loss when h is a fifth of it.
     """
-    wanted = max(1e-6, min(1e-4, epsilon / 2000, _spread(terms) / 5))
-    if epsilon > _COARSEST_EPSILON and wanted == 1e-4:
-        wanted = max(wanted, min(epsilon / 2e6, _spread(terms) / 5))
+    finest = max([1e-6, *(_loss_range(term.rate, term.multiplier, _LOG_TAIL)[1] / 5e5 for term in terms)])
+    wanted = max(finest, min(1e-4, epsilon / 2000, loss_spread(terms) / 5))
+    if epsilon > _COARSEST_EPSILON and wanted >= 1e-4:
+        wanted = max(wanted, min(epsilon / 2e6, loss_spread(terms) / 5))
     return 1e-4 * 2.0 ** math.floor(math.log2(wanted / 1e-4) + 1e-9)
 
 
-def _spread(terms: tuple[Term, ...]) -> float:
+def loss_spread(terms: tuple[Term, ...]) -> float:
     """Root mean square privacy loss of one step, to second order in the rate: q sqrt(e^(1/s^2) - 1)."""
     counts = [term.steps * term.rounds * term.probability for term in terms]
     squares = [term.rate**2 * math.expm1(min(50.0, term.multiplier**-2)) for term in terms]
@@ -254,11 +261,11 @@ def epsilon_of_terms(terms: tuple[Term, ...], delta: float, relation: Relation =
         return 0.0
     if any(term.multiplier == 0 for term in terms):
         return math.inf
-    interval = interval_for(_rough(terms, delta), terms)
+    interval = interval_for(rough_epsilon(terms, delta))
     while True:
         value = float(compose(terms, interval, relation).get_epsilon_for_delta(delta - rounding(terms)))
         wanted = interval_for(value, terms)
-        if not math.isfinite(value) or interval <= wanted:
+        if value == 0 or not math.isfinite(value) or interval <= wanted:  # 0 cannot become smaller
             return value
         interval = wanted
 
@@ -268,7 +275,7 @@ def rounding(terms: tuple[Term, ...]) -> float:
     return 1e-13 + 1e-16 * sum(term.steps * term.rounds for term in terms)
 
 
-def _rough(terms: tuple[Term, ...], delta: float) -> float:
+def rough_epsilon(terms: tuple[Term, ...], delta: float) -> float:
     """An RDP estimate that only chooses the first grid: one far too fine for a huge epsilon would exhaust memory."""
     curve = sum(
         (t.steps * t.rounds * _rdp_step("poisson", t.rate, t.multiplier) for t in terms), np.zeros(len(_orders()))
@@ -420,7 +427,7 @@ def delta_curve(history: History, epsilons: Sequence[float]) -> list[float]:
 
 def _for_deltas(terms: tuple[Term, ...]) -> Any:
     """A loss distribution whose grid is fine against the spread of the losses, of which delta(0) is the measure."""
-    interval = interval_for(_rough(terms, 1e-5), terms)
+    interval = interval_for(rough_epsilon(terms, 1e-5), terms)
     while True:
         distribution = compose(terms, interval)
         wanted = interval_for(4 * float(distribution.get_delta_for_epsilon(0.0)), terms)

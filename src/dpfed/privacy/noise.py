@@ -19,6 +19,8 @@ from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from torch import Tensor
 
+from dpfed.errors import DpfedError
+
 Purpose = Literal["cohort", "batch", "noise", "init", "dropout", "augment", "partition", "check"]
 SECRET: frozenset[Purpose] = frozenset({"cohort", "batch", "noise"})
 
@@ -27,6 +29,8 @@ class Streams:
     """Every random number of a run, by name."""
 
     def __init__(self, seed: int, secret: bool = False) -> None:
+        if not -(2**63) <= seed < 2**63:
+            raise DpfedError(f"run.seed = {seed} is not allowed: it must fit in 64 bits")
         self.seed = seed
         self.secret = secret
         self._entropy = os.urandom(32) if secret else b""

@@ -155,6 +155,8 @@ class FleetOracle:
             owners.append(np.full(len(positions), s, dtype=np.int64))
             keys.append(self._keys(s, positions, count))
         owner, count = np.concatenate(owners), np.concatenate(counts)
+        if len(count) and count.min() < 1:
+            raise ValueError("a protected unit without records has no gradient")
         unit = np.repeat(np.arange(len(owner)), count)
         return Slots(np.concatenate(rows), owner[unit], unit, owner, np.concatenate(keys))
 
@@ -167,7 +169,8 @@ class FleetOracle:
         with np.errstate(over="ignore"):
             mixed = (unit.astype(np.uint64) << np.uint64(20)) + within.astype(np.uint64)
             mixed = mixed * np.uint64(0x9E3779B97F4A7C15) + np.uint64(self._drawn) * np.uint64(0xD1B54A32D192ED03)
-            return (mixed ^ np.uint64(self._dropout[s] & (2**64 - 1))).astype(np.int64)
+            keyed: np.ndarray = (mixed ^ np.uint64(self._dropout[s] & (2**64 - 1))).astype(np.int64)
+        return keyed
 
     def clipped_sum(self, theta: Tensor, slots: Slots, scale: Tensor | None) -> Tensor:
         """Σ of clipped per-unit gradients for each client, `[S, P]`: not noised, so it must not leave this class."""

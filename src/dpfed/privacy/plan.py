@@ -13,12 +13,16 @@ import numpy as np
 
 from dpfed.config import PrivacySection
 from dpfed.errors import DpfedError
+from dpfed.privacy.calibrate import calibrate_sigma
 from dpfed.privacy.mechanism import Mechanism, Sampling
+
+RATE_STEP = 0.02  # with a sigma for each client: rates within 2 % share one calibration, that of the highest
+CLIPS = (1e-12, 1e12)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Constants per client: sizes R_i (in protected units), expected batches B_i, noise multipliers.
+    """Constants per client: sizes R_i (in protected units), rates q_i, expected batches B_i = q_i R_i, noise multipliers.
 
     multipliers  standard deviation of the noise on a clipped sum, divided by the clip norm C
     batches, releases  what one local step takes from the oracle, as the algorithm declares it
@@ -27,6 +31,7 @@ class Plan:
     sampling: Sampling
     clip: float
     sizes: np.ndarray
+    rates: np.ndarray
     expected: np.ndarray
     multipliers: np.ndarray
     batches: int = 1
@@ -38,8 +43,8 @@ class Plan:
             raise ValueError(f"the clip norm must be > 0, not {self.clip}")
         if not math.isfinite(self.clip) and self.multipliers.any():
             raise ValueError("without a finite clip norm there is no noise level that protects anything")
-        if bool((self.expected > self.sizes).any()):
-            raise ValueError("an expected batch is larger than its client")
+        if not np.allclose(self.expected, self.rates * self.sizes, rtol=1e-9, atol=0):
+            raise ValueError("the expected batch of a client is its rate times its size")
 
     @property
     def clients(self) -> int:
@@ -49,14 +54,10 @@ class Plan:
     def private(self) -> bool:
         return bool(self.multipliers.all())
 
-    @property
-    def rates(self) -> np.ndarray:
-        return self.expected / self.sizes
-
     def mechanism(self, client: int) -> Mechanism:
         return Mechanism(
             sampling=self.sampling,
-            rate=float(self.expected[client] / self.sizes[client]),
+            rate=float(self.rates[client]),
             noise_multiplier=float(self.multipliers[client]),
             batches=self.batches,
             releases=self.releases,
@@ -76,9 +77,16 @@ class Plan:
         levels = self.multipliers / self.expected
         return bool(np.all(levels == levels[0]))
 
-    def equal(self) -> bool:
-        """Whether all clients run the same mechanism, so that one epsilon speaks for all."""
-        return bool(np.all(self.rates == self.rates[0]) and np.all(self.multipliers == self.multipliers[0]))
+    def kinds(self) -> tuple[list[Mechanism], np.ndarray]:
+        """The different mechanisms there are, and which of them each client runs."""
+        _, first, which = np.unique(np.stack([self.rates, self.multipliers]), axis=1, return_index=True, return_inverse=True)
+        return [self.mechanism(int(i)) for i in first], np.asarray(which).reshape(-1)
+
+    def dominating(self) -> Mechanism:
+        """The highest rate with the least noise: at least as costly as any client's mechanism."""
+        return replace(
+            self.mechanism(0), rate=float(self.rates.max()), noise_multiplier=float(self.multipliers.min())
+        )
 
 
 @dataclass(frozen=True)
@@ -109,11 +117,13 @@ def make_plan(
     unit: str | None = None,
 ) -> Plan:
     """Rates, batch sizes and noise of every client, from declared sizes and the configuration alone."""
-    expected = expected_batches(privacy, sizes)
+    _check_numbers(privacy)
+    rates, expected = batches_for(privacy, sizes)
     plan = Plan(
         sampling=privacy.sampling,
         clip=privacy.clip if privacy.enabled else math.inf,
         sizes=sizes,
+        rates=rates,
         expected=expected,
         multipliers=np.zeros(len(sizes)),
         batches=batches,
@@ -125,42 +135,66 @@ def make_plan(
     if privacy.sigma is not None:
         # The printed noise of the paper has one factor C too many: its real multiplier is σ·C (SPEC 4).
         multiplier = privacy.sigma * (privacy.clip if privacy.noise_scale == "literal_c2" else 1.0)
+    elif privacy.sigma_per_client:
+        return replace(plan, multipliers=sigma_per_client(privacy, plan, schedule))
     else:
-        worst = replace(plan.mechanism(int(np.argmax(plan.rates))), noise_multiplier=1.0)
-        multiplier = calibrated(privacy, worst, schedule)
+        multiplier = calibrated(privacy, plan.dominating(), schedule)
     return replace(plan, multipliers=np.full(len(sizes), multiplier))
 
 
-def calibrated(privacy: PrivacySection, worst: Mechanism, schedule: Schedule) -> float:
-    from dpfed.privacy.calibrate import calibrate_sigma
+def sigma_per_client(privacy: PrivacySection, plan: Plan, schedule: Schedule) -> np.ndarray:
+    """A noise level for each client that reaches the same target; similar rates share the level of the highest."""
+    level = np.ceil(np.log(plan.rates) / RATE_STEP)
+    found = {}
+    for value in np.unique(level):
+        rate = float(plan.rates[level == value].max())
+        found[value] = calibrated(privacy, replace(plan.mechanism(0), rate=rate), schedule)
+    return np.array([found[value] for value in level])
 
+
+def calibrated(privacy: PrivacySection, worst: Mechanism, schedule: Schedule) -> float:
+    """The smallest noise multiplier with which this mechanism stays within the target."""
     if privacy.target_epsilon is None:
         raise ValueError("calibration needs a target")
     return calibrate_sigma(
-        worst,
-        schedule.local_steps,
-        schedule.rounds,
-        schedule.participation,
-        privacy.target_epsilon,
-        privacy.delta,
-        privacy.view,
+        rate=worst.rate,
+        local_steps=schedule.local_steps,
+        rounds=schedule.rounds,
+        target_epsilon=privacy.target_epsilon,
+        delta=privacy.delta,
+        participation=schedule.participation,
+        view=privacy.view,
+        sampling=worst.sampling,
+        batches=worst.batches,
+        releases=worst.releases,
     )
 
 
-def expected_batches(privacy: PrivacySection, sizes: np.ndarray) -> np.ndarray:
-    """B_i for every client. Unequal clients share one rate unless told otherwise: the smallest would pay most (SPEC 6.3)."""
-    if privacy.rate is not None:
-        expected = privacy.rate * sizes
-    elif privacy.batch_per_client or bool(np.all(sizes == sizes[0])):
-        expected = np.full(len(sizes), float(privacy.batch or 0))
+def _check_numbers(privacy: PrivacySection) -> None:
+    """Norms and noise are computed in single precision, where squares of far smaller or larger numbers are lost."""
+    if privacy.enabled and not (CLIPS[0] <= privacy.clip <= CLIPS[1] or math.isinf(privacy.clip)):
+        raise DpfedError(f"privacy.clip = {privacy.clip:g} is not allowed: it must be from {CLIPS[0]:g} to {CLIPS[1]:g}")
+    if privacy.sigma is not None and not math.isfinite(privacy.sigma):
+        raise DpfedError(f"privacy.sigma = {privacy.sigma} is not allowed: it must be a finite number")
+
+
+def batches_for(privacy: PrivacySection, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rate and expected batch of every client.
+
+    Unequal clients share one rate unless told otherwise: with equal batches the smallest would pay most (SPEC 6.3).
+    """
+    if privacy.batch is None or (not privacy.batch_per_client and bool(np.any(sizes != sizes[0]))):
+        rate = privacy.rate if privacy.batch is None else privacy.batch / float(sizes.mean())
+        rates = np.full(len(sizes), rate)
+        expected = rates * sizes
     else:
-        expected = float(privacy.batch or 0) / sizes.mean() * sizes
-    small = int(np.argmin(sizes - expected))
-    if expected[small] > sizes[small]:
-        raise DpfedError(
-            f"privacy.batch = {privacy.batch:g} is larger than client {small}, which has {sizes[small]}: "
-            "use a smaller batch or fewer clients"
-        )
+        expected = np.full(len(sizes), float(privacy.batch))
+        rates = expected / sizes
+    if rates.max() > 1:
+        small = int(np.argmin(sizes))  # clients that share a rate are told by their mean, which is what was passed
+        told = f"client {small}, which has {sizes[small]}" if np.ptp(expected) == 0 else f"the mean client, {sizes.mean():g}"
+        raise DpfedError(f"privacy.batch = {privacy.batch:g} is larger than {told}: use a smaller batch or fewer clients")
     if privacy.sampling == "fixed_wor":
         expected = np.maximum(1.0, np.round(expected))
-    return np.asarray(expected, dtype=np.float64)
+        rates = expected / sizes
+    return rates, expected

@@ -9,6 +9,7 @@ truth, and the grid is refined wherever neighbouring points differ by more than 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dpfed.errors import DpfedError
-from dpfed.privacy.accounting import Term, check_delta, compose, pld_epsilon, rounding
+from dpfed.privacy.accounting import Term, check_delta, compose, epsilon, rounding
 from dpfed.privacy.mechanism import Mechanism
 
 Floats = npt.NDArray[np.float64]
@@ -95,7 +96,7 @@ def population_epsilon(
     """
     check_delta(delta)
     rate, taken, noise = _clients(rates, rounds, sigma)
-    if local_steps < 0 or not 0 < tolerance:
+    if local_steps < 0 or not tolerance > 0:
         raise DpfedError("population accounting needs a number of local steps >= 0 and a tolerance above 0.")
     epsilons = np.zeros(rate.shape)
     epsilons[(taken > 0) & (noise == 0)] = math.inf
@@ -107,7 +108,11 @@ def population_epsilon(
         while len(pending):
             pending = _settle(grid, pending, levels, taken, width, tolerance, epsilons)
             width /= 2
-        _exact_worst(everyone, rate, taken, noise, epsilons, local_steps, batches, releases, delta)
+
+        def exact(i: int) -> float:
+            return _exact(rate[i], local_steps * taken[i], noise[i], batches, releases, delta)
+
+        _exact_worst(everyone, rate, taken, noise, epsilons, exact)
     return epsilons
 
 
@@ -157,33 +162,60 @@ def _rounds_span(taken: Ints, width: float) -> tuple[Floats, Floats]:
     return np.minimum(low, taken).astype(np.float64), high.astype(np.float64)
 
 
+def largest_epsilon(
+    rates: npt.ArrayLike,
+    rounds: npt.ArrayLike,
+    local_steps: int,
+    sigma: npt.ArrayLike,
+    delta: float,
+    *,
+    batches: int = 1,
+    releases: int = 1,
+) -> float:
+    """The largest epsilon over clients, exactly: only clients that no other one exceeds in every respect are computed."""
+    check_delta(delta)
+    rate, taken, noise = _clients(rates, rounds, sigma)
+    clients = np.flatnonzero(taken > 0) if local_steps > 0 else np.zeros(0, dtype=np.int64)
+    steps = local_steps * taken
+    figures = [
+        _exact(rate[i], steps[i], noise[i], batches, releases, delta) for i in _front(clients, rate, taken, noise)
+    ]
+    return max(figures, default=0.0)
+
+
+def _exact(rate: float, steps: int, sigma: float, batches: int, releases: int, delta: float) -> float:
+    """The figure one would report for a single client, RDP check included."""
+    step = Mechanism("poisson", float(rate), float(sigma), batches, releases)
+    return epsilon([(step, int(steps))], delta).value
+
+
+def _front(clients: Ints, rate: Floats, taken: Ints, noise: Floats) -> list[int]:
+    """Clients that may have the largest epsilon: no other has at least their rate and rounds and at most their sigma."""
+    front: list[int] = []
+    while len(clients):
+        # Among the rest, one with the most rounds, of those the least noise, of those the highest rate, is on the front.
+        first = clients[np.lexsort((-rate[clients], noise[clients], -taken[clients]))[0]]
+        front.append(int(first))
+        worse = (rate[clients] > rate[first]) | (taken[clients] > taken[first]) | (noise[clients] < noise[first])
+        clients = clients[worse]
+    return front
+
+
 def _exact_worst(
     clients: Ints,
     rate: Floats,
     taken: Ints,
     noise: Floats,
     out: Floats,
-    local_steps: int,
-    batches: int,
-    releases: int,
-    delta: float,
+    exact: Callable[[int], float],
 ) -> None:
-    """Replace the largest bounds by exact figures until the largest entry is exact, so that the maximum is.
-
-    Of clients with equal sigma and rounds, only the one with the highest rate can be the worst.
-    """
-    best_of: dict[tuple[float, int], int] = {}
-    for client in clients[np.argsort(rate[clients], kind="stable")]:
-        best_of[noise[client], int(taken[client])] = int(client)
-    exact = -math.inf
-    for client in sorted(best_of.values(), key=lambda i: -out[i]):
-        if out[client] <= exact:
-            break
-        step = Mechanism("poisson", float(rate[client]), float(noise[client]), batches, releases)
-        figure = pld_epsilon([(step, local_steps * int(taken[client]))], delta)
-        twins = clients[(rate[clients] == rate[client]) & (noise[clients] == noise[client])]
-        out[twins[taken[twins] == taken[client]]] = figure
-        # No client of this sigma and these rounds can truly exceed its highest rate.
-        same = clients[(noise[clients] == noise[client]) & (taken[clients] == taken[client])]
-        out[same] = np.minimum(out[same], figure)
-        exact = max(exact, figure)
+    """Replace the largest bounds by exact figures until the largest entry is exact, so that the maximum is."""
+    largest = -math.inf
+    for client in sorted(_front(clients, rate, taken, noise), key=lambda i: -out[i]):
+        if out[client] <= largest:
+            return
+        figure = exact(client)
+        # No client that this one exceeds in every respect can truly have more.
+        below = (rate[clients] <= rate[client]) & (taken[clients] <= taken[client]) & (noise[clients] >= noise[client])
+        out[clients[below]] = np.minimum(out[clients[below]], figure)
+        largest = max(largest, figure)

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from dpfed.data.tables import Source, Table
 from dpfed.errors import DpfedError
 
 NEEDED = ("x_train", "y_train", "x_test", "y_test")
+MOST_CLASSES = 100_000
 
 
 @dataclass(frozen=True)
@@ -39,28 +39,58 @@ class Npz(DataSection):
                 f"x_train of {self.path} has shape {shape} and type {kind}: it must be uint8 [n, c, h, w] or float [n, d]"
             )
         labels = {part: self._labels(arrays[f"y_{part}"], part) for part in ("train", "test")}
-        columns = {
-            key.removeprefix("train_"): value
-            for key, value in arrays.items()
-            if key.startswith("train_") and len(value) == len(labels["train"])
-        }
         name = "pixel_values" if image else "features"
-        dtype = np.uint8 if image else np.float32
         return Source(
-            train=Table({name: arrays["x_train"].astype(dtype)}, labels["train"], columns),
-            test=Table({name: arrays["x_test"].astype(dtype)}, labels["test"]),
+            train=Table({name: self._inputs(arrays, "train")}, labels["train"], self._columns(arrays, labels["train"])),
+            test=Table({name: self._inputs(arrays, "test")}, labels["test"]),
             classes=tuple(str(c) for c in range(int(max(labels["train"].max(), labels["test"].max())) + 1)),
             kind="image" if image else "features",
         )
 
     def _read(self, path: Path) -> dict[str, np.ndarray]:
         try:
-            with np.load(path, allow_pickle=False) as archive:
-                return {key: archive[key] for key in archive.files}
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile, AttributeError) as error:
-            raise DpfedError(f"{path} cannot be read as an .npz archive: {error}") from None
+            archive = np.load(path, allow_pickle=False)
+            if isinstance(archive, np.ndarray):
+                raise ValueError("it holds a single array; np.savez writes several")
+            with archive:
+                arrays = {key: archive[key] for key in archive.files}
+        except Exception as error:  # for damaged files NumPy and zipfile raise a dozen kinds, down to TokenError
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise DpfedError(f"{path} cannot be read as an .npz archive: {reason}") from None
+        return {key: value for key, value in arrays.items() if isinstance(value, np.ndarray)}
 
     def _labels(self, labels: np.ndarray, part: str) -> np.ndarray:
         if labels.ndim != 1 or labels.dtype.kind not in "iu" or len(labels) == 0:
             raise DpfedError(f"y_{part} of {self.path} must be a non-empty list of whole numbers")
+        if labels.max() >= MOST_CLASSES:
+            raise DpfedError(f"y_{part} of {self.path} has label {labels.max()}: number the classes 0, 1, 2, ...")
         return labels.astype(np.int64)
+
+    def _inputs(self, arrays: dict[str, np.ndarray], part: str) -> np.ndarray:
+        """`x_train` or `x_test`: of one kind and one shape, and finite."""
+        x, like = arrays[f"x_{part}"], arrays["x_train"]
+        same = x.shape[1:] == like.shape[1:] and x.ndim == like.ndim and x.dtype.kind == like.dtype.kind
+        wide = like.dtype == np.uint8 and x.dtype != np.uint8
+        if not same or wide or 0 in x.shape[1:]:
+            raise DpfedError(
+                f"x_{part} of {self.path} has shape {x.shape} and type {x.dtype}, x_train {like.shape} and {like.dtype}: "
+                "all records must be of one kind, and none empty"
+            )
+        if like.dtype == np.uint8:
+            return x
+        with np.errstate(over="ignore"):
+            x = x.astype(np.float32)
+        bad = np.flatnonzero(~np.isfinite(x).all(axis=1))
+        if len(bad):  # such a record would silently add nothing to any round, or ruin the evaluation
+            raise DpfedError(f"row {bad[0]} of x_{part} in {self.path} is not finite in single precision: mend or drop it")
+        return x
+
+    def _columns(self, arrays: dict[str, np.ndarray], labels: np.ndarray) -> dict[str, np.ndarray]:
+        found = {key.removeprefix("train_"): value for key, value in arrays.items() if key.startswith("train_")}
+        for name in (self.client_column, self.unit_column):
+            if name in found and found[name].shape != labels.shape:
+                raise DpfedError(
+                    f"train_{name} of {self.path} has shape {found[name].shape}: a column has one value for each of the "
+                    f"{len(labels)} training records"
+                )
+        return {name: value for name, value in found.items() if value.shape == labels.shape}

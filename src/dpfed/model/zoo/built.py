@@ -18,6 +18,14 @@ class Built:
     prepare: Prepare
 
 
+def fresh_head(width: int, classes: int) -> nn.Linear:
+    """A classifier that starts at zero: the classes of the pretraining are not those of the clients."""
+    head = nn.Linear(width, classes)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
+
+
 def normalise(name: str, white: float, mean: tuple[float, ...], std: tuple[float, ...]) -> Prepare:
     """uint8 images -> float, with public constants; record by record, so nothing is learnt from the data."""
 

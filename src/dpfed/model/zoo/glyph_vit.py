@@ -13,7 +13,7 @@ from pathlib import Path
 from dpfed.config import ModelSection
 from dpfed.errors import DpfedError
 from dpfed.model.task import InputSpec
-from dpfed.model.zoo.built import Built, normalise
+from dpfed.model.zoo.built import Built, fresh_head, normalise
 
 WEIGHTS = Path(__file__).parent / "weights" / "glyph-vit"
 
@@ -30,10 +30,8 @@ class GlyphViT(ModelSection):
         folder = Path(self.weights) if self.weights else WEIGHTS
         if not (folder / "config.json").is_file():
             raise DpfedError(f"model.weights = {str(folder)!r} is not a folder with config.json and model.safetensors")
-        model = ViTForImageClassification.from_pretrained(
-            folder, num_labels=spec.classes, ignore_mismatched_sizes=True, local_files_only=True, dtype="float32"
-        )
-        model.classifier.weight.data.zero_()  # a fresh head: the glyphs' classes are not these
-        model.classifier.bias.data.zero_()
-        public = json.loads((folder / "preprocessing.json").read_text())
-        return Built(model, "classifier", normalise(spec.name, spec.white, (public["mean"],), (public["std"],)))
+        model = ViTForImageClassification.from_pretrained(folder, local_files_only=True, dtype="float32")
+        model.classifier = fresh_head(model.config.hidden_size, spec.classes)
+        public = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))
+        mean, std = tuple(public["image_mean"]), tuple(public["image_std"])
+        return Built(model, "classifier", normalise(spec.name, spec.white, mean, std))

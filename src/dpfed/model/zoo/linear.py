@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dpfed.config import ModelSection
 from dpfed.model.task import InputSpec
-from dpfed.model.zoo.built import Built
+from dpfed.model.zoo.built import Built, fresh_head
 
 
 class SoftmaxRegression(nn.Module):
@@ -19,9 +19,7 @@ class SoftmaxRegression(nn.Module):
     def __init__(self, name: str, width: int, classes: int) -> None:
         super().__init__()
         self.name = name
-        self.classifier = nn.Linear(width, classes)
-        nn.init.zeros_(self.classifier.weight)
-        nn.init.zeros_(self.classifier.bias)
+        self.classifier = fresh_head(width, classes)
 
     def forward(self, **inputs: Tensor) -> Tensor:
         logits: Tensor = self.classifier(inputs[self.name].flatten(1))

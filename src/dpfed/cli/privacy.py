@@ -1,0 +1,230 @@
+"""`dpfed privacy`: what a plan will spend, or what a run has spent, for both observers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from dpfed.engine.accounts import Accounts
+    from dpfed.privacy.statement import Planned
+
+
+def privacy(
+    target: Annotated[str | None, typer.Argument(help="configuration, preset, or folder of a run")] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a key")] = None,
+    records: Annotated[int | None, typer.Option(help="records of a client R")] = None,
+    batch: Annotated[float | None, typer.Option(help="expected batch size B")] = None,
+    rounds: Annotated[int | None, typer.Option(help="rounds T")] = None,
+    local_steps: Annotated[int | None, typer.Option(help="local steps K")] = None,
+    participation: Annotated[float, typer.Option(help="share of clients in a round L")] = 1.0,
+    sigma: Annotated[float | None, typer.Option(help="noise multiplier")] = None,
+    delta: Annotated[float, typer.Option(help="delta")] = 1e-5,
+    algorithm: Annotated[str, typer.Option(help="algorithm; some release a batch more than once")] = "dp-fedadamw",
+    sampling: Annotated[str, typer.Option(help="poisson or fixed_wor")] = "poisson",
+    target_epsilon: Annotated[float | None, typer.Option(help="find sigma for this epsilon")] = None,
+    view: Annotated[str, typer.Option(help="whose epsilon the target is")] = "server_worst",
+    clients: Annotated[int | None, typer.Option(help="number of clients N, for --asymptotic and --colluding")] = None,
+    colluding: Annotated[int, typer.Option(help="clients that collude against another one (third party)")] = 0,
+    tuning_runs: Annotated[int | None, typer.Option(help="how many runs on the same data were tried")] = None,
+    meaning: Annotated[bool, typer.Option("--meaning", help="what the number allows: advantage, other figures")] = False,
+    public: Annotated[bool, typer.Option("--public", help="only what may be published together")] = False,
+    plot: Annotated[Path | None, typer.Option(help="epsilon over rounds as PNG or SVG")] = None,
+    asymptotic: Annotated[bool, typer.Option("--asymptotic", help="the paper's formulas: not a guarantee")] = False,
+    debug: Annotated[bool, typer.Option(help="show the traceback of an error")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on the last line of stdout")] = False,
+) -> None:
+    """What a plan spends, or what a run has spent.
+
+    Example: dpfed privacy --records 1000 --batch 16 --rounds 100 --local-steps 20 --participation 0.1 --sigma 1
+    """
+    from dpfed.engine.accounts import is_run, read_accounts
+
+    accounts = None
+    if target is not None and (is_run(Path(target)) or Path(target).is_dir()):
+        accounts = read_accounts(Path(target), colluding)
+        planned = accounts.planned
+        clients = accounts.clients
+    elif target is not None:
+        planned, clients = from_config(target, overrides or [])
+    else:
+        flags = {"records": records, "batch": batch, "rounds": rounds, "local_steps": local_steps}
+        planned = from_flags(
+            flags, sigma, target_epsilon, participation, delta, sampling, algorithm, view, clients, colluding
+        )
+    figures = figures_of(planned, accounts, public)
+    extras = extras_of(planned, meaning, tuning_runs, asymptotic, clients)
+    for line in table(planned, accounts, figures, extras, public):
+        print(line)
+    if plot is not None:
+        from dpfed.report.plots import epsilon_over_rounds
+
+        epsilon_over_rounds(planned, plot)
+        print(f"plot written to {plot}")
+    if as_json:
+        print(json.dumps({**figures, **extras}, allow_nan=False))
+
+
+def from_flags(
+    flags: dict[str, Any],
+    sigma: float | None,
+    target: float | None,
+    participation: float,
+    delta: float,
+    sampling: str,
+    algorithm: str,
+    view: str,
+    clients: int | None,
+    colluding: int,
+) -> Planned:
+    """A plan from numbers alone, checked by the same rules as a configuration."""
+    from dpfed.algorithms import REGISTRY
+    from dpfed.config import nearest
+    from dpfed.errors import DpfedError
+    from dpfed.privacy.planner import plan_from_numbers
+
+    missing = [f"--{name.replace('_', '-')}" for name, value in flags.items() if value is None]
+    if missing:
+        raise DpfedError(f"give a configuration, a run, or {', '.join(missing)}")
+    if algorithm not in REGISTRY:
+        raise DpfedError(f"--algorithm {algorithm} is not known{nearest(algorithm, REGISTRY)}")
+    return plan_from_numbers(
+        **flags,
+        sigma=sigma,
+        target_epsilon=target,
+        participation=participation,
+        delta=delta,
+        sampling=sampling,
+        releases=REGISTRY[algorithm]().releases,  # type: ignore[call-arg]
+        view=view,
+        clients=clients,
+        colluding=colluding,
+    )
+
+
+def from_config(target: str, overrides: list[str]) -> tuple[Planned, int]:
+    from dpfed.config import load
+    from dpfed.engine.setup import plan_of
+    from dpfed.errors import DpfedError
+    from dpfed.privacy.statement import Planned
+    from dpfed.registry import registry
+
+    config = load(target, overrides, registry())
+    plan, schedule = plan_of(config)
+    if not plan.private:
+        raise DpfedError("this configuration has no privacy: privacy.enabled is false or sigma is 0")
+    step = plan.dominating()
+    planned = Planned(
+        step, schedule.local_steps, schedule.rounds, schedule.participation, config.privacy.delta, plan.unit
+    )
+    return planned, schedule.clients
+
+
+def figures_of(planned: Planned, accounts: Accounts | None, public: bool) -> dict[str, Any]:
+    from dpfed.privacy.views import views
+
+    all_views = views(planned.step, planned.local_steps, planned.rounds, planned.participation, planned.delta)
+    out: dict[str, Any] = {
+        "server_worst": all_views.server_worst,
+        "server_expected": all_views.server_expected,
+        "third_party": all_views.third_party,
+        "rdp_server_worst": all_views.rdp_server_worst,
+        "sigma": planned.step.noise_multiplier,
+        "delta": planned.delta,
+        "guarantee": planned.assumptions(),
+    }
+    if accounts is not None:
+        import numpy as np
+
+        out["third_party"] = accounts.third_party
+        out["ledger_rows"] = accounts.rows
+        if not public:
+            out["server_max"] = accounts.server_max
+            out["server_min"] = float(accounts.epsilons.min())
+            out["server_median"] = float(np.median(accounts.epsilons))
+    return out
+
+
+def extras_of(
+    planned: Planned, meaning: bool, tuning_runs: int | None, paper: bool, clients: int | None
+) -> dict[str, Any]:
+    from dpfed.privacy.statement import asymptotic
+
+    out: dict[str, Any] = {}
+    if meaning:
+        out |= planned.meaning()
+        out["delta_curve"] = planned.curve([0.5, 1.0, 2.0, 4.0, 8.0])
+    if tuning_runs is not None:
+        out["server_worst_with_tuning"] = planned.tuned(tuning_runs)
+    if paper:
+        out["asymptotic_not_a_guarantee"] = asymptotic(planned, clients)
+    return out
+
+
+def table(
+    planned: Planned, accounts: Accounts | None, figures: dict[str, Any], extras: dict[str, Any], public: bool
+) -> list[str]:
+    """The statement in words."""
+    from dpfed.privacy.statement import NOT_COVERED, PUBLIC
+
+    unit = planned.unit
+    lines = [
+        "who sees what                                                              epsilon",
+        f"  the server, of a client in every round                                   {figures['server_worst']:8.4f}",
+    ]
+    if "server_max" in figures:
+        lines += [
+            f"  the server, of the client that spent most so far                         {figures['server_max']:8.4f}",
+            f"  the server, of the median client / of the one that spent least           {figures['server_median']:8.4f} / {figures['server_min']:.4f}",
+        ]
+    else:
+        lines.append(
+            f"  the server, of a client in its expected number of rounds                 {figures['server_expected']:8.4f}"
+        )
+    lines.append(f"  a third party who sees all global models but not who took part           {figures['third_party']:8.4f}")
+    lines += [
+        "",
+        f"guarantee: {planned.assumptions()}; {unit} level.",
+        f"check:     Renyi accountant for a client in every round: {figures['rdp_server_worst']:.4f} (must not be smaller).",
+        f"assumed public: {PUBLIC}.",
+        f"not covered: {NOT_COVERED}.",
+    ]
+    return lines + notes(accounts, public) + told(extras)
+
+
+def notes(accounts: Accounts | None, public: bool) -> list[str]:
+    lines = []
+    if accounts is not None and accounts.void_third_party:
+        lines.append(f"third party: {accounts.void_third_party}.")
+    elif not public:
+        lines.append(
+            "the third-party figure holds only while the seed, the cohorts and every figure of a single client stay secret: "
+            "publish it with --public, never beside the others."
+        )
+    if accounts is not None and accounts.seeded:
+        lines.append("noise was seeded: this run is a simulation, not for release.")
+    return lines
+
+
+def told(extras: dict[str, Any]) -> list[str]:
+    lines = []
+    if "membership_advantage" in extras:
+        lines.append(
+            "largest advantage (true minus false positive rate) of anyone who guesses whether a record was used: "
+            f"{extras['membership_advantage']:.3f}"
+        )
+    if "replace_one" in extras:
+        lines.append(f"if neighbours differ by replacing a record instead: epsilon {extras['replace_one']:.4f}")
+    if "delta_curve" in extras:
+        pairs = ", ".join(f"{e:g}: {d:.2e}" for e, d in extras["delta_curve"])
+        lines.append(f"delta at other epsilons: {pairs}")
+    if "server_worst_with_tuning" in extras:
+        lines.append(
+            f"with tuning, when all runs are counted (client in every round): epsilon {extras['server_worst_with_tuning']:.4f}"
+        )
+    for name, value in extras.get("asymptotic_not_a_guarantee", {}).items():
+        lines.append(f"{name.replace('_', ' ')}: {value:.4g} (asymptotic formula with constant 1, NOT A GUARANTEE)")
+    return lines

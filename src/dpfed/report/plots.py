@@ -1,0 +1,40 @@
+"""Plots as PNG or SVG, drawn with matplotlib off screen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dpfed.errors import DpfedError
+from dpfed.privacy.statement import Planned
+
+BLUE, ORANGE = "#0072B2", "#D55E00"  # distinguishable with any colour vision (Okabe, Ito 2008)
+
+
+def epsilon_over_rounds(planned: Planned, path: Path) -> None:
+    """Epsilon after each round for the server (a client in every round) and for a third party."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    if path.suffix.lower() not in (".png", ".svg"):
+        raise DpfedError(f"--plot {path} must end in .png or .svg")
+    figure, axes = pyplot.subplots(figsize=(6.4, 4), layout="constrained")
+    for view, label, colour, style in (
+        ("server_worst", "server, a client in every round", BLUE, "-"),
+        ("third_party", "third party", ORANGE, "--"),
+    ):
+        at, values = planned.over_rounds(view)  # type: ignore[arg-type]
+        axes.plot(at, values, style, color=colour, label=label, linewidth=2)
+    axes.set_xlabel("round")
+    axes.set_ylabel(f"epsilon at delta = {planned.delta:g}")
+    axes.set_title("Privacy spent over rounds")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise DpfedError(f"the plot {path} cannot be written: {error.strerror or error}") from None
+    finally:
+        pyplot.close(figure)

@@ -1,0 +1,253 @@
+"""The contract of DESIGN 4, for every registered algorithm: frozen, pure, plain states and messages, declared releases."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import dpfed.algorithms
+from dpfed.algorithms import REGISTRY
+from dpfed.algorithms.base import Algorithm, Facts, Releases, bias_correction, spread
+
+from .helpers import FakeOracle, curved, make_context, make_space, noisy, run_rounds, start_point
+
+FOLDER = Path(dpfed.algorithms.__file__).parent
+VARIANTS: list[Algorithm] = [cls() for cls in REGISTRY.values()] + [  # type: ignore[call-arg]
+    REGISTRY["dp-fedadamw"](**options)
+    for options in (
+        {"agg": "full_v", "v_send": "hat"},
+        {"agg": "off", "align": "convex"},
+        {"bc_level": "block", "agg_center": "corrected", "m_exponent": "total", "dg_lr": "base"},
+        {"bc_floor_abs": 1e-3, "v_exponent": "round", "wd_sign": "literal"},
+    )
+]
+each = pytest.mark.parametrize("algorithm", VARIANTS, ids=lambda a: a.name)
+
+
+def tensors(value: Any) -> dict[str, Tensor]:
+    """The tensors of a state or a message, by name; anything else in it is an error."""
+    items = value if isinstance(value, dict) else {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    assert all(isinstance(x, Tensor) for x in items.values()), f"not only tensors: {items}"
+    return items
+
+
+def copy(value: Any) -> dict[str, Tensor]:
+    return {name: x.clone() for name, x in tensors(value).items()}
+
+
+def same(value: Any, kept: dict[str, Tensor]) -> bool:
+    now = tensors(value)
+    return now.keys() == kept.keys() and all(torch.equal(now[name], kept[name]) for name in kept)
+
+
+def middle(algorithm: Algorithm) -> tuple[Any, Any, Any]:
+    """A context, a server and a local state from the middle of a run: round 3, after one step."""
+    space, phi = make_space(2, 4), torch.full((3, 1), 0.01)
+    history = run_rounds(algorithm, space, noisy(curved(6)), 2, 3, 3, theta=start_point(6), phi=phi)
+    ctx = make_context(algorithm, space, 3, 5, 3, phi, schedule="cosine")
+    local = algorithm.start(ctx, history.servers[-1], {})
+    local = algorithm.step(ctx, local, noisy(curved(6), seed=1)(ctx), torch.tensor(1.0, dtype=torch.float64))
+    return ctx, history.servers[-1], local
+
+
+def test_the_registry_names_every_file_and_nothing_else() -> None:
+    files = {path.stem.replace("_", "-") for path in FOLDER.glob("*.py")} - {"--init--", "base"}
+    assert set(REGISTRY) == files == {cls.name for cls in REGISTRY.values()}
+    for cls in REGISTRY.values():
+        assert issubclass(cls, Algorithm)
+        assert cls.summary
+        assert cls.lr_grid == tuple(sorted(cls.lr_grid))
+        assert all(lr > 0 for lr in cls.lr_grid)
+
+
+@each
+def test_algorithms_are_frozen_and_hold_only_their_keys(algorithm: Algorithm) -> None:
+    key = dataclasses.fields(algorithm)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(algorithm, key, 1.0)
+    before = dict(vars(algorithm))
+    middle(algorithm)
+    assert vars(algorithm) == before
+    assert set(before) == {f.name for f in dataclasses.fields(algorithm)}
+    hash(algorithm)
+
+
+@each
+def test_states_are_dataclasses_of_tensors_and_messages_have_a_row_per_client(algorithm: Algorithm) -> None:
+    ctx, server, local = middle(algorithm)
+    for state in (server, local):
+        assert dataclasses.is_dataclass(state)
+        tensors(state)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            state.theta = server.theta
+    message, memory = algorithm.finish(ctx, server, local)
+    assert type(message) is dict
+    assert memory == {}
+    assert local.theta.shape == (3, 6)
+    for name, value in tensors(message).items():
+        assert value.shape[0] == 3, name
+        assert value.dtype == torch.float32, name
+    after = algorithm.aggregate(ctx, server, {name: value.mean(0) for name, value in message.items()})
+    for name, value in tensors(after).items():
+        assert value.shape == getattr(server, name).shape, name
+        assert value.dtype == torch.float32, name
+
+
+@each
+def test_the_five_methods_repeat_themselves_and_leave_their_inputs_alone(algorithm: Algorithm) -> None:
+    ctx, server, local = middle(algorithm)
+    k, theta = torch.tensor(2.0, dtype=torch.float64), start_point(6)
+    public = {name: getattr(ctx, name).clone() for name in ("t", "lr", "lr0", "phi")}
+    kept_server, kept_local, kept_theta = copy(server), copy(local), theta.clone()
+
+    assert same(algorithm.init(ctx, theta), copy(algorithm.init(ctx, theta)))
+    assert same(algorithm.start(ctx, server, {}), copy(algorithm.start(ctx, server, {})))
+    oracles = [noisy(curved(6), seed=9)(ctx) for _ in range(2)]
+    first, second = (algorithm.step(ctx, local, oracle, k) for oracle in oracles)
+    assert same(first, copy(second))
+    assert not torch.equal(first.theta, local.theta)
+    messages = [algorithm.finish(ctx, server, first)[0] for _ in range(2)]
+    assert same(messages[0], copy(messages[1]))
+    mean = {name: value.mean(0) for name, value in messages[0].items()}
+    kept_mean, kept_first, kept_message = copy(mean), copy(first), copy(messages[0])
+    assert same(algorithm.aggregate(ctx, server, mean), copy(algorithm.aggregate(ctx, server, mean)))
+
+    assert same(server, kept_server)
+    assert same(local, kept_local)
+    assert same(first, kept_first)
+    assert same(mean, kept_mean)
+    assert same(messages[0], kept_message)
+    assert torch.equal(theta, kept_theta)
+    assert k == 2
+    assert all(torch.equal(getattr(ctx, name), value) for name, value in public.items())
+    for oracle in oracles:
+        assert all(torch.equal(g, copied) for g, copied in oracle.given)
+
+
+@each
+def test_the_oracle_is_called_as_declared(algorithm: Algorithm) -> None:
+    """B8: the ledger charges K·batches·releases per client and round, so that is what must be taken."""
+    history = run_rounds(algorithm, make_space(2, 4), noisy(curved(6)), 3, 4, 2, theta=start_point(6), phi=0.01)
+    declared = algorithm.releases
+    assert isinstance(declared, Releases)
+    for oracle in history.oracles:
+        assert oracle.calls == 4 * declared.batches
+        assert oracle.again_calls == 4 * declared.batches * (declared.releases - 1)
+
+
+@each
+def test_only_step_touches_the_oracle_and_it_asks_at_the_clients_own_point(algorithm: Algorithm) -> None:
+    ctx, _, local = middle(algorithm)
+    asked: list[Tensor] = []
+
+    def gradient(theta: Tensor) -> Tensor:
+        asked.append(theta.clone())
+        return torch.ones_like(theta)
+
+    algorithm.step(ctx, local, FakeOracle(gradient, ctx.phi), torch.tensor(2.0, dtype=torch.float64))
+    assert len(asked) == 1
+    assert torch.equal(asked[0], local.theta)
+
+
+@each
+def test_a_client_alone_computes_what_it_computes_in_a_fleet(algorithm: Algorithm) -> None:
+    """S=1 is a real client on a network: its row must not depend on its neighbours."""
+    ctx, server, _ = middle(algorithm)
+    g = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(0))
+
+    def messages(rows: slice) -> dict[str, Tensor]:
+        phi = ctx.phi[rows]
+        here = dataclasses.replace(ctx, S=len(phi), phi=phi)
+        local = algorithm.start(here, server, {})
+        for k in range(1, 4):
+            oracle = FakeOracle(lambda theta, k=k: g[k, rows], phi)
+            local = algorithm.step(here, local, oracle, torch.tensor(k, dtype=torch.float64))
+        return algorithm.finish(here, server, local)[0]
+
+    fleet = messages(slice(0, 3))
+    for i in range(3):
+        for name, value in messages(slice(i, i + 1)).items():
+            torch.testing.assert_close(value[0], fleet[name][i], rtol=1e-6, atol=1e-8)
+
+
+@each
+def test_a_step_branches_on_no_tensor_so_that_one_graph_serves_every_step(algorithm: Algorithm) -> None:
+    """t, k, lr and the states have no values here: reading one (`if`, `float()`, `.item()`) is an error."""
+    ctx, server, local = middle(algorithm)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # the space's block index stays real
+
+        def fake(value: Any) -> Any:
+            return dataclasses.replace(value, **{name: mode.from_tensor(x) for name, x in tensors(value).items()})
+
+        names = ("t", "lr", "lr0", "phi")
+        ghost = dataclasses.replace(ctx, **{name: mode.from_tensor(getattr(ctx, name)) for name in names})
+        started = algorithm.start(ghost, fake(server), {})
+        oracle = FakeOracle(torch.ones_like, ghost.phi)
+        stepped = algorithm.step(ghost, started, oracle, mode.from_tensor(torch.tensor(2.0, dtype=torch.float64)))
+        message, _ = algorithm.finish(ghost, fake(server), stepped)
+        after = algorithm.aggregate(ghost, fake(server), {name: value.mean(0) for name, value in message.items()})
+    assert after.theta.shape == (6,)
+    assert local.theta.shape == stepped.theta.shape
+
+
+@each
+def test_in_a_step_the_learning_rate_may_be_given_per_client(algorithm: Algorithm) -> None:
+    ctx, _, local = middle(algorithm)
+    k = torch.tensor(2.0, dtype=torch.float64)
+    rows = {name: getattr(ctx, name).float().expand(3, 1) for name in ("lr", "lr0")}
+    one = algorithm.step(ctx, local, FakeOracle(torch.ones_like, ctx.phi), k).theta
+    two = algorithm.step(dataclasses.replace(ctx, **rows), local, FakeOracle(torch.ones_like, ctx.phi), k).theta
+    assert two.dtype == torch.float32
+    torch.testing.assert_close(two, one)
+
+
+def test_bias_correction_keeps_its_digits() -> None:
+    """In single precision 1−0.999 would already be wrong in the fifth digit."""
+    for n in (1, 20, 2000):
+        got = bias_correction(0.999, torch.tensor(float(n))).item()
+        assert got == pytest.approx(1 - 0.999**n, rel=1e-12)
+
+
+def test_spread_gives_every_client_its_own_copy() -> None:
+    theta = start_point(4)
+    rows = spread(theta, 3)
+    rows[0] += 1
+    assert torch.equal(rows[1], start_point(4))
+    assert torch.equal(theta, start_point(4))
+
+
+def test_check_says_nothing_about_the_defaults() -> None:
+    for equal in (True, False):
+        for cls in REGISTRY.values():
+            assert cls().check(Facts(equal_phi=equal, private=True, allow_nan=False)) == []  # type: ignore[call-arg]
+
+
+# ------------------------------------------------------------------ imports
+
+
+def imported(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}: relative import"
+            names.add(node.module or "")
+    return names
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda p: p.name)
+def test_an_algorithm_file_imports_only_torch_and_its_base(path: Path) -> None:
+    own = {"base.py": {"dpfed.errors"}, "__init__.py": {f"dpfed.algorithms.{p.stem}" for p in FOLDER.glob("*.py")}}
+    allowed = own.get(path.name, {"dpfed.algorithms.base"})
+    for name in imported(path):
+        top = name.split(".")[0]
+        assert name in allowed or top in {"torch", "annotated_types"} or top in sys.stdlib_module_names, name

@@ -1,0 +1,11 @@
+"""One thread for each worker, no downloads, and Hypothesis without a stopwatch."""
+
+import os
+
+import torch
+from hypothesis import settings
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+torch.set_num_threads(1)
+settings.register_profile("dpfed", deadline=None, max_examples=20)
+settings.load_profile("dpfed")
