@@ -32,7 +32,9 @@ class DataSection:
     partition: Annotated[Partition, "how records are dealt to clients"] = "dirichlet_equal"
     alpha: Annotated[float, Gt(0), "Dirichlet parameter; smaller is more skewed"] = 0.5
     client_column: Annotated[str | None, "column that names each record's client, for partition = natural"] = None
-    unit_column: Annotated[str | None, "column that names the protected unit (a patient, a user); default: a record"] = None
+    unit_column: Annotated[
+        str | None, "column that names the protected unit (a patient, a user); default: a record"
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -58,14 +60,20 @@ class PrivacySection:
     clip: Annotated[float, Gt(0), "clip norm C of one record's gradient"] = 0.1
     sigma: Annotated[float | None, Ge(0), "noise multiplier; give this or target_epsilon"] = None
     target_epsilon: Annotated[float | None, Gt(0), "find sigma for this epsilon; give this or sigma"] = None
-    view: Annotated[Literal["server_worst", "server_expected", "third_party"], "whose epsilon the target is"] = "server_worst"
+    view: Annotated[Literal["server_worst", "server_expected", "third_party"], "whose epsilon the target is"] = (
+        "server_worst"
+    )
     delta: Annotated[float, Gt(0), Lt(1), "δ"] = 1e-5
     sampling: Annotated[Literal["poisson", "fixed_wor"], "how batches are drawn"] = "poisson"
     batch: Annotated[float | None, Gt(0), "expected batch size; give this or rate"] = None
     rate: Annotated[float | None, Gt(0), Le(1), "sampling rate of every client; give this or batch"] = None
-    batch_per_client: Annotated[bool, "unequal clients: same batch for all (small clients pay more) instead of same rate"] = False
+    batch_per_client: Annotated[
+        bool, "unequal clients: same batch for all (small clients pay more) instead of same rate"
+    ] = False
     sigma_per_client: Annotated[bool, "with target_epsilon: every client its own sigma for the same epsilon"] = False
-    budget: Annotated[float | None, Gt(0), "epsilon (server's view) no client may pass; it is left out before it would"] = None
+    budget: Annotated[
+        float | None, Gt(0), "epsilon (server's view) no client may pass; it is left out before it would"
+    ] = None
     noise_scale: Annotated[Literal["c", "literal_c2"], "literal_c2: the paper's printed noise, accounted as σ·C"] = "c"
 
 
@@ -76,12 +84,16 @@ class RunSection:
     participation: Annotated[float, Gt(0), Le(1), "share of clients in a round"] = 0.1
     lr_schedule: Annotated[Literal["cosine", "constant"], "learning rate over rounds"] = "cosine"
     seed: Annotated[int, "seed of every stream of a simulation"] = 0
-    noise: Annotated[Literal["seeded", "os"], "os: unseeded, cryptographic, so that the result may be released"] = "seeded"
+    noise: Annotated[Literal["seeded", "os"], "os: unseeded, cryptographic, so that the result may be released"] = (
+        "seeded"
+    )
     device: Annotated[str, "auto, cpu, cuda or cuda:N"] = "auto"
     fleet_size: Annotated[int | Literal["auto"], "clients computed side by side; auto: the whole cohort"] = "auto"
     max_slots: Annotated[int, Ge(1), "records in one forward pass"] = 512
     eval_every: Annotated[int, Ge(1), "rounds between evaluations on the server's test set"] = 1
-    min_clients: Annotated[int | None, Ge(1), "stop when fewer are within their budget; default: the whole cohort"] = None
+    min_clients: Annotated[int | None, Ge(1), "stop when fewer are within their budget; default: the whole cohort"] = (
+        None
+    )
     allow_nan: Annotated[bool, "go on when a state is no longer finite"] = False
 
 
@@ -145,7 +157,7 @@ def overlay(under: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         old = out.get(key)
         if isinstance(value, Mapping) and isinstance(old, dict):
             renamed = "name" in value and "name" in old and value["name"] != old["name"]
-            out[key] = dict(value) if renamed and key == "algorithm" else overlay(old, value)
+            out[key] = dict(value) if renamed and key in ("algorithm", "model") else overlay(old, value)
         else:
             out[key] = value
     for either in EXCLUSIVE:  # the later word wins: --set privacy.sigma=1 replaces a preset's target_epsilon
@@ -211,17 +223,21 @@ def _cross_check(config: Config) -> None:
     if p.enabled and (p.sigma is None) == (p.target_epsilon is None):
         raise DpfedError("give exactly one of privacy.sigma and privacy.target_epsilon (or privacy.enabled = false)")
     if isinstance(config.run.fleet_size, int) and config.run.fleet_size < 1:
-        raise DpfedError(f"run.fleet_size = {config.run.fleet_size} must be at least 1, or \"auto\"")
+        raise DpfedError(f'run.fleet_size = {config.run.fleet_size} must be at least 1, or "auto"')
     if p.enabled and p.clip == float("inf") and p.sigma != 0:
         raise DpfedError("privacy.clip = inf is allowed only with privacy.sigma = 0, which gives no privacy")
     if p.sigma_per_client and p.target_epsilon is None:
-        raise DpfedError("privacy.sigma_per_client calibrates each client to privacy.target_epsilon: give that, not sigma")
+        raise DpfedError(
+            "privacy.sigma_per_client calibrates each client to privacy.target_epsilon: give that, not sigma"
+        )
     if p.noise_scale == "literal_c2" and p.sigma is None:
-        raise DpfedError("privacy.noise_scale = \"literal_c2\" is the paper's printed noise for a given sigma: give privacy.sigma")
+        raise DpfedError(
+            'privacy.noise_scale = "literal_c2" is the paper\'s printed noise for a given sigma: give privacy.sigma'
+        )
     if p.enabled and p.budget is not None and p.sigma == 0:
         raise DpfedError("privacy.budget cannot be kept without noise: give privacy.sigma > 0 or a target_epsilon")
     if p.sampling == "fixed_wor" and p.batch is not None and p.batch != int(p.batch):
-        raise DpfedError(f"privacy.batch = {p.batch} must be a whole number with sampling = \"fixed_wor\"")
+        raise DpfedError(f'privacy.batch = {p.batch} must be a whole number with sampling = "fixed_wor"')
 
 
 def parse(section: str, cls: type[Any], table: Mapping[str, Any]) -> Any:
@@ -235,7 +251,7 @@ def parse(section: str, cls: type[Any], table: Mapping[str, Any]) -> Any:
         if dataclasses.is_dataclass(hints[key]):
             if not isinstance(value, Mapping):
                 raise DpfedError(f"{section}.{key} = {value!r} must be a table, [{section}.{key}]")
-            values[key] = parse(f"{section}.{key}", hints[key], value)  # type: ignore[arg-type]
+            values[key] = parse(f"{section}.{key}", hints[key], value)
         else:
             values[key] = _field(f"{section}.{key}", hints[key], value)
     return cls(**values)
@@ -278,7 +294,7 @@ def _allowed(kind: str, ctx: Mapping[str, Any], message: str) -> str:
 
 
 def nearest(word: str, known: Mapping[str, Any] | Sequence[str]) -> str:
-    """", did you mean ...?" or nothing."""
+    """ ", did you mean ...?" or nothing."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f", did you mean {close[0]}?" if close else ""
 
@@ -288,7 +304,11 @@ def to_dict(config: Config) -> dict[str, Any]:
 
     def plain(value: Any) -> Any:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value) if getattr(value, f.name) is not None}
+            return {
+                f.name: plain(getattr(value, f.name))
+                for f in dataclasses.fields(value)
+                if getattr(value, f.name) is not None
+            }
         return list(value) if isinstance(value, tuple) else value
 
     tables = {f.name: plain(getattr(config, f.name)) for f in dataclasses.fields(config)}

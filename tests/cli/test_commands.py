@@ -10,7 +10,8 @@ import pytest
 
 from dpfed.cli.main import main
 
-QUICK = ["--set", "model.name=linear", "--set", "run.rounds=2", "--set", "run.local_steps=2", "--set", "privacy.sigma=2"]
+KEYS = "model.name=linear run.rounds=2 run.local_steps=2 run.participation=0.5 privacy.batch=32 privacy.sigma=2"
+QUICK = [word for key in KEYS.split() for word in ("--set", key)]
 
 
 def dpfed(*args: str) -> int:
@@ -112,7 +113,9 @@ def test_mistakes_are_one_sentence(
     assert not (tmp_path / "r").exists()
 
 
-def test_nan_stops_with_a_sentence_and_keeps_what_was_computed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nan_stops_with_a_sentence_and_keeps_what_was_computed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "r"
     code = dpfed("run", *QUICK, "--set", "algorithm.lr=1e38", "--set", "algorithm.weight_decay=1e38", "--out", str(out))
     assert code == 3
@@ -149,7 +152,12 @@ def test_a_budget_leaves_clients_out_and_then_ends_the_run(tmp_path: Path, capsy
 
 
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
-    for what, name in (("algorithms", "dp-fedadamw"), ("models", "glyph-vit"), ("datasets", "digits"), ("presets", "digits")):
+    for what, name in (
+        ("algorithms", "dp-fedadamw"),
+        ("models", "glyph-vit"),
+        ("datasets", "digits"),
+        ("presets", "digits"),
+    ):
         assert dpfed("list", what, "--json") == 0
         assert name in json.loads(capsys.readouterr().out)["names"]
         assert dpfed("list", what) == 0
@@ -185,7 +193,9 @@ def test_privacy_of_a_run_reads_its_ledger(finished: Path, tmp_path: Path, capsy
     assert "server_median" not in public
 
 
-def test_privacy_of_an_edited_ledger_names_the_row(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_privacy_of_an_edited_ledger_names_the_row(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     import shutil
     import sqlite3
 

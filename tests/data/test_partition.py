@@ -47,7 +47,9 @@ def test_disjoint_and_complete_for_any_alpha(rule: str, alpha: float) -> None:
 @given(st.sampled_from(["iid", "dirichlet_equal"]), st.integers(1, 200), st.integers(1, 30), st.integers(1, 12),
        st.sampled_from([1e-3, 0.1, 1.0, 100.0]), st.integers(0, 2**31))  # fmt: skip
 @settings(max_examples=120, deadline=None)
-def test_equal_sizes_for_any_shape(rule: str, records: int, clients: int, classes: int, alpha: float, seed: int) -> None:
+def test_equal_sizes_for_any_shape(
+    rule: str, records: int, clients: int, classes: int, alpha: float, seed: int
+) -> None:
     labels = labels_of(records, classes, seed)
     if clients > records:
         with pytest.raises(DpfedError, match=r"data\.clients"):

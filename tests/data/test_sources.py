@@ -110,7 +110,9 @@ def test_columns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(11,), (12, 2), ()])
 @pytest.mark.parametrize("use", ["client_column", "unit_column"])
-def test_a_column_that_does_not_fit_is_refused_when_it_is_used(tmp_path: Path, shape: tuple[int, ...], use: str) -> None:
+def test_a_column_that_does_not_fit_is_refused_when_it_is_used(
+    tmp_path: Path, shape: tuple[int, ...], use: str
+) -> None:
     parts = {**arrays(), "train_patient": np.zeros(shape, dtype=int)}
     with pytest.raises(DpfedError, match=r"train_patient .* has shape"):
         load(tmp_path, parts, **{use: "patient"})
@@ -213,7 +215,9 @@ def test_garbage_is_refused(tmp_path: Path, data: bytes, magic: bytes) -> None:
     refused_or_loaded(path)
 
 
-@given(st.booleans(), st.integers(0, 10**6), st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), max_size=4))
+@given(
+    st.booleans(), st.integers(0, 10**6), st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), max_size=4)
+)
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_damaged_archive_is_refused(tmp_path: Path, packed: bool, cut: int, flips: list[tuple[int, int]]) -> None:
     buffer = io.BytesIO()

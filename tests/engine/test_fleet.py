@@ -79,7 +79,11 @@ def job_of(source: Source | None = None, **sections: dict[str, Any]) -> Job:
 
 
 def tensors_of(server: Any) -> dict[str, Tensor]:
-    return {f.name: getattr(server, f.name) for f in dataclasses.fields(server) if isinstance(getattr(server, f.name), Tensor)}
+    return {
+        f.name: getattr(server, f.name)
+        for f in dataclasses.fields(server)
+        if isinstance(getattr(server, f.name), Tensor)
+    }
 
 
 def after(job: Job, rounds: int = 1) -> dict[str, Tensor]:
@@ -162,7 +166,7 @@ def test_dropout_is_really_on() -> None:
     assert apart(a, after(job)) > 1e-4
 
 
-def test_weights_of_the_mean_sum_to_one_over_fleets() -> None:
+def test_the_mean_has_its_weights_over_all_fleets() -> None:
     unequal: dict[str, Any] = {"partition": "dirichlet_classwise", "alpha": 1.0, "clients": 5}
     for weights in ("uniform", "size"):
         algorithm = {"name": "dp-fedavg", "agg_weights": weights, "lr": 0.1}
@@ -170,7 +174,14 @@ def test_weights_of_the_mean_sum_to_one_over_fleets() -> None:
         states = [after(job) for job in jobs]
         assert apart(states[0], states[1]) <= 1e-5
         assert apart(states[0], states[2]) <= 1e-5
-        assert float(Fleet(jobs[0])._weights([0, 1, 2]).sum()) == pytest.approx(1)
+        cohort = [0, 2, 3]
+        server = jobs[1].algorithm.init(context(jobs[1], 1, range(5)), jobs[1].theta)
+        mean, _ = Fleet(jobs[1]).run_cohort(1, server, cohort)
+        alone = [Fleet(jobs[1])._fleet(1, server, [i])["delta"][0].double() for i in cohort]
+        share = jobs[1].plan.sizes[cohort] if weights == "size" else np.ones(3)
+        assert len(set(jobs[1].plan.sizes[cohort].tolist())) == 3
+        by_hand = sum(float(w) * one for w, one in zip(share / share.sum(), alone, strict=True))
+        torch.testing.assert_close(mean["delta"].double(), by_hand, rtol=1e-5, atol=1e-7)
 
 
 def test_cosine_and_constant_learning_rates() -> None:
@@ -271,9 +282,7 @@ class FullDiskError(Exception):
     pass
 
 
-def test_nothing_is_released_when_the_charge_fails(
-    spy: Spy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_released_when_the_charge_fails(spy: Spy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise FullDiskError
 

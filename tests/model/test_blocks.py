@@ -246,7 +246,12 @@ def test_each_fused_row_belongs_to_the_head_it_feeds(layout: str) -> None:
     before = [part.clone() for part in fused.split(x)]
     for row, label in enumerate(labels):
         fused.qkv.bias.data[row] += 1
-        moved = [(p, h) for p in range(3) for h in range(heads) if not torch.equal(fused.split(x)[p][..., h, :], before[p][..., h, :])]
+        moved = [
+            (p, h)
+            for p in range(3)
+            for h in range(heads)
+            if not torch.equal(fused.split(x)[p][..., h, :], before[p][..., h, :])
+        ]
         fused.qkv.bias.data[row] -= 1
         assert [f"{'qkv'[p]}.head{h}" for p, h in moved] == [label]
         before = [part.clone() for part in fused.split(x)]
@@ -254,7 +259,9 @@ def test_each_fused_row_belongs_to_the_head_it_feeds(layout: str) -> None:
 
 def test_swin_base_fused_example_of_the_specification() -> None:
     """LoRA on fused qkv and proj: 15*2 + 27*2 + 51*18 + 99*2 = 1200, + head. The widths are small, the heads real."""
-    layers = [Fused(heads, heads) for depth, heads in zip((2, 2, 18, 2), (4, 8, 16, 32), strict=True) for _ in range(depth)]
+    layers = [
+        Fused(heads, heads) for depth, heads in zip((2, 2, 18, 2), (4, 8, 16, 32), strict=True) for _ in range(depth)
+    ]
 
     class Backbone(nn.Module):
         def __init__(self) -> None:

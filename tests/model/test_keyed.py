@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_per_sample import CLASSES, MODELS, Case, adapted, images, labels_of, swin, texts, vit
+from test_per_sample import CLASSES, MODELS, Case, adapted, images, labels_of, spread, swin, texts, vit
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -156,7 +156,7 @@ def test_gradients_with_dropout_equal_masks_written_out() -> None:
             y = torch.tanh(self.first(x))
             return self.classifier(self.drop(y) if mask is None else y * mask)
 
-    case = Case(Masked())
+    case = Case(spread(Masked()))
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
     keys, client, theta = torch.arange(100, 105), torch.tensor([0, 1, 0, 1, 1]), case.rows(2)
     salt = case.ready.model.drop._salt

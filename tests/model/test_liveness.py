@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_per_sample import CLASSES, MODELS, TRAIN, Case, adapted, vit
+from test_per_sample import CLASSES, MODELS, TRAIN, Case, adapted, spread, vit
 from torch import Tensor, nn
 
 from dpfed.errors import DpfedError
@@ -52,12 +52,12 @@ class Base(nn.Module):
 def refused(model: nn.Module, match: str) -> None:
     x = torch.randn(RECORDS, 4, generator=torch.Generator().manual_seed(0))
     with pytest.raises(DpfedError, match=match) as error:
-        check(Case(model), {"x": x})
+        check(Case(spread(model)), {"x": x})
     assert "\n" not in str(error.value)
 
 
 def test_the_base_of_these_models_is_alive() -> None:
-    check(Case(Base()), {"x": torch.randn(RECORDS, 4)})
+    check(Case(spread(Base())), {"x": torch.randn(RECORDS, 4, generator=torch.Generator().manual_seed(0))})
 
 
 def test_a_dead_adapter_is_named() -> None:

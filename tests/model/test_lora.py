@@ -135,7 +135,9 @@ def test_conv_and_embedding_adapters() -> None:
             self.classifier = torch.nn.Linear(6, 3)
 
         def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-            return self.classifier(torch.cat([self.conv(x).tanh().flatten(2).mean(2), self.words(ids).tanh().mean(1)], 1))
+            return self.classifier(
+                torch.cat([self.conv(x).tanh().flatten(2).mean(2), self.words(ids).tanh().mean(1)], 1)
+            )
 
     case = Case(adapted(Model(), "lora", targets=("conv", "words")))
     assert sum("lora_" in n for n in case.space.names) == 4

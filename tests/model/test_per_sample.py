@@ -46,7 +46,10 @@ def loop(model: nn.Module, space: Space, theta: Tensor, client: Tensor, inputs: 
         scores = model(**{name: x[j : j + 1] for name, x in inputs.items()})
         scores = getattr(scores, "logits", scores)
         (-F.log_softmax(scores, -1)[0, labels[j]]).backward()
-        grads = [parameters[n].grad if parameters[n].grad is not None else torch.zeros_like(parameters[n]) for n in space.names]
+        grads = [
+            parameters[n].grad if parameters[n].grad is not None else torch.zeros_like(parameters[n])
+            for n in space.names
+        ]
         out[j] = torch.cat([g.flatten() for g in grads])
     return out
 
@@ -350,11 +353,11 @@ def test_instance_norm_mixes_nothing_and_is_allowed() -> None:
 def test_a_loss_that_is_averaged_is_refused() -> None:
     model = nn.Linear(4, CLASSES)
     space = space_of(trainable(model))
-    broken = PerSample(
-        model, space, lambda m, w, x: torch.func.functional_call(m, w, (x["x"],)), nn.CrossEntropyLoss()
-    )
+    broken = PerSample(model, space, lambda m, w, x: torch.func.functional_call(m, w, (x["x"],)), nn.CrossEntropyLoss())
     with pytest.raises(ValueError, match="one each is needed"):
-        broken.grads(torch.zeros(1, space.size), torch.zeros(2, dtype=torch.long), {"x": torch.ones(2, 4)}, labels_of(2))
+        broken.grads(
+            torch.zeros(1, space.size), torch.zeros(2, dtype=torch.long), {"x": torch.ones(2, 4)}, labels_of(2)
+        )
 
 
 def test_a_model_without_trainable_tensors_is_refused() -> None:

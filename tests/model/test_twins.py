@@ -111,7 +111,16 @@ def test_embedding_padding_row_has_no_gradient() -> None:
     st.booleans(),
 )  # fmt: skip
 def test_conv2d(
-    n: int, s: int, k: int, seed: int, stride: object, padding: object, dilation: int, groups: int, mode: str, bias: bool
+    n: int,
+    s: int,
+    k: int,
+    seed: int,
+    stride: object,
+    padding: object,
+    dilation: int,
+    groups: int,
+    mode: str,
+    bias: bool,
 ) -> None:
     conv = nn.Conv2d(
         4, 4, (3, 2), stride=stride, padding=padding, dilation=dilation, groups=groups, bias=bias, padding_mode=mode
@@ -183,7 +192,7 @@ def test_parameters_of_the_model_itself() -> None:
             return self.after(torch.tanh(x @ self.table))
 
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
-    Case(Root()).check({"x": x}, torch.arange(5) % CLASSES, clients=3)
+    Case(spread(Root())).check({"x": x}, torch.arange(5) % CLASSES, clients=3)
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
@@ -265,7 +274,7 @@ def test_a_leaf_used_twice_gets_the_summed_gradient() -> None:
             return self.one(torch.tanh(self.one(x)))
 
     x = torch.randn(5, CLASSES, generator=torch.Generator().manual_seed(0))
-    Case(Twice()).check({"x": x}, torch.arange(5) % CLASSES, clients=2)
+    Case(spread(Twice())).check({"x": x}, torch.arange(5) % CLASSES, clients=2)
 
 
 LEAVES: list[tuple[nn.Module, Tensor]] = [
@@ -294,7 +303,9 @@ def test_ordinary_behaviour_is_unchanged(leaf: nn.Module, x: Tensor) -> None:
 
 @pytest.mark.parametrize("cls", twins.TWINS)
 def test_only_what_trains_is_exchanged(cls: type[nn.Module]) -> None:
-    args = {nn.Linear: (3, 3), nn.LayerNorm: (3,), nn.GroupNorm: (1, 3), nn.Embedding: (3, 3), nn.Conv2d: (3, 3, 1)}[cls]
+    args = {nn.Linear: (3, 3), nn.LayerNorm: (3,), nn.GroupNorm: (1, 3), nn.Embedding: (3, 3), nn.Conv2d: (3, 3, 1)}[
+        cls
+    ]
     model = nn.Sequential(cls(*args).requires_grad_(False), nn.Linear(3, 3))
     PerSample(model, space_of(trainable(model)), call, per_record_loss)
     assert type(model[0]) is cls
@@ -310,6 +321,8 @@ def test_a_leading_axis_that_fits_no_record_is_an_error() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.classifier(x.transpose(0, 1)).mean(0, keepdim=True).expand(x.shape[0], -1)
 
-    case = Case(Flat())
+    case = Case(spread(Flat()))
     with pytest.raises(ValueError, match="leading axis of 5 for 3 records"):
-        case.ready.grads(case.rows(1), torch.zeros(3, dtype=torch.long), {"x": torch.ones(3, 5, 2)}, torch.zeros(3).long())
+        case.ready.grads(
+            case.rows(1), torch.zeros(3, dtype=torch.long), {"x": torch.ones(3, 5, 2)}, torch.zeros(3).long()
+        )

@@ -521,9 +521,7 @@ def test_a_damaged_head_file_is_refused(tmp_path: Path, content: bytes) -> None:
 
 # --- processes, disks ---
 
-OPEN = (
-    "from dpfed.errors import DpfedError; from dpfed.privacy.ledger import *; from dpfed.privacy import ledger as module, ledger_file as files; m = Mechanism('poisson', .1, 1.)\n"
-)
+OPEN = "from dpfed.errors import DpfedError; from dpfed.privacy.ledger import *; from dpfed.privacy import ledger as module, ledger_file as files; m = Mechanism('poisson', .1, 1.)\n"
 LOOP = """
 with Ledger.open(sys.argv[1], run="r") as ledger:
     for t in range(int(sys.argv[2]), 10**6):

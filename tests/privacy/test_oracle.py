@@ -90,9 +90,7 @@ def stub_records(grads: Tensor) -> Records:
     return Records({"g": grads}, torch.arange(len(grads)))
 
 
-def plan_of(
-    sizes: list[int], expected: list[float] | float, sigma: float = 0.0, clip: float = C, **more: Any
-) -> Plan:
+def plan_of(sizes: list[int], expected: list[float] | float, sigma: float = 0.0, clip: float = C, **more: Any) -> Plan:
     n = len(sizes)
     wanted = np.full(n, float(expected)) if isinstance(expected, int | float) else np.array(expected)
     return Plan(
@@ -596,9 +594,7 @@ def test_every_client_asks_for_one_batch_and_one_noise_stream_of_its_own(monkeyp
 def test_secret_streams_use_the_cryptographic_noise() -> None:
     plan = plan_of([4], 4, sigma=1.0)
     records = stub_records(torch.zeros(4, 7))
-    made = [
-        FleetOracle(Stub(), records, one_each([4]), plan, Streams(0, secret=True), 1, [0], 1) for _ in range(2)
-    ]
+    made = [FleetOracle(Stub(), records, one_each([4]), plan, Streams(0, secret=True), 1, [0], 1) for _ in range(2)]
     assert all(isinstance(noise, OsNoise) for oracle in made for noise in oracle._noise)
     assert not torch.equal(made[0](torch.zeros(1, 7))[0], made[1](torch.zeros(1, 7))[0])
 

@@ -69,7 +69,7 @@ class DPFedAdamW(Algorithm):
     gamma: Annotated[float, Ge(0), Le(1), "weight γ of the global direction"] = 0.5
     agg: Annotated[Literal["mean", "full_v", "off"], "what second moments travel: block means, all, none"] = "mean"
     bc: Annotated[bool, "subtract the noise's known variance Φ from v̂"] = True
-    bc_floor: Annotated[float | Literal["none"], "relative floor κ of v̂−Φ; \"none\" is the printed form"] = 0.5
+    bc_floor: Annotated[float | Literal["none"], 'relative floor κ of v̂−Φ; "none" is the printed form'] = 0.5
     bc_floor_abs: Annotated[float | None, "absolute floor as in DP-AdamBC, then without ϵ"] = None
     bc_level: Annotated[Literal["coordinate", "block"], "where the correction is made"] = "coordinate"
     align: Annotated[Literal["on", "off", "convex"], "how Δ_G enters the step"] = "on"
@@ -84,30 +84,30 @@ class DPFedAdamW(Algorithm):
 
     def check(self, facts: Facts) -> list[str]:
         if isinstance(self.bc_floor, float | int) and not self.bc_floor >= 0:
-            self.refuse(f"bc_floor is a number >= 0 or \"none\", not {self.bc_floor}")
+            self.refuse(f'bc_floor is a number >= 0 or "none", not {self.bc_floor}')
         if self.bc_floor_abs is not None and not self.bc_floor_abs > 0:
             self.refuse(f"bc_floor_abs is a number > 0, not {self.bc_floor_abs}")
         if self.bc and self.bc_floor == "none" and self.bc_floor_abs is None and not facts.allow_nan:
-            self.refuse("bc_floor = \"none\" takes the root of negative numbers; set run.allow_nan = true to see it fail")
+            self.refuse('bc_floor = "none" takes the root of negative numbers; set run.allow_nan = true to see it fail')
         if self.agg == "off" and (self.v_exponent == "round" or self.v_send == "hat" or self.agg_center != "auto"):
-            self.refuse("with agg = \"off\" no second moment travels: v_exponent, v_send and agg_center have no effect")
+            self.refuse('with agg = "off" no second moment travels: v_exponent, v_send and agg_center have no effect')
         if self.v_send == "hat" and self.v_exponent != "total":
-            self.refuse("v_send = \"hat\" sends corrected moments: v_exponent has no effect, leave it at \"total\"")
+            self.refuse('v_send = "hat" sends corrected moments: v_exponent has no effect, leave it at "total"')
         if not facts.equal_phi and self.agg != "off":
             if self.v_send == "hat":
-                self.refuse("v_send = \"hat\" needs the same noise level for all clients; use v_send = \"raw\"")
+                self.refuse('v_send = "hat" needs the same noise level for all clients; use v_send = "raw"')
             if self.agg_center == "plain":
-                self.refuse("agg_center = \"plain\" needs the same noise level for all clients; use \"auto\"")
+                self.refuse('agg_center = "plain" needs the same noise level for all clients; use "auto"')
             if self.v_exponent != "total":
-                self.refuse("unequal noise levels need v_exponent = \"total\"")
+                self.refuse('unequal noise levels need v_exponent = "total"')
         return self._warnings()
 
     def _warnings(self) -> list[str]:
         said = []
         if self.v_exponent != "total" and self.agg != "off":
-            said.append(f"v_exponent = \"{self.v_exponent}\" makes v̂ too large by a factor that drifts with the round")
+            said.append(f'v_exponent = "{self.v_exponent}" makes v̂ too large by a factor that drifts with the round')
         if self.wd_sign == "literal":
-            said.append("wd_sign = \"literal\" makes weights grow instead of decay")
+            said.append('wd_sign = "literal" makes weights grow instead of decay')
         if self.align != "off" and self.gamma == 1:
             said.append("gamma = 1 has no damping")
         return said

@@ -1,9 +1,9 @@
 """DP-FedAvg: local DP-SGD and a mean (Noble, Bellet, Dieuleveut 2022, at the level of one record).
 
-    client: repeat K:  (g, _) = dp_grad(θ_i)
-                       θ_i ← θ_i − η_t (g + λ θ_i)
-            send Δ_i = θ_i − θ
-    server: θ ← θ + η_g Δ̄
+client: repeat K:  (g, _) = dp_grad(θ_i)
+                   θ_i ← θ_i − η_t (g + λ θ_i)
+        send Δ_i = θ_i − θ
+server: θ ← θ + η_g Δ̄
 """
 
 from __future__ import annotations

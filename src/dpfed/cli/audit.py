@@ -14,7 +14,9 @@ DISPROVED = 4
 
 
 def audit(
-    config: Annotated[str | None, typer.Argument(help="TOML file or preset; without it: the digits demonstration")] = None,
+    config: Annotated[
+        str | None, typer.Argument(help="TOML file or preset; without it: the digits demonstration")
+    ] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a key")] = None,
     canaries: Annotated[int, typer.Option(help="canaries in one run, and independent draws of one canary")] = 1000,
     confidence: Annotated[float, typer.Option(help="probability with which each lower bound holds")] = 0.95,
@@ -29,10 +31,13 @@ def audit(
     from dpfed.registry import DEFAULT, registry
 
     settings = load(config or DEFAULT, overrides or [], registry())
+    import torch
+
     from dpfed.engine.audit import audit as run_audit
     from dpfed.engine.setup import prepare
     from dpfed.privacy.audit import disproofs
 
+    torch.set_num_threads(1)  # many small tensors: further threads only wait for each other
     found = run_audit(prepare(settings), canaries, confidence)
     against = list(disproofs(found.reports, found.laws))
     for line in table(found, against):
@@ -87,5 +92,7 @@ def plain(found: Audit, against: list[str]) -> dict[str, Any]:
             }
             for r in found.reports
         ],
-        "laws": [{"what": law.what, "p_value": law.p_value, "broken": law.broken, "tests": law.tests} for law in found.laws],
+        "laws": [
+            {"what": law.what, "p_value": law.p_value, "broken": law.broken, "tests": law.tests} for law in found.laws
+        ],
     }

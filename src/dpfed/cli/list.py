@@ -28,7 +28,9 @@ def list_names(
         What.algorithms: {n: cls.summary for n, cls in known.algorithm.items()},
         What.models: {n: _doc(cls) for n, cls in known.model.items()},
         What.datasets: {n: _doc(cls) for n, cls in known.data.items()},
-        What.presets: {n: path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ") for n, path in known.presets.items()},
+        What.presets: {
+            n: path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ") for n, path in known.presets.items()
+        },
     }[what]
     if as_json:
         print(json.dumps({"names": list(table)}))

@@ -30,7 +30,9 @@ def privacy(
     clients: Annotated[int | None, typer.Option(help="number of clients N, for --asymptotic and --colluding")] = None,
     colluding: Annotated[int, typer.Option(help="clients that collude against another one (third party)")] = 0,
     tuning_runs: Annotated[int | None, typer.Option(help="how many runs on the same data were tried")] = None,
-    meaning: Annotated[bool, typer.Option("--meaning", help="what the number allows: advantage, other figures")] = False,
+    meaning: Annotated[
+        bool, typer.Option("--meaning", help="what the number allows: advantage, other figures")
+    ] = False,
     public: Annotated[bool, typer.Option("--public", help="only what may be published together")] = False,
     plot: Annotated[Path | None, typer.Option(help="epsilon over rounds as PNG or SVG")] = None,
     asymptotic: Annotated[bool, typer.Option("--asymptotic", help="the paper's formulas: not a guarantee")] = False,
@@ -184,7 +186,9 @@ def table(
         lines.append(
             f"  the server, of a client in its expected number of rounds                 {figures['server_expected']:8.4f}"
         )
-    lines.append(f"  a third party who sees all global models but not who took part           {figures['third_party']:8.4f}")
+    lines.append(
+        f"  a third party who sees all global models but not who took part           {figures['third_party']:8.4f}"
+    )
     lines += [
         "",
         f"guarantee: {planned.assumptions()}; {unit} level.",

@@ -53,4 +53,6 @@ class Watch:
             shown: dict[str, Any] = {"accuracy": accuracy, "epsilon": epsilon}
             self._bar.update(self._task, completed=round.t, **{k: v for k, v in shown.items() if v is not None})
         elif round.t % self._every == 0 or round.t == self._rounds:
-            self.say(f"round {round.t}/{self._rounds}  accuracy {accuracy or '-'}  epsilon {epsilon or '-'}  {round.seconds:.1f} s")
+            self.say(
+                f"round {round.t}/{self._rounds}  accuracy {accuracy or '-'}  epsilon {epsilon or '-'}  {round.seconds:.1f} s"
+            )

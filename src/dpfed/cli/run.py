@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 def run(
-    config: Annotated[str | None, typer.Argument(help="TOML file or preset; without it: the digits demonstration")] = None,
+    config: Annotated[
+        str | None, typer.Argument(help="TOML file or preset; without it: the digits demonstration")
+    ] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a key")] = None,
     out: Annotated[Path | None, typer.Option(help="folder of the run; default: a new one under runs/")] = None,
     force: Annotated[bool, typer.Option(help="replace a run that is in the folder")] = False,
@@ -71,5 +73,5 @@ def closing(result: dict[str, Any]) -> list[str]:
             f"  at delta {result['delta']:g}; {result['guarantee']}",
         ]
     if result["release"].startswith("simulation"):
-        lines.append("  noise was seeded: this is a simulation, not for release (run.noise = \"os\" makes it releasable)")
+        lines.append('  noise was seeded: this is a simulation, not for release (run.noise = "os" makes it releasable)')
     return [*lines, f"written to {result['out']}"]

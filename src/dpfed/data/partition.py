@@ -59,7 +59,7 @@ def shards_of(owner: np.ndarray, clients: int, units: np.ndarray | None = None) 
     if len(empty):
         raise DpfedError(
             f"client {empty[0]} has no records ({len(empty)} of {clients} clients are empty): use fewer clients, "
-            "a larger data.alpha, or partition = \"dirichlet_equal\""
+            'a larger data.alpha, or partition = "dirichlet_equal"'
         )
     return Shards(bounds.astype(np.int64), np.append(starts, len(order)).astype(np.int64), order)
 
@@ -131,10 +131,14 @@ def partition(
     """The shards of a data set. `owners` (a column of client names) is used by `rule = "natural"`."""
     for what, column in (("client", owners), ("unit", units)):
         if column is not None and column.dtype.kind == "f" and bool(np.isnan(column).any()):
-            raise DpfedError(f"record {np.flatnonzero(np.isnan(column))[0]} has no {what}: data.{what}_column is NaN there")
+            raise DpfedError(
+                f"record {np.flatnonzero(np.isnan(column))[0]} has no {what}: data.{what}_column is NaN there"
+            )
     if rule == "natural":
         if owners is None:
-            raise DpfedError("partition = \"natural\" needs data.client_column, the column that names each record's client")
+            raise DpfedError(
+                'partition = "natural" needs data.client_column, the column that names each record\'s client'
+            )
         names, owner = np.unique(owners, return_inverse=True)
         return shards_of(owner, len(names), units)
     if clients > len(labels):

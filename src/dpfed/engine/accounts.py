@@ -60,7 +60,9 @@ def read_accounts(folder: Path, colluding: int = 0) -> Accounts:
         n, cohort, rounds, steps = (int(meta[key]) for key in ("clients", "cohort", "rounds", "local_steps"))
         delta, unit = float(meta["delta"]), str(meta["unit"])
     except (KeyError, TypeError, ValueError):
-        raise DpfedError(f"the ledger of {folder} does not say which plan it belongs to: it was not written by a run") from None
+        raise DpfedError(
+            f"the ledger of {folder} does not say which plan it belongs to: it was not written by a run"
+        ) from None
     worst = _dominating(kinds)
     planned = Planned(worst, steps, rounds, participation_probability(cohort, n), delta, unit)
     third, void = _third_party(folder, planned, cohort, n, colluding)
@@ -88,9 +90,7 @@ def _dominating(kinds: set[Mechanism]) -> Mechanism:
     )
 
 
-def _epsilons(
-    histories: Sequence[History], taken: Sequence[int], steps: int, delta: float, clients: int
-) -> np.ndarray:
+def _epsilons(histories: Sequence[History], taken: Sequence[int], steps: int, delta: float, clients: int) -> np.ndarray:
     """Server's view of each client; clients that never took part have spent nothing."""
     out = np.zeros(clients)
     keys = [tuple(history) for history in histories]

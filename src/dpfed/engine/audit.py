@@ -83,7 +83,9 @@ class Audited:
             ),
         )
 
-    def releases(self, model: Any, records: Records, shards: Shards, width: int) -> Iterator[tuple[int, list[int], Tensor]]:
+    def releases(
+        self, model: Any, records: Records, shards: Shards, width: int
+    ) -> Iterator[tuple[int, list[int], Tensor]]:
         """(step, clients, mean released sum `[S, P]` in units of C) of every batch that the plan declares."""
         for first in range(0, self.plan.clients, FLEET):
             clients = list(range(first, min(first + FLEET, self.plan.clients)))
@@ -241,7 +243,9 @@ def server_scores(job: Job, audited: Audited, coins: np.ndarray) -> np.ndarray:
     for t in range(1, audited.rounds + 1):
         fleet.deltas.clear()
         mean, answered = fleet.run_cohort(t, server, everyone)
-        scores -= along(torch.cat(fleet.deltas), width) / learning_rate(job.algorithm.lr, run.lr_schedule, t, run.rounds)
+        scores -= along(torch.cat(fleet.deltas), width) / learning_rate(
+            job.algorithm.lr, run.lr_schedule, t, run.rounds
+        )
         server = job.algorithm.aggregate(
             dataclasses.replace(context(stand_in, t, everyone), answered=answered), server, mean
         )
@@ -304,7 +308,9 @@ class Audit:
 def audit(job: Job, canaries: int = 1000, confidence: float = 0.95) -> Audit:
     """Every audit of a job. Where all steps of all clients would take too long, fewer clients or fewer rounds are run."""
     if not job.plan.private:
-        raise DpfedError("no privacy is claimed here (privacy.enabled is false or sigma is 0), so there is nothing to audit")
+        raise DpfedError(
+            "no privacy is claimed here (privacy.enabled is false or sigma is 0), so there is nothing to audit"
+        )
     if canaries < 8:
         raise DpfedError(f"--canaries {canaries} is too few to show anything: give at least 8")
     if not 0.5 <= confidence < 1:
@@ -316,7 +322,7 @@ def audit(job: Job, canaries: int = 1000, confidence: float = 0.95) -> Audit:
         many_draws(shorter(some, WORK // canaries), canaries, confidence),
         server_view(job, some, canaries, confidence),
     ]
-    return Audit(reports, list(laws(shorter(some, 500))))
+    return Audit(reports, list(laws(shorter(some, min(500, LAW_CELLS // (2 * int(some.plan.sizes.max())))))))
 
 
 def audited_job(job: Job) -> Audited:

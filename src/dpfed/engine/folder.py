@@ -19,7 +19,13 @@ from dpfed.engine.rounds import Round
 from dpfed.errors import DpfedError
 from dpfed.model.space import Space
 
-CONFIG, METRICS, LEDGER, MODEL, RESULT = "config.toml", "metrics.jsonl", "ledger.sqlite", "model.safetensors", "run.json"
+CONFIG, METRICS, LEDGER, MODEL, RESULT = (
+    "config.toml",
+    "metrics.jsonl",
+    "ledger.sqlite",
+    "model.safetensors",
+    "run.json",
+)
 PACKAGES = ("dpfed", "torch", "transformers", "peft", "dp-accounting", "numpy")
 
 

@@ -122,4 +122,6 @@ def guarantee(job: Job) -> str:
         return NO_PRIVACY
     mechanism = job.plan.mechanism(0)
     accountant = "PLD" if mechanism.sampling == "poisson" else "RDP"
-    return f"{accountant} accountant, {mechanism.adjacency} {job.plan.unit} of one client, {mechanism.sampling} sampling"
+    return (
+        f"{accountant} accountant, {mechanism.adjacency} {job.plan.unit} of one client, {mechanism.sampling} sampling"
+    )

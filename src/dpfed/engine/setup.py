@@ -72,7 +72,7 @@ def prepare(config: Config, source: Source | None = None) -> Job:
         streams=streams,
         device=device,
         adapted=adapted,
-        notes=notes + unused_note(source, shards),
+        notes=notes + unused_note(source, shards) + scattered_note(config),
     )
 
 
@@ -115,7 +115,20 @@ def shards_for(config: Config, source: Source, streams: Streams) -> Shards:
 
 def unused_note(source: Source, shards: Shards) -> list[str]:
     unused = len(source.train) - len(shards.records)
-    return [f"{unused} of {len(source.train)} training records are not used: all clients have equal sizes"] if unused else []
+    return (
+        [f"{unused} of {len(source.train)} training records are not used: all clients have equal sizes"]
+        if unused
+        else []
+    )
+
+
+def scattered_note(config: Config) -> list[str]:
+    unit, rule = config.data.unit_column, config.data.partition
+    if unit is None or rule == "natural":
+        return []
+    return [
+        f"partition = {rule} may scatter the records of one {unit} over clients: it is protected at each, and costs add up"
+    ]
 
 
 def spec_of(source: Source) -> InputSpec:

@@ -31,7 +31,9 @@ class Spending:
 
     def __init__(self, job: Job, ledger: Ledger | None) -> None:
         if (job.config.run.min_clients or 0) > job.plan.clients:
-            raise DpfedError(f"run.min_clients = {job.config.run.min_clients} is more than the {job.plan.clients} clients there are")
+            raise DpfedError(
+                f"run.min_clients = {job.config.run.min_clients} is more than the {job.plan.clients} clients there are"
+            )
         self._job, self._ledger = job, ledger
         self.taken = np.zeros(job.plan.clients, dtype=np.int64)
         self._drawn_from: list[tuple[int, int]] = []  # (cohort, eligible) of each round

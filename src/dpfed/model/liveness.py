@@ -37,10 +37,14 @@ def check_alive(model: PerSample, theta: Tensor, inputs: Batch, classes: int, ge
         _compare(name, together[i], torch.stack([g[i] for g in alone]), floor)
     for name, before in buffers.items():
         if not torch.equal(before, dict(model.model.named_buffers())[name]):
-            raise DpfedError(f"the buffer {name} changes during a forward pass, so it would carry records out of the oracle")
+            raise DpfedError(
+                f"the buffer {name} changes during a forward pass, so it would carry records out of the oracle"
+            )
     moved = (model.scores(rows[0], inputs) - model.scores(rows[1], inputs)).abs().max()
     if not moved > 0:
-        raise DpfedError("changing every trainable tensor does not change the model's output: the adapters are not in use")
+        raise DpfedError(
+            "changing every trainable tensor does not change the model's output: the adapters are not in use"
+        )
 
 
 def _single(model: PerSample, rows: Tensor, client: Tensor, inputs: Batch, labels: Tensor, j: int) -> list[Tensor]:
@@ -50,13 +54,18 @@ def _single(model: PerSample, rows: Tensor, client: Tensor, inputs: Batch, label
     with torch.enable_grad():
         loss = model.loss(model.forward(model.model, dict(weights), one), labels[j : j + 1]).sum()
         grads = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
-    return [torch.zeros_like(w).flatten() if g is None else g.flatten() for w, g in zip(weights.values(), grads, strict=True)]
+    return [
+        torch.zeros_like(w).flatten() if g is None else g.flatten()
+        for w, g in zip(weights.values(), grads, strict=True)
+    ]
 
 
 def _compare(name: str, together: Tensor, alone: Tensor, floor: Tensor) -> None:
     size = alone.norm()
     if not size > 0:
-        raise DpfedError(f"the trainable tensor {name} has no gradient: it is not used by the model, or it is dead; freeze it")
+        raise DpfedError(
+            f"the trainable tensor {name} has no gradient: it is not used by the model, or it is dead; freeze it"
+        )
     if not (together - alone).norm() <= TOLERANCE * size + floor:
         raise DpfedError(
             f"the per-sample gradients of {name} differ from those of its records one by one: something in the model "

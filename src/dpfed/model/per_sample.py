@@ -57,7 +57,9 @@ class PerSample:
                 weights.update(dict.fromkeys(self._keys, keys))
             losses = self.loss(self.forward(self.model, weights, inputs), labels)
             if losses.shape != client.shape:
-                raise ValueError(f"the loss has shape {tuple(losses.shape)} for {len(client)} records: one each is needed")
+                raise ValueError(
+                    f"the loss has shape {tuple(losses.shape)} for {len(client)} records: one each is needed"
+                )
             grads = torch.autograd.grad(losses.sum(), list(copies.values()), allow_unused=True)
         return [
             (torch.zeros_like(copy) if grad is None else grad).reshape(len(client), shape.numel())

@@ -104,9 +104,7 @@ class TwinConv2d(nn.Conv2d):
         padding: Any = self.padding if self.padding_mode == "zeros" else 0
         inner = per.transpose(0, 1).flatten(1, 2)  # [k, M*c, h, w]: one group per sample
         bias = None if self.bias is None else self.bias.reshape(-1)
-        y = F.conv2d(
-            inner, self.weight.flatten(0, 1), bias, self.stride, padding, self.dilation, samples * self.groups
-        )
+        y = F.conv2d(inner, self.weight.flatten(0, 1), bias, self.stride, padding, self.dilation, samples * self.groups)
         y = y.view(y.shape[0], samples, self.out_channels, *y.shape[2:]).transpose(0, 1)
         return y.flatten(0, 1)
 

@@ -261,7 +261,7 @@ def epsilon_of_terms(terms: tuple[Term, ...], delta: float, relation: Relation =
         return 0.0
     if any(term.multiplier == 0 for term in terms):
         return math.inf
-    interval = interval_for(rough_epsilon(terms, delta))
+    interval = max(1e-4, interval_for(rough_epsilon(terms, delta)))  # RDP tells nothing about a small epsilon
     while True:
         value = float(compose(terms, interval, relation).get_epsilon_for_delta(delta - rounding(terms)))
         wanted = interval_for(value, terms)

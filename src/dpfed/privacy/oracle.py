@@ -116,7 +116,9 @@ class FleetOracle:
     def __call__(self, theta: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Noised mean gradients `[S, P]` on a fresh batch of each client, and their noise variance."""
         if self._drawn >= self._allowed:
-            raise RuntimeError(f"the ledger was charged for {self._allowed} batches in this round: no further one is drawn")
+            raise RuntimeError(
+                f"the ledger was charged for {self._allowed} batches in this round: no further one is drawn"
+            )
         self._slots = self._draw()
         self._drawn += 1
         self._released = 0

@@ -79,14 +79,14 @@ class Plan:
 
     def kinds(self) -> tuple[list[Mechanism], np.ndarray]:
         """The different mechanisms there are, and which of them each client runs."""
-        _, first, which = np.unique(np.stack([self.rates, self.multipliers]), axis=1, return_index=True, return_inverse=True)
+        _, first, which = np.unique(
+            np.stack([self.rates, self.multipliers]), axis=1, return_index=True, return_inverse=True
+        )
         return [self.mechanism(int(i)) for i in first], np.asarray(which).reshape(-1)
 
     def dominating(self) -> Mechanism:
         """The highest rate with the least noise: at least as costly as any client's mechanism."""
-        return replace(
-            self.mechanism(0), rate=float(self.rates.max()), noise_multiplier=float(self.multipliers.min())
-        )
+        return replace(self.mechanism(0), rate=float(self.rates.max()), noise_multiplier=float(self.multipliers.min()))
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,9 @@ def calibrated(privacy: PrivacySection, worst: Mechanism, schedule: Schedule) ->
 def _check_numbers(privacy: PrivacySection) -> None:
     """Norms and noise are computed in single precision, where squares of far smaller or larger numbers are lost."""
     if privacy.enabled and not (CLIPS[0] <= privacy.clip <= CLIPS[1] or math.isinf(privacy.clip)):
-        raise DpfedError(f"privacy.clip = {privacy.clip:g} is not allowed: it must be from {CLIPS[0]:g} to {CLIPS[1]:g}")
+        raise DpfedError(
+            f"privacy.clip = {privacy.clip:g} is not allowed: it must be from {CLIPS[0]:g} to {CLIPS[1]:g}"
+        )
     if privacy.sigma is not None and not math.isfinite(privacy.sigma):
         raise DpfedError(f"privacy.sigma = {privacy.sigma} is not allowed: it must be a finite number")
 
@@ -192,8 +194,14 @@ def batches_for(privacy: PrivacySection, sizes: np.ndarray) -> tuple[np.ndarray,
         rates = expected / sizes
     if rates.max() > 1:
         small = int(np.argmin(sizes))  # clients that share a rate are told by their mean, which is what was passed
-        told = f"client {small}, which has {sizes[small]}" if np.ptp(expected) == 0 else f"the mean client, {sizes.mean():g}"
-        raise DpfedError(f"privacy.batch = {privacy.batch:g} is larger than {told}: use a smaller batch or fewer clients")
+        told = (
+            f"client {small}, which has {sizes[small]}"
+            if np.ptp(expected) == 0
+            else f"the mean client, {sizes.mean():g}"
+        )
+        raise DpfedError(
+            f"privacy.batch = {privacy.batch:g} is larger than {told}: use a smaller batch or fewer clients"
+        )
     if privacy.sampling == "fixed_wor":
         expected = np.maximum(1.0, np.round(expected))
         rates = expected / sizes

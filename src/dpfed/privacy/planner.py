@@ -75,7 +75,10 @@ def _refuse(
         (local_steps >= 1, f"--local-steps {local_steps} must be at least 1"),
         (0 < participation <= 1, f"--participation {participation:g} must be in (0, 1]"),
         (0 < delta < 1, f"--delta {delta:g} must be between 0 and 1"),
-        (sampling in ("poisson", "fixed_wor"), f"--sampling {sampling} must be poisson or fixed_wor: no other has accounting"),
+        (
+            sampling in ("poisson", "fixed_wor"),
+            f"--sampling {sampling} must be poisson or fixed_wor: no other has accounting",
+        ),
     )
     for fine, sentence in checks:
         if not fine:

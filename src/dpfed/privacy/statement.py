@@ -17,7 +17,9 @@ PUBLIC = (
     "number of clients, their sizes and sampling rates, clip norm, noise multiplier, architecture, initial weights, "
     "learning rates and every other setting"
 )
-NOT_COVERED = "choosing settings by looking at results on private data, floating-point effects, timing and other side channels"
+NOT_COVERED = (
+    "choosing settings by looking at results on private data, floating-point effects, timing and other side channels"
+)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Ge
 
 from dpfed.config import DataSection
 from dpfed.data.tables import Source, Table
@@ -24,10 +26,13 @@ MOST_CLASSES = 100_000
 @dataclass(frozen=True)
 class Npz(DataSection):
     name: str = "npz"
+    classes: Annotated[int | None, Ge(2), "number of classes; default: as many as the labels show"] = None
 
     def load(self) -> Source:
         if self.path is None:
-            raise DpfedError("data.name = \"npz\" reads a file: set data.path to an .npz archive with " + ", ".join(NEEDED))
+            raise DpfedError(
+                'data.name = "npz" reads a file: set data.path to an .npz archive with ' + ", ".join(NEEDED)
+            )
         arrays = self._read(Path(self.path))
         missing = [name for name in NEEDED if name not in arrays]
         if missing:
@@ -43,7 +48,7 @@ class Npz(DataSection):
         return Source(
             train=Table({name: self._inputs(arrays, "train")}, labels["train"], self._columns(arrays, labels["train"])),
             test=Table({name: self._inputs(arrays, "test")}, labels["test"]),
-            classes=tuple(str(c) for c in range(int(max(labels["train"].max(), labels["test"].max())) + 1)),
+            classes=tuple(str(c) for c in range(self._count(labels))),
             kind="image" if image else "features",
         )
 
@@ -58,6 +63,11 @@ class Npz(DataSection):
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise DpfedError(f"{path} cannot be read as an .npz archive: {reason}") from None
         return {key: value for key, value in arrays.items() if isinstance(value, np.ndarray)}
+
+    def _count(self, labels: dict[str, np.ndarray]) -> int:
+        """The shape of the head is public, so a federation declares it; only a trial may read it off the labels."""
+        shown = int(max(labels["train"].max(), labels["test"].max())) + 1
+        return shown if self.classes is None else self.classes
 
     def _labels(self, labels: np.ndarray, part: str) -> np.ndarray:
         if labels.ndim != 1 or labels.dtype.kind not in "iu" or len(labels) == 0:
@@ -82,7 +92,9 @@ class Npz(DataSection):
             x = x.astype(np.float32)
         bad = np.flatnonzero(~np.isfinite(x).all(axis=1))
         if len(bad):  # such a record would silently add nothing to any round, or ruin the evaluation
-            raise DpfedError(f"row {bad[0]} of x_{part} in {self.path} is not finite in single precision: mend or drop it")
+            raise DpfedError(
+                f"row {bad[0]} of x_{part} in {self.path} is not finite in single precision: mend or drop it"
+            )
         return x
 
     def _columns(self, arrays: dict[str, np.ndarray], labels: np.ndarray) -> dict[str, np.ndarray]:

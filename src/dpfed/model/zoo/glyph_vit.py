@@ -26,7 +26,9 @@ class GlyphViT(ModelSection):
         from transformers.models.vit.modeling_vit import ViTForImageClassification
 
         if spec.kind != "image" or spec.shape != (1, 8, 8):
-            raise DpfedError(f"glyph-vit reads grey images of 8x8 pixels, this data has {spec.kind} of shape {spec.shape}")
+            raise DpfedError(
+                f"glyph-vit reads grey images of 8x8 pixels, this data has {spec.kind} of shape {spec.shape}"
+            )
         folder = Path(self.weights) if self.weights else WEIGHTS
         if not (folder / "config.json").is_file():
             raise DpfedError(f"model.weights = {str(folder)!r} is not a folder with config.json and model.safetensors")

@@ -39,5 +39,3 @@ class Linear(ModelSection):
             return {spec.name: x / spec.white if spec.kind == "image" else x}
 
         return Built(model, "classifier", prepare)
-
-
