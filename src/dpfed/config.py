@@ -88,6 +88,9 @@ class RunSection:
         "seeded"
     )
     device: Annotated[str, "auto, cpu, cuda or cuda:N"] = "auto"
+    threads: Annotated[int | Literal["auto"], "CPU threads; auto: one for small models, which more would slow down"] = (
+        "auto"
+    )
     fleet_size: Annotated[int | Literal["auto"], "clients computed side by side; auto: the whole cohort"] = "auto"
     max_slots: Annotated[int, Ge(1), "records in one forward pass"] = 512
     eval_every: Annotated[int, Ge(1), "rounds between evaluations on the server's test set"] = 1
@@ -222,8 +225,10 @@ def _cross_check(config: Config) -> None:
         raise DpfedError("give exactly one of privacy.batch (expected size) and privacy.rate")
     if p.enabled and (p.sigma is None) == (p.target_epsilon is None):
         raise DpfedError("give exactly one of privacy.sigma and privacy.target_epsilon (or privacy.enabled = false)")
-    if isinstance(config.run.fleet_size, int) and config.run.fleet_size < 1:
-        raise DpfedError(f'run.fleet_size = {config.run.fleet_size} must be at least 1, or "auto"')
+    for key in ("fleet_size", "threads"):
+        value = getattr(config.run, key)
+        if isinstance(value, int) and value < 1:
+            raise DpfedError(f'run.{key} = {value} must be at least 1, or "auto"')
     if p.enabled and p.clip == float("inf") and p.sigma != 0:
         raise DpfedError("privacy.clip = inf is allowed only with privacy.sigma = 0, which gives no privacy")
     if p.sigma_per_client and p.target_epsilon is None:

@@ -372,3 +372,10 @@ def test_a_model_without_scores_is_refused() -> None:
 
     with pytest.raises(DpfedError, match="without logits"):
         call(Model(), {}, {"x": torch.ones(1)})
+
+
+@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])
+def test_an_embedding_that_mixes_records_is_refused(option: dict[str, object]) -> None:
+    model = nn.Sequential(nn.Embedding(5, 3, **option), nn.Flatten(), nn.Linear(6, 2))  # type: ignore[arg-type]
+    with pytest.raises(DpfedError, match="mix records"):
+        PerSample(model, space_of(trainable(model)), call, per_record_loss)

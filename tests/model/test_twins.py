@@ -130,6 +130,7 @@ def test_conv2d(
 
 @pytest.mark.parametrize("mode", ["zeros", "reflect"])
 @pytest.mark.parametrize("padding", ["same", "valid"])
+@pytest.mark.filterwarnings("ignore:Using padding")
 def test_conv2d_padding_by_name(padding: str, mode: str) -> None:
     conv = nn.Conv2d(2, 3, 4, padding=padding, padding_mode=mode, dilation=1)
     folded(conv, (2, 6, 5), n=2, s=2, k=2, seed=1)

@@ -34,13 +34,10 @@ class RunFolder:
 
     def __init__(self, path: Path, config: Config, force: bool = False) -> None:
         self.path = path
+        refuse_occupied(path, force)
         try:
             if (path / CONFIG).exists():
-                if not force:
-                    raise DpfedError(f"{path} already holds a run: choose another --out, or --force to replace it")
                 shutil.rmtree(path)
-            elif path.exists() and (not path.is_dir() or any(path.iterdir())):
-                raise DpfedError(f"{path} is not empty and not a run: choose another --out")
             path.mkdir(parents=True, exist_ok=True)
             (path / CONFIG).write_text(to_toml(config), encoding="utf-8")
             self._metrics = (path / METRICS).open("a", encoding="utf-8")
@@ -75,6 +72,15 @@ class RunFolder:
 
     def close(self) -> None:
         self._metrics.close()
+
+
+def refuse_occupied(path: Path, force: bool) -> None:
+    """Called before anything is computed as well, so that nobody waits for a refusal."""
+    if (path / CONFIG).exists():
+        if not force:
+            raise DpfedError(f"{path} already holds a run: choose another --out, or --force to replace it")
+    elif path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise DpfedError(f"{path} is not empty and not a run: choose another --out")
 
 
 def versions() -> dict[str, str]:

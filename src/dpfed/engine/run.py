@@ -13,7 +13,7 @@ import numpy as np
 from dpfed.config import Config
 from dpfed.data.tables import Source
 from dpfed.engine.fleet import Fleet
-from dpfed.engine.folder import RunFolder, fresh_folder
+from dpfed.engine.folder import RunFolder, fresh_folder, refuse_occupied
 from dpfed.engine.rounds import Round, train
 from dpfed.engine.setup import Job, prepare
 from dpfed.engine.spending import Spending
@@ -43,8 +43,10 @@ def run(
 
     `begin` is told of the job before round 1, `observe` of round 0 (before training) and of each round.
     """
+    out = out or fresh_folder(config)
+    refuse_occupied(out, force)
     job = prepare(config, source)
-    folder = RunFolder(out or fresh_folder(config), config, force)
+    folder = RunFolder(out, config, force)
     seen: list[Round] = []
 
     def watch(round: Round) -> None:

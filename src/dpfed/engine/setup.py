@@ -23,6 +23,8 @@ from dpfed.privacy.noise import Streams
 from dpfed.privacy.oracle import Records
 from dpfed.privacy.plan import Plan, Schedule, make_plan
 
+SMALL = 1_000_000  # models with fewer parameters are computed by one CPU thread unless told otherwise
+
 
 @dataclass(frozen=True)
 class Job:
@@ -100,6 +102,14 @@ def device_of(name: str) -> torch.device:
     return device
 
 
+def set_threads(threads: int | str, parameters: int) -> None:
+    """Handing work to another thread costs more than it brings while a layer takes microseconds."""
+    if threads != "auto":
+        torch.set_num_threads(int(threads))
+    elif parameters < SMALL:
+        torch.set_num_threads(1)
+
+
 def shards_for(config: Config, source: Source, streams: Streams) -> Shards:
     data = config.data
     return partition(
@@ -150,10 +160,13 @@ def build_model(
         built = section.build(spec)
     adapted = adapt(built.model, config.model, built.head, streams.number("init", 1))
     adapted.model.to(device)
+    set_threads(config.run.threads, sum(p.numel() for p in adapted.model.parameters()))
     tensors = trainable(adapted.model)
     architecture = architecture_of(adapted.model)
     if architecture is None:
         notes.append(f"{type(adapted.model).__name__} has no block rules here: each tensor is one block")
+    if getattr(getattr(adapted.model, "config", None), "attention_probs_dropout_prob", 0):
+        notes.append("dropout inside attention is off: it has no key per record; all other dropout is on")
     names, blocks = block_index(
         adapted.model,
         {name: p.shape for name, p in tensors.items()},

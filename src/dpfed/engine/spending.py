@@ -11,10 +11,10 @@ from dpfed.engine.setup import Job
 from dpfed.errors import DpfedError, StoppedError
 from dpfed.privacy.ledger import Charge, Ledger
 from dpfed.privacy.mechanism import Mechanism
-from dpfed.privacy.population import population_epsilon
+from dpfed.privacy.population import largest_epsilon
 from dpfed.privacy.views import Rounds, server_epsilon, third_party_rounds_epsilon
 
-FEW = 8  # so many different mechanisms are accounted for one by one, more by the population's bound
+FEW = 8  # so many different mechanisms are accounted for one by one; for more, a mechanism that costs at least as much
 
 
 @dataclass(frozen=True)
@@ -80,15 +80,12 @@ class Spending:
         return Figures(worst, spent, min(worst, self._third_party()))
 
     def _largest(self, rounds: np.ndarray) -> float:
-        job = self._job
-        kinds, which = job.plan.kinds()
-        steps, delta = job.schedule.local_steps, job.config.privacy.delta
-        if len(kinds) > FEW and job.plan.sampling == "poisson":
-            plan = job.plan
-            bounds = population_epsilon(
-                plan.rates, rounds, steps, plan.multipliers, delta, batches=plan.batches, releases=plan.releases
-            )
-            return float(bounds.max())
+        """The server's figure for the client that lost most, if client i took part in `rounds[i]` rounds."""
+        plan, steps, delta = self._job.plan, self._job.schedule.local_steps, self._job.config.privacy.delta
+        if plan.sampling == "poisson":
+            releases = {"batches": plan.batches, "releases": plan.releases}
+            return largest_epsilon(plan.rates, rounds, steps, plan.multipliers, delta, **releases)
+        kinds, which = plan.kinds()
         return max(server_epsilon(kind, steps, int(rounds[which == k].max()), delta) for k, kind in enumerate(kinds))
 
     def _third_party(self) -> float:

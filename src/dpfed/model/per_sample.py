@@ -124,6 +124,10 @@ def install_twins(model: nn.Module, space: Space) -> None:
         while isinstance(modules[owner], nn.ParameterDict | nn.ParameterList | nn.ModuleDict | nn.ModuleList):
             owner = owner.rpartition(".")[0]  # containers have no forward: the module above reads the tensor
         module = modules[owner]
+        if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
+            raise DpfedError(
+                f"{owner} is an Embedding with max_norm or scale_grad_by_freq, which mix records: switch them off"
+            )
         if hasattr(module, "_plain_dims") or hasattr(module, "_windows") or type(module) in TWINS.values():
             continue
         if type(module) in TWINS and all(id(p) in trained for p in module.parameters()):

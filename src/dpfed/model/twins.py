@@ -132,7 +132,12 @@ def vmap_twin(cls: type[nn.Module]) -> type[nn.Module]:
             return cls.forward(self, *args, **kwargs)
         samples = next(iter(batched.values())).shape[0]
         flat, spec = torch.utils._pytree.tree_flatten((args, kwargs))
-        axes = [0 if _is_batched(leaf, samples) else None for leaf in flat]
+        # Which arguments carry records is settled by the first call, that of the liveness check: there a wrong guess is
+        # found, while a shared argument could look batched at some later number of records.
+        known: dict[int, list[int | None]] = self.__dict__.setdefault("_axes", {})
+        axes = known.get(len(flat)) or [0 if _is_batched(leaf, samples) else None for leaf in flat]
+        if samples > 1:  # with a single record everything looks batched, and either reading is right
+            known[len(flat)] = axes
         split = [per_sample(leaf, samples, self) if axis == 0 else leaf for leaf, axis in zip(flat, axes, strict=True)]
 
         # a dropout inside drops by its own record's key
