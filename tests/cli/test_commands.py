@@ -211,6 +211,21 @@ def test_privacy_of_an_edited_ledger_names_the_row(
     assert "row 4" in capsys.readouterr().err
 
 
+def test_privacy_refuses_the_ledger_of_another_run(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import shutil
+
+    other = tmp_path / "other"
+    assert dpfed("run", *QUICK, "--out", str(other)) == 0
+    for file in finished.glob("ledger.sqlite*"):
+        shutil.copy(file, other / file.name)
+    before = {p.name: p.read_bytes() for p in other.iterdir()}
+    assert dpfed("privacy", str(other)) == 2
+    assert "it belongs to run" in capsys.readouterr().err
+    assert {p.name: p.read_bytes() for p in other.iterdir()} == before
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [

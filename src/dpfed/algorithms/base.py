@@ -91,6 +91,7 @@ class Facts:
     equal_phi: bool
     private: bool
     allow_nan: bool
+    calibrated: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,11 @@ class Algorithm(ABC):
     def releases(self) -> Releases:
         """What one local step takes from the oracle; the ledger charges from this declaration."""
         return Releases()
+
+    @property
+    def noise_factor(self) -> float:
+        """What a given sigma is multiplied by before anything else; the accountant sees the product."""
+        return 1.0
 
     def check(self, facts: Facts) -> list[str]:
         """Refuses combinations of switches that cannot work (DpfedError); returns warnings."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dpfed.engine.folder import LEDGER, METRICS
+from dpfed.engine.folder import LEDGER, METRICS, RESULT
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting import History, epsilon
 from dpfed.privacy.ledger import Ledger
@@ -47,7 +47,7 @@ def is_run(path: Path) -> bool:
 
 def read_accounts(folder: Path, colluding: int = 0) -> Accounts:
     """Verifies the ledger's whole chain, then accounts for every client."""
-    with Ledger.open(folder / LEDGER, readonly=True) as ledger:
+    with Ledger.open(folder / LEDGER, run=_run_name(folder), readonly=True) as ledger:
         head = ledger.verify()
         meta = ledger.meta
         histories = ledger.histories()
@@ -70,6 +70,15 @@ def read_accounts(folder: Path, colluding: int = 0) -> Accounts:
     return Accounts(
         planned, n, cohort, epsilons, min(third, float(epsilons.max())) if void else third, head.rows, seeded, void
     )
+
+
+def _run_name(folder: Path) -> str:
+    try:
+        return str(json.loads((folder / RESULT).read_text(encoding="utf-8"))["run"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise DpfedError(
+            f"{folder / RESULT} does not name the run, so its ledger cannot be trusted to be its own"
+        ) from None
 
 
 def _first(ledger: Ledger) -> list[Any]:

@@ -66,6 +66,10 @@ class RunFolder:
         tensors = {name: t.contiguous().cpu() for name, t in space.unflatten(theta.detach().clone()).items()}
         save_file(tensors, self.path / MODEL, metadata={"release": release})
 
+    def begin(self, run: str) -> None:
+        """Names the run before anything is released, so that a ledger of another run is noticed."""
+        self.save_result({"run": run, "state": "running"})
+
     def save_result(self, result: dict[str, Any]) -> None:
         full = {**result, "versions": versions(), "python": platform.python_version(), "finished": time.time()}
         (self.path / RESULT).write_text(json.dumps(full, indent=2, allow_nan=False) + "\n", encoding="utf-8")

@@ -54,7 +54,9 @@ def run(
         folder.log(round)
         observe(round)
 
-    ledger = new_ledger(job, folder.ledger) if job.plan.private else None
+    name = uuid.uuid4().hex
+    folder.begin(name)
+    ledger = new_ledger(job, folder.ledger, name) if job.plan.private else None
     note = release_note(config, job.plan.private)
     try:
         begin(job)
@@ -63,11 +65,12 @@ def run(
             train(job, Fleet(job), spending, watch)
         except StoppedError as error:
             folder.save_model(seen[-1].theta, job.space, note)
-            folder.save_result({**result_of(job, spending, seen, folder.path, note), "stopped": str(error)})
+            kept = result_of(job, spending, seen, folder.path, note)
+            folder.save_result({"run": name, "state": "stopped", **kept, "stopped": str(error)})
             raise
         result = result_of(job, spending, seen, folder.path, note)
         folder.save_model(seen[-1].theta, job.space, note)
-        folder.save_result(result)
+        folder.save_result({"run": name, "state": "finished", **result})
         return result
     finally:
         folder.close()
@@ -75,12 +78,12 @@ def run(
             ledger.close()
 
 
-def new_ledger(job: Job, path: Path) -> Ledger:
+def new_ledger(job: Job, path: Path, name: str) -> Ledger:
     """The run's ledger; its meta data hold what a reader needs to state the guarantee without anything else."""
     schedule = job.schedule
     return Ledger.create(
         path,
-        run=uuid.uuid4().hex,
+        run=name,
         delta=job.config.privacy.delta,
         unit=job.plan.unit,
         clients=schedule.clients,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -56,7 +56,12 @@ def prepare(config: Config, source: Source | None = None) -> Job:
     source = source or loader.load()
     shards = shards_for(config, source, streams)
     plan, schedule = plan_for(config, shards)
-    facts = Facts(equal_phi=plan.equal_phi, private=plan.private, allow_nan=config.run.allow_nan)
+    facts = Facts(
+        equal_phi=plan.equal_phi,
+        private=plan.private,
+        allow_nan=config.run.allow_nan,
+        calibrated=config.privacy.target_epsilon is not None,
+    )
     notes = algorithm.check(facts)
     model, adapted, theta = build_model(config, spec_of(source), streams, device, notes)
     return Job(
@@ -79,10 +84,12 @@ def prepare(config: Config, source: Source | None = None) -> Job:
 
 
 def plan_for(config: Config, shards: Shards) -> tuple[Plan, Schedule]:
-    run, releases = config.run, config.algorithm.releases
+    run, privacy, releases = config.run, config.privacy, config.algorithm.releases
+    if privacy.sigma is not None:
+        privacy = replace(privacy, sigma=privacy.sigma * config.algorithm.noise_factor)
     schedule = Schedule.of(len(shards), run.rounds, run.local_steps, run.participation)
     unit = config.data.unit_column
-    return make_plan(config.privacy, shards.sizes, schedule, releases.batches, releases.releases, unit), schedule
+    return make_plan(privacy, shards.sizes, schedule, releases.batches, releases.releases, unit), schedule
 
 
 def plan_of(config: Config) -> tuple[Plan, Schedule]:

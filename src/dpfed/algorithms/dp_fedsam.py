@@ -1,0 +1,78 @@
+"""DP-FedSAM: sharpness-aware local steps on noised gradients (after Shi, Liu, Wei, Shen, Wang, Tao 2023).
+
+    client: repeat K:  (g1, _) = dp_grad(θ_i, batch J) ;      e = ρ g1/(‖g1‖ + 1e-12)
+                       (g2, _) = dp_grad(θ_i + e, batch J) ;  θ_i ← θ_i − η_t (g2 + λ θ_i)
+            send Δ_i = θ_i − θ
+    server: θ ← θ + Δ̄
+
+The original protects clients; this is the version at the level of one record. Two releases of the same batch are one
+with the noise multiplier divided by √2 (`equal_eps` makes up for it with √2 times the noise); two batches
+(`sam_batches = independent`) are two steps. At usual noise levels g1 is almost all noise, so e is a random direction.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt
+from torch import Tensor
+
+from dpfed.algorithms.base import Algorithm, Context, Facts, Memory, Message, Oracle, Releases, spread
+
+
+@dataclass(frozen=True)
+class Server:
+    theta: Tensor
+
+
+@dataclass(frozen=True)
+class Local:
+    theta: Tensor
+
+
+@dataclass(frozen=True)
+class DPFedSAM(Algorithm):
+    name = "dp-fedsam"
+    lr_grid = (0.01, 0.03, 0.1, 0.3)
+    summary = "sharpness-aware local steps; spends more than the others unless equal_eps is set"
+
+    lr: Annotated[float, Gt(0), "base learning rate η0"] = 0.1
+    weight_decay: Annotated[float, Ge(0), "decoupled weight decay λ"] = 1e-3
+    rho: Annotated[float, Ge(0), "radius ρ of the perturbation"] = 0.05
+    sam_batches: Annotated[Literal["shared", "independent"], "whether both gradients use one batch"] = "shared"
+    equal_eps: Annotated[bool, "√2 times the given sigma, so that epsilon equals that of the other methods"] = False
+
+    @property
+    def releases(self) -> Releases:
+        return Releases(batches=1, releases=2) if self.sam_batches == "shared" else Releases(batches=2, releases=1)
+
+    @property
+    def noise_factor(self) -> float:
+        return math.sqrt(2) if self.equal_eps else 1.0
+
+    def check(self, facts: Facts) -> list[str]:
+        if self.equal_eps and self.sam_batches == "independent":
+            self.refuse("equal_eps is exact for a shared batch only; give privacy.target_epsilon instead")
+        if self.equal_eps and facts.calibrated:
+            self.refuse("equal_eps has no effect with privacy.target_epsilon, which every method reaches alike")
+        return []
+
+    def init(self, ctx: Context, theta: Tensor) -> Server:
+        return Server(theta)
+
+    def start(self, ctx: Context, server: Server, memory: Memory) -> Local:
+        return Local(spread(server.theta, ctx.S))
+
+    def step(self, ctx: Context, local: Local, oracle: Oracle, k: Tensor) -> Local:
+        g1, _ = oracle(local.theta)
+        e = self.rho * g1 / (g1.norm(dim=1, keepdim=True) + 1e-12)
+        g2, _ = oracle.again(local.theta + e) if self.sam_batches == "shared" else oracle(local.theta + e)
+        return replace(local, theta=local.theta - ctx.lr * (g2 + self.weight_decay * local.theta))
+
+    def finish(self, ctx: Context, server: Server, local: Local) -> tuple[Message, Memory]:
+        return {"delta": local.theta - server.theta}, {}
+
+    def aggregate(self, ctx: Context, server: Server, mean: Message) -> Server:
+        return Server(server.theta + mean["delta"])
