@@ -239,7 +239,7 @@ def _cross_check(config: Config) -> None:
         raise DpfedError(
             'privacy.noise_scale = "literal_c2" is the paper\'s printed noise for a given sigma: give privacy.sigma'
         )
-    if p.enabled and p.budget is not None and p.sigma == 0:
+    if p.budget is not None and (not p.enabled or p.sigma == 0):
         raise DpfedError("privacy.budget cannot be kept without noise: give privacy.sigma > 0 or a target_epsilon")
     if p.sampling == "fixed_wor" and p.batch is not None and p.batch != int(p.batch):
         raise DpfedError(f'privacy.batch = {p.batch} must be a whole number with sampling = "fixed_wor"')

@@ -123,7 +123,7 @@ def summed(gradients: Any, records: Records, theta: Tensor, rows: list[int], cli
     """Σ of clipped gradients over a hand-made batch of one client, `[P]`."""
     shards = one_each([len(records.labels)])
     oracle = make(gradients, records, shards, plan_of([len(records.labels)], 1, clip=clip))
-    return oracle.clipped_sum(theta.unsqueeze(0), slots_of(rows, **slots), None)[0]
+    return oracle._clipped_sum(theta.unsqueeze(0), slots_of(rows, **slots), None)[0]
 
 
 def loop_gradients(model: PerSample, theta: Tensor, records: Records) -> Tensor:
@@ -252,7 +252,7 @@ def test_several_clients_keep_their_own_sums() -> None:
     plan = plan_of([20, 1, 1], 1)
     oracle = make(Stub(), stub_records(grads), one_each([20, 1, 1]), plan)
     client = [0] * 6 + [1] * 9 + [2] * 5
-    found = oracle.clipped_sum(torch.zeros(3, 7), slots_of(list(range(20)), client), None)
+    found = oracle._clipped_sum(torch.zeros(3, 7), slots_of(list(range(20)), client), None)
     for s in range(3):
         own = grads[[j for j in range(20) if client[j] == s]]
         torch.testing.assert_close(found[s].double(), reference_sum(own, C), rtol=1e-5, atol=1e-7)

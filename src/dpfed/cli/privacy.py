@@ -12,6 +12,21 @@ if TYPE_CHECKING:
     from dpfed.engine.accounts import Accounts
     from dpfed.privacy.statement import Planned
 
+NUMBERS = [
+    "records",
+    "batch",
+    "rounds",
+    "local_steps",
+    "participation",
+    "sigma",
+    "delta",
+    "algorithm",
+    "sampling",
+    "target_epsilon",
+    "view",
+    "clients",
+]
+
 
 def privacy(
     target: Annotated[str | None, typer.Argument(help="configuration, preset, or folder of a run")] = None,
@@ -20,13 +35,13 @@ def privacy(
     batch: Annotated[float | None, typer.Option(help="expected batch size B")] = None,
     rounds: Annotated[int | None, typer.Option(help="rounds T")] = None,
     local_steps: Annotated[int | None, typer.Option(help="local steps K")] = None,
-    participation: Annotated[float, typer.Option(help="share of clients in a round L")] = 1.0,
+    participation: Annotated[float | None, typer.Option(help="share of clients in a round L; default 1")] = None,
     sigma: Annotated[float | None, typer.Option(help="noise multiplier")] = None,
-    delta: Annotated[float, typer.Option(help="delta")] = 1e-5,
-    algorithm: Annotated[str, typer.Option(help="algorithm; some release a batch more than once")] = "dp-fedadamw",
-    sampling: Annotated[str, typer.Option(help="poisson or fixed_wor")] = "poisson",
+    delta: Annotated[float | None, typer.Option(help="delta; default 1e-5")] = None,
+    algorithm: Annotated[str | None, typer.Option(help="algorithm; some release a batch more than once")] = None,
+    sampling: Annotated[str | None, typer.Option(help="poisson (default) or fixed_wor")] = None,
     target_epsilon: Annotated[float | None, typer.Option(help="find sigma for this epsilon")] = None,
-    view: Annotated[str, typer.Option(help="whose epsilon the target is")] = "server_worst",
+    view: Annotated[str | None, typer.Option(help="whose epsilon the target is; default server_worst")] = None,
     clients: Annotated[int | None, typer.Option(help="number of clients N, for --asymptotic and --colluding")] = None,
     colluding: Annotated[int, typer.Option(help="clients that collude against another one (third party)")] = 0,
     tuning_runs: Annotated[int | None, typer.Option(help="how many runs on the same data were tried")] = None,
@@ -43,20 +58,8 @@ def privacy(
 
     Example: dpfed privacy --records 1000 --batch 16 --rounds 100 --local-steps 20 --participation 0.1 --sigma 1
     """
-    from dpfed.engine.accounts import is_run, read_accounts
-
-    accounts = None
-    if target is not None and (is_run(Path(target)) or Path(target).is_dir()):
-        accounts = read_accounts(Path(target), colluding)
-        planned = accounts.planned
-        clients = accounts.clients
-    elif target is not None:
-        planned, clients = from_config(target, overrides or [])
-    else:
-        flags = {"records": records, "batch": batch, "rounds": rounds, "local_steps": local_steps}
-        planned = from_flags(
-            flags, sigma, target_epsilon, participation, delta, sampling, algorithm, view, clients, colluding
-        )
+    numbers = {name: value for name, value in locals().items() if name in NUMBERS}
+    planned, accounts, clients = asked_for(target, overrides or [], numbers, colluding)
     figures = figures_of(planned, accounts, public)
     extras = extras_of(planned, meaning, tuning_runs, asymptotic, clients)
     for line in table(planned, accounts, figures, extras, public):
@@ -70,83 +73,93 @@ def privacy(
         print(json.dumps({**figures, **extras}, allow_nan=False))
 
 
-def from_flags(
-    flags: dict[str, Any],
-    sigma: float | None,
-    target: float | None,
-    participation: float,
-    delta: float,
-    sampling: str,
-    algorithm: str,
-    view: str,
-    clients: int | None,
-    colluding: int,
-) -> Planned:
+def asked_for(
+    target: str | None, overrides: list[str], numbers: dict[str, Any], colluding: int
+) -> tuple[Planned, Accounts | None, int | None]:
+    """The plan in question, the accounts where it is a run, and the number of clients where it is known."""
+    from dpfed.engine.accounts import is_run, read_accounts
+
+    keys = {"set": overrides or None}
+    if target is None:
+        refuse_given(keys, "belongs to a configuration")
+        return from_flags(numbers, colluding), None, numbers["clients"]
+    if is_run(Path(target)):
+        refuse_given({**numbers, **keys}, "cannot change what a run has spent")
+        accounts = read_accounts(Path(target), colluding)
+        return accounts.planned, accounts, accounts.clients
+    refuse_given(numbers, "is part of the configuration: change it there or with --set")
+    planned, clients = from_config(target, overrides, colluding)
+    return planned, None, clients
+
+
+def refuse_given(flags: dict[str, Any], why: str) -> None:
+    """A flag that would have no effect is refused, so that nobody reads a figure as an answer to another question."""
+    from dpfed.errors import DpfedError
+
+    for name, value in flags.items():
+        if value is not None:
+            raise DpfedError(f"--{name.replace('_', '-')} {why}")
+
+
+def from_flags(numbers: dict[str, Any], colluding: int) -> Planned:
     """A plan from numbers alone, checked by the same rules as a configuration."""
     from dpfed.algorithms import REGISTRY
     from dpfed.config import nearest
     from dpfed.errors import DpfedError
     from dpfed.privacy.planner import plan_from_numbers
 
-    missing = [f"--{name.replace('_', '-')}" for name, value in flags.items() if value is None]
+    usual = {
+        "participation": 1.0,
+        "delta": 1e-5,
+        "algorithm": "dp-fedadamw",
+        "sampling": "poisson",
+        "view": "server_worst",
+    }
+    given = {**numbers, **{key: value for key, value in usual.items() if numbers[key] is None}}
+    needed = ("records", "batch", "rounds", "local_steps")
+    missing = [f"--{name.replace('_', '-')}" for name in needed if given[name] is None]
     if missing:
         raise DpfedError(f"give a configuration, a run, or {', '.join(missing)}")
+    algorithm = given.pop("algorithm")
     if algorithm not in REGISTRY:
         raise DpfedError(f"--algorithm {algorithm} is not known{nearest(algorithm, REGISTRY)}")
-    return plan_from_numbers(
-        **flags,
-        sigma=sigma,
-        target_epsilon=target,
-        participation=participation,
-        delta=delta,
-        sampling=sampling,
-        releases=REGISTRY[algorithm]().releases,  # type: ignore[call-arg]
-        view=view,
-        clients=clients,
-        colluding=colluding,
-    )
+    releases = REGISTRY[algorithm]().releases  # type: ignore[call-arg]
+    return plan_from_numbers(**given, releases=releases, colluding=colluding)
 
 
-def from_config(target: str, overrides: list[str]) -> tuple[Planned, int]:
+def from_config(target: str, overrides: list[str], colluding: int) -> tuple[Planned, int]:
     from dpfed.config import load
     from dpfed.engine.setup import plan_of
+    from dpfed.engine.spending import budget_of
     from dpfed.errors import DpfedError
-    from dpfed.privacy.statement import Planned
     from dpfed.registry import registry
 
     config = load(target, overrides, registry())
     plan, schedule = plan_of(config)
     if not plan.private:
         raise DpfedError("this configuration has no privacy: privacy.enabled is false or sigma is 0")
-    step = plan.dominating()
-    planned = Planned(
-        step, schedule.local_steps, schedule.rounds, schedule.participation, config.privacy.delta, plan.unit
-    )
-    return planned, schedule.clients
+    spending = budget_of(plan, schedule, config.privacy.delta, config.privacy.budget, colluding)
+    return spending.planned, schedule.clients
 
 
 def figures_of(planned: Planned, accounts: Accounts | None, public: bool) -> dict[str, Any]:
-    from dpfed.privacy.views import views
-
-    all_views = views(planned.step, planned.local_steps, planned.rounds, planned.participation, planned.delta)
+    noise = [kind.noise_multiplier for kind in planned.kinds]
     out: dict[str, Any] = {
-        "server_worst": all_views.server_worst,
-        "server_expected": all_views.server_expected,
-        "third_party": all_views.third_party,
-        "rdp_server_worst": all_views.rdp_server_worst,
-        "sigma": planned.step.noise_multiplier,
+        "server_worst": accounts.server_worst if accounts else planned.server_worst,
+        "server_expected": planned.server_expected,
+        "third_party": accounts.third_party if accounts else planned.third_party,
+        "rdp_server_worst": planned.rdp_server_worst,
+        "sigma": noise[0] if min(noise) == max(noise) else [min(noise), max(noise)],
         "delta": planned.delta,
         "guarantee": planned.assumptions(),
     }
-    if accounts is not None:
+    if accounts is not None and not public:
         import numpy as np
 
-        out["third_party"] = accounts.third_party
+        out["server_max"] = accounts.server_max
+        out["server_min"] = float(accounts.epsilons.min())
+        out["server_median"] = float(np.median(accounts.epsilons))
         out["ledger_rows"] = accounts.rows
-        if not public:
-            out["server_max"] = accounts.server_max
-            out["server_min"] = float(accounts.epsilons.min())
-            out["server_median"] = float(np.median(accounts.epsilons))
     return out
 
 
@@ -201,8 +214,8 @@ def table(
 
 def notes(accounts: Accounts | None, public: bool) -> list[str]:
     lines = []
-    if accounts is not None and accounts.void_third_party:
-        lines.append(f"third party: {accounts.void_third_party}.")
+    if accounts is not None and accounts.void:
+        lines.append(f"third party: {accounts.void}.")
     elif not public:
         lines.append(
             "the third-party figure holds only while the seed, the cohorts and every figure of a single client stay secret: "

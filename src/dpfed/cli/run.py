@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from dpfed.engine.setup import Job
 
 
@@ -52,12 +54,17 @@ def opening(job: Job) -> list[str]:
     ]
     if plan.private:
         lines.append(
-            f"privacy: clip {plan.clip:g}, sigma {plan.multipliers.max():.4g}, rate {plan.rates.max():.4g}, "
+            f"privacy: clip {plan.clip:g}, sigma {span(plan.multipliers)}, rate {span(plan.rates)}, "
             f"delta {job.config.privacy.delta:g}"
         )
     else:
         lines.append("NO PRIVACY: noise is off, nothing that leaves a client is protected")
     return lines + [f"note: {note}" for note in job.notes]
+
+
+def span(values: np.ndarray) -> str:
+    low, high = values.min(), values.max()
+    return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
 
 
 def closing(result: dict[str, Any]) -> list[str]:
@@ -71,6 +78,7 @@ def closing(result: dict[str, Any]) -> list[str]:
             f"epsilon {epsilon['server_max']:.3f} for the client that spent most, {epsilon['server_worst']:.3f} for one in every "
             f"round (server's view); {epsilon['third_party']:.3f} for a third party who sees only global models",
             f"  at delta {result['delta']:g}; {result['guarantee']}",
+            "  the third-party figure holds only while nobody outside knows who took part: publish it without the others",
         ]
     if result["release"].startswith("simulation"):
         lines.append('  noise was seeded: this is a simulation, not for release (run.noise = "os" makes it releasable)')

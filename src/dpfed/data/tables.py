@@ -39,6 +39,7 @@ class Source:
 
     classes  names of the labels 0..n-1
     white    for images of whole numbers: the value that means full intensity
+    declared whether the number of classes is public knowledge, rather than read off the labels
     """
 
     train: Table
@@ -46,6 +47,7 @@ class Source:
     classes: tuple[str, ...]
     kind: Kind
     white: float = 255.0
+    declared: bool = True
 
     def __post_init__(self) -> None:
         for part, table in (("training", self.train), ("test", self.test)):

@@ -3,141 +3,131 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dpfed.engine.folder import LEDGER, METRICS, RESULT
+from dpfed.engine.folder import CONFIG, LEDGER, RESULT
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting import History, epsilon
-from dpfed.privacy.ledger import Ledger
+from dpfed.privacy.ledger import Client, Ledger
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.population import population_epsilon
-from dpfed.privacy.statement import Planned
-from dpfed.privacy.views import Rounds, participation_probability, third_party_rounds_epsilon
+from dpfed.privacy.statement import Planned, chances
+from dpfed.privacy.views import participation_probability
 
 FEW = 50  # so many different histories are accounted for one by one, more by the population's bound
 
 
 @dataclass(frozen=True)
 class Accounts:
-    """Spending of a run: one epsilon per client (of all N), and the plan it followed."""
+    """Spending of a run: one epsilon per client (of all N), and the statement it was made under.
+
+    void  why the third-party figure does not hold, or None
+    """
 
     planned: Planned
     clients: int
-    cohort: int
     epsilons: np.ndarray
-    third_party: float
     rows: int
     seeded: bool
-    void_third_party: str | None
+    void: str | None
 
     @property
     def server_max(self) -> float:
         return float(self.epsilons.max(initial=0.0))
 
+    @property
+    def server_worst(self) -> float:
+        """Repeated attempts can have cost more than the plan foresaw."""
+        return max(self.planned.server_worst, self.server_max)
+
+    @property
+    def third_party(self) -> float:
+        return self.server_worst if self.void else self.planned.third_party
+
 
 def is_run(path: Path) -> bool:
-    return path.is_dir() and (path / LEDGER).exists()
+    return path.is_dir() and (path / CONFIG).exists()
 
 
 def read_accounts(folder: Path, colluding: int = 0) -> Accounts:
     """Verifies the ledger's whole chain, then accounts for every client."""
-    with Ledger.open(folder / LEDGER, run=_run_name(folder), readonly=True) as ledger:
+    result = _result(folder)
+    if result.get("release") == "no privacy":
+        raise DpfedError(f"{folder} is a run without privacy: nothing in it is protected, so there is no epsilon")
+    with Ledger.open(folder / LEDGER, run=str(result["run"]), readonly=True) as ledger:
         head = ledger.verify()
         meta = ledger.meta
         histories = ledger.histories()
         taken = ledger.participation()
-        seeded = any(row.charge.noise == "seeded" for row in _first(ledger))
-    kinds = {mechanism for history in histories.values() for mechanism, _ in history}
-    if not kinds:
+        repeated = seeded = False
+        for row in ledger.rows():
+            repeated = repeated or row.attempt > 1
+            seeded = seeded or row.charge.noise == "seeded"
+    if not histories:
         raise DpfedError(f"{folder} has an empty ledger: nothing was released yet")
-    try:
-        n, cohort, rounds, steps = (int(meta[key]) for key in ("clients", "cohort", "rounds", "local_steps"))
-        delta, unit = float(meta["delta"]), str(meta["unit"])
-    except (KeyError, TypeError, ValueError):
-        raise DpfedError(
-            f"the ledger of {folder} does not say which plan it belongs to: it was not written by a run"
-        ) from None
-    worst = _dominating(kinds)
-    planned = Planned(worst, steps, rounds, participation_probability(cohort, n), delta, unit)
-    third, void = _third_party(folder, planned, cohort, n, colluding)
-    epsilons = _epsilons(list(histories.values()), list(taken.values()), steps, delta, n)
+    planned = _planned(folder, meta, colluding)
+    clients = int(meta["clients"])
     return Accounts(
-        planned, n, cohort, epsilons, min(third, float(epsilons.max())) if void else third, head.rows, seeded, void
+        planned=planned,
+        clients=clients,
+        epsilons=_epsilons(histories, taken, planned, clients),
+        rows=head.rows,
+        seeded=seeded,
+        void="a round was attempted more than once, so it equals the server's figure" if repeated else None,
     )
 
 
-def _run_name(folder: Path) -> str:
+def _result(folder: Path) -> dict[str, Any]:
     try:
-        return str(json.loads((folder / RESULT).read_text(encoding="utf-8"))["run"])
+        found = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+        if isinstance(found["run"], str):
+            return dict(found)
     except (OSError, ValueError, KeyError, TypeError):
-        raise DpfedError(
-            f"{folder / RESULT} does not name the run, so its ledger cannot be trusted to be its own"
-        ) from None
+        pass
+    raise DpfedError(f"{folder / RESULT} does not name the run, so its ledger cannot be trusted to be its own")
 
 
-def _first(ledger: Ledger) -> list[Any]:
-    for row in ledger.rows():
-        return [row]
-    return []
+def _planned(folder: Path, meta: Mapping[str, Any], colluding: int) -> Planned:
+    """The statement as it was fixed before round 1; the ledger's chain protects it from being edited."""
+    try:
+        kinds = [Mechanism(meta["sampling"], q, s, meta["batches"], meta["releases"]) for q, s in meta["kinds"]]
+        cohort, clients = int(meta["cohort"]), int(meta["clients"])
+        eligible = [(int(n), int(count)) for n, count in meta["eligible"]]
+        share = participation_probability(cohort, clients)
+        odds = chances(cohort, eligible, colluding)
+        return Planned(tuple(kinds), int(meta["local_steps"]), share, odds, float(meta["delta"]), str(meta["unit"]))
+    except (KeyError, TypeError, ValueError):
+        raise DpfedError(f"the ledger of {folder} does not state its plan: it was not written by a run") from None
 
 
-def _dominating(kinds: set[Mechanism]) -> Mechanism:
-    """At least as costly as any mechanism in the ledger."""
-    some = next(iter(kinds))
-    return replace(
-        some,
-        rate=max(m.rate for m in kinds),
-        noise_multiplier=min(m.noise_multiplier for m in kinds),
-        batches=max(m.batches for m in kinds),
-        releases=max(m.releases for m in kinds),
-    )
-
-
-def _epsilons(histories: Sequence[History], taken: Sequence[int], steps: int, delta: float, clients: int) -> np.ndarray:
-    """Server's view of each client; clients that never took part have spent nothing."""
+def _epsilons(
+    histories: Mapping[Client, History], taken: Mapping[Client, int], planned: Planned, clients: int
+) -> np.ndarray:
+    """Server's view of each client, by its number; clients that never took part have spent nothing."""
     out = np.zeros(clients)
-    keys = [tuple(history) for history in histories]
-    simple = all(len(key) == 1 and key[0][1] == steps * n for key, n in zip(keys, taken, strict=True))
+    who = [int(client) for client in histories]
+    keys = [tuple(history) for history in histories.values()]
+    rounds = [taken[client] for client in histories]
+    steps = planned.local_steps
+    simple = all(len(key) == 1 and key[0][1] == steps * n for key, n in zip(keys, rounds, strict=True))
     first = keys[0][0][0]
     if len(set(keys)) > FEW and simple and first.sampling == "poisson":
         kinds = [key[0][0] for key in keys]
-        out[: len(keys)] = population_epsilon(
+        out[who] = population_epsilon(
             [m.rate for m in kinds],
-            taken,
+            rounds,
             steps,
             [m.noise_multiplier for m in kinds],
-            delta,
+            planned.delta,
             batches=first.batches,
             releases=first.releases,
         )
     else:
-        known = {key: epsilon(key, delta).value for key in set(keys)}
-        out[: len(keys)] = [known[key] for key in keys]
+        known = {key: epsilon(key, planned.delta).value for key in set(keys)}
+        out[who] = [known[key] for key in keys]
     return out
-
-
-def _third_party(folder: Path, planned: Planned, cohort: int, clients: int, colluding: int) -> tuple[float, str | None]:
-    """SPEC 6.2(b) with the clients each round was drawn from; without that record the figure is void."""
-    drawn: Counter[tuple[int, int]] = Counter()
-    try:
-        lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()
-        for line in lines:
-            row = json.loads(line)
-            if row["round"] > 0:
-                drawn[int(row["cohort"]), int(row["eligible"])] += 1
-    except (OSError, ValueError, KeyError, TypeError):
-        return float("inf"), "the record of who could have taken part is missing, so it equals the server's figure"
-    ahead = planned.rounds - sum(drawn.values())
-    if ahead > 0:
-        drawn[cohort, clients] += ahead
-    history = [
-        Rounds(planned.step, planned.local_steps, count, participation_probability(s, n, min(colluding, n - 1)))
-        for (s, n), count in sorted(drawn.items())
-    ]
-    return third_party_rounds_epsilon(history, planned.delta), None

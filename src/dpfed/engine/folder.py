@@ -18,6 +18,7 @@ from dpfed.config import Config, to_toml
 from dpfed.engine.rounds import Round
 from dpfed.errors import DpfedError
 from dpfed.model.space import Space
+from dpfed.privacy.ledger import Ledger
 
 CONFIG, METRICS, LEDGER, MODEL, RESULT = (
     "config.toml",
@@ -32,14 +33,14 @@ PACKAGES = ("dpfed", "torch", "transformers", "peft", "dp-accounting", "numpy")
 class RunFolder:
     """Made once at the start of a run; everything a run leaves behind is written through it."""
 
-    def __init__(self, path: Path, config: Config, force: bool = False) -> None:
-        self.path = path
+    def __init__(self, path: Path, config: Config, note: str, force: bool = False) -> None:
+        self.path, self._note = path, note
         refuse_occupied(path, force)
         try:
             if (path / CONFIG).exists():
                 shutil.rmtree(path)
             path.mkdir(parents=True, exist_ok=True)
-            (path / CONFIG).write_text(to_toml(config), encoding="utf-8")
+            (path / CONFIG).write_text(f"# {note}\n{to_toml(config)}", encoding="utf-8")
             self._metrics = (path / METRICS).open("a", encoding="utf-8")
         except OSError as error:
             raise DpfedError(f"the run folder {path} cannot be written: {error.strerror or error}") from None
@@ -50,7 +51,7 @@ class RunFolder:
 
     def log(self, round: Round) -> None:
         """One line per round, on disk when the round is over."""
-        row = {
+        row: dict[str, Any] = {
             "round": round.t,
             "accuracy": round.accuracy,
             "loss": round.loss if round.loss is None or math.isfinite(round.loss) else None,
@@ -59,6 +60,8 @@ class RunFolder:
             "eligible": round.eligible,
             "seconds": round.seconds,
         }
+        if round.t == 0:
+            row["release"] = self._note
         self._metrics.write(json.dumps(row, allow_nan=False) + "\n")
         self._metrics.flush()
 
@@ -66,12 +69,12 @@ class RunFolder:
         tensors = {name: t.contiguous().cpu() for name, t in space.unflatten(theta.detach().clone()).items()}
         save_file(tensors, self.path / MODEL, metadata={"release": release})
 
-    def begin(self, run: str) -> None:
+    def begin(self, run: str, note: str) -> None:
         """Names the run before anything is released, so that a ledger of another run is noticed."""
-        self.save_result({"run": run, "state": "running"})
+        self.save_result({"run": run, "state": "running", "release": note})
 
     def save_result(self, result: dict[str, Any]) -> None:
-        full = {**result, "versions": versions(), "python": platform.python_version(), "finished": time.time()}
+        full = {**result, "versions": versions(), "python": platform.python_version(), "written": time.time()}
         (self.path / RESULT).write_text(json.dumps(full, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
     def close(self) -> None:
@@ -83,8 +86,18 @@ def refuse_occupied(path: Path, force: bool) -> None:
     if (path / CONFIG).exists():
         if not force:
             raise DpfedError(f"{path} already holds a run: choose another --out, or --force to replace it")
+        if spent_for_good(path):
+            raise DpfedError(f"{path} holds the ledger of a run with real noise, which is kept: choose another --out")
     elif path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise DpfedError(f"{path} is not empty and not a run: choose another --out")
+
+
+def spent_for_good(path: Path) -> bool:
+    """Whether the folder's ledger records releases that cannot be repeated; it must not be forgotten."""
+    if not (path / LEDGER).exists():
+        return False
+    with Ledger.open(path / LEDGER, readonly=True) as ledger:
+        return any(row.charge.noise == "os" for row in ledger.rows())
 
 
 def versions() -> dict[str, str]:

@@ -30,7 +30,7 @@ class Backend(Protocol):
 class Round:
     """What is known after a round. Accuracy and loss are those of the server's public test set.
 
-    cohort, eligible  how many clients took part, and among how many they were drawn
+    cohort, eligible  how many clients took part, and among how many they were drawn: for the server's eyes only
     """
 
     t: int
@@ -55,7 +55,7 @@ def train(job: Job, backend: Backend, spending: Spending, observe: Observer) -> 
     for t in range(1, job.config.run.rounds + 1):
         able = spending.enough(t)
         cohort = choose(job, t, able)
-        spending.charge(t, cohort, len(able))  # before anything of this round is released
+        spending.charge(t, cohort)  # before anything of this round is released
         mean, answered = backend.run_cohort(t, server, cohort)
         server = job.algorithm.aggregate(dataclasses.replace(context(job, t, cohort), answered=answered), server, mean)
         if not job.config.run.allow_nan:

@@ -16,19 +16,21 @@ from dpfed.engine.fleet import Fleet
 from dpfed.engine.folder import RunFolder, fresh_folder, refuse_occupied
 from dpfed.engine.rounds import Round, train
 from dpfed.engine.setup import Job, prepare
-from dpfed.engine.spending import Spending
+from dpfed.engine.spending import Spending, budget_of, open_ledger
 from dpfed.errors import StoppedError
-from dpfed.privacy.ledger import Ledger
 
 SIMULATION = "simulation: not for release"
 NO_PRIVACY = "no privacy"
+RELEASABLE = (
+    "the model may be released under its privacy statement; metrics, ledger and figures are for the server only"
+)
 
 
 def release_note(config: Config, private: bool) -> str:
     """What every artefact of a run says about whether it may leave the house."""
     if not private:
         return NO_PRIVACY
-    return SIMULATION if config.run.noise == "seeded" else "released under the privacy statement of this run"
+    return SIMULATION if config.run.noise == "seeded" else RELEASABLE
 
 
 def run(
@@ -46,7 +48,12 @@ def run(
     out = out or fresh_folder(config)
     refuse_occupied(out, force)
     job = prepare(config, source)
-    folder = RunFolder(out, config, force)
+    budget = None
+    if job.plan.private:
+        budget = budget_of(job.plan, job.schedule, config.privacy.delta, config.privacy.budget)
+        budget.check()
+    note = release_note(config, job.plan.private)
+    folder = RunFolder(out, config, note, force)
     seen: list[Round] = []
 
     def watch(round: Round) -> None:
@@ -55,12 +62,11 @@ def run(
         observe(round)
 
     name = uuid.uuid4().hex
-    folder.begin(name)
-    ledger = new_ledger(job, folder.ledger, name) if job.plan.private else None
-    note = release_note(config, job.plan.private)
+    folder.begin(name, note)
+    ledger = open_ledger(job, budget, folder.ledger, name) if budget else None
     try:
         begin(job)
-        spending = Spending(job, ledger)
+        spending = Spending(job, budget, ledger)
         try:
             train(job, Fleet(job), spending, watch)
         except StoppedError as error:
@@ -78,35 +84,15 @@ def run(
             ledger.close()
 
 
-def new_ledger(job: Job, path: Path, name: str) -> Ledger:
-    """The run's ledger; its meta data hold what a reader needs to state the guarantee without anything else."""
-    schedule = job.schedule
-    return Ledger.create(
-        path,
-        run=name,
-        delta=job.config.privacy.delta,
-        unit=job.plan.unit,
-        clients=schedule.clients,
-        cohort=schedule.cohort,
-        rounds=schedule.rounds,
-        local_steps=schedule.local_steps,
-    )
-
-
 def result_of(job: Job, spending: Spending, seen: list[Round], out: Path, note: str) -> dict[str, Any]:
     """The JSON object of `dpfed run --json`. Without privacy epsilon is null, never a number."""
-    figures = spending.figures()
     last = seen[-1]
     multipliers = job.plan.multipliers
     return {
         "test_accuracy": last.accuracy,
         "test_loss": last.loss if last.loss is None or math.isfinite(last.loss) else None,
         "start_accuracy": seen[0].accuracy,
-        "epsilon": {
-            "server_worst": figures and figures.server_worst,
-            "server_max": figures and figures.server_max,
-            "third_party": figures and figures.third_party,
-        },
+        "epsilon": spending.figures(),
         "delta": job.config.privacy.delta if job.plan.private else None,
         "sigma": [float(multipliers.min()), float(multipliers.max())] if np.ptp(multipliers) else float(multipliers[0]),
         "guarantee": guarantee(job),

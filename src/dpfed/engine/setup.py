@@ -54,6 +54,7 @@ def prepare(config: Config, source: Source | None = None) -> Job:
     algorithm: Algorithm = config.algorithm
     loader: Any = config.data
     source = source or loader.load()
+    refuse_unreleasable(config, source)
     shards = shards_for(config, source, streams)
     plan, schedule = plan_for(config, shards)
     facts = Facts(
@@ -79,7 +80,7 @@ def prepare(config: Config, source: Source | None = None) -> Job:
         streams=streams,
         device=device,
         adapted=adapted,
-        notes=notes + unused_note(source, shards) + scattered_note(config),
+        notes=notes + unused_note(source, shards) + data_notes(config, source),
     )
 
 
@@ -87,6 +88,8 @@ def plan_for(config: Config, shards: Shards) -> tuple[Plan, Schedule]:
     run, privacy, releases = config.run, config.privacy, config.algorithm.releases
     if privacy.sigma is not None:
         privacy = replace(privacy, sigma=privacy.sigma * config.algorithm.noise_factor)
+    if (run.min_clients or 0) > len(shards):
+        raise DpfedError(f"run.min_clients = {run.min_clients} is more than the {len(shards)} clients there are")
     schedule = Schedule.of(len(shards), run.rounds, run.local_steps, run.participation)
     unit = config.data.unit_column
     return make_plan(privacy, shards.sizes, schedule, releases.batches, releases.releases, unit), schedule
@@ -139,13 +142,42 @@ def unused_note(source: Source, shards: Shards) -> list[str]:
     )
 
 
-def scattered_note(config: Config) -> list[str]:
-    unit, rule = config.data.unit_column, config.data.partition
-    if unit is None or rule == "natural":
-        return []
-    return [
-        f"partition = {rule} may scatter the records of one {unit} over clients: it is protected at each, and costs add up"
-    ]
+def refuse_unreleasable(config: Config, source: Source) -> None:
+    """With real noise nothing may be read off private records on the side."""
+    data = config.data
+    if data.client_column is not None and data.partition != "natural":
+        raise DpfedError(
+            f'data.client_column = {data.client_column!r} says who holds a record, so data.partition must be "natural", '
+            f"not {data.partition!r}"
+        )
+    if config.run.noise != "os":
+        return
+    if not source.declared:
+        raise DpfedError('the number of classes was read off private labels: declare data.classes for run.noise = "os"')
+    if data.unit_column is not None and data.partition != "natural":
+        raise DpfedError(
+            f"data.partition = {data.partition!r} would scatter the records of one {data.unit_column} over clients: with "
+            'run.noise = "os" a protected unit needs data.partition = "natural"'
+        )
+
+
+def data_notes(config: Config, source: Source) -> list[str]:
+    unit, rule, notes = config.data.unit_column, config.data.partition, []
+    if unit is not None and rule != "natural":
+        notes.append(
+            f"partition = {rule} may scatter the records of one {unit} over clients: protected at each, costs add up"
+        )
+    if not source.declared:
+        notes.append("the number of classes was read off the labels; a real federation declares data.classes")
+    if rule == "natural":
+        notes.append("the clients are those of data.client_column")
+    elif config.run.noise == "os":
+        notes.append(
+            f"clients are simulated by partition = {rule}: the guarantee speaks of each client's records as dealt"
+        )
+    if not config.model.liveness:
+        notes.append("the liveness check is off: nothing has tested that records do not mix inside the model")
+    return notes
 
 
 def spec_of(source: Source) -> InputSpec:

@@ -1,9 +1,12 @@
-"""What the clients have spent: charges go to the ledger before each round, budgets decide who may still take part."""
+"""What the clients spend: the statement is fixed before round 1, charges go to the ledger before each round, and budgets
+decide who may still take part."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -11,42 +14,99 @@ from dpfed.engine.setup import Job
 from dpfed.errors import DpfedError, StoppedError
 from dpfed.privacy.ledger import Charge, Ledger
 from dpfed.privacy.mechanism import Mechanism
+from dpfed.privacy.plan import Plan, Schedule
 from dpfed.privacy.population import largest_epsilon
-from dpfed.privacy.views import Rounds, server_epsilon, third_party_rounds_epsilon
+from dpfed.privacy.statement import FEW, Planned, chances, fewest_eligible
+from dpfed.privacy.views import server_epsilon
 
-FEW = 8  # so many different mechanisms are accounted for one by one; for more, a mechanism that costs at least as much
+MOST_KINDS = 500  # a statement names so many different mechanisms; more are rounded up to a grid
 
 
 @dataclass(frozen=True)
-class Figures:
-    """Epsilon of the whole plan (n = T) and of what was really spent."""
+class Budget:
+    """The statement of a run and what it follows from. `limits`: rounds that each client's budget allows."""
 
-    server_worst: float
-    server_max: float
-    third_party: float
+    planned: Planned
+    eligible: list[tuple[int, int]]
+    limits: np.ndarray | None
+
+    def check(self) -> None:
+        """A plan that cannot be accounted for is refused before anything is written or released."""
+        if not all(map(math.isfinite, (self.planned.server_worst, self.planned.third_party))):
+            raise DpfedError("this plan has no finite epsilon: more noise, fewer steps or a smaller rate are needed")
+
+
+def budget_of(plan: Plan, schedule: Schedule, delta: float, budget: float | None = None, colluding: int = 0) -> Budget:
+    """Everything that can be said of a plan's spending in advance."""
+    kinds, which = plan.kinds()
+    if len(kinds) > MOST_KINDS:
+        kinds, which = coarser(plan)
+    limits = None
+    if budget is not None:
+        some, where = (kinds, which) if len(kinds) <= FEW else coarser(plan)
+        limits = np.array([_rounds_within(kind, schedule, delta, budget) for kind in some])[where]
+    eligible = fewest_eligible(schedule.clients, schedule.cohort, schedule.rounds, limits)
+    planned = Planned(
+        tuple(kinds),
+        schedule.local_steps,
+        schedule.participation,
+        chances(schedule.cohort, eligible, colluding),
+        delta,
+        plan.unit,
+    )
+    return Budget(planned, eligible, limits)
+
+
+def coarser(plan: Plan) -> tuple[list[Mechanism], np.ndarray]:
+    """Mechanisms on a grid, each at least as costly as the clients' that stand for it, and which one is whose."""
+    step = 0.05
+    rate = np.minimum(1.0, np.exp(np.ceil(np.log(plan.rates) / step) * step))
+    noise = np.exp(np.floor(np.log(plan.multipliers) / step) * step)
+    pairs, which = np.unique(np.stack([rate, noise]), axis=1, return_inverse=True)
+    made = [Mechanism(plan.sampling, float(q), float(s), plan.batches, plan.releases) for q, s in pairs.T]
+    return made, np.asarray(which).reshape(-1)
+
+
+def _rounds_within(kind: Mechanism, schedule: Schedule, delta: float, budget: float) -> int:
+    low, high = 0, schedule.rounds + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        within = server_epsilon(kind, schedule.local_steps, middle, delta) <= budget
+        low, high = (middle, high) if within else (low, middle)
+    return low
+
+
+def open_ledger(job: Job, budget: Budget, path: Path, name: str) -> Ledger:
+    """The run's ledger. Its description holds the whole statement, so that it can be read without anything else."""
+    first = budget.planned.kinds[0]
+    return Ledger.create(
+        path,
+        run=name,
+        delta=job.config.privacy.delta,
+        unit=job.plan.unit,
+        clients=job.schedule.clients,
+        cohort=job.schedule.cohort,
+        local_steps=job.schedule.local_steps,
+        sampling=first.sampling,
+        batches=first.batches,
+        releases=first.releases,
+        kinds=[[kind.rate, kind.noise_multiplier] for kind in budget.planned.kinds],
+        eligible=budget.eligible,
+    )
 
 
 class Spending:
-    """The run's accounts. Without privacy nothing is charged and there are no figures."""
+    """The run's accounts while it runs. Without privacy nothing is charged and there are no figures."""
 
-    def __init__(self, job: Job, ledger: Ledger | None) -> None:
-        if (job.config.run.min_clients or 0) > job.plan.clients:
-            raise DpfedError(
-                f"run.min_clients = {job.config.run.min_clients} is more than the {job.plan.clients} clients there are"
-            )
-        self._job, self._ledger = job, ledger
+    def __init__(self, job: Job, budget: Budget | None, ledger: Ledger | None) -> None:
+        self._job, self._budget, self._ledger = job, budget, ledger
         self.taken = np.zeros(job.plan.clients, dtype=np.int64)
-        self._drawn_from: list[tuple[int, int]] = []  # (cohort, eligible) of each round
-        self._limit = self._limits()
-
-    @property
-    def active(self) -> bool:
-        return self._job.plan.private
 
     def eligible(self) -> np.ndarray:
         """Clients whose next round stays within their budget."""
         clients = np.arange(self._job.plan.clients)
-        return clients if self._limit is None else clients[self.taken < self._limit]
+        limits = self._budget.limits if self._budget else None
+        return clients if limits is None else clients[self.taken < limits]
 
     def enough(self, t: int) -> np.ndarray:
         """The eligible clients, or the end of the run."""
@@ -59,75 +119,33 @@ class Spending:
             )
         return able
 
-    def charge(self, t: int, cohort: Sequence[int], eligible: int) -> None:
+    def charge(self, t: int, cohort: Sequence[int]) -> None:
         """Durable when it returns; only then may the round's noised values leave the oracle's caller."""
         job = self._job
         if self._ledger is not None:
             steps, noise = job.schedule.local_steps, job.config.run.noise
             self._ledger.charge([Charge(i, t, steps, job.plan.mechanism(i), noise) for i in cohort])
         self.taken[list(cohort)] += 1
-        self._drawn_from.append((len(cohort), eligible))
 
     def server_max(self) -> float | None:
         """The largest epsilon of any client, for the rounds it really took part in."""
-        return self._largest(self.taken) if self.active else None
-
-    def figures(self) -> Figures | None:
-        if not self.active:
+        if self._budget is None:
             return None
-        worst = self._largest(np.full(self._job.plan.clients, self._job.schedule.rounds))
-        spent = self._largest(self.taken)
-        return Figures(worst, spent, min(worst, self._third_party()))
-
-    def _largest(self, rounds: np.ndarray) -> float:
-        """The server's figure for the client that lost most, if client i took part in `rounds[i]` rounds."""
         plan, steps, delta = self._job.plan, self._job.schedule.local_steps, self._job.config.privacy.delta
         if plan.sampling == "poisson":
             releases = {"batches": plan.batches, "releases": plan.releases}
-            return largest_epsilon(plan.rates, rounds, steps, plan.multipliers, delta, **releases)
+            return largest_epsilon(plan.rates, self.taken, steps, plan.multipliers, delta, **releases)
         kinds, which = plan.kinds()
-        return max(server_epsilon(kind, steps, int(rounds[which == k].max()), delta) for k, kind in enumerate(kinds))
+        most = [int(self.taken[which == k].max()) for k in range(len(kinds))]
+        return max(server_epsilon(kind, steps, n, delta) for kind, n in zip(kinds, most, strict=True))
 
-    def _third_party(self) -> float:
-        """SPEC 6.2(b) for the planned rounds; rounds already run count with the clients they were drawn from."""
-        job, schedule = self._job, self._job.schedule
-        kinds, _ = job.plan.kinds()
-        ahead = schedule.rounds - len(self._drawn_from)
-        drawn = [*self._drawn_from, *[(schedule.cohort, schedule.clients)] * ahead]
-        chances = sorted({(s, n): drawn.count((s, n)) for s, n in drawn}.items())
-
-        def epsilon(kind: Mechanism) -> float:
-            history = [Rounds(kind, schedule.local_steps, count, s / n) for (s, n), count in chances]
-            return third_party_rounds_epsilon(history, job.config.privacy.delta)
-
-        return max(epsilon(kind) for kind in (kinds if len(kinds) <= FEW else [job.plan.dominating()]))
-
-    def _limits(self) -> np.ndarray | None:
-        """How many rounds each client may take part in."""
-        job, budget = self._job, self._job.config.privacy.budget
-        if budget is None or not self.active:
-            return None
-        kinds, which = job.plan.kinds()
-        if len(kinds) > FEW:  # rounded up to the next higher rate and lower noise on a grid: never too many rounds
-            kinds, which = _coarser(job.plan.rates, job.plan.multipliers, kinds[0])
-        allowed = [self._rounds_within(kind, budget) for kind in kinds]
-        limits: np.ndarray = np.array(allowed)[which]
-        return limits
-
-    def _rounds_within(self, kind: Mechanism, budget: float) -> int:
-        job = self._job
-        low, high = 0, job.schedule.rounds + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            within = server_epsilon(kind, job.schedule.local_steps, middle, job.config.privacy.delta) <= budget
-            low, high = (middle, high) if within else (low, middle)
-        return low
-
-
-def _coarser(rates: np.ndarray, multipliers: np.ndarray, like: Mechanism) -> tuple[list[Mechanism], np.ndarray]:
-    step = 0.05
-    rate = np.minimum(1.0, np.exp(np.ceil(np.log(rates) / step) * step))
-    noise = np.exp(np.floor(np.log(multipliers) / step) * step)
-    pairs, which = np.unique(np.stack([rate, noise]), axis=1, return_inverse=True)
-    made = [Mechanism(like.sampling, float(q), float(s), like.batches, like.releases) for q, s in pairs.T]
-    return made, np.asarray(which).reshape(-1)
+    def figures(self) -> dict[str, float | None]:
+        """server_worst and third_party of the plan, server_max of what was spent; None without privacy."""
+        if self._budget is None:
+            return {"server_worst": None, "server_max": None, "third_party": None}
+        planned = self._budget.planned
+        return {
+            "server_worst": planned.server_worst,
+            "server_max": self.server_max(),
+            "third_party": planned.third_party,
+        }

@@ -139,7 +139,7 @@ class FleetOracle:
 
     def _release(self, theta: Tensor, slots: Slots, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         self._released += 1
-        total = self.clipped_sum(theta, slots, scale)
+        total = self._clipped_sum(theta, slots, scale)
         noised = total
         if self._plan.multipliers.any():  # without noise σ=0 is exact, also for C = inf
             noised = total + self._std * torch.stack([noise.normal(theta.shape[1]) for noise in self._noise])
@@ -174,7 +174,7 @@ class FleetOracle:
             keyed: np.ndarray = (mixed ^ np.uint64(self._dropout[s] & (2**64 - 1))).astype(np.int64)
         return keyed
 
-    def clipped_sum(self, theta: Tensor, slots: Slots, scale: Tensor | None) -> Tensor:
+    def _clipped_sum(self, theta: Tensor, slots: Slots, scale: Tensor | None) -> Tensor:
         """Σ of clipped per-unit gradients for each client, `[S, P]`: not noised, so it must not leave this class."""
         total = torch.zeros_like(theta, dtype=torch.float32)
         for part in slots.chunks(self._max_slots):

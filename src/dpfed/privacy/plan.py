@@ -13,9 +13,11 @@ import numpy as np
 
 from dpfed.config import PrivacySection
 from dpfed.errors import DpfedError
+from dpfed.privacy.accounting import check_delta
 from dpfed.privacy.calibrate import calibrate_sigma
 from dpfed.privacy.mechanism import Mechanism, Sampling
 
+LEAST_NOISE = 0.01  # below it epsilon has no meaning, and accountants no precision
 RATE_STEP = 0.02  # with a sigma for each client: rates within 2 % share one calibration, that of the highest
 CLIPS = (1e-12, 1e12)
 
@@ -135,6 +137,11 @@ def make_plan(
     if privacy.sigma is not None:
         # The printed noise of the paper has one factor C too many: its real multiplier is σ·C (SPEC 4).
         multiplier = privacy.sigma * (privacy.clip if privacy.noise_scale == "literal_c2" else 1.0)
+        if multiplier < LEAST_NOISE:
+            raise DpfedError(
+                f"the noise multiplier {multiplier:g} protects nothing: use at least {LEAST_NOISE:g}, or privacy.sigma = 0 "
+                "or privacy.enabled = false to go without"
+            )
     elif privacy.sigma_per_client:
         return replace(plan, multipliers=sigma_per_client(privacy, plan, schedule))
     else:
@@ -172,6 +179,11 @@ def calibrated(privacy: PrivacySection, worst: Mechanism, schedule: Schedule) ->
 
 def _check_numbers(privacy: PrivacySection) -> None:
     """Norms and noise are computed in single precision, where squares of far smaller or larger numbers are lost."""
+    check_delta(privacy.delta)
+    if privacy.batch_per_client and privacy.batch is None:
+        raise DpfedError(
+            "privacy.batch_per_client gives every client the same batch: give privacy.batch, not privacy.rate"
+        )
     if privacy.enabled and not (CLIPS[0] <= privacy.clip <= CLIPS[1] or math.isinf(privacy.clip)):
         raise DpfedError(
             f"privacy.clip = {privacy.clip:g} is not allowed: it must be from {CLIPS[0]:g} to {CLIPS[1]:g}"

@@ -39,11 +39,16 @@ def plan_from_numbers(
 ) -> Planned:
     _refuse(records, batch, rounds, local_steps, participation, delta, sampling)
     rate = batch / records
+    odds = participation
     if clients is not None:
-        participation = participation_probability(max(1, round(participation * clients)), clients, colluding)
+        cohort = max(1, round(participation * clients))
+        participation = participation_probability(cohort, clients)
+        odds = participation_probability(cohort, clients, colluding)
     elif colluding:
         raise DpfedError("--colluding needs --clients, the number of clients there are")
     kind = cast(Sampling, sampling)
+    if kind == "fixed_wor" and batch != int(batch):
+        raise DpfedError(f"--batch {batch:g} must be a whole number with --sampling fixed_wor")
     if (sigma is None) == (target_epsilon is None):
         raise DpfedError("give exactly one of --sigma and --target-epsilon")
     if target_epsilon is not None:
@@ -53,7 +58,7 @@ def plan_from_numbers(
             rounds=rounds,
             target_epsilon=target_epsilon,
             delta=delta,
-            participation=participation,
+            participation=odds if view == "third_party" else participation,
             view=cast(View, view),
             sampling=kind,
             batches=releases.batches,
@@ -62,7 +67,7 @@ def plan_from_numbers(
     if sigma is None or not sigma > 0:
         raise DpfedError(f"--sigma {sigma} must be > 0: without noise there is no privacy")
     step = Mechanism(kind, rate, sigma, releases.batches, releases.releases)
-    return Planned(step, local_steps, rounds, participation, delta)
+    return Planned((step,), local_steps, participation, ((odds, rounds),), delta)
 
 
 def _refuse(

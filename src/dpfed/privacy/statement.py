@@ -1,17 +1,33 @@
-"""The privacy statement: who can see what, with which guarantee, and what was assumed public (SPEC 6.1, 6.2).
+"""The privacy statement of a plan: who can see what, with which guarantee, what was assumed public (SPEC 6.1, 6.2).
 
-The third-party figure and figures of single clients are never made public together: the first holds only as long as
-nobody outside knows who took part.
+A statement is fixed before anything is released: it knows every mechanism that any client may run and, round by round,
+the fewest clients a cohort can be drawn from. Nothing in it depends on who took part. The third-party figure and
+figures of single clients are never made public together: the first holds only while nobody outside knows who took part.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from dpfed.privacy.accounting import delta_at, membership_advantage, replace_one_epsilon, tuning_epsilon
+from dpfed.privacy.accounting import (
+    delta_at,
+    membership_advantage,
+    rdp_epsilon,
+    replace_one_epsilon,
+    tuning_epsilon,
+)
 from dpfed.privacy.mechanism import Mechanism
-from dpfed.privacy.views import View, view_epsilon
+from dpfed.privacy.population import largest_epsilon
+from dpfed.privacy.views import (
+    Rounds,
+    expected_rounds,
+    participation_probability,
+    server_epsilon,
+    third_party_rounds_epsilon,
+)
 
 PUBLIC = (
     "number of clients, their sizes and sampling rates, clip norm, noise multiplier, architecture, initial weights, "
@@ -20,61 +36,166 @@ PUBLIC = (
 NOT_COVERED = (
     "choosing settings by looking at results on private data, floating-point effects, timing and other side channels"
 )
+FEW = 8  # so many different mechanisms are accounted for one by one; for more, one that costs at least as much as each
+
+Chances = tuple[tuple[float, int], ...]
+"""(probability that a client is drawn in a round, for how many rounds), an upper bound known in advance."""
+
+
+def fewest_eligible(clients: int, cohort: int, rounds: int, limits: Sequence[int] | None) -> list[tuple[int, int]]:
+    """(fewest clients that a round can be drawn from, for how many rounds).
+
+    `limits` says how many rounds each client's budget allows. Before round t there were S(t-1) participations, and they
+    can exhaust the most clients by falling on those with the smallest limits; a limit of L takes L rounds to reach.
+    What really happened would be a smaller exhaustion, but it depends on who took part, so it may not be used.
+    """
+    if limits is None:
+        return [(clients, rounds)]
+    ordered = sorted(limits)
+    out: list[tuple[int, int]] = []
+    for t in range(1, rounds + 1):
+        left, gone = cohort * (t - 1), 0
+        while gone < clients and ordered[gone] <= min(left, t - 1):
+            left -= ordered[gone]
+            gone += 1
+        if out and out[-1][0] == clients - gone:
+            out[-1] = (clients - gone, out[-1][1] + 1)
+        else:
+            out.append((clients - gone, 1))
+    return out
+
+
+def chances(cohort: int, eligible: Sequence[tuple[int, int]], colluding: int = 0) -> Chances:
+    """The probability of being drawn against `colluding` fellow clients, who know when they were not drawn."""
+    return tuple(
+        (1.0 if n <= cohort else participation_probability(cohort, n, min(colluding, n - 1)), count)
+        for n, count in eligible
+    )
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan as the statement speaks of it: one mechanism, T rounds of K steps, participation S/N."""
+    """A plan as the statement speaks of it: T rounds of K local steps, for clients that run one of `kinds`."""
 
-    step: Mechanism
+    kinds: tuple[Mechanism, ...]
     local_steps: int
-    rounds: int
     participation: float
+    chances: Chances
     delta: float
     unit: str = "record"
 
+    @cached_property
+    def rounds(self) -> int:
+        return sum(count for _, count in self.chances)
+
+    @cached_property
+    def worst_kind(self) -> Mechanism:
+        """The mechanism with the largest epsilon (one that costs at least as much, where there are many)."""
+        if len(self.kinds) > FEW:
+            return self._dominating()
+        return max(self.kinds, key=lambda kind: server_epsilon(kind, self.local_steps, self.rounds, self.delta))
+
     @property
     def worst(self) -> list[tuple[Mechanism, int]]:
-        """The history of a client that takes part in every round."""
-        return [(self.step, self.local_steps * self.rounds)]
+        """The history of the costliest client that takes part in every round."""
+        return [(self.worst_kind, self.local_steps * self.rounds)]
 
-    def assumptions(self) -> str:
-        accountant = "PLD" if self.step.sampling == "poisson" else "RDP"
-        return (
-            f"(epsilon, delta = {self.delta:g}) differential privacy for {self.step.adjacency} {self.unit} of one client; "
-            f"{self.step.sampling} sampling at rate {self.step.rate:.4g}; noise multiplier {self.step.noise_multiplier:.4g}; "
-            f"{accountant} accountant"
+    @cached_property
+    def server_worst(self) -> float:
+        return self.server(self.rounds)
+
+    @cached_property
+    def server_expected(self) -> float:
+        return self.server(expected_rounds(self.rounds, self.participation))
+
+    def server(self, rounds: int) -> float:
+        """The server's figure for the costliest client after it took part in so many rounds."""
+        first = self.kinds[0]
+        if first.sampling == "poisson":
+            return largest_epsilon(
+                [kind.rate for kind in self.kinds],
+                [rounds] * len(self.kinds),
+                self.local_steps,
+                [kind.noise_multiplier for kind in self.kinds],
+                self.delta,
+                batches=first.batches,
+                releases=first.releases,
+            )
+        return max(server_epsilon(kind, self.local_steps, rounds, self.delta) for kind in self.kinds)
+
+    @cached_property
+    def third_party(self) -> float:
+        """SPEC 6.2(b), never above the server's figure."""
+        return self.third_party_after(self.rounds)
+
+    def third_party_after(self, rounds: int) -> float:
+        parts, left = [], rounds
+        for probability, count in self.chances:
+            parts.append((probability, min(count, left)))
+            left -= parts[-1][1]
+        kinds = self.kinds if len(self.kinds) <= FEW else (self._dominating(),)
+        found = max(
+            third_party_rounds_epsilon([Rounds(kind, self.local_steps, n, p) for p, n in parts], self.delta)
+            for kind in kinds
+        )
+        return min(found, self.server(rounds))
+
+    @cached_property
+    def rdp_server_worst(self) -> float:
+        steps = self.local_steps * self.rounds
+        kinds = self.kinds if len(self.kinds) <= FEW else (self._dominating(),)
+        return max(rdp_epsilon([(kind, steps)], self.delta) for kind in kinds)
+
+    def _dominating(self) -> Mechanism:
+        return replace(
+            self.kinds[0],
+            rate=max(kind.rate for kind in self.kinds),
+            noise_multiplier=min(kind.noise_multiplier for kind in self.kinds),
         )
 
-    def over_rounds(self, view: View, points: int = 25) -> tuple[list[int], list[float]]:
-        """Epsilon after some of the rounds, for a plot."""
+    def assumptions(self) -> str:
+        first = self.kinds[0]
+        accountant = "PLD" if first.sampling == "poisson" else "RDP"
+        rates = _span([kind.rate for kind in self.kinds])
+        noise = _span([kind.noise_multiplier for kind in self.kinds])
+        return (
+            f"(epsilon, delta = {self.delta:g}) differential privacy for {first.adjacency} {self.unit} of one client; "
+            f"{first.sampling} sampling at rate {rates}; noise multiplier {noise}; {accountant} accountant"
+        )
+
+    def over_rounds(self, points: int = 25) -> tuple[list[int], list[float], list[float]]:
+        """(rounds, server's figure, third party's figure) after some of the rounds, for a plot."""
         at = sorted({round(1 + i * (self.rounds - 1) / max(1, points - 1)) for i in range(points)})
-        return at, [view_epsilon(view, self.step, self.local_steps, t, self.participation, self.delta) for t in at]
+        return at, [self.server(t) for t in at], [self.third_party_after(t) for t in at]
 
     def meaning(self) -> dict[str, float]:
         """What people ask of an epsilon: the replace-one figure and the largest advantage in guessing membership."""
         out = {"membership_advantage": membership_advantage(self.worst)}
-        if self.step.sampling == "poisson":
+        if self.kinds[0].sampling == "poisson":
             out["replace_one"] = replace_one_epsilon(self.worst, self.delta)
         return out
 
-    def curve(self, epsilons: list[float]) -> list[tuple[float, float]]:
+    def curve(self, epsilons: Sequence[float]) -> list[tuple[float, float]]:
         """(epsilon, delta) pairs that hold at the same time."""
         return [(e, delta_at(self.worst, e)) for e in epsilons]
 
     def tuned(self, runs: int) -> float:
-        """Epsilon when the best of so many runs on the same data was chosen."""
+        """Epsilon when the best of so many runs on the same data was chosen and all of them are counted."""
         return tuning_epsilon(self.worst, self.delta, runs)
+
+
+def _span(values: Sequence[float]) -> str:
+    least, most = min(values), max(values)
+    return f"{least:.4g}" if least == most else f"{least:.4g} to {most:.4g}"
 
 
 def asymptotic(planned: Planned, clients: int | None) -> dict[str, float]:
     """The paper's formulas (13) and (14) with constant 1: not a guarantee, printed for comparison only (SPEC 6.6)."""
-    q, sigma = planned.step.rate, planned.step.noise_multiplier
+    kind = planned.worst_kind
     steps = planned.rounds * planned.local_steps
-    share = planned.participation
     logs = math.log(2 * planned.rounds / planned.delta) * math.log(2 / planned.delta)
-    eq13 = q * math.sqrt(steps * logs) / sigma
+    eq13 = kind.rate * math.sqrt(steps * logs) / kind.noise_multiplier
     out = {"paper_eq_13": eq13}
     if clients is not None:
-        out["paper_eq_14"] = eq13 * math.sqrt(clients / share)
+        out["paper_eq_14"] = eq13 * math.sqrt(clients / planned.participation)
     return out

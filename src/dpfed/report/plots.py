@@ -20,12 +20,9 @@ def epsilon_over_rounds(planned: Planned, path: Path) -> None:
     if path.suffix.lower() not in (".png", ".svg"):
         raise DpfedError(f"--plot {path} must end in .png or .svg")
     figure, axes = pyplot.subplots(figsize=(6.4, 4), layout="constrained")
-    for view, label, colour, style in (
-        ("server_worst", "server, a client in every round", BLUE, "-"),
-        ("third_party", "third party", ORANGE, "--"),
-    ):
-        at, values = planned.over_rounds(view)  # type: ignore[arg-type]
-        axes.plot(at, values, style, color=colour, label=label, linewidth=2)
+    at, server, third = planned.over_rounds()
+    axes.plot(at, server, "-", color=BLUE, label="server, a client in every round", linewidth=2)
+    axes.plot(at, third, "--", color=ORANGE, label="third party", linewidth=2)
     axes.set_xlabel("round")
     axes.set_ylabel(f"epsilon at delta = {planned.delta:g}")
     axes.set_title("Privacy spent over rounds")

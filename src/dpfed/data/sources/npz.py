@@ -50,6 +50,7 @@ class Npz(DataSection):
             test=Table({name: self._inputs(arrays, "test")}, labels["test"]),
             classes=tuple(str(c) for c in range(self._count(labels))),
             kind="image" if image else "features",
+            declared=self.classes is not None,
         )
 
     def _read(self, path: Path) -> dict[str, np.ndarray]:
@@ -65,7 +66,7 @@ class Npz(DataSection):
         return {key: value for key, value in arrays.items() if isinstance(value, np.ndarray)}
 
     def _count(self, labels: dict[str, np.ndarray]) -> int:
-        """The shape of the head is public, so a federation declares it; only a trial may read it off the labels."""
+        """The shape of the head is public, so a real federation declares it; only a simulation reads it off the labels."""
         shown = int(max(labels["train"].max(), labels["test"].max())) + 1
         return shown if self.classes is None else self.classes
 
