@@ -8,7 +8,6 @@ per-client figure is public, and when clients choose for themselves whether they
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -17,7 +16,6 @@ import numpy as np
 
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting import (
-    History,
     Term,
     canonical,
     check_against_rdp,
@@ -51,33 +49,6 @@ class Rounds:
             raise DpfedError(f"{self.rounds} rounds of {self.local_steps} local steps cannot be accounted for.")
         if not 0 <= self.probability <= 1:
             raise DpfedError(f"the probability of taking part lies in [0, 1], not {self.probability:g}.")
-
-
-@dataclass(frozen=True)
-class Views:
-    """The figures of one plan, all at the same delta and under the same assumptions."""
-
-    server_worst: float
-    server_expected: float
-    third_party: float
-    rdp_server_worst: float
-    delta: float
-    accountant: str
-    adjacency: str
-    sampling: str
-
-    def label(self) -> str:
-        """What stands beside every one of these numbers."""
-        return f"delta {self.delta:g}, {self.accountant}, {self.adjacency} record, {self.sampling} sampling"
-
-
-@dataclass(frozen=True)
-class ClientSpread:
-    """Epsilon over clients. `worst` is the guarantee of the run; a mean would hide the client that lost most."""
-
-    least: float
-    median: float
-    worst: float
 
 
 def participation_probability(cohort: int, clients: int, colluding: int = 0) -> float:
@@ -140,32 +111,3 @@ def view_epsilon(
         return third_party_epsilon(step, local_steps, rounds, participation, delta)
     taken = rounds if view == "server_worst" else expected_rounds(rounds, participation)
     return server_epsilon(step, local_steps, taken, delta)
-
-
-def views(step: Mechanism, local_steps: int, rounds: int, participation: float, delta: float) -> Views:
-    """Every view of a plan: a client in all rounds, one in L*T rounds, and a third party who knows neither."""
-    plan = Rounds(step, local_steps, rounds, participation)  # refuses bad numbers once for all three
-    worst = epsilon([(step, plan.local_steps * plan.rounds)], delta)
-    return Views(
-        server_worst=worst.value,
-        server_expected=view_epsilon("server_expected", step, local_steps, rounds, participation, delta),
-        third_party=third_party_rounds_epsilon([plan], delta),
-        rdp_server_worst=rdp_epsilon([(step, local_steps * rounds)], delta),
-        delta=delta,
-        accountant=worst.accountant,
-        adjacency=step.adjacency,
-        sampling=step.sampling,
-    )
-
-
-def server_clients(histories: Sequence[History], delta: float) -> list[float]:
-    """What the server learns of each client, from what each really released; equal histories are computed once."""
-    return [epsilon(history, delta).value for history in histories]
-
-
-def server_spread(histories: Sequence[History], delta: float) -> ClientSpread:
-    """Least, median and worst epsilon over clients; the run's server figure is the worst."""
-    values = server_clients(histories, delta)
-    if not values:
-        raise DpfedError("there is no client to account for.")
-    return ClientSpread(min(values), statistics.median(values), max(values))
