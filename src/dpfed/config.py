@@ -231,6 +231,11 @@ def _cross_check(config: Config) -> None:
             raise DpfedError(f'run.{key} = {value} must be at least 1, or "auto"')
     if p.enabled and p.clip == float("inf") and p.sigma != 0:
         raise DpfedError("privacy.clip = inf is allowed only with privacy.sigma = 0, which gives no privacy")
+    if p.budget is not None and p.target_epsilon is not None and p.view == "third_party":
+        raise DpfedError(
+            'privacy.budget makes the clients that are left be drawn more often, so a target for view = "third_party" '
+            "could not be kept: use another privacy.view or no budget"
+        )
     if p.sigma_per_client and p.target_epsilon is None:
         raise DpfedError(
             "privacy.sigma_per_client calibrates each client to privacy.target_epsilon: give that, not sigma"

@@ -44,6 +44,9 @@ def test_json_is_the_last_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert result["rounds"] == 2
     assert {"start_accuracy", "delta", "seconds", "out"} <= set(result)
     assert "round 2/2" in printed.err
+    for words in ("delta = 1e-05", "add/remove one record of one client", "poisson", "PLD"):  # beside every epsilon
+        assert words in printed.err
+        assert words in result["guarantee"]
     assert "round" not in printed.out.splitlines()[-1].split("{")[0]
 
 

@@ -72,6 +72,12 @@ def test_sigma_and_target_exclude_each_other_but_the_later_word_wins() -> None:
     assert settings("privacy.rate=0.1").privacy.batch is None
 
 
+def test_a_budget_cannot_go_with_a_third_party_target() -> None:
+    with pytest.raises(DpfedError, match="third_party"):
+        settings("privacy.budget=4", "privacy.view=third_party")
+    settings("privacy.budget=4", "privacy.view=server_worst")
+
+
 def test_another_algorithm_drops_the_keys_of_the_old_one() -> None:
     changed = settings("algorithm.gamma=0.3", "algorithm.name=dp-fedavg")
     assert changed.algorithm.name == "dp-fedavg"

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from dpfed.engine.setup import Job
 
 
@@ -46,6 +44,8 @@ def run(
 
 
 def opening(job: Job) -> list[str]:
+    from dpfed.engine.run import guarantee
+
     plan, schedule = job.plan, job.schedule
     lines = [
         f"{job.algorithm.name} on {job.config.data.name}: {schedule.clients} clients, {schedule.cohort} per round, "
@@ -53,18 +53,10 @@ def opening(job: Job) -> list[str]:
         f"{job.config.model.name} with {job.space.size:,} trainable numbers in {job.space.num_blocks} blocks",
     ]
     if plan.private:
-        lines.append(
-            f"privacy: clip {plan.clip:g}, sigma {span(plan.multipliers)}, rate {span(plan.rates)}, "
-            f"delta {job.config.privacy.delta:g}"
-        )
+        lines.append(f"privacy: {guarantee(job)}; clip norm {plan.clip:g}")
     else:
         lines.append("NO PRIVACY: noise is off, nothing that leaves a client is protected")
     return lines + [f"note: {note}" for note in job.notes]
-
-
-def span(values: np.ndarray) -> str:
-    low, high = values.min(), values.max()
-    return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
 
 
 def closing(result: dict[str, Any]) -> list[str]:
@@ -77,7 +69,7 @@ def closing(result: dict[str, Any]) -> list[str]:
         lines += [
             f"epsilon {epsilon['server_max']:.3f} for the client that spent most, {epsilon['server_worst']:.3f} for one in every "
             f"round (server's view); {epsilon['third_party']:.3f} for a third party who sees only global models",
-            f"  at delta {result['delta']:g}; {result['guarantee']}",
+            f"  {result['guarantee']}",
             "  the third-party figure holds only while nobody outside knows who took part: publish it without the others",
         ]
     if result["release"].startswith("simulation"):

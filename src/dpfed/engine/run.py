@@ -18,6 +18,7 @@ from dpfed.engine.rounds import Round, train
 from dpfed.engine.setup import Job, prepare
 from dpfed.engine.spending import Spending, budget_of, open_ledger
 from dpfed.errors import StoppedError
+from dpfed.privacy.statement import assumptions
 
 SIMULATION = "simulation: not for release"
 NO_PRIVACY = "no privacy"
@@ -108,11 +109,7 @@ def result_of(job: Job, spending: Spending, seen: list[Round], out: Path, note: 
 
 
 def guarantee(job: Job) -> str:
-    """What stands beside every epsilon: accountant, adjacency, sampling, unit."""
+    """The sentence without which an epsilon means nothing."""
     if not job.plan.private:
         return NO_PRIVACY
-    mechanism = job.plan.mechanism(0)
-    accountant = "PLD" if mechanism.sampling == "poisson" else "RDP"
-    return (
-        f"{accountant} accountant, {mechanism.adjacency} {job.plan.unit} of one client, {mechanism.sampling} sampling"
-    )
+    return assumptions(job.plan.kinds()[0], job.config.privacy.delta, job.plan.unit)

@@ -80,7 +80,7 @@ def prepare(config: Config, source: Source | None = None) -> Job:
         streams=streams,
         device=device,
         adapted=adapted,
-        notes=notes + unused_note(source, shards) + data_notes(config, source),
+        notes=notes + unused_note(source, shards) + data_notes(config, source) + delta_note(config, plan),
     )
 
 
@@ -178,6 +178,15 @@ def data_notes(config: Config, source: Source) -> list[str]:
     if not config.model.liveness:
         notes.append("the liveness check is off: nothing has tested that records do not mix inside the model")
     return notes
+
+
+def delta_note(config: Config, plan: Plan) -> list[str]:
+    size, delta = int(plan.sizes.max()), config.privacy.delta
+    if not plan.private or delta * size < 1:
+        return []
+    return [
+        f"delta {delta:g} is not below 1/{size}: publishing one {plan.unit} at random would satisfy such a guarantee"
+    ]
 
 
 def spec_of(source: Source) -> InputSpec:

@@ -154,14 +154,7 @@ class Planned:
         )
 
     def assumptions(self) -> str:
-        first = self.kinds[0]
-        accountant = "PLD" if first.sampling == "poisson" else "RDP"
-        rates = _span([kind.rate for kind in self.kinds])
-        noise = _span([kind.noise_multiplier for kind in self.kinds])
-        return (
-            f"(epsilon, delta = {self.delta:g}) differential privacy for {first.adjacency} {self.unit} of one client; "
-            f"{first.sampling} sampling at rate {rates}; noise multiplier {noise}; {accountant} accountant"
-        )
+        return assumptions(self.kinds, self.delta, self.unit)
 
     def over_rounds(self, points: int = 25) -> tuple[list[int], list[float], list[float]]:
         """(rounds, server's figure, third party's figure) after some of the rounds, for a plot."""
@@ -182,6 +175,18 @@ class Planned:
     def tuned(self, runs: int) -> float:
         """Epsilon when the best of so many runs on the same data was chosen and all of them are counted."""
         return tuning_epsilon(self.worst, self.delta, runs)
+
+
+def assumptions(kinds: Sequence[Mechanism], delta: float, unit: str) -> str:
+    """What stands beside every epsilon: delta, neighbouring relation, unit, sampling, noise, accountant."""
+    first = kinds[0]
+    accountant = "PLD" if first.sampling == "poisson" else "RDP"
+    rates = _span([kind.rate for kind in kinds])
+    noise = _span([kind.noise_multiplier for kind in kinds])
+    return (
+        f"(epsilon, delta = {delta:g}) differential privacy for {first.adjacency} {unit} of one client; "
+        f"{first.sampling} sampling at rate {rates}; noise multiplier {noise}; {accountant} accountant"
+    )
 
 
 def _span(values: Sequence[float]) -> str:
