@@ -42,15 +42,27 @@ class LoraSection:
     r: Annotated[int, Ge(1), "rank"] = 16
     alpha: Annotated[float, Gt(0), "scale α_L; the update is (α_L/r)·B·A"] = 32.0
     dropout: Annotated[float, Ge(0), Lt(1), "dropout before A"] = 0.0
-    targets: Annotated[tuple[str, ...] | Literal["auto"], "modules by peft's rules; auto: every linear layer"] = "auto"
+    targets: Annotated[
+        tuple[str, ...] | Literal["auto"], "modules by peft's rules; auto: every linear layer, or every convolution"
+    ] = "auto"
+    freeze_a: Annotated[bool, "train B alone, A stays at its public random start (FFA-LoRA)"] = False
 
 
 @dataclass(frozen=True)
 class ModelSection:
     name: Annotated[str, "model; `dpfed list models` shows them"] = "glyph-vit"
-    weights: Annotated[str | None, "folder with pretrained weights; default: those the model comes with"] = None
+    weights: Annotated[
+        str | None, 'folder or hub name of pretrained weights, or "random"; default: those the model comes with'
+    ] = None
     train: Annotated[Literal["lora", "full", "head"], "what is trained: adapters and head, all, the head"] = "lora"
     lora: LoraSection = field(default_factory=LoraSection)
+    adapter: Annotated[str | None, "folder of a LoRA adapter in peft's format to start from; its rank and targets"] = (
+        None
+    )
+    qkv_layout: Annotated[
+        Literal["auto", "separate", "3HD", "H3D"], "how heads lie in the rows of the projections; auto: by architecture"
+    ] = "auto"
+    attention: Annotated[tuple[str, ...], "names of the q, k, v projections, for an unknown architecture"] = ()
     liveness: Annotated[bool, "check on synthetic inputs, before any record is read, that everything trains"] = True
 
 

@@ -80,6 +80,9 @@ class DPFedAdamW(Algorithm):
     dg_lr: Annotated[Literal["round", "base"], "the learning rate that scales Δ_G"] = "round"
     granularity: Annotated[Literal["block", "tensor"], "blocks by architecture, or one per tensor"] = "block"
     lora_merge_ab: Annotated[bool, "one block for A and B of a layer that is not split by heads"] = False
+    cnn_blocks: Annotated[Literal["module", "residual"], "blocks of a CNN: each convolution, or a residual block's"] = (
+        "module"
+    )
     agg_center: Annotated[Literal["auto", "plain", "corrected"], "how v is averaged when Φ_i differ"] = "auto"
 
     def check(self, facts: Facts) -> list[str]:

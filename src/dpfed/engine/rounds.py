@@ -78,12 +78,12 @@ def choose(job: Job, t: int, able: np.ndarray) -> list[int]:
 def evaluate(job: Job, theta: Tensor, test: Records | None = None, batch: int = 1024) -> tuple[float, float]:
     """Accuracy and mean loss on the server's test set."""
     test = test or job.test
-    right, loss = 0, 0.0
+    right, loss = 0.0, 0.0
     for first in range(0, len(test.labels), batch):
         rows = torch.arange(first, min(first + batch, len(test.labels)), device=job.device)
         inputs, labels = test.take(rows)
         scores = job.model.scores(theta, inputs)
-        right += int((scores.argmax(1) == labels).sum())
+        right += float(job.model.correct(scores, labels).sum())
         loss += float(job.model.loss(scores, labels).sum())
     return right / len(test.labels), loss / len(test.labels)
 

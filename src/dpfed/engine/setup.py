@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from dpfed.algorithms.base import Algorithm, Facts
-from dpfed.config import Config
+from dpfed.config import Config, ModelSection
 from dpfed.data.partition import Shards, partition
 from dpfed.data.tables import Source, Table
 from dpfed.errors import DpfedError
-from dpfed.model.blocks import architecture_of, block_index
+from dpfed.model.assemble import assemble
 from dpfed.model.liveness import RECORDS, check_alive
-from dpfed.model.lora import Adapted, adapt
+from dpfed.model.lora import Adapted
 from dpfed.model.per_sample import Batch, PerSample, call, trainable
 from dpfed.model.space import Space
-from dpfed.model.task import InputSpec, per_record_loss
+from dpfed.model.task import InputSpec
 from dpfed.privacy.noise import Streams
 from dpfed.privacy.oracle import Records
 from dpfed.privacy.plan import Plan, Schedule, make_plan
@@ -55,6 +55,7 @@ def prepare(config: Config, source: Source | None = None) -> Job:
     loader: Any = config.data
     source = source or loader.load()
     refuse_unreleasable(config, source)
+    source = tokenised(config.model, source)
     shards = shards_for(config, source, streams)
     plan, schedule = plan_for(config, shards)
     facts = Facts(
@@ -189,9 +190,24 @@ def delta_note(config: Config, plan: Plan) -> list[str]:
     ]
 
 
-def spec_of(source: Source) -> InputSpec:
+def tokenised(section: ModelSection, source: Source) -> Source:
+    """Texts become tokens once, by the model's own tokenizer; other data stays as it is."""
+    if "text" not in source.train.inputs:
+        return source
+    coder: Any = section
+    if not hasattr(section, "encode"):
+        raise DpfedError(f"model.name = {section.name!r} does not read text: choose a language model for this data")
+    train, test = (replace(table, inputs=coder.encode(table.inputs)) for table in (source.train, source.test))
+    return replace(source, train=train, test=test)
+
+
+def spec_of(source: Source, section: ModelSection | None = None) -> InputSpec:
+    """The public facts about a source; texts need not be tokenised for it."""
     name, x = next(iter(source.train.inputs.items()))
-    return InputSpec(source.kind, name, tuple(x.shape[1:]), len(source.classes), source.white)
+    if name == "text":
+        return InputSpec("text", "input_ids", (getattr(section, "max_length", 0),), len(source.classes))
+    kind: Any = "text" if name == "input_ids" else source.kind
+    return InputSpec(kind, name, tuple(x.shape[1:]), len(source.classes), source.white)
 
 
 def records_of(table: Table, device: torch.device) -> Records:
@@ -202,35 +218,25 @@ def records_of(table: Table, device: torch.device) -> Records:
 def build_model(
     config: Config, spec: InputSpec, streams: Streams, device: torch.device, notes: list[str]
 ) -> tuple[PerSample, Adapted, Tensor]:
-    section: Any = config.model
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(streams.number("init"))
-        built = section.build(spec)
-    adapted = adapt(built.model, config.model, built.head, streams.number("init", 1))
+    parts = assemble(config.model, spec, (streams.number("init"), streams.number("init", 1)), **block_rules(config))
+    built, adapted, space = parts.built, parts.adapted, parts.space.to(device)
+    notes += parts.notes
     adapted.model.to(device)
-    set_threads(config.run.threads, sum(p.numel() for p in adapted.model.parameters()))
-    tensors = trainable(adapted.model)
-    architecture = architecture_of(adapted.model)
-    if architecture is None:
-        notes.append(f"{type(adapted.model).__name__} has no block rules here: each tensor is one block")
-    if getattr(getattr(adapted.model, "config", None), "attention_probs_dropout_prob", 0):
-        notes.append("dropout inside attention is off: it has no key per record; all other dropout is on")
-    names, blocks = block_index(
-        adapted.model,
-        {name: p.shape for name, p in tensors.items()},
-        architecture,
-        getattr(config.algorithm, "granularity", "block"),
-        getattr(config.algorithm, "lora_merge_ab", False),
-    )
-    space = Space(tuple(tensors), tuple(p.shape for p in tensors.values()), tuple(names), blocks.to(device))
-    theta = space.flatten(tensors)
+    set_threads(config.run.threads, parts.total)
+    theta = space.flatten(trainable(adapted.model))
 
     def forward(model: torch.nn.Module, weights: dict[str, Tensor], inputs: Batch) -> Tensor:
-        return call(model, weights, built.prepare(dict(inputs)))
+        return built.task.score(call(model, weights, built.prepare(dict(inputs))), inputs)
 
-    model = PerSample(adapted.model, space, forward, per_record_loss)
+    model = PerSample(adapted.model, space, forward, built.task.loss, built.task.correct, built.rows)
     if config.model.liveness:
         generator = torch.Generator().manual_seed(streams.number("check"))
-        synthetic = {k: v.to(device) for k, v in spec.synthetic(RECORDS, generator).items()}
+        synthetic = {k: v.to(device) for k, v in (built.spec or spec).synthetic(RECORDS, generator).items()}
         check_alive(model, theta, synthetic, spec.classes, generator)
     return model, adapted, theta
+
+
+def block_rules(config: Config) -> dict[str, Any]:
+    """The keys of an algorithm that shape its blocks; one without blocks has none of them."""
+    keys = ("granularity", "lora_merge_ab", "cnn_blocks")
+    return {key: getattr(config.algorithm, key) for key in keys if hasattr(config.algorithm, key)}

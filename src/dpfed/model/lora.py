@@ -1,15 +1,23 @@
-"""What is trained: LoRA adapters (placed by peft), the head, or everything. Frozen weights never enter the vector."""
+"""What is trained: LoRA adapters (placed by peft), the head, or everything. Frozen weights never enter the vector.
+
+`model.lora.freeze_a` is FFA-LoRA (Sun, Li, Li, Ding, ICLR 2024): A keeps its public random start, so that the mean of
+the clients' products B·A is the product of the means.
+"""
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from dpfed.config import ModelSection
+from dpfed.config import LoraSection, ModelSection
 from dpfed.errors import DpfedError
+
+PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
@@ -18,39 +26,134 @@ class Adapted:
 
     model: nn.Module
     peft: Any | None
+    notes: tuple[str, ...] = ()
 
 
-def adapt(model: nn.Module, section: ModelSection, head: str, seed: int) -> Adapted:
-    """Marks what is trainable. The initial adapters are public: they follow from `seed` alone."""
+def adapt(model: nn.Module, section: ModelSection, head: str | tuple[str, ...], seed: int) -> Adapted:
+    """Marks what is trainable. The initial adapters are public: they follow from `seed` (or a folder) alone."""
+    heads = ((head,) if head else ()) if isinstance(head, str) else head
+    if section.adapter is not None and section.train != "lora":
+        raise DpfedError(f'model.adapter is a LoRA adapter: it needs model.train = "lora", not {section.train!r}')
     if section.train == "full":
         return Adapted(model.requires_grad_(True), None)
     model.requires_grad_(False)
     if section.train == "head":
-        model.get_submodule(head).requires_grad_(True)
+        if not heads:
+            raise DpfedError('model.train = "head": a language model has no head of its own, use "lora" or "full"')
+        for name in heads:
+            model.get_submodule(name).requires_grad_(True)
         return Adapted(model, None)
-    return _with_lora(model, section, head, seed)
+    adapted = _from_folder(model, section.adapter, heads) if section.adapter else _new(model, section.lora, heads, seed)
+    if section.lora.freeze_a:
+        for name, parameter in adapted.model.named_parameters():
+            if ".lora_A." in name or ".lora_embedding_A." in name:
+                parameter.requires_grad_(False)
+    return adapted
 
 
-def _with_lora(model: nn.Module, section: ModelSection, head: str, seed: int) -> Adapted:
-    from peft import LoraConfig, get_peft_model
+def _new(model: nn.Module, lora: LoraSection, heads: tuple[str, ...], seed: int) -> Adapted:
+    from peft import LoraConfig
 
-    lora = section.lora
     config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules="all-linear" if lora.targets == "auto" else list(lora.targets),
-        exclude_modules=rf"(.*\.)?{head}(\..*)?",  # the head is trained whole, never adapted as well
-        modules_to_save=[head],
+        target_modules=_auto(model, heads) if lora.targets == "auto" else list(lora.targets),
+        exclude_modules=_excluded(heads),
+        modules_to_save=list(heads) or None,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            wrapped = get_peft_model(model, config)
+            wrapped = _wrap(model, config)
         except ValueError as error:
-            names = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
+            names = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if _adaptable(m)})
             raise DpfedError(
                 f"model.lora.targets = {lora.targets} fits nothing in {type(model).__name__} ({str(error)[:80]}); "
-                f"its linear layers are called {', '.join(names)}"
+                f"its layers are called {', '.join(names)}"
             ) from None
     return Adapted(wrapped.get_base_model(), wrapped)
+
+
+def _wrap(model: nn.Module, config: Any) -> Any:
+    from peft import get_peft_model
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out")  # GPT-2's transposed layers: peft sets it itself
+        return get_peft_model(model, config)
+
+
+def _excluded(heads: tuple[str, ...]) -> str | None:
+    """The head is trained whole, never adapted as well."""
+    return rf"(.*\.)?({'|'.join(heads)})(\..*)?" if heads else None
+
+
+def _adaptable(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | nn.Conv2d) or type(module).__name__ == "Conv1D"
+
+
+def _auto(model: nn.Module, heads: tuple[str, ...]) -> str | list[str]:
+    """Every linear layer; a model that has none besides its head is a CNN, there every convolution."""
+    body = [
+        (n, m) for n, m in model.named_modules() if n not in heads and not n.startswith(tuple(f"{h}." for h in heads))
+    ]
+    if any(_adaptable(m) and not isinstance(m, nn.Conv2d) for _, m in body):
+        return "all-linear"
+    return [n for n, m in body if isinstance(m, nn.Conv2d)] or "all-linear"
+
+
+def _from_folder(model: nn.Module, folder: str, heads: tuple[str, ...]) -> Adapted:
+    """An adapter that somebody trained before: rank, scale and targets are its own."""
+    from peft import LoraConfig, set_peft_model_state_dict
+
+    config, state = _read_adapter(Path(folder))
+    if not isinstance(config, LoraConfig):
+        raise DpfedError(
+            f"model.adapter = {folder!r} is {type(config).__name__}: only LoRA adapters can be trained here"
+        )
+    config.inference_mode, config.task_type = False, None
+    config.exclude_modules = config.exclude_modules or _excluded(heads)
+    config.modules_to_save = sorted({*heads, *(config.modules_to_save or ())}) or None
+    r, notes = config.r, []
+    head = {k: v for k, v in state.items() if k.removeprefix(PREFIX).startswith(tuple(f"{h}." for h in heads))}
+    if head and not all(_fits(model, k.removeprefix(PREFIX), v) for k, v in head.items()):
+        state = {k: v for k, v in state.items() if k not in head}
+        notes.append("the adapter's head is for other classes: the head starts at zero")
+    try:
+        wrapped = _wrap(model, config)
+        outcome = set_peft_model_state_dict(wrapped, state)
+    except (ValueError, RuntimeError, KeyError) as error:
+        reason = (str(error).strip().splitlines() or ["?"])[-1].strip()[:120]
+        raise DpfedError(f"model.adapter = {folder!r} does not fit {type(model).__name__}: {reason}") from None
+    lacking = [k for k in outcome.missing_keys if ".lora_" in k]
+    if outcome.unexpected_keys or lacking:
+        example = [*outcome.unexpected_keys, *lacking][0]
+        raise DpfedError(f"model.adapter = {folder!r} does not fit {type(model).__name__}: see {example}")
+    notes.append(
+        f"starting from the adapter in {folder}: r = {r}, alpha = {config.lora_alpha:g} and targets are its own; "
+        "[model.lora] is not used for them"
+    )
+    return Adapted(wrapped.get_base_model(), wrapped, tuple(notes))
+
+
+def _read_adapter(folder: Path) -> tuple[Any, dict[str, Tensor]]:
+    from peft import PeftConfig
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (folder / name).is_file():
+            raise DpfedError(f"model.adapter = {str(folder)!r} has no {name}: give a folder written by peft")
+    try:
+        return PeftConfig.from_pretrained(str(folder)), load_file(folder / "adapter_model.safetensors")
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise DpfedError(
+            f"model.adapter = {str(folder)!r} cannot be read: {str(error).splitlines()[0][:120]}"
+        ) from None
+
+
+def _fits(model: nn.Module, name: str, value: Tensor) -> bool:
+    try:
+        return model.get_parameter(name).shape == value.shape
+    except AttributeError:
+        return False

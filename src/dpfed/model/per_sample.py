@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from dpfed.errors import DpfedError
 from dpfed.model.keyed import install_keyed_dropout
 from dpfed.model.space import Space
+from dpfed.model.task import right_class
 from dpfed.model.twins import TWINS, install_twin, special_twin, vmap_twin
 
 Batch = Mapping[str, Tensor]
@@ -27,7 +28,15 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 class PerSample:
     """A model made ready for per-sample gradients. It holds no private data and no random state."""
 
-    def __init__(self, model: nn.Module, space: Space, forward: Forward, loss: Loss) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        space: Space,
+        forward: Forward,
+        loss: Loss,
+        correct: Loss = right_class,
+        rows: int = 1024,
+    ) -> None:
         refuse_batch_norm(model)
         install_twins(model, space)
         self._keys = install_keyed_dropout(model)
@@ -36,6 +45,8 @@ class PerSample:
         self.space = space
         self.forward = forward
         self.loss = loss
+        self.correct = correct
+        self._rows = rows
 
     @property
     def has_dropout(self) -> bool:
@@ -68,8 +79,14 @@ class PerSample:
 
     def scores(self, vector: Tensor, inputs: Batch) -> Tensor:
         """The model's output for the trainable vector `[P]`, without dropout."""
+        weights = self.space.unflatten(vector)
+        count = len(next(iter(inputs.values())))
         with torch.no_grad():
-            return self.forward(self.model, self.space.unflatten(vector), inputs)
+            parts = [
+                self.forward(self.model, dict(weights), {name: x[i : i + self._rows] for name, x in inputs.items()})
+                for i in range(0, max(count, 1), self._rows)
+            ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _copies(self, theta: Tensor, client: Tensor) -> dict[str, Tensor]:
         out = {}

@@ -1,4 +1,4 @@
-"""What `build` gives: the module, the name of its head, and how raw inputs enter it."""
+"""What `build` gives: the module, the names of its heads, how raw inputs enter it and what its output is for."""
 
 from __future__ import annotations
 
@@ -6,24 +6,49 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpfed.errors import DpfedError
+from dpfed.model.task import CLASSIFY, InputSpec, Task
+
 Prepare = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 @dataclass(frozen=True)
 class Built:
+    """head: modules that are trained whole in every mode; none for a language model.
+    spec: the inputs with what only the model knows (its vocabulary), where it adds something.
+    rows: how many records are evaluated at once."""
+
     model: nn.Module
-    head: str
+    head: str | tuple[str, ...]
     prepare: Prepare
+    task: Task = CLASSIFY
+    spec: InputSpec | None = None
+    rows: int = 1024
+    notes: tuple[str, ...] = ()
 
 
 def fresh_head(width: int, classes: int) -> nn.Linear:
     """A classifier that starts at zero: the classes of the pretraining are not those of the clients."""
-    head = nn.Linear(width, classes)
-    nn.init.zeros_(head.weight)
-    nn.init.zeros_(head.bias)
-    return head
+    return zero(nn.Linear(width, classes))
+
+
+def zero(layer: nn.Linear) -> nn.Linear:
+    nn.init.zeros_(layer.weight)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+    return layer
+
+
+def zero_head(head: nn.Module, name: str) -> None:
+    """Its last linear layer starts at zero, whatever lies before it."""
+    linear = [module for module in head.modules() if isinstance(module, nn.Linear)]
+    if not linear:
+        raise DpfedError(f"the head {name} is a {type(head).__name__} without a linear layer: use another model")
+    zero(linear[-1])
 
 
 def normalise(name: str, white: float, mean: tuple[float, ...], std: tuple[float, ...]) -> Prepare:
@@ -36,3 +61,29 @@ def normalise(name: str, white: float, mean: tuple[float, ...], std: tuple[float
         return {name: (x.float() / white - m) / s}
 
     return prepare
+
+
+def images(spec: InputSpec, size: int, channels: int, mean: tuple[float, ...], std: tuple[float, ...]) -> Prepare:
+    """Images of any size for a model of one size: grey ones repeated, resized, normalised; each record by itself."""
+    inner = normalise(spec.name, spec.white, mean, std)
+
+    def prepare(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        x = inputs[spec.name].float()
+        if x.shape[1] != channels:
+            x = x.expand(-1, channels, -1, -1)
+        if x.shape[-2:] != (size, size):
+            smaller = size < max(x.shape[-2:])
+            x = F.interpolate(x, (size, size), mode="bilinear", align_corners=False, antialias=smaller)
+        return inner({spec.name: x})
+
+    return prepare
+
+
+def expect_images(name: str, spec: InputSpec, channels: int) -> None:
+    if spec.kind != "image":
+        raise DpfedError(f"model.name = {name!r} reads images, this data has {spec.kind}: choose another model or data")
+    if spec.shape[0] not in (1, channels):
+        raise DpfedError(
+            f"model.name = {name!r} reads images of {channels} channels (grey ones are repeated), this data has "
+            f"{spec.shape[0]}"
+        )

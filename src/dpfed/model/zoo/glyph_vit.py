@@ -6,14 +6,14 @@ strokes, so the pretraining has no privacy cost.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from dpfed.config import ModelSection
 from dpfed.errors import DpfedError
 from dpfed.model.task import InputSpec
-from dpfed.model.zoo.built import Built, fresh_head, normalise
+from dpfed.model.zoo.built import Built, normalise
+from dpfed.model.zoo.pretrained import config_of, model_of, public_constants
 
 WEIGHTS = Path(__file__).parent / "weights" / "glyph-vit"
 
@@ -22,18 +22,17 @@ WEIGHTS = Path(__file__).parent / "weights" / "glyph-vit"
 class GlyphViT(ModelSection):
     name: str = "glyph-vit"
 
+    def usual_spec(self) -> InputSpec:
+        return InputSpec("image", "pixel_values", (1, 8, 8), 10, white=16.0)
+
     def build(self, spec: InputSpec) -> Built:
-        from transformers.models.vit.modeling_vit import ViTForImageClassification
+        from transformers import AutoModelForImageClassification
 
         if spec.kind != "image" or spec.shape != (1, 8, 8):
             raise DpfedError(
                 f"glyph-vit reads grey images of 8x8 pixels, this data has {spec.kind} of shape {spec.shape}"
             )
-        folder = Path(self.weights) if self.weights else WEIGHTS
-        if not (folder / "config.json").is_file():
-            raise DpfedError(f"model.weights = {str(folder)!r} is not a folder with config.json and model.safetensors")
-        model = ViTForImageClassification.from_pretrained(folder, local_files_only=True, dtype="float32")
-        model.classifier = fresh_head(model.config.hidden_size, spec.classes)
-        public = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))
-        mean, std = tuple(public["image_mean"]), tuple(public["image_std"])
-        return Built(model, "classifier", normalise(spec.name, spec.white, mean, std))
+        weights = self.weights or str(WEIGHTS)
+        model, heads = model_of(AutoModelForImageClassification, config_of(weights), weights, spec.classes)
+        mean, std = public_constants(weights) or ((0.5,), (0.5,))
+        return Built(model, heads, normalise(spec.name, spec.white, mean, std))

@@ -31,6 +31,9 @@ class Linear(ModelSection):
     name: str = "linear"
     train: Literal["full", "head"] = "full"
 
+    def usual_spec(self) -> InputSpec:
+        return InputSpec("image", "pixel_values", (1, 8, 8), 10)
+
     def build(self, spec: InputSpec) -> Built:
         model = SoftmaxRegression(spec.name, prod(spec.shape), spec.classes)
 

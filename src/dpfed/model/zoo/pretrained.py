@@ -1,0 +1,216 @@
+"""Configurations, weights and tokenizers from a local folder, or from the hub where the machine can reach it.
+
+Nothing here runs code that comes with weights: `trust_remote_code` is never set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dpfed.errors import DpfedError
+from dpfed.model.zoo.built import zero_head
+
+HEADS = ("classifier", "score", "head", "cls_classifier")
+SECONDS = 5.0  # to wait for the hub's first answer
+MOST_FRESH = 4  # modules that a checkpoint may lack: a head and a pooler, not half a model
+
+
+def folder_of(weights: str, key: str = "model.weights") -> Path | None:
+    """The folder, or None when it can only be the name of a model on the hub."""
+    path = Path(weights).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file() and key == "model.weights":
+            raise DpfedError(f"{key} = {weights!r} has no config.json: give a folder written by save_pretrained")
+        return path
+    if path.exists() or path.is_absolute() or weights.startswith((".", "~")) or weights.count("/") > 1:
+        raise DpfedError(f"{key} = {weights!r} is not a folder: give one with config.json and model.safetensors")
+    return None
+
+
+def source_of(weights: str, key: str = "model.weights") -> tuple[str, bool]:
+    """(what to hand to transformers, whether only local files may be used)."""
+    folder = folder_of(weights, key)
+    if folder is not None:
+        return str(folder), True
+    if _cached(weights) or os.environ.get("HF_HUB_OFFLINE") == "1":
+        return weights, True
+    reach(weights, key)
+    return weights, False
+
+
+def _cached(name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except ValueError:  # not a possible name
+        return False
+
+
+@lru_cache(maxsize=16)
+def reach(name: str, key: str) -> None:
+    """One short question to the hub, because the libraries below retry for minutes where there is no network."""
+    from huggingface_hub import constants
+
+    try:
+        with urllib.request.urlopen(f"{constants.ENDPOINT}/api/models/{name}", timeout=SECONDS):
+            return
+    except urllib.error.HTTPError as error:
+        if error.code not in (401, 403, 404):
+            raise DpfedError(
+                f"{key} = {name!r}: the hub answered with error {error.code}; try a local folder"
+            ) from None
+        if error.code == 404 or not os.environ.get("HF_TOKEN"):
+            raise DpfedError(f"{key} = {name!r} is neither a folder here nor a public model on the hub") from None
+    except (OSError, ValueError) as error:
+        reason = str(getattr(error, "reason", error))[:80]
+        raise DpfedError(
+            f"{key} = {name!r} is not a folder here, and the hub cannot be reached ({reason}): "
+            "download the model elsewhere and give its folder"
+        ) from None
+
+
+def config_of(weights: str, **changes: Any) -> Any:
+    from transformers import AutoConfig
+
+    name, local = source_of(weights)
+    try:
+        return AutoConfig.from_pretrained(name, local_files_only=local, trust_remote_code=False, **changes)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DpfedError(f"the configuration of {weights!r} cannot be used: {first_line(error)}") from None
+
+
+def on_meta() -> bool:
+    """Inside `with torch.device("meta")` only shapes are wanted: no weights are read."""
+    return torch.get_default_device().type == "meta"
+
+
+def model_of(auto: Any, config: Any, weights: str | None, classes: int | None) -> tuple[nn.Module, tuple[str, ...]]:
+    """(the model in float32, its heads). Without weights: random. The head is always new, and starts at zero."""
+    if classes is not None:
+        config.num_labels = classes
+    if weights is None or on_meta():
+        model, lacking, misfit = auto.from_config(config, trust_remote_code=False), set[str](), set[str]()
+        model = model.float()
+    else:
+        model, lacking, misfit = _load(auto, config, weights)
+    if classes is None:
+        heads: tuple[str, ...] = ()
+    else:
+        heads = (head_of(model),)
+        zero_head(model.get_submodule(heads[0]), heads[0])
+    fresh = {name.rpartition(".")[0] for name in lacking if not _inside(name, heads)}
+    wrong = sorted(name for name in misfit if not _inside(name, heads))
+    if wrong or len(fresh) > MOST_FRESH:
+        example = (wrong or sorted(lacking))[0]
+        raise DpfedError(
+            f"the weights in {weights!r} do not fit {type(model).__name__}: {len(wrong) or len(lacking)} tensors are "
+            f"missing or of another shape, such as {example}"
+        )
+    return model.eval(), (*heads, *sorted(fresh))
+
+
+def _inside(name: str, modules: tuple[str, ...]) -> bool:
+    return any(name == m or name.startswith(f"{m}.") for m in modules)
+
+
+def _load(auto: Any, config: Any, weights: str) -> tuple[nn.Module, set[str], set[str]]:
+    from transformers.utils import logging
+
+    name, local = source_of(weights)
+    logging.disable_progress_bar()
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # what is missing is judged above
+    try:
+        model, info = auto.from_pretrained(
+            name,
+            config=config,
+            local_files_only=local,
+            trust_remote_code=False,
+            dtype="float32",
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # damaged files raise a dozen kinds
+        raise DpfedError(f"the weights in {weights!r} cannot be loaded: {first_line(error)}") from None
+    finally:
+        logging.set_verbosity(before)
+    misfit = {entry if isinstance(entry, str) else entry[0] for entry in info["mismatched_keys"]}
+    return model, set(info["missing_keys"]), misfit
+
+
+def head_of(model: nn.Module) -> str:
+    children = dict(model.named_children())
+    for name in HEADS:
+        if name in children:
+            return name
+    raise DpfedError(
+        f"{type(model).__name__} has no head called {', '.join(HEADS)}; its parts are {', '.join(children)}: "
+        "it cannot be trained as a classifier here"
+    )
+
+
+def public_constants(weights: str | None) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """Mean and standard deviation that the weights were trained with, where their folder says so."""
+    if weights is None:
+        return None
+    folder = folder_of(weights)
+    if folder is None:
+        folder = _hub_folder(weights)
+    path = None if folder is None else folder / "preprocessor_config.json"
+    if path is None or not path.is_file():
+        return None
+    try:
+        public = json.loads(path.read_text(encoding="utf-8"))
+        mean, std = (tuple(float(v) for v in public[k]) for k in ("image_mean", "image_std"))
+    except KeyError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise DpfedError(f"{path} cannot be read: {first_line(error)}") from None
+    return mean, std
+
+
+def _hub_folder(name: str) -> Path | None:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(name, "preprocessor_config.json", etag_timeout=SECONDS)).parent
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError):
+        return None
+
+
+@lru_cache(maxsize=4)
+def tokenizer_of(name: str, key: str) -> Any:
+    """A fast tokenizer; it pads on the right, with its end token where it has no padding token."""
+    from transformers import AutoTokenizer
+
+    source, local = source_of(name, key)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local, trust_remote_code=False)
+    except Exception as error:  # missing, damaged or unknown files raise a dozen kinds
+        raise DpfedError(
+            f"{key} = {name!r} has no tokenizer that can be loaded ({first_line(error)}): set model.tokenizer to a folder "
+            "with tokenizer.json"
+        ) from None
+    if not tokenizer.is_fast:
+        raise DpfedError(f"{key} = {name!r} has only a slow tokenizer: convert it to one with tokenizer.json")
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise DpfedError(f"the tokenizer of {key} = {name!r} has neither a padding nor an end token: add one")
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = tokenizer.truncation_side = "right"
+    return tokenizer
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160].rstrip(".")

@@ -1,0 +1,112 @@
+"""ResNet-18 with GroupNorm for small images: 3x3 stem without stride, no max-pool (He et al. 2016; Wu, He 2018).
+
+BatchNorm would mix the records of a batch, so every norm is a GroupNorm. Trained whole, by its head, or with LoRA on its
+convolutions (A: r x in x k x k, B: out x r x 1 x 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+from torch import Tensor, nn
+
+from dpfed.config import ModelSection
+from dpfed.errors import DpfedError
+from dpfed.model.task import InputSpec
+from dpfed.model.zoo.built import Built, fresh_head, normalise
+from dpfed.model.zoo.pretrained import first_line, on_meta
+
+STAGES = (2, 2, 2, 2)
+
+
+class ResidualBlock(nn.Module):
+    """Two 3x3 convolutions and a shortcut; the shortcut is a 1x1 convolution where the shape changes."""
+
+    def __init__(self, inside: int, outside: int, stride: int, groups: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inside, outside, 3, stride, 1, bias=False)
+        self.norm1 = nn.GroupNorm(groups, outside)
+        self.conv2 = nn.Conv2d(outside, outside, 3, 1, 1, bias=False)
+        self.norm2 = nn.GroupNorm(groups, outside)
+        self.relu = nn.ReLU()
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inside != outside:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inside, outside, 1, stride, bias=False), nn.GroupNorm(groups, outside)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.norm1(self.conv1(x)))
+        out: Tensor = self.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
+        return out
+
+
+class ResNet(nn.Module):
+    model_type = "gn-resnet"
+
+    def __init__(self, channels: int, classes: int, width: int, groups: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, width, 3, 1, 1, bias=False)
+        self.norm = nn.GroupNorm(groups, width)
+        self.relu = nn.ReLU()
+        stages, inside = [], width
+        for stage, depth in enumerate(STAGES):
+            outside = width * 2**stage
+            blocks = []
+            for i in range(depth):
+                blocks.append(ResidualBlock(inside, outside, 2 if stage and i == 0 else 1, groups))
+                inside = outside
+            stages.append(nn.Sequential(*blocks))
+        self.stages = nn.Sequential(*stages)
+        self.classifier = fresh_head(inside, classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        x = self.stages(self.relu(self.norm(self.conv(pixel_values))))
+        logits: Tensor = self.classifier(x.mean((2, 3)))
+        return logits
+
+
+@dataclass(frozen=True)
+class GNResNet18(ModelSection):
+    name: str = "gn-resnet18"
+    train: Annotated[Literal["lora", "full", "head"], "what is trained: adapters and head, all, the head"] = "full"
+    groups: Annotated[int, Ge(1), "groups of every GroupNorm"] = 32
+    width: Annotated[int, Ge(1), "channels of the first stage; the others have 2, 4 and 8 times as many"] = 64
+
+    def __post_init__(self) -> None:
+        if self.width % self.groups:
+            raise DpfedError(f"model.groups = {self.groups} must divide model.width = {self.width}")
+
+    def usual_spec(self) -> InputSpec:
+        return InputSpec("image", "pixel_values", (3, 32, 32), 10)
+
+    def build(self, spec: InputSpec) -> Built:
+        if spec.kind != "image":
+            raise DpfedError(f"gn-resnet18 reads images, this data has {spec.kind}: choose another model or data")
+        channels = spec.shape[0]
+        model = ResNet(channels, spec.classes, self.width, self.groups)
+        if self.weights not in (None, "random") and not on_meta():
+            load(model, Path(str(self.weights)).expanduser())
+        half = (0.5,) * channels
+        return Built(model, "classifier", normalise(spec.name, spec.white, half, tuple(0.5 * h for h in half)))
+
+
+def load(model: nn.Module, path: Path) -> None:
+    """The body from a safetensors file (or a folder with model.safetensors); the head stays new."""
+    from safetensors.torch import load_file
+
+    path = path / "model.safetensors" if path.is_dir() else path
+    try:
+        state = {k: v.float() for k, v in load_file(path).items() if not k.startswith("classifier.")}
+        head = {k: v for k, v in model.state_dict().items() if k.startswith("classifier.")}
+        model.load_state_dict({**state, **head})
+    except Exception as error:  # missing and damaged files and other shapes raise kinds of their own
+        raise DpfedError(
+            f"model.weights = {str(path)!r} cannot be loaded into gn-resnet18: {first_line(error)}"
+        ) from None

