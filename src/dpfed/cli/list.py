@@ -42,5 +42,5 @@ def list_names(
 def _doc(cls: type) -> str:
     import sys
 
-    text = sys.modules[cls.__module__].__doc__ or ""
+    text = getattr(cls, "summary", "") or sys.modules[cls.__module__].__doc__ or ""
     return text.strip().split("\n")[0]

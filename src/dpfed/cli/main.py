@@ -11,6 +11,7 @@ import typer
 
 from dpfed.cli.audit import audit
 from dpfed.cli.list import list_names
+from dpfed.cli.model import app as model
 from dpfed.cli.privacy import privacy
 from dpfed.cli.run import run
 from dpfed.errors import DpfedError, StoppedError
@@ -26,6 +27,7 @@ app.command("run")(run)
 app.command("privacy")(privacy)
 app.command("audit")(audit)
 app.command("list")(list_names)
+app.add_typer(model, name="model")
 
 
 def main() -> None:

@@ -176,6 +176,8 @@ def additive(real: Tensor, ahead: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class RobertaBase(TextSection):
+    summary: ClassVar[str] = "RoBERTa-Base: 12 layers of width 768, for text"
+
     name: str = "roberta-base"
 
     shape: ClassVar[dict[str, Any]] = {
@@ -195,6 +197,8 @@ class RobertaBase(TextSection):
 @dataclass(frozen=True)
 class MiniLM(TextSection):
     """A pretrained language Transformer that comes by pip, for machines without a hub."""
+
+    summary: ClassVar[str] = "all-MiniLM-L6-v2, a small pretrained BERT that comes by pip (extra `text`)"
 
     name: str = "minilm"
 
@@ -222,6 +226,8 @@ def package_folder() -> Path:
 class AutoText(TextSection):
     """Any `AutoModelForSequenceClassification`, from a folder or the hub."""
 
+    summary: ClassVar[str] = "any text classifier of transformers, from a folder or the hub"
+
     name: str = "auto-text"
     causal: ClassVar[bool] = False
 
@@ -237,6 +243,8 @@ class AutoText(TextSection):
 @dataclass(frozen=True)
 class AutoCausal(AutoText):
     """Any `AutoModelForCausalLM`: the loss of a record is the mean over its own next tokens; labels are not used."""
+
+    summary: ClassVar[str] = "any causal language model of transformers, loss per sequence"
 
     name: str = "auto-causal"
     causal: ClassVar[bool] = True

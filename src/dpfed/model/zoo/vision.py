@@ -105,6 +105,8 @@ def _side(config: Any) -> int:
 
 @dataclass(frozen=True)
 class ViTBase(VisionSection):
+    summary: ClassVar[str] = "ViT-Base/16: 12 layers of width 768, for images"
+
     name: str = "vit-base"
 
     shape: ClassVar[dict[str, Any]] = {
@@ -171,6 +173,8 @@ def sized(config: Any, name: str, image_size: int | None, pretrained: bool) -> A
 
 @dataclass(frozen=True)
 class SwinTiny(SwinSection):
+    summary: ClassVar[str] = "Swin-Tiny: stages of 2, 2, 6, 2 layers, for images"
+
     name: str = "swin-tiny"
 
     shape: ClassVar[dict[str, Any]] = {"embed_dim": 96, "depths": (2, 2, 6, 2), "num_heads": (3, 6, 12, 24)}
@@ -178,6 +182,8 @@ class SwinTiny(SwinSection):
 
 @dataclass(frozen=True)
 class SwinBase(SwinSection):
+    summary: ClassVar[str] = "Swin-Base: stages of 2, 2, 18, 2 layers, for images"
+
     name: str = "swin-base"
 
     shape: ClassVar[dict[str, Any]] = {"embed_dim": 128, "depths": (2, 2, 18, 2), "num_heads": (4, 8, 16, 32)}
@@ -186,6 +192,8 @@ class SwinBase(SwinSection):
 @dataclass(frozen=True)
 class AutoImage(VisionSection):
     """Any `AutoModelForImageClassification`, from a folder or the hub."""
+
+    summary: ClassVar[str] = "any image classifier of transformers, from a folder or the hub"
 
     name: str = "auto-image"
     drop_path: Annotated[
