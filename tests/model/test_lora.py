@@ -124,6 +124,106 @@ def test_peft_sees_the_same_modules(tmp_path: Path) -> None:
         torch.testing.assert_close(back(**x).logits, both.model.eval()(**x).logits)
 
 
+# ---- A frozen
+
+
+def test_freeze_a_trains_b_and_the_head_alone() -> None:
+    """FFA-LoRA: A is at the start that it would have had anyway, and it is not in the vector."""
+    section = ModelSection(train="lora", lora=LoraSection(r=2, freeze_a=True))
+    frozen = adapt(vit(), section, "classifier", 5).model
+    both = adapt(vit(), ModelSection(train="lora", lora=LoraSection(r=2)), "classifier", 5).model
+    assert set(trainable(frozen)) == {n for n in trainable(both) if ".lora_A." not in n}
+    a = {n: p for n, p in frozen.named_parameters() if ".lora_A." in n}
+    assert a
+    assert all(torch.equal(p, both.get_parameter(n)) and not p.requires_grad for n, p in a.items())
+    case = Case(frozen)
+    case.check(images(8)(3), labels_of(3), clients=2)
+
+
+def test_freeze_a_makes_the_mean_of_products_the_product_of_means() -> None:
+    """What it is for: with one A for all, averaging B loses nothing."""
+    case = Case(adapt(vit(), ModelSection(lora=LoraSection(r=2, freeze_a=True)), "classifier", 0).model)
+    rows = case.rows(3)
+    name = "vit.layers.0.mlp.fc1.lora_B.default.weight"
+    a = case.plain.get_parameter(name.replace("lora_B", "lora_A"))
+    products = torch.stack([case.space.unflatten(row)[name] @ a for row in rows]).mean(0)
+    torch.testing.assert_close(case.space.unflatten(rows.mean(0))[name] @ a, products)
+
+
+# ---- starting from an adapter
+
+
+def saved(folder: Path, classes: int = 3, **lora: object) -> torch.nn.Module:
+    """Somebody's trained adapter; returns the model it is of."""
+    section = ModelSection(train="lora", lora=LoraSection(**{"r": 3, "alpha": 6.0, **lora}))  # type: ignore[arg-type]
+    both = adapt(vit(num_labels=classes), section, "classifier", 0)
+    generator = torch.Generator().manual_seed(7)
+    for p in trainable(both.model).values():
+        p.data.add_(0.3 * torch.randn(p.shape, generator=generator))
+    both.peft.save_pretrained(folder)
+    return both.model
+
+
+def test_an_adapter_makes_the_round_trip(tmp_path: Path) -> None:
+    """Rank, scale, targets, factors and head are those of the folder, and it trains on."""
+    want = saved(tmp_path, targets=("q_proj", "fc1"))
+    back = adapt(vit(), ModelSection(adapter=str(tmp_path), lora=LoraSection(r=9)), "classifier", 1)
+    mine = trainable(back.model)
+    assert list(mine) == list(trainable(want))
+    for name, p in trainable(want).items():
+        assert torch.equal(mine[name], p)
+    x = images(8)(2)
+    with torch.no_grad():
+        torch.testing.assert_close(back.model.eval()(**x).logits, want.eval()(**x).logits)
+    assert any("r = 3, alpha = 6" in note for note in back.notes)
+    Case(back.model).check(images(8)(3), labels_of(3), clients=2)
+    back.peft.save_pretrained(tmp_path / "again")  # and it can be exported as it came
+    again = adapt(vit(), ModelSection(adapter=str(tmp_path / "again")), "classifier", 2)
+    assert all(torch.equal(p, mine[n]) for n, p in trainable(again.model).items())
+
+
+def test_the_head_of_an_adapter_for_other_classes_is_new(tmp_path: Path) -> None:
+    want = saved(tmp_path, classes=5)
+    model = vit()
+    before = model.classifier.weight.detach().clone()
+    back = adapt(model, ModelSection(adapter=str(tmp_path)), "classifier", 1)
+    assert torch.equal(trainable(back.model)["classifier.modules_to_save.default.weight"], before)
+    name = "vit.layers.1.mlp.fc2.lora_B.default.weight"
+    assert torch.equal(trainable(back.model)[name], want.get_parameter(name))
+    assert any("the head is new" in note for note in back.notes)
+
+
+def test_an_adapter_with_a_frozen(tmp_path: Path) -> None:
+    want = saved(tmp_path)
+    back = adapt(vit(), ModelSection(adapter=str(tmp_path), lora=LoraSection(freeze_a=True)), "classifier", 1).model
+    assert not any(".lora_A." in n for n in trainable(back))
+    name = "vit.layers.0.mlp.fc1.lora_A.default.weight"
+    assert torch.equal(back.get_parameter(name), want.get_parameter(name))
+
+
+def test_an_adapter_that_does_not_fit_is_one_sentence(tmp_path: Path) -> None:
+    saved(tmp_path)
+    section = ModelSection(adapter=str(tmp_path))
+    for model in (vit(hidden_size=16), roberta(), vit(num_hidden_layers=1)):
+        with pytest.raises(DpfedError, match=r"model\.adapter = .* does not fit") as error:
+            adapt(model, section, "classifier", 1)
+        assert "\n" not in str(error.value)
+
+
+def test_folders_that_are_no_adapters_are_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(DpfedError, match=r"has no adapter_config\.json"):
+        adapt(vit(), ModelSection(adapter=str(tmp_path)), "classifier", 1)
+    saved(tmp_path)
+    with pytest.raises(DpfedError, match=r'needs model\.train = "lora"'):
+        adapt(vit(), ModelSection(adapter=str(tmp_path), train="full"), "classifier", 1)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(DpfedError, match="cannot be read"):
+        adapt(vit(), ModelSection(adapter=str(tmp_path)), "classifier", 1)
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with pytest.raises(DpfedError, match=r"has no adapter_model\.safetensors"):
+        adapt(vit(), ModelSection(adapter=str(tmp_path)), "classifier", 1)
+
+
 def test_conv_and_embedding_adapters() -> None:
     """LoRA on a convolution uses the twin of Conv2d; on an embedding its factors are raw parameters."""
 

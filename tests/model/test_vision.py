@@ -168,7 +168,7 @@ def test_swin_drops_paths_as_in_the_paper() -> None:
     with torch.device("meta"):
         model = SwinTiny(weights="random", drop_path=0.3).build(SPEC).model
     assert model.config.drop_path_rate == 0.3
-    with pytest.raises(DpfedError, match="needs model.weights"):
+    with pytest.raises(DpfedError, match=r"needs model.weights"):
         AutoImage().build(SPEC)
 
 
@@ -208,11 +208,13 @@ def test_sizes_that_are_accepted_do_work(keys: dict[str, int], monkeypatch: pyte
 
 def test_a_pretrained_swin_keeps_its_patch_and_window(tmp_path: Path) -> None:
     weights = tiny_swin(tmp_path)  # 2 stages, patch 2, window 2
-    with pytest.raises(DpfedError, match="auto-image at 3 pixels.*less than its window of 2: set model.image_size >= 5$"):
+    with pytest.raises(
+        DpfedError, match=r"auto-image at 3 pixels.*less than its window of 2: set model.image_size >= 5$"
+    ):
         AutoImage(weights=weights, image_size=3).build(SPEC)
     built = AutoImage(weights=weights, image_size=24).build(SPEC)
     assert built.prepare(SPEC.synthetic(1, torch.Generator()))["pixel_values"].shape == (1, 3, 24, 24)
-    with pytest.raises(DpfedError, match="have embed_dim = 8, not 96: use model.name = 'auto-image'"):
+    with pytest.raises(DpfedError, match=r"have embed_dim = 8, not 96: use model.name = 'auto-image'"):
         SwinTiny(weights=weights).build(SPEC)
 
 
@@ -257,12 +259,16 @@ def test_constants_are_those_of_the_weights(tmp_path: Path) -> None:
     spec = InputSpec("image", "pixel_values", (3, 8, 8), 3)
     x = torch.full((1, 3, 8, 8), 255, dtype=torch.uint8)
     plain = AutoImage(weights=weights).build(spec).prepare({"pixel_values": x})["pixel_values"]
-    torch.testing.assert_close(plain[0, :, 0, 0], (1 - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225]))
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0, 0, 0.5], "image_std": [1, 2, 0.5]}))
+    torch.testing.assert_close(
+        plain[0, :, 0, 0], (1 - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
+    )
+    (tmp_path / "preprocessor_config.json").write_text(
+        json.dumps({"image_mean": [0, 0, 0.5], "image_std": [1, 2, 0.5]})
+    )
     own = AutoImage(weights=weights).build(spec).prepare({"pixel_values": x})["pixel_values"]
     torch.testing.assert_close(own[0, :, 0, 0], torch.tensor([1.0, 0.5, 1.0]))
     (tmp_path / "preprocessor_config.json").write_text("{")
-    with pytest.raises(DpfedError, match="preprocessor_config.json cannot be read"):
+    with pytest.raises(DpfedError, match=r"preprocessor_config.json cannot be read"):
         AutoImage(weights=weights).build(spec)
 
 

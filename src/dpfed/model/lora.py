@@ -66,7 +66,7 @@ def _new(model: nn.Module, lora: LoraSection, heads: tuple[str, ...], seed: int)
         torch.manual_seed(seed)
         try:
             wrapped = _wrap(model, config)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             names = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if _adaptable(m)})
             raise DpfedError(
                 f"model.lora.targets = {lora.targets} fits nothing in {type(model).__name__} ({str(error)[:80]}); "
@@ -114,15 +114,13 @@ def _from_folder(model: nn.Module, folder: str, heads: tuple[str, ...]) -> Adapt
     config.inference_mode, config.task_type = False, None
     config.exclude_modules = config.exclude_modules or _excluded(heads)
     config.modules_to_save = sorted({*heads, *(config.modules_to_save or ())}) or None
-    r, notes = config.r, []
-    head = {k: v for k, v in state.items() if k.removeprefix(PREFIX).startswith(tuple(f"{h}." for h in heads))}
-    if head and not all(_fits(model, k.removeprefix(PREFIX), v) for k, v in head.items()):
-        state = {k: v for k, v in state.items() if k not in head}
-        notes.append("the adapter's head is for other classes: the head starts at zero")
+    state, notes = _with_head(model, state, heads)
     try:
         wrapped = _wrap(model, config)
+        if next(model.parameters()).is_meta:  # only shapes are wanted
+            return Adapted(wrapped.get_base_model(), wrapped, tuple(notes))
         outcome = set_peft_model_state_dict(wrapped, state)
-    except (ValueError, RuntimeError, KeyError) as error:
+    except (ValueError, TypeError, RuntimeError, KeyError) as error:
         reason = (str(error).strip().splitlines() or ["?"])[-1].strip()[:120]
         raise DpfedError(f"model.adapter = {folder!r} does not fit {type(model).__name__}: {reason}") from None
     lacking = [k for k in outcome.missing_keys if ".lora_" in k]
@@ -130,7 +128,7 @@ def _from_folder(model: nn.Module, folder: str, heads: tuple[str, ...]) -> Adapt
         example = [*outcome.unexpected_keys, *lacking][0]
         raise DpfedError(f"model.adapter = {folder!r} does not fit {type(model).__name__}: see {example}")
     notes.append(
-        f"starting from the adapter in {folder}: r = {r}, alpha = {config.lora_alpha:g} and targets are its own; "
+        f"starting from the adapter in {folder}: r = {config.r}, alpha = {config.lora_alpha:g} and targets are its own; "
         "[model.lora] is not used for them"
     )
     return Adapted(wrapped.get_base_model(), wrapped, tuple(notes))
@@ -152,8 +150,17 @@ def _read_adapter(folder: Path) -> tuple[Any, dict[str, Tensor]]:
         ) from None
 
 
-def _fits(model: nn.Module, name: str, value: Tensor) -> bool:
-    try:
-        return model.get_parameter(name).shape == value.shape
-    except AttributeError:
-        return False
+def _with_head(
+    model: nn.Module, state: dict[str, Tensor], heads: tuple[str, ...]
+) -> tuple[dict[str, Tensor], list[str]]:
+    """The adapter's tensors with a head for this model: the adapter's own where it fits, else the model's new one."""
+    mine = {
+        f"{PREFIX}{head}.{name}": p.detach()
+        for head in heads
+        for name, p in model.get_submodule(head).named_parameters()
+    }
+    theirs = {k: v for k, v in state.items() if k.removeprefix(PREFIX).startswith(tuple(f"{h}." for h in heads))}
+    if {k: v.shape for k, v in theirs.items()} == {k: v.shape for k, v in mine.items()}:
+        return state, []
+    note = "the adapter has no head for these classes: the head is new"
+    return {**{k: v for k, v in state.items() if k not in theirs}, **mine}, [note]

@@ -33,6 +33,6 @@ class GlyphViT(ModelSection):
                 f"glyph-vit reads grey images of 8x8 pixels, this data has {spec.kind} of shape {spec.shape}"
             )
         weights = self.weights or str(WEIGHTS)
-        model, heads = model_of(AutoModelForImageClassification, config_of(weights), weights, spec.classes)
+        model, heads, notes = model_of(AutoModelForImageClassification, config_of(weights), weights, spec.classes)
         mean, std = public_constants(weights) or ((0.5,), (0.5,))
-        return Built(model, heads, normalise(spec.name, spec.white, mean, std))
+        return Built(model, heads, normalise(spec.name, spec.white, mean, std), notes=notes)

@@ -94,8 +94,10 @@ def on_meta() -> bool:
     return torch.get_default_device().type == "meta"
 
 
-def model_of(auto: Any, config: Any, weights: str | None, classes: int | None) -> tuple[nn.Module, tuple[str, ...]]:
-    """(the model in float32, its heads). Without weights: random. The head is always new, and starts at zero."""
+def model_of(
+    auto: Any, config: Any, weights: str | None, classes: int | None
+) -> tuple[nn.Module, tuple[str, ...], tuple[str, ...]]:
+    """(the model in float32, its heads, notes). Without weights: random. The head is always new, and starts at zero."""
     if classes is not None:
         config.num_labels = classes
     if weights is None or on_meta():
@@ -106,7 +108,7 @@ def model_of(auto: Any, config: Any, weights: str | None, classes: int | None) -
     if classes is None:
         heads: tuple[str, ...] = ()
     else:
-        heads = (head_of(model),)
+        heads = heads_of(model)
         zero_head(model.get_submodule(heads[0]), heads[0])
     fresh = {name.rpartition(".")[0] for name in lacking if not _inside(name, heads)}
     wrong = sorted(name for name in misfit if not _inside(name, heads))
@@ -116,7 +118,8 @@ def model_of(auto: Any, config: Any, weights: str | None, classes: int | None) -
             f"the weights in {weights!r} do not fit {type(model).__name__}: {len(wrong) or len(lacking)} tensors are "
             f"missing or of another shape, such as {example}"
         )
-    return model.eval(), (*heads, *sorted(fresh))
+    notes = (f"the weights lack {', '.join(sorted(fresh))}: trained like the head",) if fresh else ()
+    return model.eval(), (*heads, *sorted(fresh)), notes
 
 
 def _inside(name: str, modules: tuple[str, ...]) -> bool:
@@ -148,11 +151,12 @@ def _load(auto: Any, config: Any, weights: str) -> tuple[nn.Module, set[str], se
     return model, set(info["missing_keys"]), misfit
 
 
-def head_of(model: nn.Module) -> str:
+def heads_of(model: nn.Module) -> tuple[str, ...]:
+    """The head first; then what peft takes for it too, as it goes by the end of a name (DistilBERT's pre_classifier)."""
     children = dict(model.named_children())
     for name in HEADS:
         if name in children:
-            return name
+            return (name, *(other for other in children if other != name and other.endswith(name)))
     raise DpfedError(
         f"{type(model).__name__} has no head called {', '.join(HEADS)}; its parts are {', '.join(children)}: "
         "it cannot be trained as a classifier here"
@@ -202,6 +206,8 @@ def tokenizer_of(name: str, key: str) -> Any:
             f"{key} = {name!r} has no tokenizer that can be loaded ({first_line(error)}): set model.tokenizer to a folder "
             "with tokenizer.json"
         ) from None
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # made up by the library where the files are missing
+        raise DpfedError(f"{key} = {name!r} has no tokenizer: set model.tokenizer to a folder with tokenizer.json")
     if not tokenizer.is_fast:
         raise DpfedError(f"{key} = {name!r} has only a slow tokenizer: convert it to one with tokenizer.json")
     if tokenizer.pad_token is None:

@@ -104,7 +104,7 @@ class TextSection(ModelSection):
             end = getattr(config, "eos_token_id", None)  # which token is the last of a record is found by the padding
             config.pad_token_id = end[0] if isinstance(end, list) else end
         config.use_cache = False
-        model, heads = model_of(auto, config, self.chosen(), None if causal else spec.classes)
+        model, heads, notes = model_of(auto, config, self.chosen(), None if causal else spec.classes)
         length, vocabulary = spec.shape[0], int(config.vocab_size)
         offset = position_offset(model)
         most = (getattr(config, "max_position_embeddings", None) or length + offset + 1) - offset - 1
@@ -117,7 +117,7 @@ class TextSection(ModelSection):
             task=NEXT_TOKEN if causal else CLASSIFY,
             spec=replace(spec, vocabulary=vocabulary),
             rows=max(1, min(1024, 2**26 // (length * vocabulary))) if causal else 256,
-            notes=(f"the weights lack {', '.join(heads[1:])}: trained like the head",) if heads[1:] else (),
+            notes=notes,
         )
 
 

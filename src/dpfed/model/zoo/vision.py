@@ -82,20 +82,16 @@ class VisionSection(ModelSection):
         channels = int(getattr(config, "num_channels", 3))
         expect_images(self.name, spec, channels)
         weights = self.chosen()
-        model, heads = model_of(AutoModelForImageClassification, config, weights, spec.classes)
+        model, heads, notes = model_of(AutoModelForImageClassification, config, weights, spec.classes)
         mean, std = public_constants(weights) or IMAGENET
         if len(mean) != channels:
             mean, std = (0.5,) * channels, (0.25,) * channels
         size = self.image_size or _side(config)
-        return Built(model, heads, images(spec, size, channels, mean, std), rows=_rows(size), notes=_fresh(heads))
+        return Built(model, heads, images(spec, size, channels, mean, std), rows=_rows(size), notes=notes)
 
 
 def _rows(size: int) -> int:
     return max(16, 1024 * 32 * 32 // (size * size))
-
-
-def _fresh(heads: tuple[str, ...]) -> tuple[str, ...]:
-    return (f"the weights lack {', '.join(heads[1:])}: trained like the head",) if heads[1:] else ()
 
 
 def _side(config: Any) -> int:
