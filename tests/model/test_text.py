@@ -355,6 +355,15 @@ def test_encoded_records_train(tmp_path: Path) -> None:
     ZooCase(model, text_spec(6)).check(inputs, torch.tensor([0, 1, 2]), alone_text)
 
 
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    config = BertConfig(**{**SMALL, "vocab_size": 6})
+    folder = save(BertForSequenceClassification(config), tmp_path / "model")
+    model = AutoText(weights=folder, tokenizer=tokenizer(tmp_path / "tokenizer"), max_length=6)
+    assert len(model.encode({"text": strings("a bad")})["input_ids"]) == 1
+    with pytest.raises(DpfedError, match="gives token 7, auto-text knows 6"):
+        model.encode({"text": strings("a good")})
+
+
 def test_synthetic_text_has_different_lengths() -> None:
     spec = InputSpec("text", "input_ids", (10,), 2, vocabulary=7)
     out = spec.synthetic(3, torch.Generator().manual_seed(0))

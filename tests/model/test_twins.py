@@ -91,6 +91,17 @@ def test_embedding(n: int, s: int, k: int, seed: int, padding_idx: int | None, r
     folded(nn.Embedding(5, 3, padding_idx=padding_idx), rest, n, s, k, seed, ids=5)
 
 
+@pytest.mark.parametrize("bad", [3, -1])
+def test_embedding_refuses_ids_beyond_its_table(bad: int) -> None:
+    """In the table of all copies such an id would be a row of another record's copy."""
+    leaf = nn.Embedding(3, 2)
+    twins.install_twin(leaf, twins.TwinEmbedding)
+    copies = {"weight": leaf.weight.expand(2, 3, 2)}
+    torch.func.functional_call(leaf, copies, (torch.tensor([[2], [1]]),))
+    with pytest.raises(IndexError):
+        torch.func.functional_call(leaf, copies, (torch.tensor([[1 if bad < 0 else bad], [bad if bad < 0 else 1]]),))
+
+
 def test_embedding_padding_row_has_no_gradient() -> None:
     case = Case(Around(spread(nn.Embedding(5, 3, padding_idx=2)), 4 * 3))
     ids = torch.tensor([[[2, 2, 1, 0]], [[2, 3, 2, 2]]])

@@ -85,7 +85,9 @@ class TwinEmbedding(nn.Embedding):
         per = per_sample(ids, samples, self).flatten(1)
         table = self.weight.reshape(samples * rows, width)
         offset = torch.arange(samples, device=ids.device).unsqueeze(1) * rows
-        y = F.embedding(per + offset, table)
+        # an id beyond the table would read the next record's copy: sent beyond all copies it is an error, as it should be
+        known = (per >= 0) & (per < rows)
+        y = F.embedding(torch.where(known, per + offset, samples * rows), table)
         if self.padding_idx is not None:  # as nn.Embedding: the padding row gets no gradient
             y = torch.where((per == self.padding_idx).unsqueeze(-1), y.detach(), y)
         return y.view(*shape, width)

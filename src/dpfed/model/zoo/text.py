@@ -65,7 +65,21 @@ class TextSection(ModelSection):
             )
             for name, chunks in parts.items():
                 chunks.append(np.asarray(out[name]).astype(chunks[0].dtype))
-        return {name: np.concatenate(chunks) for name, chunks in parts.items()}
+        coded = {name: np.concatenate(chunks) for name, chunks in parts.items()}
+        self._refuse_unknown(coded["input_ids"])
+        return coded
+
+    def _refuse_unknown(self, ids: np.ndarray) -> None:
+        """A tokenizer of another model: its ids may lie beyond this one's table."""
+        weights = self.chosen()
+        if weights is None or not len(ids):
+            return
+        known = int(config_of(weights).vocab_size)
+        if int(ids.max()) >= known:
+            raise DpfedError(
+                f"the tokenizer gives token {int(ids.max())}, {self.name} knows {known}: model.tokenizer and model.weights "
+                "do not belong together"
+            )
 
     @property
     def encoding(self) -> str:
