@@ -193,6 +193,14 @@ def test_the_head_of_an_adapter_for_other_classes_is_new(tmp_path: Path) -> None
     assert any("the head is new" in note for note in back.notes)
 
 
+def test_an_adapter_can_be_described_without_its_numbers(tmp_path: Path) -> None:
+    want = saved(tmp_path, targets=("q_proj",))
+    with torch.device("meta"):
+        back = adapt(vit().to("meta"), ModelSection(adapter=str(tmp_path)), "classifier", 1)
+    assert {n: p.shape for n, p in trainable(back.model).items()} == {n: p.shape for n, p in trainable(want).items()}
+    assert any("r = 3, alpha = 6" in note for note in back.notes)
+
+
 def test_an_adapter_with_a_frozen(tmp_path: Path) -> None:
     want = saved(tmp_path)
     back = adapt(vit(), ModelSection(adapter=str(tmp_path), lora=LoraSection(freeze_a=True)), "classifier", 1).model

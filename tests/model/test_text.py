@@ -382,6 +382,7 @@ def test_synthetic_text_has_different_lengths() -> None:
         (AutoText(), "needs model.weights"),
         (AutoText(weights="random"), "takes its shape from model.weights"),
         (AutoCausal(weights="random"), "takes its shape from model.weights"),
+        (MiniLM(weights="random"), "comes with its weights"),
         (RobertaBase(weights="random", max_length=600), "more than the 512 positions"),
     ],
 )

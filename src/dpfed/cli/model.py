@@ -68,9 +68,9 @@ def input_spec(
         loader: Any = config.data
         try:
             return spec_of(loader.load(), section), []
-        except DpfedError:
+        except DpfedError as error:
             return usual, [
-                f"the data {config.data.name!r} is not here: shapes are those usual for {section.name}, "
+                f"the data {config.data.name!r} is not here ({error}); shapes are those usual for {section.name}, "
                 f"with {usual.classes} classes (--classes)"
             ]
     if usual.kind == "image":

@@ -115,6 +115,10 @@ def _from_folder(model: nn.Module, folder: str, heads: tuple[str, ...]) -> Adapt
     config.exclude_modules = config.exclude_modules or _excluded(heads)
     config.modules_to_save = sorted({*heads, *(config.modules_to_save or ())}) or None
     state, notes = _with_head(model, state, heads)
+    notes.append(
+        f"starting from the adapter in {folder}: r = {config.r}, alpha = {config.lora_alpha:g} and targets are its own; "
+        "[model.lora] is not used for them"
+    )
     try:
         wrapped = _wrap(model, config)
         if next(model.parameters()).is_meta:  # only shapes are wanted
@@ -127,10 +131,6 @@ def _from_folder(model: nn.Module, folder: str, heads: tuple[str, ...]) -> Adapt
     if outcome.unexpected_keys or lacking:
         example = [*outcome.unexpected_keys, *lacking][0]
         raise DpfedError(f"model.adapter = {folder!r} does not fit {type(model).__name__}: see {example}")
-    notes.append(
-        f"starting from the adapter in {folder}: r = {config.r}, alpha = {config.lora_alpha:g} and targets are its own; "
-        "[model.lora] is not used for them"
-    )
     return Adapted(wrapped.get_base_model(), wrapped, tuple(notes))
 
 

@@ -216,14 +216,13 @@ class MiniLM(TextSection):
 
     name: str = "minilm"
 
-    def chosen(self) -> str | None:
-        return self.weights if self.weights is not None else str(package_folder())
+    def chosen(self) -> str:
+        if self.weights == "random":
+            raise DpfedError('model.name = "minilm" comes with its weights: leave model.weights unset or give a folder')
+        return self.weights or str(package_folder())
 
     def build(self, spec: InputSpec) -> Built:
-        weights = self.chosen()
-        if weights is None or weights == "random":
-            raise DpfedError('model.name = "minilm" comes with its weights: leave model.weights unset or give a folder')
-        return self.finish(config_of(weights), spec)
+        return self.finish(config_of(self.chosen()), spec)
 
 
 def package_folder() -> Path:
