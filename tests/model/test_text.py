@@ -126,6 +126,7 @@ def test_token_types_of_pairs_reach_bert(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("build", "pad"), [(bert, 0), (roberta, 1)])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_prepared_inputs_are_right_under_vmap(build: Any, pad: int, attention: str) -> None:
     """A record mapped by vmap over the whole model gives what it gives alone and unpadded."""
     torch.manual_seed(0)
