@@ -29,7 +29,8 @@ SWITCHES: list[dict[str, Any]] = [
     {"align": "off"}, {"align": "convex"}, {"v_exponent": "local"}, {"v_exponent": "round"}, {"m_exponent": "total"},
     {"v_send": "hat"}, {"wd_sign": "literal"}, {"dg_lr": "base"}, {"agg_center": "plain"},
 ]  # fmt: skip
-ELSEWHERE = {"granularity", "lora_merge_ab", "agg_weights"}  # the model's blocks and the backend's mean read these
+# The model's blocks and the backend's mean read the first three; `scale` has test_dp_fedadamw_noise.py.
+ELSEWHERE = {"granularity", "lora_merge_ab", "agg_weights", "scale"}
 
 
 def small_noisy_run(options: dict[str, Any], phi: Tensor) -> Tensor:

@@ -19,8 +19,9 @@ from dpfed.data.partition import Shards, shards_of
 from dpfed.model.per_sample import PerSample, call, trainable
 from dpfed.model.space import space_of
 from dpfed.privacy import oracle as oracle_module
+from dpfed.privacy.clipping import Clipping, clip_and_sum
 from dpfed.privacy.noise import OsNoise, Streams
-from dpfed.privacy.oracle import FleetOracle, Records, Slots, clip_and_sum
+from dpfed.privacy.oracle import FleetOracle, Records, Slots
 from dpfed.privacy.plan import Plan
 
 torch.set_num_threads(1)
@@ -123,7 +124,7 @@ def summed(gradients: Any, records: Records, theta: Tensor, rows: list[int], cli
     """Σ of clipped gradients over a hand-made batch of one client, `[P]`."""
     shards = one_each([len(records.labels)])
     oracle = make(gradients, records, shards, plan_of([len(records.labels)], 1, clip=clip))
-    return oracle._clipped_sum(theta.unsqueeze(0), slots_of(rows, **slots), None)[0]
+    return oracle._clipped_sum(theta.unsqueeze(0), slots_of(rows, **slots), None)[0][0]
 
 
 def loop_gradients(model: PerSample, theta: Tensor, records: Records) -> Tensor:
@@ -145,9 +146,12 @@ def reference_sum(grads: Tensor, clip: float) -> Tensor:
     return (g * torch.where(norms > clip, clip / norms, torch.ones_like(norms))).sum(0)
 
 
-def per_tensor_clip(grads: list[Tensor], unit: Tensor, owner: Tensor, clients: int, clip: float) -> Tensor:
+def per_tensor_clip(
+    grads: list[Tensor], unit: Tensor, owner: Tensor, clients: int, clip: float, rule: Clipping
+) -> tuple[Tensor, Tensor]:
     """The mutant of SPEC 0.1: every tensor clipped by itself."""
-    return torch.cat([clip_and_sum([g], unit, owner, clients, clip) for g in grads], dim=1)
+    each = [clip_and_sum([g], unit, owner, clients, clip, rule) for g in grads]
+    return torch.cat([total for total, _ in each], dim=1), each[0][1]
 
 
 def gradients_of_size(count: int, width: int = 7, size: float = 1.0, seed: int = 0) -> Tensor:
@@ -252,7 +256,7 @@ def test_several_clients_keep_their_own_sums() -> None:
     plan = plan_of([20, 1, 1], 1)
     oracle = make(Stub(), stub_records(grads), one_each([20, 1, 1]), plan)
     client = [0] * 6 + [1] * 9 + [2] * 5
-    found = oracle._clipped_sum(torch.zeros(3, 7), slots_of(list(range(20)), client), None)
+    found = oracle._clipped_sum(torch.zeros(3, 7), slots_of(list(range(20)), client), None)[0]
     for s in range(3):
         own = grads[[j for j in range(20) if client[j] == s]]
         torch.testing.assert_close(found[s].double(), reference_sum(own, C), rtol=1e-5, atol=1e-7)

@@ -28,6 +28,7 @@ class Local:
     theta: Tensor
     m: Tensor
     v: Tensor
+    v_hat: Tensor
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class DPLocalAdamW(Averaging):
 
     def start(self, ctx: Context, server: Point, memory: Memory) -> Local:
         theta = spread(server.theta, ctx.S)
-        return Local(theta, torch.zeros_like(theta), torch.zeros_like(theta))
+        zero = torch.zeros_like(theta)
+        return Local(theta, zero, zero, zero)
 
     def step(self, ctx: Context, local: Local, oracle: Oracle, k: Tensor) -> Local:
         g, _ = oracle(local.theta)
@@ -53,4 +55,4 @@ class DPLocalAdamW(Averaging):
         m_hat = m / bias_correction(self.beta1, k)
         v_hat = v / bias_correction(self.beta2, k)
         step = m_hat / (v_hat.sqrt() + self.eps)
-        return Local(local.theta - ctx.lr * (step + self.weight_decay * local.theta), m, v)
+        return Local(local.theta - ctx.lr * (step + self.weight_decay * local.theta), m, v, v_hat)

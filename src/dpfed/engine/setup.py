@@ -62,6 +62,7 @@ def prepare(config: Config, source: Source | None = None) -> Job:
         private=plan.private,
         allow_nan=config.run.allow_nan,
         calibrated=config.privacy.target_epsilon is not None,
+        varying_phi=plan.clipping.counts,
     )
     notes = algorithm.check(facts)
     model, adapted, theta = build_model(config, spec_of(source), streams, device, notes)

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -63,7 +64,7 @@ def coarser(plan: Plan) -> tuple[list[Mechanism], np.ndarray]:
     rate = np.minimum(1.0, np.exp(np.ceil(np.log(plan.rates) / step) * step))
     noise = np.exp(np.floor(np.log(plan.multipliers) / step) * step)
     pairs, which = np.unique(np.stack([rate, noise]), axis=1, return_inverse=True)
-    made = [Mechanism(plan.sampling, float(q), float(s), plan.batches, plan.releases) for q, s in pairs.T]
+    made = [replace(plan.mechanism(0), rate=float(q), noise_multiplier=float(s)) for q, s in pairs.T]
     return made, np.asarray(which).reshape(-1)
 
 
@@ -76,31 +77,63 @@ def _rounds_within(kind: Mechanism, schedule: Schedule, delta: float, budget: fl
     return low
 
 
-def open_ledger(job: Job, budget: Budget, path: Path, name: str) -> Ledger:
-    """The run's ledger. Its description holds the whole statement, so that it can be read without anything else."""
+def statement_of(job: Job, budget: Budget) -> dict[str, Any]:
+    """What stands in a run's ledger for good: the whole statement, so that it can be read without anything else."""
     first = budget.planned.kinds[0]
-    return Ledger.create(
-        path,
-        run=name,
-        delta=job.config.privacy.delta,
-        unit=job.plan.unit,
-        clients=job.schedule.clients,
-        cohort=job.schedule.cohort,
-        local_steps=job.schedule.local_steps,
-        sampling=first.sampling,
-        batches=first.batches,
-        releases=first.releases,
-        kinds=[[kind.rate, kind.noise_multiplier] for kind in budget.planned.kinds],
-        eligible=budget.eligible,
-    )
+    return {
+        "delta": job.config.privacy.delta,
+        "unit": job.plan.unit,
+        "clients": job.schedule.clients,
+        "cohort": job.schedule.cohort,
+        "local_steps": job.schedule.local_steps,
+        "sampling": first.sampling,
+        "batches": first.batches,
+        "releases": first.releases,
+        "clip_mode": job.plan.clipping.mode,
+        "kinds": [[kind.rate, kind.noise_multiplier] for kind in budget.planned.kinds],
+        "eligible": [list(pair) for pair in budget.eligible],
+    }
+
+
+def open_ledger(job: Job, budget: Budget, path: Path, name: str) -> Ledger:
+    """The run's new ledger."""
+    return Ledger.create(path, run=name, **statement_of(job, budget))
+
+
+def reopen_ledger(job: Job, budget: Budget, path: Path, name: str) -> Ledger:
+    """The ledger of a run that goes on: verified, and refused if it was written under another statement."""
+    ledger = Ledger.open(path, run=name)
+    ledger.verify()
+    for key, value in statement_of(job, budget).items():
+        if ledger.meta.get(key) != value:
+            ledger.close()
+            raise DpfedError(f"the ledger {path} was written for another {key}: this is not the run it belongs to")
+    return ledger
+
+
+def spent_before(ledger: Ledger, clients: int) -> tuple[np.ndarray, bool]:
+    """Releases that each client was charged for, every attempt counted, and whether any round was attempted twice."""
+    taken, repeated = np.zeros(clients, dtype=np.int64), False
+    for row in ledger.rows():
+        taken[int(row.charge.client)] += 1
+        repeated = repeated or row.attempt > 1
+    return taken, repeated
 
 
 class Spending:
     """The run's accounts while it runs. Without privacy nothing is charged and there are no figures."""
 
-    def __init__(self, job: Job, budget: Budget | None, ledger: Ledger | None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        budget: Budget | None,
+        ledger: Ledger | None,
+        taken: np.ndarray | None = None,
+        repeated: bool = False,
+    ) -> None:
         self._job, self._budget, self._ledger = job, budget, ledger
-        self.taken = np.zeros(job.plan.clients, dtype=np.int64)
+        self._repeated = repeated  # a round was released twice: who took part is no longer by the plan's chances
+        self.taken = np.zeros(job.plan.clients, dtype=np.int64) if taken is None else taken.copy()
 
     def eligible(self) -> np.ndarray:
         """Clients whose next round stays within their budget."""
@@ -143,9 +176,10 @@ class Spending:
         """server_worst and third_party of the plan, server_max of what was spent; None without privacy."""
         if self._budget is None:
             return {"server_worst": None, "server_max": None, "third_party": None}
-        planned = self._budget.planned
+        planned, most = self._budget.planned, self.server_max()
+        worst = max(planned.server_worst, most or 0.0)
         return {
-            "server_worst": planned.server_worst,
-            "server_max": self.server_max(),
-            "third_party": planned.third_party,
+            "server_worst": worst,
+            "server_max": most,
+            "third_party": worst if self._repeated else planned.third_party,
         }
