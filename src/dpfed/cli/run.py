@@ -69,7 +69,8 @@ def opening(job: Job) -> list[str]:
     if plan.private:
         lines.append(f"privacy: {guarantee(job)}; clip norm {plan.clip:g}")
     else:
-        lines.append("NO PRIVACY: noise is off, nothing that leaves a client is protected")
+        why = "noise is off" if job.plan.accounted else 'privacy.accounting = "none"'
+        lines.append(f"NO PRIVACY: {why}, nothing that leaves a client is protected")
     return lines + [f"note: {note}" for note in job.notes]
 
 
