@@ -31,6 +31,9 @@ class DataSection:
     clients: Annotated[int, Ge(1), "number of clients N"] = 10
     partition: Annotated[Partition, "how records are dealt to clients"] = "dirichlet_equal"
     alpha: Annotated[float, Gt(0), "Dirichlet parameter; smaller is more skewed"] = 0.5
+    augment: Annotated[Literal["none", "flip", "crop_flip"], "random view of an image at each inclusion in a batch"] = (
+        "none"
+    )
     client_column: Annotated[str | None, "column that names each record's client, for partition = natural"] = None
     unit_column: Annotated[
         str | None, "column that names the protected unit (a patient, a user); default: a record"

@@ -704,14 +704,42 @@ def test_dropout_that_is_not_keyed_would_be_noticed(monkeypatch: pytest.MonkeyPa
     assert float((alone[0] - g[1]).norm() / g[1].norm()) > 1e-2
 
 
-def test_dropout_keys_differ_by_record_step_round_and_client() -> None:
-    model, _ = net(0.5)
+def test_keys_differ_by_record_step_round_client_and_purpose() -> None:
+    model, theta = net(0.5)
     shards, plan = one_each([50, 50]), plan_of([50, 50], 50)
-    keys = []
+    keys: list[np.ndarray] = []
+
+    def note(given: Tensor | None) -> None:
+        assert given is not None
+        keys.append(given.numpy())
+
+    def view(inputs: Mapping[str, Tensor], given: Tensor) -> dict[str, Tensor]:
+        note(given)
+        return dict(inputs)
+
+    plain = model.grads
+
+    def grads(theta: Tensor, client: Tensor, inputs: Any, labels: Tensor, given: Tensor | None = None) -> list[Tensor]:
+        note(given)
+        return plain(theta, client, inputs, labels, given)
+
+    model.grads = grads  # type: ignore[method-assign]
     for t in (1, 2):
-        oracle = make(model, net_records(100), shards, plan, round=t, steps=2)
-        for k in range(2):
-            oracle._drawn = k
-            keys.append(oracle._draw().key)
+        oracle = FleetOracle(model, net_records(100), shards, plan, Streams(0), t, [0, 1], 2, view=view)
+        for _ in range(2):
+            oracle(theta.repeat(2, 1))
     everything = np.concatenate(keys)
-    assert len(np.unique(everything)) == len(everything) == 400
+    assert len(np.unique(everything)) == len(everything) == 800
+
+
+def test_a_view_is_what_the_gradient_is_taken_of() -> None:
+    model, theta = net()
+    plan, shards = plan_of([12], 12, sigma=0, clip=math.inf), one_each([12])
+    records = net_records(12)
+    doubled = Records({"x": 2 * records.inputs["x"]}, records.labels)
+
+    def view(inputs: Mapping[str, Tensor], keys: Tensor) -> dict[str, Tensor]:
+        return {name: 2 * x for name, x in inputs.items()}
+
+    seen, _ = FleetOracle(model, records, shards, plan, Streams(0), 1, [0], 1, view=view)(theta.unsqueeze(0))
+    torch.testing.assert_close(seen[0], loop_gradients(model, theta, doubled).mean(0), rtol=1e-5, atol=1e-7)

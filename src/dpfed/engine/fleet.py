@@ -92,6 +92,7 @@ class Fleet:
             clients,
             steps=ctx.K,
             max_slots=job.config.run.max_slots,
+            view=job.view,
         )
         local = job.algorithm.start(ctx, server, self.memory.gather(clients, job.device))
         for k in range(1, ctx.K + 1):

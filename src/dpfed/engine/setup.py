@@ -13,6 +13,7 @@ from dpfed.config import Config
 from dpfed.data.partition import Shards, partition
 from dpfed.data.tables import Source, Table
 from dpfed.errors import DpfedError
+from dpfed.model.augment import view_of
 from dpfed.model.blocks import architecture_of, block_index
 from dpfed.model.liveness import RECORDS, check_alive
 from dpfed.model.lora import Adapted, adapt
@@ -20,7 +21,7 @@ from dpfed.model.per_sample import Batch, PerSample, call, trainable
 from dpfed.model.space import Space
 from dpfed.model.task import InputSpec, per_record_loss
 from dpfed.privacy.noise import Streams
-from dpfed.privacy.oracle import Records
+from dpfed.privacy.oracle import Records, View
 from dpfed.privacy.plan import Plan, Schedule, make_plan
 
 SMALL = 1_000_000  # models with fewer parameters are computed by one CPU thread unless told otherwise
@@ -44,6 +45,7 @@ class Job:
     streams: Streams
     device: torch.device
     adapted: Adapted
+    view: View | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -81,8 +83,19 @@ def prepare(config: Config, source: Source | None = None) -> Job:
         streams=streams,
         device=device,
         adapted=adapted,
+        view=view_for(config, source),
         notes=notes + unused_note(source, shards) + data_notes(config, source) + delta_note(config, plan),
     )
+
+
+def view_for(config: Config, source: Source) -> View | None:
+    """The random view that a record is given each time it is in a batch."""
+    view = view_of(config.data.augment)
+    if view is None:
+        return None
+    if source.kind != "image":
+        raise DpfedError(f'data.augment = "{config.data.augment}" is for images, this data has {source.kind}')
+    return lambda inputs, keys: {name: view(x, keys) for name, x in inputs.items()}
 
 
 def plan_for(config: Config, shards: Shards) -> tuple[Plan, Schedule]:

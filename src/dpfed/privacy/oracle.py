@@ -8,7 +8,7 @@ oracle refuses any release beyond it. Only noised values leave it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,6 +41,10 @@ class Gradients(Protocol):
     def grads(
         self, theta: Tensor, client: Tensor, inputs: Mapping[str, Tensor], labels: Tensor, keys: Tensor | None = None
     ) -> list[Tensor]: ...
+
+
+View = Callable[[Mapping[str, Tensor], Tensor], dict[str, Tensor]]
+"""(inputs, keys) -> inputs: a random view of each record, by its key."""
 
 
 class Holdings(Protocol):
@@ -107,13 +111,16 @@ class FleetOracle:
         clients: Sequence[int],
         steps: int,
         max_slots: int = 512,
+        view: View | None = None,
     ) -> None:
         self._gradients, self._records, self._holdings, self._plan = gradients, records, holdings, plan
         self._clients = list(clients)
         self._device = records.labels.device
         self._batches = [batches(plan, i, streams.generator("batch", round, i)) for i in self._clients]
         self._noise = [streams.noise(round, i, self._device) for i in self._clients]
+        self._view = view
         self._dropout = [streams.number("dropout", round, i) for i in self._clients] if gradients.has_dropout else None
+        self._augment = [streams.number("augment", round, i) for i in self._clients] if view is not None else None
         self._max_slots = max_slots
         self._std = self._column([plan.noise_std(i) for i in self._clients])
         self._count_std = self._column([plan.count_std(i) for i in self._clients])
@@ -178,24 +185,29 @@ class FleetOracle:
             rows.append(row)
             counts.append(count)
             owners.append(np.full(len(positions), s, dtype=np.int64))
-            keys.append(self._keys(s, positions, count))
+            keys.append(self._keys(positions, count))
         owner, count = np.concatenate(owners), np.concatenate(counts)
         if len(count) and count.min() < 1:
             raise ValueError("a protected unit without records has no gradient")
         unit = np.repeat(np.arange(len(owner)), count)
         return Slots(np.concatenate(rows), owner[unit], unit, owner, np.concatenate(keys))
 
-    def _keys(self, s: int, positions: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """A key for each record's dropout that depends on its place at its client, not on the fleet around it."""
-        if self._dropout is None:
+    def _keys(self, positions: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """A key for each record that depends on its place at its client and on the step, not on the fleet around it."""
+        if self._dropout is None and self._augment is None:
             return np.zeros(int(counts.sum()), dtype=np.int64)
         unit = np.repeat(positions, counts)
         within = np.arange(len(unit)) - np.repeat(np.cumsum(counts) - counts, counts)
         with np.errstate(over="ignore"):
             mixed = (unit.astype(np.uint64) << np.uint64(20)) + within.astype(np.uint64)
             mixed = mixed * np.uint64(0x9E3779B97F4A7C15) + np.uint64(self._drawn) * np.uint64(0xD1B54A32D192ED03)
-            keyed: np.ndarray = (mixed ^ np.uint64(self._dropout[s] & (2**64 - 1))).astype(np.int64)
-        return keyed
+        return np.asarray(mixed.astype(np.int64))
+
+    def _keyed(self, seeds: Sequence[int] | None, part: Slots) -> Tensor | None:
+        """The records' keys for one purpose, which has a seed for each client."""
+        if seeds is None:
+            return None
+        return torch.from_numpy(part.key ^ np.array(seeds, dtype=np.int64)[part.client]).to(self._device)
 
     def _clipped_sum(self, theta: Tensor, slots: Slots, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         """Σ of clipped per-unit gradients for each client `[S, P]`, and the count at or below C `[S, 1]`.
@@ -208,8 +220,10 @@ class FleetOracle:
         for part in slots.chunks(self._max_slots):
             client = torch.from_numpy(part.client).to(self._device)
             inputs, labels = self._records.take(torch.from_numpy(part.row).to(self._device))
-            keys = torch.from_numpy(part.key).to(self._device) if self._dropout is not None else None
-            grads = self._gradients.grads(theta, client, inputs, labels, keys)
+            views = self._keyed(self._augment, part)
+            if self._view is not None and views is not None:
+                inputs = self._view(inputs, views)
+            grads = self._gradients.grads(theta, client, inputs, labels, self._keyed(self._dropout, part))
             if scale is not None:
                 grads = _scaled(grads, scale.expand(theta.shape).index_select(0, client))
             unit = torch.from_numpy(part.unit).to(self._device)
