@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,12 @@ import numpy as np
 
 from dpfed.engine.setup import Job
 from dpfed.errors import DpfedError, StoppedError
+from dpfed.privacy.accounting import epsilon
 from dpfed.privacy.ledger import Charge, Ledger
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.plan import Plan, Schedule
 from dpfed.privacy.population import largest_epsilon
-from dpfed.privacy.statement import FEW, Planned, chances, fewest_eligible
-from dpfed.privacy.views import server_epsilon
+from dpfed.privacy.statement import FEW, Planned, Prior, chances, fewest_eligible
 
 MOST_KINDS = 500  # a statement names so many different mechanisms; more are rounded up to a grid
 
@@ -37,7 +37,14 @@ class Budget:
             raise DpfedError("this plan has no finite epsilon: more noise, fewer steps or a smaller rate are needed")
 
 
-def budget_of(plan: Plan, schedule: Schedule, delta: float, budget: float | None = None, colluding: int = 0) -> Budget:
+def budget_of(
+    plan: Plan,
+    schedule: Schedule,
+    delta: float,
+    budget: float | None = None,
+    colluding: int = 0,
+    prior: Prior = (),
+) -> Budget:
     """Everything that can be said of a plan's spending in advance."""
     kinds, which = plan.kinds()
     if len(kinds) > MOST_KINDS:
@@ -45,7 +52,7 @@ def budget_of(plan: Plan, schedule: Schedule, delta: float, budget: float | None
     limits = None
     if budget is not None:
         some, where = (kinds, which) if len(kinds) <= FEW else coarser(plan)
-        limits = np.array([_rounds_within(kind, schedule, delta, budget) for kind in some])[where]
+        limits = np.array([_rounds_within(kind, schedule, delta, budget, prior) for kind in some])[where]
     eligible = fewest_eligible(schedule.clients, schedule.cohort, schedule.rounds, limits)
     planned = Planned(
         tuple(kinds),
@@ -54,6 +61,7 @@ def budget_of(plan: Plan, schedule: Schedule, delta: float, budget: float | None
         chances(schedule.cohort, eligible, colluding),
         delta,
         plan.unit,
+        prior,
     )
     return Budget(planned, eligible, limits)
 
@@ -68,11 +76,11 @@ def coarser(plan: Plan) -> tuple[list[Mechanism], np.ndarray]:
     return made, np.asarray(which).reshape(-1)
 
 
-def _rounds_within(kind: Mechanism, schedule: Schedule, delta: float, budget: float) -> int:
+def _rounds_within(kind: Mechanism, schedule: Schedule, delta: float, budget: float, prior: Prior) -> int:
     low, high = 0, schedule.rounds + 1
     while high - low > 1:
         middle = (low + high) // 2
-        within = server_epsilon(kind, schedule.local_steps, middle, delta) <= budget
+        within = epsilon([*prior, (kind, schedule.local_steps * middle)], delta).value <= budget
         low, high = (middle, high) if within else (low, middle)
     return low
 
@@ -92,6 +100,7 @@ def statement_of(job: Job, budget: Budget) -> dict[str, Any]:
         "clip_mode": job.plan.clipping.mode,
         "kinds": [[kind.rate, kind.noise_multiplier] for kind in budget.planned.kinds],
         "eligible": [list(pair) for pair in budget.eligible],
+        "prior": [[*astuple(kind), steps] for kind, steps in budget.planned.prior],
     }
 
 
@@ -165,12 +174,13 @@ class Spending:
         if self._budget is None:
             return None
         plan, steps, delta = self._job.plan, self._job.schedule.local_steps, self._job.config.privacy.delta
-        if plan.sampling == "poisson":
+        prior = self._budget.planned.prior
+        if plan.sampling == "poisson" and not prior:
             releases = {"batches": plan.batches, "releases": plan.releases}
             return largest_epsilon(plan.rates, self.taken, steps, plan.multipliers, delta, **releases)
-        kinds, which = plan.kinds()
+        kinds, which = plan.kinds() if len(plan.kinds()[0]) <= FEW else coarser(plan)
         most = [int(self.taken[which == k].max()) for k in range(len(kinds))]
-        return max(server_epsilon(kind, steps, n, delta) for kind, n in zip(kinds, most, strict=True))
+        return max(epsilon([*prior, (kind, steps * n)], delta).value for kind, n in zip(kinds, most, strict=True))
 
     def figures(self) -> dict[str, float | None]:
         """server_worst and third_party of the plan, server_max of what was spent; None without privacy."""
