@@ -57,7 +57,7 @@ def describe(
         from dpfed.report.plots import label_table
 
         label_table(
-            counts, source.classes, f"{settings.data.name}, {rule(settings)} (simulation, not for release)", plot
+            counts, source.classes, f"{settings.data.name}, {rule(settings)}\nsimulation: not for release", plot
         )
         print(f"drawn into {plot}")
     if as_json:

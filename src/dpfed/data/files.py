@@ -116,6 +116,8 @@ def tar_members(path: Path, wanted: Collection[str]) -> dict[str, bytes]:
             if len(data) != member.size:
                 raise EOFError(f"it ends inside {member.name}")
             found[name] = data
+        while tar.fileobj is not None and tar.fileobj.read(1 << 20):  # to the end, where the compression's checksum is
+            pass
     return found
 
 

@@ -24,6 +24,7 @@ GLOBALS = {
     "numpy ndarray": "ndarray",
     "numpy dtype": "dtype",
     "_codecs encode": "encode",
+    "__builtin__ bytes": "bytes",  # only ever called for b""
 }
 
 
@@ -110,7 +111,7 @@ def loads(data: bytes) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """The finished value, its arrays as numpy's; only the first two levels can hold any."""
+    """The finished value, its arrays as numpy's; they may stand alone, in a list or under a dict's key."""
 
     def one(item: Any) -> Any:
         if isinstance(item, _Array):
@@ -123,6 +124,8 @@ def _plain(value: Any) -> Any:
 
     if isinstance(value, dict):
         return {key: one(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [one(item) for item in value]
     return one(value)
 
 
@@ -156,6 +159,8 @@ def _reduce(m: _Machine) -> Any:
         if m.budget < 0:
             raise RefusedError("it unpacks to more than the size of the file")
         return args[0].encode("latin-1")
+    if what.name == "bytes" and args == ():
+        return b""
     if what.name == "dtype":
         code = args[0].decode("latin-1") if args and isinstance(args[0], bytes) else args[0] if args else None
         if code not in DTYPES:
