@@ -57,15 +57,16 @@ def test_red_comes_first_row_by_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [makers.cifar100_binary, makers.cifar100_pickle])
-@pytest.mark.parametrize("label", ["fine", "coarse"])
-def test_cifar100(tmp_path: Path, make: Any, label: Any) -> None:
-    source = Cifar100(path=str(makers.write(tmp_path / "c", make())), check=False, label=label).load()
-    for part in ("train", "test"):
-        x, fine, coarse = makers.cifar100_images(part)
-        table = getattr(source, part)
-        assert np.array_equal(table.inputs["pixel_values"], x.reshape(-1, 3, 32, 32))
-        assert table.labels.tolist() == (fine if label == "fine" else coarse).tolist()
-    assert len(source.classes) == len(set(source.classes)) == (100 if label == "fine" else 20)
+def test_cifar100(tmp_path: Path, make: Any) -> None:
+    path = str(makers.write(tmp_path / "c", make()))
+    for label in ("fine", "coarse"):  # one after the other, so that the cache must tell them apart
+        source = Cifar100(path=path, check=False, label=label).load()
+        for part in ("train", "test"):
+            x, fine, coarse = makers.cifar100_images(part)
+            table = getattr(source, part)
+            assert np.array_equal(table.inputs["pixel_values"], x.reshape(-1, 3, 32, 32))
+            assert table.labels.tolist() == (fine if label == "fine" else coarse).tolist()
+        assert len(source.classes) == len(set(source.classes)) == (100 if label == "fine" else 20)
 
 
 def test_published_counts_are_asked_for(tmp_path: Path) -> None:

@@ -42,15 +42,16 @@ def cache_folder() -> Path | None:
         return None
 
 
-def key_of(name: str, version: int, files: Sequence[Path] = (), options: Mapping[str, Any] | None = None) -> str:
+def key_of(name: str, version: int, files: Sequence[Path | str] = (), options: Mapping[str, Any] | None = None) -> str:
     """Names an entry: who made it, in which format, from which files as they are now, with which options."""
     facts = []
-    folders: dict[Path, Path] = {}  # resolving each of 100,000 images anew would take seconds
+    folders: dict[str, str] = {}  # resolving each of 100,000 images anew would take seconds
     for file in files:
-        stat, folder = file.stat(), file.parent
+        stat = os.stat(file)
+        folder, last = os.path.split(file)
         if folder not in folders:
-            folders[folder] = folder.resolve()
-        facts.append([str(folders[folder] / file.name), stat.st_size, stat.st_mtime_ns])
+            folders[folder] = os.path.realpath(folder)
+        facts.append([folders[folder], last, stat.st_size, stat.st_mtime_ns])
     text = json.dumps([name, version, facts, dict(options or {})], sort_keys=True, default=str)
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 

@@ -7,8 +7,9 @@ ids, as readers of image folders number them. `data.check = false` reads a sampl
 
 from __future__ import annotations
 
+import os
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -36,7 +37,7 @@ class Files:
     label: str
     names: list[str]
     read: Callable[[str], bytes]
-    stamps: list[Path]  # what the cache's key depends on
+    stamps: Sequence[Path | str]  # what the cache's key depends on
 
     def lines(self, name: str) -> list[str]:
         if name not in self.names:
@@ -86,17 +87,19 @@ def of_zip(path: Path, archive: zipfile.ZipFile) -> Files:
 
 
 def of_folder(folder: Path) -> Files:
-    names = sorted(
-        str(file.relative_to(folder).as_posix())
-        for pattern in ("*.txt", "train/*/images/*", "val/*.txt", "val/images/*")
-        for file in folder.glob(pattern)
-    )
+    train = folder / "train"
+    wnids = sorted(f.name for f in train.iterdir()) if train.is_dir() else []
+    names = []
+    for part in ("", "val/", "val/images/", *(f"train/{wnid}/images/" for wnid in wnids)):
+        if (folder / part).is_dir():
+            names += [part + name for name in os.listdir(folder / part) if name.upper().endswith((".TXT", ".JPEG"))]
+    names.sort()
 
     def read(name: str) -> bytes:
         with reading(folder / name):
             return (folder / name).read_bytes()
 
-    return Files(str(folder), names, read, [folder / name for name in names])
+    return Files(str(folder), names, read, [f"{folder}/{name}" for name in names])
 
 
 def build(files: Files, check: bool) -> Arrays:
