@@ -14,7 +14,7 @@ from torch import Tensor
 class InputSpec:
     """Public facts about the inputs: kind, shape of one record, number of classes, value of full intensity."""
 
-    kind: Literal["image", "features"]
+    kind: Literal["image", "features", "text"]
     name: str
     shape: tuple[int, ...]
     classes: int
