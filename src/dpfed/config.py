@@ -138,6 +138,12 @@ class Registry:
     presets: Mapping[str, Path] = field(default_factory=dict)
 
 
+# What stays when another thing is named: how records are dealt to clients does not depend on which records they are.
+COMMON: dict[str, frozenset[str]] = {
+    "algorithm": frozenset(),
+    "model": frozenset(),
+    "data": frozenset(f.name for f in dataclasses.fields(DataSection)),
+}
 EXCLUSIVE = (frozenset({"sigma", "target_epsilon"}), frozenset({"batch", "rate"}))
 
 
@@ -178,8 +184,9 @@ def overlay(under: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in over.items():
         old = out.get(key)
         if isinstance(value, Mapping) and isinstance(old, dict):
-            renamed = "name" in value and "name" in old and value["name"] != old["name"]
-            out[key] = dict(value) if renamed and key in ("algorithm", "model") else overlay(old, value)
+            if key in COMMON and "name" in value and "name" in old and value["name"] != old["name"]:
+                old = {k: v for k, v in old.items() if k in COMMON[key]}
+            out[key] = overlay(old, value)
         else:
             out[key] = value
     for either in EXCLUSIVE:  # the later word wins: --set privacy.sigma=1 replaces a preset's target_epsilon

@@ -38,6 +38,19 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Published:
+    """What is known of a published data set without its files: enough for a plan and for a model's shapes.
+
+    records  training records; shape  of one image, empty for text
+    """
+
+    records: int
+    classes: int
+    kind: Kind
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Source:
     """A loaded data set.
 

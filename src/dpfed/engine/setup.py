@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dpfed.algorithms.base import Algorithm, Facts
 from dpfed.config import Config
 from dpfed.data.partition import Shards, partition
-from dpfed.data.tables import Source, Table
+from dpfed.data.tables import Published, Source, Table
 from dpfed.errors import DpfedError
 from dpfed.model.augment import view_of
 from dpfed.model.blocks import architecture_of, block_index
@@ -58,7 +59,7 @@ def prepare(config: Config, source: Source | None = None) -> Job:
     source = source or loader.load()
     refuse_unreleasable(config, source)
     shards = shards_for(config, source, streams)
-    plan, schedule = plan_for(config, shards)
+    plan, schedule = plan_for(config, shards.sizes)
     facts = Facts(
         equal_phi=plan.equal_phi,
         private=plan.private,
@@ -98,21 +99,45 @@ def view_for(config: Config, source: Source) -> View | None:
     return lambda inputs, keys: {name: view(x, keys) for name, x in inputs.items()}
 
 
-def plan_for(config: Config, shards: Shards) -> tuple[Plan, Schedule]:
+def plan_for(config: Config, sizes: np.ndarray) -> tuple[Plan, Schedule]:
+    """The plan of clients that hold so many protected units each."""
     run, privacy, releases = config.run, config.privacy, config.algorithm.releases
     if privacy.sigma is not None:
         privacy = replace(privacy, sigma=privacy.sigma * config.algorithm.noise_factor)
-    if (run.min_clients or 0) > len(shards):
-        raise DpfedError(f"run.min_clients = {run.min_clients} is more than the {len(shards)} clients there are")
-    schedule = Schedule.of(len(shards), run.rounds, run.local_steps, run.participation)
+    if (run.min_clients or 0) > len(sizes):
+        raise DpfedError(f"run.min_clients = {run.min_clients} is more than the {len(sizes)} clients there are")
+    schedule = Schedule.of(len(sizes), run.rounds, run.local_steps, run.participation)
     unit = config.data.unit_column
-    return make_plan(privacy, shards.sizes, schedule, releases.batches, releases.releases, unit), schedule
+    return make_plan(privacy, sizes, schedule, releases.batches, releases.releases, unit), schedule
 
 
 def plan_of(config: Config) -> tuple[Plan, Schedule]:
-    """The plan alone, without a model: what a configuration will spend."""
+    """The plan alone, without a model: what a configuration will spend. A published data set need not be there."""
+    return plan_for(config, sizes_of(config))
+
+
+def sizes_of(config: Config) -> np.ndarray:
+    known = published_sizes(config)
+    if known is not None:
+        return known
     loader: Any = config.data
-    return plan_for(config, shards_for(config, loader.load(), Streams(config.run.seed)))
+    return shards_for(config, loader.load(), Streams(config.run.seed)).sizes
+
+
+def published_sizes(config: Config) -> np.ndarray | None:
+    """Sizes of clients that follow from public counts alone; None where the data must be read to know them."""
+    data = config.data
+    published: Published | None = getattr(data, "published", None)
+    if (
+        published is None
+        or data.path is not None
+        or data.unit_column
+        or data.partition not in ("dirichlet_equal", "iid")
+    ):
+        return None
+    if data.clients > published.records:
+        raise DpfedError(f"data.clients = {data.clients} is more than the {published.records} records there are")
+    return np.full(data.clients, published.records // data.clients)
 
 
 def device_of(name: str) -> torch.device:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from dpfed.data.files import (
     tar_members,
 )
 from dpfed.data.pickles import RefusedError, loads
-from dpfed.data.tables import Source
+from dpfed.data.tables import Published, Source
 from dpfed.errors import DpfedError
 
 URL = "https://www.cs.toronto.edu/~kriz/"
@@ -99,6 +99,8 @@ class Cifar10(DataSection):
     name: str = "cifar10"
     check: Annotated[bool, "refuse files that differ from the published ones in checksum or count"] = True
 
+    published: ClassVar[Published] = Published(50_000, 10, "image", (3, 32, 32))
+
     def load(self) -> Source:
         return load(self, cifar10_layouts(), CIFAR10.split(), self.check)
 
@@ -108,6 +110,10 @@ class Cifar100(DataSection):
     name: str = "cifar100"
     label: Annotated[Literal["fine", "coarse"], "100 fine classes or 20 coarse ones"] = "fine"
     check: Annotated[bool, "refuse files that differ from the published ones in checksum or count"] = True
+
+    @property
+    def published(self) -> Published:
+        return Published(50_000, 100 if self.label == "fine" else 20, "image", (3, 32, 32))
 
     def load(self) -> Source:
         return load(self, cifar100_layouts(self.label), (FINE if self.label == "fine" else COARSE).split(), self.check)

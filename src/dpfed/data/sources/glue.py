@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 
 from dpfed.config import DataSection
 from dpfed.data.cache import Arrays, cached, key_of, pack_text, unpack_text
 from dpfed.data.files import expect_count, lines_of, path_of, read_bytes, reading
-from dpfed.data.tables import Source, Table
+from dpfed.data.tables import Published, Source, Table
 from dpfed.errors import DpfedError
 
 VERSION = 1
@@ -65,6 +65,8 @@ class Sst2(DataSection):
     name: str = "sst2"
     check: Check = True
 
+    published: ClassVar[Published] = Published(67_349, 2, "text")
+
     def load(self) -> Source:
         return load(self, SST2, self.check)
 
@@ -73,6 +75,8 @@ class Sst2(DataSection):
 class Qqp(DataSection):
     name: str = "qqp"
     check: Check = True
+
+    published: ClassVar[Published] = Published(363_846, 2, "text")
 
     def load(self) -> Source:
         return load(self, QQP, self.check)
@@ -83,6 +87,8 @@ class Qnli(DataSection):
     name: str = "qnli"
     check: Check = True
 
+    published: ClassVar[Published] = Published(104_743, 2, "text")
+
     def load(self) -> Source:
         return load(self, QNLI, self.check)
 
@@ -92,6 +98,8 @@ class Mnli(DataSection):
     name: str = "mnli"
     check: Check = True
 
+    published: ClassVar[Published] = Published(392_702, 3, "text")
+
     def load(self) -> Source:
         return load(self, MNLI, self.check)
 
@@ -100,6 +108,8 @@ class Mnli(DataSection):
 class Rte(DataSection):
     name: str = "rte"
     check: Check = True
+
+    published: ClassVar[Published] = Published(2_490, 2, "text")
 
     def load(self) -> Source:
         return load(self, RTE, self.check)

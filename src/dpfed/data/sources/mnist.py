@@ -10,14 +10,14 @@ import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 
 from dpfed.config import DataSection
 from dpfed.data.cache import Arrays, key_of
 from dpfed.data.files import expect_count, image_source, path_of, read_bytes, reading
-from dpfed.data.tables import Source
+from dpfed.data.tables import Published, Source
 from dpfed.errors import DpfedError
 
 VERSION = 1
@@ -34,6 +34,8 @@ class Mnist(DataSection):
     name: str = "mnist"
     check: Annotated[bool, "refuse files whose counts differ from the published ones"] = True
 
+    published: ClassVar[Published] = Published(60_000, 10, "image", (1, 28, 28))
+
     def load(self) -> Source:
         folder = path_of(self, WHAT, f"the four files of {MNIST_URL}")
         return load(self.name, folder, tuple("0123456789"), self.check, MNIST_URL)
@@ -43,6 +45,8 @@ class Mnist(DataSection):
 class FashionMnist(DataSection):
     name: str = "fashion-mnist"
     check: Annotated[bool, "refuse files whose counts differ from the published ones"] = True
+
+    published: ClassVar[Published] = Published(60_000, 10, "image", (1, 28, 28))
 
     def load(self) -> Source:
         if self.path is None and DEBIAN.is_dir():

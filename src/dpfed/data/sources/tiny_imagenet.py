@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from dpfed.config import DataSection
 from dpfed.data.cache import Arrays, key_of
 from dpfed.data.files import MOST_BYTES, expect_count, image_source, lines_of, missing, path_of, reading
 from dpfed.data.images import decode_all
-from dpfed.data.tables import Source
+from dpfed.data.tables import Published, Source
 from dpfed.errors import DpfedError
 
 VERSION = 1
@@ -49,6 +49,8 @@ class Files:
 class TinyImagenet(DataSection):
     name: str = "tiny-imagenet"
     check: Annotated[bool, "refuse a set whose counts differ from the published ones"] = True
+
+    published: ClassVar[Published] = Published(100_000, 200, "image", (3, 64, 64))
 
     def load(self) -> Source:
         path = path_of(self, WHAT, URL)
