@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -201,3 +201,30 @@ def start_point(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def relative(a: Tensor, b: Tensor) -> float:
     """‖a − b‖ / ‖b‖."""
     return float((a - b).double().norm() / b.double().norm())
+
+
+def tables(gradients: Sequence[Any], second: Sequence[Any] | None = None) -> OracleFactory:
+    """Hand-written gradients, `gradients[t-1][k-1]` a list of rows, one per client of that round; `second` for `again`."""
+
+    def rows(steps: Any) -> list[Tensor]:
+        return [torch.tensor(step, dtype=torch.float64) for step in steps]
+
+    def factory(ctx: Context) -> Table:
+        t = int(ctx.t) - 1
+        return Table(rows(gradients[t]), ctx.phi, None if second is None else rows(second[t]))
+
+    return factory
+
+
+def small_run(algorithm: Algorithm, schedule: str = "constant") -> Tensor:
+    """How far four noisy rounds of three steps of two clients carry θ: enough for every switch to show."""
+    theta = start_point(6, torch.float64)
+    oracle = noisy(curved(6, torch.float64), seed=11)
+    return run_rounds(
+        algorithm, make_space(2, 4), oracle, 4, 3, 2, theta=theta, phi=0.25, schedule=schedule
+    ).theta - theta  # fmt: skip
+
+
+def keys_of(algorithm: type[Algorithm]) -> set[str]:
+    """The keys that a test of the algorithm must turn; the weights of the mean are the backend's."""
+    return {f.name for f in fields(algorithm)} - {"agg_weights"}
