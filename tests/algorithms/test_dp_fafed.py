@@ -25,6 +25,7 @@ from .helpers import (
     keys_of,
     make_context,
     make_space,
+    noise,
     noisy,
     relative,
     run_rounds,
@@ -203,6 +204,14 @@ def test_without_noise_the_estimate_of_a_linear_gradient_is_exact_once_it_is_rig
     for k in range(1, 60):  # the error of the estimate shrinks by 1−α, whatever θ does
         assert errors[True][k] == pytest.approx(0.9 * errors[True][k - 1], rel=1e-9)
     assert errors[True][-1] < 0.05 * errors[False][-1]
+
+
+@pytest.mark.parametrize(("vr", "factor"), [(False, 0.1 / 1.9), (True, 1.81 / 0.19)])
+def test_under_pure_noise_the_variance_of_m_is_as_stated(vr: bool, factor: float) -> None:
+    """After 40 steps (1−α)^80 = 2e-4 of the way is left."""
+    algorithm = DPFAFED(lr=1e-6, fafed_vr=vr)
+    m = run_rounds(algorithm, make_space(20_000), noise(1), 1, 40, 1, phi=0.04).servers[-1].m
+    assert m.var().item() == pytest.approx(0.04 * factor, rel=0.04)
 
 
 def test_variance_reduction_declares_a_second_release_and_a_memory_and_is_charged() -> None:

@@ -16,6 +16,8 @@
 
 Each client keeps x_prev between rounds (its first is θ itself). Two releases of one batch are one with the noise
 multiplier divided by √2, and the ledger charges that. The published start from an extra gradient is left out.
+m then carries the noise of both: its variance settles at (1+(1−α)²)/(1−(1−α)²) Φ, 9.5 Φ at α = 0.1, where the plain
+average has α/(2−α) Φ, 0.053 Φ; so it needs a smaller learning rate or a larger α.
 """
 
 from __future__ import annotations
