@@ -45,7 +45,7 @@ class Local:
     m: Tensor
     v: Tensor
     h: Tensor
-    x_prev: Tensor
+    x_prev: Tensor  # [S, P], or [S, 0] where none is kept
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class DPFAFED(Algorithm):
 
     def start(self, ctx: Context, server: Server, memory: Memory) -> Local:
         theta = spread(server.theta, ctx.S)
-        x_prev = torch.where(memory["seen"][:, None], memory["x_prev"], theta) if self.fafed_vr else theta
+        x_prev = torch.where(memory["seen"][:, None], memory["x_prev"], theta) if self.fafed_vr else theta[:, :0]
         h = server.v.sqrt() + self.rho
         return Local(theta, spread(server.m, ctx.S), spread(server.v, ctx.S), h, x_prev)
 
@@ -100,7 +100,7 @@ class DPFAFED(Algorithm):
             m = (1 - self.alpha) * local.m + self.alpha * g
         v = self.beta2 * local.v + (1 - self.beta2) * g * g
         theta = local.theta - ctx.lr * (m / local.h + self.weight_decay * local.theta)
-        return replace(local, theta=theta, m=m, v=v, x_prev=local.theta)
+        return replace(local, theta=theta, m=m, v=v, x_prev=local.theta if self.fafed_vr else local.x_prev)
 
     def finish(self, ctx: Context, server: Server, local: Local) -> tuple[Message, Memory]:
         message = {"delta": local.theta - server.theta, "m": local.m, "v": local.v}

@@ -74,8 +74,8 @@ class DPFedLADA(Algorithm):
         return Server(theta, start * torch.ones_like(theta), torch.zeros_like(theta))
 
     def start(self, ctx: Context, server: Server, memory: Memory) -> Local:
-        theta, v = spread(server.theta, ctx.S), spread(server.v, ctx.S)
-        return Local(theta, torch.zeros_like(theta), v, v, server.ga)
+        theta = spread(server.theta, ctx.S)
+        return Local(theta, torch.zeros_like(theta), spread(server.v, ctx.S), spread(server.v, ctx.S), server.ga)
 
     def step(self, ctx: Context, local: Local, oracle: Oracle, k: Tensor) -> Local:
         g, _ = oracle(local.theta)
