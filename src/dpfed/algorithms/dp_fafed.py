@@ -51,10 +51,10 @@ class Local:
 @dataclass(frozen=True)
 class DPFAFED(Algorithm):
     name = "dp-fafed"
-    lr_grid = (3e-4, 1e-3, 3e-3, 1e-2)
+    lr_grid = (1e-3, 3e-3, 1e-2, 3e-2)
     summary = "local adaptive steps with averaged moments and the server's denominator"
 
-    lr: Annotated[float, Gt(0), "base learning rate η0"] = 1e-3
+    lr: Annotated[float, Gt(0), "base learning rate η0"] = 3e-3
     weight_decay: Annotated[float, Ge(0), "decoupled weight decay λ"] = 0.01
     alpha: Annotated[float, Gt(0), Le(1), "weight α of the new gradient in m"] = 0.1
     beta2: Annotated[float, Ge(0), Le(1), "decay of the second moment; 1 leaves it at Φ"] = 0.999

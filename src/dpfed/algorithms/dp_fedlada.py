@@ -43,10 +43,10 @@ class Local:
 @dataclass(frozen=True)
 class DPFedLADA(Algorithm):
     name = "dp-fedlada"
-    lr_grid = (3e-4, 1e-3, 3e-3, 1e-2)
+    lr_grid = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)  # a = 0.1 shrinks the own step tenfold, and g_a builds up over rounds
     summary = "local AMSGrad steps mixed with the global direction of the last round"
 
-    lr: Annotated[float, Gt(0), "base learning rate η0"] = 1e-3
+    lr: Annotated[float, Gt(0), "base learning rate η0"] = 1e-2
     weight_decay: Annotated[float, Ge(0), "decoupled weight decay λ"] = 0.01
     beta1: Annotated[float, Ge(0), Lt(1), "decay of the first moment"] = 0.9
     beta2: Annotated[float, Ge(0), Lt(1), "decay of the second moment"] = 0.999
