@@ -41,13 +41,16 @@ class Oracle(Protocol):
 
 
 class Space(Protocol):
-    """What an algorithm may know of the parameter space: its size and its blocks, never the model."""
+    """What an algorithm may know of the parameter space: its size, tensors and blocks, never the model."""
 
     @property
     def size(self) -> int: ...
 
     @property
     def num_blocks(self) -> int: ...
+
+    def slices(self) -> list[slice]:
+        """The stretch of the vector that belongs to each tensor, in order."""
 
     def block_mean(self, vector: Tensor) -> Tensor:
         """`[..., P]` -> `[..., blocks]`."""
