@@ -238,13 +238,7 @@ def test_in_a_step_the_learning_rate_may_be_given_per_client(algorithm: Algorith
     torch.testing.assert_close(two, one)
 
 
-NOT_YET = pytest.mark.xfail(strict=True, reason="dp-fedadamw reads v and dg but does not name them in broadcast")
-
-
-@pytest.mark.parametrize(
-    "algorithm",
-    [pytest.param(a, id=a.name, marks=[NOT_YET] if a.name == "dp-fedadamw" else []) for a in VARIANTS],
-)
+@each
 def test_clients_read_of_the_servers_state_what_is_broadcast_all_of_it_and_nothing_else(algorithm: Algorithm) -> None:
     ctx, server, _ = middle(algorithm)
     sent = {name: getattr(server, name) for name in algorithm.broadcast}

@@ -47,7 +47,7 @@ class DPFedSAM(Averaging):
             self.refuse("equal_eps is exact for a shared batch only; give privacy.target_epsilon instead")
         if self.equal_eps and facts.calibrated:
             self.refuse("equal_eps has no effect with privacy.target_epsilon, which every method reaches alike")
-        return []
+        return ["equal_eps has no effect without noise"] if self.equal_eps and not facts.private else []
 
     def step(self, ctx: Context, local: Point, oracle: Oracle, k: Tensor) -> Point:
         g1, _ = oracle(local.theta)
