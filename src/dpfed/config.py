@@ -31,6 +31,9 @@ class DataSection:
     clients: Annotated[int, Ge(1), "number of clients N"] = 10
     partition: Annotated[Partition, "how records are dealt to clients"] = "dirichlet_equal"
     alpha: Annotated[float, Gt(0), "Dirichlet parameter; smaller is more skewed"] = 0.5
+    augment: Annotated[Literal["none", "flip", "crop_flip"], "random view of an image at each inclusion in a batch"] = (
+        "none"
+    )
     client_column: Annotated[str | None, "column that names each record's client, for partition = natural"] = None
     unit_column: Annotated[
         str | None, "column that names the protected unit (a patient, a user); default: a record"
@@ -69,14 +72,25 @@ class ModelSection:
 @dataclass(frozen=True)
 class PrivacySection:
     enabled: Annotated[bool, "false: no clipping, no noise, no guarantee, and every artefact says so"] = True
-    clip: Annotated[float, Gt(0), "clip norm C of one record's gradient"] = 0.1
+    clip: Annotated[float, Gt(0), "clip norm C of one record's gradient; quantile: C of the first round"] = 0.1
+    clip_mode: Annotated[
+        Literal["flat", "automatic", "quantile", "batch_tensor"],
+        "cut to norm C, normalised to norm C, C follows a noised quantile of the norms; batch_tensor protects nothing",
+    ] = "flat"
+    clip_stability: Annotated[float | None, Gt(0), "automatic: s in g·C/(‖g‖+s); default 0.01"] = None
+    quantile: Annotated[float | None, Gt(0), Lt(1), "quantile: share of norms at or below C; default 0.5"] = None
+    quantile_lr: Annotated[float | None, Gt(0), "quantile: how fast log C follows; default 0.2"] = None
+    quantile_noise: Annotated[float | None, Gt(1), "quantile: noise of the count over that of all; default 10"] = None
     sigma: Annotated[float | None, Ge(0), "noise multiplier; give this or target_epsilon"] = None
     target_epsilon: Annotated[float | None, Gt(0), "find sigma for this epsilon; give this or sigma"] = None
     view: Annotated[Literal["server_worst", "server_expected", "third_party"], "whose epsilon the target is"] = (
         "server_worst"
     )
     delta: Annotated[float, Gt(0), Lt(1), "δ"] = 1e-5
-    sampling: Annotated[Literal["poisson", "fixed_wor"], "how batches are drawn"] = "poisson"
+    accounting: Annotated[Literal["pld", "none"], "none: nothing is charged, claimed or protected"] = "pld"
+    sampling: Annotated[
+        Literal["poisson", "fixed_wor", "shuffle"], "how batches are drawn; shuffle has no accounting"
+    ] = "poisson"
     batch: Annotated[float | None, Gt(0), "expected batch size; give this or rate"] = None
     rate: Annotated[float | None, Gt(0), Le(1), "sampling rate of every client; give this or batch"] = None
     batch_per_client: Annotated[
@@ -106,6 +120,11 @@ class RunSection:
     fleet_size: Annotated[int | Literal["auto"], "clients computed side by side; auto: the whole cohort"] = "auto"
     max_slots: Annotated[int, Ge(1), "records in one forward pass"] = 512
     eval_every: Annotated[int, Ge(1), "rounds between evaluations on the server's test set"] = 1
+    checkpoint_every: Annotated[int, Ge(0), "rounds between checkpoints; 0: none"] = 1
+    memory_limit: Annotated[int, Ge(1), "MiB of clients' memory (dp-scaffold, dp-fafed) held outside files"] = 2048
+    diagnostics: Annotated[
+        bool, "record spread of v, histograms of m and √v, client drift of simulated clients: not private"
+    ] = False
     min_clients: Annotated[int | None, Ge(1), "stop when fewer are within their budget; default: the whole cohort"] = (
         None
     )
@@ -131,6 +150,12 @@ class Registry:
     presets: Mapping[str, Path] = field(default_factory=dict)
 
 
+# What stays when another thing is named: how records are dealt to clients does not depend on which records they are.
+COMMON: dict[str, frozenset[str]] = {
+    "algorithm": frozenset(),
+    "model": frozenset(),
+    "data": frozenset(f.name for f in dataclasses.fields(DataSection)),
+}
 EXCLUSIVE = (frozenset({"sigma", "target_epsilon"}), frozenset({"batch", "rate"}))
 
 
@@ -171,8 +196,9 @@ def overlay(under: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in over.items():
         old = out.get(key)
         if isinstance(value, Mapping) and isinstance(old, dict):
-            renamed = "name" in value and "name" in old and value["name"] != old["name"]
-            out[key] = dict(value) if renamed and key in ("algorithm", "model") else overlay(old, value)
+            if key in COMMON and "name" in value and "name" in old and value["name"] != old["name"]:
+                old = {k: v for k, v in old.items() if k in COMMON[key]}
+            out[key] = overlay(old, value)
         else:
             out[key] = value
     for either in EXCLUSIVE:  # the later word wins: --set privacy.sigma=1 replaces a preset's target_epsilon
@@ -258,8 +284,34 @@ def _cross_check(config: Config) -> None:
         )
     if p.budget is not None and (not p.enabled or p.sigma == 0):
         raise DpfedError("privacy.budget cannot be kept without noise: give privacy.sigma > 0 or a target_epsilon")
+    _check_clipping(p)
     if p.sampling == "fixed_wor" and p.batch is not None and p.batch != int(p.batch):
         raise DpfedError(f'privacy.batch = {p.batch} must be a whole number with sampling = "fixed_wor"')
+
+
+def _check_clipping(p: PrivacySection) -> None:
+    needs = {
+        "clip_stability": "automatic",
+        "quantile": "quantile",
+        "quantile_lr": "quantile",
+        "quantile_noise": "quantile",
+    }
+    for key, mode in needs.items():
+        if getattr(p, key) is not None and p.clip_mode != mode:
+            raise DpfedError(f'privacy.{key} has no effect without privacy.clip_mode = "{mode}"')
+    if p.accounting == "pld":
+        for key, value in (("clip_mode", "batch_tensor"), ("sampling", "shuffle")):
+            if getattr(p, key) == value:
+                raise DpfedError(
+                    f'privacy.{key} = "{value}" has no accounting: it runs only with privacy.accounting = "none", and then '
+                    "nothing is protected"
+                )
+    elif p.target_epsilon is not None or p.budget is not None:
+        raise DpfedError('privacy.accounting = "none" knows no epsilon: give privacy.sigma, no target and no budget')
+    if p.clip == float("inf") and p.clip_mode != "flat":
+        raise DpfedError(f'privacy.clip = inf has no meaning with privacy.clip_mode = "{p.clip_mode}"')
+    if p.clip_mode == "quantile" and p.noise_scale == "literal_c2":
+        raise DpfedError('privacy.noise_scale = "literal_c2" needs a fixed clip norm, not clip_mode = "quantile"')
 
 
 def parse(section: str, cls: type[Any], table: Mapping[str, Any]) -> Any:

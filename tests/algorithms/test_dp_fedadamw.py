@@ -247,7 +247,9 @@ def test_f10_the_server_is_linear_in_the_mean_message() -> None:
     def mean() -> dict[str, Tensor]:
         return {k: torch.randn(n, generator=generator, dtype=torch.float64) for k, n in (("delta", 3), ("v", 2))}
 
-    server = Server(start_point(3, torch.float64), torch.rand(2).double(), torch.randn(3).double())
+    server = Server(
+        start_point(3, torch.float64), torch.rand(2).double(), torch.randn(3).double(), torch.zeros(0).double()
+    )
     a, b = mean(), mean()
     mixed = algorithm.aggregate(ctx, server, {k: 0.25 * a[k] + 2 * b[k] for k in a})
     one, two = algorithm.aggregate(ctx, server, a), algorithm.aggregate(ctx, server, b)
@@ -386,7 +388,7 @@ def test_f14_the_start_value_is_the_mean_plus_ones_own_noise_clamped_at_zero(agg
     phi = torch.tensor([[1.0], [4.0]])
     ctx = make_context(algorithm, space, 2, 5, 2, phi)  # (1−β2^2) = 0.75
     v = torch.tensor([-2.0, 1.0]) if agg == "mean" else torch.tensor([-2.0, 1.0, 1.0])
-    local = algorithm.start(ctx, Server(torch.zeros(3), v, torch.zeros(3)), {})
+    local = algorithm.start(ctx, Server(torch.zeros(3), v, torch.zeros(3), torch.zeros(0)), {})
     assert local.v.tolist() == [[0.0, 1.75, 1.75], [1.0, 4.0, 4.0]]
 
 

@@ -29,8 +29,8 @@ SWITCHES: list[dict[str, Any]] = [
     {"align": "off"}, {"align": "convex"}, {"v_exponent": "local"}, {"v_exponent": "round"}, {"m_exponent": "total"},
     {"v_send": "hat"}, {"wd_sign": "literal"}, {"dg_lr": "base"}, {"agg_center": "plain"},
 ]  # fmt: skip
-# the model's blocks and the backend's mean read these
-ELSEWHERE = {"granularity", "lora_merge_ab", "cnn_blocks", "agg_weights"}
+# The model's blocks and the backend's mean read the first four; `scale` has test_dp_fedadamw_noise.py.
+ELSEWHERE = {"granularity", "lora_merge_ab", "cnn_blocks", "agg_weights", "scale"}
 
 
 def small_noisy_run(options: dict[str, Any], phi: Tensor) -> Tensor:

@@ -223,10 +223,10 @@ def test_privacy_refuses_the_ledger_of_another_run(
     assert dpfed("run", *QUICK, "--out", str(other)) == 0
     for file in finished.glob("ledger.sqlite*"):
         shutil.copy(file, other / file.name)
-    before = {p.name: p.read_bytes() for p in other.iterdir()}
+    before = {p.name: p.read_bytes() for p in other.iterdir() if p.is_file()}
     assert dpfed("privacy", str(other)) == 2
     assert "it belongs to run" in capsys.readouterr().err
-    assert {p.name: p.read_bytes() for p in other.iterdir()} == before
+    assert {p.name: p.read_bytes() for p in other.iterdir() if p.is_file()} == before
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from dpfed.cli.main import app
 from dpfed.cli.model import gather
 from dpfed.errors import DpfedError
+from dpfed.registry import registry
 
 
 def describe(*args: str) -> tuple[str, dict[str, Any]]:
@@ -60,8 +61,17 @@ def test_options_replace_the_data() -> None:
 def test_without_data_the_usual_shapes_are_taken_and_said() -> None:
     text, found = describe("--set", "data.name=npz", "--set", "data.path=nothing.npz")
     assert found["model"] == "glyph-vit"
-    assert any("'npz' is not here" in note for note in found["notes"])
-    assert "note: the data 'npz' is not here" in text
+    assert any("nothing.npz cannot be read" in note for note in found["notes"])
+    assert "note: the data cannot be read" in text
+
+
+def test_published_data_need_not_be_here() -> None:
+    cnn = ("--set", "model.name=gn-resnet18", "--set", "model.width=8", "--set", "model.groups=2")
+    found = describe(*cnn, "--set", "data.name=cifar100")[1]
+    assert found["tensors"]["classifier.bias"] == [100]
+    assert found["tensors"]["conv.weight"] == [8, 3, 3, 3]
+    found = describe("--set", "data.name=mnli", "--set", "model.name=roberta-base", "--set", "model.weights=random")[1]
+    assert found["tensors"]["classifier.modules_to_save.default.out_proj.bias"] == [3]
 
 
 def test_roberta_base() -> None:
@@ -71,6 +81,16 @@ def test_roberta_base() -> None:
     assert found["total"] == 124_647_170
     assert len(found["blocks"]) == 470
     assert "144 x  roberta.encoder.layer.*.attention.self.query.lora_B.head*  1,024" in text
+
+
+@pytest.mark.parametrize("name", [n for n in registry().presets if n.startswith("paper/") and "/_" not in n])
+def test_every_preset_of_the_paper_is_described_without_data_hub_or_weights(name: str) -> None:
+    found = describe(name)[1]
+    totals = {"roberta": 124e6, "resnet": 11e6, "vit": 85e6, "swin-tiny": 27e6, "swin-base": 86e6}
+    (want,) = (total for part, total in totals.items() if part in name)
+    assert want < found["total"] < 1.02 * want + 1e6
+    assert 0 < found["trainable"] < 0.15 * found["total"]
+    assert sum(found["blocks"].values()) == found["trainable"]
 
 
 @pytest.mark.parametrize(

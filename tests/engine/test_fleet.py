@@ -18,10 +18,11 @@ from dpfed.algorithms.base import Message, Releases
 from dpfed.config import ModelSection, Registry, build
 from dpfed.data.tables import Source, Table
 from dpfed.engine import fleet as fleet_module
-from dpfed.engine.fleet import Fleet, context, learning_rate
-from dpfed.engine.rounds import choose, train
+from dpfed.engine.fleet import Fleet, learning_rate
+from dpfed.engine.rounds import aggregate, choose, first_state, train
 from dpfed.engine.setup import Job, prepare
 from dpfed.engine.spending import Spending, budget_of
+from dpfed.engine.state import State
 from dpfed.errors import DpfedError, StoppedError
 from dpfed.model.keyed import TwinDropout
 from dpfed.model.task import InputSpec
@@ -93,13 +94,13 @@ def tensors_of(server: Any) -> dict[str, Tensor]:
 
 def after(job: Job, rounds: int = 1) -> dict[str, Tensor]:
     """The server's state after so many rounds, without ledger or evaluation."""
-    server = job.algorithm.init(context(job, 1, range(job.schedule.clients)), job.theta)
+    state = first_state(job)
     backend = Fleet(job)
     for t in range(1, rounds + 1):
         cohort = choose(job, t, np.arange(job.schedule.clients))
-        mean, answered = backend.run_cohort(t, server, cohort)
-        server = job.algorithm.aggregate(context(job, t, cohort, answered), server, mean)
-    return tensors_of(server)
+        mean, answered = backend.run_cohort(t, state, cohort)
+        state = aggregate(job, t, state, cohort, mean, answered)
+    return tensors_of(state.server)
 
 
 def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
@@ -180,9 +181,9 @@ def test_the_mean_has_its_weights_over_all_fleets() -> None:
         assert apart(states[0], states[1]) <= 1e-5
         assert apart(states[0], states[2]) <= 1e-5
         cohort = [0, 2, 3]
-        server = jobs[1].algorithm.init(context(jobs[1], 1, range(5)), jobs[1].theta)
-        mean, _ = Fleet(jobs[1]).run_cohort(1, server, cohort)
-        alone = [Fleet(jobs[1])._fleet(1, server, [i])["delta"][0].double() for i in cohort]
+        state = first_state(jobs[1])
+        mean, _ = Fleet(jobs[1]).run_cohort(1, state, cohort)
+        alone = [Fleet(jobs[1])._fleet(1, state, [i])["delta"][0].double() for i in cohort]
         share = jobs[1].plan.sizes[cohort] if weights == "size" else np.ones(3)
         assert len(set(jobs[1].plan.sizes[cohort].tolist())) == 3
         by_hand = sum(float(w) * one for w, one in zip(share / share.sum(), alone, strict=True))
@@ -277,8 +278,8 @@ def test_the_spy_sees_a_charge_that_comes_too_late(spy: Spy, tmp_path: Path) -> 
     job = job_of()
     with Ledger.create(tmp_path / "ledger.db", run="r") as ledger:
         spending = accounts(job, ledger)
-        server = job.algorithm.init(context(job, 1, range(8)), job.theta)
-        Fleet(job).run_cohort(1, server, [0, 1])
+        state = first_state(job)
+        Fleet(job).run_cohort(1, state, [0, 1])
         spending.charge(1, [0, 1])
     assert [kind for kind, _, _ in spy.events] == ["released"] * 3 + ["charged"]
 
@@ -339,8 +340,8 @@ def test_without_privacy_nothing_is_charged_or_noised() -> None:
 
 def test_a_state_that_is_no_longer_finite_stops_the_run() -> None:
     class Broken(Fleet):
-        def run_cohort(self, t: int, server: Any, clients: Sequence[int]) -> tuple[Message, int]:
-            mean, answered = super().run_cohort(t, server, clients)
+        def run_cohort(self, t: int, state: State, clients: Sequence[int]) -> tuple[Message, int]:
+            mean, answered = super().run_cohort(t, state, clients)
             return {k: v * (math.nan if t == 2 else 1) for k, v in mean.items()}, answered
 
     job = job_of(algorithm={"name": "dp-fedavg"})

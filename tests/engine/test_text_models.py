@@ -56,7 +56,7 @@ def texts(labelled: bool) -> Source:
     labels = np.array(["bad" in t for t in train], dtype=np.int64) if labelled else np.zeros(len(train), dtype=np.int64)
     classes = ("good", "bad") if labelled else ("text",)
     table = Table({"text": train}, labels)
-    return Source(table, Table({"text": train[:6]}, labels[:6]), classes, kind="text")  # type: ignore[arg-type]
+    return Source(table, Table({"text": train[:6]}, labels[:6]), classes, kind="text")
 
 
 def config_of(name: str, weights: str, **privacy: Any) -> Any:
@@ -117,6 +117,22 @@ def test_text_is_tokenised_once_and_its_shape_is_known_before(tmp_path: Path) ->
     assert coded.test.inputs["attention_mask"][0].tolist() == [1, 1, 0, 0, 0]
     assert tokenised(section, coded) is coded
     assert spec_of(source, section) == spec_of(coded, section)
+
+
+def test_tokens_are_kept_by_data_and_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DPFED_CACHE", str(tmp_path / "cache"))
+    section = config_of("auto-text", bert(tmp_path / "model")).model
+    source = replace(texts(labelled=True), fingerprint="these texts")
+    calls: list[int] = []
+    encode = type(section).encode
+    monkeypatch.setattr(type(section), "encode", lambda self, inputs: calls.append(1) or encode(self, inputs))
+    first, again = tokenised(section, source), tokenised(section, source)
+    assert len(calls) == 2  # the two tables, once
+    assert np.array_equal(first.train.inputs["input_ids"], again.train.inputs["input_ids"])
+    assert first.test.inputs["input_ids"].shape == (6, 5)
+    tokenised(replace(section, max_length=6), source)
+    tokenised(section, replace(source, fingerprint="others"))
+    assert len(calls) == 6
 
 
 def test_text_needs_a_language_model(tmp_path: Path) -> None:

@@ -176,6 +176,7 @@ def test_a_language_model_has_no_head(tmp_path: Path) -> None:
     section = AutoCausal(weights=save(gpt2(), tmp_path), max_length=8)
     names = ZooCase(with_train(section, "lora"), text_spec(classes=1)).space.names
     assert all(".lora_" in n for n in names)
+    assert not ZooCase(with_train(section, "lora"), text_spec(classes=1)).ready.classifies
     assert not any("lm_head" in n for n in names)
     with pytest.raises(DpfedError, match="a language model has no head"):
         ZooCase(with_train(section, "head"), text_spec(classes=1))
@@ -185,7 +186,7 @@ def test_scores_in_pieces_are_the_same(tmp_path: Path) -> None:
     case = ZooCase(with_train(AutoText(weights=save(bert(), tmp_path), max_length=8), "lora"), text_spec())
     inputs, theta = tokens_of(5, 8, 20, 0), case.rows(1)[0]
     whole = case.ready.scores(theta, inputs)
-    case.ready._rows = 2
+    case.ready.rows = 2
     torch.testing.assert_close(case.ready.scores(theta, inputs), whole)
 
 

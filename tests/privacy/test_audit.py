@@ -30,11 +30,13 @@ from dpfed.engine.audit import (
 from dpfed.engine.setup import Job, prepare
 from dpfed.errors import DpfedError
 from dpfed.privacy import oracle as oracle_module
+from dpfed.privacy import sampling as sampling_module
 from dpfed.privacy.audit import (
     Law,
     Report,
     disproofs,
 )
+from dpfed.privacy.clipping import Clipping
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.noise import Streams
 from dpfed.privacy.oracle import FleetOracle
@@ -98,8 +100,8 @@ def findings(audited: Audited) -> Findings:
 
 
 Clip = Callable[[Sequence[Tensor], Tensor, Tensor, int, float], Tensor]
-TRUE_CLIP: Clip = oracle_module.clip_and_sum
-TRUE_DRAW = oracle_module.draw
+TRUE_CLIP = oracle_module.clip_and_sum
+TRUE_DRAW = sampling_module.draw
 
 
 def clipped(x: Tensor, clip: float) -> Tensor:
@@ -125,7 +127,7 @@ def per_tensor(grads: Sequence[Tensor], unit: Tensor, owner: Tensor, clients: in
 
 
 def no_clip(grads: Sequence[Tensor], unit: Tensor, owner: Tensor, clients: int, clip: float) -> Tensor:
-    return TRUE_CLIP(grads, unit, owner, clients, math.inf)
+    return TRUE_CLIP(grads, unit, owner, clients, math.inf, Clipping())[0]
 
 
 class TwiceDivided(FleetOracle):
@@ -173,9 +175,22 @@ BOUNDS = {"one run", "many draws"}
 Break = Callable[[pytest.MonkeyPatch], dict[str, Any]]
 
 
-def patch(name: str, value: Any) -> Break:
+def patch_clip(clip: Clip) -> Break:
+    def broken(
+        grads: Sequence[Tensor], unit: Tensor, owner: Tensor, clients: int, norm: float, rule: Clipping
+    ) -> tuple[Tensor, Tensor]:
+        return clip(grads, unit, owner, clients, norm), torch.zeros(clients, 1)
+
     def apply(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-        monkeypatch.setattr(oracle_module, name, value)
+        monkeypatch.setattr(oracle_module, "clip_and_sum", broken)
+        return {}
+
+    return apply
+
+
+def patch_draw(value: Any) -> Break:
+    def apply(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+        monkeypatch.setattr(sampling_module, "draw", value)
         return {}
 
     return apply
@@ -194,17 +209,17 @@ def use(oracle: type[FleetOracle]) -> Break:
 
 
 BROKEN: dict[str, tuple[Break, set[str]]] = {
-    "batch-mean clipping": (patch("clip_and_sum", batch_mean), BOUNDS),
-    "batch-mean clipping per tensor": (patch("clip_and_sum", batch_tensor), BOUNDS),
-    "per-tensor clipping": (patch("clip_and_sum", per_tensor), {"many draws"}),
-    "no clipping": (patch("clip_and_sum", no_clip), BOUNDS),
+    "batch-mean clipping": (patch_clip(batch_mean), BOUNDS),
+    "batch-mean clipping per tensor": (patch_clip(batch_tensor), BOUNDS),
+    "per-tensor clipping": (patch_clip(per_tensor), {"many draws"}),
+    "no clipping": (patch_clip(no_clip), BOUNDS),
     "noise σC²": (patch_noise(lambda plan, i: float(plan.multipliers[i]) * plan.clip**2), BOUNDS | {"noise"}),
     "no noise": (patch_noise(lambda plan, i: 0.0), BOUNDS | {"noise"}),
     "noise divided by B twice": (use(TwiceDivided), BOUNDS | {"noise"}),
     "noise not divided by B": (use(NotDivided), {"noise"}),
-    "shuffled": (patch("draw", Shuffle()), {"batches"}),
-    "fixed size": (patch("draw", fixed_size), {"batches"}),
-    "the same batch at every step of a round": (patch("draw", same_every_step), {"batches"}),
+    "shuffled": (patch_draw(Shuffle()), {"batches"}),
+    "fixed size": (patch_draw(fixed_size), {"batches"}),
+    "the same batch at every step of a round": (patch_draw(same_every_step), {"batches"}),
 }
 
 

@@ -19,8 +19,9 @@ from dpfed.data.partition import Shards, shards_of
 from dpfed.model.per_sample import PerSample, call, trainable
 from dpfed.model.space import space_of
 from dpfed.privacy import oracle as oracle_module
+from dpfed.privacy.clipping import Clipping, clip_and_sum
 from dpfed.privacy.noise import OsNoise, Streams
-from dpfed.privacy.oracle import FleetOracle, Records, Slots, clip_and_sum
+from dpfed.privacy.oracle import FleetOracle, Records, Slots
 from dpfed.privacy.plan import Plan
 
 torch.set_num_threads(1)
@@ -123,7 +124,7 @@ def summed(gradients: Any, records: Records, theta: Tensor, rows: list[int], cli
     """Σ of clipped gradients over a hand-made batch of one client, `[P]`."""
     shards = one_each([len(records.labels)])
     oracle = make(gradients, records, shards, plan_of([len(records.labels)], 1, clip=clip))
-    return oracle._clipped_sum(theta.unsqueeze(0), slots_of(rows, **slots), None)[0]
+    return oracle._clipped_sum(theta.unsqueeze(0), slots_of(rows, **slots), None)[0][0]
 
 
 def loop_gradients(model: PerSample, theta: Tensor, records: Records) -> Tensor:
@@ -145,9 +146,12 @@ def reference_sum(grads: Tensor, clip: float) -> Tensor:
     return (g * torch.where(norms > clip, clip / norms, torch.ones_like(norms))).sum(0)
 
 
-def per_tensor_clip(grads: list[Tensor], unit: Tensor, owner: Tensor, clients: int, clip: float) -> Tensor:
+def per_tensor_clip(
+    grads: list[Tensor], unit: Tensor, owner: Tensor, clients: int, clip: float, rule: Clipping
+) -> tuple[Tensor, Tensor]:
     """The mutant of SPEC 0.1: every tensor clipped by itself."""
-    return torch.cat([clip_and_sum([g], unit, owner, clients, clip) for g in grads], dim=1)
+    each = [clip_and_sum([g], unit, owner, clients, clip, rule) for g in grads]
+    return torch.cat([total for total, _ in each], dim=1), each[0][1]
 
 
 def gradients_of_size(count: int, width: int = 7, size: float = 1.0, seed: int = 0) -> Tensor:
@@ -252,7 +256,7 @@ def test_several_clients_keep_their_own_sums() -> None:
     plan = plan_of([20, 1, 1], 1)
     oracle = make(Stub(), stub_records(grads), one_each([20, 1, 1]), plan)
     client = [0] * 6 + [1] * 9 + [2] * 5
-    found = oracle._clipped_sum(torch.zeros(3, 7), slots_of(list(range(20)), client), None)
+    found = oracle._clipped_sum(torch.zeros(3, 7), slots_of(list(range(20)), client), None)[0]
     for s in range(3):
         own = grads[[j for j in range(20) if client[j] == s]]
         torch.testing.assert_close(found[s].double(), reference_sum(own, C), rtol=1e-5, atol=1e-7)
@@ -700,14 +704,42 @@ def test_dropout_that_is_not_keyed_would_be_noticed(monkeypatch: pytest.MonkeyPa
     assert float((alone[0] - g[1]).norm() / g[1].norm()) > 1e-2
 
 
-def test_dropout_keys_differ_by_record_step_round_and_client() -> None:
-    model, _ = net(0.5)
+def test_keys_differ_by_record_step_round_client_and_purpose() -> None:
+    model, theta = net(0.5)
     shards, plan = one_each([50, 50]), plan_of([50, 50], 50)
-    keys = []
+    keys: list[np.ndarray] = []
+
+    def note(given: Tensor | None) -> None:
+        assert given is not None
+        keys.append(given.numpy())
+
+    def view(inputs: Mapping[str, Tensor], given: Tensor) -> dict[str, Tensor]:
+        note(given)
+        return dict(inputs)
+
+    plain = model.grads
+
+    def grads(theta: Tensor, client: Tensor, inputs: Any, labels: Tensor, given: Tensor | None = None) -> list[Tensor]:
+        note(given)
+        return plain(theta, client, inputs, labels, given)
+
+    model.grads = grads  # type: ignore[method-assign]
     for t in (1, 2):
-        oracle = make(model, net_records(100), shards, plan, round=t, steps=2)
-        for k in range(2):
-            oracle._drawn = k
-            keys.append(oracle._draw().key)
+        oracle = FleetOracle(model, net_records(100), shards, plan, Streams(0), t, [0, 1], 2, view=view)
+        for _ in range(2):
+            oracle(theta.repeat(2, 1))
     everything = np.concatenate(keys)
-    assert len(np.unique(everything)) == len(everything) == 400
+    assert len(np.unique(everything)) == len(everything) == 800
+
+
+def test_a_view_is_what_the_gradient_is_taken_of() -> None:
+    model, theta = net()
+    plan, shards = plan_of([12], 12, sigma=0, clip=math.inf), one_each([12])
+    records = net_records(12)
+    doubled = Records({"x": 2 * records.inputs["x"]}, records.labels)
+
+    def view(inputs: Mapping[str, Tensor], keys: Tensor) -> dict[str, Tensor]:
+        return {name: 2 * x for name, x in inputs.items()}
+
+    seen, _ = FleetOracle(model, records, shards, plan, Streams(0), 1, [0], 1, view=view)(theta.unsqueeze(0))
+    torch.testing.assert_close(seen[0], loop_gradients(model, theta, doubled).mean(0), rtol=1e-5, atol=1e-7)

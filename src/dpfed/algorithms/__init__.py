@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 from dpfed.algorithms.base import Algorithm
+from dpfed.algorithms.dp_adambc import DPAdamBC
+from dpfed.algorithms.dp_fafed import DPFAFED
 from dpfed.algorithms.dp_fedadamw import DPFedAdamW
 from dpfed.algorithms.dp_fedavg import DPFedAvg
+from dpfed.algorithms.dp_fedavg_ls import DPFedAvgLS
+from dpfed.algorithms.dp_fedlada import DPFedLADA
+from dpfed.algorithms.dp_fedopt import DPFedOpt
 from dpfed.algorithms.dp_fedsam import DPFedSAM
 from dpfed.algorithms.dp_local_adamw import DPLocalAdamW
+from dpfed.algorithms.dp_scaffold import DPScaffold
 
-REGISTRY: dict[str, type[Algorithm]] = {cls.name: cls for cls in (DPFedAdamW, DPFedAvg, DPFedSAM, DPLocalAdamW)}
+_ALL: tuple[type[Algorithm], ...] = (
+    DPFedAdamW,
+    DPFedAvg,
+    DPScaffold,
+    DPFedAvgLS,
+    DPFedSAM,
+    DPLocalAdamW,
+    DPFedOpt,
+    DPFAFED,
+    DPFedLADA,
+    DPAdamBC,
+)
+REGISTRY: dict[str, type[Algorithm]] = {cls.name: cls for cls in _ALL}

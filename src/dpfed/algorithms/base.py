@@ -9,6 +9,9 @@
 An algorithm holds no hidden state, no data, no model and does no I/O. Its fields are its `[algorithm]` keys: the
 annotation carries the allowed range and a sentence for the reference. States are plain dataclasses of tensors and
 messages are dictionaries of tensors `[S, ...]`, so they can be checkpointed and sent without pickling.
+
+`memory` is what clients keep for themselves between rounds. An algorithm that has one names its vectors in `remembers`;
+they come stacked, `[S, P]`, zero for clients that were never drawn, with a mask `seen` `[S]`; `finish` gives them back.
 """
 
 from __future__ import annotations
@@ -38,13 +41,16 @@ class Oracle(Protocol):
 
 
 class Space(Protocol):
-    """What an algorithm may know of the parameter space: its size and its blocks, never the model."""
+    """What an algorithm may know of the parameter space: its size, tensors and blocks, never the model."""
 
     @property
     def size(self) -> int: ...
 
     @property
     def num_blocks(self) -> int: ...
+
+    def slices(self) -> list[slice]:
+        """The stretch of the vector that belongs to each tensor, in order."""
 
     def block_mean(self, vector: Tensor) -> Tensor:
         """`[..., P]` -> `[..., blocks]`."""
@@ -67,7 +73,9 @@ class Context:
 
     lr    η_t, a scalar tensor; in start and step it may be `[S, 1]`, in aggregate it is one number
     lr0   the base learning rate η0, same shape
-    phi   Φ_i, the known noise variance of each client's mean gradient, `[S, 1]`
+    phi   Φ_i, the known noise variance of each client's mean gradient in this round, `[S, 1]`
+    equal_phi   whether Φ_i is the same for all clients
+    varying_phi whether Φ changes from round to round (quantile clipping)
     answered  how many clients' messages are in the mean (aggregate only)
     """
 
@@ -81,6 +89,7 @@ class Context:
     lr0: Tensor
     phi: Tensor
     equal_phi: bool = True
+    varying_phi: bool = False
     answered: int = 0
 
 
@@ -92,6 +101,7 @@ class Facts:
     private: bool
     allow_nan: bool
     calibrated: bool = False
+    varying_phi: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,6 +128,16 @@ class Algorithm(ABC):
         """What a given sigma is multiplied by before anything else; the accountant sees the product."""
         return 1.0
 
+    @property
+    def remembers(self) -> tuple[str, ...]:
+        """Names of the vectors of length P that each client keeps between rounds."""
+        return ()
+
+    @property
+    def broadcast(self) -> tuple[str, ...]:
+        """The fields of the server's state that `start` and `finish` read, and so travel to every client of a round."""
+        return ("theta",)
+
     def check(self, facts: Facts) -> list[str]:
         """Refuses combinations of switches that cannot work (DpfedError); returns warnings."""
         return []
@@ -139,6 +159,29 @@ class Algorithm(ABC):
 
     def refuse(self, sentence: str) -> None:
         raise DpfedError(f"{self.name}: {sentence}")
+
+
+@dataclass(frozen=True)
+class Point:
+    """A state that is nothing but θ: `[P]` at the server, `[S, P]` at the clients."""
+
+    theta: Tensor
+
+
+class Averaging(Algorithm):
+    """What most methods share: θ travels down, Δ_i = θ_i − θ travels up, and θ ← θ + Δ̄. The step is their own."""
+
+    def init(self, ctx: Context, theta: Tensor) -> Point:
+        return Point(theta)
+
+    def start(self, ctx: Context, server: Point, memory: Memory) -> Any:
+        return Point(spread(server.theta, ctx.S))
+
+    def finish(self, ctx: Context, server: Point, local: Any) -> tuple[Message, Memory]:
+        return {"delta": local.theta - server.theta}, {}
+
+    def aggregate(self, ctx: Context, server: Point, mean: Message) -> Point:
+        return Point(server.theta + mean["delta"])
 
 
 def spread(theta: Tensor, clients: int) -> Tensor:

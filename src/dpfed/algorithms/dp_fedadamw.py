@@ -16,6 +16,10 @@ Where the paper's text cannot be run as printed, the default is the form that ca
 `v_exponent = local | round`, `bc_floor = "none"`, `wd_sign = literal`, `align = convex`.
 With unequal Φ_i the raw v_i may not be averaged: each client then sends v_i less its own share of noise,
 (1−β2^{tK})Φ_i, and adds its own share back at the start of the next round (`agg_center = corrected`).
+Where Φ changes from round to round (quantile clipping, `scale`), what is subtracted is w/(1−β2^n), the same moving
+average of Φ that v is of g²; the server keeps w, because everything in it is public.
+`scale = block` (scale-then-privatize, Li, Zaheer, Reddi, Smith 2022; Ganesh, McMahan, Thakurta 2025): gradients are multiplied by
+1/√(v̄−w) of their block, of root mean square 1, before they are clipped, and divided by it after.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ class Server:
     theta: Tensor
     v: Tensor
     dg: Tensor
+    w: Tensor  # average noise in v: empty while Φ is constant, else one number, or one per block with `scale`
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,8 @@ class Local:
     m: Tensor
     v: Tensor
     dg: Tensor
+    w: Tensor
+    scale: Tensor
     v_hat: Tensor
 
 
@@ -84,6 +91,11 @@ class DPFedAdamW(Algorithm):
         "module"
     )
     agg_center: Annotated[Literal["auto", "plain", "corrected"], "how v is averaged when Φ_i differ"] = "auto"
+    scale: Annotated[Literal["off", "block"], "scale-then-privatize: precondition before clipping"] = "off"
+
+    @property
+    def broadcast(self) -> tuple[str, ...]:
+        return ("theta", "v", "w") if self.align == "off" else ("theta", "v", "w", "dg")
 
     def check(self, facts: Facts) -> list[str]:
         if isinstance(self.bc_floor, float | int) and not self.bc_floor >= 0:
@@ -103,7 +115,19 @@ class DPFedAdamW(Algorithm):
                 self.refuse('agg_center = "plain" needs the same noise level for all clients; use "auto"')
             if self.v_exponent != "total":
                 self.refuse('unequal noise levels need v_exponent = "total"')
+        self._check_tracking(facts)
         return self._warnings()
+
+    def _check_tracking(self, facts: Facts) -> None:
+        if self.scale != "off" and self.agg != "mean":
+            self.refuse('scale = "block" is made from the server\'s block means: it needs agg = "mean"')
+        if self.agg == "off" or not (facts.varying_phi or self.scale != "off"):
+            return
+        what = 'scale = "block"' if self.scale != "off" else 'privacy.clip_mode = "quantile"'
+        if not facts.equal_phi:
+            self.refuse(f"{what} needs the same noise level for all clients")
+        if self.v_send == "hat":
+            self.refuse(f'{what} changes the noise level, and v_send = "hat" cannot follow: use v_send = "raw"')
 
     def _warnings(self) -> list[str]:
         said = []
@@ -117,25 +141,32 @@ class DPFedAdamW(Algorithm):
 
     def init(self, ctx: Context, theta: Tensor) -> Server:
         size = {"mean": ctx.space.num_blocks, "full_v": ctx.space.size, "off": 0}[self.agg]
-        return Server(theta, theta.new_zeros(size), torch.zeros_like(theta))
+        noise = 0 if not self._tracks(ctx) else ctx.space.num_blocks if self.scale == "block" else 1
+        return Server(theta, theta.new_zeros(size), torch.zeros_like(theta), theta.new_zeros(noise))
 
     def start(self, ctx: Context, server: Server, memory: Memory) -> Local:
         theta = spread(server.theta, ctx.S)
         v = torch.zeros_like(theta) if self.agg == "off" else self._expand(ctx, self._uncenter(ctx, server.v))
-        return Local(theta, torch.zeros_like(theta), v, server.dg, v)
+        w = ctx.space.expand(server.w) if self.scale == "block" else server.w
+        dg = theta.new_zeros(1) if self.align == "off" else server.dg
+        return Local(theta, torch.zeros_like(theta), v, dg, w, self._scale(ctx, server.v, server.w), v)
 
     def step(self, ctx: Context, local: Local, oracle: Oracle, k: Tensor) -> Local:
-        g, phi = oracle(local.theta)
+        g, phi = oracle(local.theta) if self.scale == "off" else oracle(local.theta, local.scale)
         m = self.beta1 * local.m + (1 - self.beta1) * g
         v = self.beta2 * local.v + (1 - self.beta2) * g * g
         m_hat = m / bias_correction(self.beta1, k if self.m_exponent == "local" else (ctx.t - 1) * ctx.K + k)
-        v_hat = v / self._v_correction(ctx, k)
+        correction = self._v_correction(ctx, k)
+        v_hat, w = v / correction, local.w
+        if self._tracks(ctx):
+            w = self.beta2 * local.w + (1 - self.beta2) * phi
+            phi = w / correction
         step = m_hat / self._denominator(ctx, v_hat, phi)
         if self.align == "convex":
             step = (1 - self.gamma) * step
         decay = self.weight_decay if self.wd_sign == "decay" else -self.weight_decay
         theta = local.theta - ctx.lr * (step + self._pull(ctx, local.dg) + decay * local.theta)
-        return replace(local, theta=theta, m=m, v=v, v_hat=v_hat)
+        return replace(local, theta=theta, m=m, v=v, w=w, v_hat=v_hat)
 
     def finish(self, ctx: Context, server: Server, local: Local) -> tuple[Message, Memory]:
         message = {"delta": local.theta - server.theta}
@@ -147,7 +178,8 @@ class DPFedAdamW(Algorithm):
 
     def aggregate(self, ctx: Context, server: Server, mean: Message) -> Server:
         eta = ctx.lr if self.dg_lr == "round" else ctx.lr0
-        return Server(server.theta + mean["delta"], mean.get("v", server.v), -mean["delta"] / (ctx.K * eta))
+        dg = -mean["delta"] / (ctx.K * eta)
+        return Server(server.theta + mean["delta"], mean.get("v", server.v), dg, self._next_w(ctx, server))
 
     # (1) block-wise second moments
 
@@ -189,6 +221,32 @@ class DPFedAdamW(Algorithm):
         if self.bc_floor != "none":
             u = torch.maximum(u, self.bc_floor * phi)
         return u.sqrt() + self.eps
+
+    def _tracks(self, ctx: Context) -> bool:
+        """Whether Φ changes while v remembers: then its moving average is subtracted instead of itself."""
+        return self.agg != "off" and (ctx.varying_phi or self.scale != "off")
+
+    def _next_w(self, ctx: Context, server: Server) -> Tensor:
+        """w after K steps at this round's Φ, which everybody knows."""
+        if not self._tracks(ctx):
+            return server.w
+        phi = (
+            ctx.phi.mean() / self._block_scale(ctx, server.v, server.w) ** 2
+            if self.scale == "block"
+            else ctx.phi.mean()
+        )
+        kept = self.beta2**ctx.K
+        return (kept * server.w + (1 - kept) * phi).to(server.w.dtype)
+
+    def _scale(self, ctx: Context, v: Tensor, w: Tensor) -> Tensor:
+        return ctx.space.expand(self._block_scale(ctx, v, w)) if self.scale == "block" else v.new_ones(1)
+
+    def _block_scale(self, ctx: Context, v: Tensor, w: Tensor) -> Tensor:
+        """Public, since v̄ is noised. A common factor cancels, so v̄ and w need no correction here."""
+        floor = 0.0 if self.bc_floor == "none" else self.bc_floor
+        u = torch.maximum(v - w, floor * w) if self.bc else v
+        scale = 1 / (u.double().clamp_min(0).sqrt() + max(self.eps, 1e-30))
+        return (scale / ctx.space.expand(scale).square().mean(-1, keepdim=True).sqrt()).to(v.dtype)
 
     # (3) aligned with the global direction
 

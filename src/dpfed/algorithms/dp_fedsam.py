@@ -13,27 +13,17 @@ with the noise multiplier divided by √2 (`equal_eps` makes up for it with √2
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 from torch import Tensor
 
-from dpfed.algorithms.base import Algorithm, Context, Facts, Memory, Message, Oracle, Releases, spread
+from dpfed.algorithms.base import Averaging, Context, Facts, Oracle, Point, Releases
 
 
 @dataclass(frozen=True)
-class Server:
-    theta: Tensor
-
-
-@dataclass(frozen=True)
-class Local:
-    theta: Tensor
-
-
-@dataclass(frozen=True)
-class DPFedSAM(Algorithm):
+class DPFedSAM(Averaging):
     name = "dp-fedsam"
     lr_grid = (0.01, 0.03, 0.1, 0.3)
     summary = "sharpness-aware local steps; spends more than the others unless equal_eps is set"
@@ -57,22 +47,10 @@ class DPFedSAM(Algorithm):
             self.refuse("equal_eps is exact for a shared batch only; give privacy.target_epsilon instead")
         if self.equal_eps and facts.calibrated:
             self.refuse("equal_eps has no effect with privacy.target_epsilon, which every method reaches alike")
-        return []
+        return ["equal_eps has no effect without noise"] if self.equal_eps and not facts.private else []
 
-    def init(self, ctx: Context, theta: Tensor) -> Server:
-        return Server(theta)
-
-    def start(self, ctx: Context, server: Server, memory: Memory) -> Local:
-        return Local(spread(server.theta, ctx.S))
-
-    def step(self, ctx: Context, local: Local, oracle: Oracle, k: Tensor) -> Local:
+    def step(self, ctx: Context, local: Point, oracle: Oracle, k: Tensor) -> Point:
         g1, _ = oracle(local.theta)
         e = self.rho * g1 / (g1.norm(dim=1, keepdim=True) + 1e-12)
         g2, _ = oracle.again(local.theta + e) if self.sam_batches == "shared" else oracle(local.theta + e)
-        return replace(local, theta=local.theta - ctx.lr * (g2 + self.weight_decay * local.theta))
-
-    def finish(self, ctx: Context, server: Server, local: Local) -> tuple[Message, Memory]:
-        return {"delta": local.theta - server.theta}, {}
-
-    def aggregate(self, ctx: Context, server: Server, mean: Message) -> Server:
-        return Server(server.theta + mean["delta"])
+        return Point(local.theta - ctx.lr * (g2 + self.weight_decay * local.theta))

@@ -20,12 +20,7 @@ import torch
 from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 
-from dpfed.algorithms.base import Algorithm, Context, Memory, Message, Oracle, bias_correction, spread
-
-
-@dataclass(frozen=True)
-class Server:
-    theta: Tensor
+from dpfed.algorithms.base import Averaging, Context, Memory, Oracle, Point, bias_correction, spread
 
 
 @dataclass(frozen=True)
@@ -33,10 +28,11 @@ class Local:
     theta: Tensor
     m: Tensor
     v: Tensor
+    v_hat: Tensor
 
 
 @dataclass(frozen=True)
-class DPLocalAdamW(Algorithm):
+class DPLocalAdamW(Averaging):
     name = "dp-local-adamw"
     lr_grid = (3e-4, 1e-3, 3e-3, 1e-2)
     summary = "a fresh AdamW on every client in every round, averaged"
@@ -47,12 +43,10 @@ class DPLocalAdamW(Algorithm):
     beta2: Annotated[float, Ge(0), Lt(1), "decay of the second moment"] = 0.999
     eps: Annotated[float, Ge(0), "ϵ added to √v̂"] = 1e-8
 
-    def init(self, ctx: Context, theta: Tensor) -> Server:
-        return Server(theta)
-
-    def start(self, ctx: Context, server: Server, memory: Memory) -> Local:
+    def start(self, ctx: Context, server: Point, memory: Memory) -> Local:
         theta = spread(server.theta, ctx.S)
-        return Local(theta, torch.zeros_like(theta), torch.zeros_like(theta))
+        zero = torch.zeros_like(theta)
+        return Local(theta, zero, zero, zero)
 
     def step(self, ctx: Context, local: Local, oracle: Oracle, k: Tensor) -> Local:
         g, _ = oracle(local.theta)
@@ -61,10 +55,4 @@ class DPLocalAdamW(Algorithm):
         m_hat = m / bias_correction(self.beta1, k)
         v_hat = v / bias_correction(self.beta2, k)
         step = m_hat / (v_hat.sqrt() + self.eps)
-        return Local(local.theta - ctx.lr * (step + self.weight_decay * local.theta), m, v)
-
-    def finish(self, ctx: Context, server: Server, local: Local) -> tuple[Message, Memory]:
-        return {"delta": local.theta - server.theta}, {}
-
-    def aggregate(self, ctx: Context, server: Server, mean: Message) -> Server:
-        return Server(server.theta + mean["delta"])
+        return Local(local.theta - ctx.lr * (step + self.weight_decay * local.theta), m, v, v_hat)

@@ -10,6 +10,7 @@ import click
 import typer
 
 from dpfed.cli.audit import audit
+from dpfed.cli.data import data
 from dpfed.cli.list import list_names
 from dpfed.cli.model import app as model
 from dpfed.cli.privacy import privacy
@@ -27,6 +28,7 @@ app.command("run")(run)
 app.command("privacy")(privacy)
 app.command("audit")(audit)
 app.command("list")(list_names)
+app.add_typer(data)
 app.add_typer(model, name="model")
 
 

@@ -60,18 +60,21 @@ def input_spec(
     config: Config, classes: int | None, image_size: int | None, channels: int | None
 ) -> tuple[InputSpec, list[str]]:
     """The inputs as the options say, as the data says, or as is usual for the model; and what had to be assumed."""
-    from dpfed.engine.setup import spec_of
+    from dpfed.engine.setup import published_spec, spec_of
 
     section: Any = config.model
     usual: InputSpec = section.usual_spec()
     if (classes, image_size, channels) == (None, None, None):
         loader: Any = config.data
+        published = getattr(loader, "published", None)
+        if published is not None and config.data.path is None:
+            return published_spec(published, section), []
         try:
             return spec_of(loader.load(), section), []
         except DpfedError as error:
-            return usual, [
-                f"the data {config.data.name!r} is not here ({error}); shapes are those usual for {section.name}, "
-                f"with {usual.classes} classes (--classes)"
+            spec = usual if published is None else published_spec(published, section)
+            return spec, [
+                f"the data cannot be read ({error}); shapes are those usual for it, with {spec.classes} classes"
             ]
     if usual.kind == "image":
         c, side = usual.shape[0], usual.shape[-1]

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dpfed.errors import DpfedError
+
 if TYPE_CHECKING:
     from dpfed.engine.setup import Job
 
@@ -18,6 +20,7 @@ def run(
     ] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a key")] = None,
     out: Annotated[Path | None, typer.Option(help="folder of the run; default: a new one under runs/")] = None,
+    resume: Annotated[Path | None, typer.Option(help="go on with the run in this folder")] = None,
     force: Annotated[bool, typer.Option(help="replace a run that is in the folder")] = False,
     debug: Annotated[bool, typer.Option(help="show the traceback of an error")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on the last line of stdout")] = False,
@@ -26,7 +29,12 @@ def run(
     from dpfed.config import load
     from dpfed.registry import DEFAULT, registry
 
-    settings = load(config or DEFAULT, overrides or [], registry())
+    if resume is not None and (out is not None or force):
+        raise DpfedError("--resume goes on in its own folder: leave out --out and --force")
+    if resume is not None and config is None and not (resume / "config.toml").exists():
+        raise DpfedError(f"{resume} is not the folder of a run: --resume needs one that `dpfed run` has made")
+    begun = DEFAULT if resume is None else str(resume / "config.toml")
+    settings = load(config or begun, overrides or [], registry())
     from dpfed.cli.progress import Watch
     from dpfed.engine.run import run as train
 
@@ -36,7 +44,7 @@ def run(
             for line in opening(job):
                 watch.say(line)
 
-        result = train(settings, out, force, begin=begin, observe=watch.round)
+        result = train(settings, resume or out, force, begin=begin, observe=watch.round, resume=resume is not None)
     for line in closing(result):
         print(line)
     if as_json:
@@ -45,6 +53,7 @@ def run(
 
 def opening(job: Job) -> list[str]:
     from dpfed.engine.run import guarantee
+    from dpfed.engine.traffic import traffic
 
     plan, schedule = job.plan, job.schedule
     lines = [
@@ -52,10 +61,16 @@ def opening(job: Job) -> list[str]:
         f"{schedule.rounds} rounds of {schedule.local_steps} local steps; "
         f"{job.config.model.name} with {job.space.size:,} trainable numbers in {job.space.num_blocks} blocks",
     ]
+    sent = traffic(job.algorithm, job.space)
+    lines.append(
+        f"each client and round: {sent.up_numbers:,} numbers up ({sent.up_bytes / 1e6:.2f} MB), "
+        f"{sent.down_numbers:,} down ({sent.down_bytes / 1e6:.2f} MB)"
+    )
     if plan.private:
         lines.append(f"privacy: {guarantee(job)}; clip norm {plan.clip:g}")
     else:
-        lines.append("NO PRIVACY: noise is off, nothing that leaves a client is protected")
+        why = "noise is off" if job.plan.accounted else 'privacy.accounting = "none"'
+        lines.append(f"NO PRIVACY: {why}, nothing that leaves a client is protected")
     return lines + [f"note: {note}" for note in job.notes]
 
 

@@ -10,12 +10,16 @@ import numpy as np
 
 from dpfed.errors import DpfedError
 
-Kind = Literal["image", "features"]
+Kind = Literal["image", "features", "text"]
 
 
 @dataclass(frozen=True)
 class Table:
-    """Records row by row: inputs by the model's argument name, labels, and columns that name clients or units."""
+    """Records row by row: inputs by the model's argument name, labels, and columns that name clients or units.
+
+    Images are `pixel_values` [n, channels, height, width]. Text is `text` and, for pairs, `text_pair`: arrays of Python
+    strings, which a text model turns into tokens.
+    """
 
     inputs: Mapping[str, np.ndarray]
     labels: np.ndarray
@@ -34,12 +38,27 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Published:
+    """What is known of a published data set without its files: enough for a plan and for a model's shapes.
+
+    records  training records; shape  of one image, empty for text
+    """
+
+    records: int
+    classes: int
+    kind: Kind
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Source:
     """A loaded data set.
 
     classes  names of the labels 0..n-1
     white    for images of whole numbers: the value that means full intensity
     declared whether the number of classes is public knowledge, rather than read off the labels
+    fingerprint  names the raw data and how it was read, for caches of what is computed from it; "" where unknown
+    notes    what a person should know about how the files were read
     """
 
     train: Table
@@ -48,6 +67,8 @@ class Source:
     kind: Kind
     white: float = 255.0
     declared: bool = True
+    fingerprint: str = ""
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for part, table in (("training", self.train), ("test", self.test)):

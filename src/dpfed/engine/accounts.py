@@ -100,7 +100,9 @@ def _planned(folder: Path, meta: Mapping[str, Any], colluding: int) -> Planned:
         eligible = [(int(n), int(count)) for n, count in meta["eligible"]]
         share = participation_probability(cohort, clients)
         odds = chances(cohort, eligible, colluding)
-        return Planned(tuple(kinds), int(meta["local_steps"]), share, odds, float(meta["delta"]), str(meta["unit"]))
+        prior = tuple((Mechanism(*kind), int(steps)) for *kind, steps in meta["prior"])
+        steps, delta, unit = int(meta["local_steps"]), float(meta["delta"]), str(meta["unit"])
+        return Planned(tuple(kinds), steps, share, odds, delta, unit, prior)
     except (KeyError, TypeError, ValueError):
         raise DpfedError(f"the ledger of {folder} does not state its plan: it was not written by a run") from None
 
@@ -108,10 +110,11 @@ def _planned(folder: Path, meta: Mapping[str, Any], colluding: int) -> Planned:
 def _epsilons(
     histories: Mapping[Client, History], taken: Mapping[Client, int], planned: Planned, clients: int
 ) -> np.ndarray:
-    """Server's view of each client, by its number; clients that never took part have spent nothing."""
-    out = np.zeros(clients)
+    """Server's view of each client, by its number; who never took part has spent nothing but what was spent before."""
+    prior = planned.prior
+    out = np.full(clients, epsilon(prior, planned.delta).value)
     who = [int(client) for client in histories]
-    keys = [tuple(history) for history in histories.values()]
+    keys = [(*prior, *history) for history in histories.values()]
     rounds = [taken[client] for client in histories]
     steps = planned.local_steps
     simple = all(len(key) == 1 and key[0][1] == steps * n for key, n in zip(keys, rounds, strict=True))

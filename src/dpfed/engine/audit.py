@@ -8,7 +8,6 @@ Every other record is zero.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
@@ -20,8 +19,10 @@ from torch import Tensor, nn
 
 from dpfed.algorithms.base import Message
 from dpfed.data.partition import Shards
-from dpfed.engine.fleet import Fleet, context, learning_rate
+from dpfed.engine.fleet import Fleet, learning_rate
+from dpfed.engine.rounds import aggregate, first_state
 from dpfed.engine.setup import Job
+from dpfed.engine.state import State
 from dpfed.errors import DpfedError
 from dpfed.model.per_sample import PerSample, call, trainable
 from dpfed.model.space import space_of
@@ -212,8 +213,8 @@ class Watched(Fleet):
         super().__init__(job)
         self.deltas: list[Tensor] = []
 
-    def _fleet(self, t: int, server: Any, clients: Sequence[int]) -> Message:
-        message = super()._fleet(t, server, clients)
+    def _fleet(self, t: int, state: State, clients: Sequence[int]) -> Message:
+        message = super()._fleet(t, state, clients)
         self.deltas.append(message["delta"])
         return message
 
@@ -238,17 +239,15 @@ def server_scores(job: Job, audited: Audited, coins: np.ndarray) -> np.ndarray:
     )
     everyone = list(range(clients))
     fleet = Watched(stand_in)
-    server = job.algorithm.init(context(stand_in, 1, everyone), stand_in.theta)
+    state = first_state(stand_in)
     scores = np.zeros(coins.shape)
     for t in range(1, audited.rounds + 1):
         fleet.deltas.clear()
-        mean, answered = fleet.run_cohort(t, server, everyone)
+        mean, answered = fleet.run_cohort(t, state, everyone)
         scores -= along(torch.cat(fleet.deltas), width) / learning_rate(
             job.algorithm.lr, run.lr_schedule, t, run.rounds
         )
-        server = job.algorithm.aggregate(
-            dataclasses.replace(context(stand_in, t, everyone), answered=answered), server, mean
-        )
+        state = aggregate(stand_in, t, state, everyone, mean, answered)
     return np.nan_to_num(scores)
 
 
@@ -289,7 +288,10 @@ def laws(audited: Audited) -> tuple[Law, Law]:
     mechanism = few.plan.mechanism(0)
     noise = np.zeros((wanted, steps, TENSORS))
     for step, clients, sums in few.releases(model, records, shards, 1):
-        noise[clients, step] = sums.cpu().numpy() * sqrt(mechanism.releases) / mechanism.noise_multiplier
+        level = few.plan.clipping.sum_multiplier(
+            mechanism.noise_multiplier
+        )  # more than is charged, if a count is beside
+        noise[clients, step] = sums.cpu().numpy() * sqrt(mechanism.releases) / level
         # The next batch is drawn when the loop goes on: say beforehand where to note it.
         model.step = (step + 1) % steps
         model.first = clients[0] if step + 1 < steps else clients[0] + FLEET

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 import shutil
 import time
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from dpfed.config import Config, to_toml
+from dpfed.engine.durable import write_file
 from dpfed.engine.rounds import Round
 from dpfed.errors import DpfedError
 from dpfed.model.space import Space
 from dpfed.privacy.ledger import Ledger
 
-CONFIG, METRICS, LEDGER, MODEL, RESULT = (
+CONFIG, METRICS, LEDGER, MODEL, RESULT, CHECKPOINTS = (
     "config.toml",
     "metrics.jsonl",
     "ledger.sqlite",
     "model.safetensors",
     "run.json",
+    "checkpoint",
 )
 PACKAGES = ("dpfed", "torch", "transformers", "peft", "dp-accounting", "numpy")
 
@@ -33,8 +36,11 @@ PACKAGES = ("dpfed", "torch", "transformers", "peft", "dp-accounting", "numpy")
 class RunFolder:
     """Made once at the start of a run; everything a run leaves behind is written through it."""
 
-    def __init__(self, path: Path, config: Config, note: str, force: bool = False) -> None:
+    def __init__(self, path: Path, config: Config, note: str, force: bool = False, resume: bool = False) -> None:
         self.path, self._note = path, note
+        if resume:
+            self._metrics = _reopened(path / METRICS)
+            return
         refuse_occupied(path, force)
         try:
             if (path / CONFIG).exists():
@@ -49,6 +55,10 @@ class RunFolder:
     def ledger(self) -> Path:
         return self.path / LEDGER
 
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / CHECKPOINTS
+
     def log(self, round: Round) -> None:
         """One line per round, on disk when the round is over."""
         row: dict[str, Any] = {
@@ -56,6 +66,7 @@ class RunFolder:
             "accuracy": round.accuracy,
             "loss": round.loss if round.loss is None or math.isfinite(round.loss) else None,
             "epsilon_server_max": round.epsilon,
+            "clip": round.clip if math.isfinite(round.clip) else None,
             "cohort": round.cohort,
             "eligible": round.eligible,
             "seconds": round.seconds,
@@ -65,9 +76,40 @@ class RunFolder:
         self._metrics.write(json.dumps(row, allow_nan=False) + "\n")
         self._metrics.flush()
 
+    def rewind(self, t: int) -> None:
+        """Forgets the lines of rounds after t, which will be run again."""
+        self._metrics.close()
+        path = self.path / METRICS
+        kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _round_of(line) <= t]
+        write_file(path, lambda file: file.write("".join(f"{line}\n" for line in kept).encode()))
+        self._metrics = _reopened(path)
+
+    def rounds(self, theta: torch.Tensor) -> list[Round]:
+        """The first and the last round in the metrics, with the vector that the last one left."""
+        rows = [json.loads(line) for line in (self.path / METRICS).read_text(encoding="utf-8").splitlines()]
+        return [
+            Round(
+                t=row["round"],
+                accuracy=row["accuracy"],
+                loss=row["loss"],
+                epsilon=row["epsilon_server_max"],
+                cohort=row["cohort"],
+                eligible=row["eligible"],
+                clip=math.inf if row["clip"] is None else row["clip"],
+                seconds=row["seconds"],
+                theta=theta,
+            )
+            for row in ([rows[0], rows[-1]] if rows else [])
+        ]
+
+    def sync(self) -> None:
+        """Metrics on the disk, before a checkpoint says that their rounds are over."""
+        os.fsync(self._metrics.fileno())
+
     def save_model(self, theta: torch.Tensor, space: Space, release: str) -> None:
         tensors = {name: t.contiguous().cpu() for name, t in space.unflatten(theta.detach().clone()).items()}
-        save_file(tensors, self.path / MODEL, metadata={"release": release})
+        blob = save(tensors, metadata={"release": release})
+        write_file(self.path / MODEL, lambda file: file.write(blob))
 
     def begin(self, run: str, note: str) -> None:
         """Names the run before anything is released, so that a ledger of another run is noticed."""
@@ -75,10 +117,26 @@ class RunFolder:
 
     def save_result(self, result: dict[str, Any]) -> None:
         full = {**result, "versions": versions(), "python": platform.python_version(), "written": time.time()}
-        (self.path / RESULT).write_text(json.dumps(full, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        text = json.dumps(full, indent=2, allow_nan=False) + "\n"
+        write_file(self.path / RESULT, lambda file: file.write(text.encode()))
 
     def close(self) -> None:
         self._metrics.close()
+
+
+def _reopened(path: Path) -> IO[str]:
+    try:
+        return path.open("a", encoding="utf-8")
+    except OSError as error:
+        raise DpfedError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def _round_of(line: str) -> float:
+    """The round of a line of metrics; a line cut short by a crash is of no round and is dropped."""
+    try:
+        return int(json.loads(line)["round"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def refuse_occupied(path: Path, force: bool) -> None:

@@ -16,6 +16,7 @@ from dpfed.algorithms.base import Message
 from dpfed.engine.fleet import context
 from dpfed.engine.setup import Job
 from dpfed.engine.spending import Spending
+from dpfed.engine.state import State
 from dpfed.errors import StoppedError
 from dpfed.privacy.oracle import Records
 
@@ -23,13 +24,14 @@ from dpfed.privacy.oracle import Records
 class Backend(Protocol):
     """Computes a cohort: the fleet in this process, several processes, or clients on a network."""
 
-    def run_cohort(self, t: int, server: Any, clients: Sequence[int]) -> tuple[Message, int]: ...
+    def run_cohort(self, t: int, state: State, clients: Sequence[int]) -> tuple[Message, int]: ...
 
 
 @dataclass(frozen=True)
 class Round:
     """What is known after a round. Accuracy and loss are those of the server's public test set.
 
+    clip              the clip norm that was used, which moves under quantile clipping (from noised counts, so public)
     cohort, eligible  how many clients took part, and among how many they were drawn: for the server's eyes only
     """
 
@@ -39,6 +41,7 @@ class Round:
     epsilon: float | None
     cohort: int
     eligible: int
+    clip: float
     seconds: float
     theta: Tensor = field(repr=False)
 
@@ -46,26 +49,62 @@ class Round:
 Observer = Callable[[Round], None]
 
 
-def train(job: Job, backend: Backend, spending: Spending, observe: Observer) -> Tensor:
-    """Runs all rounds and returns the trained vector. `observe` is told of round 0, before training, and of each round."""
-    started = time.perf_counter()
-    everyone = context(job, 1, range(job.schedule.clients))
-    server = job.algorithm.init(everyone, job.theta)
-    observe(Round(0, *evaluate(job, server.theta), 0.0 if job.plan.private else None, 0, 0, 0.0, server.theta))
-    for t in range(1, job.config.run.rounds + 1):
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is: the rounds that are over, the state after them, and the seconds they took."""
+
+    t: int
+    state: State
+    seconds: float = 0.0
+
+
+def first_state(job: Job) -> State:
+    """The server before round 1."""
+    return State(job.algorithm.init(context(job, 1, range(job.schedule.clients)), job.theta), job.plan.clip)
+
+
+def train(
+    job: Job,
+    backend: Backend,
+    spending: Spending,
+    observe: Observer,
+    progress: Progress | None = None,
+    keep: Callable[[Progress], None] = lambda progress: None,
+) -> Tensor:
+    """Runs all rounds that are left and returns the trained vector.
+
+    `observe` is told of round 0, before training, and of each round; `keep` may then store how far the run is.
+    """
+    if progress is None:
+        progress = Progress(0, first_state(job))
+        theta = progress.state.theta
+        observe(Round(0, *evaluate(job, theta), 0.0 if job.plan.private else None, 0, 0, job.plan.clip, 0.0, theta))
+    state, started = progress.state, time.perf_counter() - progress.seconds
+    for t in range(progress.t + 1, job.config.run.rounds + 1):
         able = spending.enough(t)
         cohort = choose(job, t, able)
         spending.charge(t, cohort)  # before anything of this round is released
-        mean, answered = backend.run_cohort(t, server, cohort)
-        server = job.algorithm.aggregate(dataclasses.replace(context(job, t, cohort), answered=answered), server, mean)
+        mean, answered = backend.run_cohort(t, state, cohort)
+        clip = state.clip
+        state = aggregate(job, t, state, cohort, mean, answered)
         if not job.config.run.allow_nan:
-            _refuse_nonfinite(server, t)
+            _refuse_nonfinite(state.server, t)
         scored = t % job.config.run.eval_every == 0 or t == job.config.run.rounds
-        accuracy, loss = evaluate(job, server.theta) if scored else (None, None)
+        accuracy, loss = evaluate(job, state.theta) if scored else (None, None)
         spent = spending.server_max() if scored else None
-        observe(Round(t, accuracy, loss, spent, len(cohort), len(able), time.perf_counter() - started, server.theta))
-    theta: Tensor = server.theta
-    return theta
+        seconds = time.perf_counter() - started
+        observe(Round(t, accuracy, loss, spent, len(cohort), len(able), clip, seconds, state.theta))
+        keep(Progress(t, state, seconds))
+    return state.theta
+
+
+def aggregate(job: Job, t: int, state: State, cohort: Sequence[int], mean: Message, answered: int) -> State:
+    """The server's step: the algorithm's own, and the clip norm's where it follows a quantile."""
+    mean = dict(mean)
+    below = mean.pop("below", None)
+    ctx = context(job, t, cohort, state.clip, answered)
+    clip = state.clip if below is None else job.plan.clipping.next_clip(state.clip, float(below))
+    return State(job.algorithm.aggregate(ctx, state.server, mean), clip)
 
 
 def choose(job: Job, t: int, able: np.ndarray) -> list[int]:

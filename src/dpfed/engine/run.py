@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import tomllib
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -10,14 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from dpfed.config import Config
+from dpfed.config import Config, to_dict
 from dpfed.data.tables import Source
+from dpfed.engine.checkpoint import Checkpoints, Saved, job_hash
+from dpfed.engine.diagnostics import Diagnostics
 from dpfed.engine.fleet import Fleet
-from dpfed.engine.folder import RunFolder, fresh_folder, refuse_occupied
-from dpfed.engine.rounds import Round, train
+from dpfed.engine.folder import CONFIG, RESULT, RunFolder, fresh_folder, refuse_occupied
+from dpfed.engine.memory import ClientMemory
+from dpfed.engine.rounds import Progress, Round, first_state, train
 from dpfed.engine.setup import Job, prepare
-from dpfed.engine.spending import Spending, budget_of, open_ledger
-from dpfed.errors import StoppedError
+from dpfed.engine.spending import Budget, Spending, budget_of, open_ledger, reopen_ledger, spent_before
+from dpfed.engine.traffic import traffic
+from dpfed.errors import DpfedError, StoppedError
+from dpfed.privacy.ledger import Ledger
 from dpfed.privacy.statement import assumptions
 
 SIMULATION = "simulation: not for release"
@@ -25,6 +32,7 @@ NO_PRIVACY = "no privacy"
 RELEASABLE = (
     "the model may be released under its privacy statement; metrics, ledger and figures are for the server only"
 )
+MAY_CHANGE = ("eval_every", "checkpoint_every", "memory_limit", "threads")  # of [run], when a run goes on
 
 
 def release_note(config: Config, private: bool) -> str:
@@ -41,48 +49,144 @@ def run(
     source: Source | None = None,
     begin: Callable[[Job], None] = lambda job: None,
     observe: Callable[[Round], None] = lambda round: None,
+    resume: bool = False,
 ) -> dict[str, Any]:
     """Trains by the configuration and returns the result; the folder `out` holds all of it.
 
-    `begin` is told of the job before round 1, `observe` of round 0 (before training) and of each round.
+    `begin` is told of the job before round 1, `observe` of round 0 (before training) and of each round. With `resume`
+    the run in `out` goes on where its last checkpoint is.
     """
     out = out or fresh_folder(config)
-    refuse_occupied(out, force)
+    if resume:
+        refuse_other(out, config)
+    else:
+        refuse_occupied(out, force)
     job = prepare(config, source)
     budget = None
     if job.plan.private:
         budget = budget_of(job.plan, job.schedule, config.privacy.delta, config.privacy.budget)
         budget.check()
     note = release_note(config, job.plan.private)
-    folder = RunFolder(out, config, note, force)
-    seen: list[Round] = []
-
-    def watch(round: Round) -> None:
-        seen[:] = [seen[0] if seen else round, round]
-        folder.log(round)
-        observe(round)
-
-    name = uuid.uuid4().hex
-    folder.begin(name, note)
-    ledger = open_ledger(job, budget, folder.ledger, name) if budget else None
+    name = name_of(out) if resume else uuid.uuid4().hex
+    folder = RunFolder(out, config, note, force, resume)
     try:
-        begin(job)
-        spending = Spending(job, budget, ledger)
-        try:
-            train(job, Fleet(job), spending, watch)
-        except StoppedError as error:
-            folder.save_model(seen[-1].theta, job.space, note)
-            kept = result_of(job, spending, seen, folder.path, note)
-            folder.save_result({"run": name, "state": "stopped", **kept, "stopped": str(error)})
-            raise
-        result = result_of(job, spending, seen, folder.path, note)
-        folder.save_model(seen[-1].theta, job.space, note)
-        folder.save_result({"run": name, "state": "finished", **result})
-        return result
+        if not resume:
+            folder.begin(name, note)
+        return _train(job, budget, folder, name, note, begin, observe, resume)
     finally:
         folder.close()
+
+
+def _train(
+    job: Job,
+    budget: Budget | None,
+    folder: RunFolder,
+    name: str,
+    note: str,
+    begin: Callable[[Job], None],
+    observe: Callable[[Round], None],
+    resume: bool,
+) -> dict[str, Any]:
+    run = job.config.run
+    memory = ClientMemory(
+        job.algorithm.remembers, job.space.size, folder.checkpoints / "memory", run.memory_limit << 20
+    )
+    checkpoints = Checkpoints(folder.checkpoints, job_hash(fixed_settings(job.config), job.theta), memory)
+    saved = _go_on(job, folder, checkpoints) if resume else None
+    opener = reopen_ledger if resume and folder.ledger.exists() else open_ledger
+    ledger = opener(job, budget, folder.ledger, name) if budget else None
+    try:
+        spending = _spending(job, budget, ledger, saved)
+        begin(job)
+        seen = folder.rounds(saved.progress.state.theta) if saved else []
+        diagnostics = Diagnostics(folder.path, job) if run.diagnostics else None
+
+        def watch(round: Round) -> None:
+            seen[:] = [seen[0] if seen else round, round]
+            folder.log(round)
+            if diagnostics is not None:
+                diagnostics.write(round.t)
+            observe(round)
+
+        def keep(progress: Progress) -> None:
+            if run.checkpoint_every and progress.t % run.checkpoint_every == 0:
+                folder.sync()
+                checkpoints.save(progress, spending.taken)
+
+        def finish(state: str, **more: str) -> dict[str, Any]:
+            result = result_of(job, spending, seen, folder.path, note)
+            folder.save_model(seen[-1].theta, job.space, note)
+            folder.save_result({"run": name, "state": state, **result, **more})
+            return result
+
+        fleet = Fleet(job, memory, diagnostics.watch if diagnostics else None)
+        try:
+            train(job, fleet, spending, watch, saved.progress if saved else None, keep)
+        except StoppedError as error:
+            finish("stopped", stopped=str(error))
+            raise
+        return finish("finished")
+    finally:
         if ledger is not None:
             ledger.close()
+
+
+def _go_on(job: Job, folder: RunFolder, checkpoints: Checkpoints) -> Saved | None:
+    """The newest whole checkpoint, or None if the run had not come to its first."""
+    saved, damaged = checkpoints.load(first_state(job))
+    if saved is None and damaged:
+        raise DpfedError(f"{folder.path} cannot go on: {damaged[0]}")
+    job.notes.extend(f"{sentence}; the one before it is used" for sentence in damaged)
+    folder.rewind(saved.progress.t if saved else -1)
+    return saved
+
+
+def _spending(job: Job, budget: Budget | None, ledger: Ledger | None, saved: Saved | None) -> Spending:
+    """What was spent before counts. Noise that never comes twice was spent for every attempt, seeded noise once."""
+    if ledger is not None and job.config.run.noise == "os":
+        return Spending(job, budget, ledger, *spent_before(ledger, job.plan.clients))
+    return Spending(job, budget, ledger, saved.taken if saved else None)
+
+
+def fixed_settings(config: Config) -> dict[str, Any]:
+    """The settings that a run's numbers follow from."""
+    tables = to_dict(config)
+    tables["run"] = {key: value for key, value in tables["run"].items() if key not in MAY_CHANGE}
+    return tables
+
+
+def refuse_other(out: Path, config: Config) -> None:
+    """A run goes on under its own configuration only."""
+    try:
+        stored = tomllib.loads((out / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise DpfedError(f"{out} is not the folder of a run: --resume needs one that `dpfed run` has made") from None
+    if _result_in(out).get("state") == "finished":
+        raise DpfedError(f"the run in {out} is finished: there is nothing to resume")
+    mine = to_dict(config)
+    for section, table in mine.items():
+        for key in sorted({*table, *stored.get(section, {})}):
+            old, new = stored.get(section, {}).get(key), table.get(key)
+            if old != new and not (section == "run" and key in MAY_CHANGE):
+                raise DpfedError(
+                    f"{section}.{key} was {old!r} when the run began and is {new!r} now: a run goes on only with what it "
+                    f"began with; run.{', run.'.join(MAY_CHANGE)} may change"
+                )
+
+
+def name_of(out: Path) -> str:
+    name = _result_in(out).get("run")
+    if not isinstance(name, str):
+        raise DpfedError(f"{out / RESULT} does not name the run, so its ledger cannot be trusted to be its own")
+    return name
+
+
+def _result_in(out: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((out / RESULT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def result_of(job: Job, spending: Spending, seen: list[Round], out: Path, note: str) -> dict[str, Any]:
@@ -101,6 +205,7 @@ def result_of(job: Job, spending: Spending, seen: list[Round], out: Path, note: 
         "algorithm": job.algorithm.name,
         "parameters": job.space.size,
         "blocks": job.space.num_blocks,
+        "traffic": traffic(job.algorithm, job.space).as_dict(),
         "seed": job.config.run.seed,
         "rounds": last.t,
         "seconds": last.seconds,

@@ -5,22 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dpfed.algorithms.base import Algorithm, Facts
 from dpfed.config import Config, ModelSection
+from dpfed.data.cache import cached, key_of
 from dpfed.data.partition import Shards, partition
-from dpfed.data.tables import Source, Table
+from dpfed.data.tables import Published, Source, Table
 from dpfed.errors import DpfedError
 from dpfed.model.assemble import assemble
+from dpfed.model.augment import view_of
 from dpfed.model.liveness import RECORDS, check_alive
 from dpfed.model.lora import Adapted
 from dpfed.model.per_sample import Batch, PerSample, call, trainable
 from dpfed.model.space import Space
 from dpfed.model.task import InputSpec
 from dpfed.privacy.noise import Streams
-from dpfed.privacy.oracle import Records
+from dpfed.privacy.oracle import Records, View
 from dpfed.privacy.plan import Plan, Schedule, make_plan
 
 SMALL = 1_000_000  # models with fewer parameters are computed by one CPU thread unless told otherwise
@@ -44,6 +47,7 @@ class Job:
     streams: Streams
     device: torch.device
     adapted: Adapted
+    view: View | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -57,12 +61,13 @@ def prepare(config: Config, source: Source | None = None) -> Job:
     refuse_unreleasable(config, source)
     source = tokenised(config.model, source)
     shards = shards_for(config, source, streams)
-    plan, schedule = plan_for(config, shards)
+    plan, schedule = plan_for(config, shards.sizes)
     facts = Facts(
         equal_phi=plan.equal_phi,
         private=plan.private,
         allow_nan=config.run.allow_nan,
         calibrated=config.privacy.target_epsilon is not None,
+        varying_phi=plan.clipping.counts,
     )
     notes = algorithm.check(facts)
     model, adapted, theta = build_model(config, spec_of(source), streams, device, notes)
@@ -81,25 +86,60 @@ def prepare(config: Config, source: Source | None = None) -> Job:
         streams=streams,
         device=device,
         adapted=adapted,
+        view=view_for(config, source),
         notes=notes + unused_note(source, shards) + data_notes(config, source) + delta_note(config, plan),
     )
 
 
-def plan_for(config: Config, shards: Shards) -> tuple[Plan, Schedule]:
+def view_for(config: Config, source: Source) -> View | None:
+    """The random view that a record is given each time it is in a batch."""
+    view = view_of(config.data.augment)
+    if view is None:
+        return None
+    if source.kind != "image":
+        raise DpfedError(f'data.augment = "{config.data.augment}" is for images, this data has {source.kind}')
+    return lambda inputs, keys: {name: view(x, keys) for name, x in inputs.items()}
+
+
+def plan_for(config: Config, sizes: np.ndarray) -> tuple[Plan, Schedule]:
+    """The plan of clients that hold so many protected units each."""
     run, privacy, releases = config.run, config.privacy, config.algorithm.releases
     if privacy.sigma is not None:
         privacy = replace(privacy, sigma=privacy.sigma * config.algorithm.noise_factor)
-    if (run.min_clients or 0) > len(shards):
-        raise DpfedError(f"run.min_clients = {run.min_clients} is more than the {len(shards)} clients there are")
-    schedule = Schedule.of(len(shards), run.rounds, run.local_steps, run.participation)
+    if (run.min_clients or 0) > len(sizes):
+        raise DpfedError(f"run.min_clients = {run.min_clients} is more than the {len(sizes)} clients there are")
+    schedule = Schedule.of(len(sizes), run.rounds, run.local_steps, run.participation)
     unit = config.data.unit_column
-    return make_plan(privacy, shards.sizes, schedule, releases.batches, releases.releases, unit), schedule
+    return make_plan(privacy, sizes, schedule, releases.batches, releases.releases, unit), schedule
 
 
 def plan_of(config: Config) -> tuple[Plan, Schedule]:
-    """The plan alone, without a model: what a configuration will spend."""
+    """The plan alone, without a model: what a configuration will spend. A published data set need not be there."""
+    return plan_for(config, sizes_of(config))
+
+
+def sizes_of(config: Config) -> np.ndarray:
+    known = published_sizes(config)
+    if known is not None:
+        return known
     loader: Any = config.data
-    return plan_for(config, shards_for(config, loader.load(), Streams(config.run.seed)))
+    return shards_for(config, loader.load(), Streams(config.run.seed)).sizes
+
+
+def published_sizes(config: Config) -> np.ndarray | None:
+    """Sizes of clients that follow from public counts alone; None where the data must be read to know them."""
+    data = config.data
+    published: Published | None = getattr(data, "published", None)
+    if (
+        published is None
+        or data.path is not None
+        or data.unit_column
+        or data.partition not in ("dirichlet_equal", "iid")
+    ):
+        return None
+    if data.clients > published.records:
+        raise DpfedError(f"data.clients = {data.clients} is more than the {published.records} records there are")
+    return np.full(data.clients, published.records // data.clients)
 
 
 def device_of(name: str) -> torch.device:
@@ -197,8 +237,21 @@ def tokenised(section: ModelSection, source: Source) -> Source:
     coder: Any = section
     if not hasattr(section, "encode"):
         raise DpfedError(f"model.name = {section.name!r} does not read text: choose a language model for this data")
-    train, test = (replace(table, inputs=coder.encode(table.inputs)) for table in (source.train, source.test))
-    return replace(source, train=train, test=test)
+
+    def table(part: str, raw: Table) -> Table:
+        if not source.fingerprint:
+            return replace(raw, inputs=coder.encode(raw.inputs))
+        key = key_of("tokens", 1, options={"data": source.fingerprint, "part": part, "encoding": coder.encoding})
+        return replace(raw, inputs=cached(key, lambda: coder.encode(raw.inputs)))
+
+    return replace(source, train=table("train", source.train), test=table("test", source.test))
+
+
+def published_spec(published: Published, section: ModelSection) -> InputSpec:
+    """The public facts about a published data set, without its files."""
+    if published.kind == "text":
+        return InputSpec("text", "input_ids", (getattr(section, "max_length", 0),), published.classes)
+    return InputSpec(published.kind, "pixel_values", published.shape, published.classes)
 
 
 def spec_of(source: Source, section: ModelSection | None = None) -> InputSpec:

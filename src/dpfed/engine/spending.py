@@ -5,19 +5,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from dpfed.engine.setup import Job
 from dpfed.errors import DpfedError, StoppedError
+from dpfed.privacy.accounting import epsilon
 from dpfed.privacy.ledger import Charge, Ledger
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.plan import Plan, Schedule
 from dpfed.privacy.population import largest_epsilon
-from dpfed.privacy.statement import FEW, Planned, chances, fewest_eligible
-from dpfed.privacy.views import server_epsilon
+from dpfed.privacy.statement import FEW, Planned, Prior, chances, fewest_eligible
 
 MOST_KINDS = 500  # a statement names so many different mechanisms; more are rounded up to a grid
 
@@ -36,7 +37,14 @@ class Budget:
             raise DpfedError("this plan has no finite epsilon: more noise, fewer steps or a smaller rate are needed")
 
 
-def budget_of(plan: Plan, schedule: Schedule, delta: float, budget: float | None = None, colluding: int = 0) -> Budget:
+def budget_of(
+    plan: Plan,
+    schedule: Schedule,
+    delta: float,
+    budget: float | None = None,
+    colluding: int = 0,
+    prior: Prior = (),
+) -> Budget:
     """Everything that can be said of a plan's spending in advance."""
     kinds, which = plan.kinds()
     if len(kinds) > MOST_KINDS:
@@ -44,7 +52,7 @@ def budget_of(plan: Plan, schedule: Schedule, delta: float, budget: float | None
     limits = None
     if budget is not None:
         some, where = (kinds, which) if len(kinds) <= FEW else coarser(plan)
-        limits = np.array([_rounds_within(kind, schedule, delta, budget) for kind in some])[where]
+        limits = np.array([_rounds_within(kind, schedule, delta, budget, prior) for kind in some])[where]
     eligible = fewest_eligible(schedule.clients, schedule.cohort, schedule.rounds, limits)
     planned = Planned(
         tuple(kinds),
@@ -53,6 +61,7 @@ def budget_of(plan: Plan, schedule: Schedule, delta: float, budget: float | None
         chances(schedule.cohort, eligible, colluding),
         delta,
         plan.unit,
+        prior,
     )
     return Budget(planned, eligible, limits)
 
@@ -63,44 +72,77 @@ def coarser(plan: Plan) -> tuple[list[Mechanism], np.ndarray]:
     rate = np.minimum(1.0, np.exp(np.ceil(np.log(plan.rates) / step) * step))
     noise = np.exp(np.floor(np.log(plan.multipliers) / step) * step)
     pairs, which = np.unique(np.stack([rate, noise]), axis=1, return_inverse=True)
-    made = [Mechanism(plan.sampling, float(q), float(s), plan.batches, plan.releases) for q, s in pairs.T]
+    made = [replace(plan.mechanism(0), rate=float(q), noise_multiplier=float(s)) for q, s in pairs.T]
     return made, np.asarray(which).reshape(-1)
 
 
-def _rounds_within(kind: Mechanism, schedule: Schedule, delta: float, budget: float) -> int:
+def _rounds_within(kind: Mechanism, schedule: Schedule, delta: float, budget: float, prior: Prior) -> int:
     low, high = 0, schedule.rounds + 1
     while high - low > 1:
         middle = (low + high) // 2
-        within = server_epsilon(kind, schedule.local_steps, middle, delta) <= budget
+        within = epsilon([*prior, (kind, schedule.local_steps * middle)], delta).value <= budget
         low, high = (middle, high) if within else (low, middle)
     return low
 
 
-def open_ledger(job: Job, budget: Budget, path: Path, name: str) -> Ledger:
-    """The run's ledger. Its description holds the whole statement, so that it can be read without anything else."""
+def statement_of(job: Job, budget: Budget) -> dict[str, Any]:
+    """What stands in a run's ledger for good: the whole statement, so that it can be read without anything else."""
     first = budget.planned.kinds[0]
-    return Ledger.create(
-        path,
-        run=name,
-        delta=job.config.privacy.delta,
-        unit=job.plan.unit,
-        clients=job.schedule.clients,
-        cohort=job.schedule.cohort,
-        local_steps=job.schedule.local_steps,
-        sampling=first.sampling,
-        batches=first.batches,
-        releases=first.releases,
-        kinds=[[kind.rate, kind.noise_multiplier] for kind in budget.planned.kinds],
-        eligible=budget.eligible,
-    )
+    return {
+        "delta": job.config.privacy.delta,
+        "unit": job.plan.unit,
+        "clients": job.schedule.clients,
+        "cohort": job.schedule.cohort,
+        "local_steps": job.schedule.local_steps,
+        "sampling": first.sampling,
+        "batches": first.batches,
+        "releases": first.releases,
+        "clip_mode": job.plan.clipping.mode,
+        "kinds": [[kind.rate, kind.noise_multiplier] for kind in budget.planned.kinds],
+        "eligible": [list(pair) for pair in budget.eligible],
+        "prior": [[*astuple(kind), steps] for kind, steps in budget.planned.prior],
+    }
+
+
+def open_ledger(job: Job, budget: Budget, path: Path, name: str) -> Ledger:
+    """The run's new ledger."""
+    return Ledger.create(path, run=name, **statement_of(job, budget))
+
+
+def reopen_ledger(job: Job, budget: Budget, path: Path, name: str) -> Ledger:
+    """The ledger of a run that goes on: verified, and refused if it was written under another statement."""
+    ledger = Ledger.open(path, run=name)
+    ledger.verify()
+    for key, value in statement_of(job, budget).items():
+        if ledger.meta.get(key) != value:
+            ledger.close()
+            raise DpfedError(f"the ledger {path} was written for another {key}: this is not the run it belongs to")
+    return ledger
+
+
+def spent_before(ledger: Ledger, clients: int) -> tuple[np.ndarray, bool]:
+    """Releases that each client was charged for, every attempt counted, and whether any round was attempted twice."""
+    taken, repeated = np.zeros(clients, dtype=np.int64), False
+    for row in ledger.rows():
+        taken[int(row.charge.client)] += 1
+        repeated = repeated or row.attempt > 1
+    return taken, repeated
 
 
 class Spending:
     """The run's accounts while it runs. Without privacy nothing is charged and there are no figures."""
 
-    def __init__(self, job: Job, budget: Budget | None, ledger: Ledger | None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        budget: Budget | None,
+        ledger: Ledger | None,
+        taken: np.ndarray | None = None,
+        repeated: bool = False,
+    ) -> None:
         self._job, self._budget, self._ledger = job, budget, ledger
-        self.taken = np.zeros(job.plan.clients, dtype=np.int64)
+        self._repeated = repeated  # a round was released twice: who took part is no longer by the plan's chances
+        self.taken = np.zeros(job.plan.clients, dtype=np.int64) if taken is None else taken.copy()
 
     def eligible(self) -> np.ndarray:
         """Clients whose next round stays within their budget."""
@@ -132,20 +174,22 @@ class Spending:
         if self._budget is None:
             return None
         plan, steps, delta = self._job.plan, self._job.schedule.local_steps, self._job.config.privacy.delta
-        if plan.sampling == "poisson":
+        prior = self._budget.planned.prior
+        if plan.sampling == "poisson" and not prior:
             releases = {"batches": plan.batches, "releases": plan.releases}
             return largest_epsilon(plan.rates, self.taken, steps, plan.multipliers, delta, **releases)
-        kinds, which = plan.kinds()
+        kinds, which = plan.kinds() if len(plan.kinds()[0]) <= FEW else coarser(plan)
         most = [int(self.taken[which == k].max()) for k in range(len(kinds))]
-        return max(server_epsilon(kind, steps, n, delta) for kind, n in zip(kinds, most, strict=True))
+        return max(epsilon([*prior, (kind, steps * n)], delta).value for kind, n in zip(kinds, most, strict=True))
 
     def figures(self) -> dict[str, float | None]:
         """server_worst and third_party of the plan, server_max of what was spent; None without privacy."""
         if self._budget is None:
             return {"server_worst": None, "server_max": None, "third_party": None}
-        planned = self._budget.planned
+        planned, most = self._budget.planned, self.server_max()
+        worst = max(planned.server_worst, most or 0.0)
         return {
-            "server_worst": planned.server_worst,
-            "server_max": self.server_max(),
-            "third_party": planned.third_party,
+            "server_worst": worst,
+            "server_max": most,
+            "third_party": worst if self._repeated else planned.third_party,
         }

@@ -46,7 +46,12 @@ class PerSample:
         self.forward = forward
         self.loss = loss
         self.correct = correct
-        self._rows = rows
+        self.rows = rows
+
+    @property
+    def classifies(self) -> bool:
+        """Whether scores are those of classes; a language model's are the losses of its tokens."""
+        return self.correct is right_class
 
     @property
     def has_dropout(self) -> bool:
@@ -83,8 +88,8 @@ class PerSample:
         count = len(next(iter(inputs.values())))
         with torch.no_grad():
             parts = [
-                self.forward(self.model, dict(weights), {name: x[i : i + self._rows] for name, x in inputs.items()})
-                for i in range(0, max(count, 1), self._rows)
+                self.forward(self.model, dict(weights), {name: x[i : i + self.rows] for name, x in inputs.items()})
+                for i in range(0, max(count, 1), self.rows)
             ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

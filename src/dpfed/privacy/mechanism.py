@@ -21,7 +21,8 @@ class Mechanism:
     sampling          how a batch is drawn: each record by its own coin (poisson), or a fixed number of distinct
                       records redrawn at every step (fixed_wor)
     rate              probability that one given record is in a batch
-    noise_multiplier  standard deviation of one release's noise divided by the clip norm C; 0 means no privacy
+    noise_multiplier  of one release: standard deviation of its noise divided by what one record may add (the clip norm C;
+                      where a count is released beside the sum, that of both together); 0 means no privacy
     """
 
     sampling: Sampling

@@ -1,6 +1,6 @@
 """The DP gradient oracle: the only place where private records are touched (SPEC 1.4).
 
-    draw a batch -> per-sample gradients -> clip each by one flat norm -> sum -> add noise -> divide by the expected batch
+    draw a batch -> per-sample gradients -> clip each by one norm -> sum -> add noise -> divide by the expected batch
 
 What is drawn, clipped and added follows from the plan's `Mechanism`, which is also what the ledger has charged; the
 oracle refuses any release beyond it. Only noised values leave it.
@@ -8,7 +8,7 @@ oracle refuses any release beyond it. Only noised values leave it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,13 +16,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpfed.privacy.clipping import clip_and_sum, clip_mean_by_tensor
 from dpfed.privacy.noise import Streams
 from dpfed.privacy.plan import Plan
-from dpfed.privacy.sampling import draw
+from dpfed.privacy.sampling import batches
+
+
+class Tensors(Protocol):
+    """The trainable tensors in the order of the flat vector (model/space.py)."""
+
+    @property
+    def shapes(self) -> Sequence[torch.Size]: ...
 
 
 class Gradients(Protocol):
     """Per-sample gradients `[M, n]` for each trainable tensor (model/per_sample.py)."""
+
+    @property
+    def space(self) -> Tensors: ...
 
     @property
     def has_dropout(self) -> bool: ...
@@ -30,6 +41,10 @@ class Gradients(Protocol):
     def grads(
         self, theta: Tensor, client: Tensor, inputs: Mapping[str, Tensor], labels: Tensor, keys: Tensor | None = None
     ) -> list[Tensor]: ...
+
+
+View = Callable[[Mapping[str, Tensor], Tensor], dict[str, Tensor]]
+"""(inputs, keys) -> inputs: a random view of each record, by its key."""
 
 
 class Holdings(Protocol):
@@ -96,19 +111,24 @@ class FleetOracle:
         clients: Sequence[int],
         steps: int,
         max_slots: int = 512,
+        view: View | None = None,
     ) -> None:
         self._gradients, self._records, self._holdings, self._plan = gradients, records, holdings, plan
         self._clients = list(clients)
-        self._mechanisms = [plan.mechanism(i) for i in self._clients]
         self._device = records.labels.device
-        self._rng = [streams.generator("batch", round, i) for i in self._clients]
+        self._batches = [batches(plan, i, streams.generator("batch", round, i)) for i in self._clients]
         self._noise = [streams.noise(round, i, self._device) for i in self._clients]
+        self._view = view
         self._dropout = [streams.number("dropout", round, i) for i in self._clients] if gradients.has_dropout else None
+        self._augment = [streams.number("augment", round, i) for i in self._clients] if view is not None else None
         self._max_slots = max_slots
         self._std = self._column([plan.noise_std(i) for i in self._clients])
+        self._count_std = self._column([plan.count_std(i) for i in self._clients])
         self._expected = self._column([float(plan.expected[i]) for i in self._clients])
         self.phi = self._column([plan.phi(i) for i in self._clients])
         self._slots: Slots | None = None
+        self._below = torch.zeros_like(self.phi)
+        self._counted = 0
         self._drawn = 0
         self._released = 0
         self._allowed = steps * plan.batches
@@ -137,85 +157,87 @@ class FleetOracle:
         """Fresh batches drawn so far: equal to what was charged once the round is done."""
         return self._drawn
 
+    @property
+    def below(self) -> Tensor:
+        """Noised share of units at or below C, mean over all releases so far, `[S, 1]`; for quantile clipping."""
+        return self._below / max(1, self._counted)
+
     def _release(self, theta: Tensor, slots: Slots, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         self._released += 1
-        total = self._clipped_sum(theta, slots, scale)
-        noised = total
-        if self._plan.multipliers.any():  # without noise σ=0 is exact, also for C = inf
-            noised = total + self._std * torch.stack([noise.normal(theta.shape[1]) for noise in self._noise])
+        noised, count = self._clipped_sum(theta, slots, scale)
+        noisy, counts = bool(self._plan.multipliers.any()), self._plan.clipping.counts
+        if noisy:  # without noise σ=0 is exact, also for C = inf
+            noised = noised + self._std * torch.stack([noise.normal(theta.shape[1]) for noise in self._noise])
+        if counts:
+            if noisy:
+                count = count + self._count_std * torch.stack([noise.normal(1) for noise in self._noise])
+            self._below = self._below + 0.5 + count / self._expected  # by the expected batch: |J| is not public
+            self._counted += 1
         if scale is None:
             return noised / self._expected, self.phi
         return noised / (self._expected * scale), self.phi / scale**2
 
     def _draw(self) -> Slots:
         rows, owners, counts, keys = [], [], [], []
-        for s, (client, mechanism, rng) in enumerate(zip(self._clients, self._mechanisms, self._rng, strict=True)):
-            positions = draw(mechanism, int(self._plan.sizes[client]), rng)
+        for s, (client, fresh) in enumerate(zip(self._clients, self._batches, strict=True)):
+            positions = next(fresh)
             row, count = self._holdings.slots(client, positions)
             rows.append(row)
             counts.append(count)
             owners.append(np.full(len(positions), s, dtype=np.int64))
-            keys.append(self._keys(s, positions, count))
+            keys.append(self._keys(positions, count))
         owner, count = np.concatenate(owners), np.concatenate(counts)
         if len(count) and count.min() < 1:
             raise ValueError("a protected unit without records has no gradient")
         unit = np.repeat(np.arange(len(owner)), count)
         return Slots(np.concatenate(rows), owner[unit], unit, owner, np.concatenate(keys))
 
-    def _keys(self, s: int, positions: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """A key for each record's dropout that depends on its place at its client, not on the fleet around it."""
-        if self._dropout is None:
+    def _keys(self, positions: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """A key for each record that depends on its place at its client and on the step, not on the fleet around it."""
+        if self._dropout is None and self._augment is None:
             return np.zeros(int(counts.sum()), dtype=np.int64)
         unit = np.repeat(positions, counts)
         within = np.arange(len(unit)) - np.repeat(np.cumsum(counts) - counts, counts)
         with np.errstate(over="ignore"):
             mixed = (unit.astype(np.uint64) << np.uint64(20)) + within.astype(np.uint64)
             mixed = mixed * np.uint64(0x9E3779B97F4A7C15) + np.uint64(self._drawn) * np.uint64(0xD1B54A32D192ED03)
-            keyed: np.ndarray = (mixed ^ np.uint64(self._dropout[s] & (2**64 - 1))).astype(np.int64)
-        return keyed
+        return np.asarray(mixed.astype(np.int64))
 
-    def _clipped_sum(self, theta: Tensor, slots: Slots, scale: Tensor | None) -> Tensor:
-        """Σ of clipped per-unit gradients for each client, `[S, P]`: not noised, so it must not leave this class."""
+    def _keyed(self, seeds: Sequence[int] | None, part: Slots) -> Tensor | None:
+        """The records' keys for one purpose, which has a seed for each client."""
+        if seeds is None:
+            return None
+        return torch.from_numpy(part.key ^ np.array(seeds, dtype=np.int64)[part.client]).to(self._device)
+
+    def _clipped_sum(self, theta: Tensor, slots: Slots, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Σ of clipped per-unit gradients for each client `[S, P]`, and the count at or below C `[S, 1]`.
+
+        Not noised, so neither may leave this class.
+        """
+        rule, clip = self._plan.clipping, self._plan.clip if self._plan.clipping.per_unit else float("inf")
         total = torch.zeros_like(theta, dtype=torch.float32)
+        count = torch.zeros_like(self.phi)
         for part in slots.chunks(self._max_slots):
             client = torch.from_numpy(part.client).to(self._device)
             inputs, labels = self._records.take(torch.from_numpy(part.row).to(self._device))
-            keys = torch.from_numpy(part.key).to(self._device) if self._dropout is not None else None
-            grads = self._gradients.grads(theta, client, inputs, labels, keys)
+            views = self._keyed(self._augment, part)
+            if self._view is not None and views is not None:
+                inputs = self._view(inputs, views)
+            grads = self._gradients.grads(theta, client, inputs, labels, self._keyed(self._dropout, part))
             if scale is not None:
                 grads = _scaled(grads, scale.expand(theta.shape).index_select(0, client))
             unit = torch.from_numpy(part.unit).to(self._device)
             owner = torch.from_numpy(part.owner).to(self._device)
-            total += clip_and_sum(grads, unit, owner, theta.shape[0], self._plan.clip)
-        return total
+            summed, counted = clip_and_sum(grads, unit, owner, theta.shape[0], clip, rule)
+            total, count = total + summed, count + counted
+        if not rule.per_unit:
+            drawn = self._column(np.bincount(slots.owner, minlength=len(self._clients)).astype(float).tolist())
+            sizes = [shape.numel() for shape in self._gradients.space.shapes]
+            total = self._expected * clip_mean_by_tensor(total, drawn, sizes, self._plan.clip)
+        return total, count
 
     def _column(self, values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64).unsqueeze(1).to(torch.float32).to(self._device)
-
-
-def clip_and_sum(grads: Sequence[Tensor], unit: Tensor, owner: Tensor, clients: int, clip: float) -> Tensor:
-    """Mean gradient of each unit, scaled to a flat norm of at most C, summed by client: `[S, P]`.
-
-    grads   per record and tensor `[M, n]`; unit `[M]` the unit of each record; owner `[U]` the client of each unit
-    A unit with a non-finite gradient contributes exactly zero (SPEC 1.4d).
-    """
-    finite = torch.stack([g.float().square().sum(1) for g in grads]).sum(0).isfinite()  # [M]
-    grads = [torch.where(finite.unsqueeze(1), g.float(), 0.0) for g in grads]
-    units = len(owner)
-    good = torch.ones(units, device=unit.device)
-    if units == len(unit):
-        good = finite.float()
-    else:
-        share = torch.zeros(units, len(unit), device=unit.device)
-        share[unit, torch.arange(len(unit), device=unit.device)] = 1.0
-        good = 1.0 - (share @ (~finite).float()).clamp(max=1.0)
-        share = share / share.sum(1, keepdim=True)
-        grads = [share @ g for g in grads]
-    norm = torch.stack([g.square().sum(1) for g in grads]).sum(0).sqrt()
-    factor = good * torch.where(norm > clip, clip / norm, torch.ones_like(norm))
-    pick = torch.zeros(clients, units, device=unit.device)
-    pick[owner, torch.arange(units, device=unit.device)] = factor
-    return torch.cat([pick @ g for g in grads], dim=1)
 
 
 def _scaled(grads: Sequence[Tensor], scale: Tensor) -> list[Tensor]:

@@ -7,7 +7,8 @@ are never recomputed from data. `Plan.mechanism(i)` is what client i's oracle ru
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 
@@ -15,22 +16,24 @@ from dpfed.config import PrivacySection
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting import check_delta
 from dpfed.privacy.calibrate import calibrate_sigma
+from dpfed.privacy.clipping import CLIPS, Clipping
 from dpfed.privacy.mechanism import Mechanism, Sampling
 
 LEAST_NOISE = 0.01  # below it epsilon has no meaning, and accountants no precision
 RATE_STEP = 0.02  # with a sigma for each client: rates within 2 % share one calibration, that of the highest
-CLIPS = (1e-12, 1e12)
 
 
 @dataclass(frozen=True)
 class Plan:
     """Constants per client: sizes R_i (in protected units), rates q_i, expected batches B_i = q_i R_i, noise multipliers.
 
-    multipliers  standard deviation of the noise on a clipped sum, divided by the clip norm C
+    multipliers  noise of one release against its sensitivity: of the clipped sum, with the count where one is released
+    clip, clipping  the clip norm C (of the first round, where it moves) and the rule it is used by
     batches, releases  what one local step takes from the oracle, as the algorithm declares it
+    accounted  false: nothing is charged and nothing is claimed, whatever noise there is
     """
 
-    sampling: Sampling
+    sampling: Sampling | Literal["shuffle"]
     clip: float
     sizes: np.ndarray
     rates: np.ndarray
@@ -39,8 +42,12 @@ class Plan:
     batches: int = 1
     releases: int = 1
     unit: str = "record"
+    clipping: Clipping = field(default_factory=Clipping)
+    accounted: bool = True
 
     def __post_init__(self) -> None:
+        if self.accounted and (self.sampling == "shuffle" or not self.clipping.per_unit):
+            raise ValueError(f"{self.sampling} sampling with {self.clipping.mode} clipping has no accounting")
         if not self.clip > 0:
             raise ValueError(f"the clip norm must be > 0, not {self.clip}")
         if not math.isfinite(self.clip) and self.multipliers.any():
@@ -54,9 +61,11 @@ class Plan:
 
     @property
     def private(self) -> bool:
-        return bool(self.multipliers.all())
+        return self.accounted and bool(self.multipliers.all())
 
     def mechanism(self, client: int) -> Mechanism:
+        if self.sampling == "shuffle":
+            raise ValueError("shuffled batches have no accounting")
         return Mechanism(
             sampling=self.sampling,
             rate=float(self.rates[client]),
@@ -67,8 +76,16 @@ class Plan:
 
     def noise_std(self, client: int) -> float:
         """Standard deviation of the noise on client i's clipped sum; exactly 0 without noise, also for C = inf."""
-        multiplier = self.mechanism(client).noise_multiplier
-        return multiplier * self.clip if multiplier else 0.0
+        multiplier = float(self.multipliers[client])
+        return self.clipping.sum_multiplier(multiplier) * self.clip if multiplier else 0.0
+
+    def count_std(self, client: int) -> float:
+        """Standard deviation of the noise on client i's count of units at or below C (quantile clipping)."""
+        return self.clipping.count_std(float(self.multipliers[client]))
+
+    def at(self, clip: float) -> Plan:
+        """The plan of a round with this clip norm; nothing that is charged depends on it."""
+        return self if clip == self.clip else replace(self, clip=clip)
 
     def phi(self, client: int) -> float:
         """Φ_i: variance of one coordinate of the noised mean gradient, known to everybody."""
@@ -131,6 +148,8 @@ def make_plan(
         batches=batches,
         releases=releases,
         unit=unit or "record",
+        clipping=clipping_of(privacy) if privacy.enabled else Clipping(),
+        accounted=privacy.accounting == "pld",
     )
     if not privacy.enabled or privacy.sigma == 0:
         return plan
@@ -147,6 +166,17 @@ def make_plan(
     else:
         multiplier = calibrated(privacy, plan.dominating(), schedule)
     return replace(plan, multipliers=np.full(len(sizes), multiplier))
+
+
+def clipping_of(privacy: PrivacySection) -> Clipping:
+    """The clipping rule with its constants; those not given have the rule's defaults."""
+    given = {
+        "stability": privacy.clip_stability,
+        "quantile": privacy.quantile,
+        "rate": privacy.quantile_lr,
+        "count_noise": privacy.quantile_noise,
+    }
+    return Clipping(privacy.clip_mode, **{key: value for key, value in given.items() if value is not None})
 
 
 def sigma_per_client(privacy: PrivacySection, plan: Plan, schedule: Schedule) -> np.ndarray:
@@ -214,7 +244,7 @@ def batches_for(privacy: PrivacySection, sizes: np.ndarray) -> tuple[np.ndarray,
         raise DpfedError(
             f"privacy.batch = {privacy.batch:g} is larger than {told}: use a smaller batch or fewer clients"
         )
-    if privacy.sampling == "fixed_wor":
+    if privacy.sampling in ("fixed_wor", "shuffle"):
         expected = np.maximum(1.0, np.round(expected))
         rates = expected / sizes
     return rates, expected

@@ -14,6 +14,7 @@ from functools import cached_property
 
 from dpfed.privacy.accounting import (
     delta_at,
+    epsilon,
     membership_advantage,
     rdp_epsilon,
     replace_one_epsilon,
@@ -73,9 +74,16 @@ def chances(cohort: int, eligible: Sequence[tuple[int, int]], colluding: int = 0
     )
 
 
+Prior = tuple[tuple[Mechanism, int], ...]
+"""(mechanism, number of local steps) of everything that was released before."""
+
+
 @dataclass(frozen=True)
 class Planned:
-    """A plan as the statement speaks of it: T rounds of K local steps, for clients that run one of `kinds`."""
+    """A plan as the statement speaks of it: T rounds of K local steps, for clients that run one of `kinds`.
+
+    prior  what every client may have spent before, on the adapter that the run starts from
+    """
 
     kinds: tuple[Mechanism, ...]
     local_steps: int
@@ -83,6 +91,7 @@ class Planned:
     chances: Chances
     delta: float
     unit: str = "record"
+    prior: Prior = ()
 
     @cached_property
     def rounds(self) -> int:
@@ -91,14 +100,19 @@ class Planned:
     @cached_property
     def worst_kind(self) -> Mechanism:
         """The mechanism with the largest epsilon (one that costs at least as much, where there are many)."""
-        if len(self.kinds) > FEW:
-            return self._dominating()
+        if len(self._few) == 1:
+            return self._few[0]
         return max(self.kinds, key=lambda kind: server_epsilon(kind, self.local_steps, self.rounds, self.delta))
 
     @property
     def worst(self) -> list[tuple[Mechanism, int]]:
         """The history of the costliest client that takes part in every round."""
-        return [(self.worst_kind, self.local_steps * self.rounds)]
+        return [*self.prior, (self.worst_kind, self.local_steps * self.rounds)]
+
+    @cached_property
+    def _few(self) -> tuple[Mechanism, ...]:
+        """The mechanisms that are accounted for one by one."""
+        return self.kinds if len(self.kinds) <= FEW else (self._dominating(),)
 
     @cached_property
     def server_worst(self) -> float:
@@ -110,7 +124,9 @@ class Planned:
 
     def server(self, rounds: int) -> float:
         """The server's figure for the costliest client after it took part in so many rounds."""
-        first = self.kinds[0]
+        first, steps = self.kinds[0], self.local_steps * rounds
+        if self.prior:
+            return max(epsilon([*self.prior, (kind, steps)], self.delta).value for kind in self._few)
         if first.sampling == "poisson":
             return largest_epsilon(
                 [kind.rate for kind in self.kinds],
@@ -133,18 +149,17 @@ class Planned:
         for probability, count in self.chances:
             parts.append((probability, min(count, left)))
             left -= parts[-1][1]
-        kinds = self.kinds if len(self.kinds) <= FEW else (self._dominating(),)
+        before = [Rounds(kind, steps) for kind, steps in self.prior]
         found = max(
-            third_party_rounds_epsilon([Rounds(kind, self.local_steps, n, p) for p, n in parts], self.delta)
-            for kind in kinds
+            third_party_rounds_epsilon([*before, *(Rounds(kind, self.local_steps, n, p) for p, n in parts)], self.delta)
+            for kind in self._few
         )
         return min(found, self.server(rounds))
 
     @cached_property
     def rdp_server_worst(self) -> float:
         steps = self.local_steps * self.rounds
-        kinds = self.kinds if len(self.kinds) <= FEW else (self._dominating(),)
-        return max(rdp_epsilon([(kind, steps)], self.delta) for kind in kinds)
+        return max(rdp_epsilon([*self.prior, (kind, steps)], self.delta) for kind in self._few)
 
     def _dominating(self) -> Mechanism:
         return replace(
@@ -154,7 +169,7 @@ class Planned:
         )
 
     def assumptions(self) -> str:
-        return assumptions(self.kinds, self.delta, self.unit)
+        return assumptions(self.kinds, self.delta, self.unit, self.prior)
 
     def over_rounds(self, points: int = 25) -> tuple[list[int], list[float], list[float]]:
         """(rounds, server's figure, third party's figure) after some of the rounds, for a plot."""
@@ -177,7 +192,7 @@ class Planned:
         return tuning_epsilon(self.worst, self.delta, runs)
 
 
-def assumptions(kinds: Sequence[Mechanism], delta: float, unit: str) -> str:
+def assumptions(kinds: Sequence[Mechanism], delta: float, unit: str, prior: Prior = ()) -> str:
     """What stands beside every epsilon: delta, neighbouring relation, unit, sampling, noise, accountant."""
     first = kinds[0]
     accountant = "PLD" if first.sampling == "poisson" else "RDP"
@@ -186,6 +201,11 @@ def assumptions(kinds: Sequence[Mechanism], delta: float, unit: str) -> str:
     return (
         f"(epsilon, delta = {delta:g}) differential privacy for {first.adjacency} {unit} of one client; "
         f"{first.sampling} sampling at rate {rates}; noise multiplier {noise}; {accountant} accountant"
+        + (
+            f"; with {sum(n for _, n in prior)} local steps spent before on the adapter it started from"
+            if prior
+            else ""
+        )
     )
 
 

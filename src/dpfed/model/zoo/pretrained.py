@@ -94,6 +94,12 @@ def on_meta() -> bool:
     return torch.get_default_device().type == "meta"
 
 
+def shape_suffices(weights: str | None) -> bool:
+    """Whether a model whose shape is known by name needs nothing of its weights: they are random, or only shapes of
+    something on the hub are wanted."""
+    return weights is None or (on_meta() and folder_of(weights) is None)
+
+
 def model_of(
     auto: Any, config: Any, weights: str | None, classes: int | None
 ) -> tuple[nn.Module, tuple[str, ...], tuple[str, ...]]:
@@ -165,7 +171,7 @@ def heads_of(model: nn.Module) -> tuple[str, ...]:
 
 def public_constants(weights: str | None) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
     """Mean and standard deviation that the weights were trained with, where their folder says so."""
-    if weights is None:
+    if weights is None or on_meta():
         return None
     folder = folder_of(weights)
     if folder is None:

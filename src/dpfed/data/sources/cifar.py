@@ -1,0 +1,243 @@
+"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009): 50,000 and 10,000 colour images of 32x32 pixels, 10 or 100 classes.
+
+`data.path` is an archive as published (binary or Python version), the folder that it unpacks to, or the folder around
+either. An archive is read without being unpacked, and its md5 is compared with the published one; counts are compared in
+every case. `data.check = false` reads files of another size in the same layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+
+from dpfed.config import DataSection
+from dpfed.data.cache import Arrays, key_of
+from dpfed.data.files import (
+    check_md5,
+    expect_count,
+    image_source,
+    lines_of,
+    missing,
+    path_of,
+    read_bytes,
+    reading,
+    tar_members,
+)
+from dpfed.data.pickles import RefusedError, loads
+from dpfed.data.tables import Published, Source
+from dpfed.errors import DpfedError
+
+URL = "https://www.cs.toronto.edu/~kriz/"
+PIXELS = 3 * 32 * 32
+VERSION = 1
+
+CIFAR10 = "airplane automobile bird cat deer dog frog horse ship truck"
+COARSE = """aquatic_mammals fish flowers food_containers fruit_and_vegetables household_electrical_devices
+household_furniture insects large_carnivores large_man-made_outdoor_things large_natural_outdoor_scenes
+large_omnivores_and_herbivores medium_mammals non-insect_invertebrates people reptiles small_mammals trees vehicles_1
+vehicles_2"""
+FINE = """apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
+caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant flatfish
+forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree motorcycle
+mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain plate poppy porcupine
+possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider squirrel streetcar
+sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle wardrobe whale willow_tree
+wolf woman worm"""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One published form: the files of each part, and where a record's label and the classes' names are."""
+
+    folder: str
+    archive: str
+    md5: str
+    train: tuple[str, ...]
+    test: tuple[str, ...]
+    names: str  # the file of class names
+    labels: str | int  # the pickle's key, or the byte of a binary record
+    names_key: str = ""  # the pickle's key; a binary layout has one name in each line
+    head: int = 0  # label bytes before the pixels of a binary record; 0: a pickle
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return (*self.train, *self.test)
+
+
+def cifar10_layouts() -> tuple[Layout, ...]:
+    batches = tuple(f"data_batch_{i}" for i in range(1, 6))
+    return (
+        Layout(
+            "cifar-10-batches-bin", "cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530",
+            tuple(f"{b}.bin" for b in batches), ("test_batch.bin",), "batches.meta.txt", labels=0, head=1,
+        ),
+        Layout(
+            "cifar-10-batches-py", "cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a",
+            batches, ("test_batch",), "batches.meta", labels="labels", names_key="label_names",
+        ),
+    )  # fmt: skip
+
+
+def cifar100_layouts(label: str) -> tuple[Layout, ...]:
+    return (
+        Layout(
+            "cifar-100-binary", "cifar-100-binary.tar.gz", "03b5dce01913d631647c71ecec9e9cb8",
+            ("train.bin",), ("test.bin",), f"{label}_label_names.txt", labels=("coarse", "fine").index(label), head=2,
+        ),
+        Layout(
+            "cifar-100-python", "cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85",
+            ("train",), ("test",), "meta", labels=f"{label}_labels", names_key=f"{label}_label_names",
+        ),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cifar10(DataSection):
+    name: str = "cifar10"
+    check: Annotated[bool, "refuse files that differ from the published ones in checksum or count"] = True
+
+    published: ClassVar[Published] = Published(50_000, 10, "image", (3, 32, 32))
+
+    def load(self) -> Source:
+        return load(self, cifar10_layouts(), CIFAR10.split(), self.check)
+
+
+@dataclass(frozen=True)
+class Cifar100(DataSection):
+    name: str = "cifar100"
+    label: Annotated[Literal["fine", "coarse"], "100 fine classes or 20 coarse ones"] = "fine"
+    check: Annotated[bool, "refuse files that differ from the published ones in checksum or count"] = True
+
+    @property
+    def published(self) -> Published:
+        return Published(50_000, 100 if self.label == "fine" else 20, "image", (3, 32, 32))
+
+    def load(self) -> Source:
+        return load(self, cifar100_layouts(self.label), (FINE if self.label == "fine" else COARSE).split(), self.check)
+
+
+def load(section: DataSection, layouts: tuple[Layout, ...], official: list[str], check: bool) -> Source:
+    url = " or ".join(URL + layout.archive for layout in layouts)
+    what = f"the archive or its folder {layouts[0].folder}"
+    path = path_of(section, what, url)
+    found = locate(path, layouts)
+    if found is None:
+        raise missing(path / layouts[0].folder if path.is_dir() else path, what, url)
+    layout, files = found
+    options = {"check": check, "label": getattr(section, "label", None)}
+    with reading(path):
+        key = key_of(section.name, VERSION, files, options)
+    return image_source(key, lambda: build(files, layouts, layout, official, check))
+
+
+def locate(path: Path, layouts: tuple[Layout, ...]) -> tuple[Layout | None, list[Path]] | None:
+    """The layout and its files; for an archive the layout is known only when it has been read."""
+    if path.is_file():
+        return None, [path]
+    for layout in layouts:
+        for folder in (path, path / layout.folder):
+            there = [name for name in layout.files if (folder / name).is_file()]
+            if there and len(there) < len(layout.files):
+                absent = next(name for name in layout.files if name not in there)
+                raise DpfedError(f"{folder} has no {absent}: unpack {layout.archive} from {URL} again")
+            if there:
+                names = folder / layout.names
+                return layout, [*(folder / name for name in layout.files), *([names] if names.is_file() else [])]
+    for layout in layouts:
+        if (path / layout.archive).is_file():
+            return None, [path / layout.archive]
+    return None
+
+
+def build(
+    files: list[Path], layouts: tuple[Layout, ...], layout: Layout | None, official: list[str], check: bool
+) -> Arrays:
+    if layout is None:
+        layout, content = from_archive(files[0], layouts, check)
+        where = str(files[0])
+    else:
+        content = {file.name: read_bytes(file) for file in files}
+        where = str(files[0].parent)
+    out: Arrays = {}
+    for part, members, count in (("train", layout.train, 50_000), ("test", layout.test, 10_000)):
+        read = [batch(content[m], layout, f"{where}/{m}", len(official)) for m in members]
+        if check:
+            for member, (_, labels) in zip(members, read, strict=True):
+                expect_count(len(labels), count // len(members), f"{where}/{member}", URL + layout.archive)
+        out[f"{part}_x"] = np.concatenate([x for x, _ in read])
+        out[f"{part}_y"] = np.concatenate([y for _, y in read])
+    out["names"] = np.array(class_names(content.get(layout.names), layout, f"{where}/{layout.names}", official))
+    return out
+
+
+def from_archive(path: Path, layouts: tuple[Layout, ...], check: bool) -> tuple[Layout, dict[str, bytes]]:
+    content = tar_members(path, {name for one in layouts for name in (*one.files, one.names)})
+    fits = [one for one in layouts if all(name in content for name in one.files)]
+    if not fits:
+        near = max(layouts, key=lambda one: sum(name in content for name in one.files))
+        absent = next(name for name in near.files if name not in content)
+        raise DpfedError(f"{path} has no {absent} inside: download {near.archive} again from {URL}{near.archive}")
+    if check:
+        check_md5(path, fits[0].md5, URL + fits[0].archive)
+    return fits[0], content
+
+
+def batch(data: bytes, layout: Layout, label: str, classes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Images [n, 3, 32, 32] and labels of one file."""
+    if layout.head:
+        length = layout.head + PIXELS
+        if len(data) % length or not data:
+            raise DpfedError(
+                f"{label} ends inside record {len(data) // length} (a record has {length} bytes): download it again"
+            )
+        records = np.frombuffer(data, dtype=np.uint8).reshape(-1, length)
+        labels = records[:, int(layout.labels)].astype(np.int64)
+        images = records[:, layout.head :]
+    else:
+        images, labels = pickled(data, str(layout.labels), label)
+    bad = np.flatnonzero((labels < 0) | (labels >= classes))
+    if len(bad):
+        raise DpfedError(
+            f"record {bad[0]} of {label} has label {labels[bad[0]]}; labels are 0 to {classes - 1}: download it again"
+        )
+    return images.reshape(-1, 3, 32, 32), labels
+
+
+def pickled(data: bytes, key: str, label: str) -> tuple[np.ndarray, np.ndarray]:
+    content = unpickle(data, label)
+    images, labels = content.get("data"), content.get(key)
+    if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.shape[1:] != (PIXELS,):
+        raise DpfedError(f"{label} has no images of {PIXELS} bytes under 'data': download it again")
+    whole = isinstance(labels, list) and all(type(y) is int and 0 <= y < 256 for y in labels)
+    if not isinstance(labels, list) or not whole or not labels:
+        raise DpfedError(f"{label} has no list of labels under {key!r}: download it again")
+    if len(labels) != len(images):
+        raise DpfedError(f"{label} has {len(images)} images and {len(labels)} labels: download it again")
+    return images, np.array(labels, dtype=np.int64)
+
+
+def unpickle(data: bytes, label: str) -> dict[str, Any]:
+    try:
+        content = loads(data)
+    except RefusedError as error:
+        raise DpfedError(f"{label} is not a pickle of arrays and lists: {error}") from None
+    if not isinstance(content, dict):
+        raise DpfedError(f"{label} is not a pickle of named arrays: download it again")
+    return {k.decode("latin-1") if isinstance(k, bytes) else str(k): value for k, value in content.items()}
+
+
+def class_names(data: bytes | None, layout: Layout, label: str, official: list[str]) -> list[str]:
+    """The names in the archive, where it has them; the official ones else."""
+    if data is None:
+        return official
+    if layout.head:
+        names: Any = [line.strip() for line in lines_of(data, label) if line.strip()]
+    else:
+        names = unpickle(data, label).get(layout.names_key)
+        names = [n.decode("latin-1") if isinstance(n, bytes) else n for n in names] if isinstance(names, list) else None
+    if not isinstance(names, list) or len(names) != len(official) or not all(isinstance(n, str) for n in names):
+        raise DpfedError(f"{label} does not name {len(official)} classes: download it again or delete it")
+    return names

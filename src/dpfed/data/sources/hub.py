@@ -1,0 +1,172 @@
+"""Any data set that the `datasets` library loads: a name on the Hugging Face hub, or a folder on this machine.
+
+    [data]
+    name = "hub"
+    dataset = "stanfordnlp/sst2"    # or a folder with data files, or one that save_to_disk wrote
+    text = "sentence"
+    test_split = "validation"
+
+Give `data.text` (and `data.text_pair`) for texts or `data.image` for images. Code from the hub is never run.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from annotated_types import Ge, Le
+
+from dpfed.config import DataSection
+from dpfed.data.cache import Arrays, cached, key_of
+from dpfed.data.columns import Columns, plain_column
+from dpfed.data.files import reason
+from dpfed.data.images import Colour, decode, stack
+from dpfed.data.labels import Column, encode
+from dpfed.data.tables import Kind, Source, Table
+from dpfed.errors import DpfedError
+
+VERSION = 1
+Count = Annotated[int, Ge(2)]
+
+
+@dataclass(frozen=True)
+class Hub(DataSection):
+    name: str = "hub"
+    dataset: Annotated[str | None, "name on the hub, or a folder"] = None
+    subset: Annotated[str | None, "configuration of the data set, where it has several"] = None
+    train_split: Annotated[str, "split with the clients' records"] = "train"
+    test_split: Annotated[str, "split with the server's test set"] = "test"
+    text: Annotated[str | None, "column with the text"] = None
+    text_pair: Annotated[str | None, "column with a second text, for pairs"] = None
+    image: Annotated[str | None, "column with the image"] = None
+    label: Annotated[str, "column with the label"] = "label"
+    size: Annotated[int | None, Ge(1), Le(4096), "images: resize the shorter side to this, cut out the middle"] = None
+    colour: Annotated[Colour, "images: three channels or one"] = "rgb"
+    classes: Annotated[
+        tuple[str, ...] | Count | None, "names of the classes, or how many; default: as the data set declares"
+    ] = None
+
+    def load(self) -> Source:
+        wanted = self.dataset or self.path
+        if wanted is None:
+            raise DpfedError(
+                'data.name = "hub" loads a data set: set data.dataset to its name on the hub or to a folder'
+            )
+        if (self.text is None) == (self.image is None):
+            raise DpfedError("set exactly one of data.text and data.image to the column that the model reads")
+        splits = fetch(wanted, self.subset, (self.train_split, self.test_split))
+        return self._source(wanted, splits)
+
+    def _source(self, wanted: str, splits: list[Any]) -> Source:
+        used = {self.text, self.text_pair, self.image, self.label}
+        tables = [
+            columns_of(split, f"{wanted} ({part})", {self.image, None})
+            for split, part in zip(splits, (self.train_split, self.test_split), strict=True)
+        ]
+        marks = [str(getattr(split, "_fingerprint", "")) for split in splits]
+        options = [self.text, self.text_pair, self.image, self.size, self.colour]
+        fingerprint = key_of(self.name, VERSION, (), {"marks": marks, "options": options}) if all(marks) else ""
+        names = self.classes or declared_names(splits[0], self.label)
+        found = encode([Column(t.get(self.label, "data.label"), t.places()) for t in tables], names)
+        kind: Kind = "text" if self.image is None else "image"
+        inputs = [self._texts(t) for t in tables] if kind == "text" else self._images(splits, tables, fingerprint)
+        extra = {n: plain_column(v) for n, v in tables[0].values.items() if n not in used}
+        columns = {n: a for n, a in extra.items() if a is not None}
+        for key, name in (("data.client_column", self.client_column), ("data.unit_column", self.unit_column)):
+            if name is not None:
+                columns[name] = tables[0].key_column(name, key)
+        return Source(
+            train=Table(inputs[0], found.parts[0], columns),
+            test=Table(inputs[1], found.parts[1]),
+            classes=found.names,
+            kind=kind,
+            declared=found.declared,
+            fingerprint=fingerprint,
+        )
+
+    def _texts(self, table: Columns) -> dict[str, np.ndarray]:
+        out = {"text": table.texts(str(self.text), "data.text")}
+        if self.text_pair is not None:
+            out["text_pair"] = table.texts(self.text_pair, "data.text_pair")
+        return out
+
+    def _images(self, splits: list[Any], tables: list[Columns], fingerprint: str) -> list[dict[str, np.ndarray]]:
+        def build() -> Arrays:
+            raw = [encoded_images(s, str(self.image), t) for s, t in zip(splits, tables, strict=True)]
+            places = [place for t in tables for place in t.places()]
+            everything = [data for part in raw for data in part]
+            pixels = stack(
+                lambda i: decode(everything[i], places[i], self.colour, self.size), places, "set data.size to one size"
+            )
+            return {"train": pixels[: len(raw[0])], "test": pixels[len(raw[0]) :]}
+
+        arrays = cached(fingerprint, build) if fingerprint else build()
+        return [{"pixel_values": np.asarray(arrays[part])} for part in ("train", "test")]
+
+
+def fetch(wanted: str, subset: str | None, splits: tuple[str, str]) -> list[Any]:
+    """The two splits, from a folder or the hub."""
+    try:
+        import datasets
+    except ImportError:
+        raise DpfedError("data.name = \"hub\" needs the datasets library: pip install 'dpfed[hub]'") from None
+    folder = Path(wanted).expanduser()
+    if wanted.startswith((".", "~", os.sep)) and not folder.exists():
+        raise DpfedError(f"there is no folder {wanted}: set data.dataset to a folder or a name on the hub")
+    try:
+        datasets.disable_progress_bars()
+        if (folder / "dataset_dict.json").is_file():
+            saved = datasets.load_from_disk(str(folder))
+            return [saved[split] for split in splits]
+        name = str(folder) if folder.exists() else wanted
+        return [datasets.load_dataset(name, subset, split=split) for split in splits]
+    except Exception as error:  # the library hands on whatever the network, its parsers and its cache raise
+        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
+        raise DpfedError(
+            f"data.dataset = {wanted!r} cannot be loaded with splits {splits[0]!r} and {splits[1]!r}: {reason(error)}{offline}"
+        ) from None
+
+
+def columns_of(split: Any, label: str, without: set[str | None]) -> Columns:
+    """All columns but the images', which are decoded one by one."""
+    try:
+        names = [name for name in split.column_names if name not in without]
+        values = {name: list(split.with_format(None)[name]) for name in names}
+        count = len(split)
+    except Exception as error:
+        raise DpfedError(f"{label} cannot be read: {reason(error)}") from None
+    if not count:
+        raise DpfedError(f"{label} has no records")
+    return Columns(label, values, list(range(1, count + 1)), unit="row")
+
+
+def declared_names(split: Any, label: str) -> tuple[str, ...] | None:
+    """The class names that the data set declares; None where it does not."""
+    names = getattr(split.features.get(label), "names", None)
+    return tuple(map(str, names)) if names and len(names) > 1 else None
+
+
+def encoded_images(split: Any, column: str, table: Columns) -> list[bytes]:
+    """The images as the bytes of their files."""
+    import datasets
+
+    if column not in split.column_names:
+        raise DpfedError(
+            f"{table.label} has no column {column!r}: set data.image to one of {', '.join(split.column_names)}"
+        )
+    out = []
+    try:
+        cells = list(split.cast_column(column, datasets.Image(decode=False))[column])
+    except Exception as error:
+        raise DpfedError(f"column {column!r} of {table.label} does not hold images: {reason(error)}") from None
+    for i, cell in enumerate(cells):
+        data = cell.get("bytes") if isinstance(cell, dict) else None
+        path = cell.get("path") if isinstance(cell, dict) else None
+        try:
+            out.append(data if data is not None else Path(str(path)).read_bytes())
+        except OSError as error:
+            raise DpfedError(f"{table.place(i)} has no image: {reason(error)}") from None
+    return out

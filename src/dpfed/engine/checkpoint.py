@@ -1,0 +1,130 @@
+"""Checkpoints: enough to go on after any interruption with bitwise the same run.
+
+    checkpoint/round-12.json            how far the run is; names and SHA-256 of everything below, and of itself
+    checkpoint/round-12.safetensors     the server's state
+    checkpoint/memory/client-3.round-9.npy   what client 3 keeps for itself, since round 9
+
+Every file is written beside, synced and renamed, and the JSON comes last, so a checkpoint is complete or not there. The
+last two are kept; of the clients' memory only what changed is written. Random streams have no position to store: they
+are named by round and client. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from dpfed.engine.durable import write_file
+from dpfed.engine.memory import ClientMemory, Entry
+from dpfed.engine.rounds import Progress
+from dpfed.engine.state import State
+from dpfed.errors import DpfedError
+
+FORMAT = 1
+KEPT = 2  # a damaged newest checkpoint leaves the one before it
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was read back and verified. `taken`: rounds each client took part in."""
+
+    progress: Progress
+    taken: np.ndarray
+    memory: dict[int, Entry]
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `folder`; `job` is a hash of what must not change between them."""
+
+    def __init__(self, folder: Path, job: str, memory: ClientMemory) -> None:
+        self._folder, self._job, self._memory = folder, job, memory
+
+    def save(self, progress: Progress, taken: np.ndarray) -> None:
+        """On disk when it returns."""
+        name = f"round-{progress.t}"
+        blob = save_tensors({k: v.detach().cpu().contiguous() for k, v in progress.state.tensors().items()})
+        digest = write_file(self._folder / f"{name}.safetensors", lambda file: file.write(blob))
+        index = {
+            "format": FORMAT,
+            "job": self._job,
+            "round": progress.t,
+            "clip": progress.state.clip,
+            "seconds": progress.seconds,
+            "state": digest,
+            "memory": {str(i): [e.file, e.sha256] for i, e in sorted(self._memory.save().items())},
+            "clients": len(taken),
+            "taken": {str(i): int(taken[i]) for i in np.flatnonzero(taken)},
+        }
+        text = json.dumps({**index, "sha256": _seal(index)}, indent=1)
+        write_file(self._folder / f"{name}.json", lambda file: file.write(text.encode()))
+        self._forget()
+
+    def load(self, first: State) -> tuple[Saved | None, list[str]]:
+        """The newest checkpoint that is whole, and what is wrong with newer ones; `first` shows the state's form."""
+        said: list[str] = []
+        for path in self._indexes():
+            try:
+                saved = self._read(path, first)
+                self._memory.restore(saved.memory)
+                return saved, said
+            except DpfedError as error:
+                said.append(str(error))
+        return None, said
+
+    def _read(self, path: Path, first: State) -> Saved:
+        try:
+            index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            if index.pop("sha256") != _seal(index) or index["format"] != FORMAT:
+                raise ValueError
+            blob = path.with_suffix(".safetensors").read_bytes()
+            if hashlib.sha256(blob).hexdigest() != index["state"]:
+                raise ValueError
+            tensors = {name: value.clone() for name, value in load_tensors(blob).items()}
+            taken = np.zeros(int(index["clients"]), dtype=np.int64)
+            for client, count in index["taken"].items():
+                taken[int(client)] = count
+            memory = {int(i): Entry(str(file), str(sha)) for i, (file, sha) in index["memory"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, SafetensorError):
+            raise DpfedError(f"the checkpoint {path} is damaged") from None
+        if index["job"] != self._job:
+            raise DpfedError(f"the checkpoint {path} is of another configuration")
+        state = first.with_tensors(tensors, float(index["clip"]))
+        return Saved(Progress(int(index["round"]), state, float(index["seconds"])), taken, memory)
+
+    def _indexes(self) -> list[Path]:
+        """Newest first."""
+        found = [p for p in self._folder.glob("round-*.json") if p.stem.removeprefix("round-").isdecimal()]
+        return sorted(found, key=lambda p: -int(p.stem.removeprefix("round-")))
+
+    def _forget(self) -> None:
+        """Only the last two checkpoints and the files they name are kept."""
+        indexes = self._indexes()
+        for path in indexes[KEPT:]:
+            path.unlink(missing_ok=True)
+            path.with_suffix(".safetensors").unlink(missing_ok=True)
+        wanted: set[str] = set()
+        for path in indexes[:KEPT]:
+            try:
+                wanted |= {str(file) for file, _ in json.loads(path.read_text(encoding="utf-8"))["memory"].values()}
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                return  # a damaged neighbour: better keep too much
+        self._memory.prune(wanted)
+
+
+def _seal(index: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
+
+
+def job_hash(settings: dict[str, Any], theta: torch.Tensor) -> str:
+    """A hash of all that the numbers of a run follow from: its settings and its starting point."""
+    text = json.dumps(settings, sort_keys=True).encode()
+    return hashlib.sha256(text + theta.detach().cpu().numpy().tobytes()).hexdigest()

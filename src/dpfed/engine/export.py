@@ -1,0 +1,153 @@
+"""From the folder of a run to artefacts that others load: a peft adapter, or a whole model.
+
+An adapter folder also holds `dpfed.json`, the plan's spending in a form that the next run reads (`model.adapter`), so that
+what was spent on an adapter is not forgotten when training goes on. It states the worst case over clients, never who
+took part.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from dpfed.config import Config, load
+from dpfed.engine.accounts import Accounts, read_accounts
+from dpfed.engine.durable import write_file
+from dpfed.engine.folder import CONFIG, MODEL, RESULT
+from dpfed.engine.setup import block_rules
+from dpfed.errors import DpfedError
+from dpfed.model.assemble import Assembled, assemble
+from dpfed.model.task import InputSpec
+from dpfed.privacy.mechanism import Mechanism
+from dpfed.privacy.noise import Streams
+from dpfed.privacy.statement import Prior
+from dpfed.registry import registry
+
+SPENDING = "dpfed.json"
+BASE = "base_model.model."
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished (or stopped) run, rebuilt: the model carries its trained weights."""
+
+    config: Config
+    result: dict[str, Any]
+    parts: Assembled
+    accounts: Accounts | None  # None without privacy
+
+
+def read_run(folder: Path) -> Trained:
+    """The model of a run with its trained weights, and its statement as the ledger has it."""
+    if not (folder / CONFIG).is_file():
+        raise DpfedError(f"{folder} is not the folder of a run: give one that `dpfed run` has made")
+    config = load(folder / CONFIG, [], registry())
+    try:
+        result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+        spec = InputSpec(**{**result["input"], "shape": tuple(result["input"]["shape"])})
+    except (OSError, ValueError, KeyError, TypeError):
+        raise DpfedError(
+            f"the run in {folder} has no result yet: let it finish, or `dpfed run --resume {folder}`"
+        ) from None
+    streams = Streams(config.run.seed)
+    parts = assemble(config.model, spec, (streams.number("init"), streams.number("init", 1)), **block_rules(config))
+    _load_trained(parts.adapted.model, folder / MODEL)
+    private = result["release"] != "no privacy"
+    return Trained(config, result, parts, read_accounts(folder) if private else None)
+
+
+def _load_trained(model: nn.Module, path: Path) -> None:
+    try:
+        trained = load_file(path)
+    except (OSError, SafetensorError):
+        raise DpfedError(f"{path} is missing or damaged: the trained weights cannot be read") from None
+    mine = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in trained.items():
+            if name not in mine or mine[name].shape != value.shape:
+                raise DpfedError(f"{path} does not fit the model of its own configuration: see {name}")
+            mine[name].copy_(value)
+
+
+def export(trained: Trained, out: Path, merge: bool = False) -> str:
+    """Writes the model to an empty folder; returns what was written: "adapter" or "model"."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise DpfedError(f"{out} is not empty: choose a new folder")
+    if merge and trained.config.model.train != "lora":
+        raise DpfedError(f'--merge joins an adapter with its base; train = "{trained.config.model.train}" has none')
+    peft = trained.parts.adapted.peft
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if peft is not None and not merge:
+            _name_base(peft, trained.config)
+            peft.save_pretrained(str(out))
+            (out / "README.md").unlink(missing_ok=True)  # peft's own card, which knows nothing of privacy
+        else:
+            _save_whole(peft.merge_and_unload() if peft is not None else trained.parts.adapted.model, out, trained)
+    except OSError as error:
+        raise DpfedError(f"{out} cannot be written: {error.strerror or error}") from None
+    text = json.dumps(spending_of(trained), indent=1)
+    write_file(out / SPENDING, lambda file: file.write(text.encode()))
+    return "adapter" if peft is not None and not merge else "model"
+
+
+def _name_base(peft: Any, config: Config) -> None:
+    """The adapter says what it belongs to, if that has a name that means something elsewhere."""
+    for adapter in peft.peft_config.values():
+        adapter.base_model_name_or_path = config.model.weights or config.model.name
+        adapter.inference_mode = True
+
+
+def _save_whole(model: Any, out: Path, trained: Trained) -> None:
+    classes = trained.result["classes"]
+    if hasattr(model, "save_pretrained"):
+        model.config.id2label = dict(enumerate(classes))
+        model.config.label2id = {name: i for i, name in enumerate(classes)}
+        model.config.num_labels = len(classes)
+        model.save_pretrained(str(out))
+    else:
+        tensors = {name: value.contiguous().clone() for name, value in model.state_dict().items()}
+        save_file(tensors, out / "model.safetensors", metadata={"release": str(trained.result["release"])})
+
+
+def spending_of(trained: Trained) -> dict[str, Any]:
+    """What `model.adapter` reads: every client's worst case, as mechanisms and steps."""
+    planned = None if trained.accounts is None else trained.accounts.planned
+    history = [] if planned is None else planned.worst
+    return {
+        "format": 1,
+        "release": trained.result["release"],
+        "delta": None if planned is None else planned.delta,
+        "unit": None if planned is None else planned.unit,
+        "history": [[*astuple(mechanism), steps] for mechanism, steps in history],
+    }
+
+
+def prior_of(adapter: str | None) -> tuple[Prior, list[str]]:
+    """What was spent on an adapter before, and what to say about it."""
+    if adapter is None:
+        return (), []
+    path = Path(adapter) / SPENDING
+    if not path.exists():
+        return (), [
+            f"{adapter} has no record of what was spent on it ({SPENDING}): epsilon speaks of this run alone, and holds "
+            "only if the adapter was not trained on these clients' records"
+        ]
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if stored["format"] != 1:
+            raise ValueError
+        prior = tuple((Mechanism(*kind), int(steps)) for *kind, steps in stored["history"])
+        private = stored["release"] != "no privacy"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise DpfedError(f"{path} is damaged: without it nobody knows what was spent on the adapter") from None
+    if not private:
+        return (), [f"the adapter {adapter} was trained without privacy: epsilon speaks of this run alone"]
+    return prior, [f"what was spent on the adapter {adapter} before is counted for every client"]

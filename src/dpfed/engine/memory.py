@@ -1,0 +1,119 @@
+"""What simulated clients keep for themselves between rounds (SCAFFOLD's control, FAFED's previous iterate).
+
+Only clients that took part have an entry. Entries live in memory up to a limit; the ones used longest ago then move to
+files that are memory-mapped when they are needed again. A file is never overwritten: its name carries the round that made
+it, so that a checkpoint may point at it until the next checkpoint is complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dpfed.algorithms.base import Memory
+from dpfed.engine.durable import write_file
+from dpfed.errors import DpfedError
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One client's vectors in a file: where, and what its bytes hash to."""
+
+    file: str
+    sha256: str
+
+
+class ClientMemory:
+    """`names` vectors of `size` numbers for each client that took part."""
+
+    def __init__(self, names: Sequence[str], size: int, folder: Path, limit: int) -> None:
+        self._names, self._size, self._folder, self._limit = tuple(names), size, folder, limit
+        self._held: OrderedDict[int, np.ndarray] = OrderedDict()  # the one used longest ago comes first
+        self._files: dict[int, Entry] = {}
+        self._made: dict[int, int] = {}  # the round that made what is held
+        self._changed: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._held.keys() | self._files.keys())
+
+    @property
+    def held_bytes(self) -> int:
+        return len(self._held) * len(self._names) * self._size * 4
+
+    def gather(self, clients: Sequence[int], device: torch.device) -> Memory:
+        """The vectors of these clients, stacked `[S, P]`, with `seen`; `{}` for algorithms that remember nothing."""
+        if not self._names:
+            return {}
+        seen = torch.tensor([i in self._held or i in self._files for i in clients])
+        rows = np.stack([self._of(i) for i in clients])
+        stacked = torch.from_numpy(rows).to(device)
+        return {name: stacked[:, j] for j, name in enumerate(self._names)} | {"seen": seen.to(device)}
+
+    def put(self, t: int, clients: Sequence[int], memory: Memory) -> None:
+        """Keeps what `finish` gave back in round t."""
+        if set(memory) != set(self._names):
+            raise ValueError(f"the algorithm remembers {self._names} and gave back {tuple(memory)}")
+        if not self._names:
+            return
+        rows = torch.stack([memory[name] for name in self._names], dim=1).detach().float().cpu().numpy()
+        for client, row in zip(clients, rows, strict=True):
+            self._held[client] = row.copy()
+            self._held.move_to_end(client)
+            self._made[client] = t
+            self._changed.add(client)
+        while self.held_bytes > self._limit and len(self._held) > 1:
+            self._spill()
+
+    def save(self) -> dict[int, Entry]:
+        """Writes the clients that changed since the last call; returns where every client's vectors are."""
+        for client in sorted(self._changed & self._held.keys()):
+            self._files[client] = self._write(client)
+        self._changed.clear()
+        return dict(self._files)
+
+    def prune(self, wanted: set[str]) -> None:
+        """Removes files that neither a checkpoint that is kept nor a client's newest entry names."""
+        wanted = wanted | {entry.file for entry in self._files.values()}
+        if self._folder.is_dir():
+            for path in self._folder.iterdir():
+                if path.name not in wanted:
+                    path.unlink(missing_ok=True)
+
+    def restore(self, entries: Mapping[int, Entry]) -> None:
+        """Takes up what `save` returned, after checking every file."""
+        for client, entry in entries.items():
+            path = self._folder / Path(entry.file).name
+            try:
+                good = hashlib.sha256(path.read_bytes()).hexdigest() == entry.sha256
+            except OSError:
+                good = False
+            if not good:
+                raise DpfedError(f"{path} is missing or damaged: the memory of client {client} is lost")
+        self._held.clear()
+        self._changed.clear()
+        self._files = dict(entries)
+
+    def _of(self, client: int) -> np.ndarray:
+        if client in self._held:
+            return self._held[client]
+        if client not in self._files:
+            return np.zeros((len(self._names), self._size), dtype=np.float32)
+        mapped: np.ndarray = np.load(self._folder / self._files[client].file, mmap_mode="r", allow_pickle=False)
+        return mapped
+
+    def _spill(self) -> None:
+        client = next(iter(self._held))
+        if client in self._changed or client not in self._files:
+            self._files[client] = self._write(client)
+            self._changed.discard(client)
+        del self._held[client]
+
+    def _write(self, client: int) -> Entry:
+        name = f"client-{client}.round-{self._made[client]}.npy"
+        return Entry(name, write_file(self._folder / name, lambda file: np.save(file, self._held[client])))

@@ -1,0 +1,61 @@
+"""How good a trained vector is on the server's public test set: accuracy, F1, and each class by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpfed.engine.setup import Job
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Precision, recall and F1 of one class; support is the number of its records."""
+
+    precision: float
+    recall: float
+    f1: float
+    support: int
+
+
+def confusion(job: Job, theta: Tensor) -> Tensor:
+    """How often the class of a row was answered with the class of a column, `[classes, classes]`."""
+    count = len(job.classes)
+    table = torch.zeros(count * count, dtype=torch.int64)
+    rows = job.model.rows
+    for first in range(0, len(job.test.labels), rows):
+        at = torch.arange(first, min(first + rows, len(job.test.labels)), device=job.device)
+        inputs, labels = job.test.take(at)
+        answers = job.model.scores(theta, inputs).argmax(1)
+        table += torch.bincount((labels * count + answers).cpu(), minlength=count * count)
+    return table.view(count, count)
+
+
+def class_scores(table: Tensor) -> list[Scores]:
+    """From a confusion table; a class that was never answered has precision 0, one without records recall 0."""
+    right, answered, there = table.diag().double(), table.sum(0).double(), table.sum(1).double()
+    precision, recall = right / answered.clamp_min(1), right / there.clamp_min(1)
+    f1 = 2 * right / (answered + there).clamp_min(1)
+    return [
+        Scores(float(p), float(r), float(f), int(n)) for p, r, f, n in zip(precision, recall, f1, there, strict=True)
+    ]
+
+
+def task_metrics(job: Job, theta: Tensor) -> dict[str, Any]:
+    """Accuracy, macro F1 and every class; with two classes also F1 of the second, as GLUE reports it."""
+    if not job.model.classifies:
+        return {}
+    table = confusion(job, theta)
+    scores = class_scores(table)
+    found: dict[str, Any] = {
+        "accuracy": float(table.diag().sum() / table.sum()),
+        "macro_f1": sum(s.f1 for s in scores) / len(scores),
+        "per_class": {
+            name: {"precision": s.precision, "recall": s.recall, "f1": s.f1, "support": s.support}
+            for name, s in zip(job.classes, scores, strict=True)
+        },
+    }
+    return found | ({"f1": scores[1].f1} if len(scores) == 2 else {})

@@ -1,0 +1,114 @@
+"""The model card: what was trained, on what, how well it does, and what its privacy means.
+
+It is made to be published, so it holds the plan's figures (a client in every round; a third party) and nothing that says
+who took part (SPEC 6.2 b): no seed, no cohort, no client's own epsilon.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dpfed.config import Config
+from dpfed.engine.accounts import Accounts
+from dpfed.engine.durable import write_file
+from dpfed.engine.export import export, read_run
+from dpfed.privacy.statement import NOT_COVERED, PUBLIC
+
+
+def model_card(config: Config, result: dict[str, Any], accounts: Accounts | None, kind: str) -> str:
+    """Markdown with the front matter that model hubs read."""
+    parts = [_front(config, kind), f"# {config.model.name}, fine-tuned on {config.data.name}\n", _release(result)]
+    parts += [_privacy(config, accounts), _training(config, result), _scores(result), _use(config, kind)]
+    return "\n".join(parts)
+
+
+def _front(config: Config, kind: str) -> str:
+    base = config.model.weights or config.model.name
+    lines = ["---", f"base_model: {base}"]
+    lines += ["library_name: peft"] if kind == "adapter" else []
+    return "\n".join([*lines, "tags: [differential-privacy, federated-learning, dpfed]", "---", ""])
+
+
+def _release(result: dict[str, Any]) -> str:
+    if result["release"].startswith("simulation"):
+        return (
+            "> **Not for release.** The noise of this run was seeded, so that whoever knows the seed can remove it.\n"
+        )
+    if result["release"] == "no privacy":
+        return "> **No privacy.** This model was trained without differential privacy.\n"
+    return ""
+
+
+def _privacy(config: Config, accounts: Accounts | None) -> str:
+    if accounts is None:
+        return "## Privacy\n\nNone: nothing in this model's training is protected.\n"
+    planned = accounts.planned
+    return "\n".join(
+        [
+            "## Privacy\n",
+            f"Protected unit: one {planned.unit} of one client, {planned.kinds[0].adjacency}.\n",
+            "| who | sees | epsilon |",
+            "|---|---|---|",
+            f"| the server | every message, and who took part | {accounts.server_worst:.3f} |",
+            f"| a third party | the global models only | {accounts.third_party:.3f} |",
+            "",
+            f"delta = {planned.delta:g} for both. The server's figure is for a client that takes part in every round; the "
+            "third party's holds while nobody outside knows who took part.\n",
+            f"- {planned.assumptions()}",
+            f"- clip norm {config.privacy.clip:g} ({config.privacy.clip_mode}), one norm over all trainable numbers",
+            f"- assumed public: {PUBLIC}",
+            f"- not covered: {NOT_COVERED}",
+            "- epsilon excludes any tuning of settings on these data\n",
+        ]
+    )
+
+
+def _training(config: Config, result: dict[str, Any]) -> str:
+    run, data = config.run, config.data
+    return "\n".join(
+        [
+            "## Training\n",
+            f"- method: {result['algorithm']}, learning rate {config.algorithm.lr:g}",
+            f"- data: {data.name}, {result['clients']} clients, partition {data.partition}",
+            f"- {result['rounds']} of {run.rounds} rounds, {run.local_steps} local steps, {run.participation:g} of the clients "
+            "in each round",
+            f"- trained: {config.model.train}, {result['parameters']:,} numbers\n",
+        ]
+    )
+
+
+def _scores(result: dict[str, Any]) -> str:
+    found = result.get("metrics") or {}
+    lines = ["## Results on the server's public test set\n"]
+    if result["test_accuracy"] is not None:
+        lines.append(f"- accuracy {result['test_accuracy']:.4f} (before training {result['start_accuracy']:.4f})")
+    for key, name in (("f1", "F1"), ("macro_f1", "macro F1")):
+        if key in found:
+            lines.append(f"- {name} {found[key]:.4f}")
+    rows = found.get("per_class", {})
+    if rows and len(rows) <= 50:
+        lines += ["", "| class | precision | recall | F1 | records |", "|---|---|---|---|---|"]
+        lines += [
+            f"| {name} | {s['precision']:.3f} | {s['recall']:.3f} | {s['f1']:.3f} | {s['support']} |"
+            for name, s in rows.items()
+        ]
+    return "\n".join([*lines, ""])
+
+
+def _use(config: Config, kind: str) -> str:
+    if kind != "adapter":
+        return "## Use\n\nLoad this folder with `from_pretrained`.\n"
+    return (
+        '## Use\n\n```python\nfrom peft import PeftModel\n\nmodel = PeftModel.from_pretrained(base_model, "this folder")\n```\n\n'
+        "`base_model` is the base named above, with a head for as many classes as the table of results has.\n"
+    )
+
+
+def write_export(run: Path, out: Path, merge: bool = False) -> str:
+    """Model and card in one new folder; returns "adapter" or "model"."""
+    trained = read_run(run)
+    kind = export(trained, out, merge)
+    card = model_card(trained.config, trained.result, trained.accounts, kind)
+    write_file(out / "README.md", lambda file: file.write(card.encode()))
+    return kind
