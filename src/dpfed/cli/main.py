@@ -11,6 +11,7 @@ import typer
 
 from dpfed.cli.audit import audit
 from dpfed.cli.data import data
+from dpfed.cli.export import export
 from dpfed.cli.list import list_names
 from dpfed.cli.model import app as model
 from dpfed.cli.privacy import privacy
@@ -27,6 +28,7 @@ app = typer.Typer(
 app.command("run")(run)
 app.command("privacy")(privacy)
 app.command("audit")(audit)
+app.command("export")(export)
 app.command("list")(list_names)
 app.add_typer(data)
 app.add_typer(model, name="model")

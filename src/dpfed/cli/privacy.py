@@ -129,6 +129,8 @@ def from_flags(numbers: dict[str, Any], colluding: int) -> Planned:
 
 def from_config(target: str, overrides: list[str], colluding: int) -> tuple[Planned, int]:
     from dpfed.config import load
+    from dpfed.engine.prior import prior_of
+    from dpfed.engine.run import refuse_target
     from dpfed.engine.setup import plan_of
     from dpfed.engine.spending import budget_of
     from dpfed.errors import DpfedError
@@ -138,7 +140,9 @@ def from_config(target: str, overrides: list[str], colluding: int) -> tuple[Plan
     plan, schedule = plan_of(config)
     if not plan.private:
         raise DpfedError("this configuration has no privacy: privacy.enabled is false or sigma is 0")
-    spending = budget_of(plan, schedule, config.privacy.delta, config.privacy.budget, colluding)
+    prior, _ = prior_of(config.model.adapter)
+    refuse_target(config, prior)
+    spending = budget_of(plan, schedule, config.privacy.delta, config.privacy.budget, colluding, prior)
     return spending.planned, schedule.clients
 
 

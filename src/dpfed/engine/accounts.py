@@ -35,6 +35,12 @@ class Accounts:
     rows: int
     seeded: bool
     void: str | None
+    most: tuple[tuple[Mechanism, int], ...] = ()  # history of the client that spent most
+
+    @property
+    def worst(self) -> list[tuple[Mechanism, int]]:
+        """The costliest history that any client can have: the plan's, or a real one that repeated attempts made dearer."""
+        return list(self.most) if self.server_max > self.planned.server_worst else self.planned.worst
 
     @property
     def server_max(self) -> float:
@@ -72,10 +78,13 @@ def read_accounts(folder: Path, colluding: int = 0) -> Accounts:
         raise DpfedError(f"{folder} has an empty ledger: nothing was released yet")
     planned = _planned(folder, meta, colluding)
     clients = int(meta["clients"])
+    epsilons = _epsilons(histories, taken, planned, clients)
+    dearest = {int(client): history for client, history in histories.items()}.get(int(epsilons.argmax()), [])
     return Accounts(
         planned=planned,
         clients=clients,
-        epsilons=_epsilons(histories, taken, planned, clients),
+        epsilons=epsilons,
+        most=(*planned.prior, *dearest),
         rows=head.rows,
         seeded=seeded,
         void="a round was attempted more than once, so it equals the server's figure" if repeated else None,

@@ -8,7 +8,7 @@ took part.
 from __future__ import annotations
 
 import json
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,13 @@ from dpfed.config import Config, load
 from dpfed.engine.accounts import Accounts, read_accounts
 from dpfed.engine.durable import write_file
 from dpfed.engine.folder import CONFIG, MODEL, RESULT
+from dpfed.engine.prior import SPENDING, spending_of
 from dpfed.engine.setup import block_rules
 from dpfed.errors import DpfedError
 from dpfed.model.assemble import Assembled, assemble
 from dpfed.model.task import InputSpec
-from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.noise import Streams
-from dpfed.privacy.statement import Prior
 from dpfed.registry import registry
-
-SPENDING = "dpfed.json"
-BASE = "base_model.model."
 
 
 @dataclass(frozen=True)
@@ -87,13 +83,13 @@ def export(trained: Trained, out: Path, merge: bool = False) -> str:
         out.mkdir(parents=True, exist_ok=True)
         if peft is not None and not merge:
             _name_base(peft, trained.config)
-            peft.save_pretrained(str(out))
+            peft.save_pretrained(str(out), save_embedding_layers=False)  # else it asks the hub about the base
             (out / "README.md").unlink(missing_ok=True)  # peft's own card, which knows nothing of privacy
         else:
             _save_whole(peft.merge_and_unload() if peft is not None else trained.parts.adapted.model, out, trained)
     except OSError as error:
         raise DpfedError(f"{out} cannot be written: {error.strerror or error}") from None
-    text = json.dumps(spending_of(trained), indent=1)
+    text = json.dumps(spending_of(trained.result["release"], trained.accounts), indent=1)
     write_file(out / SPENDING, lambda file: file.write(text.encode()))
     return "adapter" if peft is not None and not merge else "model"
 
@@ -115,39 +111,3 @@ def _save_whole(model: Any, out: Path, trained: Trained) -> None:
     else:
         tensors = {name: value.contiguous().clone() for name, value in model.state_dict().items()}
         save_file(tensors, out / "model.safetensors", metadata={"release": str(trained.result["release"])})
-
-
-def spending_of(trained: Trained) -> dict[str, Any]:
-    """What `model.adapter` reads: every client's worst case, as mechanisms and steps."""
-    planned = None if trained.accounts is None else trained.accounts.planned
-    history = [] if planned is None else planned.worst
-    return {
-        "format": 1,
-        "release": trained.result["release"],
-        "delta": None if planned is None else planned.delta,
-        "unit": None if planned is None else planned.unit,
-        "history": [[*astuple(mechanism), steps] for mechanism, steps in history],
-    }
-
-
-def prior_of(adapter: str | None) -> tuple[Prior, list[str]]:
-    """What was spent on an adapter before, and what to say about it."""
-    if adapter is None:
-        return (), []
-    path = Path(adapter) / SPENDING
-    if not path.exists():
-        return (), [
-            f"{adapter} has no record of what was spent on it ({SPENDING}): epsilon speaks of this run alone, and holds "
-            "only if the adapter was not trained on these clients' records"
-        ]
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        if stored["format"] != 1:
-            raise ValueError
-        prior = tuple((Mechanism(*kind), int(steps)) for *kind, steps in stored["history"])
-        private = stored["release"] != "no privacy"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise DpfedError(f"{path} is damaged: without it nobody knows what was spent on the adapter") from None
-    if not private:
-        return (), [f"the adapter {adapter} was trained without privacy: epsilon speaks of this run alone"]
-    return prior, [f"what was spent on the adapter {adapter} before is counted for every client"]

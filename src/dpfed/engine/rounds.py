@@ -78,7 +78,7 @@ def train(
     if progress is None:
         progress = Progress(0, first_state(job))
         theta = progress.state.theta
-        observe(Round(0, *evaluate(job, theta), 0.0 if job.plan.private else None, 0, 0, job.plan.clip, 0.0, theta))
+        observe(Round(0, *evaluate(job, theta), spending.server_max(), 0, 0, job.plan.clip, 0.0, theta))
     state, started = progress.state, time.perf_counter() - progress.seconds
     for t in range(progress.t + 1, job.config.run.rounds + 1):
         able = spending.enough(t)

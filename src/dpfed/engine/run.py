@@ -7,6 +7,7 @@ import math
 import tomllib
 import uuid
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,15 @@ from dpfed.engine.diagnostics import Diagnostics
 from dpfed.engine.fleet import Fleet
 from dpfed.engine.folder import CONFIG, RESULT, RunFolder, fresh_folder, refuse_occupied
 from dpfed.engine.memory import ClientMemory
+from dpfed.engine.metrics import task_metrics
+from dpfed.engine.prior import prior_of
 from dpfed.engine.rounds import Progress, Round, first_state, train
 from dpfed.engine.setup import Job, prepare
 from dpfed.engine.spending import Budget, Spending, budget_of, open_ledger, reopen_ledger, spent_before
 from dpfed.engine.traffic import traffic
 from dpfed.errors import DpfedError, StoppedError
 from dpfed.privacy.ledger import Ledger
-from dpfed.privacy.statement import assumptions
+from dpfed.privacy.statement import Prior, assumptions
 
 SIMULATION = "simulation: not for release"
 NO_PRIVACY = "no privacy"
@@ -61,10 +64,13 @@ def run(
         refuse_other(out, config)
     else:
         refuse_occupied(out, force)
+    prior, said = prior_of(config.model.adapter)
+    refuse_target(config, prior)
     job = prepare(config, source)
+    job.notes.extend(said)
     budget = None
     if job.plan.private:
-        budget = budget_of(job.plan, job.schedule, config.privacy.delta, config.privacy.budget)
+        budget = budget_of(job.plan, job.schedule, config.privacy.delta, config.privacy.budget, prior=prior)
         budget.check()
     note = release_note(config, job.plan.private)
     name = name_of(out) if resume else uuid.uuid4().hex
@@ -114,7 +120,7 @@ def _train(
                 checkpoints.save(progress, spending.taken)
 
         def finish(state: str, **more: str) -> dict[str, Any]:
-            result = result_of(job, spending, seen, folder.path, note)
+            result = result_of(job, spending, seen, folder.path, note) | {"metrics": task_metrics(job, seen[-1].theta)}
             folder.save_model(seen[-1].theta, job.space, note)
             folder.save_result({"run": name, "state": state, **result, **more})
             return result
@@ -146,6 +152,14 @@ def _spending(job: Job, budget: Budget | None, ledger: Ledger | None, saved: Sav
     if ledger is not None and job.config.run.noise == "os":
         return Spending(job, budget, ledger, *spent_before(ledger, job.plan.clients))
     return Spending(job, budget, ledger, saved.taken if saved else None)
+
+
+def refuse_target(config: Config, prior: Prior) -> None:
+    if prior and config.privacy.target_epsilon is not None:
+        raise DpfedError(
+            f"the adapter {config.model.adapter} has spent privacy already, and a target would be passed: give "
+            "privacy.sigma, and privacy.budget for what no client may pass in all"
+        )
 
 
 def fixed_settings(config: Config) -> dict[str, Any]:
@@ -203,6 +217,9 @@ def result_of(job: Job, spending: Spending, seen: list[Round], out: Path, note: 
         "guarantee": guarantee(job),
         "release": note,
         "algorithm": job.algorithm.name,
+        "clients": job.schedule.clients,
+        "classes": list(job.classes),
+        "input": asdict(job.spec),
         "parameters": job.space.size,
         "blocks": job.space.num_blocks,
         "traffic": traffic(job.algorithm, job.space).as_dict(),
@@ -217,4 +234,5 @@ def guarantee(job: Job) -> str:
     """The sentence without which an epsilon means nothing."""
     if not job.plan.private:
         return NO_PRIVACY
-    return assumptions(job.plan.kinds()[0], job.config.privacy.delta, job.plan.unit)
+    prior, _ = prior_of(job.config.model.adapter)
+    return assumptions(job.plan.kinds()[0], job.config.privacy.delta, job.plan.unit, prior)

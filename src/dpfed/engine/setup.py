@@ -36,6 +36,7 @@ class Job:
     config: Config
     algorithm: Algorithm
     classes: tuple[str, ...]
+    spec: InputSpec
     model: PerSample
     space: Space
     theta: Tensor
@@ -70,11 +71,13 @@ def prepare(config: Config, source: Source | None = None) -> Job:
         varying_phi=plan.clipping.counts,
     )
     notes = algorithm.check(facts)
-    model, adapted, theta = build_model(config, spec_of(source), streams, device, notes)
+    spec = spec_of(source)
+    model, adapted, theta = build_model(config, spec, streams, device, notes)
     return Job(
         config=config,
         algorithm=algorithm,
         classes=source.classes,
+        spec=spec,
         model=model,
         space=model.space,
         theta=theta,
@@ -87,7 +90,11 @@ def prepare(config: Config, source: Source | None = None) -> Job:
         device=device,
         adapted=adapted,
         view=view_for(config, source),
-        notes=notes + unused_note(source, shards) + data_notes(config, source) + delta_note(config, plan),
+        notes=notes
+        + list(source.notes)
+        + unused_note(source, shards)
+        + data_notes(config, source)
+        + delta_note(config, plan),
     )
 
 

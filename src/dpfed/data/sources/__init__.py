@@ -5,6 +5,7 @@ from __future__ import annotations
 from dpfed.config import DataSection
 from dpfed.data.sources.cifar import Cifar10, Cifar100
 from dpfed.data.sources.digits import Digits
+from dpfed.data.sources.given import Given
 from dpfed.data.sources.glue import Mnli, Qnli, Qqp, Rte, Sst2
 from dpfed.data.sources.hub import Hub
 from dpfed.data.sources.image_folder import ImageFolder
@@ -29,5 +30,6 @@ SOURCES = (
     Rte,
     TextTable,
     Hub,
+    Given,
 )
 REGISTRY: dict[str, type[DataSection]] = {cls.name: cls for cls in SOURCES}

@@ -1,0 +1,125 @@
+"""The Python interface: from a model and a data set to an adapter that was trained under differential privacy.
+
+import dpfed
+
+tuned = dpfed.fine_tune("my-model-folder", train, test, clients=20, epsilon=4.0)
+print(tuned.accuracy, tuned.epsilon)
+tuned.export("my-adapter")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dpfed.config import Config, build, overlay
+from dpfed.data.sources.given import source_of
+from dpfed.engine.folder import fresh_folder
+from dpfed.engine.run import run
+from dpfed.errors import DpfedError
+from dpfed.registry import registry
+from dpfed.report.card import write_export
+
+MODELS = {"image": "auto-image", "text": "auto-text", "features": "linear"}
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A finished run: its folder, and the result as `dpfed run --json` prints it."""
+
+    out: Path
+    result: Mapping[str, Any]
+
+    @property
+    def accuracy(self) -> float:
+        """On the test set, 0..1."""
+        return float(self.result["test_accuracy"])
+
+    @property
+    def epsilon(self) -> Mapping[str, float | None]:
+        """server_worst, server_max and third_party; None without privacy."""
+        figures: Mapping[str, float | None] = self.result["epsilon"]
+        return figures
+
+    def export(self, folder: str | Path, merge: bool = False) -> Path:
+        """Writes a peft adapter with its model card (or, merged, a whole model) to a new folder."""
+        write_export(self.out, Path(folder), merge)
+        return Path(folder)
+
+
+def fine_tune(
+    model: Any,
+    train: Any,
+    test: Any,
+    *,
+    clients: int = 10,
+    epsilon: float | None = 8.0,
+    delta: float = 1e-5,
+    classes: Sequence[str] | None = None,
+    tokenizer: Any = None,
+    settings: Mapping[str, Any] | None = None,
+    out: str | Path | None = None,
+) -> Tuned:
+    """Fine-tunes a model across simulated clients, and returns the run.
+
+    model     a folder or hub name of a Hugging Face model, the model itself, or one of `dpfed list models`
+    train     private records: a dictionary of columns, a data frame or a Hugging Face dataset with a column `label` and
+              one of `text` (and `text_pair`), `image` or `features`; dealt to `clients`, or to those that
+              settings={"data.partition": "natural", "data.client_column": ...} names
+    test      the server's public records, with the same columns
+    epsilon   server's view of a client in every round; None: settings give privacy.sigma, or no privacy
+    settings  any other keys of the configuration, such as {"algorithm.lr": 1e-3, "run.rounds": 50}
+    """
+    source = source_of(train, test, classes)
+    folder = Path(out) if out is not None else None
+    raw = _defaults(source.kind, clients, epsilon, delta)
+    for key, value in (settings or {}).items():
+        tree: Any = value
+        for part in reversed(key.split(".")):
+            tree = {part: tree}
+        raw = overlay(raw, tree)
+    config = _configured(raw, model, source.kind)
+    folder = folder or fresh_folder(config)
+    if not isinstance(model, str | Path):
+        base = _saved(model, tokenizer, folder)
+        config = _configured(overlay(raw, {"model": {"weights": str(base)}}), str(base), source.kind)
+    return Tuned(folder, run(config, folder, source=source))
+
+
+def _defaults(kind: str, clients: int, epsilon: float | None, delta: float) -> dict[str, Any]:
+    privacy: dict[str, Any] = {"delta": delta, "batch": 16}
+    privacy |= {} if epsilon is None else {"target_epsilon": epsilon}
+    return {
+        "data": {"name": "given", "clients": clients},
+        "privacy": privacy,
+        "algorithm": {"name": "dp-fedadamw", "lr": 1e-3},
+        "run": {"rounds": 50, "local_steps": 10, "participation": 1.0 if clients <= 20 else 0.1},
+    }
+
+
+def _configured(raw: Mapping[str, Any], model: Any, kind: str) -> Config:
+    """The configuration with the model's name: a registered one, or any model for this kind of data."""
+    known = registry()
+    table: dict[str, Any] = {"name": MODELS[kind]}
+    if isinstance(model, str) and model in known.model:
+        table = {"name": model}
+    elif isinstance(model, str | Path):
+        table["weights"] = str(model)
+    else:
+        table["weights"] = "given"
+    return build(overlay({"model": table}, raw), known)
+
+
+def _saved(model: Any, tokenizer: Any, folder: Path) -> Path:
+    """A model that lives in memory is written beside the run, so that the run can be repeated and exported."""
+    if not hasattr(model, "save_pretrained"):
+        raise DpfedError(f"model must be a name, a folder or a Hugging Face model, not {type(model).__name__}")
+    base = folder.with_name(folder.name + "-base")
+    if base.exists():
+        raise DpfedError(f"{base} exists: choose another out")
+    model.save_pretrained(str(base))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(base))
+    return base
