@@ -61,7 +61,9 @@ class Fleet:
 
     def __init__(self, job: Job, memory: ClientMemory | None = None, watch: LocalWatch | None = None) -> None:
         self._job = job
-        self.memory = memory or ClientMemory(job.algorithm.remembers, job.space.size, Path(), sys.maxsize)
+        if memory is None:  # an empty one is false, and must be kept: the checkpoints know it
+            memory = ClientMemory(job.algorithm.remembers, job.space.size, Path(), sys.maxsize)
+        self.memory = memory
         self._watch = watch
         size = job.config.run.fleet_size
         self._size = job.schedule.cohort if size == "auto" else size
