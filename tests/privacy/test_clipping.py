@@ -478,16 +478,17 @@ def test_batch_tensor_by_hand() -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 3, 512])
-def test_batch_tensor_through_the_oracle_is_the_loop(slots: int) -> None:
+@pytest.mark.parametrize("clip", [0.4, 100.0])
+def test_batch_tensor_through_the_oracle_is_the_loop(slots: int, clip: float) -> None:
     """Several clients, one of them with an empty batch; several chunks, of which none may be clipped by itself."""
     grads = random_gradients(18) * 2
     rule = Clipping("batch_tensor")
-    oracle = oracle_of(Given(2, 3), grads, plan_of([8, 4, 6], 3, 0.0, rule, 0.4, accounted=False), max_slots=slots)
+    oracle = oracle_of(Given(2, 3), grads, plan_of([8, 4, 6], 3, 0.0, rule, clip, accounted=False), max_slots=slots)
     drawn = [[0, 2, 3, 5, 7], [], [1, 4]]
     oracle._batches = [iter([np.array(rows, dtype=np.int64)]) for rows in drawn]
     got, _ = oracle(torch.zeros(3, 5))
     for s, (first, rows) in enumerate(zip([0, 8, 12], drawn, strict=True)):
-        want = batch_tensor_by_loop([grads[first + j] for j in rows], [2, 3], 0.4)
+        want = batch_tensor_by_loop([grads[first + j] for j in rows], [2, 3], clip)
         torch.testing.assert_close(got[s], want, rtol=1e-5, atol=1e-7)
 
 
