@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import io
 import json
 import shutil
 import sys
@@ -22,10 +23,11 @@ from dpfed.algorithms.base import Algorithm, Averaging, Context, Memory, Message
 from dpfed.cli.main import main
 from dpfed.config import Config, Registry, build
 from dpfed.data.tables import Source, Table
-from dpfed.engine import durable
+from dpfed.engine import checkpoint, durable
 from dpfed.engine.accounts import read_accounts
 from dpfed.engine.checkpoint import Checkpoints
 from dpfed.engine.durable import write_file
+from dpfed.engine.folder import RunFolder
 from dpfed.engine.memory import ClientMemory
 from dpfed.engine.rounds import Progress, Round
 from dpfed.engine.run import run
@@ -534,26 +536,50 @@ def test_it_is_replaced_only_when_it_is_on_the_disk(tmp_path: Path, call: str, m
     assert (path.read_bytes(), len(digest)) == (b"new", 64)
 
 
+@pytest.mark.parametrize("nth", [1, 3, 4])
 def test_a_disk_that_fills_up_during_a_checkpoint_ends_the_run_in_one_sentence(
-    tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
+    nth: int, tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, left = tmp_path / "r", 3
-    sync = durable.os.fsync
+    """At the first state, the second state, the second index: in each case what was complete before is still there."""
+    out, written = tmp_path / "r", 0
 
-    def full(handle: int) -> None:
-        nonlocal left
-        if "checkpoint" in str(Path(f"/proc/self/fd/{handle}").resolve()) if sys.platform == "linux" else False:
-            left -= 1
-            if left == 0:
+    def failing(path: Path, write: Callable[[IO[bytes]], object]) -> str:
+        nonlocal written
+        written += 1
+
+        def full(file: IO[bytes]) -> None:
+            write(file)
+            if written == nth:
                 raise OSError(errno.ENOSPC, "No space left on device")
-        sync(handle)
+
+        return write_file(path, full)
 
     with monkeypatch.context() as patch:
-        patch.setattr(durable.os, "fsync", full)
+        patch.setattr(checkpoint, "write_file", failing)
         with pytest.raises(DpfedError, match="No space left"):
             run(config_of(), out, source=SOURCE)
+    assert len(list((out / "checkpoint").glob("*.json"))) == (nth > 2)
     resumed(config_of(), out)
     same(whole["dp-fedadamw"][0], out)
+
+
+@pytest.mark.parametrize("call", ["flush", "fileno"])
+def test_a_disk_that_is_full_for_the_metrics_is_one_sentence(tmp_path: Path, call: str) -> None:
+    def fill(job: Job) -> None:
+        handle = io.StringIO()
+
+        def full() -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        setattr(handle, call, full)
+        folders[0]._metrics = handle
+
+    folders: list[RunFolder] = []
+    init = RunFolder.__init__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunFolder, "__init__", lambda self, *args: (folders.append(self), init(self, *args))[1])
+        with pytest.raises(DpfedError, match=r"metrics\.jsonl cannot be written: No space left"):
+            run(config_of(), tmp_path / "r", source=SOURCE, begin=fill)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ import os
 import platform
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
@@ -73,11 +75,9 @@ class RunFolder:
         }
         if round.t == 0:
             row["release"] = self._note
-        try:
+        with _plainly(self.path / METRICS):
             self._metrics.write(json.dumps(row, allow_nan=False) + "\n")
             self._metrics.flush()
-        except OSError as error:
-            raise DpfedError(f"{self.path / METRICS} cannot be written: {error.strerror or error}") from None
 
     def rewind(self, t: int) -> None:
         """Forgets the lines of rounds after t, which will be run again."""
@@ -116,7 +116,8 @@ class RunFolder:
 
     def sync(self) -> None:
         """Metrics on the disk, before a checkpoint says that their rounds are over."""
-        os.fsync(self._metrics.fileno())
+        with _plainly(self.path / METRICS):
+            os.fsync(self._metrics.fileno())
 
     def save_model(self, theta: torch.Tensor, space: Space, release: str) -> None:
         tensors = {name: t.contiguous().cpu() for name, t in space.unflatten(theta.detach().clone()).items()}
@@ -137,8 +138,15 @@ class RunFolder:
 
 
 def _reopened(path: Path) -> IO[str]:
-    try:
+    with _plainly(path):
         return path.open("a", encoding="utf-8")
+
+
+@contextmanager
+def _plainly(path: Path) -> Iterator[None]:
+    """A full disk is one sentence, not a traceback."""
+    try:
+        yield
     except OSError as error:
         raise DpfedError(f"{path} cannot be written: {error.strerror or error}") from None
 
