@@ -285,8 +285,8 @@ def _cross_check(config: Config) -> None:
     if p.budget is not None and (not p.enabled or p.sigma == 0):
         raise DpfedError("privacy.budget cannot be kept without noise: give privacy.sigma > 0 or a target_epsilon")
     _check_clipping(p)
-    if p.sampling == "fixed_wor" and p.batch is not None and p.batch != int(p.batch):
-        raise DpfedError(f'privacy.batch = {p.batch} must be a whole number with sampling = "fixed_wor"')
+    if p.sampling != "poisson" and p.batch is not None and p.batch % 1 != 0:
+        raise DpfedError(f'privacy.batch = {p.batch} must be a whole number with sampling = "{p.sampling}"')
 
 
 def _check_clipping(p: PrivacySection) -> None:
@@ -299,6 +299,8 @@ def _check_clipping(p: PrivacySection) -> None:
     for key, mode in needs.items():
         if getattr(p, key) is not None and p.clip_mode != mode:
             raise DpfedError(f'privacy.{key} has no effect without privacy.clip_mode = "{mode}"')
+        if getattr(p, key) == float("inf"):
+            raise DpfedError(f"privacy.{key} = inf is not allowed: it must be a finite number")
     if p.accounting == "pld":
         for key, value in (("clip_mode", "batch_tensor"), ("sampling", "shuffle")):
             if getattr(p, key) == value:

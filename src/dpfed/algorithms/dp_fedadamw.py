@@ -128,6 +128,10 @@ class DPFedAdamW(Algorithm):
             self.refuse(f"{what} needs the same noise level for all clients")
         if self.v_send == "hat":
             self.refuse(f'{what} changes the noise level, and v_send = "hat" cannot follow: use v_send = "raw"')
+        if self.agg_center == "corrected":
+            self.refuse(
+                f'{what} changes the noise level, which agg_center = "corrected" takes for constant: use "auto"'
+            )
 
     def _warnings(self) -> list[str]:
         said = []

@@ -70,10 +70,11 @@ def read_accounts(folder: Path, colluding: int = 0) -> Accounts:
         meta = ledger.meta
         histories = ledger.histories()
         taken = ledger.participation()
-        repeated = seeded = False
+        cohorts, seeded = set(), False
         for row in ledger.rows():
-            repeated = repeated or row.attempt > 1
+            cohorts.add((row.charge.round, row.txn))  # two attempts at a round may have no client in common
             seeded = seeded or row.charge.noise == "seeded"
+        repeated = len(cohorts) > len({t for t, _ in cohorts})
     if not histories:
         raise DpfedError(f"{folder} has an empty ledger: nothing was released yet")
     planned = _planned(folder, meta, colluding)

@@ -51,7 +51,8 @@ class Checkpoints:
     def save(self, progress: Progress, taken: np.ndarray) -> None:
         """On disk when it returns."""
         name = f"round-{progress.t}"
-        blob = save_tensors({k: v.detach().cpu().contiguous() for k, v in progress.state.tensors().items()})
+        # Copies, because two fields of a state may be the same tensor, which safetensors refuses.
+        blob = save_tensors({k: v.detach().cpu().contiguous().clone() for k, v in progress.state.tensors().items()})
         digest = write_file(self._folder / f"{name}.safetensors", lambda file: file.write(blob))
         index = {
             "format": FORMAT,
@@ -97,7 +98,10 @@ class Checkpoints:
             raise DpfedError(f"the checkpoint {path} is damaged") from None
         if index["job"] != self._job:
             raise DpfedError(f"the checkpoint {path} is of another configuration")
-        state = first.with_tensors(tensors, float(index["clip"]))
+        try:
+            state = first.with_tensors(tensors, float(index["clip"]))
+        except ValueError as error:
+            raise DpfedError(f"the checkpoint {path} was written by another version of dpfed: {error}") from None
         return Saved(Progress(int(index["round"]), state, float(index["seconds"])), taken, memory)
 
     def _indexes(self) -> list[Path]:

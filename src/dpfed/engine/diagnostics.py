@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dpfed.algorithms.base import Context
+from dpfed.config import Config
 from dpfed.engine.setup import Job
 from dpfed.errors import DpfedError
 
@@ -29,12 +30,17 @@ DECADES = (-9.0, 1.0)  # √v and |m| from 1e-9 to 10
 POINTS = 5  # rounds whose histograms are kept, evenly spread
 
 
+def refuse_real_noise(config: Config) -> None:
+    """Called before anything is written, so that the refusal leaves no folder behind."""
+    if config.run.diagnostics and config.run.noise == "os":
+        raise DpfedError('run.diagnostics reads the clients\' states and cannot be released: not with run.noise = "os"')
+
+
 class Diagnostics:
     """Sums over the fleets of a round; `write` turns them into a line."""
 
     def __init__(self, folder: Path, job: Job) -> None:
-        if job.config.run.noise == "os":
-            raise DpfedError('run.diagnostics reads the clients\' states and cannot be released: not with noise = "os"')
+        refuse_real_noise(job.config)
         self._path, self._job = folder / FILE, job
         rounds = job.config.run.rounds
         self._shown = {1 + round(i * (rounds - 1) / max(1, POINTS - 1)) for i in range(POINTS)}
@@ -44,12 +50,12 @@ class Diagnostics:
         self._count = 0
         self._sums: dict[str, Tensor] = {}
         self._bins: dict[str, Tensor] = {}
-        self._predicted = 0.0
+        self._phi = 0.0
 
     def watch(self, ctx: Context, clients: Sequence[int], local: Any) -> None:
         """Adds a fleet at the end of its round."""
         self._count += len(clients)
-        self._predicted = float(ctx.phi.mean().sqrt())
+        self._phi += float(ctx.phi.double().sum())
         found = {"m": getattr(local, "m", None), "v": getattr(local, "v_hat", getattr(local, "v", None))}
         moments = {name: value.detach() for name, value in found.items() if value is not None}
         for name, value in {"theta": local.theta.detach(), **moments}.items():
@@ -59,7 +65,7 @@ class Diagnostics:
         if int(ctx.t) in self._shown:
             for name, value in moments.items():
                 size = value.clamp_min(0).sqrt() if name == "v" else value.abs()
-                logs = size.clamp_min(10 ** DECADES[0]).log10().flatten().float().cpu()
+                logs = size.double().log10().clamp(*DECADES).flatten().float().cpu()  # the outer bins hold the rest
                 bins = torch.histc(logs, BINS, *DECADES)
                 self._bins[name] = self._bins[name] + bins if name in self._bins else bins
 
@@ -69,7 +75,7 @@ class Diagnostics:
             return
         row: dict[str, Any] = {"round": t, "release": "not private: simulated clients only", "clients": self._count}
         row["drift"] = math.sqrt(float(self._variance("theta").sum()))
-        row["noise_std"] = self._predicted
+        row["noise_std"] = math.sqrt(self._phi / self._count)
         if "v" in self._sums:
             mean = self._sums["v"] / self._count
             row["v_variance"] = float(self._variance("v").mean())
@@ -79,7 +85,7 @@ class Diagnostics:
             row[f"{'sqrt_v' if name == 'v' else 'abs_m'}_histogram"] = counts.long().tolist()
             row["histogram_log10"] = [*DECADES]
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps({k: None if v != v or v == math.inf else v for k, v in row.items()}) + "\n")
         self._clear()
 
     def _add(self, name: str, value: Tensor) -> None:

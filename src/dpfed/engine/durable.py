@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -24,7 +25,8 @@ def write_file(path: Path, write: Callable[[IO[bytes]], object]) -> str:
         os.replace(beside, path)
         sync_folder(path.parent)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):  # where nothing can be written, nothing can be removed
+            beside.unlink()
         raise DpfedError(f"{path} cannot be written: {error.strerror or error}") from None
     return digest
 

@@ -8,6 +8,8 @@ import os
 import platform
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
@@ -73,8 +75,9 @@ class RunFolder:
         }
         if round.t == 0:
             row["release"] = self._note
-        self._metrics.write(json.dumps(row, allow_nan=False) + "\n")
-        self._metrics.flush()
+        with _plainly(self.path / METRICS):
+            self._metrics.write(json.dumps(row, allow_nan=False) + "\n")
+            self._metrics.flush()
 
     def rewind(self, t: int) -> None:
         """Forgets the lines of rounds after t, which will be run again."""
@@ -84,9 +87,18 @@ class RunFolder:
         write_file(path, lambda file: file.write("".join(f"{line}\n" for line in kept).encode()))
         self._metrics = _reopened(path)
 
-    def rounds(self, theta: torch.Tensor) -> list[Round]:
-        """The first and the last round in the metrics, with the vector that the last one left."""
+    def last_round(self) -> float:
+        """The last round in the metrics, -1 if there is none."""
+        lines = (self.path / METRICS).read_text(encoding="utf-8").splitlines()
+        return max((t for t in map(_round_of, lines) if t < math.inf), default=-1)
+
+    def rounds(self, t: int, theta: torch.Tensor) -> list[Round]:
+        """Rounds 0 and t, the first and the last in the metrics, with the vector that the last one left."""
         rows = [json.loads(line) for line in (self.path / METRICS).read_text(encoding="utf-8").splitlines()]
+        if not rows or (rows[0]["round"], rows[-1]["round"]) != (0, t):
+            raise DpfedError(
+                f"{self.path / METRICS} does not hold rounds 0 to {t}: put back the file that the run wrote"
+            )
         return [
             Round(
                 t=row["round"],
@@ -99,12 +111,13 @@ class RunFolder:
                 seconds=row["seconds"],
                 theta=theta,
             )
-            for row in ([rows[0], rows[-1]] if rows else [])
+            for row in (rows[0], rows[-1])
         ]
 
     def sync(self) -> None:
         """Metrics on the disk, before a checkpoint says that their rounds are over."""
-        os.fsync(self._metrics.fileno())
+        with _plainly(self.path / METRICS):
+            os.fsync(self._metrics.fileno())
 
     def save_model(self, theta: torch.Tensor, space: Space, release: str) -> None:
         tensors = {name: t.contiguous().cpu() for name, t in space.unflatten(theta.detach().clone()).items()}
@@ -125,8 +138,15 @@ class RunFolder:
 
 
 def _reopened(path: Path) -> IO[str]:
-    try:
+    with _plainly(path):
         return path.open("a", encoding="utf-8")
+
+
+@contextmanager
+def _plainly(path: Path) -> Iterator[None]:
+    """A full disk is one sentence, not a traceback."""
+    try:
+        yield
     except OSError as error:
         raise DpfedError(f"{path} cannot be written: {error.strerror or error}") from None
 

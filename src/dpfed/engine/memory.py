@@ -38,6 +38,7 @@ class ClientMemory:
         self._files: dict[int, Entry] = {}
         self._made: dict[int, int] = {}  # the round that made what is held
         self._changed: set[int] = set()
+        self._named: set[str] = set()  # files that a checkpoint may point at
 
     def __len__(self) -> int:
         return len(self._held.keys() | self._files.keys())
@@ -75,11 +76,13 @@ class ClientMemory:
         for client in sorted(self._changed & self._held.keys()):
             self._files[client] = self._write(client)
         self._changed.clear()
+        self._named |= {entry.file for entry in self._files.values()}
         return dict(self._files)
 
     def prune(self, wanted: set[str]) -> None:
         """Removes files that neither a checkpoint that is kept nor a client's newest entry names."""
         wanted = wanted | {entry.file for entry in self._files.values()}
+        self._named &= wanted
         if self._folder.is_dir():
             for path in self._folder.iterdir():
                 if path.name not in wanted:
@@ -98,6 +101,7 @@ class ClientMemory:
         self._held.clear()
         self._changed.clear()
         self._files = dict(entries)
+        self._named = {entry.file for entry in entries.values()}
 
     def _of(self, client: int) -> np.ndarray:
         if client in self._held:
@@ -110,8 +114,12 @@ class ClientMemory:
     def _spill(self) -> None:
         client = next(iter(self._held))
         if client in self._changed or client not in self._files:
-            self._files[client] = self._write(client)
+            old, self._files[client] = self._files.get(client), self._write(client)
             self._changed.discard(client)
+            if old is not None and old.file not in self._named | {self._files[client].file}:
+                (self._folder / old.file).unlink(
+                    missing_ok=True
+                )  # spilled since the last checkpoint: nobody's any more
         del self._held[client]
 
     def _write(self, client: int) -> Entry:

@@ -16,7 +16,7 @@ import numpy as np
 from dpfed.config import Config, to_dict
 from dpfed.data.tables import Source
 from dpfed.engine.checkpoint import Checkpoints, Saved, job_hash
-from dpfed.engine.diagnostics import Diagnostics
+from dpfed.engine.diagnostics import Diagnostics, refuse_real_noise
 from dpfed.engine.fleet import Fleet
 from dpfed.engine.folder import CONFIG, RESULT, RunFolder, fresh_folder, refuse_occupied
 from dpfed.engine.memory import ClientMemory
@@ -24,7 +24,7 @@ from dpfed.engine.metrics import task_metrics
 from dpfed.engine.prior import prior_of
 from dpfed.engine.rounds import Progress, Round, first_state, train
 from dpfed.engine.setup import Job, prepare
-from dpfed.engine.spending import Budget, Spending, budget_of, open_ledger, reopen_ledger, spent_before
+from dpfed.engine.spending import Budget, Spending, Spent, budget_of, open_ledger, reopen_ledger, spent_before
 from dpfed.engine.traffic import traffic
 from dpfed.errors import DpfedError, StoppedError
 from dpfed.privacy.ledger import Ledger
@@ -59,6 +59,7 @@ def run(
     `begin` is told of the job before round 1, `observe` of round 0 (before training) and of each round. With `resume`
     the run in `out` goes on where its last checkpoint is.
     """
+    refuse_real_noise(config)
     out = out or fresh_folder(config)
     if resume:
         refuse_other(out, config)
@@ -97,14 +98,15 @@ def _train(
     memory = ClientMemory(
         job.algorithm.remembers, job.space.size, folder.checkpoints / "memory", run.memory_limit << 20
     )
-    checkpoints = Checkpoints(folder.checkpoints, job_hash(fixed_settings(job.config), job.theta), memory)
-    saved = _go_on(job, folder, checkpoints) if resume else None
-    opener = reopen_ledger if resume and folder.ledger.exists() else open_ledger
-    ledger = opener(job, budget, folder.ledger, name) if budget else None
+    fixed = {**fixed_settings(job.config), "sizes": job.plan.sizes.tolist()}
+    checkpoints = Checkpoints(folder.checkpoints, job_hash(fixed, job.theta), memory)
+    # The ledger first: its lock refuses a run that is still going on, before anything of that run is touched.
+    ledger = _ledger(job, budget, folder, name, resume) if budget else None
     try:
+        saved = _go_on(job, folder, checkpoints) if resume else None
         spending = _spending(job, budget, ledger, saved)
         begin(job)
-        seen = folder.rounds(saved.progress.state.theta) if saved else []
+        seen = folder.rounds(saved.progress.t, saved.progress.state.theta) if saved else []
         diagnostics = Diagnostics(folder.path, job) if run.diagnostics else None
 
         def watch(round: Round) -> None:
@@ -137,6 +139,16 @@ def _train(
             ledger.close()
 
 
+def _ledger(job: Job, budget: Budget, folder: RunFolder, name: str, resume: bool) -> Ledger:
+    if resume and folder.ledger.exists():
+        return reopen_ledger(job, budget, folder.ledger, name)
+    if resume and folder.last_round() > 0:
+        raise DpfedError(
+            f"the ledger {folder.ledger} is gone, and with it what the run has spent: put it back, or begin a new run"
+        )
+    return open_ledger(job, budget, folder.ledger, name)
+
+
 def _go_on(job: Job, folder: RunFolder, checkpoints: Checkpoints) -> Saved | None:
     """The newest whole checkpoint, or None if the run had not come to its first."""
     saved, damaged = checkpoints.load(first_state(job))
@@ -149,9 +161,15 @@ def _go_on(job: Job, folder: RunFolder, checkpoints: Checkpoints) -> Saved | Non
 
 def _spending(job: Job, budget: Budget | None, ledger: Ledger | None, saved: Saved | None) -> Spending:
     """What was spent before counts. Noise that never comes twice was spent for every attempt, seeded noise once."""
-    if ledger is not None and job.config.run.noise == "os":
-        return Spending(job, budget, ledger, *spent_before(ledger, job.plan.clients))
-    return Spending(job, budget, ledger, saved.taken if saved else None)
+    kept = Spent(saved.taken, {}) if saved else None
+    if ledger is None:
+        return Spending(job, budget, ledger, kept)
+    charged = spent_before(ledger, job.plan.clients)
+    if kept is not None and bool((charged.taken < kept.taken).any()):
+        raise DpfedError(
+            f"the ledger {ledger.path} lacks rounds that the checkpoint knows of: put back the newest copy"
+        )
+    return Spending(job, budget, ledger, charged if job.config.run.noise == "os" else kept)
 
 
 def refuse_target(config: Config, prior: Prior) -> None:

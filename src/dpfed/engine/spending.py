@@ -4,6 +4,7 @@ decide who may still take part."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -120,13 +121,21 @@ def reopen_ledger(job: Job, budget: Budget, path: Path, name: str) -> Ledger:
     return ledger
 
 
-def spent_before(ledger: Ledger, clients: int) -> tuple[np.ndarray, bool]:
-    """Releases that each client was charged for, every attempt counted, and whether any round was attempted twice."""
-    taken, repeated = np.zeros(clients, dtype=np.int64), False
+@dataclass(frozen=True)
+class Spent:
+    """taken: rounds that each client was charged for, every attempt counted; attempts: of each round, by its number."""
+
+    taken: np.ndarray
+    attempts: dict[int, int]
+
+
+def spent_before(ledger: Ledger, clients: int) -> Spent:
+    """From the ledger. A cohort is one transaction, and two cohorts of a round may have no client in common."""
+    taken, cohorts = np.zeros(clients, dtype=np.int64), set()
     for row in ledger.rows():
         taken[int(row.charge.client)] += 1
-        repeated = repeated or row.attempt > 1
-    return taken, repeated
+        cohorts.add((row.charge.round, row.txn))
+    return Spent(taken, dict(Counter(t for t, _ in cohorts)))
 
 
 class Spending:
@@ -137,12 +146,11 @@ class Spending:
         job: Job,
         budget: Budget | None,
         ledger: Ledger | None,
-        taken: np.ndarray | None = None,
-        repeated: bool = False,
+        before: Spent | None = None,
     ) -> None:
         self._job, self._budget, self._ledger = job, budget, ledger
-        self._repeated = repeated  # a round was released twice: who took part is no longer by the plan's chances
-        self.taken = np.zeros(job.plan.clients, dtype=np.int64) if taken is None else taken.copy()
+        before = before or Spent(np.zeros(job.plan.clients, dtype=np.int64), {})
+        self.taken, self._attempts = before.taken.copy(), dict(before.attempts)
 
     def eligible(self) -> np.ndarray:
         """Clients whose next round stays within their budget."""
@@ -168,6 +176,7 @@ class Spending:
             steps, noise = job.schedule.local_steps, job.config.run.noise
             self._ledger.charge([Charge(i, t, steps, job.plan.mechanism(i), noise) for i in cohort])
         self.taken[list(cohort)] += 1
+        self._attempts[t] = self._attempts.get(t, 0) + 1
 
     def server_max(self) -> float | None:
         """The largest epsilon of any client, for the rounds it really took part in."""
@@ -188,8 +197,9 @@ class Spending:
             return {"server_worst": None, "server_max": None, "third_party": None}
         planned, most = self._budget.planned, self.server_max()
         worst = max(planned.server_worst, most or 0.0)
+        repeated = any(n > 1 for n in self._attempts.values())  # then who took part is no longer by the plan's chances
         return {
             "server_worst": worst,
             "server_max": most,
-            "third_party": worst if self._repeated else planned.third_party,
+            "third_party": worst if repeated else planned.third_party,
         }

@@ -18,7 +18,7 @@ META = torch.device("meta")
 class Traffic:
     """Numbers and bytes of one client in one round: its message up, the broadcast down.
 
-    A handful of constants (round, learning rate, clip norm) that travel with every method are not counted.
+    A handful of numbers (round, learning rate, clip norm, under quantile clipping its count) is not counted.
     """
 
     up_numbers: int

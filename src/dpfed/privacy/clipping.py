@@ -58,8 +58,13 @@ class Clipping:
         return 0.5 * self.count_noise * multiplier
 
     def next_clip(self, clip: float, below: float) -> float:
-        """C of the next round, from the noised share of units at or below C in this one (geometric update)."""
-        moved = clip * math.exp(-self.rate * (min(max(below, 0.0), 1.0) - self.quantile))
+        """C of the next round, from the noised share of units at or below C in this one (geometric update).
+
+        The distance from the wanted share is cut on both sides alike: cutting the share to 0..1 would shift the mean of
+        its noise, and with it the place where C settles.
+        """
+        away = min(max(below - self.quantile, -1.0), 1.0)
+        moved = clip * math.exp(min(max(-self.rate * away, -100.0), 100.0))  # e^100 spans CLIPS more than once
         return min(max(moved, CLIPS[0]), CLIPS[1])
 
 

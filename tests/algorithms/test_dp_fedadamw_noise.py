@@ -1,0 +1,317 @@
+"""DP-FedAdamW where the noise level changes (SPEC 1.4h): what is subtracted follows it; scale-then-privatize by blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dpfed.algorithms.base import Facts
+from dpfed.algorithms.dp_fedadamw import DPFedAdamW, Local, Server
+from dpfed.data.partition import shards_of
+from dpfed.errors import DpfedError
+from dpfed.model.space import Space
+from dpfed.privacy.noise import Streams
+from dpfed.privacy.oracle import FleetOracle, Records
+from dpfed.privacy.plan import Plan
+
+from .helpers import curved, make_context, make_space, relative, start_point
+
+FACTS = Facts(equal_phi=True, private=True, allow_nan=False)
+PHIS = [1.0, 4.0, 0.25, 9.0, 0.04, 1.0]
+
+# ------------------------------------------------------------------ a loop in which Φ may change
+
+
+class Noisy:
+    """A gradient of θ plus noise of this round's Φ, in scaled space where a scale is given."""
+
+    def __init__(self, gradient: Callable[[Tensor], Tensor], phi: Tensor, generator: torch.Generator) -> None:
+        self._gradient, self._phi, self._generator = gradient, phi, generator
+        self.scales: list[Tensor | None] = []
+
+    def __call__(self, theta: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        self.scales.append(scale)
+        noise = self._phi.sqrt() * torch.randn(theta.shape, generator=self._generator, dtype=theta.dtype)
+        if scale is None:
+            return self._gradient(theta) + noise, self._phi
+        return self._gradient(theta) + noise / scale, self._phi / scale**2
+
+    def again(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        raise AssertionError("no second release is declared")
+
+
+Seen = Callable[[int, int, Local, Any], None]
+
+
+def run(
+    algorithm: DPFedAdamW,
+    space: Space,
+    phis: list[float],
+    K: int,
+    clients: int = 2,
+    gradient: Callable[[Tensor], Tensor] = torch.zeros_like,
+    theta: Tensor | None = None,
+    varying: bool = True,
+    seen: Seen = lambda t, k, local, ctx: None,
+) -> list[Server]:
+    """The servers after rounds 0..T, T = len(phis)."""
+    theta = torch.zeros(space.size, dtype=torch.float64) if theta is None else theta
+    generator = torch.Generator().manual_seed(4)
+
+    def context(t: int) -> Any:
+        phi = torch.full((clients, 1), phis[t - 1], dtype=theta.dtype)
+        return replace(make_context(algorithm, space, t, len(phis), K, phi), varying_phi=varying)
+
+    servers = [algorithm.init(context(1), theta)]
+    for t in range(1, len(phis) + 1):
+        ctx = context(t)
+        oracle = Noisy(gradient, ctx.phi, generator)
+        local = algorithm.start(ctx, servers[-1], {})
+        for k in range(1, K + 1):
+            local = algorithm.step(ctx, local, oracle, torch.tensor(k, dtype=torch.float64))
+            seen(t, k, local, ctx)
+        assert len(oracle.scales) == K
+        assert all((s is None) == (algorithm.scale == "off") for s in oracle.scales)
+        message, _ = algorithm.finish(ctx, servers[-1], local)
+        servers.append(algorithm.aggregate(ctx, servers[-1], {name: x.mean(0) for name, x in message.items()}))
+    return servers
+
+
+def excess(algorithm: DPFedAdamW, space: Space) -> dict[tuple[int, int], tuple[Tensor, Tensor, float]]:
+    """Under pure noise, at some (t, k): the block means of v̂ and of what is subtracted, and this round's Φ."""
+    found: dict[tuple[int, int], tuple[Tensor, Tensor, float]] = {}
+    K = 4
+
+    def seen(t: int, k: int, local: Local, ctx: Any) -> None:
+        if k in (1, K):
+            w = local.w / (1 - algorithm.beta2 ** ((t - 1) * K + k))
+            means = [space.block_mean(x.expand(2, space.size)).mean(0) for x in (local.v_hat, w)]
+            found[t, k] = (means[0], means[1], float(ctx.phi[0]))
+
+    run(algorithm, space, PHIS, K, seen=seen)
+    return found
+
+
+# ------------------------------------------------------------------ Φ changes by round
+
+
+@pytest.mark.parametrize("agg", ["mean", "full_v"])
+def test_pure_noise_of_a_changing_level_leaves_nothing_and_this_rounds_level_would(agg: Any) -> None:
+    for (t, k), (v, w, phi) in excess(DPFedAdamW(beta2=0.95, agg=agg), make_space(20_000)).items():
+        assert float(v) == pytest.approx(float(w), rel=0.02), (t, k)
+        if t > 1 and k == 1:
+            assert abs(float(v) - phi) > 0.1 * phi, (t, k)  # subtracting Φ_t itself would be wrong
+
+
+def test_with_a_constant_level_following_it_changes_nothing() -> None:
+    space, theta = make_space(3, 5), start_point(8, torch.float64)
+    for agg in ("mean", "full_v"):
+        algorithm = DPFedAdamW(lr=0.05, agg=agg)  # type: ignore[arg-type]
+        ends = [
+            run(algorithm, space, [0.3] * 4, 3, gradient=curved(8, torch.float64), theta=theta, varying=varying)[-1]
+            for varying in (True, False)
+        ]
+        assert relative(ends[0].theta - theta, ends[1].theta - theta) <= 1e-6
+        torch.testing.assert_close(ends[0].v, ends[1].v, rtol=1e-9, atol=0)
+        assert (ends[0].w.numel(), ends[1].w.numel()) == (1, 0)
+
+
+@pytest.mark.parametrize("scale", ["off", "block"])
+def test_the_server_knows_the_clients_average_without_being_told(scale: Any) -> None:
+    last: dict[int, Tensor] = {}
+
+    def seen(t: int, k: int, local: Local, ctx: Any) -> None:
+        last[t] = local.w
+
+    space = make_space(3, 5)
+    servers = run(DPFedAdamW(beta2=0.9, scale=scale), space, PHIS, 3, seen=seen)
+    for t, w in last.items():
+        mine = space.expand(servers[t].w) if scale == "block" else servers[t].w
+        torch.testing.assert_close(w, mine.expand(w.shape), rtol=1e-9, atol=0)
+    assert len({round(float(server.w[0]), 9) for server in servers}) == len(servers)
+
+
+def test_changing_levels_by_a_loop_over_everything() -> None:
+    """Two clients, three coordinates in two blocks, written out in plain double precision."""
+    beta1, beta2, kappa, lr, decay, gamma, K, T, C = 0.8, 0.9, 0.5, 0.1, 0.2, 0.5, 2, 3, 2
+    space, phis = make_space(1, 2), [0.5, 2.0, 0.1]
+    algorithm = DPFedAdamW(lr, decay, beta1=beta1, beta2=beta2, gamma=gamma, eps=0.0)
+    theta0, gradient = start_point(3, torch.float64), curved(3, torch.float64)
+    got = run(algorithm, space, phis, K, gradient=gradient, theta=theta0)
+
+    generator = torch.Generator().manual_seed(4)
+    theta, vbar, dg, w = theta0.clone(), torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64), 0.0
+    for t in range(1, T + 1):
+        x = theta.expand(C, 3).clone()
+        m, v, own = torch.zeros_like(x), vbar.expand(C, 3).clone(), w
+        for k in range(1, K + 1):
+            noise = torch.randn(C, 3, generator=generator, dtype=torch.float64)
+            g = gradient(x) + math.sqrt(phis[t - 1]) * noise
+            m, v, own = (
+                beta1 * m + (1 - beta1) * g,
+                beta2 * v + (1 - beta2) * g * g,
+                beta2 * own + (1 - beta2) * phis[t - 1],
+            )
+            n = (t - 1) * K + k
+            level = own / (1 - beta2**n)
+            u = torch.maximum(v / (1 - beta2**n) - level, torch.tensor(kappa * level, dtype=torch.float64))
+            x = x - lr * (m / (1 - beta1**k) / u.sqrt() + gamma * dg + decay * x)
+        move = (x - theta).mean(0)
+        theta, dg, w = theta + move, -move / (K * lr), own
+        vbar = torch.tensor([v[:, 0].mean(), *[v[:, 1:].mean()] * 2], dtype=torch.float64)
+        torch.testing.assert_close(got[t].theta, theta, rtol=1e-9, atol=1e-12)
+        assert float(got[t].w) == pytest.approx(w)
+
+
+# ------------------------------------------------------------------ scale = block
+
+
+def block_scale(v: list[float], w: list[float], **options: Any) -> Tensor:
+    """The scale of a space of one and three coordinates."""
+    algorithm, space = DPFedAdamW(scale="block", **options), make_space(1, 3)
+    ctx = make_context(algorithm, space, 2, 5, 1, torch.ones(1, 1, dtype=torch.float64))
+    zero = torch.zeros(4, dtype=torch.float64)
+    server = Server(zero, torch.tensor(v, dtype=torch.float64), zero, torch.tensor(w, dtype=torch.float64))
+    return algorithm.start(ctx, server, {}).scale
+
+
+def test_the_scale_by_hand() -> None:
+    root = math.sqrt((0.25 + 3 * 1.0) / 4)  # 1/√u = 1/2, 1, 1, 1
+    assert block_scale([5.0, 2.0], [1.0, 1.0]).tolist() == pytest.approx([0.5 / root] + [1 / root] * 3)
+    assert float(block_scale([5.0, 2.0], [1.0, 1.0]).square().mean()) == pytest.approx(1.0)
+    root = math.sqrt((0.25 + 3 * 2.0) / 4)  # 1.1 − 1 is below the floor κw = 0.5
+    assert block_scale([5.0, 1.1], [1.0, 1.0]).tolist() == pytest.approx([0.5 / root] + [math.sqrt(2) / root] * 3)
+    root = math.sqrt((1 / 9 + 3 / 4) / 4)  # nothing subtracted
+    assert block_scale([9.0, 4.0], [1.0, 1.0], bc=False).tolist() == pytest.approx([1 / 3 / root] + [0.5 / root] * 3)
+    assert block_scale([0.0, 0.0], [0.0, 0.0]).tolist() == [1.0] * 4  # before round 1
+
+
+def test_round_one_is_the_unscaled_run_and_later_rounds_are_not() -> None:
+    space, theta = make_space(3, 5), start_point(8, torch.float64)
+    paths = [
+        run(DPFedAdamW(lr=0.05, scale=s), space, [0.3] * 3, 3, 2, curved(8, torch.float64), theta, varying=False)
+        for s in ("off", "block")  # type: ignore[arg-type]
+    ]
+    torch.testing.assert_close(paths[0][1].theta, paths[1][1].theta, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(paths[0][1].v, paths[1][1].v, rtol=1e-12, atol=0)
+    for t in (2, 3):
+        assert relative(paths[1][t].theta - theta, paths[0][t].theta - theta) > 1e-3
+
+
+def test_scaled_noise_leaves_nothing_in_the_block_without_signal() -> None:
+    """Signal in block 0 only: it is scaled down, so the noise of block 1 falls; what is subtracted follows both."""
+    space, K, wide = make_space(10_000, 10_000), 4, {}
+    signal = space.expand(torch.tensor([3.0, 0.0], dtype=torch.float64))
+    algorithm = DPFedAdamW(beta2=0.95, scale="block")
+
+    def seen(t: int, k: int, local: Local, ctx: Any) -> None:
+        w = local.w / (1 - algorithm.beta2 ** ((t - 1) * K + k))
+        left = space.block_mean((local.v_hat - w).expand(2, space.size)).mean(0)
+        assert float(left[0]) == pytest.approx(9.0, rel=0.05), (t, k)
+        assert abs(float(left[1])) < 0.03 * float(w[..., -1].mean()), (t, k)
+        wide[t] = float(local.scale[-1] / local.scale[0])
+
+    run(algorithm, space, PHIS, K, gradient=lambda theta: signal.expand(theta.shape), seen=seen)
+    assert wide[1] == 1.0
+    assert all(wide[t] > 2 for t in range(2, 7))
+
+
+@pytest.mark.parametrize(
+    ("options", "facts"),
+    [
+        ({"scale": "block", "agg": "off"}, {}),
+        ({"scale": "block", "agg": "full_v"}, {}),
+        ({"scale": "block", "v_send": "hat"}, {}),
+        ({"scale": "block", "agg_center": "corrected"}, {}),
+        ({"scale": "block"}, {"equal_phi": False}),
+        ({"v_send": "hat"}, {"varying_phi": True}),
+        ({"agg_center": "corrected"}, {"varying_phi": True}),
+        ({"agg": "full_v", "agg_center": "corrected"}, {"varying_phi": True}),
+        ({}, {"varying_phi": True, "equal_phi": False}),
+    ],
+    ids=str,
+)
+def test_what_cannot_follow_a_changing_level_is_refused(options: dict[str, Any], facts: dict[str, Any]) -> None:
+    with pytest.raises(DpfedError, match="dp-fedadamw: "):
+        DPFedAdamW(**options).check(replace(FACTS, **facts))
+
+
+def test_what_can_is_not() -> None:
+    for options in ({"scale": "block"}, {"agg": "full_v"}, {"agg": "off"}, {"agg_center": "plain"}):
+        DPFedAdamW(**options).check(replace(FACTS, varying_phi=True))  # type: ignore[arg-type]
+    DPFedAdamW(agg="off").check(replace(FACTS, varying_phi=True, equal_phi=False))  # v starts anew in every round
+
+
+def test_the_corrected_mean_would_be_wrong_where_the_level_changes() -> None:
+    """Why it is refused: it takes this round's Φ for what all rounds have left in v."""
+    found = excess(DPFedAdamW(beta2=0.95, agg_center="corrected"), make_space(20_000))
+    v, w, _ = found[4, 1]
+    assert abs(float(v) / float(w) - 1) > 0.2
+
+
+# ------------------------------------------------------------------ through the real oracle
+
+
+class Given:
+    """The input of a record is its gradient."""
+
+    has_dropout = False
+    space = SimpleNamespace(shapes=[torch.Size([1]), torch.Size([1])])
+
+    def grads(
+        self, theta: Tensor, client: Tensor, inputs: Mapping[str, Tensor], labels: Tensor, keys: Tensor | None = None
+    ) -> list[Tensor]:
+        return list(inputs["g"].chunk(2, dim=1))
+
+
+def released(grads: Tensor, scale: Tensor | None, sigma: float = 0.0, clients: int = 1) -> tuple[Tensor, Tensor]:
+    """What clients release who all hold these records and draw all of them; B is their number, C = 1."""
+    size = len(grads)
+    sizes, expected = np.full(clients, size), np.full(clients, float(size))
+    plan = Plan("poisson", 1.0, sizes, np.ones(clients), expected, np.full(clients, sigma))
+    shards = shards_of(np.repeat(np.arange(clients), size), clients)
+    records = Records({"g": grads.repeat(clients, 1)}, torch.zeros(size * clients, dtype=torch.int64))
+    oracle = FleetOracle(Given(), records, shards, plan, Streams(0), 1, range(clients), 1)
+    return oracle(torch.zeros(clients, grads.shape[1]), scale)
+
+
+def test_the_oracle_scales_before_it_clips_and_divides_after() -> None:
+    scale = torch.tensor([1 / 3, 1 / 4])
+    g, phi = released(torch.tensor([[3.0, 4.0]]), scale)
+    half = math.sqrt(0.5)  # (1, 1) in scaled space, cut to norm 1
+    assert g[0].tolist() == pytest.approx([3 * half, 4 * half])
+    assert released(torch.tensor([[3.0, 4.0]]), None)[0][0].tolist() == pytest.approx([0.6, 0.8])
+    g, _ = released(torch.tensor([[0.3, 0.4]]), scale)
+    assert g[0].tolist() == pytest.approx([0.3, 0.4])  # short in scaled space: unchanged
+    assert phi.tolist() == [[0.0, 0.0]]
+
+
+def test_the_noise_is_divided_with_it_and_said_so() -> None:
+    scale = torch.tensor([0.5] * 200 + [2.0] * 200)
+    g, phi = released(torch.zeros(4, 400), scale, sigma=3.0, clients=50)
+    assert phi.shape == (50, 400)
+    for part, level in ((slice(200), (3 / (4 * 0.5)) ** 2), (slice(200, 400), (3 / (4 * 2.0)) ** 2)):
+        assert phi[0, part].tolist() == pytest.approx([level] * 200)
+        assert float(g[:, part].var()) == pytest.approx(level, rel=0.03)
+
+
+def test_one_record_moves_the_sum_by_at_most_c_in_scaled_space() -> None:
+    generator = torch.Generator().manual_seed(0)
+    grads = torch.randn(6, 2, generator=generator) * torch.tensor([10.0, 0.1])
+    scale = torch.tensor([0.05, 1.4])
+    whole = released(grads, scale)[0][0] * 6 * scale
+    moved = [
+        float((whole - released(torch.cat([grads[:j], grads[j + 1 :]]), scale)[0][0] * 5 * scale).norm())
+        for j in range(6)
+    ]
+    assert max(moved) <= 1.0 + 1e-5
+    plain = [float((grads[j] * scale).norm()) for j in range(6)]
+    assert moved == pytest.approx([min(1.0, size) for size in plain], rel=1e-4)
