@@ -139,7 +139,9 @@ def from_config(target: str, overrides: list[str], colluding: int) -> tuple[Plan
     config = load(target, overrides, registry())
     plan, schedule = plan_of(config)
     if not plan.private:
-        raise DpfedError("this configuration has no privacy: privacy.enabled is false or sigma is 0")
+        raise DpfedError(
+            'this configuration has no privacy: privacy.enabled is false, sigma is 0 or privacy.accounting is "none"'
+        )
     prior, _ = prior_of(config.model.adapter)
     refuse_target(config, prior)
     spending = budget_of(plan, schedule, config.privacy.delta, config.privacy.budget, colluding, prior)
