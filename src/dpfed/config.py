@@ -94,6 +94,7 @@ class RunSection:
     fleet_size: Annotated[int | Literal["auto"], "clients computed side by side; auto: the whole cohort"] = "auto"
     max_slots: Annotated[int, Ge(1), "records in one forward pass"] = 512
     eval_every: Annotated[int, Ge(1), "rounds between evaluations on the server's test set"] = 1
+    eval_on: Annotated[Literal["all", "validation", "test"], "which half of the server's public data is scored"] = "all"
     min_clients: Annotated[int | None, Ge(1), "stop when fewer are within their budget; default: the whole cohort"] = (
         None
     )

@@ -17,7 +17,7 @@ from dpfed.engine.folder import RunFolder, fresh_folder, refuse_occupied
 from dpfed.engine.rounds import Round, train
 from dpfed.engine.setup import Job, prepare
 from dpfed.engine.spending import Spending, budget_of, open_ledger
-from dpfed.errors import StoppedError
+from dpfed.errors import DivergedError, StoppedError
 from dpfed.privacy.statement import assumptions
 
 SIMULATION = "simulation: not for release"
@@ -73,7 +73,8 @@ def run(
         except StoppedError as error:
             folder.save_model(seen[-1].theta, job.space, note)
             kept = result_of(job, spending, seen, folder.path, note)
-            folder.save_result({"run": name, "state": "stopped", **kept, "stopped": str(error)})
+            diverged = isinstance(error, DivergedError)
+            folder.save_result({"run": name, "state": "stopped", **kept, "stopped": str(error), "diverged": diverged})
             raise
         result = result_of(job, spending, seen, folder.path, note)
         folder.save_model(seen[-1].theta, job.space, note)

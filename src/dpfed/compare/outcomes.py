@@ -1,0 +1,68 @@
+"""A run of a study: its folder is named after its configuration, and says by itself whether it is done."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dpfed.engine.folder import METRICS, RESULT, versions
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run to be done. `cost` orders tasks, the longest first; `tuning` runs do not keep their model."""
+
+    key: str
+    label: str
+    tables: Mapping[str, Any]
+    tuning: bool
+    cost: float = 1.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """accuracy of the last round that was scored, 0 for a run that diverged; failed: why there is none."""
+
+    accuracy: float = 0.0
+    diverged: bool = False
+    epsilon: Mapping[str, float | None] = field(default_factory=dict)
+    guarantee: str = ""
+    traffic: Mapping[str, int] | None = None
+    curve: tuple[tuple[int, float], ...] = ()
+    failed: str | None = None
+
+
+def key_of(tables: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(tables, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def read_outcome(folder: Path) -> Outcome | None:
+    """The outcome of a run that is done; None when it is not, or was made by other versions of what computes it."""
+    try:
+        result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+        if result["state"] not in ("finished", "stopped") or result["versions"] != versions():
+            return None
+        rows = [json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
+        curve = tuple((int(row["round"]), float(row["accuracy"])) for row in rows if row["accuracy"] is not None)
+        diverged = bool(result.get("diverged", False))
+        return Outcome(
+            accuracy=0.0 if diverged else curve[-1][1],
+            diverged=diverged,
+            epsilon=result["epsilon"],
+            guarantee=result["guarantee"],
+            traffic=result.get("traffic"),
+            curve=curve,
+        )
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None
+
+
+def clear(folder: Path) -> None:
+    """Removes what an interrupted run left; it was a seeded simulation, so nothing is lost."""
+    if folder.exists():
+        shutil.rmtree(folder)
