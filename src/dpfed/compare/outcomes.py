@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dpfed.compare.search import Score
 from dpfed.engine.folder import METRICS, RESULT, versions
 
 
@@ -26,15 +28,24 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """accuracy of the last round that was scored, 0 for a run that diverged; failed: why there is none."""
+    """accuracy and loss of the last round that was scored, 0 and infinite for a run that diverged; failed: why there is none.
+
+    records  how many records were scored
+    """
 
     accuracy: float = 0.0
+    loss: float = math.inf
+    records: int = 1
     diverged: bool = False
     epsilon: Mapping[str, float | None] = field(default_factory=dict)
     guarantee: str = ""
     traffic: Mapping[str, int] | None = None
     curve: tuple[tuple[int, float], ...] = ()
     failed: str | None = None
+
+    @property
+    def score(self) -> Score:
+        return Score(self.accuracy, self.loss, math.sqrt(self.accuracy * (1 - self.accuracy) / self.records))
 
 
 def key_of(tables: Mapping[str, Any]) -> str:
@@ -48,10 +59,14 @@ def read_outcome(folder: Path) -> Outcome | None:
         if result["state"] not in ("finished", "stopped") or result["versions"] != versions():
             return None
         rows = [json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
-        curve = tuple((int(row["round"]), float(row["accuracy"])) for row in rows if row["accuracy"] is not None)
+        rows = [row for row in rows if row["accuracy"] is not None]
+        curve = tuple((int(row["round"]), float(row["accuracy"])) for row in rows)
+        loss = rows[-1]["loss"]
         diverged = bool(result.get("diverged", False))
         return Outcome(
             accuracy=0.0 if diverged else curve[-1][1],
+            loss=math.inf if diverged or loss is None else float(loss),
+            records=int(result["test_records"]),
             diverged=diverged,
             epsilon=result["epsilon"],
             guarantee=result["guarantee"],

@@ -60,7 +60,8 @@ def _notes(study: Study, rows: Sequence[Row]) -> list[str]:
     seeds = f"seeds {first} to {first + study.seeds - 1}" if study.seeds > 1 else f"seed {first}"
     notes = [
         f"accuracy: mean ± standard deviation over {seeds} on the test half of the server's public data; "
-        "rates were chosen on the other half with another seed, by the same number of runs for every method",
+        "rates were chosen on the other half with another seed, by the same number of runs for every method (by accuracy, "
+        "and by loss where accuracies differ by less than one standard error)",
         "difference: paired over seeds, in points of accuracy, with its 95 % t interval",
     ]
     private = [row for row in rows if row.epsilon.get("server_worst") is not None]
@@ -97,12 +98,14 @@ def search_csv(results: Sequence[ArmResult]) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     keys = list(dict.fromkeys(key for result in results for key in result.arm.grids))
-    writer.writerow(["method", *keys, "validation_accuracy", "chosen"])
+    writer.writerow(["method", *keys, "validation_accuracy", "validation_loss", "chosen"])
     for result in results:
         for point, score in sorted(result.tuned.items()):
             rates: dict[str, Any] = dict(zip(result.arm.grids, point, strict=True))
             chosen = "yes" if point == result.point else ""
-            writer.writerow([result.arm.label, *(rates.get(key, "") for key in keys), score, chosen])
+            writer.writerow(
+                [result.arm.label, *(rates.get(key, "") for key in keys), score.accuracy, score.loss, chosen]
+            )
     return out.getvalue()
 
 

@@ -1,21 +1,35 @@
 """A search for the best rates that spends the same number of runs on every method. No I/O, nothing at random.
 
 A space is one grid per tuned key; a point is one value per key. Every arm begins with as many points as the largest
-grid has. After that each stage gives every arm one more: outside the range by the grid's ratio where the best value is
-at an edge of what was tried, else between the best value and its better neighbour. There are at least `extra` stages,
-and more, up to `limit`, while the best value of any arm is at an edge. What comes next follows from the scores alone,
-so a search that was interrupted goes on as if it had not been.
+grid has. After that each stage gives every arm one more: outside the range by the grid's ratio where the best value (or
+one as good) is at an edge of what was tried, else between the best value and its better neighbour. There are at least
+`extra` stages, and more, up to `limit`, while any arm is at an edge. What comes next follows from the scores alone, so a
+search that was interrupted goes on as if it had not been.
+
+The best is the highest accuracy, but accuracies within one standard error of it are told apart by their loss: on a small
+validation set many rates reach the same count of right answers, even ones too small to have trained anything.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 Grid = tuple[float, ...]
 Space = tuple[Grid, ...]
 Point = tuple[float, ...]
-Scores = Mapping[Point, float]
+
+
+class Score(NamedTuple):
+    """On the validation half; `error` is the standard error of the accuracy, given how many records that has."""
+
+    accuracy: float
+    loss: float = 0.0
+    error: float = 0.0
+
+
+Scores = Mapping[Point, Score]
 
 EXTRA, LIMIT = 2, 5
 LONE = math.sqrt(10)  # the ratio of a grid with one value
@@ -58,35 +72,47 @@ def initial(space: Space, count: int) -> list[Point]:
 
 
 def best(scored: Scores) -> Point:
-    """The highest score; among equals the smallest rates."""
-    return min(scored, key=lambda point: (-scored[point], point))
+    """The winner; among equals the smallest rates."""
+    return min(winners(scored))
+
+
+def winners(scored: Scores) -> list[Point]:
+    """The points with the lowest loss among those as accurate as the best, up to its error; mostly one."""
+    top = max(scored.values(), key=lambda score: score.accuracy)
+    close = {point: s for point, s in scored.items() if s.accuracy >= top.accuracy - top.error}
+    lowest = min(score.loss for score in close.values())
+    return [point for point, score in close.items() if score.loss == lowest]
 
 
 def at_edges(scored: Scores) -> list[bool]:
-    """For each key whether its best value is the smallest or the largest that was tried."""
-    top = best(scored)
-    tried = [{point[key] for point in scored} for key in range(len(top))]
-    return [value in (min(values), max(values)) for value, values in zip(top, tried, strict=True)]
+    """For each key whether a best value, or one as good, is the smallest or the largest that was tried."""
+    ends = [_ends(scored, key) for key in range(len(best(scored)))]
+    return [low or high for low, high in ends]
+
+
+def _ends(scored: Scores, key: int) -> tuple[bool, bool]:
+    tried = {point[key] for point in scored}
+    good = {point[key] for point in winners(scored)}
+    return min(tried) in good, max(tried) in good
 
 
 def propose(space: Space, scored: Scores) -> Point:
-    """The next point: a key whose best value is at an edge comes first; among several keys they take turns."""
-    top = best(scored)
+    """The next point: a key whose best value is at an edge comes first; several keys, and both edges, take turns."""
     edges = at_edges(scored)
     keys = [key for key, edge in enumerate(edges) if edge] or list(range(len(edges)))
     key = keys[len(scored) % len(keys)]
     values = sorted({point[key] for point in scored})
+    if edges[key]:
+        low, high = _ends(scored, key)
+        up = high and (not low or len(scored) // len(keys) % 2 == 0)
+        end, factor = (values[-1], ratio(space[key])) if up else (values[0], 1 / ratio(space[key]))
+        start = min(point for point in winners(scored) if point[key] == end)
+        return _moved(start, key, _rounded(end * factor, values))
+
+    top = best(scored)
     at = values.index(top[key])
-    if at == len(values) - 1:
-        return _moved(top, key, _rounded(top[key] * ratio(space[key]), values))
-    if at == 0:
-        return _moved(top, key, _rounded(top[key] / ratio(space[key]), values))
-
-    def reached(value: float) -> float:
-        return max(score for point, score in scored.items() if point[key] == value)
-
-    low, high = values[at - 1], values[at + 1]
-    neighbour = low if reached(low) >= reached(high) else high
+    beside = (values[at - 1], values[at + 1])
+    neighbour = best({point: score for point, score in scored.items() if point[key] in beside})[key]
     if _moved(top, key, neighbour) not in scored:  # with several keys: a value that was tried elsewhere only
         return _moved(top, key, neighbour)
     return _moved(top, key, _rounded(math.sqrt(top[key] * neighbour), values))

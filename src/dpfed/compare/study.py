@@ -12,7 +12,7 @@ from typing import Any, Protocol, TextIO
 
 from dpfed.compare.arms import Arm
 from dpfed.compare.outcomes import Outcome, Task, clear, key_of, read_outcome
-from dpfed.compare.search import EXTRA, LIMIT, Point, at_edges, best, next_points
+from dpfed.compare.search import EXTRA, LIMIT, Point, Score, at_edges, best, next_points
 from dpfed.config import Config, Registry, to_dict
 from dpfed.errors import DpfedError
 
@@ -49,7 +49,7 @@ class ArmResult:
 
     arm: Arm
     point: Point | None
-    tuned: Mapping[Point, float]
+    tuned: Mapping[Point, Score]
     at_edge: bool
     reported: tuple[Outcome, ...]
     failed: str | None = None
@@ -80,9 +80,9 @@ class Progress:
         mine = [task for (a, _, _), task in self._tasks.items() if a == arm]
         return next((o.failed for t in mine if (o := self.outcomes.get(t.key)) is not None and o.failed), None)
 
-    def scored(self, arm: int) -> dict[Point, float]:
+    def scored(self, arm: int) -> dict[Point, Score]:
         tasks = {point: task for (a, point, seed), task in self._tasks.items() if a == arm and seed is None}
-        return {p: self.outcomes[t.key].accuracy for p, t in tasks.items() if t.key in self.outcomes}
+        return {p: self.outcomes[t.key].score for p, t in tasks.items() if t.key in self.outcomes}
 
     def wanted(self) -> list[Task]:
         """What can be run now, the longest first: points of the search, or, when that is over, reported seeds."""

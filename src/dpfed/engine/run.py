@@ -93,6 +93,7 @@ def result_of(job: Job, spending: Spending, seen: list[Round], out: Path, note: 
     return {
         "test_accuracy": last.accuracy,
         "test_loss": last.loss if last.loss is None or math.isfinite(last.loss) else None,
+        "test_records": len(job.test.labels),
         "start_accuracy": seen[0].accuracy,
         "epsilon": spending.figures(),
         "delta": job.config.privacy.delta if job.plan.private else None,
