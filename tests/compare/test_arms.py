@@ -139,3 +139,9 @@ def test_mistakes_in_presets() -> None:
         preset_arms("gama", None, base(), KNOWN, {})
     with pytest.raises(DpfedError, match="leave out --algorithms"):
         preset_arms("gamma", {"dp-fedavg": "dp-fedavg"}, base(), KNOWN, {})
+
+
+def test_the_help_names_every_preset() -> None:
+    from dpfed.cli.compare import PRESET_HELP
+
+    assert PRESET_HELP.partition(": ")[2].split(", ") == list(PRESETS)

@@ -53,7 +53,7 @@ def test_tuning_runs_are_scored_once_unless_a_budget_may_end_them(tmp_path: Path
     assert {t.tables["run"]["eval_every"] for t in budget.ran} == {1}
 
 
-@pytest.mark.parametrize("after", [0, 1, 5, 11, 15])
+@pytest.mark.parametrize("after", [1, 6, 15])
 def test_interrupted_and_started_again_it_ends_with_the_same_files(tmp_path: Path, after: int) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     calm = FakeRunner(score)

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from dpfed.compare.study import Study
     from dpfed.report.tables import Table
 
+PRESET_HELP = (
+    "an ablation or grid of the paper: ablation-components, ablation-aggregation, gamma, sigma, epsilon, alpha, clip, rho, "
+    "weight-decay, cohort, local-steps, diagnostics"
+)
+
 
 def compare(
     config: Annotated[
@@ -27,9 +32,7 @@ def compare(
     lr: Annotated[
         list[str] | None, typer.Option("--lr", metavar="NAME=v1,v2", help="values a method's search begins with")
     ] = None,
-    preset: Annotated[
-        str | None, typer.Option(metavar="NAME", help="an ablation or grid of the paper: sigma, epsilon, gamma, ...")
-    ] = None,
+    preset: Annotated[str | None, typer.Option(metavar="NAME", help=PRESET_HELP)] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a key")] = None,
     out: Annotated[
         Path | None, typer.Option(help="folder of the study; default: one under runs/ named after what is asked")
