@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping
@@ -89,6 +90,18 @@ def test_an_arm_that_fails_leaves_the_others(tmp_path: Path) -> None:
     assert "not with these clients" in (tmp_path / "table.md").read_text()
     calm = FakeRunner(score)
     assert [r.failed for r in conduct(study(), tmp_path, calm, registry())] == [None, None], "failures are tried again"
+
+
+def test_an_arm_that_fails_does_not_change_the_effort_of_the_others(tmp_path: Path) -> None:
+    """Otherwise the table would depend on how soon it failed."""
+
+    def refuse(tables: Mapping[str, Any]) -> float | str:
+        return "no" if tables["algorithm"]["name"] == "dp-fedavg" else score(tables)
+
+    base = study()
+    arms = (dataclasses.replace(base.arms[0], grids={"lr": (1e-3, 1e-2, 0.1, 1.0, 10.0, 100.0)}), base.arms[1])
+    results = conduct(dataclasses.replace(base, arms=arms), tmp_path, FakeRunner(refuse), registry())
+    assert len(results[1].tuned) >= 6 + 2
 
 
 def test_a_diverged_run_counts_as_nothing(tmp_path: Path) -> None:

@@ -35,11 +35,22 @@ EXTRA, LIMIT = 2, 5
 LONE = math.sqrt(10)  # the ratio of a grid with one value
 
 
+def largest(spaces: Sequence[Space]) -> int:
+    return max((len(grid) for space in spaces for grid in space), default=0)
+
+
 def next_points(
-    spaces: Sequence[Space], scored: Sequence[Scores], extra: int = EXTRA, limit: int = LIMIT
+    spaces: Sequence[Space],
+    scored: Sequence[Scores],
+    extra: int = EXTRA,
+    limit: int = LIMIT,
+    first: int | None = None,
 ) -> list[list[Point]]:
-    """For each arm the points to run now; all empty when the search is over. An arm without keys needs none."""
-    first = max((len(grid) for space in spaces for grid in space), default=0)
+    """For each arm the points to run now; all empty when the search is over. An arm without keys needs none.
+
+    first  how many points every arm begins with; given by a study in which an arm has failed, so that it stays the same
+    """
+    first = largest(spaces) if first is None else first
     arms = [i for i, space in enumerate(spaces) if space]
     todo: list[list[Point]] = [[] for _ in spaces]
     if not arms:

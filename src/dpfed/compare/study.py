@@ -12,7 +12,7 @@ from typing import Any, Protocol, TextIO
 
 from dpfed.compare.arms import Arm
 from dpfed.compare.outcomes import Outcome, Task, clear, key_of, read_outcome
-from dpfed.compare.search import EXTRA, LIMIT, Point, Score, at_edges, best, next_points
+from dpfed.compare.search import EXTRA, LIMIT, Point, Score, at_edges, best, largest, next_points
 from dpfed.config import Config, Registry, to_dict
 from dpfed.errors import DpfedError
 
@@ -88,7 +88,8 @@ class Progress:
         """What can be run now, the longest first: points of the search, or, when that is over, reported seeds."""
         arms = [i for i in range(len(self.study.arms)) if self.failure(i) is None]
         spaces = [self.study.arms[i].space for i in arms]
-        points = next_points(spaces, [self.scored(i) for i in arms], self.study.extra, self.study.limit)
+        first = largest([arm.space for arm in self.study.arms])
+        points = next_points(spaces, [self.scored(i) for i in arms], self.study.extra, self.study.limit, first)
         tasks = [self.task(i, point, None) for i, todo in zip(arms, points, strict=True) for point in todo]
         if not tasks:
             tasks = [self.task(i, self.chosen(i), seed) for i in arms for seed in range(self.study.seeds)]
