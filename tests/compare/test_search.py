@@ -80,9 +80,9 @@ def test_a_plateau_is_left_at_both_ends_by_turns() -> None:
 
 def test_all_diverged_goes_down() -> None:
     grid = (1.0, 10.0, 100.0)
-    _, order = search([(grid,)], lambda i, point: 0.9 if point[0] < 0.05 else 0.0)
-    assert (0.1,) in order[0]
-    assert min(order[0]) <= (0.1,)
+    diverged = {(value,): Score(0.0, math.inf) for value in grid}
+    assert propose((grid,), diverged) == (0.1,)
+    assert propose((grid,), {**diverged, (0.1,): Score(0.0, math.inf)}) == (0.01,)
 
 
 def test_smaller_grids_catch_up_before_anything_else() -> None:

@@ -115,7 +115,8 @@ def propose(space: Space, scored: Scores) -> Point:
     values = sorted({point[key] for point in scored})
     if edges[key]:
         low, high = _ends(scored, key)
-        up = high and (not low or len(scored) // len(keys) % 2 == 0)
+        diverged = math.isinf(scored[best(scored)].loss)  # all of them, then: the rates are too large
+        up = high and (not low or (not diverged and len(scored) // len(keys) % 2 == 0))
         end, factor = (values[-1], ratio(space[key])) if up else (values[0], 1 / ratio(space[key]))
         start = min(point for point in winners(scored) if point[key] == end)
         return _moved(start, key, _rounded(end * factor, values))
