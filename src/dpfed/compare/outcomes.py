@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from dpfed.compare.search import Score
 from dpfed.engine.folder import METRICS, RESULT, versions
+from dpfed.errors import DpfedError
 
 
 @dataclass(frozen=True)
@@ -79,5 +81,12 @@ def read_outcome(folder: Path) -> Outcome | None:
 
 def clear(folder: Path) -> None:
     """Removes what an interrupted run left; it was a seeded simulation, so nothing is lost."""
+    for patience in (0.2, 1.0, 5.0):
+        if not folder.exists():
+            return
+        try:
+            shutil.rmtree(folder)
+        except OSError:
+            time.sleep(patience)  # a worker of a study that was killed may be writing its last
     if folder.exists():
-        shutil.rmtree(folder)
+        raise DpfedError(f"{folder} cannot be removed to make room for a run: check its permissions")

@@ -79,7 +79,10 @@ def accuracy_over_rounds(curves: Sequence[Curve], title: str, paths: Sequence[Pa
             axes.set_title(panel or title)
             axes.set_xlabel("round")
             axes.grid(alpha=0.3)
+        trained = [100 * value for c in curves for line in c.seeds for value in (line[1:] or line)]
+        margin = max(1.0, 0.05 * (max(trained) - min(trained)))  # round 0, before training, would flatten the rest
         for axes in grid[:, 0]:
+            axes.set_ylim(max(0, min(trained) - margin), min(100, max(trained) + margin))
             axes.set_ylabel("accuracy on the test half, %")
         handles = {label: h for axes in grid.flat for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, fontsize="small")
