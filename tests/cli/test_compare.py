@@ -12,7 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from dpfed.cli.compare import study_of
 from dpfed.cli.main import main
+from dpfed.compare.outcomes import Task
+from dpfed.compare.output import write
+from dpfed.compare.pool import run_one
+from dpfed.compare.study import conduct
+from dpfed.registry import registry
 
 KEYS = "model.name=linear run.rounds=2 run.local_steps=1 run.participation=0.5 privacy.batch=32 privacy.sigma=2"
 QUICK = [word for key in KEYS.split() for word in ("--set", key)]
@@ -32,43 +38,64 @@ def dpfed(*args: str) -> int:
     return 0
 
 
-def launch(out: Path) -> subprocess.Popen[str]:
+def command(out: Path) -> list[str]:
+    return ["compare", *QUICK, *SMALL, "--seeds", "2", "--out", str(out), "--json"]
+
+
+def killed_after(runs: int, out: Path) -> None:
     code = "from dpfed.cli.main import main; main()"
-    args = [sys.executable, "-c", code, "compare", *QUICK, *SMALL, "--seeds", "2", "--out", str(out), "--json"]
-    return subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *command(out)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    while process.poll() is None and finished(out) < runs:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
 
 
 def finished(out: Path) -> int:
     return sum('"finished"' in path.read_text() for path in out.glob("runs/*/run.json"))
 
 
+class Inline:
+    """One run after the other in this process: what the workers must agree with."""
+
+    def __init__(self) -> None:
+        self._ended: list[tuple[str, str | None]] = []
+
+    def free(self) -> bool:
+        return not self._ended
+
+    def start(self, task: Task, folder: Path) -> None:
+        self._ended.append((task.key, run_one(task.tables, folder, task.tuning, {})))
+
+    def wait(self) -> tuple[str, str | None]:
+        return self._ended.pop()
+
+
 def test_killed_and_started_again_it_ends_with_the_same_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-    process = launch(killed)
-    while process.poll() is None and finished(killed) < 3:
-        time.sleep(0.02)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    assert not (killed / "table.csv").exists(), "it was killed in the middle"
-    assert dpfed("compare", *QUICK, *SMALL, "--seeds", "2", "--out", str(killed), "--json") == 0
-    printed = capsys.readouterr()
-    assert "(was done)" in printed.err
+    out, whole = tmp_path / "killed", tmp_path / "whole"
+    killed_after(3, out)
+    assert not (out / "table.csv").exists(), "it was killed in the middle"
+    assert dpfed(*command(out), "--workers", "1") == 0
+    printed = capfd.readouterr()
+    assert printed.err.count("(was done)") >= 3
+    assert "Loading" not in printed.err, "workers print nothing"
+    assert "epsilon excludes tuning" in printed.out
     result = json.loads(printed.out.strip().splitlines()[-1])
+    assert result["out"] == str(out)
     assert [row["method"] for row in result["rows"]] == ["dp-fedavg", "dp-fedadamw"]
-    assert result["out"] == str(killed)
-    calm = launch(whole)
-    out, err = calm.communicate(timeout=120)
-    assert calm.returncode == 0, err
-    assert "Loading" not in err, "workers print nothing"
+    assert len({row["tuning_runs"] for row in result["rows"]}) == 1
+    assert all(len(row["accuracies"]) == 2 and row["epsilon"]["server_worst"] > 0 for row in result["rows"])
+    assert len(list(out.glob("runs/*/model.safetensors"))) == 4, "those of the reported runs"
+
+    study = study_of("digits", KEYS.split(), SMALL[1], None, [SMALL[3], SMALL[5]], 2)
+    whole.mkdir()
+    write(study, conduct(study, whole, Inline(), registry()), whole)
     for name in TABLES:
-        assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
-    rows = json.loads(out.splitlines()[-1])["rows"]
-    assert len({row["tuning_runs"] for row in rows}) == 1
-    assert all(len(row["accuracies"]) == 2 and row["epsilon"]["server_worst"] > 0 for row in rows)
-    assert "epsilon excludes tuning" in out
-    assert len(list(killed.glob("runs/*/model.safetensors"))) == 4, "those of the reported runs"
+        assert (out / name).read_bytes() == (whole / name).read_bytes(), name
 
 
 @pytest.mark.parametrize(
