@@ -96,7 +96,7 @@ def study_of(
         chosen, arms = preset_arms(preset, named or None, base, known, grids)
         title, axis = f"{chosen.title}: {title}", chosen.axis
     for name in grids:
-        method = name.partition(".")[0]
+        method = name.removesuffix(".server_lr")
         if not any(method in (arm.label, arm.overrides[0].removeprefix("algorithm.name=")) for arm in arms):
             raise DpfedError(f"--lr names {method}, which is not among the arms: {', '.join(a.label for a in arms)}")
     return Study(to_dict(base), tuple(arms), seeds, title, axis)

@@ -132,7 +132,7 @@ def parse_grids(items: Sequence[str], registry: Registry) -> dict[str, tuple[flo
             values = ()
         if not equals or not values or not all(0 < value < float("inf") for value in values):
             raise DpfedError(f"--lr {item!r} is not of the form NAME=v1,v2,... with numbers above 0")
-        method, _, key = name.removesuffix(" ").partition(":")[0].partition(".")
+        method, _, key = name.strip().partition(":")[0].partition(".")
         if method not in registry.algorithm and method not in SHORT:
             raise DpfedError(f"--lr {item!r}: {method!r} is not a method{nearest(method, list(registry.algorithm))}")
         if key and not (key == "server_lr" and hasattr(registry.algorithm.get(method), "server_lr_grid")):
