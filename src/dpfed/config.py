@@ -120,6 +120,7 @@ class RunSection:
     fleet_size: Annotated[int | Literal["auto"], "clients computed side by side; auto: the whole cohort"] = "auto"
     max_slots: Annotated[int, Ge(1), "records in one forward pass"] = 512
     eval_every: Annotated[int, Ge(1), "rounds between evaluations on the server's test set"] = 1
+    eval_on: Annotated[Literal["all", "validation", "test"], "which half of the server's public data is scored"] = "all"
     checkpoint_every: Annotated[int, Ge(0), "rounds between checkpoints; 0: none"] = 1
     memory_limit: Annotated[int, Ge(1), "MiB of clients' memory (dp-scaffold, dp-fafed) held outside files"] = 2048
     diagnostics: Annotated[

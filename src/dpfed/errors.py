@@ -7,3 +7,7 @@ class DpfedError(Exception):
 
 class StoppedError(DpfedError):
     """The run had to stop, and what was computed so far is kept. Exit code 3."""
+
+
+class DivergedError(StoppedError):
+    """Training left the finite numbers."""

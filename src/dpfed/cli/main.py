@@ -10,6 +10,7 @@ import click
 import typer
 
 from dpfed.cli.audit import audit
+from dpfed.cli.compare import compare
 from dpfed.cli.data import data
 from dpfed.cli.export import export
 from dpfed.cli.list import list_names
@@ -26,6 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("run")(run)
+app.command("compare")(compare)
 app.command("privacy")(privacy)
 app.command("audit")(audit)
 app.command("export")(export)

@@ -17,7 +17,7 @@ from dpfed.engine.fleet import context
 from dpfed.engine.setup import Job
 from dpfed.engine.spending import Spending
 from dpfed.engine.state import State
-from dpfed.errors import StoppedError
+from dpfed.errors import DivergedError
 from dpfed.privacy.oracle import Records
 
 
@@ -131,7 +131,7 @@ def _refuse_nonfinite(server: Any, t: int) -> None:
     for part in dataclasses.fields(server):
         value = getattr(server, part.name)
         if isinstance(value, Tensor) and not bool(value.isfinite().all()):
-            raise StoppedError(
+            raise DivergedError(
                 f"after round {t} the server's {part.name} is no longer finite: lower algorithm.lr; "
                 "what was computed before is kept"
             )

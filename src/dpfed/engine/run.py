@@ -26,7 +26,7 @@ from dpfed.engine.rounds import Progress, Round, first_state, train
 from dpfed.engine.setup import Job, prepare
 from dpfed.engine.spending import Budget, Spending, Spent, budget_of, open_ledger, reopen_ledger, spent_before
 from dpfed.engine.traffic import traffic
-from dpfed.errors import DpfedError, StoppedError
+from dpfed.errors import DivergedError, DpfedError, StoppedError
 from dpfed.privacy.ledger import Ledger
 from dpfed.privacy.statement import Prior, assumptions
 
@@ -121,7 +121,7 @@ def _train(
                 folder.sync()
                 checkpoints.save(progress, spending.taken)
 
-        def finish(state: str, **more: str) -> dict[str, Any]:
+        def finish(state: str, **more: Any) -> dict[str, Any]:
             result = result_of(job, spending, seen, folder.path, note) | {"metrics": task_metrics(job, seen[-1].theta)}
             folder.save_model(seen[-1].theta, job.space, note)
             folder.save_result({"run": name, "state": state, **result, **more})
@@ -131,7 +131,7 @@ def _train(
         try:
             train(job, fleet, spending, watch, saved.progress if saved else None, keep)
         except StoppedError as error:
-            finish("stopped", stopped=str(error))
+            finish("stopped", stopped=str(error), diverged=isinstance(error, DivergedError))
             raise
         return finish("finished")
     finally:
@@ -228,6 +228,7 @@ def result_of(job: Job, spending: Spending, seen: list[Round], out: Path, note: 
     return {
         "test_accuracy": last.accuracy,
         "test_loss": last.loss if last.loss is None or math.isfinite(last.loss) else None,
+        "test_records": len(job.test.labels),
         "start_accuracy": seen[0].accuracy,
         "epsilon": spending.figures(),
         "delta": job.config.privacy.delta if job.plan.private else None,

@@ -85,7 +85,7 @@ def prepare(config: Config, source: Source | None = None) -> Job:
         schedule=schedule,
         shards=shards,
         records=records_of(source.train, device),
-        test=records_of(source.test, device),
+        test=records_of(scored_half(source.test, config.run.eval_on), device),
         streams=streams,
         device=device,
         adapted=adapted,
@@ -268,6 +268,20 @@ def spec_of(source: Source, section: ModelSection | None = None) -> InputSpec:
         return InputSpec("text", "input_ids", (getattr(section, "max_length", 0),), len(source.classes))
     kind: Any = "text" if name == "input_ids" else source.kind
     return InputSpec(kind, name, tuple(x.shape[1:]), len(source.classes), source.white)
+
+
+def scored_half(table: Table, which: str) -> Table:
+    """Alternate records of each class: the first, third, ... for validation, the others for the test."""
+    if which == "all":
+        return table
+    first = np.zeros(len(table), dtype=bool)
+    for label in np.unique(table.labels):
+        first[np.flatnonzero(table.labels == label)[::2]] = True
+    rows = first if which == "validation" else ~first
+    if not rows.any():
+        raise DpfedError("the server's test set is too small to be halved: give it two records of a class at least")
+    inputs = {name: x[rows] for name, x in table.inputs.items()}
+    return Table(inputs, table.labels[rows], {name: column[rows] for name, column in table.columns.items()})
 
 
 def records_of(table: Table, device: torch.device) -> Records:

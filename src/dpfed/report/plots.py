@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -38,6 +40,64 @@ def epsilon_over_rounds(planned: Planned, path: Path) -> None:
         raise DpfedError(f"the plot {path} cannot be written: {error.strerror or error}") from None
     finally:
         pyplot.close(figure)
+
+
+# Okabe and Ito's eight colours without yellow, which is hard to see on white; styles tell the rest apart.
+COLOURS = (BLUE, ORANGE, "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+STYLES = ("-", "--", "-.", ":")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Accuracy over rounds of one method: one line of values per seed, at the same rounds."""
+
+    name: str
+    panel: str
+    rounds: tuple[int, ...]
+    seeds: tuple[tuple[float, ...], ...]
+
+
+def accuracy_over_rounds(curves: Sequence[Curve], title: str, paths: Sequence[Path]) -> None:
+    """Mean over seeds with a band from the lowest to the highest seed; one panel for each column of a preset."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(dict.fromkeys(curve.name for curve in curves))
+    panels = list(dict.fromkeys(curve.panel for curve in curves))
+    across = min(len(panels), 3)
+    down = -(-len(panels) // across)
+    shape = {"figsize": (6.4 if across == 1 else 4.2 * across, 4.2 * down), "layout": "constrained"}
+    with pyplot.rc_context({"svg.hashsalt": "dpfed"}):  # equal studies give equal files
+        figure, grid = pyplot.subplots(down, across, squeeze=False, sharey=True, **shape)
+        for axes in grid.flat[len(panels) :]:
+            axes.set_visible(False)
+        for panel, axes in zip(panels, grid.flat, strict=False):
+            for curve in (c for c in curves if c.panel == panel):
+                _draw(axes, curve, names.index(curve.name))
+            axes.set_title(panel or title)
+            axes.set_xlabel("round")
+            axes.grid(alpha=0.3)
+        trained = [100 * value for c in curves for line in c.seeds for value in (line[1:] or line)]
+        margin = max(1.0, 0.05 * (max(trained) - min(trained)))  # round 0, before training, would flatten the rest
+        for axes in grid[:, 0]:
+            axes.set_ylim(max(0, min(trained) - margin), min(100, max(trained) + margin))
+            axes.set_ylabel("accuracy on the test half, %")
+        handles = {label: h for axes in grid.flat for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, fontsize="small")
+        for path in paths:
+            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+        pyplot.close(figure)
+
+
+def _draw(axes: Any, curve: Curve, number: int) -> None:
+    values = 100 * np.asarray(curve.seeds)
+    colour = COLOURS[number % len(COLOURS)]
+    style = STYLES[number // len(COLOURS) % len(STYLES)]
+    axes.plot(curve.rounds, values.mean(0), style, color=colour, label=curve.name, linewidth=1.8)
+    if len(values) > 1:
+        axes.fill_between(curve.rounds, values.min(0), values.max(0), color=colour, alpha=0.15, linewidth=0)
 
 
 def label_table(counts: np.ndarray, classes: Sequence[str], title: str, path: Path) -> None:

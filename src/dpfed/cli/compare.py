@@ -1,0 +1,178 @@
+"""`dpfed compare`: methods side by side, each at its own best learning rate, found with equal effort."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from dpfed.compare.outcomes import Outcome, Task
+    from dpfed.compare.study import Study
+    from dpfed.report.tables import Table
+
+PRESET_HELP = (
+    "an ablation or grid of the paper: ablation-components, ablation-aggregation, gamma, sigma, epsilon, alpha, clip, rho, "
+    "weight-decay, cohort, local-steps, diagnostics"
+)
+
+
+def compare(
+    config: Annotated[
+        str | None, typer.Argument(help="TOML file or preset; without it: the digits demonstration")
+    ] = None,
+    algorithms: Annotated[
+        str | None, typer.Option(metavar="A,B,...", help="methods, variants NAME:key=value;key=value, or all")
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="reported seeds, from run.seed on")] = 3,
+    lr: Annotated[
+        list[str] | None, typer.Option("--lr", metavar="NAME=v1,v2", help="values a method's search begins with")
+    ] = None,
+    preset: Annotated[str | None, typer.Option(metavar="NAME", help=PRESET_HELP)] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a key")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="folder of the study; default: one under runs/ named after what is asked")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="processes; default: one per core or per GPU")] = None,
+    force: Annotated[bool, typer.Option(help="replace another study in the folder; equal runs are kept")] = False,
+    debug: Annotated[bool, typer.Option(help="show the traceback of an error")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on the last line of stdout")] = False,
+) -> None:
+    """Compare methods, each at its best learning rate. Interrupted, the same command goes on where it stopped.
+
+    Example: dpfed compare --algorithms dp-fedavg,dp-fedadamw,"dp-fedadamw:gamma=0" --seeds 3
+    """
+    from dpfed.compare.output import FILES, write
+    from dpfed.compare.pool import Pool, default_workers
+    from dpfed.compare.study import check, claim, conduct
+    from dpfed.errors import StoppedError
+    from dpfed.registry import DEFAULT, registry
+
+    study = study_of(config or DEFAULT, overrides or [], algorithms, preset, lr or [], seeds)
+    check(study, registry())
+    folder = out or Path("runs") / study.name
+    count, gpus = default_workers(str(study.base["run"]["device"]))
+    with claim(folder, study, force), Pool(workers or count, gpus) as pool, Watch(study) as watch:
+        watch.say(f"{len(study.arms)} arms, {workers or count} at a time, into {folder}")
+        try:
+            results = conduct(study, folder, pool, registry(), watch.told)
+        except KeyboardInterrupt:
+            watch.say("stopped: the same command goes on from here, finished runs are kept")
+            raise
+    table = write(study, results, folder)
+    show(table)
+    print(f"written to {folder}: {', '.join(name for name in FILES if (folder / name).exists())}")
+    if as_json:
+        print(json.dumps({**json.loads((folder / "table.json").read_text(encoding="utf-8")), "out": str(folder)}))
+    failed = [f"{result.arm.label}: {result.failed}" for result in results if result.failed]
+    if failed:
+        raise StoppedError(f"{len(failed)} of {len(results)} arms could not be run; the first, {failed[0]}")
+
+
+def study_of(
+    source: str, overrides: list[str], algorithms: str | None, preset: str | None, lr: list[str], seeds: int
+) -> Study:
+    from dpfed.compare.arms import parse_arms, parse_grids, parse_names
+    from dpfed.compare.presets import preset_arms
+    from dpfed.compare.study import Study
+    from dpfed.config import load, to_dict
+    from dpfed.errors import DpfedError
+    from dpfed.registry import registry
+
+    known = registry()
+    base = load(source, overrides, known)
+    grids = parse_grids(lr, known)
+    title, axis = f"{base.model.name} on {base.data.name}", ""
+    if preset is None:
+        arms = parse_arms(algorithms or "all", base, known, grids)
+    else:
+        # which variants `all` has depends on how the noise is given, and these presets give it anew
+        given = {"sigma": ["privacy.sigma=1"], "epsilon": ["privacy.target_epsilon=1"]}.get(preset, [])
+        named = algorithms and parse_names(algorithms, load(source, [*overrides, *given], known), known)
+        chosen, arms = preset_arms(preset, named or None, base, known, grids)
+        title, axis = f"{chosen.title}: {title}", chosen.axis
+    for name in grids:
+        method = name.removesuffix(".server_lr")
+        if not any(method in (arm.label, arm.overrides[0].removeprefix("algorithm.name=")) for arm in arms):
+            raise DpfedError(f"--lr names {method}, which is not among the arms: {', '.join(a.label for a in arms)}")
+    return Study(to_dict(base), tuple(arms), seeds, title, axis)
+
+
+class Watch:
+    """Runs as they end, on stderr: a bar on a terminal, lines anywhere else."""
+
+    def __init__(self, study: Study) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        sizes = [len(grid) for arm in study.arms for grid in arm.space]
+        tuned = sum(1 for arm in study.arms if arm.grids)
+        self._least = tuned * (max(sizes, default=0) + study.extra) + len(study.arms) * study.seeds
+        self._done = 0
+        console = Console(stderr=True)
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            self._bar = Progress(
+                TextColumn("runs"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+                console=console,
+            )
+            self._task = self._bar.add_task("", total=self._least)
+
+    def __enter__(self) -> Watch:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(line, highlight=False, markup=False)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def told(self, task: Task, outcome: Outcome, fresh: bool) -> None:
+        """The total is the least there can be: the search is widened where the best rate is at an edge."""
+        self._done += 1
+        self._least = max(self._least, self._done)
+        if outcome.failed is not None:
+            score = f"could not be run: {outcome.failed}"
+        else:
+            score = "diverged" if outcome.diverged else f"{outcome.accuracy:.3f}"
+        line = f"{task.label}  {score}" + ("" if fresh else "  (was done)")
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._done, total=self._least, description=line)
+        if self._bar is None or outcome.failed is not None:
+            self.say(f"{self._done}/{self._least}  {line}")
+
+
+def show(table: Table) -> None:
+    """The table on stdout: as wide as it needs when that is no terminal, so that nothing is cut off."""
+    from rich.console import Console
+    from rich.table import Table as Drawn
+
+    from dpfed.report.tables import best_of, cells, footnotes, larger_epsilon
+
+    head, body = cells(table)
+    drawn = Drawn(title=table.title, title_justify="left")
+    for i, word in enumerate(head):
+        drawn.add_column(word, justify="left" if i < 2 else "right", overflow="fold")
+    best = set() if table.axis else best_of(table.rows, larger_epsilon(table))
+    for row, line in zip(table.rows, body, strict=True):
+        drawn.add_row(*line, style="bold" if row.label in best else None)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=220)
+    console.print(drawn, markup=False)
+    for note in [*footnotes(table), *table.notes]:
+        console.print(note, markup=False, highlight=False)

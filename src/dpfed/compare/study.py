@@ -1,0 +1,215 @@
+"""A study: search, then the reported seeds. What is still to be done follows from what is done, so it can be resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from dpfed.compare.arms import Arm
+from dpfed.compare.outcomes import Outcome, Task, clear, key_of, read_outcome
+from dpfed.compare.search import EXTRA, LIMIT, Point, Score, at_edges, best, largest, next_points
+from dpfed.config import Config, Registry, to_dict
+from dpfed.errors import DpfedError
+
+TUNING_SEED = 1_000_003  # so far from the reported ones that no study reaches it
+STUDY, RUNS, LOCK = "study.json", "runs", ".lock"
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is asked: arms on a base configuration, so many reported seeds, so large a search."""
+
+    base: Mapping[str, Any]
+    arms: tuple[Arm, ...]
+    seeds: int
+    title: str = "Comparison"
+    axis: str = ""
+    extra: int = EXTRA
+    limit: int = LIMIT
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """As JSON: two studies with the same answer are the same study."""
+        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return plain
+
+    @property
+    def name(self) -> str:
+        return f"compare-{self.base['data']['name']}-{key_of(self.asked)[:8]}"
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """What an arm came to. `tuned`: every point of its search and its score on the validation half."""
+
+    arm: Arm
+    point: Point | None
+    tuned: Mapping[Point, Score]
+    at_edge: bool
+    reported: tuple[Outcome, ...]
+    failed: str | None = None
+
+
+class Runner(Protocol):
+    def free(self) -> bool: ...
+    def start(self, task: Task, folder: Path) -> None: ...
+    def wait(self) -> tuple[str, str | None]: ...
+
+
+@dataclass
+class Progress:
+    """The study as far as it has come: outcomes by key of the run."""
+
+    study: Study
+    registry: Registry
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    _tasks: dict[tuple[int, Point, int | None], Task] = field(default_factory=dict)
+
+    def task(self, arm: int, point: Point, seed: int | None) -> Task:
+        """The run of an arm at a point: with a number the reported seed of that number, without one for tuning."""
+        if (arm, point, seed) not in self._tasks:
+            self._tasks[arm, point, seed] = make_task(self.study, arm, point, seed, self.registry)
+        return self._tasks[arm, point, seed]
+
+    def failure(self, arm: int) -> str | None:
+        mine = [task for (a, _, _), task in self._tasks.items() if a == arm]
+        return next((o.failed for t in mine if (o := self.outcomes.get(t.key)) is not None and o.failed), None)
+
+    def scored(self, arm: int) -> dict[Point, Score]:
+        tasks = {point: task for (a, point, seed), task in self._tasks.items() if a == arm and seed is None}
+        return {p: self.outcomes[t.key].score for p, t in tasks.items() if t.key in self.outcomes}
+
+    def wanted(self) -> list[Task]:
+        """What can be run now, the longest first: points of the search, or, when that is over, reported seeds."""
+        arms = [i for i in range(len(self.study.arms)) if self.failure(i) is None]
+        spaces = [self.study.arms[i].space for i in arms]
+        first = largest([arm.space for arm in self.study.arms])
+        points = next_points(spaces, [self.scored(i) for i in arms], self.study.extra, self.study.limit, first)
+        tasks = [self.task(i, point, None) for i, todo in zip(arms, points, strict=True) for point in todo]
+        if not tasks:
+            tasks = [self.task(i, self.chosen(i), seed) for i in arms for seed in range(self.study.seeds)]
+        missing = {task.key: task for task in tasks if task.key not in self.outcomes}
+        return sorted(missing.values(), key=lambda task: -task.cost)
+
+    def chosen(self, arm: int) -> Point:
+        return best(self.scored(arm)) if self.study.arms[arm].grids else ()
+
+    def results(self) -> list[ArmResult]:
+        out = []
+        for i, arm in enumerate(self.study.arms):
+            failed, tuned = self.failure(i), self.scored(i)
+            if failed is not None:
+                out.append(ArmResult(arm, None, tuned, False, (), failed))
+                continue
+            point = self.chosen(i)
+            reported = tuple(self.outcomes[self.task(i, point, s).key] for s in range(self.study.seeds))
+            out.append(ArmResult(arm, point, tuned, bool(tuned) and any(at_edges(tuned)), reported))
+        return out
+
+
+def make_task(study: Study, arm: int, point: Point, seed: int | None, registry: Registry) -> Task:
+    this = study.arms[arm]
+    config = this.configure(study.base, point, registry)
+    first, run = config.run.seed, config.run
+    if seed is None:
+        # scored once, at its end; with a budget the end may come sooner
+        every = run.eval_every if config.privacy.budget is not None else run.rounds
+        run = dataclasses.replace(run, seed=first + TUNING_SEED, eval_on="validation", eval_every=every)
+    else:
+        run = dataclasses.replace(run, seed=first + seed, eval_on="test")
+    config = dataclasses.replace(config, run=run)
+    tables = to_dict(config)
+    rates = " ".join(f"{key}={value:g}" for key, value in zip(this.grids, point, strict=True))
+    label = f"{this.label}  {rates}  " + ("tuning" if seed is None else f"seed {first + seed}")
+    return Task(key_of(tables), label, tables, seed is None, cost_of(config))
+
+
+def cost_of(config: Config) -> float:
+    """Gradients of records that a run computes, but for constants."""
+    run, releases = config.run, config.algorithm.releases
+    batch = config.privacy.batch or (config.privacy.rate or 0) * 1000
+    per_step = run.participation * config.data.clients * batch
+    return float(run.rounds * run.local_steps * per_step * releases.batches * releases.releases)
+
+
+def check(study: Study, registry: Registry) -> None:
+    """Everything that can be refused before the first run is."""
+    if study.base["run"]["noise"] == "os":
+        raise DpfedError(
+            'dpfed compare runs many times on the same records, which real noise would have to pay for each time: set run.noise = "seeded"'
+        )
+    if study.seeds < 1:
+        raise DpfedError(f"--seeds {study.seeds} must be at least 1")
+    for arm in study.arms:
+        run = arm.configure(study.base, tuple(grid[0] for grid in arm.space), registry).run
+        if (run.noise, run.seed, run.eval_on) != ("seeded", study.base["run"]["seed"], "all"):
+            raise DpfedError(f"{arm.label}: run.seed, run.noise and run.eval_on are set by the study, leave them out")
+
+
+def claim(out: Path, study: Study, force: bool) -> TextIO:
+    """Makes the folder this study's; nobody else can write to it until the returned file is closed."""
+    mine = out / STUDY
+    if out.exists() and not mine.exists() and (not out.is_dir() or any(p.name != LOCK for p in out.iterdir())):
+        raise DpfedError(f"{out} is not empty and not a study: choose another --out")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = (out / LOCK).open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however that ends
+        except BlockingIOError:
+            raise DpfedError(f"another dpfed compare is at work in {out}: wait for it or stop it") from None
+        asked = json.dumps(study.asked, indent=2) + "\n"
+        if mine.exists() and mine.read_text(encoding="utf-8") != asked and not force:
+            raise DpfedError(
+                f"{out} holds another study: choose another --out, or --force to replace it (runs that both need are kept)"
+            )
+        scratch = mine.with_suffix(".tmp")
+        scratch.write_text(asked, encoding="utf-8")
+        scratch.replace(mine)
+    except OSError as error:
+        raise DpfedError(f"the folder {out} cannot be written: {error.strerror or error}") from None
+    return lock
+
+
+def conduct(
+    study: Study,
+    out: Path,
+    runner: Runner,
+    registry: Registry,
+    told: Callable[[Task, Outcome, bool], None] = lambda task, outcome, fresh: None,
+) -> list[ArmResult]:
+    """Runs all that is not done yet. `told` hears of every run that is done, and whether it was done just now."""
+    progress = Progress(study, registry)
+    running: dict[str, Task] = {}
+    while True:
+        wanted = [task for task in progress.wanted() if task.key not in running]
+        found = {task.key: o for task in wanted if (o := read_outcome(out / RUNS / task.key)) is not None}
+        if found:
+            progress.outcomes.update(found)
+            for task in wanted:
+                if task.key in found:
+                    told(task, found[task.key], False)
+            continue
+        _fill(runner, wanted, running, out)
+        if not running:
+            return progress.results()
+        key, failed = runner.wait()
+        task = running.pop(key)
+        outcome = read_outcome(out / RUNS / key) if failed is None else None
+        outcome = outcome or Outcome(failed=failed or "the run left no result")
+        progress.outcomes[key] = outcome
+        told(task, outcome, True)
+
+
+def _fill(runner: Runner, wanted: Sequence[Task], running: dict[str, Task], out: Path) -> None:
+    for task in wanted:
+        if not runner.free():
+            return
+        clear(out / RUNS / task.key)
+        runner.start(task, out / RUNS / task.key)
+        running[task.key] = task

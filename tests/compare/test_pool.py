@@ -1,0 +1,78 @@
+"""Workers: one that dies takes only its run with it, mistakes come back as sentences, GPUs are dealt out."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from dpfed.compare.outcomes import Task, key_of, read_outcome
+from dpfed.compare.pool import Pool, run_one, visible_gpu
+from dpfed.config import load, to_dict
+from dpfed.registry import registry
+
+from .helpers import BASE
+
+
+def task(*sets: str) -> Task:
+    tables = to_dict(load("digits", [*BASE, *sets], registry()))
+    return Task(key_of(tables), "a run", tables, tuning=True)
+
+
+def test_a_worker_that_dies_is_replaced(tmp_path: Path) -> None:
+    one, two = task("run.rounds=100000"), task()
+    with Pool(1) as pool:
+        pool.start(one, tmp_path / "one")
+        assert not pool.free()
+        worker = pool._busy[one.key]
+        os.kill(worker._process.pid, signal.SIGKILL)
+        key, failed = pool.wait()
+        assert key == one.key
+        assert failed is not None
+        assert "signal 9" in failed
+        assert "--workers" in failed
+        pool.start(two, tmp_path / "two")
+        assert pool.wait() == (two.key, None)
+    assert read_outcome(tmp_path / "two") is not None
+    assert read_outcome(tmp_path / "one") is None
+
+
+def test_a_mistake_is_a_sentence_and_divergence_a_result(tmp_path: Path) -> None:
+    wrong = task("data.clients=100000")
+    assert "more than the" in (run_one(wrong.tables, tmp_path / "a", True, {}) or "")
+    wild = task("algorithm.name=dp-fedavg", "algorithm.lr=1e38", "run.rounds=9")
+    assert run_one(wild.tables, tmp_path / "b", True, {}) is None
+    found = read_outcome(tmp_path / "b")
+    assert found is not None
+    assert found.diverged
+    assert found.score.accuracy == 0
+
+
+def test_a_defect_is_reported_with_its_place(tmp_path: Path) -> None:
+    class Broken:
+        pass
+
+    good = task()
+    config = load("digits", BASE, registry())
+    answer = run_one(good.tables, tmp_path / "a", True, {config.data: Broken()})
+    assert answer is not None
+    assert "AttributeError" in answer
+    assert "line" in answer
+
+
+def test_tuning_runs_do_not_keep_their_model(tmp_path: Path) -> None:
+    good = task()
+    assert run_one(good.tables, tmp_path / "a", True, {}) is None
+    assert run_one(good.tables, tmp_path / "b", False, {}) is None
+    assert not (tmp_path / "a" / "model.safetensors").exists()
+    assert (tmp_path / "b" / "model.safetensors").exists()
+
+
+def test_each_worker_sees_one_of_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [visible_gpu(i, 1) for i in range(2)] == [None, None]
+    assert [visible_gpu(i, 2) for i in range(3)] == ["0", "1", "0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert [visible_gpu(i, 2) for i in range(3)] == ["3", "5", "3"]

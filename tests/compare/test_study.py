@@ -1,0 +1,181 @@
+"""A study with a runner that trains nothing: what is run, with which seed and half, and that it can be resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpfed.compare.outcomes import read_outcome
+from dpfed.compare.output import FILES, write
+from dpfed.compare.study import TUNING_SEED, check, claim, conduct
+from dpfed.errors import DpfedError
+from dpfed.registry import registry
+
+from .helpers import FakeRunner, leave, study
+
+TOPS = {"dp-fedavg": 0.05, "dp-fedadamw": 0.02, "dp-fedsam": 0.05}
+
+
+def score(tables: Mapping[str, Any]) -> float:
+    """A hill over the learning rate; the seed moves it a little."""
+    algorithm, run = tables["algorithm"], tables["run"]
+    gap = abs(math.log10(algorithm["lr"] / TOPS[algorithm["name"]]))
+    return 0.9 - 0.1 * gap + 0.01 * (run["seed"] % 7) - (0.02 if algorithm["name"] == "dp-fedavg" else 0)
+
+
+def test_tuning_and_reporting_share_neither_seed_nor_half(tmp_path: Path) -> None:
+    runner = FakeRunner(score)
+    results = conduct(study(), tmp_path, runner, registry())
+    tuning = [t for t in runner.ran if t.tuning]
+    reported = [t for t in runner.ran if not t.tuning]
+    assert {(t.tables["run"]["seed"], t.tables["run"]["eval_on"]) for t in tuning} == {(TUNING_SEED, "validation")}
+    assert {(t.tables["run"]["seed"], t.tables["run"]["eval_on"]) for t in reported} == {(0, "test"), (1, "test")}
+    assert len({len(result.tuned) for result in results}) == 1, "the same number of runs for every method"
+    assert len(runner.ran) == len(tuning) + 4
+    for result in results:
+        rate = result.arm.overrides[0].removeprefix("algorithm.name=")
+        assert result.point is not None
+        assert abs(math.log10(result.point[0] / TOPS[rate])) < 0.3
+        assert not result.at_edge
+
+
+def test_tuning_runs_are_scored_once_unless_a_budget_may_end_them(tmp_path: Path) -> None:
+    plain, budget = FakeRunner(score), FakeRunner(score)
+    conduct(study(seeds=1), tmp_path / "a", plain, registry())
+    conduct(study(seeds=1, sets=("privacy.budget=3",)), tmp_path / "b", budget, registry())
+    assert {t.tables["run"]["eval_every"] for t in plain.ran if t.tuning} == {2}
+    assert {t.tables["run"]["eval_every"] for t in plain.ran if not t.tuning} == {1}
+    assert {t.tables["run"]["eval_every"] for t in budget.ran} == {1}
+
+
+@pytest.mark.parametrize("after", [1, 6, 15])
+def test_interrupted_and_started_again_it_ends_with_the_same_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    drawn: list[object] = []
+    monkeypatch.setattr("dpfed.compare.output.accuracy_over_rounds", lambda curves, *rest: drawn.append(curves))
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    calm = FakeRunner(score)
+    write(study(), conduct(study(), whole, calm, registry()), whole)
+    first = FakeRunner(score, dies_after=after)
+    with pytest.raises(KeyboardInterrupt):
+        conduct(study(), broken, first, registry())
+    second = FakeRunner(score)
+    write(study(), conduct(study(), broken, second, registry()), broken)
+    assert len(first.ran) + len(second.ran) == len(calm.ran), "nothing is run twice"
+    assert drawn[0] == drawn[1]
+    for name in FILES:
+        if not name.startswith("curves"):
+            assert (whole / name).read_bytes() == (broken / name).read_bytes(), name
+
+
+def test_a_finished_study_runs_nothing(tmp_path: Path) -> None:
+    conduct(study(), tmp_path, FakeRunner(score), registry())
+    again = FakeRunner(score)
+    fresh: list[bool] = []
+    conduct(study(), tmp_path, again, registry(), lambda task, outcome, new: fresh.append(new))
+    assert again.ran == []
+    assert fresh
+    assert not any(fresh)
+
+
+def test_an_arm_that_fails_leaves_the_others(tmp_path: Path) -> None:
+    def refuse(tables: Mapping[str, Any]) -> float | str:
+        return "not with these clients" if tables["algorithm"]["name"] == "dp-fedavg" else score(tables)
+
+    results = conduct(study(), tmp_path, FakeRunner(refuse), registry())
+    assert [r.failed for r in results] == ["not with these clients", None]
+    table = write(study(), results, tmp_path)
+    assert table.rows[1].accuracies
+    assert "not with these clients" in (tmp_path / "table.md").read_text()
+    calm = FakeRunner(score)
+    assert [r.failed for r in conduct(study(), tmp_path, calm, registry())] == [None, None], "failures are tried again"
+
+
+def test_an_arm_that_fails_does_not_change_the_effort_of_the_others(tmp_path: Path) -> None:
+    """Otherwise the table would depend on how soon it failed."""
+
+    def refuse(tables: Mapping[str, Any]) -> float | str:
+        return "no" if tables["algorithm"]["name"] == "dp-fedavg" else score(tables)
+
+    base = study()
+    arms = (dataclasses.replace(base.arms[0], grids={"lr": (1e-3, 1e-2, 0.1, 1.0, 10.0, 100.0)}), base.arms[1])
+    results = conduct(dataclasses.replace(base, arms=arms), tmp_path, FakeRunner(refuse), registry())
+    assert len(results[1].tuned) >= 6 + 2
+
+
+def test_a_diverged_run_counts_as_nothing(tmp_path: Path) -> None:
+    leave(tmp_path / "r", 0.9, state="stopped", diverged=True)
+    found = read_outcome(tmp_path / "r")
+    assert found is not None
+    assert (found.accuracy, found.diverged) == (0.0, True)
+
+
+def test_a_run_that_a_budget_ended_keeps_its_accuracy(tmp_path: Path) -> None:
+    leave(tmp_path / "r", 0.9, state="stopped", diverged=False)
+    found = read_outcome(tmp_path / "r")
+    assert found is not None
+    assert found.accuracy == 0.9
+
+
+@pytest.mark.parametrize("more", [{"state": "running"}, {"versions": {"torch": "0.1"}}])
+def test_unfinished_runs_and_those_of_other_versions_are_not_done(tmp_path: Path, more: dict[str, Any]) -> None:
+    leave(tmp_path / "r", 0.9, **more)
+    assert read_outcome(tmp_path / "r") is None
+
+
+def test_the_longest_runs_come_first(tmp_path: Path) -> None:
+    runner = FakeRunner(score)
+    conduct(study("dp-fedavg,dp-fedsam,dp-fedadamw", seeds=1), tmp_path, runner, registry())
+    assert runner.ran[0].tables["algorithm"]["name"] == "dp-fedsam", "two gradients per step"
+
+
+def test_arms_with_equal_configurations_share_their_runs(tmp_path: Path) -> None:
+    runner = FakeRunner(score)
+    results = conduct(study("dp-fedadamw,dp-fedadamw:gamma=0.5"), tmp_path, runner, registry())
+    assert len(runner.ran) == len({t.key for t in runner.ran})
+    assert results[0].reported == results[1].reported
+
+
+def test_a_folder_is_one_studys(tmp_path: Path) -> None:
+    with claim(tmp_path / "s", study(), force=False):
+        pass
+    with claim(tmp_path / "s", study(), force=False):
+        pass
+    other = study(seeds=3)
+    with pytest.raises(DpfedError, match="holds another study"):
+        claim(tmp_path / "s", other, force=False)
+    with claim(tmp_path / "s", other, force=True):
+        assert json.loads((tmp_path / "s" / "study.json").read_text())["seeds"] == 3
+        with pytest.raises(DpfedError, match="at work"):
+            claim(tmp_path / "s", other, force=True)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years")
+    with pytest.raises(DpfedError, match="not a study"):
+        claim(tmp_path / "mine", study(), force=True)
+
+
+@pytest.mark.parametrize(
+    ("algorithms", "sets", "words"),
+    [
+        ("dp-fedavg", ("run.noise=os",), "seeded"),
+        ("dp-fedavg:run.seed=5", (), "set by the study"),
+        ("dp-fedavg:run.noise=os", (), "set by the study"),
+        ("dp-fedavg:gamma=1", (), "gamma is not a key"),
+    ],
+)
+def test_what_is_refused_before_the_first_run(algorithms: str, sets: tuple[str, ...], words: str) -> None:
+    with pytest.raises(DpfedError, match=words):
+        check(study(algorithms, sets=sets), registry())
+
+
+def test_a_study_is_named_after_what_is_asked() -> None:
+    assert study().name == study().name
+    assert study().name != study(seeds=3).name
+    assert study().name.startswith("compare-digits-")
