@@ -12,6 +12,7 @@ import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -334,10 +335,15 @@ def parse(section: str, cls: type[Any], table: Mapping[str, Any]) -> Any:
     return cls(**values)
 
 
+@lru_cache(maxsize=1024)
+def _adapter(hint: Any, allow_inf_nan: bool) -> TypeAdapter[Any]:
+    return TypeAdapter(hint, config=ConfigDict(allow_inf_nan=allow_inf_nan))
+
+
 def _field(key: str, hint: Any, value: Any) -> Any:
     value = tuple(value) if isinstance(value, list) else value  # TOML has lists, frozen configurations have tuples
     try:
-        return TypeAdapter(hint, config=ConfigDict(allow_inf_nan=value == value)).validate_python(value, strict=True)
+        return _adapter(hint, value == value).validate_python(value, strict=True)
     except ValidationError as error:
         allowed = [_allowed(e["type"], e.get("ctx", {}), e["msg"]) for e in error.errors()]
         either = " or ".join(dict.fromkeys(a for a in allowed if a))

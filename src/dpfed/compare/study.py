@@ -119,9 +119,9 @@ def make_task(study: Study, arm: int, point: Point, seed: int | None, registry: 
     if seed is None:
         # scored once, at its end; with a budget the end may come sooner
         every = run.eval_every if config.privacy.budget is not None else run.rounds
-        run = dataclasses.replace(run, seed=first + TUNING_SEED, eval_on="validation", eval_every=every)
+        run = dataclasses.replace(run, seed=first + TUNING_SEED, eval_on="validation", eval_every=every, checkpoint_every=0)
     else:
-        run = dataclasses.replace(run, seed=first + seed, eval_on="test")
+        run = dataclasses.replace(run, seed=first + seed, eval_on="test", checkpoint_every=0)
     config = dataclasses.replace(config, run=run)
     tables = to_dict(config)
     rates = " ".join(f"{key}={value:g}" for key, value in zip(this.grids, point, strict=True))
