@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dpfed.api import _saved
 from dpfed.config import Config, build
 from dpfed.engine.accounts import read_accounts
 from dpfed.engine.prior import past_of, spending_of
@@ -130,3 +131,14 @@ def test_repeated_attempts_are_in_what_is_handed_on(tmp_path: Path) -> None:
     assert accounts.realised.curve([1.0])[0][1] > before.planned.curve([1.0])[0][1]
     assert accounts.third_party == accounts.server_worst
     assert replace(accounts, most_rounds=1).realised is accounts.planned
+
+
+def test_a_model_in_memory_keeps_the_account_of_the_folder_it_came_from(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertModel
+
+    tiny = BertConfig(vocab_size=8, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4)
+    BertModel(tiny).save_pretrained(stored(tmp_path / "export"))
+    loaded = BertModel.from_pretrained(tmp_path / "export")
+    base = _saved(loaded, None, tmp_path / "run")
+    assert past_of(config_of(model={"weights": str(base)})).prior
+    assert not past_of(config_of(model={"weights": str(_saved(BertModel(tiny), None, tmp_path / "new"))})).prior
