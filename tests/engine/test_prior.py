@@ -142,3 +142,12 @@ def test_a_model_in_memory_keeps_the_account_of_the_folder_it_came_from(tmp_path
     base = _saved(loaded, None, tmp_path / "run")
     assert past_of(config_of(model={"weights": str(base)})).prior
     assert not past_of(config_of(model={"weights": str(_saved(BertModel(tiny), None, tmp_path / "new"))})).prior
+
+
+def test_another_kind_of_sampling_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    config = config_of(
+        model={"adapter": stored(tmp_path / "a")}, privacy={"sampling": "fixed_wor"}, data={"clients": 5}
+    )
+    plan, schedule = plan_of(config)
+    with pytest.raises(DpfedError, match="mixes Poisson and fixed-size sampling"):
+        budget_of(plan, schedule, 1e-5, past=past_of(config)).check()
