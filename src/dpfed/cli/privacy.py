@@ -137,14 +137,17 @@ def from_config(target: str, overrides: list[str], colluding: int) -> tuple[Plan
     from dpfed.registry import registry
 
     config = load(target, overrides, registry())
+    before = prior_of(config)
+    refuse_target(config, before.prior)
     plan, schedule = plan_of(config)
     if not plan.private:
         raise DpfedError(
             'this configuration has no privacy: privacy.enabled is false, sigma is 0 or privacy.accounting is "none"'
         )
-    prior, _ = prior_of(config.model.adapter)
-    refuse_target(config, prior)
-    spending = budget_of(plan, schedule, config.privacy.delta, config.privacy.budget, colluding, prior)
+    privacy = config.privacy
+    spending = budget_of(
+        plan, schedule, privacy.delta, privacy.budget, colluding, prior=before.prior, caveat=before.caveat
+    )
     return spending.planned, schedule.clients
 
 

@@ -35,12 +35,13 @@ class Accounts:
     rows: int
     seeded: bool
     void: str | None
-    most: tuple[tuple[Mechanism, int], ...] = ()  # history of the client that spent most
+    steps: int = 0  # most local steps that any client was charged for
 
     @property
-    def worst(self) -> list[tuple[Mechanism, int]]:
-        """The costliest history that any client can have: the plan's, or a real one that repeated attempts made dearer."""
-        return list(self.most) if self.server_max > self.planned.server_worst else self.planned.worst
+    def carried(self) -> list[tuple[Mechanism, int]]:
+        """A history that costs at least as much as any client's, whatever it is composed with later."""
+        *prior, (kind, steps) = self.planned.carried
+        return [*prior, (kind, max(steps, self.steps))]
 
     @property
     def server_max(self) -> float:
@@ -79,13 +80,11 @@ def read_accounts(folder: Path, colluding: int = 0) -> Accounts:
         raise DpfedError(f"{folder} has an empty ledger: nothing was released yet")
     planned = _planned(folder, meta, colluding)
     clients = int(meta["clients"])
-    epsilons = _epsilons(histories, taken, planned, clients)
-    dearest = {int(client): history for client, history in histories.items()}.get(int(epsilons.argmax()), [])
     return Accounts(
         planned=planned,
         clients=clients,
-        epsilons=epsilons,
-        most=(*planned.prior, *dearest),
+        epsilons=_epsilons(histories, taken, planned, clients),
+        steps=max(sum(steps for _, steps in history) for history in histories.values()),
         rows=head.rows,
         seeded=seeded,
         void="a round was attempted more than once, so it equals the server's figure" if repeated else None,
@@ -112,7 +111,7 @@ def _planned(folder: Path, meta: Mapping[str, Any], colluding: int) -> Planned:
         odds = chances(cohort, eligible, colluding)
         prior = tuple((Mechanism(*kind), int(steps)) for *kind, steps in meta["prior"])
         steps, delta, unit = int(meta["local_steps"]), float(meta["delta"]), str(meta["unit"])
-        return Planned(tuple(kinds), steps, share, odds, delta, unit, prior)
+        return Planned(tuple(kinds), steps, share, odds, delta, unit, prior, str(meta["caveat"]))
     except (KeyError, TypeError, ValueError):
         raise DpfedError(f"the ledger of {folder} does not state its plan: it was not written by a run") from None
 

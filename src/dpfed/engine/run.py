@@ -7,7 +7,7 @@ import math
 import tomllib
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,11 @@ RELEASABLE = (
 MAY_CHANGE = ("eval_every", "checkpoint_every", "memory_limit", "threads")  # of [run], when a run goes on
 
 
-def release_note(config: Config, private: bool) -> str:
-    """What every artefact of a run says about whether it may leave the house."""
+def release_note(config: Config, private: bool, seeded: bool = False) -> str:
+    """What every artefact of a run says about whether it may leave the house; `seeded` speaks of what it starts from."""
     if not private:
         return NO_PRIVACY
-    return SIMULATION if config.run.noise == "seeded" else RELEASABLE
+    return SIMULATION if seeded or config.run.noise == "seeded" else RELEASABLE
 
 
 def run(
@@ -65,15 +65,22 @@ def run(
         refuse_other(out, config)
     else:
         refuse_occupied(out, force)
-    prior, said = prior_of(config.model.adapter)
-    refuse_target(config, prior)
-    job = prepare(config, source)
-    job.notes.extend(said)
+    before = prior_of(config)
+    refuse_target(config, before.prior)
+    job = replace(prepare(config, source), prior=before.prior, caveat=before.caveat)
+    job.notes.extend([before.note] if before.note else [])
     budget = None
     if job.plan.private:
-        budget = budget_of(job.plan, job.schedule, config.privacy.delta, config.privacy.budget, prior=prior)
+        budget = budget_of(
+            job.plan,
+            job.schedule,
+            config.privacy.delta,
+            config.privacy.budget,
+            prior=before.prior,
+            caveat=before.caveat,
+        )
         budget.check()
-    note = release_note(config, job.plan.private)
+    note = release_note(config, job.plan.private, before.seeded)
     name = name_of(out) if resume else uuid.uuid4().hex
     folder = RunFolder(out, config, note, force, resume)
     try:
@@ -253,5 +260,4 @@ def guarantee(job: Job) -> str:
     """The sentence without which an epsilon means nothing."""
     if not job.plan.private:
         return NO_PRIVACY
-    prior, _ = prior_of(job.config.model.adapter)
-    return assumptions(job.plan.kinds()[0], job.config.privacy.delta, job.plan.unit, prior)
+    return assumptions(job.plan.kinds()[0], job.config.privacy.delta, job.plan.unit, job.prior, job.caveat)

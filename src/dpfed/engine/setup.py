@@ -25,6 +25,7 @@ from dpfed.model.task import InputSpec
 from dpfed.privacy.noise import Streams
 from dpfed.privacy.oracle import Records, View
 from dpfed.privacy.plan import Plan, Schedule, make_plan
+from dpfed.privacy.statement import Prior
 
 SMALL = 1_000_000  # models with fewer parameters are computed by one CPU thread unless told otherwise
 
@@ -49,6 +50,8 @@ class Job:
     device: torch.device
     adapted: Adapted
     view: View | None = None
+    prior: Prior = ()
+    caveat: str = ""
     notes: list[str] = field(default_factory=list)
 
 

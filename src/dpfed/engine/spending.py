@@ -45,6 +45,7 @@ def budget_of(
     budget: float | None = None,
     colluding: int = 0,
     prior: Prior = (),
+    caveat: str = "",
 ) -> Budget:
     """Everything that can be said of a plan's spending in advance."""
     kinds, which = plan.kinds()
@@ -63,6 +64,7 @@ def budget_of(
         delta,
         plan.unit,
         prior,
+        caveat,
     )
     return Budget(planned, eligible, limits)
 
@@ -102,6 +104,7 @@ def statement_of(job: Job, budget: Budget) -> dict[str, Any]:
         "kinds": [[kind.rate, kind.noise_multiplier] for kind in budget.planned.kinds],
         "eligible": [list(pair) for pair in budget.eligible],
         "prior": [[*astuple(kind), steps] for kind, steps in budget.planned.prior],
+        "caveat": budget.planned.caveat,
     }
 
 
@@ -187,7 +190,13 @@ class Spending:
         if plan.sampling == "poisson" and not prior:
             releases = {"batches": plan.batches, "releases": plan.releases}
             return largest_epsilon(plan.rates, self.taken, steps, plan.multipliers, delta, **releases)
-        kinds, which = plan.kinds() if len(plan.kinds()[0]) <= FEW else coarser(plan)
+        kinds, which = plan.kinds()
+        if len(kinds) > FEW and prior:
+            return self._budget.planned.server(
+                int(self.taken.max())
+            )  # never above server_worst, as finer grids might be
+        if len(kinds) > FEW:
+            kinds, which = coarser(plan)
         most = [int(self.taken[which == k].max()) for k in range(len(kinds))]
         return max(epsilon([*prior, (kind, steps * n)], delta).value for kind, n in zip(kinds, most, strict=True))
 

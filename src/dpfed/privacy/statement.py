@@ -82,7 +82,8 @@ Prior = tuple[tuple[Mechanism, int], ...]
 class Planned:
     """A plan as the statement speaks of it: T rounds of K local steps, for clients that run one of `kinds`.
 
-    prior  what every client may have spent before, on the adapter that the run starts from
+    prior   what every client may have spent before, on the adapter that the run starts from
+    caveat  what epsilon leaves out, said beside it
     """
 
     kinds: tuple[Mechanism, ...]
@@ -92,6 +93,7 @@ class Planned:
     delta: float
     unit: str = "record"
     prior: Prior = ()
+    caveat: str = ""
 
     @cached_property
     def rounds(self) -> int:
@@ -108,6 +110,12 @@ class Planned:
     def worst(self) -> list[tuple[Mechanism, int]]:
         """The history of the costliest client that takes part in every round."""
         return [*self.prior, (self.worst_kind, self.local_steps * self.rounds)]
+
+    @property
+    def carried(self) -> list[tuple[Mechanism, int]]:
+        """A history that costs at least as much as any client's also after more is added to it: which mechanism is the
+        costliest depends on delta and on what it is composed with, so the largest rate and the least noise are taken."""
+        return [*self.prior, (self._dominating(), self.local_steps * self.rounds)]
 
     @cached_property
     def _few(self) -> tuple[Mechanism, ...]:
@@ -169,7 +177,7 @@ class Planned:
         )
 
     def assumptions(self) -> str:
-        return assumptions(self.kinds, self.delta, self.unit, self.prior)
+        return assumptions(self.kinds, self.delta, self.unit, self.prior, self.caveat)
 
     def over_rounds(self, points: int = 25) -> tuple[list[int], list[float], list[float]]:
         """(rounds, server's figure, third party's figure) after some of the rounds, for a plot."""
@@ -192,7 +200,7 @@ class Planned:
         return tuning_epsilon(self.worst, self.delta, runs)
 
 
-def assumptions(kinds: Sequence[Mechanism], delta: float, unit: str, prior: Prior = ()) -> str:
+def assumptions(kinds: Sequence[Mechanism], delta: float, unit: str, prior: Prior = (), caveat: str = "") -> str:
     """What stands beside every epsilon: delta, neighbouring relation, unit, sampling, noise, accountant."""
     first = kinds[0]
     accountant = "PLD" if first.sampling == "poisson" else "RDP"
@@ -206,6 +214,7 @@ def assumptions(kinds: Sequence[Mechanism], delta: float, unit: str, prior: Prio
             if prior
             else ""
         )
+        + (f"; {caveat}" if caveat else "")
     )
 
 
