@@ -86,8 +86,9 @@ def _training(config: Config, result: dict[str, Any]) -> str:
 def _scores(result: dict[str, Any]) -> str:
     found = result.get("metrics") or {}
     lines = ["## Results on the server's public test set\n"]
-    if result["test_accuracy"] is not None:
-        lines.append(f"- accuracy {result['test_accuracy']:.4f} (before training {result['start_accuracy']:.4f})")
+    accuracy = found.get("accuracy", result["test_accuracy"])  # a stopped run may end between two evaluations
+    if accuracy is not None:
+        lines.append(f"- accuracy {accuracy:.4f} (before training {result['start_accuracy']:.4f})")
     for key, name in (("f1", "F1"), ("macro_f1", "macro F1")):
         if key in found:
             lines.append(f"- {name} {found[key]:.4f}")
