@@ -69,7 +69,7 @@ def settings(model: dict[str, Any], **changes: dict[str, Any]) -> Config:
         "run": {"rounds": 2, "local_steps": 2, "participation": 0.5, "device": "cpu", "checkpoint_every": 0},
     }
     for section, keys in changes.items():
-        tables[section] = {**tables[section], **keys}
+        tables[section] = {k: v for k, v in {**tables[section], **keys}.items() if v is not None}
     return build(tables, registry())
 
 
