@@ -1,5 +1,7 @@
-"""Data that a program hands over instead of files: columns of any kind, from a dictionary, a data frame or a
-Hugging Face dataset."""
+"""Columns that a program hands over to `dpfed.fine_tune` instead of files.
+
+They come from a dictionary, a data frame or a Hugging Face dataset; what they are follows from their names.
+"""
 
 from __future__ import annotations
 
