@@ -192,9 +192,7 @@ class Spending:
             return largest_epsilon(plan.rates, self.taken, steps, plan.multipliers, delta, **releases)
         kinds, which = plan.kinds()
         if len(kinds) > FEW and prior:
-            return self._budget.planned.server(
-                int(self.taken.max())
-            )  # never above server_worst, as finer grids might be
+            return self._budget.planned.server(int(self.taken.max()))  # a grid's figure might pass server_worst
         if len(kinds) > FEW:
             kinds, which = coarser(plan)
         most = [int(self.taken[which == k].max()) for k in range(len(kinds))]

@@ -107,9 +107,9 @@ class Planned:
         return max(self.kinds, key=lambda kind: server_epsilon(kind, self.local_steps, self.rounds, self.delta))
 
     @property
-    def worst(self) -> list[tuple[Mechanism, int]]:
-        """The history of the costliest client that takes part in every round."""
-        return [*self.prior, (self.worst_kind, self.local_steps * self.rounds)]
+    def histories(self) -> list[list[tuple[Mechanism, int]]]:
+        """Of clients that take part in every round, one for each kind. Which of them costs most depends on the question."""
+        return [[*self.prior, (kind, self.local_steps * self.rounds)] for kind in self._few]
 
     @property
     def carried(self) -> list[tuple[Mechanism, int]]:
@@ -186,18 +186,18 @@ class Planned:
 
     def meaning(self) -> dict[str, float]:
         """What people ask of an epsilon: the replace-one figure and the largest advantage in guessing membership."""
-        out = {"membership_advantage": membership_advantage(self.worst)}
+        out = {"membership_advantage": max(map(membership_advantage, self.histories))}
         if self.kinds[0].sampling == "poisson":
-            out["replace_one"] = replace_one_epsilon(self.worst, self.delta)
+            out["replace_one"] = max(replace_one_epsilon(history, self.delta) for history in self.histories)
         return out
 
     def curve(self, epsilons: Sequence[float]) -> list[tuple[float, float]]:
         """(epsilon, delta) pairs that hold at the same time."""
-        return [(e, delta_at(self.worst, e)) for e in epsilons]
+        return [(e, max(delta_at(history, e) for history in self.histories)) for e in epsilons]
 
     def tuned(self, runs: int) -> float:
         """Epsilon when the best of so many runs on the same data was chosen and all of them are counted."""
-        return tuning_epsilon(self.worst, self.delta, runs)
+        return max(tuning_epsilon(history, self.delta, runs) for history in self.histories)
 
 
 def assumptions(kinds: Sequence[Mechanism], delta: float, unit: str, prior: Prior = (), caveat: str = "") -> str:
