@@ -50,7 +50,7 @@ def test_by_hand() -> None:
 
 
 @given(
-    st.integers(1, 5).flatmap(
+    st.integers(2, 5).flatmap(
         lambda k: st.tuples(
             st.just(k), st.lists(st.tuples(st.integers(0, k - 1), st.integers(0, k - 1)), min_size=1, max_size=30)
         )

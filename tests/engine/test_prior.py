@@ -301,6 +301,7 @@ def test_seeded_noise_stays_seeded(start: Path, tmp_path: Path) -> None:
     """Whoever removes the first run's noise has the first run's records, however well the second one is protected."""
     result = go_on(start, tmp_path / "r", run={"noise": "os"})
     assert result["release"] == "simulation: not for release"
+    assert read_accounts(tmp_path / "r").seeded  # for `dpfed privacy`
     write_export(tmp_path / "r", tmp_path / "out")
     assert "**Not for release.**" in (tmp_path / "out" / "README.md").read_text()
     assert prior_of(config_of(start, tmp_path / "out")).seeded

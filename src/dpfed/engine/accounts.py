@@ -71,7 +71,7 @@ def read_accounts(folder: Path, colluding: int = 0) -> Accounts:
         meta = ledger.meta
         histories = ledger.histories()
         taken = ledger.participation()
-        cohorts, seeded = set(), False
+        cohorts, seeded = set(), str(result.get("release")).startswith("simulation")  # also what it started from
         for row in ledger.rows():
             cohorts.add((row.charge.round, row.txn))  # two attempts at a round may have no client in common
             seeded = seeded or row.charge.noise == "seeded"
