@@ -275,6 +275,8 @@ def row(**changes: Any) -> str:
         row(rate=float("nan")),
         row(noise=0),
         row(noise=-1.0),
+        row(noise=1e-300),
+        row(noise=1e300),
         row(noise=float("inf")),
         row(batches=0),
         row(releases=1.5),

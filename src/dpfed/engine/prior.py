@@ -20,6 +20,7 @@ from dpfed.privacy.statement import UNCOUNTED, Past, Prior
 
 SPENDING = "dpfed.json"
 FORMAT = 1
+LEAST_NOISE, MOST_NOISE = 1e-3, 1e9  # beyond, an epsilon overflows, so no run that was accounted for can have had it
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def read_stored(path: Path) -> Stored:
         release, unit, uncounted = stored["release"], stored["unit"], stored["uncounted"]
         rows = [(Mechanism(*kind), steps) for *kind, steps in stored["history"]]
         whole = [n for mechanism, steps in rows for n in (mechanism.batches, mechanism.releases, steps)]
-        real = [x for mechanism, _ in rows for x in (mechanism.rate, mechanism.noise_multiplier)]
+        real = [(mechanism.rate, mechanism.noise_multiplier) for mechanism, _ in rows]
         private = release != NO_PRIVACY
         fine = (
             stored["format"] == FORMAT
@@ -93,7 +94,8 @@ def read_stored(path: Path) -> Stored:
             and isinstance(uncounted, bool)
             and (private or uncounted)
             and all(type(n) is int and 1 <= n <= 10**9 for n in whole)
-            and all(type(x) in (int, float) and x > 0 for x in real)
+            and all(type(x) in (int, float) for pair in real for x in pair)
+            and all(LEAST_NOISE <= noise <= MOST_NOISE for _, noise in real)
             and len({mechanism.sampling for mechanism, _ in rows}) <= 1
         )
         if not fine:
