@@ -73,7 +73,8 @@ def _notes(study: Study, rows: Sequence[Row]) -> list[str]:
         said: dict[str, list[str]] = {}
         for row in private:
             said.setdefault(row.guarantee, []).append(row.label)
-        notes += [f"{', '.join(names) if len(said) > 1 else 'all'}: {text}" for text, names in said.items()]
+        alike = len(said) == 1 and len(private) == len(rows)
+        notes += [f"{'all' if alike else ', '.join(names)}: {text}" for text, names in said.items()]
         notes.append("noise was seeded: simulations, not for release")
     if any(row.traffic for row in rows):
         notes.append("up, down: numbers (bytes) that one client sends and receives in a round")
