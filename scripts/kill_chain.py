@@ -3,8 +3,8 @@
     python scripts/kill_chain.py --kills 50 --lanes 2 --seed 0
 
 A chain is one run: begun, killed, resumed, killed again, ... and at last left to finish. Kills come while it starts, by
-the clock while it works, and just before the n-th time that it touches a file in its folder, so that start-up, rounds,
-ledger, metrics and checkpoints are all hit. Each link is `dpfed run` in a forked process, which saves importing torch each time.
+the clock while it works, and at its n-th moment (before it touches a file in its folder, before and after it computes a
+cohort), so that start-up, rounds, ledger, metrics and checkpoints are all hit. Each link is `dpfed run` in a forked process, which saves importing torch each time.
 
 With seeded noise, model, checkpoint, metrics (without seconds), ledger and result must be bitwise those of the reference.
 With noise of the operating system every cohort that began to compute must stand in the ledger, as often as it did.
@@ -66,11 +66,11 @@ CASES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Usual:
-    """A run that nobody killed: seconds until it first touched its folder, seconds after that, how often it did."""
+    """A run that nobody killed: seconds until its first moment, seconds after that, how many moments."""
 
     start: float
     work: float
-    files: int
+    moments: int
     outcome: dict[str, Any]
 
 
@@ -95,10 +95,12 @@ def arguments(case: str, data: Path, out: Path) -> list[str]:
     return ["run", "digits", *sets, "--out", str(out), "--json"]
 
 
-def watch_files(out: Path, act: Callable[[int], None]) -> None:
-    """Calls `act` with a running number before each thing that is done to a file of the folder."""
+def watch(out: Path, act: Callable[[int], None]) -> None:
+    """Calls `act` with a running number at each moment: before something is done to a file of the folder, and when a
+    cohort begins and ends. A witness outside the folder has a line for every cohort that began."""
     numbers = itertools.count(1)
-    fsync, folder = os.fsync, str(out)
+    fsync, run_cohort, folder = os.fsync, Fleet.run_cohort, str(out)
+    witness = os.open(out.with_suffix(".cohorts"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event in ("open", "os.rename", "os.remove", "os.mkdir", "sqlite3.connect") and folder in str(args[0]):
@@ -108,19 +110,15 @@ def watch_files(out: Path, act: Callable[[int], None]) -> None:
         act(next(numbers))
         fsync(handle)
 
+    def witnessed(self: Fleet, t: int, state: Any, clients: Any) -> Any:
+        os.write(witness, (json.dumps([t, list(clients)]) + "\n").encode())
+        act(next(numbers))
+        mean = run_cohort(self, t, state, clients)
+        act(next(numbers))
+        return mean
+
     sys.addaudithook(hook)
     os.fsync = synced
-
-
-def witness_cohorts(path: Path) -> None:
-    """One line, outside the folder, for every cohort that begins to compute what it will release."""
-    run_cohort = Fleet.run_cohort
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-
-    def witnessed(self: Fleet, t: int, state: Any, clients: Any) -> Any:
-        os.write(handle, (json.dumps([t, list(clients)]) + "\n").encode())
-        return run_cohort(self, t, state, clients)
-
     Fleet.run_cohort = witnessed  # type: ignore[method-assign]
 
 
@@ -134,8 +132,7 @@ def start(args: list[str], out: Path, log: Path, act: Callable[[int], None]) -> 
         handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
-        witness_cohorts(out.with_suffix(".cohorts"))
-        watch_files(out, act)
+        watch(out, act)
         sys.argv = ["dpfed", *args]
         dpfed()
     except SystemExit as end:
@@ -170,16 +167,16 @@ def whole(args: list[str], out: Path, log: Path, act: Callable[[int], None] = la
 
 def killed(args: list[str], out: Path, log: Path, rng: random.Random, usual: Usual) -> str | None:
     """A link that is to be killed: how it was, or None if it came to its end first."""
-    how = rng.choices(["start", "clock", "file"], [1, 2, 2])[0]
+    how = rng.choices(["start", "clock", "moment"], [1, 2, 2])[0]
     # Of a run that has gone some way less is left: aim at the part that there is.
-    at = rng.randint(1, int(usual.files * 0.6))
-    delay = {"start": rng.uniform(0, usual.start), "clock": rng.uniform(0, usual.work * 0.6), "file": PATIENCE}[how]
+    at = rng.randint(1, int(usual.moments * 0.6))
+    delay = {"start": rng.uniform(0, usual.start), "clock": rng.uniform(0, usual.work * 0.6), "moment": PATIENCE}[how]
     read, write = os.pipe()
 
     def act(n: int) -> None:
         if n == 1:
             os.write(write, b"x")
-        if how == "file" and n == at:
+        if how == "moment" and n == at:
             os.kill(os.getpid(), signal.SIGKILL)
 
     pid = start(args, out, log, act)
@@ -335,7 +332,7 @@ def main() -> int:
         rows = [json.loads(line) for i in range(given.lanes) for line in (folder / f"lane{i}.jsonl").open()]
     for row in rows:
         print(json.dumps(row))
-    total = {key: sum(row.get(key, 0) for row in rows) for key in ("kills", "start", "clock", "file")}
+    total = {key: sum(row.get(key, 0) for row in rows) for key in ("kills", "start", "clock", "moment")}
     seconds = round(time.monotonic() - began, 1)
     good = not any(codes) and total["kills"] == given.kills
     print(json.dumps({"good": good, "chains": len(rows), **total, "seed": given.seed, "seconds": seconds}))
