@@ -3,8 +3,8 @@
     python scripts/kill_chain.py --kills 50 --lanes 2 --seed 0
 
 A chain is one run: begun, killed, resumed, killed again, ... and at last left to finish. Kills come while it starts, by
-the clock while it works, and at its n-th moment (before it touches a file in its folder, before and after it computes a
-cohort), so that start-up, rounds, ledger, metrics and checkpoints are all hit. Each link is `dpfed run` in a forked process, which saves importing torch each time.
+the clock while it works, just before the n-th time that it touches a file in its folder, and before or after it computes
+a cohort, so that start-up, rounds, ledger, metrics and checkpoints are all hit. Each link is `dpfed run` in a forked process, which saves importing torch each time.
 
 With seeded noise, model, checkpoint, metrics (without seconds), ledger and result must be bitwise those of the reference.
 With noise of the operating system every cohort that began to compute must stand in the ledger, as often as it did.
@@ -66,12 +66,16 @@ CASES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Usual:
-    """A run that nobody killed: seconds until its first moment, seconds after that, how many moments."""
+    """A run that nobody killed: seconds until it first touched its folder, seconds after that, how often it did."""
 
     start: float
     work: float
-    moments: int
+    files: int
     outcome: dict[str, Any]
+
+
+Act = Callable[[str, int], None]
+"""Is told of each moment of a run: its kind, "file" or "cohort", and its number among those of its kind."""
 
 
 class WrongError(Exception):
@@ -95,26 +99,26 @@ def arguments(case: str, data: Path, out: Path) -> list[str]:
     return ["run", "digits", *sets, "--out", str(out), "--json"]
 
 
-def watch(out: Path, act: Callable[[int], None]) -> None:
-    """Calls `act` with a running number at each moment: before something is done to a file of the folder, and when a
-    cohort begins and ends. A witness outside the folder has a line for every cohort that began."""
-    numbers = itertools.count(1)
+def watch(out: Path, act: Act) -> None:
+    """Calls `act` before something is done to a file of the folder, and when a cohort begins and ends. A witness outside
+    the folder has a line for every cohort that began."""
+    files, cohorts = itertools.count(1), itertools.count(1)
     fsync, run_cohort, folder = os.fsync, Fleet.run_cohort, str(out)
     witness = os.open(out.with_suffix(".cohorts"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event in ("open", "os.rename", "os.remove", "os.mkdir", "sqlite3.connect") and folder in str(args[0]):
-            act(next(numbers))
+            act("file", next(files))
 
     def synced(handle: int) -> None:
-        act(next(numbers))
+        act("file", next(files))
         fsync(handle)
 
     def witnessed(self: Fleet, t: int, state: Any, clients: Any) -> Any:
         os.write(witness, (json.dumps([t, list(clients)]) + "\n").encode())
-        act(next(numbers))
+        act("cohort", next(cohorts))
         mean = run_cohort(self, t, state, clients)
-        act(next(numbers))
+        act("cohort", next(cohorts))
         return mean
 
     sys.addaudithook(hook)
@@ -122,7 +126,7 @@ def watch(out: Path, act: Callable[[int], None]) -> None:
     Fleet.run_cohort = witnessed  # type: ignore[method-assign]
 
 
-def start(args: list[str], out: Path, log: Path, act: Callable[[int], None]) -> int:
+def start(args: list[str], out: Path, log: Path, act: Act) -> int:
     """Forks a link and returns its process id."""
     pid = os.fork()
     if pid:
@@ -154,7 +158,7 @@ def wait(pid: int, seconds: float) -> int | None:
         time.sleep(0.0005)
 
 
-def whole(args: list[str], out: Path, log: Path, act: Callable[[int], None] = lambda n: None) -> None:
+def whole(args: list[str], out: Path, log: Path, act: Act = lambda kind, n: None) -> None:
     """A link that is left alone."""
     pid = start(args, out, log, act)
     status = wait(pid, PATIENCE)
@@ -167,16 +171,16 @@ def whole(args: list[str], out: Path, log: Path, act: Callable[[int], None] = la
 
 def killed(args: list[str], out: Path, log: Path, rng: random.Random, usual: Usual) -> str | None:
     """A link that is to be killed: how it was, or None if it came to its end first."""
-    how = rng.choices(["start", "clock", "moment"], [1, 2, 2])[0]
+    how = rng.choices(["start", "clock", "file", "cohort"], [1, 2, 2, 1])[0]
     # Of a run that has gone some way less is left: aim at the part that there is.
-    at = rng.randint(1, int(usual.moments * 0.6))
-    delay = {"start": rng.uniform(0, usual.start), "clock": rng.uniform(0, usual.work * 0.6), "moment": PATIENCE}[how]
+    at = rng.randint(1, int(0.6 * (2 * ROUNDS if how == "cohort" else usual.files)))
+    delay = {"start": rng.uniform(0, usual.start), "clock": rng.uniform(0, usual.work * 0.6)}.get(how, PATIENCE)
     read, write = os.pipe()
 
-    def act(n: int) -> None:
-        if n == 1:
+    def act(kind: str, n: int) -> None:
+        if (kind, n) == ("file", 1):
             os.write(write, b"x")
-        if how == "moment" and n == at:
+        if (kind, n) == (how, at):
             os.kill(os.getpid(), signal.SIGKILL)
 
     pid = start(args, out, log, act)
@@ -250,8 +254,9 @@ def references(cases: list[str], data: Path, folder: Path) -> dict[str, Usual]:
         handle = os.open(times, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         began = time.monotonic()
 
-        def act(n: int, handle: int = handle) -> None:
-            os.write(handle, f"{time.monotonic()}\n".encode())
+        def act(kind: str, n: int, handle: int = handle) -> None:
+            if kind == "file":
+                os.write(handle, f"{time.monotonic()}\n".encode())
 
         whole(arguments(case, data, out), out, folder / f"{case}.log", act)
         os.close(handle)
@@ -332,7 +337,7 @@ def main() -> int:
         rows = [json.loads(line) for i in range(given.lanes) for line in (folder / f"lane{i}.jsonl").open()]
     for row in rows:
         print(json.dumps(row))
-    total = {key: sum(row.get(key, 0) for row in rows) for key in ("kills", "start", "clock", "moment")}
+    total = {key: sum(row.get(key, 0) for row in rows) for key in ("kills", "start", "clock", "file", "cohort")}
     seconds = round(time.monotonic() - began, 1)
     good = not any(codes) and total["kills"] == given.kills
     print(json.dumps({"good": good, "chains": len(rows), **total, "seed": given.seed, "seconds": seconds}))
