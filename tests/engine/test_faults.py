@@ -145,6 +145,15 @@ def test_a_real_full_disk(small_disk: Path, whole: Path, capsys: pytest.CaptureF
     assert failed >= 4
 
 
+def test_metrics_on_a_full_disk_are_one_sentence_also_when_they_are_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closing such a file fails as well, and must not hide the first failure."""
+    monkeypatch.setattr("dpfed.engine.folder._reopened", lambda path: open("/dev/full", "w"))  # noqa: SIM115
+    with pytest.raises(DpfedError, match=r"metrics\.jsonl cannot be written: No space left"):
+        run(CONFIG, tmp_path / "r")
+
+
 # --- folders ----------------------------------------------------------------------------------------------------------
 
 
