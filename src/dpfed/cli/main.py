@@ -17,7 +17,7 @@ from dpfed.cli.list import list_names
 from dpfed.cli.model import app as model
 from dpfed.cli.privacy import privacy
 from dpfed.cli.run import run
-from dpfed.errors import DpfedError, StoppedError
+from dpfed.errors import DpfedError
 
 app = typer.Typer(
     name="dpfed",
@@ -37,7 +37,8 @@ app.add_typer(model, name="model")
 
 
 def main() -> None:
-    """Exit codes: 0 done, 1 a defect of the program, 2 a mistake in the input, 3 stopped with results, 4 claim disproved, 130 Ctrl-C."""
+    """Exit codes: 0 done, 1 a defect of the program, 2 a mistake in the input, 3 stopped with results, 4 claim disproved,
+    130 Ctrl-C, 143 SIGTERM."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -54,7 +55,7 @@ def main() -> None:
     except DpfedError as error:
         if debug:
             traceback.print_exc()
-        fail(str(error), 3 if isinstance(error, StoppedError) else 2)
+        fail(str(error), error.code)
 
 
 def fail(sentence: str, code: int) -> None:

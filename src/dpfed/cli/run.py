@@ -11,6 +11,7 @@ import typer
 from dpfed.errors import DpfedError
 
 if TYPE_CHECKING:
+    from dpfed.engine.interrupt import Stop
     from dpfed.engine.setup import Job
 
 
@@ -26,6 +27,19 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on the last line of stdout")] = False,
 ) -> None:
     """Train by a configuration. Example: dpfed run --set run.rounds=10 --set algorithm.gamma=0.3"""
+    from dpfed.engine.interrupt import on_signals
+
+    with on_signals() as stop:
+        result = _run(config, overrides or [], out, resume, force, stop)
+    for line in closing(result):
+        print(line)
+    if as_json:
+        print(json.dumps(result, allow_nan=False))
+
+
+def _run(
+    config: str | None, overrides: list[str], out: Path | None, resume: Path | None, force: bool, stop: Stop
+) -> dict[str, Any]:
     from dpfed.config import load
     from dpfed.registry import DEFAULT, registry
 
@@ -34,21 +48,19 @@ def run(
     if resume is not None and config is None and not (resume / "config.toml").exists():
         raise DpfedError(f"{resume} is not the folder of a run: --resume needs one that `dpfed run` has made")
     begun = DEFAULT if resume is None else str(resume / "config.toml")
-    settings = load(config or begun, overrides or [], registry())
+    settings = load(config or begun, overrides, registry())
     from dpfed.cli.progress import Watch
     from dpfed.engine.run import run as train
 
     with Watch(settings.run.rounds) as watch:
 
         def begin(job: Job) -> None:
+            stop.gently = True
             for line in opening(job):
                 watch.say(line)
 
-        result = train(settings, resume or out, force, begin=begin, observe=watch.round, resume=resume is not None)
-    for line in closing(result):
-        print(line)
-    if as_json:
-        print(json.dumps(result, allow_nan=False))
+        going_on = resume is not None
+        return train(settings, resume or out, force, begin=begin, observe=watch.round, resume=going_on, stop=stop)
 
 
 def opening(job: Job) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dpfed.engine.folder import CONFIG, LEDGER, RESULT
+from dpfed.engine.spending import stated_rounds
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting import History, epsilon
 from dpfed.privacy.ledger import Client, Ledger
@@ -75,13 +76,16 @@ def read_accounts(folder: Path, colluding: int = 0) -> Accounts:
         histories = ledger.histories()
         taken = ledger.participation()
         cohorts, seeded = set(), str(result.get("release")).startswith(SEEDED)
+        eligible = _eligible(folder, ledger)
         for row in ledger.rows():
+            if row.charge.void:
+                continue
             cohorts.add((row.charge.round, row.txn))  # two attempts at a round may have no client in common
             seeded = seeded or row.charge.noise == "seeded"
         repeated = len(cohorts) > len({t for t, _ in cohorts})
     if not histories:
         raise DpfedError(f"{folder} has an empty ledger: nothing was released yet")
-    planned = _planned(folder, meta, colluding)
+    planned = _planned(folder, meta, eligible, colluding)
     clients = int(meta["clients"])
     epsilons = _epsilons(histories, taken, planned, clients)
     return Accounts(
@@ -105,19 +109,29 @@ def _result(folder: Path) -> dict[str, Any]:
     raise DpfedError(f"{folder / RESULT} does not name the run, so its ledger cannot be trusted to be its own")
 
 
-def _planned(folder: Path, meta: Mapping[str, Any], colluding: int) -> Planned:
-    """The statement as it was fixed before round 1; the ledger's chain protects it from being edited."""
+def _eligible(folder: Path, ledger: Ledger) -> list[tuple[int, int]]:
+    try:
+        return stated_rounds(ledger)
+    except (KeyError, TypeError, ValueError):
+        raise _no_plan(folder) from None
+
+
+def _no_plan(folder: Path) -> DpfedError:
+    return DpfedError(f"the ledger of {folder} does not state its plan: it was not written by a run")
+
+
+def _planned(folder: Path, meta: Mapping[str, Any], eligible: list[tuple[int, int]], colluding: int) -> Planned:
+    """The statement as it was fixed before round 1, with the rounds that were added since; the ledger's chain protects it from being edited."""
     try:
         kinds = [Mechanism(meta["sampling"], q, s, meta["batches"], meta["releases"]) for q, s in meta["kinds"]]
         cohort, clients = int(meta["cohort"]), int(meta["clients"])
-        eligible = [(int(n), int(count)) for n, count in meta["eligible"]]
         share = participation_probability(cohort, clients)
         odds = chances(cohort, eligible, colluding)
         prior = tuple((Mechanism(*kind), int(steps)) for *kind, steps in meta["prior"])
         steps, delta, unit = int(meta["local_steps"]), float(meta["delta"]), str(meta["unit"])
         return Planned(tuple(kinds), steps, share, odds, delta, unit, prior, bool(meta["uncounted"]))
     except (KeyError, TypeError, ValueError):
-        raise DpfedError(f"the ledger of {folder} does not state its plan: it was not written by a run") from None
+        raise _no_plan(folder) from None
 
 
 def _epsilons(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,16 +113,18 @@ class Checkpoints:
     def _forget(self) -> None:
         """Only the last two checkpoints and the files they name are kept."""
         indexes = self._indexes()
-        for path in indexes[KEPT:]:
-            path.unlink(missing_ok=True)
-            path.with_suffix(".safetensors").unlink(missing_ok=True)
+        with suppress(OSError):  # one too many does no harm
+            for path in indexes[KEPT:]:
+                path.unlink(missing_ok=True)
+                path.with_suffix(".safetensors").unlink(missing_ok=True)
         wanted: set[str] = set()
         for path in indexes[:KEPT]:
             try:
                 wanted |= {str(file) for file, _ in json.loads(path.read_text(encoding="utf-8"))["memory"].values()}
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 return  # a damaged neighbour: better keep too much
-        self._memory.prune(wanted)
+        with suppress(OSError):
+            self._memory.prune(wanted)
 
 
 def _seal(index: dict[str, Any]) -> str:

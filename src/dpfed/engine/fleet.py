@@ -57,10 +57,16 @@ LocalWatch = Callable[[Context, Sequence[int], Any], None]
 
 
 class Fleet:
-    """The backend that computes a cohort in this process."""
+    """The backend that computes a cohort in this process. `stop` is called after each local step, and may raise."""
 
-    def __init__(self, job: Job, memory: ClientMemory | None = None, watch: LocalWatch | None = None) -> None:
-        self._job = job
+    def __init__(
+        self,
+        job: Job,
+        memory: ClientMemory | None = None,
+        watch: LocalWatch | None = None,
+        stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._job, self._stop = job, stop
         if memory is None:  # an empty one is false, and must not be replaced
             memory = ClientMemory(job.algorithm.remembers, job.space.size, Path(), sys.maxsize)
         self.memory = memory
@@ -99,6 +105,7 @@ class Fleet:
         local = job.algorithm.start(ctx, server, self.memory.gather(clients, job.device))
         for k in range(1, ctx.K + 1):
             local = job.algorithm.step(ctx, local, oracle, torch.tensor(k, dtype=torch.float64, device=job.device))
+            self._stop()
         message, memory = job.algorithm.finish(ctx, server, local)
         self.memory.put(t, clients, memory)
         if self._watch is not None:

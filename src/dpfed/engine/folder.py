@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import json
 import math
 import os
 import platform
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
@@ -32,6 +34,8 @@ CONFIG, METRICS, LEDGER, MODEL, RESULT, CHECKPOINTS = (
     "run.json",
     "checkpoint",
 )
+LOCK = ".lock"
+UNFINISHED = {LOCK, f".{CONFIG}.part"}  # all that is left of a run killed before it had a configuration
 PACKAGES = ("dpfed", "torch", "transformers", "peft", "dp-accounting", "numpy")
 
 
@@ -40,18 +44,17 @@ class RunFolder:
 
     def __init__(self, path: Path, config: Config, note: str, force: bool = False, resume: bool = False) -> None:
         self.path, self._note = path, note
-        if resume:
-            self._metrics = _reopened(path / METRICS)
-            return
-        refuse_occupied(path, force)
+        self._lock = _locked(path)
         try:
-            if (path / CONFIG).exists():
-                shutil.rmtree(path)
-            path.mkdir(parents=True, exist_ok=True)
-            (path / CONFIG).write_text(f"# {note}\n{to_toml(config)}", encoding="utf-8")
-            self._metrics = (path / METRICS).open("a", encoding="utf-8")
-        except OSError as error:
-            raise DpfedError(f"the run folder {path} cannot be written: {error.strerror or error}") from None
+            if not resume:
+                refuse_occupied(path, force)
+                _clear(path)
+                text = f"# {note}\n{to_toml(config)}".encode()
+                write_file(path / CONFIG, lambda file: file.write(text))
+            self._metrics = _reopened(path / METRICS)
+        except BaseException:
+            self._lock.close()
+            raise
 
     @property
     def ledger(self) -> Path:
@@ -79,40 +82,43 @@ class RunFolder:
             self._metrics.write(json.dumps(row, allow_nan=False) + "\n")
             self._metrics.flush()
 
+    def amend(self, config: Config, changed: Sequence[tuple[str, Any, Any]], t: int) -> None:
+        """The configuration as it is from round t on, with a line for each key that has changed."""
+        if not changed:
+            return
+        lines = (self.path / CONFIG).read_text(encoding="utf-8").splitlines()
+        said = list(itertools.takewhile(lambda line: line.startswith("#"), lines))
+        said += [f"# after round {t}: {key} was {old!r}, is {new!r}" for key, old, new in changed]
+        text = "\n".join([*said, to_toml(config)]).encode()
+        write_file(self.path / CONFIG, lambda file: file.write(text))
+
+    def _lines(self) -> list[str]:
+        with _plainly(self.path / METRICS, "read"):
+            # Damaged bytes must not end in a traceback: their line is then no JSON, and of no round.
+            return (self.path / METRICS).read_text(encoding="utf-8", errors="replace").splitlines()
+
     def rewind(self, t: int) -> None:
         """Forgets the lines of rounds after t, which will be run again."""
         self._metrics.close()
         path = self.path / METRICS
-        kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _round_of(line) <= t]
+        kept = [line for line in self._lines() if _round_of(line) <= t]
         write_file(path, lambda file: file.write("".join(f"{line}\n" for line in kept).encode()))
         self._metrics = _reopened(path)
 
     def last_round(self) -> float:
         """The last round in the metrics, -1 if there is none."""
-        lines = (self.path / METRICS).read_text(encoding="utf-8").splitlines()
-        return max((t for t in map(_round_of, lines) if t < math.inf), default=-1)
+        return max((t for t in map(_round_of, self._lines()) if t < math.inf), default=-1)
 
     def rounds(self, t: int, theta: torch.Tensor) -> list[Round]:
         """Rounds 0 and t, the first and the last in the metrics, with the vector that the last one left."""
-        rows = [json.loads(line) for line in (self.path / METRICS).read_text(encoding="utf-8").splitlines()]
-        if not rows or (rows[0]["round"], rows[-1]["round"]) != (0, t):
-            raise DpfedError(
-                f"{self.path / METRICS} does not hold rounds 0 to {t}: put back the file that the run wrote"
-            )
-        return [
-            Round(
-                t=row["round"],
-                accuracy=row["accuracy"],
-                loss=row["loss"],
-                epsilon=row["epsilon_server_max"],
-                cohort=row["cohort"],
-                eligible=row["eligible"],
-                clip=math.inf if row["clip"] is None else row["clip"],
-                seconds=row["seconds"],
-                theta=theta,
-            )
-            for row in (rows[0], rows[-1])
-        ]
+        lost = DpfedError(f"{self.path / METRICS} does not hold rounds 0 to {t}: put back the file that the run wrote")
+        rows = [json.loads(line) for line in self._lines()]
+        if [row["round"] for row in rows] != list(range(t + 1)):
+            raise lost
+        try:
+            return [_round(row, theta) for row in (rows[0], rows[-1])]
+        except (KeyError, TypeError):
+            raise lost from None
 
     def sync(self) -> None:
         """Metrics on the disk, before a checkpoint says that their rounds are over."""
@@ -134,7 +140,52 @@ class RunFolder:
         write_file(self.path / RESULT, lambda file: file.write(text.encode()))
 
     def close(self) -> None:
-        self._metrics.close()
+        with suppress(OSError):  # on a full disk closing fails once more, and would hide why the run ended
+            self._metrics.close()
+        self._lock.close()
+
+
+def _locked(path: Path) -> IO[bytes]:
+    """The right to work in a folder, for one process; the lock ends with it, however that ends."""
+    lock: IO[bytes] | None = None
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = (path / LOCK).open("ab")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock
+    except OSError as error:
+        if lock is not None:
+            lock.close()
+        if isinstance(error, BlockingIOError):
+            raise DpfedError(
+                f"another run is at work in {path}: wait for it, stop it or choose another --out"
+            ) from None
+        raise DpfedError(f"the run folder {path} cannot be written: {error.strerror or error}") from None
+
+
+def _clear(path: Path) -> None:
+    """Removes a run that is to be replaced, its configuration last: until then it is a run that may be replaced."""
+    with _plainly(path, "replaced"):
+        for part in sorted(path.iterdir(), key=lambda p: p.name == CONFIG):
+            if part.is_dir() and not part.is_symlink():
+                shutil.rmtree(part)
+            elif part.name != LOCK:
+                part.unlink()
+
+
+def _round(row: Mapping[str, Any], theta: torch.Tensor) -> Round:
+    """A line of metrics as what it was made of."""
+    return Round(
+        t=row["round"],
+        accuracy=row["accuracy"],
+        loss=row["loss"],
+        epsilon=row["epsilon_server_max"],
+        cohort=row["cohort"],
+        eligible=row["eligible"],
+        clip=math.inf if row["clip"] is None else row["clip"],
+        seconds=row["seconds"],
+        theta=theta,
+    )
 
 
 def _reopened(path: Path) -> IO[str]:
@@ -143,12 +194,12 @@ def _reopened(path: Path) -> IO[str]:
 
 
 @contextmanager
-def _plainly(path: Path) -> Iterator[None]:
+def _plainly(path: Path, done: str = "written") -> Iterator[None]:
     """A full disk is one sentence, not a traceback."""
     try:
         yield
     except OSError as error:
-        raise DpfedError(f"{path} cannot be written: {error.strerror or error}") from None
+        raise DpfedError(f"{path} cannot be {done}: {error.strerror or error}") from None
 
 
 def _round_of(line: str) -> float:
@@ -166,7 +217,7 @@ def refuse_occupied(path: Path, force: bool) -> None:
             raise DpfedError(f"{path} already holds a run: choose another --out, or --force to replace it")
         if spent_for_good(path):
             raise DpfedError(f"{path} holds the ledger of a run with real noise, which is kept: choose another --out")
-    elif path.exists() and (not path.is_dir() or any(path.iterdir())):
+    elif path.exists() and (not path.is_dir() or {p.name for p in path.iterdir()} - UNFINISHED):
         raise DpfedError(f"{path} is not empty and not a run: choose another --out")
 
 

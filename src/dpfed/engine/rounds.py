@@ -70,10 +70,12 @@ def train(
     observe: Observer,
     progress: Progress | None = None,
     keep: Callable[[Progress], None] = lambda progress: None,
+    stop: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """Runs all rounds that are left and returns the trained vector.
 
-    `observe` is told of round 0, before training, and of each round; `keep` may then store how far the run is.
+    `observe` is told of round 0, before training, and of each round; `keep` may then store how far the run is;
+    `stop` is called before a round is charged, and may raise.
     """
     if progress is None:
         progress = Progress(0, first_state(job))
@@ -81,6 +83,7 @@ def train(
         observe(Round(0, *evaluate(job, theta), spending.server_max(), 0, 0, job.plan.clip, 0.0, theta))
     state, started = progress.state, time.perf_counter() - progress.seconds
     for t in range(progress.t + 1, job.config.run.rounds + 1):
+        stop()
         able = spending.enough(t)
         cohort = choose(job, t, able)
         spending.charge(t, cohort)  # before anything of this round is released

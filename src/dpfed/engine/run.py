@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import tomllib
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -13,27 +11,27 @@ from typing import Any
 
 import numpy as np
 
-from dpfed.config import Config, to_dict
+from dpfed.config import Config
 from dpfed.data.tables import Source
 from dpfed.engine.accounts import NO_PRIVACY, SEEDED
 from dpfed.engine.checkpoint import Checkpoints, Saved, job_hash
 from dpfed.engine.diagnostics import Diagnostics, refuse_real_noise
 from dpfed.engine.fleet import Fleet
-from dpfed.engine.folder import CONFIG, RESULT, RunFolder, fresh_folder, refuse_occupied
+from dpfed.engine.folder import RunFolder, fresh_folder, refuse_occupied
 from dpfed.engine.memory import ClientMemory
 from dpfed.engine.metrics import task_metrics
 from dpfed.engine.prior import past_of
+from dpfed.engine.resume import changes, fixed_settings, name_of, refuse_other, result_in
 from dpfed.engine.rounds import Progress, Round, first_state, train
 from dpfed.engine.setup import Job, prepare
 from dpfed.engine.spending import Budget, Spending, Spent, budget_of, open_ledger, reopen_ledger, spent_before
 from dpfed.engine.traffic import traffic
-from dpfed.errors import DivergedError, DpfedError, StoppedError
+from dpfed.errors import DivergedError, DpfedError, InterruptedRunError, StoppedError
 from dpfed.privacy.ledger import Ledger
 from dpfed.privacy.statement import Past, assumptions
 
 SIMULATION = f"{SEEDED}: not for release"
 RELEASABLE = "the model may be released under its privacy statement; all else in the folder is for the server only"
-MAY_CHANGE = ("eval_every", "checkpoint_every", "memory_limit", "threads")  # of [run], when a run goes on
 
 
 def release_note(config: Config, private: bool) -> str:
@@ -51,11 +49,13 @@ def run(
     begin: Callable[[Job], None] = lambda job: None,
     observe: Callable[[Round], None] = lambda round: None,
     resume: bool = False,
+    stop: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Trains by the configuration and returns the result; the folder `out` holds all of it.
 
     `begin` is told of the job before round 1, `observe` of round 0 (before training) and of each round. With `resume`
-    the run in `out` goes on where its last checkpoint is.
+    the run in `out` goes on where its last checkpoint is. `stop` is called between local steps, and raises
+    InterruptedRunError to end the run there.
     """
     refuse_real_noise(config)
     out = out or fresh_folder(config)
@@ -75,9 +75,11 @@ def run(
     name = name_of(out) if resume else uuid.uuid4().hex
     folder = RunFolder(out, config, note, force, resume)
     try:
-        if not resume:
+        if resume:
+            refuse_other(out, config)  # again, now that nobody else is at work here
+        else:
             folder.begin(name, note)
-        return _train(job, budget, folder, name, note, begin, observe, resume)
+        return _train(job, budget, folder, name, note, begin, observe, resume, stop)
     finally:
         folder.close()
 
@@ -91,6 +93,7 @@ def _train(
     begin: Callable[[Job], None],
     observe: Callable[[Round], None],
     resume: bool,
+    stop: Callable[[], None],
 ) -> dict[str, Any]:
     run = job.config.run
     memory = ClientMemory(
@@ -102,6 +105,8 @@ def _train(
     try:
         saved = _go_on(job, folder, checkpoints) if resume else None
         spending = _spending(job, budget, ledger, saved)
+        if resume:
+            _amend(folder, job, name, note, saved)
         begin(job)
         seen = folder.rounds(saved.progress.t, saved.progress.state.theta) if saved else []
         diagnostics = Diagnostics(folder.path, job) if run.diagnostics else None
@@ -124,9 +129,11 @@ def _train(
             folder.save_result({"run": name, "state": state, **result, **more})
             return result
 
-        fleet = Fleet(job, memory, diagnostics.watch if diagnostics else None)
+        fleet = Fleet(job, memory, diagnostics.watch if diagnostics else None, stop)
         try:
-            train(job, fleet, spending, watch, saved.progress if saved else None, keep)
+            train(job, fleet, spending, watch, saved.progress if saved else None, keep, stop)
+        except InterruptedRunError as error:
+            raise _interrupted(error, folder, name, note, seen) from None
         except StoppedError as error:
             finish("stopped", stopped=str(error), diverged=isinstance(error, DivergedError))
             raise
@@ -156,6 +163,22 @@ def _go_on(job: Job, folder: RunFolder, checkpoints: Checkpoints) -> Saved | Non
     return saved
 
 
+def _amend(folder: RunFolder, job: Job, name: str, note: str, saved: Saved | None) -> None:
+    """Records what changed. After the ledger: killed in between, the run has stated too much and not too little."""
+    folder.amend(job.config, changes(folder.path, job.config), saved.progress.t if saved else 0)
+    if result_in(folder.path).get("state") != "running":
+        folder.begin(name, note)
+
+
+def _interrupted(
+    error: InterruptedRunError, folder: RunFolder, name: str, note: str, seen: list[Round]
+) -> InterruptedRunError:
+    after = f"after round {seen[-1].t}" if seen else "before round 1"
+    sentence = f"stopped by {error.signal} {after}; go on with `dpfed run --resume {folder.path}`"
+    folder.save_result({"run": name, "state": "interrupted", "release": note, "stopped": sentence})
+    return InterruptedRunError(error.signal, error.number, sentence)
+
+
 def _spending(job: Job, budget: Budget | None, ledger: Ledger | None, saved: Saved | None) -> Spending:
     """What was spent before counts. Noise that never comes twice was spent for every attempt, seeded noise once."""
     kept = Spent(saved.taken, {}) if saved else None
@@ -177,50 +200,9 @@ def refuse_target(config: Config, past: Past) -> None:
         )
 
 
-def fixed_settings(config: Config) -> dict[str, Any]:
-    """The settings that a run's numbers follow from."""
-    tables = to_dict(config)
-    tables["run"] = {key: value for key, value in tables["run"].items() if key not in MAY_CHANGE}
-    return tables
-
-
 def follows_from(job: Job) -> dict[str, Any]:
     """The settings and what else decides a run's numbers: seeded noise is drawn differently by another kind of device."""
     return {**fixed_settings(job.config), "sizes": job.plan.sizes.tolist(), "device": job.device.type}
-
-
-def refuse_other(out: Path, config: Config) -> None:
-    """A run goes on under its own configuration only."""
-    try:
-        stored = tomllib.loads((out / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise DpfedError(f"{out} is not the folder of a run: --resume needs one that `dpfed run` has made") from None
-    if _result_in(out).get("state") == "finished":
-        raise DpfedError(f"the run in {out} is finished: there is nothing to resume")
-    mine = to_dict(config)
-    for section, table in mine.items():
-        for key in sorted({*table, *stored.get(section, {})}):
-            old, new = stored.get(section, {}).get(key), table.get(key)
-            if old != new and not (section == "run" and key in MAY_CHANGE):
-                raise DpfedError(
-                    f"{section}.{key} was {old!r} when the run began and is {new!r} now: a run goes on only with what it "
-                    f"began with; run.{', run.'.join(MAY_CHANGE)} may change"
-                )
-
-
-def name_of(out: Path) -> str:
-    name = _result_in(out).get("run")
-    if not isinstance(name, str):
-        raise DpfedError(f"{out / RESULT} does not name the run, so its ledger cannot be trusted to be its own")
-    return name
-
-
-def _result_in(out: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((out / RESULT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def result_of(job: Job, spending: Spending, seen: list[Round], out: Path, note: str) -> dict[str, Any]:

@@ -21,6 +21,9 @@ from dpfed.privacy.plan import Plan, Schedule
 from dpfed.privacy.population import largest_epsilon
 from dpfed.privacy.statement import FEW, NOTHING, Past, Planned, Prior, chances, fewest_eligible
 
+EXTENSION = (
+    "statement"  # whose void rows say how many rounds were added: `round` clients to draw from, for `steps` rounds
+)
 MOST_KINDS = 500  # a statement names so many different mechanisms; more are rounded up to a grid
 
 
@@ -115,12 +118,48 @@ def open_ledger(job: Job, budget: Budget, path: Path, name: str) -> Ledger:
 def reopen_ledger(job: Job, budget: Budget, path: Path, name: str) -> Ledger:
     """The ledger of a run that goes on: verified, and refused if it was written under another statement."""
     ledger = Ledger.open(path, run=name)
-    ledger.verify()
-    for key, value in statement_of(job, budget).items():
-        if ledger.meta.get(key) != value:
-            ledger.close()
-            raise DpfedError(f"the ledger {path} was written for another {key}: this is not the run it belongs to")
+    try:
+        ledger.verify()
+        statement = statement_of(job, budget)
+        del statement["eligible"]  # what more rounds change
+        for key, value in statement.items():
+            if ledger.meta.get(key) != value:
+                raise DpfedError(f"the ledger {path} was written for another {key}: this is not the run it belongs to")
+        _extend(job, budget, ledger)
+    except BaseException:
+        ledger.close()
+        raise
     return ledger
+
+
+def stated_rounds(ledger: Ledger) -> list[tuple[int, int]]:
+    """`eligible` of the statement: as it was before round 1, or as the last extension has it."""
+    extensions: dict[int, list[tuple[int, int]]] = {}
+    for row in ledger.rows():
+        if row.charge.void and row.charge.client == EXTENSION:
+            extensions.setdefault(row.txn, []).append((row.charge.round, row.charge.steps))
+    first = [(int(n), int(count)) for n, count in ledger.meta["eligible"]]
+    return extensions[max(extensions)] if extensions else first
+
+
+def _extend(job: Job, budget: Budget, ledger: Ledger) -> None:
+    """Rounds that are added are stated before any of them is charged, in the ledger's own chain."""
+    try:
+        before = stated_rounds(ledger)
+    except (KeyError, TypeError, ValueError):
+        raise DpfedError(f"the ledger {ledger.path} does not state its plan: it was not written by a run") from None
+    if before == budget.eligible:
+        return
+    old, new = (np.repeat([n for n, _ in pairs], [count for _, count in pairs]) for pairs in (before, budget.eligible))
+    if len(new) < len(old):
+        raise DpfedError(
+            f"the ledger {ledger.path} states {len(old)} rounds: go on with --set run.rounds={len(old)} or more"
+        )
+    if len(new) == len(old) or not np.array_equal(new[: len(old)], old):
+        raise DpfedError(f"the ledger {ledger.path} was written for another plan: this is not the run it belongs to")
+    # Void rows: they are hashed and kept like charges, and nobody's spending. Killed here, the same rows are found again.
+    part, kind = f"of {len(new)} rounds", job.plan.mechanism(0)
+    ledger.charge([Charge(EXTENSION, n, count, kind, "seeded", True, part) for n, count in budget.eligible])
 
 
 @dataclass(frozen=True)
@@ -135,6 +174,8 @@ def spent_before(ledger: Ledger, clients: int) -> Spent:
     """From the ledger. A cohort is one transaction, and two cohorts of a round may have no client in common."""
     taken, cohorts = np.zeros(clients, dtype=np.int64), set()
     for row in ledger.rows():
+        if row.charge.void:
+            continue
         taken[int(row.charge.client)] += 1
         cohorts.add((row.charge.round, row.txn))
     return Spent(taken, dict(Counter(t for t, _ in cohorts)))
