@@ -108,7 +108,13 @@ class ClientMemory:
             return self._held[client]
         if client not in self._files:
             return np.zeros((len(self._names), self._size), dtype=np.float32)
-        mapped: np.ndarray = np.load(self._folder / self._files[client].file, mmap_mode="r", allow_pickle=False)
+        path = self._folder / self._files[client].file
+        try:
+            mapped: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+            if mapped.shape != (len(self._names), self._size) or mapped.dtype != np.float32:
+                raise ValueError
+        except Exception:  # for bytes that are no array NumPy raises a dozen kinds, down to TokenError
+            raise DpfedError(f"{path} is missing or damaged: the memory of client {client} is lost") from None
         return mapped
 
     def _spill(self) -> None:
