@@ -182,10 +182,12 @@ def read(source: str | Path, registry: Registry, _seen: tuple[Path, ...] = ()) -
     except FileNotFoundError:
         hint = nearest(str(source), registry.presets)
         raise DpfedError(f"there is no configuration {source}: give a TOML file or a preset{hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise DpfedError(f"the configuration {path} cannot be read: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise DpfedError(f"{path} is not valid TOML: {error}") from None
+    except RecursionError:
+        raise DpfedError(f"{path} is nested too deeply for a configuration") from None
+    except (OSError, ValueError) as error:  # not UTF-8, a number of thousands of digits, a path that cannot be one
+        raise DpfedError(f"the configuration {str(path)!r} cannot be read: {error}") from None
     base = raw.pop("extends", None)
     if base is None:
         return raw
@@ -220,7 +222,7 @@ def apply_override(raw: dict[str, Any], item: str) -> None:
         raise DpfedError(f"--set {item!r} is not of the form section.key=value")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # TOMLDecodeError is a ValueError, a number of too many digits another
         value = text.strip()
     tree: Any = value
     for part in reversed(parts):

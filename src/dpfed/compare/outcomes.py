@@ -65,7 +65,7 @@ def read_outcome(folder: Path) -> Outcome | None:
         curve = tuple((int(row["round"]), float(row["accuracy"])) for row in rows)
         loss = rows[-1]["loss"]
         diverged = bool(result.get("diverged", False))
-        return Outcome(
+        found = Outcome(
             accuracy=0.0 if diverged else curve[-1][1],
             loss=math.inf if diverged or loss is None else float(loss),
             records=int(result["test_records"]),
@@ -75,8 +75,24 @@ def read_outcome(folder: Path) -> Outcome | None:
             traffic=result.get("traffic"),
             curve=curve,
         )
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return found if _plausible(found) else None
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError):
         return None
+
+
+def _plausible(found: Outcome) -> bool:
+    """Whether a run can have left this; where it cannot, the file is damaged and the run is done again."""
+    figures = [value for value in found.epsilon.values() if value is not None]
+    counts = list((found.traffic or {}).values())
+    return (
+        all(0 <= accuracy <= 1 for _, accuracy in found.curve)
+        and not math.isnan(found.loss)
+        and found.records >= 1
+        and isinstance(found.guarantee, str)
+        and found.guarantee.isprintable()
+        and all(type(value) in (int, float) and 0 <= value < math.inf for value in figures)
+        and all(type(count) is int for count in counts)
+    )
 
 
 def clear(folder: Path) -> None:

@@ -166,7 +166,7 @@ def claim(out: Path, study: Study, force: bool) -> TextIO:
         except BlockingIOError:
             raise DpfedError(f"another dpfed compare is at work in {out}: wait for it or stop it") from None
         asked = json.dumps(study.asked, indent=2) + "\n"
-        if mine.exists() and mine.read_text(encoding="utf-8") != asked and not force:
+        if mine.exists() and mine.read_bytes() != asked.encode() and not force:
             raise DpfedError(
                 f"{out} holds another study: choose another --out, or --force to replace it (runs that both need are kept)"
             )

@@ -104,7 +104,7 @@ def _result(folder: Path) -> dict[str, Any]:
         found = json.loads((folder / RESULT).read_text(encoding="utf-8"))
         if isinstance(found["run"], str):
             return dict(found)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
     raise DpfedError(f"{folder / RESULT} does not name the run, so its ledger cannot be trusted to be its own")
 

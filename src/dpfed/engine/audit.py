@@ -225,6 +225,7 @@ def server_scores(job: Job, audited: Audited, coins: np.ndarray) -> np.ndarray:
     model = canary_model(width, audited.device)
     records, shards = canary_data(audited, coins)
     run = replace(job.config.run, rounds=audited.rounds, local_steps=audited.local_steps, fleet_size="auto")
+    run = replace(run, allow_nan=True)  # a client that diverges scores zero
     stand_in = replace(
         job,
         config=replace(job.config, run=run),

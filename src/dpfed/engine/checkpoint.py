@@ -31,6 +31,18 @@ from dpfed.engine.state import State
 from dpfed.errors import DpfedError
 
 FORMAT = 1
+DAMAGE = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    OverflowError,
+    MemoryError,
+    RecursionError,
+    SafetensorError,
+)
 KEPT = 2  # a damaged newest checkpoint leaves the one before it
 
 
@@ -94,16 +106,18 @@ class Checkpoints:
             taken = np.zeros(int(index["clients"]), dtype=np.int64)
             for client, count in index["taken"].items():
                 taken[int(client)] = count
-            memory = {int(i): Entry(str(file), str(sha)) for i, (file, sha) in index["memory"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, SafetensorError):
+            memory = {int(i): Entry(Path(file).name, str(sha)) for i, (file, sha) in index["memory"].items()}
+            job, clip = index["job"], float(index["clip"])
+            t, seconds = int(index["round"]), float(index["seconds"])
+        except DAMAGE:
             raise DpfedError(f"the checkpoint {path} is damaged") from None
-        if index["job"] != self._job:
+        if job != self._job:
             raise DpfedError(f"the checkpoint {path} is of another configuration")
         try:
-            state = first.with_tensors(tensors, float(index["clip"]))
+            state = first.with_tensors(tensors, clip)
         except ValueError as error:
             raise DpfedError(f"the checkpoint {path} was written by another version of dpfed: {error}") from None
-        return Saved(Progress(int(index["round"]), state, float(index["seconds"])), taken, memory)
+        return Saved(Progress(t, state, seconds), taken, memory)
 
     def _indexes(self) -> list[Path]:
         """Newest first."""
@@ -121,7 +135,7 @@ class Checkpoints:
         for path in indexes[:KEPT]:
             try:
                 wanted |= {str(file) for file, _ in json.loads(path.read_text(encoding="utf-8"))["memory"].values()}
-            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            except DAMAGE:
                 return  # a damaged neighbour: better keep too much
         with suppress(OSError):
             self._memory.prune(wanted)

@@ -102,10 +102,10 @@ def read_diagnostics(folder: Path) -> list[dict[str, Any]]:
     if not (folder / FILE).exists():
         return []
     rows: dict[int, dict[str, Any]] = {}
-    for line in (folder / FILE).read_text(encoding="utf-8").splitlines():
+    for line in (folder / FILE).read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
             rows[int(row["round"])] = row
-        except (ValueError, KeyError, TypeError):
-            continue  # a line cut short by a crash
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            continue  # a line cut short by a crash, or damaged
     return [rows[t] for t in sorted(rows)]

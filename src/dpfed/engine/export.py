@@ -48,7 +48,7 @@ def read_run(folder: Path) -> Trained:
         result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
         private = result["release"] != NO_PRIVACY
         spec = InputSpec(**{**result["input"], "shape": tuple(result["input"]["shape"])})
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise DpfedError(
             f"the run in {folder} has no result yet: let it finish, or `dpfed run --resume {folder}`"
         ) from None

@@ -1,11 +1,13 @@
 """The fleet: S clients of a cohort computed side by side, as rows of one tensor `[S, P]`.
 
 A cohort that does not fit is split into fleets of `fleet_size`. Random streams belong to clients, not to fleets, so the
-split changes nothing but the order of additions.
+split changes nothing but the order of additions. The same holds where a fleet finds no room on the device: it is halved,
+and its steps are run again with the same random numbers.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -15,11 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfed.algorithms.base import Context, Message
+from dpfed.algorithms.base import Context, Memory, Message
 from dpfed.engine.memory import ClientMemory
 from dpfed.engine.setup import Job
 from dpfed.engine.state import State
-from dpfed.privacy.oracle import FleetOracle
+from dpfed.errors import DivergedError, StoppedError
+from dpfed.privacy.noise import Noise
+from dpfed.privacy.oracle import FleetOracle, free, out_of_memory
+
+LOG = logging.getLogger("dpfed")
 
 
 def learning_rate(base: float, schedule: str, t: int, rounds: int) -> float:
@@ -73,24 +79,48 @@ class Fleet:
         self._watch = watch
         size = job.config.run.fleet_size
         self._size = job.schedule.cohort if size == "auto" else size
+        self._max_slots = job.config.run.max_slots
+        self._said = False
 
     def run_cohort(self, t: int, state: State, clients: Sequence[int]) -> tuple[Message, int]:
         """The mean of the clients' messages, and how many answered."""
         total: Message = {}
         weights = self._weights(clients)
-        for first in range(0, len(clients), self._size):
-            part = clients[first : first + self._size]
-            message = self._fleet(t, state, part)
-            weight = weights[first : first + self._size]
+        size = self._size  # a fleet that does not fit lowers it, for the rounds after this one
+        for first in range(0, len(clients), size):
+            message = self._fleet(t, state, clients[first : first + size])
+            weight = weights[first : first + size]
             for name, value in message.items():
                 summed = torch.tensordot(weight, value, dims=1)
                 total[name] = total[name] + summed if name in total else summed
         return total, len(clients)
 
     def _fleet(self, t: int, state: State, clients: Sequence[int]) -> Message:
-        job, server = self._job, state.server
+        """The clients' messages `[S, ...]`."""
+        return self._attempt(t, state, clients, None)
+
+    def _attempt(self, t: int, state: State, clients: Sequence[int], noise: Sequence[Noise] | None) -> Message:
+        """The clients' messages, and their memory kept; of an attempt that found no room nothing is."""
+        job = self._job
         ctx = context(job, t, clients, state.clip)
-        oracle = FleetOracle(
+        oracle = self._oracle(t, state, clients, noise)
+        done = self._steps(ctx, state, clients, oracle)
+        if done is None:
+            return self._halves(t, state, clients, oracle.noise)
+        if oracle.max_slots < self._max_slots:
+            self._max_slots = oracle.max_slots
+            self._say_once()
+        local, message, memory = done
+        if not job.config.run.allow_nan:
+            refuse_nonfinite(t, clients, {**message, **memory})
+        self.memory.put(t, clients, memory)
+        if self._watch is not None:
+            self._watch(ctx, clients, local)
+        return message | {"below": oracle.below} if job.plan.clipping.counts else message
+
+    def _oracle(self, t: int, state: State, clients: Sequence[int], noise: Sequence[Noise] | None) -> FleetOracle:
+        job = self._job
+        return FleetOracle(
             job.model,
             job.records,
             job.shards,
@@ -98,19 +128,53 @@ class Fleet:
             job.streams,
             t,
             clients,
-            steps=ctx.K,
-            max_slots=job.config.run.max_slots,
+            steps=job.config.run.local_steps,
+            max_slots=self._max_slots,
             view=job.view,
+            noise=noise,
         )
-        local = job.algorithm.start(ctx, server, self.memory.gather(clients, job.device))
-        for k in range(1, ctx.K + 1):
-            local = job.algorithm.step(ctx, local, oracle, torch.tensor(k, dtype=torch.float64, device=job.device))
-            self._stop()
-        message, memory = job.algorithm.finish(ctx, server, local)
-        self.memory.put(t, clients, memory)
-        if self._watch is not None:
-            self._watch(ctx, clients, local)
-        return message | {"below": oracle.below} if job.plan.clipping.counts else message
+
+    def _steps(
+        self, ctx: Context, state: State, clients: Sequence[int], oracle: FleetOracle
+    ) -> tuple[Any, Message, Memory] | None:
+        """The clients' states, messages and memory after K local steps; None where there is no room for so many."""
+        job = self._job
+        try:
+            local = job.algorithm.start(ctx, state.server, self.memory.gather(clients, job.device))
+            for k in range(1, ctx.K + 1):
+                local = job.algorithm.step(ctx, local, oracle, torch.tensor(k, dtype=torch.float64, device=job.device))
+                self._stop()
+            return local, *job.algorithm.finish(ctx, state.server, local)
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+        return None
+
+    def _halves(self, t: int, state: State, clients: Sequence[int], noise: Sequence[Noise]) -> Message:
+        """The same steps by two fleets of half the size."""
+        if len(clients) == 1:
+            raise StoppedError(
+                f"round {t} does not fit into the memory of {self._job.device}, not even one record of one client at a "
+                "time: choose a smaller model or another run.device; what was computed before is kept"
+            )
+        free(self._job.device)
+        half = (len(clients) + 1) // 2
+        self._size = min(self._size, half)
+        self._max_slots = self._job.config.run.max_slots  # with fewer rows there may be room for whole passes
+        self._say_once()
+        parts = [self._attempt(t, state, clients[p], noise[p]) for p in (slice(0, half), slice(half, None))]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def _say_once(self) -> None:
+        if self._said:
+            return
+        self._said = True
+        sentence = (
+            f"{self._job.device} ran out of memory: from here on less is computed at once, with the same random numbers; "
+            "a lower run.max_slots or run.fleet_size saves the failed attempts"
+        )
+        self._job.notes.append(sentence)
+        LOG.warning(sentence)
 
     def _weights(self, clients: Sequence[int]) -> Tensor:
         """Weights of the mean, public constants that sum to one."""
@@ -119,3 +183,15 @@ class Fleet:
         else:
             weights = torch.ones(len(clients))
         return (weights / weights.sum()).to(self._job.device)
+
+
+def refuse_nonfinite(t: int, clients: Sequence[int], values: Message) -> None:
+    """Values have noise in them, so that naming their client tells nothing about a record."""
+    for name, value in values.items():
+        finite = value.reshape(len(clients), -1).isfinite().all(1)
+        if not bool(finite.all()):
+            client = clients[int(finite.int().argmin())]
+            raise DivergedError(
+                f"in round {t} the {name} of client {client} is no longer finite: lower algorithm.lr; "
+                "what was computed before is kept"
+            )

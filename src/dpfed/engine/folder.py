@@ -206,7 +206,7 @@ def _round_of(line: str) -> float:
     """The round of a line of metrics; a line cut short by a crash is of no round and is dropped."""
     try:
         return int(json.loads(line)["round"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return math.inf
 
 

@@ -111,7 +111,9 @@ class ClientMemory:
         path = self._folder / self._files[client].file
         try:
             mapped: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError):
+            if mapped.shape != (len(self._names), self._size) or mapped.dtype != np.float32:
+                raise ValueError
+        except Exception:  # for bytes that are no array NumPy raises a dozen kinds, down to TokenError
             raise DpfedError(f"{path} is missing or damaged: the memory of client {client} is lost") from None
         return mapped
 

@@ -62,11 +62,10 @@ def assemble(
     _refuse_absent(model, section.attention)
     try:
         names, blocks = block_index(model, shapes, architecture, granularity, lora_merge_ab, cnn_blocks)
+        space = Space(tuple(shapes), tuple(shapes.values()), tuple(names), blocks)
     except ValueError as error:
         raise DpfedError(f"the blocks of {type(model).__name__} cannot be formed: {error}") from None
-    return Assembled(
-        built, adapted, Space(tuple(shapes), tuple(shapes.values()), tuple(names), blocks), total, tuple(notes)
-    )
+    return Assembled(built, adapted, space, total, tuple(notes))
 
 
 def _refuse_absent(model: nn.Module, attention: tuple[str, ...]) -> None:

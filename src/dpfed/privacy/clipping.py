@@ -90,9 +90,14 @@ def clip_and_sum(
     return total, pick.sum(1, keepdim=True)
 
 
+def finite_records(grads: Sequence[Tensor]) -> Tensor:
+    """Which records have a gradient whose norm is a number, `[M]`; in single precision, whatever they come in."""
+    return torch.stack([g.float().square().sum(1) for g in grads]).sum(0).isfinite()
+
+
 def by_unit(grads: Sequence[Tensor], unit: Tensor, units: int) -> tuple[list[Tensor], Tensor]:
     """Mean gradient of each unit per tensor `[U, n]`, and 1 for units whose records are all finite, else 0."""
-    finite = torch.stack([g.float().square().sum(1) for g in grads]).sum(0).isfinite()  # [M]
+    finite = finite_records(grads)
     grads = [torch.where(finite.unsqueeze(1), g.float(), 0.0) for g in grads]
     if units == len(unit):
         return grads, finite.float()

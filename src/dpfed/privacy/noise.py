@@ -60,12 +60,15 @@ class Noise(Protocol):
 
     def normal(self, size: int) -> Tensor: ...
 
+    def again(self) -> Noise:
+        """The same numbers from the first on, for steps that are run again because nothing came of them."""
+
 
 class SeededNoise:
     """Repeatable noise for simulations: not for release."""
 
     def __init__(self, streams: Streams, round: int, client: int, device: torch.device) -> None:
-        self._device = device
+        self._device, self._named = device, (streams, round, client)
         if device.type == "cuda":
             self._cuda = torch.Generator(device)
             self._cuda.manual_seed(streams.number("noise", round, client))
@@ -78,13 +81,17 @@ class SeededNoise:
             return torch.randn(size, generator=self._cuda, device=self._device)
         return torch.from_numpy(self._cpu.standard_normal(size, dtype=np.float32)).to(self._device)
 
+    def again(self) -> SeededNoise:
+        return SeededNoise(*self._named, self._device)
+
 
 class OsNoise:
     """Noise that nobody can repeat: ChaCha20 keyed by the operating system, Box-Muller in double precision."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, key: tuple[bytes, bytes] | None = None) -> None:
         self._device = device
-        self._stream = Cipher(ChaCha20(os.urandom(32), os.urandom(16)), mode=None).encryptor()
+        self._key = key or (os.urandom(32), os.urandom(16))
+        self._stream = Cipher(ChaCha20(*self._key), mode=None).encryptor()
 
     def uniform(self, size: int) -> np.ndarray:
         """53-bit numbers in (0, 1]: never zero, so that the logarithm is finite."""
@@ -97,3 +104,6 @@ class OsNoise:
         angle = 2.0 * np.pi * self.uniform(half)
         both = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size]
         return torch.from_numpy(both.astype(np.float32)).to(self._device)
+
+    def again(self) -> OsNoise:
+        return OsNoise(self._device, self._key)

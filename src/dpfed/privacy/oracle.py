@@ -4,10 +4,14 @@
 
 What is drawn, clipped and added follows from the plan's `Mechanism`, which is also what the ledger has charged; the
 oracle refuses any release beyond it. Only noised values leave it.
+
+Where the device has no room for a pass, the same draw is computed in smaller passes; nothing is drawn for it again, so
+which batches fit can have no part in what is released.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,10 +20,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpfed.privacy.clipping import clip_and_sum, clip_mean_by_tensor
-from dpfed.privacy.noise import Streams
+from dpfed.privacy.clipping import clip_and_sum, clip_mean_by_tensor, finite_records
+from dpfed.privacy.noise import Noise, Streams
 from dpfed.privacy.plan import Plan
 from dpfed.privacy.sampling import batches
+
+# What is said here is private and stays with the client. It has a level of its own, so that a program which logs
+# everything does not get it by accident: whoever wants it asks for this logger by name.
+PRIVATE = logging.getLogger("dpfed.private")
+PRIVATE.setLevel(logging.WARNING)
+NO_ROOM = ("out of memory", "not enough memory", "can't allocate", "cannot allocate", "alloc_failed")
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether this is a device or machine that has no room left; torch says so in several ways."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in NO_ROOM)
 
 
 class Tensors(Protocol):
@@ -112,16 +129,18 @@ class FleetOracle:
         steps: int,
         max_slots: int = 512,
         view: View | None = None,
+        noise: Sequence[Noise] | None = None,
     ) -> None:
         self._gradients, self._records, self._holdings, self._plan = gradients, records, holdings, plan
         self._clients = list(clients)
         self._device = records.labels.device
         self._batches = [batches(plan, i, streams.generator("batch", round, i)) for i in self._clients]
-        self._noise = [streams.noise(round, i, self._device) for i in self._clients]
-        self._view = view
+        # `noise` is given where this round's steps are run again: fresh noise would be a second draw.
+        self._noise = list(noise) if noise else [streams.noise(round, i, self._device) for i in self._clients]
+        self._round, self._view = round, view
         self._dropout = [streams.number("dropout", round, i) for i in self._clients] if gradients.has_dropout else None
         self._augment = [streams.number("augment", round, i) for i in self._clients] if view is not None else None
-        self._max_slots = max_slots
+        self.max_slots = max_slots
         self._std = self._column([plan.noise_std(i) for i in self._clients])
         self._count_std = self._column([plan.count_std(i) for i in self._clients])
         self._expected = self._column([float(plan.expected[i]) for i in self._clients])
@@ -158,13 +177,18 @@ class FleetOracle:
         return self._drawn
 
     @property
+    def noise(self) -> list[Noise]:
+        """The clients' noise, each from its beginning."""
+        return [noise.again() for noise in self._noise]
+
+    @property
     def below(self) -> Tensor:
         """Noised share of units at or below C, mean over all releases so far, `[S, 1]`; for quantile clipping."""
         return self._below / max(1, self._counted)
 
     def _release(self, theta: Tensor, slots: Slots, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         self._released += 1
-        noised, count = self._clipped_sum(theta, slots, scale)
+        noised, count = self._fitting_sum(theta, slots, scale)
         noisy, counts = bool(self._plan.multipliers.any()), self._plan.clipping.counts
         if noisy:  # without noise σ=0 is exact, also for C = inf
             noised = noised + self._std * torch.stack([noise.normal(theta.shape[1]) for noise in self._noise])
@@ -209,6 +233,18 @@ class FleetOracle:
             return None
         return torch.from_numpy(part.key ^ np.array(seeds, dtype=np.int64)[part.client]).to(self._device)
 
+    def _fitting_sum(self, theta: Tensor, slots: Slots, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`_clipped_sum`, with half as many records in a pass for as long as they do not fit."""
+        while True:
+            try:
+                return self._clipped_sum(theta, slots, scale)
+            except Exception as error:
+                # The limit is halved whatever was drawn: a limit that followed the batch would tell its size.
+                if not out_of_memory(error) or self.max_slots == 1:
+                    raise
+            self.max_slots //= 2  # outside the handler, where the failed pass is no longer held
+            free(self._device)
+
     def _clipped_sum(self, theta: Tensor, slots: Slots, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         """Σ of clipped per-unit gradients for each client `[S, P]`, and the count at or below C `[S, 1]`.
 
@@ -217,7 +253,7 @@ class FleetOracle:
         rule, clip = self._plan.clipping, self._plan.clip if self._plan.clipping.per_unit else float("inf")
         total = torch.zeros_like(theta, dtype=torch.float32)
         count = torch.zeros_like(self.phi)
-        for part in slots.chunks(self._max_slots):
+        for part in slots.chunks(self.max_slots):
             client = torch.from_numpy(part.client).to(self._device)
             inputs, labels = self._records.take(torch.from_numpy(part.row).to(self._device))
             views = self._keyed(self._augment, part)
@@ -226,6 +262,8 @@ class FleetOracle:
             grads = self._gradients.grads(theta, client, inputs, labels, self._keyed(self._dropout, part))
             if scale is not None:
                 grads = _scaled(grads, scale.expand(theta.shape).index_select(0, client))
+            if PRIVATE.isEnabledFor(logging.DEBUG):
+                self._tell_lost(part, grads)
             unit = torch.from_numpy(part.unit).to(self._device)
             owner = torch.from_numpy(part.owner).to(self._device)
             summed, counted = clip_and_sum(grads, unit, owner, theta.shape[0], clip, rule)
@@ -236,8 +274,23 @@ class FleetOracle:
             total = self._expected * clip_mean_by_tensor(total, drawn, sizes, self._plan.clip)
         return total, count
 
+    def _tell_lost(self, part: Slots, grads: Sequence[Tensor]) -> None:
+        lost = np.bincount(part.client[~finite_records(grads).cpu().numpy()], minlength=len(self._clients))
+        for client, count in zip(self._clients, lost, strict=True):
+            if count:
+                PRIVATE.debug(
+                    "round %d, batch %d, client %d: the gradient of %d record(s) is not finite and counts as zero",
+                    self._round, self._drawn, client, count,
+                )  # fmt: skip
+
     def _column(self, values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64).unsqueeze(1).to(torch.float32).to(self._device)
+
+
+def free(device: torch.device) -> None:
+    """Gives back what a failed pass had taken: torch would keep it for tensors of the same size."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _scaled(grads: Sequence[Tensor], scale: Tensor) -> list[Tensor]:

@@ -6,6 +6,7 @@ Nothing here runs code that comes with weights: `trust_remote_code` is never set
 from __future__ import annotations
 
 import json
+import math
 import os
 import urllib.error
 import urllib.request
@@ -85,7 +86,7 @@ def config_of(weights: str, **changes: Any) -> Any:
     name, local = source_of(weights)
     try:
         return AutoConfig.from_pretrained(name, local_files_only=local, trust_remote_code=False, **changes)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # values of another type or out of range raise a dozen kinds
         raise DpfedError(f"the configuration of {weights!r} cannot be used: {first_line(error)}") from None
 
 
@@ -107,8 +108,7 @@ def model_of(
     if classes is not None:
         config.num_labels = classes
     if weights is None or on_meta():
-        model, lacking, misfit = auto.from_config(config, trust_remote_code=False), set[str](), set[str]()
-        model = model.float()
+        model, lacking, misfit = _shaped(auto, config, weights), set[str](), set[str]()
     else:
         model, lacking, misfit = _load(auto, config, weights)
     if classes is None:
@@ -130,6 +130,15 @@ def model_of(
 
 def _inside(name: str, modules: tuple[str, ...]) -> bool:
     return any(name == m or name.startswith(f"{m}.") for m in modules)
+
+
+def _shaped(auto: Any, config: Any, weights: str | None) -> nn.Module:
+    try:
+        model: nn.Module = auto.from_config(config, trust_remote_code=False).float()
+    except Exception as error:  # sizes that do not go together fail anywhere inside a model
+        what = "of this shape" if weights is None else f"of {weights!r}"
+        raise DpfedError(f"a model {what} cannot be built: {first_line(error)}") from None
+    return model
 
 
 def _load(auto: Any, config: Any, weights: str) -> tuple[nn.Module, set[str], set[str]]:
@@ -182,9 +191,13 @@ def public_constants(weights: str | None) -> tuple[tuple[float, ...], tuple[floa
     try:
         public = json.loads(path.read_text(encoding="utf-8"))
         mean, std = (tuple(float(v) for v in public[k]) for k in ("image_mean", "image_std"))
+        if len(mean) != len(std) or not all(map(math.isfinite, (*mean, *std))) or not all(s > 0 for s in std):
+            raise ValueError(
+                "image_mean and image_std must be numbers, one of each for a channel, and image_std above 0"
+            )
     except KeyError:
         return None
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise DpfedError(f"{path} cannot be read: {first_line(error)}") from None
     return mean, std
 
@@ -207,12 +220,13 @@ def tokenizer_of(name: str, key: str) -> Any:
     source, local = source_of(name, key)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local, trust_remote_code=False)
+        size, special = len(tokenizer), len(tokenizer.all_special_ids)  # a damaged one may fail only here
     except Exception as error:  # missing, damaged or unknown files raise a dozen kinds
         raise DpfedError(
             f"{key} = {name!r} has no tokenizer that can be loaded ({first_line(error)}): set model.tokenizer to a folder "
             "with tokenizer.json"
         ) from None
-    if len(tokenizer) <= len(tokenizer.all_special_ids):  # made up by the library where the files are missing
+    if size <= special:  # made up by the library where the files are missing
         raise DpfedError(f"{key} = {name!r} has no tokenizer: set model.tokenizer to a folder with tokenizer.json")
     if not tokenizer.is_fast:
         raise DpfedError(f"{key} = {name!r} has only a slow tokenizer: convert it to one with tokenizer.json")
