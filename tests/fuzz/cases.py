@@ -27,7 +27,7 @@ from mutants import ODD, SMALL, Files, mutate, read_folder, write_folder  # noqa
 
 import export_case  # noqa: E402
 from compare import helpers  # noqa: E402
-from dpfed.compare.output import write as write_tables  # noqa: E402
+from dpfed.compare.output import curves_of, search_csv, table_of  # noqa: E402
 from dpfed.compare.study import RUNS, STUDY, claim, conduct  # noqa: E402
 from dpfed.config import build, load, to_toml  # noqa: E402
 from dpfed.data.sources.glue import Qnli, Rte  # noqa: E402
@@ -50,6 +50,7 @@ from dpfed.model.zoo.text import AutoText  # noqa: E402
 from dpfed.model.zoo.vision import AutoImage  # noqa: E402
 from dpfed.privacy.ledger import Ledger  # noqa: E402
 from dpfed.registry import registry  # noqa: E402
+from dpfed.report.tables import to_csv, to_json, to_latex, to_markdown  # noqa: E402
 
 KNOWN = registry()
 CPU = torch.device("cpu")
@@ -350,7 +351,11 @@ def study_files() -> Files:
 def read_study(folder: Path) -> None:
     with claim(folder, study(), force=False):
         results = conduct(study(), folder, helpers.FakeRunner(score), KNOWN)
-        write_tables(study(), results, folder)
+        table = table_of(study(), results)  # all that is written but the plots, which take a second
+        for form in (to_csv, to_json, to_markdown, to_latex):
+            form(table).encode()
+        search_csv(results).encode()
+        curves_of(results, "")
 
 
 CASES: dict[str, Case] = {

@@ -32,7 +32,7 @@ def changes(out: Path, config: Config) -> list[tuple[str, Any, Any]]:
     """(key, was, is) of everything that is not as it was when the run in `out` began or last went on."""
     try:
         stored = tomllib.loads((out / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         raise DpfedError(f"{out} is not the folder of a run: --resume needs one that `dpfed run` has made") from None
     found = []
     for section, table in to_dict(config).items():
@@ -89,6 +89,6 @@ def name_of(out: Path) -> str:
 def result_in(out: Path) -> dict[str, Any]:
     try:
         found = json.loads((out / RESULT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
