@@ -115,6 +115,9 @@ class RunSection:
         "seeded"
     )
     device: Annotated[str, "auto, cpu, cuda or cuda:N"] = "auto"
+    precision: Annotated[
+        Literal["float32", "bf16"], "of frozen weights and activations; all DP arithmetic is float32"
+    ] = "float32"
     threads: Annotated[int | Literal["auto"], "CPU threads; auto: one for small models, which more would slow down"] = (
         "auto"
     )

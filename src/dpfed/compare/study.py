@@ -119,7 +119,9 @@ def make_task(study: Study, arm: int, point: Point, seed: int | None, registry: 
     if seed is None:
         # scored once, at its end; with a budget the end may come sooner
         every = run.eval_every if config.privacy.budget is not None else run.rounds
-        run = dataclasses.replace(run, seed=first + TUNING_SEED, eval_on="validation", eval_every=every, checkpoint_every=0)
+        run = dataclasses.replace(
+            run, seed=first + TUNING_SEED, eval_on="validation", eval_every=every, checkpoint_every=0
+        )
     else:
         run = dataclasses.replace(run, seed=first + seed, eval_on="test", checkpoint_every=0)
     config = dataclasses.replace(config, run=run)

@@ -23,9 +23,10 @@ from dpfed.model.per_sample import Batch, PerSample, call, trainable
 from dpfed.model.space import Space
 from dpfed.model.task import InputSpec
 from dpfed.privacy.noise import Streams
-from dpfed.privacy.oracle import Records, View
 from dpfed.privacy.plan import Plan, Schedule, make_plan
+from dpfed.privacy.records import Records, View
 
+PRECISION = {"float32": torch.float32, "bf16": torch.bfloat16}
 SMALL = 1_000_000  # models with fewer parameters are computed by one CPU thread unless told otherwise
 
 
@@ -299,15 +300,25 @@ def build_model(
     set_threads(config.run.threads, parts.total)
     theta = space.flatten(trainable(adapted.model))
 
-    def forward(model: torch.nn.Module, weights: dict[str, Tensor], inputs: Batch) -> Tensor:
-        return built.task.score(call(model, weights, built.prepare(dict(inputs))), inputs)
+    dtype = PRECISION[config.run.precision]
 
-    model = PerSample(adapted.model, space, forward, built.task.loss, built.task.correct, built.rows)
+    def forward(model: torch.nn.Module, weights: dict[str, Tensor], inputs: Batch) -> Tensor:
+        return built.task.score(call(model, weights, cast(built.prepare(dict(inputs)), dtype)), inputs)
+
+    model = PerSample(adapted.model, space, forward, built.task.loss, built.task.correct, built.rows, dtype)
     if config.model.liveness:
         generator = torch.Generator().manual_seed(streams.number("check"))
         synthetic = {k: v.to(device) for k, v in (built.spec or spec).synthetic(RECORDS, generator).items()}
         check_alive(model, theta, synthetic, spec.classes, generator)
     return model, adapted, theta
+
+
+def cast(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Floating-point inputs in the model's type; a mask's least number stays finite."""
+    if dtype == torch.float32:
+        return inputs
+    least = torch.finfo(dtype).min
+    return {name: x.clamp_min(least).to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
 
 
 def block_rules(config: Config) -> dict[str, Any]:

@@ -8,9 +8,8 @@ oracle refuses any release beyond it. Only noised values leave it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,49 +18,8 @@ from torch import Tensor
 from dpfed.privacy.clipping import clip_and_sum, clip_mean_by_tensor
 from dpfed.privacy.noise import Streams
 from dpfed.privacy.plan import Plan
+from dpfed.privacy.records import Gradients, Holdings, Records, View
 from dpfed.privacy.sampling import batches
-
-
-class Tensors(Protocol):
-    """The trainable tensors in the order of the flat vector (model/space.py)."""
-
-    @property
-    def shapes(self) -> Sequence[torch.Size]: ...
-
-
-class Gradients(Protocol):
-    """Per-sample gradients `[M, n]` for each trainable tensor (model/per_sample.py)."""
-
-    @property
-    def space(self) -> Tensors: ...
-
-    @property
-    def has_dropout(self) -> bool: ...
-
-    def grads(
-        self, theta: Tensor, client: Tensor, inputs: Mapping[str, Tensor], labels: Tensor, keys: Tensor | None = None
-    ) -> list[Tensor]: ...
-
-
-View = Callable[[Mapping[str, Tensor], Tensor], dict[str, Tensor]]
-"""(inputs, keys) -> inputs: a random view of each record, by its key."""
-
-
-class Holdings(Protocol):
-    """Who holds what (data/partition.py)."""
-
-    def slots(self, client: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]: ...
-
-
-@dataclass(frozen=True)
-class Records:
-    """The records themselves, on the device: inputs by name and labels, row by row."""
-
-    inputs: Mapping[str, Tensor]
-    labels: Tensor
-
-    def take(self, rows: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        return {name: x.index_select(0, rows) for name, x in self.inputs.items()}, self.labels.index_select(0, rows)
 
 
 @dataclass(frozen=True)
