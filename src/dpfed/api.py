@@ -9,6 +9,7 @@ tuned.export("my-adapter")
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from dpfed.config import Config, build, overlay
 from dpfed.data.sources.given import source_of
 from dpfed.engine.folder import fresh_folder
+from dpfed.engine.prior import SPENDING
 from dpfed.engine.run import run
 from dpfed.errors import DpfedError
 from dpfed.registry import registry
@@ -120,6 +122,9 @@ def _saved(model: Any, tokenizer: Any, folder: Path) -> Path:
     if base.exists():
         raise DpfedError(f"{base} exists: choose another out")
     model.save_pretrained(str(base))
+    spent = Path(str(getattr(model, "name_or_path", ""))) / SPENDING
+    if spent.is_file():  # a model that was loaded from an export keeps its account
+        shutil.copy(spent, base / SPENDING)
     if tokenizer is not None:
         tokenizer.save_pretrained(str(base))
     return base

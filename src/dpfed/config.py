@@ -78,7 +78,8 @@ class PrivacySection:
         Literal["flat", "automatic", "quantile", "batch_tensor"],
         "cut to norm C, normalised to norm C, C follows a noised quantile of the norms; batch_tensor protects nothing",
     ] = "flat"
-    clip_stability: Annotated[float | None, Gt(0), "automatic: s in g·C/(‖g‖+s); default 0.01"] = None
+    # Below 1e-12 a gradient whose squares are lost in single precision would be taken for zero and blown up beyond C.
+    clip_stability: Annotated[float | None, Ge(1e-12), "automatic: s in g·C/(‖g‖+s); default 0.01"] = None
     quantile: Annotated[float | None, Gt(0), Lt(1), "quantile: share of norms at or below C; default 0.5"] = None
     quantile_lr: Annotated[float | None, Gt(0), "quantile: how fast log C follows; default 0.2"] = None
     quantile_noise: Annotated[float | None, Gt(1), "quantile: noise of the count over that of all; default 10"] = None

@@ -123,6 +123,7 @@ def test_a_saved_folder(library: Any, tmp_path: Path) -> None:
         ({"dataset": "d", "text": "sentence", "test_split": "t"}, "cannot be loaded with splits 'train' and 't'"),
         ({"dataset": "/no/such/folder", "text": "sentence"}, "there is no folder /no/such/folder"),
         ({"dataset": "d", "text": "sentence", "client_column": "w"}, "has no column 'w': set data.client_column"),
+        ({"dataset": "d", "text": "sentence", "test_split": "train"}, "must be other records"),
     ],
 )
 def test_mistakes_are_one_sentence(library: Any, section: dict[str, Any], words: str) -> None:

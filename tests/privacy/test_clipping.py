@@ -133,10 +133,17 @@ def test_automatic_by_hand() -> None:
     assert total[0].tolist() == pytest.approx([0.6, 0.0, 0.8])  # a zero gradient adds zero
 
 
+def test_automatic_does_not_blow_up_what_single_precision_takes_for_zero() -> None:
+    """The squares of 2e-23 are lost, so the norm comes out as 0; at s = 1e-30 this would add 2e10 C."""
+    g = torch.full((1, 1_000_000), 2e-23)
+    total, _ = added(g, Clipping("automatic", stability=1e-12), 0.1)
+    assert float(total.double().norm()) < 0.1
+
+
 @given(
     st.lists(st.floats(-(2.0**60), 2.0**60, width=32), min_size=4, max_size=4),
     st.sampled_from([1e-12, 0.1, 1e6]),
-    st.sampled_from([1e-6, 0.01, 10.0]),
+    st.sampled_from([1e-12, 1e-6, 0.01, 10.0]),
 )
 def test_automatic_gives_every_gradient_less_than_c(values: list[float], clip: float, stability: float) -> None:
     g = torch.tensor([values])
@@ -442,6 +449,7 @@ def test_every_key_changes_the_run() -> None:
         ({"clip_mode": "quantile", "quantile_noise": math.inf}, "finite"),
         ({"clip_mode": "quantile", "quantile_lr": math.inf}, "finite"),
         ({"clip_mode": "automatic", "clip_stability": math.inf}, "finite"),
+        ({"clip_mode": "automatic", "clip_stability": 1e-13}, ">= 1e-12"),
         ({"clip_mode": "quantile", "noise_scale": "literal_c2"}, "fixed clip norm"),
         ({"clip_mode": "quantile", "clip": math.inf, "sigma": 0.0}, "no meaning"),
         ({"clip_mode": "batch_tensor"}, "no accounting"),

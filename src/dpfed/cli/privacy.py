@@ -61,7 +61,7 @@ def privacy(
     numbers = {name: value for name, value in locals().items() if name in NUMBERS}
     planned, accounts, clients = asked_for(target, overrides or [], numbers, colluding)
     figures = figures_of(planned, accounts, public)
-    extras = extras_of(planned, meaning, tuning_runs, asymptotic, clients)
+    extras = extras_of(accounts.realised if accounts else planned, meaning, tuning_runs, asymptotic, clients)
     for line in table(planned, accounts, figures, extras, public):
         print(line)
     if plot is not None:
@@ -129,7 +129,7 @@ def from_flags(numbers: dict[str, Any], colluding: int) -> Planned:
 
 def from_config(target: str, overrides: list[str], colluding: int) -> tuple[Planned, int]:
     from dpfed.config import load
-    from dpfed.engine.prior import prior_of
+    from dpfed.engine.prior import past_of
     from dpfed.engine.run import refuse_target
     from dpfed.engine.setup import plan_of
     from dpfed.engine.spending import budget_of
@@ -142,9 +142,9 @@ def from_config(target: str, overrides: list[str], colluding: int) -> tuple[Plan
         raise DpfedError(
             'this configuration has no privacy: privacy.enabled is false, sigma is 0 or privacy.accounting is "none"'
         )
-    prior, _ = prior_of(config.model.adapter)
-    refuse_target(config, prior)
-    spending = budget_of(plan, schedule, config.privacy.delta, config.privacy.budget, colluding, prior)
+    past = past_of(config)
+    refuse_target(config, past)
+    spending = budget_of(plan, schedule, config.privacy.delta, config.privacy.budget, colluding, past)
     return spending.planned, schedule.clients
 
 
@@ -154,7 +154,7 @@ def figures_of(planned: Planned, accounts: Accounts | None, public: bool) -> dic
         "server_worst": accounts.server_worst if accounts else planned.server_worst,
         "server_expected": planned.server_expected,
         "third_party": accounts.third_party if accounts else planned.third_party,
-        "rdp_server_worst": planned.rdp_server_worst,
+        "rdp_server_worst": (accounts.realised if accounts else planned).rdp_server_worst,
         "sigma": noise[0] if min(noise) == max(noise) else [min(noise), max(noise)],
         "delta": planned.delta,
         "guarantee": planned.assumptions(),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,14 @@ class Accounts:
     rows: int
     seeded: bool
     void: str | None
-    most: tuple[tuple[Mechanism, int], ...] = ()  # history of the client that spent most
+    most_rounds: int = 0  # of any client, every attempt counted
 
     @property
-    def worst(self) -> list[tuple[Mechanism, int]]:
-        """The costliest history that any client can have: the plan's, or a real one that repeated attempts made dearer."""
-        return list(self.most) if self.server_max > self.planned.server_worst else self.planned.worst
+    def realised(self) -> Planned:
+        """The plan as it came out: where attempts were repeated, a client may have released more than T rounds."""
+        if self.most_rounds <= self.planned.rounds:
+            return self.planned
+        return replace(self.planned, chances=((1.0, self.most_rounds),))
 
     @property
     def server_max(self) -> float:
@@ -80,12 +83,11 @@ def read_accounts(folder: Path, colluding: int = 0) -> Accounts:
     planned = _planned(folder, meta, colluding)
     clients = int(meta["clients"])
     epsilons = _epsilons(histories, taken, planned, clients)
-    dearest = {int(client): history for client, history in histories.items()}.get(int(epsilons.argmax()), [])
     return Accounts(
         planned=planned,
         clients=clients,
         epsilons=epsilons,
-        most=(*planned.prior, *dearest),
+        most_rounds=math.ceil(max(sum(n for _, n in h) for h in histories.values()) / planned.local_steps),
         rows=head.rows,
         seeded=seeded,
         void="a round was attempted more than once, so it equals the server's figure" if repeated else None,
@@ -112,7 +114,7 @@ def _planned(folder: Path, meta: Mapping[str, Any], colluding: int) -> Planned:
         odds = chances(cohort, eligible, colluding)
         prior = tuple((Mechanism(*kind), int(steps)) for *kind, steps in meta["prior"])
         steps, delta, unit = int(meta["local_steps"]), float(meta["delta"]), str(meta["unit"])
-        return Planned(tuple(kinds), steps, share, odds, delta, unit, prior)
+        return Planned(tuple(kinds), steps, share, odds, delta, unit, prior, bool(meta["uncounted"]))
     except (KeyError, TypeError, ValueError):
         raise DpfedError(f"the ledger of {folder} does not state its plan: it was not written by a run") from None
 

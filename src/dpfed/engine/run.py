@@ -21,20 +21,18 @@ from dpfed.engine.fleet import Fleet
 from dpfed.engine.folder import CONFIG, RESULT, RunFolder, fresh_folder, refuse_occupied
 from dpfed.engine.memory import ClientMemory
 from dpfed.engine.metrics import task_metrics
-from dpfed.engine.prior import prior_of
+from dpfed.engine.prior import past_of
 from dpfed.engine.rounds import Progress, Round, first_state, train
 from dpfed.engine.setup import Job, prepare
 from dpfed.engine.spending import Budget, Spending, Spent, budget_of, open_ledger, reopen_ledger, spent_before
 from dpfed.engine.traffic import traffic
 from dpfed.errors import DivergedError, DpfedError, StoppedError
 from dpfed.privacy.ledger import Ledger
-from dpfed.privacy.statement import Prior, assumptions
+from dpfed.privacy.statement import Past, assumptions
 
 SIMULATION = "simulation: not for release"
 NO_PRIVACY = "no privacy"
-RELEASABLE = (
-    "the model may be released under its privacy statement; metrics, ledger and figures are for the server only"
-)
+RELEASABLE = "the model may be released under its privacy statement; all else in the folder is for the server only"
 MAY_CHANGE = ("eval_every", "checkpoint_every", "memory_limit", "threads")  # of [run], when a run goes on
 
 
@@ -65,13 +63,13 @@ def run(
         refuse_other(out, config)
     else:
         refuse_occupied(out, force)
-    prior, said = prior_of(config.model.adapter)
-    refuse_target(config, prior)
+    past = past_of(config)
+    refuse_target(config, past)
     job = prepare(config, source)
-    job.notes.extend(said)
+    job.notes.extend(past.notes)
     budget = None
     if job.plan.private:
-        budget = budget_of(job.plan, job.schedule, config.privacy.delta, config.privacy.budget, prior=prior)
+        budget = budget_of(job.plan, job.schedule, config.privacy.delta, config.privacy.budget, past=past)
         budget.check()
     note = release_note(config, job.plan.private)
     name = name_of(out) if resume else uuid.uuid4().hex
@@ -172,11 +170,11 @@ def _spending(job: Job, budget: Budget | None, ledger: Ledger | None, saved: Sav
     return Spending(job, budget, ledger, charged if job.config.run.noise == "os" else kept)
 
 
-def refuse_target(config: Config, prior: Prior) -> None:
-    if prior and config.privacy.target_epsilon is not None:
+def refuse_target(config: Config, past: Past) -> None:
+    if past.prior and config.privacy.target_epsilon is not None:
         raise DpfedError(
-            f"the adapter {config.model.adapter} has spent privacy already, and a target would be passed: give "
-            "privacy.sigma, and privacy.budget for what no client may pass in all"
+            "what the run starts from has spent privacy already, and a target would be passed: give privacy.sigma, and "
+            "privacy.budget for what no client may pass in all"
         )
 
 
@@ -253,5 +251,5 @@ def guarantee(job: Job) -> str:
     """The sentence without which an epsilon means nothing."""
     if not job.plan.private:
         return NO_PRIVACY
-    prior, _ = prior_of(job.config.model.adapter)
-    return assumptions(job.plan.kinds()[0], job.config.privacy.delta, job.plan.unit, prior)
+    past = past_of(job.config)
+    return assumptions(job.plan.kinds()[0], job.config.privacy.delta, job.plan.unit, past.prior, past.uncounted)

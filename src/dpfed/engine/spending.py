@@ -19,7 +19,7 @@ from dpfed.privacy.ledger import Charge, Ledger
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.plan import Plan, Schedule
 from dpfed.privacy.population import largest_epsilon
-from dpfed.privacy.statement import FEW, Planned, Prior, chances, fewest_eligible
+from dpfed.privacy.statement import FEW, NOTHING, Past, Planned, Prior, chances, fewest_eligible
 
 MOST_KINDS = 500  # a statement names so many different mechanisms; more are rounded up to a grid
 
@@ -44,7 +44,7 @@ def budget_of(
     delta: float,
     budget: float | None = None,
     colluding: int = 0,
-    prior: Prior = (),
+    past: Past = NOTHING,
 ) -> Budget:
     """Everything that can be said of a plan's spending in advance."""
     kinds, which = plan.kinds()
@@ -53,7 +53,7 @@ def budget_of(
     limits = None
     if budget is not None:
         some, where = (kinds, which) if len(kinds) <= FEW else coarser(plan)
-        limits = np.array([_rounds_within(kind, schedule, delta, budget, prior) for kind in some])[where]
+        limits = np.array([_rounds_within(kind, schedule, delta, budget, past.prior) for kind in some])[where]
     eligible = fewest_eligible(schedule.clients, schedule.cohort, schedule.rounds, limits)
     planned = Planned(
         tuple(kinds),
@@ -62,7 +62,8 @@ def budget_of(
         chances(schedule.cohort, eligible, colluding),
         delta,
         plan.unit,
-        prior,
+        past.prior,
+        past.uncounted,
     )
     return Budget(planned, eligible, limits)
 
@@ -102,6 +103,7 @@ def statement_of(job: Job, budget: Budget) -> dict[str, Any]:
         "kinds": [[kind.rate, kind.noise_multiplier] for kind in budget.planned.kinds],
         "eligible": [list(pair) for pair in budget.eligible],
         "prior": [[*astuple(kind), steps] for kind, steps in budget.planned.prior],
+        "uncounted": budget.planned.uncounted,
     }
 
 

@@ -1,9 +1,11 @@
 """Randomness: keyed streams that do not depend on fleet, order or resume; and the Gaussian noise itself (DESIGN 6).
 
 There is one generator per (seed, purpose, round, client), and a purpose never shares a stream with another. In a
-simulation all of them follow from the run's seed. With `noise = "os"` the streams that protect records (noise, batches,
-cohort) come from the operating system's entropy instead: they are never stored, cannot be repeated, and the noise is
-drawn through a cryptographic generator.
+simulation all of them follow from the run's seed. With `noise = "os"` the streams that protect records come from the
+operating system's entropy instead: they are never stored, cannot be repeated, and the noise is drawn through a
+cryptographic generator. Besides noise, batches and cohort these are dropout and augmentation. Their masks follow a
+record's place at its client, and a record that is left out moves all places behind it: whoever knew the masks could see
+every later record change, not one. Unknown masks are the mechanism's own randomness, the same in law at every place.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch import Tensor
 from dpfed.errors import DpfedError
 
 Purpose = Literal["cohort", "batch", "noise", "init", "dropout", "augment", "partition", "check"]
-SECRET: frozenset[Purpose] = frozenset({"cohort", "batch", "noise"})
+SECRET: frozenset[Purpose] = frozenset({"cohort", "batch", "noise", "dropout", "augment"})
 
 
 class Streams:

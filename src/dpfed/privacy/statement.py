@@ -79,10 +79,28 @@ Prior = tuple[tuple[Mechanism, int], ...]
 
 
 @dataclass(frozen=True)
+class Past:
+    """What was spent before on what a run starts from.
+
+    prior      counted for every client
+    uncounted  whether there is something whose cost nobody has counted
+    notes      what to say about it
+    """
+
+    prior: Prior = ()
+    uncounted: bool = False
+    notes: tuple[str, ...] = ()
+
+
+NOTHING = Past()
+
+
+@dataclass(frozen=True)
 class Planned:
     """A plan as the statement speaks of it: T rounds of K local steps, for clients that run one of `kinds`.
 
-    prior  what every client may have spent before, on the adapter that the run starts from
+    prior      what every client may have spent before, on what the run starts from
+    uncounted  whether the run starts from something whose cost to these clients nobody has counted
     """
 
     kinds: tuple[Mechanism, ...]
@@ -92,6 +110,7 @@ class Planned:
     delta: float
     unit: str = "record"
     prior: Prior = ()
+    uncounted: bool = False
 
     @cached_property
     def rounds(self) -> int:
@@ -105,9 +124,18 @@ class Planned:
         return max(self.kinds, key=lambda kind: server_epsilon(kind, self.local_steps, self.rounds, self.delta))
 
     @property
-    def worst(self) -> list[tuple[Mechanism, int]]:
-        """The history of the costliest client that takes part in every round."""
-        return [*self.prior, (self.worst_kind, self.local_steps * self.rounds)]
+    def bound(self) -> list[tuple[Mechanism, int]]:
+        """A history that costs at least as much as that of any client, at every delta and whatever is added to it.
+
+        The costliest kind will not do: kinds with one epsilon at this delta have different ones at another.
+        """
+        kind = self.kinds[0] if len(self.kinds) == 1 else self._dominating()
+        return [*self.prior, (kind, self.local_steps * self.rounds)]
+
+    @property
+    def _histories(self) -> list[list[tuple[Mechanism, int]]]:
+        """What clients of each kind release when they take part in every round."""
+        return [[*self.prior, (kind, self.local_steps * self.rounds)] for kind in self._few]
 
     @cached_property
     def _few(self) -> tuple[Mechanism, ...]:
@@ -169,7 +197,7 @@ class Planned:
         )
 
     def assumptions(self) -> str:
-        return assumptions(self.kinds, self.delta, self.unit, self.prior)
+        return assumptions(self.kinds, self.delta, self.unit, self.prior, self.uncounted)
 
     def over_rounds(self, points: int = 25) -> tuple[list[int], list[float], list[float]]:
         """(rounds, server's figure, third party's figure) after some of the rounds, for a plot."""
@@ -178,21 +206,21 @@ class Planned:
 
     def meaning(self) -> dict[str, float]:
         """What people ask of an epsilon: the replace-one figure and the largest advantage in guessing membership."""
-        out = {"membership_advantage": membership_advantage(self.worst)}
+        out = {"membership_advantage": max(map(membership_advantage, self._histories))}
         if self.kinds[0].sampling == "poisson":
-            out["replace_one"] = replace_one_epsilon(self.worst, self.delta)
+            out["replace_one"] = max(replace_one_epsilon(history, self.delta) for history in self._histories)
         return out
 
     def curve(self, epsilons: Sequence[float]) -> list[tuple[float, float]]:
-        """(epsilon, delta) pairs that hold at the same time."""
-        return [(e, delta_at(self.worst, e)) for e in epsilons]
+        """(epsilon, delta) pairs that hold at the same time, for every client."""
+        return [(e, max(delta_at(history, e) for history in self._histories)) for e in epsilons]
 
     def tuned(self, runs: int) -> float:
         """Epsilon when the best of so many runs on the same data was chosen and all of them are counted."""
-        return tuning_epsilon(self.worst, self.delta, runs)
+        return max(tuning_epsilon(history, self.delta, runs) for history in self._histories)
 
 
-def assumptions(kinds: Sequence[Mechanism], delta: float, unit: str, prior: Prior = ()) -> str:
+def assumptions(kinds: Sequence[Mechanism], delta: float, unit: str, prior: Prior = (), uncounted: bool = False) -> str:
     """What stands beside every epsilon: delta, neighbouring relation, unit, sampling, noise, accountant."""
     first = kinds[0]
     accountant = "PLD" if first.sampling == "poisson" else "RDP"
@@ -201,11 +229,8 @@ def assumptions(kinds: Sequence[Mechanism], delta: float, unit: str, prior: Prio
     return (
         f"(epsilon, delta = {delta:g}) differential privacy for {first.adjacency} {unit} of one client; "
         f"{first.sampling} sampling at rate {rates}; noise multiplier {noise}; {accountant} accountant"
-        + (
-            f"; with {sum(n for _, n in prior)} local steps spent before on the adapter it started from"
-            if prior
-            else ""
-        )
+        + (f"; with {sum(n for _, n in prior)} local steps spent before on what it started from" if prior else "")
+        + ("; it holds only if what it started from was not trained on these clients' records" if uncounted else "")
     )
 
 

@@ -33,6 +33,8 @@ class Given(DataSection):
 
 def source_of(train: Any, test: Any, classes: Sequence[str] | None = None) -> Source:
     """Two tables of the same columns. What the columns are follows from their names and types."""
+    if train is test:
+        raise DpfedError("test is train: the test set is public and must be other records")
     parts = {"train": _table(train, "train"), "test": _table(test, "test")}
     (first, kind), (second, other) = parts["train"], parts["test"]
     if kind != other or first.inputs.keys() != second.inputs.keys():

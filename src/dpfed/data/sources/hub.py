@@ -57,6 +57,8 @@ class Hub(DataSection):
             )
         if (self.text is None) == (self.image is None):
             raise DpfedError("set exactly one of data.text and data.image to the column that the model reads")
+        if self.train_split == self.test_split:
+            raise DpfedError("data.test_split is data.train_split: the test set is public and must be other records")
         splits = fetch(wanted, self.subset, (self.train_split, self.test_split))
         return self._source(wanted, splits)
 

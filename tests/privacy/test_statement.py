@@ -1,0 +1,43 @@
+"""Figures of a plan whose clients differ hold for every one of them, at every delta."""
+
+from __future__ import annotations
+
+import pytest
+
+from dpfed.privacy.accounting import delta_at, epsilon
+from dpfed.privacy.mechanism import Mechanism
+from dpfed.privacy.statement import Planned, assumptions
+
+# Both cost about 4 at delta 1e-5 over 200 steps, the first a little more; at a smaller delta the second is far dearer.
+KINDS = (Mechanism("poisson", 0.5, 7.7220742643420905), Mechanism("poisson", 0.01, 0.6219306499559979))
+PLANNED = Planned(KINDS, 10, 1.0, ((1.0, 20),), 1e-5)
+
+
+def test_the_case_is_one() -> None:
+    first, second = ([epsilon([(kind, 200)], delta).value for kind in KINDS] for delta in (1e-5, 1e-6))
+    assert first[0] > first[1]
+    assert second[0] + 0.4 < second[1]
+
+
+@pytest.mark.parametrize("delta", [1e-5, 1e-6])
+def test_the_bound_costs_as_much_as_any_client_at_any_delta(delta: float) -> None:
+    bound = epsilon(PLANNED.bound, delta).value
+    assert all(bound >= epsilon([(kind, 200)], delta).value for kind in KINDS)
+
+
+def test_the_bound_of_equal_clients_is_their_history() -> None:
+    before = ((Mechanism("poisson", 0.1, 2.0), 7),)
+    alone = Planned(KINDS[:1], 10, 1.0, ((1.0, 20),), 1e-5, prior=before)
+    assert alone.bound == [*before, (KINDS[0], 200)]
+
+
+def test_the_curve_holds_for_every_client() -> None:
+    for at, stated in PLANNED.curve([1.0, 8.0]):
+        assert stated == max(delta_at([(kind, 200)], at) for kind in KINDS)
+
+
+def test_an_uncounted_start_is_said_beside_every_epsilon() -> None:
+    plain, open_ended = (assumptions(KINDS, 1e-5, "record", uncounted=flag) for flag in (False, True))
+    assert "holds only if what it started from was not trained on these clients' records" in open_ended
+    assert plain in open_ended
+    assert "holds only if" not in plain
