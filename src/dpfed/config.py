@@ -123,7 +123,14 @@ class RunSection:
         "auto"
     )
     fleet_size: Annotated[int | Literal["auto"], "clients computed side by side; auto: the whole cohort"] = "auto"
-    max_slots: Annotated[int, Ge(1), "records in one forward pass"] = 512
+    max_slots: Annotated[int, Ge(1), "records in one forward pass of any size"] = 512
+    slots: Annotated[
+        int | Literal["auto"], "records in a pass of fixed size; auto: least work on a GPU, passes of any size on a CPU"
+    ] = "auto"
+    compile: Annotated[bool | Literal["auto"], "compile the model; auto: where a run is long enough to repay it"] = (
+        "auto"
+    )
+    graphs: Annotated[bool | Literal["auto"], "replay a captured pass on a GPU; auto: wherever there is one"] = "auto"
     eval_every: Annotated[int, Ge(1), "rounds between evaluations on the server's test set"] = 1
     eval_on: Annotated[Literal["all", "validation", "test"], "which half of the server's public data is scored"] = "all"
     checkpoint_every: Annotated[int, Ge(0), "rounds between checkpoints; 0: none"] = 1
@@ -269,7 +276,7 @@ def _cross_check(config: Config) -> None:
         raise DpfedError("give exactly one of privacy.batch (expected size) and privacy.rate")
     if p.enabled and (p.sigma is None) == (p.target_epsilon is None):
         raise DpfedError("give exactly one of privacy.sigma and privacy.target_epsilon (or privacy.enabled = false)")
-    for key in ("fleet_size", "threads"):
+    for key in ("fleet_size", "threads", "slots"):
         value = getattr(config.run, key)
         if isinstance(value, int) and value < 1:
             raise DpfedError(f'run.{key} = {value} must be at least 1, or "auto"')

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from dpfed.algorithms.base import Context, Message
 from dpfed.engine.memory import ClientMemory
 from dpfed.engine.setup import Job
 from dpfed.engine.state import State
+from dpfed.privacy.fixed import FixedSum, slots_for
 from dpfed.privacy.oracle import FleetOracle
 
 
@@ -67,6 +69,7 @@ class Fleet:
         self._watch = watch
         size = job.config.run.fleet_size
         self._size = job.schedule.cohort if size == "auto" else size
+        self._fixed: dict[int, FixedSum] = {}
 
     def run_cohort(self, t: int, state: State, clients: Sequence[int]) -> tuple[Message, int]:
         """The mean of the clients' messages, and how many answered."""
@@ -95,6 +98,7 @@ class Fleet:
             steps=ctx.K,
             max_slots=job.config.run.max_slots,
             view=job.view,
+            fixed=self._fixed_sum(clients),
         )
         local = job.algorithm.start(ctx, server, self.memory.gather(clients, job.device))
         for k in range(1, ctx.K + 1):
@@ -104,6 +108,26 @@ class Fleet:
         if self._watch is not None:
             self._watch(ctx, clients, local)
         return message | {"below": oracle.below} if job.plan.clipping.counts else message
+
+    def _fixed_sum(self, clients: Sequence[int]) -> FixedSum | None:
+        """Passes of a fixed size for a fleet of so many clients, made once; None where passes may have any size."""
+        job, run = self._job, self._job.config.run
+        if run.slots == "auto" and job.device.type != "cuda":
+            return None
+        if len(clients) not in self._fixed:
+            mean = float(np.sort(job.plan.expected)[-len(clients) :].mean()) * len(clients)
+            slots = slots_for(mean) if run.slots == "auto" else run.slots
+            self._fixed[len(clients)] = FixedSum(
+                job.model,
+                job.records,
+                job.plan.clipping,
+                job.view,
+                len(clients),
+                slots,
+                job.space.size,
+                capture=run.graphs is not False,
+            )
+        return self._fixed[len(clients)]
 
     def _weights(self, clients: Sequence[int]) -> Tensor:
         """Weights of the mean, public constants that sum to one."""

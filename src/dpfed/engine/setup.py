@@ -27,6 +27,7 @@ from dpfed.privacy.plan import Plan, Schedule, make_plan
 from dpfed.privacy.records import Records, View
 
 PRECISION = {"float32": torch.float32, "bf16": torch.bfloat16}
+LONG = 20_000  # local steps after which a compilation has paid for itself
 SMALL = 1_000_000  # models with fewer parameters are computed by one CPU thread unless told otherwise
 
 
@@ -300,17 +301,23 @@ def build_model(
     set_threads(config.run.threads, parts.total)
     theta = space.flatten(trainable(adapted.model))
 
-    dtype = PRECISION[config.run.precision]
-
     def forward(model: torch.nn.Module, weights: dict[str, Tensor], inputs: Batch) -> Tensor:
-        return built.task.score(call(model, weights, cast(built.prepare(dict(inputs)), dtype)), inputs)
+        return built.task.score(call(model, weights, cast(built.prepare(dict(inputs)), ready.dtype)), inputs)
 
-    model = PerSample(adapted.model, space, forward, built.task.loss, built.task.correct, built.rows, dtype)
+    ready = PerSample(adapted.model, space, forward, built.task.loss, built.task.correct, built.rows)
     if config.model.liveness:
         generator = torch.Generator().manual_seed(streams.number("check"))
         synthetic = {k: v.to(device) for k, v in (built.spec or spec).synthetic(RECORDS, generator).items()}
-        check_alive(model, theta, synthetic, spec.classes, generator)
-    return model, adapted, theta
+        check_alive(ready, theta, synthetic, spec.classes, generator)
+    ready.to(PRECISION[config.run.precision])
+    if config.run.compile is True or (config.run.compile == "auto" and repays(config, device)):
+        ready.compile()
+    return ready, adapted, theta
+
+
+def repays(config: Config, device: torch.device) -> bool:
+    """A compilation takes minutes, and saves a third of a step."""
+    return device.type == "cuda" and config.run.rounds * config.run.local_steps >= LONG
 
 
 def cast(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -37,7 +37,6 @@ class PerSample:
         loss: Loss,
         correct: Loss = right_class,
         rows: int = 1024,
-        dtype: torch.dtype = torch.float32,
     ) -> None:
         refuse_batch_norm(model)
         install_twins(model, space)
@@ -49,11 +48,14 @@ class PerSample:
         self.loss = loss
         self.correct = correct
         self.rows = rows
-        self.dtype = dtype
+        self.dtype = torch.float32
         self._layout = _aligned(space)
         self._losses: Callable[..., Tensor] = self._sum_of_losses
-        if dtype != torch.float32:
-            self.model.to(dtype)
+
+    def to(self, dtype: torch.dtype) -> None:
+        """Frozen weights and activations in another precision. Gradients come back in it; what is done with them is not."""
+        self.dtype = dtype
+        self.model.to(dtype)
 
     def compile(self, **options: Any) -> None:
         """Compiles the forward pass and, with it, the backward pass. One shape of batch is one compilation."""

@@ -60,6 +60,7 @@ class FixedSum:
         clients: int,
         slots: int,
         size: int,
+        capture: bool = True,
     ) -> None:
         self._gradients, self._records, self._rule, self._view = gradients, records, rule, view
         self.clients, self.slots = clients, slots
@@ -67,6 +68,7 @@ class FixedSum:
         self._in = Pass(*(torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(5)))
         self._theta = torch.zeros(clients, size, device=device)
         self._clip = torch.ones((), device=device)
+        self._capturing = capture and device.type == "cuda"
         self._graph: torch.cuda.CUDAGraph | None = None
         self._out: tuple[Tensor, Tensor] | None = None
 
@@ -76,7 +78,7 @@ class FixedSum:
         self._clip.fill_(clip)
         for mine, given in zip(vars(self._in).values(), vars(filling).values(), strict=True):
             mine.copy_(given)
-        if self._theta.device.type != "cuda":
+        if not self._capturing:
             return self._compute()
         if self._graph is None:
             self._capture()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dpfed.privacy.clipping import clip_and_sum, clip_mean_by_tensor
+from dpfed.privacy.fixed import FixedSum, passes_of
 from dpfed.privacy.noise import Streams
 from dpfed.privacy.plan import Plan
 from dpfed.privacy.records import Gradients, Holdings, Records, View
@@ -70,6 +71,7 @@ class FleetOracle:
         steps: int,
         max_slots: int = 512,
         view: View | None = None,
+        fixed: FixedSum | None = None,
     ) -> None:
         self._gradients, self._records, self._holdings, self._plan = gradients, records, holdings, plan
         self._clients = list(clients)
@@ -80,6 +82,7 @@ class FleetOracle:
         self._dropout = [streams.number("dropout", round, i) for i in self._clients] if gradients.has_dropout else None
         self._augment = [streams.number("augment", round, i) for i in self._clients] if view is not None else None
         self._max_slots = max_slots
+        self._fixed = fixed
         self._std = self._column([plan.noise_std(i) for i in self._clients])
         self._count_std = self._column([plan.count_std(i) for i in self._clients])
         self._expected = self._column([float(plan.expected[i]) for i in self._clients])
@@ -162,10 +165,13 @@ class FleetOracle:
         return np.asarray(mixed.astype(np.int64))
 
     def _keyed(self, seeds: Sequence[int] | None, part: Slots) -> Tensor | None:
-        """The records' keys for one purpose, which has a seed for each client."""
+        """The records' keys for one purpose, which has a seed for each client; None where there is no such purpose."""
+        return None if seeds is None else torch.from_numpy(self._secret(seeds, part)).to(self._device)
+
+    def _secret(self, seeds: Sequence[int] | None, part: Slots) -> np.ndarray:
         if seeds is None:
-            return None
-        return torch.from_numpy(part.key ^ np.array(seeds, dtype=np.int64)[part.client]).to(self._device)
+            return np.zeros_like(part.key)
+        return np.asarray(part.key ^ np.array(seeds, dtype=np.int64)[part.client])
 
     def _clipped_sum(self, theta: Tensor, slots: Slots, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         """Σ of clipped per-unit gradients for each client `[S, P]`, and the count at or below C `[S, 1]`.
@@ -173,6 +179,8 @@ class FleetOracle:
         Not noised, so neither may leave this class.
         """
         rule, clip = self._plan.clipping, self._plan.clip if self._plan.clipping.per_unit else float("inf")
+        if self._fixed is not None and scale is None and rule.per_unit and len(slots.unit) == len(slots.owner):
+            return self._fixed_sum(self._fixed, theta, slots)
         total = torch.zeros_like(theta, dtype=torch.float32)
         count = torch.zeros_like(self.phi)
         for part in slots.chunks(self._max_slots):
@@ -192,6 +200,15 @@ class FleetOracle:
             drawn = self._column(np.bincount(slots.owner, minlength=len(self._clients)).astype(float).tolist())
             sizes = [shape.numel() for shape in self._gradients.space.shapes]
             total = self._expected * clip_mean_by_tensor(total, drawn, sizes, self._plan.clip)
+        return total, count
+
+    def _fixed_sum(self, fixed: FixedSum, theta: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
+        """The same through passes of a fixed size: as many as the records need."""
+        total, count = torch.zeros_like(theta, dtype=torch.float32), torch.zeros_like(self.phi)
+        keys = {"dropout": self._secret(self._dropout, slots), "view": self._secret(self._augment, slots)}
+        for filling in passes_of({"row": slots.row, "client": slots.client, **keys}, fixed.slots, self._device):
+            summed, counted = fixed(theta, filling, self._plan.clip)
+            total, count = total + summed, count + counted
         return total, count
 
     def _column(self, values: list[float]) -> Tensor:
