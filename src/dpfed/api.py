@@ -9,6 +9,7 @@ tuned.export("my-adapter")
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ from typing import Any
 
 from dpfed.config import Config, build, overlay
 from dpfed.data.sources.given import source_of
-from dpfed.engine.folder import fresh_folder
-from dpfed.engine.prior import SPENDING
+from dpfed.engine.folder import CONFIG, fresh_folder, refuse_occupied
+from dpfed.engine.prior import SPENDING, read_stored, spending_file
 from dpfed.engine.run import run
 from dpfed.errors import DpfedError
 from dpfed.registry import registry
@@ -84,10 +85,16 @@ def fine_tune(
         raw = overlay(raw, tree)
     config = _configured(raw, model, source.kind)
     folder = folder or fresh_folder(config)
-    if not isinstance(model, str | Path):
-        base = _saved(model, tokenizer, folder)
-        config = _configured(overlay(raw, {"model": {"weights": str(base)}}), str(base), source.kind)
-    return Tuned(folder, run(config, folder, source=source))
+    if isinstance(model, str | Path):
+        return Tuned(folder, run(config, folder, source=source))
+    refuse_occupied(folder, force=False)  # before anything is written beside it
+    base = _saved(model, tokenizer, folder, config)
+    config = _configured(overlay(raw, {"model": {"weights": str(base)}}), str(base), source.kind)
+    try:
+        return Tuned(folder, run(config, folder, source=source))
+    finally:
+        if not (folder / CONFIG).exists():  # refused before it began: nothing is left behind
+            shutil.rmtree(base)
 
 
 def _defaults(kind: str, clients: int, epsilon: float | None, delta: float) -> dict[str, Any]:
@@ -114,17 +121,28 @@ def _configured(raw: Mapping[str, Any], model: Any, kind: str) -> Config:
     return build(overlay({"model": table}, raw), known)
 
 
-def _saved(model: Any, tokenizer: Any, folder: Path) -> Path:
+def _saved(model: Any, tokenizer: Any, folder: Path, config: Config) -> Path:
     """A model that lives in memory is written beside the run, so that the run can be repeated and exported."""
     if not hasattr(model, "save_pretrained"):
         raise DpfedError(f"model must be a name, a folder or a Hugging Face model, not {type(model).__name__}")
+    if hasattr(config.model, "tokenizer") and config.model.tokenizer is None and tokenizer is None:
+        raise DpfedError("a language model in memory needs its tokenizer: fine_tune(model, ..., tokenizer=tokenizer)")
     base = folder.with_name(folder.name + "-base")
     if base.exists():
         raise DpfedError(f"{base} exists: choose another out")
+    spent = _account(model)
+    if spent is not None:
+        read_stored(spent)  # a damaged one is refused before anything is written
     model.save_pretrained(str(base))
-    spent = Path(str(getattr(model, "name_or_path", ""))) / SPENDING
-    if spent.is_file():  # a model that was loaded from an export keeps its account
+    if spent is not None:
         shutil.copy(spent, base / SPENDING)
     if tokenizer is not None:
         tokenizer.save_pretrained(str(base))
     return base
+
+
+def _account(model: Any) -> Path | None:
+    """A model that was loaded from an export keeps its record of what was spent."""
+    origin = str(getattr(model, "name_or_path", None) or "")
+    path = spending_file(Path(origin).expanduser())
+    return path if origin and os.path.lexists(path) else None

@@ -82,7 +82,9 @@ class PrivacySection:
     clip_stability: Annotated[float | None, Ge(1e-12), "automatic: s in g·C/(‖g‖+s); default 0.01"] = None
     quantile: Annotated[float | None, Gt(0), Lt(1), "quantile: share of norms at or below C; default 0.5"] = None
     quantile_lr: Annotated[float | None, Gt(0), "quantile: how fast log C follows; default 0.2"] = None
-    quantile_noise: Annotated[float | None, Gt(1), "quantile: noise of the count over that of all; default 10"] = None
+    quantile_noise: Annotated[
+        float | None, Gt(1), Le(1e6), "quantile: noise of the count over that of all; default 10"
+    ] = None
     sigma: Annotated[float | None, Ge(0), "noise multiplier; give this or target_epsilon"] = None
     target_epsilon: Annotated[float | None, Gt(0), "find sigma for this epsilon; give this or sigma"] = None
     view: Annotated[Literal["server_worst", "server_expected", "third_party"], "whose epsilon the target is"] = (

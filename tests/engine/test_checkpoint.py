@@ -30,7 +30,7 @@ from dpfed.engine.durable import write_file
 from dpfed.engine.folder import RunFolder
 from dpfed.engine.memory import ClientMemory
 from dpfed.engine.rounds import Progress, Round
-from dpfed.engine.run import run
+from dpfed.engine.run import follows_from, run
 from dpfed.engine.setup import Job
 from dpfed.engine.state import State
 from dpfed.errors import DpfedError
@@ -100,7 +100,7 @@ def known() -> Registry:
 def config_of(name: str = "dp-fedadamw", **sections: dict[str, Any]) -> Config:
     raw: dict[str, dict[str, Any]] = {
         "data": {"clients": 5, "partition": "iid"},
-        "model": {"name": "linear", "liveness": False},
+        "model": {"name": "linear", "liveness": sections.get("run", {}).get("noise") == "os"},
         "algorithm": {"name": name, "lr": 0.05},
         "privacy": {"sigma": 1.0, "clip": 0.5, "batch": 8},
         "run": {"rounds": ROUNDS, "local_steps": 2, "participation": 0.4, "device": "cpu"},
@@ -404,6 +404,19 @@ def test_a_run_without_a_name_is_refused(half: Path, tmp_path: Path) -> None:
     (out / "run.json").write_text("{}")
     with pytest.raises(DpfedError, match="does not name the run"):
         resumed(config_of(), out)
+
+
+def test_another_kind_of_device_is_another_run(half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its generators give other numbers for the same seed, so a round would be repeated with other noise."""
+    out = shutil.copytree(half, tmp_path / "r")
+    told = follows_from
+    monkeypatch.setattr("dpfed.engine.run.follows_from", lambda job: {**told(job), "device": "cuda"})
+    with pytest.raises(DpfedError, match="another configuration"):
+        resumed(config_of(), out)
+    monkeypatch.undo()
+    jobs: list[Job] = []
+    resumed(config_of(), out, begin=jobs.append)
+    assert follows_from(dataclasses.replace(jobs[0], device=torch.device("meta")))["device"] == "meta"
 
 
 # --- the ledger -------------------------------------------------------------------------------------------------------

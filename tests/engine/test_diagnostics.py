@@ -38,7 +38,7 @@ def features(width: int = 4, zero: bool = False) -> Source:
 def config_of(**sections: dict[str, Any]) -> Config:
     raw: dict[str, dict[str, Any]] = {
         "data": {"clients": CLIENTS, "partition": "iid"},
-        "model": {"name": "linear", "liveness": False},
+        "model": {"name": "linear", "liveness": sections.get("run", {}).get("noise") == "os"},
         "algorithm": {"name": "dp-fedadamw", "lr": 0.05},
         "privacy": {"sigma": 1.0, "clip": 0.5, "batch": 8},
         "run": {"rounds": 3, "local_steps": 3, "participation": 1.0, "diagnostics": True, "device": "cpu"},

@@ -178,6 +178,9 @@ def test_real_noise_needs_declared_classes_and_whole_units(unequal: list[str]) -
     real = [key for key in unequal if "classes" not in key] + ["privacy.sigma=1.0", "run.noise=os"]
     with pytest.raises(DpfedError, match=r"data\.classes"):
         prepare(load("digits", real, registry()))
+    unchecked = [*unequal, "privacy.sigma=1.0", "run.noise=os", "model.liveness=false"]
+    with pytest.raises(DpfedError, match=r"set model\.liveness = true"):
+        prepare(load("digits", unchecked, registry()))
     scattered = [*unequal, "data.partition=iid", "data.client_column=owner", "privacy.sigma=1.0"]
     with pytest.raises(DpfedError, match="natural"):
         prepare(load("digits", scattered, registry()))

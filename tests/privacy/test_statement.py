@@ -38,6 +38,6 @@ def test_the_curve_holds_for_every_client() -> None:
 
 def test_an_uncounted_start_is_said_beside_every_epsilon() -> None:
     plain, open_ended = (assumptions(KINDS, 1e-5, "record", uncounted=flag) for flag in (False, True))
-    assert "holds only if what it started from was not trained on these clients' records" in open_ended
+    assert "epsilon holds only if what training started from was not trained on these clients' records" in open_ended
     assert plain in open_ended
     assert "holds only if" not in plain

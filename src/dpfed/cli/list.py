@@ -36,7 +36,7 @@ def list_names(
         print(json.dumps({"names": list(table)}))
         return
     for name, sentence in table.items():
-        print(f"{name:20} {sentence}")
+        print(f"{name:{max(map(len, table))}}  {sentence}")
 
 
 def _doc(cls: type) -> str:

@@ -137,13 +137,13 @@ def from_config(target: str, overrides: list[str], colluding: int) -> tuple[Plan
     from dpfed.registry import registry
 
     config = load(target, overrides, registry())
+    past = past_of(config)
+    refuse_target(config, past)
     plan, schedule = plan_of(config)
     if not plan.private:
         raise DpfedError(
             'this configuration has no privacy: privacy.enabled is false, sigma is 0 or privacy.accounting is "none"'
         )
-    past = past_of(config)
-    refuse_target(config, past)
     spending = budget_of(plan, schedule, config.privacy.delta, config.privacy.budget, colluding, past)
     return spending.planned, schedule.clients
 

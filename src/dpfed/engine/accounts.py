@@ -20,6 +20,7 @@ from dpfed.privacy.population import population_epsilon
 from dpfed.privacy.statement import Planned, chances
 from dpfed.privacy.views import participation_probability
 
+NO_PRIVACY, SEEDED = "no privacy", "simulation"  # how the release notes of such runs begin
 FEW = 50  # so many different histories are accounted for one by one, more by the population's bound
 
 
@@ -66,14 +67,14 @@ def is_run(path: Path) -> bool:
 def read_accounts(folder: Path, colluding: int = 0) -> Accounts:
     """Verifies the ledger's whole chain, then accounts for every client."""
     result = _result(folder)
-    if result.get("release") == "no privacy":
+    if result.get("release") == NO_PRIVACY:
         raise DpfedError(f"{folder} is a run without privacy: nothing in it is protected, so there is no epsilon")
     with Ledger.open(folder / LEDGER, run=str(result["run"]), readonly=True) as ledger:
         head = ledger.verify()
         meta = ledger.meta
         histories = ledger.histories()
         taken = ledger.participation()
-        cohorts, seeded = set(), False
+        cohorts, seeded = set(), str(result.get("release")).startswith(SEEDED)
         for row in ledger.rows():
             cohorts.add((row.charge.round, row.txn))  # two attempts at a round may have no client in common
             seeded = seeded or row.charge.noise == "seeded"

@@ -51,7 +51,7 @@ def task_metrics(job: Job, theta: Tensor) -> dict[str, Any]:
     table = confusion(job, theta)
     scores = class_scores(table)
     found: dict[str, Any] = {
-        "accuracy": float(table.diag().sum() / table.sum()),
+        "accuracy": int(table.diag().sum()) / int(table.sum()),
         "macro_f1": sum(s.f1 for s in scores) / len(scores),
         "per_class": {
             name: {"precision": s.precision, "recall": s.recall, "f1": s.f1, "support": s.support}

@@ -7,18 +7,20 @@ It states a bound over clients as mechanisms and steps, never who took part, so 
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 from dpfed.config import Config
-from dpfed.engine.accounts import Accounts
+from dpfed.engine.accounts import NO_PRIVACY, SEEDED, Accounts
 from dpfed.errors import DpfedError
 from dpfed.privacy.mechanism import Mechanism
-from dpfed.privacy.statement import Past, Prior
+from dpfed.privacy.statement import UNCOUNTED, Past, Prior
 
 SPENDING = "dpfed.json"
 FORMAT = 1
+LEAST_NOISE, MOST_NOISE = 1e-3, 1e9  # beyond, an epsilon overflows, so no run that was accounted for can have had it
 
 
 @dataclass(frozen=True)
@@ -48,55 +50,80 @@ def past_of(config: Config) -> Past:
     """What was spent on the adapter and on the weights that a configuration starts from."""
     prior: list[tuple[Mechanism, int]] = []
     uncounted, notes = False, []
-    for folder, what in ((config.model.weights, "weights"), (config.model.adapter, "adapter")):
-        if folder is None:
+    for given, what in ((config.model.weights, "weights"), (config.model.adapter, "adapter")):
+        if given is None:
             continue
-        path = Path(folder).expanduser() / SPENDING
-        if not path.exists():
+        folder = Path(given).expanduser()
+        if what == "adapter" and not (folder / "adapter_config.json").is_file():  # a slip must not pass for a new one
+            raise DpfedError(f"model.adapter = {given!r} has no adapter_config.json: give a folder written by peft")
+        path = spending_file(folder)
+        if not os.path.lexists(path):  # a link to nothing is damage, not absence
             if what == "adapter":  # weights without the file are some public model, as nearly always
                 uncounted = True
-                notes.append(f"{folder} has no record of what was spent on it ({SPENDING}): epsilon leaves it out")
+                notes.append(f"the adapter {given} has no record of what was spent on it ({SPENDING}): {UNCOUNTED}")
             continue
         stored = read_stored(path)
-        refuse_unfit(config, folder, stored)
+        refuse_unfit(config, given, stored)
         prior += stored.prior
         uncounted = uncounted or stored.uncounted
         if stored.prior:
-            notes.append(f"what was spent on the {what} {folder} before is counted for every client")
+            notes.append(f"what was spent on the {what} {given} before is counted for every client")
         if stored.uncounted:
-            notes.append(f"the {what} {folder} or what it came from was trained without privacy: epsilon leaves it out")
+            notes.append(f"the {what} {given} or what it came from was trained without privacy: {UNCOUNTED}")
     return Past(tuple(prior), uncounted, tuple(notes))
 
 
+def spending_file(start: Path) -> Path:
+    """Where the record of a folder, or of a single file of weights, would be."""
+    return (start.parent if start.is_file() else start) / SPENDING
+
+
 def read_stored(path: Path) -> Stored:
+    """The record, refused where it cannot be true: numbers of another type or range would pass for a smaller cost."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        if stored["format"] != FORMAT:
+        release, unit, uncounted = stored["release"], stored["unit"], stored["uncounted"]
+        rows = [(Mechanism(*kind), steps) for *kind, steps in stored["history"]]
+        whole = [n for mechanism, steps in rows for n in (mechanism.batches, mechanism.releases, steps)]
+        real = [(mechanism.rate, mechanism.noise_multiplier) for mechanism, _ in rows]
+        private = release != NO_PRIVACY
+        fine = (
+            stored["format"] == FORMAT
+            and isinstance(release, str)
+            and isinstance(unit, str) == private == bool(rows)
+            and isinstance(uncounted, bool)
+            and (private or uncounted)
+            and all(type(n) is int and 1 <= n <= 10**9 for n in whole)
+            and all(type(x) in (int, float) for pair in real for x in pair)
+            and all(LEAST_NOISE <= noise <= MOST_NOISE for _, noise in real)
+            and len({mechanism.sampling for mechanism, _ in rows}) <= 1
+        )
+        if not fine:
             raise ValueError
-        prior = tuple((Mechanism(*kind), int(steps)) for *kind, steps in stored["history"])
-        private = stored["release"] != "no privacy"
-        if any(steps < 1 or mechanism.noise_multiplier == 0 for mechanism, steps in prior) or private != bool(prior):
-            raise ValueError
-        if private and not isinstance(stored["unit"], str):
-            raise ValueError
-        return Stored(str(stored["release"]), stored["unit"], prior, bool(stored["uncounted"]))
+        return Stored(release, unit, tuple(rows), uncounted)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise DpfedError(f"{path} is damaged: without it nobody knows what was spent before") from None
 
 
-def refuse_unfit(config: Config, folder: str, stored: Stored) -> None:
-    """Costs add up only where they protect the same unit, and seeded noise stays seeded in whatever comes after."""
+def refuse_unfit(config: Config, start: str, stored: Stored) -> None:
+    """Costs add up only where they speak of the same neighbours, and seeded noise stays seeded in whatever comes after."""
     unit, p = config.data.unit_column or "record", config.privacy
     protects = p.enabled and p.sigma != 0 and p.accounting != "none"
     if not stored.prior or not protects:
         return
+    sampling = stored.prior[0][0].sampling
     if stored.unit != unit:
         raise DpfedError(
-            f"{folder} was trained to protect each {stored.unit}, this run protects each {unit}: their costs cannot be "
-            f"added up, so begin from something else or set data.unit_column"
+            f"{start} was trained to protect each {stored.unit}, this run protects each {unit}, and no epsilon covers "
+            "both: set data.unit_column as it was, or begin from something else"
         )
-    if stored.release.startswith("simulation") and config.run.noise == "os":
+    if sampling != p.sampling:
         raise DpfedError(
-            f'{folder} was trained with seeded noise, which can be removed again: with run.noise = "os" begin from what was '
+            f"{start} was trained with {sampling} sampling, whose cost and that of {p.sampling} sampling do not add up: "
+            f'set privacy.sampling = "{sampling}"'
+        )
+    if stored.release.startswith(SEEDED) and config.run.noise == "os":
+        raise DpfedError(
+            f'{start} was trained with seeded noise, which can be removed again: with run.noise = "os" begin from what was '
             "trained with it too"
         )

@@ -7,7 +7,7 @@ import math
 import tomllib
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from dpfed.config import Config, to_dict
 from dpfed.data.tables import Source
+from dpfed.engine.accounts import NO_PRIVACY, SEEDED
 from dpfed.engine.checkpoint import Checkpoints, Saved, job_hash
 from dpfed.engine.diagnostics import Diagnostics, refuse_real_noise
 from dpfed.engine.fleet import Fleet
@@ -30,8 +31,7 @@ from dpfed.errors import DivergedError, DpfedError, StoppedError
 from dpfed.privacy.ledger import Ledger
 from dpfed.privacy.statement import Past, assumptions
 
-SIMULATION = "simulation: not for release"
-NO_PRIVACY = "no privacy"
+SIMULATION = f"{SEEDED}: not for release"
 RELEASABLE = "the model may be released under its privacy statement; all else in the folder is for the server only"
 MAY_CHANGE = ("eval_every", "checkpoint_every", "memory_limit", "threads")  # of [run], when a run goes on
 
@@ -65,7 +65,7 @@ def run(
         refuse_occupied(out, force)
     past = past_of(config)
     refuse_target(config, past)
-    job = prepare(config, source)
+    job = replace(prepare(config, source), past=past)
     job.notes.extend(past.notes)
     budget = None
     if job.plan.private:
@@ -96,8 +96,7 @@ def _train(
     memory = ClientMemory(
         job.algorithm.remembers, job.space.size, folder.checkpoints / "memory", run.memory_limit << 20
     )
-    fixed = {**fixed_settings(job.config), "sizes": job.plan.sizes.tolist()}
-    checkpoints = Checkpoints(folder.checkpoints, job_hash(fixed, job.theta), memory)
+    checkpoints = Checkpoints(folder.checkpoints, job_hash(follows_from(job), job.theta), memory)
     # The ledger first: its lock refuses a run that is still going on, before anything of that run is touched.
     ledger = _ledger(job, budget, folder, name, resume) if budget else None
     try:
@@ -185,6 +184,11 @@ def fixed_settings(config: Config) -> dict[str, Any]:
     return tables
 
 
+def follows_from(job: Job) -> dict[str, Any]:
+    """The settings and what else decides a run's numbers: seeded noise is drawn differently by another kind of device."""
+    return {**fixed_settings(job.config), "sizes": job.plan.sizes.tolist(), "device": job.device.type}
+
+
 def refuse_other(out: Path, config: Config) -> None:
     """A run goes on under its own configuration only."""
     try:
@@ -251,5 +255,5 @@ def guarantee(job: Job) -> str:
     """The sentence without which an epsilon means nothing."""
     if not job.plan.private:
         return NO_PRIVACY
-    past = past_of(job.config)
+    past = job.past
     return assumptions(job.plan.kinds()[0], job.config.privacy.delta, job.plan.unit, past.prior, past.uncounted)

@@ -25,6 +25,7 @@ from dpfed.model.task import InputSpec
 from dpfed.privacy.noise import Streams
 from dpfed.privacy.plan import Plan, Schedule, make_plan
 from dpfed.privacy.records import Records, View
+from dpfed.privacy.statement import NOTHING, Past
 
 PRECISION = {"float32": torch.float32, "bf16": torch.bfloat16}
 LONG = 20_000  # local steps after which a compilation has paid for itself
@@ -51,6 +52,7 @@ class Job:
     device: torch.device
     adapted: Adapted
     view: View | None = None
+    past: Past = NOTHING
     notes: list[str] = field(default_factory=list)
 
 
@@ -202,6 +204,11 @@ def refuse_unreleasable(config: Config, source: Source) -> None:
         )
     if config.run.noise != "os":
         return
+    if not config.model.liveness:
+        raise DpfedError(
+            "model.liveness = false leaves it untested whether records mix inside the model: with "
+            'run.noise = "os" set model.liveness = true'
+        )
     if not source.declared:
         raise DpfedError('the number of classes was read off private labels: declare data.classes for run.noise = "os"')
     if data.unit_column is not None and data.partition != "natural":
@@ -221,13 +228,18 @@ def data_notes(config: Config, source: Source) -> list[str]:
         notes.append("the number of classes was read off the labels; a real federation declares data.classes")
     if rule == "natural":
         notes.append("the clients are those of data.client_column")
-    elif config.run.noise == "os":
-        notes.append(
-            f"clients are simulated by partition = {rule}: the guarantee speaks of each client's records as dealt"
-        )
+    notes += dealt_note(config)
     if not config.model.liveness:
         notes.append("the liveness check is off: nothing has tested that records do not mix inside the model")
     return notes
+
+
+def dealt_note(config: Config) -> list[str]:
+    """What a guarantee means where a program has decided who holds a record."""
+    rule = config.data.partition
+    if config.run.noise != "os" or rule == "natural":
+        return []
+    return [f"clients are simulated by partition = {rule}: the guarantee speaks of each client's records as dealt"]
 
 
 def delta_note(config: Config, plan: Plan) -> list[str]:

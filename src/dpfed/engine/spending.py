@@ -189,7 +189,11 @@ class Spending:
         if plan.sampling == "poisson" and not prior:
             releases = {"batches": plan.batches, "releases": plan.releases}
             return largest_epsilon(plan.rates, self.taken, steps, plan.multipliers, delta, **releases)
-        kinds, which = plan.kinds() if len(plan.kinds()[0]) <= FEW else coarser(plan)
+        kinds, which = plan.kinds()
+        if len(kinds) > FEW and prior:
+            return self._budget.planned.server(int(self.taken.max()))  # a grid's figure might pass server_worst
+        if len(kinds) > FEW:
+            kinds, which = coarser(plan)
         most = [int(self.taken[which == k].max()) for k in range(len(kinds))]
         return max(epsilon([*prior, (kind, steps * n)], delta).value for kind, n in zip(kinds, most, strict=True))
 

@@ -189,10 +189,11 @@ def build_file(path: Path, meta: str) -> None:
 
 
 def read_meta(path: Path, owner: tuple[str, str] | None) -> str:
-    """The ledger's description, complete before the log began: it can be read without touching anything."""
+    """The ledger's description."""
     if not path.exists():
         raise ledger_error(path, "there is no such file")
-    with closing(connect(path, "immutable=1")) as db:
+    # A process killed while it moved pages out of the log leaves a file that is whole only together with the log.
+    with closing(connect(path, "mode=ro" if pending(path) else "immutable=1")) as db:
         ((application,),) = db.execute("PRAGMA application_id")
         ((version,),) = db.execute("PRAGMA user_version")
         if application != _APPLICATION_ID:

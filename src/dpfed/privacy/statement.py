@@ -37,6 +37,7 @@ PUBLIC = (
 NOT_COVERED = (
     "choosing settings by looking at results on private data, floating-point effects, timing and other side channels"
 )
+UNCOUNTED = "epsilon holds only if what training started from was not trained on these clients' records"
 FEW = 8  # so many different mechanisms are accounted for one by one; for more, one that costs at least as much as each
 
 Chances = tuple[tuple[float, int], ...]
@@ -129,12 +130,11 @@ class Planned:
 
         The costliest kind will not do: kinds with one epsilon at this delta have different ones at another.
         """
-        kind = self.kinds[0] if len(self.kinds) == 1 else self._dominating()
-        return [*self.prior, (kind, self.local_steps * self.rounds)]
+        return [*self.prior, (self._dominating(), self.local_steps * self.rounds)]
 
     @property
-    def _histories(self) -> list[list[tuple[Mechanism, int]]]:
-        """What clients of each kind release when they take part in every round."""
+    def histories(self) -> list[list[tuple[Mechanism, int]]]:
+        """Of clients that take part in every round, one for each kind. Which of them costs most depends on the question."""
         return [[*self.prior, (kind, self.local_steps * self.rounds)] for kind in self._few]
 
     @cached_property
@@ -206,18 +206,18 @@ class Planned:
 
     def meaning(self) -> dict[str, float]:
         """What people ask of an epsilon: the replace-one figure and the largest advantage in guessing membership."""
-        out = {"membership_advantage": max(map(membership_advantage, self._histories))}
+        out = {"membership_advantage": max(map(membership_advantage, self.histories))}
         if self.kinds[0].sampling == "poisson":
-            out["replace_one"] = max(replace_one_epsilon(history, self.delta) for history in self._histories)
+            out["replace_one"] = max(replace_one_epsilon(history, self.delta) for history in self.histories)
         return out
 
     def curve(self, epsilons: Sequence[float]) -> list[tuple[float, float]]:
         """(epsilon, delta) pairs that hold at the same time, for every client."""
-        return [(e, max(delta_at(history, e) for history in self._histories)) for e in epsilons]
+        return [(e, max(delta_at(history, e) for history in self.histories)) for e in epsilons]
 
     def tuned(self, runs: int) -> float:
         """Epsilon when the best of so many runs on the same data was chosen and all of them are counted."""
-        return max(tuning_epsilon(history, self.delta, runs) for history in self._histories)
+        return max(tuning_epsilon(history, self.delta, runs) for history in self.histories)
 
 
 def assumptions(kinds: Sequence[Mechanism], delta: float, unit: str, prior: Prior = (), uncounted: bool = False) -> str:
@@ -230,7 +230,7 @@ def assumptions(kinds: Sequence[Mechanism], delta: float, unit: str, prior: Prio
         f"(epsilon, delta = {delta:g}) differential privacy for {first.adjacency} {unit} of one client; "
         f"{first.sampling} sampling at rate {rates}; noise multiplier {noise}; {accountant} accountant"
         + (f"; with {sum(n for _, n in prior)} local steps spent before on what it started from" if prior else "")
-        + ("; it holds only if what it started from was not trained on these clients' records" if uncounted else "")
+        + (f"; {UNCOUNTED}" if uncounted else "")
     )
 
 

@@ -10,32 +10,36 @@ from pathlib import Path
 from typing import Any
 
 from dpfed.config import Config
-from dpfed.engine.accounts import Accounts
+from dpfed.engine.accounts import NO_PRIVACY, SEEDED, Accounts
 from dpfed.engine.durable import write_file
-from dpfed.engine.export import export, read_run
+from dpfed.engine.export import export, name_elsewhere, read_run
+from dpfed.engine.setup import dealt_note
 from dpfed.privacy.statement import NOT_COVERED, PUBLIC
+
+OWN = ("gn-resnet18", "linear")  # models of this program's own making, which start at random
 
 
 def model_card(config: Config, result: dict[str, Any], accounts: Accounts | None, kind: str) -> str:
     """Markdown with the front matter that model hubs read."""
-    parts = [_front(config, kind), f"# {config.model.name}, fine-tuned on {config.data.name}\n", _release(result)]
+    title = f"# {config.model.name}, fine-tuned on {config.data.name}\n"
+    parts = [_front(config, kind), title, _release(result, accounts)]
     parts += [_privacy(config, accounts), _training(config, result), _scores(result), _use(config, kind)]
     return "\n".join(parts)
 
 
 def _front(config: Config, kind: str) -> str:
-    base = config.model.weights or config.model.name
-    lines = ["---", f"base_model: {base}"]
+    weights = config.model.weights
+    named = weights is not None and weights != "random" and not Path(weights).expanduser().exists()
+    lines = ["---"]
+    lines += [f"base_model: {weights}"] if named else []  # a folder here means nothing elsewhere
     lines += ["library_name: peft"] if kind == "adapter" else []
     return "\n".join([*lines, "tags: [differential-privacy, federated-learning, dpfed]", "---", ""])
 
 
-def _release(result: dict[str, Any]) -> str:
-    if result["release"].startswith("simulation"):
-        return (
-            "> **Not for release.** The noise of this run was seeded, so that whoever knows the seed can remove it.\n"
-        )
-    if result["release"] == "no privacy":
+def _release(result: dict[str, Any], accounts: Accounts | None) -> str:
+    if result["release"].startswith(SEEDED) or (accounts is not None and accounts.seeded):
+        return "> **Not for release.** The noise was seeded, so that whoever knows the seed can remove it.\n"
+    if result["release"] == NO_PRIVACY:
         return "> **No privacy.** This model was trained without differential privacy.\n"
     return ""
 
@@ -44,6 +48,7 @@ def _privacy(config: Config, accounts: Accounts | None) -> str:
     if accounts is None:
         return "## Privacy\n\nNone: nothing in this model's training is protected.\n"
     planned = accounts.planned
+    secret = accounts.void or "it holds while nobody outside knows who took part"
     return "\n".join(
         [
             "## Privacy\n",
@@ -53,9 +58,10 @@ def _privacy(config: Config, accounts: Accounts | None) -> str:
             f"| the server | every message, and who took part | {accounts.server_worst:.3f} |",
             f"| a third party | the global models only | {accounts.third_party:.3f} |",
             "",
-            f"delta = {planned.delta:g} for both. The server's figure is for a client that takes part in every round; the "
-            "third party's holds while nobody outside knows who took part.\n",
+            f"delta = {planned.delta:g} for both. The server's figure is for a client that takes part in every round. "
+            f"Of the third party's: {secret}.\n",
             f"- {planned.assumptions()}",
+            *(f"- {note}" for note in dealt_note(config)),
             f"- clip norm {config.privacy.clip:g} ({config.privacy.clip_mode}), one norm over all trainable numbers",
             f"- assumed public: {PUBLIC}",
             f"- not covered: {NOT_COVERED}",
@@ -81,8 +87,9 @@ def _training(config: Config, result: dict[str, Any]) -> str:
 def _scores(result: dict[str, Any]) -> str:
     found = result.get("metrics") or {}
     lines = ["## Results on the server's public test set\n"]
-    if result["test_accuracy"] is not None:
-        lines.append(f"- accuracy {result['test_accuracy']:.4f} (before training {result['start_accuracy']:.4f})")
+    accuracy = found.get("accuracy", result["test_accuracy"])  # a stopped run may end between two evaluations
+    if accuracy is not None:
+        lines.append(f"- accuracy {accuracy:.4f} (before training {result['start_accuracy']:.4f})")
     for key, name in (("f1", "F1"), ("macro_f1", "macro F1")):
         if key in found:
             lines.append(f"- {name} {found[key]:.4f}")
@@ -98,11 +105,22 @@ def _scores(result: dict[str, Any]) -> str:
 
 def _use(config: Config, kind: str) -> str:
     if kind != "adapter":
-        return "## Use\n\nLoad this folder with `from_pretrained`.\n"
+        known = config.model.name not in OWN
+        how = "Load this folder with `from_pretrained`." if known else "The tensors are in `model.safetensors`."
+        return f"## Use\n\n{how}\n"
     return (
         '## Use\n\n```python\nfrom peft import PeftModel\n\nmodel = PeftModel.from_pretrained(base_model, "this folder")\n```\n\n'
-        "`base_model` is the base named above, with a head for as many classes as the table of results has.\n"
+        f"`base_model` is {_base(config)}, with a head for as many classes as there are here.\n"
     )
+
+
+def _base(config: Config) -> str:
+    weights = config.model.weights
+    if weights == "random" or (weights is None and config.model.name in OWN):
+        return f"{config.model.name} with the random weights of that run, which only `--merge` exports"
+    if weights is None:
+        return f"{config.model.name} as it comes with dpfed"
+    return f"`{name_elsewhere(weights)}`"
 
 
 def write_export(run: Path, out: Path, merge: bool = False) -> str:

@@ -1,5 +1,7 @@
-"""Data that a program hands over instead of files: columns of any kind, from a dictionary, a data frame or a
-Hugging Face dataset."""
+"""Columns that a program hands over to `dpfed.fine_tune` instead of files.
+
+They come from a dictionary, a data frame or a Hugging Face dataset; what they are follows from their names.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,17 @@ from dpfed.data.tables import Kind, Source, Table
 from dpfed.errors import DpfedError
 
 LABELS = ("label", "labels", "y")
-TEXTS = ("text", "sentence", "sentence1", "premise", "question")
-PAIRS = ("text_pair", "sentence2", "hypothesis")
-IMAGES = ("image", "img", "pixel_values", "x")
-FEATURES = ("features", "x")
+PAIRS = (
+    ("text", "text_pair"),
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question", "sentence"),
+    ("question1", "question2"),
+)
+TEXTS = ("text", "sentence")
+IMAGES = ("image", "img", "pixel_values")
+FEATURES = ("features",)
+EITHER = "x"  # pictures, or rows of numbers
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,11 @@ def source_of(train: Any, test: Any, classes: Sequence[str] | None = None) -> So
     (first, kind), (second, other) = parts["train"], parts["test"]
     if kind != other or first.inputs.keys() != second.inputs.keys():
         raise DpfedError(f"train has {kind} {sorted(first.inputs)} and test has {other} {sorted(second.inputs)}")
+    for name, x in first.inputs.items():
+        if x.shape[1:] != second.inputs[name].shape[1:]:
+            raise DpfedError(
+                f"a record of train has shape {x.shape[1:]} and one of test {second.inputs[name].shape[1:]}"
+            )
     named = list(classes) if classes is not None else _names(train)
     top = int(max(first.labels.max(initial=0), second.labels.max(initial=0))) + 1
     found = tuple(named) if named else tuple(str(c) for c in range(top))
@@ -50,16 +64,29 @@ def _table(data: Any, part: str) -> tuple[Table, Kind]:
     label = _pick(columns, LABELS)
     if label is None:
         raise DpfedError(f"{part} has no column called {' or '.join(LABELS)}; it has: {', '.join(columns)}")
-    labels = np.asarray(columns[label])
+    labels = _array(columns[label])
     if labels.ndim != 1 or labels.dtype.kind not in "iub" or len(labels) == 0:
         raise DpfedError(f"the column {label} of {part} must be a non-empty list of whole numbers, one for each record")
     inputs, kind, used = _inputs(columns, part)
     for name, values in inputs.items():
         if len(values) != len(labels):
             raise DpfedError(f"{part} has {len(labels)} labels and {len(values)} of {name}")
-    rest = {name: np.asarray(values) for name, values in columns.items() if name not in {label, *used}}
+    rest = {name: _array(values) for name, values in columns.items() if name not in {label, *used} and _plain(values)}
     flat = {name: values for name, values in rest.items() if values.shape == labels.shape}
     return Table(inputs, labels.astype(np.int64), flat), kind
+
+
+def _array(values: Any) -> np.ndarray:
+    """Rows of different lengths make an array without a shape, which the caller refuses."""
+    try:
+        return np.asarray(values)
+    except ValueError:
+        return np.empty((), dtype=object)
+
+
+def _plain(values: Any) -> bool:
+    """A column that can name clients or units. What else there is stays unread: it may be large."""
+    return len(values) > 0 and isinstance(next(iter(values)), str | int | float | np.generic)
 
 
 def _columns(data: Any, part: str) -> dict[str, Any]:
@@ -79,17 +106,20 @@ def _pick(columns: Mapping[str, Any], names: Sequence[str]) -> str | None:
 
 
 def _inputs(columns: Mapping[str, Any], part: str) -> tuple[dict[str, np.ndarray], Kind, set[str]]:
-    text, pair = _pick(columns, TEXTS), _pick(columns, PAIRS)
-    if text is not None:
-        names = {"text": text} if pair is None else {"text": text, "text_pair": pair}
+    pair = next((two for two in PAIRS if two[0] in columns and two[1] in columns), None)
+    text = _pick(columns, TEXTS)
+    names = {"text": pair[0], "text_pair": pair[1]} if pair else {"text": text} if text else {}
+    if names:
         return {key: _strings(columns[name], name, part) for key, name in names.items()}, "text", set(names.values())
-    image = _pick(columns, IMAGES)
-    if image is not None and not _is_float(columns[image]):
+    picture = EITHER in columns and _is_picture(columns[EITHER])
+    image = _pick(columns, (*IMAGES, EITHER) if picture else IMAGES)
+    if image is not None:
         return {"pixel_values": _pixels(columns[image], image, part)}, "image", {image}
-    plain = _pick(columns, FEATURES)
+    plain = _pick(columns, (*FEATURES, EITHER))
     if plain is not None:
-        values = np.asarray(columns[plain], dtype=np.float32)
-        if values.ndim != 2 or not np.isfinite(values).all():
+        values = _array(columns[plain])
+        values = values.astype(np.float32) if values.dtype.kind in "iufb" else values
+        if values.ndim != 2 or values.dtype != np.float32 or not np.isfinite(values).all():
             raise DpfedError(f"the column {plain} of {part} must be finite numbers, one row for each record")
         return {"features": values}, "features", {plain}
     raise DpfedError(
@@ -98,8 +128,9 @@ def _inputs(columns: Mapping[str, Any], part: str) -> tuple[dict[str, np.ndarray
     )
 
 
-def _is_float(values: Any) -> bool:
-    return isinstance(values, np.ndarray) and values.dtype.kind == "f"
+def _is_picture(values: Any) -> bool:
+    first = next(iter(values), None)
+    return hasattr(first, "convert") or _array(first).ndim >= 2
 
 
 def _strings(values: Any, name: str, part: str) -> np.ndarray:
@@ -112,24 +143,41 @@ def _strings(values: Any, name: str, part: str) -> np.ndarray:
 
 
 def _pixels(values: Any, name: str, part: str) -> np.ndarray:
-    """uint8 [n, channels, height, width], from such an array or from pictures of one size."""
-    if isinstance(values, np.ndarray) and values.ndim == 4 and values.dtype == np.uint8:
-        return values
-    rows = []
+    """uint8 [n, channels, height, width], from an array or from pictures of one size; grey ones among colours are
+    repeated."""
+    rows: list[np.ndarray] = []
     for i, picture in enumerate(values):
-        if hasattr(picture, "convert"):
-            picture = picture.convert("L" if picture.mode in ("L", "1") else "RGB")
-        pixels = np.asarray(picture)
-        if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3):
-            raise DpfedError(f"row {i} of the column {name} of {part} is no picture of whole numbers from 0 to 255")
-        rows.append(pixels[None] if pixels.ndim == 2 else np.moveaxis(pixels, -1, 0))
-        if rows[-1].shape != rows[0].shape:
+        pixels = _channels_first(picture)
+        if pixels is None:
             raise DpfedError(
-                f"row {i} of the column {name} of {part} has shape {pixels.shape}, unlike row 0: pictures must be of one size"
+                f"row {i} of the column {name} of {part} is no picture of whole numbers from 0 to 255 (uint8) with 1 or 3 "
+                "channels"
+            )
+        rows.append(pixels)
+        if pixels.shape[1:] != rows[0].shape[1:]:
+            raise DpfedError(
+                f"row {i} of the column {name} of {part} has {pixels.shape[1]} x {pixels.shape[2]} pixels and row 0 has "
+                f"{rows[0].shape[1]} x {rows[0].shape[2]}: pictures must be of one size"
             )
     if not rows:
         raise DpfedError(f"the column {name} of {part} is empty")
-    return np.ascontiguousarray(np.stack(rows))
+    channels = max(len(row) for row in rows)
+    return np.ascontiguousarray(np.stack([np.broadcast_to(row, (channels, *row.shape[1:])) for row in rows]))
+
+
+def _channels_first(picture: Any) -> np.ndarray | None:
+    """[channels, height, width] of one picture; of an array whose first and last axis could both be channels, the first."""
+    if hasattr(picture, "convert"):
+        pixels = np.asarray(picture.convert("L" if picture.mode in ("L", "1") else "RGB"))
+        return pixels[None] if pixels.ndim == 2 else np.moveaxis(pixels, -1, 0)
+    pixels = _array(picture)
+    if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or 0 in pixels.shape:
+        return None
+    if pixels.ndim == 2:
+        return pixels[None]
+    if pixels.shape[0] in (1, 3):
+        return pixels
+    return np.moveaxis(pixels, -1, 0) if pixels.shape[-1] in (1, 3) else None
 
 
 def _names(data: Any) -> list[str]:

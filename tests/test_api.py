@@ -1,0 +1,184 @@
+"""The Python interface: a model and a data set in, an adapter out; and the lines of the README as they stand there."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import dpfed
+from dpfed import api
+from dpfed.errors import DpfedError
+from export_case import base
+
+README = Path(__file__).parents[1] / "README.md"
+WORDS = ["good film", "bad film", "so good", "so bad"]
+QUICK = {
+    "run.rounds": 1,
+    "run.local_steps": 1,
+    "run.participation": 1.0,
+    "privacy.batch": 4.0,
+    "model.max_length": 5,
+    "model.liveness": False,
+}
+
+
+def texts(count: int = 24) -> dict[str, list[Any]]:
+    chosen = [WORDS[i % 4] for i in range(count)]
+    return {"text": chosen, "label": [int("bad" in t) for t in chosen]}
+
+
+def tune(model: Any, train: Any, test: Any, **keys: Any) -> dpfed.Tuned:
+    keys.setdefault("epsilon", None)
+    more = {} if keys["epsilon"] else {"privacy.sigma": 1.0}
+    return dpfed.fine_tune(
+        model, train, test, clients=2, **{**keys, "settings": {**QUICK, **more, **keys.get("settings", {})}}
+    )
+
+
+def test_the_lines_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As shown, with small stand-ins for the folder and the data, and fewer rounds than a person would want."""
+    block = next(b for b in re.findall(r"```python\n(.*?)```", README.read_text(), re.S) if "fine_tune" in b)
+    lines = [line for line in block.splitlines() if line.strip() and not line.startswith("#")]
+    assert len(lines) <= 5
+    monkeypatch.chdir(tmp_path)
+    base("bert", tmp_path / "my-model-folder")
+    usual = api._defaults
+
+    def fewer(*args: Any) -> dict[str, Any]:
+        made = usual(*args)
+        return {
+            **made,
+            "run": {**made["run"], "rounds": 1, "local_steps": 1},
+            "model": {"max_length": 5, "liveness": False},
+        }
+
+    monkeypatch.setattr(api, "_defaults", fewer)
+    place: dict[str, Any] = {"train": texts(20 * 17), "test": texts(8)}
+    exec(block, place)
+    assert 0 < place["tuned"].epsilon["server_worst"] <= 4.0
+    assert (tmp_path / "my-adapter" / "adapter_model.safetensors").is_file()
+    assert "## Privacy" in (tmp_path / "my-adapter" / "README.md").read_text()
+
+
+def test_a_folder_and_what_comes_back(tmp_path: Path) -> None:
+    model = base("roberta", tmp_path / "base")
+    tuned = tune(Path(model), texts(), texts(8), out=tmp_path / "run")
+    assert tuned.out == tmp_path / "run"
+    assert tuned.accuracy == tuned.result["test_accuracy"]
+    assert set(tuned.epsilon) == {"server_worst", "server_max", "third_party"}
+    stored = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert stored["epsilon"] == tuned.epsilon
+    assert tuned.export(tmp_path / "whole", merge=True) == tmp_path / "whole"
+    assert (tmp_path / "whole" / "config.json").is_file()
+
+
+def test_a_model_in_memory_is_kept_beside_its_run(tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    folder = base("bert", tmp_path / "elsewhere")
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    out = tmp_path / "run"
+    with pytest.raises(DpfedError, match=r"fine_tune\(model, \.\.\., tokenizer=tokenizer\)"):
+        tune(model, texts(), texts(8), out=out)
+    with pytest.raises(DpfedError, match="larger than client"):
+        tune(model, texts(), texts(8), tokenizer=tokenizer, out=out, settings={"privacy.batch": 1000.0})
+    assert not (tmp_path / "run-base").exists()  # so that the next attempt may use the same place
+    tuned = tune(model, texts(), texts(8), tokenizer=tokenizer, out=out)
+    assert (tmp_path / "run-base" / "model.safetensors").is_file()
+    again = tune(folder, texts(), texts(8), out=tmp_path / "again")
+    assert again.result["test_loss"] == tuned.result["test_loss"]  # the same model, the same run
+    with pytest.raises(DpfedError, match="already holds a run"):
+        tune(model, texts(), texts(8), tokenizer=tokenizer, out=out)
+    assert (tmp_path / "run-base").exists()
+    with pytest.raises(DpfedError, match="already holds a run"):
+        tune(model, texts(), texts(8), tokenizer=tokenizer, out=tmp_path / "again")
+    assert not (tmp_path / "again-base").exists()
+    (tmp_path / "other-base").mkdir()
+    with pytest.raises(DpfedError, match="other-base exists: choose another out"):
+        tune(model, texts(), texts(8), tokenizer=tokenizer, out=tmp_path / "other")
+    assert (tmp_path / "other-base").exists()
+    tuned.export(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_config.json").is_file()
+
+
+def test_pictures_and_a_model_by_name(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    pictures = [Image.fromarray(rng.integers(0, 255, (8, 8, 3), dtype=np.uint8)) for _ in range(12)]
+    data = {"image": pictures, "label": [i % 3 for i in range(12)]}
+    for model in (base("vit", tmp_path / "base"), "gn-resnet18"):
+        small = {"model.width": 4, "model.groups": 2} if model == "gn-resnet18" else {}
+        quick = {k: v for k, v in QUICK.items() if k != "model.max_length"}
+        tuned = dpfed.fine_tune(
+            model, data, dict(data), clients=2, epsilon=None, out=tmp_path / f"run{len(small)}",
+            settings={**quick, **small, "privacy.sigma": 1.0},
+        )  # fmt: skip
+        assert tuned.result["classes"] == ["0", "1", "2"]
+
+
+def test_rows_of_numbers_and_natural_clients(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    data = {"features": rng.normal(size=(30, 4)), "label": np.arange(30) % 2, "hospital": ["a"] * 10 + ["b"] * 20}
+    tuned = dpfed.fine_tune(
+        "linear", data, dict(data), epsilon=None, out=tmp_path / "run",
+        settings={"data.partition": "natural", "data.client_column": "hospital", "privacy.rate": 0.3, "privacy.sigma": 1.0,
+                  "run.rounds": 1, "run.local_steps": 1},
+    )  # fmt: skip
+    assert tuned.result["clients"] == 2
+    assert "rate 0.3" in tuned.result["guarantee"]
+
+
+def test_a_target_and_the_absence_of_privacy(tmp_path: Path) -> None:
+    data = {"features": np.eye(20), "label": np.arange(20) % 2}
+    keys = {"run.rounds": 1, "run.local_steps": 1, "privacy.batch": 4.0}
+    aimed = dpfed.fine_tune("linear", data, dict(data), clients=2, epsilon=3.0, settings=keys, out=tmp_path / "a")
+    assert aimed.epsilon["server_worst"] == pytest.approx(3.0, rel=0.01)
+    sigma = dpfed.fine_tune(
+        "linear", data, dict(data), clients=2, settings={**keys, "privacy.sigma": 5.0}, out=tmp_path / "b"
+    )
+    assert sigma.result["sigma"] == 5.0  # the settings have the last word
+    none = dpfed.fine_tune(
+        "linear",
+        data,
+        dict(data),
+        clients=2,
+        epsilon=None,
+        settings={**keys, "privacy.enabled": False},
+        out=tmp_path / "c",
+    )
+    assert none.epsilon["server_worst"] is None
+    with pytest.raises(DpfedError, match=r"privacy\.sigma and privacy\.target_epsilon"):
+        dpfed.fine_tune("linear", data, dict(data), clients=2, epsilon=None, settings=keys, out=tmp_path / "d")
+
+
+@pytest.mark.parametrize(
+    ("model", "keys", "words"),
+    [
+        (3, {}, "must be a name, a folder or a Hugging Face model, not int"),
+        (torch.nn.Linear(2, 2), {}, "must be a name, a folder or a Hugging Face model, not Linear"),
+        ("no-such-folder/at/all", {}, "is not a folder"),
+        ("linear", {"settings": {"algorithm.learning_rate": 1}}, r"algorithm\.learning_rate is not a key"),
+        ("linear", {"settings": {"model.max_length": 5}}, r"model\.max_length is not a key"),
+    ],
+)
+def test_mistakes_are_one_sentence(tmp_path: Path, model: Any, keys: dict[str, Any], words: str) -> None:
+    quick = {k: v for k, v in QUICK.items() if not k.startswith("model.")}
+    settings = {**quick, "privacy.sigma": 1.0, **keys.pop("settings", {})}
+    data = {"features": np.eye(20), "label": np.arange(20) % 2} if model == "linear" else texts()
+    with pytest.raises(DpfedError, match=words) as error:
+        dpfed.fine_tune(model, data, dict(data), clients=2, epsilon=None, settings=settings, out=tmp_path / "run")
+    assert "\n" not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_importing_is_cheap_and_typing_finds_the_names() -> None:
+    assert set(dpfed.__all__) == {"Tuned", "fine_tune"}
+    with pytest.raises(AttributeError, match="no attribute 'fine_tuna'"):
+        dpfed.fine_tuna  # noqa: B018
