@@ -16,7 +16,7 @@ from torch import Tensor
 from dpfed.config import load
 from dpfed.engine.fleet import Fleet
 from dpfed.engine.rounds import aggregate, choose, first_state
-from dpfed.engine.setup import Job, prepare
+from dpfed.engine.setup import Job, prepare, repays
 from dpfed.privacy.clipping import Clipping, clip_and_sum
 from dpfed.privacy.fixed import FixedSum, clip_and_sum_slots, passes_of, slots_for, weighted_sums
 from dpfed.registry import registry
@@ -206,3 +206,26 @@ def test_a_compiled_model_gives_the_same_gradients() -> None:
             strict=True,
         ):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_model_that_does_not_compile_runs_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(function: object, **options: object) -> object:
+        def fail(*arguments: object) -> object:
+            raise RuntimeError("no such kernel")
+
+        return fail
+
+    plain = after(job_of(), 1)
+    monkeypatch.setattr(torch, "compile", broken)
+    assert torch.equal(after(job_of("run.compile=true"), 1), plain)
+    assert caplog.text.count("cannot be compiled and runs without it: no such kernel") == 1
+
+
+def test_compilation_is_left_to_runs_that_repay_it() -> None:
+    config = load("digits", [], registry())
+    assert not repays(config, torch.device("cuda"))
+    long = replace(config, run=replace(config.run, rounds=1000, local_steps=20))
+    assert repays(long, torch.device("cuda"))
+    assert not repays(long, torch.device("cpu"))

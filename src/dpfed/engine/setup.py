@@ -155,12 +155,19 @@ def published_sizes(config: Config) -> np.ndarray | None:
 
 def device_of(name: str) -> torch.device:
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return exact(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise DpfedError(f"run.device = {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+    return exact(device)
+
+
+def exact(device: torch.device) -> torch.device:
+    """Sums of clipped gradients are made of whole float32 numbers: the short ones that GPUs offer would pass the clip."""
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = False
     return device
 
 

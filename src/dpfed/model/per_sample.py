@@ -6,6 +6,7 @@ Every record gets its own copy of the trainable weights, gathered from its clien
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from dpfed.model.space import Space
 from dpfed.model.task import right_class
 from dpfed.model.twins import TWINS, install_twin, special_twin, vmap_twin
 
+LOG = logging.getLogger("dpfed")
 Batch = Mapping[str, Tensor]
 Forward = Callable[[nn.Module, dict[str, Tensor], Batch], Tensor]
 """(model, weights, inputs) -> scores; how a record's inputs enter the model."""
@@ -59,7 +61,20 @@ class PerSample:
 
     def compile(self, **options: Any) -> None:
         """Compiles the forward pass and, with it, the backward pass. One shape of batch is one compilation."""
-        self._losses = torch.compile(self._sum_of_losses, dynamic=False, **options)
+        compiled = torch.compile(self._sum_of_losses, dynamic=False, **options)
+
+        def careful(*arguments: Any) -> Tensor:
+            try:
+                return compiled(*arguments)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # compilers fail in many ways, and none of them is worth a run
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+                LOG.warning("the model cannot be compiled and runs without it: %s", reason)
+                self._losses = self._sum_of_losses
+                return self._losses(*arguments)
+
+        self._losses = careful
 
     def _sum_of_losses(
         self, copies: list[Tensor], keys: Tensor | None, inputs: dict[str, Tensor], labels: Tensor

@@ -7,6 +7,7 @@ out. On a GPU the whole pass (gather, forward, backward, clip, sum) is captured 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from dpfed.privacy.clipping import Clipping
 from dpfed.privacy.records import Gradients, Records, View
+
+LOG = logging.getLogger("dpfed")
 
 
 def slots_for(mean: float, step: int = 8) -> int:
@@ -80,14 +83,15 @@ class FixedSum:
             mine.copy_(given)
         if not self._capturing:
             return self._compute()
-        if self._graph is None:
-            self._capture()
+        if self._graph is None and not self._capture():
+            return self._compute()
         assert self._graph is not None
         assert self._out is not None
         self._graph.replay()
         return self._out
 
-    def _capture(self) -> None:
+    def _capture(self) -> bool:
+        """Whether the pass could be captured; where it could not, it is computed anew each time."""
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -96,9 +100,17 @@ class FixedSum:
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._out = self._compute()
+        try:
+            with torch.cuda.graph(graph):
+                self._out = self._compute()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            LOG.warning("a step cannot be captured and runs without it: %s", str(error).splitlines()[0][:160])
+            self._capturing = False
+            return False
         self._graph = graph
+        return True
 
     def _compute(self) -> tuple[Tensor, Tensor]:
         at = self._in
