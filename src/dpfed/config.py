@@ -137,6 +137,9 @@ class RunSection:
     eval_on: Annotated[Literal["all", "validation", "test"], "which half of the server's public data is scored"] = "all"
     checkpoint_every: Annotated[int, Ge(0), "rounds between checkpoints; 0: none"] = 1
     memory_limit: Annotated[int, Ge(1), "MiB of clients' memory (dp-scaffold, dp-fafed) held outside files"] = 2048
+    timeout: Annotated[int, Ge(1), "seconds that processes of a run under torchrun wait for one another in a round"] = (
+        60
+    )
     diagnostics: Annotated[
         bool, "record spread of v, histograms of m and √v, client drift of simulated clients: not private"
     ] = False

@@ -60,5 +60,11 @@ def main() -> None:
 
 
 def fail(sentence: str, code: int) -> None:
-    print(f"dpfed: {sentence.strip().rstrip('.')}.", file=sys.stderr)
+    rank = os.environ.get("RANK", "0")  # of several processes, under torchrun
+    who = "dpfed" if rank == "0" else f"dpfed, process {rank}"
+    print(f"{who}: {sentence.strip().rstrip('.')}.", file=sys.stderr)
     sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +13,7 @@ import typer
 from dpfed.errors import DpfedError
 
 if TYPE_CHECKING:
+    from dpfed.engine.distributed import Group
     from dpfed.engine.setup import Job
 
 
@@ -36,19 +39,36 @@ def run(
     begun = DEFAULT if resume is None else str(resume / "config.toml")
     settings = load(config or begun, overrides or [], registry())
     from dpfed.cli.progress import Watch
+    from dpfed.engine.distributed import join
+    from dpfed.engine.run import assist
     from dpfed.engine.run import run as train
 
-    with Watch(settings.run.rounds) as watch:
+    group = join(settings)
+    if group is not None and group.rank > 0:
+        with leaving(group):
+            return assist(settings, group)
+    with leaving(group), Watch(settings.run.rounds) as watch:
 
         def begin(job: Job) -> None:
             for line in opening(job):
                 watch.say(line)
 
-        result = train(settings, resume or out, force, begin=begin, observe=watch.round, resume=resume is not None)
+        going = resume is not None
+        result = train(settings, resume or out, force, begin=begin, observe=watch.round, resume=going, group=group)
     for line in closing(result):
         print(line)
     if as_json:
         print(json.dumps(result, allow_nan=False))
+
+
+@contextmanager
+def leaving(group: Group | None) -> Iterator[None]:
+    """However the run ends here, the other processes of it are let go."""
+    try:
+        yield
+    finally:
+        if group is not None:
+            group.close()
 
 
 def opening(job: Job) -> list[str]:

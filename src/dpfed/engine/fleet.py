@@ -37,7 +37,7 @@ def context(job: Job, t: int, clients: Sequence[int], clip: float | None = None,
 
     run, base = job.config.run, job.algorithm.lr
     plan = job.plan if clip is None else job.plan.at(clip)
-    phi = torch.tensor([[plan.phi(i)] for i in clients], dtype=torch.float64).to(torch.float32)
+    phi = torch.from_numpy(plan.phis(np.asarray(clients, dtype=np.int64))).to(torch.float32).unsqueeze(1)
     return Context(
         space=job.space,
         N=job.schedule.clients,
@@ -73,8 +73,11 @@ class Fleet:
 
     def run_cohort(self, t: int, state: State, clients: Sequence[int]) -> tuple[Message, int]:
         """The mean of the clients' messages, and how many answered."""
+        return self.weighted_sum(t, state, clients, self.weights(clients)), len(clients)
+
+    def weighted_sum(self, t: int, state: State, clients: Sequence[int], weights: Tensor) -> Message:
+        """The clients' messages times their weights, summed: what these clients add to the mean of a cohort."""
         total: Message = {}
-        weights = self._weights(clients)
         for first in range(0, len(clients), self._size):
             part = clients[first : first + self._size]
             message = self._fleet(t, state, part)
@@ -82,7 +85,7 @@ class Fleet:
             for name, value in message.items():
                 summed = torch.tensordot(weight, value, dims=1)
                 total[name] = total[name] + summed if name in total else summed
-        return total, len(clients)
+        return total
 
     def _fleet(self, t: int, state: State, clients: Sequence[int]) -> Message:
         job, server = self._job, state.server
@@ -129,7 +132,7 @@ class Fleet:
             )
         return self._fixed[len(clients)]
 
-    def _weights(self, clients: Sequence[int]) -> Tensor:
+    def weights(self, clients: Sequence[int]) -> Tensor:
         """Weights of the mean, public constants that sum to one."""
         if self._job.algorithm.agg_weights == "size":
             weights = torch.tensor([float(self._job.plan.sizes[i]) for i in clients])

@@ -18,12 +18,13 @@ from dpfed.data.tables import Source
 from dpfed.engine.accounts import NO_PRIVACY, SEEDED
 from dpfed.engine.checkpoint import Checkpoints, Saved, job_hash
 from dpfed.engine.diagnostics import Diagnostics, refuse_real_noise
+from dpfed.engine.distributed import Distributed, Group, agree, follow
 from dpfed.engine.fleet import Fleet
 from dpfed.engine.folder import CONFIG, RESULT, RunFolder, fresh_folder, refuse_occupied
 from dpfed.engine.memory import ClientMemory
 from dpfed.engine.metrics import task_metrics
 from dpfed.engine.prior import past_of
-from dpfed.engine.rounds import Progress, Round, first_state, train
+from dpfed.engine.rounds import Backend, Progress, Round, first_state, train
 from dpfed.engine.setup import Job, prepare
 from dpfed.engine.spending import Budget, Spending, Spent, budget_of, open_ledger, reopen_ledger, spent_before
 from dpfed.engine.traffic import traffic
@@ -33,7 +34,7 @@ from dpfed.privacy.statement import Past, assumptions
 
 SIMULATION = f"{SEEDED}: not for release"
 RELEASABLE = "the model may be released under its privacy statement; all else in the folder is for the server only"
-MAY_CHANGE = ("eval_every", "checkpoint_every", "memory_limit", "threads")  # of [run], when a run goes on
+MAY_CHANGE = ("eval_every", "checkpoint_every", "memory_limit", "threads", "timeout")  # of [run], when a run goes on
 
 
 def release_note(config: Config, private: bool) -> str:
@@ -51,11 +52,12 @@ def run(
     begin: Callable[[Job], None] = lambda job: None,
     observe: Callable[[Round], None] = lambda round: None,
     resume: bool = False,
+    group: Group | None = None,
 ) -> dict[str, Any]:
     """Trains by the configuration and returns the result; the folder `out` holds all of it.
 
     `begin` is told of the job before round 1, `observe` of round 0 (before training) and of each round. With `resume`
-    the run in `out` goes on where its last checkpoint is.
+    the run in `out` goes on where its last checkpoint is. With `group` this process leads others, which call `assist`.
     """
     refuse_real_noise(config)
     out = out or fresh_folder(config)
@@ -67,6 +69,8 @@ def run(
     refuse_target(config, past)
     job = replace(prepare(config, source), past=past)
     job.notes.extend(past.notes)
+    if group is not None:
+        agree(job, group)
     budget = None
     if job.plan.private:
         budget = budget_of(job.plan, job.schedule, config.privacy.delta, config.privacy.budget, past=past)
@@ -77,9 +81,14 @@ def run(
     try:
         if not resume:
             folder.begin(name, note)
-        return _train(job, budget, folder, name, note, begin, observe, resume)
+        return _train(job, budget, folder, name, note, begin, observe, resume, group)
     finally:
         folder.close()
+
+
+def assist(config: Config, group: Group, source: Source | None = None) -> None:
+    """What every process but the leading one does instead of `run`: its share of each round, and no files."""
+    follow(prepare(config, source), group)
 
 
 def _train(
@@ -91,6 +100,7 @@ def _train(
     begin: Callable[[Job], None],
     observe: Callable[[Round], None],
     resume: bool,
+    group: Group | None,
 ) -> dict[str, Any]:
     run = job.config.run
     memory = ClientMemory(
@@ -124,9 +134,11 @@ def _train(
             folder.save_result({"run": name, "state": state, **result, **more})
             return result
 
-        fleet = Fleet(job, memory, diagnostics.watch if diagnostics else None)
         try:
-            train(job, fleet, spending, watch, saved.progress if saved else None, keep)
+            backend: Backend = Fleet(job, memory, diagnostics.watch if diagnostics else None)
+            if group is not None:
+                backend = Distributed(job, group, memory)
+            train(job, backend, spending, watch, saved.progress if saved else None, keep)
         except StoppedError as error:
             finish("stopped", stopped=str(error), diverged=isinstance(error, DivergedError))
             raise
