@@ -124,7 +124,9 @@ class RunSection:
     threads: Annotated[int | Literal["auto"], "CPU threads; auto: one for small models, which more would slow down"] = (
         "auto"
     )
-    fleet_size: Annotated[int | Literal["auto"], "clients computed side by side; auto: the whole cohort"] = "auto"
+    fleet_size: Annotated[int | Literal["auto"], "clients computed side by side; auto: all of the cohort that fit"] = (
+        "auto"
+    )
     max_slots: Annotated[int, Ge(1), "records in one forward pass of any size"] = 512
     slots: Annotated[
         int | Literal["auto"], "records in a pass of fixed size; auto: least work on a GPU, passes of any size on a CPU"

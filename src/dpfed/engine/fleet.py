@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from dpfed.algorithms.base import Context, Message
+from dpfed.engine.fitting import fleet_size, slots_of
 from dpfed.engine.memory import ClientMemory
 from dpfed.engine.setup import Job
 from dpfed.engine.state import State
-from dpfed.privacy.fixed import FixedSum, slots_for
+from dpfed.privacy.fixed import FixedSum
 from dpfed.privacy.oracle import FleetOracle
 
 
@@ -67,8 +68,7 @@ class Fleet:
             memory = ClientMemory(job.algorithm.remembers, job.space.size, Path(), sys.maxsize)
         self.memory = memory
         self._watch = watch
-        size = job.config.run.fleet_size
-        self._size = job.schedule.cohort if size == "auto" else size
+        self._size = fleet_size(job)
         self._fixed: dict[int, FixedSum] = {}
 
     def run_cohort(self, t: int, state: State, clients: Sequence[int]) -> tuple[Message, int]:
@@ -118,8 +118,7 @@ class Fleet:
         if run.slots == "auto" and job.device.type != "cuda":
             return None
         if len(clients) not in self._fixed:
-            mean = float(np.sort(job.plan.expected)[-len(clients) :].mean()) * len(clients)
-            slots = slots_for(mean) if run.slots == "auto" else run.slots
+            slots = slots_of(job, len(clients))
             self._fixed[len(clients)] = FixedSum(
                 job.model,
                 job.records,
