@@ -22,6 +22,7 @@ from dpfed.config import Config, build, to_toml
 from dpfed.engine.distributed import join, packed, unpacked, words_of
 from dpfed.engine.run import fixed_settings, run
 from dpfed.errors import DpfedError
+from dpfed.privacy.ledger import Ledger
 from dpfed.registry import registry
 
 ROUNDS = 3
@@ -36,6 +37,8 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "run": {"participation": 0.7, "memory_limit": 1},
     },
 }
+
+SECRET: dict[str, dict[str, Any]] = {"model": {"liveness": True}, "run": {"noise": "os", "rounds": 2}}
 
 
 def config_of(**sections: dict[str, Any]) -> Config:
@@ -64,7 +67,7 @@ from dpfed.engine.run import assist, run
 from dpfed.errors import DpfedError, StoppedError
 rank, out = int(sys.argv[2]), Path(sys.argv[3])
 os.environ["RANK"] = str(rank)
-for name, sections in here.CASES.items():
+for name, sections in {**here.CASES, "secret": here.SECRET}.items():
     config = here.config_of(**sections)
     group = Group(rank, 2, 20, init=f"file://{out}/meet-{name}")
     if rank == 0:
@@ -135,6 +138,17 @@ def test_the_checkpoint_holds_the_memory_of_every_client(case: str, together: Pa
         a, b = (np.load(folder / "memory" / file) for folder in folders)
         assert np.abs(a).max() > 0
         assert np.abs(a - b).max() < 1e-5
+
+
+def test_noise_that_cannot_be_repeated_is_drawn_by_each_process_for_its_own_clients(together: Path) -> None:
+    """Rank 0 alone draws the cohort and charges it, so the two streams of secrets need not agree on anything."""
+    found = json.loads((together / "secret" / "run.json").read_text())
+    assert found["state"] == "finished"
+    assert found["release"].startswith("the model may be released")
+    with Ledger.open(together / "secret" / "ledger.sqlite", readonly=True) as ledger:
+        rows = list(ledger.rows())
+    assert [sum(row.charge.round == t for row in rows) for t in (1, 2)] == [5, 5]
+    assert {row.charge.noise for row in rows} == {"os"}
 
 
 def test_processes_with_different_jobs_are_refused_before_anything_is_written(together: Path) -> None:
