@@ -118,15 +118,30 @@ class RunSection:
         "seeded"
     )
     device: Annotated[str, "auto, cpu, cuda or cuda:N"] = "auto"
+    precision: Annotated[
+        Literal["float32", "bf16"], "of frozen weights and activations; all DP arithmetic is float32"
+    ] = "float32"
     threads: Annotated[int | Literal["auto"], "CPU threads; auto: one for small models, which more would slow down"] = (
         "auto"
     )
-    fleet_size: Annotated[int | Literal["auto"], "clients computed side by side; auto: the whole cohort"] = "auto"
-    max_slots: Annotated[int, Ge(1), "records in one forward pass"] = 512
+    fleet_size: Annotated[int | Literal["auto"], "clients computed side by side; auto: all of the cohort that fit"] = (
+        "auto"
+    )
+    max_slots: Annotated[int, Ge(1), "records in one forward pass of any size"] = 512
+    slots: Annotated[
+        int | Literal["auto"], "records in a pass of fixed size; auto: least work on a GPU, passes of any size on a CPU"
+    ] = "auto"
+    compile: Annotated[bool | Literal["auto"], "compile the model; auto: where a run is long enough to repay it"] = (
+        "auto"
+    )
+    graphs: Annotated[bool | Literal["auto"], "replay a captured pass on a GPU; auto: wherever there is one"] = "auto"
     eval_every: Annotated[int, Ge(1), "rounds between evaluations on the server's test set"] = 1
     eval_on: Annotated[Literal["all", "validation", "test"], "which half of the server's public data is scored"] = "all"
     checkpoint_every: Annotated[int, Ge(0), "rounds between checkpoints; 0: none"] = 1
     memory_limit: Annotated[int, Ge(1), "MiB of clients' memory (dp-scaffold, dp-fafed) held outside files"] = 2048
+    timeout: Annotated[int, Ge(1), "seconds that processes of a run under torchrun wait for one another in a round"] = (
+        60
+    )
     diagnostics: Annotated[
         bool, "record spread of v, histograms of m and √v, client drift of simulated clients: not private"
     ] = False
@@ -270,7 +285,7 @@ def _cross_check(config: Config) -> None:
         raise DpfedError("give exactly one of privacy.batch (expected size) and privacy.rate")
     if p.enabled and (p.sigma is None) == (p.target_epsilon is None):
         raise DpfedError("give exactly one of privacy.sigma and privacy.target_epsilon (or privacy.enabled = false)")
-    for key in ("fleet_size", "threads"):
+    for key in ("fleet_size", "threads", "slots"):
         value = getattr(config.run, key)
         if isinstance(value, int) and value < 1:
             raise DpfedError(f'run.{key} = {value} must be at least 1, or "auto"')

@@ -10,6 +10,7 @@ import click
 import typer
 
 from dpfed.cli.audit import audit
+from dpfed.cli.bench import bench
 from dpfed.cli.compare import compare
 from dpfed.cli.data import data
 from dpfed.cli.export import export
@@ -30,6 +31,7 @@ app.command("run")(run)
 app.command("compare")(compare)
 app.command("privacy")(privacy)
 app.command("audit")(audit)
+app.command("bench")(bench)
 app.command("export")(export)
 app.command("list")(list_names)
 app.add_typer(data)
@@ -59,5 +61,11 @@ def main() -> None:
 
 
 def fail(sentence: str, code: int) -> None:
-    print(f"dpfed: {sentence.strip().rstrip('.')}.", file=sys.stderr)
+    rank = os.environ.get("RANK", "0")  # of several processes, under torchrun
+    who = "dpfed" if rank == "0" else f"dpfed, process {rank}"
+    print(f"{who}: {sentence.strip().rstrip('.')}.", file=sys.stderr)
     sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

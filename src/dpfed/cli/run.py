@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +13,7 @@ import typer
 from dpfed.errors import DpfedError
 
 if TYPE_CHECKING:
+    from dpfed.engine.distributed import Group
     from dpfed.engine.interrupt import Stop
     from dpfed.engine.setup import Job
 
@@ -31,6 +34,8 @@ def run(
 
     with on_signals() as stop:
         result = _run(config, overrides or [], out, resume, force, stop)
+    if result is None:
+        return  # this process only helped
     for line in closing(result):
         print(line)
     if as_json:
@@ -39,7 +44,7 @@ def run(
 
 def _run(
     config: str | None, overrides: list[str], out: Path | None, resume: Path | None, force: bool, stop: Stop
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     from dpfed.config import load
     from dpfed.registry import DEFAULT, registry
 
@@ -50,9 +55,16 @@ def _run(
     begun = DEFAULT if resume is None else str(resume / "config.toml")
     settings = load(config or begun, overrides, registry())
     from dpfed.cli.progress import Watch
+    from dpfed.engine.distributed import join
+    from dpfed.engine.run import assist
     from dpfed.engine.run import run as train
 
-    with Watch(settings.run.rounds) as watch:
+    group = join(settings)
+    if group is not None and group.rank > 0:
+        with leaving(group):
+            assist(settings, group)
+        return None
+    with leaving(group), Watch(settings.run.rounds) as watch:
 
         def begin(job: Job) -> None:
             stop.gently = True
@@ -60,7 +72,19 @@ def _run(
                 watch.say(line)
 
         going_on = resume is not None
-        return train(settings, resume or out, force, begin=begin, observe=watch.round, resume=going_on, stop=stop)
+        return train(
+            settings, resume or out, force, begin=begin, observe=watch.round, resume=going_on, stop=stop, group=group
+        )
+
+
+@contextmanager
+def leaving(group: Group | None) -> Iterator[None]:
+    """However the run ends here, the other processes of it are let go."""
+    try:
+        yield
+    finally:
+        if group is not None:
+            group.close()
 
 
 def opening(job: Job) -> list[str]:

@@ -37,8 +37,9 @@ from dpfed.privacy.audit import (
     one_run_bound,
 )
 from dpfed.privacy.noise import Streams
-from dpfed.privacy.oracle import FleetOracle, Records
+from dpfed.privacy.oracle import FleetOracle
 from dpfed.privacy.plan import Plan, Schedule
+from dpfed.privacy.records import Records
 
 CPU = torch.device("cpu")
 TENSORS = 16  # tensors of the model: clipping each of them by itself would let a canary through at sqrt(16) times C

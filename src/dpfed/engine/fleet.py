@@ -14,14 +14,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dpfed.algorithms.base import Context, Memory, Message
+from dpfed.engine.fitting import fleet_size, slots_of
 from dpfed.engine.memory import ClientMemory
 from dpfed.engine.setup import Job
 from dpfed.engine.state import State
 from dpfed.errors import DivergedError, StoppedError
+from dpfed.privacy.fixed import FixedSum
 from dpfed.privacy.noise import Noise
 from dpfed.privacy.oracle import FleetOracle, free, out_of_memory
 
@@ -41,7 +44,7 @@ def context(job: Job, t: int, clients: Sequence[int], clip: float | None = None,
 
     run, base = job.config.run, job.algorithm.lr
     plan = job.plan if clip is None else job.plan.at(clip)
-    phi = torch.tensor([[plan.phi(i)] for i in clients], dtype=torch.float64).to(torch.float32)
+    phi = torch.from_numpy(plan.phis(np.asarray(clients, dtype=np.int64))).to(torch.float32).unsqueeze(1)
     return Context(
         space=job.space,
         N=job.schedule.clients,
@@ -77,15 +80,19 @@ class Fleet:
             memory = ClientMemory(job.algorithm.remembers, job.space.size, Path(), sys.maxsize)
         self.memory = memory
         self._watch = watch
-        size = job.config.run.fleet_size
-        self._size = job.schedule.cohort if size == "auto" else size
+        self._size = fleet_size(job)
+        self._fixed: dict[int, FixedSum] = {}
+        self._no_fixed = False
         self._max_slots = job.config.run.max_slots
         self._said = False
 
     def run_cohort(self, t: int, state: State, clients: Sequence[int]) -> tuple[Message, int]:
         """The mean of the clients' messages, and how many answered."""
+        return self.weighted_sum(t, state, clients, self.weights(clients)), len(clients)
+
+    def weighted_sum(self, t: int, state: State, clients: Sequence[int], weights: Tensor) -> Message:
+        """The clients' messages times their weights, summed: what these clients add to the mean of a cohort."""
         total: Message = {}
-        weights = self._weights(clients)
         size = self._size  # a fleet that does not fit lowers it, for the rounds after this one
         for first in range(0, len(clients), size):
             message = self._fleet(t, state, clients[first : first + size])
@@ -93,7 +100,7 @@ class Fleet:
             for name, value in message.items():
                 summed = torch.tensordot(weight, value, dims=1)
                 total[name] = total[name] + summed if name in total else summed
-        return total, len(clients)
+        return total
 
     def _fleet(self, t: int, state: State, clients: Sequence[int]) -> Message:
         """The clients' messages `[S, ...]`."""
@@ -104,11 +111,13 @@ class Fleet:
         job = self._job
         ctx = context(job, t, clients, state.clip)
         oracle = self._oracle(t, state, clients, noise)
+        fixed = oracle.fixed
         done = self._steps(ctx, state, clients, oracle)
         if done is None:
             return self._halves(t, state, clients, oracle.noise)
-        if oracle.max_slots < self._max_slots:
+        if oracle.max_slots < self._max_slots or (fixed is not None and oracle.fixed is None):
             self._max_slots = oracle.max_slots
+            self._no_fixed = self._no_fixed or (fixed is not None and oracle.fixed is None)
             self._say_once()
         local, message, memory = done
         if not job.config.run.allow_nan:
@@ -131,6 +140,7 @@ class Fleet:
             steps=job.config.run.local_steps,
             max_slots=self._max_slots,
             view=job.view,
+            fixed=self._fixed_sum(clients),
             noise=noise,
         )
 
@@ -176,7 +186,28 @@ class Fleet:
         self._job.notes.append(sentence)
         LOG.warning(sentence)
 
-    def _weights(self, clients: Sequence[int]) -> Tensor:
+    def _fixed_sum(self, clients: Sequence[int]) -> FixedSum | None:
+        """Passes of a fixed size for a fleet of so many clients, made once; None where passes may have any size."""
+        job, run = self._job, self._job.config.run
+        if self._no_fixed:
+            self._fixed.clear()
+        if self._no_fixed or (run.slots == "auto" and job.device.type != "cuda"):
+            return None
+        if len(clients) not in self._fixed:
+            slots = slots_of(job, len(clients))
+            self._fixed[len(clients)] = FixedSum(
+                job.model,
+                job.records,
+                job.plan.clipping,
+                job.view,
+                len(clients),
+                slots,
+                job.space.size,
+                capture=run.graphs is not False,
+            )
+        return self._fixed[len(clients)]
+
+    def weights(self, clients: Sequence[int]) -> Tensor:
         """Weights of the mean, public constants that sum to one."""
         if self._job.algorithm.agg_weights == "size":
             weights = torch.tensor([float(self._job.plan.sizes[i]) for i in clients])

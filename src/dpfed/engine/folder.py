@@ -230,7 +230,14 @@ def spent_for_good(path: Path) -> bool:
 
 
 def versions() -> dict[str, str]:
-    return {name: metadata.version(name) for name in PACKAGES}
+    return {name: _version(name) for name in PACKAGES}
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:  # run from a source tree
+        return "unknown"
 
 
 def fresh_folder(config: Config) -> Path:

@@ -18,7 +18,7 @@ from dpfed.engine.setup import Job
 from dpfed.engine.spending import Spending
 from dpfed.engine.state import State
 from dpfed.errors import DivergedError
-from dpfed.privacy.oracle import Records
+from dpfed.privacy.records import Records
 
 
 class Backend(Protocol):

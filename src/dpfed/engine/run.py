@@ -16,13 +16,14 @@ from dpfed.data.tables import Source
 from dpfed.engine.accounts import NO_PRIVACY, SEEDED
 from dpfed.engine.checkpoint import Checkpoints, Saved, job_hash
 from dpfed.engine.diagnostics import Diagnostics, refuse_real_noise
+from dpfed.engine.distributed import Distributed, Group, agree, follow
 from dpfed.engine.fleet import Fleet
 from dpfed.engine.folder import RunFolder, fresh_folder, refuse_occupied
 from dpfed.engine.memory import ClientMemory
 from dpfed.engine.metrics import task_metrics
 from dpfed.engine.prior import past_of
 from dpfed.engine.resume import changes, fixed_settings, name_of, refuse_other, result_in
-from dpfed.engine.rounds import Progress, Round, first_state, train
+from dpfed.engine.rounds import Backend, Progress, Round, first_state, train
 from dpfed.engine.setup import Job, prepare
 from dpfed.engine.spending import Budget, Spending, Spent, budget_of, open_ledger, reopen_ledger, spent_before
 from dpfed.engine.traffic import traffic
@@ -50,12 +51,13 @@ def run(
     observe: Callable[[Round], None] = lambda round: None,
     resume: bool = False,
     stop: Callable[[], None] = lambda: None,
+    group: Group | None = None,
 ) -> dict[str, Any]:
     """Trains by the configuration and returns the result; the folder `out` holds all of it.
 
     `begin` is told of the job before round 1, `observe` of round 0 (before training) and of each round. With `resume`
     the run in `out` goes on where its last checkpoint is. `stop` is called between local steps, and raises
-    InterruptedRunError to end the run there.
+    InterruptedRunError to end the run there. With `group` this process leads others, which call `assist`.
     """
     refuse_real_noise(config)
     out = out or fresh_folder(config)
@@ -67,6 +69,8 @@ def run(
     refuse_target(config, past)
     job = replace(prepare(config, source), past=past)
     job.notes.extend(past.notes)
+    if group is not None:
+        agree(job, group)
     budget = None
     if job.plan.private:
         budget = budget_of(job.plan, job.schedule, config.privacy.delta, config.privacy.budget, past=past)
@@ -79,9 +83,14 @@ def run(
             refuse_other(out, config)  # again, now that nobody else is at work here
         else:
             folder.begin(name, note)
-        return _train(job, budget, folder, name, note, begin, observe, resume, stop)
+        return _train(job, budget, folder, name, note, begin, observe, resume, stop, group)
     finally:
         folder.close()
+
+
+def assist(config: Config, group: Group, source: Source | None = None) -> None:
+    """What every process but the leading one does instead of `run`: its share of each round, and no files."""
+    follow(prepare(config, source), group)
 
 
 def _train(
@@ -94,6 +103,7 @@ def _train(
     observe: Callable[[Round], None],
     resume: bool,
     stop: Callable[[], None],
+    group: Group | None,
 ) -> dict[str, Any]:
     run = job.config.run
     memory = ClientMemory(
@@ -129,9 +139,11 @@ def _train(
             folder.save_result({"run": name, "state": state, **result, **more})
             return result
 
-        fleet = Fleet(job, memory, diagnostics.watch if diagnostics else None, stop)
         try:
-            train(job, fleet, spending, watch, saved.progress if saved else None, keep, stop)
+            backend: Backend = Fleet(job, memory, diagnostics.watch if diagnostics else None, stop)
+            if group is not None:
+                backend = Distributed(job, group, memory)
+            train(job, backend, spending, watch, saved.progress if saved else None, keep, stop)
         except InterruptedRunError as error:
             raise _interrupted(error, folder, name, note, seen) from None
         except StoppedError as error:

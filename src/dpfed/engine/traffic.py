@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfed.algorithms.base import Algorithm, Context
+from dpfed.algorithms.base import Algorithm, Context, Message
 from dpfed.model.space import Space
 
 META = torch.device("meta")
@@ -32,6 +32,19 @@ class Traffic:
 
 def traffic(algorithm: Algorithm, space: Space) -> Traffic:
     """Sizes of what `broadcast` names and of the message that `finish` makes."""
+    server, _, message = _played(algorithm, space)
+    up, down = list(message.values()), [getattr(server, name) for name in algorithm.broadcast]
+    return Traffic(*_size(up), *_size(down))
+
+
+def local_bytes(algorithm: Algorithm, space: Space) -> int:
+    """Bytes of one client's state within a round."""
+    _, local, _ = _played(algorithm, space)
+    return _size([x for x in vars(local).values() if isinstance(x, Tensor)])[1]
+
+
+def _played(algorithm: Algorithm, space: Space) -> tuple[Any, Any, Message]:
+    """Server, state of one client after a step, and its message, all without values."""
     ctx, ghost = _context(space), torch.empty(space.size, device=META)
     server = algorithm.init(ctx, ghost)
     memory = {name: torch.empty(1, space.size, device=META) for name in algorithm.remembers}
@@ -40,8 +53,7 @@ def traffic(algorithm: Algorithm, space: Space) -> Traffic:
     local = algorithm.start(ctx, server, memory)
     local = algorithm.step(ctx, local, _Ghost(), torch.ones((), dtype=torch.float64, device=META))
     message, _ = algorithm.finish(ctx, server, local)
-    up, down = list(message.values()), [getattr(server, name) for name in algorithm.broadcast]
-    return Traffic(*_size(up), *_size(down))
+    return server, local, message
 
 
 def _context(space: Space) -> Context:

@@ -27,7 +27,7 @@ def keep_mask(key: Tensor, salt: int, width: int, drop: float) -> Tensor:
     """`[M]` keys -> `[M, width]` booleans that are true with probability 1 - drop."""
     start = (salt * _GOLDEN + 2**63) % 2**64 - 2**63  # wrapped by hand: a Python number must fit int64
     stream = mix(key + start).unsqueeze(1)
-    bits = mix(stream + torch.arange(1, width + 1, device=key.device) * _GOLDEN)
+    bits = mix(stream ^ torch.arange(width, device=key.device))  # not a product: compilers fold it into huge constants
     return ((bits >> 40) & 0xFFFFFF).float() >= drop * float(1 << 24)
 
 

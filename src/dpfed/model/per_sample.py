@@ -6,7 +6,9 @@ Every record gets its own copy of the trainable weights, gathered from its clien
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from dpfed.model.space import Space
 from dpfed.model.task import right_class
 from dpfed.model.twins import TWINS, install_twin, special_twin, vmap_twin
 
+LOG = logging.getLogger("dpfed")
 Batch = Mapping[str, Tensor]
 Forward = Callable[[nn.Module, dict[str, Tensor], Batch], Tensor]
 """(model, weights, inputs) -> scores; how a record's inputs enter the model."""
@@ -40,13 +43,49 @@ class PerSample:
         refuse_batch_norm(model)
         install_twins(model, space)
         self._keys = install_keyed_dropout(model)
-        self._parts = list(zip(space.names, space.shapes, space.slices(), strict=True))
+        self._slices = space.slices()
         self.model = model.eval().requires_grad_(False)
         self.space = space
         self.forward = forward
         self.loss = loss
         self.correct = correct
         self.rows = rows
+        self.dtype = torch.float32
+        self._layout = _aligned(space)
+        self._losses: Callable[..., Tensor] = self._sum_of_losses
+
+    def to(self, dtype: torch.dtype) -> None:
+        """Frozen weights and activations in another precision. Gradients come back in it; what is done with them is not."""
+        self.dtype = dtype
+        self.model.to(dtype)
+
+    def compile(self, **options: Any) -> None:
+        """Compiles the forward pass and, with it, the backward pass. One shape of batch is one compilation."""
+        compiled = torch.compile(self._sum_of_losses, dynamic=False, **options)
+
+        def careful(*arguments: Any) -> Tensor:
+            try:
+                return compiled(*arguments)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # compilers fail in many ways, and none of them is worth a run
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+                LOG.warning("the model cannot be compiled and runs without it: %s", reason)
+                self._losses = self._sum_of_losses
+                return self._losses(*arguments)
+
+        self._losses = careful
+
+    def _sum_of_losses(
+        self, copies: list[Tensor], keys: Tensor | None, inputs: dict[str, Tensor], labels: Tensor
+    ) -> Tensor:
+        weights = dict(zip(self.space.names, copies, strict=True))
+        if keys is not None:
+            weights.update(dict.fromkeys(self._keys, keys))
+        losses = self.loss(self.forward(self.model, weights, inputs), labels)
+        if losses.shape != labels.shape[:1]:
+            raise ValueError(f"the loss has shape {tuple(losses.shape)} for {len(labels)} records: one each is needed")
+        return losses.sum()
 
     @property
     def classifies(self) -> bool:
@@ -68,18 +107,11 @@ class PerSample:
             return [theta.new_zeros(0, shape.numel()) for shape in self.space.shapes]
         copies = self._copies(theta, client)
         with torch.enable_grad():
-            weights = dict(copies)
-            if keys is not None:
-                weights.update(dict.fromkeys(self._keys, keys))
-            losses = self.loss(self.forward(self.model, weights, inputs), labels)
-            if losses.shape != client.shape:
-                raise ValueError(
-                    f"the loss has shape {tuple(losses.shape)} for {len(client)} records: one each is needed"
-                )
-            grads = torch.autograd.grad(losses.sum(), list(copies.values()), allow_unused=True)
+            total = self._losses(copies, keys, dict(inputs), labels)
+            grads = torch.autograd.grad(total, copies, allow_unused=True)
         return [
             (torch.zeros_like(copy) if grad is None else grad).reshape(len(client), shape.numel())
-            for copy, grad, shape in zip(copies.values(), grads, self.space.shapes, strict=True)
+            for copy, grad, shape in zip(copies, grads, self.space.shapes, strict=True)
         ]
 
     def scores(self, vector: Tensor, inputs: Batch) -> Tensor:
@@ -87,22 +119,33 @@ class PerSample:
         weights = self.space.unflatten(vector)
         count = len(next(iter(inputs.values())))
         with torch.no_grad():
+            weights = {name: w.to(self.dtype) for name, w in weights.items()}
             parts = [
                 self.forward(self.model, dict(weights), {name: x[i : i + self.rows] for name, x in inputs.items()})
                 for i in range(0, max(count, 1), self.rows)
             ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _copies(self, theta: Tensor, client: Tensor) -> dict[str, Tensor]:
-        out = {}
-        for name, shape, part in self._parts:
-            rows = theta[:, part].view(theta.shape[0], *shape)
-            if theta.shape[0] == 1:
-                copy = rows.expand(len(client), *shape)  # a view: nothing is copied for a single client
-            else:
-                copy = rows.index_select(0, client)
-            out[name] = copy.detach().requires_grad_(True)
-        return out
+    def _copies(self, theta: Tensor, client: Tensor) -> list[Tensor]:
+        """Each record's own copy of every trainable tensor, gathered in one go into rows of aligned pieces."""
+        starts, where = self._layout
+        rows = theta.new_zeros(theta.shape[0], starts[-1], dtype=self.dtype)
+        rows.index_copy_(1, where.to(theta.device), theta.to(self.dtype))
+        spread = rows.expand(len(client), -1) if theta.shape[0] == 1 else rows.index_select(0, client)
+        return [
+            spread[:, at : at + shape.numel()].view(len(client), *shape).detach().requires_grad_(True)
+            for at, shape in zip(starts, self.space.shapes, strict=False)
+        ]
+
+
+def _aligned(space: Space, step: int = 64) -> tuple[list[int], Tensor]:
+    """Where each tensor begins in a row whose pieces are aligned for matrix units (and where the row ends), and the place
+    of every coordinate in such a row."""
+    starts, places = [0], []
+    for shape in space.shapes:
+        places.append(starts[-1] + torch.arange(shape.numel()))
+        starts.append(starts[-1] + -(-shape.numel() // step) * step)
+    return starts, torch.cat(places).to(space.blocks.device)
 
 
 def call(model: nn.Module, weights: dict[str, Tensor], inputs: Batch) -> Tensor:

@@ -16,12 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 ClipMode = Literal["flat", "automatic", "quantile", "batch_tensor"]
+Level = TypeVar("Level", float, np.ndarray)  # of one client or of many
 CLIPS = (1e-12, 1e12)  # norms are computed in single precision, where squares of far smaller or larger ones are lost
 
 
@@ -49,7 +51,7 @@ class Clipping:
         """Whether one unit's share of the sum is bounded: without it there is no privacy."""
         return self.mode != "batch_tensor"
 
-    def sum_multiplier(self, multiplier: float) -> float:
+    def sum_multiplier(self, multiplier: Level) -> Level:
         """The noise multiplier of the sum alone, when sum and count together are to have `multiplier`."""
         return multiplier / math.sqrt(1 - self.count_noise**-2) if self.counts else multiplier
 

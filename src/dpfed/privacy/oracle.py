@@ -12,17 +12,18 @@ which batches fit can have no part in what is released.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dpfed.privacy.clipping import clip_and_sum, clip_mean_by_tensor, finite_records
+from dpfed.privacy.fixed import FixedSum, passes_of
 from dpfed.privacy.noise import Noise, Streams
 from dpfed.privacy.plan import Plan
+from dpfed.privacy.records import Gradients, Holdings, Records, View
 from dpfed.privacy.sampling import batches
 
 # What is said here is private and stays with the client. It has a level of its own, so that a program which logs
@@ -37,48 +38,6 @@ def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in NO_ROOM)
-
-
-class Tensors(Protocol):
-    """The trainable tensors in the order of the flat vector (model/space.py)."""
-
-    @property
-    def shapes(self) -> Sequence[torch.Size]: ...
-
-
-class Gradients(Protocol):
-    """Per-sample gradients `[M, n]` for each trainable tensor (model/per_sample.py)."""
-
-    @property
-    def space(self) -> Tensors: ...
-
-    @property
-    def has_dropout(self) -> bool: ...
-
-    def grads(
-        self, theta: Tensor, client: Tensor, inputs: Mapping[str, Tensor], labels: Tensor, keys: Tensor | None = None
-    ) -> list[Tensor]: ...
-
-
-View = Callable[[Mapping[str, Tensor], Tensor], dict[str, Tensor]]
-"""(inputs, keys) -> inputs: a random view of each record, by its key."""
-
-
-class Holdings(Protocol):
-    """Who holds what (data/partition.py)."""
-
-    def slots(self, client: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]: ...
-
-
-@dataclass(frozen=True)
-class Records:
-    """The records themselves, on the device: inputs by name and labels, row by row."""
-
-    inputs: Mapping[str, Tensor]
-    labels: Tensor
-
-    def take(self, rows: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        return {name: x.index_select(0, rows) for name, x in self.inputs.items()}, self.labels.index_select(0, rows)
 
 
 @dataclass(frozen=True)
@@ -129,6 +88,7 @@ class FleetOracle:
         steps: int,
         max_slots: int = 512,
         view: View | None = None,
+        fixed: FixedSum | None = None,
         noise: Sequence[Noise] | None = None,
     ) -> None:
         self._gradients, self._records, self._holdings, self._plan = gradients, records, holdings, plan
@@ -141,6 +101,7 @@ class FleetOracle:
         self._dropout = [streams.number("dropout", round, i) for i in self._clients] if gradients.has_dropout else None
         self._augment = [streams.number("augment", round, i) for i in self._clients] if view is not None else None
         self.max_slots = max_slots
+        self.fixed = fixed
         self._std = self._column([plan.noise_std(i) for i in self._clients])
         self._count_std = self._column([plan.count_std(i) for i in self._clients])
         self._expected = self._column([float(plan.expected[i]) for i in self._clients])
@@ -228,10 +189,13 @@ class FleetOracle:
         return np.asarray(mixed.astype(np.int64))
 
     def _keyed(self, seeds: Sequence[int] | None, part: Slots) -> Tensor | None:
-        """The records' keys for one purpose, which has a seed for each client."""
+        """The records' keys for one purpose, which has a seed for each client; None where there is no such purpose."""
+        return None if seeds is None else torch.from_numpy(self._secret(seeds, part)).to(self._device)
+
+    def _secret(self, seeds: Sequence[int] | None, part: Slots) -> np.ndarray:
         if seeds is None:
-            return None
-        return torch.from_numpy(part.key ^ np.array(seeds, dtype=np.int64)[part.client]).to(self._device)
+            return np.zeros_like(part.key)
+        return np.asarray(part.key ^ np.array(seeds, dtype=np.int64)[part.client])
 
     def _fitting_sum(self, theta: Tensor, slots: Slots, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         """`_clipped_sum`, with half as many records in a pass for as long as they do not fit."""
@@ -240,9 +204,12 @@ class FleetOracle:
                 return self._clipped_sum(theta, slots, scale)
             except Exception as error:
                 # The limit is halved whatever was drawn: a limit that followed the batch would tell its size.
-                if not out_of_memory(error) or self.max_slots == 1:
+                if not out_of_memory(error) or (self.fixed is None and self.max_slots == 1):
                     raise
-            self.max_slots //= 2  # outside the handler, where the failed pass is no longer held
+            if self.fixed is not None:
+                self.fixed = None  # its buffers take room too: passes of any size from here on
+            else:
+                self.max_slots //= 2  # outside the handler, where the failed pass is no longer held
             free(self._device)
 
     def _clipped_sum(self, theta: Tensor, slots: Slots, scale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -251,6 +218,8 @@ class FleetOracle:
         Not noised, so neither may leave this class.
         """
         rule, clip = self._plan.clipping, self._plan.clip if self._plan.clipping.per_unit else float("inf")
+        if self.fixed is not None and scale is None and rule.per_unit and len(slots.unit) == len(slots.owner):
+            return self._fixed_sum(self.fixed, theta, slots)
         total = torch.zeros_like(theta, dtype=torch.float32)
         count = torch.zeros_like(self.phi)
         for part in slots.chunks(self.max_slots):
@@ -282,6 +251,15 @@ class FleetOracle:
                     "round %d, batch %d, client %d: the gradient of %d record(s) is not finite and counts as zero",
                     self._round, self._drawn, client, count,
                 )  # fmt: skip
+
+    def _fixed_sum(self, fixed: FixedSum, theta: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
+        """The same through passes of a fixed size: as many as the records need."""
+        total, count = torch.zeros_like(theta, dtype=torch.float32), torch.zeros_like(self.phi)
+        keys = {"dropout": self._secret(self._dropout, slots), "view": self._secret(self._augment, slots)}
+        for filling in passes_of({"row": slots.row, "client": slots.client, **keys}, fixed.slots, self._device):
+            summed, counted = fixed(theta, filling, self._plan.clip)
+            total, count = total + summed, count + counted
+        return total, count
 
     def _column(self, values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64).unsqueeze(1).to(torch.float32).to(self._device)

@@ -91,6 +91,15 @@ class Plan:
         """Φ_i: variance of one coordinate of the noised mean gradient, known to everybody."""
         return (self.noise_std(client) / float(self.expected[client])) ** 2
 
+    def phis(self, clients: np.ndarray) -> np.ndarray:
+        """Φ_i of many clients at once, the same numbers as `phi` gives one by one."""
+        multipliers = self.multipliers[clients]
+        if not multipliers.any():
+            return np.zeros(len(clients))
+        std = self.clipping.sum_multiplier(multipliers) * self.clip
+        found: np.ndarray = (std / self.expected[clients]) ** 2
+        return found
+
     @property
     def equal_phi(self) -> bool:
         levels = self.multipliers / self.expected

@@ -54,10 +54,13 @@ def zero_head(head: nn.Module, name: str) -> None:
 def normalise(name: str, white: float, mean: tuple[float, ...], std: tuple[float, ...]) -> Prepare:
     """uint8 images -> float, with public constants; record by record, so nothing is learnt from the data."""
 
+    made: dict[torch.device, tuple[Tensor, Tensor]] = {}  # a captured step cannot bring numbers to the device
+
     def prepare(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         x = inputs[name]
-        m = torch.tensor(mean, device=x.device).view(-1, 1, 1)
-        s = torch.tensor(std, device=x.device).view(-1, 1, 1)
+        if x.device not in made:
+            made[x.device] = tuple(torch.tensor(v, device=x.device).view(-1, 1, 1) for v in (mean, std))  # type: ignore[assignment]
+        m, s = made[x.device]
         return {name: (x.float() / white - m) / s}
 
     return prepare

@@ -1,0 +1,92 @@
+"""What is measured: a model with LoRA on every linear layer, S clients, B records each, synthetic records that nobody owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dpfed.config import LoraSection, ModelSection
+from dpfed.model.assemble import Assembled, assemble
+from dpfed.model.per_sample import call
+from dpfed.model.task import InputSpec
+from dpfed.model.zoo import REGISTRY
+from dpfed.model.zoo.built import Built, fresh_head, normalise
+from dpfed.privacy.records import Records
+
+RECORDS = 512
+
+
+@dataclass(frozen=True)
+class Case:
+    """`model` names a model of the zoo with random weights, or one of `SMALL`."""
+
+    model: str
+    spec: InputSpec
+    clients: int = 5
+    batch: int = 16
+    rank: int = 16
+
+    @property
+    def union(self) -> int:
+        return self.clients * self.batch
+
+    def build(self) -> Assembled:
+        if self.model in SMALL:
+            return assemble(_Small(train="lora", lora=self._lora(), case=self.model), self.spec)
+        weights = None if self.model == "glyph-vit" else "random"
+        return assemble(REGISTRY[self.model](weights=weights, lora=self._lora()), self.spec)
+
+    def records(self, device: torch.device) -> Records:
+        inputs = self.spec.synthetic(RECORDS, torch.Generator().manual_seed(0))
+        labels = torch.arange(RECORDS) % self.spec.classes
+        return Records({name: x.to(device) for name, x in inputs.items()}, labels.to(device))
+
+    def _lora(self) -> LoraSection:
+        return LoraSection(r=self.rank, alpha=2.0 * self.rank)
+
+
+def _vit(layers: int, width: int, heads: int, size: int, patch: int) -> Callable[[InputSpec], nn.Module]:
+    def build(spec: InputSpec) -> nn.Module:
+        from transformers import ViTConfig, ViTForImageClassification
+
+        config = ViTConfig(
+            hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=4 * width,
+            image_size=size, patch_size=patch, num_channels=spec.shape[0], num_labels=spec.classes,
+        )  # fmt: skip
+        model: nn.Module = ViTForImageClassification(config)
+        model.classifier = fresh_head(width, spec.classes)
+        return model
+
+    return build
+
+
+SMALL: dict[str, Callable[[InputSpec], nn.Module]] = {"vit-6x192": _vit(6, 192, 3, 32, 4)}
+
+
+@dataclass(frozen=True)
+class _Small(ModelSection):
+    case: str = ""
+
+    def build(self, spec: InputSpec) -> Built:
+        return Built(SMALL[self.case](spec), "classifier", normalise(spec.name, spec.white, (0.5,) * 3, (0.25,) * 3))
+
+
+GPU = (
+    Case("vit-base", InputSpec("image", "pixel_values", (3, 224, 224), 100)),
+    Case("swin-base", InputSpec("image", "pixel_values", (3, 224, 224), 100)),
+    Case("roberta-base", InputSpec("text", "input_ids", (128,), 2, vocabulary=50265)),
+)
+CPU = (
+    Case("vit-6x192", InputSpec("image", "pixel_values", (3, 32, 32), 10)),
+    Case("glyph-vit", InputSpec("image", "pixel_values", (1, 8, 8), 10, white=16.0), rank=2),
+)
+
+
+def logits_of(parts: Assembled, model: nn.Module, inputs: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """What the model makes of raw inputs, with its own weights."""
+    from dpfed.engine.setup import cast
+
+    return parts.built.task.score(call(model, {}, cast(parts.built.prepare(dict(inputs)), dtype)), inputs)

@@ -1,0 +1,59 @@
+"""`dpfed bench`: this machine's ratios against peers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def bench(
+    cases: Annotated[list[str] | None, typer.Option("--case", help="only this model; may be given again")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    repeats: Annotated[int, typer.Option(min=1, help="timed steps, of which the median counts")] = 15,
+    out: Annotated[Path | None, typer.Option(help="write the figures to this JSON file")] = None,
+    debug: Annotated[bool, typer.Option(help="show the traceback of an error")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on the last line of stdout")] = False,
+) -> None:
+    """Time one private step of a fleet beside non-private and other private ways. Example: dpfed bench --case vit-6x192"""
+    from dpfed.bench.cases import CPU, GPU
+    from dpfed.bench.run import Comparison, compare, plain
+    from dpfed.engine.setup import device_of
+    from dpfed.errors import DpfedError
+
+    where = device_of(device)
+    known = {case.model: case for case in (GPU if where.type == "cuda" else CPU)}
+    wanted = cases or list(known)
+    for name in wanted:
+        if name not in known:
+            raise DpfedError(f"--case {name} is not measured on this device: choose from {', '.join(known)}")
+    found: list[Comparison] = []
+    for name in wanted:
+        found.append(compare(known[name], where, repeats))
+        for line in lines(found[-1]):
+            print(line, flush=True)
+    figures: dict[str, Any] = plain(found, where)
+    print(f"on {figures['device']}; {', '.join(f'{k} {v}' for k, v in figures['versions'].items())}")
+    if out is not None:
+        try:
+            out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise DpfedError(f"{out} cannot be written: {error.strerror or error}") from None
+    if as_json:
+        print(json.dumps(figures))
+
+
+def lines(comparison: Any) -> list[str]:
+    """A small table: each way's time, and how many times the private step's it is."""
+    shown = [f"{comparison.case}: {comparison.clients} clients x {comparison.batch} records, one local step"]
+    for way in comparison.ways:
+        if way.milliseconds is None:
+            shown.append(f"  {way.way:22} -  {way.failed}")
+            continue
+        ratio = comparison.ratio(way.way, "private")
+        times = "" if ratio is None else f"{ratio:6.2f} x the private step"
+        peak = "" if way.peak is None else f"   peak {way.peak:.1f} GiB"
+        shown.append(f"  {way.way:22} {way.milliseconds:9.1f} ms {times}{peak}")
+    return shown

@@ -1,0 +1,171 @@
+"""Clipped sums over a fixed number of slots: one computation of one shape serves every step of every round.
+
+Poisson batches differ in size, and neither a compiler nor a CUDA graph likes that. So the records of all clients share M
+slots; a slot that is not used has weight zero, and a batch that needs more takes one more pass: no record is ever left
+out. On a GPU the whole pass (gather, forward, backward, clip, sum) is captured once and replayed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpfed.privacy.clipping import Clipping
+from dpfed.privacy.records import Gradients, Records, View
+
+LOG = logging.getLogger("dpfed")
+
+
+def slots_for(mean: float, step: int = 8) -> int:
+    """The number of slots, at least the mean, with the least expected work M·E[⌈X/M⌉] for a Poisson number X of records.
+
+    Fewer than the mean would mean two passes as a rule, each with its own overhead.
+    """
+    most = math.ceil(mean + 6 * math.sqrt(mean) + 8)
+    k = np.arange(most + 1)
+    logs = k * math.log(max(mean, 1e-9)) - mean - np.array([math.lgamma(i + 1) for i in k])
+    chance = np.exp(logs)
+    first = max(step, -(-math.ceil(mean) // step) * step)
+    best, least = first, math.inf
+    for slots in range(first, -(-most // step) * step + step, step):
+        work = slots * float((chance * np.maximum(1, np.ceil(k / slots))).sum())
+        if work < least - 1e-9:
+            best, least = slots, work
+    return best
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One filling of the slots, on the device. `valid` is 1 for a record and 0 for an unused slot."""
+
+    row: Tensor
+    client: Tensor
+    valid: Tensor
+    dropout: Tensor
+    view: Tensor
+
+
+class FixedSum:
+    """Sum of clipped gradients `[S, P]` and count at or below C `[S, 1]` over M slots of S clients."""
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        records: Records,
+        rule: Clipping,
+        view: View | None,
+        clients: int,
+        slots: int,
+        size: int,
+        capture: bool = True,
+    ) -> None:
+        self._gradients, self._records, self._rule, self._view = gradients, records, rule, view
+        self.clients, self.slots = clients, slots
+        device = records.labels.device
+        self._in = Pass(*(torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(5)))
+        self._theta = torch.zeros(clients, size, device=device)
+        self._clip = torch.ones((), device=device)
+        self._capturing = capture and device.type == "cuda"
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._out: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, theta: Tensor, filling: Pass, clip: float) -> tuple[Tensor, Tensor]:
+        """Not noised: only the oracle may call this. The results are overwritten by the next call."""
+        self._theta.copy_(theta)
+        self._clip.fill_(clip)
+        for mine, given in zip(vars(self._in).values(), vars(filling).values(), strict=True):
+            mine.copy_(given)
+        if not self._capturing:
+            return self._compute()
+        if self._graph is None and not self._capture():
+            return self._compute()
+        assert self._graph is not None
+        assert self._out is not None
+        self._graph.replay()
+        return self._out
+
+    def _capture(self) -> bool:
+        """Whether the pass could be captured; where it could not, it is computed anew each time."""
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):  # compilers and autotuners choose now, not while capturing
+                self._compute()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                self._out = self._compute()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            LOG.warning("a step cannot be captured and runs without it: %s", str(error).splitlines()[0][:160])
+            self._capturing = False
+            return False
+        self._graph = graph
+        return True
+
+    def _compute(self) -> tuple[Tensor, Tensor]:
+        at = self._in
+        inputs, labels = self._records.take(at.row)
+        if self._view is not None:
+            inputs = self._view(inputs, at.view)
+        keys = at.dropout if self._gradients.has_dropout else None
+        grads = self._gradients.grads(self._theta, at.client, inputs, labels, keys)
+        return clip_and_sum_slots(grads, at.client, at.valid, self.clients, self._clip, self._rule)
+
+
+def clip_and_sum_slots(
+    grads: list[Tensor], client: Tensor, valid: Tensor, clients: int, clip: Tensor, rule: Clipping
+) -> tuple[Tensor, Tensor]:
+    """`clipping.clip_and_sum` for one record per unit and masked slots, through one matrix of all gradients `[M, P]`.
+
+    Gradients may come in half precision; norms, factors and sums are float32 all the same.
+    """
+    every = torch.cat(grads, dim=1)
+    norm = torch.linalg.vector_norm(every, dim=1, dtype=torch.float32)
+    good = valid.bool() & norm.isfinite()
+    every.masked_fill_(~good.unsqueeze(1), 0.0)  # a product with zero would keep what is not finite
+    if rule.mode == "automatic":
+        factor = clip / (norm + rule.stability)
+    else:
+        factor = torch.where(norm > clip, clip / norm, torch.ones_like(norm))
+    member = torch.nn.functional.one_hot(client, clients).to(torch.float32).t()
+    total = weighted_sums(member * torch.where(good, factor, 0.0), every)
+    count = member @ torch.where(good, (norm <= clip).float() - 0.5, 0.0).unsqueeze(1)
+    return total, count
+
+
+def weighted_sums(weights: Tensor, rows: Tensor) -> Tensor:
+    """`[S, M]` float32 times `[M, P]`, in float32 whatever the type of the rows.
+
+    Half-precision rows are not widened: a float32 weight is the sum of three bfloat16 numbers, products of such numbers
+    are exact in float32, and the matrix unit adds them up in float32.
+    """
+    if rows.dtype != torch.bfloat16 or rows.device.type != "cuda":
+        return weights @ rows.float()
+    parts, rest = [], weights
+    for _ in range(3):
+        parts.append(rest.to(torch.bfloat16))
+        rest = rest - parts[-1].float()
+    sums = torch.mm(torch.cat(parts), rows, out_dtype=torch.float32)
+    return sums.view(3, len(weights), -1).sum(0)
+
+
+def passes_of(arrays: Mapping[str, np.ndarray], slots: int, device: torch.device) -> list[Pass]:
+    """The records of one batch, in as many passes as they need, brought to the device together."""
+    count = len(arrays["row"])
+    passes = max(1, -(-count // slots))
+    names = ("row", "client", "valid", "dropout", "view")
+    packed = np.zeros((len(names), passes * slots), dtype=np.int64)
+    for i, name in enumerate(names):
+        packed[i, :count] = 1 if name == "valid" else arrays[name]
+    there = torch.from_numpy(packed).to(device, non_blocking=True).view(len(names), passes, slots)
+    return [Pass(*(there[i, p] for i in range(len(names)))) for p in range(passes)]

@@ -1,0 +1,231 @@
+"""Passes of a fixed size give what passes of any size give: nothing cut, nothing counted twice, unused slots silent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dpfed.config import load
+from dpfed.engine.fleet import Fleet
+from dpfed.engine.rounds import aggregate, choose, first_state
+from dpfed.engine.setup import Job, prepare, repays
+from dpfed.privacy.clipping import Clipping, clip_and_sum
+from dpfed.privacy.fixed import FixedSum, clip_and_sum_slots, passes_of, slots_for, weighted_sums
+from dpfed.registry import registry
+
+torch.set_num_threads(1)
+SMALL = ["model.name=linear", "run.rounds=2", "run.participation=0.5", "run.device=cpu", "algorithm.lr=0.1"]
+
+
+def job_of(*overrides: str) -> Job:
+    return prepare(load("digits", [*SMALL, *overrides], registry()))
+
+
+# ------------------------------------------------------------------ how many slots
+
+
+def work(slots: int, mean: float) -> float:
+    """M·E[⌈X/M⌉], at least one pass, summed term by term."""
+    total, chance = 0.0, math.exp(-mean)
+    for k in range(int(mean + 12 * math.sqrt(mean) + 20)):
+        total += chance * slots * max(1, math.ceil(k / slots))
+        chance *= mean / (k + 1)
+    return total
+
+
+@pytest.mark.parametrize(("mean", "wanted"), [(80, 96), (16, 24)])
+def test_slots_are_those_of_the_least_work(mean: int, wanted: int) -> None:
+    choices = [m for m in range(8, 400, 8) if m >= mean]
+    assert slots_for(mean) == min(choices, key=lambda m: work(m, mean))
+    assert abs(slots_for(mean) - wanted) <= 8
+
+
+@given(st.floats(0.1, 3000))
+@settings(max_examples=60, deadline=None)
+def test_slots_hold_the_mean_and_not_much_more(mean: float) -> None:
+    slots = slots_for(mean)
+    assert slots % 8 == 0
+    assert mean <= slots <= mean + 4 * math.sqrt(mean) + 16
+
+
+# ------------------------------------------------------------------ one pass
+
+
+def both(
+    sizes: Sequence[int], records: int, slots: int, clip: float, rule: Clipping, bad: int | None = None
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """(through slots, through clip_and_sum), for the same gradients of clients 0..2."""
+    g = torch.Generator().manual_seed(1)
+    grads = [torch.randn(slots, n, generator=g) for n in sizes]
+    client = torch.randint(0, 3, (slots,), generator=g)
+    if bad is not None and bad < slots:
+        grads[0][bad, 0] = float("nan")
+    valid = (torch.arange(slots) < records).long()
+    found = clip_and_sum_slots(grads, client, valid, 3, torch.tensor(clip), rule)
+    mine = [x[:records] for x in grads]
+    return found, clip_and_sum(mine, torch.arange(records), client[:records], 3, clip, rule)
+
+
+@pytest.mark.parametrize("mode", ["flat", "automatic", "quantile"])
+@pytest.mark.parametrize("records", [0, 1, 2, 5, 16])
+@pytest.mark.parametrize("bad", [None, 0, 15])
+def test_slots_equal_the_reference(mode: str, records: int, bad: int | None) -> None:
+    """A record that is not finite adds nothing, and neither does one in a slot that is not used."""
+    (total, count), (wanted, counted) = both((3, 4), records, 16, 1.5, Clipping(mode), bad)  # type: ignore[arg-type]
+    torch.testing.assert_close(total, wanted, rtol=1e-6, atol=1e-6)
+    assert torch.equal(count, counted)
+    assert total.isfinite().all()
+
+
+def test_half_precision_gradients_are_clipped_in_full_precision() -> None:
+    g = torch.randn(8, 1000, generator=torch.Generator().manual_seed(0)).bfloat16() * 50
+    total, _ = clip_and_sum_slots([g], torch.arange(8), torch.ones(8).long(), 8, torch.tensor(0.1), Clipping())
+    assert total.dtype == torch.float32
+    assert float(total.double().norm(dim=1).max()) <= 0.1 * (1 + 1e-6)
+    torch.testing.assert_close(total, g.float() * (0.1 / g.float().norm(dim=1, keepdim=True)), rtol=1e-5, atol=1e-8)
+
+
+def test_three_bfloat16_numbers_are_a_float32() -> None:
+    """What the GPU's path multiplies with: the parts add up to the weight in all its digits."""
+    weights = torch.rand(3, 64, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.randint(-8, 3, (3, 64))
+    rest, parts = weights, []
+    for _ in range(3):
+        parts.append(rest.to(torch.bfloat16))
+        rest = rest - parts[-1].float()
+    joined = sum(p.double() for p in parts)
+    assert float(((joined - weights.double()).abs() / weights.double()).max()) < 2.0**-23
+    rows = torch.randn(64, 5)
+    torch.testing.assert_close(weighted_sums(weights, rows), weights @ rows)
+
+
+@given(st.integers(0, 70), st.integers(1, 30))
+@settings(max_examples=60, deadline=None)
+def test_passes_hold_every_record_once(count: int, slots: int) -> None:
+    arrays = {name: np.arange(1, count + 1) for name in ("row", "client", "dropout", "view")}
+    passes = passes_of(arrays, slots, torch.device("cpu"))
+    assert len(passes) == max(1, math.ceil(count / slots))
+    assert all(len(p.row) == slots for p in passes)
+    used = torch.cat([p.valid for p in passes]).bool()
+    for name in arrays:
+        assert torch.cat([getattr(p, name) for p in passes])[used].tolist() == list(range(1, count + 1))
+
+
+# ------------------------------------------------------------------ through the oracle and the engine
+
+
+def after(job: Job, rounds: int = 2) -> Tensor:
+    state, fleet = first_state(job), Fleet(job)
+    for t in range(1, rounds + 1):
+        cohort = choose(job, t, np.arange(job.schedule.clients))
+        mean, answered = fleet.run_cohort(t, state, cohort)
+        state = aggregate(job, t, state, cohort, mean, answered)
+    return state.theta
+
+
+VARIANTS = [
+    [],
+    ["algorithm.name=dp-fedsam", "algorithm.lr=0.1"],
+    ["algorithm.name=dp-scaffold", "algorithm.lr=0.1"],
+    ["privacy.clip_mode=quantile"],
+    ["privacy.clip_mode=automatic"],
+    ["data.augment=crop_flip"],
+    ["algorithm.name=dp-fedadamw", "algorithm.lr=0.01", "algorithm.scale=block"],
+]
+
+
+@pytest.mark.parametrize("slots", [8, 200])
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_a_run_does_not_depend_on_the_slots(variant: list[str], slots: int) -> None:
+    """8 slots for about 80 records: ten passes and more, none of them cut."""
+    plain, fixed = job_of(*variant), job_of(*variant, f"run.slots={slots}")
+    assert Fleet(plain)._fixed_sum([0, 1]) is None
+    assert isinstance(Fleet(fixed)._fixed_sum([0, 1]), FixedSum)
+    torch.testing.assert_close(after(fixed), after(plain), rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_is_the_same_in_any_slot() -> None:
+    base = [
+        "model.name=glyph-vit",
+        "model.lora.r=2",
+        "run.local_steps=3",
+        "algorithm.name=dp-fedavg",
+        "algorithm.lr=0.3",
+    ]
+    options = [*base, "model.lora.dropout=0.3"]
+    plain = after(job_of(*options), 1)
+    torch.testing.assert_close(after(job_of(*options, "run.slots=40"), 1), plain, rtol=1e-4, atol=1e-6)
+    without = after(job_of(*base), 1)
+    assert float((plain - without).norm()) > 1e-3  # and it is on
+
+
+def test_units_of_several_records_take_the_other_way() -> None:
+    """A unit is averaged before it is clipped, which slots of single records cannot do."""
+    job = job_of("run.slots=24")
+    shards = replace(job.shards, units=job.shards.units[::2], clients=job.shards.clients // 2)
+    sizes = np.diff(shards.clients)
+    plan = replace(job.plan, sizes=sizes, expected=job.plan.rates * sizes)
+    halved = replace(job, shards=shards, plan=plan)
+    plain = replace(halved, config=replace(job.config, run=replace(job.config.run, slots="auto")))
+    assert torch.equal(after(halved), after(plain))
+
+
+# ------------------------------------------------------------------ precision and compilation
+
+
+def test_bfloat16_is_near_float32_and_keeps_its_state_in_float32() -> None:
+    options = ["model.name=glyph-vit", "model.lora.r=2", "run.local_steps=2", "run.slots=64"]
+    one, half = job_of(*options), job_of(*options, "run.precision=bf16")
+    assert half.model.dtype == torch.bfloat16
+    assert half.theta.dtype == torch.float32
+    a, b = after(one, 1), after(half, 1)
+    assert b.dtype == torch.float32
+    moved = (a - one.theta).norm()
+    assert 0 < float((a - b).norm() / moved) < 0.1
+    assert not torch.equal(a, b)
+
+
+def test_a_compiled_model_gives_the_same_gradients() -> None:
+    options = ["model.name=glyph-vit", "model.lora.r=2", "run.slots=24"]
+    plain, compiled = job_of(*options), job_of(*options)
+    compiled.model.compile(backend="aot_eager")
+    client, rows = torch.arange(24) % 3, torch.arange(24)
+    theta = plain.theta + 0.02 * torch.randn(3, plain.space.size, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        inputs, labels = plain.records.take(rows)
+        for a, b in zip(
+            plain.model.grads(theta, client, inputs, labels),
+            compiled.model.grads(theta, client, inputs, labels),
+            strict=True,
+        ):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_model_that_does_not_compile_runs_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(function: object, **options: object) -> object:
+        def fail(*arguments: object) -> object:
+            raise RuntimeError("no such kernel")
+
+        return fail
+
+    plain = after(job_of(), 1)
+    monkeypatch.setattr(torch, "compile", broken)
+    assert torch.equal(after(job_of("run.compile=true"), 1), plain)
+    assert caplog.text.count("cannot be compiled and runs without it: no such kernel") == 1
+
+
+def test_compilation_is_left_to_runs_that_repay_it() -> None:
+    config = load("digits", [], registry())
+    assert not repays(config, torch.device("cuda"))
+    long = replace(config, run=replace(config.run, rounds=1000, local_steps=20))
+    assert repays(long, torch.device("cuda"))
+    assert not repays(long, torch.device("cpu"))
