@@ -140,9 +140,7 @@ def _train(
             return result
 
         try:
-            backend: Backend = Fleet(job, memory, diagnostics.watch if diagnostics else None, stop)
-            if group is not None:
-                backend = Distributed(job, group, memory)
+            backend = _backend(job, memory, diagnostics, stop, group)
             train(job, backend, spending, watch, saved.progress if saved else None, keep, stop)
         except InterruptedRunError as error:
             raise _interrupted(error, folder, name, note, seen) from None
@@ -153,6 +151,15 @@ def _train(
     finally:
         if ledger is not None:
             ledger.close()
+
+
+def _backend(
+    job: Job, memory: ClientMemory, diagnostics: Diagnostics | None, stop: Callable[[], None], group: Group | None
+) -> Backend:
+    """What computes cohorts: a fleet in this process, or the processes that this one leads."""
+    if group is not None:
+        return Distributed(job, group, memory)
+    return Fleet(job, memory, diagnostics.watch if diagnostics else None, stop)
 
 
 def _ledger(job: Job, budget: Budget, folder: RunFolder, name: str, resume: bool) -> Ledger:
