@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfed.algorithms.base import Algorithm, Context
+from dpfed.algorithms.base import Algorithm, Context, Message
 from dpfed.model.space import Space
 
 META = torch.device("meta")
@@ -32,7 +32,13 @@ class Traffic:
 
 def traffic(algorithm: Algorithm, space: Space) -> Traffic:
     """Sizes of what `broadcast` names and of the message that `finish` makes."""
-    ctx, ghost = _context(space), torch.empty(space.size, device=META)
+    up, down = ghosts(algorithm, space)
+    return Traffic(*_size(list(up.values())), *_size(list(down.values())))
+
+
+def ghosts(algorithm: Algorithm, space: Space, varying_phi: bool = False) -> tuple[Message, Message]:
+    """The message `[1, ...]` of one client and the fields of the broadcast, as tensors without values."""
+    ctx, ghost = _context(space, varying_phi), torch.empty(space.size, device=META)
     server = algorithm.init(ctx, ghost)
     memory = {name: torch.empty(1, space.size, device=META) for name in algorithm.remembers}
     if memory:
@@ -40,15 +46,15 @@ def traffic(algorithm: Algorithm, space: Space) -> Traffic:
     local = algorithm.start(ctx, server, memory)
     local = algorithm.step(ctx, local, _Ghost(), torch.ones((), dtype=torch.float64, device=META))
     message, _ = algorithm.finish(ctx, server, local)
-    up, down = list(message.values()), [getattr(server, name) for name in algorithm.broadcast]
-    return Traffic(*_size(up), *_size(down))
+    return message, {name: getattr(server, name) for name in algorithm.broadcast}
 
 
-def _context(space: Space) -> Context:
+def _context(space: Space, varying_phi: bool) -> Context:
     def scalar() -> Tensor:
         return torch.ones((), dtype=torch.float64, device=META)
 
-    return Context(_GhostSpace(space), 1, 1, 1, 1, scalar(), scalar(), scalar(), torch.empty(1, 1, device=META))
+    phi = torch.empty(1, 1, device=META)
+    return Context(_GhostSpace(space), 1, 1, 1, 1, scalar(), scalar(), scalar(), phi, varying_phi=varying_phi)
 
 
 class _GhostSpace:
