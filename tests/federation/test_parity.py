@@ -18,6 +18,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "privacy": {"clip_mode": "quantile"},
     },
     "dp-fafed, vr": {"algorithm": {"name": "dp-fafed", "lr": 3e-3, "fafed_vr": True}},
+    "dp-fedadamw, grid in both": {"privacy": {"grid": True}},
     "dp-fedadamw, two of three": {"run": {"participation": 0.67}},
     "dp-scaffold, two of three": {"algorithm": {"name": "dp-scaffold", "lr": 0.1}, "run": {"participation": 0.67}},
     "dp-fedavg, weights by size": {"algorithm": {"name": "dp-fedavg", "lr": 0.1, "agg_weights": "size"}},
@@ -51,3 +52,9 @@ def test_real_noise_is_never_the_simulations(tmp_path: Path) -> None:
     with Ledger.open(tmp_path / "clinic-1" / "ledger.db", client="clinic-1", readonly=True) as ledger:
         assert ledger.history("clinic-1") == [(job.plan.mechanism(1), 6)]
         assert ledger.verify().rows == 3
+
+
+def test_the_grid_moves_a_run_by_its_rounding_and_no_more() -> None:
+    off, on = simulated(job_of(privacy={"grid": False}))[0], simulated(job_of(privacy={"grid": True}))[0]
+    assert 0 < float((on - off).abs().max()) < 1e-5
+    assert float((simulated(job_of())[0] - off).abs().max()) == 0  # auto: off in simulations

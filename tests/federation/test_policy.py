@@ -18,7 +18,8 @@ from dpfed.registry import registry
 TERMS = Terms(
     run="run-1", server="hub", client="clinic-0", index=0, seed=7, seeded=False, round=2, rounds=3, local_steps=5,
     clients=3, cohort=3, lr=0.01, algorithm={"name": "dp-fedavg", "lr": 0.1}, model="ab", rate=0.05, expected=5.0,
-    sigma=1.0, clip=0.5, clipping=ClippingTerms("flat", 0.01, 0.5, 0.2, 10.0), equal_phi=True, rows=0, head="", used=0,
+    sigma=1.0, clip=0.5, clipping=ClippingTerms("flat", 0.01, 0.5, 0.2, 10.0), grid=True,
+    equal_phi=True, rows=0, head="", used=0,
 )  # fmt: skip
 STEP = Mechanism("poisson", 0.05, 1.0)
 RAW: dict[str, dict[str, Any]] = {
@@ -40,6 +41,7 @@ def terms(**keys: Any) -> Terms:
 def test_a_request_within_the_policy_is_not_refused() -> None:
     assert check(TERMS, policy(), STEP, []) is None
     assert check(TERMS, policy(algorithms=("dp-fedavg",), max_local_steps=5, max_rate=0.05), STEP, []) is None
+    assert check(terms(grid=False), policy(require_grid=False), STEP, []) is None
 
 
 @pytest.mark.parametrize(
@@ -49,6 +51,7 @@ def test_a_request_within_the_policy_is_not_refused() -> None:
         ({"clip": 0.51}, {"max_clip": 0.5}, "policy.max_clip"),
         ({"rate": 0.06, "expected": 6.0}, {"max_rate": 0.05}, "policy.max_rate"),
         ({"local_steps": 6}, {"max_local_steps": 5}, "policy.max_local_steps"),
+        ({"grid": False}, {}, "policy.require_grid"),
         ({}, {"algorithms": ("dp-scaffold",)}, "policy.algorithms"),
         ({"expected": 5.1}, {}, "policy.records = 100"),
         ({"expected": 4.9}, {}, "policy.records = 100"),

@@ -95,6 +95,7 @@ class Fleet:
             steps=ctx.K,
             max_slots=job.config.run.max_slots,
             view=job.view,
+            grid=job.config.privacy.grid is True,
         )
         local = job.algorithm.start(ctx, server, self.memory.gather(clients, job.device))
         for k in range(1, ctx.K + 1):

@@ -199,6 +199,7 @@ class Client:
             steps=terms.local_steps,
             max_slots=self.config.client.max_slots,
             view=self._view,
+            grid=terms.grid,
         )
         server = SimpleNamespace(**{name: value.to(self._device) for name, value in request.fields.items()})
         local = algorithm.start(ctx, server, memory)

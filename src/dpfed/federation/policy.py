@@ -53,6 +53,7 @@ class Policy:
     max_clip: Annotated[float, Gt(0), "largest clip norm C"] = 10.0
     max_rate: Annotated[float, Gt(0), Le(1), "largest sampling rate q"] = 0.1
     max_local_steps: Annotated[int, Ge(1), "most local steps K of a round"] = 100
+    require_grid: Annotated[bool, "answer only requests with privacy.grid, which hides the last bits of sums"] = True
     algorithms: Annotated[tuple[str, ...], "algorithms it takes part in; empty: all there are"] = ()
     models: Annotated[tuple[str, ...], "hashes of frozen weights it takes part with; empty: those of its [model]"] = ()
 
@@ -143,6 +144,7 @@ def check(terms: Terms, policy: Policy, mechanism: Mechanism, history: History) 
         (terms.sigma >= policy.min_sigma, f"sigma {terms.sigma:g} is below policy.min_sigma = {policy.min_sigma:g}"),
         (terms.clip <= policy.max_clip, f"clip {terms.clip:g} is above policy.max_clip = {policy.max_clip:g}"),
         (terms.rate <= policy.max_rate, f"rate {terms.rate:g} is above policy.max_rate = {policy.max_rate:g}"),
+        (terms.grid or not policy.require_grid, "it asks for sums off the grid, and policy.require_grid is true"),
         (
             terms.local_steps <= policy.max_local_steps,
             f"{terms.local_steps} local steps are more than policy.max_local_steps = {policy.max_local_steps}",

@@ -137,6 +137,7 @@ class Federation:
             sigma=float(plan.multipliers[client]),
             clip=state.clip,
             clipping=ClippingTerms(**asdict(plan.clipping)),
+            grid=job.config.privacy.grid is not False,
             equal_phi=plan.equal_phi,
             rows=rows,
             head=head,

@@ -64,6 +64,7 @@ class Terms:
     index, seed     the client's number and the run's seed: of the initial weights, and of every stream in test mode
     seeded          test mode: repeatable noise, which protects nothing
     sigma           noise multiplier of one release; rate, expected: q_i and B_i = q_i R_i; clip: C of this round
+    grid            gradients and noise are rounded to one grid (`privacy.grid`)
     model           hash of the frozen weights (`federation.frozen.model_hash`)
     rows, head      row count and hash of the client's ledger as the server last heard of it; head "" where it never did
     used            the last round in which this client's message was used, 0 for none
@@ -88,6 +89,7 @@ class Terms:
     sigma: Annotated[float, Gt(0)]
     clip: Annotated[float, Ge(CLIPS[0]), Le(CLIPS[1])]
     clipping: ClippingTerms
+    grid: bool
     equal_phi: bool
     rows: Annotated[int, Ge(0), Le(MOST)]
     head: Hash

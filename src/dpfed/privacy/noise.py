@@ -60,6 +60,9 @@ class Noise(Protocol):
 
     def normal(self, size: int) -> Tensor: ...
 
+    def normal64(self, size: int) -> Tensor:
+        """In double precision, for noise on a grid."""
+
 
 class SeededNoise:
     """Repeatable noise for simulations: not for release."""
@@ -78,6 +81,11 @@ class SeededNoise:
             return torch.randn(size, generator=self._cuda, device=self._device)
         return torch.from_numpy(self._cpu.standard_normal(size, dtype=np.float32)).to(self._device)
 
+    def normal64(self, size: int) -> Tensor:
+        return self.normal(
+            size
+        ).double()  # the same numbers, so that a run on the grid can be held against one that is not
+
 
 class OsNoise:
     """Noise that nobody can repeat: ChaCha20 keyed by the operating system, Box-Muller in double precision."""
@@ -92,8 +100,11 @@ class OsNoise:
         return ((bits >> np.uint64(11)).astype(np.float64) + 1.0) * 2.0**-53
 
     def normal(self, size: int) -> Tensor:
+        return self.normal64(size).float()
+
+    def normal64(self, size: int) -> Tensor:
         half = (size + 1) // 2
         radius = np.sqrt(-2.0 * np.log(self.uniform(half)))
         angle = 2.0 * np.pi * self.uniform(half)
         both = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size]
-        return torch.from_numpy(both.astype(np.float32)).to(self._device)
+        return torch.from_numpy(both).to(self._device)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dpfed.privacy.clipping import clip_and_sum, clip_mean_by_tensor
+from dpfed.privacy.grid import Grid, grid_of, noised, noised_counts, rounded_sum
 from dpfed.privacy.noise import Streams
 from dpfed.privacy.plan import Plan
 from dpfed.privacy.sampling import batches
@@ -112,6 +113,7 @@ class FleetOracle:
         steps: int,
         max_slots: int = 512,
         view: View | None = None,
+        grid: bool = False,
     ) -> None:
         self._gradients, self._records, self._holdings, self._plan = gradients, records, holdings, plan
         self._clients = list(clients)
@@ -126,6 +128,7 @@ class FleetOracle:
         self._count_std = self._column([plan.count_std(i) for i in self._clients])
         self._expected = self._column([float(plan.expected[i]) for i in self._clients])
         self.phi = self._column([plan.phi(i) for i in self._clients])
+        self._grid = self._grids() if grid else None
         self._slots: Slots | None = None
         self._below = torch.zeros_like(self.phi)
         self._counted = 0
@@ -164,18 +167,33 @@ class FleetOracle:
 
     def _release(self, theta: Tensor, slots: Slots, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         self._released += 1
-        noised, count = self._clipped_sum(theta, slots, scale)
-        noisy, counts = bool(self._plan.multipliers.any()), self._plan.clipping.counts
-        if noisy:  # without noise σ=0 is exact, also for C = inf
-            noised = noised + self._std * torch.stack([noise.normal(theta.shape[1]) for noise in self._noise])
-        if counts:
-            if noisy:
-                count = count + self._count_std * torch.stack([noise.normal(1) for noise in self._noise])
+        released, count = self._noised_sum(theta, slots, scale)
+        if self._plan.clipping.counts:
             self._below = self._below + 0.5 + count / self._expected  # by the expected batch: |J| is not public
             self._counted += 1
         if scale is None:
-            return noised / self._expected, self.phi
-        return noised / (self._expected * scale), self.phi / scale**2
+            return released / self._expected, self.phi
+        return released / (self._expected * scale), self.phi / scale**2
+
+    def _noised_sum(self, theta: Tensor, slots: Slots, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        total, count = self._clipped_sum(theta, slots, scale)
+        noisy, counts = bool(self._plan.multipliers.any()), self._plan.clipping.counts
+        if self._grid is not None:
+            released = noised(total, self._grid, self._noise).float()
+            if counts:
+                count = noised_counts(count, self._count_std[:, 0].tolist(), self._noise)
+            return released, count.float()
+        if noisy:  # without noise σ=0 is exact, also for C = inf
+            total = total + self._std * torch.stack([noise.normal(theta.shape[1]) for noise in self._noise])
+        if counts and noisy:
+            count = count + self._count_std * torch.stack([noise.normal(1) for noise in self._noise])
+        return total, count
+
+    def _grids(self) -> list[Grid]:
+        plan, size = self._plan, sum(shape.numel() for shape in self._gradients.space.shapes)
+        if not (plan.clipping.per_unit and plan.multipliers.all()):
+            raise ValueError("a grid is for sums of clipped units with noise")
+        return [grid_of(plan.noise_std(i), plan.clip, size) for i in self._clients]
 
     def _draw(self) -> Slots:
         rows, owners, counts, keys = [], [], [], []
@@ -215,7 +233,7 @@ class FleetOracle:
         Not noised, so neither may leave this class.
         """
         rule, clip = self._plan.clipping, self._plan.clip if self._plan.clipping.per_unit else float("inf")
-        total = torch.zeros_like(theta, dtype=torch.float32)
+        total = torch.zeros_like(theta, dtype=torch.float32 if self._grid is None else torch.int64)
         count = torch.zeros_like(self.phi)
         for part in slots.chunks(self._max_slots):
             client = torch.from_numpy(part.client).to(self._device)
@@ -228,7 +246,11 @@ class FleetOracle:
                 grads = _scaled(grads, scale.expand(theta.shape).index_select(0, client))
             unit = torch.from_numpy(part.unit).to(self._device)
             owner = torch.from_numpy(part.owner).to(self._device)
-            summed, counted = clip_and_sum(grads, unit, owner, theta.shape[0], clip, rule)
+            if self._grid is None:
+                summed, counted = clip_and_sum(grads, unit, owner, theta.shape[0], clip, rule)
+            else:
+                steps = torch.tensor([g.step for g in self._grid], dtype=torch.float64, device=self._device)
+                summed, counted = rounded_sum(grads, unit, owner, clip, rule, steps)
             total, count = total + summed, count + counted
         if not rule.per_unit:
             drawn = self._column(np.bincount(slots.owner, minlength=len(self._clients)).astype(float).tolist())
