@@ -65,11 +65,12 @@ class IndexedStreams(Streams):
 
 @dataclass(frozen=True)
 class Built:
-    """A model as some request needs it, with the hash that names it."""
+    """A model as some request needs it, with the hash that names it and the shapes of what is broadcast to it."""
 
     algorithm: Algorithm
     model: PerSample
     hash: str
+    shapes: dict[str, tuple[int, ...]]
 
 
 class Client:
@@ -93,7 +94,7 @@ class Client:
         self._records = records_of(train, self._device)
         self._view = view_for(self._as_run(None, "os"), self._source)
         self._state = Path(config.client.state)
-        self._built: tuple[tuple[Algorithm, int], Built] | None = None
+        self._built: tuple[tuple[Algorithm, int, bool], Built] | None = None
 
     def answer(self, data: bytes) -> bytes:
         """The reply to a request, or RefusedError / WireError; what a transport calls for each message."""
@@ -133,11 +134,14 @@ class Client:
 
     def _build(self, terms: Terms, algorithm: Algorithm) -> Built:
         """The model of a request; the last one is kept, as a run asks for the same each round."""
-        key = (algorithm, terms.seed)
+        counts = terms.clipping.rule().counts
+        key = (algorithm, terms.seed, counts)
         if self._built is None or self._built[0] != key:
             config, streams = self._as_run(algorithm, "seeded"), Streams(terms.seed)
             model, adapted, _ = build_model(config, spec_of(self._source), streams, self._device, [])
-            self._built = (key, Built(algorithm, model, model_hash(adapted.model, model.space)))
+            _, down = ghosts(algorithm, model.space, varying_phi=counts)
+            shapes = {name: tuple(value.shape) for name, value in down.items()}
+            self._built = (key, Built(algorithm, model, model_hash(adapted.model, model.space), shapes))
         return self._built[1]
 
     def _as_run(self, algorithm: Any, noise: Any) -> Config:
@@ -164,7 +168,7 @@ class Client:
         """The ledger is the one that the server knows, and the round comes after all that it was charged for."""
         if terms.head:
             ledger.check_head((terms.rows, terms.head))
-        last = max((row.charge.round for row in ledger.rows() if row.run == terms.run), default=0)
+        last = ledger.last_round(terms.run)
         if store.last_reply() > last:
             raise RefusedError(f"the ledger lacks round {store.last_reply()}, which was answered: put back the newest")
         if terms.round <= last:
@@ -174,8 +178,7 @@ class Client:
 
     def _check_fields(self, request: Request, built: Built, plan: OwnPlan) -> None:
         built.algorithm.check(Facts(request.terms.equal_phi, True, False, varying_phi=plan.clipping.counts))
-        _, down = ghosts(built.algorithm, built.model.space, varying_phi=plan.clipping.counts)
-        check_fields(request.fields, {name: tuple(value.shape) for name, value in down.items()})
+        check_fields(request.fields, built.shapes)
 
     def _memory(self, terms: Terms, built: Built, store: Store) -> Memory:
         names = built.algorithm.remembers

@@ -20,7 +20,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from dpfed.config import DataSection, ModelSection, Registry, nearest, parse
 from dpfed.errors import DpfedError
 from dpfed.federation.wire import Terms
-from dpfed.privacy.accounting import check_delta, epsilon
+from dpfed.privacy.accounting import check_delta, epsilon, rdp_epsilon
 from dpfed.privacy.ledger_file import nameable
 from dpfed.privacy.mechanism import Mechanism
 
@@ -156,7 +156,10 @@ def check(terms: Terms, policy: Policy, mechanism: Mechanism, history: History) 
     )
     if reason is not None:
         return reason
-    after = epsilon([*history, (mechanism, terms.local_steps)], policy.delta).value
+    spent = [*history, (mechanism, terms.local_steps)]
+    if rdp_epsilon(spent, policy.delta) <= policy.max_epsilon:
+        return None  # the looser bound is a hundred times faster, and enough while there is room
+    after = epsilon(spent, policy.delta).value
     if not after <= policy.max_epsilon:
         return f"epsilon would be {after:.4g} after this round, above policy.max_epsilon = {policy.max_epsilon:g}"
     return None
