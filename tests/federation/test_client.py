@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from federation_case import client_of, job_of, names_of
+from federation_case import client_config, client_of, job_of, names_of, source_of
 
 from dpfed.engine.rounds import first_state
 from dpfed.engine.setup import Job
@@ -277,3 +277,17 @@ def test_a_reply_holds_noised_values_and_public_constants_only(job: Job, tmp_pat
     reply = opened(client_of(job, 0, tmp_path).answer(asked), asked, job)
     assert set(reply.fields) == {"delta", "v"}
     assert {f.name for f in dataclasses.fields(reply.receipt)} == {"run", "client", "round", "request", "rows", "head"}
+
+
+def test_classes_read_off_private_labels_are_refused_with_real_noise_even_where_test_mode_is_allowed(
+    job: Job, tmp_path: Path
+) -> None:
+    undeclared = dataclasses.replace(source_of(job, 0), declared=False)
+    with pytest.raises(DpfedError, match=r"declare data\.classes"):
+        Client(client_config(job, 0, tmp_path), undeclared)
+    client = Client(client_config(job, 0, tmp_path, allow_seeded=True), undeclared)
+    with pytest.raises(DpfedError, match=r"declare data\.classes"):
+        client.answer(request_of(job))
+    client.answer(request_of(job, seeded=True))
+    with Ledger.open(tmp_path / "clinic-0" / "ledger.db", client="clinic-0", readonly=True) as ledger:
+        assert [row.charge.void for row in ledger.rows()] == [True]

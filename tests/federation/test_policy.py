@@ -98,6 +98,7 @@ def test_the_sender_and_the_model() -> None:
         ("policy", "algorithms", ["dp-fedavgg"], "did you mean dp-fedavg"),
         ("policy", "max_eps", 1.0, "max_eps"),
         ("data", "name", "nothing", "data.name"),
+        ("data", "clients", 3, "data.clients deals records"),
         ("model", "name", None, "model.name"),
     ],
 )

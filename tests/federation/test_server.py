@@ -58,6 +58,7 @@ SIZE = job_of().space.size
         (None, "no answer within 5 seconds"),
         (raising(DpfedError("refused: no")), "refused: no"),
         (raising(ZeroDivisionError()), "ZeroDivisionError"),
+        (raising(OSError("two\nlines" + "x" * 9999)), "two lines"),
         (say(torch.full((SIZE,), float("nan"))), "not finite"),
         (say(torch.full((SIZE,), 1e9)), "no honest one passes"),
         (say([1.0]), "shape"),
@@ -76,6 +77,8 @@ def test_the_round_goes_on_without_the_offender_who_is_named(answer: Any, what: 
     assert len(log) == 1
     assert log[0].startswith("round 1: client 'clinic-2' is left out: ")
     assert what in log[0]
+    assert "\n" not in log[0]
+    assert len(log[0]) < 400
     assert federation.used == {0: 1, 1: 1}
     assert federation.heads == {0: (1, "ab"), 1: (1, "ab")}
 

@@ -81,7 +81,7 @@ class Client:
         self._device = device_of(config.client.device)
         loader: Any = config.data
         source = source or loader.load()
-        if not config.client.allow_seeded:
+        if not config.client.allow_seeded:  # said at once, not at the first request
             refuse_unreleasable(self._as_run(None, "os"), source)
         self._source = tokenised(config.model, source)
         train = self._source.train
@@ -101,6 +101,8 @@ class Client:
         request = unpack_request(data, self.config.client.max_message << 20)
         terms, asked = request.terms, digest(data)
         refuse(check_sender(terms, self.config))
+        if not terms.seeded:
+            refuse_unreleasable(self._as_run(None, "os"), self._source)
         store = Store(self._state, terms.run)
         with self._ledger() as ledger:  # its lock also keeps a second answer out until this one is stored
             stored = store.reply(terms.round, asked)

@@ -93,6 +93,9 @@ def build(raw: Mapping[str, Any], registry: Registry) -> ClientConfig:
         model=_named("model", raw.get("model", {}), registry.model),
     )
     check_delta(config.policy.delta)
+    dealt = sorted({"clients", "partition", "alpha", "client_column"} & set(raw.get("data", {})))
+    if dealt:
+        raise DpfedError(f"data.{dealt[0]} deals records to simulated clients: a real one holds its own, leave it out")
     if not nameable(config.client.name):
         raise DpfedError(f"client.name = {config.client.name!r} must be up to 200 printable characters")
     for name in config.policy.algorithms:

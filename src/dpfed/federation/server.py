@@ -91,7 +91,8 @@ class Federation:
                 found = self._answer(answers.get(self._names[i]))
                 good[i] = unpack_reply(found, self._shapes, asked[i].terms, digest(packed[i]), limit)
             except DpfedError as error:
-                self._log(f"round {t}: client {self._names[i]!r} is left out: {error}")
+                said = " ".join(str(error).split())[:300]  # a client has a say in it: one line, and not a long one
+                self._log(f"round {t}: client {self._names[i]!r} is left out: {said}")
         for i, reply in good.items():
             self.heads[i] = (reply.receipt.rows, reply.receipt.head)
         needed = self._job.config.run.min_clients or self._job.schedule.cohort
