@@ -104,6 +104,10 @@ class PrivacySection:
     budget: Annotated[
         float | None, Gt(0), "epsilon (server's view) no client may pass; it is left out before it would"
     ] = None
+    grid: Annotated[
+        bool | Literal["auto"],
+        "round clipped gradients and noise to one grid; auto: in federations, not in simulations",
+    ] = "auto"
     noise_scale: Annotated[Literal["c", "literal_c2"], "literal_c2: the paper's printed noise, accounted as σ·C"] = "c"
 
 
@@ -332,6 +336,8 @@ def _check_clipping(p: PrivacySection) -> None:
                 )
     elif p.target_epsilon is not None or p.budget is not None:
         raise DpfedError('privacy.accounting = "none" knows no epsilon: give privacy.sigma, no target and no budget')
+    if p.grid is True and (not p.enabled or p.sigma == 0 or p.accounting != "pld"):
+        raise DpfedError("privacy.grid = true is for sums with noise: it needs privacy.sigma > 0 or a target_epsilon")
     if p.clip == float("inf") and p.clip_mode != "flat":
         raise DpfedError(f'privacy.clip = inf has no meaning with privacy.clip_mode = "{p.clip_mode}"')
     if p.clip_mode == "quantile" and p.noise_scale == "literal_c2":

@@ -142,6 +142,7 @@ class Fleet:
             view=job.view,
             fixed=self._fixed_sum(clients),
             noise=noise,
+            grid=job.config.privacy.grid is True,
         )
 
     def _steps(

@@ -32,9 +32,14 @@ class Traffic:
 
 def traffic(algorithm: Algorithm, space: Space) -> Traffic:
     """Sizes of what `broadcast` names and of the message that `finish` makes."""
-    server, _, message = _played(algorithm, space)
-    up, down = list(message.values()), [getattr(server, name) for name in algorithm.broadcast]
-    return Traffic(*_size(up), *_size(down))
+    up, down = ghosts(algorithm, space)
+    return Traffic(*_size(list(up.values())), *_size(list(down.values())))
+
+
+def ghosts(algorithm: Algorithm, space: Space, varying_phi: bool = False) -> tuple[Message, Message]:
+    """The message `[1, ...]` of one client and the fields of the broadcast, as tensors without values."""
+    server, _, message = _played(algorithm, space, varying_phi)
+    return message, {name: getattr(server, name) for name in algorithm.broadcast}
 
 
 def local_bytes(algorithm: Algorithm, space: Space) -> int:
@@ -43,9 +48,9 @@ def local_bytes(algorithm: Algorithm, space: Space) -> int:
     return _size([x for x in vars(local).values() if isinstance(x, Tensor)])[1]
 
 
-def _played(algorithm: Algorithm, space: Space) -> tuple[Any, Any, Message]:
+def _played(algorithm: Algorithm, space: Space, varying_phi: bool = False) -> tuple[Any, Any, Message]:
     """Server, state of one client after a step, and its message, all without values."""
-    ctx, ghost = _context(space), torch.empty(space.size, device=META)
+    ctx, ghost = _context(space, varying_phi), torch.empty(space.size, device=META)
     server = algorithm.init(ctx, ghost)
     memory = {name: torch.empty(1, space.size, device=META) for name in algorithm.remembers}
     if memory:
@@ -56,11 +61,12 @@ def _played(algorithm: Algorithm, space: Space) -> tuple[Any, Any, Message]:
     return server, local, message
 
 
-def _context(space: Space) -> Context:
+def _context(space: Space, varying_phi: bool) -> Context:
     def scalar() -> Tensor:
         return torch.ones((), dtype=torch.float64, device=META)
 
-    return Context(_GhostSpace(space), 1, 1, 1, 1, scalar(), scalar(), scalar(), torch.empty(1, 1, device=META))
+    phi = torch.empty(1, 1, device=META)
+    return Context(_GhostSpace(space), 1, 1, 1, 1, scalar(), scalar(), scalar(), phi, varying_phi=varying_phi)
 
 
 class _GhostSpace:

@@ -63,6 +63,9 @@ class Noise(Protocol):
     def again(self) -> Noise:
         """The same numbers from the first on, for steps that are run again because nothing came of them."""
 
+    def normal64(self, size: int) -> Tensor:
+        """In double precision, for noise on a grid."""
+
 
 class SeededNoise:
     """Repeatable noise for simulations: not for release."""
@@ -84,6 +87,10 @@ class SeededNoise:
     def again(self) -> SeededNoise:
         return SeededNoise(*self._named, self._device)
 
+    def normal64(self, size: int) -> Tensor:
+        """The same numbers, so that a run on the grid can be held against one that is not."""
+        return self.normal(size).double()
+
 
 class OsNoise:
     """Noise that nobody can repeat: ChaCha20 keyed by the operating system, Box-Muller in double precision."""
@@ -99,11 +106,14 @@ class OsNoise:
         return ((bits >> np.uint64(11)).astype(np.float64) + 1.0) * 2.0**-53
 
     def normal(self, size: int) -> Tensor:
+        return self.normal64(size).float()
+
+    def normal64(self, size: int) -> Tensor:
         half = (size + 1) // 2
         radius = np.sqrt(-2.0 * np.log(self.uniform(half)))
         angle = 2.0 * np.pi * self.uniform(half)
         both = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size]
-        return torch.from_numpy(both.astype(np.float32)).to(self._device)
+        return torch.from_numpy(both).to(self._device)
 
     def again(self) -> OsNoise:
         return OsNoise(self._device, self._key)

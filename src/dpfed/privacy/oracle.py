@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dpfed.privacy.clipping import clip_and_sum, clip_mean_by_tensor, finite_records
 from dpfed.privacy.fixed import FixedSum, passes_of
+from dpfed.privacy.grid import Grid, grid_of, noised, noised_counts, rounded_sum
 from dpfed.privacy.noise import Noise, Streams
 from dpfed.privacy.plan import Plan
 from dpfed.privacy.records import Gradients, Holdings, Records, View
@@ -90,6 +91,7 @@ class FleetOracle:
         view: View | None = None,
         fixed: FixedSum | None = None,
         noise: Sequence[Noise] | None = None,
+        grid: bool = False,
     ) -> None:
         self._gradients, self._records, self._holdings, self._plan = gradients, records, holdings, plan
         self._clients = list(clients)
@@ -106,6 +108,7 @@ class FleetOracle:
         self._count_std = self._column([plan.count_std(i) for i in self._clients])
         self._expected = self._column([float(plan.expected[i]) for i in self._clients])
         self.phi = self._column([plan.phi(i) for i in self._clients])
+        self._grid = self._grids() if grid else None
         self._slots: Slots | None = None
         self._below = torch.zeros_like(self.phi)
         self._counted = 0
@@ -149,18 +152,33 @@ class FleetOracle:
 
     def _release(self, theta: Tensor, slots: Slots, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         self._released += 1
-        noised, count = self._fitting_sum(theta, slots, scale)
-        noisy, counts = bool(self._plan.multipliers.any()), self._plan.clipping.counts
-        if noisy:  # without noise σ=0 is exact, also for C = inf
-            noised = noised + self._std * torch.stack([noise.normal(theta.shape[1]) for noise in self._noise])
-        if counts:
-            if noisy:
-                count = count + self._count_std * torch.stack([noise.normal(1) for noise in self._noise])
+        released, count = self._noised_sum(theta, slots, scale)
+        if self._plan.clipping.counts:
             self._below = self._below + 0.5 + count / self._expected  # by the expected batch: |J| is not public
             self._counted += 1
         if scale is None:
-            return noised / self._expected, self.phi
-        return noised / (self._expected * scale), self.phi / scale**2
+            return released / self._expected, self.phi
+        return released / (self._expected * scale), self.phi / scale**2
+
+    def _noised_sum(self, theta: Tensor, slots: Slots, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        total, count = self._fitting_sum(theta, slots, scale)
+        noisy, counts = bool(self._plan.multipliers.any()), self._plan.clipping.counts
+        if self._grid is not None:
+            released = noised(total, self._grid, self._noise).float()
+            if counts:
+                count = noised_counts(count, self._count_std[:, 0].tolist(), self._noise)
+            return released, count.float()
+        if noisy:  # without noise σ=0 is exact, also for C = inf
+            total = total + self._std * torch.stack([noise.normal(theta.shape[1]) for noise in self._noise])
+        if counts and noisy:
+            count = count + self._count_std * torch.stack([noise.normal(1) for noise in self._noise])
+        return total, count
+
+    def _grids(self) -> list[Grid]:
+        plan, size = self._plan, sum(shape.numel() for shape in self._gradients.space.shapes)
+        if not (plan.clipping.per_unit and plan.multipliers.all()):
+            raise ValueError("a grid is for sums of clipped units with noise")
+        return [grid_of(plan.noise_std(i), plan.clip, size) for i in self._clients]
 
     def _draw(self) -> Slots:
         rows, owners, counts, keys = [], [], [], []
@@ -218,9 +236,9 @@ class FleetOracle:
         Not noised, so neither may leave this class.
         """
         rule, clip = self._plan.clipping, self._plan.clip if self._plan.clipping.per_unit else float("inf")
-        if self.fixed is not None and scale is None and rule.per_unit and len(slots.unit) == len(slots.owner):
+        if self._takes_fixed(slots, scale) and self.fixed is not None:
             return self._fixed_sum(self.fixed, theta, slots)
-        total = torch.zeros_like(theta, dtype=torch.float32)
+        total = torch.zeros_like(theta, dtype=torch.float32 if self._grid is None else torch.int64)
         count = torch.zeros_like(self.phi)
         for part in slots.chunks(self.max_slots):
             client = torch.from_numpy(part.client).to(self._device)
@@ -235,7 +253,11 @@ class FleetOracle:
                 self._tell_lost(part, grads)
             unit = torch.from_numpy(part.unit).to(self._device)
             owner = torch.from_numpy(part.owner).to(self._device)
-            summed, counted = clip_and_sum(grads, unit, owner, theta.shape[0], clip, rule)
+            if self._grid is None:
+                summed, counted = clip_and_sum(grads, unit, owner, theta.shape[0], clip, rule)
+            else:
+                steps = torch.tensor([g.step for g in self._grid], dtype=torch.float64, device=self._device)
+                summed, counted = rounded_sum(grads, unit, owner, clip, rule, steps)
             total, count = total + summed, count + counted
         if not rule.per_unit:
             drawn = self._column(np.bincount(slots.owner, minlength=len(self._clients)).astype(float).tolist())
@@ -251,6 +273,11 @@ class FleetOracle:
                     "round %d, batch %d, client %d: the gradient of %d record(s) is not finite and counts as zero",
                     self._round, self._drawn, client, count,
                 )  # fmt: skip
+
+    def _takes_fixed(self, slots: Slots, scale: Tensor | None) -> bool:
+        """Passes of a fixed size are for single records, clipped one by one and summed in float32."""
+        simple = self._plan.clipping.per_unit and len(slots.unit) == len(slots.owner)
+        return simple and scale is None and self._grid is None
 
     def _fixed_sum(self, fixed: FixedSum, theta: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
         """The same through passes of a fixed size: as many as the records need."""

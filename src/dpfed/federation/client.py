@@ -1,0 +1,262 @@
+"""A client that guards its own budget: a fleet of one, with its own data, ledger, noise and memory.
+
+    check -> charge -> compute -> store the message -> send
+
+A request whose bytes equal one that was answered gets the stored bytes. Any other request for a round that is not after
+the last one of its run is refused, and a charge without a stored message is spent: so no server can have the same round
+twice under different noise, and a kill at any point loses no budget and spends none twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpfed.algorithms import REGISTRY as ALGORITHMS
+from dpfed.algorithms.base import Algorithm, Context, Facts, Memory, Message
+from dpfed.config import Config, PrivacySection, RunSection, parse
+from dpfed.data.partition import shards_of
+from dpfed.data.tables import Source
+from dpfed.engine.setup import build_model, device_of, records_of, refuse_unreleasable, spec_of, tokenised, view_for
+from dpfed.engine.traffic import ghosts
+from dpfed.errors import DpfedError
+from dpfed.federation.frozen import model_hash
+from dpfed.federation.policy import ClientConfig, RefusedError, check, check_model, check_sender
+from dpfed.federation.store import Store
+from dpfed.federation.wire import Receipt, Reply, Request, Terms, check_fields, digest, pack, unpack_request
+from dpfed.model.per_sample import PerSample
+from dpfed.privacy.ledger import Charge, Ledger
+from dpfed.privacy.noise import Purpose, Streams
+from dpfed.privacy.oracle import FleetOracle
+from dpfed.privacy.plan import Plan
+
+LEDGER = "ledger.db"
+
+
+@dataclass(frozen=True)
+class OwnPlan(Plan):
+    """One client's plan: `sizes` is what it holds, `expected` follows from what it has declared and may be smaller.
+
+    Every unit it holds has its coin, also those beyond the declared number: were they left out, removing one unit would
+    move another one in.
+    """
+
+    def __post_init__(self) -> None:
+        if not (self.accounted and self.sampling == "poisson" and self.clipping.per_unit and self.multipliers.all()):
+            raise ValueError("a real client releases nothing without noise and accounting")
+
+
+class IndexedStreams(Streams):
+    """Streams of one client that has this number in the run; its own rows all have number 0."""
+
+    def __init__(self, seed: int, index: int) -> None:
+        super().__init__(seed)
+        self._index = index
+
+    def key(self, purpose: Purpose, round: int = 0, client: int = 0) -> bytes:
+        return super().key(purpose, round, self._index)
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model as some request needs it, with the hash that names it and the shapes of what is broadcast to it."""
+
+    algorithm: Algorithm
+    model: PerSample
+    hash: str
+    shapes: dict[str, tuple[int, ...]]
+
+
+class Client:
+    """Answers requests. `source` replaces the configured data source."""
+
+    def __init__(self, config: ClientConfig, source: Source | None = None) -> None:
+        self.config = config
+        self._device = device_of(config.client.device)
+        loader: Any = config.data
+        source = source or loader.load()
+        if not config.client.allow_seeded:  # said at once, not at the first request
+            refuse_unreleasable(self._as_run(None, "os"), source)
+        self._source = tokenised(config.model, source)
+        train = self._source.train
+        self._shards = shards_of(np.zeros(len(train), dtype=np.int64), 1, train.column(config.data.unit_column))
+        self._units = int(self._shards.sizes[0])
+        if config.policy.records > self._units:
+            raise DpfedError(
+                f"policy.records = {config.policy.records} is more than this client holds: declare as many or fewer"
+            )
+        self._records = records_of(train, self._device)
+        self._view = view_for(self._as_run(None, "os"), self._source)
+        self._state = Path(config.client.state)
+        self._built: tuple[tuple[Algorithm, int, bool], Built] | None = None
+
+    def answer(self, data: bytes) -> bytes:
+        """The reply to a request, or RefusedError / WireError; what a transport calls for each message."""
+        request = unpack_request(data, self.config.client.max_message << 20)
+        terms, asked = request.terms, digest(data)
+        refuse(check_sender(terms, self.config))
+        if not terms.seeded:
+            refuse_unreleasable(self._as_run(None, "os"), self._source)
+        store = Store(self._state, terms.run)
+        with self._ledger() as ledger:  # its lock also keeps a second answer out until this one is stored
+            stored = store.reply(terms.round, asked)
+            if stored is not None:
+                return stored
+            algorithm = algorithm_of(terms)
+            plan = self._plan(terms, algorithm)
+            refuse(check(terms, self.config.policy, plan.mechanism(0), ledger.history(self.config.client.name)))
+            self._check_place(terms, ledger, store)
+            built = self._build(terms, algorithm)
+            refuse(check_model(built.hash, terms, self.config.policy))
+            self._check_fields(request, built, plan)
+            memory = self._memory(terms, built, store)
+            ledger.charge([charge_of(terms, plan)], run=terms.run)  # from here on it is spent, whatever happens
+            message, memory = self._compute(request, built, plan, memory)
+            head = ledger.head()
+            receipt = Receipt(terms.run, terms.client, terms.round, asked, head.rows, head.hash)
+            reply = pack(Reply(receipt, message))
+            store.keep_memory(terms.round, memory)
+            store.keep_reply(terms.round, asked, reply)
+        return reply
+
+    def _ledger(self) -> Ledger:
+        path, name = self._state / LEDGER, self.config.client.name
+        if path.exists():
+            return Ledger.open(path, client=name)
+        if (self._state / "runs").exists():
+            raise DpfedError(f"the ledger {path} is gone, and with it what this client has spent: put it back")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return Ledger.create(path, client=name, delta=self.config.policy.delta)
+
+    def _build(self, terms: Terms, algorithm: Algorithm) -> Built:
+        """The model of a request; the last one is kept, as a run asks for the same each round."""
+        counts = terms.clipping.rule().counts
+        key = (algorithm, terms.seed, counts)
+        if self._built is None or self._built[0] != key:
+            config, streams = self._as_run(algorithm, "seeded"), Streams(terms.seed)
+            model, adapted, _ = build_model(config, spec_of(self._source), streams, self._device, [])
+            _, down = ghosts(algorithm, model.space, varying_phi=counts)
+            shapes = {name: tuple(value.shape) for name, value in down.items()}
+            self._built = (key, Built(algorithm, model, model_hash(adapted.model, model.space), shapes))
+        return self._built[1]
+
+    def _as_run(self, algorithm: Any, noise: Any) -> Config:
+        """This client's sections as the configuration of a run, for what is built from one."""
+        data = replace(self.config.data, partition="natural")  # its records are its own, nobody deals them
+        return Config(data, self.config.model, algorithm, PrivacySection(), RunSection(noise=noise))
+
+    def _plan(self, terms: Terms, algorithm: Algorithm) -> OwnPlan:
+        """Every constant from the request, which the policy then judges; nothing of it is computed from the data."""
+        return OwnPlan(
+            sampling="poisson",
+            clip=terms.clip,
+            sizes=np.array([self._units]),
+            rates=np.array([terms.rate]),
+            expected=np.array([terms.expected]),
+            multipliers=np.array([terms.sigma]),
+            batches=algorithm.releases.batches,
+            releases=algorithm.releases.releases,
+            unit=self.config.data.unit_column or "record",
+            clipping=terms.clipping.rule(),
+        )
+
+    def _check_place(self, terms: Terms, ledger: Ledger, store: Store) -> None:
+        """The ledger is the one that the server knows, and the round comes after all that it was charged for."""
+        if terms.head:
+            ledger.check_head((terms.rows, terms.head))
+        last = ledger.last_round(terms.run)
+        if store.last_reply() > last:
+            raise RefusedError(f"the ledger lacks round {store.last_reply()}, which was answered: put back the newest")
+        if terms.round <= last:
+            raise RefusedError(f"refused: round {terms.round} is not after round {last}, the last one of this run")
+        if terms.round > terms.rounds or terms.used > last:
+            raise RefusedError(f"refused: round {terms.round} of {terms.rounds} with {terms.used} used was never due")
+
+    def _check_fields(self, request: Request, built: Built, plan: OwnPlan) -> None:
+        built.algorithm.check(Facts(request.terms.equal_phi, True, False, varying_phi=plan.clipping.counts))
+        check_fields(request.fields, built.shapes)
+
+    def _memory(self, terms: Terms, built: Built, store: Store) -> Memory:
+        names = built.algorithm.remembers
+        if names:
+            store.settle(terms.used)
+        return store.memory(terms.used, names, built.model.space.size, self._device)
+
+    def _compute(self, request: Request, built: Built, plan: OwnPlan, memory: Memory) -> tuple[Message, Memory]:
+        """The client's round, as a fleet of one; only noised values and public constants are in what it returns."""
+        terms, algorithm = request.terms, built.algorithm
+        ctx = self._context(terms, built, plan)
+        streams = IndexedStreams(terms.seed, terms.index) if terms.seeded else Streams(terms.seed, secret=True)
+        oracle = FleetOracle(
+            built.model,
+            self._records,
+            self._shards,
+            plan,
+            streams,
+            terms.round,
+            [0],
+            steps=terms.local_steps,
+            max_slots=self.config.client.max_slots,
+            view=self._view,
+            grid=terms.grid,
+        )
+        server = SimpleNamespace(**{name: value.to(self._device) for name, value in request.fields.items()})
+        local = algorithm.start(ctx, server, memory)
+        for k in range(1, terms.local_steps + 1):
+            local = algorithm.step(ctx, local, oracle, self._scalar(k))
+        message, memory = algorithm.finish(ctx, server, local)
+        if plan.clipping.counts:
+            message = message | {"below": oracle.below}
+        for name, value in message.items():
+            if not bool(value.isfinite().all()):
+                raise DpfedError(f"round {terms.round} left the finite numbers in {name}: the server's lr is too high")
+        return {name: value[0] for name, value in message.items()}, memory
+
+    def _context(self, terms: Terms, built: Built, plan: OwnPlan) -> Context:
+        phi = torch.tensor([[plan.phi(0)]], dtype=torch.float64).to(torch.float32)
+        return Context(
+            space=built.model.space,
+            N=terms.clients,
+            S=1,
+            T=terms.rounds,
+            K=terms.local_steps,
+            t=self._scalar(terms.round),
+            lr=self._scalar(terms.lr),
+            lr0=self._scalar(built.algorithm.lr),
+            phi=phi.to(self._device),
+            equal_phi=terms.equal_phi,
+            varying_phi=plan.clipping.counts,
+        )
+
+    def _scalar(self, x: float) -> Tensor:
+        return torch.tensor(x, dtype=torch.float64, device=self._device)
+
+
+def algorithm_of(terms: Terms) -> Algorithm:
+    keys = dict(terms.algorithm)
+    cls = ALGORITHMS.get(str(keys.pop("name", "")))
+    if cls is None:
+        raise RefusedError(
+            f"there is no algorithm {terms.algorithm.get('name')!r} here: both sides need the same dpfed"
+        )
+    algorithm: Algorithm = parse("algorithm", cls, keys)
+    return algorithm
+
+
+def charge_of(terms: Terms, plan: Plan) -> Charge:
+    """Repeatable noise protects nothing and is no spending: its row is void."""
+    mechanism, steps = plan.mechanism(0), terms.local_steps
+    if terms.seeded:
+        return Charge(terms.client, terms.round, steps, mechanism, "seeded", void=True)
+    return Charge(terms.client, terms.round, steps, mechanism, "os")
+
+
+def refuse(reason: str | None) -> None:
+    if reason is not None:
+        raise RefusedError(f"refused: {reason}")

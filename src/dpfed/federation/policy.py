@@ -1,0 +1,172 @@
+"""The client decides: `client.toml`, and what a request must be for anything to be computed at all.
+
+[client]  who this is, which servers it listens to, where its ledger and its stored messages are
+[policy]  the most it will ever spend, and what it takes part in
+[data]    its own records, as in any configuration
+[model]   the model it holds; a request must name the hash of its frozen weights
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+
+from dpfed.config import DataSection, ModelSection, Registry, nearest, parse
+from dpfed.errors import DpfedError
+from dpfed.federation.wire import Terms
+from dpfed.privacy.accounting import check_delta, epsilon, rdp_epsilon
+from dpfed.privacy.ledger_file import nameable
+from dpfed.privacy.mechanism import Mechanism
+
+History = Sequence[tuple[Mechanism, int]]
+
+
+class RefusedError(DpfedError):
+    """A request that this client does not answer. Nothing was computed and nothing was spent."""
+
+
+@dataclass(frozen=True)
+class ClientSection:
+    name: Annotated[str, MinLen(1), "this client's name, which its ledger belongs to"]
+    state: Annotated[
+        str, MinLen(1), "folder of the ledger and of stored messages; back it up, never put back an old copy"
+    ]
+    servers: Annotated[tuple[str, ...], MinLen(1), "servers whose requests are answered"]
+    allow_seeded: Annotated[bool, "test mode: answer with repeatable noise, which protects nothing"] = False
+    device: Annotated[str, "auto, cpu, cuda or cuda:N"] = "auto"
+    max_slots: Annotated[int, Ge(1), "records in one forward pass"] = 512
+    max_message: Annotated[int, Ge(1), "MiB of the largest request that is read"] = 4096
+
+
+@dataclass(frozen=True)
+class Policy:
+    records: Annotated[int, Ge(1), "declared number of protected units R_i, public; may be rounded down"]
+    max_epsilon: Annotated[float, Gt(0), "epsilon this client will ever spend, over all runs of its ledger"]
+    delta: Annotated[float, Gt(0), Lt(1), "δ of max_epsilon"] = 1e-5
+    min_sigma: Annotated[float, Gt(0), "smallest noise multiplier of a release"] = 0.5
+    max_clip: Annotated[float, Gt(0), "largest clip norm C"] = 10.0
+    max_rate: Annotated[float, Gt(0), Le(1), "largest sampling rate q"] = 0.1
+    max_local_steps: Annotated[int, Ge(1), "most local steps K of a round"] = 100
+    require_grid: Annotated[bool, "answer only requests with privacy.grid, which hides the last bits of sums"] = True
+    algorithms: Annotated[tuple[str, ...], "algorithms it takes part in; empty: all there are"] = ()
+    models: Annotated[tuple[str, ...], "hashes of frozen weights it takes part with; empty: those of its [model]"] = ()
+
+
+@dataclass(frozen=True)
+class ClientConfig:
+    client: ClientSection
+    policy: Policy
+    data: DataSection
+    model: ModelSection
+
+
+def load(path: Path, registry: Registry) -> ClientConfig:
+    """A client.toml, checked; a relative state folder is taken from where the file is."""
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DpfedError(f"{path} cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise DpfedError(f"{path} is not valid TOML: {error}") from None
+    config = build(raw, registry)
+    client = dataclasses.replace(config.client, state=str(path.parent / Path(config.client.state).expanduser()))
+    return dataclasses.replace(config, client=client)
+
+
+def build(raw: Mapping[str, Any], registry: Registry) -> ClientConfig:
+    sections = [f.name for f in dataclasses.fields(ClientConfig)]
+    for key, value in raw.items():
+        if key not in sections:
+            raise DpfedError(f"[{key}] is not a section of client.toml{nearest(key, sections)}")
+        if not isinstance(value, Mapping):
+            raise DpfedError(f"{key} = {value!r} must be a table, [{key}]")
+    config = ClientConfig(
+        client=_complete("client", ClientSection, raw.get("client", {})),
+        policy=_complete("policy", Policy, raw.get("policy", {})),
+        data=_named("data", raw.get("data", {}), registry.data),
+        model=_named("model", raw.get("model", {}), registry.model),
+    )
+    check_delta(config.policy.delta)
+    dealt = sorted({"clients", "partition", "alpha", "client_column"} & set(raw.get("data", {})))
+    if dealt:
+        raise DpfedError(f"data.{dealt[0]} deals records to simulated clients: a real one holds its own, leave it out")
+    if not nameable(config.client.name):
+        raise DpfedError(f"client.name = {config.client.name!r} must be up to 200 printable characters")
+    for name in config.policy.algorithms:
+        if name not in registry.algorithm:
+            raise DpfedError(f"policy.algorithms: {name!r} is not known{nearest(name, registry.algorithm)}")
+    return config
+
+
+def _complete(section: str, cls: type[Any], table: Mapping[str, Any]) -> Any:
+    for f in dataclasses.fields(cls):
+        if f.default is dataclasses.MISSING and f.name not in table:
+            raise DpfedError(f"client.toml lacks {section}.{f.name}: a client has to say it")
+    return parse(section, cls, table)
+
+
+def _named(section: str, table: Mapping[str, Any], known: Mapping[str, type[Any]]) -> Any:
+    name = table.get("name")
+    if not isinstance(name, str) or name not in known:
+        raise DpfedError(f"{section}.name = {name!r} is not known{nearest(str(name), known)}")
+    return parse(section, known[name], table)
+
+
+Rule = tuple[bool, str]
+
+
+def check_sender(terms: Terms, config: ClientConfig) -> str | None:
+    """Why nothing at all is done for this sender, or None."""
+    client = config.client
+    return _first_broken(
+        (terms.client == client.name, f"it is for client {terms.client!r}, and this is {client.name!r}"),
+        (terms.server in client.servers, f"the server {terms.server!r} is not one of client.servers"),
+        (not terms.seeded or client.allow_seeded, "it asks for repeatable noise, and client.allow_seeded is false"),
+    )
+
+
+def check_model(model: str, terms: Terms, policy: Policy) -> str | None:
+    """Why the model is refused, or None; `model` is the hash of what this client has built."""
+    return _first_broken(
+        (terms.model == model, "its model has other frozen weights than [model] of this client"),
+        (not policy.models or terms.model in policy.models, f"its model {terms.model} is not in policy.models"),
+    )
+
+
+def check(terms: Terms, policy: Policy, mechanism: Mechanism, history: History) -> str | None:
+    """Why the round is refused, or None. `history`: all that the ledger holds; `mechanism`: what a step would release."""
+    declared, algorithm = terms.rate * policy.records, terms.algorithm.get("name")
+    reason = _first_broken(
+        (not policy.algorithms or algorithm in policy.algorithms, f"{algorithm!r} is not in policy.algorithms"),
+        (terms.sigma >= policy.min_sigma, f"sigma {terms.sigma:g} is below policy.min_sigma = {policy.min_sigma:g}"),
+        (terms.clip <= policy.max_clip, f"clip {terms.clip:g} is above policy.max_clip = {policy.max_clip:g}"),
+        (terms.rate <= policy.max_rate, f"rate {terms.rate:g} is above policy.max_rate = {policy.max_rate:g}"),
+        (terms.grid or not policy.require_grid, "it asks for sums off the grid, and policy.require_grid is true"),
+        (
+            terms.local_steps <= policy.max_local_steps,
+            f"{terms.local_steps} local steps are more than policy.max_local_steps = {policy.max_local_steps}",
+        ),
+        (
+            abs(terms.expected - declared) <= 1e-9 * declared,
+            f"an expected batch of {terms.expected:g} is not its rate times policy.records = {policy.records}",
+        ),
+    )
+    if reason is not None:
+        return reason
+    spent = [*history, (mechanism, terms.local_steps)]
+    if rdp_epsilon(spent, policy.delta) <= policy.max_epsilon:
+        return None  # the looser bound is a hundred times faster, and enough while there is room
+    after = epsilon(spent, policy.delta).value
+    if not after <= policy.max_epsilon:
+        return f"epsilon would be {after:.4g} after this round, above policy.max_epsilon = {policy.max_epsilon:g}"
+    return None
+
+
+def _first_broken(*rules: Rule) -> str | None:
+    return next((reason for holds, reason in rules if not holds), None)

@@ -1,0 +1,189 @@
+"""The server's side of a federation: a backend of the one round loop whose cohort is clients on a network.
+
+It sends each client its request, holds every reply against what this model and this algorithm make, and averages the good
+ones. Who is wrong or late is named in the log and left out; nothing a client sends can end the run except by too few being
+left. The clients charge themselves: the loop's `Spending` gets no ledger here, and its figures are upper bounds for this
+run (a client that was asked counts as charged). What a client has spent over all its runs only its own ledger knows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dpfed.algorithms.base import Message
+from dpfed.config import to_dict
+from dpfed.engine.fleet import learning_rate
+from dpfed.engine.setup import Job
+from dpfed.engine.spending import Spending, budget_of
+from dpfed.engine.state import State
+from dpfed.engine.traffic import ghosts
+from dpfed.errors import DpfedError, StoppedError
+from dpfed.federation.frozen import model_hash
+from dpfed.federation.wire import ClippingTerms, Reply, Request, Terms, WireError, digest, pack, unpack_reply
+
+
+class Transport(Protocol):
+    """Brings requests to clients and their answers back, by name; who is silent until the timeout is left out."""
+
+    def send_all(self, requests: Mapping[str, bytes], timeout: float) -> Mapping[str, bytes | Exception]: ...
+
+
+class Loopback:
+    """Clients in this process, one after another; for tests."""
+
+    def __init__(self, clients: Mapping[str, Callable[[bytes], bytes]]) -> None:
+        self.clients = dict(clients)
+
+    def send_all(self, requests: Mapping[str, bytes], timeout: float) -> dict[str, bytes | Exception]:
+        return {name: self._ask(name, data) for name, data in requests.items() if name in self.clients}
+
+    def _ask(self, name: str, data: bytes) -> bytes | Exception:
+        try:
+            return self.clients[name](data)
+        except Exception as error:
+            return error
+
+
+class Federation:
+    """`run_cohort` over a transport. `names[i]` is client i of the plan; `server` is what this server is called.
+
+    heads, used   what each client's ledger came to and the last round in which its message was used: they go into its
+                  next request, and belong into a checkpoint (`remembered`, `restore`)
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        transport: Transport,
+        run: str,
+        server: str,
+        names: Sequence[str],
+        timeout: float = 600.0,
+        seeded: bool = False,
+        log: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        refuse_unsendable(job, names)
+        self._job, self._transport, self._run, self._server = job, transport, run, server
+        self._names, self._timeout, self._seeded, self._log = list(names), timeout, seeded, log
+        self._model = model_hash(job.adapted.model, job.space)
+        up, _ = ghosts(job.algorithm, job.space, varying_phi=job.plan.clipping.counts)
+        self._shapes: dict[str, tuple[int, ...]] = {name: tuple(value.shape[1:]) for name, value in up.items()}
+        if job.plan.clipping.counts:
+            self._shapes["below"] = (1,)
+        self.heads: dict[int, tuple[int, str]] = {}
+        self.used: dict[int, int] = {}
+
+    def run_cohort(self, t: int, state: State, clients: Sequence[int]) -> tuple[Message, int]:
+        """The mean of the messages that are good, and how many they are."""
+        asked = {i: self._request(t, state, i) for i in clients}
+        packed = {i: pack(request) for i, request in asked.items()}
+        answers = self._transport.send_all({self._names[i]: data for i, data in packed.items()}, self._timeout)
+        limit = norm_limit(self._job, t, state)
+        good: dict[int, Reply] = {}
+        for i in clients:
+            try:
+                found = self._answer(answers.get(self._names[i]))
+                good[i] = unpack_reply(found, self._shapes, asked[i].terms, digest(packed[i]), limit)
+            except DpfedError as error:
+                said = " ".join(str(error).split())[:300]  # a client has a say in it: one line, and not a long one
+                self._log(f"round {t}: client {self._names[i]!r} is left out: {said}")
+        for i, reply in good.items():
+            self.heads[i] = (reply.receipt.rows, reply.receipt.head)
+        needed = self._job.config.run.min_clients or self._job.schedule.cohort
+        if len(good) < needed:
+            raise StoppedError(
+                f"in round {t} only {len(good)} clients gave a usable answer and {needed} are needed: see the log for "
+                "who did not, and run.min_clients"
+            )
+        self.used |= dict.fromkeys(good, t)
+        return self._mean(good), len(good)
+
+    def remembered(self) -> dict[str, Any]:
+        """What a checkpoint has to hold besides the state, as JSON takes it."""
+        return {
+            "heads": {str(i): list(head) for i, head in sorted(self.heads.items())},
+            "used": {str(i): t for i, t in sorted(self.used.items())},
+        }
+
+    def restore(self, remembered: Mapping[str, Any]) -> None:
+        self.heads = {int(i): (int(rows), str(hash_)) for i, (rows, hash_) in remembered["heads"].items()}
+        self.used = {int(i): int(t) for i, t in remembered["used"].items()}
+
+    def _request(self, t: int, state: State, client: int) -> Request:
+        job, plan = self._job, self._job.plan
+        rows, head = self.heads.get(client, (0, ""))
+        terms = Terms(
+            run=self._run,
+            server=self._server,
+            client=self._names[client],
+            index=client,
+            seed=job.config.run.seed,
+            seeded=self._seeded,
+            round=t,
+            rounds=job.config.run.rounds,
+            local_steps=job.config.run.local_steps,
+            clients=job.schedule.clients,
+            cohort=job.schedule.cohort,
+            lr=learning_rate(job.algorithm.lr, job.config.run.lr_schedule, t, job.config.run.rounds),
+            algorithm=to_dict(job.config)["algorithm"],
+            model=self._model,
+            rate=float(plan.rates[client]),
+            expected=float(plan.expected[client]),
+            sigma=float(plan.multipliers[client]),
+            clip=state.clip,
+            clipping=ClippingTerms(**asdict(plan.clipping)),
+            grid=job.config.privacy.grid is not False,
+            equal_phi=plan.equal_phi,
+            rows=rows,
+            head=head,
+            used=self.used.get(client, 0),
+        )
+        return Request(terms, {name: getattr(state.server, name) for name in job.algorithm.broadcast})
+
+    def _answer(self, found: bytes | Exception | None) -> bytes:
+        if found is None:
+            raise WireError(f"no answer within {self._timeout:g} seconds")
+        if isinstance(found, Exception):
+            raise WireError(str(found) or type(found).__name__)
+        return found
+
+    def _mean(self, good: Mapping[int, Reply]) -> Message:
+        """Weighted by public constants that sum to one over those who answered."""
+        sizes = [float(self._job.plan.sizes[i]) for i in good]
+        weights = torch.tensor(sizes) if self._job.algorithm.agg_weights == "size" else torch.ones(len(good))
+        weights = (weights / weights.sum()).to(self._job.device)
+
+        def stacked(name: str) -> Tensor:
+            return torch.stack([reply.fields[name] for reply in good.values()]).to(self._job.device)
+
+        return {name: torch.tensordot(weights, stacked(name), dims=1) for name in self._shapes}
+
+
+def refuse_unsendable(job: Job, names: Sequence[str]) -> None:
+    plan = job.plan
+    if len(set(names)) != len(names) or len(names) != plan.clients:
+        raise DpfedError(f"the federation has {plan.clients} clients, so it needs as many different names of clients")
+    if not plan.private or plan.sampling != "poisson":
+        raise DpfedError('real clients answer with noise only: privacy needs sigma > 0 and sampling = "poisson"')
+
+
+def spending_of(job: Job) -> Spending:
+    """The loop's accounts without a ledger: whom privacy.budget still allows, and figures that bound this run's."""
+    budget = budget_of(job.plan, job.schedule, job.config.privacy.delta, job.config.privacy.budget, past=job.past)
+    budget.check()
+    return Spending(job, budget, None)
+
+
+def norm_limit(job: Job, t: int, state: State) -> float:
+    """A public bound that no honest ‖delta‖ comes near: far beyond K steps of length lr, or of clip and noise."""
+    plan, run = job.plan.at(state.clip), job.config.run
+    noise = max(math.sqrt(plan.phi(i)) for i in range(plan.clients))
+    lr = learning_rate(job.algorithm.lr, run.lr_schedule, t, run.rounds)
+    step = lr * (math.sqrt(job.space.size) * max(1.0, noise) + state.clip)
+    return 1e4 * (run.local_steps * step + float(state.theta.norm()))
