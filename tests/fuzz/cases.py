@@ -44,6 +44,17 @@ from dpfed.engine.rounds import first_state  # noqa: E402
 from dpfed.engine.run import follows_from, run  # noqa: E402
 from dpfed.engine.setup import prepare, tokenised  # noqa: E402
 from dpfed.errors import DpfedError  # noqa: E402
+from dpfed.federation.wire import (  # noqa: E402
+    ClippingTerms,
+    Receipt,
+    Reply,
+    Request,
+    Terms,
+    digest,
+    pack,
+    unpack_reply,
+    unpack_request,
+)
 from dpfed.model.assemble import assemble, describe_space  # noqa: E402
 from dpfed.model.task import InputSpec  # noqa: E402
 from dpfed.model.zoo.text import AutoText  # noqa: E402
@@ -358,7 +369,31 @@ def read_study(folder: Path) -> None:
         curves_of(results, "")
 
 
+# --- the wire ---------------------------------------------------------------------------------------------------------------
+
+TERMS = Terms(
+    run="run-1", server="hub", client="clinic-0", index=0, seed=7, seeded=False, round=2, rounds=3, local_steps=2,
+    clients=3, cohort=3, lr=0.01, algorithm={"name": "dp-fedavg", "lr": 0.1}, model="ab", rate=0.1, expected=4.0,
+    sigma=1.0, clip=0.5, clipping=ClippingTerms("flat", 0.01, 0.5, 0.2, 10.0), grid=True,
+    equal_phi=True, rows=1, head="cd", used=1,
+)  # fmt: skip
+
+
+@cache
+def wire_files() -> Files:
+    request = pack(Request(TERMS, {"theta": torch.arange(5.0), "v": torch.zeros(0)}))
+    receipt = Receipt("run-1", "clinic-0", 2, digest(request), 2, "ef")
+    return {"request": request, "reply": pack(Reply(receipt, {"delta": torch.ones(4), "v": torch.ones(2)}))}
+
+
+def read_wire(folder: Path) -> None:
+    asked = digest(wire_files()["request"])
+    unpack_request((folder / "request").read_bytes(), 1 << 20)
+    unpack_reply((folder / "reply").read_bytes(), {"delta": (4,), "v": (2,)}, TERMS, asked, 5.0)
+
+
 CASES: dict[str, Case] = {
+    "message": Case(wire_files, read_wire),
     "configuration": Case(presets, read_configuration),
     **{f"data: {name}": source_case(*given) for name, given in SOURCES.items()},
     "checkpoint": Case(stopped_files, read_checkpoint, (".safetensors", ".npy", ".json")),
