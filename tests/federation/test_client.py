@@ -93,6 +93,8 @@ def test_a_round_cannot_be_had_twice_with_other_noise(job: Job, tmp_path: Path) 
         ({"client": "clinic-1"}, {}, "clinic-1"),
         ({"seeded": True}, {}, "allow_seeded"),
         ({"sigma": 0.4}, {}, "min_sigma"),
+        ({"sigma": 1e13}, {}, "too much for a grid"),
+        ({"sigma": 1e308}, {}, "sigma"),
         ({"clip": 11.0}, {}, "max_clip"),
         ({"local_steps": 101}, {}, "max_local_steps"),
         ({"expected": 9.0}, {}, "policy.records"),

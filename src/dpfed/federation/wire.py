@@ -86,7 +86,7 @@ class Terms:
     model: Hash
     rate: Annotated[float, Gt(0), Le(1)]
     expected: Annotated[float, Gt(0)]
-    sigma: Annotated[float, Gt(0)]
+    sigma: Annotated[float, Gt(0), Le(1e12)]  # accountants square it
     clip: Annotated[float, Ge(CLIPS[0]), Le(CLIPS[1])]
     clipping: ClippingTerms
     grid: bool
