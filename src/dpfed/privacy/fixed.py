@@ -150,7 +150,7 @@ def row_norms(rows: Tensor, piece: int = 256) -> Tensor:
     pass C; so squares are added in short pieces, and the pieces in double precision.
     """
     whole = rows.shape[1] // piece * piece
-    norms = torch.linalg.vector_norm(rows[:, :whole].unflatten(1, (-1, piece)), dim=2, dtype=torch.float32)
+    norms = torch.linalg.vector_norm(rows[:, :whole].view(len(rows), whole // piece, piece), dim=2, dtype=torch.float32)
     rest = torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True, dtype=torch.float32)
     return torch.cat([norms, rest], dim=1).double().square().sum(1).float().sqrt()
 
