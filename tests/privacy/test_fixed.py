@@ -93,6 +93,21 @@ def test_half_precision_gradients_are_clipped_in_full_precision() -> None:
     torch.testing.assert_close(total, g.float() * (0.1 / g.float().norm(dim=1, keepdim=True)), rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 255, 257, 10_000, 300_007])
+def test_long_gradients_are_clipped_as_exactly_as_short_ones(size: int, dtype: torch.dtype) -> None:
+    """A few large numbers, or many equal ones, are where adding up squares one after another loses most."""
+    g = torch.full((3, size), 0.3)
+    g[1] = 1e-3
+    g[1, :8] = 30.0
+    g[2] = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    g = g.to(dtype)
+    total, _ = clip_and_sum_slots([g], torch.arange(3), torch.ones(3).long(), 3, torch.tensor(1e-3), Clipping())
+    norm = total.double().norm(dim=1)
+    assert float(norm.max()) <= 1e-3 * (1 + 1e-6)
+    assert float(norm.min()) >= 1e-3 * (1 - 1e-6)
+
+
 def test_three_bfloat16_numbers_are_a_float32() -> None:
     """What the GPU's path multiplies with: the parts add up to the weight in all its digits."""
     weights = torch.rand(3, 64, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.randint(-8, 3, (3, 64))

@@ -48,6 +48,16 @@ def test_the_step_costs_less_than_is_allowed(std: float, clip: float, size: int)
     assert 1e6 * clip / grid.step + 40 * grid.std < 2**62  # a million units and any noise fit in 64 bits
 
 
+@pytest.mark.parametrize("size", [1, 650, 10**9])
+def test_noise_that_would_not_fit_in_64_bits_is_refused(size: int) -> None:
+    """Cast to whole numbers it would be the same for every draw, and the sign of what is released that of the sum."""
+    most = 2.0**51 * 2 * LOSS / math.sqrt(size)
+    assert 9 * grid_of(most * 0.9, 1.0, size).std < 2**56
+    for sigma in (most * 1.1, 1e13, 1e30, math.inf):
+        with pytest.raises(DpfedError, match="too much for a grid"):
+            grid_of(sigma, 1.0, size)
+
+
 def test_the_sensitivity_by_hand() -> None:
     assert sensitivity(clip=3.0, step=0.5, size=16) == 3.0 + 0.5 * 4 / 2
 

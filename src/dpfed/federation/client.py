@@ -31,6 +31,7 @@ from dpfed.federation.policy import ClientConfig, RefusedError, check, check_mod
 from dpfed.federation.store import Store
 from dpfed.federation.wire import Receipt, Reply, Request, Terms, check_fields, digest, pack, unpack_request
 from dpfed.model.per_sample import PerSample
+from dpfed.privacy.grid import grid_of
 from dpfed.privacy.ledger import Charge, Ledger
 from dpfed.privacy.noise import Purpose, Streams
 from dpfed.privacy.oracle import FleetOracle
@@ -181,6 +182,8 @@ class Client:
     def _check_fields(self, request: Request, built: Built, plan: OwnPlan) -> None:
         built.algorithm.check(Facts(request.terms.equal_phi, True, False, varying_phi=plan.clipping.counts))
         check_fields(request.fields, built.shapes)
+        if request.terms.grid:  # said before anything is charged
+            grid_of(plan.noise_std(0), plan.clip, built.model.space.size)
 
     def _memory(self, terms: Terms, built: Built, store: Store) -> Memory:
         names = built.algorithm.remembers

@@ -84,9 +84,9 @@ class Terms:
     lr: Annotated[float, Gt(0)]
     algorithm: dict[str, Any]
     model: Hash
-    rate: Annotated[float, Gt(0), Le(1)]
+    rate: Annotated[float, Ge(1e-12), Le(1)]
     expected: Annotated[float, Gt(0)]
-    sigma: Annotated[float, Gt(0)]
+    sigma: Annotated[float, Gt(0), Le(1e12)]  # accountants square it
     clip: Annotated[float, Ge(CLIPS[0]), Le(CLIPS[1])]
     clipping: ClippingTerms
     grid: bool

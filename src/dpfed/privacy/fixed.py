@@ -130,7 +130,7 @@ def clip_and_sum_slots(
     Gradients may come in half precision; norms, factors and sums are float32 all the same.
     """
     every = torch.cat(grads, dim=1)
-    norm = torch.linalg.vector_norm(every, dim=1, dtype=torch.float32)
+    norm = row_norms(every)
     good = valid.bool() & norm.isfinite()
     every.masked_fill_(~good.unsqueeze(1), 0.0)  # a product with zero would keep what is not finite
     if rule.mode == "automatic":
@@ -141,6 +141,18 @@ def clip_and_sum_slots(
     total = weighted_sums(member * torch.where(good, factor, 0.0), every)
     count = member @ torch.where(good, (norm <= clip).float() - 0.5, 0.0).unsqueeze(1)
     return total, count
+
+
+def row_norms(rows: Tensor, piece: int = 256) -> Tensor:
+    """Norms `[M]` in float32 of rows of any type, right to the last digits however long the rows are.
+
+    One float32 number that takes up millions of squares loses the small ones, and a norm that is too small lets a record
+    pass C; so squares are added in short pieces, and the pieces in double precision.
+    """
+    whole = rows.shape[1] // piece * piece
+    norms = torch.linalg.vector_norm(rows[:, :whole].view(len(rows), whole // piece, piece), dim=2, dtype=torch.float32)
+    rest = torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True, dtype=torch.float32)
+    return torch.cat([norms, rest], dim=1).double().square().sum(1).float().sqrt()
 
 
 def weighted_sums(weights: Tensor, rows: Tensor) -> Tensor:

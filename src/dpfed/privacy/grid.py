@@ -21,11 +21,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dpfed.errors import DpfedError
 from dpfed.privacy.clipping import Clipping, by_unit
 from dpfed.privacy.noise import Noise
 
 LOSS = 1e-6  # the share by which the noise may grow
 FINEST = 20  # bits between the noise and a step at least, so that rounding adds no variance worth naming
+COARSEST = 51  # bits at most: noise beyond 64 bits would be cut to one number, and the sum would show its sign
 COUNT_STEP = 2.0**-20  # of a count of halves, which lies on this grid already
 
 
@@ -40,6 +42,8 @@ class Grid:
 def grid_of(std: float, clip: float, size: int) -> Grid:
     """For noise `std` = σC on a sum of `size` coordinates clipped to `clip`."""
     multiplier = std / clip
+    if not multiplier * math.sqrt(size) / 2 / LOSS <= 2.0**COARSEST:
+        raise DpfedError(f"noise of {multiplier:g} times the clip norm is too much for a grid: use a smaller sigma")
     bits = max(FINEST, math.ceil(math.log2(multiplier * math.sqrt(size) / 2 / LOSS)))
     step = 2.0 ** math.floor(math.log2(std) - bits)  # a power of two: dividing by it and multiplying are exact
     return Grid(step, multiplier * sensitivity(clip, step, size) / step)
