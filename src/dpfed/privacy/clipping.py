@@ -80,16 +80,20 @@ def clip_and_sum(
     """
     grads, good = by_unit(grads, unit, len(owner))
     norm = torch.stack([g.square().sum(1) for g in grads]).sum(0).sqrt()
-    if rule.mode == "automatic":
-        factor = clip / (norm + rule.stability)
-    else:
-        factor = torch.where(norm > clip, clip / norm, torch.ones_like(norm))
+    factor = factors(norm, clip, rule)
     units = torch.arange(len(owner), device=unit.device)
     pick = torch.zeros(clients, len(owner), device=unit.device)
     pick[owner, units] = good * factor
     total = torch.cat([pick @ g for g in grads], dim=1)
     pick[owner, units] = good * ((norm <= clip).float() - 0.5)
     return total, pick.sum(1, keepdim=True)
+
+
+def factors(norm: Tensor, clip: float | Tensor, rule: Clipping) -> Tensor:
+    """What each gradient of these norms is multiplied by, so that its norm is at most C."""
+    if rule.mode == "automatic":
+        return clip / (norm + rule.stability)
+    return torch.where(norm > clip, clip / norm, torch.ones_like(norm))
 
 
 def finite_records(grads: Sequence[Tensor]) -> Tensor:

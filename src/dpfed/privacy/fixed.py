@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpfed.privacy.clipping import Clipping
+from dpfed.privacy.clipping import Clipping, factors
 from dpfed.privacy.records import Gradients, Records, View
 
 LOG = logging.getLogger("dpfed")
@@ -133,10 +133,7 @@ def clip_and_sum_slots(
     norm = row_norms(every)
     good = valid.bool() & norm.isfinite()
     every.masked_fill_(~good.unsqueeze(1), 0.0)  # a product with zero would keep what is not finite
-    if rule.mode == "automatic":
-        factor = clip / (norm + rule.stability)
-    else:
-        factor = torch.where(norm > clip, clip / norm, torch.ones_like(norm))
+    factor = factors(norm, clip, rule)
     member = torch.nn.functional.one_hot(client, clients).to(torch.float32).t()
     total = weighted_sums(member * torch.where(good, factor, 0.0), every)
     count = member @ torch.where(good, (norm <= clip).float() - 0.5, 0.0).unsqueeze(1)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dpfed.errors import DpfedError
-from dpfed.privacy.clipping import Clipping, by_unit
+from dpfed.privacy.clipping import Clipping, by_unit, factors
 from dpfed.privacy.noise import Noise
 
 LOSS = 1e-6  # the share by which the noise may grow
@@ -64,10 +64,7 @@ def rounded_sum(
     found, good = by_unit(grads, unit, len(owner))
     fine = [g.double() for g in found]
     norm = torch.stack([g.square().sum(1) for g in fine]).sum(0).sqrt()
-    if rule.mode == "automatic":
-        factor = clip / (norm + rule.stability)
-    else:
-        factor = torch.where(norm > clip, clip / norm, torch.ones_like(norm))
+    factor = factors(norm, clip, rule)
     factor = (good * factor / steps[owner]).unsqueeze(1)
     rounded = torch.cat([(g * factor).round().to(torch.int64) for g in fine], dim=1)
     total = rounded.new_zeros(len(steps), rounded.shape[1]).index_add_(0, owner, rounded)
