@@ -55,11 +55,11 @@ def test_what_is_tried_has_the_shape_of_the_run_and_reads_no_record(monkeypatch:
     job, seen = job_of(), []
 
     def call(self: FixedSum, theta: torch.Tensor, filling: Any, clip: float) -> None:
-        inputs, labels = self._records.take(filling.row)
+        inputs, labels = self._records.take(filling.packed[0])
         seen.append((self.clients, self.slots, tuple(theta.shape)))
         assert all(not bool(x.any()) for x in inputs.values())
         assert not bool(labels.any())
-        assert sorted(set(filling.client.tolist())) == [0, 1, 2]
+        assert sorted(set(filling.packed[1].tolist())) == [0, 1, 2]
 
     blank_pass(job, 3, 24)  # as it is, and then watched
     monkeypatch.setattr(FixedSum, "__call__", call)

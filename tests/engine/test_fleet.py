@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -230,6 +231,7 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
     release = FleetOracle._release
 
     def spied_charge(self: Ledger, charges: Any, run: str | None = None) -> Any:
+        time.sleep(0.02)  # a slow disk: long enough for a step that does not wait to be over before
         rows = charge(self, charges, run)
         seen.events.append(("charged", charges[0].round, tuple(c.client for c in charges)))
         return rows
@@ -240,8 +242,9 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
         self.spied_round = args[5]  # type: ignore[attr-defined]
 
     def spied_release(self: FleetOracle, *args: Any) -> Any:
+        released = release(self, *args)
         seen.events.append(("released", self.spied_round, tuple(self._clients)))  # type: ignore[attr-defined]
-        return release(self, *args)
+        return released
 
     monkeypatch.setattr(Ledger, "charge", spied_charge)
     monkeypatch.setattr(FleetOracle, "__init__", spied_init)
@@ -298,7 +301,6 @@ def test_nothing_is_released_when_the_charge_fails(spy: Spy, tmp_path: Path, mon
         with pytest.raises(FullDiskError):
             train(job, Fleet(job), accounts(job, ledger), lambda _: None)
     assert spy.events == []
-    assert spy.oracles == []
 
 
 def test_an_algorithm_that_takes_more_than_it_declares_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +342,7 @@ def test_without_privacy_nothing_is_charged_or_noised() -> None:
 
 def test_a_state_that_is_no_longer_finite_stops_the_run() -> None:
     class Broken(Fleet):
-        def run_cohort(self, t: int, state: State, clients: Sequence[int]) -> tuple[Message, int]:
+        def run_cohort(self, t: int, state: State, clients: Sequence[int], paid: Any = None) -> tuple[Message, int]:
             mean, answered = super().run_cohort(t, state, clients)
             return {k: v * (math.nan if t == 2 else 1) for k, v in mean.items()}, answered
 

@@ -127,10 +127,10 @@ def test_passes_hold_every_record_once(count: int, slots: int) -> None:
     arrays = {name: np.arange(1, count + 1) for name in ("row", "client", "dropout", "view")}
     passes = passes_of(arrays, slots, torch.device("cpu"))
     assert len(passes) == max(1, math.ceil(count / slots))
-    assert all(len(p.row) == slots for p in passes)
-    used = torch.cat([p.valid for p in passes]).bool()
-    for name in arrays:
-        assert torch.cat([getattr(p, name) for p in passes])[used].tolist() == list(range(1, count + 1))
+    assert all(p.packed.shape == (5, slots) for p in passes)
+    used = torch.cat([p.packed[2] for p in passes]).bool()
+    for row in (0, 1, 3, 4):
+        assert torch.cat([p.packed[row] for p in passes])[used].tolist() == list(range(1, count + 1))
 
 
 # ------------------------------------------------------------------ through the oracle and the engine

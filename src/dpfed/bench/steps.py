@@ -42,7 +42,7 @@ def private(case: Case, device: torch.device, dtype: torch.dtype, compiled: bool
     index = torch.arange(slots, device=device)
     client = (index * case.clients // slots).clamp_max(case.clients - 1)
     none = torch.zeros_like(index)
-    filling = Pass(index, client, (index < case.union).long(), none, none)
+    filling = Pass.of(index, client, (index < case.union).long(), none, none)
     m, v = torch.zeros_like(theta), torch.zeros_like(theta)
 
     def step() -> None:

@@ -13,16 +13,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
+from torch import Tensor
 
 from dpfed.engine.durable import write_file
 from dpfed.engine.memory import ClientMemory, Entry
@@ -60,12 +63,42 @@ class Checkpoints:
 
     def __init__(self, folder: Path, job: str, memory: ClientMemory) -> None:
         self._folder, self._job, self._memory = folder, job, memory
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="dpfed-checkpoint")
+        self._writing: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
 
     def save(self, progress: Progress, taken: np.ndarray) -> None:
         """On disk when it returns."""
-        name = f"round-{progress.t}"
+        self.save_beside(progress, taken)
+        self.wait()
+
+    def save_beside(self, progress: Progress, taken: np.ndarray, first: Callable[[], None] = lambda: None) -> None:
+        """`save` of how things are now, after `first`, written while the run goes on: one at a time, and what went wrong
+        with the one before is raised here."""
+        self.wait()
         # Copies, because two fields of a state may be the same tensor, which safetensors refuses.
-        blob = save_tensors({k: v.detach().cpu().contiguous().clone() for k, v in progress.state.tensors().items()})
+        state = {k: v.detach().cpu().contiguous().clone() for k, v in progress.state.tensors().items()}
+        memory, taken = self._memory.begin_save(), taken.copy()
+
+        def write() -> None:
+            first()
+            self._write(progress, state, memory(), taken)
+
+        self._writing = self._beside.submit(write)
+
+    def wait(self) -> None:
+        """Until the last checkpoint is on the disk."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _write(self, progress: Progress, state: dict[str, Tensor], memory: dict[int, Entry], taken: np.ndarray) -> None:
+        name, blob = f"round-{progress.t}", save_tensors(state)
         digest = write_file(self._folder / f"{name}.safetensors", lambda file: file.write(blob))
         index = {
             "format": FORMAT,
@@ -74,7 +107,7 @@ class Checkpoints:
             "clip": progress.state.clip,
             "seconds": progress.seconds,
             "state": digest,
-            "memory": {str(i): [e.file, e.sha256] for i, e in sorted(self._memory.save().items())},
+            "memory": {str(i): [e.file, e.sha256] for i, e in sorted(memory.items())},
             "clients": len(taken),
             "taken": {str(i): int(taken[i]) for i in np.flatnonzero(taken)},
         }

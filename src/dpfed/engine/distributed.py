@@ -23,7 +23,7 @@ import os
 import signal
 import struct
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -174,7 +174,10 @@ class Distributed:
     def __init__(self, job: Job, group: Group, memory: ClientMemory) -> None:
         self._job, self._group, self._fleet = job, group, Fleet(job, memory)
 
-    def run_cohort(self, t: int, state: State, clients: Sequence[int]) -> tuple[Message, int]:
+    def run_cohort(
+        self, t: int, state: State, clients: Sequence[int], paid: Callable[[], None] = lambda: None
+    ) -> tuple[Message, int]:
+        paid()  # the others cannot see the ledger
         group = self._group
         group.header(ROUND, t, len(clients), struct.unpack("<q", struct.pack("<d", state.clip))[0])
         try:

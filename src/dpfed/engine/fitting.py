@@ -72,5 +72,5 @@ def blank_pass(job: Job, clients: int, slots: int) -> None:
     rule = job.plan.clipping
     pass_ = FixedSum(job.model, blank, rule, job.view, clients, slots, job.space.size, capture=False)
     rows, zeros = torch.arange(slots, device=device), torch.zeros(slots, dtype=torch.int64, device=device)
-    filling = Pass(rows, rows * clients // slots, torch.ones_like(rows), zeros, zeros)
+    filling = Pass.of(rows, rows * clients // slots, torch.ones_like(rows), zeros, zeros)
     pass_(job.theta.expand(clients, -1), filling, job.plan.clip)

@@ -39,8 +39,8 @@ def learning_rate(base: float, schedule: str, t: int, rounds: int) -> float:
 def context(job: Job, t: int, clients: Sequence[int], clip: float | None = None, answered: int = 0) -> Context:
     """The public facts of round t, with this clip norm, for these clients."""
 
-    def scalar(x: float) -> Tensor:
-        return torch.tensor(x, dtype=torch.float64, device=job.device)
+    def scalar(x: float) -> Tensor:  # filled in on the device: bringing a number there waits for all that it has to do
+        return torch.full((), x, dtype=torch.float64, device=job.device)
 
     run, base = job.config.run, job.algorithm.lr
     plan = job.plan if clip is None else job.plan.at(clip)
@@ -54,7 +54,7 @@ def context(job: Job, t: int, clients: Sequence[int], clip: float | None = None,
         t=scalar(t),
         lr=scalar(learning_rate(base, run.lr_schedule, t, run.rounds)),
         lr0=scalar(base),
-        phi=phi.to(job.device),
+        phi=phi.to(job.device, non_blocking=True),
         equal_phi=job.plan.equal_phi,
         varying_phi=job.plan.clipping.counts,
         answered=answered,
@@ -85,9 +85,13 @@ class Fleet:
         self._no_fixed = False
         self._max_slots = job.config.run.max_slots
         self._said = False
+        self._paid: Callable[[], None] = lambda: None
 
-    def run_cohort(self, t: int, state: State, clients: Sequence[int]) -> tuple[Message, int]:
+    def run_cohort(
+        self, t: int, state: State, clients: Sequence[int], paid: Callable[[], None] = lambda: None
+    ) -> tuple[Message, int]:
         """The mean of the clients' messages, and how many answered."""
+        self._paid = paid
         return self.weighted_sum(t, state, clients, self.weights(clients)), len(clients)
 
     def weighted_sum(self, t: int, state: State, clients: Sequence[int], weights: Tensor) -> Message:
@@ -143,6 +147,7 @@ class Fleet:
             fixed=self._fixed_sum(clients),
             noise=noise,
             grid=job.config.privacy.grid is True,
+            paid=self._paid,
         )
 
     def _steps(
@@ -152,8 +157,8 @@ class Fleet:
         job = self._job
         try:
             local = job.algorithm.start(ctx, state.server, self.memory.gather(clients, job.device))
-            for k in range(1, ctx.K + 1):
-                local = job.algorithm.step(ctx, local, oracle, torch.tensor(k, dtype=torch.float64, device=job.device))
+            for k in torch.arange(1, ctx.K + 1, dtype=torch.float64, device=job.device):
+                local = job.algorithm.step(ctx, local, oracle, k)
                 self._stop()
             return local, *job.algorithm.finish(ctx, state.server, local)
         except Exception as error:

@@ -8,8 +8,9 @@ it, so that a checkpoint may point at it until the next checkpoint is complete.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,7 @@ class ClientMemory:
         self._made: dict[int, int] = {}  # the round that made what is held
         self._changed: set[int] = set()
         self._named: set[str] = set()  # files that a checkpoint may point at
+        self._lock = threading.RLock()  # a checkpoint is written while the next round goes on
 
     def __len__(self) -> int:
         return len(self._held.keys() | self._files.keys())
@@ -51,8 +53,9 @@ class ClientMemory:
         """The vectors of these clients, stacked `[S, P]`, with `seen`; `{}` for algorithms that remember nothing."""
         if not self._names:
             return {}
-        seen = torch.tensor([i in self._held or i in self._files for i in clients])
-        rows = np.stack([self._of(i) for i in clients])
+        with self._lock:
+            seen = torch.tensor([i in self._held or i in self._files for i in clients])
+            rows = np.stack([self._of(i) for i in clients])
         stacked = torch.from_numpy(rows).to(device)
         return {name: stacked[:, j] for j, name in enumerate(self._names)} | {"seen": seen.to(device)}
 
@@ -63,30 +66,48 @@ class ClientMemory:
         if not self._names:
             return
         rows = torch.stack([memory[name] for name in self._names], dim=1).detach().float().cpu().numpy()
-        for client, row in zip(clients, rows, strict=True):
-            self._held[client] = row.copy()
-            self._held.move_to_end(client)
-            self._made[client] = t
-            self._changed.add(client)
-        while self.held_bytes > self._limit and len(self._held) > 1:
-            self._spill()
+        with self._lock:
+            for client, row in zip(clients, rows, strict=True):
+                self._held[client] = (
+                    row.copy()
+                )  # replaced, never changed: a checkpoint may still be reading the old one
+                self._held.move_to_end(client)
+                self._made[client] = t
+                self._changed.add(client)
+            while self.held_bytes > self._limit and len(self._held) > 1:
+                self._spill()
 
     def save(self) -> dict[int, Entry]:
         """Writes the clients that changed since the last call; returns where every client's vectors are."""
-        for client in sorted(self._changed & self._held.keys()):
-            self._files[client] = self._write(client)
-        self._changed.clear()
-        self._named |= {entry.file for entry in self._files.values()}
-        return dict(self._files)
+        return self.begin_save()()
+
+    def begin_save(self) -> Callable[[], dict[int, Entry]]:
+        """`save` of what is held now; the writing is done by the call of what it returns, on any thread, before the next."""
+        with self._lock:
+            changed = {i: (self._made[i], self._held[i]) for i in sorted(self._changed & self._held.keys())}
+            self._changed.clear()
+            before = dict(self._files)
+            self._named |= {entry.file for entry in before.values()} | {_file(i, t) for i, (t, _) in changed.items()}
+
+        def write() -> dict[int, Entry]:
+            written = {i: self._write(i, t, row) for i, (t, row) in changed.items()}
+            with self._lock:
+                for client, entry in written.items():
+                    if self._made[client] == changed[client][0]:  # else it has changed since, and may be spilled
+                        self._files[client] = entry
+            return {**before, **written}
+
+        return write
 
     def prune(self, wanted: set[str]) -> None:
         """Removes files that neither a checkpoint that is kept nor a client's newest entry names."""
-        wanted = wanted | {entry.file for entry in self._files.values()}
-        self._named &= wanted
-        if self._folder.is_dir():
-            for path in self._folder.iterdir():
-                if path.name not in wanted:
-                    path.unlink(missing_ok=True)
+        with self._lock:
+            wanted = wanted | {entry.file for entry in self._files.values()}
+            self._named &= wanted
+            if self._folder.is_dir():
+                for path in self._folder.iterdir():
+                    if path.name not in wanted:
+                        path.unlink(missing_ok=True)
 
     def restore(self, entries: Mapping[int, Entry]) -> None:
         """Takes up what `save` returned, after checking every file."""
@@ -120,7 +141,8 @@ class ClientMemory:
     def _spill(self) -> None:
         client = next(iter(self._held))
         if client in self._changed or client not in self._files:
-            old, self._files[client] = self._files.get(client), self._write(client)
+            old = self._files.get(client)
+            self._files[client] = self._write(client, self._made[client], self._held[client])
             self._changed.discard(client)
             if old is not None and old.file not in self._named | {self._files[client].file}:
                 (self._folder / old.file).unlink(
@@ -128,6 +150,10 @@ class ClientMemory:
                 )  # spilled since the last checkpoint: nobody's any more
         del self._held[client]
 
-    def _write(self, client: int) -> Entry:
-        name = f"client-{client}.round-{self._made[client]}.npy"
-        return Entry(name, write_file(self._folder / name, lambda file: np.save(file, self._held[client])))
+    def _write(self, client: int, t: int, row: np.ndarray) -> Entry:
+        name = _file(client, t)
+        return Entry(name, write_file(self._folder / name, lambda file: np.save(file, row)))
+
+
+def _file(client: int, t: int) -> str:
+    return f"client-{client}.round-{t}.npy"

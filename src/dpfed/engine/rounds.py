@@ -22,9 +22,15 @@ from dpfed.privacy.records import Records
 
 
 class Backend(Protocol):
-    """Computes a cohort: the fleet in this process, several processes, or clients on a network."""
+    """Computes a cohort: the fleet in this process, several processes, or clients on a network.
 
-    def run_cohort(self, t: int, state: State, clients: Sequence[int]) -> tuple[Message, int]: ...
+    `paid` returns when the round's charge is on the disk, and raises if it cannot be written; it is called before the
+    first noised value leaves an oracle.
+    """
+
+    def run_cohort(
+        self, t: int, state: State, clients: Sequence[int], paid: Callable[[], None] = ...
+    ) -> tuple[Message, int]: ...
 
 
 @dataclass(frozen=True)
@@ -86,17 +92,22 @@ def train(
         stop()
         able = spending.enough(t)
         cohort = choose(job, t, able)
-        spending.charge(t, cohort)  # before anything of this round is released
-        mean, answered = backend.run_cohort(t, state, cohort)
+        scored = t % job.config.run.eval_every == 0 or t == job.config.run.rounds
+        paid = spending.begin_charge(t, cohort)  # waited for before anything of this round is released
+        spent = spending.begin_server_max() if scored else None
+        try:
+            mean, answered = backend.run_cohort(t, state, cohort, paid)
+        finally:
+            paid()
         clip = state.clip
         state = aggregate(job, t, state, cohort, mean, answered)
         if not job.config.run.allow_nan:
             _refuse_nonfinite(state.server, t)
-        scored = t % job.config.run.eval_every == 0 or t == job.config.run.rounds
         accuracy, loss = evaluate(job, state.theta) if scored else (None, None)
-        spent = spending.server_max() if scored else None
         seconds = time.perf_counter() - started
-        observe(Round(t, accuracy, loss, spent, len(cohort), len(able), clip, seconds, state.theta))
+        observe(
+            Round(t, accuracy, loss, spent() if spent else None, len(cohort), len(able), clip, seconds, state.theta)
+        )
         keep(Progress(t, state, seconds))
     return state.theta
 
@@ -117,17 +128,18 @@ def choose(job: Job, t: int, able: np.ndarray) -> list[int]:
     return sorted(int(i) for i in chosen)
 
 
-def evaluate(job: Job, theta: Tensor, test: Records | None = None, batch: int = 1024) -> tuple[float, float]:
+def evaluate(job: Job, theta: Tensor, test: Records | None = None, batch: int = 8192) -> tuple[float, float]:
     """Accuracy and mean loss on the server's test set."""
     test = test or job.test
-    right, loss = 0.0, 0.0
+    sums = torch.zeros(2, dtype=torch.float64, device=job.device)  # read once: each reading waits for the device
     for first in range(0, len(test.labels), batch):
         rows = torch.arange(first, min(first + batch, len(test.labels)), device=job.device)
         inputs, labels = test.take(rows)
         scores = job.model.scores(theta, inputs)
-        right += float(job.model.correct(scores, labels).sum())
-        loss += float(job.model.loss(scores, labels).sum())
-    return right / len(test.labels), loss / len(test.labels)
+        right, loss = job.model.correct(scores, labels), job.model.loss(scores, labels)
+        sums += torch.stack([right.double().sum(), loss.double().sum()])
+    accuracy, mean_loss = (sums / len(test.labels)).tolist()
+    return accuracy, mean_loss
 
 
 def _refuse_nonfinite(server: Any, t: int) -> None:

@@ -130,8 +130,7 @@ def _train(
 
         def keep(progress: Progress) -> None:
             if run.checkpoint_every and progress.t % run.checkpoint_every == 0:
-                folder.sync()
-                checkpoints.save(progress, spending.taken)
+                checkpoints.save_beside(progress, spending.taken, folder.sync)
 
         def finish(state: str, **more: Any) -> dict[str, Any]:
             result = result_of(job, spending, seen, folder.path, note) | {"metrics": task_metrics(job, seen[-1].theta)}
@@ -141,7 +140,8 @@ def _train(
 
         try:
             backend = _backend(job, memory, diagnostics, stop, group)
-            train(job, backend, spending, watch, saved.progress if saved else None, keep, stop)
+            with checkpoints:  # whatever ends the rounds, the last checkpoint is complete
+                train(job, backend, spending, watch, saved.progress if saved else None, keep, stop)
         except InterruptedRunError as error:
             raise _interrupted(error, folder, name, note, seen) from None
         except StoppedError as error:

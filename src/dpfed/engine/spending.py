@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,7 @@ class Spending:
         self._job, self._budget, self._ledger = job, budget, ledger
         before = before or Spent(np.zeros(job.plan.clients, dtype=np.int64), {})
         self.taken, self._attempts = before.taken.copy(), dict(before.attempts)
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="dpfed-accounts")  # its thread ends with this object
 
     def eligible(self) -> np.ndarray:
         """Clients whose next round stays within their budget."""
@@ -213,13 +215,30 @@ class Spending:
         return able
 
     def charge(self, t: int, cohort: Sequence[int]) -> None:
-        """Durable when it returns; only then may the round's noised values leave the oracle's caller."""
-        job = self._job
+        """Durable when it returns; only then may the round's noised values leave the oracle."""
+        self.begin_charge(t, cohort)()
+
+    def begin_charge(self, t: int, cohort: Sequence[int]) -> Callable[[], None]:
+        """`charge` on a thread, while the device works up to its first noised value. What it returns waits for the disk,
+        and raises if the charge cannot be written; nothing else may touch the ledger before."""
+        charges: list[Charge] = []
         if self._ledger is not None:
-            steps, noise = job.schedule.local_steps, job.config.run.noise
-            self._ledger.charge([Charge(i, t, steps, job.plan.mechanism(i), noise) for i in cohort])
+            plan, steps, noise = self._job.plan, self._job.schedule.local_steps, self._job.config.run.noise
+            charges = [Charge(i, t, steps, plan.mechanism(i), noise) for i in cohort]
         self.taken[list(cohort)] += 1
         self._attempts[t] = self._attempts.get(t, 0) + 1
+        if self._ledger is None:
+            return lambda: None
+        written = self._beside.submit(self._ledger.charge, charges)
+
+        def paid() -> None:
+            written.result()
+
+        return paid
+
+    def begin_server_max(self) -> Callable[[], float | None]:
+        """`server_max` of the rounds charged so far, on the same thread."""
+        return self._beside.submit(self.server_max).result
 
     def server_max(self) -> float | None:
         """The largest epsilon of any client, for the rounds it really took part in."""

@@ -79,8 +79,10 @@ class Federation:
         self.heads: dict[int, tuple[int, str]] = {}
         self.used: dict[int, int] = {}
 
-    def run_cohort(self, t: int, state: State, clients: Sequence[int]) -> tuple[Message, int]:
-        """The mean of the messages that are good, and how many they are."""
+    def run_cohort(
+        self, t: int, state: State, clients: Sequence[int], paid: Callable[[], None] = lambda: None
+    ) -> tuple[Message, int]:
+        """The mean of the messages that are good, and how many they are. The clients pay for themselves."""
         asked = {i: self._request(t, state, i) for i in clients}
         packed = {i: pack(request) for i, request in asked.items()}
         answers = self._transport.send_all({self._names[i]: data for i, data in packed.items()}, self._timeout)

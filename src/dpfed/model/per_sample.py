@@ -50,6 +50,7 @@ class PerSample:
         self.loss = loss
         self.correct = correct
         self.rows = rows
+        self._many = 16.0
         self.dtype = torch.float32
         self._layout = _aligned(space)
         self._losses: Callable[..., Tensor] = self._sum_of_losses
@@ -115,14 +116,26 @@ class PerSample:
         ]
 
     def scores(self, vector: Tensor, inputs: Batch) -> Tensor:
-        """The model's output for the trainable vector `[P]`, without dropout."""
-        weights = self.space.unflatten(vector)
-        count = len(next(iter(inputs.values())))
+        """The model's output for the trainable vector `[P]`, without dropout. A GPU takes more records at once, and half
+        as many for as long as they do not fit."""
+        weights = {name: w.to(self.dtype) for name, w in self.space.unflatten(vector).items()}
+        if vector.device.type != "cuda":
+            return self._scores(weights, inputs, self.rows)
+        while True:
+            try:
+                return self._scores(weights, inputs, self._many * self.rows)
+            except torch.OutOfMemoryError:
+                if self._many * self.rows <= 1:
+                    raise
+            self._many /= 2  # outside the handler, where the failed pass is no longer held
+            torch.cuda.empty_cache()
+
+    def _scores(self, weights: dict[str, Tensor], inputs: Batch, rows: float) -> Tensor:
+        count, step = len(next(iter(inputs.values()))), max(1, int(rows))
         with torch.no_grad():
-            weights = {name: w.to(self.dtype) for name, w in weights.items()}
             parts = [
-                self.forward(self.model, dict(weights), {name: x[i : i + self.rows] for name, x in inputs.items()})
-                for i in range(0, max(count, 1), self.rows)
+                self.forward(self.model, dict(weights), {name: x[i : i + step] for name, x in inputs.items()})
+                for i in range(0, max(count, 1), step)
             ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -42,13 +42,16 @@ def slots_for(mean: float, step: int = 8) -> int:
 
 @dataclass(frozen=True)
 class Pass:
-    """One filling of the slots, on the device. `valid` is 1 for a record and 0 for an unused slot."""
+    """One filling of the slots, on the device, as one matrix `[5, M]` so that it is brought there in one go.
 
-    row: Tensor
-    client: Tensor
-    valid: Tensor
-    dropout: Tensor
-    view: Tensor
+    Its rows: which record, whose; 1 for a record and 0 for an unused slot; keys of dropout and of the random view.
+    """
+
+    packed: Tensor
+
+    @classmethod
+    def of(cls, row: Tensor, client: Tensor, valid: Tensor, dropout: Tensor, view: Tensor) -> Pass:
+        return cls(torch.stack([row, client, valid, dropout, view]))
 
 
 class FixedSum:
@@ -68,7 +71,7 @@ class FixedSum:
         self._gradients, self._records, self._rule, self._view = gradients, records, rule, view
         self.clients, self.slots = clients, slots
         device = records.labels.device
-        self._in = Pass(*(torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(5)))
+        self._in = torch.zeros(5, slots, dtype=torch.int64, device=device)
         self._theta = torch.zeros(clients, size, device=device)
         self._clip = torch.ones((), device=device)
         self._capturing = capture and device.type == "cuda"
@@ -79,8 +82,7 @@ class FixedSum:
         """Not noised: only the oracle may call this. The results are overwritten by the next call."""
         self._theta.copy_(theta)
         self._clip.fill_(clip)
-        for mine, given in zip(vars(self._in).values(), vars(filling).values(), strict=True):
-            mine.copy_(given)
+        self._in.copy_(filling.packed)
         if not self._capturing:
             return self._compute()
         if self._graph is None and not self._capture():
@@ -113,13 +115,13 @@ class FixedSum:
         return True
 
     def _compute(self) -> tuple[Tensor, Tensor]:
-        at = self._in
-        inputs, labels = self._records.take(at.row)
+        row, client, valid, dropout, view = self._in
+        inputs, labels = self._records.take(row)
         if self._view is not None:
-            inputs = self._view(inputs, at.view)
-        keys = at.dropout if self._gradients.has_dropout else None
-        grads = self._gradients.grads(self._theta, at.client, inputs, labels, keys)
-        return clip_and_sum_slots(grads, at.client, at.valid, self.clients, self._clip, self._rule)
+            inputs = self._view(inputs, view)
+        keys = dropout if self._gradients.has_dropout else None
+        grads = self._gradients.grads(self._theta, client, inputs, labels, keys)
+        return clip_and_sum_slots(grads, client, valid, self.clients, self._clip, self._rule)
 
 
 def clip_and_sum_slots(
@@ -177,4 +179,4 @@ def passes_of(arrays: Mapping[str, np.ndarray], slots: int, device: torch.device
     for i, name in enumerate(names):
         packed[i, :count] = 1 if name == "valid" else arrays[name]
     there = torch.from_numpy(packed).to(device, non_blocking=True).view(len(names), passes, slots)
-    return [Pass(*(there[i, p] for i in range(len(names)))) for p in range(passes)]
+    return [Pass(there[:, p]) for p in range(passes)]

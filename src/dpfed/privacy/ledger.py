@@ -100,7 +100,7 @@ class Row:
 
 
 class Ledger:
-    """Made by `create` or `open`; a context manager, to be used in the thread that opened it."""
+    """Made by `create` or `open`; a context manager, to be used by one thread at a time."""
 
     def __init__(self, path: Path, db: sqlite3.Connection, lock: IO[bytes] | None, meta: str) -> None:
         self.path, self._db, self._lock = path, db, lock

@@ -143,7 +143,8 @@ def take_lock(path: Path) -> IO[bytes]:
 
 def connect(path: Path, mode: str) -> sqlite3.Connection:
     # Only SQLite may open the file: closing it ourselves drops the locks of our other connections to it.
-    db = sqlite3.connect(f"{path.as_uri()}?{mode}", uri=True, isolation_level=None)
+    # A run charges on a thread of its own and waits for it before the next call: never two threads at once.
+    db = sqlite3.connect(f"{path.as_uri()}?{mode}", uri=True, isolation_level=None, check_same_thread=False)
     try:
         for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "synchronous = FULL"):
             db.execute(f"PRAGMA {pragma}")

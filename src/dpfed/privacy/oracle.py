@@ -12,7 +12,7 @@ which batches fit can have no part in what is released.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,6 +92,7 @@ class FleetOracle:
         fixed: FixedSum | None = None,
         noise: Sequence[Noise] | None = None,
         grid: bool = False,
+        paid: Callable[[], None] = lambda: None,
     ) -> None:
         self._gradients, self._records, self._holdings, self._plan = gradients, records, holdings, plan
         self._clients = list(clients)
@@ -115,6 +116,7 @@ class FleetOracle:
         self._drawn = 0
         self._released = 0
         self._allowed = steps * plan.batches
+        self._paid = paid  # returns when the charge is on the disk: no noised value is given out before
 
     def __call__(self, theta: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Noised mean gradients `[S, P]` on a fresh batch of each client, and their noise variance."""
@@ -153,6 +155,7 @@ class FleetOracle:
     def _release(self, theta: Tensor, slots: Slots, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         self._released += 1
         released, count = self._noised_sum(theta, slots, scale)
+        self._paid()
         if self._plan.clipping.counts:
             self._below = self._below + 0.5 + count / self._expected  # by the expected batch: |J| is not public
             self._counted += 1
