@@ -18,7 +18,7 @@ from dpfed.errors import DpfedError
 from dpfed.model.keyed import install_keyed_dropout
 from dpfed.model.space import Space
 from dpfed.model.task import right_class
-from dpfed.model.twins import TWINS, install_twin, special_twin, vmap_twin
+from dpfed.model.twins import TWINS, fuse_lora, install_twin, special_twin, vmap_twin
 
 LOG = logging.getLogger("dpfed")
 Batch = Mapping[str, Tensor]
@@ -42,6 +42,7 @@ class PerSample:
     ) -> None:
         refuse_batch_norm(model)
         install_twins(model, space)
+        fuse_lora(model)
         self._keys = install_keyed_dropout(model)
         self._slices = space.slices()
         self.model = model.eval().requires_grad_(False)
