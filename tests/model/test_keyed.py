@@ -10,7 +10,7 @@ from test_per_sample import CLASSES, MODELS, Case, adapted, images, labels_of, s
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dpfed.model.keyed import KEY, install_keyed_dropout, keep_mask, mix
+from dpfed.model.keyed import KEY, install_keyed_dropout, keep_mask, mix, rule_of
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
@@ -32,10 +32,10 @@ def test_mix_is_splitmix64(value: int) -> None:
 
 @given(st.lists(INT64, min_size=1, max_size=5), st.integers(0, 10**6), st.integers(1, 9), st.floats(0.05, 0.95))
 def test_mask_depends_on_the_key_alone(keys: list[int], salt: int, width: int, drop: float) -> None:
-    together = keep_mask(torch.tensor(keys), salt, width, drop)
+    together = keep_mask(torch.tensor(keys), rule_of(salt, drop), width)
     for key, row in zip(keys, together, strict=True):
-        assert torch.equal(keep_mask(torch.tensor([key]), salt, width, drop)[0], row)
-    assert torch.equal(keep_mask(torch.tensor(keys), salt, width + 4, drop)[:, :width], together)
+        assert torch.equal(keep_mask(torch.tensor([key]), rule_of(salt, drop), width)[0], row)
+    assert torch.equal(keep_mask(torch.tensor(keys), rule_of(salt, drop), width + 4)[:, :width], together)
 
 
 @pytest.mark.parametrize("drop", [0.1, 0.5, 0.9])
@@ -43,17 +43,17 @@ def test_keep_rate(drop: float) -> None:
     """Within five standard deviations: over places, over keys that follow each other, over layers."""
     n = 100_000
     for kept in (
-        keep_mask(torch.tensor([17]), 3, n, drop),
-        keep_mask(torch.arange(n), 3, 1, drop),
-        torch.stack([keep_mask(torch.tensor([17]), salt, 100, drop) for salt in range(1, n // 100 + 1)]),
+        keep_mask(torch.tensor([17]), rule_of(3, drop), n),
+        keep_mask(torch.arange(n), rule_of(3, drop), 1),
+        torch.stack([keep_mask(torch.tensor([17]), rule_of(salt, drop), 100) for salt in range(1, n // 100 + 1)]),
     ):
         assert abs(kept.float().mean() - (1 - drop)) < 5 * (drop * (1 - drop) / n) ** 0.5
 
 
 def test_keys_layers_and_places_are_unrelated() -> None:
     n = 40_000
-    a = keep_mask(torch.tensor([1, 2]), 1, n, 0.5).float()
-    b = keep_mask(torch.tensor([1, 2]), 2, n, 0.5).float()
+    a = keep_mask(torch.tensor([1, 2]), rule_of(1, 0.5), n).float()
+    b = keep_mask(torch.tensor([1, 2]), rule_of(2, 0.5), n).float()
     pairs = {"keys": (a[0], a[1]), "layers": (a[0], b[0]), "both": (a[0], b[1]), "places": (a[0, 1:], a[0, :-1])}
     for name, (x, y) in pairs.items():
         assert abs(torch.corrcoef(torch.stack([x, y]))[0, 1]) < 5 / n**0.5, name
@@ -159,8 +159,7 @@ def test_gradients_with_dropout_equal_masks_written_out() -> None:
     case = Case(spread(Masked()))
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
     keys, client, theta = torch.arange(100, 105), torch.tensor([0, 1, 0, 1, 1]), case.rows(2)
-    salt = case.ready.model.drop._salt
-    mask = keep_mask(keys, salt, 6, 0.4).float() / 0.6
+    mask = keep_mask(keys, case.ready.model.drop.drop_rule, 6).float() / 0.6
     got = case.ready.grads(theta, client, {"x": x}, labels_of(5), keys)
     want = case.ready.grads(theta, client, {"x": x, "mask": mask}, labels_of(5))
     for a, b in zip(got, want, strict=True):

@@ -19,7 +19,7 @@ from zoo_case import ZooCase, alone_image, lora, save, with_train
 
 from dpfed.errors import DpfedError
 from dpfed.model.assemble import block_sizes, describe_space
-from dpfed.model.keyed import keep_mask
+from dpfed.model.keyed import keep_mask, rule_of
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo.built import images
 from dpfed.model.zoo.vision import AutoImage, SwinBase, SwinTiny, ViTBase, stages
@@ -149,7 +149,7 @@ def test_drop_path_drops_whole_branches_of_a_record(tmp_path: Path) -> None:
         if type(m).__name__.endswith("DropPath")
     ]
     assert [round(float(rate), 3) for _, _, rate in layers] == [0.2, 0.4, 0.6]  # rising with depth, none at the first
-    decisions = torch.cat([keep_mask(keys, salt, 1, rate) for salt, _, rate in layers], 1)
+    decisions = torch.cat([keep_mask(keys, rule_of(salt, rate), 1) for salt, _, rate in layers], 1)
     assert 0 < decisions.float().mean() < 1
     plain = case.at(theta[0])
     for j in range(4):

@@ -12,11 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from dpfed.config import load
 from dpfed.engine.fleet import Fleet
 from dpfed.engine.rounds import aggregate, choose, first_state
 from dpfed.engine.setup import Job, prepare, repays
+from dpfed.model.per_sample import repeated
 from dpfed.privacy.clipping import Clipping, clip_and_sum
 from dpfed.privacy.fixed import FixedSum, clip_and_sum_slots, passes_of, slots_for, weighted_sums
 from dpfed.registry import registry
@@ -210,7 +212,8 @@ def test_bfloat16_is_near_float32_and_keeps_its_state_in_float32() -> None:
 def test_a_compiled_model_gives_the_same_gradients() -> None:
     options = ["model.name=glyph-vit", "model.lora.r=2", "run.slots=24"]
     plain, compiled = job_of(*options), job_of(*options)
-    compiled.model.compile(backend="aot_eager")
+    counted = CompileCounterWithBackend("aot_eager")
+    compiled.model.compile(backend=counted)
     client, rows = torch.arange(24) % 3, torch.arange(24)
     theta = plain.theta + 0.02 * torch.randn(3, plain.space.size, generator=torch.Generator().manual_seed(0))
     for _ in range(2):
@@ -221,10 +224,15 @@ def test_a_compiled_model_gives_the_same_gradients() -> None:
             strict=True,
         ):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    layers = len(repeated(compiled.model.model))
+    assert (
+        1 <= counted.frame_count <= 2 < layers
+    )  # layers of one kind are one program; the first has inputs without gradient
 
 
+@pytest.mark.parametrize("model", ["linear", "glyph-vit"])
 def test_a_model_that_does_not_compile_runs_without(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(function: object, **options: object) -> object:
         def fail(*arguments: object) -> object:
@@ -232,9 +240,10 @@ def test_a_model_that_does_not_compile_runs_without(
 
         return fail
 
-    plain = after(job_of(), 1)
+    options = ["run.slots=24"] if model == "linear" else ["model.name=glyph-vit", "model.lora.r=2", "run.slots=24"]
+    plain = after(job_of(*options), 1)
     monkeypatch.setattr(torch, "compile", broken)
-    assert torch.equal(after(job_of("run.compile=true"), 1), plain)
+    assert torch.equal(after(job_of(*options, "run.compile=true"), 1), plain)
     assert caplog.text.count("cannot be compiled and runs without it: no such kernel") == 1
 
 

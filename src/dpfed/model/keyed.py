@@ -7,13 +7,32 @@ state. Without keys (evaluation) the layer is the identity.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 KEY = "slot_key"
+RULE = "drop_rule"
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
 _MIX1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+Maker = Callable[[type[nn.Module]], type[nn.Module]]
+
+
+def once(make: Maker) -> Maker:
+    """One twin for each class, whatever number of layers: to a compiler two classes are two programs."""
+    made: dict[type[nn.Module], type[nn.Module]] = {}
+
+    def twin(cls: type[nn.Module]) -> type[nn.Module]:
+        if cls not in made:
+            made[cls] = make(cls)
+        return made[cls]
+
+    return twin
 
 
 def mix(x: Tensor) -> Tensor:
@@ -23,38 +42,45 @@ def mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
-def keep_mask(key: Tensor, salt: int, width: int, drop: float) -> Tensor:
-    """`[M]` keys -> `[M, width]` booleans that are true with probability 1 - drop."""
+def rule_of(salt: int, drop: float) -> Tensor:
+    """Where a layer's stream starts, and how many of 2^24 draws it drops. A tensor, so that layers which differ in nothing
+    else are one compilation."""
     start = (salt * _GOLDEN + 2**63) % 2**64 - 2**63  # wrapped by hand: a Python number must fit int64
+    return torch.tensor([start, math.ceil(drop * 2**24)])
+
+
+def keep_mask(key: Tensor, rule: Tensor, width: int) -> Tensor:
+    """`[M]` keys -> `[M, width]` booleans that are true with probability 1 - drop."""
+    start, dropped = rule
     stream = mix(key + start).unsqueeze(1)
     bits = mix(stream ^ torch.arange(width, device=key.device))  # not a product: compilers fold it into huge constants
-    return ((bits >> 40) & 0xFFFFFF).float() >= drop * float(1 << 24)
+    kept: Tensor = ((bits >> 40) & 0xFFFFFF) >= dropped
+    return kept
 
 
 class TwinDropout(nn.Dropout):
-    _salt: int = 0
-
     def forward(self, x: Tensor) -> Tensor:
-        return _drop(x, getattr(self, KEY, None), self._salt, self.p, whole=False)
+        return _drop(x, getattr(self, KEY, None), getattr(self, RULE, None), whole=False)
 
 
+@once
 def drop_path_twin(cls: type[nn.Module]) -> type[nn.Module]:
     """Stochastic depth: one decision per record."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
-        return _drop(x, getattr(self, KEY, None), self._salt, float(self.drop_prob or 0.0), whole=True)  # type: ignore[arg-type]
+        return _drop(x, getattr(self, KEY, None), getattr(self, RULE, None), whole=True)
 
-    return type(f"Keyed{cls.__name__}", (cls,), {"forward": forward, "_salt": 0, "__module__": __name__})
+    return type(f"Keyed{cls.__name__}", (cls,), {"forward": forward, "_keyed": True, "__module__": __name__})
 
 
-def _drop(x: Tensor, key: Tensor | None, salt: int, drop: float, whole: bool) -> Tensor:
-    if key is None or key.numel() == 0 or drop == 0:
+def _drop(x: Tensor, key: Tensor | None, rule: Tensor | None, whole: bool) -> Tensor:
+    if key is None or rule is None or key.numel() == 0:
         return x
     samples = key.shape[0]
     if x.shape[0] % samples:
         raise ValueError(f"dropout got a leading axis of {x.shape[0]} for {samples} records, which is no multiple")
-    keep = keep_mask(key, salt, 1 if whole else x.numel() // samples, drop)
-    mask = keep.to(x.dtype) / (1 - drop)
+    keep = keep_mask(key, rule, 1 if whole else x.numel() // samples)
+    mask = (keep.float() / (1 - rule[1].float() * 2.0**-24)).to(x.dtype)
     if whole:
         return x * mask.repeat_interleave(x.shape[0] // samples, 0).view(-1, *([1] * (x.dim() - 1)))
     return x * mask.view(x.shape)
@@ -67,13 +93,17 @@ def install_keyed_dropout(model: nn.Module) -> list[str]:
         if type(module) is nn.Dropout:
             module.__class__ = TwinDropout
         elif type(module).__name__.endswith("DropPath"):
-            if not hasattr(module, "_salt"):
+            if not hasattr(module, "_keyed"):
                 module.__class__ = drop_path_twin(type(module))
         elif not isinstance(module, TwinDropout):
             continue
-        module._salt = salt
         rate = module.p if isinstance(module, TwinDropout) else module.drop_prob
         if rate:
             module.register_buffer(KEY, torch.empty(0, dtype=torch.int64), persistent=False)
+            module.register_buffer(RULE, rule_of(salt, float(rate)).to(_device(model)), persistent=False)
             keys.append(f"{name}.{KEY}")
     return keys
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -62,8 +62,15 @@ class PerSample:
         self.model.to(dtype)
 
     def compile(self, **options: Any) -> None:
-        """Compiles the forward pass and, with it, the backward pass. One shape of batch is one compilation."""
-        compiled = torch.compile(self._sum_of_losses, dynamic=False, **options)
+        """Compiles the forward passes of the model's layers and, with them, the backward passes. Layers of one kind are one
+        compilation, for each shape of batch; a model without a row of layers is compiled whole."""
+        layers = repeated(self.model)
+        for layer in layers:
+            layer.compile(dynamic=False, **options)
+        # Each kind of layer in each stage is a version of one function, of which eight are allowed by default.
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        plain = self._sum_of_losses
+        compiled = plain if layers else torch.compile(plain, dynamic=False, **options)
 
         def careful(*arguments: Any) -> Tensor:
             try:
@@ -73,8 +80,10 @@ class PerSample:
             except Exception as error:  # compilers fail in many ways, and none of them is worth a run
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
                 LOG.warning("the model cannot be compiled and runs without it: %s", reason)
-                self._losses = self._sum_of_losses
-                return self._losses(*arguments)
+                for layer in layers:
+                    layer._compiled_call_impl = None
+                self._losses = plain
+                return plain(*arguments)
 
         self._losses = careful
 
@@ -150,6 +159,20 @@ class PerSample:
             spread[:, at : at + shape.numel()].view(len(client), *shape).detach().requires_grad_(True)
             for at, shape in zip(starts, self.space.shapes, strict=False)
         ]
+
+
+def repeated(model: nn.Module) -> list[nn.Module]:
+    """The layers that a model has rows of: members of the innermost lists whose members are of one kind."""
+
+    def is_row(module: nn.Module) -> bool:
+        return isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(layer) for layer in module}) == 1
+
+    rows = [
+        m
+        for m in model.modules()
+        if is_row(m) and not any(is_row(inner) for layer in m.children() for inner in layer.modules())
+    ]
+    return [layer for row in rows for layer in row.children()]
 
 
 def _aligned(space: Space, step: int = 64) -> tuple[list[int], Tensor]:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import torch.utils._pytree
 from torch import Tensor, nn
 
-from dpfed.model.keyed import KEY
+from dpfed.model.keyed import KEY, once
 
 
 def per_sample(x: Tensor, samples: int, module: nn.Module) -> Tensor:
@@ -125,6 +125,7 @@ TWINS: dict[type[nn.Module], type[nn.Module]] = {
 """Exact types only: a subclass may do something else in its forward, and then goes the general way."""
 
 
+@once
 def vmap_twin(cls: type[nn.Module]) -> type[nn.Module]:
     """The general way: any module, by `vmap` of its own forward over samples and weight copies."""
 
@@ -164,24 +165,27 @@ def fuse_lora(model: nn.Module) -> None:
     """peft's linear adapters add their product to the base's output in the product itself: a third less memory traffic."""
     from peft.tuners.lora.layer import Linear
 
-    twin = type("TwinLora", (Linear,), {"forward": _lora_forward, "__module__": __name__})
     for module in model.modules():
         if type(module) is Linear:
-            install_twin(module, twin)
+            install_twin(module, _lora_twin(Linear))
 
 
-def _lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    names = [name for name in self.active_adapters if name in self.lora_A]
-    plain = self.disable_adapters or self.merged or self.lora_variant or len(names) != 1 or args or kwargs
-    if plain or self.lora_B[names[0]].weight.dim() != 3 or self.lora_B[names[0]].bias is not None or x.dim() < 2:
-        return type(self).__bases__[0].forward(self, x, *args, **kwargs)  # type: ignore[no-any-return]
-    (name,) = names
-    a, b = self.lora_A[name].weight, self.lora_B[name].weight
-    rows = per_sample(x, len(b), self).flatten(1, -2)
-    dropped = per_sample(self.lora_dropout[name](x), len(b), self).flatten(1, -2)
-    low = torch.bmm(dropped, a.transpose(1, 2)) if a.dim() == 3 else F.linear(dropped, a)
-    y = self.base_layer(rows).baddbmm_(low, b.transpose(1, 2), alpha=self.scaling[name])
-    return y.reshape(*_lead(x, len(b)), y.shape[-1])
+@once
+def _lora_twin(cls: type[nn.Module]) -> type[nn.Module]:
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        names = [name for name in self.active_adapters if name in self.lora_A]
+        usual = len(names) == 1 and not (self.disable_adapters or self.merged or self.lora_variant or args or kwargs)
+        if not usual or self.lora_B[names[0]].weight.dim() != 3 or self.lora_B[names[0]].bias is not None:
+            return cls.forward(self, x, *args, **kwargs)
+        (name,) = names
+        a, b = self.lora_A[name].weight, self.lora_B[name].weight
+        rows = per_sample(x, len(b), self).flatten(1, -2)
+        dropped = per_sample(self.lora_dropout[name](x), len(b), self).flatten(1, -2)
+        low = torch.bmm(dropped, a.transpose(1, 2)) if a.dim() == 3 else F.linear(dropped, a)
+        y = torch.baddbmm(self.base_layer(rows), low, b.transpose(1, 2), alpha=self.scaling[name])
+        return y.reshape(*_lead(x, len(b)), y.shape[-1])
+
+    return type("TwinLora", (cls,), {"forward": forward, "__module__": __name__})
 
 
 def _is_batched(leaf: Any, samples: int) -> bool:
@@ -204,6 +208,7 @@ def special_twin(module: nn.Module, parent: nn.Module | None) -> bool:
     return True
 
 
+@once
 def _swin_bias_twin(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any) -> Tensor:
         table = self.relative_position_bias_table
@@ -215,6 +220,7 @@ def _swin_bias_twin(cls: type[nn.Module]) -> type[nn.Module]:
     return type(f"Twin{cls.__name__}", (cls,), {"forward": forward, "__module__": __name__})
 
 
+@once
 def _swin_attention_twin(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         table = self.relative_position_bias.relative_position_bias_table

@@ -175,8 +175,10 @@ def passes_of(arrays: Mapping[str, np.ndarray], slots: int, device: torch.device
     count = len(arrays["row"])
     passes = max(1, -(-count // slots))
     names = ("row", "client", "valid", "dropout", "view")
-    packed = np.zeros((len(names), passes * slots), dtype=np.int64)
+    # From memory that a GPU reads by itself: any other copy would first wait for all that the GPU has to do.
+    here = torch.zeros(len(names), passes * slots, dtype=torch.int64, pin_memory=device.type == "cuda")
+    packed = here.numpy()
     for i, name in enumerate(names):
         packed[i, :count] = 1 if name == "valid" else arrays[name]
-    there = torch.from_numpy(packed).to(device, non_blocking=True).view(len(names), passes, slots)
+    there = here.to(device, non_blocking=True).view(len(names), passes, slots)
     return [Pass(there[:, p]) for p in range(passes)]
