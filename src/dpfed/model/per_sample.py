@@ -7,7 +7,7 @@ Every record gets its own copy of the trainable weights, gathered from its clien
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dpfed.errors import DpfedError
 from dpfed.model.keyed import install_keyed_dropout
+from dpfed.model.lora_product import fuse_lora
 from dpfed.model.space import Space
 from dpfed.model.task import right_class
-from dpfed.model.twins import TWINS, fuse_lora, install_twin, special_twin, vmap_twin
+from dpfed.model.twins import TWINS, TwinLinear, install_twin, special_twin, vmap_twin
 
 LOG = logging.getLogger("dpfed")
 Batch = Mapping[str, Tensor]
@@ -53,7 +54,8 @@ class PerSample:
         self.rows = rows
         self._many = 16.0
         self.dtype = torch.float32
-        self._layout = _aligned(space)
+        self._turned = _turned(model, space)
+        self._layout = _aligned(space, self._turned)
         self._losses: Callable[..., Tensor] = self._sum_of_losses
 
     def to(self, dtype: torch.dtype) -> None:
@@ -116,14 +118,30 @@ class PerSample:
         """
         if len(client) == 0:
             return [theta.new_zeros(0, shape.numel()) for shape in self.space.shapes]
+        grads = self.raw_grads(theta, client, inputs, labels, keys)
+        return [
+            grad.view(len(client), shape[1], shape[0]).transpose(1, 2).reshape(len(client), -1) if turned else grad
+            for grad, shape, turned in zip(grads, self.space.shapes, self._turned, strict=True)
+        ]
+
+    def raw_grads(
+        self, theta: Tensor, client: Tensor, inputs: Batch, labels: Tensor, keys: Tensor | None = None
+    ) -> list[Tensor]:
+        """`grads` as the backward pass leaves them, without a copy: coordinate i of the space is at `raw_order[i]`."""
         copies = self._copies(theta, client)
         with torch.enable_grad():
-            total = self._losses(copies, keys, dict(inputs), labels)
+            weights = [c.transpose(1, 2) if turned else c for c, turned in zip(copies, self._turned, strict=True)]
+            total = self._losses(weights, keys, dict(inputs), labels)
             grads = torch.autograd.grad(total, copies, allow_unused=True)
         return [
-            (torch.zeros_like(copy) if grad is None else grad).reshape(len(client), shape.numel())
-            for copy, grad, shape in zip(copies, grads, self.space.shapes, strict=True)
+            (torch.zeros_like(copy) if grad is None else grad).reshape(len(client), -1)
+            for copy, grad in zip(copies, grads, strict=True)
         ]
+
+    @property
+    def raw_order(self) -> Tensor:
+        """`[P]`: where each coordinate of the space is among those of `raw_grads`."""
+        return _aligned(self.space, self._turned, step=1)[1]
 
     def scores(self, vector: Tensor, inputs: Batch) -> Tensor:
         """The model's output for the trainable vector `[P]`, without dropout. A GPU takes more records at once, and half
@@ -156,8 +174,11 @@ class PerSample:
         rows.index_copy_(1, where.to(theta.device), theta.to(self.dtype))
         spread = rows.expand(len(client), -1) if theta.shape[0] == 1 else rows.index_select(0, client)
         return [
-            spread[:, at : at + shape.numel()].view(len(client), *shape).detach().requires_grad_(True)
-            for at, shape in zip(starts, self.space.shapes, strict=False)
+            spread[:, at : at + shape.numel()]
+            .view(len(client), *(reversed(shape) if turned else shape))
+            .detach()
+            .requires_grad_(True)
+            for at, shape, turned in zip(starts, self.space.shapes, self._turned, strict=False)
         ]
 
 
@@ -175,12 +196,25 @@ def repeated(model: nn.Module) -> list[nn.Module]:
     return [layer for row in rows for layer in row.children()]
 
 
-def _aligned(space: Space, step: int = 64) -> tuple[list[int], Tensor]:
+def _turned(model: nn.Module, space: Space) -> list[bool]:
+    """Whether copies of a tensor are held as its transpose. A linear layer multiplies by the transpose of its weight, and so
+    its gradient comes out transposed: held this way it needs no copy."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    return [
+        type(modules.get(name.rpartition(".")[0])) is TwinLinear and len(shape) == 2
+        for name, shape in zip(space.names, space.shapes, strict=True)
+    ]
+
+
+def _aligned(space: Space, turned: Sequence[bool], step: int = 64) -> tuple[list[int], Tensor]:
     """Where each tensor begins in a row whose pieces are aligned for matrix units (and where the row ends), and the place
     of every coordinate in such a row."""
     starts, places = [0], []
-    for shape in space.shapes:
-        places.append(starts[-1] + torch.arange(shape.numel()))
+    for shape, is_turned in zip(space.shapes, turned, strict=True):
+        within = torch.arange(shape.numel())
+        if is_turned:
+            within = within.view(shape[1], shape[0]).t().reshape(-1)
+        places.append(starts[-1] + within)
         starts.append(starts[-1] + -(-shape.numel() // step) * step)
     return starts, torch.cat(places).to(space.blocks.device)
 

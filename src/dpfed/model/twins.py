@@ -161,33 +161,6 @@ def vmap_twin(cls: type[nn.Module]) -> type[nn.Module]:
     return type(f"Vmap{cls.__name__}", (cls,), {"forward": forward, "__module__": __name__})
 
 
-def fuse_lora(model: nn.Module) -> None:
-    """peft's linear adapters add their product to the base's output in the product itself: a third less memory traffic."""
-    from peft.tuners.lora.layer import Linear
-
-    for module in model.modules():
-        if type(module) is Linear:
-            install_twin(module, _lora_twin(Linear))
-
-
-@once
-def _lora_twin(cls: type[nn.Module]) -> type[nn.Module]:
-    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        names = [name for name in self.active_adapters if name in self.lora_A]
-        usual = len(names) == 1 and not (self.disable_adapters or self.merged or self.lora_variant or args or kwargs)
-        if not usual or self.lora_B[names[0]].weight.dim() != 3 or self.lora_B[names[0]].bias is not None:
-            return cls.forward(self, x, *args, **kwargs)
-        (name,) = names
-        a, b = self.lora_A[name].weight, self.lora_B[name].weight
-        rows = per_sample(x, len(b), self).flatten(1, -2)
-        dropped = per_sample(self.lora_dropout[name](x), len(b), self).flatten(1, -2)
-        low = torch.bmm(dropped, a.transpose(1, 2)) if a.dim() == 3 else F.linear(dropped, a)
-        y = torch.baddbmm(self.base_layer(rows), low, b.transpose(1, 2), alpha=self.scaling[name])
-        return y.reshape(*_lead(x, len(b)), y.shape[-1])
-
-    return type("TwinLora", (cls,), {"forward": forward, "__module__": __name__})
-
-
 def _is_batched(leaf: Any, samples: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] % samples == 0
 

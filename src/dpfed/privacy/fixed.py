@@ -74,6 +74,7 @@ class FixedSum:
         self._in = torch.zeros(5, slots, dtype=torch.int64, device=device)
         self._theta = torch.zeros(clients, size, device=device)
         self._clip = torch.ones((), device=device)
+        self._order = gradients.raw_order.to(device)
         self._capturing = capture and device.type == "cuda"
         self._graph: torch.cuda.CUDAGraph | None = None
         self._out: tuple[Tensor, Tensor] | None = None
@@ -120,8 +121,9 @@ class FixedSum:
         if self._view is not None:
             inputs = self._view(inputs, view)
         keys = dropout if self._gradients.has_dropout else None
-        grads = self._gradients.grads(self._theta, client, inputs, labels, keys)
-        return clip_and_sum_slots(grads, client, valid, self.clients, self._clip, self._rule)
+        grads = self._gradients.raw_grads(self._theta, client, inputs, labels, keys)
+        total, count = clip_and_sum_slots(grads, client, valid, self.clients, self._clip, self._rule)
+        return total.index_select(1, self._order), count
 
 
 def clip_and_sum_slots(
@@ -134,7 +136,7 @@ def clip_and_sum_slots(
     every = torch.cat(grads, dim=1)
     norm = row_norms(every)
     good = valid.bool() & norm.isfinite()
-    every.masked_fill_(~good.unsqueeze(1), 0.0)  # a product with zero would keep what is not finite
+    every.nan_to_num_(0.0, 0.0, 0.0)  # a product with zero would keep what is not finite
     factor = factors(norm, clip, rule)
     member = torch.nn.functional.one_hot(client, clients).to(torch.float32).t()
     total = weighted_sums(member * torch.where(good, factor, 0.0), every)

@@ -31,6 +31,14 @@ class Gradients(Protocol):
         self, theta: Tensor, client: Tensor, inputs: Mapping[str, Tensor], labels: Tensor, keys: Tensor | None = None
     ) -> list[Tensor]: ...
 
+    def raw_grads(
+        self, theta: Tensor, client: Tensor, inputs: Mapping[str, Tensor], labels: Tensor, keys: Tensor | None = None
+    ) -> list[Tensor]:
+        """The same numbers as they come: coordinate i of the space is at `raw_order[i]`."""
+
+    @property
+    def raw_order(self) -> Tensor: ...
+
 
 View = Callable[[Mapping[str, Tensor], Tensor], dict[str, Tensor]]
 """(inputs, keys) -> inputs: a random view of each record, by its key."""
