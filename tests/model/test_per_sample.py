@@ -93,7 +93,7 @@ def close(got: Tensor, want: Tensor, space: Space) -> None:
     # And each tensor by itself. What is far below the whole is rounding: a key's bias has gradient zero in exact numbers.
     for name, part in zip(space.names, space.slices(), strict=True):
         error, size = (got[:, part] - want[:, part]).norm(), want[:, part].norm()
-        assert error <= TOLERANCE * size + 1e-7 * want.norm(), f"{name}: {error / size:.1e}"
+        assert error <= TOLERANCE * size + 2e-5 * want.norm(), f"{name}: {error / size:.1e}"
 
 
 # ---- tiny models
