@@ -56,9 +56,9 @@ def guarded(part: Callable[[], Any]) -> Any:
 
 
 def own_versions() -> dict[str, str]:
-    from dpfed import __version__
+    import dpfed
 
-    return {"dpfed": __version__, "python": platform.python_version(), "system": platform.platform()}
+    return {"dpfed": dpfed.__version__, "python": platform.python_version(), "system": platform.platform()}
 
 
 def devices() -> list[str]:

@@ -45,9 +45,9 @@ app.command("doctor")(doctor)
 
 def show_version(wanted: bool) -> None:
     if wanted:
-        from dpfed import __version__
+        import dpfed
 
-        print(f"dpfed {__version__}")
+        print(f"dpfed {dpfed.__version__}")
         raise typer.Exit
 
 
