@@ -3,8 +3,8 @@
     python scripts/make_docs.py            writes
     python scripts/make_docs.py --check    writes nothing, exits with 1 and names what is not up to date
 
-In the pages, `<!-- output of: dpfed ... -->` is followed by a block that holds what that command prints, and
-`<!-- table of: NAME -->` by a table that a function here makes.
+In the pages, `<!-- output of: dpfed ... -->` is followed by a block that holds what that command prints,
+`<!-- text of: FILE -->` by a block that holds a file, and `<!-- table of: NAME -->` by a table that a function here makes.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def described(name: str, thing: Any, level: int = 2) -> list[str]:
     rows = []
     for key, member in vars(thing).items():
         called = member.fget if isinstance(member, property) else member
-        if key.startswith("_") and key != "__call__" or not inspect.isfunction(called):
+        if (key.startswith("_") and key != "__call__") or not inspect.isfunction(called):
             continue
         shown = key if isinstance(member, property) else _signature(key, called, method=True)
         rows.append(f"| `{_cell(shown)}` | {_cell(' '.join((inspect.getdoc(called) or '').split()))} |")
@@ -302,6 +302,7 @@ def epsilon_table() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {"epsilon": epsilon_table}
 OUTPUT = re.compile(r"(<!-- output of: (dpfed [^>]*?) -->\n```text\n)(.*?)(```)", re.S)
+FILE = re.compile(r"(<!-- text of: (\S+) -->\n```python\n)(.*?)(```\n)", re.S)
 TABLE = re.compile(r"(<!-- table of: (\w+) -->\n\n)(.*?)(\n\n)", re.S)
 
 
@@ -321,6 +322,7 @@ def printed(command: str) -> str:
 
 def refreshed(page: str, tables: bool = True) -> str:
     page = OUTPUT.sub(lambda m: m.group(1) + printed(m.group(2)) + m.group(4), page)
+    page = FILE.sub(lambda m: m.group(1) + (DOCS.parent / m.group(2)).read_text(encoding="utf-8") + m.group(4), page)
     return TABLE.sub(lambda m: m.group(1) + TABLES[m.group(2)]() + m.group(4), page) if tables else page
 
 
@@ -336,7 +338,7 @@ def pages() -> dict[Path, str]:
     out = {DOCS / name: make() for name, make in GENERATED.items()}
     for path in sorted(DOCS.rglob("*.md")):
         text = path.read_text(encoding="utf-8")
-        if path not in out and (OUTPUT.search(text) or TABLE.search(text)):
+        if path not in out and any(pattern.search(text) for pattern in (OUTPUT, FILE, TABLE)):
             out[path] = refreshed(text)
     return out
 
