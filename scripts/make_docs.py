@@ -255,9 +255,16 @@ def described(name: str, thing: Any, level: int = 2) -> list[str]:
     return [*lines, "| | |", "|---|---|", *rows, ""] if rows else lines
 
 
+class _Shown(str):
+    """A default that is a function has an address for a name, another one in each process."""
+
+    __repr__ = str.__str__
+
+
 def _signature(name: str, called: Any, method: bool = False) -> str:
     found = inspect.signature(called)
     given = [p for i, p in enumerate(found.parameters.values()) if not (method and i == 0)]
+    given = [p.replace(default=_Shown("...")) if inspect.isfunction(p.default) else p for p in given]
     text = str(found.replace(parameters=given)).replace("'", "")
     if len(name + text) <= 100 or method:
         return name + text
