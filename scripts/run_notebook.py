@@ -1,7 +1,7 @@
 """Runs the notebook of the documentation from top to bottom in an empty folder; a cell that fails fails this.
 
-    python scripts/run_notebook.py            runs a copy (about twenty seconds on one core)
-    python scripts/run_notebook.py --write    and keeps what the cells showed
+python scripts/run_notebook.py            runs a copy (about twenty seconds on one core)
+python scripts/run_notebook.py --write    and keeps what the cells showed
 """
 
 from __future__ import annotations
