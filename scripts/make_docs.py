@@ -88,6 +88,11 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
+def _either(code: str) -> str:
+    """A type inside a table: a bar in code is read differently by different readers of Markdown."""
+    return code.replace(" | ", " or ")
+
+
 def _names(cls: type[Any]) -> frozenset[str]:
     return frozenset(f.name for f in dataclasses.fields(cls))
 
@@ -193,7 +198,7 @@ def _parameters(command: click.Command) -> list[str]:
         said = f"; default {default}" if isinstance(default, int | float) and not isinstance(default, bool) else ""
         said = said if default and isinstance(param, click.Option) else ""
         rows.append(f"| `{shown}{value}` | {_cell(_code(getattr(param, 'help', '') or ''))}{said}{needed} |")
-    return ["| | |", "|---|---|", *rows, ""] if rows else []
+    return ["| option | what it does |", "|---|---|", *rows, ""] if rows else []
 
 
 # ------------------------------------------------------------------ functions and classes
@@ -249,10 +254,10 @@ def described(name: str, thing: Any, level: int = 2) -> list[str]:
         if (key.startswith("_") and key != "__call__") or not inspect.isfunction(called):
             continue
         shown = key if isinstance(member, property) else _signature(key, called, method=True)
-        rows.append(f"| `{_cell(shown)}` | {_cell(' '.join((inspect.getdoc(called) or '').split()))} |")
+        rows.append(f"| `{_either(shown)}` | {_cell(' '.join((inspect.getdoc(called) or '').split()))} |")
     fields = dataclasses.fields(thing) if dataclasses.is_dataclass(thing) else ()
-    rows = [f"| `{f.name}: {_cell(str(f.type))}` | |" for f in fields if "Annotated" not in str(f.type)] + rows
-    return [*lines, "| | |", "|---|---|", *rows, ""] if rows else lines
+    rows = [f"| `{f.name}: {_either(str(f.type))}` | field |" for f in fields if "Annotated" not in str(f.type)] + rows
+    return [*lines, "| member | what it is |", "|---|---|", *rows, ""] if rows else lines
 
 
 class _Shown(str):
