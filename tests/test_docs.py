@@ -294,6 +294,17 @@ def test_the_pictures_show_the_measured_numbers(tmp_path: Path) -> None:
         assert f"{100 * sum(values) / len(values):.2f} ±" in table
 
 
+def test_the_notebook_is_whole() -> None:
+    """`scripts/run_notebook.py` runs it; here, that what is stored came from a run without errors on nobody's machine."""
+    text = (DOCS / "notebooks" / "walkthrough.ipynb").read_text(encoding="utf-8")
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    kinds = [output["output_type"] for cell in cells for output in cell["outputs"]]
+    assert "error" not in kinds
+    assert sum("image/png" in output.get("data", {}) for cell in cells for output in cell["outputs"]) >= 4
+    assert not re.search(r"[\"' ]/(home|root|tmp|opt|Users)/", text)
+
+
 # ------------------------------------------------------------------ what people look for in a repository
 
 

@@ -63,6 +63,16 @@ def test_the_first_help_fits_a_screen(
             assert len(line.split()) >= 4, f"a command needs a sentence: {line}"
 
 
+def test_a_narrow_terminal_gets_shorter_sentences(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for columns in ("40", "1"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert called(monkeypatch, "--help") == 0
+        shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+        assert max(map(len, shown)) <= 40
+
+
 def test_without_a_command_the_help_is_shown_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

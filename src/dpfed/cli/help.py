@@ -26,7 +26,7 @@ class Screen(typer.core.TyperGroup):
         return command
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        width = min(shutil.get_terminal_size((100, 24)).columns, 100)
+        width = max(40, min(shutil.get_terminal_size((100, 24)).columns, 100))
         shown = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
         commands = {name: command for name, command in shown.items() if command is not None and not command.hidden}
         column = max(map(len, commands)) + 4
