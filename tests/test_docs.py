@@ -23,12 +23,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import click
 import pytest
+import typer.main
 import yaml
 
 import dpfed
 from dpfed import api
-from dpfed.cli.main import main
+from dpfed.cli.main import app, main
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -91,6 +93,27 @@ def test_every_block_of_commands_is_run_by_somebody(page: Path) -> None:
             named = NAMED.findall(block.elsewhere)
             assert named, f"{name(page)}: `runs:` must name a test, a script or .ci/run, not {block.elsewhere!r}"
             assert all((ROOT / file).exists() for file in named), f"{name(page)}: {named}"
+
+
+@each_page
+def test_every_command_parses(page: Path) -> None:
+    """Those that somebody else runs in other words too: no option and no argument that does not exist."""
+    screen = typer.main.get_command(app)
+    for block in blocks(page):
+        for line in block.text.replace("\\\n", " ").splitlines() if block.kind == "sh" else ():
+            for part in line.split(" && "):
+                words = shlex.split(part, comments=True)
+                if words[:1] == ["dpfed"]:
+                    parsed(screen, words[1:])
+
+
+def parsed(command: click.Command, words: list[str]) -> None:
+    """As the command line reads it, without doing it."""
+    inner = getattr(command, "commands", None)
+    if inner is not None and not words[0].startswith("-"):
+        parsed(inner[words[0]], words[1:])
+    elif inner is None:
+        command.make_context("dpfed", words)
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if any(map(runs, blocks(p)))], ids=name)
