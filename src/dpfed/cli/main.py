@@ -16,9 +16,9 @@ from dpfed.cli.compare import compare
 from dpfed.cli.data import data
 from dpfed.cli.doctor import doctor
 from dpfed.cli.export import export
-from dpfed.cli.help import Screen
 from dpfed.cli.list import list_names
 from dpfed.cli.model import app as model
+from dpfed.cli.overview import Screen
 from dpfed.cli.privacy import privacy
 from dpfed.cli.run import run
 from dpfed.errors import DpfedError

@@ -16,7 +16,7 @@ import typer.main
 
 import dpfed
 import dpfed.cli.main as cli
-from dpfed.cli.help import first_sentence
+from dpfed.cli.overview import first_sentence
 from dpfed.errors import DpfedError, InterruptedRunError, StoppedError
 
 ROOT = Path(__file__).parents[2]
