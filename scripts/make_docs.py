@@ -28,7 +28,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from dpfed.algorithms import base as contract
 from dpfed.cli.main import app
-from dpfed.config import DataSection, LoraSection, ModelSection, PrivacySection, RunSection, keys
+from dpfed.config import Config, DataSection, LoraSection, ModelSection, keys
 from dpfed.registry import registry
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -57,7 +57,12 @@ def _kind(base: Any) -> str:
     if get_origin(base) in (Union, types.UnionType):
         return " or ".join(text for text in map(_kind, get_args(base)) if text)
     if get_origin(base) is tuple:
-        return f"list of {NAMES[get_args(base)[0]]}s"
+        inner = get_args(base)[0]
+        return f"list of {NAMES[inner]}s" if inner in NAMES else f"list of {_kind(inner)}"
+    if get_origin(base) is dict:
+        return f"table of names, each a {allowed(get_args(base)[1])}"
+    if hasattr(base, "__metadata__"):
+        return allowed(base)
     return NAMES.get(base, getattr(base, "__name__", str(base)))
 
 
@@ -75,11 +80,14 @@ def _toml(value: Any) -> str:
 
 def key_table(cls: type[Any], leave_out: set[str] | frozenset[str] = frozenset()) -> list[str]:
     hints = get_type_hints(cls, include_extras=True)
+    factories = {f.name: f.default_factory for f in dataclasses.fields(cls)}
+    made_anew = {name: make() for name, make in factories.items() if make is not dataclasses.MISSING}
     rows = []
     for name, sentence, default in keys(cls):
         if name in leave_out or dataclasses.is_dataclass(hints[name]):
             continue
-        shown = "required" if default is dataclasses.MISSING else f"`{_toml(default)}`" if default is not None else ""
+        made = made_anew.get(name, default)
+        shown = "required" if made is dataclasses.MISSING else f"`{_toml(made)}`" if made not in (None, {}) else ""
         rows.append(f"| `{name}` | {_cell(allowed(hints[name]))} | {shown} | {_cell(sentence)} |")
     return ["| key | values | default | what it is |", "|---|---|---|---|", *rows, ""]
 
@@ -125,8 +133,19 @@ def configuration() -> str:
     ]
     for name, cls in known.algorithm.items():
         lines += [f"### {name}", "", cls.summary + ".", "", *key_table(cls)]
-    lines += ["## [privacy]", "", *key_table(PrivacySection), "## [run]", "", *key_table(RunSection)]
+    for name, cls in sections().items():
+        lines += [f"## [{name}]", "", *key_table(cls)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def sections() -> dict[str, type[Any]]:
+    """The sections that have no `name`: each has one set of keys."""
+    out = {}
+    for name, hint in get_type_hints(Config).items():
+        cls = next((part for part in (hint, *get_args(hint)) if dataclasses.is_dataclass(part)), None)
+        if isinstance(cls, type) and name not in ("data", "model"):
+            out[name] = cls
+    return out
 
 
 def _further(section: str, named: Any, common: frozenset[str]) -> list[str]:
