@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+__version__ = "0.1.0"  # the one place: packaging, `dpfed --version` and the documentation read it here
 __all__ = ["Tuned", "fine_tune"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from typing import Annotated
 
 import click
 import typer
@@ -13,16 +14,19 @@ from dpfed.cli.audit import audit
 from dpfed.cli.bench import bench
 from dpfed.cli.compare import compare
 from dpfed.cli.data import data
+from dpfed.cli.doctor import doctor
 from dpfed.cli.export import export
 from dpfed.cli.list import list_names
 from dpfed.cli.model import app as model
+from dpfed.cli.overview import Screen
 from dpfed.cli.privacy import privacy
 from dpfed.cli.run import run
 from dpfed.errors import DpfedError
 
 app = typer.Typer(
     name="dpfed",
-    help="Differentially private federated fine-tuning of large models.\n\nTry it: dpfed run",
+    cls=Screen,
+    help="Differentially private federated fine-tuning of large models. Try it: dpfed run",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -36,6 +40,24 @@ app.command("export")(export)
 app.command("list")(list_names)
 app.add_typer(data)
 app.add_typer(model, name="model")
+app.command("doctor")(doctor)
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        import dpfed
+
+        print(f"dpfed {dpfed.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    """What `dpfed` takes before a command."""
 
 
 def main() -> None:
@@ -50,6 +72,9 @@ def main() -> None:
         sys.exit(code if isinstance(code, int) else 0)
     except click.exceptions.Abort:
         fail("interrupted", 130)
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message(), file=sys.stderr)
+        sys.exit(2)
     except click.ClickException as error:
         fail(error.format_message(), 2)
     except KeyboardInterrupt:

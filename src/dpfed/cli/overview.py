@@ -1,0 +1,56 @@
+"""The first screen: every command with one sentence, short enough for 24 lines however many commands there are."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from typing import get_args, get_type_hints
+
+import click
+import typer.core
+from typer.models import ArgumentInfo
+
+FOOT = (
+    "`dpfed COMMAND --help` has every option and an example.  --version: this version\n"
+    "--install-completion: complete commands in this shell  --show-completion: print the script for it"
+)
+
+
+class Screen(typer.core.TyperGroup):
+    """Typer's boxes need three lines around everything; a list needs none."""
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        command = super().get_command(ctx, name)
+        if command is not None:
+            restore(command)
+        return command
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        width = max(40, min(shutil.get_terminal_size((100, 24)).columns, 100))
+        shown = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        commands = {name: command for name, command in shown.items() if command is not None and not command.hidden}
+        column = max(map(len, commands)) + 4
+        lines = [f"Usage: {ctx.command_path} COMMAND [OPTIONS]", "", *(self.help or "").split("\n\n"), ""]
+        for name, command in commands.items():
+            sentence = first_sentence(command.help or "")
+            lines.append(f"  {name:{column - 2}}{textwrap.shorten(sentence, width - column, placeholder=' ...')}")
+        formatter.write("\n".join([*lines, "", FOOT]) + "\n")
+
+
+def first_sentence(text: str) -> str:
+    """What a command does, without its example and without the details that its own help has."""
+    paragraph = " ".join(text.strip().split("\n\n")[0].split())
+    return paragraph.split(" Example:")[0].split(". ")[0].rstrip(".")
+
+
+def restore(command: click.Command) -> None:
+    """Gives arguments their sentences back: newer clicks empty what this typer has set, so help would not show them."""
+    for inner in getattr(command, "commands", {}).values():
+        restore(inner)
+    if command.callback is None:
+        return
+    hints = get_type_hints(command.callback, include_extras=True)
+    for param in command.params:
+        said = [a.help for a in get_args(hints.get(param.name or ""))[1:] if isinstance(a, ArgumentInfo)]
+        if said and not getattr(param, "help", None):
+            param.help = said[0]

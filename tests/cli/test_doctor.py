@@ -1,0 +1,61 @@
+"""`dpfed doctor` says what is there and what is missing, and comes to an end whatever is broken."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+
+import pytest
+from typer.testing import CliRunner
+
+from dpfed import __version__
+from dpfed.cli import doctor
+from dpfed.cli.main import app
+
+
+def asked() -> tuple[str, dict[str, object]]:
+    done = CliRunner().invoke(app, ["doctor", "--json"])
+    assert done.exit_code == 0
+    *shown, last = done.stdout.strip().splitlines()
+    return "\n".join(shown), json.loads(last)
+
+
+def test_it_says_what_is_there() -> None:
+    shown, found = asked()
+    assert f"dpfed {__version__}" in shown
+    assert found["versions"]["dpfed"] == __version__  # type: ignore[index]
+    assert found["packages"]["torch"] == metadata.version("torch")  # type: ignore[index]
+    assert "device   cpu:" in shown
+    assert "extra    dev" in shown
+
+
+def test_it_says_what_is_missing_and_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    declared = ["torch>=2.6", "no-such-core>=1", "pyarrow>=15 ; extra == 'parquet'", "no-such-thing ; extra == 'odd'"]
+    monkeypatch.setattr(metadata, "requires", lambda name: declared)
+    shown, found = asked()
+    assert "package  no-such-core           MISSING" in shown
+    assert "note: no-such-core is missing, though dpfed needs it: pip install dpfed" in shown
+    assert "note: no-such-thing not installed: pip install 'dpfed[odd]'" in shown
+    assert found["extras"]["odd"] == {"no-such-thing": None}  # type: ignore[index]
+
+
+def test_it_never_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object) -> None:
+        raise RuntimeError("half an installation\nwith details")
+
+    for part in ("own_versions", "devices", "packages", "extras", "cache", "advice"):
+        monkeypatch.setattr(doctor, part, broken)
+    shown, found = asked()
+    assert "devices: could not be found out (RuntimeError: half an installation)" in shown
+    assert len(shown.splitlines()) == 6
+    assert all(part == {"failed": "RuntimeError: half an installation"} for part in found.values())
+
+
+def test_no_metadata_is_a_finding_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", none)
+    shown, _ = asked()
+    assert "packages: could not be found out" in shown
+    assert "device   cpu:" in shown
