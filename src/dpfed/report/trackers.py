@@ -35,13 +35,13 @@ class TensorBoard:
     """Event files in the run's folder `tensorboard`."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._writer = folder / "tensorboard", None
+        self._folder = folder / "tensorboard"
 
     def start(self, settings: Settings) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         # Rounds that a resumed run writes again are drawn over the old ones by their number.
-        self._writer: Any = SummaryWriter(str(self._folder))  # type: ignore[no-untyped-call]
+        self._writer: Any = SummaryWriter(str(self._folder))
         text = "\n".join(f"    {key} = {value}" for key, value in settings.items())
         self._writer.add_text("configuration", text)
 
@@ -161,7 +161,9 @@ class Trackers:
         for name, tracker in list(self._live.items()):
             try:
                 call(tracker)
-            except Exception as error:  # whatever a service raises: a training that has been paid for does not end by it
+            except (
+                Exception
+            ) as error:  # whatever a service raises: a training that has been paid for does not end by it
                 del self._live[name]
                 reason = " ".join(str(error).split())[:200] or type(error).__name__
                 print(
