@@ -58,7 +58,7 @@ class Looked:
         self.page.on("pageerror", lambda e: self.wrong.append(str(e)))
         self.page.on("request", lambda r: self._fetched(r.url, address))
         self.page.goto(address)
-        self.page.wait_for_function("document.body.dataset.drawn !== undefined")
+        self.page.wait_for_selector("body[data-drawn]")
 
     def _fetched(self, url: str, address: str) -> None:
         if not url.startswith(("data:", "blob:", address)):
@@ -114,6 +114,7 @@ def look_at_buttons(browser: Any, page: Path) -> None:
         saved = Path(waited.value.path()).read_bytes()
         must(saved.startswith(start), f"saves {kind} ({len(saved)} bytes)")
     seen.page.locator(".card summary").first.click()
+    seen.page.wait_for_selector(".card details tbody tr", timeout=5000)
     rows = seen.page.locator(".card details tbody tr").count()
     must(rows > 2 and not seen.wrong, f"the table below a figure has {rows} lines {seen.wrong[:3]}")
     seen.context.close()
@@ -157,10 +158,10 @@ def look_at_watch(browser: Any, run: Path, folder: Path) -> None:
         must("round 2 of" in seen.page.locator(".live").inner_text(), "--watch shows how far a run is")
         seen.page.evaluate("window.kept = true")
         (live / "metrics.jsonl").write_text("".join(lines[:5]))
-        seen.page.wait_for_function("document.querySelector('.live').textContent.includes('round 4')", timeout=20_000)
+        seen.page.locator(".live", has_text="round 4 of").wait_for(timeout=20_000)
         must(seen.page.evaluate("window.kept === true"), "--watch brings news without loading the page again")
         (live / "run.json").write_text(json.dumps(state))
-        seen.page.wait_for_function("document.querySelector('.live').textContent === ''", timeout=20_000)
+        seen.page.locator(".live").wait_for(state="hidden", timeout=20_000)
         asked, drawn = seen.figures()
         must(asked == drawn and not seen.wrong, f"--watch at the end: {drawn} of {asked} figures {seen.wrong[:3]}")
         seen.context.close()

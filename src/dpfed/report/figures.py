@@ -18,6 +18,7 @@ from dpfed.report.studies import Listing
 
 Trace = dict[str, Any]
 ROUNDS = "round"
+NEUTRAL = (6, 2, 3)  # series of the views, in colours that the first two methods do not have
 MOST_CELLS = 20_000  # of a heat map that a browser draws without effort
 
 
@@ -47,6 +48,11 @@ class Figure:
             "head": list(self.head),
             "rows": [list(row) for row in self.rows],
         }
+
+
+def short(value: float) -> str:
+    """1e-5, not 1e-05."""
+    return f"{value:g}".replace("e-0", "e-")
 
 
 def inert(text: str) -> str:
@@ -146,12 +152,14 @@ def epsilon_over_rounds(groups: Sequence[Group]) -> Figure | None:
         end = f" ({name})" if name else ""
         views = [("server, a client in every round", server, "solid"), ("third party", third, "dash")]
         for word, values, dash in views:
-            colour = series if name else series + (dash == "dash")
+            colour = series if name else NEUTRAL[dash == "dash"]
             traces.append(_line([0, *at], [_before(privacy), *values], word + end, colour, dash=dash))
             rows += [[word + end, t, value] for t, value in zip(at, values, strict=True)]
         spent = group.runs[0].curve("epsilon_server_max")  # not there on a public page
         if spent and not name:
-            traces.append(_line(list(spent), list(spent.values()), "client that spent most so far", 2, dash="dot"))
+            traces.append(
+                _line(list(spent), list(spent.values()), "client that spent most so far", NEUTRAL[2], dash="dot")
+            )
             rows += [["client that spent most so far", t, value] for t, value in spent.items()]
         limit = _limit(group)
         if limit is not None and limit not in notes:
@@ -164,7 +172,7 @@ def epsilon_over_rounds(groups: Sequence[Group]) -> Figure | None:
         "What the plan allows after each round. The server sees every message and who took part; a third party sees only "
         "the global models, and not who took part. Smaller is more private."
     )
-    y = axis(f"epsilon at delta = {delta:g}", rangemode="tozero")
+    y = axis(f"epsilon at δ = {short(delta)}", rangemode="tozero")
     head = ["view", "round", "epsilon"]
     more = {"marks": shapes}
     return Figure("epsilon", "privacy", "Epsilon over rounds", caption, axis(ROUNDS), y, traces, head, rows, more)
@@ -189,35 +197,36 @@ def accuracy_against_epsilon(groups: Sequence[Group]) -> Figure | None:
             rows += [[group.label, t, e, a] for t, e, a in points]
     if not traces:
         return None
-    caption = "What accuracy was bought with how much privacy, round by round (mean over seeds). Up and left is better."
-    x, y = axis("epsilon, server's view of a client in every round", rangemode="tozero"), axis("accuracy, %")
+    caption = "Round by round, for a client in every one of them (mean over seeds). Up and left is better."
+    x, y = axis("epsilon, server's view", rangemode="tozero"), axis("accuracy, %")
     head = ["method", "round", "epsilon", "accuracy, %"]
     return Figure("tradeoff", "privacy", "Accuracy against epsilon", caption, x, y, traces, head, rows)
 
 
 def clients_epsilon(groups: Sequence[Group]) -> Figure | None:
-    """A histogram over clients, of each group's first run."""
+    """A histogram over clients, of each group's first run; methods with the same cohorts are drawn once."""
+    found: dict[tuple[float, ...], list[str]] = {}
+    for group in groups:
+        if group.privacy and group.privacy.epsilons:
+            found.setdefault(group.privacy.epsilons, []).append(group.label)
+    top = max((max(each) for each in found), default=0.0)
+    edges = np.linspace(0, top * 1.0001 or 1.0, 25)
+    middle = ((edges[1:] + edges[:-1]) / 2).tolist()
     traces, rows = [], []
-    known = [(i, group, group.privacy) for i, group in enumerate(groups) if group.privacy and group.privacy.epsilons]
-    top = max((max(privacy.epsilons) for _, _, privacy in known), default=0.0)
-    edges = np.linspace(0, top * 1.0001 or 1.0, 31)
-    for i, group, privacy in known:
-        counts, _ = np.histogram(privacy.epsilons, edges)
-        middle = ((edges[1:] + edges[:-1]) / 2).tolist()
-        width = float(edges[1] - edges[0]) * 0.92
+    for i, (each, names) in enumerate(found.items()):
+        counts, _ = np.histogram(each, edges)
         meta = {"series": i, "role": "bar"}
-        traces.append(
-            {"type": "bar", "x": middle, "y": counts.tolist(), "width": width, "name": inert(group.label), "meta": meta}
-        )
-        rows += [[group.label, client, value] for client, value in enumerate(privacy.epsilons)]
+        name = inert(", ".join(names))
+        traces.append({"type": "bar", "x": middle, "y": counts.tolist(), "name": name, "meta": meta})
+        rows += [[name, client, value] for name in names for client, value in enumerate(each)]
     if not traces:
         return None
     caption = (
         "What the server has learned of each client so far, by the rounds it really took part in (first run of each "
         "method). For the operator only: published, it would void the third party's figure."
     )
-    x, y = axis("epsilon of a client, server's view", range=[0, top * 1.08 or 1.0]), axis("clients")
-    more = {"barmode": "overlay"}
+    x, y = axis("epsilon of a client, server's view", range=[0, top * 1.04 or 1.0]), axis("clients")
+    more = {"barmode": "group", "bargap": 0.08}
     title, head = "Epsilon of every client", ["method", "client", "epsilon"]
     return Figure("clients", "privacy", title, caption, x, y, traces, head, rows, more)
 
@@ -261,11 +270,13 @@ def communication(groups: Sequence[Group]) -> list[Figure | None]:
     if not known:
         return [None]
     names = [inert(group.label) for _, group, _ in known]
+    most = max(max(t["up_bytes"], t["down_bytes"]) for _, _, t in known)
+    unit, scale = next(((u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if most >= s), ("bytes", 1.0))
     traces: list[Trace] = []
     for series, (word, key) in enumerate(
         (("up, client to server", "up_bytes"), ("down, server to client", "down_bytes"))
     ):
-        values = [traffic[key] / 1e6 for _, _, traffic in known]
+        values = [traffic[key] / scale for _, _, traffic in known]
         meta = {"series": series, "role": "bar"}
         traces.append({"type": "bar", "orientation": "h", "y": names, "x": values, "name": word, "meta": meta})
     rows = [[g.label, t["up_bytes"], t["down_bytes"]] for _, g, t in known]
@@ -275,7 +286,7 @@ def communication(groups: Sequence[Group]) -> list[Figure | None]:
     y = {"automargin": True, "autorange": "reversed", "type": "category", "ticklabelstandoff": 6}
     head = ["method", "bytes up", "bytes down"]
     height = 190 + 44 * len(known)
-    x = axis("MB for each client and round", rangemode="tozero")
+    x = axis(f"{unit} for each client and round", rangemode="tozero")
     bars = Figure(
         "traffic", "communication", "Sent and received", caption, x, y, traces, head, rows, {"barmode": "group"},
         height=height,
@@ -377,7 +388,7 @@ def _histogram(recorded: Sequence[tuple[int, Group]], key: str, fig: str, title:
         for j, row in enumerate(found if alone else found[-1:]):
             at, share = _shares(row, key)
             name = f"round {row['round']}" if alone else f"{group.label}, round {row['round']}"
-            traces.append({**_line(at, share, name, i + j), "mode": "lines"})
+            traces.append({**_line(at, share, name, i + j, shape="hvh"), "mode": "lines"})
             rows += [[group.label, row["round"], a, s] for a, s in zip(at, share, strict=True)]
             noise = number(row.get("noise_std"))
             if noise and key.startswith("sqrt_v") and not marks:
@@ -391,12 +402,12 @@ def _histogram(recorded: Sequence[tuple[int, Group]], key: str, fig: str, title:
 
 
 def _shares(row: Mapping[str, Any], key: str) -> tuple[list[float], list[float]]:
-    """Middles of the bins and the share of each in per cent, without the empty bins at both ends."""
+    """Middles of the bins and the share of each in per cent, with a few of the empty bins at both ends."""
     counts = np.nan_to_num(np.asarray(row[key], dtype=float))
     low, high = (float(v) for v in row.get("histogram_log10") or (-9, 1))
     at = 10 ** (low + (high - low) * (np.arange(len(counts)) + 0.5) / len(counts))
     some = counts.nonzero()[0]
-    cut = slice(int(some.min()), int(some.max()) + 1)
+    cut = slice(max(0, int(some.min()) - 4), int(some.max()) + 5)
     return at[cut].tolist(), (100 * counts / counts.sum())[cut].tolist()
 
 

@@ -10,7 +10,7 @@ import base64
 import hashlib
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata, resources
 from pathlib import Path
@@ -144,17 +144,8 @@ def _pairs(pairs: Sequence[tuple[str, str]]) -> str:
 def _statement(report: Report) -> str:
     if not report.groups:
         return ""
-    rows = [
-        [
-            group.label,
-            *(DASH if (e := group.epsilon[view]) is None else f"{e:.3f}" for view in ("server_worst", "third_party")),
-        ]
-        for group in report.groups
-    ]
-    head = ["method", "epsilon, the server (sees every message)", "epsilon, a third party (sees the global models)"]
-    table = _table(head, rows) if any(row[1] != DASH for row in rows) and len(rows) > 1 else ""
     said = _pairs(words.statement(report.groups, report.public))
-    return f'<div class="card stack"><h3>The privacy statement</h3>{said}{table}</div>'
+    return f'<div class="card stack"><h3>The privacy statement</h3>{said}</div>'
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], best: Sequence[int] = (), kind: str = "") -> str:
@@ -214,23 +205,32 @@ def _shown(value: Any) -> str:
 
 
 def _settings(report: Report) -> str:
-    """What all groups have in common by section, after a table of what tells them apart."""
+    """A table of what tells the groups apart, what they have in common by section, and each method's own keys."""
     tables = [flat(group.settings) for group in report.groups]
     if not tables:
         return ""
     keys = list(dict.fromkeys(key for table in tables for key in table))
     common = {key: tables[0][key] for key in keys if all(key in t and t[key] == tables[0][key] for t in tables)}
+    if any(len(group.runs) > 1 for group in report.groups):  # the list of runs has all seeds
+        common.pop("run.seed", None)
+    several = [key for key in keys if key not in common and key != "run.seed" and sum(key in t for t in tables) > 1]
     out = ""
-    differ = [key for key in keys if key not in common and key != "run.seed"]
-    if differ and len(tables) > 1:
-        rows = [[key, *(_shown(table[key]) if key in table else DASH for table in tables)] for key in differ]
+    if several:
+        rows = [[key, *(_shown(table[key]) if key in table else DASH for table in tables)] for key in several]
         head = ["key", *(group.label for group in report.groups)]
-        out += f'<div class="card stack"><h3>Where the methods differ</h3>{_table(head, rows, kind="words")}</div>'
+        out = f'<div class="card stack"><h3>Where the methods differ</h3>{_table(head, rows, kind="words")}</div>'
     boxes = ""
     for section in dict.fromkeys(key.split(".")[0] for key in common):
-        mine = [(key.split(".", 1)[-1], _shown(v)) for key, v in common.items() if key.split(".")[0] == section]
-        boxes += f'<div class="card"><h3>{esc(section)}</h3>{_pairs(mine)}</div>'
+        boxes += _box(section, {key: value for key, value in common.items() if key.split(".")[0] == section})
+    for group, table in zip(report.groups, tables, strict=True):
+        own = {key: value for key, value in table.items() if key not in common and key not in several}
+        own.pop("run.seed", None)
+        boxes += _box(f"{group.label} only", own) if own else ""
     return f'<div class="stack">{out}<div class="settings">{boxes}</div></div>'
+
+
+def _box(head: str, table: Mapping[str, Any]) -> str:
+    return f'<div class="card"><h3>{esc(head)}</h3>{_pairs([(k.split(".", 1)[-1], _shown(v)) for k, v in table.items()])}</div>'
 
 
 def _environment(report: Report) -> str:
@@ -247,7 +247,7 @@ def _environment(report: Report) -> str:
     for key, word in (("parameters", "trained numbers"), ("blocks", "blocks"), ("test_records", "test records")):
         if (value := number(first.get(key))) is not None:
             pairs.append((word, f"{value:,.0f}"))
-    out = f'<div class="card"><h3>Versions and sizes</h3>{_pairs(pairs)}</div>' if pairs else ""
+    out = f'<div class="card stack"><h3>Versions and sizes</h3>{_pairs(pairs)}</div>' if pairs else ""
     if not report.public and runs:
         head = ["run", "method", "seed", "state", "rounds", "accuracy", "seconds"]
         rows = [_run_line(group, run) for group in report.groups for run in group.runs]

@@ -8,13 +8,14 @@ from typing import Any
 
 from dpfed.engine.accounts import NO_PRIVACY, SEEDED
 from dpfed.privacy.statement import NOT_COVERED, PUBLIC
+from dpfed.report.figures import short
 from dpfed.report.gather import Group, RunData, number
 from dpfed.report.public import LEFT_OUT
 from dpfed.report.tables import Row, Table, best_of, larger_epsilon, size
 
 OPERATOR = (
-    "For the operator's eyes. This page shows who took part and what clients hold; `dpfed report --public` makes one without "
-    "that."
+    "For the operator only: this page shows what single clients have spent and what they hold. Made with --public, a page "
+    "leaves that out."
 )
 
 
@@ -79,7 +80,7 @@ def cards(groups: Sequence[Group]) -> list[Card]:
     out = [Card("Accuracy", f"{100 * (row.mean or 0):.1f} %", "; ".join(note for note in notes if note))]
     server, third = (group.epsilon[view] for view in ("server_worst", "third_party"))
     delta = number(group.first("delta")) or (group.privacy.planned.delta if group.privacy else None)
-    at = f", δ = {delta:g}" if delta else ""
+    at = f", δ\u00a0=\u00a0{short(delta)}".replace("-", "\u2011") if delta else ""
     if server is not None:
         out.append(Card("Epsilon, server", f"{server:.2f}", f"it sees every message of a client in every round{at}"))
     if third is not None:

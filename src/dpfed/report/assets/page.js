@@ -38,15 +38,16 @@
       out.line = { width: 0, color: hue };
     } else if (meta.role === "line") {
       out.line = { color: hue, width: 2.2, dash: meta.dash || DASHES[i % DASHES.length] };
+      if (meta.shape) { out.line.shape = meta.shape; out.line.dash = meta.dash || "solid"; out.fill = "tozeroy"; out.fillcolor = faded(hue, 0.12); }
       out.marker = Object.assign({}, trace.marker, { color: hue, size: 7, symbol: MARKERS[i % MARKERS.length] });
     } else if (meta.role === "bar") {
       out.marker = {
-        color: faded(hue, 0.85), line: { color: hue, width: 1 },
-        pattern: { shape: PATTERNS[i % PATTERNS.length], fgcolor: look.card, fgopacity: 0.8, size: 6, solidity: 0.25 }
+        color: faded(hue, 0.85), line: { width: 0 },
+        pattern: { shape: PATTERNS[i % PATTERNS.length], fillmode: "overlay", fgcolor: look.card, fgopacity: 0.8, size: 6, solidity: 0.25 }
       };
     } else if (meta.role === "map") {
       out.colorbar = Object.assign({}, trace.colorbar, { tickfont: { color: look.soft } });
-      out.colorbar.title = Object.assign({}, trace.colorbar.title, { font: { color: look.soft } });
+      out.colorbar.title = Object.assign({}, trace.colorbar.title, { font: { color: look.soft, size: 12 } });
     }
     return out;
   }
@@ -71,13 +72,13 @@
     out.paper_bgcolor = out.plot_bgcolor = look.card;
     out.xaxis = axis(spec.layout.xaxis, look);
     out.yaxis = axis(spec.layout.yaxis, look);
-    out.margin = { l: 8, r: 12, t: 8, b: 8 };
-    out.height = spec.height;
+        out.height = spec.height;
     out.uirevision = "kept";
     out.hovermode = spec.data.some(function (t) { return t.type === "heatmap"; }) ? "closest" : "x unified";
     out.hoverlabel = { bgcolor: look.card, bordercolor: look.grid, font: { color: look.ink } };
     var named = spec.data.filter(function (t) { return t.showlegend !== false && t.type !== "heatmap"; });
     out.showlegend = named.length > 1;
+    out.margin = { l: 8, r: 12, t: out.showlegend ? 40 : 10, b: 8 };
     out.legend = { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 12.5, color: look.ink }, bgcolor: "rgba(0,0,0,0)" };
     if (narrow()) { out.dragmode = false; }
     if (printing) { out.width = PRINT_WIDTH; } else { out.autosize = true; }
@@ -136,7 +137,8 @@
   function image(id, format, title) {
     var made = drawn(id);
     made.layout.title = { text: title, x: 0.02, xanchor: "left", font: { size: 18 } };
-    made.layout.margin = { l: 20, r: 24, t: 80, b: 20 };
+    made.layout.margin = { l: 20, r: 24, t: 90, b: 20 };
+    delete made.layout.autosize;
     var high = Math.max(540, figures[id].height);
     Plotly.downloadImage(made, { format: format, filename: figures[id].name, width: 960, height: high, scale: format === "png" ? 2 : 1 });
   }
