@@ -9,6 +9,13 @@ from pathlib import Path
 import pytest
 
 from dpfed.cli.main import main
+from dpfed.compare.arms import parse_arms
+from dpfed.compare.outcomes import Task
+from dpfed.compare.output import write
+from dpfed.compare.study import Study, claim, conduct
+from dpfed.config import build, load, to_dict
+from dpfed.engine.run import run
+from dpfed.registry import registry
 from dpfed.report.page import body, read_report
 from dpfed.report.studies import read_study
 
@@ -28,11 +35,32 @@ def dpfed(*args: str) -> int:
     return 0
 
 
+class InProcess:
+    """Runs at once and here, where a study would start processes."""
+
+    def __init__(self) -> None:
+        self._done: list[str] = []
+
+    def free(self) -> bool:
+        return not self._done
+
+    def start(self, task: Task, folder: Path) -> None:
+        run(build(task.tables, registry()), folder)
+        self._done.append(task.key)
+
+    def wait(self) -> tuple[str, str | None]:
+        return self._done.pop(), None
+
+
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("study") / "s"
-    words = ["--algorithms", "dp-fedavg,dp-fedsam", "--seeds", "2", "--workers", "1", "--lr", "dp-fedavg=0.3"]
-    assert dpfed("compare", *QUICK, *words, "--lr", "dp-fedsam=0.3", "--out", str(out)) == 0
+    base = load("digits", KEYS.split(), registry())
+    grids = dict.fromkeys(("dp-fedavg", "dp-fedsam"), (0.3,))
+    arms = parse_arms("dp-fedavg,dp-fedsam", base, registry(), grids)
+    asked = Study(to_dict(base), tuple(arms), 2, "linear on digits", extra=0, limit=1)
+    with claim(out, asked, False):
+        write(asked, conduct(asked, out, InProcess(), registry()), out)
     return out
 
 
@@ -52,6 +80,7 @@ def test_a_run_becomes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_a_study_becomes_a_page(study: Path) -> None:
     listing, groups = read_study(study, public=False)
+    assert [(e.row.rates, e.row.tuning_runs) for e in listing.entries] == [({"lr": 0.3}, 2)] * 2
     assert [entry.row.label for entry in listing.entries] == ["dp-fedavg", "dp-fedsam"]
     assert [(group.label, len(group.runs)) for group in groups] == [("dp-fedavg", 2), ("dp-fedsam", 2)]
     table = json.loads((study / "table.json").read_text())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,13 @@ def test_wandb_works_offline(
 ) -> None:
     pytest.importorskip("wandb")
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    make_run(tmp_path / "r", "dp-fedavg", 0, *FEW, 'run.trackers=["wandb"]')
+    make_run(tmp_path / "r", "dp-fedavg", 7654, *FEW, 'run.trackers=["wandb"]')
     assert "failed" not in capsys.readouterr().err
     (stored,) = (tmp_path / "r" / "wandb").glob("offline-run-*/run-*.wandb")
-    assert os.path.getsize(stored) > 500
+    for _ in range(100):  # its own process writes the file
+        if stored.stat().st_size > 500:
+            break
+        time.sleep(0.1)
+    content = stored.read_bytes()
+    assert b"epsilon_planned" in content
+    assert b"7654" not in content
