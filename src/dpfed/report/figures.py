@@ -44,6 +44,7 @@ class Figure:
             "data": list(self.traces),
             "layout": {"xaxis": dict(self.x), "yaxis": dict(self.y), **self.more},
             "height": self.height,
+            "wide": self.wide,
             "name": self.id,
             "head": list(self.head),
             "rows": [list(row) for row in self.rows],
@@ -53,6 +54,11 @@ class Figure:
 def short(value: float) -> str:
     """1e-5, not 1e-05."""
     return f"{value:g}".replace("e-0", "e-")
+
+
+def joined(names: Sequence[str]) -> str:
+    """All of a few names, the first of many."""
+    return ", ".join(names) if len(names) <= 2 else f"{names[0]} and {len(names) - 1} more"
 
 
 def inert(text: str) -> str:
@@ -132,7 +138,7 @@ def plans(groups: Sequence[Group]) -> list[tuple[str, Group, Privacy]]:
             found.setdefault(key, ([], group, group.privacy))[0].append(group.label)
     if len(found) == 1:
         return [("", group, privacy) for _, group, privacy in found.values()]
-    return [(", ".join(names), group, privacy) for names, group, privacy in found.values()]
+    return [(joined(names), group, privacy) for names, group, privacy in found.values()]
 
 
 def _limit(group: Group) -> tuple[str, float] | None:
@@ -216,7 +222,7 @@ def clients_epsilon(groups: Sequence[Group]) -> Figure | None:
     for i, (each, names) in enumerate(found.items()):
         counts, _ = np.histogram(each, edges)
         meta = {"series": i, "role": "bar"}
-        name = inert(", ".join(names))
+        name = inert(joined(names))
         traces.append({"type": "bar", "x": middle, "y": counts.tolist(), "name": name, "meta": meta})
         rows += [[name, client, value] for name in names for client, value in enumerate(each)]
     if not traces:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +43,10 @@ def read_study(folder: Path, public: bool) -> tuple[Listing, list[Group]]:
         table = json.loads((folder / "table.json").read_text(encoding="utf-8"))
         listing = Listing(
             title=str(table["title"]),
-            entries=tuple(_entry(record) for record in table["rows"]),
+            entries=tuple(_entry(record, public) for record in table["rows"]),
             axis=str(table["axis"]),
             reference=table["reference"],
-            notes=() if public else tuple(str(note) for note in table["notes"]),
+            notes=() if public else tuple(str(note) for note in table["notes"]),  # they name seeds
         )
     except FileNotFoundError:
         raise DpfedError(f"{folder} has no table yet: let `dpfed compare` finish, then report it") from None
@@ -55,7 +55,7 @@ def read_study(folder: Path, public: bool) -> tuple[Listing, list[Group]]:
     return listing, _groups(folder, listing, public)
 
 
-def _entry(record: Mapping[str, Any]) -> Entry:
+def _entry(record: Mapping[str, Any], public: bool) -> Entry:
     traffic = record.get("traffic")
     row = Row(
         label=str(record["method"]),
@@ -69,7 +69,7 @@ def _entry(record: Mapping[str, Any]) -> Entry:
         epsilon={view: number(record["epsilon"].get(view)) for view in FIGURES},
         guarantee=str(record["guarantee"]),
         traffic={str(k): int(v) for k, v in traffic.items()} if traffic else None,
-        failed=record["failed"] and str(record["failed"]),
+        failed=record["failed"] and ("see the operator's page" if public else str(record["failed"])),
     )
     mean, interval = number(record["difference"]), record["interval"]
     half = (float(interval[1]) - float(interval[0])) / 2 if interval else None
@@ -92,8 +92,7 @@ def _groups(folder: Path, listing: Listing, public: bool) -> list[Group]:
         paths = [folder / RUNS / key for key in keys if is_run(folder / RUNS / key)]
         if paths:
             runs = tuple(read_run_data(path, public) for path in paths)
-            group = Group(arm.label, runs, *privacy_of(paths[0], runs[0], public))
-            out.append(replace(group, label=arm.label))
+            out.append(Group(arm.label, runs, *privacy_of(paths[0], runs[0], public)))
     return out
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from dpfed.engine.accounts import NO_PRIVACY, SEEDED
 from dpfed.privacy.statement import NOT_COVERED, PUBLIC
-from dpfed.report.figures import short
+from dpfed.report.figures import joined, short
 from dpfed.report.gather import Group, RunData, number
 from dpfed.report.public import LEFT_OUT
 from dpfed.report.tables import Row, Table, best_of, larger_epsilon, size
@@ -152,7 +152,7 @@ def statement(groups: Sequence[Group], public: bool) -> list[tuple[str, str]]:
     said = list(dict.fromkeys(g.privacy.planned.assumptions() for g in private if g.privacy))
     for text in said:
         names = [g.label for g in private if g.privacy and g.privacy.planned.assumptions() == text]
-        out.append(("Guarantee" if len(said) == 1 else f"Guarantee of {', '.join(names)}", f"{text}."))
+        out.append(("Guarantee" if len(said) == 1 else f"Guarantee of {joined(names)}", f"{text}."))
     third = first.void or "it holds only while the seed, the cohorts and every figure of a single client stay secret"
     out.append(("Third party", f"{third}{'' if public else '; publish it with --public, never beside the others'}."))
     out += [("Assumed public", f"{PUBLIC}."), ("Not covered", f"{NOT_COVERED}.")]

@@ -8,7 +8,7 @@
   var PATTERNS = ["", "/", "x", "-", "+", "."];
   var PRINT_WIDTH = 660;
   var figures = JSON.parse(document.getElementById("figures").textContent);
-  var printing = false;
+  var printing = false, ready = false;
   var darkQuery = window.matchMedia("(prefers-color-scheme: dark)");
 
   function colour(name) {
@@ -72,7 +72,8 @@
     out.paper_bgcolor = out.plot_bgcolor = look.card;
     out.xaxis = axis(spec.layout.xaxis, look);
     out.yaxis = axis(spec.layout.yaxis, look);
-        out.height = spec.height;
+        var across = narrow() ? 1 : spec.wide ? 5 : 3, many = spec.data.filter(function (t) { return t.showlegend !== false; }).length;
+    out.height = spec.height + 22 * Math.max(0, Math.ceil(many / across) - 1 - (narrow() ? 1 : 0));
     out.uirevision = "kept";
     out.hovermode = spec.data.some(function (t) { return t.type === "heatmap"; }) ? "closest" : "x unified";
     out.hoverlabel = { bgcolor: look.card, bordercolor: look.grid, font: { color: look.ink } };
@@ -112,6 +113,7 @@
   }
 
   function drawAll() {
+    if (!ready) { return; }
     document.querySelectorAll(".plot[data-figure]").forEach(draw);
     document.body.dataset.drawn = document.querySelectorAll(".plot .main-svg").length;
   }
@@ -182,7 +184,6 @@
   window.addEventListener("afterprint", function () { forPrint(false); });
   window.matchMedia("print").addEventListener("change", function (event) { forPrint(event.matches); });
   darkQuery.addEventListener("change", drawAll);
-  drawAll();
 
   // While a run goes on, what has changed is put in its place; zoom and open tables stay as they are.
   function shape(root) {
@@ -219,5 +220,27 @@
       setTimeout(poll, 4000);
     });
   }
-  if (version) { setTimeout(poll, 1500); }
+
+  // The drawing library travels compressed. Its hash is in the page's policy, so that only what was packed runs.
+  function unpack() {
+    var letters = atob(document.getElementById("library").textContent), bytes = new Uint8Array(letters.length);
+    for (var i = 0; i < letters.length; i++) { bytes[i] = letters.charCodeAt(i); }
+    return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+  }
+  function start() {
+    if (!window.DecompressionStream) { throw new Error("DecompressionStream"); }
+    return unpack().then(function (code) {
+      var script = document.createElement("script");
+      script.textContent = code;
+      document.head.append(script);
+      ready = true;
+      drawAll();
+      if (version) { setTimeout(poll, 1500); }
+    });
+  }
+  Promise.resolve().then(start).catch(function (error) {
+    document.querySelectorAll(".plot").forEach(function (plot) {
+      plot.textContent = "This browser cannot draw the figure (" + error.message + "); its numbers are below.";
+    });
+  });
 })();
