@@ -13,10 +13,11 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata, resources
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from dpfed.engine.folder import versions
 from dpfed.errors import DpfedError
 from dpfed.report import words
 from dpfed.report.figures import Figure, all_figures
@@ -171,7 +172,8 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], best: Sequence[in
 
 
 def _comparison(report: Report) -> str:
-    return "".join(f'<div class="card stack">{_listing(listing)}</div>' for listing in report.listings)
+    cards = "".join(f'<div class="card stack">{_listing(listing)}</div>' for listing in report.listings)
+    return f'<div class="stack">{cards}</div>' if cards else ""
 
 
 def _strong(text: str) -> str:
@@ -323,7 +325,7 @@ def render(report: Report, version: str = "") -> str:
         f"default-src 'none'; script-src {_hash(library)} {_hash(script)}; style-src 'unsafe-inline'; "
         f"img-src data: blob:; font-src data:; base-uri 'none'; form-action 'none'; connect-src {chr(39)}{'self' if version else 'none'}{chr(39)}"
     )
-    made = f"Made by dpfed {metadata.version('dpfed')}. The page needs no network and sends nothing anywhere."
+    made = f"Made by dpfed {versions()['dpfed']}. The page needs no network and sends nothing anywhere."
     watched = f' data-version="{esc(version)}"' if version else ""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

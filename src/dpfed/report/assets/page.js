@@ -239,6 +239,7 @@
     });
   }
   Promise.resolve().then(start).catch(function (error) {
+    console.error(error);
     document.querySelectorAll(".plot").forEach(function (plot) {
       plot.textContent = "This browser cannot draw the figure (" + error.message + "); its numbers are below.";
     });
