@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -15,7 +16,7 @@ from report_case import SEEDS
 
 from dpfed.engine.accounts import read_accounts
 from dpfed.errors import DpfedError
-from dpfed.report.gather import Group, RunData, grouped, labels
+from dpfed.report.gather import Group, RunData, grouped, labels, rounds_shown
 from dpfed.report.page import Report, body, inlined, read_report, render
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'"
@@ -199,6 +200,16 @@ def test_runs_are_told_apart_by_what_differs() -> None:
     assert labels([one, {**one, "algorithm.name": "b", "algorithm.lr": 3}]) == ["a", "b"]
     assert labels([one, {**one, "data.alpha": 0.1}]) == ["a, alpha 0.5", "a, alpha 0.1"]
     assert labels([one, dict(one)]) == ["a", "a (2)"]  # told apart by something that a public page does not name
+
+
+def test_epsilon_is_computed_most_often_where_it_bends() -> None:
+    assert rounds_shown(1) == (1,)
+    assert rounds_shown(3) == (1, 2, 3)
+    some = rounds_shown(1000)
+    assert (some[0], some[-1]) == (1, 1000)
+    assert len(some) <= 18
+    assert sum(t <= 10 for t in some) >= 4
+    assert max(b - a for a, b in itertools.pairwise(some)) <= 170
 
 
 def test_a_run_that_goes_on_or_is_damaged_is_still_shown(runs: list[Path], tmp_path: Path) -> None:

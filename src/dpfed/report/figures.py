@@ -178,6 +178,8 @@ def epsilon_over_rounds(groups: Sequence[Group]) -> Figure | None:
         "What the plan allows after each round. The server sees every message and who took part; a third party sees only "
         "the global models, and not who took part. Smaller is more private."
     )
+    if len(found[0][2].over_rounds()[0]) < found[0][2].planned.rounds:
+        caption += f" Computed at {len(found[0][2].over_rounds()[0])} rounds and joined by lines."
     y = axis(f"epsilon at δ = {short(delta)}", rangemode="tozero")
     head = ["view", "round", "epsilon"]
     more = {"marks": shapes}

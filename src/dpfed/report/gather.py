@@ -39,7 +39,7 @@ ALIKE = frozenset(
         "run.trackers",
     }
 )
-POINTS = 17  # rounds at which epsilon is computed for a curve; a query of the accountant takes a while
+POINTS = 12  # rounds at which epsilon is computed for a curve; a query of the accountant takes a while
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,15 @@ def number(value: Any) -> float | None:
 
 @lru_cache(maxsize=64)
 def _over_rounds(planned: Planned) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
-    at, server, third = planned.over_rounds(POINTS)
-    return tuple(at), tuple(server), tuple(third)
+    at = rounds_shown(planned.rounds)
+    return at, tuple(planned.server(t) for t in at), tuple(planned.third_party_after(t) for t in at)
+
+
+def rounds_shown(rounds: int) -> tuple[int, ...]:
+    """Some rounds, closer at the beginning, where epsilon bends most: a line between two points lies below the curve."""
+    few = max(1, POINTS - 1)
+    early = {round(rounds ** (i / few)) for i in range(POINTS)}
+    return tuple(sorted(early | {max(1, round(rounds * i / 6)) for i in range(1, 7)}))
 
 
 @lru_cache(maxsize=64)

@@ -168,7 +168,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], best: Sequence[in
         for i, row in enumerate(rows)
     )
     table = f'<table class="{kind}"><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table>'
-    return f'<div class="scroll" tabindex="0">{table}</div>'
+    return f'<div class="scroll" role="region" aria-label="Table" tabindex="0">{table}</div>'
 
 
 def _comparison(report: Report) -> str:
