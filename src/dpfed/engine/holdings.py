@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dpfed.engine.durable import write_file
 from dpfed.engine.setup import Job
+from dpfed.errors import DpfedError
 
 FILE = "holdings.json"
 RELEASE = "not private: counts of simulated clients' labels, for the operator only"
@@ -33,4 +33,7 @@ def write_holdings(folder: Path, job: Job) -> None:
     if job.config.run.noise == "os" or not job.model.classifies or not 0 < cells <= MOST:
         return
     table = {"release": RELEASE, "classes": list(job.classes), "labels": label_counts(job).tolist()}
-    write_file(folder / FILE, lambda file: file.write(json.dumps(table).encode()))
+    try:  # nothing follows from this file, so it need not outlive a power cut
+        (folder / FILE).write_text(json.dumps(table), encoding="utf-8")
+    except OSError as error:
+        raise DpfedError(f"{folder / FILE} cannot be written: {error.strerror or error}") from None
