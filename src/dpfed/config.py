@@ -149,6 +149,10 @@ class RunSection:
     diagnostics: Annotated[
         bool, "record spread of v, histograms of m and √v, client drift of simulated clients: not private"
     ] = False
+    trackers: Annotated[
+        tuple[Literal["tensorboard", "mlflow", "wandb"], ...],
+        "who else is told of each round, of what may be published",
+    ] = ()
     min_clients: Annotated[int | None, Ge(1), "stop when fewer are within their budget; default: the whole cohort"] = (
         None
     )

@@ -20,6 +20,7 @@ from dpfed.cli.list import list_names
 from dpfed.cli.model import app as model
 from dpfed.cli.overview import Screen
 from dpfed.cli.privacy import privacy
+from dpfed.cli.report import report
 from dpfed.cli.run import run
 from dpfed.errors import DpfedError
 
@@ -36,6 +37,7 @@ app.command("compare")(compare)
 app.command("privacy")(privacy)
 app.command("audit")(audit)
 app.command("bench")(bench)
+app.command("report")(report)
 app.command("export")(export)
 app.command("list")(list_names)
 app.add_typer(data)

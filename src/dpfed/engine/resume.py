@@ -12,7 +12,8 @@ from dpfed.config import Config, to_dict
 from dpfed.engine.folder import CHECKPOINTS, CONFIG, LEDGER, METRICS, RESULT
 from dpfed.errors import DpfedError
 
-MAY_CHANGE = ("eval_every", "checkpoint_every", "memory_limit", "threads", "timeout")  # of [run], when a run goes on
+# of [run], when a run goes on
+MAY_CHANGE = ("eval_every", "checkpoint_every", "memory_limit", "threads", "timeout", "trackers")
 
 
 def extendable(config: Config) -> bool:

@@ -19,6 +19,7 @@ from dpfed.engine.diagnostics import Diagnostics, refuse_real_noise
 from dpfed.engine.distributed import Distributed, Group, agree, follow
 from dpfed.engine.fleet import Fleet
 from dpfed.engine.folder import RunFolder, fresh_folder, refuse_occupied
+from dpfed.engine.holdings import write_holdings
 from dpfed.engine.memory import ClientMemory
 from dpfed.engine.metrics import task_metrics
 from dpfed.engine.prior import past_of
@@ -30,6 +31,7 @@ from dpfed.engine.traffic import traffic
 from dpfed.errors import DivergedError, DpfedError, InterruptedRunError, StoppedError
 from dpfed.privacy.ledger import Ledger
 from dpfed.privacy.statement import Past, assumptions
+from dpfed.report.trackers import Trackers, refuse_missing
 
 SIMULATION = f"{SEEDED}: not for release"
 RELEASABLE = "the model may be released under its privacy statement; all else in the folder is for the server only"
@@ -60,6 +62,7 @@ def run(
     InterruptedRunError to end the run there. With `group` this process leads others, which call `assist`.
     """
     refuse_real_noise(config)
+    refuse_missing(config)
     out = out or fresh_folder(config)
     if resume:
         refuse_other(out, config)
@@ -78,13 +81,17 @@ def run(
     note = release_note(config, job.plan.private)
     name = name_of(out) if resume else uuid.uuid4().hex
     folder = RunFolder(out, config, note, force, resume)
+    trackers = Trackers(config, out, budget.planned if budget else None)
     try:
         if resume:
             refuse_other(out, config)  # again, now that nobody else is at work here
         else:
             folder.begin(name, note)
-        return _train(job, budget, folder, name, note, begin, observe, resume, stop, group)
+            write_holdings(out, job)
+        told = trackers.beside(observe)
+        return trackers.end(_train(job, budget, folder, name, note, begin, told, resume, stop, group))
     finally:
+        trackers.finish()
         folder.close()
 
 

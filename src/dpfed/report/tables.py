@@ -244,7 +244,7 @@ def grid(table: Table) -> tuple[list[str], list[list[Row | None]]] | None:
 Bold = Callable[[str], str]
 
 
-def _grid_words(table: Table, bold: Bold) -> tuple[list[str], list[list[str]]] | None:
+def grid_words(table: Table, bold: Bold) -> tuple[list[str], list[list[str]]] | None:
     found = grid(table)
     if found is None:
         return None
@@ -270,7 +270,7 @@ def _grid_words(table: Table, bold: Bold) -> tuple[list[str], list[list[str]]] |
 
 def to_markdown(table: Table) -> str:
     parts = [f"# {table.title}"]
-    laid_out = _grid_words(table, lambda text: f"**{text}**")
+    laid_out = grid_words(table, lambda text: f"**{text}**")
     if laid_out is not None:
         parts.append(_pipes(*laid_out))
     head, body = cells(table)
@@ -312,7 +312,7 @@ def to_latex(table: Table) -> str:
         return "\x00" + text + "\x01"  # marked before escaping, made bold after
 
     blocks = []
-    laid_out = _grid_words(table, strong)
+    laid_out = grid_words(table, strong)
     if laid_out is not None:
         blocks.append(_tabular(*laid_out))
     head, body = cells(table)

@@ -1,0 +1,88 @@
+"""The page of a run that goes on: news as they come, for this machine only, and nothing else of the disk."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dpfed.errors import DpfedError
+from dpfed.report.watch import open_server
+
+
+@pytest.fixture
+def live(runs: list[Path], tmp_path: Path) -> Path:
+    """A run that has come to round 1."""
+    run = shutil.copytree(runs[0], tmp_path / "live")
+    name = json.loads((run / "run.json").read_text())["run"]
+    (run / "run.json").write_text(
+        json.dumps({"run": name, "state": "running", "release": "simulation: not for release"})
+    )
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:2]))
+    (tmp_path / "rest").write_text("".join(lines[2:]))
+    return run
+
+
+@pytest.fixture
+def port(live: Path) -> Iterator[int]:
+    with open_server([live], False, 0) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield int(server.server_address[1])
+        server.shutdown()
+        thread.join()
+
+
+def get(port: int, path: str, host: str | None = None, method: str = "GET") -> tuple[int, bytes]:
+    link = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    link.request(method, path, headers={"Host": host} if host else {})
+    answer = link.getresponse()
+    content = answer.read()
+    link.close()
+    return answer.status, content
+
+
+def test_news_come_as_lines_do(port: int, live: Path) -> None:
+    status, page = get(port, "/")
+    assert status == 200
+    assert b"round 1 of 3" in page
+    version = page.split(b'data-version="', 1)[1].split(b'"', 1)[0].decode()
+    assert get(port, f"/state.json?seen={version}") == (204, b"")
+    with (live / "metrics.jsonl").open("a") as file:
+        file.write((live.parent / "rest").read_text())
+    status, news = get(port, f"/state.json?seen={version}")
+    state = json.loads(news)
+    assert status == 200
+    assert state["version"] != version
+    assert "round 3 of 3" in state["html"]
+    assert state["figures"]["accuracy"]["data"][0]["x"] == [0, 1, 2, 3]
+    assert get(port, f"/state.json?seen={state['version']}")[0] == 204
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "127.0.0.1:1", ""])
+def test_whoever_asks_by_another_name_is_refused(port: int, host: str) -> None:
+    assert get(port, "/", host or "x")[0] == 403
+
+
+def test_this_machine_by_its_other_name_is_answered(port: int) -> None:
+    assert get(port, "/state.json?seen=", f"localhost:{port}")[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/run.json", "/../run.json", "/ledger.sqlite", "/static/", "/%2e%2e/x"])
+def test_nothing_else_is_served(port: int, path: str) -> None:
+    assert get(port, path)[0] == 404
+
+
+def test_only_reading_is_possible(port: int) -> None:
+    assert get(port, "/", method="POST")[0] == 501
+
+
+def test_a_port_in_use_is_one_sentence(port: int, live: Path) -> None:
+    with pytest.raises(DpfedError, match="choose another --port"):
+        open_server([live], False, port)
