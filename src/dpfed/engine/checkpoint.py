@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,16 @@ KEPT = 2  # a damaged newest checkpoint leaves the one before it
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was read back and verified. `taken`: rounds each client took part in."""
+    """A checkpoint that was read back and verified.
+
+    taken    rounds each client took part in
+    backend  what the backend knows besides the state (`RemoteBackend.remembered`)
+    """
 
     progress: Progress
     taken: np.ndarray
     memory: dict[int, Entry]
+    backend: dict[str, Any] = field(default_factory=dict)
 
 
 class Checkpoints:
@@ -61,7 +66,7 @@ class Checkpoints:
     def __init__(self, folder: Path, job: str, memory: ClientMemory) -> None:
         self._folder, self._job, self._memory = folder, job, memory
 
-    def save(self, progress: Progress, taken: np.ndarray) -> None:
+    def save(self, progress: Progress, taken: np.ndarray, backend: dict[str, Any] | None = None) -> None:
         """On disk when it returns."""
         name = f"round-{progress.t}"
         # Copies, because two fields of a state may be the same tensor, which safetensors refuses.
@@ -77,6 +82,7 @@ class Checkpoints:
             "memory": {str(i): [e.file, e.sha256] for i, e in sorted(self._memory.save().items())},
             "clients": len(taken),
             "taken": {str(i): int(taken[i]) for i in np.flatnonzero(taken)},
+            **({"backend": backend} if backend else {}),
         }
         text = json.dumps({**index, "sha256": _seal(index)}, indent=1)
         write_file(self._folder / f"{name}.json", lambda file: file.write(text.encode()))
@@ -109,6 +115,7 @@ class Checkpoints:
             memory = {int(i): Entry(Path(file).name, str(sha)) for i, (file, sha) in index["memory"].items()}
             job, clip = index["job"], float(index["clip"])
             t, seconds = int(index["round"]), float(index["seconds"])
+            backend = dict(index.get("backend", {}))
         except DAMAGE:
             raise DpfedError(f"the checkpoint {path} is damaged") from None
         if job != self._job:
@@ -117,7 +124,7 @@ class Checkpoints:
             state = first.with_tensors(tensors, clip)
         except ValueError as error:
             raise DpfedError(f"the checkpoint {path} was written by another version of dpfed: {error}") from None
-        return Saved(Progress(t, state, seconds), taken, memory)
+        return Saved(Progress(t, state, seconds), taken, memory, backend)
 
     def _indexes(self) -> list[Path]:
         """Newest first."""

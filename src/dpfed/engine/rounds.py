@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from dpfed.engine.fleet import context
 from dpfed.engine.setup import Job
 from dpfed.engine.spending import Spending
 from dpfed.engine.state import State
-from dpfed.errors import DivergedError
+from dpfed.errors import DivergedError, DpfedError
 from dpfed.privacy.records import Records
 
 
@@ -25,6 +25,18 @@ class Backend(Protocol):
     """Computes a cohort: the fleet in this process, several processes, or clients on a network."""
 
     def run_cohort(self, t: int, state: State, clients: Sequence[int]) -> tuple[Message, int]: ...
+
+
+class RemoteBackend(Backend, Protocol):
+    """A backend with knowledge of its own, which a checkpoint has to hold; JSON can."""
+
+    def remembered(self) -> dict[str, Any]: ...
+
+    def restore(self, remembered: Mapping[str, Any]) -> None: ...
+
+
+class LostRoundError(DpfedError):
+    """Nothing came of a round, and the run can do without it: the state stays, and the next round comes."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +99,12 @@ def train(
         able = spending.enough(t)
         cohort = choose(job, t, able)
         spending.charge(t, cohort)  # before anything of this round is released
-        mean, answered = backend.run_cohort(t, state, cohort)
         clip = state.clip
-        state = aggregate(job, t, state, cohort, mean, answered)
+        try:
+            mean, answered = backend.run_cohort(t, state, cohort)
+            state = aggregate(job, t, state, cohort, mean, answered)
+        except LostRoundError:
+            pass  # the backend has said why; what was charged stays charged
         if not job.config.run.allow_nan:
             _refuse_nonfinite(state.server, t)
         scored = t % job.config.run.eval_every == 0 or t == job.config.run.rounds
@@ -117,10 +132,14 @@ def choose(job: Job, t: int, able: np.ndarray) -> list[int]:
     return sorted(int(i) for i in chosen)
 
 
-def evaluate(job: Job, theta: Tensor, test: Records | None = None, batch: int = 1024) -> tuple[float, float]:
-    """Accuracy and mean loss on the server's test set."""
+def evaluate(
+    job: Job, theta: Tensor, test: Records | None = None, batch: int = 1024
+) -> tuple[float | None, float | None]:
+    """Accuracy and mean loss on the server's test set; none of both where there is no such set."""
     test = test or job.test
     right, loss = 0.0, 0.0
+    if len(test.labels) == 0:
+        return None, None
     for first in range(0, len(test.labels), batch):
         rows = torch.arange(first, min(first + batch, len(test.labels)), device=job.device)
         inputs, labels = test.take(rows)

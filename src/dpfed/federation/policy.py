@@ -19,7 +19,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from dpfed.config import DataSection, ModelSection, Registry, nearest, parse
 from dpfed.errors import DpfedError
-from dpfed.federation.wire import Terms
+from dpfed.federation.wire import Terms, WireError
 from dpfed.privacy.accounting import check_delta, epsilon, rdp_epsilon
 from dpfed.privacy.ledger_file import nameable
 from dpfed.privacy.mechanism import Mechanism
@@ -27,8 +27,19 @@ from dpfed.privacy.mechanism import Mechanism
 History = Sequence[tuple[Mechanism, int]]
 
 
-class RefusedError(DpfedError):
+class ToldError(DpfedError):
+    """What a client tells the server: every word of it follows from requests, policy and ledger, none from records."""
+
+
+class RefusedError(ToldError):
     """A request that this client does not answer. Nothing was computed and nothing was spent."""
+
+
+def told(error: BaseException) -> str:
+    """What the server may know of an error. Any other text could hold a piece of a record or a path: it stays here."""
+    if isinstance(error, ToldError | WireError):
+        return str(error)
+    return "it failed, and its own log says why"
 
 
 @dataclass(frozen=True)
