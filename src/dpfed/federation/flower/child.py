@@ -71,13 +71,13 @@ def superlink(secret: str) -> None:
     import uvicorn
     from flwr.superlink.routers.fleet import node_auth
 
-    node_auth.SYSTEM_TIME_TOLERANCE = CLOCKS
+    vars(node_auth)["SYSTEM_TIME_TOLERANCE"] = CLOCKS
     run = uvicorn.run
 
     def guarded(app: Any, **options: Any) -> None:
         run(app=Guard(app, secret), **options)
 
-    uvicorn.run = guarded  # type: ignore[assignment]
+    uvicorn.run = guarded
     from flwr.superlink.cli import flower_superlink
 
     flower_superlink()
