@@ -127,6 +127,23 @@ def test_who_is_not_connected_is_not_waited_for_as_long() -> None:
     assert ask(grid, timeout=60.0, absent=0.02) == {"a": b"of a"}
 
 
+def test_who_stays_away_holds_up_one_round_and_not_every_one() -> None:
+    grid = FakeGrid(a=answering(b"of a"), b=answering(b"of b"))
+    away = grid.nodes.pop(101)
+    transport: Any = GridTransport(grid, KEYS, absent=0.05)  # type: ignore[arg-type]
+    requests = {"a": b"for a", "b": b"for b"}
+    assert transport.send_all(requests, 60.0) == {"a": b"of a"}
+    first, grid.polls = grid.polls, 0
+    assert transport.send_all(requests, 60.0) == {"a": b"of a"}
+    assert grid.polls == 1 < first
+    del grid.nodes[100]
+    grid.polls = 0
+    assert transport.send_all(requests, 60.0) == {}
+    assert grid.polls > 1, "where nobody is there, all are waited for"
+    grid.nodes[101] = away
+    assert transport.send_all({"b": b"for b"}, 60.0) == {"b": b"of b"}
+
+
 def test_a_client_that_connects_late_is_asked_then() -> None:
     grid = FakeGrid(a=answering(b"of a"), b=answering(b"of b"))
     late = grid.nodes.pop(101)

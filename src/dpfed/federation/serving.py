@@ -70,4 +70,10 @@ def serve(
 ) -> dict[str, Any]:
     """For Flower's own commands: real noise always, and clients known by their keys."""
     settings = config_for(config, overrides, out, resume, seeded=False)
-    return serve_over(settings, out, resume, grid, client_keys(keys, client_names(settings)), say)
+
+    def observe(round: Round) -> None:
+        accuracy = "-" if round.accuracy is None else f"{round.accuracy:.3f}"
+        say(f"round {round.t}/{settings.run.rounds}  accuracy {accuracy}  {round.seconds:.1f} s")
+
+    known = client_keys(keys, client_names(settings))
+    return serve_over(settings, out, resume, grid, known, say, observe=observe)

@@ -136,3 +136,16 @@ clientapp = "dpfed.federation.flower.apps:client"
         "LICENSE": b"No rights are needed for this folder: it holds names only.\n",
         "README.md": b"# A federation run by dpfed\n",
     }
+
+
+def write_app(folder: Path) -> None:
+    """`python -m dpfed.federation.flower.apps DIR`"""
+    if folder.exists():
+        raise DpfedError(f"{folder} is there already: choose another folder")
+    folder.mkdir(parents=True)
+    for name, data in app_files().items():
+        (folder / name).write_bytes(data)
+
+
+if __name__ == "__main__":
+    write_app(Path(sys.argv[1]))

@@ -44,6 +44,7 @@ class GridTransport:
     keys      name -> public key (PEM) of every client; None, for tests on one machine: nodes are asked for their names
     absent    seconds that clients are waited for while none of those still missing is connected
     stop      called while waiting, and may raise
+    kind      which function of a ClientApp answers
     alive     called when the link does not answer, and raises if it is gone for good
     """
 
@@ -54,11 +55,14 @@ class GridTransport:
         absent: float = 30.0,
         stop: Callable[[], None] = lambda: None,
         alive: Callable[[], None] = lambda: None,
+        kind: str = TRAIN,
     ) -> None:
+        self._kind = kind
         self._grid, self._absent, self._stop, self._alive = grid, absent, stop, alive
         self._names = None if keys is None else {key: name for name, key in keys.items()}
         self._greeted: dict[str, Asked] = {}  # greetings under way, by message
         self._known: dict[int, str] = {}  # names that nodes have said
+        self._gone: set[str] = set()  # waited for in vain last time: a round is not held up by them again
 
     def send_all(self, requests: Mapping[str, bytes], timeout: float) -> dict[str, bytes | Exception]:
         """A client that connects again in the meantime is asked again; answers to earlier calls are never looked at."""
@@ -80,11 +84,13 @@ class GridTransport:
                 self._alive()
                 connected = {}
             missing = requests.keys() - answers.keys()
-            if not missing:
+            hoped_for = missing & connected.keys() or not answers or missing - self._gone
+            if not missing or not hoped_for:
                 break
             time.sleep(POLL)
             now = time.monotonic()
             heard = now if missing & connected.keys() else heard
+        self._gone = requests.keys() - answers.keys() - places.keys()
         return answers
 
     def wait_for(self, names: Iterable[str], enough: int, limit: float, say: Callable[[str], None]) -> None:
@@ -135,7 +141,7 @@ class GridTransport:
                 self._known[asked.node] = slip(reply.content, NAME)
 
     def _ask(self, name: str, place: Place, data: bytes, timeout: float) -> dict[str, Asked]:
-        return self._push(name, place.node, TRAIN, lambda ticket: parcel(data, ticket), timeout)
+        return self._push(name, place.node, self._kind, lambda ticket: parcel(data, ticket), timeout)
 
     def _push(self, name: str, node: int, kind: str, content: Callable[[str], Any], ttl: float) -> dict[str, Asked]:
         """What Flower still holds when its time is over is never delivered: nobody spends for a round that is past."""
