@@ -1,0 +1,103 @@
+"""`python -m dpfed.federation.flower.child superlink|supernode PARENT ...`: Flower's process, ended with its parent.
+
+The parent ends its children on every way out; this is for the one way on which it cannot, being killed. On Linux the
+kernel sends the signal at once, and a thread looks every second wherever that does not work.
+
+A SuperLink here serves clients to everyone, and everything else only to whoever holds the secret: Flower has one port
+for all of it, where anyone could otherwise register keys, stop the run, or start one of their own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hmac
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+PDEATHSIG = 1
+SECRET_VARIABLE = "DPFED_LINK_SECRET"
+SECRET_HEADER = "x-dpfed-secret"
+OPEN_PATHS = ("/v1/fleet/", "/health")
+CLOCKS = 900  # seconds by which a client's clock may differ; what Flower compares it with is inside TLS anyway
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Served = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+def end_with(parent: int) -> None:
+    """This process ends when its parent has."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    if os.getppid() != parent:  # it was gone before the first line here
+        os._exit(1)
+    threading.Thread(target=watch, daemon=True).start()
+
+
+class Guard:
+    """An ASGI application in front of the SuperLink's: what is not for clients needs the secret."""
+
+    def __init__(self, app: Served, secret: str) -> None:
+        self._app, self._secret = app, secret.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or (scope["type"] == "http" and self._allowed(scope)):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 404, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+
+    def _allowed(self, scope: Scope) -> bool:
+        if str(scope["path"]).startswith(OPEN_PATHS):
+            return True
+        given = dict(scope["headers"]).get(SECRET_HEADER.encode(), b"")
+        return hmac.compare_digest(given, self._secret)
+
+
+def superlink(secret: str) -> None:
+    """Flower's own SuperLink by its own arguments, with the guard in front."""
+    import uvicorn
+    from flwr.superlink.routers.fleet import node_auth
+
+    node_auth.SYSTEM_TIME_TOLERANCE = CLOCKS
+    run = uvicorn.run
+
+    def guarded(app: Any, **options: Any) -> None:
+        run(app=Guard(app, secret), **options)
+
+    uvicorn.run = guarded  # type: ignore[assignment]
+    from flwr.superlink.cli import flower_superlink
+
+    flower_superlink()
+
+
+def supernode() -> None:
+    from flwr.supernode.cli import flower_supernode
+
+    flower_supernode()
+
+
+def main() -> None:
+    kind, parent = sys.argv[1], int(sys.argv[2])
+    end_with(parent)
+    sys.argv = [f"flower-{kind}", *sys.argv[3:]]
+    if kind == "superlink":
+        superlink(os.environ.pop(SECRET_VARIABLE))
+    else:
+        supernode()
+
+
+if __name__ == "__main__":
+    main()
