@@ -56,15 +56,15 @@ def keep_going(address: Address, home: Path, link: LinkSection | None, app: Clie
 
     been_there, failed = False, 0
     while True:
+        before = written(home)
         process, own, secret = supernode(address, home, link)
-        before = process.log.stat().st_size if process.log.exists() else 0
         try:
             work(process, own, secret, app, stop)
         finally:
             process.end()
-        been_there = been_there or came_up(process.log, before)
-        failed = 0 if came_up(process.log, before) else failed + 1
-        why = last_line(process.log)
+        came = came_up(process.log, before)
+        been_there, failed = been_there or came, 0 if came else failed + 1
+        why = last_line(process.log, before)
         if failed >= TRIES and not been_there:
             raise DpfedError(f"{address} does not take this client ({why}): check link.address, link.ca and link.key")
         wait = min(LONGEST_WAIT, 2.0 ** min(failed + 1, 6))
@@ -94,6 +94,12 @@ def work(process: Process, own: Address, secret: str, app: ClientApp, stop: Stop
             time.sleep(POLL)
     finally:
         tasks.close()
+
+
+def written(home: Path) -> int:
+    """Bytes in the SuperNode's log before it is started again."""
+    log = home / "supernode.log"
+    return log.stat().st_size if log.exists() else 0
 
 
 def came_up(log: Path, before: int) -> bool:

@@ -26,7 +26,9 @@ def keys(
             raise DpfedError("--client makes one pair on the client's own machine: leave out --server and --clients")
         for path in make_client(folder, client):
             print(path)
-        print(f"send {folder / client}.pub to the server's people; client.key stays here and is link.key in client.toml")
+        print(
+            f"send {folder / client}.pub to the server's people; client.key stays here and is link.key in client.toml"
+        )
         return
     if server is None:
         raise DpfedError("give the host that clients connect to: --server hub.example.org")

@@ -89,7 +89,9 @@ def check_private(path: Path) -> None:
     except OSError as error:
         raise DpfedError(f"{path} cannot be read: {error.strerror}; link.key is this client's private key") from None
     except (ValueError, TypeError, UnsupportedAlgorithm):
-        raise DpfedError(f"{path} is not an unencrypted private key as `dpfed keys` or ssh-keygen writes them") from None
+        raise DpfedError(
+            f"{path} is not an unencrypted private key as `dpfed keys` or ssh-keygen writes them"
+        ) from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise DpfedError(f"{path} is not an elliptic-curve key: make one with `dpfed keys` or ssh-keygen -t ecdsa")
     if os.name == "posix" and path.stat().st_mode & 0o077:

@@ -7,7 +7,9 @@ nothing listens or connects but on this machine itself.
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -18,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from annotated_types import MinLen
 
@@ -34,6 +36,8 @@ QUIET = {
 }
 CHILD = "dpfed.federation.flower.child"
 PORT = 8000
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+NOISE = ("INFO", "WARNING", "For more information", "Finished")
 ENDING = 8.0  # seconds that a process has to end by itself; a SuperNode takes five of them
 
 
@@ -249,22 +253,24 @@ def free_port() -> int:
         return port
 
 
-def last_line(log: Path) -> str:
-    """The last line of a log that says something."""
+def last_line(log: Path, start: int = 0) -> str:
+    """Why a process of Flower's ended, as its log has it: what its last error says, or else the last line."""
     try:
         with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 4096))
-            lines = file.read().decode(errors="replace").splitlines()
+            file.seek(max(start, log.stat().st_size - 8192))
+            lines = COLOURS.sub("", file.read().decode(errors="replace")).splitlines()
     except OSError:
         return "it wrote nothing"
-    said = [line.strip() for line in lines if line.strip() and "For more information" not in line]
-    return said[-1][:200] if said else "it wrote nothing"
+    said = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith(NOISE)]
+    errors = [i for i, line in enumerate(said) if line.startswith(("ERROR", "CRITICAL"))]
+    told = said[errors[-1] : errors[-1] + 3] if errors else said[-1:]
+    return " ".join(" ".join(told).split())[:200] if told else "it wrote nothing"
 
 
 def quiet_here() -> None:
     """The same settings for what of Flower runs in this process; before it is imported."""
-    defaults: dict[str, Any] = QUIET
-    os.environ.update(defaults)
+    os.environ.update(QUIET)
+    logging.getLogger("flwr").addFilter(lambda record: record.levelno >= logging.ERROR)
 
 
 def need_flower() -> None:

@@ -45,7 +45,11 @@ def client_app(
         except Exception as error:
             if debug or not isinstance(error, DpfedError):
                 traceback.print_exc()
-            log(f"did not answer: {error}" if isinstance(error, DpfedError) else f"failed: {type(error).__name__}: {error}")
+            log(
+                f"did not answer: {error}"
+                if isinstance(error, DpfedError)
+                else f"failed: {type(error).__name__}: {error}"
+            )
             return Message(refusal(told(error), ticket), reply_to=message)
 
     if greets:

@@ -23,6 +23,7 @@ PDEATHSIG = 1
 SECRET_VARIABLE = "DPFED_LINK_SECRET"
 SECRET_HEADER = "x-dpfed-secret"
 OPEN_PATHS = ("/v1/fleet/", "/health")
+LARGEST = 32 << 20  # bytes of one request; Flower cuts what clients send into pieces of 5 MiB
 CLOCKS = 900  # seconds by which a client's clock may differ; what Flower compares it with is inside TLS anyway
 
 Scope = MutableMapping[str, Any]
@@ -53,17 +54,23 @@ class Guard:
         self._app, self._secret = app, secret.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or (scope["type"] == "http" and self._allowed(scope)):
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            await send({"type": "http.response.start", "status": 404, "headers": []})
+            status = self._refusal(str(scope["path"]), dict(scope["headers"]))
+            if not status:
+                await self._app(scope, receive, send)
+                return
+            await send({"type": "http.response.start", "status": status, "headers": []})
             await send({"type": "http.response.body", "body": b""})
 
-    def _allowed(self, scope: Scope) -> bool:
-        if str(scope["path"]).startswith(OPEN_PATHS):
-            return True
-        given = dict(scope["headers"]).get(SECRET_HEADER.encode(), b"")
-        return hmac.compare_digest(given, self._secret)
+    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> int:
+        """The status that a request is turned away with, 0 for none."""
+        if not path.startswith(OPEN_PATHS) or ".." in path:
+            return 0 if hmac.compare_digest(headers.get(SECRET_HEADER.encode(), b""), self._secret) else 404
+        length = headers.get(b"content-length", b"0")
+        long = not length.isdigit() or int(length) > LARGEST or b"transfer-encoding" in headers
+        return 413 if long else 0
 
 
 def superlink(secret: str) -> None:
@@ -71,13 +78,13 @@ def superlink(secret: str) -> None:
     import uvicorn
     from flwr.superlink.routers.fleet import node_auth
 
-    node_auth.SYSTEM_TIME_TOLERANCE = CLOCKS
+    vars(node_auth)["SYSTEM_TIME_TOLERANCE"] = CLOCKS
     run = uvicorn.run
 
     def guarded(app: Any, **options: Any) -> None:
         run(app=Guard(app, secret), **options)
 
-    uvicorn.run = guarded  # type: ignore[assignment]
+    uvicorn.run = guarded
     from flwr.superlink.cli import flower_superlink
 
     flower_superlink()

@@ -58,7 +58,11 @@ class OwnGrid(HttpGrid):
 
     def __init__(self, address: Address, authority: bytes | None, token: str, secret: str) -> None:
         super().__init__(str(address), authority is None, authority, token=token)
-        speakers = [RuntimeVersionHttpInterceptor("flwr-serverapp"), RuntimeTokenHttpInterceptor(token), Secret(secret)]
+        speakers: list[ProtobufClientInterceptor] = [
+            RuntimeVersionHttpInterceptor("flwr-serverapp"),
+            RuntimeTokenHttpInterceptor(token),
+            Secret(secret),
+        ]
         self._client = RuntimeHttpClient.from_server_address(str(address), authority is None, authority, speakers)
 
     def client(self) -> RuntimeHttpClient:

@@ -19,6 +19,7 @@ from flwr.supercore.interceptors import (
     RuntimeVersionHttpInterceptor,
     SuperExecAuthHttpInterceptor,
 )
+from flwr.supercore.protobuf.client import ProtobufClientInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
@@ -33,7 +34,7 @@ class Tasks:
     def __init__(self, address: Address, secret: str, app: ClientApp) -> None:
         self._address, self._app = str(address), app
         signed = SuperExecAuthHttpInterceptor(master_secret=secret.encode(), protected_methods=ACQUIRE)
-        speakers = [RuntimeVersionHttpInterceptor("SuperExec"), signed]
+        speakers: list[ProtobufClientInterceptor] = [RuntimeVersionHttpInterceptor("SuperExec"), signed]
         self._executor = RuntimeHttpClient.from_server_address(self._address, True, None, speakers)
 
     def next(self) -> bool:
@@ -41,7 +42,10 @@ class Tasks:
         found = self._executor.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP]))
         if not found.HasField("task") or not found.token:
             return False
-        speakers = [RuntimeVersionHttpInterceptor("flwr-clientapp"), RuntimeTokenHttpInterceptor(found.token)]
+        speakers: list[ProtobufClientInterceptor] = [
+            RuntimeVersionHttpInterceptor("flwr-clientapp"),
+            RuntimeTokenHttpInterceptor(found.token),
+        ]
         client = RuntimeHttpClient.from_server_address(self._address, True, None, speakers)
         beat = HeartbeatSender(heartbeat(client))
         beat.start()

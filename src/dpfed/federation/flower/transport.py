@@ -103,7 +103,9 @@ class GridTransport:
                 say(f"waiting for clients: {here} of {len(wanted)} are connected, {enough} are needed")
                 told = here
             if time.monotonic() > end:
-                raise StoppedError(f"only {here} of {enough} clients that are needed have connected in {limit:g} seconds")
+                raise StoppedError(
+                    f"only {here} of {enough} clients that are needed have connected in {limit:g} seconds"
+                )
             time.sleep(POLL)
 
     def connected(self) -> dict[str, Place]:
@@ -150,7 +152,9 @@ class GridTransport:
         found = [(reply, reply.metadata.reply_to_message_id) for reply in self._grid.pull_messages(list(asked))]
         return [(reply, asked[key]) for reply, key in found if key in asked]
 
-    def _collect(self, asked: dict[str, Asked], answers: dict[str, bytes | Exception], places: dict[str, Place]) -> None:
+    def _collect(
+        self, asked: dict[str, Asked], answers: dict[str, bytes | Exception], places: dict[str, Place]
+    ) -> None:
         waiting = {key: each for key, each in asked.items() if each.name not in answers}
         for reply, each in self._pull(waiting):
             asked.pop(reply.metadata.reply_to_message_id, None)
@@ -159,7 +163,9 @@ class GridTransport:
             elif _is_from_link(reply):
                 places.pop(each.name, None)  # it went away with the request: it is asked again when it is back
             else:
-                answers[each.name] = RefusedError(FAILED)  # Flower would tell what was raised there; nobody needs to know
+                answers[each.name] = RefusedError(
+                    FAILED
+                )  # Flower would tell what was raised there; nobody needs to know
 
 
 def _answer(reply: Message, asked: Asked) -> bytes | Exception:
