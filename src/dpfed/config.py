@@ -166,6 +166,11 @@ class FederationSection:
     timeout: Annotated[float, Gt(0), "seconds that a round waits for answers"] = 600.0
     retries: Annotated[int, Ge(0), "when too few have answered: how often the others are asked again"] = 1
     patience: Annotated[int, Ge(1), "rounds in a row that may be lost to too few answers before the run stops"] = 3
+    evaluate_every: Annotated[int, Ge(0), "rounds between noised counts on clients' held-out records; 0: none"] = 0
+    evaluate_sigma: Annotated[float, Gt(0), Le(1e6), "standard deviation of the noise on such a count"] = 5.0
+    held_out: Annotated[
+        dict[str, Annotated[int, Ge(1)]], "evaluate_every > 0: the declared number of held-out units of each client"
+    ] = field(default_factory=dict)
     test_set: Annotated[bool, "evaluate on the public test set of [data], which is then on the server's disk"] = True
     kind: Annotated[Literal["image", "features"], "test_set = false: what a record of the clients is"] = "image"
     shape: Annotated[tuple[int, ...], "test_set = false: shape of one record, e.g. [3, 32, 32]"] = ()

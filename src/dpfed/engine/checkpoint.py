@@ -51,7 +51,7 @@ class Saved:
     """A checkpoint that was read back and verified.
 
     taken    rounds each client took part in
-    backend  what the backend knows besides the state (`RemoteBackend.remembered`)
+    backend  what the backend knows besides the state (`RemoteBackend.after`)
     """
 
     progress: Progress

@@ -30,9 +30,13 @@ class Backend(Protocol):
 class RemoteBackend(Backend, Protocol):
     """A backend with knowledge of its own, which a checkpoint has to hold; JSON can."""
 
-    def remembered(self) -> dict[str, Any]: ...
-
     def restore(self, remembered: Mapping[str, Any]) -> None: ...
+
+    def after(self, t: int, state: State) -> dict[str, Any]:
+        """Round t is over and came to this state. What its checkpoint has to hold besides, for `restore`."""
+
+    def report(self) -> dict[str, Any]:
+        """What of the backend's knowledge belongs into the run's result."""
 
 
 class LostRoundError(DpfedError):

@@ -115,11 +115,9 @@ def _train(
     group: Group | None,
     serve: Serve | None,
 ) -> dict[str, Any]:
-    run = job.config.run
     memory = _memory(job, folder)
     checkpoints = Checkpoints(folder.checkpoints, job_hash(follows_from(job), job.theta), memory)
-    remote = serve(job, name) if serve else None
-    every = 1 if remote else run.checkpoint_every
+    remote, every = (serve(job, name), 1) if serve else (None, job.config.run.checkpoint_every)
     # The ledger first: its lock refuses a run that is still going on, before anything of that run is touched.
     ledger = _ledger(job, budget, folder, name, resume) if budget and not remote else None
     try:
@@ -129,7 +127,7 @@ def _train(
             _amend(folder, job, name, note, saved)
         begin(job)
         seen = folder.rounds(saved.progress.t, saved.progress.state.theta) if saved else []
-        diagnostics = Diagnostics(folder.path, job) if run.diagnostics else None
+        diagnostics = Diagnostics(folder.path, job) if job.config.run.diagnostics else None
 
         def watch(round: Round) -> None:
             seen[:] = [seen[0] if seen else round, round]
@@ -139,12 +137,14 @@ def _train(
             observe(round)
 
         def keep(progress: Progress) -> None:
+            known = remote.after(progress.t, progress.state) if remote else None
             if every and progress.t % every == 0:
                 folder.sync()
-                checkpoints.save(progress, spending.taken, remote.remembered() if remote else None)
+                checkpoints.save(progress, spending.taken, known)
 
         def finish(state: str, **more: Any) -> dict[str, Any]:
-            result = result_of(job, spending, seen, folder.path, note) | {"metrics": task_metrics(job, seen[-1].theta)}
+            result = result_of(job, spending, seen, folder.path, note) | (remote.report() if remote else {})
+            result["metrics"] = task_metrics(job, seen[-1].theta)
             folder.save_model(seen[-1].theta, job.space, note)
             folder.save_result({"run": name, "state": state, **result, **more})
             return result

@@ -30,7 +30,19 @@ from dpfed.engine.traffic import ghosts
 from dpfed.errors import DpfedError, StoppedError
 from dpfed.federation.frozen import model_hash
 from dpfed.federation.policy import RefusedError, told
-from dpfed.federation.wire import ClippingTerms, Reply, Request, Terms, WireError, digest, pack, unpack_reply
+from dpfed.federation.scoring import Score, as_json, bounds, score_of
+from dpfed.federation.wire import (
+    ClippingTerms,
+    Reply,
+    Request,
+    Scoring,
+    ScoringTerms,
+    Terms,
+    WireError,
+    digest,
+    pack,
+    unpack_reply,
+)
 
 
 class Transport(Protocol):
@@ -74,9 +86,18 @@ class Federation:
         log: Callable[[str], None] = lambda line: None,
         retries: int = 0,
         patience: int = 1,
+        held_out: Mapping[str, int] | None = None,
+        evaluate_every: int = 0,
+        evaluate_sigma: float = 5.0,
     ) -> None:
         refuse_unsendable(job, names)
         self._retries, self._patience, self._lost = retries, patience, 0
+        self._held_out, self._every, self._sigma = dict(held_out or {}), evaluate_every, evaluate_sigma
+        if evaluate_every and not (self._held_out and self._held_out.keys() <= set(names)):
+            raise DpfedError(
+                "federation.held_out must say how many units which of the clients hold out, and is not told"
+            )
+        self.scores: list[Score] = []
         self._job, self._transport, self._run, self._server = job, transport, run, server
         self._names, self._timeout, self._seeded, self._log = list(names), timeout, seeded, log
         self._model = model_hash(job.adapted.model, job.space)
@@ -126,17 +147,52 @@ class Federation:
             return LostRoundError(what)
         return StoppedError(f"{what}: see the log for who did not, and run.min_clients")
 
+    def after(self, t: int, state: State) -> dict[str, Any]:
+        if self._every and t % self._every == 0:
+            self._score(t, state)
+        return self.remembered()
+
+    def _score(self, t: int, state: State) -> None:
+        """Asks for noised counts of right answers; who does not answer is left out."""
+        asked = {i: self._scoring(t, state, i) for i, name in enumerate(self._names) if name in self._held_out}
+        packed = {i: pack(request) for i, request in asked.items()}
+        answers = self._transport.send_all({self._names[i]: data for i, data in packed.items()}, self._timeout)
+        counts: dict[str, tuple[float, float]] = {}
+        for i, request in asked.items():
+            try:
+                found = self._answer(answers.get(self._names[i]))
+                reply = unpack_reply(found, {"counts": (2,)}, request.terms, digest(packed[i]), 0.0)
+                right, wrong = (float(x) for x in reply.fields["counts"])
+                least, most = bounds(request.terms)
+                if not (least <= right <= most and least <= wrong <= most):
+                    raise WireError(
+                        f"{right:g} right and {wrong:g} wrong are no answers of {request.terms.held_out} units"
+                    )
+                counts[self._names[i]] = right, wrong
+                self.heads[i] = (reply.receipt.rows, reply.receipt.head)
+            except DpfedError as error:
+                self._log(f"round {t}: client {self._names[i]!r} is not scored: {one_line(str(error))}")
+        score = score_of(t, counts, self._sigma, t // self._every, self._job.config.privacy.delta)
+        if score is not None:
+            self.scores.append(score)
+            self._log(str(score))
+
+    def report(self) -> dict[str, Any]:
+        return {"held_out": as_json(self.scores)} if self._every else {}
+
     def remembered(self) -> dict[str, Any]:
         """What a checkpoint has to hold besides the state, as JSON takes it."""
         return {
             "heads": {str(i): list(head) for i, head in sorted(self.heads.items())},
             "used": {str(i): t for i, t in sorted(self.used.items())},
+            "scores": as_json(self.scores),
         }
 
     def restore(self, remembered: Mapping[str, Any]) -> None:
         try:
             self.heads = {int(i): (int(rows), str(hash_)) for i, (rows, hash_) in remembered["heads"].items()}
             self.used = {int(i): int(t) for i, t in remembered["used"].items()}
+            self.scores = [Score(**score) for score in remembered["scores"]]
         except (KeyError, TypeError, ValueError, AttributeError):
             raise DpfedError("the checkpoint does not say how the clients' ledgers stood: it is no server's") from None
 
@@ -170,6 +226,25 @@ class Federation:
             used=self.used.get(client, 0),
         )
         return Request(terms, {name: getattr(state.server, name) for name in job.algorithm.broadcast})
+
+    def _scoring(self, t: int, state: State, client: int) -> Scoring:
+        rows, head = self.heads.get(client, (0, ""))
+        terms = ScoringTerms(
+            run=self._run,
+            server=self._server,
+            client=self._names[client],
+            index=client,
+            seed=self._job.config.run.seed,
+            seeded=self._seeded,
+            round=t,
+            algorithm=to_dict(self._job.config)["algorithm"],
+            model=self._model,
+            held_out=self._held_out[self._names[client]],
+            sigma=self._sigma,
+            rows=rows,
+            head=head,
+        )
+        return Scoring(terms, {"theta": state.theta})
 
     def _answer(self, found: bytes | Exception | None) -> bytes:
         if found is None:
@@ -217,6 +292,9 @@ def federation_of(
         log,
         section.retries,
         section.patience,
+        section.held_out,
+        section.evaluate_every,
+        section.evaluate_sigma,
     )
 
 
