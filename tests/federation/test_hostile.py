@@ -16,6 +16,7 @@ from safetensors.torch import save
 from dpfed.engine.rounds import first_state
 from dpfed.engine.setup import Job
 from dpfed.errors import DpfedError
+from dpfed.federation import policy as policy_module
 from dpfed.federation.client import Client
 from dpfed.federation.policy import RefusedError, ToldError, told
 from dpfed.federation.server import Federation, Loopback
@@ -200,3 +201,22 @@ def test_a_ledger_that_was_put_back_is_told_without_saying_where_it_lies(job: Jo
     with pytest.raises(RefusedError, match="row 1 is missing in its ledger") as caught:
         client.answer(data)
     assert str(tmp_path) not in str(caught.value)
+
+
+def test_no_rule_of_a_client_asks_what_time_it_is(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows from the future, then rows from the past: what was spent and what comes next do not depend on it."""
+    decade = 10 * 365 * 86400.0
+    client, table = client_of(job, 0, tmp_path), table_of(job)
+    for t, now in ((1, 1.8e9 + decade), (2, 1.8e9 - decade), (3, 1.8e9)):
+        monkeypatch.setattr("time.time", lambda now=now: now)
+        client.answer(packed(job, {**table, "round": t}))
+        with pytest.raises(RefusedError, match=f"not after round {t}"):
+            client.answer(packed(job, {**table, "round": t, "lr": 0.005}))
+    with Ledger.open(tmp_path / "clinic-0" / "ledger.db", client="clinic-0", readonly=True) as ledger:
+        assert ledger.verify().rows == 3
+        assert ledger.history("clinic-0") == [(job.plan.mechanism(0), 6)]
+        assert [row.time for row in ledger.rows()] == [1.8e9 + decade, 1.8e9 - decade, 1.8e9]
+    for path in Path(policy_module.__file__).parent.glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert "time.time(" not in text, path.name
+        assert "datetime" not in text or path.name == "keys.py", path.name  # certificates have dates

@@ -26,6 +26,8 @@ OPEN_PATHS = ("/v1/fleet/", "/health")
 LARGEST = 32 << 20  # bytes of one request; Flower cuts what clients send into pieces of 5 MiB
 CLOCKS = 900  # seconds by which a client's clock may differ; what Flower compares it with is inside TLS anyway
 
+HEARTBEAT = 10  # seconds; Flower's own is 30, and it takes no less than 10
+
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -91,6 +93,10 @@ def superlink(secret: str) -> None:
 
 
 def supernode() -> None:
+    from flwr.supernode import fleet_http_connection
+
+    # A SuperLink keeps the place of a client that was killed for two of these, and lets nobody in by its key until then.
+    fleet_http_connection.HEARTBEAT_DEFAULT_INTERVAL = HEARTBEAT
     from flwr.supernode.cli import flower_supernode
 
     flower_supernode()
