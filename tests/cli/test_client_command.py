@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,12 @@ class StopError(Exception):
 
 
 @pytest.fixture
-def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Ended]]:
+def starts(monkeypatch: pytest.MonkeyPatch) -> list[Ended]:
     """Processes in the order of their start; each writes the next text, the last one for ever."""
     started: list[Ended] = []
     monkeypatch.setattr(module, "work", lambda *given: None)
     monkeypatch.setattr(module, "LONGEST_WAIT", 0.0)
-    yield started
+    return started
 
 
 def texts(monkeypatch: pytest.MonkeyPatch, started: list[Ended], *said: str) -> None:
