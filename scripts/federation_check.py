@@ -9,9 +9,12 @@ Everything is started here on free ports of 127.0.0.1, and ended by process id.
 
 from __future__ import annotations
 
+import ssl
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 from loopback_trial import DPFED, Trial, done
@@ -23,10 +26,13 @@ LIMIT = 120.0
 
 
 def secure(folder: Path) -> None:
-    """TLS and keys: all rounds run, each client's ledger has a row for each, none of them void, no process is left."""
+    """TLS and keys: all rounds run, each client's ledger has a row for each, none of them void; the port is closed
+    to others, and a SuperNode does not outlive its client."""
     with Trial(folder, secure=True) as trial:
         clients = [trial.client(name) for name in trial.names]
         server = trial.server()
+        trial.until("server", "clients connect to", LIMIT)
+        closed(trial)
         trial.wait(server, LIMIT)
         result = trial.result()
         assert result["state"] == "finished", result
@@ -34,6 +40,11 @@ def secure(folder: Path) -> None:
         assert "left out" not in trial.log("server"), trial.log("server")
         assert not result["release"].startswith("simulation"), result["release"]
         assert all(client.poll() is None for client in clients), "a client went away with the server"
+        children = children_of(clients[0].pid)
+        assert children, "a client has a SuperNode underneath"
+        clients[0].kill()
+        clients[0].wait()
+        gone(children)
     for name in trial.names:
         rows = rows_of(trial, name)
         assert [row.charge.round for row in rows] == [1, 2, 3], rows
@@ -51,10 +62,41 @@ def parity(folder: Path) -> None:
     apart = max(float((one[key] - two[key]).abs().max()) for key in one)
     print(f"largest difference between the simulated and the networked theta: {apart:.2g}")
     assert apart < 1e-5, apart
+    assert max(float(value.abs().max()) for value in two.values()) > 1e-3, "nothing was trained"
     for name in trial.names:
         rows = rows_of(trial, name)
         assert [row.charge.round for row in rows] == [1, 2, 3], rows
         assert all(row.charge.void for row in rows), "repeatable noise must not count as spending, nor as protection"
+
+
+def closed(trial: Trial) -> None:
+    """Who is no client gets nothing from the one port that there is: no keys registered, no runs started or listed."""
+    known = ssl.create_default_context(cafile=str(trial.folder / "keys" / "ca.crt"))
+    for path in ("/v1/control/register-node", "/v1/control/start-run", "/v1/runtime/acquire-task", "/openapi.json"):
+        request = urllib.request.Request(f"https://127.0.0.1:{trial.port}{path}", data=b"", method="POST")
+        try:
+            code = urllib.request.urlopen(request, context=known, timeout=30).status
+        except urllib.error.HTTPError as error:
+            code = error.code
+        assert code == 404, f"{path} answers {code} to everyone"
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def gone(pids: list[int], limit: float = 10.0) -> None:
+    end = time.monotonic() + limit
+    while any(running(pid) for pid in pids):
+        assert time.monotonic() < end, f"of {pids} some have outlived their parent"
+        time.sleep(0.1)
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def rows_of(trial: Trial, name: str) -> list:

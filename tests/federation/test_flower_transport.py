@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -57,7 +58,10 @@ class FakeGrid:
         return ids
 
     def pull_messages(self, ids: Iterable[str]) -> list[Message]:
-        return [self.replies.pop(key) for key in ids if key in self.replies]
+        found = [self.replies.pop(key) for key in ids if key in self.replies]
+        if any(isinstance(reply, Exception) for reply in found):
+            raise next(reply for reply in found if isinstance(reply, Exception))
+        return found
 
 
 def answering(data: bytes) -> Handler:
@@ -185,6 +189,50 @@ def test_what_flower_tells_of_an_exception_goes_no_further() -> None:
     found = ask(FakeGrid(a=answering(b"of a"), b=failing(ErrorCode.CLIENT_APP_RAISED_EXCEPTION)))
     assert isinstance(found["b"], RefusedError)
     assert "patients" not in str(found["b"])
+
+
+def test_what_flower_cannot_put_together_is_its_senders_fault_alone() -> None:
+    def garbage(message: Message) -> Any:
+        return KeyError("no such object")
+
+    found = ask(FakeGrid(a=garbage, b=answering(b"of b")))
+    assert found["b"] == b"of b"
+    assert "no message of Flower" in str(found["a"])
+
+
+def test_who_announces_a_reply_and_does_not_send_it_holds_up_nobody() -> None:
+    over = threading.Event()
+    grid = FakeGrid(a=silent, b=answering(b"of b"))
+    real = grid.pull_messages
+
+    def pull(ids: list[str]) -> list[Message]:
+        node = next(message for i, message in enumerate(grid.sent) if f"m{i}" == ids[0]).metadata.dst_node_id
+        if node == 100:
+            over.wait(30)  # as Flower does, for hours
+        return real(ids)
+
+    grid.pull_messages = pull  # type: ignore[method-assign,assignment]
+    transport: Any = GridTransport(grid, KEYS)  # type: ignore[arg-type]
+    try:
+        assert transport.send_all({"a": b"for a", "b": b"for b"}, 0.7) == {"b": b"of b"}
+    finally:
+        over.set()
+    assert (transport._pulls._threads, transport._pulls._found) == ({}, {}), "what is late is not kept"
+
+
+def test_a_message_that_the_link_does_not_take_is_sent_again() -> None:
+    grid = FakeGrid(a=answering(b"of a"), b=answering(b"of b"))
+    real, refused = grid.push_messages, list[int]()
+
+    def push(messages: list[Message]) -> list[str]:
+        if messages[0].metadata.dst_node_id == 101 and len(refused) < 3:
+            refused.append(1)
+            return [""]
+        return real(messages)
+
+    grid.push_messages = push  # type: ignore[method-assign,assignment]
+    assert ask(grid, 5.0) == {"a": b"of a", "b": b"of b"}
+    assert len(refused) == 3
 
 
 def test_late_answers_to_an_earlier_call_are_not_taken_for_this_one() -> None:

@@ -91,6 +91,10 @@ def work(process: Process, own: Address, secret: str, app: ClientApp, stop: Stop
             except httpx.HTTPError as error:
                 if process.popen.poll() is None and not isinstance(error, httpx.ConnectError):
                     say(f"the SuperNode did not take an answer: {error}")
+            except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+                # What Flower raises for a message that is none. The SuperNode would wait for its answer for ever.
+                say(f"what came in is no message of Flower's ({type(error).__name__}): connecting anew")
+                return
             time.sleep(POLL)
     finally:
         tasks.close()

@@ -96,7 +96,7 @@ def supernode() -> None:
     from flwr.supernode import fleet_http_connection
 
     # A SuperLink keeps the place of a client that was killed for two of these, and lets nobody in by its key until then.
-    fleet_http_connection.HEARTBEAT_DEFAULT_INTERVAL = HEARTBEAT
+    vars(fleet_http_connection)["HEARTBEAT_DEFAULT_INTERVAL"] = HEARTBEAT
     from flwr.supernode.cli import flower_supernode
 
     flower_supernode()

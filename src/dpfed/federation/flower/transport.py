@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -38,6 +39,48 @@ class Asked:
     ticket: str
 
 
+class Pulls:
+    """Looks for replies to several messages, each on its own thread.
+
+    Flower waits inside a call until all pieces of a reply have come; a client that announces pieces and sends none would
+    hold up everybody, and one whose pieces do not fit together would take the others' replies with it.
+    """
+
+    def __init__(self, grid: Grid, moment: float = 0.5) -> None:
+        self._grid, self._moment = grid, moment
+        self._threads: dict[str, threading.Thread] = {}
+        self._found: dict[str, list[Message] | Exception] = {}
+
+    def of(self, keys: Iterable[str]) -> list[tuple[str, list[Message] | Exception]]:
+        """What has come by now, after at most a moment."""
+        wanted, end = list(keys), time.monotonic() + self._moment
+        for key in wanted:
+            if key not in self._threads:
+                self._threads[key] = threading.Thread(target=self._look, args=(key,), daemon=True)
+                self._threads[key].start()
+        for key in wanted:
+            self._threads[key].join(max(0.0, end - time.monotonic()))
+        over = [key for key in wanted if not self._threads[key].is_alive()]
+        for key in over:
+            del self._threads[key]
+        return [(key, self._found.pop(key)) for key in over if key in self._found]
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """What comes for these is not kept: nobody will ask for it."""
+        for key in keys:
+            self._threads.pop(key, None)
+            self._found.pop(key, None)
+
+    def _look(self, key: str) -> None:
+        found: list[Message] | Exception
+        try:
+            found = list(self._grid.pull_messages([key]))
+        except Exception as error:
+            found = error
+        if key in self._threads:
+            self._found[key] = found
+
+
 class GridTransport:
     """Brings requests to clients and their answers back.
 
@@ -57,7 +100,7 @@ class GridTransport:
         alive: Callable[[], None] = lambda: None,
         kind: str = TRAIN,
     ) -> None:
-        self._kind = kind
+        self._kind, self._pulls = kind, Pulls(grid)
         self._grid, self._absent, self._stop, self._alive = grid, absent, stop, alive
         self._names = None if keys is None else {key: name for name, key in keys.items()}
         self._greeted: dict[str, Asked] = {}  # greetings under way, by message
@@ -77,8 +120,9 @@ class GridTransport:
                 connected = self.connected()
                 for name in requests.keys() - answers.keys() & connected.keys():
                     if places.get(name) != connected[name]:
-                        asked |= self._ask(name, connected[name], requests[name], timeout)
-                        places[name] = connected[name]
+                        sent = self._ask(name, connected[name], requests[name], timeout)
+                        asked |= sent
+                        places |= {name: connected[name]} if sent else {}
                 self._collect(asked, answers, places)
             except httpx.HTTPError:
                 self._alive()
@@ -91,6 +135,7 @@ class GridTransport:
             now = time.monotonic()
             heard = now if missing & connected.keys() else heard
         self._gone = requests.keys() - answers.keys() - places.keys()
+        self._pulls.forget(asked)
         return answers
 
     def wait_for(self, names: Iterable[str], enough: int, limit: float, say: Callable[[str], None]) -> None:
@@ -135,9 +180,9 @@ class GridTransport:
         return self._known.get(number)
 
     def _hear(self) -> None:
-        for reply, asked in self._pull(self._greeted):
-            self._greeted = {key: each for key, each in self._greeted.items() if each != asked}
-            if not reply.has_error() and _brings_back(reply, asked) and slip(reply.content, NAME):
+        for key, reply in self._pull(self._greeted):
+            asked = self._greeted.pop(key)
+            if reply is not None and not reply.has_error() and _brings_back(reply, asked) and slip(reply.content, NAME):
                 self._known[asked.node] = slip(reply.content, NAME)
 
     def _ask(self, name: str, place: Place, data: bytes, timeout: float) -> dict[str, Asked]:
@@ -147,24 +192,29 @@ class GridTransport:
         """What Flower still holds when its time is over is never delivered: nobody spends for a round that is past."""
         ticket = secrets.token_hex(32)
         message = Message(content(ticket), node, kind, ttl=ttl)
-        found = [str(key) for key in self._grid.push_messages([message]) if key]
-        if not found:
-            raise DpfedError("the SuperLink did not take a message: its log says why")
-        return {found[0]: Asked(name, node, ticket)}
+        return {str(key): Asked(name, node, ticket) for key in self._grid.push_messages([message]) if key}
 
-    def _pull(self, asked: Mapping[str, Asked]) -> list[tuple[Message, Asked]]:
-        if not asked:
-            return []
-        found = [(reply, reply.metadata.reply_to_message_id) for reply in self._grid.pull_messages(list(asked))]
-        return [(reply, asked[key]) for reply, key in found if key in asked]
+    def _pull(self, asked: Mapping[str, Asked]) -> list[tuple[str, Message | None]]:
+        """Replies by what they reply to; None where Flower cannot put together what a client has sent."""
+        found: list[tuple[str, Message | None]] = []
+        for key, replies in self._pulls.of(asked):
+            if isinstance(replies, httpx.HTTPError):
+                raise replies
+            if isinstance(replies, Exception):
+                found.append((key, None))
+            else:
+                found += [(key, reply) for reply in replies if reply.metadata.reply_to_message_id == key]
+        return found
 
     def _collect(
         self, asked: dict[str, Asked], answers: dict[str, bytes | Exception], places: dict[str, Place]
     ) -> None:
         waiting = {key: each for key, each in asked.items() if each.name not in answers}
-        for reply, each in self._pull(waiting):
-            asked.pop(reply.metadata.reply_to_message_id, None)
-            if not reply.has_error():
+        for key, reply in self._pull(waiting):
+            each = asked.pop(key)
+            if reply is None:
+                answers[each.name] = WireError("what it sent is no message of Flower's")
+            elif not reply.has_error():
                 answers[each.name] = _answer(reply, each)
             elif _is_from_link(reply):
                 places.pop(each.name, None)  # it went away with the request: it is asked again when it is back
