@@ -12,6 +12,7 @@ import pytest
 import torch
 from federation_case import RAW, client_of, job_of
 
+from dpfed.cli.run import closing
 from dpfed.config import Config, build, to_toml
 from dpfed.engine.run import run
 from dpfed.engine.setup import Job, prepare, prepare_server
@@ -107,6 +108,7 @@ def test_without_a_test_set_the_server_is_told_the_shapes_and_says_no_accuracy(t
     result = serve(config, tmp_path / "out", Net(job, tmp_path))
     assert (result["test_accuracy"], result["start_accuracy"], result["test_records"]) == (None, None, 0)
     assert result["rounds"] == 3
+    assert closing(result)[0].startswith("no accuracy, as the server has no test set, after 3 rounds")
     with pytest.raises(DpfedError, match=r"federation\.shape"):
         prepare_server(config_of(job, federation={"test_set": False}))
 
