@@ -12,11 +12,16 @@ import pytest
 import torch
 from federation_case import RAW, client_of, job_of
 
+from dpfed.cli.run import closing
 from dpfed.config import Config, build, to_toml
+from dpfed.engine.accounts import read_accounts
+from dpfed.engine.export import export, read_run
+from dpfed.engine.prior import read_stored
 from dpfed.engine.run import run
 from dpfed.engine.setup import Job, prepare, prepare_server
 from dpfed.errors import DpfedError, StoppedError
 from dpfed.federation.server import Federation, Loopback, federation_of, served
+from dpfed.privacy.accounting import epsilon
 from dpfed.privacy.ledger import Ledger
 from dpfed.registry import registry
 
@@ -107,6 +112,7 @@ def test_without_a_test_set_the_server_is_told_the_shapes_and_says_no_accuracy(t
     result = serve(config, tmp_path / "out", Net(job, tmp_path))
     assert (result["test_accuracy"], result["start_accuracy"], result["test_records"]) == (None, None, 0)
     assert result["rounds"] == 3
+    assert closing(result)[0].startswith("no accuracy, as the server has no test set, after 3 rounds")
     with pytest.raises(DpfedError, match=r"federation\.shape"):
         prepare_server(config_of(job, federation={"test_set": False}))
 
@@ -168,6 +174,20 @@ def test_a_server_does_not_go_on_in_a_simulations_folder_nor_the_other_way_round
     (tmp_path / "simulated" / "run.json").write_text('{"run": "r", "state": "interrupted"}')
     with pytest.raises(DpfedError, match="the run of a simulation"):
         serve(config_of(job, run={"rounds": 1}), tmp_path / "simulated", Loopback({}), resume=True)
+
+
+def test_a_servers_run_is_accounted_for_and_exported_with_upper_bounds(tmp_path: Path) -> None:
+    job = job_of()
+    result = serve(config_of(job), tmp_path / "out", Net(job, tmp_path, seeded=False), seeded=False)
+    accounts = read_accounts(tmp_path / "out")
+    assert accounts.server_max == pytest.approx(epsilon([(job.plan.mechanism(0), 6)], 1e-5).value)
+    assert accounts.server_worst == pytest.approx(result["epsilon"]["server_worst"])
+    assert accounts.third_party == accounts.server_worst
+    assert not accounts.seeded
+    trained = read_run(tmp_path / "out")
+    assert export(trained, tmp_path / "model") == "model"
+    stored = read_stored(tmp_path / "model" / "dpfed.json")
+    assert stored.prior == ((job.plan.mechanism(0), 6),)
 
 
 def test_waiting_may_change_when_a_server_goes_on_and_the_clients_may_not(tmp_path: Path) -> None:
