@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import tomli_w
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from dpfed.errors import DpfedError
@@ -160,12 +160,36 @@ class RunSection:
 
 
 @dataclass(frozen=True)
+class FederationSection:
+    """What a server of real clients knows of them; all of it is public. A simulation takes no notice of it."""
+
+    clients: Annotated[
+        dict[str, Annotated[int, Ge(1)]], "every client's name and its declared number of records (protected units)"
+    ] = field(default_factory=dict)
+    server: Annotated[str, MinLen(1), "what this server is called, as clients have it in client.servers"] = "server"
+    timeout: Annotated[float, Gt(0), "seconds that a round waits for answers"] = 600.0
+    retries: Annotated[int, Ge(0), "when too few have answered: how often the others are asked again"] = 1
+    patience: Annotated[int, Ge(1), "rounds in a row that may be lost to too few answers before the run stops"] = 3
+    evaluate_every: Annotated[int, Ge(0), "rounds between noised counts on clients' held-out records; 0: none"] = 0
+    evaluate_sigma: Annotated[float, Gt(0), Le(1e6), "standard deviation of the noise on such a count"] = 5.0
+    held_out: Annotated[
+        dict[str, Annotated[int, Ge(1)]], "evaluate_every > 0: the declared number of held-out units of each client"
+    ] = field(default_factory=dict)
+    test_set: Annotated[bool, "evaluate on the public test set of [data], which is then on the server's disk"] = True
+    kind: Annotated[Literal["image", "features"], "test_set = false: what a record of the clients is"] = "image"
+    shape: Annotated[tuple[int, ...], "test_set = false: shape of one record, e.g. [3, 32, 32]"] = ()
+    classes: Annotated[int | None, Ge(2), "test_set = false: number of classes"] = None
+    white: Annotated[float, Gt(0), "test_set = false: the value of full intensity in an image"] = 255.0
+
+
+@dataclass(frozen=True)
 class Config:
     data: DataSection
     model: ModelSection
     algorithm: Any
     privacy: PrivacySection
     run: RunSection
+    federation: FederationSection | None = None
 
 
 @dataclass(frozen=True)
@@ -266,6 +290,7 @@ def build(raw: Mapping[str, Any], registry: Registry) -> Config:
         algorithm=_named("algorithm", raw, registry.algorithm, "dp-fedadamw"),
         privacy=parse("privacy", PrivacySection, raw.get("privacy", {})),
         run=parse("run", RunSection, raw.get("run", {})),
+        federation=parse("federation", FederationSection, raw["federation"]) if "federation" in raw else None,
     )
     _cross_check(config)
     return config
@@ -424,7 +449,8 @@ def to_dict(config: Config) -> dict[str, Any]:
             }
         return list(value) if isinstance(value, tuple) else value
 
-    tables = {f.name: plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    sections = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    tables = {name: plain(section) for name, section in sections.items() if section is not None}
     tables["algorithm"] = {"name": config.algorithm.name, **tables["algorithm"]}
     return tables
 

@@ -19,6 +19,7 @@ from dpfed.federation.client import Client
 from dpfed.federation.server import Federation, Loopback, spending_of
 from dpfed.registry import registry
 
+CLIENT_KEYS = ("servers", "allow_seeded", "max_message", "held_out_share", "held_out_column")
 RAW: dict[str, dict[str, Any]] = {
     "data": {"name": "digits", "clients": 3},
     "model": {"name": "linear"},
@@ -45,7 +46,7 @@ def source_of(job: Job, client: int) -> Source:
 
 
 def client_config(job: Job, i: int, folder: Path, **policy_keys: Any) -> policy.ClientConfig:
-    client_keys = {k: policy_keys.pop(k) for k in ("servers", "allow_seeded", "max_message") if k in policy_keys}
+    client_keys = {k: policy_keys.pop(k) for k in CLIENT_KEYS if k in policy_keys}
     raw: dict[str, Any] = {
         "client": {"name": f"clinic-{i}", "state": str(folder / f"clinic-{i}"), "servers": ["hub"], "device": "cpu"}
         | client_keys,

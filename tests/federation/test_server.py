@@ -10,10 +10,11 @@ import pytest
 import torch
 from federation_case import federated, federation_of, job_of, names_of
 
-from dpfed.engine.rounds import first_state
+from dpfed.engine.rounds import first_state, train
 from dpfed.engine.setup import Job
 from dpfed.errors import DpfedError, StoppedError
 from dpfed.federation.frozen import model_hash
+from dpfed.federation.policy import RefusedError
 from dpfed.federation.server import Federation, Loopback, norm_limit, spending_of
 from dpfed.federation.wire import Receipt, Reply, digest, pack, unpack_request
 
@@ -56,9 +57,10 @@ SIZE = job_of().space.size
     ("answer", "what"),
     [
         (None, "no answer within 5 seconds"),
-        (raising(DpfedError("refused: no")), "refused: no"),
-        (raising(ZeroDivisionError()), "ZeroDivisionError"),
-        (raising(OSError("two\nlines" + "x" * 9999)), "two lines"),
+        (raising(RefusedError("refused: no")), "refused: no"),
+        (raising(DpfedError("the patient Smith")), "its own log says why"),
+        (raising(ZeroDivisionError("record 17")), "its own log says why"),
+        (raising(RefusedError("two\nlines\x1b[2J" + "x" * 9999)), "two lines [2J"),
         (say(torch.full((SIZE,), float("nan"))), "not finite"),
         (say(torch.full((SIZE,), 1e9)), "no honest one passes"),
         (say([1.0]), "shape"),
@@ -93,6 +95,47 @@ def test_too_few_answers_end_the_run(least: int | None) -> None:
     assert len(log) == 1
 
 
+def test_who_is_missing_is_asked_again_with_the_same_bytes_before_a_round_is_lost() -> None:
+    job = job_with(3)
+    ones, sent = torch.ones(job.space.size), []
+    log: list[str] = []
+
+    def late(data: bytes) -> bytes:
+        sent.append(data)
+        if len(sent) == 1:
+            raise RefusedError("busy")
+        out: bytes = say(5 * ones)(data)
+        return out
+
+    clients = {"clinic-0": say(ones), "clinic-1": late, "clinic-2": say(3 * ones)}
+    asked: list[list[str]] = []
+
+    class Watched(Loopback):
+        def send_all(self, requests: Any, timeout: float) -> Any:
+            asked.append(sorted(requests))
+            return super().send_all(requests, timeout)
+
+    federation = Federation(job, Watched(clients), "run-1", "hub", names_of(job), 5.0, False, log.append, retries=1)
+    mean, answered = federation.run_cohort(1, first_state(job), [0, 1, 2])
+    assert (answered, mean["delta"][0]) == (3, 3.0)
+    assert asked == [["clinic-0", "clinic-1", "clinic-2"], ["clinic-1"]]
+    assert sent[0] == sent[1]
+    assert len(log) == 1
+
+
+def test_a_lost_round_leaves_the_state_and_three_in_a_row_end_the_run() -> None:
+    job = job_with(3)
+    federation, log = faulty(job, None)
+    federation._patience = 3
+    seen: list[Any] = []
+    with pytest.raises(StoppedError, match="in round 3 only 2"):
+        train(job, federation, spending_of(job), seen.append)
+    assert [round.t for round in seen] == [0, 1, 2]
+    assert all(torch.equal(round.theta, job.theta) for round in seen)
+    assert sum("the round is lost" in line for line in log) == 2
+    assert federation.used == {}
+
+
 def test_weights_are_public_sizes_of_those_who_answered() -> None:
     job = job_with(agg_weights="size")
     job = dataclasses.replace(
@@ -120,7 +163,7 @@ def test_the_next_request_echoes_the_head_and_what_was_used(tmp_path: Path) -> N
             seen[name].append((terms.round, terms.rows, terms.used))
             out: bytes = real(data)
             if lost.get(terms.round) == name:
-                raise TimeoutError("too slow")
+                raise RefusedError("too slow")
             return out
 
         return answer

@@ -109,10 +109,11 @@ def test_terms_outside_their_range_are_refused(key: str, value: Any, what: str) 
 
 
 def test_infinity_written_as_a_large_number_is_refused() -> None:
-    data = with_terms(lr=123.25)
-    text = data.replace(b"123.25", b"9e9999")[8:]  # the same length, so that the header still fits
-    with pytest.raises(WireError, match="finite"):
-        unpack_request(data[:8] + text, LIMIT)
+    algorithm = {"name": "dp-fedavg", "lr": 123.25}
+    for data in (with_terms(lr=123.25), with_terms(algorithm=algorithm)):
+        text = data.replace(b"123.25", b"9e9999")[8:]  # the same length, so that the header still fits
+        with pytest.raises(WireError, match=r"finite|inf"):
+            unpack_request(data[:8] + text, LIMIT)
 
 
 def test_a_missing_term_and_another_dtype_are_refused() -> None:

@@ -89,7 +89,9 @@ class Case:
 
 def close(got: Tensor, want: Tensor, space: Space) -> None:
     for mine, reference in zip(got, want, strict=True):
-        assert (mine - reference).norm() <= 3 * TOLERANCE * reference.norm()  # a gradient that nearly cancels is less exact
+        assert (
+            mine - reference
+        ).norm() <= 3 * TOLERANCE * reference.norm()  # a gradient that nearly cancels is less exact
     # And each tensor by itself. What is far below the whole is rounding: a key's bias has gradient zero in exact numbers.
     for name, part in zip(space.names, space.slices(), strict=True):
         error, size = (got[:, part] - want[:, part]).norm(), want[:, part].norm()

@@ -12,16 +12,19 @@ import typer
 
 from dpfed.cli.audit import audit
 from dpfed.cli.bench import bench
+from dpfed.cli.client import client
 from dpfed.cli.compare import compare
 from dpfed.cli.data import data
 from dpfed.cli.doctor import doctor
 from dpfed.cli.export import export
+from dpfed.cli.keys import keys
 from dpfed.cli.list import list_names
 from dpfed.cli.model import app as model
 from dpfed.cli.overview import Screen
 from dpfed.cli.privacy import privacy
 from dpfed.cli.report import report
 from dpfed.cli.run import run
+from dpfed.cli.server import server
 from dpfed.errors import DpfedError
 
 app = typer.Typer(
@@ -40,6 +43,9 @@ app.command("bench")(bench)
 app.command("report")(report)
 app.command("export")(export)
 app.command("list")(list_names)
+app.command("server")(server)
+app.command("client")(client)
+app.command("keys")(keys)
 app.add_typer(data)
 app.add_typer(model, name="model")
 app.command("doctor")(doctor)

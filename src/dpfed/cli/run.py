@@ -112,7 +112,9 @@ def opening(job: Job) -> list[str]:
 
 def closing(result: dict[str, Any]) -> list[str]:
     epsilon = result["epsilon"]
-    accuracy = f"accuracy {result['start_accuracy']:.3f} -> {result['test_accuracy']:.3f} on the server's test set"
+    accuracy = "no accuracy, as the server has no test set,"
+    if result["test_accuracy"] is not None:
+        accuracy = f"accuracy {result['start_accuracy']:.3f} -> {result['test_accuracy']:.3f} on the server's test set"
     lines = [f"{accuracy} after {result['rounds']} rounds, {result['seconds']:.1f} s"]
     if epsilon["server_worst"] is None:
         lines.append("epsilon: none, this run had no privacy")

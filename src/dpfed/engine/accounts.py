@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dpfed.engine.folder import CONFIG, LEDGER, RESULT
+from dpfed.engine.folder import COHORTS, CONFIG, LEDGER, RESULT
 from dpfed.engine.spending import stated_rounds
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting import History, epsilon
@@ -70,6 +70,10 @@ def read_accounts(folder: Path, colluding: int = 0) -> Accounts:
     result = _result(folder)
     if result.get("release") == NO_PRIVACY:
         raise DpfedError(f"{folder} is a run without privacy: nothing in it is protected, so there is no epsilon")
+    if (folder / COHORTS).exists():
+        from dpfed.engine.served import served_accounts  # it puts together what this module is a part of
+
+        return served_accounts(folder, str(result.get("release")).startswith(SEEDED), colluding)
     with Ledger.open(folder / LEDGER, run=str(result["run"]), readonly=True) as ledger:
         head = ledger.verify()
         meta = ledger.meta

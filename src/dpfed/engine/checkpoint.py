@@ -16,7 +16,7 @@ import json
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -51,11 +51,16 @@ KEPT = 2  # a damaged newest checkpoint leaves the one before it
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was read back and verified. `taken`: rounds each client took part in."""
+    """A checkpoint that was read back and verified.
+
+    taken    rounds each client took part in
+    backend  what the backend knows besides the state (`RemoteBackend.after`)
+    """
 
     progress: Progress
     taken: np.ndarray
     memory: dict[int, Entry]
+    backend: dict[str, Any] = field(default_factory=dict)
 
 
 class Checkpoints:
@@ -72,12 +77,18 @@ class Checkpoints:
     def __exit__(self, *_: object) -> None:
         self.wait()
 
-    def save(self, progress: Progress, taken: np.ndarray) -> None:
+    def save(self, progress: Progress, taken: np.ndarray, backend: dict[str, Any] | None = None) -> None:
         """On disk when it returns."""
-        self.save_beside(progress, taken)
+        self.save_beside(progress, taken, backend)
         self.wait()
 
-    def save_beside(self, progress: Progress, taken: np.ndarray, first: Callable[[], None] = lambda: None) -> None:
+    def save_beside(
+        self,
+        progress: Progress,
+        taken: np.ndarray,
+        backend: dict[str, Any] | None = None,
+        first: Callable[[], None] = lambda: None,
+    ) -> None:
         """`save` of how things are now, after `first`, written while the run goes on: one at a time, and what went wrong
         with the one before is raised here."""
         self.wait()
@@ -87,7 +98,7 @@ class Checkpoints:
 
         def write() -> None:
             first()
-            self._write(progress, state, memory(), taken)
+            self._write(progress, state, memory(), taken, backend)
 
         self._writing = self._beside.submit(write)
 
@@ -97,7 +108,14 @@ class Checkpoints:
         if writing is not None:
             writing.result()
 
-    def _write(self, progress: Progress, state: dict[str, Tensor], memory: dict[int, Entry], taken: np.ndarray) -> None:
+    def _write(
+        self,
+        progress: Progress,
+        state: dict[str, Tensor],
+        memory: dict[int, Entry],
+        taken: np.ndarray,
+        backend: dict[str, Any] | None,
+    ) -> None:
         name, blob = f"round-{progress.t}", save_tensors(state)
         digest = write_file(self._folder / f"{name}.safetensors", lambda file: file.write(blob))
         index = {
@@ -110,6 +128,7 @@ class Checkpoints:
             "memory": {str(i): [e.file, e.sha256] for i, e in sorted(memory.items())},
             "clients": len(taken),
             "taken": {str(i): int(taken[i]) for i in np.flatnonzero(taken)},
+            **({"backend": backend} if backend else {}),
         }
         text = json.dumps({**index, "sha256": _seal(index)}, indent=1)
         write_file(self._folder / f"{name}.json", lambda file: file.write(text.encode()))
@@ -142,6 +161,7 @@ class Checkpoints:
             memory = {int(i): Entry(Path(file).name, str(sha)) for i, (file, sha) in index["memory"].items()}
             job, clip = index["job"], float(index["clip"])
             t, seconds = int(index["round"]), float(index["seconds"])
+            backend = dict(index.get("backend", {}))
         except DAMAGE:
             raise DpfedError(f"the checkpoint {path} is damaged") from None
         if job != self._job:
@@ -150,7 +170,7 @@ class Checkpoints:
             state = first.with_tensors(tensors, clip)
         except ValueError as error:
             raise DpfedError(f"the checkpoint {path} was written by another version of dpfed: {error}") from None
-        return Saved(Progress(t, state, seconds), taken, memory)
+        return Saved(Progress(t, state, seconds), taken, memory, backend)
 
     def _indexes(self) -> list[Path]:
         """Newest first."""

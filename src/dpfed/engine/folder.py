@@ -35,6 +35,7 @@ CONFIG, METRICS, LEDGER, MODEL, RESULT, CHECKPOINTS = (
     "checkpoint",
 )
 LOCK = ".lock"
+COHORTS = "cohorts.key"
 UNFINISHED = {LOCK, f".{CONFIG}.part"}  # all that is left of a run killed before it had a configuration
 PACKAGES = ("dpfed", "torch", "transformers", "peft", "dp-accounting", "numpy")
 
@@ -63,6 +64,15 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / CHECKPOINTS
+
+    def cohort_key(self) -> bytes:
+        """What a server draws its cohorts from: secret, and the same when it starts again."""
+        path = self.path / COHORTS
+        with _plainly(path):
+            if not path.exists():
+                write_file(path, lambda file: file.write(os.urandom(32)))
+                path.chmod(0o600)
+            return path.read_bytes()
 
     def log(self, round: Round) -> None:
         """One line per round, on disk when the round is over."""

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from dpfed.config import Config, to_dict
-from dpfed.engine.folder import CHECKPOINTS, CONFIG, LEDGER, METRICS, RESULT
+from dpfed.engine.folder import CHECKPOINTS, COHORTS, CONFIG, LEDGER, METRICS, RESULT
 from dpfed.errors import DpfedError
 
 # of [run], when a run goes on
 MAY_CHANGE = ("eval_every", "checkpoint_every", "memory_limit", "threads", "timeout", "trackers")
+WAITING = ("timeout", "retries", "patience")  # of [federation]: how long a server waits changes no number
 
 
 def extendable(config: Config) -> bool:
@@ -26,6 +27,8 @@ def fixed_settings(config: Config) -> dict[str, Any]:
     free = {*MAY_CHANGE, *(["rounds"] if extendable(config) else [])}
     tables = to_dict(config)
     tables["run"] = {key: value for key, value in tables["run"].items() if key not in free}
+    if "federation" in tables:
+        tables["federation"] = {key: value for key, value in tables["federation"].items() if key not in WAITING}
     return tables
 
 
@@ -63,6 +66,13 @@ def refuse_other(out: Path, config: Config) -> None:
     )
 
 
+def refuse_kind(out: Path, served: bool) -> None:
+    """A server's run and a simulation are different runs, also of one configuration."""
+    if (out / COHORTS).exists() != served and result_in(out):
+        whose, command = ("a simulation", "dpfed run") if served else ("a server", "dpfed server")
+        raise DpfedError(f"{out} holds the run of {whose}: go on with `{command}`")
+
+
 def _over(result: dict[str, Any], config: Config) -> bool:
     rounds = result.get("rounds")
     return not isinstance(rounds, int) or rounds >= config.run.rounds
@@ -72,7 +82,7 @@ def _allowed(key: str, old: Any, new: Any, config: Config) -> bool:
     section, _, name = key.partition(".")
     if key == "run.rounds":
         return extendable(config) and isinstance(old, int) and new > old
-    return section == "run" and name in MAY_CHANGE
+    return (section == "run" and name in MAY_CHANGE) or (section == "federation" and name in WAITING)
 
 
 def name_of(out: Path) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from dpfed.engine.fleet import context
 from dpfed.engine.setup import Job
 from dpfed.engine.spending import Spending
 from dpfed.engine.state import State
-from dpfed.errors import DivergedError
+from dpfed.errors import DivergedError, DpfedError
 from dpfed.privacy.records import Records
 
 
@@ -31,6 +31,22 @@ class Backend(Protocol):
     def run_cohort(
         self, t: int, state: State, clients: Sequence[int], paid: Callable[[], None] = ...
     ) -> tuple[Message, int]: ...
+
+
+class RemoteBackend(Backend, Protocol):
+    """A backend with knowledge of its own, which a checkpoint has to hold; JSON can."""
+
+    def restore(self, remembered: Mapping[str, Any]) -> None: ...
+
+    def after(self, t: int, state: State) -> dict[str, Any]:
+        """Round t is over and came to this state. What its checkpoint has to hold besides, for `restore`."""
+
+    def report(self) -> dict[str, Any]:
+        """What of the backend's knowledge belongs into the run's result."""
+
+
+class LostRoundError(DpfedError):
+    """Nothing came of a round, and the run can do without it: the state stays, and the next round comes."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +111,14 @@ def train(
         scored = t % job.config.run.eval_every == 0 or t == job.config.run.rounds
         paid = spending.begin_charge(t, cohort)  # waited for before anything of this round is released
         spent = spending.begin_server_max() if scored else None
+        clip = state.clip
         try:
             mean, answered = backend.run_cohort(t, state, cohort, paid)
+            state = aggregate(job, t, state, cohort, mean, answered)
+        except LostRoundError:
+            pass  # the backend has said why; what was charged stays charged
         finally:
             paid()
-        clip = state.clip
-        state = aggregate(job, t, state, cohort, mean, answered)
         if not job.config.run.allow_nan:
             _refuse_nonfinite(state.server, t)
         accuracy, loss = evaluate(job, state.theta) if scored else (None, None)
@@ -128,9 +146,13 @@ def choose(job: Job, t: int, able: np.ndarray) -> list[int]:
     return sorted(int(i) for i in chosen)
 
 
-def evaluate(job: Job, theta: Tensor, test: Records | None = None, batch: int = 8192) -> tuple[float, float]:
-    """Accuracy and mean loss on the server's test set."""
+def evaluate(
+    job: Job, theta: Tensor, test: Records | None = None, batch: int = 8192
+) -> tuple[float | None, float | None]:
+    """Accuracy and mean loss on the server's test set; none of both where there is no such set."""
     test = test or job.test
+    if len(test.labels) == 0:
+        return None, None
     sums = torch.zeros(2, dtype=torch.float64, device=job.device)  # read once: each reading waits for the device
     for first in range(0, len(test.labels), batch):
         rows = torch.arange(first, min(first + batch, len(test.labels)), device=job.device)

@@ -23,15 +23,18 @@ from dpfed.engine.holdings import write_holdings
 from dpfed.engine.memory import ClientMemory
 from dpfed.engine.metrics import task_metrics
 from dpfed.engine.prior import past_of
-from dpfed.engine.resume import changes, fixed_settings, name_of, refuse_other, result_in
-from dpfed.engine.rounds import Backend, Progress, Round, first_state, train
-from dpfed.engine.setup import Job, prepare
+from dpfed.engine.resume import changes, fixed_settings, name_of, refuse_kind, refuse_other, result_in
+from dpfed.engine.rounds import Backend, Progress, RemoteBackend, Round, first_state, train
+from dpfed.engine.setup import Job, prepare, prepare_server
 from dpfed.engine.spending import Budget, Spending, Spent, budget_of, open_ledger, reopen_ledger, spent_before
 from dpfed.engine.traffic import traffic
 from dpfed.errors import DivergedError, DpfedError, InterruptedRunError, StoppedError
 from dpfed.privacy.ledger import Ledger
+from dpfed.privacy.noise import Streams
 from dpfed.privacy.statement import Past, assumptions
 from dpfed.report.trackers import Trackers, refuse_missing
+
+Serve = Callable[[Job, str], RemoteBackend]
 
 SIMULATION = f"{SEEDED}: not for release"
 RELEASABLE = "the model may be released under its privacy statement; all else in the folder is for the server only"
@@ -54,23 +57,27 @@ def run(
     resume: bool = False,
     stop: Callable[[], None] = lambda: None,
     group: Group | None = None,
+    serve: Serve | None = None,
 ) -> dict[str, Any]:
     """Trains by the configuration and returns the result; the folder `out` holds all of it.
 
     `begin` is told of the job before round 1, `observe` of round 0 (before training) and of each round. With `resume`
     the run in `out` goes on where its last checkpoint is. `stop` is called between local steps, and raises
-    InterruptedRunError to end the run there. With `group` this process leads others, which call `assist`.
+    InterruptedRunError to end the run there. With `group` this process leads others, which call `assist`. With `serve`
+    the clients are elsewhere: it makes the backend from the job and the run's name, no private record is read here, the
+    ledgers are the clients' own, and there is a checkpoint after every round, as they store only their last messages.
     """
     refuse_real_noise(config)
     refuse_missing(config)
     out = out or fresh_folder(config)
     if resume:
         refuse_other(out, config)
+        refuse_kind(out, serve is not None)
     else:
         refuse_occupied(out, force)
     past = past_of(config)
     refuse_target(config, past)
-    job = replace(prepare(config, source), past=past)
+    job = replace(prepare_server(config) if serve else prepare(config, source), past=past)
     job.notes.extend(past.notes)
     if group is not None:
         agree(job, group)
@@ -87,9 +94,12 @@ def run(
             refuse_other(out, config)  # again, now that nobody else is at work here
         else:
             folder.begin(name, note)
-            write_holdings(out, job)
+            if serve is None:
+                write_holdings(out, job)
+        if serve:
+            job = replace(job, streams=Streams(config.run.seed, job.streams.secret, folder.cohort_key()))
         told = trackers.beside(observe)
-        return trackers.end(_train(job, budget, folder, name, note, begin, told, resume, stop, group))
+        return trackers.end(_train(job, budget, folder, name, note, begin, told, resume, stop, group, serve))
     finally:
         trackers.finish()
         folder.close()
@@ -111,22 +121,21 @@ def _train(
     resume: bool,
     stop: Callable[[], None],
     group: Group | None,
+    serve: Serve | None,
 ) -> dict[str, Any]:
-    run = job.config.run
-    memory = ClientMemory(
-        job.algorithm.remembers, job.space.size, folder.checkpoints / "memory", run.memory_limit << 20
-    )
+    memory = _memory(job, folder)
     checkpoints = Checkpoints(folder.checkpoints, job_hash(follows_from(job), job.theta), memory)
+    remote, every = (serve(job, name), 1) if serve else (None, job.config.run.checkpoint_every)
     # The ledger first: its lock refuses a run that is still going on, before anything of that run is touched.
-    ledger = _ledger(job, budget, folder, name, resume) if budget else None
+    ledger = _ledger(job, budget, folder, name, resume) if budget and not remote else None
     try:
-        saved = _go_on(job, folder, checkpoints) if resume else None
+        saved = _go_on(job, folder, checkpoints, remote) if resume else None
         spending = _spending(job, budget, ledger, saved)
         if resume:
             _amend(folder, job, name, note, saved)
         begin(job)
         seen = folder.rounds(saved.progress.t, saved.progress.state.theta) if saved else []
-        diagnostics = Diagnostics(folder.path, job) if run.diagnostics else None
+        diagnostics = Diagnostics(folder.path, job) if job.config.run.diagnostics else None
 
         def watch(round: Round) -> None:
             seen[:] = [seen[0] if seen else round, round]
@@ -136,21 +145,25 @@ def _train(
             observe(round)
 
         def keep(progress: Progress) -> None:
-            if run.checkpoint_every and progress.t % run.checkpoint_every == 0:
-                checkpoints.save_beside(progress, spending.taken, folder.sync)
+            known = remote.after(progress.t, progress.state) if remote else None
+            if every and progress.t % every == 0:
+                checkpoints.save_beside(progress, spending.taken, known, folder.sync)
+                if remote:  # clients store only their last messages: no round is asked for before the last one is kept
+                    checkpoints.wait()
 
         def finish(state: str, **more: Any) -> dict[str, Any]:
-            result = result_of(job, spending, seen, folder.path, note) | {"metrics": task_metrics(job, seen[-1].theta)}
+            result = result_of(job, spending, seen, folder.path, note) | (remote.report() if remote else {})
+            result["metrics"] = task_metrics(job, seen[-1].theta)
             folder.save_model(seen[-1].theta, job.space, note)
             folder.save_result({"run": name, "state": state, **result, **more})
             return result
 
+        backend = remote or _backend(job, memory, diagnostics, stop, group)
         try:
-            backend = _backend(job, memory, diagnostics, stop, group)
             with checkpoints:  # whatever ends the rounds, the last checkpoint is complete
                 train(job, backend, spending, watch, saved.progress if saved else None, keep, stop)
         except InterruptedRunError as error:
-            raise _interrupted(error, folder, name, note, seen) from None
+            raise _interrupted(error, folder, name, note, seen, job.served) from None
         except StoppedError as error:
             finish("stopped", stopped=str(error), diverged=isinstance(error, DivergedError))
             raise
@@ -179,13 +192,20 @@ def _ledger(job: Job, budget: Budget, folder: RunFolder, name: str, resume: bool
     return open_ledger(job, budget, folder.ledger, name)
 
 
-def _go_on(job: Job, folder: RunFolder, checkpoints: Checkpoints) -> Saved | None:
+def _memory(job: Job, folder: RunFolder) -> ClientMemory:
+    names = () if job.served else job.algorithm.remembers  # real clients keep their memory themselves
+    return ClientMemory(names, job.space.size, folder.checkpoints / "memory", job.config.run.memory_limit << 20)
+
+
+def _go_on(job: Job, folder: RunFolder, checkpoints: Checkpoints, remote: RemoteBackend | None = None) -> Saved | None:
     """The newest whole checkpoint, or None if the run had not come to its first."""
     saved, damaged = checkpoints.load(first_state(job))
     if saved is None and damaged:
         raise DpfedError(f"{folder.path} cannot go on: {damaged[0]}")
     job.notes.extend(f"{sentence}; the one before it is used" for sentence in damaged)
     folder.rewind(saved.progress.t if saved else -1)
+    if remote is not None and saved is not None:
+        remote.restore(saved.backend)
     return saved
 
 
@@ -197,10 +217,11 @@ def _amend(folder: RunFolder, job: Job, name: str, note: str, saved: Saved | Non
 
 
 def _interrupted(
-    error: InterruptedRunError, folder: RunFolder, name: str, note: str, seen: list[Round]
+    error: InterruptedRunError, folder: RunFolder, name: str, note: str, seen: list[Round], served: bool
 ) -> InterruptedRunError:
     after = f"after round {seen[-1].t}" if seen else "before round 1"
-    sentence = f"stopped by {error.signal} {after}; go on with `dpfed run --resume {folder.path}`"
+    command = "dpfed server --resume --out" if served else "dpfed run --resume"
+    sentence = f"stopped by {error.signal} {after}; go on with `{command} {folder.path}`"
     folder.save_result({"run": name, "state": "interrupted", "release": note, "stopped": sentence})
     return InterruptedRunError(error.signal, error.number, sentence)
 
@@ -209,7 +230,7 @@ def _spending(job: Job, budget: Budget | None, ledger: Ledger | None, saved: Sav
     """What was spent before counts. Noise that never comes twice was spent for every attempt, seeded noise once."""
     kept = Spent(saved.taken, {}) if saved else None
     if ledger is None:
-        return Spending(job, budget, ledger, kept)
+        return Spending(job, budget, ledger, kept, by_choice=job.served)
     charged = spent_before(ledger, job.plan.clients)
     if kept is not None and bool((charged.taken < kept.taken).any()):
         raise DpfedError(
@@ -228,7 +249,8 @@ def refuse_target(config: Config, past: Past) -> None:
 
 def follows_from(job: Job) -> dict[str, Any]:
     """The settings and what else decides a run's numbers: seeded noise is drawn differently by another kind of device."""
-    return {**fixed_settings(job.config), "sizes": job.plan.sizes.tolist(), "device": job.device.type}
+    more = {"served": True} if job.served else {}
+    return {**fixed_settings(job.config), "sizes": job.plan.sizes.tolist(), "device": job.device.type, **more}
 
 
 def result_of(job: Job, spending: Spending, seen: list[Round], out: Path, note: str) -> dict[str, Any]:

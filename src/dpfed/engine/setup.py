@@ -34,7 +34,7 @@ SMALL = 1_000_000  # models with fewer parameters are computed by one CPU thread
 
 @dataclass(frozen=True)
 class Job:
-    """One run, ready to go. Nothing in it changes while it runs."""
+    """One run, ready to go. Nothing in it changes while it runs. `served`: its clients and their records are elsewhere."""
 
     config: Config
     algorithm: Algorithm
@@ -54,6 +54,7 @@ class Job:
     view: View | None = None
     past: Past = NOTHING
     notes: list[str] = field(default_factory=list)
+    served: bool = False
 
 
 def prepare(config: Config, source: Source | None = None) -> Job:
@@ -98,8 +99,78 @@ def prepare(config: Config, source: Source | None = None) -> Job:
         + list(source.notes)
         + unused_note(source, shards)
         + data_notes(config, source)
+        + federation_note(config, plan)
         + delta_note(config, plan),
     )
+
+
+def prepare_server(config: Config) -> Job:
+    """The job of a server whose clients are elsewhere: no private record is in it, and nobody's are dealt.
+
+    Sizes are those that [federation] declares; client i of the plan is the i-th name in alphabetical order.
+    """
+    device, algorithm = device_of(config.run.device), config.algorithm
+    streams = Streams(config.run.seed, secret=config.run.noise == "os")
+    plan, schedule = plan_for(config, declared_sizes(config))
+    notes = algorithm.check(Facts(plan.equal_phi, plan.private, config.run.allow_nan, varying_phi=plan.clipping.counts))
+    spec, classes, test = public_facts(config, device)
+    model, adapted, theta = build_model(config, spec, streams, device, notes)
+    nothing = np.zeros(0, dtype=np.int64)
+    return Job(
+        config=config,
+        algorithm=algorithm,
+        classes=classes,
+        spec=spec,
+        model=model,
+        space=model.space,
+        theta=theta,
+        plan=plan,
+        schedule=schedule,
+        shards=Shards(np.zeros(plan.clients + 1, dtype=np.int64), np.zeros(1, dtype=np.int64), nothing),
+        records=Records({}, torch.zeros(0, dtype=torch.int64)),
+        test=test,
+        streams=streams,
+        device=device,
+        adapted=adapted,
+        notes=notes + delta_note(config, plan),
+        served=True,
+    )
+
+
+def client_names(config: Config) -> list[str]:
+    """The clients of a federation in the order of its plan, which does not depend on the order in a file."""
+    if config.federation is None or not config.federation.clients:
+        raise DpfedError(
+            "a server needs the public figures of its clients: give [federation.clients], name = declared records"
+        )
+    return sorted(config.federation.clients)
+
+
+def declared_sizes(config: Config) -> np.ndarray:
+    names = client_names(config)
+    return np.array([config.federation.clients[name] for name in names] if config.federation else [], dtype=np.int64)
+
+
+def public_facts(config: Config, device: torch.device) -> tuple[InputSpec, tuple[str, ...], Records]:
+    """What a model is built from and evaluated on at the server: its public test set, or what is stated of the data."""
+    section, loader = config.federation, config.data
+    if section is None or section.test_set:
+        source: Source = loader.load()  # type: ignore[attr-defined]
+        # The file's training part is dropped unseen, and cached tokens of it are not to be mixed up with the test's.
+        source = tokenised(config.model, replace(source, train=source.test, fingerprint=""))
+        return spec_of(source), source.classes, records_of(scored_half(source.test, config.run.eval_on), device)
+    published: Published | None = getattr(loader, "published", None)
+    if section.classes is not None and section.shape:
+        name = "pixel_values" if section.kind == "image" else "features"
+        spec = InputSpec(section.kind, name, section.shape, section.classes, section.white)
+    elif published is not None:
+        spec = published_spec(published, config.model)
+    else:
+        raise DpfedError(
+            "without a test set a server must be told what the clients' records are: give federation.shape and "
+            "federation.classes, or federation.test_set = true"
+        )
+    return spec, tuple(str(c) for c in range(spec.classes)), Records({}, torch.zeros(0, dtype=torch.int64))
 
 
 def view_for(config: Config, source: Source) -> View | None:
@@ -256,6 +327,19 @@ def delta_note(config: Config, plan: Plan) -> list[str]:
         return []
     return [
         f"delta {delta:g} is not below 1/{size}: publishing one {plan.unit} at random would satisfy such a guarantee"
+    ]
+
+
+def federation_note(config: Config, plan: Plan) -> list[str]:
+    """A simulation deals its own clients; it takes a federation's way only where their sizes are those declared."""
+    if config.federation is None or not config.federation.clients:
+        return []
+    declared = declared_sizes(config)
+    if np.array_equal(declared, plan.sizes):
+        return []
+    return [
+        f"[federation] declares {len(declared)} clients of {declared.min()} to {declared.max()} records, this simulation "
+        f"deals {plan.clients} of {plan.sizes.min()} to {plan.sizes.max()}: the two will not take the same way"
     ]
 
 

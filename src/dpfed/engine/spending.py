@@ -191,8 +191,10 @@ class Spending:
         budget: Budget | None,
         ledger: Ledger | None,
         before: Spent | None = None,
+        by_choice: bool = False,
     ) -> None:
-        self._job, self._budget, self._ledger = job, budget, ledger
+        """`by_choice`: clients stay away as they like, so that nobody's part in a round is by chance (SPEC 6.2)."""
+        self._job, self._budget, self._ledger, self._by_choice = job, budget, ledger, by_choice
         before = before or Spent(np.zeros(job.plan.clients, dtype=np.int64), {})
         self.taken, self._attempts = before.taken.copy(), dict(before.attempts)
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="dpfed-accounts")  # its thread ends with this object
@@ -267,5 +269,5 @@ class Spending:
         return {
             "server_worst": worst,
             "server_max": most,
-            "third_party": worst if repeated else planned.third_party,
+            "third_party": worst if repeated or self._by_choice else planned.third_party,
         }

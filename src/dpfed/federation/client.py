@@ -9,6 +9,7 @@ twice under different noise, and a kill at any point loses no budget and spends 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,23 +22,48 @@ from torch import Tensor
 from dpfed.algorithms import REGISTRY as ALGORITHMS
 from dpfed.algorithms.base import Algorithm, Context, Facts, Memory, Message
 from dpfed.config import Config, PrivacySection, RunSection, parse
-from dpfed.data.partition import shards_of
+from dpfed.data.partition import Shards, shards_of
 from dpfed.data.tables import Source
 from dpfed.engine.setup import build_model, device_of, records_of, refuse_unreleasable, spec_of, tokenised, view_for
 from dpfed.engine.traffic import ghosts
 from dpfed.errors import DpfedError
 from dpfed.federation.frozen import model_hash
-from dpfed.federation.policy import ClientConfig, RefusedError, check, check_model, check_sender
+from dpfed.federation.policy import (
+    ClientConfig,
+    RefusedError,
+    ToldError,
+    check,
+    check_base,
+    check_model,
+    check_scoring,
+    check_sender,
+)
+from dpfed.federation.scoring import PART, mechanism_of, noised_counts, rows_of, split
 from dpfed.federation.store import Store
-from dpfed.federation.wire import Receipt, Reply, Request, Terms, check_fields, digest, pack, unpack_request
+from dpfed.federation.wire import (
+    Receipt,
+    Reply,
+    Request,
+    Scoring,
+    ScoringTerms,
+    Terms,
+    check_fields,
+    digest,
+    pack,
+    unpack_any,
+)
 from dpfed.model.per_sample import PerSample
 from dpfed.privacy.grid import grid_of
 from dpfed.privacy.ledger import Charge, Ledger
+from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.noise import Purpose, Streams
 from dpfed.privacy.oracle import FleetOracle
 from dpfed.privacy.plan import Plan
+from dpfed.privacy.records import Records
 
+LOG = logging.getLogger("dpfed")
 LEDGER = "ledger.db"
+LARGEST = 1e12  # of the noise on a mean gradient, which algorithms square in single precision
 
 
 @dataclass(frozen=True)
@@ -84,26 +110,37 @@ class Client:
         source = source or loader.load()
         if not config.client.allow_seeded:  # said at once, not at the first request
             refuse_unreleasable(self._as_run(None, "os"), source)
-        self._source = tokenised(config.model, source)
-        train = self._source.train
-        self._shards = shards_of(np.zeros(len(train), dtype=np.int64), 1, train.column(config.data.unit_column))
-        self._units = int(self._shards.sizes[0])
-        if config.policy.records > self._units:
-            raise DpfedError(
-                f"policy.records = {config.policy.records} is more than this client holds: declare as many or fewer"
-            )
-        self._records = records_of(train, self._device)
-        self._view = view_for(self._as_run(None, "os"), self._source)
         self._state = Path(config.client.state)
+        trained, held_out = split(config, source.train, self._state)
+        self._source = tokenised(config.model, source)
+        self._records, self._shards = self._holdings(trained, config.policy.records, "records", "holds to train on")
+        self._units = int(self._shards.sizes[0])
+        self._scored = None
+        if config.policy.evaluate:
+            self._scored = self._holdings(held_out, config.policy.held_out, "held_out", "holds out")
+            if int(self._scored[1].sizes[0]) > 2 * config.policy.held_out:
+                raise DpfedError(
+                    f"policy.held_out = {config.policy.held_out} is less than half of what this client holds out: declare "
+                    "more, or lower client.held_out_share"
+                )
+        self._view = view_for(self._as_run(None, "os"), self._source)
         self._built: tuple[tuple[Algorithm, int, bool], Built] | None = None
 
     def answer(self, data: bytes) -> bytes:
-        """The reply to a request, or RefusedError / WireError; what a transport calls for each message."""
-        request = unpack_request(data, self.config.client.max_message << 20)
-        terms, asked = request.terms, digest(data)
-        refuse(check_sender(terms, self.config))
-        if not terms.seeded:
+        """The reply to a request, or an error; what a transport calls for each message.
+
+        Of an error the server is told what `policy.told` gives, and nothing else of it leaves this client.
+        """
+        request = unpack_any(data, self.config.client.max_message << 20)
+        refuse(check_sender(request.terms, self.config))
+        if not request.terms.seeded:
             refuse_unreleasable(self._as_run(None, "os"), self._source)
+        if isinstance(request, Scoring):
+            return self._count(request, digest(data))
+        return self._train(request, digest(data))
+
+    def _train(self, request: Request, asked: str) -> bytes:
+        terms = request.terms
         store = Store(self._state, terms.run)
         with self._ledger() as ledger:  # its lock also keeps a second answer out until this one is stored
             stored = store.reply(terms.round, asked)
@@ -111,20 +148,57 @@ class Client:
                 return stored
             algorithm = algorithm_of(terms)
             plan = self._plan(terms, algorithm)
+            refuse(check_base(terms, algorithm.lr, self.config.policy))
             refuse(check(terms, self.config.policy, plan.mechanism(0), ledger.history(self.config.client.name)))
             self._check_place(terms, ledger, store)
             built = self._build(terms, algorithm)
             refuse(check_model(built.hash, terms, self.config.policy))
             self._check_fields(request, built, plan)
             memory = self._memory(terms, built, store)
-            ledger.charge([charge_of(terms, plan)], run=terms.run)  # from here on it is spent, whatever happens
+            ledger.charge(
+                [charge_of(terms, plan.mechanism(0), terms.local_steps)], run=terms.run
+            )  # from here on it is spent, whatever happens
             message, memory = self._compute(request, built, plan, memory)
-            head = ledger.head()
-            receipt = Receipt(terms.run, terms.client, terms.round, asked, head.rows, head.hash)
-            reply = pack(Reply(receipt, message))
+            reply = pack(Reply(receipt_of(terms, asked, ledger), message))
             store.keep_memory(terms.round, memory)
             store.keep_reply(terms.round, asked, reply)
         return reply
+
+    def _count(self, request: Scoring, asked: str) -> bytes:
+        """The noised number of right answers on held-out units, in the same order: charge, compute, store, send."""
+        terms, policy = request.terms, self.config.policy
+        store = Store(self._state, terms.run)
+        with self._ledger() as ledger:
+            stored = store.reply(terms.round, asked, "score")
+            if stored is not None:
+                return stored
+            mechanism = mechanism_of(terms.sigma)
+            refuse(check_scoring(terms, policy, mechanism, ledger.history(self.config.client.name)))
+            check_head(terms, ledger)
+            last = ledger.last_round(terms.run, PART)
+            if terms.round <= last or store.last_reply("score") > last:
+                raise RefusedError(f"refused: round {terms.round} is not after round {last}, the last that was scored")
+            built = self._build(terms, algorithm_of(terms))
+            refuse(check_model(built.hash, terms, policy))
+            check_fields(request.fields, {"theta": (built.model.space.size,)})
+            if self._scored is None:
+                raise RefusedError("refused: there are no held-out records here")
+            ledger.charge([charge_of(terms, mechanism, 1, PART)], run=terms.run)  # from here on it is spent
+            noise = self._streams(terms).noise(-terms.round, 0, torch.device("cpu"))  # training's have positive names
+            theta = request.fields["theta"].to(self._device)
+            counts = noised_counts(built.model, theta, *self._scored, terms.sigma, noise)
+            reply = pack(Reply(receipt_of(terms, asked, ledger), {"counts": counts}))
+            store.keep_reply(terms.round, asked, reply, "score")
+        return reply
+
+    def _holdings(self, rows: np.ndarray, declared: int, key: str, what: str) -> tuple[Records, Shards]:
+        """These records and whose they are, refused if they are fewer units than this client has declared."""
+        table = rows_of(self._source.train, rows)
+        units = table.column(self.config.data.unit_column)
+        if declared > (len(rows) if units is None else len(np.unique(units))):
+            raise DpfedError(f"policy.{key} = {declared} is more than this client {what}: declare as many or fewer")
+        shards = shards_of(np.zeros(len(table), dtype=np.int64), 1, units)
+        return records_of(table, self._device), shards
 
     def _ledger(self) -> Ledger:
         path, name = self._state / LEDGER, self.config.client.name
@@ -135,9 +209,9 @@ class Client:
         path.parent.mkdir(parents=True, exist_ok=True)
         return Ledger.create(path, client=name, delta=self.config.policy.delta)
 
-    def _build(self, terms: Terms, algorithm: Algorithm) -> Built:
+    def _build(self, terms: Terms | ScoringTerms, algorithm: Algorithm) -> Built:
         """The model of a request; the last one is kept, as a run asks for the same each round."""
-        counts = terms.clipping.rule().counts
+        counts = isinstance(terms, Terms) and terms.clipping.rule().counts
         key = (algorithm, terms.seed, counts)
         if self._built is None or self._built[0] != key:
             config, streams = self._as_run(algorithm, "seeded"), Streams(terms.seed)
@@ -169,8 +243,7 @@ class Client:
 
     def _check_place(self, terms: Terms, ledger: Ledger, store: Store) -> None:
         """The ledger is the one that the server knows, and the round comes after all that it was charged for."""
-        if terms.head:
-            ledger.check_head((terms.rows, terms.head))
+        check_head(terms, ledger)
         last = ledger.last_round(terms.run)
         if store.last_reply() > last:
             raise RefusedError(f"the ledger lacks round {store.last_reply()}, which was answered: put back the newest")
@@ -180,10 +253,16 @@ class Client:
             raise RefusedError(f"refused: round {terms.round} of {terms.rounds} with {terms.used} used was never due")
 
     def _check_fields(self, request: Request, built: Built, plan: OwnPlan) -> None:
-        built.algorithm.check(Facts(request.terms.equal_phi, True, False, varying_phi=plan.clipping.counts))
+        """All that could go wrong because of the request is said before anything is charged."""
         check_fields(request.fields, built.shapes)
-        if request.terms.grid:  # said before anything is charged
-            grid_of(plan.noise_std(0), plan.clip, built.model.space.size)
+        if not plan.noise_std(0) / float(plan.expected[0]) <= LARGEST:
+            raise RefusedError(f"refused: sigma {request.terms.sigma:g} makes noise beyond {LARGEST:g}")
+        try:
+            built.algorithm.check(Facts(request.terms.equal_phi, True, False, varying_phi=plan.clipping.counts))
+            if request.terms.grid:
+                grid_of(plan.noise_std(0), plan.clip, built.model.space.size)
+        except DpfedError as error:  # of the request's own numbers alone
+            raise RefusedError(f"refused: {error}") from None
 
     def _memory(self, terms: Terms, built: Built, store: Store) -> Memory:
         names = built.algorithm.remembers
@@ -195,13 +274,12 @@ class Client:
         """The client's round, as a fleet of one; only noised values and public constants are in what it returns."""
         terms, algorithm = request.terms, built.algorithm
         ctx = self._context(terms, built, plan)
-        streams = IndexedStreams(terms.seed, terms.index) if terms.seeded else Streams(terms.seed, secret=True)
         oracle = FleetOracle(
             built.model,
             self._records,
             self._shards,
             plan,
-            streams,
+            self._streams(terms),
             terms.round,
             [0],
             steps=terms.local_steps,
@@ -218,8 +296,11 @@ class Client:
             message = message | {"below": oracle.below}
         for name, value in message.items():
             if not bool(value.isfinite().all()):
-                raise DpfedError(f"round {terms.round} left the finite numbers in {name}: the server's lr is too high")
+                raise ToldError(f"round {terms.round} left the finite numbers in {name}: the server's lr is too high")
         return {name: value[0] for name, value in message.items()}, memory
+
+    def _streams(self, terms: Terms | ScoringTerms) -> Streams:
+        return IndexedStreams(terms.seed, terms.index) if terms.seeded else Streams(terms.seed, secret=True)
 
     def _context(self, terms: Terms, built: Built, plan: OwnPlan) -> Context:
         phi = torch.tensor([[plan.phi(0)]], dtype=torch.float64).to(torch.float32)
@@ -241,23 +322,44 @@ class Client:
         return torch.tensor(x, dtype=torch.float64, device=self._device)
 
 
-def algorithm_of(terms: Terms) -> Algorithm:
+def algorithm_of(terms: Terms | ScoringTerms) -> Algorithm:
     keys = dict(terms.algorithm)
     cls = ALGORITHMS.get(str(keys.pop("name", "")))
     if cls is None:
         raise RefusedError(
             f"there is no algorithm {terms.algorithm.get('name')!r} here: both sides need the same dpfed"
         )
-    algorithm: Algorithm = parse("algorithm", cls, keys)
+    try:
+        algorithm: Algorithm = parse("algorithm", cls, keys)
+    except DpfedError as error:  # of the request's own words alone
+        raise RefusedError(f"refused: {error}") from None
     return algorithm
 
 
-def charge_of(terms: Terms, plan: Plan) -> Charge:
+def charge_of(terms: Terms | ScoringTerms, mechanism: Mechanism, steps: int, part: str = "train") -> Charge:
     """Repeatable noise protects nothing and is no spending: its row is void."""
-    mechanism, steps = plan.mechanism(0), terms.local_steps
     if terms.seeded:
-        return Charge(terms.client, terms.round, steps, mechanism, "seeded", void=True)
-    return Charge(terms.client, terms.round, steps, mechanism, "os")
+        return Charge(terms.client, terms.round, steps, mechanism, "seeded", True, part)
+    return Charge(terms.client, terms.round, steps, mechanism, "os", False, part)
+
+
+def receipt_of(terms: Terms | ScoringTerms, asked: str, ledger: Ledger) -> Receipt:
+    head = ledger.head()
+    return Receipt(terms.run, terms.client, terms.round, asked, head.rows, head.hash)
+
+
+def check_head(terms: Terms | ScoringTerms, ledger: Ledger) -> None:
+    """Refuses with an old copy of the ledger; where it lies is for this client's own log."""
+    if not terms.head:
+        refuse(None if terms.rows == 0 else f"{terms.rows} rows without their hash are nobody's ledger")
+        return
+    try:
+        ledger.check_head((terms.rows, terms.head))
+    except DpfedError as error:
+        LOG.error("%s", error)
+        rows = ledger.head().rows
+        what = f"row {rows + 1} is missing" if rows < terms.rows else f"row {terms.rows} is not the row it was"
+        raise RefusedError(f"refused: {what} in its ledger, which does not go on from the one that is known") from None
 
 
 def refuse(reason: str | None) -> None:

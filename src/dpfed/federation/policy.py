@@ -19,7 +19,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from dpfed.config import DataSection, ModelSection, Registry, nearest, parse
 from dpfed.errors import DpfedError
-from dpfed.federation.wire import Terms
+from dpfed.federation.wire import ScoringTerms, Terms, WireError
 from dpfed.privacy.accounting import check_delta, epsilon, rdp_epsilon
 from dpfed.privacy.ledger_file import nameable
 from dpfed.privacy.mechanism import Mechanism
@@ -27,8 +27,19 @@ from dpfed.privacy.mechanism import Mechanism
 History = Sequence[tuple[Mechanism, int]]
 
 
-class RefusedError(DpfedError):
+class ToldError(DpfedError):
+    """What a client tells the server: every word of it follows from requests, policy and ledger, none from records."""
+
+
+class RefusedError(ToldError):
     """A request that this client does not answer. Nothing was computed and nothing was spent."""
+
+
+def told(error: BaseException) -> str:
+    """What the server may know of an error. Any other text could hold a piece of a record or a path: it stays here."""
+    if isinstance(error, ToldError | WireError):
+        return str(error)
+    return "it failed, and its own log says why"
 
 
 @dataclass(frozen=True)
@@ -40,6 +51,10 @@ class ClientSection:
     servers: Annotated[tuple[str, ...], MinLen(1), "servers whose requests are answered"]
     allow_seeded: Annotated[bool, "test mode: answer with repeatable noise, which protects nothing"] = False
     device: Annotated[str, "auto, cpu, cuda or cuda:N"] = "auto"
+    held_out_share: Annotated[float, Ge(0), Lt(1), "share of the records that is never trained on, to be scored"] = 0.0
+    held_out_column: Annotated[str | None, "column of the data that is true or 1 for held-out records, or no share"] = (
+        None
+    )
     max_slots: Annotated[int, Ge(1), "records in one forward pass"] = 512
     max_message: Annotated[int, Ge(1), "MiB of the largest request that is read"] = 4096
 
@@ -53,6 +68,12 @@ class Policy:
     max_clip: Annotated[float, Gt(0), "largest clip norm C"] = 10.0
     max_rate: Annotated[float, Gt(0), Le(1), "largest sampling rate q"] = 0.1
     max_local_steps: Annotated[int, Ge(1), "most local steps K of a round"] = 100
+    max_lr: Annotated[float, Gt(0), "largest learning rate"] = 100.0
+    evaluate: Annotated[bool, "answer with noised counts of right answers on held-out records, which are charged"] = (
+        False
+    )
+    held_out: Annotated[int, Ge(0), "declared number of held-out units, public; may be rounded down"] = 0
+    min_evaluate_sigma: Annotated[float, Gt(0), "smallest noise on such a count"] = 5.0
     require_grid: Annotated[bool, "answer only requests with privacy.grid, which hides the last bits of sums"] = True
     algorithms: Annotated[tuple[str, ...], "algorithms it takes part in; empty: all there are"] = ()
     models: Annotated[tuple[str, ...], "hashes of frozen weights it takes part with; empty: those of its [model]"] = ()
@@ -98,10 +119,22 @@ def build(raw: Mapping[str, Any], registry: Registry) -> ClientConfig:
         raise DpfedError(f"data.{dealt[0]} deals records to simulated clients: a real one holds its own, leave it out")
     if not nameable(config.client.name):
         raise DpfedError(f"client.name = {config.client.name!r} must be up to 200 printable characters")
+    _check_held_out(config)
     for name in config.policy.algorithms:
         if name not in registry.algorithm:
             raise DpfedError(f"policy.algorithms: {name!r} is not known{nearest(name, registry.algorithm)}")
     return config
+
+
+def _check_held_out(config: ClientConfig) -> None:
+    client, policy = config.client, config.policy
+    if client.held_out_share and client.held_out_column is not None:
+        raise DpfedError("give one of client.held_out_share and client.held_out_column, not both")
+    if policy.evaluate and not (policy.held_out and (client.held_out_share or client.held_out_column)):
+        raise DpfedError(
+            "policy.evaluate = true scores held-out records: give client.held_out_share or client.held_out_column, and "
+            "policy.held_out, how many there are"
+        )
 
 
 def _complete(section: str, cls: type[Any], table: Mapping[str, Any]) -> Any:
@@ -121,7 +154,7 @@ def _named(section: str, table: Mapping[str, Any], known: Mapping[str, type[Any]
 Rule = tuple[bool, str]
 
 
-def check_sender(terms: Terms, config: ClientConfig) -> str | None:
+def check_sender(terms: Terms | ScoringTerms, config: ClientConfig) -> str | None:
     """Why nothing at all is done for this sender, or None."""
     client = config.client
     return _first_broken(
@@ -131,7 +164,7 @@ def check_sender(terms: Terms, config: ClientConfig) -> str | None:
     )
 
 
-def check_model(model: str, terms: Terms, policy: Policy) -> str | None:
+def check_model(model: str, terms: Terms | ScoringTerms, policy: Policy) -> str | None:
     """Why the model is refused, or None; `model` is the hash of what this client has built."""
     return _first_broken(
         (terms.model == model, "its model has other frozen weights than [model] of this client"),
@@ -152,14 +185,40 @@ def check(terms: Terms, policy: Policy, mechanism: Mechanism, history: History) 
             terms.local_steps <= policy.max_local_steps,
             f"{terms.local_steps} local steps are more than policy.max_local_steps = {policy.max_local_steps}",
         ),
+        (terms.lr <= policy.max_lr, f"lr {terms.lr:g} is above policy.max_lr = {policy.max_lr:g}"),
+        (terms.index < terms.clients, f"client {terms.index} is not one of {terms.clients}"),
+        (terms.cohort <= terms.clients, f"a cohort of {terms.cohort} is more than {terms.clients} clients"),
         (
             abs(terms.expected - declared) <= 1e-9 * declared,
             f"an expected batch of {terms.expected:g} is not its rate times policy.records = {policy.records}",
         ),
     )
-    if reason is not None:
-        return reason
-    spent = [*history, (mechanism, terms.local_steps)]
+    return reason if reason is not None else check_spending(policy, mechanism, terms.local_steps, history)
+
+
+def check_base(terms: Terms, base: float, policy: Policy) -> str | None:
+    """The base learning rate of the algorithm: no schedule goes above it."""
+    return _first_broken(
+        (base <= policy.max_lr, f"algorithm.lr {base:g} is above policy.max_lr = {policy.max_lr:g}"),
+        (terms.lr <= base * (1 + 1e-9), f"lr {terms.lr:g} is above algorithm.lr = {base:g}"),
+    )
+
+
+def check_scoring(terms: ScoringTerms, policy: Policy, mechanism: Mechanism, history: History) -> str | None:
+    """The same for a count of right answers; it is paid from the same epsilon."""
+    least = policy.min_evaluate_sigma
+    reason = _first_broken(
+        (policy.evaluate, "it asks for a count on held-out records, and policy.evaluate is false"),
+        (terms.sigma >= least, f"sigma {terms.sigma:g} is below policy.min_evaluate_sigma = {least:g}"),
+        (terms.sigma <= 1e6, f"sigma {terms.sigma:g} leaves nothing of a count"),
+        (terms.held_out == policy.held_out, f"{terms.held_out} is not policy.held_out = {policy.held_out}"),
+    )
+    return reason if reason is not None else check_spending(policy, mechanism, 1, history)
+
+
+def check_spending(policy: Policy, mechanism: Mechanism, steps: int, history: History) -> str | None:
+    """Why it would cost too much, or None."""
+    spent = [*history, (mechanism, steps)]
     if rdp_epsilon(spent, policy.delta) <= policy.max_epsilon:
         return None  # the looser bound is a hundred times faster, and enough while there is room
     after = epsilon(spent, policy.delta).value

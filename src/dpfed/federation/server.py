@@ -1,31 +1,48 @@
 """The server's side of a federation: a backend of the one round loop whose cohort is clients on a network.
 
 It sends each client its request, holds every reply against what this model and this algorithm make, and averages the good
-ones. Who is wrong or late is named in the log and left out; nothing a client sends can end the run except by too few being
-left. The clients charge themselves: the loop's `Spending` gets no ledger here, and its figures are upper bounds for this
+ones. Who is wrong or late is named in the log and left out. Where too few are left, the others are asked again with the
+same bytes, and if that does not help the round is lost: the state stays, and the next round comes. The clients charge themselves: the loop's `Spending` gets no ledger here, and its figures are upper bounds for this
 run (a client that was asked counts as charged). What a client has spent over all its runs only its own ledger knows.
+
+A request is a function of the configuration and of what a checkpoint holds. So a server that was killed and goes on asks
+for the same round with the same bytes, and whoever had answered sends the stored message, uncharged.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from dpfed.algorithms.base import Message
-from dpfed.config import to_dict
+from dpfed.config import Config, FederationSection, to_dict
 from dpfed.engine.fleet import learning_rate
-from dpfed.engine.setup import Job
+from dpfed.engine.rounds import LostRoundError
+from dpfed.engine.setup import Job, client_names
 from dpfed.engine.spending import Spending, budget_of
 from dpfed.engine.state import State
 from dpfed.engine.traffic import ghosts
 from dpfed.errors import DpfedError, StoppedError
 from dpfed.federation.frozen import model_hash
-from dpfed.federation.wire import ClippingTerms, Reply, Request, Terms, WireError, digest, pack, unpack_reply
+from dpfed.federation.policy import RefusedError, told
+from dpfed.federation.scoring import Score, as_json, bounds, score_of
+from dpfed.federation.wire import (
+    ClippingTerms,
+    Reply,
+    Request,
+    Scoring,
+    ScoringTerms,
+    Terms,
+    WireError,
+    digest,
+    pack,
+    unpack_reply,
+)
 
 
 class Transport(Protocol):
@@ -47,7 +64,7 @@ class Loopback:
         try:
             return self.clients[name](data)
         except Exception as error:
-            return error
+            return RefusedError(told(error))
 
 
 class Federation:
@@ -67,8 +84,20 @@ class Federation:
         timeout: float = 600.0,
         seeded: bool = False,
         log: Callable[[str], None] = lambda line: None,
+        retries: int = 0,
+        patience: int = 1,
+        held_out: Mapping[str, int] | None = None,
+        evaluate_every: int = 0,
+        evaluate_sigma: float = 5.0,
     ) -> None:
         refuse_unsendable(job, names)
+        self._retries, self._patience, self._lost = retries, patience, 0
+        self._held_out, self._every, self._sigma = dict(held_out or {}), evaluate_every, evaluate_sigma
+        if evaluate_every and not (self._held_out and self._held_out.keys() <= set(names)):
+            raise DpfedError(
+                "federation.held_out must say how many units which of the clients hold out, and is not told"
+            )
+        self.scores: list[Score] = []
         self._job, self._transport, self._run, self._server = job, transport, run, server
         self._names, self._timeout, self._seeded, self._log = list(names), timeout, seeded, log
         self._model = model_hash(job.adapted.model, job.space)
@@ -83,39 +112,91 @@ class Federation:
         self, t: int, state: State, clients: Sequence[int], paid: Callable[[], None] = lambda: None
     ) -> tuple[Message, int]:
         """The mean of the messages that are good, and how many they are. The clients pay for themselves."""
-        asked = {i: self._request(t, state, i) for i in clients}
-        packed = {i: pack(request) for i, request in asked.items()}
-        answers = self._transport.send_all({self._names[i]: data for i, data in packed.items()}, self._timeout)
-        limit = norm_limit(self._job, t, state)
+        requests = {i: self._request(t, state, i) for i in clients}
+        needed = min(self._job.config.run.min_clients or self._job.schedule.cohort, len(clients))
         good: dict[int, Reply] = {}
-        for i in clients:
-            try:
-                found = self._answer(answers.get(self._names[i]))
-                good[i] = unpack_reply(found, self._shapes, asked[i].terms, digest(packed[i]), limit)
-            except DpfedError as error:
-                said = " ".join(str(error).split())[:300]  # a client has a say in it: one line, and not a long one
-                self._log(f"round {t}: client {self._names[i]!r} is left out: {said}")
+        for _ in range(1 + self._retries):
+            good |= self._ask(t, {i: request for i, request in requests.items() if i not in good}, state)
+            if len(good) >= needed:
+                break
+        good = {i: good[i] for i in clients if i in good}  # who answered late does not change the sum's last bits
         for i, reply in good.items():
             self.heads[i] = (reply.receipt.rows, reply.receipt.head)
-        needed = self._job.config.run.min_clients or self._job.schedule.cohort
         if len(good) < needed:
-            raise StoppedError(
-                f"in round {t} only {len(good)} clients gave a usable answer and {needed} are needed: see the log for "
-                "who did not, and run.min_clients"
-            )
+            raise self._too_few(t, len(good), needed)
+        self._lost = 0
         self.used |= dict.fromkeys(good, t)
         return self._mean(good), len(good)
+
+    def _ask(self, t: int, requests: Mapping[int, Request], state: State) -> dict[int, Reply]:
+        """The good replies; who sent none is named."""
+        packed = {i: pack(request) for i, request in requests.items()}
+        answers = self._transport.send_all({self._names[i]: data for i, data in packed.items()}, self._timeout)
+        limit, good = norm_limit(self._job, t, state), {}
+        for i, request in requests.items():
+            try:
+                found = self._answer(answers.get(self._names[i]))
+                good[i] = unpack_reply(found, self._shapes, request.terms, digest(packed[i]), limit)
+            except DpfedError as error:
+                self._log(f"round {t}: client {self._names[i]!r} is left out: {one_line(str(error))}")
+        return good
+
+    def _too_few(self, t: int, answered: int, needed: int) -> DpfedError:
+        self._lost += 1
+        what = f"in round {t} only {answered} clients gave a usable answer and {needed} are needed"
+        if self._lost < self._patience:
+            self._log(f"{what}: the round is lost, and the next one comes")
+            return LostRoundError(what)
+        return StoppedError(f"{what}: see the log for who did not, and run.min_clients")
+
+    def after(self, t: int, state: State) -> dict[str, Any]:
+        if self._every and t % self._every == 0:
+            self._score(t, state)
+        return self.remembered()
+
+    def _score(self, t: int, state: State) -> None:
+        """Asks for noised counts of right answers; who does not answer is left out."""
+        asked = {i: self._scoring(t, state, i) for i, name in enumerate(self._names) if name in self._held_out}
+        packed = {i: pack(request) for i, request in asked.items()}
+        answers = self._transport.send_all({self._names[i]: data for i, data in packed.items()}, self._timeout)
+        counts: dict[str, tuple[float, float]] = {}
+        for i, request in asked.items():
+            try:
+                found = self._answer(answers.get(self._names[i]))
+                reply = unpack_reply(found, {"counts": (2,)}, request.terms, digest(packed[i]), 0.0)
+                right, wrong = (float(x) for x in reply.fields["counts"])
+                least, most = bounds(request.terms)
+                if not (least <= right <= most and least <= wrong <= most):
+                    raise WireError(
+                        f"{right:g} right and {wrong:g} wrong are no answers of {request.terms.held_out} units"
+                    )
+                counts[self._names[i]] = right, wrong
+                self.heads[i] = (reply.receipt.rows, reply.receipt.head)
+            except DpfedError as error:
+                self._log(f"round {t}: client {self._names[i]!r} is not scored: {one_line(str(error))}")
+        score = score_of(t, counts, self._sigma, t // self._every, self._job.config.privacy.delta)
+        if score is not None:
+            self.scores.append(score)
+            self._log(str(score))
+
+    def report(self) -> dict[str, Any]:
+        return {"held_out": as_json(self.scores)} if self._every else {}
 
     def remembered(self) -> dict[str, Any]:
         """What a checkpoint has to hold besides the state, as JSON takes it."""
         return {
             "heads": {str(i): list(head) for i, head in sorted(self.heads.items())},
             "used": {str(i): t for i, t in sorted(self.used.items())},
+            "scores": as_json(self.scores),
         }
 
     def restore(self, remembered: Mapping[str, Any]) -> None:
-        self.heads = {int(i): (int(rows), str(hash_)) for i, (rows, hash_) in remembered["heads"].items()}
-        self.used = {int(i): int(t) for i, t in remembered["used"].items()}
+        try:
+            self.heads = {int(i): (int(rows), str(hash_)) for i, (rows, hash_) in remembered["heads"].items()}
+            self.used = {int(i): int(t) for i, t in remembered["used"].items()}
+            self.scores = [Score(**score) for score in remembered["scores"]]
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise DpfedError("the checkpoint does not say how the clients' ledgers stood: it is no server's") from None
 
     def _request(self, t: int, state: State, client: int) -> Request:
         job, plan = self._job, self._job.plan
@@ -148,6 +229,25 @@ class Federation:
         )
         return Request(terms, {name: getattr(state.server, name) for name in job.algorithm.broadcast})
 
+    def _scoring(self, t: int, state: State, client: int) -> Scoring:
+        rows, head = self.heads.get(client, (0, ""))
+        terms = ScoringTerms(
+            run=self._run,
+            server=self._server,
+            client=self._names[client],
+            index=client,
+            seed=self._job.config.run.seed,
+            seeded=self._seeded,
+            round=t,
+            algorithm=to_dict(self._job.config)["algorithm"],
+            model=self._model,
+            held_out=self._held_out[self._names[client]],
+            sigma=self._sigma,
+            rows=rows,
+            head=head,
+        )
+        return Scoring(terms, {"theta": state.theta})
+
     def _answer(self, found: bytes | Exception | None) -> bytes:
         if found is None:
             raise WireError(f"no answer within {self._timeout:g} seconds")
@@ -167,6 +267,39 @@ class Federation:
         return {name: torch.tensordot(weights, stacked(name), dims=1) for name in self._shapes}
 
 
+def one_line(text: str) -> str:
+    """What others have a say in, as the log takes it: printable, one line, and not a long one."""
+    return "".join(c if c.isprintable() else " " for c in " ".join(text.split()))[:300]
+
+
+def served(config: Config, seeded: bool = False) -> Config:
+    """The configuration under which a server runs: the clients' noise is real, except in test mode."""
+    client_names(config)
+    return replace(config, run=replace(config.run, noise="seeded" if seeded else "os", diagnostics=False))
+
+
+def federation_of(
+    job: Job, run: str, transport: Transport, log: Callable[[str], None] = lambda line: None
+) -> Federation:
+    """The backend of a job made by `prepare_server` from a configuration that `served` gave: `engine.run`'s `serve`."""
+    section = job.config.federation or FederationSection()
+    return Federation(
+        job,
+        transport,
+        run,
+        section.server,
+        client_names(job.config),
+        section.timeout,
+        job.config.run.noise == "seeded",
+        log,
+        section.retries,
+        section.patience,
+        section.held_out,
+        section.evaluate_every,
+        section.evaluate_sigma,
+    )
+
+
 def refuse_unsendable(job: Job, names: Sequence[str]) -> None:
     plan = job.plan
     if len(set(names)) != len(names) or len(names) != plan.clients:
@@ -179,7 +312,7 @@ def spending_of(job: Job) -> Spending:
     """The loop's accounts without a ledger: whom privacy.budget still allows, and figures that bound this run's."""
     budget = budget_of(job.plan, job.schedule, job.config.privacy.delta, job.config.privacy.budget, past=job.past)
     budget.check()
-    return Spending(job, budget, None)
+    return Spending(job, budget, None, by_choice=True)
 
 
 def norm_limit(job: Job, t: int, state: State) -> float:

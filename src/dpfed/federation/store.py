@@ -1,6 +1,7 @@
 """What a client keeps on its disk for each run: the last messages it sent, and the algorithm's memory.
 
     runs/<hash of the run's name>/reply-12-<hash of the request>    stored before it is sent
+    runs/<...>/score-12-<hash of the request>    the same for a noised count of right answers
     runs/<...>/memory-12.pending    made in round 12, and not known to have been used
     runs/<...>/memory-9.kept        the server said that the message of round 9 was used
 
@@ -10,9 +11,11 @@ Files appear whole or not at all, and every operation may be repeated after a cr
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError
@@ -25,6 +28,8 @@ from dpfed.engine.durable import sync_folder, write_file
 from dpfed.errors import DpfedError
 from dpfed.federation.policy import RefusedError
 
+LOG = logging.getLogger("dpfed")
+Kind = Literal["reply", "score"]
 KEPT = 2  # a server that goes on from its last checkpoint may ask again for the round before the last
 
 
@@ -34,23 +39,23 @@ class Store:
     def __init__(self, state: Path, run: str) -> None:
         self.folder = state / "runs" / hashlib.sha256(run.encode()).hexdigest()[:32]
 
-    def reply(self, round: int, request: str) -> bytes | None:
+    def reply(self, round: int, request: str, kind: Kind = "reply") -> bytes | None:
         """The bytes that answered this very request, if they were stored."""
         try:
-            return (self.folder / f"reply-{round}-{request}").read_bytes()
+            return (self.folder / f"{kind}-{round}-{request}").read_bytes()
         except FileNotFoundError:
             return None
         except OSError as error:
             raise DpfedError(f"the stored message of round {round} cannot be read: {error}") from None
 
-    def keep_reply(self, round: int, request: str, data: bytes) -> None:
+    def keep_reply(self, round: int, request: str, data: bytes, kind: Kind = "reply") -> None:
         """On the disk when it returns."""
-        write_file(self.folder / f"reply-{round}-{request}", lambda file: file.write(data))
-        for old in self._replies()[:-KEPT]:
+        write_file(self.folder / f"{kind}-{round}-{request}", lambda file: file.write(data))
+        for old in self._replies(kind)[:-KEPT]:
             old.unlink(missing_ok=True)
 
-    def last_reply(self) -> int:
-        replies = self._replies()
+    def last_reply(self, kind: Kind = "reply") -> int:
+        replies = self._replies(kind)
         return _round_of(replies[-1]) if replies else 0
 
     def keep_memory(self, round: int, memory: Memory) -> None:
@@ -88,14 +93,17 @@ class Store:
                 found = load_tensors(path.read_bytes())
                 held = {name: found[name].clone().reshape(1, size) for name in names}
             except (OSError, KeyError, RuntimeError, ValueError, SafetensorError):
-                raise RefusedError(f"{path} is missing or damaged: this client cannot go on in this run") from None
+                LOG.error("%s is missing or damaged", path)
+                raise RefusedError(
+                    f"the memory of round {used} is missing or damaged: this client cannot go on in this run"
+                ) from None
         return {name: value.to(device) for name, value in held.items()} | {
             "seen": torch.tensor([used > 0], device=device)
         }
 
-    def _replies(self) -> list[Path]:
+    def _replies(self, kind: Kind) -> list[Path]:
         """Oldest first."""
-        return sorted(self.folder.glob("reply-*"), key=_round_of)
+        return sorted(self.folder.glob(f"{kind}-*"), key=_round_of)
 
 
 def _round_of(path: Path) -> int:

@@ -32,11 +32,17 @@ from dpfed.privacy.clipping import CLIPS, Clipping
 FORMAT = 1
 HEADER_LIMIT = 1 << 20
 MOST = 2**62
+MANY = 10**9  # of rounds, steps or clients: products of them stay whole in double precision
+LARGEST = 1e6  # of an algorithm's own numbers
+FIELDS = 1e15  # of a number in a broadcast: its square is one in single precision
 
 Shapes = Mapping[str, tuple[int, ...]]
 Name = Annotated[str, MinLen(1), MaxLen(200)]
 Hash = Annotated[str, MaxLen(64)]
-Count = Annotated[int, Ge(1), Le(MOST)]
+Count = Annotated[int, Ge(1), Le(MANY)]
+Rows = Annotated[int, Ge(0), Le(MOST)]
+Seed = Annotated[int, Ge(-MOST), Le(MOST)]
+Noise = Annotated[float, Gt(0), Le(1e12)]  # accountants square it
 
 
 class WireError(DpfedError):
@@ -48,9 +54,9 @@ class ClippingTerms:
     """`privacy.clipping.Clipping` with the ranges in which it protects anything."""
 
     mode: Literal["flat", "automatic", "quantile"]
-    stability: Annotated[float, Ge(1e-12)]
+    stability: Annotated[float, Ge(1e-12), Le(1e6)]
     quantile: Annotated[float, Gt(0), Lt(1)]
-    rate: Annotated[float, Gt(0)]
+    rate: Annotated[float, Gt(0), Le(100)]
     count_noise: Annotated[float, Gt(1), Le(1e6)]
 
     def rule(self) -> Clipping:
@@ -73,27 +79,49 @@ class Terms:
     run: Name
     server: Name
     client: Name
-    index: Annotated[int, Ge(0), Le(MOST)]
-    seed: Annotated[int, Ge(-MOST), Le(MOST)]
+    index: Annotated[int, Ge(0), Le(MANY)]
+    seed: Seed
     seeded: bool
     round: Count
     rounds: Count
     local_steps: Count
     clients: Count
     cohort: Count
-    lr: Annotated[float, Gt(0)]
+    lr: Annotated[float, Ge(1e-12), Le(1e6)]
     algorithm: dict[str, Any]
     model: Hash
     rate: Annotated[float, Ge(1e-12), Le(1)]
-    expected: Annotated[float, Gt(0)]
-    sigma: Annotated[float, Gt(0), Le(1e12)]  # accountants square it
+    expected: Annotated[float, Gt(0), Le(1e12)]
+    sigma: Noise
     clip: Annotated[float, Ge(CLIPS[0]), Le(CLIPS[1])]
     clipping: ClippingTerms
     grid: bool
     equal_phi: bool
-    rows: Annotated[int, Ge(0), Le(MOST)]
+    rows: Rows
     head: Hash
-    used: Annotated[int, Ge(0), Le(MOST)]
+    used: Annotated[int, Ge(0), Le(MANY)]
+
+
+@dataclass(frozen=True)
+class ScoringTerms:
+    """A request for the noised number of right answers on a client's held-out units; names as in `Terms`.
+
+    held_out  declared number of those units; sigma: noise on their count, of which one unit moves it by 1 at most
+    """
+
+    run: Name
+    server: Name
+    client: Name
+    index: Annotated[int, Ge(0), Le(MANY)]
+    seed: Seed
+    seeded: bool
+    round: Count
+    algorithm: dict[str, Any]
+    model: Hash
+    held_out: Count
+    sigma: Noise
+    rows: Rows
+    head: Hash
 
 
 @dataclass(frozen=True)
@@ -115,6 +143,12 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Scoring:
+    terms: ScoringTerms
+    fields: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
 class Reply:
     receipt: Receipt
     fields: dict[str, Tensor]
@@ -124,9 +158,10 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def pack(message: Request | Reply) -> bytes:
+def pack(message: Request | Scoring | Reply) -> bytes:
     """The bytes of a message; equal messages have equal bytes."""
-    kind, terms = ("request", message.terms) if isinstance(message, Request) else ("reply", message.receipt)
+    kind = {Request: "request", Scoring: "scoring", Reply: "reply"}[type(message)]
+    terms = message.receipt if isinstance(message, Reply) else message.terms
     text = json.dumps({"format": FORMAT, "kind": kind, **dataclasses.asdict(terms)}, sort_keys=True, allow_nan=False)
     tensors = {
         name: value.detach().to("cpu", torch.float32).contiguous().clone() for name, value in message.fields.items()
@@ -135,16 +170,24 @@ def pack(message: Request | Reply) -> bytes:
     return save_tensors(tensors, metadata={"dpfed": text})
 
 
-def unpack_request(data: bytes, limit: int) -> Request:
-    """A request of at most `limit` bytes. Its tensors still have to be held against the model: `check_fields`."""
-    table, fields = _read(data, limit, "request")
+def unpack_any(data: bytes, limit: int) -> Request | Scoring:
+    """What a client may be asked, of at most `limit` bytes. Its tensors still have to be held against the model."""
+    kind, table, fields = _read(data, limit, ("request", "scoring"))
+    if kind == "scoring":
+        return Scoring(_terms(ScoringTerms, table), fields)
     return Request(_terms(Terms, table), fields)
 
 
-def unpack_reply(data: bytes, shapes: Shapes, asked: Terms, request: str, norm_limit: float) -> Reply:
+def unpack_request(data: bytes, limit: int) -> Request:
+    """A request to train."""
+    _, table, fields = _read(data, limit, ("request",))
+    return Request(_terms(Terms, table), fields)
+
+
+def unpack_reply(data: bytes, shapes: Shapes, asked: Terms | ScoringTerms, request: str, norm_limit: float) -> Reply:
     """The reply to the request with these terms and this hash; ‖delta‖ is at most `norm_limit`."""
     limit = 8 + HEADER_LIMIT + 4 * sum(math.prod(shape) for shape in shapes.values())
-    table, fields = _read(data, limit, "reply")
+    _, table, fields = _read(data, limit, ("reply",))
     receipt = _terms(Receipt, table)
     for name, found, right in (
         ("run", receipt.run, asked.run),
@@ -170,10 +213,12 @@ def check_fields(fields: Mapping[str, Tensor], shapes: Shapes) -> None:
             raise WireError(f"{name} has shape {tuple(value.shape)}, not {tuple(shapes[name])}")
         if not bool(value.isfinite().all()):
             raise WireError(f"{name} holds numbers that are not finite")
+        if value.numel() and float(value.abs().max()) > FIELDS:
+            raise WireError(f"{name} holds numbers beyond {FIELDS:g}, whose squares would be lost")
 
 
-def _read(data: bytes, limit: int, kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The terms and the tensors of a message, sizes first."""
+def _read(data: bytes, limit: int, kinds: tuple[str, ...]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+    """The kind, the terms and the tensors of a message, sizes first."""
     if len(data) > limit:
         raise WireError(f"the message has {len(data)} bytes and at most {limit} are read")
     header = int.from_bytes(data[:8], "little")
@@ -188,9 +233,10 @@ def _read(data: bytes, limit: int, kind: str) -> tuple[dict[str, Any], dict[str,
         fields = {name: value.clone() for name, value in load_tensors(data).items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, SafetensorError):
         raise WireError("the message is not safetensors bytes as dpfed writes them") from None
-    if (table.pop("format", None), table.pop("kind", None)) != (FORMAT, kind):
-        raise WireError(f"the message is not a {kind} of format {FORMAT}: both sides need the same dpfed")
-    return table, fields
+    version, kind = table.pop("format", None), table.pop("kind", None)
+    if version != FORMAT or kind not in kinds:
+        raise WireError(f"the message is not a {kinds[0]} of format {FORMAT}: both sides need the same dpfed")
+    return str(kind), table, fields
 
 
 def _json(text: bytes | str) -> dict[str, Any]:
@@ -221,6 +267,9 @@ def _terms(cls: type[Any], table: dict[str, Any]) -> Any:
             raise WireError(f"{name} = {value} is not a finite number")
         if isinstance(value, str) and not value.isprintable():
             raise WireError(f"{name} is not printable")
+    for name, value in getattr(found, "algorithm", {}).items():
+        if isinstance(value, int | float) and not abs(value) <= LARGEST:
+            raise WireError(f"algorithm.{name[:50]} is beyond {LARGEST:g}")
     return found
 
 

@@ -284,9 +284,10 @@ class Ledger:
         """Everyone with at least one row, void or not, in order of the first."""
         return [row[0] for row in self._query("SELECT client FROM charge GROUP BY client ORDER BY MIN(seq)")]
 
-    def last_round(self, run: str) -> int:
-        """The last round of a run that anything was charged for, void or not; 0 for none."""
-        return int(self._query("SELECT COALESCE(MAX(round), 0) FROM charge WHERE run = ?", run)[0][0])
+    def last_round(self, run: str, part: str = "train") -> int:
+        """The last round of a run that this part was charged for, void or not; 0 for none."""
+        query = "SELECT COALESCE(MAX(round), 0) FROM charge WHERE run = ? AND part = ?"
+        return int(self._query(query, run, part)[0][0])
 
     def participation(self, *, void: bool = False) -> dict[Client, int]:
         """In how many rounds each client was charged; a repeated round counts once here."""

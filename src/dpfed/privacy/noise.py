@@ -28,14 +28,14 @@ SECRET: frozenset[Purpose] = frozenset({"cohort", "batch", "noise", "dropout", "
 
 
 class Streams:
-    """Every random number of a run, by name."""
+    """Every random number of a run, by name. `entropy`: that of secret streams, for a server that starts again."""
 
-    def __init__(self, seed: int, secret: bool = False) -> None:
+    def __init__(self, seed: int, secret: bool = False, entropy: bytes | None = None) -> None:
         if not -(2**63) <= seed < 2**63:
             raise DpfedError(f"run.seed = {seed} is not allowed: it must fit in 64 bits")
         self.seed = seed
         self.secret = secret
-        self._entropy = os.urandom(32) if secret else b""
+        self._entropy = (entropy or os.urandom(32)) if secret else b""
 
     def key(self, purpose: Purpose, round: int = 0, client: int = 0) -> bytes:
         """16 bytes that name the stream; 128 bits, so that two streams never meet by accident."""

@@ -1,0 +1,130 @@
+"""The server's side of its own SuperLink: the clients' keys are registered, a run is opened, and its Grid is ours.
+
+Flower would start a ServerApp's process itself; here the process that takes the task is this one, so that the one round
+loop, its progress line, its signals and its checkpoints are those of `dpfed run`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+from flwr.cli.build import build_fab_from_files
+from flwr.common.constant import SubStatus
+from flwr.common.serde import run_from_proto
+from flwr.proto.control_pb2 import RegisterNodeRequest, StartRunRequest
+from flwr.proto.fab_pb2 import Fab
+from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullTaskInputRequest, PushTaskOutputRequest
+from flwr.supercore.constant import TaskType
+from flwr.supercore.control.control_http_client import ControlHttpClient
+from flwr.supercore.heartbeat import HeartbeatSender
+from flwr.supercore.interceptors import (
+    RuntimeTokenHttpInterceptor,
+    RuntimeVersionHttpInterceptor,
+    SuperExecAuthHttpInterceptor,
+)
+from flwr.supercore.protobuf.client import ProtobufCall, ProtobufClientInterceptor, ProtobufRequestContext
+from flwr.supercore.runtime import RuntimeHttpClient
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.superlink.grid import HttpGrid
+
+from dpfed.errors import DpfedError
+from dpfed.federation.flower.apps import app_files
+from dpfed.federation.flower.child import SECRET_HEADER
+from dpfed.federation.flower.node import heartbeat
+from dpfed.federation.links import Address
+
+ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
+BUSY = 60.0
+
+
+class Secret:
+    """Shows the SuperLink that it is its own server that speaks (`child.Guard`)."""
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret
+
+    def intercept(self, context: ProtobufRequestContext, call_next: ProtobufCall) -> httpx.Response:
+        context.request.headers[SECRET_HEADER] = self._secret
+        return call_next(context)
+
+
+class OwnGrid(HttpGrid):
+    """Flower's Grid without its retries, which would end this process with a signal when a run is over."""
+
+    def __init__(self, address: Address, authority: bytes | None, token: str, secret: str) -> None:
+        super().__init__(str(address), authority is None, authority, token=token)
+        speakers: list[ProtobufClientInterceptor] = [
+            RuntimeVersionHttpInterceptor("flwr-serverapp"),
+            RuntimeTokenHttpInterceptor(token),
+            Secret(secret),
+        ]
+        self._client = RuntimeHttpClient.from_server_address(str(address), authority is None, authority, speakers)
+
+    def client(self) -> RuntimeHttpClient:
+        return self._runtime_client
+
+
+@contextmanager
+def own_grid(address: Address, authority: Path | None, secret: str, keys: Mapping[str, bytes]) -> Iterator[HttpGrid]:
+    """The Grid of a new run in which exactly the clients with these keys can take part."""
+    root = authority.read_bytes() if authority else None
+    base: list[ProtobufClientInterceptor] = [RuntimeVersionHttpInterceptor("flwr-serverapp"), Secret(secret)]
+    with _plainly(address):
+        control = ControlHttpClient.from_server_address(str(address), root is None, root, base)
+        _patiently(lambda: _open_run(control, keys))
+        signed = SuperExecAuthHttpInterceptor(master_secret=secret.encode(), protected_methods=ACQUIRE)
+        executor = RuntimeHttpClient.from_server_address(str(address), root is None, root, [*base, signed])
+        task = executor.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP]))
+        executor.close()
+        control.close()
+        if not task.token:
+            raise DpfedError("the SuperLink has no task for its server: see its log")
+        grid = OwnGrid(address, root, task.token, secret)
+        given = grid.client().PullTaskInput(PullTaskInputRequest())
+    TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, given.run.run_id
+    TaskIdentity.node_id = given.context.node_id
+    grid.set_run(run_from_proto(given.run))
+    beat = HeartbeatSender(heartbeat(grid.client()))
+    beat.start()
+    try:
+        yield grid
+    finally:
+        beat.stop()
+        with suppress(httpx.HTTPError):
+            grid.client().PushTaskOutput(PushTaskOutputRequest(sub_status=SubStatus.COMPLETED, details=""))
+        grid.close()
+
+
+def _open_run(control: ControlHttpClient, keys: Mapping[str, bytes]) -> None:
+    for name, key in keys.items():
+        control.RegisterNode(RegisterNodeRequest(public_key=key, name=name))
+    files: dict[str, bytes | Path] = dict(app_files())
+    content = build_fab_from_files(files)[0]
+    fab = Fab(hash_str=hashlib.sha256(content).hexdigest(), content=content)
+    if not control.StartRun(StartRunRequest(fab=fab)).run_id:
+        raise DpfedError("the SuperLink did not open a run: see its log")
+
+
+def _patiently(call: Callable[[], None]) -> None:
+    """A SuperLink listens a moment before it answers."""
+    end = time.monotonic() + BUSY
+    while True:
+        try:
+            return call()
+        except httpx.TransportError as error:
+            if time.monotonic() > end or "certificate" in str(error).lower():
+                raise
+            time.sleep(0.2)
+
+
+@contextmanager
+def _plainly(address: Address) -> Iterator[None]:
+    try:
+        yield
+    except httpx.HTTPError as error:
+        raise DpfedError(f"the server cannot speak to its SuperLink at {address}: {error}") from None

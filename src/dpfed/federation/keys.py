@@ -1,0 +1,208 @@
+"""Keys for a trial: a certificate authority of one's own, the server's certificate, and a key pair for each client.
+
+    DIR/ca.crt  ca.key               the authority; its key is needed again only for a new server certificate
+    DIR/server.crt  server.key       what `dpfed server --keys DIR` shows to clients
+    DIR/clients/NAME.pub             public keys by which the server knows its clients
+    DIR/NAME/client.key  ca.crt      the folder that goes to that client, and to nobody else
+
+In a real federation each client makes its own pair (`dpfed keys DIR --client NAME`) and sends only the public half.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_ssh_private_key,
+    load_ssh_public_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from dpfed.errors import DpfedError
+
+CURVE = ec.SECP384R1()
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+RESERVED = ("clients", "ca.crt", "ca.key", "server.crt", "server.key")
+AUTHORITY, SERVER, SERVER_KEY, CLIENTS, CLIENT_KEY = "ca.crt", "server.crt", "server.key", "clients", "client.key"
+LOCAL = ("localhost", "127.0.0.1", "::1")
+
+
+def make_all(folder: Path, host: str, clients: Sequence[str], days: int = 365) -> list[Path]:
+    """Everything for a trial in one folder that must not be there yet or be empty; returns the files."""
+    check_names(clients)
+    check_host(host)
+    _refuse_used(folder)
+    authority, certificate = _authority(days)
+    server_key, server = _server(authority, certificate, host, days)
+    files = {
+        "ca.key": _private(authority),
+        AUTHORITY: _certificate(certificate),
+        SERVER_KEY: _private(server_key),
+        SERVER: _certificate(server),
+    }
+    for name in clients:
+        key = ec.generate_private_key(CURVE)
+        files[f"{CLIENTS}/{name}.pub"] = _ssh_public(key, name)
+        files[f"{name}/{CLIENT_KEY}"] = _ssh_private(key)
+        files[f"{name}/{AUTHORITY}"] = _certificate(certificate)
+    return _write(folder, files)
+
+
+def make_client(folder: Path, name: str) -> list[Path]:
+    """A client's own pair, made where it is used; NAME.pub is what the server gets."""
+    check_names([name])
+    _refuse_used(folder)
+    key = ec.generate_private_key(CURVE)
+    return _write(folder, {CLIENT_KEY: _ssh_private(key), f"{name}.pub": _ssh_public(key, name)})
+
+
+def public_key(path: Path) -> bytes:
+    """A client's public key as Flower compares them (PEM), from the one line that ssh-keygen or `dpfed keys` writes."""
+    try:
+        key = load_ssh_public_key(path.read_bytes())
+    except OSError as error:
+        raise DpfedError(f"{path} cannot be read: {error.strerror}; put the client's public key there") from None
+    except (ValueError, UnsupportedAlgorithm):
+        raise DpfedError(f"{path} is not a public key as `dpfed keys` or ssh-keygen writes them") from None
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise DpfedError(f"{path} is not an elliptic-curve key: make one with `dpfed keys` or ssh-keygen -t ecdsa")
+    return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+
+
+def check_private(path: Path) -> None:
+    """A client's private key that Flower will take, and that nobody else may read."""
+    try:
+        key = load_ssh_private_key(path.read_bytes(), None)
+    except OSError as error:
+        raise DpfedError(f"{path} cannot be read: {error.strerror}; link.key is this client's private key") from None
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        raise DpfedError(
+            f"{path} is not an unencrypted private key as `dpfed keys` or ssh-keygen writes them"
+        ) from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise DpfedError(f"{path} is not an elliptic-curve key: make one with `dpfed keys` or ssh-keygen -t ecdsa")
+    if os.name == "posix" and path.stat().st_mode & 0o077:
+        raise DpfedError(f"{path} can be read by others on this machine: chmod 600 {path}")
+
+
+def check_names(clients: Sequence[str]) -> None:
+    if not clients:
+        raise DpfedError("there are no clients: name them, --clients clinic-a,clinic-b")
+    for name in clients:
+        if not NAME.fullmatch(name) or name in RESERVED:
+            raise DpfedError(f"{name!r} cannot name a client here: up to 64 letters, digits, dots, dashes")
+    twice = next((name for name in clients if list(clients).count(name) > 1), None)
+    if twice is not None:
+        raise DpfedError(f"two clients are called {twice!r}: give each its own name")
+
+
+def check_host(host: str) -> None:
+    if not host or len(host) > 253 or not re.fullmatch(r"[A-Za-z0-9.:_-]+", host):
+        raise DpfedError(f"{host!r} is not a host name or address: --server takes the one that clients connect to")
+    if host.count(":") == 1:
+        raise DpfedError(f"{host!r} has a port: a certificate is for a host, leave the port out")
+
+
+def _refuse_used(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise DpfedError(f"{folder} is not empty, and keys are never overwritten: choose another folder")
+
+
+def _authority(days: int) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    key = ec.generate_private_key(CURVE)
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "dpfed trial authority")])
+    usage = x509.KeyUsage(True, False, False, False, False, True, True, False, False)
+    certificate = (
+        _builder(name, name, key.public_key(), days)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    return key, certificate
+
+
+def _server(
+    authority: ec.EllipticCurvePrivateKey, issuer: x509.Certificate, host: str, days: int
+) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    """For the host that clients connect to, and for this machine itself, where the server talks to its own link."""
+    key = ec.generate_private_key(CURVE)
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, host[:64])])
+    hosts = [_general_name(each) for each in dict.fromkeys((host, *LOCAL))]
+    from_issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
+    certificate = (
+        _builder(name, issuer.subject, key.public_key(), days)
+        .add_extension(x509.SubjectAlternativeName(hosts), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(from_issuer, critical=False)
+        .sign(authority, hashes.SHA256())
+    )
+    return key, certificate
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))  # for clients whose clocks are behind
+        .not_valid_after(now + datetime.timedelta(days=days))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+    )
+
+
+def _general_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def _ssh_private(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+
+
+def _ssh_public(key: ec.EllipticCurvePrivateKey, name: str) -> bytes:
+    return key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + f" {name}\n".encode()
+
+
+def _certificate(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(Encoding.PEM)
+
+
+def _write(folder: Path, files: dict[str, bytes]) -> list[Path]:
+    """Readable by their owner alone from the moment they exist; a file that is there already is an error."""
+    written = []
+    try:
+        for name, data in files.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+            written.append(path)
+    except OSError as error:
+        raise DpfedError(f"keys cannot be written to {folder}: {error.strerror}") from None
+    return written

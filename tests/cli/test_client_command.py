@@ -1,0 +1,79 @@
+"""`dpfed client` keeps going: a SuperNode that ends is started again, one that never came to its server gives up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpfed.cli import client as module
+from dpfed.cli.client import UP, keep_going
+from dpfed.errors import DpfedError
+from dpfed.federation import links
+from dpfed.federation.links import Address
+
+HUB = Address("hub", 1)
+
+
+class Ended:
+    """A SuperNode that has written this into its log and ended."""
+
+    def __init__(self, home: Path, text: str) -> None:
+        home.mkdir(exist_ok=True)
+        self.log, self.ended = home / "supernode.log", 0
+        with self.log.open("a") as file:
+            file.write(text)
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+class StopError(Exception):
+    pass
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> list[Ended]:
+    """Processes in the order of their start; each writes the next text, the last one for ever."""
+    started: list[Ended] = []
+    monkeypatch.setattr(module, "work", lambda *given: None)
+    monkeypatch.setattr(module, "LONGEST_WAIT", 0.0)
+    return started
+
+
+def texts(monkeypatch: pytest.MonkeyPatch, started: list[Ended], *said: str) -> None:
+    def start(address: Address, home: Path, link: Any) -> tuple[Ended, Address, str]:
+        started.append(Ended(home, said[min(len(started), len(said) - 1)]))
+        if len(started) == 20:
+            raise StopError
+        return started[-1], HUB, "secret"
+
+    monkeypatch.setattr(links, "supernode", start)
+
+
+def go(tmp_path: Path) -> None:
+    app: Any = None
+    stop: Any = lambda: None  # noqa: E731
+    keep_going(HUB, tmp_path / "home", None, app, stop)
+
+
+def test_one_that_never_came_to_its_server_gives_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starts: list[Ended]
+) -> None:
+    texts(monkeypatch, starts, "ERROR : Failed to activate SuperNode.\n")
+    with pytest.raises(DpfedError, match=r"hub:1 does not take this client \(ERROR : Failed to activate"):
+        go(tmp_path)
+    assert len(starts) == module.TRIES
+    assert all(process.ended == 1 for process in starts)
+
+
+def test_one_that_was_there_once_never_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starts: list[Ended], capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts(monkeypatch, starts, "ERROR : not yet\n", f"INFO : {UP}: 7\nERROR : 401 Unauthorized\n", "ERROR : away\n")
+    with pytest.raises(StopError):
+        go(tmp_path)
+    said = capsys.readouterr().err.splitlines()
+    assert ["not yet" in said[0], "401" in said[1], "away" in said[2]] == [True] * 3
+    assert all(process.ended == 1 for process in starts[:-1])

@@ -1,0 +1,191 @@
+"""Links: what may be insecure, what client.toml must give, and processes that never outlive us."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dpfed.errors import DpfedError
+from dpfed.federation import keys
+from dpfed.federation.links import (
+    Address,
+    LinkSection,
+    address_of,
+    check_link,
+    client_keys,
+    free_port,
+    last_line,
+    load_client,
+    refuse_insecure,
+    refuse_taken,
+    secret_file,
+)
+from dpfed.registry import registry
+
+CLIENT = """
+[client]
+name = "clinic-a"
+state = "state"
+servers = ["hub"]
+[policy]
+records = 100
+max_epsilon = 3.0
+[data]
+name = "digits"
+[model]
+name = "linear"
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("127.0.0.1:8000", Address("127.0.0.1", 8000)),
+        ("[::1]:9", Address("::1", 9)),
+        ("hub.example.org:443", Address("hub.example.org", 443)),
+    ],
+)
+def test_addresses(text: str, found: Address) -> None:
+    assert address_of(text) == found
+    assert str(found) == text
+
+
+@pytest.mark.parametrize("text", ["", "hub", ":80", "hub:", "hub:0", "hub:70000", "http://hub:80", "hub:8o"])
+def test_what_is_no_address_is_said(text: str) -> None:
+    with pytest.raises(DpfedError, match="host:port"):
+        address_of(text)
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:1", "127.9.9.9:1", "[::1]:1", "localhost:1"])
+def test_insecure_is_for_this_machine(text: str) -> None:
+    refuse_insecure(address_of(text))
+
+
+@pytest.mark.parametrize("text", ["0.0.0.0:1", "[::]:1", "10.0.0.1:1", "hub.example.org:1", "localhost.evil.org:1"])
+def test_and_for_no_other(text: str) -> None:
+    with pytest.raises(DpfedError, match="--insecure is for tests"):
+        refuse_insecure(address_of(text))
+
+
+def test_a_port_in_use_is_said_before_anything_starts() -> None:
+    import socket
+
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(DpfedError, match="nothing can listen on"):
+            refuse_taken(Address("127.0.0.1", other.getsockname()[1]))
+    refuse_taken(Address("127.0.0.1", free_port()))
+
+
+def written(tmp_path: Path, link: str) -> Path:
+    path = tmp_path / "client.toml"
+    path.write_text(CLIENT + link)
+    return path
+
+
+def test_paths_in_client_toml_are_taken_from_where_it_is(tmp_path: Path) -> None:
+    path = written(tmp_path, '[link]\naddress = "hub:8000"\nca = "own/ca.crt"\nkey = "/etc/k"\n')
+    config, link = load_client(path, registry())
+    assert config.client.state == str(tmp_path / "state")
+    assert link == LinkSection("hub:8000", str(tmp_path / "own" / "ca.crt"), "/etc/k")
+
+
+@pytest.mark.parametrize(
+    ("link", "sentence"),
+    [
+        ("link = 3\n[policy2]\n", "valid TOML|not a section|must be a table"),
+        ('[link]\nadress = "x"\n', "adress"),
+        ('[lnk]\naddress = "x"\n', "lnk"),
+    ],
+)
+def test_mistakes_in_the_file_are_named(link: str, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(DpfedError, match=sentence):
+        load_client(written(tmp_path, link), registry())
+
+
+def test_tls_and_a_key_are_needed_unless_insecure(tmp_path: Path) -> None:
+    keys.make_all(tmp_path / "keys", "127.0.0.1", ["clinic-a"])
+    ca, key = str(tmp_path / "keys" / "clinic-a" / "ca.crt"), str(tmp_path / "keys" / "clinic-a" / "client.key")
+    assert check_link(LinkSection("hub:1", ca, key), insecure=False) == Address("hub", 1)
+    assert check_link(LinkSection("127.0.0.1:1"), insecure=True).loopback
+    for link, sentence in (
+        (LinkSection("hub:1", "", key), "lacks link.ca"),
+        (LinkSection("hub:1", ca, ""), "lacks link.key"),
+        (LinkSection("hub:1", ca + "x", key), "is not there"),
+        (LinkSection("hub:1", ca, ca), "not an unencrypted private key"),
+    ):
+        with pytest.raises(DpfedError, match=sentence):
+            check_link(link, insecure=False)
+    with pytest.raises(DpfedError, match="--insecure is for tests"):
+        check_link(LinkSection("hub:1", ca, key), insecure=True)
+
+
+def test_every_client_is_known_by_a_key_of_its_own(tmp_path: Path) -> None:
+    keys.make_all(tmp_path / "keys", "127.0.0.1", ["a", "b"])
+    assert set(client_keys(tmp_path / "keys", ["a", "b"])) == {"a", "b"}
+    with pytest.raises(DpfedError, match=r"c\.pub cannot be read"):
+        client_keys(tmp_path / "keys", ["a", "c"])
+    both = tmp_path / "keys" / "clients"
+    (both / "b.pub").write_bytes((both / "a.pub").read_bytes())
+    with pytest.raises(DpfedError, match="same key"):
+        client_keys(tmp_path / "keys", ["a", "b"])
+
+
+def test_a_secret_is_its_owners_alone_and_new_each_time(tmp_path: Path) -> None:
+    for text in ("one", "two"):
+        path = secret_file(tmp_path / "home", text)
+        assert path.read_text() == text
+        assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_reason_is_what_the_last_error_says(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert last_line(log) == "it wrote nothing"
+    log.write_text("\x1b[92mINFO \x1b[0m:  fine\n\x1b[91mERROR \x1b[0m:  Exit Code: 600\nno such key\n\nINFO: over\n")
+    assert last_line(log) == "ERROR : Exit Code: 600 no such key"
+    assert last_line(log, log.stat().st_size) == "it wrote nothing"
+
+
+CHILD = """
+import sys, time
+from dpfed.federation.flower.child import end_with
+end_with(int(sys.argv[1]))
+print("up", flush=True)
+time.sleep(60)
+"""
+PARENT = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1], str(os.getpid())], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_a_child_does_not_outlive_a_parent_that_was_killed() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    os.kill(child, 0)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    end = time.monotonic() + 5
+    while running(child):
+        assert time.monotonic() < end, "the child is still there"
+        time.sleep(0.05)
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
