@@ -12,7 +12,7 @@ KEYS = (
     "model.name=linear data.clients=8 run.rounds=3 run.local_steps=1 run.participation=0.5 privacy.batch=32 "
     "privacy.sigma=2 run.diagnostics=true run.checkpoint_every=0 privacy.budget=9"
 )
-SEEDS = {"adam-0": ("dp-fedadamw", 0), "adam-1": ("dp-fedadamw", 1), "avg-7654": ("dp-fedavg", 7654)}
+SEEDS = {"adam-0": ("dp-fedadamw", 0), "adam-1": ("dp-fedadamw", 1), "avg-987654321": ("dp-fedavg", 987654321)}
 
 
 def make_run(path: Path, algorithm: str, seed: int, *more: str) -> Path:

@@ -42,13 +42,13 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("spied")
 def test_a_tracker_is_told_what_may_be_published(tmp_path: Path) -> None:
-    make_run(tmp_path / "r", "dp-fedavg", 7654, *FEW, 'run.trackers=["wandb"]')
+    make_run(tmp_path / "r", "dp-fedavg", 987654321, *FEW, 'run.trackers=["wandb"]')
     heard = Spy.last.heard  # type: ignore[attr-defined]
     assert [kind for kind, _ in heard] == ["start", "log", "log", "log", "log", "finish"]
     settings = heard[0][1]
     assert settings["algorithm.name"] == '"dp-fedavg"'
     assert "run.seed" not in settings
-    assert "7654" not in str(heard)
+    assert "987654321" not in str(heard)
     told = [what for kind, what in heard if kind == "log"]
     assert [t for t, _ in told] == [0, 1, 2, 2]
     assert set(told[1][1]) == {"accuracy", "loss", "clip", "epsilon_planned"}
@@ -113,7 +113,7 @@ def test_wandb_works_offline(
 ) -> None:
     pytest.importorskip("wandb")
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    make_run(tmp_path / "r", "dp-fedavg", 7654, *FEW, 'run.trackers=["wandb"]')
+    make_run(tmp_path / "r", "dp-fedavg", 987654321, *FEW, 'run.trackers=["wandb"]')
     assert "failed" not in capsys.readouterr().err
     (stored,) = (tmp_path / "r" / "wandb").glob("offline-run-*/run-*.wandb")
     for _ in range(100):  # its own process writes the file
@@ -122,4 +122,4 @@ def test_wandb_works_offline(
         time.sleep(0.1)
     content = stored.read_bytes()
     assert b"epsilon_planned" in content
-    assert b"7654" not in content
+    assert b"987654321" not in content

@@ -79,8 +79,7 @@ class Checkpoints:
 
     def save(self, progress: Progress, taken: np.ndarray, backend: dict[str, Any] | None = None) -> None:
         """On disk when it returns."""
-        self.save_beside(progress, taken, backend)
-        self.wait()
+        self.save_beside(progress, taken, backend, wait=True)
 
     def save_beside(
         self,
@@ -88,6 +87,7 @@ class Checkpoints:
         taken: np.ndarray,
         backend: dict[str, Any] | None = None,
         first: Callable[[], None] = lambda: None,
+        wait: bool = False,
     ) -> None:
         """`save` of how things are now, after `first`, written while the run goes on: one at a time, and what went wrong
         with the one before is raised here."""
@@ -101,6 +101,8 @@ class Checkpoints:
             self._write(progress, state, memory(), taken, backend)
 
         self._writing = self._beside.submit(write)
+        if wait:
+            self.wait()
 
     def wait(self) -> None:
         """Until the last checkpoint is on the disk."""

@@ -146,10 +146,10 @@ def _train(
 
         def keep(progress: Progress) -> None:
             known = remote.after(progress.t, progress.state) if remote else None
-            if every and progress.t % every == 0:
-                checkpoints.save_beside(progress, spending.taken, known, folder.sync)
-                if remote:  # clients store only their last messages: no round is asked for before the last one is kept
-                    checkpoints.wait()
+            if (
+                every and progress.t % every == 0
+            ):  # remote clients store only their last messages: nothing may lag there
+                checkpoints.save_beside(progress, spending.taken, known, folder.sync, wait=remote is not None)
 
         def finish(state: str, **more: Any) -> dict[str, Any]:
             result = result_of(job, spending, seen, folder.path, note) | (remote.report() if remote else {})
