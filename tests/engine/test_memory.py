@@ -231,3 +231,25 @@ class Machine(RuleBasedStateMachine):
 
 Machine.TestCase.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
 TestMemory = Machine.TestCase
+
+
+def test_what_is_spilled_while_a_checkpoint_is_written_is_not_lost(tmp_path: Path) -> None:
+    """The disk is slow: between `begin_save` and its writing another round comes, and there is room for one client only."""
+    memory = made(tmp_path, limit=ONE)
+    memory.put(1, [0], vectors(1.0))
+    memory.save()
+    memory.put(2, [0], vectors(2.0))
+    write = memory.begin_save()
+    memory.put(3, [1], vectors(3.0))  # pushes client 0 out before its file of round 2 is written
+    assert held(memory, 0, 1) == [2.0, 3.0]
+    kept = write()
+    assert kept[0].file == "client-0.round-2.npy"
+    memory.put(4, [0], vectors(4.0))
+    write_later = memory.begin_save()
+    memory.put(5, [0], vectors(5.0))
+    assert write_later()[0].file == "client-0.round-4.npy"  # the checkpoint's own round, not what came after
+    assert held(memory, 0) == [5.0]
+    assert memory.save()[0].file == "client-0.round-5.npy"
+    fresh = made(tmp_path)
+    fresh.restore(kept)
+    assert held(fresh, 0) == [2.0]

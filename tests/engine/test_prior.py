@@ -83,7 +83,7 @@ def test_epsilon_is_that_of_the_joined_history(start: Path, tmp_path: Path) -> N
     mixed = third_party_rounds_epsilon([Rounds(FIRST, 4), Rounds(second, 2, 2, 0.5)], DELTA)
     assert result["epsilon"]["third_party"] == pytest.approx(mixed, rel=1e-6)
     assert mixed < joined
-    assert "with 4 local steps spent before on what it started from" in result["guarantee"]
+    assert "with 4 releases besides: spent before on what it started from" in result["guarantee"]
     accounts = read_accounts(tmp_path / "r")
     assert accounts.server_worst == pytest.approx(joined, rel=1e-6)
     assert accounts.server_max == pytest.approx(result["epsilon"]["server_max"], rel=1e-6)

@@ -288,9 +288,18 @@ def test_classes_read_off_private_labels_are_refused_with_real_noise_even_where_
     undeclared = dataclasses.replace(source_of(job, 0), declared=False)
     with pytest.raises(DpfedError, match=r"declare data\.classes"):
         Client(client_config(job, 0, tmp_path), undeclared)
-    client = Client(client_config(job, 0, tmp_path, allow_seeded=True), undeclared)
+    client = Client(client_config(job, 0, tmp_path, allow_seeded=True), undeclared, insecure=True)
     with pytest.raises(DpfedError, match=r"declare data\.classes"):
         client.answer(request_of(job))
     client.answer(request_of(job, seeded=True))
     with Ledger.open(tmp_path / "clinic-0" / "ledger.db", client="clinic-0", readonly=True) as ledger:
         assert [row.charge.void for row in ledger.rows()] == [True]
+
+
+def test_repeatable_noise_needs_a_link_on_this_machine_as_well(tmp_path: Path) -> None:
+    """A trial's client.toml that is used for the real thing is refused before any request can come."""
+    job = job_of()
+    config = client_config(job, 0, tmp_path, allow_seeded=True)
+    with pytest.raises(DpfedError, match="allow_seeded = true is for tests with --insecure"):
+        Client(config, source_of(job, 0))
+    Client(config, source_of(job, 0), insecure=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dpfed.errors import DpfedError
-from dpfed.federation import keys
+from dpfed.federation import keys, links
 from dpfed.federation.links import (
     Address,
     LinkSection,
@@ -189,3 +190,14 @@ def running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_a_port_of_another_user_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        address = links.Address("127.0.0.1", listener.getsockname()[1])
+        assert links.is_own(address)
+        monkeypatch.setattr(os, "getuid", lambda: 4711)
+        assert not links.is_own(address)
+    assert links.is_own(address)  # nobody listens

@@ -16,6 +16,7 @@ from test_served import KilledError, Net, config_of, serve
 from dpfed.data.partition import shards_of
 from dpfed.data.tables import Table
 from dpfed.engine.rounds import first_state
+from dpfed.engine.served import served_accounts
 from dpfed.engine.setup import Job
 from dpfed.errors import DpfedError
 from dpfed.federation.policy import RefusedError, build
@@ -261,3 +262,11 @@ def test_a_whole_run_with_counts_goes_on_after_a_kill_without_paying_twice(job: 
             assert [(row.charge.round, row.charge.part) for row in ledger.rows()] == [
                 (t, part) for t in (1, 2, 3, 4) for part in ("train", "evaluate")
             ]
+            spent = epsilon(ledger.history(name), settings.privacy.delta).value
+        # What the server states counts what it has asked for on held-out records too: no client has spent more.
+        assert spent <= result["epsilon"]["server_worst"] * (1 + 1e-6)
+        assert spent > 0.99 * result["epsilon"]["server_worst"]
+    assert "counts of held-out records" in result["guarantee"]
+    assert served_accounts(tmp_path / "out", seeded=False).server_max == pytest.approx(
+        result["epsilon"]["server_worst"], rel=1e-6
+    )

@@ -60,3 +60,11 @@ def test_a_tracker_hears_the_plan_and_not_the_client_that_spent_most() -> None:
     assert told == {"accuracy": 0.7, "loss": 1.0, "clip": 0.1, "epsilon_planned": planned.server(2)}
     assert public_metrics(round_of(2, None, None), planned) == {"clip": 0.1}
     assert public_metrics(round_of(2, 0.7, math.inf), None) == {"accuracy": 0.7, "clip": 0.1}
+
+
+def test_names_of_clients_and_of_folders_are_left_out() -> None:
+    tables = {
+        "model": {"adapter": "runs/clinic-b", "name": "linear"},
+        "federation": {"clients": {"clinic-a": 5}, "held_out": {"clinic-a": 2}, "timeout": 9.0},
+    }
+    assert public_settings(tables) == {"model": {"name": "linear"}, "federation": {"timeout": 9.0}}

@@ -77,6 +77,12 @@ def test_a_missing_package_is_said_before_anything_is_charged(tmp_path: Path, mo
     assert not (tmp_path / "r").exists()
 
 
+@pytest.mark.usefixtures("spied")
+def test_wandb_tells_times_and_is_not_for_real_noise(tmp_path: Path) -> None:
+    with pytest.raises(DpfedError, match="wandb stores when each round ended"):
+        make_run(tmp_path / "r", "dp-fedavg", 1, *FEW, 'run.trackers=["wandb"]', 'run.noise="os"')
+
+
 def test_an_unknown_tracker_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DpfedError, match=r"run.trackers = .* must be one of 'tensorboard', 'mlflow', 'wandb'"):
         make_run(tmp_path / "r", "dp-fedavg", 0, 'run.trackers=["neptune"]')
@@ -91,6 +97,7 @@ def test_tensorboard_reads_the_event_files(tmp_path: Path) -> None:
     events.Reload()
     assert {"accuracy", "loss", "epsilon_planned", "epsilon_third_party"} <= set(events.Tags()["scalars"])
     assert [e.step for e in events.Scalars("accuracy")] == [0, 1, 2]
+    assert [e.wall_time for e in events.Scalars("accuracy")] == [0, 1, 2]  # no times of rounds, which are private
 
 
 def test_mlflow_keeps_a_run_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def client(
         from dpfed.federation.client import Client
         from dpfed.federation.flower.apps import client_app
 
-        own = Client(settings)
+        own = Client(settings, insecure=insecure)
         app = client_app(own.answer, settings.client.name, say, greets=insecure, debug=debug)
         say(f"{settings.client.name} takes part with {', '.join(settings.client.servers)} at {address}")
         if insecure:
@@ -80,7 +80,12 @@ def work(process: Process, own: Address, secret: str, app: ClientApp, stop: Stop
     import httpx
 
     from dpfed.federation.flower.node import Tasks
+    from dpfed.federation.links import is_own, wait_open
 
+    wait_open(own, process)
+    if not is_own(own):
+        say(f"port {own.port} was taken by another user's process: connecting anew")
+        return
     tasks = Tasks(own, secret, app)
     try:
         while process.popen.poll() is None:

@@ -12,12 +12,17 @@ from typing import IO
 from dpfed.errors import DpfedError
 
 
-def write_file(path: Path, write: Callable[[IO[bytes]], object]) -> str:
-    """Writes through `write`, replaces `path` only when all bytes are on the disk, and returns their SHA-256."""
+def write_file(path: Path, write: Callable[[IO[bytes]], object], secret: bool = False) -> str:
+    """Writes through `write`, replaces `path` only when all bytes are on the disk, and returns their SHA-256.
+
+    A `secret` file is its owner's alone from the first byte on.
+    """
     beside = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with beside.open("wb") as file:
+        with os.fdopen(
+            os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if secret else 0o666), "wb"
+        ) as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())

@@ -70,8 +70,7 @@ class RunFolder:
         path = self.path / COHORTS
         with _plainly(path):
             if not path.exists():
-                write_file(path, lambda file: file.write(os.urandom(32)))
-                path.chmod(0o600)
+                write_file(path, lambda file: file.write(os.urandom(32)), secret=True)
             return path.read_bytes()
 
     def log(self, round: Round) -> None:

@@ -85,19 +85,25 @@ class ClientMemory:
         """`save` of what is held now; the writing is done by the call of what it returns, on any thread, before the next."""
         with self._lock:
             changed = {i: (self._made[i], self._held[i]) for i in sorted(self._changed & self._held.keys())}
-            self._changed.clear()
             before = dict(self._files)
             self._named |= {entry.file for entry in before.values()} | {_file(i, t) for i, (t, _) in changed.items()}
 
         def write() -> dict[int, Entry]:
-            written = {i: self._write(i, t, row) for i, (t, row) in changed.items()}
-            with self._lock:
-                for client, entry in written.items():
-                    if self._made[client] == changed[client][0]:  # else it has changed since, and may be spilled
-                        self._files[client] = entry
-            return {**before, **written}
+            return {**before, **{i: self._keep(i, t, row) for i, (t, row) in changed.items()}}
 
         return write
+
+    def _keep(self, client: int, t: int, row: np.ndarray) -> Entry:
+        """Until it is written it counts as changed: spilled in the meantime, it is in its file already."""
+        with self._lock:
+            held = self._files.get(client)
+            if held is not None and held.file == _file(client, t):
+                return held
+            entry = self._write(client, t, row)
+            if self._made[client] == t:  # else it has changed since
+                self._files[client] = entry
+                self._changed.discard(client)
+            return entry
 
     def prune(self, wanted: set[str]) -> None:
         """Removes files that neither a checkpoint that is kept nor a client's newest entry names."""

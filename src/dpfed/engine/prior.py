@@ -73,6 +73,18 @@ def past_of(config: Config) -> Past:
     return Past(tuple(prior), uncounted, tuple(notes))
 
 
+def served_past(config: Config) -> Past:
+    """For a server's run: with all noised counts on held-out records that it will ask for. Training and held-out records are
+    disjoint, but who holds which is a client's own affair: both are counted for every record, as clients' ledgers do."""
+    past, section = past_of(config), config.federation
+    counts = config.run.rounds // section.evaluate_every if section and section.evaluate_every else 0
+    if section is None or not counts:
+        return past
+    asked = (Mechanism("poisson", 1.0, section.evaluate_sigma), counts)
+    note = f"epsilon counts {counts} noised counts on held-out records as well (federation.evaluate_every)"
+    return Past((*past.prior, asked), past.uncounted, (*past.notes, note))
+
+
 def spending_file(start: Path) -> Path:
     """Where the record of a folder, or of a single file of weights, would be."""
     return (start.parent if start.is_file() else start) / SPENDING

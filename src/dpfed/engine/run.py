@@ -22,7 +22,7 @@ from dpfed.engine.folder import RunFolder, fresh_folder, refuse_occupied
 from dpfed.engine.holdings import write_holdings
 from dpfed.engine.memory import ClientMemory
 from dpfed.engine.metrics import task_metrics
-from dpfed.engine.prior import past_of
+from dpfed.engine.prior import past_of, served_past
 from dpfed.engine.resume import changes, fixed_settings, name_of, refuse_kind, refuse_other, result_in
 from dpfed.engine.rounds import Backend, Progress, RemoteBackend, Round, first_state, train
 from dpfed.engine.setup import Job, prepare, prepare_server
@@ -75,7 +75,7 @@ def run(
         refuse_kind(out, serve is not None)
     else:
         refuse_occupied(out, force)
-    past = past_of(config)
+    past = served_past(config) if serve else past_of(config)
     refuse_target(config, past)
     job = replace(prepare_server(config) if serve else prepare(config, source), past=past)
     job.notes.extend(past.notes)
@@ -242,8 +242,8 @@ def _spending(job: Job, budget: Budget | None, ledger: Ledger | None, saved: Sav
 def refuse_target(config: Config, past: Past) -> None:
     if past.prior and config.privacy.target_epsilon is not None:
         raise DpfedError(
-            "what the run starts from has spent privacy already, and a target would be passed: give privacy.sigma, and "
-            "privacy.budget for what no client may pass in all"
+            "what the run starts from, or counts on held-out records, cost privacy too, and a target would be passed: give "
+            "privacy.sigma, and privacy.budget for what no client may pass in all"
         )
 
 

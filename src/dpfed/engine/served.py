@@ -9,7 +9,7 @@ import numpy as np
 from dpfed.config import load
 from dpfed.engine.accounts import Accounts
 from dpfed.engine.folder import CONFIG
-from dpfed.engine.prior import past_of
+from dpfed.engine.prior import served_past
 from dpfed.engine.setup import declared_sizes, plan_for
 from dpfed.engine.spending import budget_of
 from dpfed.errors import DpfedError
@@ -22,7 +22,7 @@ BY_CHOICE = "the clients of a federation stay away as they like, so it equals th
 def served_accounts(folder: Path, seeded: bool, colluding: int = 0) -> Accounts:
     """Upper bounds, from the configuration that the server has kept: as if every client had taken part in every round."""
     config = load(folder / CONFIG, [], registry())
-    past = past_of(config)
+    past = served_past(config)
     plan, schedule = plan_for(config, declared_sizes(config))
     if not plan.private:
         raise DpfedError(f"the configuration in {folder} is none that a server has run by: put back its {CONFIG}")

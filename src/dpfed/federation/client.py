@@ -101,9 +101,12 @@ class Built:
 
 
 class Client:
-    """Answers requests. `source` replaces the configured data source."""
+    """Answers requests. `source` replaces the configured data source. Repeatable noise, which protects nothing, is for
+    tests: it needs `insecure`, a link on this machine alone, as well as client.allow_seeded."""
 
-    def __init__(self, config: ClientConfig, source: Source | None = None) -> None:
+    def __init__(self, config: ClientConfig, source: Source | None = None, insecure: bool = False) -> None:
+        if config.client.allow_seeded and not insecure:
+            raise DpfedError("client.allow_seeded = true is for tests with --insecure on one machine: take it out")
         self.config = config
         self._device = device_of(config.client.device)
         loader: Any = config.data

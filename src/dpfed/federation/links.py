@@ -17,7 +17,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -244,6 +244,21 @@ def wait_open(address: Address, process: Process, limit: float = 60.0) -> None:
             if time.monotonic() > end:
                 raise DpfedError(f"the {process.kind} did not come up: see {process.log}") from None
             time.sleep(0.1)
+
+
+def is_own(address: Address) -> bool:
+    """Whether who listens there is a process of this user: between choosing a port and using it another may take it.
+
+    Where the system does not tell (no /proc), it is believed.
+    """
+    found = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with suppress(OSError):
+            for line in Path(table).read_text(encoding="ascii").splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == address.port:
+                    found.append(int(fields[7]))
+    return all(uid == os.getuid() for uid in found)
 
 
 def free_port() -> int:

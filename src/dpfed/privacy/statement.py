@@ -229,7 +229,11 @@ def assumptions(kinds: Sequence[Mechanism], delta: float, unit: str, prior: Prio
     return (
         f"(epsilon, delta = {delta:g}) differential privacy for {first.adjacency} {unit} of one client; "
         f"{first.sampling} sampling at rate {rates}; noise multiplier {noise}; {accountant} accountant"
-        + (f"; with {sum(n for _, n in prior)} local steps spent before on what it started from" if prior else "")
+        + (
+            f"; with {sum(n for _, n in prior)} releases besides: spent before on what it started from, or on counts of held-out records"
+            if prior
+            else ""
+        )
         + (f"; {UNCOUNTED}" if uncounted else "")
     )
 

@@ -39,7 +39,8 @@ RESULT = (
     "python",
 )
 FIGURES = ("server_worst", "third_party")  # of the plan; server_max is what one client really spent
-HIDDEN = ("run.seed", "run.trackers")  # the seed decides who takes part
+# The seed decides who takes part; the others name somebody's folders and clients.
+HIDDEN = ("run.seed", "run.trackers", "model.adapter", "federation.clients", "federation.held_out")
 LEFT_OUT = (
     ("the seed", "it decides who takes part in which round"),
     ("cohorts, their sizes and how many clients could still be drawn", "they tell who took part"),
@@ -67,9 +68,11 @@ def public_settings(tables: Mapping[str, Any], before: str = "") -> dict[str, An
     out: dict[str, Any] = {}
     for key, value in tables.items():
         name = f"{before}{key}"
+        if name in HIDDEN:
+            continue
         if isinstance(value, Mapping):
             out[key] = public_settings(value, f"{name}.")
-        elif name not in HIDDEN and not _is_place(key, value):
+        elif not _is_place(key, value):
             out[key] = value
     return out
 

@@ -47,7 +47,7 @@ class TensorBoard:
 
     def log(self, t: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, t)
+            self._writer.add_scalar(name, value, t, walltime=float(t))  # times of rounds depend on private batches
         self._writer.flush()
 
     def finish(self) -> None:
@@ -75,7 +75,7 @@ class Mlflow:
 
     def log(self, t: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            self._client.log_metric(self._run, name, value, step=t)
+            self._client.log_metric(self._run, name, value, step=t, timestamp=t)
 
     def finish(self) -> None:
         self._client.set_terminated(self._run)
@@ -117,6 +117,11 @@ def refuse_missing(config: Config) -> None:
         if importlib.util.find_spec(KINDS[name][1]) is None:
             raise DpfedError(
                 f"run.trackers names {name}, which is not installed: pip install 'dpfed[{name}]', or leave it out"
+            )
+        if name == "wandb" and config.run.noise == "os":
+            raise DpfedError(
+                'wandb stores when each round ended, which depends on private batches: with run.noise = "os" take '
+                "tensorboard or mlflow"
             )
 
 

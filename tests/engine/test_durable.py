@@ -1,0 +1,20 @@
+"""Files that are whole or not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import IO
+
+from dpfed.engine.durable import write_file
+
+
+def test_a_secret_file_is_its_owners_alone_from_the_first_byte_on(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def write(file: IO[bytes]) -> None:
+        file.write(b"key")
+        seen.append((tmp_path / ".k.part").stat().st_mode & 0o777)
+
+    write_file(tmp_path / "k", write, secret=True)
+    assert seen == [0o600]
+    assert (tmp_path / "k").stat().st_mode & 0o777 == 0o600
