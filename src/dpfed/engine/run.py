@@ -146,9 +146,7 @@ def _train(
 
         def keep(progress: Progress) -> None:
             known = remote.after(progress.t, progress.state) if remote else None
-            if (
-                every and progress.t % every == 0
-            ):  # remote clients store only their last messages: nothing may lag there
+            if every and progress.t % every == 0:  # remote clients keep only their last messages: nothing may lag
                 checkpoints.save_beside(progress, spending.taken, known, folder.sync, wait=remote is not None)
 
         def finish(state: str, **more: Any) -> dict[str, Any]:

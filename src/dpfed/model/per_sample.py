@@ -6,7 +6,6 @@ Every record gets its own copy of the trainable weights, gathered from its clien
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dpfed.errors import DpfedError
+from dpfed.model.compiled import Compiled
 from dpfed.model.keyed import install_keyed_dropout
 from dpfed.model.lora_product import fuse_lora
 from dpfed.model.space import Space
 from dpfed.model.task import right_class
 from dpfed.model.twins import TWINS, TwinLinear, install_twin, special_twin, vmap_twin
 
-LOG = logging.getLogger("dpfed")
 Batch = Mapping[str, Tensor]
 Forward = Callable[[nn.Module, dict[str, Tensor], Batch], Tensor]
 """(model, weights, inputs) -> scores; how a record's inputs enter the model."""
@@ -64,30 +63,8 @@ class PerSample:
         self.model.to(dtype)
 
     def compile(self, **options: Any) -> None:
-        """Compiles the forward passes of the model's layers and, with them, the backward passes. Layers of one kind are one
-        compilation, for each shape of batch; a model without a row of layers is compiled whole."""
-        layers = repeated(self.model)
-        for layer in layers:
-            layer.compile(dynamic=False, **options)
-        # Each kind of layer in each stage is a version of one function, of which eight are allowed by default.
-        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-        plain = self._sum_of_losses
-        compiled = plain if layers else torch.compile(plain, dynamic=False, **options)
-
-        def careful(*arguments: Any) -> Tensor:
-            try:
-                return compiled(*arguments)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # compilers fail in many ways, and none of them is worth a run
-                reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
-                LOG.warning("the model cannot be compiled and runs without it: %s", reason)
-                for layer in layers:
-                    layer._compiled_call_impl = None
-                self._losses = plain
-                return plain(*arguments)
-
-        self._losses = careful
+        """The forward passes and, with them, the backward passes."""
+        self._losses = Compiled(self._sum_of_losses, self.model, **options)
 
     def _sum_of_losses(
         self, copies: list[Tensor], keys: Tensor | None, inputs: dict[str, Tensor], labels: Tensor
@@ -180,20 +157,6 @@ class PerSample:
             .requires_grad_(True)
             for at, shape, turned in zip(starts, self.space.shapes, self._turned, strict=False)
         ]
-
-
-def repeated(model: nn.Module) -> list[nn.Module]:
-    """The layers that a model has rows of: members of the innermost lists whose members are of one kind."""
-
-    def is_row(module: nn.Module) -> bool:
-        return isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(layer) for layer in module}) == 1
-
-    rows = [
-        m
-        for m in model.modules()
-        if is_row(m) and not any(is_row(inner) for layer in m.children() for inner in layer.modules())
-    ]
-    return [layer for row in rows for layer in row.children()]
 
 
 def _turned(model: nn.Module, space: Space) -> list[bool]:
