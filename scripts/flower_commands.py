@@ -9,7 +9,6 @@ ended by process id on every way out, and so is all that Flower starts underneat
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import re
 import shlex
@@ -189,7 +188,7 @@ def main() -> None:
                 for name in ("superlink", *trial.names, "run"):
                     print(f"--- {name}.log\n{trial.log(name)[-2000:]}", file=sys.stderr)
                 raise
-        print(json.dumps({name: trial.result()[name] for name in ("state", "rounds", "epsilon", "delta")}))
+        print(*(line for line in trial.log("run").splitlines() if line.startswith("dpfed: round")), sep="\n")
     print(f"flower's own commands: passed in {time.monotonic() - began:.0f} s", flush=True)
 
 
