@@ -1,6 +1,6 @@
 """A federation on this machine as real processes: files, keys, `dpfed server`, `dpfed client`; ended by process id.
 
-For federation_check.py, federation_faults.py and benchmarks/federation_cost.py.
+For federation_check.py, federation_faults.py, flower_commands.py and benchmarks/federation_cost.py.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from dpfed.registry import registry
 
 DPFED = [sys.executable, "-m", "dpfed"]
 SERVER = "hub"
+THREADS = {"OMP_NUM_THREADS": "1"}
 
 
 class Trial:
@@ -72,11 +73,11 @@ class Trial:
         how = ["--keys", str(self.folder / "keys")] if self.secure else ["--insecure"]
         listen = ["--listen", f"127.0.0.1:{self.port}"]
         config = [] if "--resume" in more else [str(self.folder / "cfg.toml")]
-        return self._start("server", ["server", *config, "--out", str(self.folder / out), *how, *listen, *more])
+        return self.start("server", [*DPFED, "server", *config, "--out", str(self.folder / out), *how, *listen, *more])
 
     def client(self, name: str, *more: str) -> subprocess.Popen[bytes]:
         how = [] if self.secure else ["--insecure"]
-        return self._start(name, ["client", str(self.folder / name / "client.toml"), *how, *more])
+        return self.start(name, [*DPFED, "client", str(self.folder / name / "client.toml"), *how, *more])
 
     def log(self, name: str) -> str:
         path = self.folder / f"{name}.log"
@@ -106,10 +107,11 @@ class Trial:
     def ledger(self, name: str) -> Path:
         return self.folder / name / "state" / "ledger.db"
 
-    def _start(self, name: str, arguments: list[str]) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    def start(self, name: str, command: list[str], **more: Any) -> subprocess.Popen[bytes]:
+        """With its log in NAME.log, to be ended with the trial; `more` is for Popen."""
+        more["env"] = {**os.environ, **THREADS, "PYTHONUNBUFFERED": "1", **more.get("env", {})}
         with (self.folder / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen([*DPFED, *arguments], stdout=log, stderr=log, env=environment)
+            process = subprocess.Popen(command, stdout=log, stderr=log, **more)
         self.running.append(process)
         return process
 
@@ -152,10 +154,13 @@ def raw_config(folder: Path, clients: int, sections: dict[str, dict[str, Any]]) 
     return raw
 
 
-def done(command: list[str]) -> str:
-    found = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+def done(command: list[str], **more: Any) -> str:
+    """What it prints, once it has ended well; `more` is for subprocess.run."""
+    more["env"] = {**os.environ, **THREADS, **more.get("env", {})}
+    found = subprocess.run(command, capture_output=True, text=True, **more)
     if found.returncode != 0:
-        raise SystemExit(f"{' '.join(command)} ended with {found.returncode}:\n{found.stderr[-3000:]}")
+        said = (found.stdout + found.stderr)[-3000:]
+        raise SystemExit(f"{' '.join(command)} ended with {found.returncode}:\n{said}")
     return found.stdout
 
 
