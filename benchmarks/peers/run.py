@@ -30,7 +30,7 @@ Line = dict[str, Any]
 
 def install(peer: str) -> list[str]:
     """The commands that make a peer's environment. dpfed itself is handed over by the driver."""
-    return [f"python -m venv venvs/{peer}", f"venvs/{peer}/bin/pip install {MODEL} {PEERS[peer]}"]
+    return [f"python -m venv .venvs/{peer}", f".venvs/{peer}/bin/pip install {MODEL} {PEERS[peer]}"]
 
 
 class Tool:
@@ -137,7 +137,7 @@ def parsed() -> argparse.Namespace:
         python = Path(path, "bin", "python")
         if name not in PEERS or not python.exists():
             parser.error(
-                f"--venv {item}: give one of {', '.join(PEERS)} and a folder with bin/python, as pfl=venvs/pfl"
+                f"--venv {item}: give one of {', '.join(PEERS)} and a folder with bin/python, as pfl=.venvs/pfl"
             )
         given.pythons[name] = str(python.absolute())
     return given
@@ -163,7 +163,7 @@ def main() -> None:
         if peer not in pythons:
             print(
                 "\n    ".join(
-                    [f"{peer} is not measured; with these, and --venv {peer}=venvs/{peer}, it is:", *install(peer)]
+                    [f"{peer} is not measured; with these, and --venv {peer}=.venvs/{peer}, it is:", *install(peer)]
                 )
             )
     if given.out is not None:

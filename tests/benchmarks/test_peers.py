@@ -106,7 +106,7 @@ def test_peers_that_are_missing_are_named_with_their_commands(
         ("flower", "flwr[simulation]>=1.41"),
         ("pfl", "dp-accounting<0.6"),
     ):
-        assert f"venvs/{peer}/bin/pip install " in printed
+        assert f".venvs/{peer}/bin/pip install " in printed
         assert package in printed
     assert json.loads((tmp_path / "f.json").read_text())["tools"] == {"dpfed": line}
 
