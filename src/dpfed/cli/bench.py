@@ -19,7 +19,7 @@ def bench(
 ) -> None:
     """Time one private step of a fleet beside non-private and other private ways. Example: dpfed bench --case vit-6x192"""
     from dpfed.bench.cases import CPU, GPU
-    from dpfed.bench.run import Comparison, compare, plain
+    from dpfed.bench.run import OTHERS, Comparison, compare, plain
     from dpfed.engine.setup import device_of
     from dpfed.errors import DpfedError
 
@@ -36,6 +36,7 @@ def bench(
             print(line, flush=True)
     figures: dict[str, Any] = plain(found, where)
     print(f"on {figures['device']}; {', '.join(f'{k} {v}' for k, v in figures['versions'].items())}")
+    print(OTHERS)
     if out is not None:
         try:
             out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
@@ -55,5 +56,7 @@ def lines(comparison: Any) -> list[str]:
         ratio = comparison.ratio(way.way, "private")
         times = "" if ratio is None else f"{ratio:6.2f} x the private step"
         peak = "" if way.peak is None else f"   peak {way.peak:.1f} GiB"
-        shown.append(f"  {way.way:22} {way.milliseconds:9.1f} ms {times}{peak}")
+        processor = comparison.processor_ratio(way.way, "private")
+        spent = "" if processor is None else f"   CPU time {way.processor:9.1f} ms {processor:6.2f} x"
+        shown.append(f"  {way.way:22} {way.milliseconds:9.1f} ms {times}{peak}{spent}")
     return shown
