@@ -11,6 +11,8 @@ import pytest
 import torch
 from federation_case import client_config, client_of, job_of, names_of, source_of
 
+from dpfed.cli.privacy import show_own
+from dpfed.engine.accounts import own_account, own_ledger
 from dpfed.engine.rounds import first_state
 from dpfed.engine.setup import Job
 from dpfed.errors import DpfedError
@@ -303,3 +305,22 @@ def test_repeatable_noise_needs_a_link_on_this_machine_as_well(tmp_path: Path) -
     with pytest.raises(DpfedError, match="allow_seeded = true is for tests with --insecure"):
         Client(config, source_of(job, 0))
     Client(config, source_of(job, 0), insecure=True)
+
+
+def test_a_client_can_ask_what_it_has_spent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = job_of()
+    client, state = client_of(job, 0, tmp_path), first_state(job)
+    federation = Federation(
+        job, Loopback({"clinic-0": client.answer}), "r", "hub", names_of(job), log=lambda line: None
+    )
+    client.answer(pack(federation._request(1, state, 0)))
+    account = own_account(tmp_path / "clinic-0" / "ledger.db")
+    with Ledger.open(tmp_path / "clinic-0" / "ledger.db", client="clinic-0", readonly=True) as ledger:
+        spent = epsilon(ledger.history("clinic-0"), account.delta).value
+    assert (account.client, account.runs, account.rows, account.void) == ("clinic-0", 1, 1, 0)
+    assert account.epsilon == pytest.approx(spent)
+    show_own(account, as_json=True)
+    said = capsys.readouterr().out
+    assert f"clinic-0 has spent epsilon {spent:.4f}" in said
+    assert own_ledger(tmp_path / "clinic-0") == tmp_path / "clinic-0" / "ledger.db"
+    assert own_ledger(tmp_path) is None

@@ -96,7 +96,8 @@ def main() -> None:
 def fail(sentence: str, code: int) -> None:
     rank = os.environ.get("RANK", "0")  # of several processes, under torchrun
     who = "dpfed" if rank == "0" else f"dpfed, process {rank}"
-    print(f"{who}: {sentence.strip().rstrip('.')}.", file=sys.stderr)
+    said = sentence.strip().rstrip(".")
+    print(f"{who}: {said}{'' if said.endswith(('?', '!')) else '.'}", file=sys.stderr)
     sys.exit(code)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from dpfed.engine.accounts import Accounts
+    from dpfed.engine.accounts import Accounts, OwnAccount
     from dpfed.privacy.statement import Planned
 
 NUMBERS = [
@@ -59,6 +59,11 @@ def privacy(
     Example: dpfed privacy --records 1000 --batch 16 --rounds 100 --local-steps 20 --participation 0.1 --sigma 1
     """
     numbers = {name: value for name, value in locals().items() if name in NUMBERS}
+    from dpfed.engine.accounts import own_account, own_ledger
+
+    if target is not None and (ledger := own_ledger(Path(target))) is not None:
+        refuse_given({**numbers, "set": overrides or None}, "cannot change what a client has spent")
+        return show_own(own_account(ledger), as_json)
     planned, accounts, clients = asked_for(target, overrides or [], numbers, colluding)
     figures = figures_of(planned, accounts, public)
     extras = extras_of(accounts.realised if accounts else planned, meaning, tuning_runs, asymptotic, clients)
@@ -71,6 +76,20 @@ def privacy(
         print(f"plot written to {plot}")
     if as_json:
         print(json.dumps({**figures, **extras}, allow_nan=False))
+
+
+def show_own(account: OwnAccount, as_json: bool) -> None:
+    """What a real client has spent, by its own ledger."""
+    print(
+        f"{account.client} has spent epsilon {account.epsilon:.4f} at delta {account.delta:g}, over {account.runs} run(s) and "
+        f"{account.rows - account.void} charges"
+    )
+    if account.void:
+        print(f"{account.void} charges of test mode are void: their noise was repeatable, and protected nothing")
+    if as_json:
+        from dataclasses import asdict
+
+        print(json.dumps(asdict(account), allow_nan=False))
 
 
 def asked_for(

@@ -118,6 +118,12 @@ def closing(result: dict[str, Any]) -> list[str]:
     lines = [f"{accuracy} after {result['rounds']} rounds, {result['seconds']:.1f} s"]
     if epsilon["server_worst"] is None:
         lines.append("epsilon: none, this run had no privacy")
+    elif result.get("served"):
+        lines += [
+            f"epsilon at most {epsilon['server_worst']:.3f} for this run, whoever looks; what a client has spent over all its runs "
+            "only its own ledger knows",
+            f"  {result['guarantee']}",
+        ]
     else:
         lines += [
             f"epsilon {epsilon['server_max']:.3f} for the client that spent most, {epsilon['server_worst']:.3f} for one in every "

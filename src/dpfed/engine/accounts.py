@@ -22,6 +22,7 @@ from dpfed.privacy.statement import Planned, chances
 from dpfed.privacy.views import participation_probability
 
 NO_PRIVACY, SEEDED = "no privacy", "simulation"  # how the release notes of such runs begin
+OWN_LEDGER = "ledger.db"  # of a real client, in its state folder
 FEW = 50  # so many different histories are accounted for one by one, more by the population's bound
 
 
@@ -39,6 +40,7 @@ class Accounts:
     seeded: bool
     void: str | None
     most_rounds: int = 0  # of any client, every attempt counted
+    served: bool = False  # of a server's run, whose clients are real
 
     @property
     def realised(self) -> Planned:
@@ -59,6 +61,37 @@ class Accounts:
     @property
     def third_party(self) -> float:
         return self.server_worst if self.void else self.planned.third_party
+
+
+@dataclass(frozen=True)
+class OwnAccount:
+    """What one real client has spent, over all its runs. Rows of test mode are void and cost nothing."""
+
+    client: str
+    epsilon: float
+    delta: float
+    runs: int
+    rows: int
+    void: int
+
+
+def own_ledger(path: Path) -> Path | None:
+    """The ledger in a client's state folder, or the file itself; None if it is neither."""
+    path = path / OWN_LEDGER if path.is_dir() else path
+    return path if path.is_file() and path.name == OWN_LEDGER else None
+
+
+def own_account(path: Path) -> OwnAccount:
+    """Verifies the ledger's whole chain first; may be asked while the client is at work."""
+    with Ledger.open(path, readonly=True) as ledger:
+        ledger.verify()
+        if ledger.meta.get("kind") != "client":
+            raise DpfedError(f"{path} is not the ledger of a client: give a client's state folder")
+        name, delta = str(ledger.meta["owner"]), float(ledger.meta["delta"])
+        rows = list(ledger.rows())
+        spent = epsilon(ledger.history(name), delta).value if any(not row.charge.void for row in rows) else 0.0
+    void = sum(row.charge.void for row in rows)
+    return OwnAccount(name, spent, delta, len({row.run for row in rows}), len(rows), void)
 
 
 def is_run(path: Path) -> bool:

@@ -276,6 +276,7 @@ def result_of(job: Job, spending: Spending, seen: list[Round], out: Path, note: 
         "rounds": last.t,
         "seconds": last.seconds,
         "out": str(out),
+        **({"served": True} if job.served else {}),
     }
 
 

@@ -30,4 +30,6 @@ def served_accounts(folder: Path, seeded: bool, colluding: int = 0) -> Accounts:
     steps = schedule.rounds * schedule.local_steps
     kinds, which = plan.kinds()
     costs = [epsilon([*past.prior, (kind, steps)], config.privacy.delta).value for kind in kinds]
-    return Accounts(planned, schedule.clients, np.array(costs)[which], 0, seeded, BY_CHOICE, schedule.rounds)
+    return Accounts(
+        planned, schedule.clients, np.array(costs)[which], 0, seeded, BY_CHOICE, schedule.rounds, served=True
+    )

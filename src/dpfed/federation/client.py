@@ -24,6 +24,7 @@ from dpfed.algorithms.base import Algorithm, Context, Facts, Memory, Message
 from dpfed.config import Config, PrivacySection, RunSection, parse
 from dpfed.data.partition import Shards, shards_of
 from dpfed.data.tables import Source
+from dpfed.engine.accounts import OWN_LEDGER
 from dpfed.engine.setup import build_model, device_of, records_of, refuse_unreleasable, spec_of, tokenised, view_for
 from dpfed.engine.traffic import ghosts
 from dpfed.errors import DpfedError
@@ -62,7 +63,7 @@ from dpfed.privacy.plan import Plan
 from dpfed.privacy.records import Records
 
 LOG = logging.getLogger("dpfed")
-LEDGER = "ledger.db"
+LEDGER = OWN_LEDGER
 LARGEST = 1e12  # of the noise on a mean gradient, which algorithms square in single precision
 
 

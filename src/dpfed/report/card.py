@@ -61,7 +61,7 @@ def _privacy(config: Config, accounts: Accounts | None) -> str:
             f"delta = {planned.delta:g} for both. The server's figure is for a client that takes part in every round. "
             f"Of the third party's: {secret}.\n",
             f"- {planned.assumptions()}",
-            *(f"- {note}" for note in dealt_note(config)),
+            *(f"- {note}" for note in ([] if accounts.served else dealt_note(config))),
             f"- clip norm {config.privacy.clip:g} ({config.privacy.clip_mode}), one norm over all trainable numbers",
             f"- assumed public: {PUBLIC}",
             f"- not covered: {NOT_COVERED}",
@@ -72,12 +72,15 @@ def _privacy(config: Config, accounts: Accounts | None) -> str:
 
 def _training(config: Config, result: dict[str, Any]) -> str:
     run, data = config.run, config.data
+    held = f"{data.name}, {result['clients']} clients, partition {data.partition}"
+    if result.get("served"):
+        held = f"what {result['clients']} clients hold themselves"
     return "\n".join(
         [
             "## Training\n",
             f"- method: {result['algorithm']}, learning rate {config.algorithm.lr:g}",
-            f"- data: {data.name}, {result['clients']} clients, partition {data.partition}",
-            f"- {result['rounds']} of {run.rounds} rounds, {run.local_steps} local steps, {run.participation:g} of the clients "
+            f"- data: {held}",
+            f"- {result['rounds']} of {run.rounds} rounds, {run.local_steps} local steps, {run.participation:.0%} of the clients "
             "in each round",
             f"- trained: {config.model.train}, {result['parameters']:,} numbers\n",
         ]
