@@ -99,6 +99,15 @@ def test_records_without_a_gradient_count_as_zero_and_the_run_goes_on(bad: float
         same(found, after(job_of(source())))
 
 
+def test_passes_of_a_fixed_size_tell_of_what_is_lost_as_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def spoil(x: np.ndarray) -> None:
+        x[EACH : 2 * EACH] = math.nan
+
+    caplog.set_level(logging.DEBUG, logger="dpfed.private")
+    run(config_of(run={"slots": 24}), tmp_path / "told", source=source(spoil))
+    assert any("client 1:" in r.getMessage() for r in caplog.records)
+
+
 def test_what_is_lost_is_told_to_the_private_log_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:

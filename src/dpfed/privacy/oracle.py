@@ -278,9 +278,10 @@ class FleetOracle:
                 )  # fmt: skip
 
     def _takes_fixed(self, slots: Slots, scale: Tensor | None) -> bool:
-        """Passes of a fixed size are for single records, clipped one by one and summed in float32."""
+        """Passes of a fixed size are for single records, clipped one by one and summed in float32. They cannot tell of records
+        that are no number: whoever asks for that waits for the other way."""
         simple = self._plan.clipping.per_unit and len(slots.unit) == len(slots.owner)
-        return simple and scale is None and self._grid is None
+        return simple and scale is None and self._grid is None and not PRIVATE.isEnabledFor(logging.DEBUG)
 
     def _fixed_sum(self, fixed: FixedSum, theta: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
         """The same through passes of a fixed size: as many as the records need."""
