@@ -47,6 +47,7 @@ from dpfed.errors import DpfedError, StoppedError
 STOP, AGREE, ROUND = 0, 1, 2
 HEADER = 5
 # Followers wait for rank 0's next word while it evaluates and writes. Should it die, its connections close at once.
+# Rank 0 has no reason to be as patient: gloo sends a word only when the other asks for it, and one that is frozen never does.
 PATIENCE = timedelta(days=7)
 GO_ON = "start it again with --resume and it goes on from its last checkpoint"
 
@@ -60,7 +61,7 @@ class Group:
         wait = timedelta(seconds=timeout)
         try:
             dist.init_process_group(backend, init_method=init, rank=rank, world_size=world, timeout=wait)
-            self._control = dist.new_group(backend="gloo", timeout=PATIENCE)
+            self._control = dist.new_group(backend="gloo", timeout=PATIENCE if rank else wait)
         except (RuntimeError, ValueError) as error:
             raise DpfedError(
                 f"the {world} processes of the run did not find one another in {timeout} seconds "
