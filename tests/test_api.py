@@ -135,6 +135,16 @@ def test_rows_of_numbers_and_natural_clients(tmp_path: Path) -> None:
     assert "rate 0.3" in tuned.result["guarantee"]
 
 
+def test_rounds_are_shown_as_they_pass_unless_not_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = {"features": np.eye(20), "label": np.arange(20) % 2}
+    keys = {"run.rounds": 2, "run.local_steps": 1, "privacy.batch": 4.0}
+    for shown in (True, False):
+        dpfed.fine_tune("linear", data, dict(data), clients=2, settings=keys, out=tmp_path / str(shown), progress=shown)
+        said = capsys.readouterr()
+        assert ("round 2/2  accuracy" in said.err) == shown
+        assert said.out == ""
+
+
 def test_a_target_and_the_absence_of_privacy(tmp_path: Path) -> None:
     data = {"features": np.eye(20), "label": np.arange(20) % 2}
     keys = {"run.rounds": 1, "run.local_steps": 1, "privacy.batch": 4.0}

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dpfed.cli.progress import Watch
 from dpfed.config import Config, build, overlay
 from dpfed.data.sources.given import source_of
+from dpfed.data.tables import Source
 from dpfed.engine.folder import CONFIG, fresh_folder, refuse_occupied
 from dpfed.engine.prior import SPENDING, read_stored, spending_file
 from dpfed.engine.run import run
@@ -64,6 +66,7 @@ def fine_tune(
     tokenizer: Any = None,
     settings: Mapping[str, Any] | None = None,
     out: str | Path | None = None,
+    progress: bool = True,
 ) -> Tuned:
     """Fine-tunes a model across simulated clients, and returns the run.
 
@@ -74,6 +77,7 @@ def fine_tune(
     test      the server's public records, with the same columns
     epsilon   server's view of a client in every round; None: settings give privacy.sigma, or no privacy
     settings  any other keys of the configuration, such as {"algorithm.lr": 1e-3, "run.rounds": 50}
+    progress  shows rounds with accuracy and epsilon as they pass, on stderr
     """
     source = source_of(train, test, classes)
     folder = Path(out) if out is not None else None
@@ -86,15 +90,22 @@ def fine_tune(
     config = _configured(raw, model, source.kind)
     folder = folder or fresh_folder(config)
     if isinstance(model, str | Path):
-        return Tuned(folder, run(config, folder, source=source))
+        return _trained(config, folder, source, progress)
     refuse_occupied(folder, force=False)  # before anything is written beside it
     base = _saved(model, tokenizer, folder, config)
     config = _configured(overlay(raw, {"model": {"weights": str(base)}}), str(base), source.kind)
     try:
-        return Tuned(folder, run(config, folder, source=source))
+        return _trained(config, folder, source, progress)
     finally:
         if not (folder / CONFIG).exists():  # refused before it began: nothing is left behind
             shutil.rmtree(base)
+
+
+def _trained(config: Config, folder: Path, source: Source, progress: bool) -> Tuned:
+    if not progress:
+        return Tuned(folder, run(config, folder, source=source))
+    with Watch(config.run.rounds) as watch:
+        return Tuned(folder, run(config, folder, source=source, observe=watch.round))
 
 
 def _defaults(kind: str, clients: int, epsilon: float | None, delta: float) -> dict[str, Any]:

@@ -376,11 +376,9 @@ def _check_clipping(p: PrivacySection) -> None:
 def parse(section: str, cls: type[Any], table: Mapping[str, Any]) -> Any:
     """One table as its dataclass, field by field; the first thing wrong with it becomes one sentence."""
     hints = get_type_hints(cls, include_extras=True)
-    known = [f.name for f in dataclasses.fields(cls)]
+    refuse_unknown(section, table, [f.name for f in dataclasses.fields(cls)])
     values = {}
     for key, value in table.items():
-        if key not in known:
-            raise DpfedError(f"{section}.{key} is not a key of [{section}]{nearest(key, known)}")
         if dataclasses.is_dataclass(hints[key]):
             if not isinstance(value, Mapping):
                 raise DpfedError(f"{section}.{key} = {value!r} must be a table, [{section}.{key}]")
@@ -388,6 +386,12 @@ def parse(section: str, cls: type[Any], table: Mapping[str, Any]) -> Any:
         else:
             values[key] = _field(f"{section}.{key}", hints[key], value)
     return cls(**values)
+
+
+def refuse_unknown(section: str, table: Mapping[str, Any], known: Sequence[str]) -> None:
+    for key in table:
+        if key not in known:
+            raise DpfedError(f"{section}.{key} is not a key of [{section}]{nearest(key, known)}")
 
 
 @lru_cache(maxsize=1024)

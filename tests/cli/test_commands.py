@@ -240,6 +240,7 @@ def test_privacy_refuses_the_ledger_of_another_run(
         ([*SPEC_ROW, "--sigma", "1", "--algorithm", "dp-fedavgg"], "did you mean dp-fedavg"),
         ([*SPEC_ROW, "--sigma", "1", "--sampling", "shuffle"], "no other has accounting"),
         ([*SPEC_ROW, "--target-epsilon", "-1"], "target"),
+        (["runs/nowhere"], "no run, client's folder or configuration runs/nowhere"),
     ],
 )
 def test_privacy_refuses_in_one_sentence(capsys: pytest.CaptureFixture[str], args: list[str], words: str) -> None:

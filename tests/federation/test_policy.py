@@ -111,6 +111,11 @@ def test_a_mistake_in_client_toml_is_one_sentence(section: str, key: str, value:
         build(raw, registry())
 
 
+def test_a_mistyped_key_is_named_before_the_one_that_is_lacking_for_it() -> None:
+    with pytest.raises(DpfedError, match=r"policy\.max_epsilonn is not a key .* did you mean max_epsilon"):
+        build({**RAW, "policy": {"records": 10, "max_epsilonn": 3.0}}, registry())
+
+
 def test_other_sections_and_values_that_are_no_tables_are_refused() -> None:
     with pytest.raises(DpfedError, match="polcy"):
         build({**RAW, "polcy": {}}, registry())

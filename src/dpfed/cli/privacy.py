@@ -97,6 +97,7 @@ def asked_for(
 ) -> tuple[Planned, Accounts | None, int | None]:
     """The plan in question, the accounts where it is a run, and the number of clients where it is known."""
     from dpfed.engine.accounts import is_run, read_accounts
+    from dpfed.errors import DpfedError
 
     keys = {"set": overrides or None}
     if target is None:
@@ -107,6 +108,8 @@ def asked_for(
         accounts = read_accounts(Path(target), colluding)
         return accounts.planned, accounts, accounts.clients
     refuse_given(numbers, "is part of the configuration: change it there or with --set")
+    if "/" in target and not Path(target).exists():
+        raise DpfedError(f"there is no run, client's folder or configuration {target}")
     planned, clients = from_config(target, overrides, colluding)
     return planned, None, clients
 

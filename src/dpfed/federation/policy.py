@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
-from dpfed.config import DataSection, ModelSection, Registry, nearest, parse
+from dpfed.config import DataSection, ModelSection, Registry, nearest, parse, refuse_unknown
 from dpfed.errors import DpfedError
 from dpfed.federation.wire import ScoringTerms, Terms, WireError
 from dpfed.privacy.accounting import check_delta, epsilon, rdp_epsilon
@@ -138,7 +138,11 @@ def _check_held_out(config: ClientConfig) -> None:
 
 
 def _complete(section: str, cls: type[Any], table: Mapping[str, Any]) -> Any:
-    for f in dataclasses.fields(cls):
+    fields = dataclasses.fields(cls)
+    refuse_unknown(
+        section, table, [f.name for f in fields]
+    )  # first: a key that is lacking may be one that was mistyped
+    for f in fields:
         if f.default is dataclasses.MISSING and f.name not in table:
             raise DpfedError(f"client.toml lacks {section}.{f.name}: a client has to say it")
     return parse(section, cls, table)
