@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from dpfed.cli.main import main
+from command import dpfed
 
 KEYS = "model.name=linear run.rounds=2 run.local_steps=2 run.participation=0.5 privacy.batch=32 privacy.sigma=2"
 QUICK = [word for key in KEYS.split() for word in ("--set", key)]
-
-
-def dpfed(*args: str) -> int:
-    """Runs the command in this process, as the console script would."""
-    old = sys.argv
-    sys.argv = ["dpfed", *args]
-    try:
-        main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    finally:
-        sys.argv = old
-    return 0
 
 
 @pytest.fixture(scope="module")

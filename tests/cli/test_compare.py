@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from command import dpfed
 from dpfed.cli.compare import study_of
-from dpfed.cli.main import main
 from dpfed.compare.outcomes import Task
 from dpfed.compare.output import write
 from dpfed.compare.pool import run_one
@@ -24,18 +24,6 @@ KEYS = "model.name=linear run.rounds=2 run.local_steps=1 run.participation=0.5 p
 QUICK = [word for key in KEYS.split() for word in ("--set", key)]
 SMALL = ["--algorithms", "dp-fedavg,dp-fedadamw", "--lr", "dp-fedavg=0.3,3", "--lr", "dp-fedadamw=0.003,0.03"]
 TABLES = ("table.csv", "table.json", "table.md", "table.tex", "search.csv", "curves.svg")
-
-
-def dpfed(*args: str) -> int:
-    old = sys.argv
-    sys.argv = ["dpfed", *args]
-    try:
-        main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    finally:
-        sys.argv = old
-    return 0
 
 
 def command(out: Path) -> list[str]:

@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dpfed.cli.main import main
-
-
-def dpfed(*args: str) -> int:
-    old = sys.argv
-    sys.argv = ["dpfed", *args]
-    try:
-        main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    finally:
-        sys.argv = old
-    return 0
+from command import dpfed
 
 
 def describe(*keys: str) -> list[str]:

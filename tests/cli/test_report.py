@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from dpfed.cli.main import main
+from command import dpfed
 from dpfed.compare.arms import parse_arms
 from dpfed.compare.outcomes import Task
 from dpfed.compare.output import write
@@ -21,18 +20,6 @@ from dpfed.report.studies import read_study
 
 KEYS = "model.name=linear run.rounds=2 run.local_steps=1 run.participation=0.5 privacy.batch=32 privacy.sigma=2"
 QUICK = [word for key in KEYS.split() for word in ("--set", key)]
-
-
-def dpfed(*args: str) -> int:
-    old = sys.argv
-    sys.argv = ["dpfed", *args]
-    try:
-        main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    finally:
-        sys.argv = old
-    return 0
 
 
 class InProcess:

@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import equal
 
-from dpfed.cli.main import main
+from command import dpfed
 from dpfed.engine.interrupt import on_signals
 from dpfed.errors import InterruptedRunError
 
@@ -70,17 +70,6 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, i
         name: (folder / name, code, (folder / f"{name}.err").read_text().splitlines())
         for name, code in zip(SENT, codes, strict=True)
     }
-
-
-def dpfed(*args: str) -> int:
-    old, sys.argv = sys.argv, ["dpfed", *args]
-    try:
-        main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    finally:
-        sys.argv = old
-    return 0
 
 
 @pytest.mark.parametrize(("name", "signal_name", "code"), [("term", "SIGTERM", 143), ("int", "SIGINT", 130)])

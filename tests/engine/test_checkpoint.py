@@ -7,7 +7,6 @@ import errno
 import io
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from command import dpfed
 from dpfed.algorithms.base import Algorithm, Averaging, Context, Memory, Message, Oracle, Point, spread
-from dpfed.cli.main import main
 from dpfed.config import Config, Registry, build
 from dpfed.data.tables import Source, Table
 from dpfed.engine import checkpoint, durable
@@ -596,17 +595,6 @@ def test_a_disk_that_is_full_for_the_metrics_is_one_sentence(tmp_path: Path, cal
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
-
-
-def dpfed(*args: str) -> int:
-    old, sys.argv = sys.argv, ["dpfed", *args]
-    try:
-        main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    finally:
-        sys.argv = old
-    return 0
 
 
 QUICK = [

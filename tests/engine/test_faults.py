@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import equal
 
-from dpfed.cli.main import main
+from command import dpfed
 from dpfed.config import load
 from dpfed.engine import durable
 from dpfed.engine.rounds import Round
@@ -31,17 +31,6 @@ PLAIN = load(DEFAULT, [*KEYS.split(), "privacy.enabled=false"], registry())
 
 class CrashError(Exception):
     """Power cut."""
-
-
-def dpfed(*args: str) -> int:
-    old, sys.argv = sys.argv, ["dpfed", *args]
-    try:
-        main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    finally:
-        sys.argv = old
-    return 0
 
 
 def crash(t: int) -> Any:

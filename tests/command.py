@@ -1,0 +1,20 @@
+"""The command line in this process, for tests."""
+
+from __future__ import annotations
+
+import sys
+
+from dpfed.cli.main import main
+
+
+def dpfed(*args: str) -> int:
+    """Runs the command as the console script would, and returns its exit code."""
+    old = sys.argv
+    sys.argv = ["dpfed", *args]
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    finally:
+        sys.argv = old
+    return 0
