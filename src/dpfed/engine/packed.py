@@ -22,6 +22,7 @@ from dpfed.privacy.fixed import FixedSum, slots_for
 from dpfed.privacy.shared import Seat, SharedSum
 
 Answer = TypeVar("Answer")
+BLOCKS = {"granularity": "block", "lora_merge_ab": False, "cnn_blocks": "module"}  # of a method that has none
 MOST = 16  # more runs in a pass bring little more, and take their memory
 
 
@@ -44,7 +45,7 @@ def pack_key(config: Config) -> Hashable | None:
     if grouped or rescaled or split or beside or privacy.grid is True or run.noise == "os":
         return None
     computed = (run.device, run.precision, run.threads, run.slots, run.compile, run.graphs)
-    blocks = tuple(sorted(block_rules(config).items()))
+    blocks = sorted({**BLOCKS, **block_rules(config)}.items())
     asked = (run.rounds, run.local_steps, run.participation, privacy.batch, privacy.rate, privacy.batch_per_client)
     return repr((data, config.model, blocks, privacy.clip_mode, privacy.clip_stability, computed, asked))
 

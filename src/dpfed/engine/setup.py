@@ -431,11 +431,12 @@ def build_model(
     if shared is None:
         return ready_model(config, spec, streams, device, parts, theta), parts.adapted, theta
     run = config.run
-    settings = (config.model, spec, tuple(block_rules(config).items()), device, run.precision)
+    settings = (config.model, spec, device, run.precision)
+    blocks = (parts.space.names, parts.space.block_names, parts.space.blocks.numpy().tobytes())
     compiled = (run.compile, repays(config, device))
     model, adapted = shared.get(
         "model",
-        (settings, compiled, parts.space.names, frozen_digest(parts.adapted.model)),
+        (settings, compiled, blocks, frozen_digest(parts.adapted.model)),
         lambda: (ready_model(config, spec, streams, device, parts, theta), parts.adapted),
     )
     return model, adapted, theta
