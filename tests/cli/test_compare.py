@@ -98,6 +98,20 @@ def test_killed_and_started_again_it_ends_with_the_same_table(
         assert (out / name).read_bytes() == (whole / name).read_bytes(), name
 
 
+def test_a_packed_study_has_every_run_of_the_plain_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "packed"
+    assert dpfed(*command(out), "--workers", "1", "--pack", "4") == 0
+    capfd.readouterr()
+    study = study_of("digits", KEYS.split(), SMALL[1], None, [SMALL[3], SMALL[5]], 2)
+    results = conduct(study, tmp_path / "plain", Inline(), registry())
+    rows = json.loads((out / "table.json").read_text())["rows"]
+    for row, result in zip(rows, results, strict=True):
+        assert row["accuracies"] == pytest.approx([o.accuracy for o in result.reported], abs=0.02)
+        assert row["epsilon"].items() <= result.reported[0].epsilon.items()
+    files = {p.relative_to(tmp_path / "plain") for p in (tmp_path / "plain" / "runs").rglob("*") if p.is_file()}
+    assert {p.relative_to(out) for p in (out / "runs").rglob("*") if p.is_file()} == files
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -108,6 +122,7 @@ def test_killed_and_started_again_it_ends_with_the_same_table(
         (["--algorithms", "dp-fedadamw", "--lr", "dp-fedavg=1"], "not among the arms"),
         (["--set", "run.noise=os"], "run.noise"),
         (["--seeds", "0"], "at least 1"),
+        (["--pack", "0"], "--pack 0 must be"),
         (["--algorithms", "dp-fedadamw:gamma=7"], "algorithm.gamma = 7"),
         (["nowhere.toml"], "there is no configuration"),
     ],

@@ -68,8 +68,7 @@ def run(
     InterruptedRunError to end the run there. With `group` this process leads others, which call `assist`. With `serve`
     the clients are elsewhere: it makes the backend from the job and the run's name, no private record is read here, the
     ledgers are the clients' own, and there is a checkpoint after every round, as they store only their last messages.
-    With `place` the run is one of several that compute their gradients together, each in a thread of its own; one that
-    does not fit in raises `UnpackableError` before anything is written.
+    With `place` it is one of several runs, each in a thread of its own, that compute gradients together (packed.py).
     """
     refuse_real_noise(config)
     refuse_missing(config)
