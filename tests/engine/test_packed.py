@@ -6,6 +6,7 @@ import inspect
 import json
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from dpfed.engine.setup import prepare
 from dpfed.engine.shared import Shared, frozen_digest
 from dpfed.errors import DivergedError, DpfedError
 from dpfed.model.assemble import assemble
+from dpfed.privacy.fixed import FixedSum
 from dpfed.privacy.shared import SharedSum
 from dpfed.registry import registry
 
@@ -139,6 +141,42 @@ def test_a_run_that_diverges_is_its_own_affair(tmp_path: Path) -> None:
     run(calm, tmp_path / "alone")
     torch.testing.assert_close(theta_of(tmp_path / "packed" / "1"), theta_of(tmp_path / "alone"), rtol=0, atol=1e-6)
     assert json.loads((tmp_path / "packed" / "0" / "run.json").read_text())["diverged"] is True
+
+
+def test_without_room_for_any_union_each_run_goes_on_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = [config_of("algorithm.name=dp-fedavg", "algorithm.lr=0.3", f"run.seed={s}") for s in range(3)]
+    for i, config in enumerate(configs):
+        run(config, tmp_path / "alone" / str(i))
+
+    def full(self: FixedSum) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(FixedSum, "_compute", full)
+    found = packed(configs, tmp_path / "packed")
+    assert [result["rounds"] for result in found] == [3] * 3
+    for i in range(3):
+        mine, alone = (theta_of(tmp_path / where / str(i)) for where in ("packed", "alone"))
+        torch.testing.assert_close(mine, alone, rtol=0, atol=1e-6)
+
+
+def test_threads_that_share_a_model_do_not_meet_inside_it() -> None:
+    """The weights are exchanged inside the modules while a forward runs."""
+    job = prepare(config_of("model.name=glyph-vit", "model.lora.r=2", "model.liveness=false"))
+    thetas = [
+        job.theta + 0.1 * torch.randn(job.theta.shape, generator=torch.Generator().manual_seed(i)) for i in range(4)
+    ]
+    inputs, labels = job.records.take(torch.arange(8))
+    client = torch.zeros(8, dtype=torch.int64)
+
+    def numbers(theta: Tensor) -> Tensor:
+        grads = job.model.grads(theta.unsqueeze(0), client, inputs, labels)
+        return torch.cat([job.model.scores(theta, inputs).flatten(), *[g.flatten() for g in grads]])
+
+    wanted = [numbers(theta) for theta in thetas]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(numbers, thetas * 4))
+    for i, each in enumerate(found):
+        assert torch.equal(each, wanted[i % 4])
 
 
 # ------------------------------------------------------------------ what is shared

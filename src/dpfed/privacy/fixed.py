@@ -112,6 +112,11 @@ class FixedSum:
             count += counted
         return total, count
 
+    def wait(self) -> None:
+        """Until the device is done with what was asked of it: a captured pass is not to be given up before."""
+        if self._graph is not None:
+            torch.cuda.synchronize(self._in.device)
+
     def _pass(self, filling: Pass) -> tuple[Tensor, Tensor]:
         self._in.copy_(filling.packed)
         if not self._capturing:

@@ -80,7 +80,7 @@ class SharedSum:
             self._asked.pop(number, None)
             self._answer_if_complete()
             if not self._present:
-                self._union = None  # its buffers, and on a GPU its captured pass
+                self._drop()
 
     def _answer_if_complete(self) -> None:
         if not self._asked or set(self._asked) != self._present:
@@ -111,16 +111,22 @@ class SharedSum:
                     raise
                 device = questions[0].theta.device
             self._most = (self._most + 1) // 2  # outside the handler, where the failed pass is no longer held
-            self._union = None
+            self._drop()
             free(device)
 
     def _size(self, present: int) -> int:
         """How many runs a pass takes now; the union is made, or made smaller, if need be."""
         wanted = min(present, self._most)
         if self._union is None or 2 * wanted <= self._union.clients // self.clients:
-            self._union = None  # first, so that two are never held
+            self._drop()  # first, so that two are never held
             self._union = self._make(wanted)
         return self._union.clients // self.clients
+
+    def _drop(self) -> None:
+        """Gives back the union's buffers, and on a GPU its captured pass, once it has been computed to its end."""
+        if self._union is not None:
+            self._union.wait()
+        self._union = None
 
     def _together(self, questions: Sequence[_Question]) -> list[tuple[Tensor, Tensor]]:
         """One union: rows of theta and records one run after another, rows that nobody has are named by no record."""
