@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dpfed.config import Config, load
 from dpfed.engine import setup
+from dpfed.engine.fleet import Fleet
 from dpfed.engine.packed import (
     BLOCKS,
     Pack,
@@ -199,6 +200,28 @@ def test_a_second_job_shares_records_and_model_and_starts_from_its_own_weights(
     assert not torch.equal(one.theta, two.theta)
     for job, config in zip((one, two), configs, strict=True):
         assert torch.equal(job.theta, prepare(config).theta)
+
+
+def test_jobs_prepared_at_the_same_time_start_as_they_do_alone() -> None:
+    """Initial weights come from torch's one global generator."""
+    keys = ["model.name=glyph-vit", "model.lora.r=2", "model.liveness=false"]
+    configs, shared = [config_of(*keys, f"run.seed={s}") for s in range(6)], Shared()
+    with ThreadPoolExecutor(6) as threads:
+        found = list(threads.map(lambda config: prepare(config, shared=shared).theta, configs))
+    for config, theta in zip(configs, found, strict=True):
+        assert torch.equal(theta, prepare(config).theta)
+
+
+def test_a_fleet_that_gives_up_its_seat_leaves_it() -> None:
+    job = prepare(config_of())
+    pack = Pack(2)
+    seated = replace(job, seat=pack.sit(job, 0))
+    fleet = Fleet(seated)
+    assert fleet._fixed_sum([0, 1]) is seated.seat
+    fleet._no_fixed = True
+    assert fleet._fixed_sum([0, 1]) is None
+    with pytest.raises(RuntimeError, match="left"):
+        seated.seat.sums(job.theta.unsqueeze(0), {}, 1.0)
 
 
 @pytest.mark.parametrize(
