@@ -25,7 +25,11 @@ def task(*sets: str) -> Task:
 
 
 def test_a_worker_that_dies_is_replaced(tmp_path: Path) -> None:
-    one, two = task("run.rounds=100000"), task()
+    one, two, three = (
+        task("run.rounds=100000"),
+        task("run.checkpoint_every=0"),
+        task("run.checkpoint_every=0", "run.seed=1"),
+    )
     with Pool(1) as pool:
         pool.start(one, tmp_path / "one")
         assert not pool.free()
@@ -36,9 +40,12 @@ def test_a_worker_that_dies_is_replaced(tmp_path: Path) -> None:
         assert failed is not None
         assert "signal 9" in failed
         assert "--workers" in failed
-        pool.start(two, tmp_path / "two")
-        assert pool.wait() == (two.key, None)
+        pool.start_pack([(two, tmp_path / "two"), (three, tmp_path / "three")])
+        assert not pool.free()
+        assert dict([pool.wait(), pool.wait()]) == {two.key: None, three.key: None}
+        assert pool.free()
     assert read_outcome(tmp_path / "two") is not None
+    assert read_outcome(tmp_path / "three") is not None
     assert read_outcome(tmp_path / "one") is None
 
 
