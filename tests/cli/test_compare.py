@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -16,8 +18,9 @@ from command import dpfed
 from dpfed.cli.compare import study_of
 from dpfed.compare.outcomes import Task
 from dpfed.compare.output import write
-from dpfed.compare.pool import run_one
+from dpfed.compare.pool import run_one, run_pack
 from dpfed.compare.study import conduct
+from dpfed.engine.shared import Shared
 from dpfed.registry import registry
 
 KEYS = "model.name=linear run.rounds=2 run.local_steps=1 run.participation=0.5 privacy.batch=32 privacy.sigma=2"
@@ -86,6 +89,42 @@ def test_killed_and_started_again_it_ends_with_the_same_table(
         assert (out / name).read_bytes() == (whole / name).read_bytes(), name
 
 
+class Packing(Inline):
+    """The pool of the command, in this process."""
+
+    sizes: ClassVar[list[int]] = []
+
+    def __init__(self, workers: int, gpus: int) -> None:
+        super().__init__()
+
+    def __enter__(self) -> Packing:
+        return self
+
+    def __exit__(self, *anything: object) -> None:
+        pass
+
+    def start_pack(self, pack: Sequence[tuple[Task, Path]]) -> None:
+        self.sizes.append(len(pack))
+        given = [(task.key, task.tables, str(folder), task.tuning) for task, folder in pack]
+        run_pack(given, {}, Shared(), lambda key, answer: self._ended.append((key, answer)))
+
+
+def test_a_packed_study_has_every_run_of_the_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "packed"
+    monkeypatch.setattr("dpfed.compare.pool.Pool", Packing)
+    monkeypatch.setattr("dpfed.compare.output.accuracy_over_rounds", lambda *anything: None)
+    assert dpfed(*command(out), "--workers", "1", "--pack", "4") == 0
+    assert Packing.sizes[0] == 4, "two methods, two rates"
+    study = study_of("digits", KEYS.split(), SMALL[1], None, [SMALL[3], SMALL[5]], 2)
+    results = conduct(study, tmp_path / "plain", Inline(), registry())
+    rows = json.loads((out / "table.json").read_text())["rows"]
+    for row, result in zip(rows, results, strict=True):
+        assert row["accuracies"] == pytest.approx([o.accuracy for o in result.reported], abs=0.02)
+        assert row["epsilon"].items() <= result.reported[0].epsilon.items()
+    files = {p.relative_to(tmp_path / "plain") for p in (tmp_path / "plain" / "runs").rglob("*") if p.is_file()}
+    assert {p.relative_to(out) for p in (out / "runs").rglob("*") if p.is_file()} == files
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -96,6 +135,7 @@ def test_killed_and_started_again_it_ends_with_the_same_table(
         (["--algorithms", "dp-fedadamw", "--lr", "dp-fedavg=1"], "not among the arms"),
         (["--set", "run.noise=os"], "run.noise"),
         (["--seeds", "0"], "at least 1"),
+        (["--pack", "0"], "--pack 0 must be"),
         (["--algorithms", "dp-fedadamw:gamma=7"], "algorithm.gamma = 7"),
         (["nowhere.toml"], "there is no configuration"),
     ],

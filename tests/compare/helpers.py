@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class FakeRunner:
     def __init__(self, score: Callable[[Mapping[str, Any]], float | str], dies_after: int | None = None) -> None:
         self.score, self.dies_after = score, dies_after
         self.ran: list[Task] = []
+        self.packs: list[list[Task]] = []
         self._waiting: list[tuple[str, str | None]] = []
 
     def free(self) -> bool:
@@ -62,6 +63,11 @@ class FakeRunner:
             return
         leave(folder, found)
         self._waiting.append((task.key, None))
+
+    def start_pack(self, pack: Sequence[tuple[Task, Path]]) -> None:
+        self.packs.append([task for task, _ in pack])
+        for task, folder in pack:
+            self.start(task, folder)
 
     def wait(self) -> tuple[str, str | None]:
         return self._waiting.pop()  # the last first: results may come in any order

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dpfed.compare.outcomes import Task, key_of, read_outcome
-from dpfed.compare.pool import Pool, run_one, visible_gpu
+from dpfed.compare.pool import Pool, Worker, run_one, run_pack, visible_gpu
 from dpfed.config import load, to_dict
+from dpfed.engine.shared import Shared
 from dpfed.registry import registry
 
 from .helpers import BASE
@@ -22,7 +25,11 @@ def task(*sets: str) -> Task:
 
 
 def test_a_worker_that_dies_is_replaced(tmp_path: Path) -> None:
-    one, two = task("run.rounds=100000"), task()
+    one, two, three = (
+        task("run.rounds=100000"),
+        task("run.checkpoint_every=0"),
+        task("run.checkpoint_every=0", "run.seed=1"),
+    )
     with Pool(1) as pool:
         pool.start(one, tmp_path / "one")
         assert not pool.free()
@@ -33,9 +40,12 @@ def test_a_worker_that_dies_is_replaced(tmp_path: Path) -> None:
         assert failed is not None
         assert "signal 9" in failed
         assert "--workers" in failed
-        pool.start(two, tmp_path / "two")
-        assert pool.wait() == (two.key, None)
+        pool.start_pack([(two, tmp_path / "two"), (three, tmp_path / "three")])
+        assert not pool.free()
+        assert dict([pool.wait(), pool.wait()]) == {two.key: None, three.key: None}
+        assert pool.free()
     assert read_outcome(tmp_path / "two") is not None
+    assert read_outcome(tmp_path / "three") is not None
     assert read_outcome(tmp_path / "one") is None
 
 
@@ -76,3 +86,60 @@ def test_each_worker_sees_one_of_several_gpus(monkeypatch: pytest.MonkeyPatch) -
     assert [visible_gpu(i, 2) for i in range(3)] == ["0", "1", "0"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     assert [visible_gpu(i, 2) for i in range(3)] == ["3", "5", "3"]
+
+
+def test_a_pack_is_answered_run_by_run(tmp_path: Path) -> None:
+    """Mistakes and divergence are those of their own run; the others of the pack are as complete as ever."""
+    pack = [
+        task("run.checkpoint_every=0", "run.seed=1"),
+        task("run.checkpoint_every=0", "algorithm.name=dp-fedavg", "algorithm.lr=1e38"),
+        task("run.checkpoint_every=0", "run.min_clients=1000"),
+    ]
+    answers: dict[str, str | None] = {}
+    given = [(t.key, t.tables, str(tmp_path / t.key), True) for t in pack]
+    run_pack(given, {}, Shared(), answers.__setitem__)
+    assert set(answers) == {t.key for t in pack}
+    assert answers[pack[0].key] is None
+    assert answers[pack[1].key] is None
+    assert "run.min_clients = 1000 is more" in (answers[pack[2].key] or "")
+    good, wild = (read_outcome(tmp_path / t.key) for t in pack[:2])
+    assert good is not None
+    assert wild is not None
+    assert (good.diverged, wild.diverged) == (False, True)
+    assert not (tmp_path / pack[0].key / "model.safetensors").exists()
+
+
+def test_runs_of_a_pack_that_died_are_done_one_by_one(tmp_path: Path) -> None:
+    """Three for one worker: the first is answered for, then the worker is killed."""
+    pack = [task("run.checkpoint_every=0", f"run.seed={seed}") for seed in range(3)]
+
+    class Dying(Worker):
+        def __init__(self, *given: Any) -> None:
+            self.place, self.owes, self.packed = 0, {}, False
+            self.connection, self.theirs = multiprocessing.Pipe()
+
+        def obituary(self) -> str:
+            return "killed"
+
+        def end(self) -> None:
+            pass
+
+    with Pool(1) as pool:
+        first, second = Dying(), Dying()
+        pool._idle.append(first)
+        pool.start_pack([(t, tmp_path / t.key) for t in pack])
+        assert [key for key, *_ in first.theirs.recv()] == [t.key for t in pack]
+        first.theirs.send((pack[0].key, None))
+        assert pool.wait() == (pack[0].key, None)
+        assert not pool.free()
+        first.theirs.close()
+        pool._idle.append(second)
+        (tmp_path / pack[1].key).mkdir()
+        second.theirs.send((pack[1].key, None))
+        assert pool.wait() == (pack[1].key, None)
+        assert [key for key, *_ in second.theirs.recv()] == [pack[1].key]
+        assert not (tmp_path / pack[1].key).exists(), "what the dead one left is removed"
+        assert not pool.free(), "one is still to be done again"
+        second.theirs.send((pack[2].key, "too large"))
+        assert pool.wait() == (pack[2].key, "too large")
+        assert pool.free()

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from dpfed.compare.outcomes import read_outcome
+from dpfed.compare.outcomes import Task, read_outcome
 from dpfed.compare.output import FILES, write
-from dpfed.compare.study import TUNING_SEED, check, claim, conduct
+from dpfed.compare.study import TUNING_SEED, check, claim, conduct, make_task, packs_of
 from dpfed.errors import DpfedError
 from dpfed.registry import registry
 
@@ -179,3 +179,41 @@ def test_a_study_is_named_after_what_is_asked() -> None:
     assert study().name == study().name
     assert study().name != study(seeds=3).name
     assert study().name.startswith("compare-digits-")
+
+
+# ------------------------------------------------------------------ packs
+
+
+def tasks_of(count: int, *sets: str) -> list[Task]:
+    made = [make_task(study(sets=sets), 0, (0.1,), seed, registry()) for seed in range(count)]
+    assert len({task.key for task in made}) == count
+    return made
+
+
+@pytest.mark.parametrize(
+    ("count", "most", "workers", "sizes"),
+    [(5, 1, 2, [1] * 5), (5, 16, 1, [5]), (33, 16, 1, [11, 11, 11]), (5, 16, 2, [3, 2]), (2, 16, 4, [1, 1])],
+)
+def test_packs_are_even_and_leave_no_worker_idle(count: int, most: int, workers: int, sizes: list[int]) -> None:
+    tasks = tasks_of(count)
+    packs = packs_of(tasks, most, workers, registry())
+    assert [len(pack) for pack in packs] == sizes
+    assert [task for pack in packs for task in pack] == tasks
+
+
+def test_runs_that_do_not_fit_together_are_not_packed() -> None:
+    alone, others = tasks_of(2, "run.diagnostics=true"), tasks_of(2, "data.alpha=0.3")
+    mine = tasks_of(2)
+    packs = packs_of([alone[0], mine[0], others[0], alone[1], mine[1], others[1]], 8, 1, registry())
+    assert packs == [[alone[0]], mine, others, [alone[1]]]
+
+
+def test_a_packed_study_comes_to_the_same_results(tmp_path: Path) -> None:
+    plain, packed = FakeRunner(score), FakeRunner(score)
+    wanted = conduct(study(), tmp_path / "a", plain, registry())
+    assert conduct(study(), tmp_path / "b", packed, registry(), pack=4) == wanted
+    assert sorted(t.key for t in packed.ran) == sorted(t.key for t in plain.ran)
+    assert packed.packs
+    assert not plain.packs
+    assert all(1 < len(pack) <= 4 for pack in packed.packs)
+    assert len(packed.packs[0]) == 4

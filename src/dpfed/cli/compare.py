@@ -38,6 +38,9 @@ def compare(
         Path | None, typer.Option(help="folder of the study; default: one under runs/ named after what is asked")
     ] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="processes; default: one per core or per GPU")] = None,
+    pack: Annotated[
+        str, typer.Option(metavar="N", help="runs computed together by one process; auto: 16 on a GPU, 1 on a CPU")
+    ] = "auto",
     force: Annotated[bool, typer.Option(help="replace another study in the folder; equal runs are kept")] = False,
     debug: Annotated[bool, typer.Option(help="show the traceback of an error")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on the last line of stdout")] = False,
@@ -49,6 +52,7 @@ def compare(
     from dpfed.compare.output import FILES, write
     from dpfed.compare.pool import Pool, default_workers
     from dpfed.compare.study import check, claim, conduct
+    from dpfed.engine.packed import pack_size
     from dpfed.errors import StoppedError
     from dpfed.registry import DEFAULT, registry
 
@@ -56,10 +60,11 @@ def compare(
     check(study, registry())
     folder = out or Path("runs") / study.name
     count, gpus = default_workers(str(study.base["run"]["device"]))
+    together = pack_size(pack, gpus)
     with claim(folder, study, force), Pool(workers or count, gpus) as pool, Watch(study) as watch:
         watch.say(f"{len(study.arms)} arms, {workers or count} at a time, into {folder}")
         try:
-            results = conduct(study, folder, pool, registry(), watch.told)
+            results = conduct(study, folder, pool, registry(), watch.told, together, workers or count)
         except KeyboardInterrupt:
             watch.say("stopped: the same command goes on from here, finished runs are kept")
             raise

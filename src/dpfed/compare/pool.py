@@ -1,7 +1,8 @@
 """Worker processes that stay alive between runs, so that imports are paid once. They print nothing.
 
-A worker takes a configuration, runs it into its folder and answers with nothing or a sentence that says what went wrong.
-One that dies takes only its own run with it. Workers end with their parent, however that ends: a run that went on
+A worker takes configurations, runs them into their folders and answers for each with nothing or a sentence that says what
+went wrong. Several are a pack, computed together (engine/packed.py). A worker that dies takes only its own run with it; the
+runs of a pack that it has not answered for are then done one by one. Workers end with their parent, however that ends: a run that went on
 alone would write into a folder that the next start has given to another.
 """
 
@@ -13,14 +14,19 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dpfed.compare.outcomes import Task
+from dpfed.compare.outcomes import Task, clear
 from dpfed.errors import DpfedError, StoppedError
+
+if TYPE_CHECKING:
+    from dpfed.engine.packed import Place
+    from dpfed.engine.shared import Shared
 
 
 class Pool:
@@ -30,7 +36,8 @@ class Pool:
         self.workers, self._gpus = workers, gpus
         self._context = multiprocessing.get_context("spawn")
         self._idle: list[Worker] = []
-        self._busy: dict[str, Worker] = {}
+        self._busy: dict[str, Worker] = {}  # by the first run of what it was given
+        self._again: deque[tuple[Task, Path]] = deque()  # runs whose pack has died
 
     def __enter__(self) -> Pool:
         return self
@@ -40,42 +47,61 @@ class Pool:
             worker.end()
 
     def free(self) -> bool:
-        return len(self._busy) < self.workers
+        return len(self._busy) < self.workers and not self._again
 
     def start(self, task: Task, folder: Path) -> None:
+        self.start_pack([(task, folder)])
+
+    def start_pack(self, pack: Sequence[tuple[Task, Path]]) -> None:
+        """Several runs for one worker, computed together."""
         if not self._idle:
             taken = {worker.place for worker in self._busy.values()}
             place = next(i for i in range(self.workers) if i not in taken)
             self._idle.append(Worker(self._context, place, visible_gpu(place, self._gpus)))
         worker = self._idle.pop()
-        worker.give(task, folder)
-        self._busy[task.key] = worker
+        worker.give(pack)
+        self._busy[pack[0][0].key] = worker
 
     def wait(self) -> tuple[str, str | None]:
         """(key, None or what went wrong) of a run that has ended."""
-        ready = wait([worker.connection for worker in self._busy.values()])
-        key, worker = next(item for item in self._busy.items() if item[1].connection in ready)
-        del self._busy[key]
-        try:
-            answer: str | None = worker.connection.recv()
-        except (EOFError, OSError):
-            return key, worker.obituary()
-        self._idle.append(worker)
-        return key, answer
+        while True:
+            while self._again and len(self._busy) < self.workers:
+                task, folder = self._again.popleft()
+                clear(folder)
+                self.start(task, folder)
+            ready = wait([worker.connection for worker in self._busy.values()])
+            first, worker = next(item for item in self._busy.items() if item[1].connection in ready)
+            try:
+                key, answer = worker.connection.recv()
+            except (EOFError, OSError):
+                del self._busy[first]
+                why = worker.obituary()
+                if not worker.packed:
+                    return first, why
+                self._again.extend(worker.owes.values())
+                continue
+            del worker.owes[key]
+            if not worker.owes:
+                del self._busy[first]
+                self._idle.append(worker)
+            return key, answer
 
 
 class Worker:
     def __init__(self, context: Any, place: int, gpu: str | None) -> None:
         self.place = place
+        self.owes: dict[str, tuple[Task, Path]] = {}  # runs that it has not answered for
+        self.packed = False
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=work, args=(theirs, gpu), daemon=True)
         with _ctrl_c_ignored():  # inherited: Ctrl-C is for the parent, who ends its workers
             self._process.start()
         theirs.close()
 
-    def give(self, task: Task, folder: Path) -> None:
+    def give(self, pack: Sequence[tuple[Task, Path]]) -> None:
+        self.owes, self.packed = {task.key: (task, folder) for task, folder in pack}, len(pack) > 1
         with contextlib.suppress(OSError):  # it has died since: `wait` will find out
-            self.connection.send((dict(task.tables), str(folder), task.tuning))
+            self.connection.send([(task.key, dict(task.tables), str(folder), task.tuning) for task, folder in pack])
 
     def obituary(self) -> str:
         self._process.join(5)
@@ -121,14 +147,37 @@ def work(connection: Connection, gpu: str | None) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
 
+    from dpfed.engine.shared import Shared
+
     torch.set_num_threads(1)  # one per process: sums then do not depend on how many cores there are
     sources: dict[Any, Any] = {}
+    shared = Shared()
     while True:
         try:
-            tables, folder, tuning = connection.recv()
+            pack = connection.recv()
         except EOFError:
             return
-        connection.send(run_one(tables, Path(folder), tuning, sources))
+        run_pack(pack, sources, shared, lambda key, answer: connection.send((key, answer)))
+
+
+Given = tuple[str, Mapping[str, Any], str, bool]
+"""(key, tables, folder, tuning) of a run."""
+
+
+def run_pack(
+    pack: Sequence[Given], sources: dict[Any, Any], shared: Shared, ended: Callable[[str, str | None], None]
+) -> None:
+    """The runs of a pack side by side; one run as it always was. `ended` is told of each as it ends."""
+    from dpfed.engine.packed import side_by_side
+
+    def task(given: Given) -> Callable[[Place | None], str | None]:
+        _, tables, folder, tuning = given
+        return lambda place: run_one(tables, Path(folder), tuning, sources, place)
+
+    if len(pack) == 1:
+        ended(pack[0][0], task(pack[0])(None))
+    else:
+        side_by_side([task(given) for given in pack], shared, lambda i, answer: ended(pack[i][0], answer))
 
 
 def _end_with_parent() -> None:
@@ -138,24 +187,30 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def run_one(tables: Mapping[str, Any], folder: Path, tuning: bool, sources: dict[Any, Any]) -> str | None:
-    """One run; a run that stopped has left its results, so that is no failure."""
+def run_one(
+    tables: Mapping[str, Any], folder: Path, tuning: bool, sources: dict[Any, Any], place: Place | None = None
+) -> str | None:
+    """One run; a run that stopped has left its results, so that is no failure. `place`: among runs computed together."""
     from dpfed.config import build
     from dpfed.engine.folder import MODEL
+    from dpfed.engine.packed import UnpackableError
     from dpfed.engine.run import run
     from dpfed.registry import registry
 
     try:
         config = build(tables, registry())
         loader: Any = config.data
-        if loader not in sources:
-            sources.clear()  # one at a time: data may be large
-            sources[loader] = loader.load()
+        with place.shared.lock if place else contextlib.nullcontext():
+            if loader not in sources:
+                sources.clear()  # one at a time: data may be large
+                sources[loader] = loader.load()
         with contextlib.suppress(StoppedError):
-            run(config, folder, source=sources[loader])
+            run(config, folder, source=sources[loader], place=place)
         if tuning:
             (folder / MODEL).unlink(missing_ok=True)
         return None
+    except UnpackableError:
+        raise
     except DpfedError as error:
         return str(error)
     except Exception as error:

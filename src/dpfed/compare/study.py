@@ -13,7 +13,8 @@ from typing import Any, Protocol, TextIO
 from dpfed.compare.arms import Arm
 from dpfed.compare.outcomes import Outcome, Task, clear, key_of, read_outcome
 from dpfed.compare.search import EXTRA, LIMIT, Point, Score, at_edges, best, largest, next_points
-from dpfed.config import Config, Registry, to_dict
+from dpfed.config import Config, Registry, build, to_dict
+from dpfed.engine.packed import pack_key
 from dpfed.errors import DpfedError
 
 TUNING_SEED = 1_000_003  # so far from the reported ones that no study reaches it
@@ -58,6 +59,7 @@ class ArmResult:
 class Runner(Protocol):
     def free(self) -> bool: ...
     def start(self, task: Task, folder: Path) -> None: ...
+    def start_pack(self, pack: Sequence[tuple[Task, Path]]) -> None: ...
     def wait(self) -> tuple[str, str | None]: ...
 
 
@@ -184,8 +186,13 @@ def conduct(
     runner: Runner,
     registry: Registry,
     told: Callable[[Task, Outcome, bool], None] = lambda task, outcome, fresh: None,
+    pack: int = 1,
+    workers: int = 1,
 ) -> list[ArmResult]:
-    """Runs all that is not done yet. `told` hears of every run that is done, and whether it was done just now."""
+    """Runs all that is not done yet. `told` hears of every run that is done, and whether it was done just now.
+
+    With `pack` up to so many runs go to a worker at once, where they can be computed together.
+    """
     progress = Progress(study, registry)
     running: dict[str, Task] = {}
     while True:
@@ -197,7 +204,7 @@ def conduct(
                 if task.key in found:
                     told(task, found[task.key], False)
             continue
-        _fill(runner, wanted, running, out)
+        _fill(runner, packs_of(wanted, pack, workers, registry), running, out)
         if not running:
             return progress.results()
         key, failed = runner.wait()
@@ -208,10 +215,30 @@ def conduct(
         told(task, outcome, True)
 
 
-def _fill(runner: Runner, wanted: Sequence[Task], running: dict[str, Task], out: Path) -> None:
-    for task in wanted:
+def _fill(runner: Runner, packs: Sequence[Sequence[Task]], running: dict[str, Task], out: Path) -> None:
+    for pack in packs:
         if not runner.free():
             return
-        clear(out / RUNS / task.key)
-        runner.start(task, out / RUNS / task.key)
-        running[task.key] = task
+        for task in pack:
+            clear(out / RUNS / task.key)
+        if len(pack) == 1:
+            runner.start(pack[0], out / RUNS / pack[0].key)
+        else:
+            runner.start_pack([(task, out / RUNS / task.key) for task in pack])
+        running.update({task.key: task for task in pack})
+
+
+def packs_of(tasks: Sequence[Task], most: int, workers: int, registry: Registry) -> list[list[Task]]:
+    """Tasks that can be computed together, up to `most`, in the order given; no more than leaves every worker a share."""
+    if most == 1:
+        return [[task] for task in tasks]
+    kinds: dict[Any, list[Task]] = {}
+    for task in tasks:
+        key = pack_key(build(task.tables, registry))
+        kinds.setdefault(task.key if key is None else ("pack", key), []).append(task)
+    packs = []
+    for kind in kinds.values():
+        count = max(-(-len(kind) // most), min(workers, len(kind)))
+        size = -(-len(kind) // count)
+        packs += [kind[i : i + size] for i in range(0, len(kind), size)]
+    return packs

@@ -22,6 +22,8 @@ COPIES = 3  # of the clients' states: before a step, after it, and what lies bet
 def fleet_size(job: Job) -> int:
     """The configured number of clients side by side, or the most that fit."""
     given, cohort = job.config.run.fleet_size, job.schedule.cohort
+    if job.seat is not None:
+        return cohort  # how many runs fit beside one another is found by the union (engine/packed.py)
     if given != "auto":
         return given
     if job.device.type != "cuda":
@@ -47,9 +49,9 @@ def slots_of(job: Job, clients: int) -> int:
     return slots_for(float(np.sort(job.plan.expected)[-clients:].mean()) * clients)
 
 
-def fits(job: Job, clients: int) -> bool:
+def fits(job: Job, clients: int, slots: int | None = None) -> bool:
     """Whether a pass of so many clients and their states find room on the GPU."""
-    device, slots = job.device, slots_of(job, clients)
+    device, slots = job.device, slots or slots_of(job, clients)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before, free = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)[0]

@@ -24,7 +24,7 @@ from dpfed.engine.memory import ClientMemory
 from dpfed.engine.setup import Job
 from dpfed.engine.state import State
 from dpfed.errors import DivergedError, StoppedError
-from dpfed.privacy.fixed import FixedSum
+from dpfed.privacy.fixed import FixedSum, Sums
 from dpfed.privacy.noise import Noise
 from dpfed.privacy.oracle import FleetOracle, free, out_of_memory
 
@@ -192,11 +192,15 @@ class Fleet:
         self._job.notes.append(sentence)
         LOG.warning(sentence)
 
-    def _fixed_sum(self, clients: Sequence[int]) -> FixedSum | None:
+    def _fixed_sum(self, clients: Sequence[int]) -> Sums | None:
         """Passes of a fixed size for a fleet of so many clients, made once; None where passes may have any size."""
         job, run = self._job, self._job.config.run
         if self._no_fixed:
             self._fixed.clear()
+        if job.seat is not None:
+            if not self._no_fixed:
+                return job.seat
+            job.seat.leave()  # it will not ask again, and nobody is to wait for it
         if self._no_fixed or (run.slots == "auto" and job.device.type != "cuda"):
             return None
         if len(clients) not in self._fixed:

@@ -22,6 +22,7 @@ from dpfed.engine.folder import RunFolder, fresh_folder, refuse_occupied
 from dpfed.engine.holdings import write_holdings
 from dpfed.engine.memory import ClientMemory
 from dpfed.engine.metrics import task_metrics
+from dpfed.engine.packed import Place
 from dpfed.engine.prior import past_of, served_past
 from dpfed.engine.resume import changes, fixed_settings, name_of, refuse_kind, refuse_other, result_in
 from dpfed.engine.rounds import Backend, Progress, RemoteBackend, Round, first_state, train
@@ -58,6 +59,7 @@ def run(
     stop: Callable[[], None] = lambda: None,
     group: Group | None = None,
     serve: Serve | None = None,
+    place: Place | None = None,
 ) -> dict[str, Any]:
     """Trains by the configuration and returns the result; the folder `out` holds all of it.
 
@@ -66,6 +68,7 @@ def run(
     InterruptedRunError to end the run there. With `group` this process leads others, which call `assist`. With `serve`
     the clients are elsewhere: it makes the backend from the job and the run's name, no private record is read here, the
     ledgers are the clients' own, and there is a checkpoint after every round, as they store only their last messages.
+    With `place` it is one of several runs, each in a thread of its own, that compute gradients together (packed.py).
     """
     refuse_real_noise(config)
     refuse_missing(config)
@@ -77,7 +80,8 @@ def run(
         refuse_occupied(out, force)
     past = served_past(config) if serve else past_of(config)
     refuse_target(config, past)
-    job = replace(prepare_server(config) if serve else prepare(config, source), past=past)
+    job = prepare_server(config) if serve else prepare(config, source, place.shared if place else None)
+    job = replace(job, past=past, seat=place.sit(job) if place else None)
     job.notes.extend(past.notes)
     if group is not None:
         agree(job, group)

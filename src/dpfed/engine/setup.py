@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,8 +15,9 @@ from dpfed.config import Config, ModelSection
 from dpfed.data.cache import cached, key_of
 from dpfed.data.partition import Shards, partition
 from dpfed.data.tables import Published, Source, Table
+from dpfed.engine.shared import Shared, frozen_digest
 from dpfed.errors import DpfedError
-from dpfed.model.assemble import assemble
+from dpfed.model.assemble import Assembled, assemble
 from dpfed.model.augment import view_of
 from dpfed.model.liveness import RECORDS, check_alive
 from dpfed.model.lora import Adapted
@@ -25,6 +27,7 @@ from dpfed.model.task import InputSpec
 from dpfed.privacy.noise import Streams
 from dpfed.privacy.plan import Plan, Schedule, make_plan
 from dpfed.privacy.records import Records, View
+from dpfed.privacy.shared import Seat
 from dpfed.privacy.statement import NOTHING, Past
 
 PRECISION = {"float32": torch.float32, "bf16": torch.bfloat16}
@@ -34,7 +37,10 @@ SMALL = 1_000_000  # models with fewer parameters are computed by one CPU thread
 
 @dataclass(frozen=True)
 class Job:
-    """One run, ready to go. Nothing in it changes while it runs. `served`: its clients and their records are elsewhere."""
+    """One run, ready to go. Nothing in it changes while it runs. `served`: its clients and their records are elsewhere.
+
+    seat  its place among runs that compute their gradients together; None: it computes them by itself
+    """
 
     config: Config
     algorithm: Algorithm
@@ -55,17 +61,29 @@ class Job:
     past: Past = NOTHING
     notes: list[str] = field(default_factory=list)
     served: bool = False
+    seat: Seat | None = None
 
 
-def prepare(config: Config, source: Source | None = None) -> Job:
-    """Builds the job of a configuration; `source` replaces the configured data source."""
+def prepare(config: Config, source: Source | None = None, shared: Shared | None = None) -> Job:
+    """Builds the job of a configuration; `source` replaces the configured data source.
+
+    With `shared`, records and model are those of an earlier job wherever they are the same.
+    """
+    with shared.lock if shared else nullcontext():
+        return _prepare(config, source, shared)
+
+
+def _prepare(config: Config, source: Source | None, shared: Shared | None) -> Job:
+    kept = shared or Shared()
     device = device_of(config.run.device)
     streams = Streams(config.run.seed, secret=config.run.noise == "os")
     algorithm: Algorithm = config.algorithm
     loader: Any = config.data
-    source = source or loader.load()
-    refuse_unreleasable(config, source)
-    source = tokenised(config.model, source)
+    raw = source or kept.get("raw", config.data, loader.load)
+    refuse_unreleasable(config, raw)
+    # The first of both is kept with the second, so that no other source can come to have its identity.
+    _, source = kept.get("source", (id(raw), config.model), lambda: (raw, tokenised(config.model, raw)))
+    which = (id(source), device)
     shards = shards_for(config, source, streams)
     plan, schedule = plan_for(config, shards.sizes)
     facts = Facts(
@@ -77,7 +95,8 @@ def prepare(config: Config, source: Source | None = None) -> Job:
     )
     notes = algorithm.check(facts)
     spec = spec_of(source)
-    model, adapted, theta = build_model(config, spec, streams, device, notes)
+    model, adapted, theta = build_model(config, spec, streams, device, notes, shared)
+    scored = scored_half(source.test, config.run.eval_on)
     return Job(
         config=config,
         algorithm=algorithm,
@@ -89,8 +108,8 @@ def prepare(config: Config, source: Source | None = None) -> Job:
         plan=plan,
         schedule=schedule,
         shards=shards,
-        records=records_of(source.train, device),
-        test=records_of(scored_half(source.test, config.run.eval_on), device),
+        records=kept.get("records", which, lambda: records_of(source.train, device)),
+        test=kept.get("test", (*which, config.run.eval_on), lambda: records_of(scored, device)),
         streams=streams,
         device=device,
         adapted=adapted,
@@ -396,14 +415,39 @@ def records_of(table: Table, device: torch.device) -> Records:
 
 
 def build_model(
-    config: Config, spec: InputSpec, streams: Streams, device: torch.device, notes: list[str]
+    config: Config,
+    spec: InputSpec,
+    streams: Streams,
+    device: torch.device,
+    notes: list[str],
+    shared: Shared | None = None,
 ) -> tuple[PerSample, Adapted, Tensor]:
-    parts = assemble(config.model, spec, (streams.number("init"), streams.number("init", 1)), **block_rules(config))
-    built, adapted, space = parts.built, parts.adapted, parts.space.to(device)
+    """The model, and the start of its trainable vector, which follows from the run's own seed."""
+    seeds = (streams.number("init"), streams.number("init", 1))
+    parts = assemble(config.model, spec, seeds, **block_rules(config))
     notes += parts.notes
-    adapted.model.to(device)
     set_threads(config.run.threads, parts.total)
-    theta = space.flatten(trainable(adapted.model))
+    theta = parts.space.flatten(trainable(parts.adapted.model)).detach().to(device)
+    if shared is None:
+        return ready_model(config, spec, streams, device, parts, theta), parts.adapted, theta
+    run = config.run
+    settings = (config.model, spec, device, run.precision)
+    blocks = (parts.space.names, parts.space.block_names, parts.space.blocks.numpy().tobytes())
+    compiled = (run.compile, repays(config, device))
+    model, adapted = shared.get(
+        "model",
+        (settings, compiled, blocks, frozen_digest(parts.adapted.model)),
+        lambda: (ready_model(config, spec, streams, device, parts, theta), parts.adapted),
+    )
+    return model, adapted, theta
+
+
+def ready_model(
+    config: Config, spec: InputSpec, streams: Streams, device: torch.device, parts: Assembled, theta: Tensor
+) -> PerSample:
+    """The model on the device, checked on synthetic records, in its precision and compiled if that is asked."""
+    built, adapted, space = parts.built, parts.adapted, parts.space.to(device)
+    adapted.model.to(device)
 
     def forward(model: torch.nn.Module, weights: dict[str, Tensor], inputs: Batch) -> Tensor:
         return built.task.score(call(model, weights, cast(built.prepare(dict(inputs)), ready.dtype)), inputs)
@@ -416,7 +460,7 @@ def build_model(
     ready.to(PRECISION[config.run.precision])
     if config.run.compile is True or (config.run.compile == "auto" and repays(config, device)):
         ready.compile()
-    return ready, adapted, theta
+    return ready
 
 
 def repays(config: Config, device: torch.device) -> bool:

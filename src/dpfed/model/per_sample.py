@@ -6,6 +6,7 @@ Every record gets its own copy of the trainable weights, gathered from its clien
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -52,6 +53,7 @@ class PerSample:
         self.correct = correct
         self.rows = rows
         self._many = 16.0
+        self._alone = threading.Lock()  # weights are exchanged inside the modules: one thread at a time
         self.dtype = torch.float32
         self._turned = _turned(model, space)
         self._layout = _aligned(space, self._turned)
@@ -108,7 +110,8 @@ class PerSample:
         copies = self._copies(theta, client)
         with torch.enable_grad():
             weights = [c.transpose(1, 2) if turned else c for c, turned in zip(copies, self._turned, strict=True)]
-            total = self._losses(weights, keys, dict(inputs), labels)
+            with self._alone:
+                total = self._losses(weights, keys, dict(inputs), labels)
             grads = torch.autograd.grad(total, copies, allow_unused=True)
         return [
             (torch.zeros_like(copy) if grad is None else grad).reshape(len(client), -1)
@@ -137,7 +140,7 @@ class PerSample:
 
     def _scores(self, weights: dict[str, Tensor], inputs: Batch, rows: float) -> Tensor:
         count, step = len(next(iter(inputs.values()))), max(1, int(rows))
-        with torch.no_grad():
+        with torch.no_grad(), self._alone:
             parts = [
                 self.forward(self.model, dict(weights), {name: x[i : i + step] for name, x in inputs.items()})
                 for i in range(0, max(count, 1), step)

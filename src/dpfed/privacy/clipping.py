@@ -90,7 +90,7 @@ def clip_and_sum(
 
 
 def factors(norm: Tensor, clip: float | Tensor, rule: Clipping) -> Tensor:
-    """What each gradient of these norms is multiplied by, so that its norm is at most C."""
+    """What each gradient of these norms is multiplied by, so that its norm is at most C, or at most its own C."""
     if rule.mode == "automatic":
         return clip / (norm + rule.stability)
     return torch.where(norm > clip, clip / norm, torch.ones_like(norm))

@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -54,6 +55,12 @@ class Pass:
         return cls(torch.stack([row, client, valid, dropout, view]))
 
 
+class Sums(Protocol):
+    """Clipped sums of a batch in passes of a fixed size: a run's own (`FixedSum`), or a seat among others (`shared.py`)."""
+
+    def sums(self, theta: Tensor, arrays: Mapping[str, np.ndarray], clip: float) -> tuple[Tensor, Tensor]: ...
+
+
 class FixedSum:
     """Sum of clipped gradients `[S, P]` and count at or below C `[S, 1]` over M slots of S clients."""
 
@@ -73,7 +80,7 @@ class FixedSum:
         device = records.labels.device
         self._in = torch.zeros(5, slots, dtype=torch.int64, device=device)
         self._theta = torch.zeros(clients, size, device=device)
-        self._clip = torch.ones((), device=device)
+        self._clip = torch.ones(clients, device=device)
         self._order = gradients.raw_order.to(device)
         self._capturing = capture and device.type == "cuda"
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -81,8 +88,36 @@ class FixedSum:
 
     def __call__(self, theta: Tensor, filling: Pass, clip: float) -> tuple[Tensor, Tensor]:
         """Not noised: only the oracle may call this. The results are overwritten by the next call."""
-        self._theta.copy_(theta)
-        self._clip.fill_(clip)
+        self.load(theta, clip)
+        return self._pass(filling)
+
+    def sums(self, theta: Tensor, arrays: Mapping[str, np.ndarray], clip: float) -> tuple[Tensor, Tensor]:
+        """The same for all records of a batch, in as many passes as they need. Not noised either."""
+        self.load(theta, clip)
+        return self.loaded_sums(arrays)
+
+    def load(self, theta: Tensor, clip: float, first: int = 0) -> None:
+        """Sets the weights and the clip norm of the clients from `first` on; those of the others stay."""
+        self._theta[first : first + len(theta)].copy_(theta)
+        self._clip[first : first + len(theta)].fill_(clip)
+
+    def loaded_sums(self, arrays: Mapping[str, np.ndarray]) -> tuple[Tensor, Tensor]:
+        """`sums` with what was loaded. The results are the caller's own: no later pass writes into them."""
+        first, *others = passes_of(arrays, self.slots, self._in.device)
+        summed, counted = self._pass(first)
+        total, count = summed.clone(), counted.clone()
+        for filling in others:
+            summed, counted = self._pass(filling)
+            total += summed
+            count += counted
+        return total, count
+
+    def wait(self) -> None:
+        """Until the device is done with what was asked of it: a captured pass is not to be given up before."""
+        if self._graph is not None:
+            torch.cuda.synchronize(self._in.device)
+
+    def _pass(self, filling: Pass) -> tuple[Tensor, Tensor]:
         self._in.copy_(filling.packed)
         if not self._capturing:
             return self._compute()
@@ -122,7 +157,8 @@ class FixedSum:
             inputs = self._view(inputs, view)
         keys = dropout if self._gradients.has_dropout else None
         grads = self._gradients.raw_grads(self._theta, client, inputs, labels, keys)
-        total, count = clip_and_sum_slots(grads, client, valid, self.clients, self._clip, self._rule)
+        clip = self._clip.index_select(0, client)
+        total, count = clip_and_sum_slots(grads, client, valid, self.clients, clip, self._rule)
         return total.index_select(1, self._order), count
 
 
@@ -131,6 +167,7 @@ def clip_and_sum_slots(
 ) -> tuple[Tensor, Tensor]:
     """`clipping.clip_and_sum` for one record per unit and masked slots, through one matrix of all gradients `[M, P]`.
 
+    clip  one number for all, or one for each slot `[M]`
     Gradients may come in half precision; norms, factors and sums are float32 all the same.
     """
     every = torch.cat(grads, dim=1)

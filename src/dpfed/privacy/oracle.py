@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dpfed.privacy.clipping import clip_and_sum, clip_mean_by_tensor, finite_records
-from dpfed.privacy.fixed import FixedSum, passes_of
+from dpfed.privacy.fixed import Sums
 from dpfed.privacy.grid import Grid, grid_of, noised, noised_counts, rounded_sum
 from dpfed.privacy.noise import Noise, Streams
 from dpfed.privacy.plan import Plan
@@ -89,7 +89,7 @@ class FleetOracle:
         steps: int,
         max_slots: int = 512,
         view: View | None = None,
-        fixed: FixedSum | None = None,
+        fixed: Sums | None = None,
         noise: Sequence[Noise] | None = None,
         grid: bool = False,
         paid: Callable[[], None] = lambda: None,
@@ -283,14 +283,10 @@ class FleetOracle:
         simple = self._plan.clipping.per_unit and len(slots.unit) == len(slots.owner)
         return simple and scale is None and self._grid is None and not PRIVATE.isEnabledFor(logging.DEBUG)
 
-    def _fixed_sum(self, fixed: FixedSum, theta: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
+    def _fixed_sum(self, fixed: Sums, theta: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
         """The same through passes of a fixed size: as many as the records need."""
-        total, count = torch.zeros_like(theta, dtype=torch.float32), torch.zeros_like(self.phi)
         keys = {"dropout": self._secret(self._dropout, slots), "view": self._secret(self._augment, slots)}
-        for filling in passes_of({"row": slots.row, "client": slots.client, **keys}, fixed.slots, self._device):
-            summed, counted = fixed(theta, filling, self._plan.clip)
-            total, count = total + summed, count + counted
-        return total, count
+        return fixed.sums(theta, {"row": slots.row, "client": slots.client, **keys}, self._plan.clip)
 
     def _column(self, values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64).unsqueeze(1).to(torch.float32).to(self._device)
