@@ -10,6 +10,8 @@ from torch import Tensor
 
 from dpfed.engine.setup import Job
 
+BATCH = 8192  # records handed to the model, which takes as many at a time as fit
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -25,9 +27,8 @@ def confusion(job: Job, theta: Tensor) -> Tensor:
     """How often the class of a row was answered with the class of a column, `[classes, classes]`."""
     count = len(job.classes)
     table = torch.zeros(count * count, dtype=torch.int64)
-    rows = job.model.rows
-    for first in range(0, len(job.test.labels), rows):
-        at = torch.arange(first, min(first + rows, len(job.test.labels)), device=job.device)
+    for first in range(0, len(job.test.labels), BATCH):
+        at = torch.arange(first, min(first + BATCH, len(job.test.labels)), device=job.device)
         inputs, labels = job.test.take(at)
         answers = job.model.scores(theta, inputs).argmax(1)
         table += torch.bincount((labels * count + answers).cpu(), minlength=count * count)

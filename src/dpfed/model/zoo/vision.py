@@ -162,11 +162,16 @@ class SwinSection(VisionSection):
         return self.finish(sized(config, self.name, self.image_size, weights is not None), spec)
 
 
+TILE = 64  # positions that a fused attention kernel computes at least; smaller windows are faster as plain products
+
+
 def sized(config: Any, name: str, image_size: int | None, pretrained: bool) -> Any:
     """A Swin for another image size: it has no table of absolute positions, so any size its windows fit will do."""
     if image_size is not None and not getattr(config, "use_absolute_embeddings", False):
         config.image_size = image_size
     check_swin(name, image_size or _side(config), config.patch_size, config.window_size, len(config.depths), pretrained)
+    if config.window_size**2 < TILE:
+        config._attn_implementation = "eager"
     return config
 
 
