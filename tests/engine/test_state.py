@@ -94,6 +94,20 @@ def test_a_run_evaluates_and_saves_the_average_and_its_clients_go_on_from_the_la
     assert (stored["test_accuracy"], stored["last_accuracy"]) == scores
 
 
+def test_a_run_killed_after_its_last_round_still_saves_the_average(tmp_path: Path) -> None:
+    config, out = config_of(average=0.6), tmp_path / "r"
+    result = run(config, out)
+    before, told = load_file(out / "model.safetensors"), json.loads((out / "run.json").read_text())
+    (out / "model.safetensors").unlink()
+    (out / "run.json").write_text(json.dumps({"run": told["run"], "state": "running", "release": told["release"]}))
+    again = run(config, out, resume=True)
+    after = load_file(out / "model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert [again[key] for key in ("test_accuracy", "last_accuracy")] == [
+        result[key] for key in ("test_accuracy", "last_accuracy")
+    ]
+
+
 def test_what_it_costs_is_what_it_costs_without(tmp_path: Path) -> None:
     one, two = run(config_of(), tmp_path / "a"), run(config_of(average=0.9, eval_every=3), tmp_path / "b")
     assert one["epsilon"] == two["epsilon"]

@@ -197,6 +197,33 @@ def test_every_view_has_a_mask_of_its_own(way: dict[str, int], monkeypatch: pyte
     assert len(set(seen)) == len(seen) == 24
 
 
+def test_views_count_as_rows_of_a_pass_and_those_of_a_record_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, theta = net()
+    records, shards = records_of(5), shards_of(np.zeros(5, dtype=np.int64), 1)
+    right, rows = PerSample.grads, []
+
+    def noted(self: Any, theta: Tensor, client: Tensor, *rest: Any) -> Any:
+        rows.append(len(client))
+        if len(client) > room:
+            raise torch.OutOfMemoryError("out of memory")
+        return right(self, theta, client, *rest)
+
+    monkeypatch.setattr(PerSample, "grads", noted)
+    room = 100
+    expected = sums_of(oracle_of(model, records, shards, 0.3, Views(shaken, 4), max_slots=9), theta)
+    assert rows == [8, 8, 4]
+    rows.clear()
+    room = 4
+    found = sums_of(oracle_of(model, records, shards, 0.3, Views(shaken, 4), max_slots=16), theta)
+    assert rows == [16, 8, 4, 4, 4, 4, 4]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    rows.clear()
+    room = 3
+    with pytest.raises(torch.OutOfMemoryError):  # there is nothing left to halve
+        sums_of(oracle_of(model, records, shards, 0.3, Views(shaken, 4), max_slots=8), theta)
+    assert rows == [8, 4]
+
+
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(1, 40))
 def test_keys_of_views_are_all_different_and_begin_with_the_records(key: int, count: int) -> None:
     found = view_keys(torch.tensor([key]), count).tolist()
