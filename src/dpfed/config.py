@@ -35,6 +35,9 @@ class DataSection:
     augment: Annotated[Literal["none", "flip", "crop_flip"], "random view of an image at each inclusion in a batch"] = (
         "none"
     )
+    views: Annotated[
+        int, Ge(1), "with augment: random views of a record, whose gradients are averaged before clipping"
+    ] = 1
     client_column: Annotated[str | None, "column that names each record's client, for partition = natural"] = None
     unit_column: Annotated[
         str | None, "column that names the protected unit (a patient, a user); default: a record"
@@ -141,6 +144,12 @@ class RunSection:
     graphs: Annotated[bool | Literal["auto"], "replay a captured pass on a GPU; auto: wherever there is one"] = "auto"
     eval_every: Annotated[int, Ge(1), "rounds between evaluations on the server's test set"] = 1
     eval_on: Annotated[Literal["all", "validation", "test"], "which half of the server's public data is scored"] = "all"
+    average: Annotated[
+        float,
+        Ge(0),
+        Lt(1),
+        "weight of the past in the average over rounds that is evaluated and saved; 0: the last round",
+    ] = 0.0
     checkpoint_every: Annotated[int, Ge(0), "rounds between checkpoints; 0: none"] = 1
     memory_limit: Annotated[int, Ge(1), "MiB of clients' memory (dp-scaffold, dp-fafed) held outside files"] = 2048
     timeout: Annotated[int, Ge(1), "seconds that processes of a run under torchrun wait for one another in a round"] = (
@@ -312,8 +321,14 @@ def _named(section: str, raw: Mapping[str, Any], known: Mapping[str, type[Any]],
     return parse(section, cls, table)
 
 
+def refuse_idle_views(data: DataSection) -> None:
+    if data.views > 1 and data.augment == "none":
+        raise DpfedError(f'data.views = {data.views} needs views that differ: give data.augment, such as "crop_flip"')
+
+
 def _cross_check(config: Config) -> None:
     p = config.privacy
+    refuse_idle_views(config.data)
     if (p.batch is None) == (p.rate is None):
         raise DpfedError("give exactly one of privacy.batch (expected size) and privacy.rate")
     if p.enabled and (p.sigma is None) == (p.target_epsilon is None):

@@ -83,6 +83,14 @@ def test_a_budget_cannot_go_with_a_third_party_target() -> None:
     settings("privacy.budget=4", "privacy.view=server_worst")
 
 
+def test_several_views_need_views_that_differ() -> None:
+    with pytest.raises(DpfedError, match=r"^data\.views = 4 needs views that differ: give data\.augment"):
+        settings("data.views=4")
+    assert settings("data.views=4", "data.augment=flip").data.views == 4
+    with pytest.raises(DpfedError, match=r"data\.views = 0 is not allowed"):
+        settings("data.views=0", "data.augment=flip")
+
+
 def test_another_algorithm_drops_the_keys_of_the_old_one() -> None:
     changed = settings("algorithm.gamma=0.3", "algorithm.name=dp-fedavg")
     assert changed.algorithm.name == "dp-fedavg"

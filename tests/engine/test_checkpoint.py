@@ -165,7 +165,7 @@ def same(one: Path, two: Path) -> None:
 KINDS: dict[str, dict[str, Any]] = {
     "dp-fedadamw": {},
     "dp-fedavg": {"privacy": {"clip_mode": "quantile"}},
-    "remembering": {"run": {"participation": 0.6}},
+    "remembering": {"run": {"participation": 0.6, "average": 0.7}},
 }
 
 

@@ -28,7 +28,11 @@ ROUNDS = 3
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "fedadamw": {"algorithm": {"name": "dp-fedadamw", "lr": 0.05}, "run": {"participation": 0.5}},  # S = 5: 3 and 2
     "scaffold": {"algorithm": {"name": "dp-scaffold", "lr": 0.3}, "run": {"participation": 0.5}},
-    "quantile": {"algorithm": {"name": "dp-fedavg", "lr": 0.3}, "privacy": {"clip_mode": "quantile"}},
+    "quantile": {
+        "algorithm": {"name": "dp-fedavg", "lr": 0.3},
+        "privacy": {"clip_mode": "quantile"},
+        "run": {"average": 0.5},
+    },
     "one": {"algorithm": {"name": "dp-fedavg", "lr": 0.3}, "run": {"participation": 0.1}},  # S = 1: rank 1 is idle
     "weights": {
         "data": {"partition": "dirichlet_classwise", "alpha": 5.0},

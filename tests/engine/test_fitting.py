@@ -67,6 +67,19 @@ def test_what_is_tried_has_the_shape_of_the_run_and_reads_no_record(monkeypatch:
     assert seen == [(3, 24, (3, job.space.size))]
 
 
+def test_what_is_tried_has_all_views_of_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, seen = job_of(data={"augment": "crop_flip", "views": 4}), []
+    right = type(job.model).raw_grads
+
+    def noted(self: Any, theta: torch.Tensor, client: torch.Tensor, *rest: Any) -> Any:
+        seen.append(len(client))
+        return right(self, theta, client, *rest)
+
+    monkeypatch.setattr(type(job.model), "raw_grads", noted)
+    blank_pass(job, 3, 24)
+    assert seen == [96]
+
+
 @pytest.mark.parametrize("graphs", [False, "auto"])
 def test_what_fits_is_a_pass_and_the_states_of_the_clients(graphs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of(run={"graphs": graphs})

@@ -125,8 +125,8 @@ def test_quantile_clipping_keeps_its_own_clip_norms(tmp_path: Path) -> None:
 
 
 def test_augmented_views_and_automatic_slots(tmp_path: Path) -> None:
-    keys = ["data.augment=crop_flip", "run.slots=auto", "algorithm.lr=0.01", "run.rounds=2"]
-    configs = [config_of(*keys, f"run.seed={s}") for s in range(2)]
+    keys = ["data.augment=crop_flip", "data.views=2", "run.slots=auto", "algorithm.lr=0.01", "run.rounds=2"]
+    configs = [config_of(*keys, f"run.seed={s}", f"run.average={a}") for s, a in enumerate((0.0, 0.5))]
     packed(configs, tmp_path / "packed")
     run(configs[1], tmp_path / "alone")
     torch.testing.assert_close(theta_of(tmp_path / "packed" / "1"), theta_of(tmp_path / "alone"), rtol=0, atol=1e-6)
@@ -314,6 +314,7 @@ def test_an_error_of_a_task_is_raised_when_all_have_ended() -> None:
         ["privacy.budget=3"],
         ["run.eval_every=2"],
         ["run.eval_on=test"],
+        ["run.average=0.5"],
         ["run.lr_schedule=constant"],
     ],
     ids=str,
@@ -328,6 +329,7 @@ def test_what_is_a_runs_own(keys: list[str]) -> None:
         ["data.alpha=0.1"],
         ["data.clients=5"],
         ["data.augment=flip"],
+        ["data.augment=flip", "data.views=2"],
         ["model.name=glyph-vit"],
         ["model.train=head"],
         ["algorithm.granularity=tensor"],

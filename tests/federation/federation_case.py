@@ -51,7 +51,7 @@ def client_config(job: Job, i: int, folder: Path, **policy_keys: Any) -> policy.
         "client": {"name": f"clinic-{i}", "state": str(folder / f"clinic-{i}"), "servers": ["hub"], "device": "cpu"}
         | client_keys,
         "policy": {"records": int(job.plan.sizes[i]), "max_epsilon": 50.0} | policy_keys,
-        "data": {"name": "digits"},
+        "data": {"name": "digits", "augment": job.config.data.augment, "views": job.config.data.views},
         "model": {"name": "linear"},
     }
     return policy.build(raw, registry())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
-from federation_case import federated, federation_of, job_of, simulated
+from federation_case import client_of, federated, federation_of, job_of, simulated
 
+from dpfed.errors import DpfedError
 from dpfed.privacy.ledger import Ledger
 
 CASES: dict[str, dict[str, dict[str, Any]]] = {
@@ -19,6 +21,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "dp-fafed, vr": {"algorithm": {"name": "dp-fafed", "lr": 3e-3, "fafed_vr": True}},
     "dp-fedadamw, grid in both": {"privacy": {"grid": True}},
+    "dp-fedadamw, an average of two views": {"data": {"augment": "flip", "views": 2}, "run": {"average": 0.5}},
     "dp-fedadamw, two of three": {"run": {"participation": 0.67}},
     "dp-scaffold, two of three": {"algorithm": {"name": "dp-scaffold", "lr": 0.1}, "run": {"participation": 0.67}},
     "dp-fedavg, weights by size": {"algorithm": {"name": "dp-fedavg", "lr": 0.1, "agg_weights": "size"}},
@@ -42,6 +45,14 @@ def test_a_federation_in_test_mode_takes_the_simulations_way(case: str, tmp_path
         assert rows
         assert all(row.charge.void and row.charge.noise == "seeded" for row in rows)
         assert ledger.history("clinic-0") == []
+
+
+def test_a_client_says_at_once_that_its_views_would_all_be_the_same(tmp_path: Path) -> None:
+    job = job_of()
+    data = dataclasses.replace(job.config.data, augment="none", views=2)
+    job = dataclasses.replace(job, config=dataclasses.replace(job.config, data=data))
+    with pytest.raises(DpfedError, match=r"data\.views = 2 needs views that differ"):
+        client_of(job, 0, tmp_path)
 
 
 def test_real_noise_is_never_the_simulations(tmp_path: Path) -> None:

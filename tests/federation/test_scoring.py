@@ -130,6 +130,16 @@ def unpack(data: bytes) -> Reply:
     return Reply(wire._terms(Receipt, receipt), fields)
 
 
+def test_what_is_scored_is_the_average_where_one_is_kept(job: Job) -> None:
+    state = first_state(job).averaging().after(first_state(job).server, 1.0, 0.5)
+    moved = dataclasses.replace(state.server, theta=state.theta + 1)
+    asked = Federation(job, Loopback({}), "run-1", "hub", names_of(job), held_out={"clinic-0": 80})
+    state = state.after(moved, 1.0, 0.5)
+    sent = asked._scoring(2, state, 0).fields["theta"]
+    torch.testing.assert_close(sent, job.theta + 2 / 3)
+    assert torch.equal(asked._request(2, state, 0).fields["theta"], job.theta + 1)  # and training goes on from the last
+
+
 def test_the_same_question_gets_the_stored_count_and_another_one_is_refused(job: Job, tmp_path: Path) -> None:
     client = client_of(job, 0, tmp_path, **HELD)
     asked = Federation(job, Loopback({}), "run-1", "hub", names_of(job), held_out={"clinic-0": 80})

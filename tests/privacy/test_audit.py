@@ -279,6 +279,22 @@ def test_the_server_sees_no_more_than_claimed(algorithm: str) -> None:
         assert server_view(prepared, audited, 400, CONFIDENCE).lower > true.lower
 
 
+def test_canaries_pass_through_views_as_records_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And views that were clipped one by one and then added, each with its own C, would be seen."""
+    prepared = job("algorithm.name=dp-fedavg", "data.augment=flip", "data.views=4")
+    audited = shorter(audited_job(prepared), 8)
+    true = server_view(prepared, audited, 400, CONFIDENCE)
+    assert true.lower <= true.claimed
+    right = oracle_module.clip_and_sum
+
+    def each_its_own(*given: Any) -> tuple[Tensor, Tensor]:
+        total, count = right(*given)
+        return 4 * total, count
+
+    monkeypatch.setattr(oracle_module, "clip_and_sum", each_its_own)
+    assert server_view(prepared, audited, 400, CONFIDENCE).lower > true.lower
+
+
 def test_the_claim_is_the_worst_clients_for_the_steps_audited() -> None:
     sizes = np.array([64, 32, 128])
     plan = Plan("poisson", CLIP, sizes, 8 / sizes, np.full(3, 8.0), np.full(3, 2.0))

@@ -23,6 +23,7 @@ from dpfed.privacy.clipping import Clipping, clip_and_sum
 from dpfed.privacy.noise import OsNoise, Streams
 from dpfed.privacy.oracle import FleetOracle, Records, Slots
 from dpfed.privacy.plan import Plan
+from dpfed.privacy.records import Views
 
 torch.set_num_threads(1)
 
@@ -725,7 +726,7 @@ def test_keys_differ_by_record_step_round_client_and_purpose() -> None:
 
     model.grads = grads  # type: ignore[method-assign]
     for t in (1, 2):
-        oracle = FleetOracle(model, net_records(100), shards, plan, Streams(0), t, [0, 1], 2, view=view)
+        oracle = FleetOracle(model, net_records(100), shards, plan, Streams(0), t, [0, 1], 2, view=Views(view))
         for _ in range(2):
             oracle(theta.repeat(2, 1))
     everything = np.concatenate(keys)
@@ -741,5 +742,5 @@ def test_a_view_is_what_the_gradient_is_taken_of() -> None:
     def view(inputs: Mapping[str, Tensor], keys: Tensor) -> dict[str, Tensor]:
         return {name: 2 * x for name, x in inputs.items()}
 
-    seen, _ = FleetOracle(model, records, shards, plan, Streams(0), 1, [0], 1, view=view)(theta.unsqueeze(0))
+    seen, _ = FleetOracle(model, records, shards, plan, Streams(0), 1, [0], 1, view=Views(view))(theta.unsqueeze(0))
     torch.testing.assert_close(seen[0], loop_gradients(model, theta, doubled).mean(0), rtol=1e-5, atol=1e-7)

@@ -39,7 +39,7 @@ from dpfed.privacy.audit import (
 from dpfed.privacy.noise import Streams
 from dpfed.privacy.oracle import FleetOracle
 from dpfed.privacy.plan import Plan, Schedule
-from dpfed.privacy.records import Records
+from dpfed.privacy.records import Records, Views
 
 CPU = torch.device("cpu")
 TENSORS = 16  # tensors of the model: clipping each of them by itself would let a canary through at sqrt(16) times C
@@ -238,6 +238,8 @@ def server_scores(job: Job, audited: Audited, coins: np.ndarray) -> np.ndarray:
         shards=shards,
         records=records,
         streams=audited.streams,
+        # Canaries are no images: all views of one are itself, averaged as those of any record.
+        view=job.view and Views(lambda inputs, keys: dict(inputs), job.view.count),
     )
     everyone = list(range(clients))
     fleet = Watched(stand_in)

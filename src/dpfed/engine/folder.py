@@ -85,6 +85,8 @@ class RunFolder:
             "eligible": round.eligible,
             "seconds": round.seconds,
         }
+        if round.last_accuracy is not None:
+            row["last_accuracy"] = round.last_accuracy
         if round.t == 0:
             row["release"] = self._note
         with _plainly(self.path / METRICS):
@@ -194,6 +196,7 @@ def _round(row: Mapping[str, Any], theta: torch.Tensor) -> Round:
         clip=math.inf if row["clip"] is None else row["clip"],
         seconds=row["seconds"],
         theta=theta,
+        last_accuracy=row.get("last_accuracy"),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,6 +54,8 @@ class Round:
 
     clip              the clip norm that was used, which moves under quantile clipping (from noised counts, so public)
     cohort, eligible  how many clients took part, and among how many they were drawn: for the server's eyes only
+    theta             what was evaluated: the last iterate, or with `run.average` the average of all
+    last_accuracy     with `run.average`: that of the last iterate
     """
 
     t: int
@@ -66,6 +67,7 @@ class Round:
     clip: float
     seconds: float
     theta: Tensor = field(repr=False)
+    last_accuracy: float | None = None
 
 
 Observer = Callable[[Round], None]
@@ -82,7 +84,8 @@ class Progress:
 
 def first_state(job: Job) -> State:
     """The server before round 1."""
-    return State(job.algorithm.init(context(job, 1, range(job.schedule.clients)), job.theta), job.plan.clip)
+    state = State(job.algorithm.init(context(job, 1, range(job.schedule.clients)), job.theta), job.plan.clip)
+    return state.averaging() if job.config.run.average else state
 
 
 def train(
@@ -120,23 +123,23 @@ def train(
         finally:
             paid()
         if not job.config.run.allow_nan:
-            _refuse_nonfinite(state.server, t)
-        accuracy, loss = evaluate(job, state.theta) if scored else (None, None)
-        seconds = time.perf_counter() - started
-        observe(
-            Round(t, accuracy, loss, spent() if spent else None, len(cohort), len(able), clip, seconds, state.theta)
-        )
+            _refuse_nonfinite(state, t)
+        theta = state.result
+        accuracy, loss = evaluate(job, theta) if scored else (None, None)
+        last = evaluate(job, state.theta)[0] if scored and state.average is not None else None
+        seconds, epsilon = time.perf_counter() - started, spent() if spent else None
+        observe(Round(t, accuracy, loss, epsilon, len(cohort), len(able), clip, seconds, theta, last))
         keep(Progress(t, state, seconds))
-    return state.theta
+    return state.result
 
 
 def aggregate(job: Job, t: int, state: State, cohort: Sequence[int], mean: Message, answered: int) -> State:
-    """The server's step: the algorithm's own, and the clip norm's where it follows a quantile."""
+    """The server's step: the algorithm's own, the clip norm's where it follows a quantile, and the average's."""
     mean = dict(mean)
     below = mean.pop("below", None)
     ctx = context(job, t, cohort, state.clip, answered)
     clip = state.clip if below is None else job.plan.clipping.next_clip(state.clip, float(below))
-    return State(job.algorithm.aggregate(ctx, state.server, mean), clip)
+    return state.after(job.algorithm.aggregate(ctx, state.server, mean), clip, job.config.run.average)
 
 
 def choose(job: Job, t: int, able: np.ndarray) -> list[int]:
@@ -164,11 +167,10 @@ def evaluate(
     return accuracy, mean_loss
 
 
-def _refuse_nonfinite(server: Any, t: int) -> None:
-    for part in dataclasses.fields(server):
-        value = getattr(server, part.name)
-        if isinstance(value, Tensor) and not bool(value.isfinite().all()):
+def _refuse_nonfinite(state: State, t: int) -> None:
+    for name, value in state.tensors().items():
+        if not bool(value.isfinite().all()):
             raise DivergedError(
-                f"after round {t} the server's {part.name} is no longer finite: lower algorithm.lr; "
+                f"after round {t} the server's {name} is no longer finite: lower algorithm.lr; "
                 "what was computed before is kept"
             )

@@ -138,7 +138,7 @@ def _train(
         if resume:
             _amend(folder, job, name, note, saved)
         begin(job)
-        seen = folder.rounds(saved.progress.t, saved.progress.state.theta) if saved else []
+        seen = folder.rounds(saved.progress.t, saved.progress.state.result) if saved else []
         diagnostics = Diagnostics(folder.path, job) if job.config.run.diagnostics else None
 
         def watch(round: Round) -> None:
@@ -261,6 +261,7 @@ def result_of(job: Job, spending: Spending, seen: list[Round], out: Path, note: 
     multipliers = job.plan.multipliers
     return {
         "test_accuracy": last.accuracy,
+        **({"last_accuracy": last.last_accuracy} if job.config.run.average else {}),
         "test_loss": last.loss if last.loss is None or math.isfinite(last.loss) else None,
         "test_records": len(job.test.labels),
         "start_accuracy": seen[0].accuracy,

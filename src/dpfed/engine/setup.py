@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dpfed.algorithms.base import Algorithm, Facts
-from dpfed.config import Config, ModelSection
+from dpfed.config import Config, ModelSection, refuse_idle_views
 from dpfed.data.cache import cached, key_of
 from dpfed.data.partition import Shards, partition
 from dpfed.data.tables import Published, Source, Table
@@ -26,7 +26,7 @@ from dpfed.model.space import Space
 from dpfed.model.task import InputSpec
 from dpfed.privacy.noise import Streams
 from dpfed.privacy.plan import Plan, Schedule, make_plan
-from dpfed.privacy.records import Records, View
+from dpfed.privacy.records import Records, Views
 from dpfed.privacy.shared import Seat
 from dpfed.privacy.statement import NOTHING, Past
 
@@ -57,7 +57,7 @@ class Job:
     streams: Streams
     device: torch.device
     adapted: Adapted
-    view: View | None = None
+    view: Views | None = None
     past: Past = NOTHING
     notes: list[str] = field(default_factory=list)
     served: bool = False
@@ -192,14 +192,15 @@ def public_facts(config: Config, device: torch.device) -> tuple[InputSpec, tuple
     return spec, tuple(str(c) for c in range(spec.classes)), Records({}, torch.zeros(0, dtype=torch.int64))
 
 
-def view_for(config: Config, source: Source) -> View | None:
-    """The random view that a record is given each time it is in a batch."""
+def view_for(config: Config, source: Source) -> Views | None:
+    """The random views that a record is given each time it is in a batch."""
+    refuse_idle_views(config.data)
     view = view_of(config.data.augment)
     if view is None:
         return None
     if source.kind != "image":
         raise DpfedError(f'data.augment = "{config.data.augment}" is for images, this data has {source.kind}')
-    return lambda inputs, keys: {name: view(x, keys) for name, x in inputs.items()}
+    return Views(lambda inputs, keys: {name: view(x, keys) for name, x in inputs.items()}, config.data.views)
 
 
 def plan_for(config: Config, sizes: np.ndarray) -> tuple[Plan, Schedule]:

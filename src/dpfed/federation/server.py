@@ -246,7 +246,7 @@ class Federation:
             rows=rows,
             head=head,
         )
-        return Scoring(terms, {"theta": state.theta})
+        return Scoring(terms, {"theta": state.result})
 
     def _answer(self, found: bytes | Exception | None) -> bytes:
         if found is None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dpfed.privacy.clipping import Clipping, factors
-from dpfed.privacy.records import Gradients, Records, View
+from dpfed.privacy.records import Gradients, Records, Views, each_view, mean_of_views, view_keys
 
 LOG = logging.getLogger("dpfed")
 
@@ -62,14 +62,17 @@ class Sums(Protocol):
 
 
 class FixedSum:
-    """Sum of clipped gradients `[S, P]` and count at or below C `[S, 1]` over M slots of S clients."""
+    """Sum of clipped gradients `[S, P]` and count at or below C `[S, 1]` over M slots of S clients.
+
+    A slot holds a record; with several views of it the model is given so many rows for each slot.
+    """
 
     def __init__(
         self,
         gradients: Gradients,
         records: Records,
         rule: Clipping,
-        view: View | None,
+        view: Views | None,
         clients: int,
         slots: int,
         size: int,
@@ -152,11 +155,13 @@ class FixedSum:
 
     def _compute(self) -> tuple[Tensor, Tensor]:
         row, client, valid, dropout, view = self._in
-        inputs, labels = self._records.take(row)
+        views = 1 if self._view is None else self._view.count
+        inputs, labels = self._records.take(each_view(row, views))
         if self._view is not None:
-            inputs = self._view(inputs, view)
-        keys = dropout if self._gradients.has_dropout else None
-        grads = self._gradients.raw_grads(self._theta, client, inputs, labels, keys)
+            inputs = self._view.view(inputs, view_keys(view, views))
+        keys = view_keys(dropout, views) if self._gradients.has_dropout else None
+        grads = self._gradients.raw_grads(self._theta, each_view(client, views), inputs, labels, keys)
+        grads = mean_of_views(grads, views)
         clip = self._clip.index_select(0, client)
         total, count = clip_and_sum_slots(grads, client, valid, self.clients, clip, self._rule)
         return total.index_select(1, self._order), count

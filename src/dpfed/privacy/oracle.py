@@ -24,7 +24,7 @@ from dpfed.privacy.fixed import Sums
 from dpfed.privacy.grid import Grid, grid_of, noised, noised_counts, rounded_sum
 from dpfed.privacy.noise import Noise, Streams
 from dpfed.privacy.plan import Plan
-from dpfed.privacy.records import Gradients, Holdings, Records, View
+from dpfed.privacy.records import Gradients, Holdings, Records, Views, each_view, mean_of_views, view_keys
 from dpfed.privacy.sampling import batches
 
 # What is said here is private and stays with the client. It has a level of its own, so that a program which logs
@@ -88,7 +88,7 @@ class FleetOracle:
         clients: Sequence[int],
         steps: int,
         max_slots: int = 512,
-        view: View | None = None,
+        view: Views | None = None,
         fixed: Sums | None = None,
         noise: Sequence[Noise] | None = None,
         grid: bool = False,
@@ -100,7 +100,7 @@ class FleetOracle:
         self._batches = [batches(plan, i, streams.generator("batch", round, i)) for i in self._clients]
         # `noise` is given where this round's steps are run again: fresh noise would be a second draw.
         self._noise = list(noise) if noise else [streams.noise(round, i, self._device) for i in self._clients]
-        self._round, self._view = round, view
+        self._round, self._view, self._views = round, view, 1 if view is None else view.count
         self._dropout = [streams.number("dropout", round, i) for i in self._clients] if gradients.has_dropout else None
         self._augment = [streams.number("augment", round, i) for i in self._clients] if view is not None else None
         self.max_slots = max_slots
@@ -210,8 +210,10 @@ class FleetOracle:
         return np.asarray(mixed.astype(np.int64))
 
     def _keyed(self, seeds: Sequence[int] | None, part: Slots) -> Tensor | None:
-        """The records' keys for one purpose, which has a seed for each client; None where there is no such purpose."""
-        return None if seeds is None else torch.from_numpy(self._secret(seeds, part)).to(self._device)
+        """Keys of all views for one purpose, which has a seed for each client; None where there is no such purpose."""
+        if seeds is None:
+            return None
+        return view_keys(torch.from_numpy(self._secret(seeds, part)).to(self._device), self._views)
 
     def _secret(self, seeds: Sequence[int] | None, part: Slots) -> np.ndarray:
         if seeds is None:
@@ -225,13 +227,18 @@ class FleetOracle:
                 return self._clipped_sum(theta, slots, scale)
             except Exception as error:
                 # The limit is halved whatever was drawn: a limit that followed the batch would tell its size.
-                if not out_of_memory(error) or (self.fixed is None and self.max_slots == 1):
+                if not out_of_memory(error) or (self.fixed is None and self._together == 1):
                     raise
             if self.fixed is not None:
                 self.fixed = None  # its buffers take room too: passes of any size from here on
             else:
                 self.max_slots //= 2  # outside the handler, where the failed pass is no longer held
             free(self._device)
+
+    @property
+    def _together(self) -> int:
+        """Records in a pass, so that all their views are no more rows than `max_slots`."""
+        return max(1, self.max_slots // self._views)
 
     def _clipped_sum(self, theta: Tensor, slots: Slots, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         """Σ of clipped per-unit gradients for each client `[S, P]`, and the count at or below C `[S, 1]`.
@@ -243,13 +250,9 @@ class FleetOracle:
             return self._fixed_sum(self.fixed, theta, slots)
         total = torch.zeros_like(theta, dtype=torch.float32 if self._grid is None else torch.int64)
         count = torch.zeros_like(self.phi)
-        for part in slots.chunks(self.max_slots):
+        for part in slots.chunks(self._together):
             client = torch.from_numpy(part.client).to(self._device)
-            inputs, labels = self._records.take(torch.from_numpy(part.row).to(self._device))
-            views = self._keyed(self._augment, part)
-            if self._view is not None and views is not None:
-                inputs = self._view(inputs, views)
-            grads = self._gradients.grads(theta, client, inputs, labels, self._keyed(self._dropout, part))
+            grads = self._grads(theta, client, part)
             if scale is not None:
                 grads = _scaled(grads, scale.expand(theta.shape).index_select(0, client))
             if PRIVATE.isEnabledFor(logging.DEBUG):
@@ -267,6 +270,16 @@ class FleetOracle:
             sizes = [shape.numel() for shape in self._gradients.space.shapes]
             total = self._expected * clip_mean_by_tensor(total, drawn, sizes, self._plan.clip)
         return total, count
+
+    def _grads(self, theta: Tensor, client: Tensor, part: Slots) -> list[Tensor]:
+        """The records' gradients `[M, n]`, each the mean over its views; not clipped yet."""
+        count, row = self._views, torch.from_numpy(part.row).to(self._device)
+        inputs, labels = self._records.take(each_view(row, count))
+        keys = self._keyed(self._augment, part)
+        if self._view is not None and keys is not None:
+            inputs = self._view.view(inputs, keys)
+        dropout = self._keyed(self._dropout, part)
+        return mean_of_views(self._gradients.grads(theta, each_view(client, count), inputs, labels, dropout), count)
 
     def _tell_lost(self, part: Slots, grads: Sequence[Tensor]) -> None:
         lost = np.bincount(part.client[~finite_records(grads).cpu().numpy()], minlength=len(self._clients))

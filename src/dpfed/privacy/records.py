@@ -42,6 +42,36 @@ class Gradients(Protocol):
 
 View = Callable[[Mapping[str, Tensor], Tensor], dict[str, Tensor]]
 """(inputs, keys) -> inputs: a random view of each record, by its key."""
+STEP = 0x2545F4914F6CDD1D  # between the keys of a record's views; odd, so that no two of them are the same
+
+
+@dataclass(frozen=True)
+class Views:
+    """As what a record is seen each time it is in a batch: so many random views, each by a key of its own.
+
+    The record's gradient is the mean over its views, taken before it is clipped (De, Berrada, Hayes, Smith, Balle 2022). One
+    record is still one contribution of norm at most C, so sampling, noise and accounts know nothing of views.
+    """
+
+    view: View
+    count: int = 1
+
+
+def each_view(of_records: Tensor, count: int) -> Tensor:
+    """`[M]` -> `[M*count]`: what is known of a record, for each of its views; the views of a record lie together."""
+    return of_records.unsqueeze(1).expand(-1, count).reshape(-1)
+
+
+def view_keys(keys: Tensor, count: int) -> Tensor:
+    """The keys of the records' views `[M*count]`; the first view has the record's own key."""
+    return (keys.unsqueeze(1) + STEP * torch.arange(count, device=keys.device)).reshape(-1)
+
+
+def mean_of_views(grads: Sequence[Tensor], count: int) -> list[Tensor]:
+    """Gradients of views `[M*count, n]` -> of records `[M, n]`, in float32. One view that is no number makes the mean none."""
+    if count == 1:
+        return list(grads)
+    return [g.reshape(len(g) // count, count, g.shape[1]).mean(1, dtype=torch.float32) for g in grads]
 
 
 class Holdings(Protocol):
