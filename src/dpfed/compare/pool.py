@@ -2,8 +2,8 @@
 
 A worker takes configurations, runs them into their folders and answers for each with nothing or a sentence that says what
 went wrong. Several are a pack, computed together (engine/packed.py). A worker that dies takes only its own run with it; the
-runs of a pack that it has not answered for are then done one by one. Workers end with their parent, however that ends: a run that went on
-alone would write into a folder that the next start has given to another.
+runs of a pack that it has not answered for are then done one by one. Workers end with their parent, however that ends: a
+run that went on alone would write into a folder that the next start has given to another.
 """
 
 from __future__ import annotations
@@ -175,6 +175,7 @@ def run_pack(
         return lambda place: run_one(tables, Path(folder), tuning, sources, place)
 
     if len(pack) == 1:
+        shared.clear()
         ended(pack[0][0], task(pack[0])(None))
     else:
         side_by_side([task(given) for given in pack], shared, lambda i, answer: ended(pack[i][0], answer))
@@ -195,6 +196,7 @@ def run_one(
     from dpfed.engine.folder import MODEL
     from dpfed.engine.packed import UnpackableError
     from dpfed.engine.run import run
+    from dpfed.privacy.oracle import out_of_memory
     from dpfed.registry import registry
 
     try:
@@ -209,14 +211,20 @@ def run_one(
         if tuning:
             (folder / MODEL).unlink(missing_ok=True)
         return None
-    except UnpackableError:
-        raise
     except DpfedError as error:
         return str(error)
     except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        detail = str(error).splitlines()[0] if str(error) else ""
-        return f"{type(error).__name__}: {detail} ({Path(where.filename).name}, line {where.lineno})"
+        crowded = place is not None and (isinstance(error, UnpackableError) or out_of_memory(error))
+        if not crowded:
+            return _defect(error)
+    clear(folder)  # a seeded simulation, done again from its beginning
+    raise UnpackableError  # outside the handler, as the first error would hold the run's model
+
+
+def _defect(error: Exception) -> str:
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    detail = str(error).splitlines()[0] if str(error) else ""
+    return f"{type(error).__name__}: {detail} ({Path(where.filename).name}, line {where.lineno})"
 
 
 def default_workers(device: str) -> tuple[int, int]:
