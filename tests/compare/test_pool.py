@@ -177,3 +177,35 @@ def test_a_run_by_itself_has_the_room_to_itself(tmp_path: Path) -> None:
     shared.get("model", 1, object)
     run_pack([(one.key, one.tables, str(tmp_path), True)], {}, shared, lambda key, answer: None)
     assert shared.get("model", 1, lambda: "made anew") == "made anew"
+
+
+def test_a_broken_device_is_nobody_elses_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pack ends with its process and is done one by one elsewhere; a run alone is told, and its worker not used again."""
+    pack = [task("run.checkpoint_every=0", f"run.seed={seed}") for seed in range(2)]
+
+    def broken(*given: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr("dpfed.engine.rounds.aggregate", broken)
+    answers: dict[str, str | None] = {}
+    given = [(t.key, t.tables, str(tmp_path / t.key), True) for t in pack]
+    with pytest.raises(RuntimeError, match="illegal memory"):
+        run_pack(given, {}, Shared(), answers.__setitem__)
+    assert answers == {}
+    said = run_one(pack[0].tables, tmp_path / "alone", True, {})
+    assert said is not None
+    assert "illegal memory" in said
+
+    ended: list[Any] = []
+    with Pool(1) as pool:
+        worker = Worker.__new__(Worker)
+        worker.place, worker.owes, worker.packed = 0, {}, False
+        worker.connection, theirs = multiprocessing.Pipe()
+        worker.end = lambda: ended.append(worker)
+        pool._idle.append(worker)
+        pool.start(pack[0], tmp_path / "next")
+        theirs.send((pack[0].key, said))
+        assert pool.wait() == (pack[0].key, said)
+        assert ended == [worker]
+        assert pool.free()
+        assert not pool._idle

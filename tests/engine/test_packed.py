@@ -331,10 +331,14 @@ def test_an_error_of_a_task_is_raised_when_all_have_ended() -> None:
     def fails(place: Place | None) -> int:
         raise OSError("the disk is full")
 
+    def elsewhere(place: Place | None) -> int:
+        assert place is not None, "this process is about to end"
+        raise UnpackableError
+
     ended: list[int] = []
     with pytest.raises(OSError, match="disk"):
-        side_by_side([fails, lambda place: 1], ended=lambda i, answer: ended.append(i))
-    assert ended == [1]
+        side_by_side([elsewhere, fails, lambda place: 1], ended=lambda i, answer: ended.append(i))
+    assert ended == [2]
 
 
 # ------------------------------------------------------------------ what may be packed

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from dpfed.engine.shared import Shared
 
 
+BROKEN = "CUDA error"  # after which everything on the device fails in this process, whatever run it is of
+
+
 class Pool:
     """`start` a task while one is `free`, `wait` for the next to end."""
 
@@ -83,7 +86,10 @@ class Pool:
             del worker.owes[key]
             if not worker.owes:
                 del self._busy[first]
-                self._idle.append(worker)
+                if answer is not None and BROKEN in answer:
+                    worker.end()
+                else:
+                    self._idle.append(worker)
             return key, answer
 
 
@@ -214,6 +220,8 @@ def run_one(
     except DpfedError as error:
         return str(error)
     except Exception as error:
+        if place is not None and str(error).startswith(BROKEN):
+            raise  # the process ends of it, and the pool does the runs of the pack one by one
         crowded = place is not None and (isinstance(error, UnpackableError) or out_of_memory(error))
         if not crowded:
             return _defect(error)

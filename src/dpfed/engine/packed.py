@@ -185,11 +185,12 @@ def side_by_side(
         thread.start()
     for thread in threads:
         thread.join()
-    if errors:
-        pack.end()
-    for number, error in sorted(errors.items()):
+    for _, error in sorted(errors.items()):
         if not isinstance(error, UnpackableError):
             raise error
+    if errors:
+        pack.end()
+    for number in sorted(errors):
         answers[number] = tasks[number](None)
         ended(number, answers[number])
     return [answers[number] for number in range(len(tasks))]
