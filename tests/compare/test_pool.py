@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
+import threading
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
+import torch
 
 from dpfed.compare.outcomes import Task, key_of, read_outcome
 from dpfed.compare.pool import Pool, Worker, run_one, run_pack, visible_gpu
@@ -143,3 +147,65 @@ def test_runs_of_a_pack_that_died_are_done_one_by_one(tmp_path: Path) -> None:
         second.theirs.send((pack[2].key, "too large"))
         assert pool.wait() == (pack[2].key, "too large")
         assert pool.free()
+
+
+@pytest.mark.parametrize("where", ["dpfed.model.per_sample.PerSample.raw_grads", "dpfed.engine.rounds.aggregate"])
+def test_a_run_that_finds_no_room_beside_others_is_done_again_alone(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither stopped halfway, as one that has the device to itself would be, nor told as a failure."""
+    pack = [task("run.checkpoint_every=0", "model.liveness=false", f"run.seed={seed}") for seed in range(2)]
+    original = resolve_name(where)
+
+    def crowded(*given: Any, **named: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            raise torch.OutOfMemoryError("out of memory")
+        return original(*given, **named)
+
+    monkeypatch.setattr(where, crowded)
+    answers: dict[str, str | None] = {}
+    given = [(t.key, t.tables, str(tmp_path / t.key), True) for t in pack]
+    run_pack(given, {}, Shared(), answers.__setitem__)
+    assert answers == {t.key: None for t in pack}
+    for t in pack:
+        result = json.loads((tmp_path / t.key / "run.json").read_text())
+        assert (result["state"], result["rounds"]) == ("finished", t.tables["run"]["rounds"])
+
+
+def test_a_run_by_itself_has_the_room_to_itself(tmp_path: Path) -> None:
+    shared, one = Shared(), task()
+    shared.get("model", 1, object)
+    run_pack([(one.key, one.tables, str(tmp_path), True)], {}, shared, lambda key, answer: None)
+    assert shared.get("model", 1, lambda: "made anew") == "made anew"
+
+
+def test_a_broken_device_is_nobody_elses_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pack ends with its process and is done one by one elsewhere; a run alone is told, and its worker not used again."""
+    pack = [task("run.checkpoint_every=0", f"run.seed={seed}") for seed in range(2)]
+
+    def broken(*given: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr("dpfed.engine.rounds.aggregate", broken)
+    answers: dict[str, str | None] = {}
+    given = [(t.key, t.tables, str(tmp_path / t.key), True) for t in pack]
+    with pytest.raises(RuntimeError, match="illegal memory"):
+        run_pack(given, {}, Shared(), answers.__setitem__)
+    assert answers == {}
+    said = run_one(pack[0].tables, tmp_path / "alone", True, {})
+    assert said is not None
+    assert "illegal memory" in said
+
+    ended: list[Any] = []
+    with Pool(1) as pool:
+        worker = Worker.__new__(Worker)
+        worker.place, worker.owes, worker.packed = 0, {}, False
+        worker.connection, theirs = multiprocessing.Pipe()
+        worker.end = lambda: ended.append(worker)
+        pool._idle.append(worker)
+        pool.start(pack[0], tmp_path / "next")
+        theirs.send((pack[0].key, said))
+        assert pool.wait() == (pack[0].key, said)
+        assert ended == [worker]
+        assert pool.free()
+        assert not pool._idle

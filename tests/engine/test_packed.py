@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -264,10 +266,9 @@ def test_the_digest_sees_frozen_weights_alone() -> None:
 
 
 def test_a_run_that_does_not_fit_in_runs_alone_afterwards(tmp_path: Path) -> None:
-    """Equal settings, but frozen weights that follow from the seed: found out before anything is written."""
+    """Frozen weights that follow from the seed: found out before anything is written."""
     keys = ["model.name=glyph-vit", "model.lora.r=2", "model.lora.freeze_a=true", "run.rounds=1", "algorithm.lr=0.01"]
     configs = [config_of(*keys, f"run.seed={s}") for s in (0, 1)]
-    assert pack_key(configs[0]) == pack_key(configs[1])
     threads: list[str] = []
 
     def task(config: Config) -> Callable[[Place | None], Any]:
@@ -288,14 +289,56 @@ def test_a_run_that_does_not_fit_in_runs_alone_afterwards(tmp_path: Path) -> Non
         pack.sit(prepare(configs[1], shared=shared), 1)
 
 
+def test_a_run_that_has_to_run_alone_holds_nothing_until_then() -> None:
+    class Model:
+        pass
+
+    alive: list[weakref.ref[Model]] = []
+
+    def task(place: Place | None) -> int:
+        if place is None:
+            return sum(model() is not None for model in alive)
+        mine = Model()
+        alive.append(weakref.ref(mine))
+        place.shared.get("model", len(alive), lambda: mine)
+        raise UnpackableError
+
+    assert side_by_side([task, task]) == [0, 0]
+
+
+def test_records_are_never_those_of_a_source_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are known by their source's identity, which another source may come to have once that one is gone."""
+    made: list[weakref.ref[Any]] = []
+
+    def fresh(section: Any, source: Any) -> Any:
+        other = replace(source)
+        made.append(weakref.ref(other))
+        return other
+
+    monkeypatch.setattr(setup, "tokenised", fresh)
+    shared = Shared()
+    prepare(config_of("run.eval_on=test"), shared=shared)
+    assert len(made) == 1
+    shared.get("source", "another", lambda: (None, None))
+    for kind in ("records", "test"):
+        assert made[0]() is not None, kind
+        shared.get(kind, "another", lambda: None)
+    gc.collect()
+    assert made[0]() is None
+
+
 def test_an_error_of_a_task_is_raised_when_all_have_ended() -> None:
     def fails(place: Place | None) -> int:
         raise OSError("the disk is full")
 
+    def elsewhere(place: Place | None) -> int:
+        assert place is not None, "this process is about to end"
+        raise UnpackableError
+
     ended: list[int] = []
     with pytest.raises(OSError, match="disk"):
-        side_by_side([fails, lambda place: 1], ended=lambda i, answer: ended.append(i))
-    assert ended == [1]
+        side_by_side([elsewhere, fails, lambda place: 1], ended=lambda i, answer: ended.append(i))
+    assert ended == [2]
 
 
 # ------------------------------------------------------------------ what may be packed
@@ -369,6 +412,28 @@ def test_what_a_pass_has_in_common(keys: list[str]) -> None:
 )
 def test_what_runs_by_itself(keys: list[str]) -> None:
     assert pack_key(config_of("algorithm.lr=0.01", *keys)) is None
+
+
+def test_runs_without_a_key_are_never_together() -> None:
+    job = prepare(config_of("privacy.grid=true"))
+    assert not together(job, job)
+    with pytest.raises(UnpackableError):
+        Pack(2).sit(job, 0)
+
+
+@pytest.mark.parametrize("keys", [["model.lora.freeze_a=true"], ["model.weights=random"]], ids=str)
+def test_frozen_weights_that_follow_from_the_seed_make_another_key(keys: list[str]) -> None:
+    keys = ["model.name=glyph-vit", *keys]
+    assert pack_key(config_of(*keys, "run.seed=1")) != pack_key(config_of(*keys, "run.seed=2"))
+    assert pack_key(config_of(*keys, "run.seed=1", "algorithm.lr=1")) == pack_key(config_of(*keys, "run.seed=1"))
+    trained = [*keys, "model.train=full"]
+    assert pack_key(config_of(*trained, "run.seed=1")) == pack_key(config_of(*trained, "run.seed=2"))
+
+
+def test_without_privacy_nothing_is_clipped_whatever_the_mode_says() -> None:
+    plain = config_of("privacy.enabled=false", "privacy.clip_mode=automatic")
+    assert pack_key(plain) == pack_key(config_of())
+    assert together(prepare(plain, shared=(shared := Shared())), prepare(config_of(), shared=shared))
 
 
 def test_a_method_without_blocks_has_those_of_a_model_by_itself() -> None:

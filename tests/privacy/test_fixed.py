@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -256,3 +258,39 @@ def test_compilation_is_left_to_runs_that_repay_it() -> None:
     long = replace(config, run=replace(config.run, rounds=1000, local_steps=20))
     assert repays(long, torch.device("cuda"))
     assert not repays(long, torch.device("cpu"))
+
+
+# ------------------------------------------------------------------ capture
+
+
+def test_a_pass_is_captured_on_the_device_of_its_tensors_and_whoever_else_is_at_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread's current device need not be it: on another one nothing would be captured, and every replay would give out
+    the first batch's sums again."""
+    job = job_of("run.slots=16")
+    fixed = FixedSum(job.model, job.records, job.plan.clipping, None, 1, 16, job.space.size)
+    where: list[object] = ["another"]
+    seen: list[tuple[str, object, object]] = []
+
+    @contextmanager
+    def on(device: object) -> Iterator[None]:
+        where.append(device)
+        yield
+        where.pop()
+
+    def told(name: str) -> Callable[..., object]:
+        def call(*given: object, **named: object) -> object:
+            seen.append((name, where[-1], named.get("capture_error_mode")))
+            return MagicMock()
+
+        return call
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    for name in ("Stream", "current_stream", "stream", "synchronize", "CUDAGraph", "graph"):
+        monkeypatch.setattr(torch.cuda, name, told(name))
+    fixed._capturing = True
+    fixed.load(job.theta.unsqueeze(0), 1.0)
+    assert fixed._capture()
+    assert {device for _, device, _ in seen} == {job.records.labels.device}
+    assert ("graph", job.records.labels.device, "thread_local") in seen

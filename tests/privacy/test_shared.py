@@ -19,7 +19,7 @@ from dpfed.privacy.fixed import FixedSum
 from dpfed.privacy.records import Records
 from dpfed.privacy.shared import Seat, SharedSum
 
-SIZE, CLIENTS = 3, 2
+SIZE, CLIENTS, UNLUCKY = 3, 2, 13.0
 ROWS = torch.randn(40, SIZE, generator=torch.Generator().manual_seed(0))
 
 
@@ -35,6 +35,7 @@ class Product:
     fail: list[Exception] = field(default_factory=list)
     sizes: list[tuple[int, int]] = field(default_factory=list)
     too_many: int = 10**9
+    why: Exception = field(default_factory=lambda: torch.OutOfMemoryError("out of memory"))
     space: Space = field(default_factory=Space)
     has_dropout: bool = False
 
@@ -47,7 +48,9 @@ class Product:
         if self.fail:
             raise self.fail.pop()
         if len(theta) > self.too_many:
-            raise torch.OutOfMemoryError("out of memory")
+            raise self.why
+        if bool((theta == UNLUCKY).any()):
+            raise ValueError("an unlucky number")
         return [inputs["x"] * theta.index_select(0, client)]
 
     grads = raw_grads
@@ -184,39 +187,72 @@ def test_a_seat_that_fails_or_never_asks_is_not_waited_for() -> None:
     assert found[1:] == [5, None, 5]
 
 
-def test_a_failure_of_the_pass_reaches_every_seat_that_waits() -> None:
-    theta, one = torch.ones(CLIENTS, SIZE), arrays([0], [0])
-    model = Product(fail=[ValueError("no such kernel")])
+def test_a_seat_whose_pass_fails_fails_by_itself() -> None:
+    """The others are computed without it, with their own weights."""
+    thetas = [torch.full((CLIENTS, SIZE), x) for x in (2.0, UNLUCKY, 3.0, 4.0)]
+    found = together(union(4), [lambda s, t=t: s.sums(t, arrays([7], [1]), 99.0) for t in thetas])
+    assert isinstance(found[1], ValueError)
+    assert str(found[1]) == "an unlucky number"
+    for i in (0, 2, 3):
+        torch.testing.assert_close(found[i][0][1], ROWS[7] * thetas[i][1])
 
-    def asks(seat: Seat) -> Any:
-        return seat.sums(theta, one, 1.0)
 
-    found = together(union(3, model=model), [asks] * 3)
-    assert [str(error) for error in found] == ["no such kernel"] * 3
-    assert all(isinstance(error, ValueError) for error in found)
+def test_a_seat_that_asks_for_too_much_fails_by_itself() -> None:
+    one, model = arrays([7], [1]), Product()
+    thetas = [torch.ones(CLIENTS + 1, SIZE), torch.ones(CLIENTS, SIZE)]
+    found = together(union(2, model=model), [lambda s, t=t: s.sums(t, one, 99.0) for t in thetas])
+    assert isinstance(found[0], ValueError)
+    torch.testing.assert_close(found[1][0][1], ROWS[7])
+    assert model.sizes == [(CLIENTS, 8)], "nothing is computed for it"
 
 
 def test_after_a_failure_that_a_run_survives_the_next_pass_is_computed() -> None:
+    """Together, then each by itself: all fail once."""
     theta, one = torch.ones(CLIENTS, SIZE), arrays([5], [1])
-    model = Product(fail=[ValueError("once")])
+    model = Product(fail=[ValueError("once") for _ in range(3)])
 
     def asks(seat: Seat) -> Any:
-        with pytest.raises(ValueError, match="once"):
+        try:
             seat.sums(theta, one, 1.0)
-        return seat.sums(theta, one, 100.0)
+        except ValueError as error:
+            return str(error), seat.sums(theta, one, 100.0)
 
-    for total, _ in together(union(2, model=model), [asks] * 2):
+    for said, (total, _) in together(union(2, model=model), [asks] * 2):
+        assert said == "once"
         torch.testing.assert_close(total[1], ROWS[5])
 
 
-def test_without_room_fewer_runs_share_a_pass() -> None:
-    """Five seats of two clients, room for four rows: passes of three runs fail, passes of two do not."""
-    model = Product(too_many=4)
+@pytest.mark.parametrize(
+    "why", [torch.OutOfMemoryError("out of memory"), RuntimeError("invalid configuration argument")]
+)
+def test_where_a_pass_fails_fewer_runs_share_it(why: Exception) -> None:
+    """Five seats of two clients, room for four rows: passes of three runs fail, passes of two do not.
+
+    The union of two is made once and not for the one seat that is left over in every turn.
+    """
+    model, made = Product(too_many=4, why=why), []
+    shared = union(5, model=model)
+    make = shared._make
+    shared._make = lambda seats: made.append(seats) or make(seats)
     thetas = [torch.full((CLIENTS, SIZE), float(i + 1)) for i in range(5)]
-    found = together(union(5, model=model), [lambda s, t=t: s.sums(t, arrays([7], [1]), 99.0) for t in thetas])
-    for theta, (total, _) in zip(thetas, found, strict=True):
-        torch.testing.assert_close(total[1], ROWS[7] * theta[1])
-    assert [rows for rows, _ in model.sizes] == [10, 6, 4, 4, 4]
+    found = together(shared, [lambda s, t=t: [s.sums(t, arrays([7], [1]), 99.0) for _ in "ab"] for t in thetas])
+    for theta, answers in zip(thetas, found, strict=True):
+        for total, _ in answers:
+            torch.testing.assert_close(total[1], ROWS[7] * theta[1])
+    assert [rows for rows, _ in model.sizes] == [10, 6, 4, 4, 4, 4, 4, 4]
+    assert made == [5, 3, 2]
+
+
+def test_a_union_that_was_made_smaller_is_not_tried_at_that_size_again() -> None:
+    """Room for two runs as it seemed, for one as it is."""
+    model = Product(too_many=CLIENTS)
+    shared = union(8, model=model)
+    make = shared._make
+    shared._make = lambda seats: make(min(seats, 2))
+    theta = torch.ones(CLIENTS, SIZE)
+    found = together(shared, [lambda s: s.sums(theta, arrays([7], [1]), 99.0)] * 8)
+    assert all(torch.allclose(total[1], ROWS[7]) for total, _ in found)
+    assert [rows for rows, _ in model.sizes] == [4] + [2] * 8
 
 
 def test_no_room_for_one_run_is_told_to_all_as_a_lack_of_memory() -> None:

@@ -2,8 +2,8 @@
 
 A worker takes configurations, runs them into their folders and answers for each with nothing or a sentence that says what
 went wrong. Several are a pack, computed together (engine/packed.py). A worker that dies takes only its own run with it; the
-runs of a pack that it has not answered for are then done one by one. Workers end with their parent, however that ends: a run that went on
-alone would write into a folder that the next start has given to another.
+runs of a pack that it has not answered for are then done one by one. Workers end with their parent, however that ends: a
+run that went on alone would write into a folder that the next start has given to another.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from dpfed.errors import DpfedError, StoppedError
 if TYPE_CHECKING:
     from dpfed.engine.packed import Place
     from dpfed.engine.shared import Shared
+
+
+BROKEN = "CUDA error"  # after which everything on the device fails in this process, whatever run it is of
 
 
 class Pool:
@@ -83,7 +86,10 @@ class Pool:
             del worker.owes[key]
             if not worker.owes:
                 del self._busy[first]
-                self._idle.append(worker)
+                if answer is not None and BROKEN in answer:
+                    worker.end()
+                else:
+                    self._idle.append(worker)
             return key, answer
 
 
@@ -175,6 +181,7 @@ def run_pack(
         return lambda place: run_one(tables, Path(folder), tuning, sources, place)
 
     if len(pack) == 1:
+        shared.clear()
         ended(pack[0][0], task(pack[0])(None))
     else:
         side_by_side([task(given) for given in pack], shared, lambda i, answer: ended(pack[i][0], answer))
@@ -195,6 +202,7 @@ def run_one(
     from dpfed.engine.folder import MODEL
     from dpfed.engine.packed import UnpackableError
     from dpfed.engine.run import run
+    from dpfed.privacy.oracle import out_of_memory
     from dpfed.registry import registry
 
     try:
@@ -209,14 +217,22 @@ def run_one(
         if tuning:
             (folder / MODEL).unlink(missing_ok=True)
         return None
-    except UnpackableError:
-        raise
     except DpfedError as error:
         return str(error)
     except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        detail = str(error).splitlines()[0] if str(error) else ""
-        return f"{type(error).__name__}: {detail} ({Path(where.filename).name}, line {where.lineno})"
+        if place is not None and str(error).startswith(BROKEN):
+            raise  # the process ends of it, and the pool does the runs of the pack one by one
+        crowded = place is not None and (isinstance(error, UnpackableError) or out_of_memory(error))
+        if not crowded:
+            return _defect(error)
+    clear(folder)  # a seeded simulation, done again from its beginning
+    raise UnpackableError  # outside the handler, as the first error would hold the run's model
+
+
+def _defect(error: Exception) -> str:
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    detail = str(error).splitlines()[0] if str(error) else ""
+    return f"{type(error).__name__}: {detail} ({Path(where.filename).name}, line {where.lineno})"
 
 
 def default_workers(device: str) -> tuple[int, int]:

@@ -204,7 +204,8 @@ def conduct(
                 if task.key in found:
                     told(task, found[task.key], False)
             continue
-        _fill(runner, packs_of(wanted, pack, workers, registry), running, out)
+        if runner.free():
+            _fill(runner, packs_of(wanted, pack, workers, registry), running, out)
         if not running:
             return progress.results()
         key, failed = runner.wait()

@@ -21,6 +21,7 @@ from torch import Tensor
 from dpfed.algorithms.base import Context, Memory, Message
 from dpfed.engine.fitting import fleet_size, slots_of
 from dpfed.engine.memory import ClientMemory
+from dpfed.engine.packed import UnpackableError
 from dpfed.engine.setup import Job
 from dpfed.engine.state import State
 from dpfed.errors import DivergedError, StoppedError
@@ -168,6 +169,8 @@ class Fleet:
 
     def _halves(self, t: int, state: State, clients: Sequence[int], noise: Sequence[Noise]) -> Message:
         """The same steps by two fleets of half the size."""
+        if len(clients) == 1 and self._job.seat is not None:
+            raise UnpackableError  # others take room too
         if len(clients) == 1:
             raise StoppedError(
                 f"round {t} does not fit into the memory of {self._job.device}, not even one record of one client at a "

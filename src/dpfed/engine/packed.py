@@ -27,7 +27,7 @@ MOST = 16  # more runs in a pass bring little more, and take their memory
 
 
 class UnpackableError(Exception):
-    """This run turned out to differ from its pack in something that a pass shares; it has to run by itself."""
+    """This run differs from its pack in something that a pass shares, or finds no room beside it: it has to run by itself."""
 
 
 def pack_key(config: Config) -> Hashable | None:
@@ -46,8 +46,12 @@ def pack_key(config: Config) -> Hashable | None:
         return None
     computed = (run.device, run.precision, run.threads, run.slots, run.compile, run.graphs)
     blocks = sorted({**BLOCKS, **block_rules(config)}.items())
+    model = config.model
+    seeded = (model.weights == "random" and model.train != "full") or (model.lora.freeze_a and model.train == "lora")
+    drawn = run.seed if seeded else None  # frozen weights that follow from the seed: another model
     asked = (run.rounds, run.local_steps, run.participation, privacy.batch, privacy.rate, privacy.batch_per_client)
-    return repr((data, config.model, blocks, privacy.clip_mode, privacy.clip_stability, computed, asked))
+    clipping = (privacy.clip_mode, privacy.clip_stability) if privacy.enabled else ("flat", None)
+    return repr((data, config.model, drawn, blocks, clipping, computed, asked))
 
 
 class Pack:
@@ -80,6 +84,11 @@ class Pack:
             shared = self._sum
         if shared is not None:  # outside the lock: whoever leaves last may have to compute for the others
             shared.leave(number)
+
+    def end(self) -> None:
+        """Lets go of what its runs had in common: whoever runs by itself needs the room."""
+        self._first = self._sum = None
+        self.shared.clear()
 
     def _union(self, runs: int) -> FixedSum:
         """The fixed sum of so many runs, or of as many as find room on the GPU."""
@@ -120,7 +129,7 @@ class Place:
 
 def together(one: Job, other: Job) -> bool:
     """Whether one pass can serve both: the very same model and records, which equal settings alone do not promise."""
-    rules = (one.plan.clipping, other.plan.clipping)
+    rules, keys = (one.plan.clipping, other.plan.clipping), (pack_key(one.config), pack_key(other.config))
     return (
         one.model is other.model
         and one.records is other.records
@@ -128,7 +137,8 @@ def together(one: Job, other: Job) -> bool:
         and rules[0].mode == rules[1].mode
         and rules[0].stability == rules[1].stability
         and (one.view is None) == (other.view is None)
-        and pack_key(one.config) == pack_key(other.config)
+        and keys[0] is not None
+        and keys[0] == keys[1]
     )
 
 
@@ -150,7 +160,7 @@ def side_by_side(
     """Runs every task in a thread of its own, with a place in one pack; those that do not fit in run alone afterwards.
 
     A task calls `engine.run.run` with the place it is given and lets `UnpackableError` pass; it is then called again
-    without one. `ended` is told of each answer as it comes, by one thread at a time.
+    without one, and finds nothing of the first attempt. `ended` is told of each answer as it comes, by one thread at a time.
     """
     pack, telling = Pack(len(tasks), shared), threading.Lock()
     answers: dict[int, Answer] = {}
@@ -163,6 +173,8 @@ def side_by_side(
             with telling:
                 answers[number] = answer
                 ended(number, answer)
+        except UnpackableError as error:
+            errors[number] = error.with_traceback(None)  # which would hold the run's model
         except BaseException as error:  # raised again below, in the thread that waits
             errors[number] = error
         finally:
@@ -173,9 +185,12 @@ def side_by_side(
         thread.start()
     for thread in threads:
         thread.join()
-    for number, error in sorted(errors.items()):
+    for _, error in sorted(errors.items()):
         if not isinstance(error, UnpackableError):
             raise error
+    if errors:
+        pack.end()
+    for number in sorted(errors):
         answers[number] = tasks[number](None)
         ended(number, answers[number])
     return [answers[number] for number in range(len(tasks))]

@@ -81,7 +81,7 @@ def _prepare(config: Config, source: Source | None, shared: Shared | None) -> Jo
     loader: Any = config.data
     raw = source or kept.get("raw", config.data, loader.load)
     refuse_unreleasable(config, raw)
-    # The first of both is kept with the second, so that no other source can come to have its identity.
+    # What a key names by its identity is kept with what was made of it, so that nothing else can come to have that identity.
     _, source = kept.get("source", (id(raw), config.model), lambda: (raw, tokenised(config.model, raw)))
     which = (id(source), device)
     shards = shards_for(config, source, streams)
@@ -97,6 +97,8 @@ def _prepare(config: Config, source: Source | None, shared: Shared | None) -> Jo
     spec = spec_of(source)
     model, adapted, theta = build_model(config, spec, streams, device, notes, shared)
     scored = scored_half(source.test, config.run.eval_on)
+    _, records = kept.get("records", which, lambda: (source, records_of(source.train, device)))
+    _, test = kept.get("test", (*which, config.run.eval_on), lambda: (source, records_of(scored, device)))
     return Job(
         config=config,
         algorithm=algorithm,
@@ -108,8 +110,8 @@ def _prepare(config: Config, source: Source | None, shared: Shared | None) -> Jo
         plan=plan,
         schedule=schedule,
         shards=shards,
-        records=kept.get("records", which, lambda: records_of(source.train, device)),
-        test=kept.get("test", (*which, config.run.eval_on), lambda: records_of(scored, device)),
+        records=records,
+        test=test,
         streams=streams,
         device=device,
         adapted=adapted,

@@ -31,6 +31,11 @@ class Shared:
             found: Thing = self._kept[kind][1]
             return found
 
+    def clear(self) -> None:
+        """For a run that shares nothing, and needs the room."""
+        with self.lock:
+            self._kept.clear()
+
 
 def frozen_digest(model: nn.Module) -> str:
     """Of all that is not trained, on the CPU. A model whose frozen weights follow the run's seed is another model.

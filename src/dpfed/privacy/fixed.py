@@ -133,23 +133,25 @@ class FixedSum:
 
     def _capture(self) -> bool:
         """Whether the pass could be captured; where it could not, it is computed anew each time."""
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):  # compilers and autotuners choose now, not while capturing
-                self._compute()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                self._out = self._compute()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            LOG.warning("a step cannot be captured and runs without it: %s", str(error).splitlines()[0][:160])
-            self._capturing = False
-            return False
+        # The current device is a thread's own, and a capture on another than the tensors' would hold nothing at all.
+        with torch.cuda.device(self._in.device):
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):  # compilers and autotuners choose now, not while capturing
+                    self._compute()
+            torch.cuda.current_stream().wait_stream(side)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other runs' threads may be at work
+                    self._out = self._compute()
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                LOG.warning("a step cannot be captured and runs without it: %s", str(error).splitlines()[0][:160])
+                self._capturing = False
+                return False
         self._graph = graph
         return True
 

@@ -57,6 +57,8 @@ class SharedSum:
 
     def ask(self, number: int, question: _Question) -> tuple[Tensor, Tensor]:
         """Waits until all that are present have asked; whoever asks last computes for all."""
+        if len(question.theta) > self.clients:
+            raise ValueError(f"a seat has {self.clients} rows, not {len(question.theta)}")
         with self._turn:
             if number not in self._present:
                 raise RuntimeError(f"seat {number} has been left: it cannot ask")
@@ -88,31 +90,36 @@ class SharedSum:
         questions = [self._asked[number] for number in sorted(self._asked)]
         self._asked.clear()
         try:
-            for question, answer in zip(questions, self._answers(questions), strict=True):
-                question.answer = answer
+            while waiting := [question for question in questions if not question.done]:
+                self._answer_some(waiting, len(questions))
         except BaseException as error:
             for question in questions:
-                question.answer, question.error = None, _for_each(error)
+                if not question.done:
+                    question.error = _for_each(error)
             if not isinstance(error, Exception):
                 raise
         finally:
             self._turn.notify_all()
 
-    def _answers(self, questions: Sequence[_Question]) -> list[tuple[Tensor, Tensor]]:
-        """Every question's own rows. Where the device has no room, fewer runs at a time: nothing is drawn for it again,
-        and a pass has the same size whatever was drawn."""
-        while True:
-            try:
-                size = self._size(len(questions))
-                parts = [questions[i : i + size] for i in range(0, len(questions), size)]
-                return [answer for part in parts for answer in self._together(part)]
-            except Exception as error:
-                if not out_of_memory(error) or self._most == 1:
-                    raise
-                device = questions[0].theta.device
-            self._most = (self._most + 1) // 2  # outside the handler, where the failed pass is no longer held
-            self._drop()
-            free(device)
+    def _answer_some(self, waiting: Sequence[_Question], present: int) -> None:
+        """As many as a pass takes; where it fails, the next takes fewer, and in the end a run fails by itself.
+
+        A lack of room is the usual reason, and others too come of the number of runs (a kernel's limits). Nothing is drawn
+        again for it, and a pass has the same size whatever was drawn.
+        """
+        size = min(present, self._most)
+        try:
+            size = self._size(present)
+            part = waiting[:size]
+            for question, answer in zip(part, self._together(part), strict=True):
+                question.answer = answer
+            return
+        except Exception as error:
+            if size == 1:
+                waiting[0].error = _for_each(error)
+        self._most = (size + 1) // 2  # outside the handler, where the failed pass is no longer held
+        self._drop()
+        free(waiting[0].theta.device)
 
     def _size(self, present: int) -> int:
         """How many runs a pass takes now; the union is made, or made smaller, if need be."""
@@ -133,8 +140,6 @@ class SharedSum:
         assert self._union is not None
         columns: dict[str, list[np.ndarray]] = {name: [] for name in questions[0].arrays}
         for place, question in enumerate(questions):
-            if len(question.theta) > self.clients:
-                raise ValueError(f"a seat has {self.clients} rows, not {len(question.theta)}")
             self._union.load(question.theta, question.clip, place * self.clients)
             for name, column in question.arrays.items():
                 columns[name].append(column + place * self.clients if name == "client" else column)
