@@ -44,7 +44,7 @@ def pack_key(config: Config) -> Hashable | None:
     beside = run.diagnostics or run.trackers or run.checkpoint_every  # others at work in this process, or on its device
     if grouped or rescaled or split or beside or privacy.grid is True or run.noise == "os":
         return None
-    computed = (run.device, run.precision, run.threads, run.slots, run.compile, run.graphs)
+    computed = (run.device, run.precision, run.threads, run.slots, run.compile, run.graphs, run.features)
     blocks = sorted({**BLOCKS, **block_rules(config)}.items())
     asked = (run.rounds, run.local_steps, run.participation, privacy.batch, privacy.rate, privacy.batch_per_client)
     return repr((data, config.model, blocks, privacy.clip_mode, privacy.clip_stability, computed, asked))

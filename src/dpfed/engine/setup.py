@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +16,7 @@ from dpfed.config import Config, ModelSection
 from dpfed.data.cache import cached, key_of
 from dpfed.data.partition import Shards, partition
 from dpfed.data.tables import Published, Source, Table
+from dpfed.engine.features import Basis, features_of
 from dpfed.engine.shared import Shared, frozen_digest
 from dpfed.errors import DpfedError
 from dpfed.model.assemble import Assembled, assemble
@@ -39,7 +41,8 @@ SMALL = 1_000_000  # models with fewer parameters are computed by one CPU thread
 class Job:
     """One run, ready to go. Nothing in it changes while it runs. `served`: its clients and their records are elsewhere.
 
-    seat  its place among runs that compute their gradients together; None: it computes them by itself
+    seat   its place among runs that compute their gradients together; None: it computes them by itself
+    given  the training inputs as they were read, where the records are features of them and the model is the head
     """
 
     config: Config
@@ -62,6 +65,7 @@ class Job:
     notes: list[str] = field(default_factory=list)
     served: bool = False
     seat: Seat | None = None
+    given: Mapping[str, Tensor] | None = None
 
 
 def prepare(config: Config, source: Source | None = None, shared: Shared | None = None) -> Job:
@@ -96,30 +100,32 @@ def _prepare(config: Config, source: Source | None, shared: Shared | None) -> Jo
     notes = algorithm.check(facts)
     spec = spec_of(source)
     model, adapted, theta = build_model(config, spec, streams, device, notes, shared)
-    scored = scored_half(source.test, config.run.eval_on)
+    scored, tested = scored_half(source.test, config.run.eval_on), (*which, config.run.eval_on)
+    uses = config.run.rounds * config.run.local_steps * schedule.cohort * float(plan.expected.mean())
+    basis = features_of(config, model, theta, (source.train, scored), uses, kept, tested) or Basis(
+        model,
+        kept.get("records", which, lambda: records_of(source.train, device)),
+        kept.get("test", tested, lambda: records_of(scored, device)),
+    )
     return Job(
         config=config,
         algorithm=algorithm,
         classes=source.classes,
         spec=spec,
-        model=model,
+        model=basis.model,
         space=model.space,
         theta=theta,
         plan=plan,
         schedule=schedule,
         shards=shards,
-        records=kept.get("records", which, lambda: records_of(source.train, device)),
-        test=kept.get("test", (*which, config.run.eval_on), lambda: records_of(scored, device)),
+        records=basis.records,
+        test=basis.test,
         streams=streams,
         device=device,
         adapted=adapted,
         view=view_for(config, source),
-        notes=notes
-        + list(source.notes)
-        + unused_note(source, shards)
-        + data_notes(config, source)
-        + federation_note(config, plan)
-        + delta_note(config, plan),
+        notes=notes + basis.notes + source_notes(config, source, shards, plan),
+        given=basis.given,
     )
 
 
@@ -314,6 +320,11 @@ def refuse_unreleasable(config: Config, source: Source) -> None:
             f"data.partition = {data.partition!r} would scatter the records of one {data.unit_column} over clients: with "
             'run.noise = "os" a protected unit needs data.partition = "natural"'
         )
+
+
+def source_notes(config: Config, source: Source, shards: Shards, plan: Plan) -> list[str]:
+    of_data = [*source.notes, *unused_note(source, shards), *data_notes(config, source)]
+    return of_data + federation_note(config, plan) + delta_note(config, plan)
 
 
 def data_notes(config: Config, source: Source) -> list[str]:
