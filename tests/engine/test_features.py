@@ -180,8 +180,10 @@ def test_true_is_refused_where_it_cannot_be_done(changes: dict[str, Any], reason
 
 def test_a_model_with_dropout_before_its_head_stays_whole(tmp_path: Path) -> None:
     section = {"name": "auto-text", "weights": base("bert", tmp_path), "max_length": 5, "train": "head"}
-    assert prepare(settings(section), texts()).given is None
-    with pytest.raises(DpfedError, match="dropout before classifier"):
+    job = prepare(settings(section), texts())
+    assert job.given is None
+    assert any("computed at every step, as the model has dropout" in note for note in job.notes)
+    with pytest.raises(DpfedError, match="depth before classifier"):
         prepare(settings(section, run={"features": True}), texts())
 
 

@@ -93,7 +93,7 @@ def test_what_is_not_all_of_the_output_stays_whole(how: str) -> None:
 
 def test_dropout_before_the_head_stays_whole() -> None:
     model, theta = ready(Net(drop=0.1))
-    assert "dropout before head" in str(split(model, theta, {"x": torch.zeros(2, 4)}))
+    assert "stochastic depth before head" in str(split(model, theta, {"x": torch.zeros(2, 4)}))
 
 
 def test_the_module_that_holds_what_is_trained() -> None:

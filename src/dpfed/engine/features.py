@@ -6,7 +6,7 @@ They are as private as the records they are made of, so they are held in memory 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from dpfed.data.tables import Table
 from dpfed.engine.shared import Shared
 from dpfed.errors import DpfedError
 from dpfed.model.per_sample import PerSample
-from dpfed.model.split import FEATURES, Split, split
+from dpfed.model.split import DROPOUT, FEATURES, Split, split
 from dpfed.privacy.oracle import free, out_of_memory
 from dpfed.privacy.records import Records
 
@@ -32,7 +32,6 @@ class Basis:
     records: Records
     test: Records
     given: Mapping[str, Tensor] | None = None
-    notes: list[str] = field(default_factory=list)
 
 
 def features_of(
@@ -43,11 +42,13 @@ def features_of(
     uses: float,
     kept: Shared,
     which: Hashable,
+    notes: list[str],
 ) -> Basis | None:
     """The head and the features of the training and test records; None where the job takes the whole model.
 
-    uses  how many records all steps of the run take together
-    which what distinguishes these tables and this device from others in `kept`
+    uses   how many records all steps of the run take together
+    which  what distinguishes these tables and this device from others in `kept`
+    notes  is told what was done
     """
     asked = config.run.features
     if asked is False or (asked == "auto" and (config.model.train != "head" or uses < len(tables[0]))):
@@ -56,11 +57,14 @@ def features_of(
     if isinstance(parts, Split):
         found = _kept(parts, model, theta, tables, kept, which)
         if found is not None:
+            notes.append(NOTE)
             return found
         free(theta.device)
         parts = f"there is no room for the features on {theta.device}"
     if asked is True:
         raise DpfedError(f'run.features = true cannot be done, as {parts}: set run.features = "auto"')
+    if parts.startswith(DROPOUT):  # which is often not wanted, only left on by those who saved the weights
+        notes.append(f"the frozen part of the model is computed at every step, as {parts}")
     return None
 
 
@@ -101,7 +105,7 @@ def _parts(config: Config, model: PerSample, theta: Tensor, tables: tuple[Table,
 def _basis(parts: Split, theta: Tensor, tables: tuple[Table, Table]) -> Basis:
     records, test = (_records(parts.frozen, theta, table) for table in tables)
     given = {name: torch.from_numpy(x) for name, x in tables[0].inputs.items()}
-    return Basis(parts.head, records, test, given, [NOTE])
+    return Basis(parts.head, records, test, given)
 
 
 def _records(frozen: PerSample, theta: Tensor, table: Table) -> Records:

@@ -18,6 +18,7 @@ from dpfed.data.partition import Shards, partition
 from dpfed.data.tables import Published, Source, Table
 from dpfed.engine.features import Basis, features_of
 from dpfed.engine.shared import Shared, frozen_digest
+from dpfed.engine.threads import set_threads
 from dpfed.errors import DpfedError
 from dpfed.model.assemble import Assembled, assemble
 from dpfed.model.augment import view_of
@@ -34,7 +35,6 @@ from dpfed.privacy.statement import NOTHING, Past
 
 PRECISION = {"float32": torch.float32, "bf16": torch.bfloat16}
 LONG = 20_000  # local steps after which a compilation has paid for itself
-SMALL = 1_000_000  # models with fewer parameters are computed by one CPU thread unless told otherwise
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,13 @@ def _prepare(config: Config, source: Source | None, shared: Shared | None) -> Jo
     model, adapted, theta = build_model(config, spec, streams, device, notes, shared)
     scored, tested = scored_half(source.test, config.run.eval_on), (*which, config.run.eval_on)
     uses = config.run.rounds * config.run.local_steps * schedule.cohort * float(plan.expected.mean())
-    basis = features_of(config, model, theta, (source.train, scored), uses, kept, tested) or Basis(
+    basis = features_of(config, model, theta, (source.train, scored), uses, kept, tested, notes) or Basis(
         model,
         kept.get("records", which, lambda: records_of(source.train, device)),
         kept.get("test", tested, lambda: records_of(scored, device)),
     )
+    if basis.given is not None:
+        set_threads(config.run.threads, model.space.size)
     return Job(
         config=config,
         algorithm=algorithm,
@@ -124,7 +126,7 @@ def _prepare(config: Config, source: Source | None, shared: Shared | None) -> Jo
         device=device,
         adapted=adapted,
         view=view_for(config, source),
-        notes=notes + basis.notes + source_notes(config, source, shards, plan),
+        notes=notes + source_notes(config, source, shards, plan),
         given=basis.given,
     )
 
@@ -266,14 +268,6 @@ def exact(device: torch.device) -> torch.device:
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     return device
-
-
-def set_threads(threads: int | str, parameters: int) -> None:
-    """Handing work to another thread costs more than it brings while a layer takes microseconds."""
-    if threads != "auto":
-        torch.set_num_threads(int(threads))
-    elif parameters < SMALL:
-        torch.set_num_threads(1)
 
 
 def shards_for(config: Config, source: Source, streams: Streams) -> Shards:

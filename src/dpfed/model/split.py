@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dpfed.model.per_sample import Batch, Forward, PerSample
 
 FEATURES = "features"
+DROPOUT = "the model has dropout or stochastic depth"
 ROWS = 8192  # a head takes more records at once than the model before it
 
 
@@ -44,7 +45,7 @@ def split(model: PerSample, theta: Tensor, blank: Batch) -> Split | str:
 
 def _split_at(name: str, model: PerSample, theta: Tensor, blank: Batch) -> Split | str:
     if any(not layer.startswith(f"{name}.") for layer in model.dropout):
-        return f"the model has dropout before {name}, so that its output changes from step to step"
+        return f"{DROPOUT} before {name} (images: model.drop_path = 0 switches stochastic depth off)"
     frozen, head = model.through(_up_to(name, model.forward), name), model.through(_from(name), name)
     head.rows = max(ROWS, model.rows)
     moved = theta + torch.linspace(
