@@ -142,6 +142,10 @@ class RunSection:
         "auto"
     )
     graphs: Annotated[bool | Literal["auto"], "replay a captured pass on a GPU; auto: wherever there is one"] = "auto"
+    features: Annotated[
+        bool | Literal["auto"],
+        "train = head: compute the frozen part once for each record; auto: where it can be done and saves work",
+    ] = "auto"
     eval_every: Annotated[int, Ge(1), "rounds between evaluations on the server's test set"] = 1
     eval_on: Annotated[Literal["all", "validation", "test"], "which half of the server's public data is scored"] = "all"
     average: Annotated[

@@ -36,7 +36,7 @@ def logits_of(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 def own_logits(folder: Path, source: Any = None) -> tuple[dict[str, Tensor], Tensor]:
     """What the run itself computes with its trained vector: through the engine's model, not through the exporter."""
-    job = prepare(load(folder / "config.toml", [], registry()), source)
+    job = prepare(load(folder / "config.toml", ["run.features=false"], registry()), source)
     stored = load_file(folder / "model.safetensors")
     assert set(stored) == set(job.space.names)
     theta = job.space.flatten(stored)

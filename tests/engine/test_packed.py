@@ -387,6 +387,7 @@ def test_what_is_a_runs_own(keys: list[str]) -> None:
         ["run.precision=bf16"],
         ["run.slots=41"],
         ["run.graphs=false"],
+        ["run.features=false"],
     ],
     ids=str,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,16 +29,25 @@ class Case:
     clients: int = 5
     batch: int = 16
     rank: int = 16
+    train: Literal["lora", "full"] = "lora"
 
     @property
     def union(self) -> int:
         return self.clients * self.batch
 
     def build(self) -> Assembled:
+        """Without dropout for everybody: not every competitor has it for single records."""
         if self.model in SMALL:
-            return assemble(_Small(train="lora", lora=self._lora(), case=self.model), self.spec)
-        weights = None if self.model == "glyph-vit" else "random"
-        return assemble(REGISTRY[self.model](weights=weights, lora=self._lora()), self.spec)
+            parts = assemble(_Small(train=self.train, lora=self._lora(), case=self.model), self.spec)
+        else:
+            weights = None if self.model == "glyph-vit" else "random"
+            parts = assemble(REGISTRY[self.model](weights=weights, train=self.train, lora=self._lora()), self.spec)
+        for module in parts.adapted.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            elif type(module).__name__.endswith("DropPath"):
+                module.drop_prob = 0.0  # type: ignore[assignment]
+        return parts
 
     def records(self, device: torch.device) -> Records:
         inputs = self.spec.synthetic(RECORDS, torch.Generator().manual_seed(0))

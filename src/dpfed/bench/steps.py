@@ -110,9 +110,6 @@ def opacus(case: Case, device: torch.device, dtype: torch.dtype) -> Step:
 
     parts, model, tensors = _plain(case, device, dtype)
     model.train()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
     wrapped = GradSampleModule(model, loss_reduction="mean")
     mine = [[t.detach().clone() for t in tensors] for _ in range(case.clients)]
     optimizer = DPOptimizer(

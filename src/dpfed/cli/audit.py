@@ -30,7 +30,8 @@ def audit(
     from dpfed.config import load
     from dpfed.registry import DEFAULT, registry
 
-    settings = load(config or DEFAULT, overrides or [], registry())
+    # Canaries stand in for the records: nothing is to be computed for all of them first.
+    settings = load(config or DEFAULT, [*(overrides or []), "run.features=false"], registry())
     import torch
 
     from dpfed.engine.audit import audit as run_audit

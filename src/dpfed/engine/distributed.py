@@ -278,7 +278,8 @@ def fingerprint(job: Job) -> str:
     from dpfed.engine.run import follows_from  # the run knows what may differ, and calls this module
 
     found = hashlib.sha256(repr(follows_from(job)).encode())
-    arrays: list[Any] = [job.shards.records, job.theta, job.records.labels, *job.records.inputs.values()]
+    inputs = job.records.inputs if job.given is None else job.given  # features are each process's own, to rounding
+    arrays: list[Any] = [job.shards.records, job.theta, job.records.labels, *inputs.values()]
     for x in [*arrays, *job.adapted.model.state_dict().values()]:
         tensor = torch.from_numpy(np.ascontiguousarray(x)) if isinstance(x, np.ndarray) else x.detach()
         found.update(tensor.reshape(-1).contiguous().view(torch.uint8).cpu().numpy().tobytes())

@@ -44,7 +44,7 @@ def pack_key(config: Config) -> Hashable | None:
     beside = run.diagnostics or run.trackers or run.checkpoint_every  # others at work in this process, or on its device
     if grouped or rescaled or split or beside or privacy.grid is True or run.noise == "os":
         return None
-    computed = (run.device, run.precision, run.threads, run.slots, run.compile, run.graphs)
+    computed = (run.device, run.precision, run.threads, run.slots, run.compile, run.graphs, run.features)
     blocks = sorted({**BLOCKS, **block_rules(config)}.items())
     model = config.model
     seeded = (model.weights == "random" and model.train != "full") or (model.lora.freeze_a and model.train == "lora")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +16,9 @@ from dpfed.config import Config, ModelSection, refuse_idle_views
 from dpfed.data.cache import cached, key_of
 from dpfed.data.partition import Shards, partition
 from dpfed.data.tables import Published, Source, Table
+from dpfed.engine.features import Basis, features_of
 from dpfed.engine.shared import Shared, frozen_digest
+from dpfed.engine.threads import set_threads
 from dpfed.errors import DpfedError
 from dpfed.model.assemble import Assembled, assemble
 from dpfed.model.augment import view_of
@@ -32,14 +35,14 @@ from dpfed.privacy.statement import NOTHING, Past
 
 PRECISION = {"float32": torch.float32, "bf16": torch.bfloat16}
 LONG = 20_000  # local steps after which a compilation has paid for itself
-SMALL = 1_000_000  # models with fewer parameters are computed by one CPU thread unless told otherwise
 
 
 @dataclass(frozen=True)
 class Job:
     """One run, ready to go. Nothing in it changes while it runs. `served`: its clients and their records are elsewhere.
 
-    seat  its place among runs that compute their gradients together; None: it computes them by itself
+    seat   its place among runs that compute their gradients together; None: it computes them by itself
+    given  the training inputs as they were read, where the records are features of them and the model is the head
     """
 
     config: Config
@@ -62,6 +65,7 @@ class Job:
     notes: list[str] = field(default_factory=list)
     served: bool = False
     seat: Seat | None = None
+    given: Mapping[str, Tensor] | None = None
 
 
 def prepare(config: Config, source: Source | None = None, shared: Shared | None = None) -> Job:
@@ -96,32 +100,34 @@ def _prepare(config: Config, source: Source | None, shared: Shared | None) -> Jo
     notes = algorithm.check(facts)
     spec = spec_of(source)
     model, adapted, theta = build_model(config, spec, streams, device, notes, shared)
-    scored = scored_half(source.test, config.run.eval_on)
-    _, records = kept.get("records", which, lambda: (source, records_of(source.train, device)))
-    _, test = kept.get("test", (*which, config.run.eval_on), lambda: (source, records_of(scored, device)))
+    scored, tested = scored_half(source.test, config.run.eval_on), (*which, config.run.eval_on)
+    uses = config.run.rounds * config.run.local_steps * schedule.cohort * float(plan.expected.mean())
+    basis = features_of(config, model, theta, (source.train, scored), uses, kept, tested, notes)
+    if basis is None:
+        _, records = kept.get("records", which, lambda: (source, records_of(source.train, device)))
+        _, test = kept.get("test", tested, lambda: (source, records_of(scored, device)))
+        basis = Basis(model, records, test)
+    else:
+        set_threads(config.run.threads, model.space.size)
     return Job(
         config=config,
         algorithm=algorithm,
         classes=source.classes,
         spec=spec,
-        model=model,
+        model=basis.model,
         space=model.space,
         theta=theta,
         plan=plan,
         schedule=schedule,
         shards=shards,
-        records=records,
-        test=test,
+        records=basis.records,
+        test=basis.test,
         streams=streams,
         device=device,
         adapted=adapted,
         view=view_for(config, source),
-        notes=notes
-        + list(source.notes)
-        + unused_note(source, shards)
-        + data_notes(config, source)
-        + federation_note(config, plan)
-        + delta_note(config, plan),
+        notes=notes + source_notes(config, source, shards, plan),
+        given=basis.given,
     )
 
 
@@ -265,14 +271,6 @@ def exact(device: torch.device) -> torch.device:
     return device
 
 
-def set_threads(threads: int | str, parameters: int) -> None:
-    """Handing work to another thread costs more than it brings while a layer takes microseconds."""
-    if threads != "auto":
-        torch.set_num_threads(int(threads))
-    elif parameters < SMALL:
-        torch.set_num_threads(1)
-
-
 def shards_for(config: Config, source: Source, streams: Streams) -> Shards:
     data = config.data
     return partition(
@@ -317,6 +315,11 @@ def refuse_unreleasable(config: Config, source: Source) -> None:
             f"data.partition = {data.partition!r} would scatter the records of one {data.unit_column} over clients: with "
             'run.noise = "os" a protected unit needs data.partition = "natural"'
         )
+
+
+def source_notes(config: Config, source: Source, shards: Shards, plan: Plan) -> list[str]:
+    of_data = [*source.notes, *unused_note(source, shards), *data_notes(config, source)]
+    return of_data + federation_note(config, plan) + delta_note(config, plan)
 
 
 def data_notes(config: Config, source: Source) -> list[str]:

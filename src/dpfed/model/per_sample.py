@@ -6,6 +6,7 @@ Every record gets its own copy of the trainable weights, gathered from its clien
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -68,6 +69,13 @@ class PerSample:
         """The forward passes and, with them, the backward passes."""
         self._losses = Compiled(self._sum_of_losses, self.model, **options)
 
+    def through(self, forward: Forward, module: str) -> PerSample:
+        """The same weights and vector by another way through the model, which leads through the dropout of `module` alone."""
+        other = copy.copy(self)
+        other.forward, other._losses = forward, other._sum_of_losses
+        other._keys = [key for key in self._keys if key.startswith(f"{module}.")]
+        return other
+
     def _sum_of_losses(
         self, copies: list[Tensor], keys: Tensor | None, inputs: dict[str, Tensor], labels: Tensor
     ) -> Tensor:
@@ -87,6 +95,11 @@ class PerSample:
     @property
     def has_dropout(self) -> bool:
         return bool(self._keys)
+
+    @property
+    def dropout(self) -> tuple[str, ...]:
+        """The layers that draw by a record's key."""
+        return tuple(key.rpartition(".")[0] for key in self._keys)
 
     def grads(
         self, theta: Tensor, client: Tensor, inputs: Batch, labels: Tensor, keys: Tensor | None = None

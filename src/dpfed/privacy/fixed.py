@@ -144,13 +144,19 @@ class FixedSum:
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             try:
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other runs' threads may be at work
+                with (
+                    torch.compiler.set_stance(
+                        "default", skip_guard_eval_unsafe=True
+                    ),  # as warmed up: nothing is compiled now
+                    torch.cuda.graph(graph, capture_error_mode="thread_local"),  # other runs' threads may be at work
+                ):
                     self._out = self._compute()
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
                 LOG.warning("a step cannot be captured and runs without it: %s", str(error).splitlines()[0][:160])
                 self._capturing = False
+                restore_generator(self._in.device)
                 return False
         self._graph = graph
         return True
@@ -167,6 +173,12 @@ class FixedSum:
         clip = self._clip.index_select(0, client)
         total, count = clip_and_sum_slots(grads, client, valid, self.clients, clip, self._rule)
         return total.index_select(1, self._order), count
+
+
+def restore_generator(device: torch.device) -> None:
+    """A capture that failed leaves torch's generator waiting for its end; the same numbers go on from a copy of it."""
+    generator = torch.cuda.default_generators[device.index or 0]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 def clip_and_sum_slots(

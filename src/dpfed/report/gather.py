@@ -32,6 +32,7 @@ ALIKE = frozenset(
         "run.slots",
         "run.compile",
         "run.graphs",
+        "run.features",
         "run.checkpoint_every",
         "run.memory_limit",
         "run.timeout",

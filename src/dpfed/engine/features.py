@@ -1,0 +1,118 @@
+"""Frozen features of a job: where the head alone is trained, every record goes through the rest of the model once.
+
+They are as private as the records they are made of, so they are held in memory and never written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dpfed.config import Config
+from dpfed.data.tables import Table
+from dpfed.engine.shared import Shared
+from dpfed.errors import DpfedError
+from dpfed.model.per_sample import PerSample
+from dpfed.model.split import DROPOUT, FEATURES, Split, split
+from dpfed.privacy.oracle import free, out_of_memory
+from dpfed.privacy.records import Records
+
+NOTE = "the frozen part of the model was computed once for all records"
+ON_GPU = 4096  # MiB of features on a GPU; elsewhere run.memory_limit
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What a job computes with. `given`: the inputs as they were read, where its records are features of them."""
+
+    model: PerSample
+    records: Records
+    test: Records
+    given: Mapping[str, Tensor] | None = None
+
+
+def features_of(
+    config: Config,
+    model: PerSample,
+    theta: Tensor,
+    tables: tuple[Table, Table],
+    uses: float,
+    kept: Shared,
+    which: Hashable,
+    notes: list[str],
+) -> Basis | None:
+    """The head and the features of the training and test records; None where the job takes the whole model.
+
+    uses   how many records all steps of the run take together
+    which  what distinguishes these tables and this device from others in `kept`
+    notes  is told what was done
+    """
+    asked = config.run.features
+    if asked is False or (asked == "auto" and (config.model.train != "head" or uses < len(tables[0]))):
+        return None
+    parts = _parts(config, model, theta, tables)
+    if isinstance(parts, Split):
+        found = _kept(parts, model, theta, tables, kept, which)
+        if found is not None:
+            notes.append(NOTE)
+            return found
+        free(theta.device)
+        parts = f"there is no room for the features on {theta.device}"
+    if asked is True:
+        raise DpfedError(f'run.features = true cannot be done, as {parts}: set run.features = "auto"')
+    if parts.startswith(DROPOUT):  # which is often not wanted, only left on by those who saved the weights
+        notes.append(f"the frozen part of the model is computed at every step, as {parts}")
+    return None
+
+
+def _kept(
+    parts: Split, model: PerSample, theta: Tensor, tables: tuple[Table, Table], kept: Shared, which: Hashable
+) -> Basis | None:
+    """The basis, made once for all jobs with this model and these tables; None where the device has no room for it.
+
+    A shared model is one by its settings, precision and frozen weights: its identity stands for all of them. It is kept
+    with its features, so that no other can come to have it.
+    """
+    try:
+        _, basis = kept.get("features", (id(model), which), lambda: (model, _basis(parts, theta, tables)))
+        return basis
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+    return None
+
+
+def _parts(config: Config, model: PerSample, theta: Tensor, tables: tuple[Table, Table]) -> Split | str:
+    """The two parts of the model; or why it must stay whole. Nothing private is read for it."""
+    if config.model.train != "head":
+        return f'model.train = "{config.model.train}" trains more than the head'
+    if config.data.augment != "none":
+        return f'data.augment = "{config.data.augment}" changes a record each time it is used'
+    blank = {name: torch.from_numpy(x[:0]).new_zeros(2, *x.shape[1:]) for name, x in tables[0].inputs.items()}
+    parts = split(model, theta, {name: x.to(theta.device) for name, x in blank.items()})
+    if isinstance(parts, str):
+        return parts
+    on_gpu = theta.device.type == "cuda"
+    needed = sum(len(table) for table in tables) * parts.size / 2**20
+    if needed > (limit := ON_GPU if on_gpu else config.run.memory_limit):
+        return f"the features take {needed:.0f} MiB and {'a GPU' if on_gpu else 'run.memory_limit'} gives them {limit}"
+    return parts
+
+
+def _basis(parts: Split, theta: Tensor, tables: tuple[Table, Table]) -> Basis:
+    records, test = (_records(parts.frozen, theta, table) for table in tables)
+    given = {name: torch.from_numpy(x) for name, x in tables[0].inputs.items()}
+    return Basis(parts.head, records, test, given)
+
+
+def _records(frozen: PerSample, theta: Tensor, table: Table) -> Records:
+    """The records of a table as features. They come to the device piece by piece, as the inputs are not needed again."""
+    step, found = 16 * frozen.rows, []
+    for first in range(0, max(len(table), 1), step):
+        piece = {n: torch.from_numpy(x[first : first + step]).to(theta.device) for n, x in table.inputs.items()}
+        found.append(frozen.scores(theta, piece))
+    features = found[0] if len(found) == 1 else torch.cat(found)
+    return Records({FEATURES: features}, torch.from_numpy(table.labels).to(theta.device))
