@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from dpfed.bench.cases import Case
-from dpfed.bench.steps import Step, one_by_one, opacus, private, union
+from dpfed.bench.steps import Step, captured, one_by_one, opacus, private, union
 from dpfed.privacy.fixed import slots_for
 
 INSTALL = {"opacus": "pip install 'opacus>=1.6,<1.7'"}
@@ -144,6 +144,7 @@ def compare(case: Case, device: torch.device, repeats: int = 15, warm: int = 4) 
     dtype, padded = (torch.bfloat16 if cuda else torch.float32), slots_for(case.union)
     ways: Sequence[Way] = (
         ("union", lambda: union(case, device, dtype, cuda)),
+        *([("union, captured", lambda: captured(union(case, device, dtype, cuda)))] if cuda else []),
         ("private", lambda: private(case, device, dtype, cuda, case.union)),
         (f"private, {padded} slots", lambda: private(case, device, dtype, cuda, padded)),
         ("one by one", lambda: one_by_one(case, device, dtype)),
