@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import Tensor, nn
 
 LOG = logging.getLogger("dpfed")
+KEPT = 0.8  # share of activations kept for the backward pass; cheap ones beyond it are computed again, which costs no time
 
 
 class Compiled:
@@ -29,7 +31,8 @@ class Compiled:
         while self._ways:
             try:
                 self._now = self._now or self._ways[0][1]()
-                return self._now(*arguments)
+                with torch._functorch.config.patch(activation_memory_budget=KEPT):
+                    return self._now(*arguments)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # compilers fail in many ways, and none of them is worth a run
