@@ -357,3 +357,25 @@ def test_the_command(demonstration: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout.splitlines()[-1]) == {"out": str(tmp_path / "out"), "kind": "model"}
     assert np.isfinite(load_file(tmp_path / "out" / "model.safetensors")["classifier.weight"]).all()
+
+
+def test_the_head_first_and_adapters_after(tmp_path: Path) -> None:
+    """A run of the head alone, exported whole, is where a run with adapters goes on: same answers, both runs' epsilon."""
+    first = vit_run(tmp_path, "first", {"train": "head"}, algorithm={"lr": 0.5})
+    assert write_export(first, tmp_path / "whole") == "model"
+    second = vit_run(tmp_path, "second", {"weights": str(tmp_path / "whole"), "head": "kept"})
+    alone = vit_run(tmp_path, "alone")
+    one, three = (json.loads((folder / "run.json").read_text()) for folder in (first, alone))
+    two = json.loads((second / "run.json").read_text())
+    begun, new = (json.loads((f / "metrics.jsonl").read_text().splitlines()[0])["loss"] for f in (second, alone))
+    assert begun == pytest.approx(one["test_loss"], rel=1e-5)
+    assert abs(begun - new) > 1e-3
+    assert two["epsilon"]["server_worst"] > three["epsilon"]["server_worst"] + 0.1
+
+
+def test_the_card_says_how_images_were_made_sharp(tmp_path: Path) -> None:
+    folder = vit_run(tmp_path, model={"resize": "bicubic", "sharpen": 1.5})
+    write_export(folder, tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "resized bicubically to the size of the model, then sharpened" in card
+    assert "1.5 times" in card

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import DeiTConfig, DeiTForImageClassification, ResNetConfig, ResNetForImageClassification
+from transformers import (
+    AutoModelForImageClassification,
+    DeiTConfig,
+    DeiTForImageClassification,
+    ResNetConfig,
+    ResNetForImageClassification,
+)
 from transformers.models.swin.configuration_swin import SwinConfig
 from transformers.models.swin.modeling_swin import SwinForImageClassification
 from transformers.models.vit.configuration_vit import ViTConfig
@@ -21,7 +28,7 @@ from dpfed.errors import DpfedError
 from dpfed.model.assemble import block_sizes, describe_space
 from dpfed.model.keyed import keep_mask, rule_of
 from dpfed.model.task import InputSpec
-from dpfed.model.zoo.built import images
+from dpfed.model.zoo.built import blurred, images
 from dpfed.model.zoo.vision import AutoImage, SwinBase, SwinTiny, ViTBase, stages
 
 SPEC = InputSpec("image", "pixel_values", (3, 32, 32), 10)
@@ -302,3 +309,51 @@ def test_a_convolutional_classifier_with_frozen_norms(tmp_path: Path) -> None:
     case.check(spec.synthetic(2, torch.Generator().manual_seed(1)), torch.tensor([0, 2]), alone_image(case))
     with pytest.raises(DpfedError, match="mixes the records of a batch"):
         ZooCase(with_train(AutoImage(weights=weights, image_size=16), "full"), spec)
+
+
+def test_a_blur_weighs_neighbours_by_one_four_six_four_one() -> None:
+    x = torch.zeros(1, 1, 7, 7)
+    x[0, 0, 3, 3] = 256.0
+    row = torch.tensor([0.0, 1.0, 4.0, 6.0, 4.0, 1.0, 0.0])
+    torch.testing.assert_close(blurred(x)[0, 0], torch.outer(row, row))
+    corner = torch.zeros(1, 1, 5, 5)
+    corner[0, 0, 0, 0] = 256.0
+    # mirrored without the border itself: the corner is met once from within, never from outside
+    torch.testing.assert_close(blurred(corner)[0, 0, 0], 6.0 * torch.tensor([6.0, 4.0, 1.0, 0.0, 0.0]))
+
+
+def test_sharpened_images_have_more_detail_and_stay_in_range() -> None:
+    spec = InputSpec("image", "x", (1, 8, 8), 2, white=10.0)
+    x = torch.full((2, 1, 8, 8), 4, dtype=torch.uint8)
+    x[0, 0, :, 4:] = 6
+    plain, sharp = (images(spec, 8, 1, (0.0,), (1.0,), sharpen=s)({"x": x})["x"] for s in (0.0, 2.0))
+    want = (plain * 10 + 2.0 * (plain * 10 - blurred(plain * 10))).clamp(0, 10) / 10
+    torch.testing.assert_close(sharp, want)
+    assert sharp[0].max() > plain[0].max() + 0.05
+    torch.testing.assert_close(sharp[1], plain[1])  # without detail nothing changes
+    loud = images(spec, 8, 1, (0.0,), (1.0,), sharpen=50.0)({"x": x})["x"]
+    assert loud.min() == 0
+    assert loud.max() == 1
+
+
+def test_bicubic_is_torchs_own_cut_to_the_range() -> None:
+    spec = InputSpec("image", "x", (1, 4, 4), 2, white=1.0)
+    x = (torch.rand(3, 1, 4, 4, generator=torch.Generator().manual_seed(0)) > 0.5).to(torch.uint8)
+    got = images(spec, 8, 1, (0.0,), (1.0,), resize="bicubic")({"x": x})["x"]
+    raw = F.interpolate(x.float(), (8, 8), mode="bicubic", align_corners=False)
+    assert raw.max() > 1
+    torch.testing.assert_close(got, raw.clamp(0, 1))
+
+
+def test_a_head_is_kept_where_it_fits_and_refused_where_not(tmp_path: Path) -> None:
+    weights = tiny_vit(tmp_path)
+    own = AutoModelForImageClassification.from_pretrained(weights)
+    classes = own.config.num_labels
+    spec = InputSpec("image", "pixel_values", (3, 8, 8), classes)
+    kept = AutoImage(weights=weights, head="kept").build(spec).model
+    torch.testing.assert_close(kept.classifier.weight, own.classifier.weight)
+    assert not AutoImage(weights=weights).build(spec).model.classifier.weight.any()
+    with pytest.raises(DpfedError, match="have no head for"):
+        AutoImage(weights=weights, head="kept").build(replace(spec, classes=classes + 1))
+    with pytest.raises(DpfedError, match=r"needs model\.weights with a classifier"):
+        ViTBase(weights="random", head="kept").build(SPEC)

@@ -190,5 +190,8 @@ def spread(theta: Tensor, clients: int) -> Tensor:
 
 
 def bias_correction(beta: float, steps: Tensor) -> Tensor:
-    """1 - beta^steps, in double precision: at steps = 1 single precision would be wrong in the fifth digit."""
-    return 1 - torch.pow(torch.tensor(beta, dtype=torch.float64, device=steps.device), steps.double())
+    """1 - beta^steps, in double precision: at steps = 1 single precision would be wrong in the fifth digit.
+
+    beta stays a Python number: a tensor of it would be brought to the device, which waits for all that it has to do.
+    """
+    return 1 - torch.pow(beta, steps.double())

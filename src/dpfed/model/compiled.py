@@ -11,7 +11,9 @@ import torch._functorch.config
 from torch import Tensor, nn
 
 LOG = logging.getLogger("dpfed")
-KEPT = 0.8  # share of activations kept for the backward pass; cheap ones beyond it are computed again, which costs no time
+KEPT = (
+    0.8  # share of activations kept for the backward pass; cheap ones beyond it are computed again, which costs no time
+)
 
 
 class Compiled:

