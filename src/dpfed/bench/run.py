@@ -138,21 +138,32 @@ def _wait(cuda: bool) -> None:
         torch.cuda.synchronize()
 
 
-def compare(case: Case, device: torch.device, repeats: int = 15, warm: int = 4) -> Comparison:
-    """One case, all ways. A GPU computes in bfloat16 and compiled, a CPU in float32 and not."""
+def ways_of(case: Case, device: torch.device) -> list[Way]:
+    """All ways to do the case. A GPU computes in bfloat16 and compiled, a CPU in float32 and not."""
     cuda = device.type == "cuda"
     dtype, padded = (torch.bfloat16 if cuda else torch.float32), slots_for(case.union)
-    ways: Sequence[Way] = (
+    on_gpu: list[Way] = [
+        ("union, captured", lambda: captured(union(case, device, dtype, True))),
+        ("private, not compiled", lambda: private(case, device, dtype, False, case.union)),
+    ]
+    return [
         ("union", lambda: union(case, device, dtype, cuda)),
-        *([("union, captured", lambda: captured(union(case, device, dtype, cuda)))] if cuda else []),
         ("private", lambda: private(case, device, dtype, cuda, case.union)),
         (f"private, {padded} slots", lambda: private(case, device, dtype, cuda, padded)),
+        *(on_gpu if cuda else []),
         ("one by one", lambda: one_by_one(case, device, dtype)),
         ("opacus", lambda: opacus(case, device, dtype)),
-    )
+    ]
+
+
+def compare(
+    case: Case, device: torch.device, repeats: int = 15, warm: int = 4, only: Sequence[str] | None = None
+) -> Comparison:
+    """One case, all ways or only those."""
+    ways = [way for way in ways_of(case, device) if only is None or way[0] in only]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Full backward hook is firing")  # Opacus, of every frozen first layer
-        if cuda:
+        if device.type == "cuda":
             found = tuple(measure(name, make, device, repeats, warm) for name, make in ways)
         else:
             found = measure_in_turn(ways, repeats, warm)

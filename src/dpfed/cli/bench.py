@@ -11,6 +11,7 @@ import typer
 
 def bench(
     cases: Annotated[list[str] | None, typer.Option("--case", help="only this model; may be given again")] = None,
+    ways: Annotated[list[str] | None, typer.Option("--way", help="only this way; may be given again")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     repeats: Annotated[int, typer.Option(min=1, help="timed steps, of which the median counts")] = 15,
     out: Annotated[Path | None, typer.Option(help="write the figures to this JSON file")] = None,
@@ -19,7 +20,7 @@ def bench(
 ) -> None:
     """Time one private step of a fleet beside non-private and other private ways. Example: dpfed bench --case vit-6x192"""
     from dpfed.bench.cases import CPU, GPU
-    from dpfed.bench.run import OTHERS, Comparison, compare, plain
+    from dpfed.bench.run import OTHERS, Comparison, compare, plain, ways_of
     from dpfed.engine.setup import device_of
     from dpfed.errors import DpfedError
 
@@ -29,9 +30,13 @@ def bench(
     for name in wanted:
         if name not in known:
             raise DpfedError(f"--case {name} is not measured on this device: choose from {', '.join(known)}")
+        there = [way for way, _ in ways_of(known[name], where)]
+        for way in ways or ():
+            if way not in there:
+                raise DpfedError(f"--way {way!r} is not measured on this device: choose from {', '.join(there)}")
     found: list[Comparison] = []
     for name in wanted:
-        found.append(compare(known[name], where, repeats))
+        found.append(compare(known[name], where, repeats, only=ways or None))
         for line in lines(found[-1]):
             print(line, flush=True)
     figures: dict[str, Any] = plain(found, where)

@@ -21,6 +21,7 @@ from dpfed.privacy.clipping import Clipping, factors
 from dpfed.privacy.records import Gradients, Records, Views, each_view, mean_of_views, view_keys
 
 LOG = logging.getLogger("dpfed")
+ALIGNED = 64  # numbers
 
 
 def slots_for(mean: float, step: int = 8) -> int:
@@ -189,7 +190,9 @@ def clip_and_sum_slots(
     clip  one number for all, or one for each slot `[M]`
     Gradients may come in half precision; norms, factors and sums are float32 all the same.
     """
-    every = torch.cat(grads, dim=1)
+    size = sum(g.shape[1] for g in grads)
+    # Rows that begin at whole lines of memory are what fast kernels want; the zeros change no sum.
+    every = torch.cat([*grads, grads[0].new_zeros(len(client), -size % ALIGNED)], dim=1)
     norm = row_norms(every)
     good = valid.bool() & norm.isfinite()
     every.nan_to_num_(0.0, 0.0, 0.0)  # a product with zero would keep what is not finite
@@ -197,7 +200,7 @@ def clip_and_sum_slots(
     member = torch.nn.functional.one_hot(client, clients).to(torch.float32).t()
     total = weighted_sums(member * torch.where(good, factor, 0.0), every)
     count = member @ torch.where(good, (norm <= clip).float() - 0.5, 0.0).unsqueeze(1)
-    return total, count
+    return total[:, :size], count
 
 
 def row_norms(rows: Tensor, piece: int = 256) -> Tensor:
