@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -41,13 +42,13 @@ def features_of(
     tables: tuple[Table, Table],
     uses: float,
     kept: Shared,
-    which: Hashable,
+    which: tuple[Hashable, Hashable],
     notes: list[str],
 ) -> Basis | None:
     """The head and the features of the training and test records; None where the job takes the whole model.
 
     uses   how many records all steps of the run take together
-    which  what distinguishes these tables and this device from others in `kept`
+    which  what distinguishes each of these tables, on this device, from others in `kept`
     notes  is told what was done
     """
     asked = config.run.features
@@ -69,16 +70,27 @@ def features_of(
 
 
 def _kept(
-    parts: Split, model: PerSample, theta: Tensor, tables: tuple[Table, Table], kept: Shared, which: Hashable
+    parts: Split,
+    model: PerSample,
+    theta: Tensor,
+    tables: tuple[Table, Table],
+    kept: Shared,
+    which: tuple[Hashable, Hashable],
 ) -> Basis | None:
     """The basis, made once for all jobs with this model and these tables; None where the device has no room for it.
+
+    Each table by itself: a study scores its runs on two halves of the test set, and trains on the same records.
 
     A shared model is one by its settings, precision and frozen weights: its identity stands for all of them. It is kept
     with its features, so that no other can come to have it.
     """
     try:
-        _, basis = kept.get("features", (id(model), which), lambda: (model, _basis(parts, theta, tables)))
-        return basis
+        (_, head, train), (_, _, test) = (
+            kept.get(kind, (id(model), mark), partial(_made, parts, model, theta, table))
+            for kind, mark, table in zip(("features", "test features"), which, tables, strict=True)
+        )
+        given = {name: torch.from_numpy(x) for name, x in tables[0].inputs.items()}
+        return Basis(head, train, test, given)  # the same head for all jobs on these features: they can be packed
     except Exception as error:
         if not out_of_memory(error):
             raise
@@ -102,10 +114,8 @@ def _parts(config: Config, model: PerSample, theta: Tensor, tables: tuple[Table,
     return parts
 
 
-def _basis(parts: Split, theta: Tensor, tables: tuple[Table, Table]) -> Basis:
-    records, test = (_records(parts.frozen, theta, table) for table in tables)
-    given = {name: torch.from_numpy(x) for name, x in tables[0].inputs.items()}
-    return Basis(parts.head, records, test, given)
+def _made(parts: Split, model: PerSample, theta: Tensor, table: Table) -> tuple[PerSample, PerSample, Records]:
+    return model, parts.head, _records(parts.frozen, theta, table)
 
 
 def _records(frozen: PerSample, theta: Tensor, table: Table) -> Records:
