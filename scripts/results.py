@@ -195,10 +195,11 @@ def _interrupt(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def machine() -> str:
+def machine(device: str) -> str:
     import torch
 
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU, {platform.machine()}"
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    return torch.cuda.get_device_name(0) if on_gpu else f"CPU, {platform.machine()}"
 
 
 def prepare(spec: Spec, study: Study, command: str, out: Path) -> Path:
@@ -213,7 +214,7 @@ def prepare(spec: Spec, study: Study, command: str, out: Path) -> Path:
     share_runs(folder)
     machines = asked.get("machines", [])
     kept = asked if asked.get("command") == command else {}
-    here = machine()
+    here = machine(str(study.base["run"]["device"]))
     machines = machines if here in machines else [*machines, here]
     states = {state: bool(kept.get(state)) for state in ("table", "complete")}
     _write_asked(folder, {"command": command, "machines": machines, **states})

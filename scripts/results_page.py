@@ -12,6 +12,7 @@ from results_studies import COLUMNS, EPSILONS, RATES, Cells, Rows, Spec, collect
 from dpfed.errors import DpfedError
 from dpfed.report.tables import LARGER, Row, Table, best_of, grid_words, percent, size
 
+PHASES = {"reported": "reported", "tuning": "of the search"}
 EMPTY = "Not measured yet."
 
 # ------------------------------------------------------------------ CSV to the page
@@ -37,7 +38,7 @@ def section(spec: Spec, tables: Mapping[str, Rows]) -> str:
         assert laid_out is not None
         parts.append(pipes(*laid_out))
     parts.append(pipes(*arm_cells(about, arms, mine["runs"])))
-    parts.append("\n".join(f"- {line}" for line in notes(about, arms)))
+    parts.append("\n".join(f"- {line}" for line in notes(about, arms, mine["runs"])))
     parts.append(f"<!-- runs: scripts/results.py -->\n```sh\n{about['command']}\n```")
     return "\n\n".join(parts)
 
@@ -118,7 +119,7 @@ def flags(arm: Cells, unequal: set[str]) -> dict[str, bool]:
     }
 
 
-def notes(about: Cells, arms: Rows) -> list[str]:
+def notes(about: Cells, arms: Rows, runs: Rows) -> list[str]:
     unequal = costly(arms)
     said = {
         "†": "spends a larger ε than the others at the same noise, so it is not on equal terms and never in bold",
@@ -136,6 +137,9 @@ def notes(about: Cells, arms: Rows) -> list[str]:
             f"Searches of {' to '.join(dict.fromkeys((most[0], most[-1])))} runs for each arm, begun with "
             + "; ".join(f"{grid} ({', '.join(names)})" for grid, names in grids.items())
         )
+    seeds = {phase: sorted({int(row["seed"]) for row in runs if row["phase"] == phase}) for phase in PHASES}
+    said_of = [f"{word} {', '.join(map(str, seeds[phase]))}" for phase, word in PHASES.items() if seeds[phase]]
+    out += [f"Seeds: {'; '.join(said_of)}"] if said_of else []
     out.append(f"{about['done']} runs on {about['machine']}; {about['versions']}")
     return out
 
