@@ -40,7 +40,7 @@ RUNS, ASKED, TABLE, STUDY = "runs", "asked.json", "table.json", "study.json"
 KEPT = ("run.json", "metrics.jsonl", "config.toml")  # of a run: what says that it is done, and what it came to
 WHOLE = (STUDY, ASKED, TABLE, "table.csv", "table.md", "search.csv")  # of a study
 PATHS = {"data.path": "DATA", "model.weights": "WEIGHTS"}  # where they lie is nobody else's matter
-PATIENCE = 60.0  # seconds that an interrupted study has to end
+PATIENCE, TRIES = 15.0, 4  # seconds that an interrupted study has to end, and how often it is told
 
 
 @dataclass(frozen=True)
@@ -180,19 +180,22 @@ def interruptible(command: Sequence[str], log: Path, seconds: float | None) -> i
 
 
 def _end_with_us() -> None:
-    """In the child: SIGINT when its parent dies, so that nothing goes on alone. It has a session of its own, as Ctrl-C
-    would otherwise reach it twice."""
+    """In the child: it ends when its parent dies, so that nothing goes on alone; finished runs are on the disk. It has a
+    session of its own, as Ctrl-C would otherwise reach it twice."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGINT)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _interrupt(process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(PATIENCE)
-    except subprocess.TimeoutExpired:
-        process.kill()  # its workers end with it, and finished runs are on the disk
-        process.wait()
+    for _ in range(TRIES):  # `dpfed compare` is deaf to SIGINT while it starts a worker
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(PATIENCE)
+            return
+        except subprocess.TimeoutExpired:
+            continue
+    process.kill()  # its workers end with it
+    process.wait()
 
 
 def machine(device: str) -> str:

@@ -89,7 +89,7 @@ def arm_cells(about: Cells, arms: Rows, runs: Rows) -> tuple[list[str], list[lis
         bold = "**" if arm["arm"] in best else ""
         body.append(
             [
-                f"{bold}{arm['arm']}{bold}" + "".join(f" {mark}" for mark in marks),
+                f"{bold}{named(arm['arm'])}{bold}" + "".join(f" {mark}" for mark in marks),
                 " ".join(f"{key} {float(arm[key]):g}" for key in RATES if arm[key]) or "–",
                 arm["inside_grid"] or "–",
                 f"{bold}{accuracy}{bold}",
@@ -100,6 +100,11 @@ def arm_cells(about: Cells, arms: Rows, runs: Rows) -> tuple[list[str], list[lis
             ]
         )
     return head, body
+
+
+def named(label: str) -> str:
+    """A variant is what stands on the command line."""
+    return f"`{label}`" if ":" in label and "|" not in label else label
 
 
 def _difference(arm: Cells) -> str:
@@ -135,12 +140,12 @@ def notes(about: Cells, arms: Rows, runs: Rows) -> list[str]:
         most = sorted({arm["tuning_runs"] for arm in arms if arm["grid"]}, key=int)
         out.append(
             f"Searches of {' to '.join(dict.fromkeys((most[0], most[-1])))} runs for each arm, begun with "
-            + "; ".join(f"{grid} ({', '.join(names)})" for grid, names in grids.items())
+            + "; ".join(f"{grid} ({', '.join(map(named, names))})" for grid, names in grids.items())
         )
     seeds = {phase: sorted({int(row["seed"]) for row in runs if row["phase"] == phase}) for phase in PHASES}
     said_of = [f"{word} {', '.join(map(str, seeds[phase]))}" for phase, word in PHASES.items() if seeds[phase]]
     out += [f"Seeds: {'; '.join(said_of)}"] if said_of else []
-    out.append(f"{about['done']} runs on {about['machine']}; {about['versions']}")
+    out.append("; ".join(part for part in (f"{about['done']} runs on {about['machine']}", about["versions"]) if part))
     return out
 
 

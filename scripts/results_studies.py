@@ -186,7 +186,8 @@ def arm_rows(name: str, found: Survey, i: int, labels: Sequence[str]) -> tuple[C
     from dpfed.compare.search import at_edges
 
     progress, arm = found.progress, found.progress.study.arms[i]
-    scored, failed = progress.scored(i), progress.failure(i)
+    failed = progress.failure(i)
+    scored = {p: s for p, s in progress.scored(i).items() if progress.task(i, p, None).key in found.details}
     tasks = [("tuning", point, progress.task(i, point, None)) for point in sorted(scored)]
     over = failed is None and (not arm.grids or (bool(scored) and not found.searching))
     point = progress.chosen(i) if over else ()

@@ -205,6 +205,31 @@ def check_tables(folder: Path, out: Path, text: str) -> None:
     assert (folder.parent / "images" / "results-main-dark.svg").read_text().count("<path") > 10
 
 
+@pytest.mark.usefixtures("inline")
+def test_an_arm_that_could_not_be_run_does_not_hide_the_others(
+    results: Any, studies: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(self: Inline, task: Task, folder: Path) -> None:
+        bad = task.label.startswith("dp-fedavg ")
+        self._ended.append((task.key, "no memory" if bad else run_one(task.tables, folder, task.tuning, {})))
+
+    monkeypatch.setattr(Inline, "start", failing)
+    said: list[str] = []
+    sitting = results.Sitting(tmp_path / "o", (), studies, ("main", "best"))
+    assert results.run(sitting, in_process, said.append) == 1
+    assert said[0].startswith("main: exit code 3, 12 runs done")
+    assert said[1].startswith("best: complete, 3 runs"), "the table is there, and says which arm has failed"
+    _, text = paged(results, studies, str(tmp_path / "o"))
+    assert "Incomplete" not in text
+    assert "dp-fedavg §" in text
+    assert "§ could not be run: dp-fedavg: no memory" in text
+    arms = {arm["arm"]: arm for arm in rows_of(tmp_path / "csv" / "arms.csv") if arm["study"] == "main"}
+    assert [(arms[name]["n"], arms[name]["tuning_runs"]) for name in ("dp-fedavg", "dp-fedadamw")] == [
+        ("0", "0"),
+        ("2", "4"),
+    ]
+
+
 def test_the_time_is_over_and_a_study_is_interrupted(results: Any, tmp_path: Path) -> None:
     """A child that notes SIGINT, as `dpfed compare` does."""
     code = (
@@ -216,6 +241,25 @@ def test_the_time_is_over_and_a_study_is_interrupted(results: Any, tmp_path: Pat
     assert results.interruptible([sys.executable, "-c", code], log, 1.5) is None
     assert log.read_text() == "begun\nin good order\n"
     assert results.interruptible([sys.executable, "-c", "raise SystemExit(3)"], log, 60) == 3
+
+
+def test_a_study_that_misses_the_first_signal_is_told_again(
+    results: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "import signal, time\n"
+        "seen = []\n"
+        "signal.signal(signal.SIGINT, lambda *_: seen.append(1))\n"
+        "print('begun', flush=True)\n"
+        "while len(seen) < 2: time.sleep(0.01)\n"
+        "print('heard')"
+    )
+    monkeypatch.setattr(results, "PATIENCE", 0.3)
+    log = tmp_path / "log"
+    assert results.interruptible([sys.executable, "-c", code], log, 1.0) is None
+    assert log.read_text() == "begun\nheard\n"
+    deaf = code.replace("len(seen) < 2", "True")
+    assert results.interruptible([sys.executable, "-c", deaf], log, 0.5) is None, "it is ended in any case"
 
 
 def test_the_best_arms_are_private_on_equal_terms_and_keep_their_rates(results: Any) -> None:
