@@ -453,3 +453,6 @@ if __name__ == "__main__":
     except DpfedError as error:
         print(f"results: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("results: stopped, the same command goes on from here", file=sys.stderr)
+        sys.exit(130)
