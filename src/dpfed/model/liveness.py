@@ -35,8 +35,9 @@ def check_alive(model: PerSample, theta: Tensor, inputs: Batch, classes: int, ge
     floor = ROUNDING * torch.stack([torch.cat(g) for g in alone]).norm()
     for i, name in enumerate(model.space.names):
         _compare(name, together[i], torch.stack([g[i] for g in alone]), floor)
+    after = dict(model.model.named_buffers())  # once: each look walks the whole model
     for name, before in buffers.items():
-        if not torch.equal(before, dict(model.model.named_buffers())[name]):
+        if not torch.equal(before, after[name]):
             raise DpfedError(
                 f"the buffer {name} changes during a forward pass, so it would carry records out of the oracle"
             )
