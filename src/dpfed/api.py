@@ -21,7 +21,7 @@ from dpfed.config import Config, build, overlay
 from dpfed.data.sources.given import source_of
 from dpfed.data.tables import Source
 from dpfed.engine.folder import CONFIG, fresh_folder, refuse_occupied
-from dpfed.engine.prior import SPENDING, read_stored, spending_file
+from dpfed.engine.prior import SPENDING, hub_spending, read_stored, spending_file
 from dpfed.engine.run import run
 from dpfed.errors import DpfedError
 from dpfed.registry import registry
@@ -155,5 +155,10 @@ def _saved(model: Any, tokenizer: Any, folder: Path, config: Config) -> Path:
 def _account(model: Any) -> Path | None:
     """A model that was loaded from an export keeps its record of what was spent."""
     origin = str(getattr(model, "name_or_path", None) or "")
-    path = spending_file(Path(origin).expanduser())
-    return path if origin and os.path.lexists(path) else None
+    if not origin:
+        return None
+    folder = Path(origin).expanduser()
+    path = spending_file(folder)
+    if os.path.lexists(path):
+        return path
+    return None if folder.exists() else hub_spending(origin)

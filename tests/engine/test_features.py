@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +233,20 @@ def test_jobs_share_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert made == [24, 6, 24, 6]
     job(precision="bf16", eval_on="test")
     assert made == [24, 6, 24, 6, 3]  # the other half of the test set, the same training records
+
+
+def test_shared_features_keep_the_data_that_names_them(tmp_path: Path) -> None:
+    """Other data could come to have the identity of data that is gone, and would be given its features."""
+    shared, config = Shared(), config_of("bert", tmp_path)
+    raw = texts()
+    job = prepare(config, raw, shared)
+    assert NOTE in job.notes
+    named = weakref.ref(shared.get("source", (id(raw), config.model), lambda: None)[1])  # type: ignore[index]
+    del job, raw
+    other = texts()
+    shared.get("source", (id(other), config.model), lambda: None)
+    gc.collect()
+    assert named() is not None
 
 
 def test_a_pack_on_features_is_the_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,14 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from dpfed.api import _saved
+from dpfed.api import _account, _saved
 from dpfed.cli.main import app
 from dpfed.config import Config
 from dpfed.data.tables import Source, Table
@@ -133,6 +134,57 @@ def test_weights_without_a_record_are_public_ones(start: Path, tmp_path: Path) -
     shutil.copytree(start / "base", tmp_path / "open")
     (tmp_path / "open" / SPENDING).write_text(edited(**OPEN))
     assert past_of(settings({"name": "auto-image", "weights": str(tmp_path / "open")})).uncounted
+
+
+def test_a_model_on_the_hub_has_its_record_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export that was published and is asked for by name."""
+    version = tmp_path / "models--somebody--export" / "snapshots" / ("a" * 40)
+    version.mkdir(parents=True)
+    (tmp_path / "models--somebody--export" / "refs").mkdir()
+    (tmp_path / "models--somebody--export" / "refs" / "main").write_text("a" * 40)
+    (version / "config.json").write_text("{}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    config = settings({"name": "auto-image", "weights": "somebody/export"})
+    assert past_of(config) == Past()
+    (version / SPENDING).write_text(edited())
+    assert past_of(config).prior == ((FIRST, 4),)
+    assert _account(SimpleNamespace(name_or_path="somebody/export")) == version / SPENDING
+    assert _account(SimpleNamespace(name_or_path="somebody/other")) is None
+
+
+def test_the_record_on_the_hub_is_asked_for_in_the_version_that_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    (tmp_path / SPENDING).write_text(edited())
+
+    def download(name: str, file: str, revision: str | None, etag_timeout: float) -> str:
+        asked.append((name, file, revision))
+        return str(tmp_path / file)
+
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr("dpfed.model.zoo.pretrained.reach", lambda name, key: None)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    cached = {"config.json": "snapshots/abc/config.json"}
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: cached.get(file))
+    assert past_of(settings({"name": "auto-image", "weights": "somebody/export"})).prior == ((FIRST, 4),)
+    assert asked == [("somebody/export", SPENDING, "abc")]
+    past_of(settings({"name": "vit-base", "weights": "random"}))
+    assert len(asked) == 1
+
+
+def test_a_kept_head_without_a_record_is_not_taken_for_a_public_one(start: Path, tmp_path: Path) -> None:
+    """It is for these very classes, so that it may have been trained on these very records."""
+    model = {"name": "auto-image", "weights": str(start / "base"), "head": "kept"}
+    past = past_of(settings(model))
+    assert past.uncounted
+    assert past.prior == ()
+    assert past.notes[0].startswith(f"the kept head of {start / 'base'} has no record")
+    assert past.notes[0].endswith(UNCOUNTED)
+    folder = shutil.copytree(start / "base", tmp_path / "whole")
+    (folder / SPENDING).write_text(edited())
+    counted = past_of(settings({**model, "weights": str(folder)}))
+    assert (counted.prior, counted.uncounted) == (((FIRST, 4),), False)
 
 
 def test_repeated_attempts_are_in_what_is_handed_on(digits: Config, tmp_path: Path) -> None:

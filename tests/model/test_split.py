@@ -35,6 +35,8 @@ class Net(nn.Module):
             return F.linear(x, self.head.weight, self.head.bias)
         if self.how == "one row":
             return self.head(x.mean(0, keepdim=True)).expand(len(x), -1)
+        if self.how == "before":
+            return self.head(x + self.head.bias.sum())
         return self.head(x)
 
 
@@ -89,6 +91,13 @@ def test_what_is_not_all_of_the_output_stays_whole(how: str) -> None:
     found = split(model, theta, {"x": torch.zeros(2, 4)})
     assert found == "the output of Net is not that of head for one tensor of numbers"
     assert not model.model.head._forward_pre_hooks  # type: ignore[union-attr]
+
+
+def test_what_follows_from_trained_weights_is_no_feature() -> None:
+    """It would be another at the next step."""
+    torch.manual_seed(0)
+    model, theta = ready(Net("before"))
+    assert split(model, theta, {"x": torch.zeros(2, 4)}) == "what enters head follows from its own weights too"
 
 
 def test_dropout_before_the_head_stays_whole() -> None:

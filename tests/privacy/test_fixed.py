@@ -294,3 +294,27 @@ def test_a_pass_is_captured_on_the_device_of_its_tensors_and_whoever_else_is_at_
     assert fixed._capture()
     assert {device for _, device, _ in seen} == {job.records.labels.device}
     assert ("graph", job.records.labels.device, "thread_local") in seen
+
+
+def test_a_captured_pass_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compilers' guards are skipped while a pass is captured: the fourth computation is the captured one."""
+    job = job_of("run.slots=16")
+    fixed = FixedSum(job.model, job.records, job.plan.clipping, None, 1, 16, job.space.size)
+    for name in ("device", "Stream", "current_stream", "stream", "synchronize", "CUDAGraph", "graph"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    rows = np.arange(16)
+    arrays = {name: rows if name == "row" else np.zeros_like(rows) for name in ("row", "client", "dropout", "view")}
+    theta = job.theta.unsqueeze(0)
+    wanted, _ = fixed.sums(theta, arrays, 1.0)
+    plain, computed = fixed._compute, [0]
+
+    def compute() -> tuple[Tensor, Tensor]:
+        computed[0] += 1
+        total, count = plain()
+        return (total * 1.5 if computed[0] == 4 else total), count
+
+    monkeypatch.setattr(fixed, "_compute", compute)
+    fixed._capturing = True
+    found, _ = fixed.sums(theta, arrays, 1.0)
+    torch.testing.assert_close(found, wanted)
+    assert not fixed._capturing

@@ -43,12 +43,14 @@ def features_of(
     uses: float,
     kept: Shared,
     which: tuple[Hashable, Hashable],
+    named: object,
     notes: list[str],
 ) -> Basis | None:
     """The head and the features of the training and test records; None where the job takes the whole model.
 
     uses   how many records all steps of the run take together
     which  what distinguishes each of these tables, on this device, from others in `kept`
+    named  what `which` names by its identity: kept with the features, so that no other data can come to have it
     notes  is told what was done
     """
     asked = config.run.features
@@ -56,7 +58,7 @@ def features_of(
         return None
     parts = _parts(config, model, theta, tables)
     if isinstance(parts, Split):
-        found = _kept(parts, model, theta, tables, kept, which)
+        found = _kept(parts, model, theta, tables, kept, which, named)
         if found is not None:
             notes.append(NOTE)
             return found
@@ -76,6 +78,7 @@ def _kept(
     tables: tuple[Table, Table],
     kept: Shared,
     which: tuple[Hashable, Hashable],
+    named: object,
 ) -> Basis | None:
     """The basis, made once for all jobs with this model and these tables; None where the device has no room for it.
 
@@ -86,7 +89,7 @@ def _kept(
     """
     try:
         (_, head, train), (_, _, test) = (
-            kept.get(kind, (id(model), mark), partial(_made, parts, model, theta, table))
+            kept.get(kind, (id(model), mark), partial(_made, parts, (model, named), theta, table))
             for kind, mark, table in zip(("features", "test features"), which, tables, strict=True)
         )
         given = {name: torch.from_numpy(x) for name, x in tables[0].inputs.items()}
@@ -114,8 +117,8 @@ def _parts(config: Config, model: PerSample, theta: Tensor, tables: tuple[Table,
     return parts
 
 
-def _made(parts: Split, model: PerSample, theta: Tensor, table: Table) -> tuple[PerSample, PerSample, Records]:
-    return model, parts.head, _records(parts.frozen, theta, table)
+def _made(parts: Split, named: object, theta: Tensor, table: Table) -> tuple[object, PerSample, Records]:
+    return named, parts.head, _records(parts.frozen, theta, table)
 
 
 def _records(frozen: PerSample, theta: Tensor, table: Table) -> Records:

@@ -56,11 +56,14 @@ def past_of(config: Config) -> Past:
         folder = Path(given).expanduser()
         if what == "adapter" and not (folder / "adapter_config.json").is_file():  # a slip must not pass for a new one
             raise DpfedError(f"model.adapter = {given!r} has no adapter_config.json: give a folder written by peft")
-        path = spending_file(folder)
+        path = spending_file(folder) if folder.exists() else hub_spending(given) or spending_file(folder)
         if not os.path.lexists(path):  # a link to nothing is damage, not absence
-            if what == "adapter":  # weights without the file are some public model, as nearly always
+            # Weights without the file are some public model, as nearly always; a head for these very classes need not be.
+            kept = what == "weights" and getattr(config.model, "head", "new") == "kept"
+            if what == "adapter" or kept:
                 uncounted = True
-                notes.append(f"the adapter {given} has no record of what was spent on it ({SPENDING}): {UNCOUNTED}")
+                subject = f"the kept head of {given}" if kept else f"the adapter {given}"
+                notes.append(f"{subject} has no record of what was spent on it ({SPENDING}): {UNCOUNTED}")
             continue
         stored = read_stored(path)
         refuse_unfit(config, given, stored)
@@ -88,6 +91,15 @@ def served_past(config: Config) -> Past:
 def spending_file(start: Path) -> Path:
     """Where the record of a folder, or of a single file of weights, would be."""
     return (start.parent if start.is_file() else start) / SPENDING
+
+
+def hub_spending(name: str) -> Path | None:
+    """The record beside a model on the hub, if it has one: an export may have been published there."""
+    if name == "random":
+        return None
+    from dpfed.model.zoo.pretrained import hub_file
+
+    return hub_file(name, SPENDING)
 
 
 def read_stored(path: Path) -> Stored:

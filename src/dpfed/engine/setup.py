@@ -102,7 +102,7 @@ def _prepare(config: Config, source: Source | None, shared: Shared | None) -> Jo
     model, adapted, theta = build_model(config, spec, streams, device, notes, shared)
     scored, tested = scored_half(source.test, config.run.eval_on), (*which, config.run.eval_on)
     uses = config.run.rounds * config.run.local_steps * schedule.cohort * float(plan.expected.mean())
-    basis = features_of(config, model, theta, (source.train, scored), uses, kept, (which, tested), notes)
+    basis = features_of(config, model, theta, (source.train, scored), uses, kept, (which, tested), source, notes)
     if basis is None:
         _, records = kept.get("records", which, lambda: (source, records_of(source.train, device)))
         _, test = kept.get("test", tested, lambda: (source, records_of(scored, device)))

@@ -20,7 +20,7 @@ class State:
     server           the algorithm's own state
     clip             the clip norm of the next round (constant unless it follows a quantile)
     average, weight  with `run.average` a: Σ (1-a)·a^(n-i)·θ_i over the rounds so far, and the same sum of the weights alone.
-                     Made of released values only, so it costs nothing; no client ever sees it
+                     Made of released values only, so it costs nothing; clients may be asked to score it, and never train it
     """
 
     server: Any

@@ -52,13 +52,15 @@ def _split_at(name: str, model: PerSample, theta: Tensor, blank: Batch) -> Split
         -0.1, 0.1, len(theta), device=theta.device
     )  # a head of zeros would hide a difference
     try:
-        features = frozen.scores(moved, blank)
+        features, begun = frozen.scores(moved, blank), frozen.scores(theta, blank)
         size = features[0].numel() * features.element_size()
         alone, within = head.scores(moved, {FEATURES: features}), model.scores(moved, blank)
     except Exception:  # a model of any make is tried here, and without features it is computed as a whole
         return f"the output of {type(model.model).__name__} is not that of {name} for one tensor of numbers"
     if alone.shape != within.shape or not torch.allclose(alone, within, *_rounding(within.dtype)):
         return f"{name} gives another output by itself than in {type(model.model).__name__}"
+    if not torch.allclose(features, begun, *_rounding(features.dtype)):
+        return f"what enters {name} follows from its own weights too"
     return Split(frozen, head, size)
 
 

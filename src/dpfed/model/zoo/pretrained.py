@@ -220,6 +220,25 @@ def _hub_folder(name: str) -> Path | None:
         return None
 
 
+def hub_file(name: str, file: str) -> Path | None:
+    """A small file beside a model on the hub; None where there is none, or nobody to ask.
+
+    Of the version whose model is here, if one is: weights of another one are not loaded either.
+    """
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        here, model = try_to_load_from_cache(name, file), try_to_load_from_cache(name, "config.json")
+        if here is not None or os.environ.get("HF_HUB_OFFLINE") == "1":
+            return Path(here) if isinstance(here, str) else None
+        reach(name, "model.weights")
+        version = Path(model).parent.name if isinstance(model, str) else None
+        return Path(hf_hub_download(name, file, revision=version, etag_timeout=SECONDS))
+    except (DpfedError, HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError):
+        return None
+
+
 @lru_cache(maxsize=4)
 def tokenizer_of(name: str, key: str) -> Any:
     """A fast tokenizer; it pads on the right, with its end token where it has no padding token."""
