@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -58,14 +57,12 @@ def http(code: int) -> urllib.error.HTTPError:
 )
 def test_the_hub_is_asked_once_and_shortly(outcome: Any, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answer(monkeypatch, outcome)
-    started = time.perf_counter()
     with pytest.raises(DpfedError) as error:
         AutoImage(weights="somebody/some-model").build(SPEC)
     assert sentence in str(error.value)
     assert "model.weights = 'somebody/some-model'" in str(error.value)
     assert len(asked) == 1
     assert asked[0].endswith("/api/models/somebody/some-model")
-    assert time.perf_counter() - started < 5
 
 
 def test_offline_the_hub_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:

