@@ -36,7 +36,7 @@ class LoraProduct(torch.autograd.Function):
 
 
 def _scaled_bmm(one: Tensor, other: Tensor, scale: float) -> Tensor:
-    return torch.baddbmm(one.new_zeros(1, 1, 1), one, other, beta=0, alpha=scale)  # with beta 0 the zeros are not read
+    return torch.baddbmm(one.new_empty(1, 1, 1), one, other, beta=0, alpha=scale)  # with beta 0 it is not read
 
 
 def fuse_lora(model: nn.Module) -> None:
