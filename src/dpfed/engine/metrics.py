@@ -10,8 +10,6 @@ from torch import Tensor
 
 from dpfed.engine.setup import Job
 
-BATCH = 8192  # records handed to the model, which takes as many at a time as fit
-
 
 @dataclass(frozen=True)
 class Scores:
@@ -23,12 +21,12 @@ class Scores:
     support: int
 
 
-def confusion(job: Job, theta: Tensor) -> Tensor:
+def confusion(job: Job, theta: Tensor, batch: int = 8192) -> Tensor:
     """How often the class of a row was answered with the class of a column, `[classes, classes]`."""
     count = len(job.classes)
     table = torch.zeros(count * count, dtype=torch.int64)
-    for first in range(0, len(job.test.labels), BATCH):
-        at = torch.arange(first, min(first + BATCH, len(job.test.labels)), device=job.device)
+    for first in range(0, len(job.test.labels), batch):
+        at = torch.arange(first, min(first + batch, len(job.test.labels)), device=job.device)
         inputs, labels = job.test.take(at)
         answers = job.model.scores(theta, inputs).argmax(1)
         table += torch.bincount((labels * count + answers).cpu(), minlength=count * count)
