@@ -11,9 +11,9 @@ import torch._functorch.config
 from torch import Tensor, nn
 
 LOG = logging.getLogger("dpfed")
-KEPT = (
-    0.8  # share of activations kept for the backward pass; cheap ones beyond it are computed again, which costs no time
-)
+# Share of activations kept for the backward pass. Cheap ones beyond it are computed again: a hundredth of the time of a step,
+# a sixth of its memory where it was measured (docs/performance.md).
+KEPT = 0.8
 
 
 class Compiled:
