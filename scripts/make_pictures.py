@@ -24,6 +24,7 @@ from matplotlib import pyplot
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 NUMBERS = IMAGES / "numbers.json"
+GROWTH = IMAGES / "growth.json"  # written by benchmarks/fleet_growth.py --out on a GPU
 SEEDS = 5
 METHODS = ("dp-fedavg", "dp-local-adamw", "dp-fedadamw")
 STUDY = [
@@ -80,8 +81,11 @@ def cells(study: Path) -> list[dict[str, Any]]:
 
 
 def begin(theme: str, size: tuple[float, float]) -> tuple[Any, Any, dict[str, str]]:
-    colours = COLOURS[theme]
     figure, axes = pyplot.subplots(figsize=size, layout="constrained")
+    return figure, plain(figure, axes, COLOURS[theme]), COLOURS[theme]
+
+
+def plain(figure: Any, axes: Any, colours: dict[str, str]) -> Any:
     figure.patch.set_alpha(0)
     axes.patch.set_alpha(0)
     for side in ("top", "right"):
@@ -91,7 +95,7 @@ def begin(theme: str, size: tuple[float, float]) -> tuple[Any, Any, dict[str, st
     axes.tick_params(colors=colours["soft"], labelcolor=colours["ink"])
     axes.grid(axis="y", color=colours["grid"], linewidth=0.8)
     axes.set_axisbelow(True)
-    return figure, axes, colours
+    return axes
 
 
 def titled(axes: Any, colours: dict[str, str], title: str, subtitle: str) -> None:
@@ -161,6 +165,38 @@ def draw_compare(table: list[dict[str, Any]], theme: str, path: Path) -> None:
     finish(figure, axes, colours, path)
 
 
+def draw_growth(found: dict[str, Any], theme: str, path: Path) -> None:
+    """Left: a client's share of a step, by the size of the cohort. Right: a step of five clients, by what is trained."""
+    colours, rows = COLOURS[theme], [row for row in found["rows"] if row["ms"] is not None]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(8.6, 3.9), layout="constrained")
+    rank = rows[0]["trained"]
+    cohorts = sorted((row for row in rows if row["trained"] == rank), key=lambda row: row["clients"])
+    trained = sorted((row for row in rows if row["clients"] == 5), key=lambda row: row["P"])
+    for axes, chosen, x, y in ((left, cohorts, "clients", "ms_per_client"), (right, trained, "P", "ms")):
+        plain(figure, axes, colours).plot(
+            [row[x] for row in chosen], [row[y] for row in chosen], "-o", color=colours["dp-fedadamw"], linewidth=2.2
+        )
+        for row in chosen:
+            text = f"{row['peak_gib']:.1f} GiB" + (f"\n{row['trained']}" if x == "P" else "")
+            axes.annotate(
+                text, (row[x], row[y]), xytext=(0, 8), textcoords="offset points", ha="center", color=colours["soft"],
+                fontsize=8.5,
+            )  # fmt: skip
+        axes.set(xscale="log", ylim=(0, 1.3 * max(row[y] for row in chosen)))
+        axes.margins(x=0.12)
+    left.set_xticks([row["clients"] for row in cohorts], [str(row["clients"]) for row in cohorts])
+    left.minorticks_off()
+    left.set(xlabel="clients in a step, 16 records each", ylabel="milliseconds for each client")
+    right.set(xlabel="numbers trained", ylabel="milliseconds for a step of 5 clients")
+    titled(
+        left, colours, "A client costs less in company", f"{found['model']}, LoRA {rank} · peak memory at each point"
+    )
+    titled(right, colours, "What is trained sets the price", f"{found['device']}, one private local step")
+    right.xaxis.label.set_color(colours["ink"])
+    right.yaxis.label.set_color(colours["ink"])
+    finish(figure, left, colours, path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", action="store_true", help="run the commands first")
@@ -177,6 +213,7 @@ def main() -> None:
         for theme in COLOURS:
             draw_run(numbers["run"], theme, options.out / f"run-{theme}.svg")
             draw_compare(numbers["compare"], theme, options.out / f"compare-{theme}.svg")
+            draw_growth(json.loads(GROWTH.read_text(encoding="utf-8")), theme, options.out / f"growth-{theme}.svg")
 
 
 if __name__ == "__main__":

@@ -81,3 +81,25 @@ def test_is_used_where_it_can_be_and_only_there(monkeypatch: pytest.MonkeyPatch)
         want = functional_call(model, copies(model, 3), (x,)) if weights else model(x)
         assert want.shape == (3, 5, 4)
         assert len(calls) == expected
+
+
+@pytest.mark.parametrize("needs_x", [True, False])
+def test_compilers_are_given_the_same_function(needs_x: bool) -> None:
+    g = torch.Generator().manual_seed(4)
+
+    def make(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g)
+
+    x = make(3, 4, 5).requires_grad_(needs_x)
+    a, b = make(3, 5, 2).transpose(1, 2).requires_grad_(), make(3, 2, 6).transpose(1, 2).requires_grad_()
+    weight, bias = make(6, 5), make(6)
+    torch.library.opcheck(torch.ops.dpfed.lora_product.default, (x, weight, bias, a, b, 1.7))
+    asked = [a, b, x] if needs_x else [a, b]
+    whole = torch.compile(
+        lambda x, a, b: torch.ops.dpfed.lora_product(x, weight, bias, a, b, 1.7)[0], backend="aot_eager"
+    )
+    one = torch.autograd.grad(whole(x, a, b).square().sum(), asked)
+    other = torch.autograd.grad(LoraProduct.apply(x, weight, bias, a, b, 1.7).square().sum(), asked)
+    for found, expected in zip(one, other, strict=True):
+        torch.testing.assert_close(found, expected)
+        assert found.stride() == expected.stride()

@@ -17,7 +17,7 @@ from dpfed.model.zoo import REGISTRY
 from dpfed.model.zoo.built import Built, fresh_head, normalise
 from dpfed.privacy.records import Records
 
-RECORDS = 512
+RECORDS = 512  # or two for each of a larger cohort's, so that every slot has one
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,9 @@ class Case:
         return parts
 
     def records(self, device: torch.device) -> Records:
-        inputs = self.spec.synthetic(RECORDS, torch.Generator().manual_seed(0))
-        labels = torch.arange(RECORDS) % self.spec.classes
+        count = max(RECORDS, 2 * self.union)
+        inputs = self.spec.synthetic(count, torch.Generator().manual_seed(0))
+        labels = torch.arange(count) % self.spec.classes
         return Records({name: x.to(device) for name, x in inputs.items()}, labels.to(device))
 
     def _lora(self) -> LoraSection:

@@ -12,37 +12,111 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpfed.kernels import usable
 from dpfed.model.keyed import once
 
 
-class LoraProduct(torch.autograd.Function):
-    """`x Wᵀ + c + s (x Aᵀ) Bᵀ` for x `[M, n, in]`, W `[out, in]` frozen, A `[M, r, in]`, B `[M, out, r]`."""
+def product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`x Wᵀ + c + s (x Aᵀ) Bᵀ` and `x Aᵀ`, for x `[M, n, in]`, W `[out, in]` frozen, A `[M, r, in]`, B `[M, out, r]`."""
+    y = F.linear(x, weight, bias)
+    kernels = kernels_for(x, a.shape[1])
+    if kernels is not None:
+        return y, kernels.two_products(x, a.transpose(1, 2), b.transpose(1, 2), y, 1.0, scale)
+    low = torch.bmm(x, a.transpose(1, 2))
+    return y.baddbmm_(low, b.transpose(1, 2), alpha=scale), low
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        low = torch.bmm(x, a.transpose(1, 2))
-        ctx.save_for_backward(x, weight, a, b, low)
-        ctx.scale = scale
-        return F.linear(x, weight, bias).baddbmm_(low, b.transpose(1, 2), alpha=scale)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight, a, b, low = ctx.saved_tensors
-        down = _scaled_bmm(grad, b, ctx.scale)
-        grad_b = _scaled_bmm(low.transpose(1, 2), grad, ctx.scale).transpose(1, 2)
-        grad_a = torch.bmm(x.transpose(1, 2), down).transpose(1, 2)
-        grad_x = torch.matmul(grad, weight).baddbmm_(down, a) if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, grad_a, grad_b, None
+def gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, low: Tensor, scale: float, first: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """With respect to x (not made where it is the `first` layer's, which nobody asks for), A and B."""
+    kernels = None if first else kernels_for(x, a.shape[1])
+    if kernels is not None:
+        grad = grad.contiguous()
+        grad_x = torch.matmul(grad, weight)
+        down = kernels.two_products(grad, b, a, grad_x, scale, 1.0)
+        grad_a, grad_b = kernels.outer(x, down, 1.0, False), kernels.outer(grad, low, scale, True)
+        return grad_x, grad_a.transpose(1, 2), grad_b.transpose(1, 2)
+    down = _scaled_bmm(grad, b, scale)
+    grad_b = _scaled_bmm(low.transpose(1, 2), grad, scale).transpose(1, 2)
+    grad_a = torch.bmm(x.transpose(1, 2), down).transpose(1, 2)
+    return grad.new_empty(0) if first else torch.matmul(grad, weight).baddbmm_(down, a), grad_a, grad_b
 
 
 def _scaled_bmm(one: Tensor, other: Tensor, scale: float) -> Tensor:
     return torch.baddbmm(one.new_empty(1, 1, 1), one, other, beta=0, alpha=scale)  # with beta 0 it is not read
 
 
+def kernels_for(x: Tensor, rank: int) -> Any | None:
+    """The kernels for these products, where they can take them."""
+    if not usable(x):
+        return None
+    from dpfed.kernels import lora
+
+    return lora if lora.fits(x, rank) else None
+
+
+class LoraProduct(torch.autograd.Function):
+    """`product` with its own backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        y, low = product(x, weight, bias, a, b, scale)
+        ctx.save_for_backward(x, weight, a, b, low)
+        ctx.scale = scale
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        first = not ctx.needs_input_grad[0]
+        x, weight, a, b, low = ctx.saved_tensors
+        grad_x, grad_a, grad_b = gradients(grad, x, weight, a, b, low, ctx.scale, first)
+        return None if first else grad_x, None, None, grad_a, grad_b, None
+
+
+# A compiler is given the same two functions as operators that it does not look into: it fuses what is around them.
+
+_SCHEMA = "(Tensor x, Tensor weight, Tensor? bias, Tensor a, Tensor b, float scale) -> (Tensor, Tensor)"
+_BACK = "(Tensor grad, Tensor x, Tensor weight, Tensor a, Tensor b, Tensor low, float scale, bool first) -> (Tensor, Tensor, Tensor)"
+_opaque = torch.library.custom_op("dpfed::lora_product", product, mutates_args=(), schema=_SCHEMA)
+_opaque_back = torch.library.custom_op("dpfed::lora_gradients", gradients, mutates_args=(), schema=_BACK)
+
+
+@_opaque.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return x.new_empty(*x.shape[:2], weight.shape[0]), x.new_empty(*x.shape[:2], a.shape[1])
+
+
+@_opaque_back.register_fake
+def _(
+    grad: Tensor, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, low: Tensor, scale: float, first: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    (samples, rank, wide), out = a.shape, b.shape[1]
+    grad_a = x.new_empty(samples, wide, rank).transpose(1, 2)
+    return x.new_empty(0 if first else x.shape), grad_a, x.new_empty(samples, rank, out).transpose(1, 2)
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    x, weight, _, a, b, scale = inputs
+    ctx.save_for_backward(x, weight, a, b, output[1])
+    ctx.scale = scale
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
+    first = not ctx.needs_input_grad[0]
+    grad_x, grad_a, grad_b = torch.ops.dpfed.lora_gradients(grad, *ctx.saved_tensors, ctx.scale, first)
+    return None if first else grad_x, None, None, grad_a, grad_b, None
+
+
+_opaque.register_autograd(_backward, setup_context=_setup)
+
+
 def fuse_lora(model: nn.Module) -> None:
     """Every linear adapter of peft computes by `LoraProduct` where it can: one adapter, no dropout, samples' own weights.
 
-    A compiler has fusions of its own and gets the plain form.
+    A compiler that cannot be given the kernels has fusions of its own and gets the plain form.
     """
     from peft.tuners.lora.layer import Linear
 
@@ -56,11 +130,16 @@ def _twin(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         names = [name for name in self.active_adapters if name in self.lora_A]
         plain = self.disable_adapters or self.merged or self.lora_variant or args or kwargs
-        if plain or len(names) != 1 or torch.compiler.is_compiling() or not _fits(self, names[0], x):
+        if plain or len(names) != 1 or not _fits(self, names[0], x):
             return cls.forward(self, x, *args, **kwargs)
         base, a, b = self.base_layer, self.lora_A[names[0]].weight, self.lora_B[names[0]].weight
-        rows = x.reshape(len(b), -1, x.shape[-1])
-        y = LoraProduct.apply(rows, base.weight, base.bias, a, b, self.scaling[names[0]])  # type: ignore[no-untyped-call]
+        rows, scale = x.reshape(len(b), -1, x.shape[-1]), self.scaling[names[0]]
+        if torch.compiler.is_compiling():
+            if not x.is_cuda:
+                return cls.forward(self, x, *args, **kwargs)
+            y, _ = torch.ops.dpfed.lora_product(rows.contiguous(), base.weight, base.bias, a, b, scale)
+        else:
+            y = LoraProduct.apply(rows.contiguous(), base.weight, base.bias, a, b, scale)  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], y.shape[-1])
 
     return type("TwinLora", (cls,), {"forward": forward, "__module__": __name__})

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from dpfed.errors import DpfedError
 from dpfed.model.compiled import Compiled
 from dpfed.model.keyed import install_keyed_dropout
+from dpfed.model.layer_norm import fuse_norms
 from dpfed.model.lora_product import fuse_lora
 from dpfed.model.space import Space
 from dpfed.model.task import right_class
@@ -45,6 +46,7 @@ class PerSample:
         refuse_batch_norm(model)
         install_twins(model, space)
         fuse_lora(model)
+        fuse_norms(model)
         self._keys = install_keyed_dropout(model)
         self._slices = space.slices()
         self.model = model.eval().requires_grad_(False)
