@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -127,3 +130,28 @@ def test_the_trial_before_the_first_use(dtype: torch.dtype, monkeypatch: pytest.
     assert not row_kernels.right(DEVICE, dtype)
     monkeypatch.setattr(row_kernels, "zero_rows", lambda rows, keep: zero_rows(rows, keep | True))
     assert not row_kernels.right(DEVICE, dtype)
+
+
+COMPILE = """
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from dpfed.privacy import row_kernels
+
+for kernel in (row_kernels._squares, row_kernels._zero_rows):
+    types = {"rows": "*bf16", "out": "*fp32", "keep": "*i32", "PIECE": "constexpr", "WRITERS": "constexpr"}
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names}
+    constants = {(i,): getattr(row_kernels, name) for i, name in enumerate(signature) if name.isupper()}
+    even = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if name in ("rows", "stride", "size")}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=even)
+    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": row_kernels.WARPS})
+    print(made.asm["ptx"].count("global.v4.b32"))
+"""
+
+
+def test_a_gpu_compiles_what_the_interpreter_runs(tmp_path: Path) -> None:
+    """The interpreter takes all of Python, the compiler does not; and no GPU is needed to compile for one."""
+    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [int(n) for n in done.stdout.split()] == [2, 2]  # sixteen bytes at once: two for each thread of a program

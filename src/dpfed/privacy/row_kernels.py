@@ -79,7 +79,9 @@ def _check(rows: Tensor) -> None:
 # Places of numbers are counted in 64 bits: a matrix may have more than 2^31 of them.
 
 
-def _squares_kernel(rows: Any, out: Any, size: Any, stride: Any, pieces: Any, PIECE: tl.constexpr) -> None:
+def _squares_kernel(
+    rows: tl.tensor, out: tl.tensor, size: tl.tensor, stride: tl.tensor, pieces: tl.tensor, PIECE: tl.constexpr
+) -> None:
     program = tl.program_id(0)
     row = (program // pieces).to(tl.int64)
     column = (program % pieces) * PIECE + tl.arange(0, PIECE)
@@ -87,7 +89,9 @@ def _squares_kernel(rows: Any, out: Any, size: Any, stride: Any, pieces: Any, PI
     tl.store(out + program, tl.sum(x * x, axis=0))
 
 
-def _zero_rows_kernel(rows: Any, keep: Any, size: Any, stride: Any, PIECE: tl.constexpr, WRITERS: tl.constexpr) -> None:
+def _zero_rows_kernel(
+    rows: tl.tensor, keep: tl.tensor, size: tl.tensor, stride: tl.tensor, PIECE: tl.constexpr, WRITERS: tl.constexpr
+) -> None:
     program = tl.program_id(0)
     row = (program // WRITERS).to(tl.int64)
     if tl.load(keep + row) == 0:
