@@ -60,7 +60,9 @@ class Pass:
 
 
 class Sums(Protocol):
-    """Clipped sums of a batch in passes of a fixed size: a run's own (`FixedSum`), or a seat among others (`shared.py`)."""
+    """Clipped sums of a batch in passes of a fixed size: a run's own (`FixedSum`), or a seat among others (`shared.py`).
+
+    What they give is the caller's own, who adds noise to it in place."""
 
     def sums(self, theta: Tensor, arrays: Mapping[str, np.ndarray], clip: float) -> tuple[Tensor, Tensor]: ...
 
