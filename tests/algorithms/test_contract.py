@@ -158,6 +158,22 @@ def test_the_five_methods_repeat_themselves_and_leave_their_inputs_alone(algorit
         assert all(torch.equal(g, copied) for g, copied in oracle.given)
 
 
+MOMENTS = [a for a in VARIANTS if a.name in {"dp-fedadamw", "dp-local-adamw", "dp-fedlada", "dp-adambc", "dp-fafed"}]
+
+
+@pytest.mark.parametrize("algorithm", MOMENTS, ids=lambda a: a.name)
+def test_a_square_that_is_no_number_holds_its_own_coordinate_and_no_more(algorithm: Algorithm) -> None:
+    """v stays infinite there, so the step is zero; the difference of two infinities would be no number at all."""
+    ctx, _, local = middle(algorithm)
+    huge = torch.ones(ctx.S, ctx.space.size)
+    huge[0, 1] = 1e25
+    for k, gradient in ((1.0, huge), (2.0, torch.ones_like(huge)), (3.0, torch.ones_like(huge))):
+        local = algorithm.step(ctx, local, FakeOracle(lambda x, g=gradient: g, ctx.phi), torch.tensor(k))  # type: ignore[misc]
+    assert local.v.isinf().nonzero().tolist() == [[0, 1]]
+    assert not local.v.isnan().any()
+    assert local.theta.isfinite().all()
+
+
 @each
 def test_the_oracle_is_called_as_declared(algorithm: Algorithm) -> None:
     """B8: the ledger charges K·batches·releases per client and round, so that is what must be taken."""

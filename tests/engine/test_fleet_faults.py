@@ -274,15 +274,14 @@ def test_nothing_is_drawn_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         first(self, device, key)
 
     released: dict[tuple[int, int], list[Tensor]] = {}
-    normal = OsNoise.normal
+    fill = OsNoise.fill
 
-    def watched(self: OsNoise, size: int) -> Tensor:
-        out = normal(self, size)
-        released.setdefault(self._key, []).append(out)  # type: ignore[call-overload]
-        return out
+    def watched(self: OsNoise, row: Tensor) -> None:
+        fill(self, row)
+        released.setdefault(self._key, []).append(row.clone())  # type: ignore[call-overload]
 
     monkeypatch.setattr(OsNoise, "__init__", counted)
-    monkeypatch.setattr(OsNoise, "normal", watched)
+    monkeypatch.setattr(OsNoise, "fill", watched)
     batches: list[tuple[tuple[int, ...], list[int]]] = []
     draw = FleetOracle._draw
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -21,6 +25,7 @@ from dpfed.engine.fleet import Fleet
 from dpfed.engine.rounds import aggregate, choose, first_state
 from dpfed.engine.setup import Job, prepare, repays
 from dpfed.model.compiled import repeated
+from dpfed.privacy import fixed as fixed_module
 from dpfed.privacy.clipping import Clipping, clip_and_sum
 from dpfed.privacy.fixed import FixedSum, clip_and_sum_slots, passes_of, slots_for, weighted_sums
 from dpfed.registry import registry
@@ -87,6 +92,87 @@ def test_slots_equal_the_reference(mode: str, records: int, bad: int | None) -> 
     torch.testing.assert_close(total, wanted, rtol=1e-6, atol=1e-6)
     assert torch.equal(count, counted)
     assert total.isfinite().all()
+
+
+INTERPRETED = find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
+WAYS = ["plain", pytest.param("kernels", marks=pytest.mark.skipif(not INTERPRETED, reason="no triton interpreter"))]
+
+
+def take(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way == "plain":
+        monkeypatch.setattr(fixed_module, "kernels_for", lambda rows: None)
+    else:
+        assert fixed_module.kernels_for(torch.zeros(1, 1)) is not None
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["flat", "automatic", "quantile"])
+def test_what_is_no_number_or_not_used_adds_exactly_nothing(
+    mode: str, dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Record for record: each has a client of its own, and one of them all others."""
+    take(way, monkeypatch)
+    g = torch.Generator().manual_seed(2)
+    grads = [torch.randn(12, n, generator=g).to(dtype) for n in (5, 4500)]  # neither fills whole lines of memory
+    grads[0][1, 0], grads[1][2, 4499], grads[1][3, 7] = math.nan, math.inf, -math.inf
+    grads[1][4] = 1e30  # a number, its square is none in float32
+    grads[1][5, ::600] = 1.2e19  # eight squares that are numbers, and their sum is none
+    grads[0][6], grads[1][6] = 0.0, 0.0
+    grads[0][8], grads[1][9, 3], grads[1][10] = math.nan, math.inf, 1e30
+    valid = torch.tensor([1] * 8 + [0] * 4)
+    rule, clip = Clipping(mode), torch.linspace(0.5, 3.0, 12)  # type: ignore[arg-type]
+    client = torch.arange(12)
+    total, count = clip_and_sum_slots([x.clone() for x in grads], client, valid, 12, clip, rule)
+    every = torch.cat(grads, dim=1).double()
+    for slot in range(12):
+        if slot in (0, 7):
+            wanted = every[slot] * min(1.0, float(clip[slot]) / float(every[slot].norm()))
+            if mode == "automatic":
+                wanted = every[slot] * (float(clip[slot]) / (float(every[slot].norm()) + rule.stability))
+            torch.testing.assert_close(total[slot].double(), wanted, rtol=2e-6, atol=0)
+            assert float(total[slot].double().norm()) <= float(clip[slot]) * (1 + 1e-6)
+            assert count[slot].item() == -0.5
+        else:
+            assert total[slot].eq(0).all(), slot
+            assert count[slot].item() == (0.5 if slot == 6 else 0.0)  # a gradient of zeros is one below C
+    together, counted = clip_and_sum_slots(grads, torch.zeros_like(client), valid, 1, clip, rule)
+    torch.testing.assert_close(together[0], total.sum(0))
+    assert counted.item() == count.sum().item() == -0.5
+
+
+@pytest.mark.parametrize("state", ["missing", "wrong", "failing"])
+def test_kernels_that_cannot_be_used_are_not(
+    state: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def right(device: torch.device, dtype: torch.dtype) -> bool:
+        if state == "failing":
+            raise RuntimeError("Failed to find C compiler.\nPlease specify one")
+        return False
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr("dpfed.privacy.row_kernels", None, raising=False)
+    module = None if state == "missing" else SimpleNamespace(right=right)
+    monkeypatch.setitem(sys.modules, "dpfed.privacy.row_kernels", module)  # type: ignore[arg-type]
+    monkeypatch.delattr("dpfed.privacy.row_kernels")
+    fixed_module._tried_kernels.cache_clear()
+    rows = torch.tensor([[3.0, 4.0], [math.nan, 1.0]])
+    with caplog.at_level("INFO", logger="dpfed"):
+        assert fixed_module.row_norms(rows)[0].item() == 5.0
+        fixed_module.clear(rows, torch.tensor([5.0, math.nan]))
+    fixed_module._tried_kernels.cache_clear()
+    assert rows.tolist() == [[3.0, 4.0], [0.0, 1.0]]
+    assert len(caplog.records) == 1
+    assert "\n" not in caplog.text.strip()
+    if state == "wrong":
+        assert "wrong sums" in caplog.text
+
+
+def test_without_a_gpu_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(fixed_module, "_tried_kernels", MagicMock(side_effect=AssertionError))
+    assert fixed_module.kernels_for(torch.zeros(1, 1)) is None
 
 
 def test_half_precision_gradients_are_clipped_in_full_precision() -> None:

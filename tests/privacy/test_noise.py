@@ -128,6 +128,19 @@ def test_any_number_of_noise_values(size: int) -> None:
         assert values.isfinite().all()
 
 
+@pytest.mark.parametrize("size", [0, 1, 7, 1000])
+@pytest.mark.parametrize("kind", ["os", "seeded"])
+def test_a_row_is_filled_with_the_very_numbers_that_would_be_given(kind: str, size: int) -> None:
+    noise = OsNoise(CPU) if kind == "os" else Streams(3).noise(2, 1, CPU)
+    wanted = noise.again()
+    matrix = torch.full((3, size), 7.0)
+    noise.fill(matrix[1])
+    noise.fill(matrix[0])
+    assert torch.equal(matrix[1], wanted.normal(size))
+    assert torch.equal(matrix[0], wanted.normal(size))
+    assert matrix[2].eq(7).all()
+
+
 def test_os_uniform_numbers_exclude_zero_and_fill_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     noise = OsNoise(CPU)
     u = noise.uniform(100_000)

@@ -302,6 +302,23 @@ def test_o5_variance_is_phi_and_mean_is_the_clipped_mean(clip: float, sigma: flo
     assert float(per_coordinate.mean().abs()) < 4 * math.sqrt(phi_here / draws / width)
 
 
+def test_noise_is_each_clients_stream_times_its_own_level() -> None:
+    """Number for number, of two releases one after another; the last bit is left to the order of rounding."""
+    grads = gradients_of_size(12, size=0.3)
+    records, theta = stub_records(grads), torch.zeros(2, grads.shape[1])
+    plan = plan_of([6, 6], [4.0, 3.0], sigma=1.5)
+    noisy, silent = (
+        make(Stub(), records, one_each([6, 6]), p, seed=5, steps=2)
+        for p in (plan, plan_of([6, 6], [4.0, 3.0], sigma=0.0))
+    )
+    streams = [Streams(5).noise(1, i, torch.device("cpu")) for i in (0, 1)]
+    for _ in range(2):
+        z = torch.stack([noise.normal(grads.shape[1]) for noise in streams])
+        mean = silent(theta)[0]
+        std = torch.tensor([[plan.noise_std(i) / plan.expected[i]] for i in (0, 1)], dtype=torch.float32)
+        torch.testing.assert_close(noisy(theta)[0], mean + std * z, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("drawn", [0, 5, 40])
 def test_o7_the_divisor_is_the_expected_batch_whatever_was_drawn(drawn: int) -> None:
     grads = gradients_of_size(100)

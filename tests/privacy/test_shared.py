@@ -155,6 +155,29 @@ def test_an_answer_is_not_overwritten_by_the_next_pass() -> None:
             torch.testing.assert_close(total[0], ROWS[k])
 
 
+def test_whoever_writes_into_an_answer_writes_into_nobody_elses() -> None:
+    """The oracle adds its noise in place: to its own rows, never to a neighbour's or to what the next pass starts from."""
+    theta, one = torch.ones(CLIENTS, SIZE), arrays([3, 4], [0, 1])
+
+    def task(noise: float) -> Callable[[Seat], list[tuple[Tensor, Tensor]]]:
+        def ask(seat: Seat) -> list[tuple[Tensor, Tensor]]:
+            answers = []
+            for _ in range(3):
+                total, count = seat.sums(theta, one, 9.0)
+                answers.append((total.clone(), count.clone()))
+                total += noise
+                count += noise
+            return answers
+
+        return ask
+
+    wanted, counted = reference(theta, [3, 4], [0, 1], 9.0)
+    for answers in together(union(3), [task(1e3), task(-1e6), task(0.0)]):
+        for total, count in answers:
+            torch.testing.assert_close(total, wanted)
+            assert torch.equal(count, counted)
+
+
 def test_a_neighbour_that_is_not_finite_hurts_nobody() -> None:
     good = torch.ones(CLIENTS, SIZE)
     bad = torch.full((CLIENTS, SIZE), float("nan"))

@@ -50,8 +50,8 @@ class DPAdamBC(Averaging):
 
     def step(self, ctx: Context, local: Local, oracle: Oracle, k: Tensor) -> Local:
         g, phi = oracle(local.theta)
-        m = self.beta1 * local.m + (1 - self.beta1) * g
-        v = self.beta2 * local.v + (1 - self.beta2) * g * g
+        m = torch.lerp(local.m, g, 1 - self.beta1)
+        v = (self.beta2 * local.v).addcmul(g, g, value=1 - self.beta2)
         m_hat = m / bias_correction(self.beta1, k)
         v_hat = v / bias_correction(self.beta2, k)
         u = (v_hat - phi).clamp_min(self.bc_floor_abs)

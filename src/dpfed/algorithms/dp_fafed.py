@@ -97,8 +97,8 @@ class DPFAFED(Algorithm):
             g_prev, _ = oracle.again(local.x_prev)
             m = g + (1 - self.alpha) * (local.m - g_prev)
         else:
-            m = (1 - self.alpha) * local.m + self.alpha * g
-        v = self.beta2 * local.v + (1 - self.beta2) * g * g
+            m = torch.lerp(local.m, g, self.alpha)
+        v = (self.beta2 * local.v).addcmul(g, g, value=1 - self.beta2)
         theta = local.theta - ctx.lr * (m / local.h + self.weight_decay * local.theta)
         return replace(local, theta=theta, m=m, v=v, x_prev=local.theta if self.fafed_vr else local.x_prev)
 

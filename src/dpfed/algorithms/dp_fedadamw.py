@@ -157,8 +157,8 @@ class DPFedAdamW(Algorithm):
 
     def step(self, ctx: Context, local: Local, oracle: Oracle, k: Tensor) -> Local:
         g, phi = oracle(local.theta) if self.scale == "off" else oracle(local.theta, local.scale)
-        m = self.beta1 * local.m + (1 - self.beta1) * g
-        v = self.beta2 * local.v + (1 - self.beta2) * g * g
+        m = torch.lerp(local.m, g, 1 - self.beta1)
+        v = (self.beta2 * local.v).addcmul(g, g, value=1 - self.beta2)
         m_hat = m / bias_correction(self.beta1, k if self.m_exponent == "local" else (ctx.t - 1) * ctx.K + k)
         correction = self._v_correction(ctx, k)
         v_hat, w = v / correction, local.w

@@ -79,8 +79,8 @@ class DPFedLADA(Algorithm):
 
     def step(self, ctx: Context, local: Local, oracle: Oracle, k: Tensor) -> Local:
         g, _ = oracle(local.theta)
-        m = self.beta1 * local.m + (1 - self.beta1) * g
-        v = self.beta2 * local.v + (1 - self.beta2) * g * g
+        m = torch.lerp(local.m, g, 1 - self.beta1)
+        v = (self.beta2 * local.v).addcmul(g, g, value=1 - self.beta2)
         v_max = torch.maximum(local.v_max, v) if self.lada_amsgrad else v
         step = self.a * m / (v_max.sqrt() + self.eps) + (1 - self.a) * local.ga
         theta = local.theta - ctx.lr * (step + self.weight_decay * local.theta)

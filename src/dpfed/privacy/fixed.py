@@ -7,10 +7,13 @@ out. On a GPU the whole pass (gather, forward, backward, clip, sum) is captured 
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Protocol
 
 import numpy as np
@@ -57,7 +60,9 @@ class Pass:
 
 
 class Sums(Protocol):
-    """Clipped sums of a batch in passes of a fixed size: a run's own (`FixedSum`), or a seat among others (`shared.py`)."""
+    """Clipped sums of a batch in passes of a fixed size: a run's own (`FixedSum`), or a seat among others (`shared.py`).
+
+    What they give is the caller's own, who adds noise to it in place."""
 
     def sums(self, theta: Tensor, arrays: Mapping[str, np.ndarray], clip: float) -> tuple[Tensor, Tensor]: ...
 
@@ -205,7 +210,7 @@ def clip_and_sum_slots(
     every = torch.cat([*grads, grads[0].new_zeros(len(client), -size % ALIGNED)], dim=1)
     norm = row_norms(every)
     good = valid.bool() & norm.isfinite()
-    every.nan_to_num_(0.0, 0.0, 0.0)  # a product with zero would keep what is not finite
+    clear(every, norm)  # a product with zero would keep what is not finite
     factor = factors(norm, clip, rule)
     member = torch.nn.functional.one_hot(client, clients).to(torch.float32).t()
     total = weighted_sums(member * torch.where(good, factor, 0.0), every)
@@ -213,16 +218,57 @@ def clip_and_sum_slots(
     return total[:, :size], count
 
 
-def row_norms(rows: Tensor, piece: int = 256) -> Tensor:
+def row_norms(rows: Tensor) -> Tensor:
     """Norms `[M]` in float32 of rows of any type, right to the last digits however long the rows are.
 
     One float32 number that takes up millions of squares loses the small ones, and a norm that is too small lets a record
-    pass C; so squares are added in short pieces, and the pieces in double precision.
+    pass C; so squares are added in short pieces, and the pieces in double precision. A row whose squares add up to more than
+    float32 holds, or that has an entry which is no number, has a norm that is not finite.
     """
+    kernels = kernels_for(rows)
+    squares = piece_squares(rows) if kernels is None else kernels.squares(rows)
+    return squares.sum(1, dtype=torch.float64).float().sqrt()
+
+
+def piece_squares(rows: Tensor, piece: int = 256) -> Tensor:
+    """Sums of squares `[M, pieces]` of each row's pieces."""
     whole = rows.shape[1] // piece * piece
     norms = torch.linalg.vector_norm(rows[:, :whole].view(len(rows), whole // piece, piece), dim=2, dtype=torch.float32)
     rest = torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True, dtype=torch.float32)
-    return torch.cat([norms, rest], dim=1).double().square().sum(1).float().sqrt()
+    return torch.cat([norms, rest], dim=1).double().square()
+
+
+def clear(rows: Tensor, norm: Tensor) -> None:
+    """Takes out of the rows, in place, every entry that is not finite: such entries are in rows without a finite norm only."""
+    kernels = kernels_for(rows)
+    if kernels is None:
+        rows.nan_to_num_(0.0, 0.0, 0.0)
+    else:
+        kernels.zero_rows(rows, norm.isfinite())
+
+
+def kernels_for(rows: Tensor) -> ModuleType | None:
+    """`row_kernels.py` where it can be used: on GPUs, and in triton's interpreter, which is for tests."""
+    if rows.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+        return _tried_kernels(rows.device, rows.dtype)
+    return None
+
+
+@functools.cache
+def _tried_kernels(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
+    """Tried once for each device and type, before any capture: a machine may lack triton, or what triton needs."""
+    try:
+        from dpfed.privacy import row_kernels
+
+        if row_kernels.right(device, dtype):
+            return row_kernels
+        LOG.warning("kernels over rows of gradients give wrong sums on %s: they are not used", device)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # compilers fail in many ways, and none of them is worth a run
+        lines = str(error).splitlines() or [type(error).__name__]
+        LOG.info("clipping on %s runs without its own kernels: %s", device, lines[0][:160])
+    return None
 
 
 def weighted_sums(weights: Tensor, rows: Tensor) -> Tensor:

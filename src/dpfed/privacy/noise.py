@@ -60,6 +60,9 @@ class Noise(Protocol):
 
     def normal(self, size: int) -> Tensor: ...
 
+    def fill(self, row: Tensor) -> None:
+        """Writes the numbers that `normal` would give over a row, so that those of many clients are made in place."""
+
     def again(self) -> Noise:
         """The same numbers from the first on, for steps that are run again because nothing came of them."""
 
@@ -80,9 +83,15 @@ class SeededNoise:
             self._cpu = streams.generator("noise", round, client)
 
     def normal(self, size: int) -> Tensor:
+        row = torch.empty(size, device=self._device)
+        self.fill(row)
+        return row
+
+    def fill(self, row: Tensor) -> None:
         if self._device.type == "cuda":
-            return torch.randn(size, generator=self._cuda, device=self._device)
-        return torch.from_numpy(self._cpu.standard_normal(size, dtype=np.float32)).to(self._device)
+            row.normal_(generator=self._cuda)
+        else:
+            row.copy_(torch.from_numpy(self._cpu.standard_normal(len(row), dtype=np.float32)))
 
     def again(self) -> SeededNoise:
         return SeededNoise(*self._named, self._device)
@@ -107,6 +116,9 @@ class OsNoise:
 
     def normal(self, size: int) -> Tensor:
         return self.normal64(size).float()
+
+    def fill(self, row: Tensor) -> None:
+        row.copy_(self.normal64(len(row)))
 
     def normal64(self, size: int) -> Tensor:
         half = (size + 1) // 2

@@ -172,10 +172,17 @@ class FleetOracle:
                 count = noised_counts(count, self._count_std[:, 0].tolist(), self._noise)
             return released, count.float()
         if noisy:  # without noise σ=0 is exact, also for C = inf
-            total = total + self._std * torch.stack([noise.normal(theta.shape[1]) for noise in self._noise])
+            total = total.addcmul_(self._std, self._normal(total))  # the sum is nobody else's: one pass over memory
         if counts and noisy:
-            count = count + self._count_std * torch.stack([noise.normal(1) for noise in self._noise])
+            count = count.addcmul_(self._count_std, self._normal(count))
         return total, count
+
+    def _normal(self, like: Tensor) -> Tensor:
+        """The clients' next numbers, a row for each, in one piece."""
+        rows = torch.empty(like.shape, dtype=torch.float32, device=like.device)
+        for row, noise in zip(rows, self._noise, strict=True):
+            noise.fill(row)
+        return rows
 
     def _grids(self) -> list[Grid]:
         plan, size = self._plan, sum(shape.numel() for shape in self._gradients.space.shapes)

@@ -76,22 +76,57 @@ def images(
     sharpen: float = 0.0,
 ) -> Prepare:
     """Images of any size for a model of one size: grey ones repeated, resized, sharpened, normalised; each record by itself."""
-    inner = normalise(spec.name, spec.white, mean, std)
+    inner, resized = normalise(spec.name, spec.white, mean, std), resizing(size, resize)
 
     def prepare(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         x = inputs[spec.name].float()
-        if x.shape[1] != channels:
-            x = x.expand(-1, channels, -1, -1)
         if x.shape[-2:] != (size, size):
-            smaller = size < max(x.shape[-2:])
-            x = F.interpolate(x, (size, size), mode=resize, align_corners=False, antialias=smaller)
+            x = resized(x)
         if sharpen:
             x = x + sharpen * (x - blurred(x))
         if sharpen or resize == "bicubic":  # both overshoot at edges
             x = x.clamp(0, spec.white)
+        if x.shape[1] != channels:
+            x = x.expand(-1, channels, -1, -1)
         return inner({spec.name: x})
 
     return prepare
+
+
+def resizing(size: int, mode: str) -> Callable[[Tensor], Tensor]:
+    """Images `[M, C, H, W]` -> `[M, C, size, size]`; averaged where they become smaller.
+
+    Torch's kernel for small images on a GPU takes longer than two products with the matrices that it stands for. A compiler
+    has fusions of its own and gets the plain form.
+    """
+    made: dict[tuple[torch.device, int, bool], Tensor] = {}  # a captured step cannot bring numbers to the device
+
+    def resized(x: Tensor) -> Tensor:
+        smaller = size < max(x.shape[-2:])
+        if not takes_products(x):
+            return F.interpolate(x, (size, size), mode=mode, align_corners=False, antialias=smaller)
+        for side in x.shape[-2:]:
+            if (x.device, side, smaller) not in made:
+                made[x.device, side, smaller] = resize_matrix(side, size, mode, smaller).to(x.device)
+        down, across = (made[x.device, side, smaller] for side in x.shape[-2:])
+        return by_products(x, down, across)
+
+    return resized
+
+
+def takes_products(x: Tensor) -> bool:
+    return x.device.type == "cuda" and not torch.compiler.is_compiling()
+
+
+def resize_matrix(side: int, size: int, mode: str, smaller: bool) -> Tensor:
+    """What resizing does to a column of pixels, `[size, side]`: its own effect on each single pixel."""
+    each = torch.eye(side).view(1, 1, side, side)
+    return F.interpolate(each, (size, side), mode=mode, align_corners=False, antialias=smaller).view(size, side)
+
+
+def by_products(x: Tensor, down: Tensor, across: Tensor) -> Tensor:
+    """Columns by one matrix and rows by the other; in whole float32 numbers, as `allow_tf32` is off wherever gradients are."""
+    return down @ (x @ across.t())
 
 
 def blurred(x: Tensor) -> Tensor:
