@@ -15,11 +15,9 @@ pytest.importorskip("triton")
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    from dpfed import kernels
+def kernels() -> ModuleType:
     from dpfed.kernels import lora
 
-    monkeypatch.setattr(kernels, "interpreted", True)
     return lora
 
 

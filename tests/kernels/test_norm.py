@@ -14,7 +14,6 @@ pytest.importorskip("triton")
 
 @pytest.mark.parametrize("shape", [(5, 7, 24), (1, 96), (70, 16), (3, 2, 2, 130)])
 def test_it_is_torchs_own(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "interpreted", True)
     g = torch.Generator().manual_seed(0)
     layer = nn.LayerNorm(shape[-1], eps=1e-3)
     with torch.no_grad():
@@ -39,6 +38,7 @@ def test_it_is_torchs_own(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatc
 
 def test_where_it_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FrozenNorm, "apply", lambda *args: pytest.fail("the kernel was called"))
+    monkeypatch.setattr(kernels, "interpreted", False)
     layer = nn.LayerNorm(4)
     fuse_norms(layer)
     assert type(layer) is FusedLayerNorm

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
-from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -20,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from dpfed import kernels
 from dpfed.config import load
 from dpfed.engine.fleet import Fleet
 from dpfed.engine.rounds import aggregate, choose, first_state
@@ -94,7 +92,7 @@ def test_slots_equal_the_reference(mode: str, records: int, bad: int | None) -> 
     assert total.isfinite().all()
 
 
-INTERPRETED = find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED = find_spec("triton") is not None and not torch.cuda.is_available()
 WAYS = ["plain", pytest.param("kernels", marks=pytest.mark.skipif(not INTERPRETED, reason="no triton interpreter"))]
 
 
@@ -102,6 +100,7 @@ def take(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "plain":
         monkeypatch.setattr(fixed_module, "kernels_for", lambda rows: None)
     else:
+        monkeypatch.setattr(kernels, "interpreted", True)
         assert fixed_module.kernels_for(torch.zeros(1, 1)) is not None
 
 
@@ -142,36 +141,33 @@ def test_what_is_no_number_or_not_used_adds_exactly_nothing(
     assert counted.item() == count.sum().item() == -0.5
 
 
-@pytest.mark.parametrize("state", ["missing", "wrong", "failing"])
-def test_kernels_that_cannot_be_used_are_not(
+@pytest.mark.skipif(not INTERPRETED, reason="no triton interpreter")
+@pytest.mark.parametrize("state", ["wrong", "failing"])
+def test_kernels_that_are_not_right_are_not_used(
     state: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    from dpfed.kernels import rows as row_kernels
+
     def right(device: torch.device, dtype: torch.dtype) -> bool:
         if state == "failing":
             raise RuntimeError("Failed to find C compiler.\nPlease specify one")
         return False
 
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr("dpfed.privacy.row_kernels", None, raising=False)
-    module = None if state == "missing" else SimpleNamespace(right=right)
-    monkeypatch.setitem(sys.modules, "dpfed.privacy.row_kernels", module)  # type: ignore[arg-type]
-    monkeypatch.delattr("dpfed.privacy.row_kernels")
-    fixed_module._tried_kernels.cache_clear()
+    monkeypatch.setattr(kernels, "interpreted", True)
+    monkeypatch.setattr(row_kernels, "right", right)
+    fixed_module._checked_kernels.cache_clear()
     rows = torch.tensor([[3.0, 4.0], [math.nan, 1.0]])
-    with caplog.at_level("INFO", logger="dpfed"):
-        assert fixed_module.row_norms(rows)[0].item() == 5.0
-        fixed_module.clear(rows, torch.tensor([5.0, math.nan]))
-    fixed_module._tried_kernels.cache_clear()
+    assert fixed_module.row_norms(rows)[0].item() == 5.0
+    fixed_module.clear(rows, torch.tensor([5.0, math.nan]))
+    fixed_module._checked_kernels.cache_clear()
     assert rows.tolist() == [[3.0, 4.0], [0.0, 1.0]]
     assert len(caplog.records) == 1
     assert "\n" not in caplog.text.strip()
-    if state == "wrong":
-        assert "wrong sums" in caplog.text
+    assert {"wrong": "wrong sums", "failing": "C compiler"}[state] in caplog.text
 
 
 def test_without_a_gpu_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(fixed_module, "_tried_kernels", MagicMock(side_effect=AssertionError))
+    monkeypatch.setattr(fixed_module, "_checked_kernels", MagicMock(side_effect=AssertionError))
     assert fixed_module.kernels_for(torch.zeros(1, 1)) is None
 
 

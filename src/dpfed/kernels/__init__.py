@@ -1,14 +1,22 @@
-"""Where our Triton kernels are used: on a GPU on which triton works. Everywhere else torch's own operations do the same.
+"""Our Triton kernels, and where they are used: on a GPU on which triton works. Elsewhere torch's own operations do the same.
+
+    lora     the thin products of LoRA with weights of each sample's own
+    norm     layer normalisation with frozen weights
+    rows     norms of gradients, and rows that do not count
+    windows  attention within Swin's windows
 
 triton comes with torch for GPUs. It builds its kernels when they are first called and needs a C compiler for that, so
-whether it works is found by trying.
+whether it works is found by trying. `DPFED_KERNELS=0` in the environment does without.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +26,7 @@ interpreted = False  # set by tests: kernels on the CPU, by triton's interpreter
 
 
 def usable(x: Tensor) -> bool:
-    """Whether kernels can take this tensor. `DPFED_KERNELS=0` in the environment says no."""
+    """Whether kernels run where this tensor is. The first call on a device tries one, so it must come before any capture."""
     return interpreted or (x.is_cuda and works(x.device))
 
 
@@ -31,7 +39,14 @@ def works(device: torch.device) -> bool:
 
         one = torch.ones(1, 1, 1, device=device)
         return lora.two_products(one, one, one, torch.ones_like(one), 1.0, 1.0).item() == 1.0
-    except Exception as error:  # no triton, no compiler, a GPU that it does not know, ...
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # no triton, no compiler, a GPU that it does not know: none of them is worth a run
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
-        LOG.warning("triton does not work here, so steps take longer than they could: %s", reason)
+        LOG.warning("triton does not work on %s, so steps take longer than they could: %s", device, reason)
         return False
+
+
+def on(x: Tensor) -> AbstractContextManager[Any]:
+    """A thread's current device need not be that of the tensors, and kernels are started on the current one."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

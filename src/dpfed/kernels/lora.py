@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dpfed.kernels import on
+
 BUSY = 264  # programs that fill a large GPU twice over: with fewer of them the second product is divided
 
 
@@ -93,7 +95,7 @@ def two_products(x: Tensor, w1: Tensor, w2: Tensor, y: Tensor, s1: float, s2: fl
     tiles = samples * triton.cdiv(n, rows)
     width = 64 if rows >= 64 else 128
     parts = 1 if tiles >= BUSY else min(4, max(1, BUSY // tiles), triton.cdiv(d2, width))
-    with torch.cuda.device_of(x):
+    with on(x):
         _two_products[(samples, triton.cdiv(n, rows), parts)](
             x, w1, w2, y, low, n, d1, d2, r, s1, s2,
             x.stride(0), w1.stride(0), w1.stride(1), w1.stride(2), w2.stride(0), w2.stride(1), w2.stride(2),
@@ -109,7 +111,7 @@ def outer(x: Tensor, low: Tensor, s: float, wide: bool) -> Tensor:
     r = low.shape[2]
     out = x.new_empty(samples, r, d) if wide else x.new_empty(samples, d, r)
     width = piece(d)
-    with torch.cuda.device_of(x):
+    with on(x):
         _outer[(samples, triton.cdiv(d, width))](
             x, low, out, n, d, r, s, x.stride(0), low.stride(0), out.stride(0),
             N=block(n, 64), R=block(r, 128), D=width, WIDE=wide, num_warps=4,

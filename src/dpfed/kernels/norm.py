@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dpfed.kernels import on
+
 MOST = 4096  # numbers of a row
 TOGETHER = 4096  # numbers that one program holds
 
@@ -61,7 +63,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor
     rows, width, together, columns = _shape(x)
     y = torch.empty_like(x)
     mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
-    with torch.cuda.device_of(x):
+    with on(x):
         _forward[(triton.cdiv(rows, together),)](
             x, weight, bias, y, mean, rstd, rows, width, eps, R=together, C=columns, num_warps=4
         )
@@ -72,7 +74,7 @@ def backward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
     """With respect to x."""
     rows, width, together, columns = _shape(x)
     out = torch.empty_like(x)
-    with torch.cuda.device_of(x):
+    with on(x):
         _backward[(triton.cdiv(rows, together),)](
             grad, x, weight, mean, rstd, out, rows, width, R=together, C=columns, num_warps=4
         )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpfed.kernels import usable
 from dpfed.privacy.clipping import Clipping, factors
 from dpfed.privacy.records import Gradients, Records, Views, each_view, mean_of_views, view_keys
 
@@ -248,26 +248,24 @@ def clear(rows: Tensor, norm: Tensor) -> None:
 
 
 def kernels_for(rows: Tensor) -> ModuleType | None:
-    """`row_kernels.py` where it can be used: on GPUs, and in triton's interpreter, which is for tests."""
-    if rows.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
-        return _tried_kernels(rows.device, rows.dtype)
-    return None
+    """The kernels over rows, where they can be used and were seen to be right."""
+    return _checked_kernels(rows.device, rows.dtype) if usable(rows) else None
 
 
 @functools.cache
-def _tried_kernels(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
-    """Tried once for each device and type, before any capture: a machine may lack triton, or what triton needs."""
-    try:
-        from dpfed.privacy import row_kernels
+def _checked_kernels(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
+    """Once for each device and type, before any capture."""
+    from dpfed.kernels import rows
 
-        if row_kernels.right(device, dtype):
-            return row_kernels
-        LOG.warning("kernels over rows of gradients give wrong sums on %s: they are not used", device)
+    try:
+        if rows.right(device, dtype):
+            return rows
+        reason = "they give wrong sums"
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # compilers fail in many ways, and none of them is worth a run
-        lines = str(error).splitlines() or [type(error).__name__]
-        LOG.info("clipping on %s runs without its own kernels: %s", device, lines[0][:160])
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+    LOG.warning("kernels over rows of gradients are not used on %s: %s", device, reason)
     return None
 
 

@@ -1,7 +1,4 @@
-"""The kernels over rows of gradients against plain numbers. They need a GPU, or triton's interpreter on any machine:
-
-TRITON_INTERPRET=1 pytest tests/privacy/test_row_kernels.py tests/privacy/test_fixed.py
-"""
+"""The kernels over rows of gradients against plain numbers, on a GPU or by triton's interpreter."""
 
 from __future__ import annotations
 
@@ -18,10 +15,7 @@ from torch import Tensor
 from dpfed.privacy import fixed
 
 pytest.importorskip("triton")
-if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
-    pytest.skip("no GPU, and TRITON_INTERPRET is not 1", allow_module_level=True)
-
-from dpfed.privacy import row_kernels
+from dpfed.kernels import rows as row_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value")
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -136,7 +130,7 @@ COMPILE = """
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from dpfed.privacy import row_kernels
+from dpfed.kernels import rows as row_kernels
 
 for kernel in (row_kernels._squares, row_kernels._zero_rows):
     types = {"rows": "*bf16", "out": "*fp32", "keep": "*i32", "PIECE": "constexpr", "WRITERS": "constexpr"}

@@ -1,18 +1,17 @@
 """Kernels over the rows of a matrix of gradients `[M, P]`: each reads or writes no more of it than it must.
 
-Needs triton, which comes with torch where there is a GPU; only `fixed.py` imports this, and does without where it is missing.
 An error here would be one of privacy, so what is computed is checked against plain numbers before the first use (`right`).
+This module needs triton: it is imported where `kernels.usable` says so.
 """
 
 from __future__ import annotations
-
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from dpfed.kernels import on
 
 PIECE = 4096  # numbers of a row that one program takes; a power of two
 WRITERS = 8  # programs for each row that may have to be cleared
@@ -31,7 +30,7 @@ def squares(rows: Tensor) -> Tensor:
     out = torch.empty(count, pieces, dtype=torch.float32, device=rows.device)
     _check(rows)
     if out.numel():
-        with _on(rows):
+        with on(rows):
             _squares[(count * pieces,)](rows, out, size, rows.stride(0), pieces, PIECE=PIECE, num_warps=WARPS)
     return out
 
@@ -41,7 +40,7 @@ def zero_rows(rows: Tensor, keep: Tensor) -> None:
     count, size = rows.shape
     _check(rows)
     if rows.numel():
-        with _on(rows):
+        with on(rows):
             _zero_rows[(count * WRITERS,)](
                 rows, keep.to(torch.int32), size, rows.stride(0), PIECE=PIECE, WRITERS=WRITERS, num_warps=WARPS
             )
@@ -66,11 +65,6 @@ def right(device: torch.device, dtype: torch.dtype) -> bool:
     return same and bool(torch.equal(rows, wanted))
 
 
-def _on(rows: Tensor) -> AbstractContextManager[Any]:
-    """A thread's current device need not be that of the tensors, and kernels are started on the current one."""
-    return torch.cuda.device(rows.device) if rows.is_cuda else nullcontext()
-
-
 def _check(rows: Tensor) -> None:
     if rows.dim() != 2 or (rows.shape[1] > 1 and rows.stride(1) != 1):
         raise ValueError("kernels over rows need rows whose numbers lie one after another")
@@ -79,9 +73,8 @@ def _check(rows: Tensor) -> None:
 # Places of numbers are counted in 64 bits: a matrix may have more than 2^31 of them.
 
 
-def _squares_kernel(
-    rows: tl.tensor, out: tl.tensor, size: tl.tensor, stride: tl.tensor, pieces: tl.tensor, PIECE: tl.constexpr
-) -> None:
+@triton.jit
+def _squares(rows, out, size, stride, pieces, PIECE: tl.constexpr):
     program = tl.program_id(0)
     row = (program // pieces).to(tl.int64)
     column = (program % pieces) * PIECE + tl.arange(0, PIECE)
@@ -89,9 +82,8 @@ def _squares_kernel(
     tl.store(out + program, tl.sum(x * x, axis=0))
 
 
-def _zero_rows_kernel(
-    rows: tl.tensor, keep: tl.tensor, size: tl.tensor, stride: tl.tensor, PIECE: tl.constexpr, WRITERS: tl.constexpr
-) -> None:
+@triton.jit
+def _zero_rows(rows, keep, size, stride, PIECE: tl.constexpr, WRITERS: tl.constexpr):
     program = tl.program_id(0)
     row = (program // WRITERS).to(tl.int64)
     if tl.load(keep + row) == 0:
@@ -99,7 +91,3 @@ def _zero_rows_kernel(
         for first in range((program % WRITERS) * PIECE, size, WRITERS * PIECE):
             column = first + tl.arange(0, PIECE)
             tl.store(rows + row * stride + column, zeros, mask=column < size)
-
-
-_squares: Any = triton.jit(_squares_kernel)
-_zero_rows: Any = triton.jit(_zero_rows_kernel)
