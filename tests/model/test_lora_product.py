@@ -103,3 +103,13 @@ def test_compilers_are_given_the_same_function(needs_x: bool) -> None:
     for found, expected in zip(one, other, strict=True):
         torch.testing.assert_close(found, expected)
         assert found.stride() == expected.stride()
+
+
+def test_compilers_are_told_what_it_costs() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    fuse_lora(adapted())
+    x, weight, a, b = torch.zeros(3, 4, 5), torch.zeros(6, 5), torch.zeros(3, 2, 5), torch.zeros(3, 6, 2)
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.dpfed.lora_product(x, weight, None, a, b, 1.0)
+    assert counter.get_total_flops() == 2 * 3 * 4 * (5 * 6 + 2 * 5 + 2 * 6)

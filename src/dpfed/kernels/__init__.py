@@ -35,6 +35,8 @@ def works(device: torch.device) -> bool:
     if os.environ.get("DPFED_KERNELS") == "0":
         return False
     try:
+        if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)):
+            return False
         from dpfed.kernels import lora
 
         one = torch.ones(1, 1, 1, device=device)
