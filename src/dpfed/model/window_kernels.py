@@ -1,0 +1,153 @@
+"""Attention within Swin's windows, and the reordering into them, as operations with kernels and backward passes of their own.
+
+Written with autograd, one layer's attention is two dozen small kernels, most of which copy. Here the forward pass is one, and
+so is the backward pass, which computes the probabilities again. As operators of `torch` they work in eager mode, in a CUDA
+graph and in compiled programs. Numbers of padding positions are never read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on the CPU, for tests
+LARGEST = 64  # positions of a window; a side of more would not stay in registers
+DEEPEST = 128  # columns of a head
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def available(x: Tensor) -> bool:
+    """Whether kernels can run where this tensor is."""
+    return TRITON and (x.is_cuda or INTERPRETED) and x.dtype in TYPES
+
+
+def window_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Softmax attention for q, k, v `[windows, n, heads * d]`, of the same shape.
+
+    bias `[heads, n, n]` is added to the scores, and so is mask `[kinds, n, n]`, of which window w takes `w % kinds`. They get
+    no gradient.
+    """
+    heads, n, _ = bias.shape
+    if bias.requires_grad or (mask is not None and mask.requires_grad):
+        raise ValueError("attention by kernels has no gradient for its bias and mask")
+    fits = q.shape == k.shape == v.shape and q.shape[1] == n <= LARGEST and q.shape[2] % heads == 0
+    if not fits or (mask is not None and mask.shape[1:] != (n, n)):
+        raise ValueError(f"attention of {tuple(q.shape)} with a bias of {tuple(bias.shape)} does not fit its kernel")
+    result: Tensor = torch.ops.dpfed.window_attention(q, k, v, bias, mask, scale)
+    return result
+
+
+def reorder(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    """`x[:, index]` for x `[M, n, C]` and a permutation of its rows beside the inverse of it, by which gradients go back."""
+    result: Tensor = torch.ops.dpfed.reorder(x, index, inverse)
+    return result
+
+
+def _side(count: int) -> int:
+    """A power of two, as tiles have, and no less than a matrix unit takes."""
+    return max(16, 1 << (count - 1).bit_length())
+
+
+def _on(x: Tensor) -> Any:
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def _shape(q: Tensor, bias: Tensor, mask: Tensor | None) -> tuple[tuple[int], dict[str, Any]]:
+    heads, n, _ = bias.shape
+    depth = q.shape[2] // heads
+    side = _side(n)
+    warps = (
+        1 if side == 16 else 8 if q.dtype == torch.float32 and side == LARGEST else 4
+    )  # as many as hold it in registers
+    options = {
+        "heads": heads, "masks": 1 if mask is None else len(mask), "N": n, "D": depth, "SIDE": side,
+        "DEPTH": _side(depth), "MASKED": mask is not None, "num_warps": warps,
+    }  # fmt: skip
+    return (q.shape[0] * heads,), options
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    out = q.new_empty(q.shape)
+    if out.numel():
+        from dpfed.model.triton_windows import attend
+
+        q, k, v, bias = (x.contiguous() for x in (q, k, v, bias))
+        added = bias if mask is None else mask.contiguous()
+        grid, options = _shape(q, bias, mask)
+        with _on(q):
+            attend[grid](q, k, v, bias, added, out, scale, **options)
+    return out
+
+
+def _attend_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    outs = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    if grad.numel():
+        from dpfed.model.triton_windows import attend_backward
+
+        grad, q, k, v, bias = (x.contiguous() for x in (grad, q, k, v, bias))
+        added = bias if mask is None else mask.contiguous()
+        grid, options = _shape(q, bias, mask)
+        with _on(q):
+            attend_backward[grid](grad, q, k, v, bias, added, *outs, scale, **options)
+    return outs
+
+
+def _reorder(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    out = x.new_empty(x.shape)
+    if out.numel():
+        from dpfed.model.triton_windows import reorder
+
+        count, width = x.shape[0] * x.shape[1], x.shape[2]
+        rows, columns = 16, min(128, _side(width))
+        grid = (-(-count // rows), -(-width // columns))
+        with _on(x):
+            reorder[grid](x.contiguous(), index, out, count, N=x.shape[1], WIDTH=width, ROWS=rows, COLUMNS=columns)
+    return out
+
+
+def _define() -> None:
+    inputs = "Tensor q, Tensor k, Tensor v, Tensor bias, Tensor? mask, float scale"
+    op = torch.library.custom_op("dpfed::window_attention", _attend, mutates_args=(), schema=f"({inputs}) -> Tensor")
+    back = torch.library.custom_op(
+        "dpfed::window_attention_backward",
+        _attend_backward,
+        mutates_args=(),
+        schema=f"(Tensor grad, {inputs}) -> (Tensor, Tensor, Tensor)",
+    )
+    rows = torch.library.custom_op(
+        "dpfed::reorder", _reorder, mutates_args=(), schema="(Tensor x, Tensor index, Tensor inverse) -> Tensor"
+    )
+    op.register_fake(lambda q, k, v, bias, mask, scale: q.new_empty(q.shape))
+    back.register_fake(lambda grad, q, k, v, *_: (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)))
+    rows.register_fake(lambda x, index, inverse: x.new_empty(x.shape))
+    op.register_autograd(_gradient, setup_context=_keep)
+    rows.register_autograd(_order_back, setup_context=_keep_order)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gradient(ctx: Any, grad: Tensor) -> Any:
+    return *torch.ops.dpfed.window_attention_backward(grad, *ctx.saved_tensors, ctx.scale), None, None, None
+
+
+def _keep_order(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _order_back(ctx: Any, grad: Tensor) -> Any:
+    index, inverse = ctx.saved_tensors
+    return torch.ops.dpfed.reorder(grad, inverse, index), None, None
+
+
+_define()
