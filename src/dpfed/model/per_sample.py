@@ -20,6 +20,7 @@ from dpfed.model.compiled import Compiled
 from dpfed.model.keyed import install_keyed_dropout
 from dpfed.model.lora_product import fuse_lora
 from dpfed.model.space import Space
+from dpfed.model.swin import fuse_windows
 from dpfed.model.task import right_class
 from dpfed.model.twins import TWINS, TwinLinear, install_twin, special_twin, vmap_twin
 
@@ -45,6 +46,7 @@ class PerSample:
         refuse_batch_norm(model)
         install_twins(model, space)
         fuse_lora(model)
+        fuse_windows(model)
         self._keys = install_keyed_dropout(model)
         self._slices = space.slices()
         self.model = model.eval().requires_grad_(False)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
+LOG = logging.getLogger("dpfed")
 TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on the CPU, for tests
 LARGEST = 64  # positions of a window; a side of more would not stay in registers
@@ -24,7 +26,36 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def available(x: Tensor) -> bool:
     """Whether kernels can run where this tensor is."""
-    return TRITON and (x.is_cuda or INTERPRETED) and x.dtype in TYPES
+    return TRITON and x.dtype in TYPES and (_tried(x.device.index) if x.is_cuda else INTERPRETED)
+
+
+def _tried(index: int) -> bool:
+    """Whether kernels work on this GPU, found out by one: it may be too old for them, or the machine lack a C compiler."""
+    if index not in _WORKING:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        try:
+            _WORKING[index] = torch.version.hip is None and torch.cuda.get_device_capability(index) >= (8, 0)
+            if _WORKING[index]:
+                _try(torch.device("cuda", index))
+        except (
+            Exception
+        ) as error:  # a compiler of programs for GPUs fails in many ways, and none of them is worth a run
+            LOG.warning("attention has no kernel of its own here and goes the plain way: %s", str(error)[:160])
+            _WORKING[index] = False
+    return _WORKING[index]
+
+
+# To `torch.compile` the answer is a constant (`torch.compiler.assume_constant_result` would import the compiler now).
+_tried._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_WORKING: dict[int, bool] = {}
+
+
+def _try(device: torch.device) -> None:
+    x = torch.linspace(-1, 1, 16 * 16, device=device).view(1, 16, 16).to(torch.bfloat16)
+    got, want = _attend(x, x, x, x, None, 1.0).float(), (x @ x.mT + x).float().softmax(-1) @ x.float()
+    if not torch.allclose(got, want, atol=0.05):
+        raise RuntimeError("its kernel gives other numbers")
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
