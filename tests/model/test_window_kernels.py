@@ -21,6 +21,7 @@ if not GPU:
 pytest.importorskip("triton")
 
 from test_per_sample import Case, adapted, images, labels_of, swin  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 import dpfed.model.swin as twins  # noqa: E402
 from dpfed.model import triton_windows, window_kernels  # noqa: E402
@@ -151,6 +152,39 @@ def test_what_has_no_kernel_is_refused() -> None:
     assert window_attention(q[:0], k[:0], v[:0], bias.detach(), mask, 1.0).shape == (0, 9, 8)
 
 
+def test_a_kernel_is_tried_before_it_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    window_kernels._try(torch.device(WHERE))
+    monkeypatch.setattr(window_kernels, "_attend", lambda *args: plain(*(args[:4]), None, 0.4))
+    with pytest.raises(RuntimeError, match="other numbers"):
+        window_kernels._try(torch.device(WHERE))
+
+
+@pytest.mark.parametrize(("error", "works"), [(None, True), (RuntimeError("no C compiler"), False)])
+def test_a_gpu_without_kernels_is_known_by_one_failure(
+    error: Exception | None, works: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried: list[torch.device] = []
+
+    def attempt(device: torch.device) -> None:
+        tried.append(device)
+        if error:
+            raise error
+
+    capturing, capability = [True], [(9, 0)]
+    monkeypatch.setattr(window_kernels, "_WORKING", {})
+    monkeypatch.setattr(window_kernels, "_try", attempt)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability[0])
+    assert not window_kernels._tried(1), "nothing is tried while a step is captured"
+    capturing[0] = False
+    assert [window_kernels._tried(1) for _ in range(3)] == 3 * [works]
+    assert tried == [torch.device("cuda", 1)]
+    assert ("no C compiler" in caplog.text) is not works
+    capability[0] = (7, 5)
+    assert not window_kernels._tried(0)
+    assert len(tried) == 1
+
+
 @pytest.mark.parametrize(("count", "n", "width"), [(3, 8, 20), (1, 64, 130), (5, 7, 256)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_reordered(count: int, n: int, width: int, dtype: torch.dtype) -> None:
@@ -171,6 +205,13 @@ def test_operators_are_what_they_say() -> None:
     q, k, v = (t.requires_grad_() for t in (q, k, v))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(torch.ops.dpfed.window_attention, (q, k, v, bias, mask, 0.5), test_utils=tests)
+    for _ in range(2):
+        window_kernels.declare_cost()
+    with FlopCounterMode(display=False) as counter:
+        window_attention(q, k, v, bias, mask, 0.5)
+    assert (
+        counter.get_total_flops() == 2 * 2 * 4 * 4 * 4 * 4
+    )  # two products of two operations, in four windows of 4 x 4 x 4
     index = torch.tensor([2, 0, 3, 1], device=WHERE)
     torch.library.opcheck(torch.ops.dpfed.reorder, (q, index, index.argsort()), test_utils=tests)
 
