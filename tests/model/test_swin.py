@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_per_sample import Case, adapted, images, labels_of, swin
 from torch import nn
-from transformers.models.swin.modeling_swin import SwinAttention, SwinLayer
+from transformers.models.swin.modeling_swin import SwinAttention, SwinLayer, SwinPatchMerging
 
 from dpfed.model.swin import _KEPT, fuse_windows
 
@@ -25,7 +25,9 @@ def layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, SwinLayer)]
 
 
-@pytest.mark.parametrize("side", [16, 20])
+@pytest.mark.parametrize(
+    "side", [16, 20, 18]
+)  # 8 x 8 patches; 10 x 10, padded to windows; 9 x 9, padded to be merged too
 def test_same_numbers_with_and_without_padding(side: int) -> None:
     model = swin(image_size=side, window_size=4)
     want = model(**images(side)(2)).logits
@@ -95,6 +97,36 @@ def test_nothing_is_copied_where_nothing_is_padded() -> None:
         assert got[1] == want[1]
 
 
+@pytest.mark.parametrize("size", [(4, 6), (5, 6), (6, 5), (2, 2)])
+def test_merged_patches_and_their_gradients(size: tuple[int, int]) -> None:
+    model = swin()
+    plain = next(m for m in model.modules() if isinstance(m, SwinPatchMerging))
+    x = torch.randn(3, size[0] * size[1], 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    out = []
+    for fused in (False, True):
+        if fused:
+            fuse_windows(model)
+        y = plain(x, size)
+        out.append((y, *torch.autograd.grad(y.square().sum(), [x, plain.norm.weight, plain.reduction.weight])))
+    assert type(plain).__name__ == "FusedSwinPatchMerging"
+    for one, other in zip(*out, strict=True):
+        torch.testing.assert_close(one, other)
+    assert torch.equal(out[0][0], out[1][0])
+
+
+@pytest.mark.parametrize("side", [16, 18])
+@pytest.mark.parametrize("before", [False, True])
+def test_hidden_states_of_stages(side: int, before: bool) -> None:
+    model = swin(image_size=side).swin
+    asked = {"output_hidden_states": True, "output_hidden_states_before_downsampling": before}
+    with torch.no_grad():
+        want = model(**images(side)(2), **asked).reshaped_hidden_states
+        fuse_windows(model)
+        got = model(**images(side)(2), **asked).reshaped_hidden_states
+    assert [y.shape for y in got] == [y.shape for y in want]
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
 def test_the_model_stays_what_it_was() -> None:
     model = adapted(swin(), "lora")
     names = list(model.state_dict())
@@ -113,8 +145,8 @@ def test_the_model_stays_what_it_was() -> None:
 def test_other_names_of_the_file_are_errors() -> None:
     from dpfed.model import swin as file
 
-    with pytest.raises(AttributeError, match="FusedSwinStage"):
-        _ = file.FusedSwinStage
+    with pytest.raises(AttributeError, match="FusedSwinMLP"):
+        _ = file.FusedSwinMLP
 
 
 def test_other_models_are_left_alone() -> None:

@@ -20,7 +20,7 @@ HOME = "transformers.models.swin.modeling_swin"
 
 
 def fuse_windows(model: nn.Module) -> None:
-    """Exchanges the classes of every Swin layer and its attention. A trained position bias has a twin already, and keeps it."""
+    """Exchanges the classes of a Swin's parts. A trained position bias has a twin already, and keeps it."""
     for module in model.modules():
         maker = _MAKERS.get(f"Fused{type(module).__name__}")
         if maker and type(module).__module__ == HOME:
@@ -106,18 +106,64 @@ def _layer_twin(cls: type[nn.Module]) -> type[nn.Module]:
     return _named(cls, {"forward": forward, "maybe_pad": maybe_pad, "get_attn_mask": get_attn_mask})
 
 
+@once
+def _merging_twin(cls: type[nn.Module]) -> type[nn.Module]:
+    def forward(self: Any, input_feature: Tensor, input_dimensions: Size) -> Any:
+        """Four neighbours side by side are an order of rows; as slices, each has a gradient of the whole size."""
+        (height, width), (samples, _, channels) = input_dimensions, input_feature.shape
+        if height % 2 or width % 2:
+            return cls.forward(self, input_feature, input_dimensions)
+
+        def merged(x: Tensor) -> Tensor:
+            return x.view(-1, height // 2, 2, width // 2, 2, x.shape[-1]).permute(0, 1, 3, 4, 2, 5)
+
+        orders = None
+        if available(input_feature) and not torch.compiler.is_compiling():
+            orders = _order(("merged", height, width), height * width, merged, input_feature.device)
+        x = merged(input_feature) if orders is None else reorder(input_feature, *orders)
+        return self.reduction(self.norm(x.reshape(samples, -1, 4 * channels)))
+
+    return _named(cls, {"forward": forward})
+
+
+@once
+def _stage_twin(cls: type[nn.Module]) -> type[nn.Module]:
+    def get_reshaped_hidden_states(
+        self: Any, hidden_states: Tensor, before: Tensor, height: int, width: int, is_before: bool
+    ) -> Tensor:
+        """As a view: hardly anyone reads it, and a copy is a pass over all activations."""
+        merged = self.downsample is not None and not is_before
+        size = ((height + 1) // 2, (width + 1) // 2) if merged else (height, width)
+        x = before if is_before else hidden_states
+        return x.view(len(x), *size, x.shape[2]).permute(0, 3, 1, 2)
+
+    return _named(cls, {"get_reshaped_hidden_states": get_reshaped_hidden_states})
+
+
 def _orders(layer: Any, x: Tensor, size: Size) -> tuple[Tensor, Tensor] | None:
     """Where each position of the windows comes from in the image, and the inverse; None where the plain way is to be gone."""
     window, shift, (height, width) = layer.window_size, layer.shift_size, size
     if height % window or width % window or not available(x) or (shift == 0 and height == width == window):
         return None
 
-    def make() -> tuple[Tensor, Tensor]:
-        raster = torch.arange(height * width, device=x.device).view(height, width).roll((-shift, -shift), (0, 1))
-        inward = raster.view(height // window, window, width // window, window).transpose(1, 2).reshape(-1)
-        return inward, torch.empty_like(inward).scatter_(0, inward, torch.arange(len(inward), device=x.device))
+    def windows(raster: Tensor) -> Tensor:
+        shifted = raster.view(height, width).roll((-shift, -shift), (0, 1))
+        return shifted.view(height // window, window, width // window, window).transpose(1, 2)
 
-    return _kept(("order", height, width, window, shift), make, x.device)  # type: ignore[no-any-return]
+    return _order(("windows", height, width, window, shift), height * width, windows, x.device)
+
+
+def _order(
+    key: tuple[Any, ...], count: int, place: Callable[[Tensor], Tensor], device: torch.device
+) -> tuple[Tensor, Tensor] | None:
+    """The order in which `place` puts rows, and its inverse."""
+
+    def make() -> tuple[Tensor, Tensor]:
+        rows = torch.arange(count, device=device)
+        order = place(rows.unsqueeze(-1)).reshape(-1)
+        return order, torch.empty_like(order).scatter_(0, order, rows)
+
+    return _kept(key, make, device)  # type: ignore[no-any-return]
 
 
 _KEPT: dict[tuple[Any, ...], Any] = {}
@@ -150,7 +196,12 @@ def _named(cls: type[nn.Module], members: dict[str, Any]) -> type[nn.Module]:
     return type(f"Fused{cls.__name__}", (cls,), {**members, "__module__": __name__})
 
 
-_MAKERS = {"FusedSwinAttention": _attention_twin, "FusedSwinLayer": _layer_twin}
+_MAKERS = {
+    "FusedSwinAttention": _attention_twin,
+    "FusedSwinLayer": _layer_twin,
+    "FusedSwinPatchMerging": _merging_twin,
+    "FusedSwinStage": _stage_twin,
+}
 
 
 def __getattr__(name: str) -> Any:
