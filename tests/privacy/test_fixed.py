@@ -92,16 +92,17 @@ def test_slots_equal_the_reference(mode: str, records: int, bad: int | None) -> 
     assert total.isfinite().all()
 
 
-INTERPRETED = find_spec("triton") is not None and not torch.cuda.is_available()
-WAYS = ["plain", pytest.param("kernels", marks=pytest.mark.skipif(not INTERPRETED, reason="no triton interpreter"))]
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+with_triton = pytest.mark.skipif(find_spec("triton") is None, reason="no triton")
+WAYS = ["plain", pytest.param("kernels", marks=with_triton)]
 
 
 def take(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "plain":
         monkeypatch.setattr(fixed_module, "kernels_for", lambda rows: None)
     else:
-        monkeypatch.setattr(kernels, "interpreted", True)
-        assert fixed_module.kernels_for(torch.zeros(1, 1)) is not None
+        monkeypatch.setattr(kernels, "interpreted", DEVICE.type == "cpu")
+        assert fixed_module.kernels_for(torch.zeros(1, 1, device=DEVICE)) is not None
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value")
@@ -120,9 +121,9 @@ def test_what_is_no_number_or_not_used_adds_exactly_nothing(
     grads[1][5, ::600] = 1.2e19  # eight squares that are numbers, and their sum is none
     grads[0][6], grads[1][6] = 0.0, 0.0
     grads[0][8], grads[1][9, 3], grads[1][10] = math.nan, math.inf, 1e30
-    valid = torch.tensor([1] * 8 + [0] * 4)
-    rule, clip = Clipping(mode), torch.linspace(0.5, 3.0, 12)  # type: ignore[arg-type]
-    client = torch.arange(12)
+    grads = [x.to(DEVICE) for x in grads]
+    valid, client = torch.tensor([1] * 8 + [0] * 4, device=DEVICE), torch.arange(12, device=DEVICE)
+    rule, clip = Clipping(mode), torch.linspace(0.5, 3.0, 12, device=DEVICE)  # type: ignore[arg-type]
     total, count = clip_and_sum_slots([x.clone() for x in grads], client, valid, 12, clip, rule)
     every = torch.cat(grads, dim=1).double()
     for slot in range(12):
@@ -141,7 +142,7 @@ def test_what_is_no_number_or_not_used_adds_exactly_nothing(
     assert counted.item() == count.sum().item() == -0.5
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="no triton interpreter")
+@with_triton
 @pytest.mark.parametrize("state", ["wrong", "failing"])
 def test_kernels_that_are_not_right_are_not_used(
     state: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -45,15 +45,20 @@ def private(case: Case, device: torch.device, dtype: torch.dtype, compiled: bool
     none = torch.zeros_like(index)
     filling = Pass.of(index, client, (index < case.union).long(), none, none)
     m, v = torch.zeros_like(theta), torch.zeros_like(theta)
+    std = torch.full((case.clients, 1), SIGMA * CLIP, device=device)
+    phi, direction = (std / case.batch).square(), torch.zeros_like(theta[0])
 
     def step() -> None:
         nonlocal m, v, theta
         summed, _ = total(theta, filling, CLIP)
-        noise = torch.stack([torch.randn(space.size, device=device) for _ in range(case.clients)])
-        g = (summed + SIGMA * CLIP * noise) / case.batch
-        m = 0.9 * m + 0.1 * g
-        v = 0.999 * v + 0.001 * g * g
-        theta = theta - 1e-4 * (m / (v.sqrt() + 1e-8) + 0.01 * theta)
+        noise = torch.empty_like(theta)
+        for row in noise:  # as in a run: each client has a stream of its own
+            row.normal_()
+        g = summed.addcmul(noise, std) / case.batch
+        m = torch.lerp(m, g, 0.1)
+        v = (0.999 * v).addcmul(g, g, value=0.001)
+        step = m / (torch.maximum(v - phi, 0.5 * phi).sqrt() + 1e-8)
+        theta = theta - 1e-4 * (step + 0.5 * direction + 0.01 * theta)
 
     return step
 

@@ -21,6 +21,7 @@ from dpfed.model.keyed import install_keyed_dropout
 from dpfed.model.layer_norm import fuse_norms
 from dpfed.model.lora_product import fuse_lora
 from dpfed.model.space import Space
+from dpfed.model.swin import fuse_windows
 from dpfed.model.task import right_class
 from dpfed.model.twins import TWINS, TwinLinear, install_twin, special_twin, vmap_twin
 
@@ -47,6 +48,7 @@ class PerSample:
         install_twins(model, space)
         fuse_lora(model)
         fuse_norms(model)
+        fuse_windows(model)
         self._keys = install_keyed_dropout(model)
         self._slices = space.slices()
         self.model = model.eval().requires_grad_(False)

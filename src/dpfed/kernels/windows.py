@@ -1,0 +1,89 @@
+"""Kernels for Swin's windows: attention in each, and the order of rows in them.
+
+Scores and probabilities of a window stay on the chip (the idea of FlashAttention, Dao et al. 2022, with all of a window in
+one tile). Products add up in float32, and float32 sides are not rounded to fewer bits. This module needs triton: `model/windows.py`
+imports it where it works.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _probabilities(q, k, bias, mask, scale, N: tl.constexpr, SIDE: tl.constexpr, MASKED: tl.constexpr):
+    """Softmax of one window's scores in float32, `[SIDE, SIDE]`; columns beyond the window are zero."""
+    i = tl.arange(0, SIDE)[:, None]
+    j = tl.arange(0, SIDE)[None, :]
+    inside = (i < N) & (j < N)
+    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    score += tl.load(bias + i * N + j, mask=inside, other=0.0).to(tl.float32)
+    if MASKED:
+        score += tl.load(mask + i * N + j, mask=inside, other=0.0).to(tl.float32)
+    score = tl.where(j < N, score, float("-inf"))
+    power = tl.exp(score - tl.max(score, 1)[:, None])
+    return power / tl.sum(power, 1)[:, None]
+
+
+@triton.jit(do_not_specialize=["heads", "masks"])
+def attend(
+    q, k, v, bias, mask, out, scale, heads, masks,
+    N: tl.constexpr, D: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One window and head: q, k, v and out are `[windows, N, heads * D]`."""
+    program = tl.program_id(0)
+    window = program // heads
+    head = program % heads
+    rows = tl.arange(0, SIDE)[:, None]
+    columns = tl.arange(0, DEPTH)[None, :]
+    start = window.to(tl.int64) * (N * D * heads) + head * D
+    at = start + rows * (heads * D) + columns
+    inside = (rows < N) & (columns < D)
+    mine = tl.load(q + at, mask=inside, other=0.0)
+    theirs = tl.load(k + at, mask=inside, other=0.0)
+    values = tl.load(v + at, mask=inside, other=0.0)
+    p = _probabilities(mine, theirs, bias + head * (N * N), mask + (window % masks) * (N * N), scale, N, SIDE, MASKED)
+    y = tl.dot(p.to(values.dtype), values, input_precision="ieee")
+    tl.store(out + at, y.to(values.dtype), mask=inside)
+
+
+@triton.jit(do_not_specialize=["heads", "masks"])
+def attend_backward(
+    grad, q, k, v, bias, mask, grad_q, grad_k, grad_v, scale, heads, masks,
+    N: tl.constexpr, D: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Gradients of one window and head, from its probabilities computed again. Rows beyond the window have gradient zero."""
+    program = tl.program_id(0)
+    window = program // heads
+    head = program % heads
+    rows = tl.arange(0, SIDE)[:, None]
+    columns = tl.arange(0, DEPTH)[None, :]
+    start = window.to(tl.int64) * (N * D * heads) + head * D
+    at = start + rows * (heads * D) + columns
+    inside = (rows < N) & (columns < D)
+    mine = tl.load(q + at, mask=inside, other=0.0)
+    theirs = tl.load(k + at, mask=inside, other=0.0)
+    values = tl.load(v + at, mask=inside, other=0.0)
+    above = tl.load(grad + at, mask=inside, other=0.0)
+    p = _probabilities(mine, theirs, bias + head * (N * N), mask + (window % masks) * (N * N), scale, N, SIDE, MASKED)
+    gv = tl.dot(tl.trans(p.to(above.dtype)), above, input_precision="ieee")
+    tl.store(grad_v + at, gv.to(values.dtype), mask=inside)
+    gp = tl.dot(above, tl.trans(values), input_precision="ieee")
+    score = (p * (gp - tl.sum(p * gp, 1)[:, None])).to(above.dtype)
+    gq = tl.dot(score, theirs, input_precision="ieee") * scale
+    tl.store(grad_q + at, gq.to(mine.dtype), mask=inside)
+    gk = tl.dot(tl.trans(score), mine, input_precision="ieee") * scale
+    tl.store(grad_k + at, gk.to(theirs.dtype), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def reorder(x, index, out, count, N: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Row i of each `[N, WIDTH]` becomes row `index[i]` of the same; `count` rows in all."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    known = row < count
+    source = row - row % N + tl.load(index + row % N, mask=known, other=0)
+    inside = known[:, None] & (column[None, :] < WIDTH)
+    piece = tl.load(x + source[:, None] * WIDTH + column[None, :], mask=inside)
+    tl.store(out + row[:, None] * WIDTH + column[None, :], piece, mask=inside)

@@ -1,0 +1,194 @@
+"""Attention within Swin's windows, and the reordering into them, as operations with kernels and backward passes of their own.
+
+Written with autograd, one layer's attention is two dozen small kernels, most of which copy. Here the forward pass is one, and
+so is the backward pass, which computes the probabilities again. As operators of `torch` they work in eager mode, in a CUDA
+graph and in compiled programs. Numbers of padding positions are never read.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpfed import kernels
+
+LOG = logging.getLogger("dpfed")
+LARGEST = 64  # positions of a window; a side of more would not stay in registers
+DEEPEST = 128  # columns of a head
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def available(x: Tensor) -> bool:
+    """Whether kernels can run where this tensor is."""
+    return x.dtype in TYPES and (_tried(x.device.index) if x.is_cuda else kernels.interpreted)
+
+
+def _tried(index: int) -> bool:
+    """Whether kernels work on this GPU, found out by one."""
+    if index not in _WORKING:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        device = torch.device("cuda", index)
+        try:
+            _WORKING[index] = kernels.works(device)
+            if _WORKING[index]:
+                _try(device)
+        except torch.OutOfMemoryError:
+            raise
+        except (
+            Exception
+        ) as error:  # a compiler of programs for GPUs fails in many ways, and none of them is worth a run
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+            LOG.warning("attention has no kernel of its own on %s and goes the plain way: %s", device, reason)
+            _WORKING[index] = False
+    return _WORKING[index]
+
+
+# To `torch.compile` the answer is a constant (`torch.compiler.assume_constant_result` would import the compiler now).
+_tried._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_WORKING: dict[int, bool] = {}
+
+
+def _try(device: torch.device) -> None:
+    x = torch.linspace(-1, 1, 16 * 16, device=device).view(1, 16, 16).to(torch.bfloat16)
+    got, exact = _attend(x, x, x, x, None, 0.5).float(), x.float()
+    want = (exact @ exact.mT / 2 + exact).softmax(-1) @ exact
+    if not torch.allclose(got, want, rtol=0, atol=0.02):
+        raise RuntimeError("its kernel gives other numbers")
+
+
+def declare_cost() -> None:
+    """A compiler that weighs memory against time would take attention for nothing, and compute it twice."""
+    from torch.utils.flop_counter import flop_registry, register_flop_formula  # imports triton, so not at the top
+
+    def operations(q: tuple[int, ...], *_: Any, **others: Any) -> int:
+        windows, n, width = q
+        return 4 * windows * n * n * width
+
+    if torch.ops.dpfed.window_attention not in flop_registry:
+        register_flop_formula(torch.ops.dpfed.window_attention)(operations)
+
+
+def window_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Softmax attention for q, k, v `[windows, n, heads * d]`, of the same shape.
+
+    bias `[heads, n, n]` is added to the scores, and so is mask `[kinds, n, n]`, of which window w takes `w % kinds`. They get
+    no gradient.
+    """
+    heads, n, _ = bias.shape
+    if bias.requires_grad or (mask is not None and mask.requires_grad):
+        raise ValueError("attention by kernels has no gradient for its bias and mask")
+    fits = q.shape == k.shape == v.shape and q.shape[1] == n <= LARGEST and q.shape[2] % heads == 0
+    if not fits or (mask is not None and mask.shape[1:] != (n, n)):
+        raise ValueError(f"attention of {tuple(q.shape)} with a bias of {tuple(bias.shape)} does not fit its kernel")
+    result: Tensor = torch.ops.dpfed.window_attention(q, k, v, bias, mask, scale)
+    return result
+
+
+def reorder(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    """`x[:, index]` for x `[M, n, C]` and a permutation of its rows beside the inverse of it, by which gradients go back."""
+    result: Tensor = torch.ops.dpfed.reorder(x, index, inverse)
+    return result
+
+
+def _side(count: int) -> int:
+    """A power of two, as tiles have, and no less than a matrix unit takes."""
+    return max(16, 1 << (count - 1).bit_length())
+
+
+def _shape(q: Tensor, bias: Tensor, mask: Tensor | None) -> tuple[tuple[int], dict[str, Any]]:
+    heads, n, _ = bias.shape
+    depth = q.shape[2] // heads
+    side = _side(n)
+    warps = (
+        1 if side == 16 else 8 if q.dtype == torch.float32 and side == LARGEST else 4
+    )  # as many as hold it in registers
+    options = {
+        "heads": heads, "masks": 1 if mask is None else len(mask), "N": n, "D": depth, "SIDE": side,
+        "DEPTH": _side(depth), "MASKED": mask is not None, "num_warps": warps,
+    }  # fmt: skip
+    return (q.shape[0] * heads,), options
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    out = q.new_empty(q.shape)
+    if out.numel():
+        from dpfed.kernels.windows import attend
+
+        q, k, v, bias = (x.contiguous() for x in (q, k, v, bias))
+        added = bias if mask is None else mask.contiguous()
+        grid, options = _shape(q, bias, mask)
+        with kernels.on(q):
+            attend[grid](q, k, v, bias, added, out, scale, **options)
+    return out
+
+
+def _attend_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    outs = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    if grad.numel():
+        from dpfed.kernels.windows import attend_backward
+
+        grad, q, k, v, bias = (x.contiguous() for x in (grad, q, k, v, bias))
+        added = bias if mask is None else mask.contiguous()
+        grid, options = _shape(q, bias, mask)
+        with kernels.on(q):
+            attend_backward[grid](grad, q, k, v, bias, added, *outs, scale, **options)
+    return outs
+
+
+def _reorder(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    out = x.new_empty(x.shape)
+    if out.numel():
+        from dpfed.kernels.windows import reorder
+
+        count, width = x.shape[0] * x.shape[1], x.shape[2]
+        rows, columns = 16, min(128, _side(width))
+        grid = (-(-count // rows), -(-width // columns))
+        with kernels.on(x):
+            reorder[grid](x.contiguous(), index, out, count, N=x.shape[1], WIDTH=width, ROWS=rows, COLUMNS=columns)
+    return out
+
+
+def _define() -> None:
+    inputs = "Tensor q, Tensor k, Tensor v, Tensor bias, Tensor? mask, float scale"
+    op = torch.library.custom_op("dpfed::window_attention", _attend, mutates_args=(), schema=f"({inputs}) -> Tensor")
+    back = torch.library.custom_op(
+        "dpfed::window_attention_backward",
+        _attend_backward,
+        mutates_args=(),
+        schema=f"(Tensor grad, {inputs}) -> (Tensor, Tensor, Tensor)",
+    )
+    rows = torch.library.custom_op(
+        "dpfed::reorder", _reorder, mutates_args=(), schema="(Tensor x, Tensor index, Tensor inverse) -> Tensor"
+    )
+    op.register_fake(lambda q, k, v, bias, mask, scale: q.new_empty(q.shape))
+    back.register_fake(lambda grad, q, k, v, *_: (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)))
+    rows.register_fake(lambda x, index, inverse: x.new_empty(x.shape))
+    op.register_autograd(_gradient, setup_context=_keep)
+    rows.register_autograd(_order_back, setup_context=_keep_order)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gradient(ctx: Any, grad: Tensor) -> Any:
+    return *torch.ops.dpfed.window_attention_backward(grad, *ctx.saved_tensors, ctx.scale), None, None, None
+
+
+def _keep_order(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _order_back(ctx: Any, grad: Tensor) -> Any:
+    index, inverse = ctx.saved_tensors
+    return torch.ops.dpfed.reorder(grad, inverse, index), None, None
+
+
+_define()

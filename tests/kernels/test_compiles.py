@@ -1,0 +1,51 @@
+"""The interpreter takes all of Python, Triton's compiler does not; and no GPU is needed to compile for one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from dpfed.kernels import lora, norm, windows
+
+def made(kernel, pointer, floats=(), **constants):
+    others = dict.fromkeys(("mean", "rstd"), "*fp32") | dict.fromkeys(floats, "fp32") | dict.fromkeys(constants, "constexpr")
+    pointers = ("x", "w1", "w2", "y", "low", "out", "grad", "weight", "bias", "q", "k", "v", "mask")
+    pointers += ("grad_q", "grad_k", "grad_v")
+    types = dict.fromkeys(pointers, pointer) | {"index": "*i64"} | others
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names}
+    given = {(i,): constants[name] for i, name in enumerate(signature) if name in constants}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=given, attrs={})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+
+for pointer in ("*bf16", "*fp32"):
+    for rows in (16, 64):
+        found = [made(lora._two_products, pointer, ("s1", "s2"), N=rows, R=16, D1=64, D2=64)]
+        found += [made(lora._outer, pointer, ("s",), N=rows, R=16, D=64, WIDE=wide) for wide in (False, True)]
+        if pointer == "*bf16":  # by the matrix unit
+            assert all("mma" in text for text in found)
+        else:  # in whole numbers
+            assert not any("tf32" in text for text in found)
+    window = {"N": 49, "D": 32, "SIDE": 64, "DEPTH": 32, "MASKED": True}
+    made(windows.attend, pointer, ("scale",), **window)
+    made(windows.attend_backward, pointer, ("scale",), **window)
+    made(windows.reorder, pointer, N=64, WIDTH=96, ROWS=16, COLUMNS=128)
+    made(norm._forward, pointer, ("eps",), R=32, C=128)
+    made(norm._backward, pointer, R=32, C=128)
+print("all")
+"""
+
+
+def test_a_gpu_compiles_what_the_interpreter_runs(tmp_path: Path) -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True)
+    assert done.stdout.strip() == "all", done.stderr
