@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import logging
 import os
 from contextlib import AbstractContextManager
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 LOG = logging.getLogger("dpfed")
+TRITON = importlib.util.find_spec("triton") is not None
 interpreted = False  # set by tests: kernels on the CPU, by triton's interpreter
 
 

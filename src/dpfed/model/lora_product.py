@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpfed.kernels import usable
+from dpfed.kernels import TRITON, usable
 from dpfed.model.keyed import once
 
 
@@ -137,7 +137,8 @@ def fuse_lora(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is Linear and type(module.base_layer) is nn.Linear:
             module.__class__ = _twin(Linear)
-            declare_cost()
+            if TRITON:
+                declare_cost()
 
 
 @once

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpfed.kernels import TRITON
 from dpfed.model.keyed import once
 from dpfed.model.windows import DEEPEST, LARGEST, available, declare_cost, reorder, window_attention
 
@@ -25,7 +26,8 @@ def fuse_windows(model: nn.Module) -> None:
         maker = _MAKERS.get(f"Fused{type(module).__name__}")
         if maker and type(module).__module__ == HOME:
             module.__class__ = maker(type(module))
-            declare_cost()
+            if TRITON:
+                declare_cost()
 
 
 @once

@@ -2,7 +2,7 @@
 
 Written with autograd, one layer's attention is two dozen small kernels, most of which copy. Here the forward pass is one, and
 so is the backward pass, which computes the probabilities again. As operators of `torch` they work in eager mode, in a CUDA
-graph and in compiled programs. Numbers of padding positions are never read.
+graph and in compiled programs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dpfed import kernels
 
 LOG = logging.getLogger("dpfed")
 LARGEST = 64  # positions of a window; a side of more would not stay in registers
-DEEPEST = 128  # columns of a head
+DEEPEST = 32  # columns of a head, as all known Swins have; more may not fit the memory of smaller GPUs
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -32,9 +32,9 @@ def _tried(index: int) -> bool:
         if torch.cuda.is_current_stream_capturing():
             return False
         device = torch.device("cuda", index)
+        works = kernels.works(device)
         try:
-            _WORKING[index] = kernels.works(device)
-            if _WORKING[index]:
+            if works:
                 _try(device)
         except torch.OutOfMemoryError:
             raise
@@ -43,7 +43,8 @@ def _tried(index: int) -> bool:
         ) as error:  # a compiler of programs for GPUs fails in many ways, and none of them is worth a run
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
             LOG.warning("attention has no kernel of its own on %s and goes the plain way: %s", device, reason)
-            _WORKING[index] = False
+            works = False
+        _WORKING[index] = works
     return _WORKING[index]
 
 
@@ -68,7 +69,7 @@ def declare_cost() -> None:
         windows, n, width = q
         return 4 * windows * n * n * width
 
-    if torch.ops.dpfed.window_attention not in flop_registry:
+    if torch.ops.dpfed.window_attention not in flop_registry:  # a second registration is an error
         register_flop_formula(torch.ops.dpfed.window_attention)(operations)
 
 
@@ -81,7 +82,11 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor
     heads, n, _ = bias.shape
     if bias.requires_grad or (mask is not None and mask.requires_grad):
         raise ValueError("attention by kernels has no gradient for its bias and mask")
-    fits = q.shape == k.shape == v.shape and q.shape[1] == n <= LARGEST and q.shape[2] % heads == 0
+    fits = (
+        q.shape == k.shape == v.shape
+        and q.shape[1] == n <= LARGEST
+        and q.shape[2] in range(heads, heads * DEEPEST + 1, heads)
+    )
     if not fits or (mask is not None and mask.shape[1:] != (n, n)):
         raise ValueError(f"attention of {tuple(q.shape)} with a bias of {tuple(bias.shape)} does not fit its kernel")
     result: Tensor = torch.ops.dpfed.window_attention(q, k, v, bias, mask, scale)
