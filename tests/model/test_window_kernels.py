@@ -312,6 +312,15 @@ def test_scores_and_trained_tables(calls: list[str]) -> None:
         assert used(calls) == (0, 4)
 
 
+def test_what_was_kept_without_gradients_serves_a_pass_with_them(calls: list[str]) -> None:
+    case = Case(adapted(swin(**ONE), "lora"))
+    with torch.inference_mode():
+        case.ready.model.to(WHERE)(pixel_values=images(8)(1)["pixel_values"].to(WHERE))
+    grads_of(case, 8)
+    assert used(calls) == (4, 8)
+    assert len(twins._KEPT) == 3  # a mask and two orders
+
+
 @pytest.mark.parametrize("why", ["gradient", "dropout", "weights", "large", "precision"])
 def test_the_plain_way_where_the_kernel_does_not_fit(why: str, calls: list[str]) -> None:
     other = {"large": {"window_size": 9, "image_size": 36, "depths": [1], "num_heads": [2]}}.get(why, {})
@@ -351,6 +360,8 @@ def test_the_bias_follows_its_table(calls: list[str], monkeypatch: pytest.Monkey
     check(0)
     check(2, copy.deepcopy(model))
     bias.relative_position_bias_table.mul_(3)
+    check(1)
+    bias.relative_position_bias_table.data = -bias.relative_position_bias_table
     check(1)
     state = {name: 2 * value for name, value in model.state_dict().items() if "bias_table" in name}
     model.load_state_dict(state, strict=False)
