@@ -28,6 +28,7 @@ from dpfed.model import triton_windows, window_kernels  # noqa: E402
 from dpfed.model.window_kernels import available, reorder, window_attention  # noqa: E402
 
 WHERE = "cuda" if GPU else "cpu"
+window_kernels.INTERPRETED = False  # tests of other files go the plain way
 
 
 @pytest.fixture(autouse=True)
