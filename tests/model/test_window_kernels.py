@@ -149,6 +149,9 @@ def test_what_has_no_kernel_is_refused() -> None:
     big = torch.zeros(1, 65, 4, device=WHERE)
     with pytest.raises(ValueError, match="does not fit"):
         window_attention(big, big, big, torch.zeros(1, 65, 65, device=WHERE), None, 1.0)
+    deep = torch.zeros(1, 4, 33, device=WHERE)
+    with pytest.raises(ValueError, match="does not fit"):
+        window_attention(deep, deep, deep, torch.zeros(1, 4, 4, device=WHERE), None, 1.0)
     assert not available(q.double())
     assert window_attention(q[:0], k[:0], v[:0], bias.detach(), mask, 1.0).shape == (0, 9, 8)
 
@@ -322,9 +325,12 @@ def test_what_was_kept_without_gradients_serves_a_pass_with_them(calls: list[str
     assert len(twins._KEPT) == 3  # a mask and two orders
 
 
-@pytest.mark.parametrize("why", ["gradient", "dropout", "weights", "large", "precision"])
+@pytest.mark.parametrize("why", ["gradient", "dropout", "weights", "large", "deep", "precision"])
 def test_the_plain_way_where_the_kernel_does_not_fit(why: str, calls: list[str]) -> None:
-    other = {"large": {"window_size": 9, "image_size": 36, "depths": [1], "num_heads": [2]}}.get(why, {})
+    other = {
+        "large": {"window_size": 9, "image_size": 36, "depths": [1], "num_heads": [2]},
+        "deep": {**ONE, "embed_dim": 34, "num_heads": [1]},
+    }.get(why, {})
     model = swin(attention_probs_dropout_prob=0.5, **other).requires_grad_(why == "gradient")
     twins.fuse_windows(model.to(WHERE))
     asked: dict[str, Any] = {"output_attentions": True} if why == "weights" else {}

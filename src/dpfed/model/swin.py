@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfed.model.keyed import once
-from dpfed.model.window_kernels import DEEPEST, LARGEST, available, declare_cost, reorder, window_attention
+from dpfed.model.window_kernels import DEEPEST, LARGEST, TRITON, available, declare_cost, reorder, window_attention
 
 Size = tuple[int, int]
 HOME = "transformers.models.swin.modeling_swin"
@@ -25,7 +25,8 @@ def fuse_windows(model: nn.Module) -> None:
         maker = _MAKERS.get(f"Fused{type(module).__name__}")
         if maker and type(module).__module__ == HOME:
             module.__class__ = maker(type(module))
-            declare_cost()
+            if TRITON:
+                declare_cost()
 
 
 @once

@@ -2,7 +2,7 @@
 
 Written with autograd, one layer's attention is two dozen small kernels, most of which copy. Here the forward pass is one, and
 so is the backward pass, which computes the probabilities again. As operators of `torch` they work in eager mode, in a CUDA
-graph and in compiled programs. Numbers of padding positions are never read.
+graph and in compiled programs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LOG = logging.getLogger("dpfed")
 TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on the CPU, for tests
 LARGEST = 64  # positions of a window; a side of more would not stay in registers
-DEEPEST = 128  # columns of a head
+DEEPEST = 32  # columns of a head, as all known Swins have; more may not fit the memory of smaller GPUs
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -34,15 +34,14 @@ def _tried(index: int) -> bool:
     if index not in _WORKING:
         if torch.cuda.is_current_stream_capturing():
             return False
+        works = torch.version.hip is None and torch.cuda.get_device_capability(index) >= (8, 0)
         try:
-            _WORKING[index] = torch.version.hip is None and torch.cuda.get_device_capability(index) >= (8, 0)
-            if _WORKING[index]:
+            if works:
                 _try(torch.device("cuda", index))
-        except (
-            Exception
-        ) as error:  # a compiler of programs for GPUs fails in many ways, and none of them is worth a run
+        except Exception as error:  # compilers fail in many ways, and none of them is worth a run
             LOG.warning("attention has no kernel of its own here and goes the plain way: %s", str(error)[:160])
-            _WORKING[index] = False
+            works = False
+        _WORKING[index] = works
     return _WORKING[index]
 
 
@@ -67,7 +66,7 @@ def declare_cost() -> None:
         windows, n, width = q
         return 4 * windows * n * n * width
 
-    if torch.ops.dpfed.window_attention not in flop_registry:
+    if torch.ops.dpfed.window_attention not in flop_registry:  # a second registration is an error
         register_flop_formula(torch.ops.dpfed.window_attention)(operations)
 
 
@@ -80,7 +79,11 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor
     heads, n, _ = bias.shape
     if bias.requires_grad or (mask is not None and mask.requires_grad):
         raise ValueError("attention by kernels has no gradient for its bias and mask")
-    fits = q.shape == k.shape == v.shape and q.shape[1] == n <= LARGEST and q.shape[2] % heads == 0
+    fits = (
+        q.shape == k.shape == v.shape
+        and q.shape[1] == n <= LARGEST
+        and q.shape[2] in range(heads, heads * DEEPEST + 1, heads)
+    )
     if not fits or (mask is not None and mask.shape[1:] != (n, n)):
         raise ValueError(f"attention of {tuple(q.shape)} with a bias of {tuple(bias.shape)} does not fit its kernel")
     result: Tensor = torch.ops.dpfed.window_attention(q, k, v, bias, mask, scale)
