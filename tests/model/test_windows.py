@@ -319,15 +319,6 @@ def test_what_was_kept_without_gradients_serves_a_pass_with_them(calls: list[str
     assert len(twins._KEPT) == 3  # a mask and two orders
 
 
-def test_what_was_kept_without_gradients_serves_a_pass_with_them(calls: list[str]) -> None:
-    case = Case(adapted(swin(**ONE), "lora"))
-    with torch.inference_mode():
-        case.ready.model.to(WHERE)(pixel_values=images(8)(1)["pixel_values"].to(WHERE))
-    grads_of(case, 8)
-    assert used(calls) == (4, 8)
-    assert len(twins._KEPT) == 3  # a mask and two orders
-
-
 @pytest.mark.parametrize("why", ["gradient", "dropout", "weights", "large", "deep", "precision"])
 def test_the_plain_way_where_the_kernel_does_not_fit(why: str, calls: list[str]) -> None:
     other = {
