@@ -8,6 +8,9 @@ from torch import nn
 
 from dpfed import kernels
 from dpfed.model.layer_norm import FrozenNorm, FusedLayerNorm, fuse_norms
+from dpfed.model.per_sample import PerSample, call, trainable
+from dpfed.model.space import space_of
+from dpfed.model.task import per_record_loss
 
 pytest.importorskip("triton")
 
@@ -46,7 +49,34 @@ def test_where_it_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     layer.requires_grad_(False)(x)  # no GPU
     monkeypatch.setattr(kernels, "interpreted", True)
     layer(x.double().to(torch.float64)[:0].float())  # nothing to do
+    with pytest.raises(RuntimeError, match="shape"):
+        layer(torch.randn(2, 8))  # another width
     layer.requires_grad_(True)(x)
     plain = nn.LayerNorm(4, elementwise_affine=False)
     fuse_norms(plain)
     plain(x)
+
+
+def test_inside_vmap_it_is_plain() -> None:
+    """A module that owns a trained tensor and holds a frozen norm is computed by vmap."""
+
+    class Prompted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.prompt = nn.Parameter(torch.zeros(1, 2, 8))
+            self.norm = nn.LayerNorm(8).requires_grad_(False)
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.norm(torch.cat([x, self.prompt.expand(len(x), -1, -1)], 1)).mean(1))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model = Prompted()
+    trained = trainable(model)
+    ready = PerSample(model, space_of(trained), call, per_record_loss)
+    theta = ready.space.flatten(trained).detach().expand(2, -1).clone()
+    x, client, labels = torch.randn(4, 5, 8), torch.tensor([0, 0, 1, 1]), torch.arange(4) % 3
+    together = torch.cat(ready.grads(theta, client, {"x": x}, labels), 1)
+    for i in range(4):
+        alone = torch.cat(ready.grads(theta, client[i : i + 1], {"x": x[i : i + 1]}, labels[i : i + 1]), 1)
+        torch.testing.assert_close(together[i : i + 1], alone)

@@ -35,23 +35,55 @@ def test_without_triton_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch, ca
     assert "longer" in caplog.text
 
 
-def test_a_kernel_that_fails_or_errs_is_none(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", ["lora", "norm"])
+def test_kernels_that_fail_or_err_are_none(
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     pytest.importorskip("triton")
-    from dpfed.kernels import lora
+    from dpfed.kernels import lora, norm
 
-    assert kernels.works(torch.device("cpu")) is not torch.cuda.is_available()  # by the interpreter, where no GPU is
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is for machines without a GPU")
+    assert kernels.works(torch.device("cpu"))
     kernels.works.cache_clear()
-    monkeypatch.setattr(lora, "two_products", lambda x, *rest: 2 * x)
+    monkeypatch.setattr(*{"lora": (lora, "right"), "norm": (norm, "right")}[kind], lambda device: False)
     assert not kernels.works(torch.device("cpu"))
+    assert "other numbers" in caplog.text
     kernels.works.cache_clear()
 
     def fail(*args: object) -> None:
         raise RuntimeError("Failed to find C compiler.\nPlease specify one")
 
-    monkeypatch.setattr(lora, "two_products", fail)
+    monkeypatch.setattr(*{"lora": (lora, "right"), "norm": (norm, "right")}[kind], fail)
     assert not kernels.works(torch.device("cpu"))
     assert "Failed to find C compiler." in caplog.text
     assert "specify" not in caplog.text
+
+
+def test_wrong_kernels_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from dpfed.kernels import lora, norm
+
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    two, outer, forward, backward = lora.two_products, lora.outer, norm.forward, norm.backward
+    assert lora.right(device)
+    assert norm.right(device)
+    for module, name, wrong in (
+        (lora, "two_products", lambda x, w1, w2, y, s1, s2: two(x, w1, w2, y, s1, s1)),
+        (lora, "outer", lambda x, low, s, wide: outer(x, low, 1.0, wide)),
+        (norm, "forward", lambda x, w, b, eps: forward(x, w, 0 * b, eps)),
+        (norm, "backward", lambda grad, x, w, mean, rstd: backward(grad, x, w, 0 * mean, rstd)),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, wrong)
+            assert not module.right(device), name
+
+
+def test_not_inside_vmap() -> None:
+    seen: list[bool] = []
+    torch.vmap(lambda x: seen.append(kernels.usable(x)) or x)(torch.ones(2, 3))
+    assert seen == [False]
+    assert kernels.usable(torch.ones(2, 3)) or torch.cuda.is_available()
 
 
 def test_they_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,27 +28,35 @@ interpreted = False  # set by tests: kernels on the CPU, by triton's interpreter
 
 
 def usable(x: Tensor) -> bool:
-    """Whether kernels run where this tensor is. The first call on a device tries one, so it must come before any capture."""
-    return interpreted or (x.is_cuda and works(x.device))
+    """Whether kernels run where this tensor is; inside vmap they do not. The first call on a device tries them, so it must
+    come before any capture."""
+    return (interpreted or (x.is_cuda and works(x.device))) and not torch._C._are_functorch_transforms_active()
 
 
 @functools.cache
 def works(device: torch.device) -> bool:
+    """Whether kernels can be built for the device and give the numbers of torch's own operations there."""
     if os.environ.get("DPFED_KERNELS") == "0":
         return False
     try:
         if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)):
             return False
-        from dpfed.kernels import lora
+        from dpfed.kernels import lora, norm
 
-        one = torch.ones(1, 1, 1, device=device)
-        return lora.two_products(one, one, one, torch.ones_like(one), 1.0, 1.0).item() == 1.0
+        if lora.right(device) and norm.right(device):
+            return True
+        reason = "they give other numbers"
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # no triton, no compiler, a GPU that it does not know: none of them is worth a run
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
-        LOG.warning("triton does not work on %s, so steps take longer than they could: %s", device, reason)
-        return False
+    LOG.warning("kernels are not used on %s, so steps take longer than they could: %s", device, reason)
+    return False
+
+
+def alike(found: Tensor, wanted: Tensor) -> bool:
+    """The same but for the rounding of half precision."""
+    return bool((found.double() - wanted).norm() <= 0.02 * wanted.norm())
 
 
 def on(x: Tensor) -> AbstractContextManager[Any]:

@@ -9,14 +9,12 @@ This module needs triton: it is imported where `kernels.usable` says so.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dpfed.kernels import on
+from dpfed.kernels import alike, on
 
 BUSY = 264  # programs that fill a large GPU twice over: with fewer of them the second product is divided
 
@@ -130,6 +128,21 @@ def piece(width: int) -> int:
 
 
 def fits(x: Tensor, r: int) -> bool:
-    """Whether the kernels take it: rows one after another, and a rank that one block holds."""
-    known: Any = (torch.float32, torch.bfloat16, torch.float16)
-    return x.dtype in known and r <= 128 and x.is_contiguous()
+    """Whether the kernels take it: rows one after another, and a rank that the memory of any GPU's block holds."""
+    most = {torch.float32: 64, torch.bfloat16: 128, torch.float16: 128}
+    return r <= most.get(x.dtype, 0) and x.is_contiguous()
+
+
+def right(device: torch.device) -> bool:
+    """Whether the kernels do what they say on this device; waits for it."""
+    g = torch.Generator().manual_seed(0)
+    x, y, a, b = (torch.randn(size, generator=g) for size in ((2, 20, 40), (2, 20, 70), (2, 40, 3), (2, 3, 70)))
+    good = True
+    for dtype in (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,):
+        there = [t.to(device, dtype) for t in (x, y, a, b)]
+        exact = [t.double() for t in there]
+        low = two_products(there[0], there[2], there[3], there[1], 0.5, 2.0)
+        good &= alike(low, 0.5 * exact[0] @ exact[2]) and alike(there[1], exact[1] + exact[0] @ exact[2] @ exact[3])
+        wanted = 2 * exact[0].mT @ low.double()
+        good &= alike(outer(there[0], low, 2.0, False), wanted) and alike(outer(there[0], low, 2.0, True), wanted.mT)
+    return good

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dpfed.kernels import on
+from dpfed.kernels import alike, on
 
 MOST = 4096  # numbers of a row
 TOGETHER = 4096  # numbers that one program holds
@@ -81,8 +81,23 @@ def backward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
     return out
 
 
-def fits(x: Tensor, weight: Tensor) -> bool:
+def fits(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
+    """Whether the kernels take it: rows one after another, of the width that the layer has."""
     known = (torch.float32, torch.bfloat16, torch.float16)
-    return (
-        x.dtype in known and x.dtype == weight.dtype and x.is_contiguous() and 0 < x.shape[-1] <= MOST and x.numel() > 0
-    )
+    same = x.dtype == weight.dtype == bias.dtype and weight.shape == bias.shape == x.shape[-1:]
+    packed = x.is_contiguous() and weight.is_contiguous() and bias.is_contiguous()
+    return x.dtype in known and same and packed and 0 < x.shape[-1] <= MOST and x.numel() > 0
+
+
+def right(device: torch.device) -> bool:
+    """Whether the kernels do what they say on this device; waits for it."""
+    g = torch.Generator().manual_seed(1)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    x, grad = (3 + torch.randn(50, 96, generator=g).to(device, dtype) for _ in range(2))
+    weight, bias = (torch.randn(96, generator=g).to(device, dtype) for _ in range(2))
+    y, mean, rstd = forward(x, weight, bias, 1e-5)
+    with torch.enable_grad():
+        exact = x.double().requires_grad_()
+        wanted = torch.nn.functional.layer_norm(exact, (96,), weight.double(), bias.double(), 1e-5)
+        (back,) = torch.autograd.grad(wanted, exact, grad.double())
+    return alike(y, wanted.detach()) and alike(backward(grad, x, weight, mean, rstd), back)

@@ -45,7 +45,7 @@ class FusedLayerNorm(nn.LayerNorm):
             return False
         from dpfed.kernels import norm
 
-        return norm.fits(x, weight)
+        return norm.fits(x, weight, bias)
 
 
 def fuse_norms(model: nn.Module) -> None:

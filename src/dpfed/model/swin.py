@@ -56,7 +56,8 @@ def _fits(attention: Any, x: Tensor) -> bool:
 
 
 def _bias(attention: Any) -> Tensor:
-    """`[heads, n, n]`, kept beside the table it was made of: other weights, another device or precision make it anew."""
+    """`[heads, n, n]`, kept beside the table it was made of: a table that was replaced, moved or written to makes it anew (not
+    one that was written to through `.data`, which leaves no trace)."""
     bias = attention.relative_position_bias
     table = bias.relative_position_bias_table
     if torch.compiler.is_compiling() or table.is_inference():
@@ -177,7 +178,7 @@ def _kept(key: tuple[Any, ...], make: Callable[[], Any], device: torch.device) -
     if (key, device) not in _KEPT:
         if _capturing(device):
             return None
-        _KEPT[key, device] = _settled(make, device)
+        return _KEPT.setdefault((key, device), _settled(make, device))  # whoever was first has perhaps captured it
     return _KEPT[key, device]
 
 

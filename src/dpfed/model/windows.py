@@ -23,6 +23,8 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def available(x: Tensor) -> bool:
     """Whether kernels can run where this tensor is."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        return False  # inside vmap
     return x.dtype in TYPES and (_tried(x.device.index) if x.is_cuda else kernels.interpreted)
 
 
@@ -54,10 +56,17 @@ _WORKING: dict[int, bool] = {}
 
 
 def _try(device: torch.device) -> None:
+    """Attention and its gradients, and an order of rows, against plain products."""
     x = torch.linspace(-1, 1, 16 * 16, device=device).view(1, 16, 16).to(torch.bfloat16)
-    got, exact = _attend(x, x, x, x, None, 0.5).float(), x.float()
-    want = (exact @ exact.mT / 2 + exact).softmax(-1) @ exact
-    if not torch.allclose(got, want, rtol=0, atol=0.02):
+    exact = x.float().requires_grad_()
+    order = torch.arange(15, -1, -1, device=device)
+    with torch.enable_grad():
+        want = (exact @ exact.mT / 2 + exact.detach()).softmax(-1) @ exact
+        (back,) = torch.autograd.grad(want, exact, exact.detach().flip(1))
+    got, parts = _attend(x, x, x, x, None, 0.5), _attend_backward(x.flip(1), x, x, x, x, None, 0.5)
+    total = torch.stack(parts).float().sum(0)
+    alike = torch.allclose(got.float(), want, rtol=0, atol=0.02) and torch.allclose(total, back, rtol=0.02, atol=0.02)
+    if not (alike and torch.equal(_reorder(x, order, order), x.flip(1))):
         raise RuntimeError("its kernel gives other numbers")
 
 

@@ -107,7 +107,7 @@ def resizing(size: int, mode: str) -> Callable[[Tensor], Tensor]:
             return F.interpolate(x, (size, size), mode=mode, align_corners=False, antialias=smaller)
         for side in x.shape[-2:]:
             if (x.device, side, smaller) not in made:
-                made[x.device, side, smaller] = resize_matrix(side, size, mode, smaller).to(x.device)
+                made.setdefault((x.device, side, smaller), resize_matrix(side, size, mode, smaller).to(x.device))
         down, across = (made[x.device, side, smaller] for side in x.shape[-2:])
         return by_products(x, down, across)
 
