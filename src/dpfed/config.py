@@ -154,7 +154,10 @@ class RunSection:
         Lt(1),
         "weight of the past in the average over rounds that is evaluated and saved; 0: the last round",
     ] = 0.0
-    checkpoint_every: Annotated[int, Ge(0), "rounds between checkpoints; 0: none"] = 1
+    checkpoint_every: Annotated[
+        Annotated[int, Ge(0)] | Literal["auto"],
+        "rounds between checkpoints; 0: none; auto: each, but a simulation on a GPU at most once a second",
+    ] = "auto"
     memory_limit: Annotated[int, Ge(1), "MiB of clients' memory (dp-scaffold, dp-fafed) held outside files"] = 2048
     timeout: Annotated[int, Ge(1), "seconds that processes of a run under torchrun wait for one another in a round"] = (
         60

@@ -193,7 +193,7 @@ def test_every_difference_is_shown_and_what_may_change_is_recorded(tmp_path: Pat
     go(config_of(eval_every=2, checkpoint_every=2), out, resume=True)
     assert [line for line in (out / "config.toml").read_text().splitlines() if line.startswith("# after")] == [
         "# after round 1: run.eval_every was 1, is 2",
-        "# after round 2: run.checkpoint_every was 1, is 2",
+        "# after round 2: run.checkpoint_every was 'auto', is 2",
     ]
 
 

@@ -75,8 +75,10 @@ class Fleet:
         memory: ClientMemory | None = None,
         watch: LocalWatch | None = None,
         stop: Callable[[], None] = lambda: None,
+        late: bool = False,
     ) -> None:
-        self._job, self._stop = job, stop
+        """`late`: whether messages are finite is found out by what the server's state becomes, not here and at once."""
+        self._job, self._stop, self._late = job, stop, late
         if memory is None:  # an empty one is false, and must not be replaced
             memory = ClientMemory(job.algorithm.remembers, job.space.size, Path(), sys.maxsize)
         self.memory = memory
@@ -126,7 +128,7 @@ class Fleet:
             self._say_once()
         local, message, memory = done
         if not job.config.run.allow_nan:
-            refuse_nonfinite(t, clients, {**message, **memory})
+            refuse_nonfinite(t, clients, memory if self._late else {**message, **memory})
         self.memory.put(t, clients, memory)
         if self._watch is not None:
             self._watch(ctx, clients, local)
@@ -226,7 +228,7 @@ class Fleet:
             weights = torch.tensor([float(self._job.plan.sizes[i]) for i in clients])
         else:
             weights = torch.ones(len(clients))
-        return (weights / weights.sum()).to(self._job.device)
+        return (weights / weights.sum()).to(self._job.device, non_blocking=True)
 
 
 def refuse_nonfinite(t: int, clients: Sequence[int], values: Message) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +17,7 @@ from dpfed.engine.fleet import context
 from dpfed.engine.setup import Job
 from dpfed.engine.spending import Spending
 from dpfed.engine.state import State
-from dpfed.errors import DivergedError, DpfedError
+from dpfed.errors import DivergedError, DpfedError, InterruptedRunError, StoppedError
 from dpfed.privacy.records import Records
 
 
@@ -96,41 +97,70 @@ def train(
     progress: Progress | None = None,
     keep: Callable[[Progress], None] = lambda progress: None,
     stop: Callable[[], None] = lambda: None,
+    due: Callable[[int], bool] = lambda t: True,
+    late: bool = False,
 ) -> Tensor:
     """Runs all rounds that are left and returns the trained vector.
 
-    `observe` is told of round 0, before training, and of each round; `keep` may then store how far the run is;
-    `stop` is called before a round is charged, and may raise.
+    `observe` is told of round 0, before training, and of each round; `keep` may then store how far the run is, after rounds
+    that are `due`; `stop` is called before a round is charged, and may raise. With `late` a round that is neither scored nor
+    due is told of when the next is on its way: a GPU that is asked at once whether all is finite waits for the host.
     """
     if progress is None:
         progress = Progress(0, first_state(job))
         theta = progress.state.theta
         observe(Round(0, *evaluate(job, theta), spending.server_max(), 0, 0, job.plan.clip, 0.0, theta))
     state, started = progress.state, time.perf_counter() - progress.seconds
-    for t in range(progress.t + 1, job.config.run.rounds + 1):
-        stop()
-        able = spending.enough(t)
-        cohort = choose(job, t, able)
-        scored = t % job.config.run.eval_every == 0 or t == job.config.run.rounds
-        paid = spending.begin_charge(t, cohort)  # waited for before anything of this round is released
-        spent = spending.begin_server_max() if scored else None
-        clip = state.clip
-        try:
-            mean, answered = backend.run_cohort(t, state, cohort, paid)
-            state = aggregate(job, t, state, cohort, mean, answered)
-        except LostRoundError:
-            pass  # the backend has said why; what was charged stays charged
-        finally:
-            paid()
-        if not job.config.run.allow_nan:
-            _refuse_nonfinite(state, t)
-        theta = state.result
-        accuracy, loss = evaluate(job, theta) if scored else (None, None)
-        last = evaluate(job, state.theta)[0] if scored and state.average is not None else None
-        seconds, epsilon = time.perf_counter() - started, spent() if spent else None
-        observe(Round(t, accuracy, loss, epsilon, len(cohort), len(able), clip, seconds, theta, last))
-        keep(Progress(t, state, seconds))
+    untold: Callable[[], None] | None = None
+    try:
+        for t in range(progress.t + 1, job.config.run.rounds + 1):
+            stop()
+            able = spending.enough(t)
+            cohort = choose(job, t, able)
+            scored = t % job.config.run.eval_every == 0 or t == job.config.run.rounds
+            paid = spending.begin_charge(t, cohort)  # waited for before anything of this round is released
+            spent = spending.begin_server_max() if scored else None
+            clip = state.clip
+            try:
+                mean, answered = backend.run_cohort(t, state, cohort, paid)
+                state = aggregate(job, t, state, cohort, mean, answered)
+            except LostRoundError:
+                pass  # the backend has said why; what was charged stays charged
+            finally:
+                paid()
+            finite = begin_finite(state, t) if not job.config.run.allow_nan else lambda: None
+            before, untold = untold, None
+            if before is not None:
+                before()
+            seconds = time.perf_counter() - started
+            round = Round(t, None, None, None, len(cohort), len(able), clip, seconds, state.result)
+            saves = due(t)
+            if late and not scored and not saves:
+                untold = partial(_tell, finite, observe, round)
+                continue
+            finite()
+            if scored:
+                round = _scored(job, state, round, started, spent)
+            observe(round)
+            if saves:
+                keep(Progress(t, state, round.seconds))
+    except (InterruptedRunError, StoppedError):
+        if untold is not None:
+            untold()
+        raise
     return state.result
+
+
+def _tell(finite: Callable[[], None], observe: Observer, round: Round) -> None:
+    finite()
+    observe(round)
+
+
+def _scored(job: Job, state: State, round: Round, started: float, spent: Callable[[], float | None] | None) -> Round:
+    accuracy, loss = evaluate(job, state.result)
+    last = evaluate(job, state.theta)[0] if state.average is not None else None
+    seconds, epsilon = time.perf_counter() - started, spent() if spent else None
+    return replace(round, accuracy=accuracy, loss=loss, epsilon=epsilon, seconds=seconds, last_accuracy=last)
 
 
 def aggregate(job: Job, t: int, state: State, cohort: Sequence[int], mean: Message, answered: int) -> State:
@@ -167,10 +197,24 @@ def evaluate(
     return accuracy, mean_loss
 
 
-def _refuse_nonfinite(state: State, t: int) -> None:
-    for name, value in state.tensors().items():
-        if not bool(value.isfinite().all()):
-            raise DivergedError(
-                f"after round {t} the server's {name} is no longer finite: lower algorithm.lr; "
-                "what was computed before is kept"
-            )
+def begin_finite(state: State, t: int) -> Callable[[], None]:
+    """Asks the device whether the state is finite. What it returns waits for the answer, and raises if it is not."""
+    names, values = zip(*state.tensors().items(), strict=True)
+    flags = torch.stack([value.isfinite().all() for value in values])
+    answered: torch.cuda.Event | None = None
+    if flags.is_cuda:
+        here = torch.empty(len(flags), dtype=torch.bool, pin_memory=True)
+        here.copy_(flags, non_blocking=True)
+        flags, answered = here, torch.cuda.current_stream(flags.device).record_event()
+
+    def finite() -> None:
+        if answered is not None:
+            answered.synchronize()
+        for name, good in zip(names, flags.tolist(), strict=True):
+            if not good:
+                raise DivergedError(
+                    f"after round {t} the server's {name} is no longer finite: lower algorithm.lr; "
+                    "what was computed before is kept"
+                )
+
+    return finite

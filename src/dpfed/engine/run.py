@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -36,6 +37,7 @@ from dpfed.privacy.statement import Past, assumptions
 from dpfed.report.trackers import Trackers, refuse_missing
 
 Serve = Callable[[Job, str], RemoteBackend]
+SELDOM = 1.0  # seconds between checkpoints of a simulation on a GPU, whose rounds may take less than writing one
 
 SIMULATION = f"{SEEDED}: not for release"
 RELEASABLE = "the model may be released under its privacy statement; all else in the folder is for the server only"
@@ -129,7 +131,7 @@ def _train(
 ) -> dict[str, Any]:
     memory = _memory(job, folder)
     checkpoints = Checkpoints(folder.checkpoints, job_hash(follows_from(job), job.theta), memory)
-    remote, every = (serve(job, name), 1) if serve else (None, job.config.run.checkpoint_every)
+    remote = serve(job, name) if serve else None
     # The ledger first: its lock refuses a run that is still going on, before anything of that run is touched.
     ledger = _ledger(job, budget, folder, name, resume) if budget and not remote else None
     try:
@@ -150,8 +152,8 @@ def _train(
 
         def keep(progress: Progress) -> None:
             known = remote.after(progress.t, progress.state) if remote else None
-            if every and progress.t % every == 0:  # remote clients keep only their last messages: nothing may lag
-                checkpoints.save_beside(progress, spending.taken, known, folder.sync, wait=remote is not None)
+            # remote clients keep only their last messages: nothing may lag
+            checkpoints.save_beside(progress, spending.taken, known, folder.sync, wait=remote is not None)
 
         def finish(state: str, **more: Any) -> dict[str, Any]:
             result = result_of(job, spending, seen, folder.path, note) | (remote.report() if remote else {})
@@ -160,10 +162,12 @@ def _train(
             folder.save_result({"run": name, "state": state, **result, **more})
             return result
 
-        backend = remote or _backend(job, memory, diagnostics, stop, group)
+        late = job.device.type == "cuda" and not (remote or group or diagnostics)
+        backend = remote or _backend(job, memory, diagnostics, stop, group, late)
+        due = (lambda t: True) if remote else checkpoints_due(job)
         try:
             with checkpoints:  # whatever ends the rounds, the last checkpoint is complete
-                train(job, backend, spending, watch, saved.progress if saved else None, keep, stop)
+                train(job, backend, spending, watch, saved.progress if saved else None, keep, stop, due, late)
         except InterruptedRunError as error:
             raise _interrupted(error, folder, name, note, seen, job.served) from None
         except StoppedError as error:
@@ -176,12 +180,37 @@ def _train(
 
 
 def _backend(
-    job: Job, memory: ClientMemory, diagnostics: Diagnostics | None, stop: Callable[[], None], group: Group | None
+    job: Job,
+    memory: ClientMemory,
+    diagnostics: Diagnostics | None,
+    stop: Callable[[], None],
+    group: Group | None,
+    late: bool,
 ) -> Backend:
     """What computes cohorts: a fleet in this process, or the processes that this one leads."""
     if group is not None:
         return Distributed(job, group, memory)
-    return Fleet(job, memory, diagnostics.watch if diagnostics else None, stop)
+    return Fleet(job, memory, diagnostics.watch if diagnostics else None, stop, late)
+
+
+def checkpoints_due(job: Job, clock: Callable[[], float] = time.monotonic) -> Callable[[int], bool]:
+    """After which rounds there is a checkpoint; asked once for each round."""
+    run, every = job.config.run, job.config.run.checkpoint_every
+    if every != "auto":
+        return lambda t: every > 0 and t % every == 0
+    if job.device.type != "cuda" or run.noise == "os":  # a round that is repeated would cost privacy again
+        return lambda t: True
+    last = clock()
+
+    def due(t: int) -> bool:
+        nonlocal last
+        now = clock()
+        if now - last < SELDOM and t < run.rounds:
+            return False
+        last = now
+        return True
+
+    return due
 
 
 def _ledger(job: Job, budget: Budget, folder: RunFolder, name: str, resume: bool) -> Ledger:

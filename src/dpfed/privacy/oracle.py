@@ -309,7 +309,9 @@ class FleetOracle:
         return fixed.sums(theta, {"row": slots.row, "client": slots.client, **keys}, self._plan.clip)
 
     def _column(self, values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64).unsqueeze(1).to(torch.float32).to(self._device)
+        # not waited for: a round would begin by letting the device finish all that it has to do
+        column = torch.tensor(values, dtype=torch.float64).unsqueeze(1).to(torch.float32)
+        return column.to(self._device, non_blocking=True)
 
 
 def free(device: torch.device) -> None:
