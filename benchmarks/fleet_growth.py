@@ -41,9 +41,9 @@ def row_of(case: Case, device: torch.device, repeats: int) -> dict[str, Any]:
         "trained": case.train if case.train == "full" else f"r = {case.rank}",
         "P": case.build().space.size,
         "fleets": fleets,
-        "ms": total,
-        "ms_per_client": None if total is None else total / case.clients,
-        "peak_gib": found.peak,
+        "ms": None if total is None else round(total, 2),
+        "ms_per_client": None if total is None else round(total / case.clients, 2),
+        "peak_gib": None if found.peak is None else round(found.peak, 2),
         "failed": found.failed,
     }
 

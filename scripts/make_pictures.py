@@ -191,7 +191,7 @@ def draw_growth(found: dict[str, Any], theme: str, path: Path) -> None:
     titled(
         left, colours, "A client costs less in company", f"{found['model']}, LoRA {rank} · peak memory at each point"
     )
-    titled(right, colours, "What is trained sets the price", f"{found['device']}, one private local step")
+    titled(right, colours, "Rank costs little, all weights cost more", f"{found['device']}, one private local step")
     right.xaxis.label.set_color(colours["ink"])
     right.yaxis.label.set_color(colours["ink"])
     finish(figure, left, colours, path)
