@@ -18,6 +18,7 @@ import ctypes
 import json
 import platform
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 STUDIES = ROOT / "results" / "studies.toml"
-RUNS, ASKED, TABLE, STUDY = "runs", "asked.json", "table.json", "study.json"
+RUNS, ASKED, TABLE, STUDY, STARTS = "runs", "asked.json", "table.json", "study.json", "starts"
 KEPT = ("run.json", "metrics.jsonl", "config.toml")  # of a run: what says that it is done, and what it came to
 WHOLE = (STUDY, ASKED, TABLE, "table.csv", "table.md", "search.csv")  # of a study
 PATHS = {"data.path": "DATA", "model.weights": "WEIGHTS"}  # where they lie is nobody else's matter
@@ -58,12 +59,13 @@ class Spec:
     set: tuple[str, ...] = ()
     best_of: str | None = None
     best: int = 3
+    start: tuple[str, ...] = ()
     plot: bool = False
 
     def __post_init__(self) -> None:
-        if not self.name.replace("-", "").isalnum() or self.name == RUNS:
+        if not self.name.replace("-", "").isalnum() or self.name in (RUNS, STARTS):
             raise DpfedError(
-                f"the study {self.name!r} needs a name of letters, digits and hyphens, other than {RUNS!r}"
+                f"the study {self.name!r} needs a name of letters, digits and hyphens, other than {RUNS!r} and {STARTS!r}"
             )
 
 
@@ -121,7 +123,29 @@ def published(spec: Spec, overrides: Sequence[str], algorithms: Sequence[str]) -
     for item in overrides:
         key, _, value = item.partition("=")
         shown.append(f"{key}={PATHS[key]}" if key in PATHS and value != "random" else item)
-    return shlex.join(["dpfed", *words_of(spec, f"results/{spec.base}", shown, algorithms)])
+    base = f"results/{spec.base}"
+    compare = shlex.join(["dpfed", *words_of(spec, base, started(spec, shown, "START"), algorithms)])
+    if not spec.start:
+        return compare
+    first = shlex.join(["dpfed", *first_words(spec, base, shown, "FIRST")])
+    return f"{first} && dpfed export FIRST START && {compare}"
+
+
+def first_words(spec: Spec, base: str, overrides: Sequence[str], out: str) -> list[str]:
+    """The run whose model the study starts from, after `dpfed`."""
+    own = [item for item in overrides if item not in spec.set]
+    return ["run", base, *(word for item in (*own, *spec.start) for word in ("--set", item)), "--out", out]
+
+
+def started(spec: Spec, overrides: Sequence[str], model: str) -> list[str]:
+    """The settings of the study's own runs: with the weights and the head of the model that it starts from."""
+    if not spec.start:
+        return list(overrides)
+    return [
+        *(item for item in overrides if not item.startswith("model.weights=")),
+        f"model.weights={model}",
+        "model.head=kept",
+    ]
 
 
 def best_arms(table: Mapping[str, Any], count: int) -> list[str]:
@@ -328,9 +352,12 @@ def do_study(spec: Spec, sitting: Sitting, end: float | None, call: Compare) -> 
         if not asked_of(first).get("table"):
             return 3, f"waits for {spec.best_of}"
         algorithms = best_arms(json.loads((first / TABLE).read_text(encoding="utf-8")), spec.best)
-    overrides = overrides_of(spec, sitting.given)
+    given = overrides_of(spec, sitting.given)
+    if spec.start and (failed := begin(spec, sitting, given, left, call)):
+        return failed
+    overrides = started(spec, given, str(start_of(spec, sitting.out)))
     study = study_from(spec, sitting.studies.parent, overrides, algorithms)
-    folder = prepare(spec, study, published(spec, overrides, algorithms), sitting.out)
+    folder = prepare(spec, study, published(spec, given, algorithms), sitting.out)
     asked = asked_of(folder)
     if asked["complete"] and not sitting.anew:
         return 0, f"was complete, {survey(study, folder).done} runs"
@@ -347,6 +374,30 @@ def do_study(spec: Spec, sitting: Sitting, end: float | None, call: Compare) -> 
     if code != 0:
         return 1, f"exit code {code}, {found.done} runs done: {_last_line(log)}"
     return 0, f"complete, {found.done} runs, {seconds:.0f} s"
+
+
+def start_of(spec: Spec, out: Path) -> Path:
+    return out / STARTS / f"{spec.name}-model"
+
+
+def begin(
+    spec: Spec, sitting: Sitting, given: Sequence[str], left: float | None, call: Compare
+) -> tuple[int, str] | None:
+    """Runs and exports what a study starts from, where that is not done yet; what it gives back says why it could not."""
+    model = start_of(spec, sitting.out)
+    if model.exists():
+        return None
+    log, first = sitting.out / f"{spec.name}.log", sitting.out / STARTS / spec.name
+    base, scratch = str(sitting.studies.parent / spec.base), model.with_name(f"{model.name}.tmp")
+    shutil.rmtree(scratch, ignore_errors=True)
+    for words in ([*first_words(spec, base, given, str(first)), "--force"], ["export", str(first), str(scratch)]):
+        code = call(words, log, left)
+        if code is None:
+            return 3, "stopped before what it starts from was done"
+        if code != 0:
+            return 1, f"what it starts from failed with exit code {code}: {_last_line(log)}"
+    scratch.rename(model)
+    return None
 
 
 def _last_line(log: Path) -> str:

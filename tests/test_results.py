@@ -230,6 +230,47 @@ def test_an_arm_that_could_not_be_run_does_not_hide_the_others(
     ]
 
 
+def test_a_study_starts_from_the_model_of_a_first_run(results: Any, tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(BASE.replace('"linear"', '"auto-image"'))  # it has a head that can be kept
+    start = 'start = ["model.weights=random", "run.rounds=1", "run.seed=9"]'
+    (tmp_path / "s.toml").write_text(
+        STUDIES[STUDIES.index('[[study]]\nname = "later"') :] + start + "\nset = ['run.rounds=3']"
+    )
+    said: list[list[str]] = []
+
+    def call(words: Sequence[str], log: Path, seconds: float | None) -> int | None:
+        said.append(list(words))
+        if words[0] == "export":
+            Path(words[2]).mkdir(parents=True)
+        return 5 if words[0] == "compare" else 0
+
+    sitting = results.Sitting(tmp_path / "out", ("model.weights=there",), tmp_path / "s.toml")
+    assert results.run(sitting, call, lambda line: None) == 1
+    first, export, compare = said
+    model = str(tmp_path / "out" / "starts" / "later-model")
+    out = str(tmp_path / "out" / "starts" / "later")
+    assert first[2:] == [
+        "--set", "model.weights=there", "--set", "model.weights=random", "--set", "run.rounds=1", "--set", "run.seed=9",
+        "--out", out, "--force",
+    ]  # fmt: skip
+    assert export == ["export", out, f"{model}.tmp"]
+    assert Path(model).is_dir()
+    settings = [compare[i + 1] for i, word in enumerate(compare) if word == "--set"]
+    assert settings == ["run.rounds=3", f"model.weights={model}", "model.head=kept"]
+    asked = json.loads((tmp_path / "out" / "later" / "asked.json").read_text())["command"]
+    assert asked.startswith("dpfed run results/small.toml --set model.weights=WEIGHTS --set model.weights=random")
+    assert " && dpfed export FIRST START && dpfed compare results/small.toml " in asked
+    assert "model.weights=START" in asked
+    assert str(tmp_path) not in asked
+    said.clear()
+    results.run(sitting, call, lambda line: None)
+    assert [words[0] for words in said] == ["compare"], "what it starts from is there"
+    for bad, answer in ((None, 3), (2, 1)):
+        fresh = results.Sitting(tmp_path / f"out{answer}", (), tmp_path / "s.toml")
+        assert results.run(fresh, lambda *rest, bad=bad: bad, lambda line: None) == answer
+        assert not (tmp_path / f"out{answer}" / "starts" / "later-model").exists()
+
+
 def test_the_time_is_over_and_a_study_is_interrupted(results: Any, tmp_path: Path) -> None:
     """A child that notes SIGINT, as `dpfed compare` does."""
     code = (
@@ -345,6 +386,6 @@ def test_the_published_studies_can_be_asked_and_the_page_is_what_the_files_give(
         overrides = results.overrides_of(spec, given)
         if spec.best_of is None:
             study = results.study_from(spec, results.STUDIES.parent, overrides, spec.algorithms)
-            assert len(study.arms) > 1
+            assert len(study.arms) > 1 or spec.start
         assert not {"data.path=a", "data.path=c"} & set(results.published(spec, overrides, spec.algorithms).split())
     assert results.main(["page", "--check"]) == 0
