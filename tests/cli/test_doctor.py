@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -59,3 +60,19 @@ def test_no_metadata_is_a_finding_too(monkeypatch: pytest.MonkeyPatch) -> None:
     shown, _ = asked()
     assert "packages: could not be found out" in shown
     assert "device   cpu:" in shown
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_gpu_is_described(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from dpfed import kernels
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    facts = SimpleNamespace(name="Some GPU", total_memory=24 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: facts)
+    monkeypatch.setattr(kernels, "works", lambda device: works)
+    assert doctor.devices()[1] == f"cuda:0: Some GPU, 24 GiB, kernels {'work' if works else 'do not work'}"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: works)
+    assert any("fused attention" in line for line in doctor.advice()) is not works

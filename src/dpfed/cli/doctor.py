@@ -64,10 +64,13 @@ def own_versions() -> dict[str, str]:
 def devices() -> list[str]:
     import torch
 
+    from dpfed.kernels import works
+
     found = [f"cpu: {os.cpu_count()} cores"]
     for i in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(i)
-        found.append(f"cuda:{i}: {facts.name}, {facts.total_memory / 2**30:.0f} GiB")
+        kernels = "kernels work" if works(torch.device("cuda", i)) else "kernels do not work"
+        found.append(f"cuda:{i}: {facts.name}, {facts.total_memory / 2**30:.0f} GiB, {kernels}")
     return found
 
 
@@ -126,6 +129,10 @@ def advice() -> list[str]:
             out.append("torchvision does not fit this torch and breaks transformers' models: pip uninstall torchvision")
     import torch
 
+    if torch.cuda.is_available() and not torch.backends.cuda.is_flash_attention_available():
+        out.append(
+            "this torch was built without fused attention, so that ViT and BERT take longer: install its usual wheel"
+        )
     if not torch.cuda.is_available():
         out.append("no GPU that torch can use: runs use the CPU, which is enough for small models")
     return out
