@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import hashlib
 import json
 import platform
 import shlex
@@ -316,6 +317,9 @@ class Sitting:
 
 def run(sitting: Sitting, call: Compare = compare, say: Callable[[str], None] = print) -> int:
     """0: all done; 3: stopped in time, the rest is for the next call; 1: a study failed, the others were done."""
+    from dpfed.config import load
+    from dpfed.registry import registry
+
     specs = read_specs(sitting.studies)
     unknown = sorted(set(sitting.only) - {spec.name for spec in specs})
     if unknown:
@@ -329,6 +333,10 @@ def run(sitting: Sitting, call: Compare = compare, say: Callable[[str], None] = 
     for spec in chosen:  # a mistake in the last one is found before the first one runs
         if spec.best_of is None:
             study_from(spec, sitting.studies.parent, overrides_of(spec, sitting.given), spec.algorithms)
+        if spec.start:
+            first = first_words(spec, "", overrides_of(spec, sitting.given), "")
+            settings = [first[i + 1] for i, word in enumerate(first) if word == "--set"]
+            load(str(sitting.studies.parent / spec.base), settings, registry())
     if not sitting.anew:
         refuse_other_versions(sitting.out)
     end = None if sitting.minutes is None else time.monotonic() + 60 * sitting.minutes
@@ -343,8 +351,7 @@ def run(sitting: Sitting, call: Compare = compare, say: Callable[[str], None] = 
 def do_study(spec: Spec, sitting: Sitting, end: float | None, call: Compare) -> tuple[int, str]:
     from results_studies import survey
 
-    left = None if end is None else end - time.monotonic()
-    if left is not None and left <= 0:
+    if is_over(end):
         return 3, "not begun, the time is over"
     algorithms: Sequence[str] = spec.algorithms
     if spec.best_of is not None:
@@ -353,9 +360,9 @@ def do_study(spec: Spec, sitting: Sitting, end: float | None, call: Compare) -> 
             return 3, f"waits for {spec.best_of}"
         algorithms = best_arms(json.loads((first / TABLE).read_text(encoding="utf-8")), spec.best)
     given = overrides_of(spec, sitting.given)
-    if spec.start and (failed := begin(spec, sitting, given, left, call)):
+    if spec.start and (failed := begin(spec, sitting, given, end, call)):
         return failed
-    overrides = started(spec, given, str(start_of(spec, sitting.out)))
+    overrides = started(spec, given, str(start_of(spec, sitting, given)))
     study = study_from(spec, sitting.studies.parent, overrides, algorithms)
     folder = prepare(spec, study, published(spec, given, algorithms), sitting.out)
     asked = asked_of(folder)
@@ -364,7 +371,7 @@ def do_study(spec: Spec, sitting: Sitting, end: float | None, call: Compare) -> 
     words = words_of(spec, str(sitting.studies.parent / spec.base), overrides, algorithms)
     log = sitting.out / f"{spec.name}.log"
     began = time.monotonic()
-    code = call([*words, "--out", str(folder), "--force", *sitting.extra], log, left)
+    code = call([*words, "--out", str(folder), "--force", *sitting.extra], log, time_to(end))
     seconds = time.monotonic() - began
     found = survey(study, folder)
     if code is None:
@@ -376,26 +383,41 @@ def do_study(spec: Spec, sitting: Sitting, end: float | None, call: Compare) -> 
     return 0, f"complete, {found.done} runs, {seconds:.0f} s"
 
 
-def start_of(spec: Spec, out: Path) -> Path:
-    return out / STARTS / f"{spec.name}-model"
+def time_to(end: float | None) -> float | None:
+    return None if end is None else max(0.0, end - time.monotonic())
+
+
+def is_over(end: float | None) -> bool:
+    return time_to(end) == 0
+
+
+def start_of(spec: Spec, sitting: Sitting, given: Sequence[str]) -> Path:
+    """Under a name that what was asked gives it, and so are the runs that start from it."""
+    from dpfed.engine.folder import versions
+
+    base = (sitting.studies.parent / spec.base).read_text(encoding="utf-8")
+    asked = json.dumps([base, first_words(spec, "", given, ""), versions()])
+    return sitting.out / STARTS / f"{spec.name}-{hashlib.sha256(asked.encode()).hexdigest()[:12]}"
 
 
 def begin(
-    spec: Spec, sitting: Sitting, given: Sequence[str], left: float | None, call: Compare
+    spec: Spec, sitting: Sitting, given: Sequence[str], end: float | None, call: Compare
 ) -> tuple[int, str] | None:
     """Runs and exports what a study starts from, where that is not done yet; what it gives back says why it could not."""
-    model = start_of(spec, sitting.out)
-    if model.exists():
+    model = start_of(spec, sitting, given)
+    if model.exists() and not sitting.anew:
         return None
-    log, first = sitting.out / f"{spec.name}.log", sitting.out / STARTS / spec.name
-    base, scratch = str(sitting.studies.parent / spec.base), model.with_name(f"{model.name}.tmp")
+    log = sitting.out / f"{spec.name}.log"
+    first, scratch = (model.with_name(f"{model.name}.{part}") for part in ("run", "tmp"))
+    base = str(sitting.studies.parent / spec.base)
     shutil.rmtree(scratch, ignore_errors=True)
     for words in ([*first_words(spec, base, given, str(first)), "--force"], ["export", str(first), str(scratch)]):
-        code = call(words, log, left)
+        code = None if is_over(end) else call(words, log, time_to(end))
         if code is None:
             return 3, "stopped before what it starts from was done"
         if code != 0:
             return 1, f"what it starts from failed with exit code {code}: {_last_line(log)}"
+    shutil.rmtree(model, ignore_errors=True)
     scratch.rename(model)
     return None
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import importlib
 import json
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -247,14 +249,12 @@ def test_a_study_starts_from_the_model_of_a_first_run(results: Any, tmp_path: Pa
     sitting = results.Sitting(tmp_path / "out", ("model.weights=there",), tmp_path / "s.toml")
     assert results.run(sitting, call, lambda line: None) == 1
     first, export, compare = said
-    model = str(tmp_path / "out" / "starts" / "later-model")
-    out = str(tmp_path / "out" / "starts" / "later")
+    (model,) = (tmp_path / "out" / "starts").glob("later-*")
     assert first[2:] == [
         "--set", "model.weights=there", "--set", "model.weights=random", "--set", "run.rounds=1", "--set", "run.seed=9",
-        "--out", out, "--force",
+        "--out", f"{model}.run", "--force",
     ]  # fmt: skip
-    assert export == ["export", out, f"{model}.tmp"]
-    assert Path(model).is_dir()
+    assert export == ["export", f"{model}.run", f"{model}.tmp"]
     settings = [compare[i + 1] for i, word in enumerate(compare) if word == "--set"]
     assert settings == ["run.rounds=3", f"model.weights={model}", "model.head=kept"]
     asked = json.loads((tmp_path / "out" / "later" / "asked.json").read_text())["command"]
@@ -262,13 +262,41 @@ def test_a_study_starts_from_the_model_of_a_first_run(results: Any, tmp_path: Pa
     assert " && dpfed export FIRST START && dpfed compare results/small.toml " in asked
     assert "model.weights=START" in asked
     assert str(tmp_path) not in asked
-    said.clear()
-    results.run(sitting, call, lambda line: None)
-    assert [words[0] for words in said] == ["compare"], "what it starts from is there"
-    for bad, answer in ((None, 3), (2, 1)):
-        fresh = results.Sitting(tmp_path / f"out{answer}", (), tmp_path / "s.toml")
-        assert results.run(fresh, lambda *rest, bad=bad: bad, lambda line: None) == answer
-        assert not (tmp_path / f"out{answer}" / "starts" / "later-model").exists()
+
+    def calls(sitting: Any) -> list[str]:
+        said.clear()
+        results.run(sitting, call, lambda line: None)
+        return [words[0] for words in said]
+
+    assert calls(sitting) == ["compare"], "what it starts from is there"
+    assert calls(dataclasses.replace(sitting, anew=True)) == ["run", "export", "compare"]
+    written = (tmp_path / "s.toml").read_text()
+    (tmp_path / "s.toml").write_text(written.replace("run.seed=9", "run.seed=8"))
+    assert calls(dataclasses.replace(sitting, out=tmp_path / "other")) == ["run", "export", "compare"]
+    with pytest.raises(DpfedError, match="give the same one"):  # another start is another path of weights
+        calls(sitting)
+    (tmp_path / "s.toml").write_text(written.replace("run.seed=9", "run.sed=9"))
+    with pytest.raises(DpfedError, match=r"run\.sed"):
+        results.run(sitting, call, lambda line: None)
+
+
+@pytest.mark.parametrize(("code", "answer"), [(None, 3), (2, 1)])
+def test_a_start_that_was_not_done_is_none(results: Any, tmp_path: Path, code: int | None, answer: int) -> None:
+    (tmp_path / "small.toml").write_text(BASE.replace('"linear"', '"auto-image"'))
+    later = STUDIES[STUDIES.index('[[study]]\nname = "later"') :]
+    (tmp_path / "s.toml").write_text(later + 'start = ["model.weights=random", "run.rounds=1"]')
+    sitting = results.Sitting(tmp_path / "out", (), tmp_path / "s.toml", minutes=1.0)
+    given: list[float] = []
+
+    def call(words: Sequence[str], log: Path, seconds: float) -> int | None:
+        given.append(seconds)
+        time.sleep(0.01)
+        return code if words[0] == "export" else 0
+
+    assert results.run(sitting, call, lambda line: None) == answer
+    assert len(given) == 2
+    assert given[1] < given[0] - 0.01, "the time that is left, not all of it again"
+    assert not list((tmp_path / "out" / "starts").glob("later-????????????"))
 
 
 def test_the_time_is_over_and_a_study_is_interrupted(results: Any, tmp_path: Path) -> None:

@@ -73,6 +73,16 @@ def test_a_gpu_is_described(works: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: facts)
     monkeypatch.setattr(kernels, "works", lambda device: works)
     assert doctor.devices()[1] == f"cuda:0: Some GPU, 24 GiB, kernels {'work' if works else 'do not work'}"
+    with monkeypatch.context() as other:
+        other.setenv("DPFED_KERNELS", "0")
+        assert doctor.devices()[1].endswith("kernels are switched off")
+
+    def full(device: torch.device) -> bool:
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as other:
+        other.setattr(kernels, "works", full)
+        assert doctor.devices()[1].endswith("memory is full")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: works)
-    assert any("fused attention" in line for line in doctor.advice()) is not works
+    assert any("flash attention" in line for line in doctor.advice()) is not works

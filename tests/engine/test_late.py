@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -159,3 +160,35 @@ def test_a_whole_run_with_few_checkpoints_goes_on_as_if_there_were_many(
     assert go(tmp_path / "cut", resume=True) == whole
     models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "cut")]
     assert models[0] == models[1]
+
+
+@pytest.mark.parametrize("method", ["dp-fedadamw", "dp-scaffold"])
+def test_a_late_run_is_the_prompt_one(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole of `run`, as on a GPU but for the device: the same metrics, charges and model; interrupted and resumed too."""
+    config = replace(config_of(), algorithm=registry().algorithm[method](lr=0.05))
+    files: list[tuple[Any, ...]] = []
+
+    def kept(out: Path) -> tuple[Any, ...]:
+        lines = [line.split('"seconds"')[0] for line in (out / "metrics.jsonl").read_text().splitlines()]
+        figures = json.loads((out / "run.json").read_text())["epsilon"]
+        return lines, figures, (out / "model.safetensors").read_bytes()
+
+    run(config, tmp_path / "prompt")
+    files.append(kept(tmp_path / "prompt"))
+    right, make = run_file.train, run_file._backend
+    monkeypatch.setattr(run_file, "train", lambda *args: right(*args[:-1], True))
+    monkeypatch.setattr(run_file, "_backend", lambda *args: make(*args[:-1], True))
+    monkeypatch.setattr(run_file, "checkpoints_due", lambda job: lambda t: t in (2, 6))
+    run(config, tmp_path / "late")
+    files.append(kept(tmp_path / "late"))
+    steps = iter(range(100))
+
+    def stop() -> None:
+        if next(steps) == 11:  # within a round that nobody was told of
+            raise InterruptedRunError("SIGTERM", 15)
+
+    with pytest.raises(InterruptedRunError):
+        run(config, tmp_path / "cut", stop=stop)
+    run(config, tmp_path / "cut", resume=True)
+    files.append(kept(tmp_path / "cut"))
+    assert files[0] == files[1] == files[2]

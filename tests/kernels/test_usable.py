@@ -86,6 +86,13 @@ def test_not_inside_vmap() -> None:
     assert kernels.usable(torch.ones(2, 3)) or torch.cuda.is_available()
 
 
+def test_nothing_is_tried_inside_vmap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "interpreted", False)
+    monkeypatch.setattr(kernels, "works", lambda device: pytest.fail("it was tried"))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    torch.vmap(lambda x: (kernels.usable(x), x)[1])(torch.ones(2, 3))
+
+
 def test_they_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DPFED_KERNELS", "0")
     assert not kernels.works(torch.device("cpu"))

@@ -64,14 +64,24 @@ def own_versions() -> dict[str, str]:
 def devices() -> list[str]:
     import torch
 
-    from dpfed.kernels import works
-
     found = [f"cpu: {os.cpu_count()} cores"]
     for i in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(i)
-        kernels = "kernels work" if works(torch.device("cuda", i)) else "kernels do not work"
-        found.append(f"cuda:{i}: {facts.name}, {facts.total_memory / 2**30:.0f} GiB, {kernels}")
+        found.append(f"cuda:{i}: {facts.name}, {facts.total_memory / 2**30:.0f} GiB, kernels {kernels_on(i)}")
     return found
+
+
+def kernels_on(gpu: int) -> str:
+    import torch
+
+    from dpfed.kernels import works
+
+    if os.environ.get("DPFED_KERNELS") == "0":
+        return "are switched off"
+    try:
+        return "work" if works(torch.device("cuda", gpu)) else "do not work"
+    except torch.OutOfMemoryError:
+        return "were not tried, as its memory is full"
 
 
 def requirements() -> list[tuple[str, str]]:
@@ -131,7 +141,7 @@ def advice() -> list[str]:
 
     if torch.cuda.is_available() and not torch.backends.cuda.is_flash_attention_available():
         out.append(
-            "this torch was built without fused attention, so that ViT and BERT take longer: install its usual wheel"
+            "this torch was built without flash attention, so that ViT and BERT take longer: install its usual wheel"
         )
     if not torch.cuda.is_available():
         out.append("no GPU that torch can use: runs use the CPU, which is enough for small models")

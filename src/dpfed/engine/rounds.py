@@ -200,7 +200,7 @@ def evaluate(
 def begin_finite(state: State, t: int) -> Callable[[], None]:
     """Asks the device whether the state is finite. What it returns waits for the answer, and raises if it is not."""
     names, values = zip(*state.tensors().items(), strict=True)
-    flags = torch.stack([value.isfinite().all() for value in values])
+    flags = torch.stack([value.isfinite().all().to(state.theta.device, non_blocking=True) for value in values])
     answered: torch.cuda.Event | None = None
     if flags.is_cuda:
         here = torch.empty(len(flags), dtype=torch.bool, pin_memory=True)

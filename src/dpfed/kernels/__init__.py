@@ -30,7 +30,9 @@ interpreted = False  # set by tests: kernels on the CPU, by triton's interpreter
 def usable(x: Tensor) -> bool:
     """Whether kernels run where this tensor is; inside vmap they do not. The first call on a device tries them, so it must
     come before any capture."""
-    return (interpreted or (x.is_cuda and works(x.device))) and not torch._C._are_functorch_transforms_active()
+    if torch._C._are_functorch_transforms_active():  # asked first: kernels cannot be tried there either
+        return False
+    return interpreted or (x.is_cuda and works(x.device))
 
 
 @functools.cache

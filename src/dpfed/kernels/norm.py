@@ -92,12 +92,16 @@ def fits(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
 def right(device: torch.device) -> bool:
     """Whether the kernels do what they say on this device; waits for it."""
     g = torch.Generator().manual_seed(1)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    x, grad = (3 + torch.randn(50, 96, generator=g).to(device, dtype) for _ in range(2))
-    weight, bias = (torch.randn(96, generator=g).to(device, dtype) for _ in range(2))
-    y, mean, rstd = forward(x, weight, bias, 1e-5)
-    with torch.enable_grad():
-        exact = x.double().requires_grad_()
-        wanted = torch.nn.functional.layer_norm(exact, (96,), weight.double(), bias.double(), 1e-5)
-        (back,) = torch.autograd.grad(wanted, exact, grad.double())
-    return alike(y, wanted.detach()) and alike(backward(grad, x, weight, mean, rstd), back)
+    numbers = [3 + torch.randn(50, 96, generator=g) for _ in range(2)] + [
+        torch.randn(96, generator=g) for _ in range(2)
+    ]
+    good = True
+    for dtype in (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,):
+        x, grad, weight, bias = (t.to(device, dtype) for t in numbers)
+        y, mean, rstd = forward(x, weight, bias, 1e-5)
+        with torch.enable_grad():
+            exact = x.double().requires_grad_()
+            wanted = torch.nn.functional.layer_norm(exact, (96,), weight.double(), bias.double(), 1e-5)
+            (back,) = torch.autograd.grad(wanted, exact, grad.double())
+        good &= alike(y, wanted.detach()) and alike(backward(grad, x, weight, mean, rstd), back)
+    return good
