@@ -44,7 +44,7 @@ def test_a_row_of_growth() -> None:
     growth = script("benchmarks/fleet_growth.py")
     row = growth.row_of(SMALL, HERE, repeats=1)
     assert (row["clients"], row["fleets"], row["failed"]) == (2, 1, None)
-    assert row["ms_per_client"] == row["ms"] / 2
+    assert row["ms_per_client"] == pytest.approx(row["ms"] / 2, abs=0.011)  # both are rounded
     full = growth.row_of(replace(SMALL, train="full"), HERE, repeats=1)
     assert full["P"] > 10 * row["P"]
 

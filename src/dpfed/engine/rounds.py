@@ -120,14 +120,7 @@ def train(
             scored = t % job.config.run.eval_every == 0 or t == job.config.run.rounds
             paid = spending.begin_charge(t, cohort)  # waited for before anything of this round is released
             spent = spending.begin_server_max() if scored else None
-            clip = state.clip
-            try:
-                mean, answered = backend.run_cohort(t, state, cohort, paid)
-                state = aggregate(job, t, state, cohort, mean, answered)
-            except LostRoundError:
-                pass  # the backend has said why; what was charged stays charged
-            finally:
-                paid()
+            clip, state = state.clip, _next_state(job, backend, t, state, cohort, paid)
             finite = begin_finite(state, t) if not job.config.run.allow_nan else lambda: None
             before, untold = untold, None
             if before is not None:
@@ -149,6 +142,18 @@ def train(
             untold()
         raise
     return state.result
+
+
+def _next_state(
+    job: Job, backend: Backend, t: int, state: State, cohort: Sequence[int], paid: Callable[[], None]
+) -> State:
+    try:
+        mean, answered = backend.run_cohort(t, state, cohort, paid)
+        return aggregate(job, t, state, cohort, mean, answered)
+    except LostRoundError:
+        return state  # the backend has said why; what was charged stays charged
+    finally:
+        paid()
 
 
 def _tell(finite: Callable[[], None], observe: Observer, round: Round) -> None:

@@ -162,14 +162,21 @@ def _train(
             folder.save_result({"run": name, "state": state, **result, **more})
             return result
 
-        # With real noise no round may be paid for that the answer about the one before would have saved.
-        real = job.config.run.noise == "os"
-        late = job.device.type == "cuda" and not (remote or group or diagnostics or real)
+        late = not (remote or group or diagnostics) and may_tell_late(job)
         backend = remote or _backend(job, memory, diagnostics, stop, group, late)
-        due = (lambda t: True) if remote else checkpoints_due(job)
         try:
             with checkpoints:  # whatever ends the rounds, the last checkpoint is complete
-                train(job, backend, spending, watch, saved.progress if saved else None, keep, stop, due, late)
+                train(
+                    job,
+                    backend,
+                    spending,
+                    watch,
+                    saved.progress if saved else None,
+                    keep,
+                    stop,
+                    due_of(job, remote),
+                    late,
+                )
         except InterruptedRunError as error:
             raise _interrupted(error, folder, name, note, seen, job.served) from None
         except StoppedError as error:
@@ -193,6 +200,15 @@ def _backend(
     if group is not None:
         return Distributed(job, group, memory)
     return Fleet(job, memory, diagnostics.watch if diagnostics else None, stop, late)
+
+
+def may_tell_late(job: Job) -> bool:
+    """On a GPU, but with real noise no round may be paid for that the answer about the one before would have saved."""
+    return job.device.type == "cuda" and job.config.run.noise != "os"
+
+
+def due_of(job: Job, remote: RemoteBackend | None) -> Callable[[int], bool]:
+    return (lambda t: True) if remote else checkpoints_due(job)
 
 
 def checkpoints_due(job: Job, clock: Callable[[], float] = time.monotonic) -> Callable[[int], bool]:
