@@ -150,11 +150,6 @@ def _train(
                 diagnostics.write(round.t)
             observe(round)
 
-        def keep(progress: Progress) -> None:
-            known = remote.after(progress.t, progress.state) if remote else None
-            # remote clients keep only their last messages: nothing may lag
-            checkpoints.save_beside(progress, spending.taken, known, folder.sync, wait=remote is not None)
-
         def finish(state: str, **more: Any) -> dict[str, Any]:
             result = result_of(job, spending, seen, folder.path, note) | (remote.report() if remote else {})
             result["metrics"] = task_metrics(job, seen[-1].theta)
@@ -164,19 +159,11 @@ def _train(
 
         late = not (remote or group or diagnostics) and may_tell_late(job)
         backend = remote or _backend(job, memory, diagnostics, stop, group, late)
+        keep, due = _keeper(checkpoints, spending, folder, remote), due_of(job, remote)
+        progress = saved.progress if saved else None
         try:
             with checkpoints:  # whatever ends the rounds, the last checkpoint is complete
-                train(
-                    job,
-                    backend,
-                    spending,
-                    watch,
-                    saved.progress if saved else None,
-                    keep,
-                    stop,
-                    due_of(job, remote),
-                    late,
-                )
+                train(job, backend, spending, watch, progress, keep, stop, due, late)
         except InterruptedRunError as error:
             raise _interrupted(error, folder, name, note, seen, job.served) from None
         except StoppedError as error:
@@ -186,6 +173,17 @@ def _train(
     finally:
         if ledger is not None:
             ledger.close()
+
+
+def _keeper(
+    checkpoints: Checkpoints, spending: Spending, folder: RunFolder, remote: RemoteBackend | None
+) -> Callable[[Progress], None]:
+    def keep(progress: Progress) -> None:
+        known = remote.after(progress.t, progress.state) if remote else None
+        # remote clients keep only their last messages: nothing may lag
+        checkpoints.save_beside(progress, spending.taken, known, folder.sync, wait=remote is not None)
+
+    return keep
 
 
 def _backend(
