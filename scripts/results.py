@@ -206,7 +206,9 @@ def interruptible(command: Sequence[str], log: Path, seconds: float | None) -> i
 
 def _end_with_us() -> None:
     """In the child: it ends when its parent dies, so that nothing goes on alone; finished runs are on the disk. It has a
-    session of its own, as Ctrl-C would otherwise reach it twice."""
+    session of its own, as Ctrl-C would otherwise reach it twice, and hears SIGINT even where we were started deaf to it (by
+    nohup, in a script's background)."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 

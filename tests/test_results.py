@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import importlib
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -310,6 +311,13 @@ def test_the_time_is_over_and_a_study_is_interrupted(results: Any, tmp_path: Pat
     assert results.interruptible([sys.executable, "-c", code], log, 1.5) is None
     assert log.read_text() == "begun\nin good order\n"
     assert results.interruptible([sys.executable, "-c", "raise SystemExit(3)"], log, 60) == 3
+    log.unlink()
+    deaf = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a script's background
+    try:
+        assert results.interruptible([sys.executable, "-c", code], log, 1.5) is None
+    finally:
+        signal.signal(signal.SIGINT, deaf)
+    assert log.read_text() == "begun\nin good order\n"
 
 
 def test_a_study_that_misses_the_first_signal_is_told_again(
