@@ -9,9 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import test_state
 import torch
 
-from dpfed.config import Config, build
+from dpfed.config import Config
 from dpfed.engine import rounds
 from dpfed.engine import run as run_file
 from dpfed.engine.fleet import Fleet
@@ -25,14 +26,7 @@ from dpfed.registry import registry
 
 
 def config_of(**run: Any) -> Config:
-    raw = {
-        "data": {"name": "digits", "clients": 5, "partition": "iid"},
-        "model": {"name": "linear", "liveness": False},
-        "algorithm": {"name": "dp-fedavg", "lr": 3.0},
-        "privacy": {"sigma": 1.0, "clip": 0.5, "batch": 8},
-        "run": {"rounds": 6, "local_steps": 2, "participation": 0.4, "device": "cpu", "eval_every": 4, **run},
-    }
-    return build(raw, registry())
+    return test_state.config_of(**{"rounds": 6, "eval_every": 4, **run})
 
 
 class Told:

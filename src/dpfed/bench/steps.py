@@ -26,7 +26,8 @@ CLIP, SIGMA = 0.1, 1.0
 
 
 def private(case: Case, device: torch.device, dtype: torch.dtype, compiled: bool, slots: int) -> Step:
-    """One pass over `slots`, of which S·B are used, noise for S clients, and DP-FedAdamW's arithmetic on `[S, P]`."""
+    """One pass over `slots`, of which S·B are used, noise for S clients, and DP-FedAdamW's arithmetic on `[S, P]`, but for the
+    two bias corrections."""
     parts = case.build()
     model, built = parts.adapted.model.to(device), parts.built
     space = parts.space.to(device)
