@@ -179,6 +179,34 @@ def test_a_run_by_itself_has_the_room_to_itself(tmp_path: Path) -> None:
     assert shared.get("model", 1, lambda: "made anew") == "made anew"
 
 
+def test_features_outlive_a_run_of_the_head_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take longer than the run itself. What the second run comes to is what it comes to with features of its own."""
+    from dpfed.engine import features
+
+    made: list[int] = []
+    original = features._records
+
+    def counted(*given: Any) -> Any:
+        made.append(1)
+        return original(*given)
+
+    monkeypatch.setattr(features, "_records", counted)
+    both = [
+        task("model.name=glyph-vit", "model.train=head", "run.features=true", f"run.seed={seed}") for seed in (1, 2)
+    ]
+    shared, sources, answers = Shared(), dict[Any, Any](), dict[str, Any]()
+    for one in both:
+        run_pack([(one.key, one.tables, str(tmp_path / one.key), False)], sources, shared, answers.__setitem__)
+    assert answers == {one.key: None for one in both}
+    assert len(made) == 2  # of the training records and of those that score
+    run_pack([(both[1].key, both[1].tables, str(tmp_path / "alone"), False)], {}, Shared(), answers.__setitem__)
+    assert len(made) == 4
+    kept, own = (read_outcome(tmp_path / name) for name in (both[1].key, "alone"))
+    assert kept is not None
+    assert own is not None
+    assert (kept.accuracy, kept.loss) == (own.accuracy, own.loss)
+
+
 def test_a_broken_device_is_nobody_elses_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pack ends with its process and is done one by one elsewhere; a run alone is told, and its worker not used again."""
     pack = [task("run.checkpoint_every=0", f"run.seed={seed}") for seed in range(2)]

@@ -181,8 +181,11 @@ def run_pack(
         return lambda place: run_one(tables, Path(folder), tuning, sources, place)
 
     if len(pack) == 1:
-        shared.clear()
-        ended(pack[0][0], task(pack[0])(None))
+        key, tables, folder, tuning = pack[0]
+        head_alone = tables.get("model", {}).get("train") == "head"  # whose features take longer than its rounds
+        if not head_alone:
+            shared.clear()
+        ended(key, run_one(tables, Path(folder), tuning, sources, shared=shared if head_alone else None))
     else:
         side_by_side([task(given) for given in pack], shared, lambda i, answer: ended(pack[i][0], answer))
 
@@ -195,9 +198,15 @@ def _end_with_parent() -> None:
 
 
 def run_one(
-    tables: Mapping[str, Any], folder: Path, tuning: bool, sources: dict[Any, Any], place: Place | None = None
+    tables: Mapping[str, Any],
+    folder: Path,
+    tuning: bool,
+    sources: dict[Any, Any],
+    place: Place | None = None,
+    shared: Shared | None = None,
 ) -> str | None:
-    """One run; a run that stopped has left its results, so that is no failure. `place`: among runs computed together."""
+    """One run; a run that stopped has left its results, so that is no failure. `place`: among runs computed together;
+    `shared`: what the run before it has left, for a run by itself."""
     from dpfed.config import build
     from dpfed.engine.folder import MODEL
     from dpfed.engine.packed import UnpackableError
@@ -213,7 +222,7 @@ def run_one(
                 sources.clear()  # one at a time: data may be large
                 sources[loader] = loader.load()
         with contextlib.suppress(StoppedError):
-            run(config, folder, source=sources[loader], place=place)
+            run(config, folder, source=sources[loader], place=place, shared=shared)
         if tuning:
             (folder / MODEL).unlink(missing_ok=True)
         return None

@@ -28,6 +28,7 @@ from dpfed.engine.prior import past_of, served_past
 from dpfed.engine.resume import changes, fixed_settings, name_of, refuse_kind, refuse_other, result_in
 from dpfed.engine.rounds import Backend, Progress, RemoteBackend, Round, first_state, train
 from dpfed.engine.setup import Job, prepare, prepare_server
+from dpfed.engine.shared import Shared
 from dpfed.engine.spending import Budget, Spending, Spent, budget_of, open_ledger, reopen_ledger, spent_before
 from dpfed.engine.traffic import traffic
 from dpfed.errors import DivergedError, DpfedError, InterruptedRunError, StoppedError
@@ -62,27 +63,25 @@ def run(
     group: Group | None = None,
     serve: Serve | None = None,
     place: Place | None = None,
+    shared: Shared | None = None,
 ) -> dict[str, Any]:
     """Trains by the configuration and returns the result; the folder `out` holds all of it.
 
     `begin` is told of the job before round 1, `observe` of round 0 (before training) and of each round. With `resume`
     the run in `out` goes on where its last checkpoint is. `stop` is called between local steps, and raises
-    InterruptedRunError to end the run there. With `group` this process leads others, which call `assist`. With `serve`
+    InterruptedRunError to end the run. With `group` this process leads others, which call `assist`. With `serve`
     the clients are elsewhere: it makes the backend from the job and the run's name, no private record is read here, the
     ledgers are the clients' own, and there is a checkpoint after every round, as they store only their last messages.
-    With `place` it is one of several runs, each in a thread of its own, that compute gradients together (packed.py).
+    With `place` it is one of several runs in threads that compute gradients together (packed.py); with `shared` it takes
+    over records, frozen model and features of the run before it, where they are the same.
     """
     refuse_real_noise(config)
     refuse_missing(config)
     out = out or fresh_folder(config)
-    if resume:
-        refuse_other(out, config)
-        refuse_kind(out, serve is not None)
-    else:
-        refuse_occupied(out, force)
+    _refuse_folder(out, config, force, resume, serve is not None)
     past = served_past(config) if serve else past_of(config)
     refuse_target(config, past)
-    job = prepare_server(config) if serve else prepare(config, source, place.shared if place else None)
+    job = prepare_server(config) if serve else prepare(config, source, place.shared if place else shared)
     job = replace(job, past=past, seat=place.sit(job) if place else None)
     job.notes.extend(past.notes)
     if group is not None:
@@ -109,6 +108,14 @@ def run(
     finally:
         trackers.finish()
         folder.close()
+
+
+def _refuse_folder(out: Path, config: Config, force: bool, resume: bool, served: bool) -> None:
+    if resume:
+        refuse_other(out, config)
+        refuse_kind(out, served)
+    else:
+        refuse_occupied(out, force)
 
 
 def assist(config: Config, group: Group, source: Source | None = None) -> None:
