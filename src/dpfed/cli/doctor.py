@@ -87,7 +87,8 @@ def kernels_on(gpu: int) -> str:
 def requirements() -> list[tuple[str, str]]:
     """(package, extra) of everything that is declared; the extra is empty for what is always needed."""
     out = []
-    for line in metadata.requires("dpfed") or []:
+    declared = metadata.requires("dpfed") if version_of("dpfed") else None
+    for line in declared or []:
         name = re.match(r"[A-Za-z0-9._-]+", line)
         extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)", line)
         if name:
@@ -124,6 +125,8 @@ def cache() -> str:
 def advice() -> list[str]:
     """What to do, one sentence each."""
     out = []
+    if version_of("dpfed") is None:
+        out.append("dpfed is run from its source and not installed, so what it needs is not known: pip install .")
     missing = [package for package, version in packages().items() if version is None]
     if missing:
         out.append(f"{', '.join(missing)} is missing, though dpfed needs it: pip install dpfed")

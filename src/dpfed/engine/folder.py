@@ -19,6 +19,7 @@ from typing import IO, Any
 import torch
 from safetensors.torch import save
 
+import dpfed
 from dpfed.config import Config, to_toml
 from dpfed.engine.durable import write_file
 from dpfed.engine.rounds import Round
@@ -242,13 +243,14 @@ def spent_for_good(path: Path) -> bool:
 
 
 def versions() -> dict[str, str]:
-    return {name: _version(name) for name in PACKAGES}
+    """Our own is that of the code at work, wherever it was installed from."""
+    return {name: dpfed.__version__ if name == "dpfed" else _version(name) for name in PACKAGES}
 
 
 def _version(name: str) -> str:
     try:
         return metadata.version(name)
-    except metadata.PackageNotFoundError:  # run from a source tree
+    except metadata.PackageNotFoundError:  # known to Python, not to pip
         return "unknown"
 
 
