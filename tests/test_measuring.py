@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,9 @@ from transformers.models.vit.configuration_vit import ViTConfig
 from transformers.models.vit.modeling_vit import ViTForImageClassification
 
 from dpfed.bench.cases import CPU
+from dpfed.config import load
+from dpfed.errors import DpfedError
+from dpfed.registry import registry
 
 ROOT = Path(__file__).parents[1]
 SMALL = replace(CPU[1], clients=2, batch=3)  # glyph-vit
@@ -26,7 +32,7 @@ def script(path: str) -> Any:
     spec = importlib.util.spec_from_file_location(f"tried_{Path(path).stem}", ROOT / path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -69,3 +75,94 @@ def test_sharpening_is_chosen_by_answers_that_stay(
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("6 images of 16 pixels, shrunk to 8")
     assert len(said) == 1 + len(choose.WAYS)
+
+
+def test_pauses_of_a_gpu_are_told_from_its_work() -> None:
+    waiting = script("benchmarks/waiting.py")
+    spans = [
+        (0.0, 10.0),
+        (5.0, 8.0),
+        (9.0, 20.0),
+        (25.0, 30.0),
+        (30.5, 40.0),
+        (240.0, 250.0),
+    ]  # the second in the first
+    assert waiting.pauses(spans) == (20 + 5 + 9.5 + 10, [5.0, 0.5, 200.0])
+    said = waiting.lines(spans[::-1], 2, clock=0.5)
+    assert "0.50 ms" in said[0]
+    assert "0.02 ms in 3 kernels" in said[1]
+    assert [line.split(" us ")[1].split() for line in said[2:]] == [
+        ["0.10", "ms,", "20.5", "%,", "1.0", "a", "round"],
+        ["0.10", "ms,", "20.0", "%,", "0.5", "a", "round"],
+        ["0.10", "ms,", "20.0", "%,", "0.5", "a", "round"],
+    ]
+    assert waiting.pauses([]) == (0.0, [])
+
+
+def test_rounds_of_a_run_are_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it but the GPU, whose kernels are made up."""
+    waiting = script("benchmarks/waiting.py")
+    kernel = SimpleNamespace(device_type=torch.autograd.DeviceType.CUDA, time_range=SimpleNamespace(start=0.0, end=1e3))
+    asked: list[str] = []
+    profiler = SimpleNamespace(
+        start=lambda: asked.append("start"), stop=lambda: asked.append("stop"), events=lambda: [kernel]
+    )
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: profiler)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    watch = waiting.Watch()
+    monkeypatch.setattr(waiting.rounds, "choose", watch)
+    tiny = ["model.name=linear", "run.local_steps=1", f"run.rounds={waiting.ROUNDS}", "run.eval_every=56"]
+    waiting.run(load("digits", tiny, registry()), tmp_path / "run")
+    assert asked == ["start", "stop"]
+    assert list(watch.at) == [*waiting.CLOCK, *waiting.PROFILED]
+    assert "0.10 ms in 0 kernels" in watch.lines()[1]
+
+
+def test_waiting_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["waiting.py", "digits"])
+    with pytest.raises(DpfedError, match="no GPU"):
+        script("benchmarks/waiting.py").main()
+
+
+def test_challenges_are_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two arms for real; the others are copies, so that the test is short."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    mechanism = script("scripts/mechanism.py")
+    config, out = tmp_path / "tiny.toml", tmp_path / "runs"
+    config.write_text(
+        '[data]\nname = "digits"\n[model]\nname = "linear"\n[privacy]\nclip = 0.1\nsigma = 1.0\nbatch = 16\n'
+        "[run]\nrounds = 3\nlocal_steps = 2\nparticipation = 0.5\n"
+    )
+    arms, mechanism.ARMS = mechanism.ARMS, [arm for arm in mechanism.ARMS if arm.name in ("local", "fedavg-free")]
+    assert mechanism.main(["run", "--out", str(out), "--config", str(config), "--jobs", "2"]) == 0
+    before = (out / "local" / "run.json").stat().st_mtime_ns
+    assert mechanism.main(["run", "--out", str(out), "--config", str(config)]) == 0
+    assert (out / "local" / "run.json").stat().st_mtime_ns == before  # done once
+    mechanism.ARMS = arms
+    with pytest.raises(DpfedError, match="holds no finished run"):
+        mechanism.gathered(out)
+    for arm in arms:
+        if not (out / arm.name).exists():
+            shutil.copytree(out / ("fedavg-free" if "fedavg" in arm.name else "local"), out / arm.name)
+    numbers, images = tmp_path / "n.json", tmp_path / "images"
+    given = ["--numbers", str(numbers), "--images", str(images)]
+    with pytest.raises(DpfedError, match="give the folder"):
+        mechanism.main(["draw", *given])
+    assert mechanism.main(["draw", str(out), *given]) == 0
+    found = json.loads(numbers.read_text())["arms"]
+    assert found["local"]["rounds"] == [1, 2, 3]
+    assert found["local"]["noise_std"] == pytest.approx(0.1 / 16)
+    assert 0.5 < mechanism.middle(found["local"]) / (0.1 / 16) < 1.5  # noise of every coordinate is there
+    assert found["fedavg-free"]["noise_std"] == 0
+    assert str(tmp_path) not in numbers.read_text()
+    table = mechanism.lines({"arms": found})
+    assert table[2 + [arm.name for arm in arms].index("fedavg-free")].startswith("| FedAvg, no privacy | ")
+    for theme in ("light", "dark"):
+        drawn = (images / f"mechanism-{theme}.svg").read_text()
+        assert all(title in drawn for title in ("Spread of v between clients", "Where noise puts", "Client drift"))
+
+
+def test_the_middle_of_a_histogram() -> None:
+    mechanism = script("scripts/mechanism.py")
+    assert mechanism.middle({"sqrt_v": [1, 1, 6, 0], "log10": [-4, 0]}) == pytest.approx(10**-1.5)
