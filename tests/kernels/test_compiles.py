@@ -15,13 +15,13 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from dpfed.kernels import lora, norm, windows
+from dpfed.kernels import dropout, lora, norm, windows
 
 def made(kernel, pointer, floats=(), **constants):
     others = dict.fromkeys(("mean", "rstd"), "*fp32") | dict.fromkeys(floats, "fp32") | dict.fromkeys(constants, "constexpr")
     pointers = ("x", "w1", "w2", "y", "low", "out", "grad", "weight", "bias", "q", "k", "v", "mask")
     pointers += ("grad_q", "grad_k", "grad_v")
-    types = dict.fromkeys(pointers, pointer) | {"index": "*i64"} | others
+    types = dict.fromkeys(pointers, pointer) | dict.fromkeys(("index", "key", "rule"), "*i64") | others
     signature = {name: types.get(name, "i32") for name in kernel.arg_names}
     given = {(i,): constants[name] for i, name in enumerate(signature) if name in constants}
     source = ASTSource(fn=kernel, signature=signature, constexprs=given, attrs={})
@@ -41,6 +41,7 @@ for pointer in ("*bf16", "*fp32"):
     made(windows.reorder, pointer, N=64, WIDTH=96, ROWS=16, COLUMNS=128)
     made(norm._forward, pointer, ("eps",), R=32, C=128)
     made(norm._backward, pointer, R=32, C=128)
+    assert "div.rn.f32" in made(dropout._drop, pointer, B=1024)
 print("all")
 """
 

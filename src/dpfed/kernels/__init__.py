@@ -1,5 +1,6 @@
 """Our Triton kernels, and where they are used: on a GPU on which triton works. Elsewhere torch's own operations do the same.
 
+    dropout  dropout by a record's key
     lora     the thin products of LoRA with weights of each sample's own
     norm     layer normalisation with frozen weights
     rows     norms of gradients, and rows that do not count
@@ -43,9 +44,9 @@ def works(device: torch.device) -> bool:
     try:
         if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)):
             return False
-        from dpfed.kernels import lora, norm
+        from dpfed.kernels import dropout, lora, norm
 
-        if lora.right(device) and norm.right(device):
+        if lora.right(device) and norm.right(device) and dropout.right(device):
             return True
         reason = "they give other numbers"
     except torch.OutOfMemoryError:

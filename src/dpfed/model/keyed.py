@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from dpfed.kernels import usable
 
 KEY = "slot_key"
 RULE = "drop_rule"
@@ -79,11 +82,39 @@ def _drop(x: Tensor, key: Tensor | None, rule: Tensor | None, whole: bool) -> Te
     samples = key.shape[0]
     if x.shape[0] % samples:
         raise ValueError(f"dropout got a leading axis of {x.shape[0]} for {samples} records, which is no multiple")
+    if not whole and not torch.compiler.is_compiling() and _fits(x, key, rule):
+        y: Tensor = KeyedDropout.apply(x, key, rule)  # type: ignore[no-untyped-call]
+        return y
     keep = keep_mask(key, rule, 1 if whole else x.numel() // samples)
     mask = (keep.float() / (1 - rule[1].float() * 2.0**-24)).to(x.dtype)
     if whole:
         return x * mask.repeat_interleave(x.shape[0] // samples, 0).view(-1, *([1] * (x.dim() - 1)))
     return x * mask.view(x.shape)
+
+
+class KeyedDropout(torch.autograd.Function):
+    """In one pass over memory, where there is a kernel for it; a compiler makes one by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, key: Tensor, rule: Tensor) -> Tensor:
+        from dpfed.kernels import dropout
+
+        ctx.save_for_backward(key, rule)
+        return dropout.drop(x, key, rule)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        from dpfed.kernels import dropout
+
+        return dropout.drop(grad.contiguous(), *ctx.saved_tensors), None, None
+
+
+def _fits(x: Tensor, key: Tensor, rule: Tensor) -> bool:
+    if not usable(x):
+        return False
+    from dpfed.kernels import dropout
+
+    return dropout.fits(x, key, rule)
 
 
 def install_keyed_dropout(model: nn.Module) -> list[str]:
