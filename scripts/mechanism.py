@@ -3,8 +3,8 @@
     python scripts/mechanism.py run --out DIR --set data.path=... --set model.weights=... [--jobs N]
     python scripts/mechanism.py draw [DIR]     DIR's runs into results/mechanism.json, and that into docs/images
 
-`run` does one run of results/vision.toml with run.diagnostics for each arm below, each at the rate that vision-main found for it
-(the arms of DP-LocalAdamW all at one rate, so that only noise and skew differ). Runs that are done are not done again.
+`run` does one run of results/vision.toml with run.diagnostics for each arm below, each at the rate that vision-main found for its method
+(the arms of LocalAdamW all at that of DP-LocalAdamW, so that only noise and skew differ). Runs that are done are not done again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -62,20 +63,22 @@ def words_of(arm: Arm, out: Path, config: Path, given: Sequence[str]) -> list[st
     return ["run", str(config), *(word for item in sets for word in ("--set", item)), "--out", str(out / arm.name)]
 
 
-def result_in(folder: Path) -> dict[str, Any] | None:
-    """Of a run that is finished."""
+def result_in(folder: Path, arm: Arm) -> dict[str, Any] | None:
+    """Of a run of this method at this rate that is finished."""
     try:
         result = dict(json.loads((folder / "run.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError):
+        made = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))["algorithm"]
+    except (OSError, ValueError, KeyError):
         return None
-    return result if result.get("state") == "finished" else None
+    same = (made.get("name"), made.get("lr")) == (arm.algorithm, arm.lr)
+    return result if same and result.get("state") == "finished" else None
 
 
 def run(out: Path, given: Sequence[str], jobs: int, config: Path = CONFIG) -> int:
     out.mkdir(parents=True, exist_ok=True)
 
     def one(arm: Arm) -> int:
-        if result_in(out / arm.name):
+        if result_in(out / arm.name, arm):
             return 0
         command = [sys.executable, "-m", "dpfed", *words_of(arm, out, config, given), "--force"]
         with (out / f"{arm.name}.log").open("wb") as log:
@@ -85,7 +88,7 @@ def run(out: Path, given: Sequence[str], jobs: int, config: Path = CONFIG) -> in
         codes = list(pool.map(one, ARMS))
     for arm, code in zip(ARMS, codes, strict=True):
         print(f"{arm.name}: {'done' if code == 0 else f'exit code {code}, see {out / arm.name}.log'}")
-    return max(codes)
+    return int(any(codes))
 
 
 # ------------------------------------------------------------------ numbers
@@ -95,9 +98,9 @@ def gathered(out: Path) -> dict[str, Any]:
     """What the pictures and the page need of the runs, and no paths."""
     arms: dict[str, Any] = {}
     for arm in ARMS:
-        result, rows = result_in(out / arm.name), read_diagnostics(out / arm.name)
+        result, rows = result_in(out / arm.name, arm), read_diagnostics(out / arm.name)
         if result is None or not rows:
-            raise DpfedError(f"{out / arm.name} holds no finished run with diagnostics: mechanism.py run comes first")
+            raise DpfedError(f"{out / arm.name} holds no finished run of it: mechanism.py run comes first")
         whole = [row for row in rows if "sqrt_v_histogram" in row]
         arms[arm.name] = {
             "label": arm.label,
@@ -115,6 +118,10 @@ def _short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
 
 
+def _said(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2g}"
+
+
 def middle(arm: Mapping[str, Any]) -> float:
     """The median of √v over coordinates and clients, by the bins of its histogram."""
     counts, (low, high) = arm["sqrt_v"], arm["log10"]
@@ -127,9 +134,9 @@ def lines(found: Mapping[str, Any]) -> list[str]:
     """The table of the page: the last round of each arm."""
     out = ["| method | accuracy % | spread of v | median of √v | drift |", "|---|---|---|---|---|"]
     for arm in found["arms"].values():
-        spread = f"{arm['v_relative_variance'][-1]:.2g}" if "v_relative_variance" in arm else "–"
-        root = f"{middle(arm):.2g}" if "sqrt_v" in arm else "–"
-        out.append(f"| {arm['label']} | {100 * arm['accuracy']:.1f} | {spread} | {root} | {arm['drift'][-1]:.2g} |")
+        spread, drift = (_said(arm[key][-1] if key in arm else None) for key in CURVES)
+        root = _said(middle(arm) if "sqrt_v" in arm else None)
+        out.append(f"| {arm['label']} | {100 * arm['accuracy']:.1f} | {spread} | {root} | {drift} |")
     return out
 
 
@@ -189,7 +196,7 @@ def _describe(house: Any, panels: Sequence[Any], colours: Mapping[str, str], noi
     drift.set(xlabel="round", ylabel="distance from the mean client", yscale="log")
     house.titled(spread, colours, "Spread of v between clients", "relative to its size, end of each round")
     house.titled(shift, colours, "Where noise puts √v", "noise alone puts it at σC/B")
-    house.titled(drift, colours, "Client drift", "end of each round, each method at its own rate")
+    house.titled(drift, colours, "Client drift", "end of each round, each method at a rate found for it")
 
 
 # ------------------------------------------------------------------ command line

@@ -88,9 +88,9 @@ def test_pauses_of_a_gpu_are_told_from_its_work() -> None:
         (240.0, 250.0),
     ]  # the second in the first
     assert waiting.pauses(spans) == (20 + 5 + 9.5 + 10, [5.0, 0.5, 200.0])
-    said = waiting.lines(spans[::-1], 2, clock=0.5)
-    assert "0.50 ms" in said[0]
-    assert "0.02 ms in 3 kernels" in said[1]
+    said = waiting.lines(spans[::-1], 2, clock=0.4, slower=0.5)
+    assert "0.40 ms, 0.50 under" in said[0]
+    assert "0.02 ms in 3" in said[1]
     assert [line.split(" us ")[1].split() for line in said[2:]] == [
         ["0.10", "ms,", "20.5", "%,", "1.0", "a", "round"],
         ["0.10", "ms,", "20.0", "%,", "0.5", "a", "round"],
@@ -115,7 +115,7 @@ def test_rounds_of_a_run_are_watched(tmp_path: Path, monkeypatch: pytest.MonkeyP
     waiting.run(load("digits", tiny, registry()), tmp_path / "run")
     assert asked == ["start", "stop"]
     assert list(watch.at) == [*waiting.CLOCK, *waiting.PROFILED]
-    assert "0.10 ms in 0 kernels" in watch.lines()[1]
+    assert "0.10 ms in 0" in watch.lines()[1]
 
 
 def test_waiting_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,15 @@ def test_challenges_are_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.M
         mechanism.gathered(out)
     for arm in arms:
         if not (out / arm.name).exists():
-            shutil.copytree(out / ("fedavg-free" if "fedavg" in arm.name else "local"), out / arm.name)
+            copied = "fedavg-free" if "fedavg" in arm.name else "local"
+            shutil.copytree(out / copied, out / arm.name)
+            with (out / arm.name / "config.toml").open("w") as made:
+                made.write(f'[algorithm]\nname = "{arm.algorithm}"\nlr = {arm.lr}\n')
+    with (out / "adamw" / "config.toml").open("r+") as made:  # of another rate
+        made.write('[algorithm]\nname = "dp-fedadamw"\nlr = 0.00120\n')
+    with pytest.raises(DpfedError, match="adamw holds no finished run"):
+        mechanism.gathered(out)
+    (out / "adamw" / "config.toml").write_text('[algorithm]\nname = "dp-fedadamw"\nlr = 0.00119\n')
     numbers, images = tmp_path / "n.json", tmp_path / "images"
     given = ["--numbers", str(numbers), "--images", str(images)]
     with pytest.raises(DpfedError, match="give the folder"):

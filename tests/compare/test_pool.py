@@ -207,6 +207,19 @@ def test_features_outlive_a_run_of_the_head_alone(tmp_path: Path, monkeypatch: p
     assert (kept.accuracy, kept.loss) == (own.accuracy, own.loss)
 
 
+def test_what_was_kept_for_another_model_is_let_go(tmp_path: Path) -> None:
+    """A run of the head alone needs the room that the pack before it had."""
+    shared, answers = Shared(), dict[str, Any]()
+    for i, model in enumerate((("model.train=lora",), ("model.train=head", "run.features=true"))):
+        one = task("model.name=glyph-vit", "run.rounds=1", *model)
+        run_pack([(one.key, one.tables, str(tmp_path / str(i)), True)], {}, shared, answers.__setitem__)
+        if i == 0:
+            shared.get("left over", 1, object)
+    assert set(answers.values()) == {None}
+    assert shared.get("left over", 1, lambda: "made anew") == "made anew"
+    assert shared.get("features", None, lambda: "none") == "none"  # there were others, under their own key
+
+
 def test_a_broken_device_is_nobody_elses_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pack ends with its process and is done one by one elsewhere; a run alone is told, and its worker not used again."""
     pack = [task("run.checkpoint_every=0", f"run.seed={seed}") for seed in range(2)]

@@ -180,14 +180,21 @@ def run_pack(
         _, tables, folder, tuning = given
         return lambda place: run_one(tables, Path(folder), tuning, sources, place)
 
+    key, tables, folder, tuning = pack[0]
+    shared.only_for(purpose_of(tables))
     if len(pack) == 1:
-        key, tables, folder, tuning = pack[0]
         head_alone = tables.get("model", {}).get("train") == "head"  # whose features take longer than its rounds
         if not head_alone:
             shared.clear()
         ended(key, run_one(tables, Path(folder), tuning, sources, shared=shared if head_alone else None))
     else:
         side_by_side([task(given) for given in pack], shared, lambda i, answer: ended(pack[i][0], answer))
+
+
+def purpose_of(tables: Mapping[str, Any]) -> str:
+    """Of what a worker keeps between runs: the data, the model, and where and how precisely it computes."""
+    run = tables.get("run", {})
+    return repr((tables.get("data"), tables.get("model"), run.get("device"), run.get("precision")))
 
 
 def _end_with_parent() -> None:

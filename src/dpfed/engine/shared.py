@@ -22,6 +22,14 @@ class Shared:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self._kept: dict[str, tuple[Any, Any]] = {}
+        self._purpose: Any = None
+
+    def only_for(self, purpose: Any) -> None:
+        """Lets go of what was made for another purpose: it would only take room."""
+        with self.lock:
+            if purpose != self._purpose:
+                self._kept.clear()
+                self._purpose = purpose
 
     def get(self, kind: str, key: Any, make: Callable[[], Thing]) -> Thing:
         with self.lock:
