@@ -35,9 +35,10 @@ for pointer in ("*bf16", "*fp32"):
             assert all("mma" in text for text in found)
         else:  # in whole numbers
             assert not any("tf32" in text for text in found)
-    window = {"N": 49, "D": 32, "SIDE": 64, "DEPTH": 32, "MASKED": True}
-    made(windows.attend, pointer, ("scale",), **window)
-    made(windows.attend_backward, pointer, ("scale",), **window)
+    for biased, rows in ((True, 49), (True, 0), (False, 1), (False, 0)):
+        window = {"N": 49, "D": 32, "SIDE": 64, "DEPTH": 32, "BIASED": biased, "MASK_ROWS": rows}
+        made(windows.attend, pointer, ("scale",), **window)
+        made(windows.attend_backward, pointer, ("scale",), **window)
     made(windows.reorder, pointer, N=64, WIDTH=96, ROWS=16, COLUMNS=128)
     made(norm._forward, pointer, ("eps",), R=32, C=128)
     made(norm._backward, pointer, R=32, C=128)
