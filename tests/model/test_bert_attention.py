@@ -173,8 +173,9 @@ def test_masks_as_transformers_makes_them(build: Any, calls: list[Any], monkeypa
 
 
 @pytest.mark.parametrize("lowest", [torch.finfo(torch.float32).min, float("-inf")])
-def test_unused_slots_add_exactly_nothing(lowest: float, calls: list[Any]) -> None:
-    """Whether they hold a record or padding alone, whose rows may look nowhere; to the last bit."""
+def test_unused_slots_add_exactly_nothing(lowest: float, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether they hold a record or padding alone, whose rows may look nowhere; to the last bit. And clipped sums are
+    those of the plain way."""
     case = Case(adapted(bert(**SHAPE), "lora"))
     case.ready.model.to(WHERE)
     inputs = text((5, 3, 0, 4), 5)
@@ -196,6 +197,9 @@ def test_unused_slots_add_exactly_nothing(lowest: float, calls: list[Any]) -> No
     alone = torch.cat(case.ready.grads(case.rows(1).to(WHERE), torch.tensor([0], device=WHERE), blank, labels), 1)
     assert alone.isfinite().all()
     assert used(calls) == 8
+    monkeypatch.setattr(twins, "available", lambda x: False)
+    torch.testing.assert_close(padding, total([0, 1, 2, 2], [1, 1, 0, 0]), rtol=1e-4, atol=1e-6)
+    assert not calls
 
 
 # ---- where the kernel does not fit
