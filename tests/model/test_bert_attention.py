@@ -121,6 +121,8 @@ def test_operator_without_a_bias_is_what_it_says() -> None:
             window_attention(q, k, v, None, None, 0.5, heads)
     with pytest.raises(ValueError, match="does not fit"):
         window_attention(q, k, v, None, torch.zeros(2, 2, 4, device=WHERE), 0.5, 2)
+    with pytest.raises(ValueError, match="no gradient"):
+        window_attention(q, k, v, None, torch.zeros(2, 1, 4, device=WHERE, requires_grad=True), 0.5, 2)
 
 
 # ---- whole models
@@ -214,6 +216,8 @@ FALLBACKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings of t
     "large": ({}, {"n": 65}),
     "deep": ({"hidden_size": 66}, {}),
     "two": ({}, {"attention_mask": torch.zeros(5, 5)}),
+    "records": ({}, {"attention_mask": torch.zeros(4, 1, 1, 5)}),
+    "rows": ({}, {"attention_mask": torch.zeros(2, 1, 3, 5)}),
     "heads": ({}, {"attention_mask": torch.zeros(2, 2, 5, 5)}),
     "whole": ({}, {"attention_mask": NONE.long()}),
     "double": ({}, {"attention_mask": NONE.double()}),
