@@ -1,8 +1,9 @@
 """Kernels for attention of few positions: Swin's windows and the order of rows in them, and short texts of small BERTs.
 
-A window is any group of positions that look at one another alone: for a BERT it is a whole record. Scores and probabilities of a window stay on the chip (the idea of FlashAttention, Dao et al. 2022, with all of a window in
-one tile). Products add up in float32, and float32 sides are not rounded to fewer bits. This module needs triton: `model/windows.py`
-imports it where it works.
+A window is a group of positions that look at one another alone; for a BERT it is a whole record. Scores and probabilities
+of a window stay on the chip (the idea of FlashAttention, Dao et al. 2022, with all of a window in one tile). Products add up
+in float32, and float32 sides are not rounded to fewer bits. This module needs triton: `model/windows.py` imports it where it
+works.
 """
 
 from __future__ import annotations
