@@ -17,11 +17,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from dpfed.kernels import dropout, lora, norm, windows
 
-def made(kernel, pointer, floats=(), **constants):
+def made(kernel, pointer, floats=(), mask=None, **constants):
     others = dict.fromkeys(("mean", "rstd"), "*fp32") | dict.fromkeys(floats, "fp32") | dict.fromkeys(constants, "constexpr")
     pointers = ("x", "w1", "w2", "y", "low", "out", "grad", "weight", "bias", "q", "k", "v", "mask")
     pointers += ("grad_q", "grad_k", "grad_v")
-    types = dict.fromkeys(pointers, pointer) | dict.fromkeys(("index", "key", "rule"), "*i64") | others
+    whole = dict.fromkeys(("index", "key", "rule"), "*i64")
+    types = dict.fromkeys(pointers, pointer) | whole | {"mask": mask or pointer} | others
     signature = {name: types.get(name, "i32") for name in kernel.arg_names}
     given = {(i,): constants[name] for i, name in enumerate(signature) if name in constants}
     source = ASTSource(fn=kernel, signature=signature, constexprs=given, attrs={})
@@ -35,9 +36,10 @@ for pointer in ("*bf16", "*fp32"):
             assert all("mma" in text for text in found)
         else:  # in whole numbers
             assert not any("tf32" in text for text in found)
-    window = {"N": 49, "D": 32, "SIDE": 64, "DEPTH": 32, "MASKED": True}
-    made(windows.attend, pointer, ("scale",), **window)
-    made(windows.attend_backward, pointer, ("scale",), **window)
+    for biased, rows, mask in ((True, 49, pointer), (False, 1, "*fp32"), (False, 0, pointer)):  # Swin, BERT, BERT unmasked
+        window = {"N": 49, "D": 32, "SIDE": 64, "DEPTH": 32, "BIASED": biased, "MASK_ROWS": rows}
+        made(windows.attend, pointer, ("scale",), mask, **window)
+        made(windows.attend_backward, pointer, ("scale",), mask, **window)
     made(windows.reorder, pointer, N=64, WIDTH=96, ROWS=16, COLUMNS=128)
     made(norm._forward, pointer, ("eps",), R=32, C=128)
     made(norm._backward, pointer, R=32, C=128)

@@ -1,4 +1,4 @@
-"""Kernels for Swin's windows against plain tensors. Without a GPU they run in Triton's interpreter."""
+"""Kernels for Swin's windows against plain tensors (those of BERT: test_bert_attention.py). Without a GPU they run in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -150,9 +150,16 @@ def test_what_has_no_kernel_is_refused() -> None:
     assert window_attention(q[:0], k[:0], v[:0], bias.detach(), mask, 1.0).shape == (0, 9, 8)
 
 
-def test_a_kernel_is_tried_before_it_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wrong", ["scale", "bias", "mask"])
+def test_a_kernel_is_tried_before_it_is_trusted(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     windows._try(torch.device(WHERE))
-    monkeypatch.setattr(windows, "_attend", lambda *args: plain(*(args[:4]), None, 0.4))
+    right = windows._attend
+
+    def other(q: Tensor, k: Tensor, v: Tensor, bias: Any, mask: Any, scale: float, heads: int) -> Tensor:
+        added = None if wrong == "bias" else bias, None if wrong == "mask" else mask
+        return right(q, k, v, *added, 0.4 if wrong == "scale" else scale, heads)
+
+    monkeypatch.setattr(windows, "_attend", other)
     with pytest.raises(RuntimeError, match="other numbers"):
         windows._try(torch.device(WHERE))
 
@@ -202,7 +209,7 @@ def test_operators_are_what_they_say() -> None:
     (q, k, v, bias), mask, _ = case(4, 1, 4, True, torch.float32)
     q, k, v = (t.requires_grad_() for t in (q, k, v))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(torch.ops.dpfed.window_attention, (q, k, v, bias, mask, 0.5), test_utils=tests)
+    torch.library.opcheck(torch.ops.dpfed.window_attention, (q, k, v, bias, mask, 0.5, 1), test_utils=tests)
     for _ in range(2):
         windows.declare_cost()
     with FlopCounterMode(display=False) as counter:

@@ -4,7 +4,7 @@
     lora     the thin products of LoRA with weights of each sample's own
     norm     layer normalisation with frozen weights
     rows     norms of gradients, and rows that do not count
-    windows  attention within Swin's windows
+    windows  attention within Swin's windows, and of small BERTs
 
 triton comes with torch for GPUs. It builds its kernels when they are first called and needs a C compiler for that, so
 whether it works is found by trying. `DPFED_KERNELS=0` in the environment does without.

@@ -1,8 +1,9 @@
-"""Kernels for Swin's windows: attention in each, and the order of rows in them.
+"""Kernels for attention of few positions: Swin's windows and the order of rows in them, and short texts of small BERTs.
 
-Scores and probabilities of a window stay on the chip (the idea of FlashAttention, Dao et al. 2022, with all of a window in
-one tile). Products add up in float32, and float32 sides are not rounded to fewer bits. This module needs triton: `model/windows.py`
-imports it where it works.
+A window is a group of positions that look at one another alone; for a BERT it is a whole record. Scores and probabilities
+of a window stay on the chip (the idea of FlashAttention, Dao et al. 2022, with all of a window in one tile). Products add up
+in float32, and float32 sides are not rounded to fewer bits. This module needs triton: `model/windows.py` imports it where it
+works.
 """
 
 from __future__ import annotations
@@ -12,24 +13,36 @@ import triton.language as tl
 
 
 @triton.jit
-def _probabilities(q, k, bias, mask, scale, N: tl.constexpr, SIDE: tl.constexpr, MASKED: tl.constexpr):
-    """Softmax of one window's scores in float32, `[SIDE, SIDE]`; columns beyond the window are zero."""
+def _probabilities(
+    q, k, bias, mask, scale, N: tl.constexpr, SIDE: tl.constexpr, BIASED: tl.constexpr, MASK_ROWS: tl.constexpr
+):
+    """Softmax of one window's scores in float32, `[SIDE, SIDE]`; columns beyond the window are zero, and so is a row that
+    may look nowhere, as in torch's attention.
+
+    MASK_ROWS is 0 without a mask, 1 for a mask that is the same for all who look, else N.
+    """
     i = tl.arange(0, SIDE)[:, None]
     j = tl.arange(0, SIDE)[None, :]
     inside = (i < N) & (j < N)
     score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    score += tl.load(bias + i * N + j, mask=inside, other=0.0).to(tl.float32)
-    if MASKED:
+    if BIASED:
+        score += tl.load(bias + i * N + j, mask=inside, other=0.0).to(tl.float32)
+    if MASK_ROWS == 1:
+        score += tl.load(mask + j, mask=j < N, other=0.0).to(tl.float32)
+    elif MASK_ROWS > 1:
         score += tl.load(mask + i * N + j, mask=inside, other=0.0).to(tl.float32)
     score = tl.where(j < N, score, float("-inf"))
-    power = tl.exp(score - tl.max(score, 1)[:, None])
-    return power / tl.sum(power, 1)[:, None]
+    most = tl.max(score, 1)
+    power = tl.exp(score - tl.where(most == float("-inf"), 0.0, most)[:, None])
+    total = tl.sum(power, 1)
+    return power / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
 @triton.jit(do_not_specialize=["heads", "masks"])
 def attend(
     q, k, v, bias, mask, out, scale, heads, masks,
-    N: tl.constexpr, D: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr, MASKED: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr, BIASED: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """One window and head: q, k, v and out are `[windows, N, heads * D]`."""
     program = tl.program_id(0)
@@ -43,7 +56,9 @@ def attend(
     mine = tl.load(q + at, mask=inside, other=0.0)
     theirs = tl.load(k + at, mask=inside, other=0.0)
     values = tl.load(v + at, mask=inside, other=0.0)
-    p = _probabilities(mine, theirs, bias + head * (N * N), mask + (window % masks) * (N * N), scale, N, SIDE, MASKED)
+    bias += head * (N * N)
+    mask += (window % masks) * (MASK_ROWS * N)
+    p = _probabilities(mine, theirs, bias, mask, scale, N, SIDE, BIASED, MASK_ROWS)
     y = tl.dot(p.to(values.dtype), values, input_precision="ieee")
     tl.store(out + at, y.to(values.dtype), mask=inside)
 
@@ -51,7 +66,8 @@ def attend(
 @triton.jit(do_not_specialize=["heads", "masks"])
 def attend_backward(
     grad, q, k, v, bias, mask, grad_q, grad_k, grad_v, scale, heads, masks,
-    N: tl.constexpr, D: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr, MASKED: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr, BIASED: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one window and head, from its probabilities computed again. Rows beyond the window have gradient zero."""
     program = tl.program_id(0)
@@ -66,7 +82,9 @@ def attend_backward(
     theirs = tl.load(k + at, mask=inside, other=0.0)
     values = tl.load(v + at, mask=inside, other=0.0)
     above = tl.load(grad + at, mask=inside, other=0.0)
-    p = _probabilities(mine, theirs, bias + head * (N * N), mask + (window % masks) * (N * N), scale, N, SIDE, MASKED)
+    bias += head * (N * N)
+    mask += (window % masks) * (MASK_ROWS * N)
+    p = _probabilities(mine, theirs, bias, mask, scale, N, SIDE, BIASED, MASK_ROWS)
     gv = tl.dot(tl.trans(p.to(above.dtype)), above, input_precision="ieee")
     tl.store(grad_v + at, gv.to(values.dtype), mask=inside)
     gp = tl.dot(above, tl.trans(values), input_precision="ieee")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dpfed.errors import DpfedError
+from dpfed.model.bert import fuse_bert
 from dpfed.model.compiled import Compiled
 from dpfed.model.keyed import install_keyed_dropout
 from dpfed.model.layer_norm import fuse_norms
@@ -49,6 +50,7 @@ class PerSample:
         fuse_lora(model)
         fuse_norms(model)
         fuse_windows(model)
+        fuse_bert(model)
         self._keys = install_keyed_dropout(model)
         self._slices = space.slices()
         self.model = model.eval().requires_grad_(False)

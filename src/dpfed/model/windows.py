@@ -1,8 +1,9 @@
-"""Attention within Swin's windows, and the reordering into them, as operations with kernels and backward passes of their own.
+"""Attention of few positions, and the reordering into Swin's windows, as operations with kernels and backward passes.
 
-Written with autograd, one layer's attention is two dozen small kernels, most of which copy. Here the forward pass is one, and
-so is the backward pass, which computes the probabilities again. As operators of `torch` they work in eager mode, in a CUDA
-graph and in compiled programs.
+It serves Swin, whose windows have a position bias (`swin.py`), and small BERTs, where each record is a window without one
+(`bert.py`). Written with autograd, one layer's attention is two dozen small kernels, most of which copy. Here the forward
+pass is one, and so is the backward pass, which computes the probabilities again. As operators of `torch` they work in
+eager mode, in a CUDA graph and in compiled programs.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch import Tensor
 from dpfed import kernels
 
 LOG = logging.getLogger("dpfed")
-LARGEST = 64  # positions of a window; a side of more would not stay in registers
-DEEPEST = 32  # columns of a head, as all known Swins have; more may not fit the memory of smaller GPUs
+LARGEST = 64  # positions of a window, or tokens of a text; a side of more would not stay in registers
+DEEPEST = 32  # columns of a head, as all known Swins and MiniLM have; more may not fit the memory of smaller GPUs
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -56,17 +57,22 @@ _WORKING: dict[int, bool] = {}
 
 
 def _try(device: torch.device) -> None:
-    """Attention and its gradients, and an order of rows, against plain products."""
+    """Attention and its gradients, with a bias as Swin's and with a mask as BERT's, and an order of rows, against plain
+    products."""
     x = torch.linspace(-1, 1, 16 * 16, device=device).view(1, 16, 16).to(torch.bfloat16)
     exact = x.float().requires_grad_()
     order = torch.arange(15, -1, -1, device=device)
-    with torch.enable_grad():
-        want = (exact @ exact.mT / 2 + exact.detach()).softmax(-1) @ exact
-        (back,) = torch.autograd.grad(want, exact, exact.detach().flip(1))
-    got, parts = _attend(x, x, x, x, None, 0.5), _attend_backward(x.flip(1), x, x, x, x, None, 0.5)
-    total = torch.stack(parts).float().sum(0)
-    alike = torch.allclose(got.float(), want, rtol=0, atol=0.02) and torch.allclose(total, back, rtol=0.02, atol=0.02)
-    if not (alike and torch.equal(_reorder(x, order, order), x.flip(1))):
+    same = torch.equal(_reorder(x, order, order), x.flip(1))
+    for bias, mask in ((x, None), (None, 3 * x[:, :, :1].mT.float())):
+        with torch.enable_grad():
+            added = x.float() if mask is None else mask
+            want = (exact @ exact.mT / 2 + added).softmax(-1) @ exact
+            (back,) = torch.autograd.grad(want, exact, exact.detach().flip(1))
+        got, parts = _attend(x, x, x, bias, mask, 0.5, 1), _attend_backward(x.flip(1), x, x, x, bias, mask, 0.5, 1)
+        total = torch.stack(parts).float().sum(0)
+        same = same and torch.allclose(got.float(), want, rtol=0, atol=0.02)
+        same = same and torch.allclose(total, back, rtol=0.02, atol=0.02)
+    if not same:
         raise RuntimeError("its kernel gives other numbers")
 
 
@@ -82,23 +88,34 @@ def declare_cost() -> None:
         register_flop_formula(torch.ops.dpfed.window_attention)(operations)
 
 
-def window_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def window_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, scale: float, heads: int | None = None
+) -> Tensor:
     """Softmax attention for q, k, v `[windows, n, heads * d]`, of the same shape.
 
-    bias `[heads, n, n]` is added to the scores, and so is mask `[kinds, n, n]`, of which window w takes `w % kinds`. They get
-    no gradient.
+    bias `[heads, n, n]` is added to the scores, and so is mask `[kinds, n, n]`, of which window w takes `w % kinds`; a mask
+    `[kinds, 1, n]` is the same for all positions that look. Both get no gradient. The heads are those of the bias, and are to
+    be named where there is none.
     """
-    heads, n, _ = bias.shape
-    if bias.requires_grad or (mask is not None and mask.requires_grad):
+    if (bias is not None and bias.requires_grad) or (mask is not None and mask.requires_grad):
         raise ValueError("attention by kernels has no gradient for its bias and mask")
+    if heads is None:
+        heads = 0 if bias is None else bias.shape[0]
+    n = q.shape[1]
     fits = (
         q.shape == k.shape == v.shape
-        and q.shape[1] == n <= LARGEST
+        and n <= LARGEST
+        and heads > 0
         and q.shape[2] in range(heads, heads * DEEPEST + 1, heads)
+        and (bias is None or bias.shape == (heads, n, n))
+        and (mask is None or tuple(mask.shape[1:]) in ((1, n), (n, n)))
     )
-    if not fits or (mask is not None and mask.shape[1:] != (n, n)):
-        raise ValueError(f"attention of {tuple(q.shape)} with a bias of {tuple(bias.shape)} does not fit its kernel")
-    result: Tensor = torch.ops.dpfed.window_attention(q, k, v, bias, mask, scale)
+    if not fits:
+        raise ValueError(
+            f"attention of {tuple(q.shape)} in {heads} heads with a bias of {_size(bias)} and a mask of {_size(mask)} does "
+            "not fit its kernel"
+        )
+    result: Tensor = torch.ops.dpfed.window_attention(q, k, v, bias, mask, scale, heads)
     return result
 
 
@@ -108,50 +125,56 @@ def reorder(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     return result
 
 
+def _size(x: Tensor | None) -> tuple[int, ...] | None:
+    return None if x is None else tuple(x.shape)
+
+
 def _side(count: int) -> int:
     """A power of two, as tiles have, and no less than a matrix unit takes."""
     return max(16, 1 << (count - 1).bit_length())
 
 
-def _shape(q: Tensor, bias: Tensor, mask: Tensor | None) -> tuple[tuple[int], dict[str, Any]]:
-    heads, n, _ = bias.shape
-    depth = q.shape[2] // heads
+def _shape(q: Tensor, bias: Tensor | None, mask: Tensor | None, heads: int) -> tuple[tuple[int], dict[str, Any]]:
+    n, depth = q.shape[1], q.shape[2] // heads
     side = _side(n)
     warps = (
         1 if side == 16 else 8 if q.dtype == torch.float32 and side == LARGEST else 4
     )  # as many as hold it in registers
     options = {
         "heads": heads, "masks": 1 if mask is None else len(mask), "N": n, "D": depth, "SIDE": side,
-        "DEPTH": _side(depth), "MASKED": mask is not None, "num_warps": warps,
+        "DEPTH": _side(depth), "BIASED": bias is not None, "MASK_ROWS": 0 if mask is None else mask.shape[1],
+        "num_warps": warps,
     }  # fmt: skip
     return (q.shape[0] * heads,), options
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, scale: float, heads: int
+) -> Tensor:
     out = q.new_empty(q.shape)
     if out.numel():
         from dpfed.kernels.windows import attend
 
-        q, k, v, bias = (x.contiguous() for x in (q, k, v, bias))
-        added = bias if mask is None else mask.contiguous()
-        grid, options = _shape(q, bias, mask)
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        added = (q if x is None else x.contiguous() for x in (bias, mask))  # what is not there is not read
+        grid, options = _shape(q, bias, mask, heads)
         with kernels.on(q):
-            attend[grid](q, k, v, bias, added, out, scale, **options)
+            attend[grid](q, k, v, *added, out, scale, **options)
     return out
 
 
 def _attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, scale: float, heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     outs = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     if grad.numel():
         from dpfed.kernels.windows import attend_backward
 
-        grad, q, k, v, bias = (x.contiguous() for x in (grad, q, k, v, bias))
-        added = bias if mask is None else mask.contiguous()
-        grid, options = _shape(q, bias, mask)
+        grad, q, k, v = (x.contiguous() for x in (grad, q, k, v))
+        added = (q if x is None else x.contiguous() for x in (bias, mask))
+        grid, options = _shape(q, bias, mask, heads)
         with kernels.on(q):
-            attend_backward[grid](grad, q, k, v, bias, added, *outs, scale, **options)
+            attend_backward[grid](grad, q, k, v, *added, *outs, scale, **options)
     return outs
 
 
@@ -169,7 +192,7 @@ def _reorder(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
 
 
 def _define() -> None:
-    inputs = "Tensor q, Tensor k, Tensor v, Tensor bias, Tensor? mask, float scale"
+    inputs = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, float scale, int heads"
     op = torch.library.custom_op("dpfed::window_attention", _attend, mutates_args=(), schema=f"({inputs}) -> Tensor")
     back = torch.library.custom_op(
         "dpfed::window_attention_backward",
@@ -180,7 +203,7 @@ def _define() -> None:
     rows = torch.library.custom_op(
         "dpfed::reorder", _reorder, mutates_args=(), schema="(Tensor x, Tensor index, Tensor inverse) -> Tensor"
     )
-    op.register_fake(lambda q, k, v, bias, mask, scale: q.new_empty(q.shape))
+    op.register_fake(lambda q, *_: q.new_empty(q.shape))
     back.register_fake(lambda grad, q, k, v, *_: (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)))
     rows.register_fake(lambda x, index, inverse: x.new_empty(x.shape))
     op.register_autograd(_gradient, setup_context=_keep)
@@ -188,12 +211,13 @@ def _define() -> None:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.scale = inputs
+    *tensors, ctx.scale, ctx.heads = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _gradient(ctx: Any, grad: Tensor) -> Any:
-    return *torch.ops.dpfed.window_attention_backward(grad, *ctx.saved_tensors, ctx.scale), None, None, None
+    grads = torch.ops.dpfed.window_attention_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.heads)
+    return *grads, None, None, None, None
 
 
 def _keep_order(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
