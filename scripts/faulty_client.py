@@ -1,7 +1,7 @@
 """`dpfed client` as an attacker or an accident would have it: `python faulty_client.py FAULTS FOLDER client.toml [...]`.
 
-FAULTS, separated by commas, are what becomes of the first, second, ... request to train that it gets ("ok": nothing, as
-for all that come after the last one); FOLDER is where it leaves marks for whoever started it, and waits for others.
+FAULTS, separated by commas, are what becomes of the first, second, ... round that it is asked to train in ("ok": nothing, as
+for all that come after the last one; a round that is asked for twice has its fault twice); FOLDER is where it leaves marks for whoever started it, and waits for others.
 Two are there from the start: `clock`, every row of its ledger lies ten years ahead; `gate`, it connects when FOLDER has a
 file of that name.
 """
@@ -50,21 +50,25 @@ def nan(delta: torch.Tensor) -> torch.Tensor:
 
 class Faults:
     def __init__(self, faults: list[str], folder: Path) -> None:
-        self._faults, self._folder, self._asked, self._before = faults, folder, 0, b""
+        self._faults, self._folder = faults, folder
+        self._asked: dict[int, str] = {}  # the fault of each round
+        self._replies: dict[int, bytes] = {}
         self._answer, self._compute = Client.answer, Client._compute
         self._now = ""
 
     def answer(self, client: Client, data: bytes) -> bytes:
-        if isinstance(wire.unpack_any(data, 1 << 30), Scoring):
+        asked = wire.unpack_any(data, 1 << 30)
+        if isinstance(asked, Scoring):
             return self._answer(client, data)
-        self._now = self._faults[self._asked] if self._asked < len(self._faults) else "ok"
-        self._asked += 1
+        t, count = asked.terms.round, len(self._asked)
+        self._now = self._asked.setdefault(t, self._faults[count] if count < len(self._faults) else "ok")
         if self._now == "raise":
             raise ValueError(SECRET)
         if self._now == "slow":
             time.sleep(SLOW)
         reply = self._answer(client, data)
-        before, self._before = self._before, reply
+        before = next((self._replies[i] for i in sorted(self._replies, reverse=True) if i < t), b"")
+        self._replies[t] = reply
         makers: dict[str, Callable[[], bytes]] = {
             "nan": lambda: changed(reply, nan),
             "shape": lambda: changed(reply, lambda delta: delta[1:]),
