@@ -28,7 +28,7 @@ def both(x: torch.Tensor, keys: torch.Tensor, drop: float, monkeypatch: pytest.M
         given = x.clone().requires_grad_()
         y = layer(given)
         out.append((y.detach(), *torch.autograd.grad((y.float().pow(2) / 2).sum(), given)))
-        assert len(calls) == by_kernel
+        assert len(calls) == 2 * by_kernel  # and the gradient's
     return out
 
 
@@ -66,6 +66,7 @@ def test_where_it_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     keyed._drop(x.double(), KEYS, rule, whole=False)
     keyed._drop(x.transpose(1, 2), KEYS, rule, whole=False)  # rows not one after another
     keyed._drop(x[:, :0], KEYS, rule, whole=False)
+    keyed._drop(x, KEYS, torch.stack([rule, rule], 1)[:, 0], whole=False)  # a rule with something in between
     model = nn.Sequential(nn.Dropout(0.5))
     install_keyed_dropout(model)
     assert torch.equal(model(x), x)  # no keys: evaluation
@@ -79,3 +80,27 @@ def test_wrong_numbers_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     drop = dropout.drop
     monkeypatch.setattr(dropout, "drop", lambda x, key, rule: drop(x, key + 1, rule))
     assert not dropout.right(here)
+
+
+def test_all_may_be_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, fused = both(torch.ones(5, 9), KEYS, 1.0, monkeypatch)
+    for found in (plain, fused):
+        assert all((part == 0).all() for part in found)
+
+
+def test_gradients_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "interpreted", True)
+    x = torch.full((5, 8), 1.5, requires_grad=True)
+    y = keyed._drop(x.square(), KEYS, rule_of(1, 0.25), whole=False)
+    kept = (y.detach() != 0).float() / 0.75
+    (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    torch.testing.assert_close(second, 12 * x.detach().square() * kept.square())
+
+
+def test_rounding_of_the_scale_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dpfed.kernels import dropout
+
+    drop = dropout.drop
+    monkeypatch.setattr(dropout, "drop", lambda x, key, rule: drop(x.float(), key, rule).to(x.dtype))
+    assert not dropout.right(torch.device("cpu"))

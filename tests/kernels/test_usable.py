@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,3 +97,21 @@ def test_nothing_is_tried_inside_vmap(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_they_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DPFED_KERNELS", "0")
     assert not kernels.works(torch.device("cpu"))
+
+
+def test_nothing_is_tried_while_a_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would break the capture; and what fails there says nothing about kernels."""
+    tried: list[torch.device] = []
+    gpu = torch.device("cuda", 0)
+    there = SimpleNamespace(is_cuda=True, device=gpu)
+    monkeypatch.setattr(kernels, "interpreted", False)
+    monkeypatch.setattr(kernels, "_ASKED", set())
+    monkeypatch.setattr(kernels, "works", lambda device: not tried.append(device))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not kernels.usable(there)  # type: ignore[arg-type]
+    assert tried == []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert kernels.usable(there)  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert kernels.usable(there)  # type: ignore[arg-type]
+    assert tried == [gpu, gpu]

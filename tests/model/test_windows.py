@@ -146,17 +146,29 @@ def test_what_has_no_kernel_is_refused() -> None:
     deep = torch.zeros(1, 4, 33, device=WHERE)
     with pytest.raises(ValueError, match="does not fit"):
         window_attention(deep, deep, deep, torch.zeros(1, 4, 4, device=WHERE), None, 1.0)
+    with pytest.raises(ValueError, match="does not fit"):
+        window_attention(
+            q, k, v, bias.detach(), torch.zeros(len(q) - 1, 9, 9, device=WHERE), 1.0
+        )  # not so many for each
+    with pytest.raises(ValueError, match="does not fit"):
+        window_attention(q, k.half(), v, bias.detach(), None, 1.0)
     assert not available(q.double())
     assert window_attention(q[:0], k[:0], v[:0], bias.detach(), mask, 1.0).shape == (0, 9, 8)
 
 
-@pytest.mark.parametrize("wrong", ["scale", "bias", "mask"])
+@pytest.mark.parametrize("wrong", ["scale", "bias", "mask", "window", "masks", "head"])
 def test_a_kernel_is_tried_before_it_is_trusted(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     windows._try(torch.device(WHERE))
     right = windows._attend
 
     def other(q: Tensor, k: Tensor, v: Tensor, bias: Any, mask: Any, scale: float, heads: int) -> Tensor:
         added = None if wrong == "bias" else bias, None if wrong == "mask" else mask
+        if wrong == "window":  # another record's
+            return right(q, k.roll(1, 0), v, *added, scale, heads)
+        if wrong == "masks":
+            added = bias, mask.roll(1, 0)
+        if wrong == "head":
+            return right(q, k, v.roll(q.shape[2] // heads, 2), *added, scale, heads)
         return right(q, k, v, *added, 0.4 if wrong == "scale" else scale, heads)
 
     monkeypatch.setattr(windows, "_attend", other)

@@ -33,7 +33,16 @@ def usable(x: Tensor) -> bool:
     come before any capture."""
     if torch._C._are_functorch_transforms_active():  # asked first: kernels cannot be tried there either
         return False
-    return interpreted or (x.is_cuda and works(x.device))
+    if interpreted or not x.is_cuda:
+        return interpreted
+    if x.device not in _ASKED:
+        if torch.cuda.is_current_stream_capturing():
+            return False  # nothing can be tried now
+        _ASKED.add(x.device)
+    return works(x.device)
+
+
+_ASKED: set[torch.device] = set()
 
 
 @functools.cache

@@ -86,7 +86,9 @@ def _drop(x: Tensor, key: Tensor | None, rule: Tensor | None, whole: bool) -> Te
         y: Tensor = KeyedDropout.apply(x, key, rule)  # type: ignore[no-untyped-call]
         return y
     keep = keep_mask(key, rule, 1 if whole else x.numel() // samples)
-    mask = (keep.float() / (1 - rule[1].float() * 2.0**-24)).to(x.dtype)
+    mask = torch.where(keep, 1 / (1 - rule[1].float() * 2.0**-24), 0.0).to(
+        x.dtype
+    )  # a product would be 0/0 if all are dropped
     if whole:
         return x * mask.repeat_interleave(x.shape[0] // samples, 0).view(-1, *([1] * (x.dim() - 1)))
     return x * mask.view(x.shape)
@@ -104,9 +106,7 @@ class KeyedDropout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        from dpfed.kernels import dropout
-
-        return dropout.drop(grad.contiguous(), *ctx.saved_tensors), None, None
+        return KeyedDropout.apply(grad.contiguous(), *ctx.saved_tensors), None, None  # type: ignore[no-untyped-call]
 
 
 def _fits(x: Tensor, key: Tensor, rule: Tensor) -> bool:
