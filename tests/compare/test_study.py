@@ -136,6 +136,19 @@ def test_the_longest_runs_come_first(tmp_path: Path) -> None:
     assert runner.ran[0].tables["algorithm"]["name"] == "dp-fedsam", "two gradients per step"
 
 
+def test_a_killed_study_leaves_no_models_of_its_search(tmp_path: Path) -> None:
+    """A worker removes them after the run; whoever goes on does it for one that could not."""
+    runner = FakeRunner(score)
+    conduct(study(), tmp_path, runner, registry())
+    models = {task.key: tmp_path / "runs" / task.key / "model.safetensors" for task in runner.ran}
+    for model in models.values():
+        model.touch()
+    conduct(study(), tmp_path, FakeRunner(score), registry())
+    assert {task.key for task in runner.ran if models[task.key].exists()} == {
+        task.key for task in runner.ran if not task.tuning
+    }
+
+
 def test_arms_with_equal_configurations_share_their_runs(tmp_path: Path) -> None:
     runner = FakeRunner(score)
     results = conduct(study("dp-fedadamw,dp-fedadamw:gamma=0.5"), tmp_path, runner, registry())

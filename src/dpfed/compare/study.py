@@ -14,6 +14,7 @@ from dpfed.compare.arms import Arm
 from dpfed.compare.outcomes import Outcome, Task, clear, key_of, read_outcome
 from dpfed.compare.search import EXTRA, LIMIT, Point, Score, at_edges, best, largest, next_points
 from dpfed.config import Config, Registry, build, to_dict
+from dpfed.engine.folder import MODEL
 from dpfed.engine.packed import pack_key
 from dpfed.errors import DpfedError
 
@@ -202,6 +203,8 @@ def conduct(
             progress.outcomes.update(found)
             for task in wanted:
                 if task.key in found:
+                    if task.tuning:  # of a study that was killed before it had removed it
+                        (out / RUNS / task.key / MODEL).unlink(missing_ok=True)
                     told(task, found[task.key], False)
             continue
         if runner.free():
