@@ -1,8 +1,8 @@
 """How much of a round a GPU waits in: rounds of a real `dpfed run`, first by the clock, then under torch's profiler.
 
-A round is thousands of kernels, recorded as CUDA graphs. Between two kernels of a graph a GPU pauses for a microsecond or less,
-which is its own time; longer pauses are those in which it has nothing to do, as the host has not asked for it yet (sampling,
-ledger, checkpoints, logging, copies). Both are printed, the latter by how long they are.
+What is not kernels and copies is pauses. Long ones are those in which the GPU waits for the host (sampling, ledger, checkpoints,
+logging); short ones are between kernels, also of one CUDA graph. The profile does not tell whose fault a short one is, so pauses are
+printed by how long they are, and the whole of them is the clock less the work.
 Run: python benchmarks/waiting.py my.toml --set data.path=... [--out FOLDER]; needs a GPU. The run has 56 rounds and one evaluation.
 """
 

@@ -1,7 +1,8 @@
 """`dpfed client` as an attacker or an accident would have it: `python faulty_client.py FAULTS FOLDER client.toml [...]`.
 
 FAULTS, separated by commas, are what becomes of the first, second, ... round that it is asked to train in ("ok": nothing, as
-for all that come after the last one; a round that is asked for twice has its fault twice); FOLDER is where it leaves marks for whoever started it, and waits for others.
+for all that come after the last one; a client that went away is asked again, and then has its fault again); FOLDER is where it
+leaves marks for whoever started it, and waits for others.
 Two are there from the start: `clock`, every row of its ledger lies ten years ahead; `gate`, it connects when FOLDER has a
 file of that name.
 """

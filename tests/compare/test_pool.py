@@ -207,6 +207,25 @@ def test_features_outlive_a_run_of_the_head_alone(tmp_path: Path, monkeypatch: p
     assert (kept.accuracy, kept.loss) == (own.accuracy, own.loss)
 
 
+def test_a_run_from_a_source_tree_names_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise runs of different versions would count as equal."""
+    from importlib import metadata
+
+    import dpfed
+
+    version = metadata.version
+
+    def elsewhere(name: str) -> str:
+        if name == "dpfed":
+            raise metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(metadata, "version", elsewhere)
+    one = task()
+    assert run_one(one.tables, tmp_path / "a", True, {}) is None
+    assert json.loads((tmp_path / "a" / "run.json").read_text())["versions"]["dpfed"] == dpfed.__version__
+
+
 def test_what_was_kept_for_another_model_is_let_go(tmp_path: Path) -> None:
     """A run of the head alone needs the room that the pack before it had."""
     shared, answers = Shared(), dict[str, Any]()
@@ -217,7 +236,6 @@ def test_what_was_kept_for_another_model_is_let_go(tmp_path: Path) -> None:
             shared.get("left over", 1, object)
     assert set(answers.values()) == {None}
     assert shared.get("left over", 1, lambda: "made anew") == "made anew"
-    assert shared.get("features", None, lambda: "none") == "none"  # there were others, under their own key
 
 
 def test_a_broken_device_is_nobody_elses_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,7 +166,7 @@ def test_a_kernel_is_tried_before_it_is_trusted(wrong: str, monkeypatch: pytest.
         if wrong == "window":  # another record's
             return right(q, k.roll(1, 0), v, *added, scale, heads)
         if wrong == "masks":
-            added = bias, mask.roll(1, 0)
+            added = bias, None if mask is None else mask.roll(1, 0)
         if wrong == "head":
             return right(q, k, v.roll(q.shape[2] // heads, 2), *added, scale, heads)
         return right(q, k, v, *added, 0.4 if wrong == "scale" else scale, heads)

@@ -86,9 +86,8 @@ def _drop(x: Tensor, key: Tensor | None, rule: Tensor | None, whole: bool) -> Te
         y: Tensor = KeyedDropout.apply(x, key, rule)  # type: ignore[no-untyped-call]
         return y
     keep = keep_mask(key, rule, 1 if whole else x.numel() // samples)
-    mask = torch.where(keep, 1 / (1 - rule[1].float() * 2.0**-24), 0.0).to(
-        x.dtype
-    )  # a product would be 0/0 if all are dropped
+    scale = 1 / (1 - rule[1].float() * 2.0**-24)
+    mask = torch.where(keep, scale, 0.0).to(x.dtype)  # a product would be no number where all are dropped
     if whole:
         return x * mask.repeat_interleave(x.shape[0] // samples, 0).view(-1, *([1] * (x.dim() - 1)))
     return x * mask.view(x.shape)

@@ -68,7 +68,8 @@ def _try(device: torch.device) -> None:
     order = torch.tensor([2, 0, 4, 1, 3], device=device)
     x = numbers[0].to(device)
     good = torch.equal(_reorder(x, order, order.argsort()), x[:, order])
-    cases = ((torch.bfloat16, bias, full), (torch.bfloat16, None, row), (torch.float32, None, full))
+    half = torch.bfloat16
+    cases = ((half, bias, None), (half, bias, full), (half, None, row), (torch.float32, None, full))
     for dtype, added, mask in cases:
         grad, q, k, v = (t.to(device, dtype) for t in numbers)
         with torch.enable_grad():
@@ -81,11 +82,13 @@ def _try(device: torch.device) -> None:
         raise RuntimeError("its kernel gives other numbers")
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor, scale: float, heads: int) -> Tensor:
+def _plain(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, scale: float, heads: int
+) -> Tensor:
     """What the kernels compute, by products."""
     windows, n, width = q.shape
     q, k, v = (t.view(windows, n, heads, width // heads).transpose(1, 2) for t in (q, k, v))
-    score = scale * q @ k.mT + mask.unsqueeze(1) + (0 if bias is None else bias)
+    score = scale * q @ k.mT + (0 if mask is None else mask.unsqueeze(1)) + (0 if bias is None else bias)
     nowhere = (score == float("-inf")).all(-1, keepdim=True)
     p = score.masked_fill(nowhere, 0.0).softmax(-1).masked_fill(nowhere, 0.0)
     return (p @ v).transpose(1, 2).reshape(windows, n, width)
