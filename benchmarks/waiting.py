@@ -1,20 +1,23 @@
 """How much of a round a GPU waits in: rounds of a real `dpfed run`, first by the clock, then under torch's profiler.
 
-What is not kernels and copies is pauses. Long ones are those in which the GPU waits for the host (sampling, ledger, checkpoints,
-logging); short ones are between kernels, also of one CUDA graph. The profile does not tell whose fault a short one is, so pauses are
-printed by how long they are, and the whole of them is the clock less the work.
-Run: python benchmarks/waiting.py my.toml --set data.path=... [--out FOLDER]; needs a GPU. The run has 56 rounds and one evaluation.
+What is not kernels and copies is pauses. A launch of a CUDA graph hands the GPU all its kernels at once: pauses between two kernels of one
+launch are the GPU's own, no host can shorten them. All others lie outside of the GPU's work: before it began, the host had something to do
+(sampling, ledger, checkpoints, logging, launching itself). Kernels of one launch carry one correlation id in the profile.
+Run: python benchmarks/waiting.py my.toml --set data.path=... [--out FOLDER] [--trace FILE.json.gz]; needs a GPU. The run has 56 rounds and
+one evaluation.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
+import json
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,35 +30,58 @@ from dpfed.registry import registry
 CLOCK, PROFILED, ROUNDS = (10, 40), (45, 55), 56  # rounds [first, last) by the clock, and under the profiler
 PAUSES = (3, 10, 100)  # microseconds
 
-Span = tuple[float, float]
+ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
-def pauses(spans: Sequence[Span]) -> tuple[float, list[float]]:
-    """(microseconds in which any kernel runs, the pauses between them), of (start, end) of each kernel."""
-    busy, end, found = 0.0, None, []
-    for start, stop in sorted(spans):
-        if end is None or start > end:
-            found += [] if end is None else [start - end]
-            busy, end = busy + stop - start, stop
-        elif stop > end:
-            busy, end = busy + stop - end, stop
+class Kernel(NamedTuple):
+    """A kernel or a copy; times in microseconds."""
+
+    start: float
+    end: float
+    launch: int
+
+
+class Pause(NamedTuple):
+    length: float
+    outside: bool  # between two launches
+
+
+def kernels_of(trace: dict[str, Any]) -> list[Kernel]:
+    """Of a profile as torch exports it."""
+    found = [event for event in trace["traceEvents"] if event.get("cat") in ON_GPU]
+    return [Kernel(e["ts"], e["ts"] + e["dur"], int(e["args"]["correlation"])) for e in found]
+
+
+def pauses(kernels: Sequence[Kernel]) -> tuple[float, list[Pause]]:
+    """(microseconds in which any kernel runs, the pauses between them)."""
+    found: list[Pause] = []
+    busy, last = 0.0, None
+    for kernel in sorted(kernels):
+        if last is None or kernel.start > last.end:
+            found += [] if last is None else [Pause(kernel.start - last.end, kernel.launch != last.launch)]
+            busy, last = busy + kernel.end - kernel.start, kernel
+        elif kernel.end > last.end:
+            busy, last = busy + kernel.end - last.end, kernel
     return busy, found
 
 
-def lines(spans: Sequence[Span], profiled: int, clock: float, slower: float) -> list[str]:
-    """What is printed. `profiled`: rounds that the spans are of; `clock` and `slower`: milliseconds of a round without the
-    profiler and with it, whose pauses are a share of the latter."""
-    busy, found = pauses(spans)
+def lines(kernels: Sequence[Kernel], profiled: int, clock: float, slower: float) -> list[str]:
+    """What is printed. `profiled`: rounds that the kernels are of; `clock` and `slower`: milliseconds of a round without the
+    profiler and with it. Pauses are measured under the profiler, which lengthens some, and are a share of a round without."""
+    busy, found = pauses(kernels)
+    launches = len({kernel.launch for kernel in kernels})
+    kinds = {
+        "outside of launches": [p.length for p in found if p.outside],
+        "inside of launches": [p.length for p in found if not p.outside],
+    }
+    kinds |= {f"longer than {least} us": [p.length for p in found if p.length > least] for least in PAUSES}
     out = [
-        f"a round by the clock           {clock:7.2f} ms, {slower:.2f} under the profiler",
-        f"kernels and copies of a round  {busy / profiled / 1e3:7.2f} ms in {len(spans) / profiled:.0f}",
+        f"a round by the clock            {clock:7.2f} ms, {slower:.2f} under the profiler",
+        f"kernels and copies of a round   {busy / profiled / 1e3:7.2f} ms in {len(kernels) / profiled:.0f}, by {launches / profiled:.0f} launches",
     ]
-    for least in PAUSES:
-        long = [pause for pause in found if pause > least]
-        total = sum(long) / profiled / 1e3
-        out.append(
-            f"pauses longer than {least:3} us      {total:7.2f} ms, {100 * total / slower:.1f} %, {len(long) / profiled:.1f} a round"
-        )
+    for name, some in kinds.items():
+        total = sum(some) / profiled / 1e3
+        out.append(f"pauses {name:24} {total:7.2f} ms, {100 * total / clock:.1f} %, {len(some) / profiled:.1f} a round")
     return out
 
 
@@ -77,20 +103,20 @@ class Watch:
             self.profiler.stop()
         return self._choose(job, t, able)
 
-    def lines(self) -> list[str]:
-        on_gpu = [
-            event for event in self.profiler.events() or [] if event.device_type == torch.autograd.DeviceType.CUDA
-        ]
-        spans = [(event.time_range.start, event.time_range.end) for event in on_gpu]
+    def lines(self, trace: Path) -> list[str]:
+        self.profiler.export_chrome_trace(str(trace))
+        with gzip.open(trace, "rt", encoding="utf-8") as file:
+            kernels = kernels_of(json.load(file))
         clock, slower = ((self.at[b] - self.at[a]) / (b - a) * 1e3 for a, b in (CLOCK, PROFILED))
-        return lines(spans, PROFILED[1] - PROFILED[0], clock, slower)
+        return lines(kernels, PROFILED[1] - PROFILED[0], clock, slower)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="folder of the run, if it is to be kept")
+    parser.add_argument("--trace", type=Path, help="file of the profile, if it is to be kept: *.json.gz")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise DpfedError("there is no GPU here, and a CPU does not wait for the host")
@@ -99,8 +125,8 @@ def main() -> None:
     rounds.choose = watch = Watch()
     with tempfile.TemporaryDirectory() as scratch:
         run(config, args.out or Path(scratch) / "run")
-    print(torch.cuda.get_device_name(0))
-    print("\n".join(watch.lines()))
+        said = watch.lines(args.trace or Path(scratch) / "trace.json.gz")
+    print("\n".join([torch.cuda.get_device_name(0), *said]))
 
 
 if __name__ == "__main__":

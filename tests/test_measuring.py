@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import json
 import shutil
@@ -80,20 +81,22 @@ def test_sharpening_is_chosen_by_answers_that_stay(
 
 def test_pauses_of_a_gpu_are_told_from_its_work() -> None:
     waiting = script("benchmarks/waiting.py")
-    spans = [
-        (0.0, 10.0),
-        (5.0, 8.0),
-        (9.0, 20.0),
-        (25.0, 30.0),
-        (30.5, 40.0),
-        (240.0, 250.0),
-    ]  # the second in the first
-    assert waiting.pauses(spans) == (20 + 5 + 9.5 + 10, [5.0, 0.5, 200.0])
-    said = waiting.lines(spans[::-1], 2, clock=0.4, slower=0.5)
-    assert "0.40 ms, 0.50 under" in said[0]
-    assert "0.02 ms in 3" in said[1]
-    assert [line.split(" us ")[1].split() for line in said[2:]] == [
-        ["0.10", "ms,", "20.5", "%,", "1.0", "a", "round"],
+    kernels = [
+        waiting.Kernel(0.0, 10.0, 1),
+        waiting.Kernel(5.0, 8.0, 2),  # while the first is at work
+        waiting.Kernel(9.0, 20.0, 3),
+        waiting.Kernel(25.0, 30.0, 3),
+        waiting.Kernel(30.5, 40.0, 4),
+        waiting.Kernel(240.0, 250.0, 4),
+    ]
+    assert waiting.pauses(kernels) == (20 + 5 + 9.5 + 10, [(5.0, False), (0.5, True), (200.0, False)])
+    said = waiting.lines(kernels[::-1], 2, clock=0.5, slower=0.6)
+    assert "0.50 ms, 0.60 under" in said[0]
+    assert "0.02 ms in 3, by 2 launches" in said[1]
+    assert [line.split()[-7:] for line in said[2:]] == [
+        ["0.00", "ms,", "0.1", "%,", "0.5", "a", "round"],  # outside of launches
+        ["0.10", "ms,", "20.5", "%,", "1.0", "a", "round"],  # inside
+        ["0.10", "ms,", "20.5", "%,", "1.0", "a", "round"],  # over 3 us
         ["0.10", "ms,", "20.0", "%,", "0.5", "a", "round"],
         ["0.10", "ms,", "20.0", "%,", "0.5", "a", "round"],
     ]
@@ -101,12 +104,18 @@ def test_pauses_of_a_gpu_are_told_from_its_work() -> None:
 
 
 def test_rounds_of_a_run_are_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it but the GPU, whose kernels are made up."""
+    """All of it but the GPU, whose profile is made up."""
     waiting = script("benchmarks/waiting.py")
-    kernel = SimpleNamespace(device_type=torch.autograd.DeviceType.CUDA, time_range=SimpleNamespace(start=0.0, end=1e3))
+    made = {"cat": "kernel", "ts": 5.0, "dur": 1e3, "args": {"correlation": 7}}
+    others = [{"ph": "M"}, {"cat": "cuda_runtime", "ts": 0.0, "dur": 9e9, "args": {"correlation": 7}}]
     asked: list[str] = []
+
+    def export(path: str) -> None:
+        with gzip.open(path, "wt") as file:
+            json.dump({"traceEvents": [made, *others]}, file)
+
     profiler = SimpleNamespace(
-        start=lambda: asked.append("start"), stop=lambda: asked.append("stop"), events=lambda: [kernel]
+        start=lambda: asked.append("start"), stop=lambda: asked.append("stop"), export_chrome_trace=export
     )
     monkeypatch.setattr(torch.profiler, "profile", lambda activities: profiler)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -116,7 +125,7 @@ def test_rounds_of_a_run_are_watched(tmp_path: Path, monkeypatch: pytest.MonkeyP
     waiting.run(load("digits", tiny, registry()), tmp_path / "run")
     assert asked == ["start", "stop"]
     assert list(watch.at) == [*waiting.CLOCK, *waiting.PROFILED]
-    assert "0.10 ms in 0" in watch.lines()[1]
+    assert "0.10 ms in 0" in watch.lines(tmp_path / "trace.json.gz")[1]
 
 
 def test_waiting_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
