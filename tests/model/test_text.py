@@ -391,6 +391,35 @@ def test_mistakes_are_one_sentence(model: ModelSection, sentence: str) -> None:
         model.build(text_spec(length))  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("build", [bert, roberta, distilbert, gpt2])
+def test_dropout_is_set_in_all_hidden_layers(build: Any, tmp_path: Path) -> None:
+    model = build()
+    folder = save(type(model)(type(model.config)(**{**model.config.to_dict(), **_default_dropout(model)})), tmp_path)
+    kind = AutoCausal if build is gpt2 else AutoText
+    rates = lambda **keys: {  # noqa: E731
+        layer.p
+        for layer in kind(weights=folder, max_length=8, **keys).build(text_spec()).model.modules()
+        if isinstance(layer, nn.Dropout)
+    }
+    assert rates() == {0.1, 0.2}
+    assert rates(dropout=0.3) == {0.3, 0.0}  # 0 inside attention
+    assert rates(dropout=0.0) == {0.0}
+
+
+def _default_dropout(model: nn.Module) -> dict[str, float]:
+    """Attention has a rate of its own."""
+    return {
+        name: 0.2 if "att" in name else 0.1
+        for name in model.config.to_dict()
+        if ("drop" in name or "pdrop" in name) and name != "classifier_dropout"
+    }
+
+
+def test_a_model_without_dropout_has_none_to_set(tmp_path: Path) -> None:
+    with pytest.raises(DpfedError, match=r"model\.dropout: llama has no dropout"):
+        AutoCausal(weights=save(llama(), tmp_path), max_length=8, dropout=0.1).build(text_spec())
+
+
 def test_images_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DpfedError, match="'auto-text' reads text, this data has image"):
         AutoText(weights=save(bert(), tmp_path)).build(InputSpec("image", "x", (1, 8, 8), 2))

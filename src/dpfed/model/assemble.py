@@ -15,9 +15,7 @@ from dpfed.model.lora import Adapted, adapt
 from dpfed.model.per_sample import trainable
 from dpfed.model.space import Space
 from dpfed.model.task import InputSpec
-from dpfed.model.zoo.built import Built
-
-_ATTENTION_DROPOUT = ("attention_probs_dropout_prob", "attn_pdrop", "attention_dropout")
+from dpfed.model.zoo.built import ATTENTION_DROPOUT, Built
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ def assemble(
                 "projections too, for example model.attention = ['qkv']"
             )
         notes.append(f"{type(model).__name__} has no block rules here: each tensor is one block")
-    if any(getattr(getattr(model, "config", None), key, 0) for key in _ATTENTION_DROPOUT):
+    if any(getattr(getattr(model, "config", None), key, 0) for key in ATTENTION_DROPOUT):
         notes.append("dropout inside attention is off: it has no key per record; all other dropout is on")
     _refuse_absent(model, section.attention)
     try:

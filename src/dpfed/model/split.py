@@ -45,7 +45,7 @@ def split(model: PerSample, theta: Tensor, blank: Batch) -> Split | str:
 
 def _split_at(name: str, model: PerSample, theta: Tensor, blank: Batch) -> Split | str:
     if any(not layer.startswith(f"{name}.") for layer in model.dropout):
-        return f"{DROPOUT} before {name} (images: model.drop_path = 0 switches stochastic depth off)"
+        return f"{DROPOUT} before {name} (model.drop_path = 0 switches it off for images, model.dropout = 0 for texts)"
     frozen, head = model.through(_up_to(name, model.forward), name), model.through(_from(name), name)
     head.rows = max(ROWS, model.rows)
     moved = theta + torch.linspace(

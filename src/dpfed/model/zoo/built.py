@@ -13,6 +13,7 @@ from dpfed.errors import DpfedError
 from dpfed.model.task import CLASSIFY, InputSpec, Task
 
 Prepare = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+ATTENTION_DROPOUT = ("attention_probs_dropout_prob", "attn_pdrop", "attention_dropout")
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 

