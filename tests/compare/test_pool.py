@@ -17,6 +17,7 @@ import torch
 from dpfed.compare.outcomes import Task, key_of, read_outcome
 from dpfed.compare.pool import Pool, Worker, run_one, run_pack, visible_gpu
 from dpfed.config import load, to_dict
+from dpfed.engine.folder import RESULT
 from dpfed.engine.shared import Shared
 from dpfed.registry import registry
 
@@ -49,7 +50,13 @@ def test_a_worker_that_dies_is_replaced(tmp_path: Path) -> None:
         assert dict([pool.wait(), pool.wait()]) == {two.key: None, three.key: None}
         assert pool.free()
     assert read_outcome(tmp_path / "two") is not None
-    assert read_outcome(tmp_path / "three") is not None
+    done = read_outcome(tmp_path / "three")
+    assert done is not None
+    supports = [
+        row["support"] for row in json.loads((tmp_path / "three" / RESULT).read_text())["metrics"]["per_class"].values()
+    ]
+    assert sum(supports) == done.records
+    assert done.score.chance == done.chance == max(supports) / sum(supports)
     assert read_outcome(tmp_path / "one") is None
 
 

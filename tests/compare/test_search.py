@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpfed.compare.search import Point, Score, Space, at_edges, best, initial, next_points, propose, ratio
+from dpfed.compare.search import Point, Score, Space, at_edges, best, initial, lost, next_points, propose, ratio
 
 
 def search(
@@ -76,6 +76,25 @@ def test_accuracies_within_a_standard_error_are_told_apart_by_loss() -> None:
 def test_a_plateau_is_left_at_both_ends_by_turns() -> None:
     _, order = search([((1.0, 10.0),)], lambda i, point: 0.1)
     assert order[0] == [(1.0,), (10.0,), (100.0,), (0.1,), (1000.0,), (0.01,), (10000.0,)]
+
+
+def test_where_nothing_was_learned_both_ends_are_tried_whatever_the_loss() -> None:
+    """The loss is least where a rate is too small to move anything, and would lead away from the rates that teach."""
+    grid = (0.1, 0.3, 1.0)
+    stuck = {
+        (0.1,): Score(0.51, 0.69, 0.024, 0.51),
+        (0.3,): Score(0.52, 0.9, 0.024, 0.51),
+        (1.0,): Score(0.51, 2.4, 0.024, 0.51),
+    }
+    assert lost(stuck)
+    assert at_edges(stuck) == [True]
+    assert propose((grid,), stuck) == (3.16,)
+    assert propose((grid,), {**stuck, (3.16,): Score(0.51, 2.7, 0.024, 0.51)}) == (0.0316,)
+    found = {**stuck, (3.16,): Score(0.77, 1.0, 0.02, 0.51)}
+    assert not lost(found)
+    assert (at_edges(found), propose((grid,), found)) == ([True], (9.99,))
+    assert not lost({point: score._replace(chance=0.0) for point, score in stuck.items()}), "no classes, no chance"
+    assert propose((grid,), {(value,): Score(0.0, math.inf, 0.0, 0.51) for value in grid}) == (0.0316,), "all diverged"
 
 
 def test_all_diverged_goes_down() -> None:

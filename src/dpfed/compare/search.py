@@ -8,6 +8,9 @@ search that was interrupted goes on as if it had not been.
 
 The best is the highest accuracy, but accuracies within one standard error of it are told apart by their loss: on a small
 validation set many rates reach the same count of right answers, even ones too small to have trained anything.
+
+Where no rate is better than one answer for all records, nothing says in which direction better ones lie: the arm is at both
+edges, and they take turns, larger rates first.
 """
 
 from __future__ import annotations
@@ -22,11 +25,13 @@ Point = tuple[float, ...]
 
 
 class Score(NamedTuple):
-    """On the validation half; `error` is the standard error of the accuracy, given how many records that has."""
+    """On the validation half; `error` is the standard error of the accuracy, given how many records that has; `chance` the
+    accuracy of the best answer that is the same for all of them, 0 where there is none."""
 
     accuracy: float
     loss: float = 0.0
     error: float = 0.0
+    chance: float = 0.0
 
 
 Scores = Mapping[Point, Score]
@@ -95,6 +100,12 @@ def winners(scored: Scores) -> list[Point]:
     return [point for point, score in close.items() if score.loss == lowest]
 
 
+def lost(scored: Scores) -> bool:
+    """Whether no rate has taught anything: none is better than one answer for all."""
+    top = max(scored.values(), key=lambda score: score.accuracy)
+    return top.chance > 0 and math.isfinite(top.loss) and top.accuracy <= top.chance + top.error
+
+
 def at_edges(scored: Scores) -> list[bool]:
     """For each key whether a best value, or one as good, is the smallest or the largest that was tried."""
     ends = [_ends(scored, key) for key in range(len(best(scored)))]
@@ -102,6 +113,8 @@ def at_edges(scored: Scores) -> list[bool]:
 
 
 def _ends(scored: Scores, key: int) -> tuple[bool, bool]:
+    if lost(scored):
+        return True, True
     tried = {point[key] for point in scored}
     good = {point[key] for point in winners(scored)}
     return min(tried) in good, max(tried) in good
@@ -116,9 +129,9 @@ def propose(space: Space, scored: Scores) -> Point:
     if edges[key]:
         low, high = _ends(scored, key)
         diverged = math.isinf(scored[best(scored)].loss)  # all of them, then: the rates are too large
-        up = high and (not low or (not diverged and len(scored) // len(keys) % 2 == 0))
+        up = high and (not low or (not diverged and _larger_next(values, space[key])))
         end, factor = (values[-1], ratio(space[key])) if up else (values[0], 1 / ratio(space[key]))
-        start = min(point for point in winners(scored) if point[key] == end)
+        start = best({point: score for point, score in scored.items() if point[key] == end})
         return _moved(start, key, _rounded(end * factor, values))
 
     top = best(scored)
@@ -128,6 +141,11 @@ def propose(space: Space, scored: Scores) -> Point:
     if _moved(top, key, neighbour) not in scored:  # with several keys: a value that was tried elsewhere only
         return _moved(top, key, neighbour)
     return _moved(top, key, _rounded(math.sqrt(top[key] * neighbour), values))
+
+
+def _larger_next(tried: Sequence[float], grid: Grid) -> bool:
+    """Whether it is the turn of the upper edge: no more values were tried above the grid than below it."""
+    return sum(value > max(grid) for value in tried) <= sum(value < min(grid) for value in tried)
 
 
 def ratio(grid: Grid) -> float:
