@@ -131,10 +131,10 @@ def middle(arm: Mapping[str, Any]) -> float:
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:
-    """The table of the page: the last round of each arm."""
+    """The table of the page, of each arm its middle round: in the last one steps are nearly 0. √v is that of the last."""
     out = ["| method | accuracy % | spread of v | median of √v | drift |", "|---|---|---|---|---|"]
     for arm in found["arms"].values():
-        spread, drift = (_said(arm[key][-1] if key in arm else None) for key in CURVES)
+        spread, drift = (_said(arm[key][(len(arm[key]) - 1) // 2] if key in arm else None) for key in CURVES)
         root = _said(middle(arm) if "sqrt_v" in arm else None)
         out.append(f"| {arm['label']} | {100 * arm['accuracy']:.1f} | {spread} | {root} | {drift} |")
     return out
