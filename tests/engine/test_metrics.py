@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import accuracy_score, confusion_matrix, precision_recall_fscore_support
 
+from dpfed.cli.run import closing
 from dpfed.engine.metrics import class_scores, confusion, task_metrics
 from dpfed.privacy.oracle import Records
+from dpfed.report import card
 
 
 def job_of(labels: list[int], answers: list[int], classes: int, classifies: bool = True) -> Any:
@@ -72,6 +74,21 @@ def test_as_scikit_learn(case: tuple[int, list[tuple[int, int]]], rows: int) -> 
     assert got["macro_f1"] == pytest.approx(want[2].mean())
     if classes == 2:
         assert got["f1"] == pytest.approx(want[2][1])
+
+
+def test_one_answer_for_all_is_said() -> None:
+    found = task_metrics(job_of([0, 1, 1, 2], [1, 1, 1, 1], 3), THETA)
+    assert found["one_answer"] == "class 1"
+    assert "one_answer" not in task_metrics(job_of([0, 1, 1, 2], [1, 1, 1, 0], 3), THETA)
+    assert "one_answer" not in task_metrics(job_of([1, 1], [1, 1], 3), THETA)  # there is no other to tell it from
+    result = {
+        "metrics": found, "test_accuracy": 0.5, "start_accuracy": 0.25, "rounds": 1, "seconds": 1.0, "out": "here",
+        "epsilon": {"server_worst": None}, "release": "no",
+    }  # fmt: skip
+    assert any("every test record is taken for 'class 1'" in line for line in closing(result))
+    assert "every record is taken for class 1" in card._scores(result)
+    del found["one_answer"]
+    assert not any("every" in line for line in [*closing(result), card._scores(result)])
 
 
 def test_a_language_model_has_no_classes_to_score() -> None:

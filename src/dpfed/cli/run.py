@@ -146,6 +146,11 @@ def closing(result: dict[str, Any]) -> list[str]:
     if result["test_accuracy"] is not None:
         accuracy = f"accuracy {result['start_accuracy']:.3f} -> {result['test_accuracy']:.3f} on the server's test set"
     lines = [f"{accuracy} after {result['rounds']} rounds, {result['seconds']:.1f} s"]
+    if one := (result.get("metrics") or {}).get("one_answer"):
+        lines.append(
+            f"note: every test record is taken for {one!r}, so nothing was learned that tells classes apart: try another "
+            "algorithm.lr, more rounds, or a larger privacy.clip (clipped short, all records pull alike, and the most frequent class wins)"
+        )
     if epsilon["server_worst"] is None:
         lines.append("epsilon: none, this run had no privacy")
     elif result.get("served"):

@@ -44,7 +44,8 @@ def class_scores(table: Tensor) -> list[Scores]:
 
 
 def task_metrics(job: Job, theta: Tensor) -> dict[str, Any]:
-    """Accuracy, macro F1 and every class; with two classes also F1 of the second, as GLUE reports it."""
+    """Accuracy, macro F1 and every class; with two classes also F1 of the second, as GLUE reports it; and the class that all
+    records were taken for, where it is one."""
     if not job.model.classifies or len(job.test.labels) == 0:
         return {}
     table = confusion(job, theta)
@@ -57,4 +58,6 @@ def task_metrics(job: Job, theta: Tensor) -> dict[str, Any]:
             for name, s in zip(job.classes, scores, strict=True)
         },
     }
-    return found | ({"f1": scores[1].f1} if len(scores) == 2 else {})
+    answered, there = table.sum(0).nonzero().flatten().tolist(), sum(s.support > 0 for s in scores)
+    one = {"one_answer": job.classes[answered[0]]} if len(answered) == 1 < there else {}
+    return found | ({"f1": scores[1].f1} if len(scores) == 2 else {}) | one

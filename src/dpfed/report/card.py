@@ -96,6 +96,8 @@ def _scores(result: dict[str, Any]) -> str:
     for key, name in (("f1", "F1"), ("macro_f1", "macro F1")):
         if key in found:
             lines.append(f"- {name} {found[key]:.4f}")
+    if "one_answer" in found:
+        lines.append(f"- every record is taken for {found['one_answer']}: the model does not tell classes apart")
     rows = found.get("per_class", {})
     if rows and len(rows) <= 50:
         lines += ["", "| class | precision | recall | F1 | records |", "|---|---|---|---|---|"]
