@@ -94,11 +94,12 @@ class Watch:
         self._choose = rounds.choose
 
     def __call__(self, job: Any, t: int, able: Any) -> list[int]:
+        if t == PROFILED[0]:
+            torch.cuda.synchronize()
+            self.profiler.start()
         if t in (*CLOCK, *PROFILED):
             torch.cuda.synchronize()
             self.at[t] = time.perf_counter()
-        if t == PROFILED[0]:
-            self.profiler.start()
         if t == PROFILED[1]:
             self.profiler.stop()
         return self._choose(job, t, able)
@@ -118,6 +119,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder of the run, if it is to be kept")
     parser.add_argument("--trace", type=Path, help="file of the profile, if it is to be kept: *.json.gz")
     args = parser.parse_args()
+    if args.trace is not None and args.trace.suffix != ".gz":
+        raise DpfedError(f"--trace {args.trace}: give it a name that ends with .json.gz")
     if not torch.cuda.is_available():
         raise DpfedError("there is no GPU here, and a CPU does not wait for the host")
     fixed = [f"run.rounds={ROUNDS}", f"run.eval_every={ROUNDS}", "run.device=cuda"]

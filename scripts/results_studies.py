@@ -78,7 +78,7 @@ class Survey:
 
 def read_run(folder: Path) -> tuple[Outcome, dict[str, Any]] | None:
     """As `dpfed compare` reads a run, but whatever versions made it: the page may be written on another machine."""
-    from dpfed.compare.outcomes import Outcome, chance_of
+    from dpfed.compare.outcomes import Outcome, blind_of
 
     try:
         result = json.loads((folder / "run.json").read_text(encoding="utf-8"))
@@ -91,13 +91,13 @@ def read_run(folder: Path) -> tuple[Outcome, dict[str, Any]] | None:
             accuracy=0.0 if diverged else float(rows[-1]["accuracy"]),
             loss=math.inf if diverged or loss is None else float(loss),
             records=int(result["test_records"]),
-            chance=chance_of(result),
+            blind=blind_of(result),
             diverged=diverged,
             epsilon=result["epsilon"],
             traffic=result.get("traffic"),
             curve=tuple((int(row["round"]), float(row["accuracy"])) for row in rows),
         )
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError):
         return None
     return outcome, result
 

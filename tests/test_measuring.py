@@ -133,6 +133,9 @@ def test_waiting_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["waiting.py", "digits"])
     with pytest.raises(DpfedError, match="no GPU"):
         script("benchmarks/waiting.py").main()
+    monkeypatch.setattr(sys, "argv", ["waiting.py", "digits", "--trace", "profile.json"])
+    with pytest.raises(DpfedError, match="ends with"):
+        script("benchmarks/waiting.py").main()
 
 
 def test_challenges_are_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,6 +179,9 @@ def test_challenges_are_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.M
     assert 0.5 < mechanism.middle(found["local"]) / (0.1 / 16) < 1.5  # noise of every coordinate is there
     assert found["fedavg-free"]["noise_std"] == 0
     assert str(tmp_path) not in numbers.read_text()
+    assert mechanism.lines({"arms": {"a": {"label": "A", "accuracy": 0.5, "drift": [1.0, 2.0, 3.0, 4.0]}}})[2].endswith(
+        "| 2 |"
+    )
     table = mechanism.lines({"arms": found})
     assert table[2 + [arm.name for arm in arms].index("fedavg-free")].startswith("| FedAvg, no privacy | ")
     for theme in ("light", "dark"):

@@ -78,23 +78,50 @@ def test_a_plateau_is_left_at_both_ends_by_turns() -> None:
     assert order[0] == [(1.0,), (10.0,), (100.0,), (0.1,), (1000.0,), (0.01,), (10000.0,)]
 
 
+def stuck(loss: float, accuracy: float = 0.51) -> Score:
+    return Score(accuracy, loss, error=0.024, blind_accuracy=0.51, blind_loss=0.693)
+
+
 def test_where_nothing_was_learned_both_ends_are_tried_whatever_the_loss() -> None:
     """The loss is least where a rate is too small to move anything, and would lead away from the rates that teach."""
     grid = (0.1, 0.3, 1.0)
-    stuck = {
-        (0.1,): Score(0.51, 0.69, 0.024, 0.51),
-        (0.3,): Score(0.52, 0.9, 0.024, 0.51),
-        (1.0,): Score(0.51, 2.4, 0.024, 0.51),
-    }
-    assert lost(stuck)
-    assert at_edges(stuck) == [True]
-    assert propose((grid,), stuck) == (3.16,)
-    assert propose((grid,), {**stuck, (3.16,): Score(0.51, 2.7, 0.024, 0.51)}) == (0.0316,)
-    found = {**stuck, (3.16,): Score(0.77, 1.0, 0.02, 0.51)}
+    scored = {(0.1,): stuck(0.692), (0.3,): stuck(0.9, 0.52), (1.0,): stuck(2.4)}
+    assert lost(scored)
+    assert at_edges(scored) == [True]
+    assert propose((grid,), scored) == (3.16,)
+    assert propose((grid,), {**scored, (3.16,): stuck(2.7)}) == (0.0316,)
+    found = {**scored, (3.16,): stuck(1.0, 0.77)}
     assert not lost(found)
     assert (at_edges(found), propose((grid,), found)) == ([True], (9.99,))
-    assert not lost({point: score._replace(chance=0.0) for point, score in stuck.items()}), "no classes, no chance"
-    assert propose((grid,), {(value,): Score(0.0, math.inf, 0.0, 0.51) for value in grid}) == (0.0316,), "all diverged"
+    assert not lost({point: score._replace(blind_accuracy=0.0) for point, score in scored.items()}), "no classes"
+
+
+def test_a_loss_that_fell_is_learning_though_the_accuracy_is_that_of_one_answer() -> None:
+    """Nine records in ten are of one class."""
+    rare = {(rate,): Score(0.915, loss, 0.02, 0.9, 0.325) for rate, loss in ((0.1, 0.32), (0.3, 0.20), (1.0, 0.5))}
+    assert not lost(rare)
+    assert (at_edges(rare), propose(((0.1, 0.3, 1.0),), rare)) == ([False], (0.173,))
+
+
+def test_rates_that_diverge_are_not_passed_where_nothing_was_learned() -> None:
+    grid = (0.1, 0.3, 1.0)
+    gone = Score(0.0, math.inf, 0.0, 0.51, 0.693)
+    assert propose((grid,), {(0.1,): stuck(0.69), (0.3,): gone, (1.0,): gone}) == (0.0316,)
+    assert propose((grid,), {(value,): gone for value in grid}) == (0.0316,)
+    tie = [((0.1,), stuck(math.inf)), ((0.3,), stuck(0.69))]
+    assert lost(dict(tie)) is lost(dict(tie[::-1])) is True
+
+
+def test_two_rates_that_taught_nothing_both_take_turns() -> None:
+    space: Space = ((0.01, 0.1, 1.0), (0.001, 0.01, 0.1))
+    scored = dict.fromkeys(initial(space, 5), stuck(0.693))
+    asked = []
+    for _ in range(4):
+        asked.append(propose(space, scored))
+        scored[asked[-1]] = stuck(0.693)
+    assert len(set(asked)) == 4
+    assert {max(point) > 1 or point[1] > 0.1 for point in asked} == {True, False}
+    assert {point[0] in (0.001, 10.0) for point in asked} == {True, False}  # one key at a time
 
 
 def test_all_diverged_goes_down() -> None:

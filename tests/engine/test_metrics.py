@@ -85,7 +85,13 @@ def test_one_answer_for_all_is_said() -> None:
         "metrics": found, "test_accuracy": 0.5, "start_accuracy": 0.25, "rounds": 1, "seconds": 1.0, "out": "here",
         "epsilon": {"server_worst": None}, "release": "no",
     }  # fmt: skip
-    assert any("every test record is taken for 'class 1'" in line for line in closing(result))
+    said = closing(result)[1]
+    assert "every test record is taken for 'class 1'" in said
+    assert "privacy.clip" not in said  # there is none
+    private = {**result, "epsilon": {"server_worst": 1.0}, "served": True, "guarantee": ""}
+    assert "privacy.clip" in closing(private)[1]
+    assert "each try spends epsilon again" in closing(private)[1]
+    assert "again" not in closing({**private, "release": "simulation: not for release"})[1]
     assert "every record is taken for class 1" in card._scores(result)
     del found["one_answer"]
     assert not any("every" in line for line in [*closing(result), card._scores(result)])

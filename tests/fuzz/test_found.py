@@ -114,7 +114,7 @@ def test_results(tmp_path: Path) -> None:
         ({}, {"accuracy": 5.0}), ({}, {"accuracy": float("nan")}), ({}, {"loss": float("nan")}), ({"test_records": 0}, {}),
         ({"test_records": 1e999}, {}), ({"epsilon": []}, {}), ({"epsilon": {"server_worst": "1"}}, {}),
         ({"guarantee": 3}, {}), ({"guarantee": "\ud800"}, {}), ({"traffic": {"up": "x"}}, {}), ({"traffic": [1]}, {}),
-        ({"metrics": {"per_class": {"a": {"support": -1}, "b": {"support": 3}}}}, {}), ({"metrics": [1]}, {}),
+        ({"metrics": {"per_class": {"a": {"support": -1}, "b": {"support": -3}}}}, {}), ({"metrics": [1]}, {}),
     ],
 )  # fmt: skip
 def test_outcomes_that_no_run_can_have_left_are_done_again(

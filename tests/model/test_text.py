@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,18 @@ from zoo_case import ZooCase, alone_causal, alone_text, lora, save, text_spec, t
 from dpfed.config import ModelSection
 from dpfed.errors import DpfedError
 from dpfed.model.assemble import block_sizes, describe_space
+from dpfed.model.split import Split, split
 from dpfed.model.task import NEXT_TOKEN, InputSpec
-from dpfed.model.zoo.text import PACKAGE, AutoCausal, AutoText, MiniLM, RobertaBase, additive, tokens
+from dpfed.model.zoo.text import (
+    PACKAGE,
+    AutoCausal,
+    AutoText,
+    MiniLM,
+    RobertaBase,
+    additive,
+    refuse_other_dropout,
+    tokens,
+)
 
 SMALL: dict[str, Any] = {
     "vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12,
@@ -415,9 +426,26 @@ def _default_dropout(model: nn.Module) -> dict[str, float]:
     }
 
 
-def test_a_model_without_dropout_has_none_to_set(tmp_path: Path) -> None:
-    with pytest.raises(DpfedError, match=r"model\.dropout: llama has no dropout"):
-        AutoCausal(weights=save(llama(), tmp_path), max_length=8, dropout=0.1).build(text_spec())
+def test_dropout_that_cannot_be_set_is_refused(tmp_path: Path) -> None:
+    plain = AutoCausal(weights=save(llama(), tmp_path / "llama"), max_length=8, dropout=0.1)
+    with pytest.raises(DpfedError, match=r"LlamaForCausalLM has no dropout"):
+        plain.build(text_spec())
+    assert replace(plain, dropout=0.0).build(text_spec())  # it is as asked
+    folder = save(bert(), tmp_path / "bert")
+    model = AutoText(weights=folder, max_length=8).build(text_spec()).model
+    model.bert.encoder.layer[1].output.dropout.p = 0.4  # type: ignore[union-attr, index]
+    with pytest.raises(DpfedError, match=r"model\.dropout = 0 does not reach bert\.encoder\.layer\.1\.output\.dropout"):
+        refuse_other_dropout(model, 0.0)
+
+
+@pytest.mark.parametrize("dropout", [None, 0.0])
+def test_without_dropout_a_head_has_features(dropout: float | None, tmp_path: Path) -> None:
+    noisy = BertForSequenceClassification(BertConfig(**SMALL, max_position_embeddings=10))
+    model = with_train(AutoText(weights=save(noisy, tmp_path), max_length=8, dropout=dropout), "head")
+    case = ZooCase(model, text_spec())
+    parts = split(case.ready, case.theta, tokens_of(2, 8, 20, 0))
+    assert isinstance(parts, Split) is (dropout == 0)
+    assert dropout == 0 or "model.dropout = 0" in str(parts)
 
 
 def test_images_are_refused(tmp_path: Path) -> None:

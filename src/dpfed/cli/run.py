@@ -140,16 +140,27 @@ def opening(job: Job) -> list[str]:
     return lines + [f"note: {note}" for note in job.notes]
 
 
+def _other(result: dict[str, Any]) -> str:
+    """What to try where nothing was learned."""
+    if result["epsilon"]["server_worst"] is None:
+        return "try another algorithm.lr or more rounds"
+    tries = (
+        "try another algorithm.lr, more rounds, or a larger privacy.clip: clipped short, all records pull alike, and the most "
+        "frequent class wins"
+    )
+    return tries if result["release"].startswith("simulation") else f"{tries} (each try spends epsilon again)"
+
+
 def closing(result: dict[str, Any]) -> list[str]:
     epsilon = result["epsilon"]
     accuracy = "no accuracy, as the server has no test set,"
     if result["test_accuracy"] is not None:
         accuracy = f"accuracy {result['start_accuracy']:.3f} -> {result['test_accuracy']:.3f} on the server's test set"
     lines = [f"{accuracy} after {result['rounds']} rounds, {result['seconds']:.1f} s"]
-    if one := (result.get("metrics") or {}).get("one_answer"):
+    one = (result.get("metrics") or {}).get("one_answer")
+    if one is not None:
         lines.append(
-            f"note: every test record is taken for {one!r}, so nothing was learned that tells classes apart: try another "
-            "algorithm.lr, more rounds, or a larger privacy.clip (clipped short, all records pull alike, and the most frequent class wins)"
+            f"note: every test record is taken for {one!r}, nothing was learned that tells classes apart; {_other(result)}"
         )
     if epsilon["server_worst"] is None:
         lines.append("epsilon: none, this run had no privacy")

@@ -33,13 +33,13 @@ class Outcome:
     """accuracy and loss of the last round that was scored, 0 and infinite for a run that diverged; failed: why there is none.
 
     records  how many records were scored
-    chance   the accuracy of the best answer that is the same for all of them; 0 where answers are not classes
+    blind    accuracy and loss of the best answer that is the same for all of them; 0 where answers are not classes
     """
 
     accuracy: float = 0.0
     loss: float = math.inf
     records: int = 1
-    chance: float = 0.0
+    blind: tuple[float, float] = (0.0, 0.0)
     diverged: bool = False
     epsilon: Mapping[str, float | None] = field(default_factory=dict)
     guarantee: str = ""
@@ -50,17 +50,20 @@ class Outcome:
     @property
     def score(self) -> Score:
         error = math.sqrt(self.accuracy * (1 - self.accuracy) / self.records)
-        return Score(self.accuracy, self.loss, error, self.chance)
+        return Score(self.accuracy, self.loss, error, *self.blind)
 
 
 def key_of(tables: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(tables, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def chance_of(result: Mapping[str, Any]) -> float:
-    """By the records of each class that a run has scored."""
-    supports = [int(row["support"]) for row in (result.get("metrics") or {}).get("per_class", {}).values()]
-    return max(supports) / sum(supports) if sum(supports) else 0.0
+def blind_of(result: Mapping[str, Any]) -> tuple[float, float]:
+    """By the records of each class that a run has scored: the most frequent class, and the frequencies as probabilities."""
+    counts = [int(row["support"]) for row in (result.get("metrics") or {}).get("per_class", {}).values()]
+    if any(count < 0 for count in counts):
+        raise ValueError("a class with fewer than no records")
+    shares = [count / sum(counts) for count in counts if count]
+    return max(shares, default=0.0), -sum(share * math.log(share) for share in shares)
 
 
 def read_outcome(folder: Path) -> Outcome | None:
@@ -78,7 +81,7 @@ def read_outcome(folder: Path) -> Outcome | None:
             accuracy=0.0 if diverged else curve[-1][1],
             loss=math.inf if diverged or loss is None else float(loss),
             records=int(result["test_records"]),
-            chance=chance_of(result),
+            blind=blind_of(result),
             diverged=diverged,
             epsilon=result["epsilon"],
             guarantee=result["guarantee"],
@@ -98,7 +101,6 @@ def _plausible(found: Outcome) -> bool:
         all(0 <= accuracy <= 1 for _, accuracy in found.curve)
         and not math.isnan(found.loss)
         and found.records >= 1
-        and 0 <= found.chance <= 1
         and isinstance(found.guarantee, str)
         and found.guarantee.isprintable()
         and all(type(value) in (int, float) and 0 <= value < math.inf for value in figures)

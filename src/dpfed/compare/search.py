@@ -25,18 +25,20 @@ Point = tuple[float, ...]
 
 
 class Score(NamedTuple):
-    """On the validation half; `error` is the standard error of the accuracy, given how many records that has; `chance` the
-    accuracy of the best answer that is the same for all of them, 0 where there is none."""
+    """On the validation half; `error` is the standard error of the accuracy, given how many records that has. `blind_accuracy`
+    and `blind_loss` are those of the best answer that is the same for all of them, 0 where there is none."""
 
     accuracy: float
     loss: float = 0.0
     error: float = 0.0
-    chance: float = 0.0
+    blind_accuracy: float = 0.0
+    blind_loss: float = 0.0
 
 
 Scores = Mapping[Point, Score]
 
 EXTRA, LIMIT = 2, 5
+TAUGHT = 0.98  # a loss below this share of the blind one has learned something
 LONE = math.sqrt(10)  # the ratio of a grid with one value
 
 
@@ -101,9 +103,14 @@ def winners(scored: Scores) -> list[Point]:
 
 
 def lost(scored: Scores) -> bool:
-    """Whether no rate has taught anything: none is better than one answer for all."""
-    top = max(scored.values(), key=lambda score: score.accuracy)
-    return top.chance > 0 and math.isfinite(top.loss) and top.accuracy <= top.chance + top.error
+    """Whether no rate has taught anything: none is better than one answer for all, by accuracy or by loss."""
+    top = max(scored.values(), key=lambda score: (score.accuracy, -score.loss))
+    least = min(score.loss for score in scored.values())
+    return (
+        top.blind_accuracy > 0
+        and top.accuracy <= top.blind_accuracy + top.error
+        and TAUGHT * top.blind_loss <= least < math.inf
+    )
 
 
 def at_edges(scored: Scores) -> list[bool]:
@@ -113,9 +120,9 @@ def at_edges(scored: Scores) -> list[bool]:
 
 
 def _ends(scored: Scores, key: int) -> tuple[bool, bool]:
-    if lost(scored):
-        return True, True
     tried = {point[key] for point in scored}
+    if lost(scored):
+        return True, any(math.isfinite(score.loss) for point, score in scored.items() if point[key] == max(tried))
     good = {point[key] for point in winners(scored)}
     return min(tried) in good, max(tried) in good
 
@@ -144,8 +151,9 @@ def propose(space: Space, scored: Scores) -> Point:
 
 
 def _larger_next(tried: Sequence[float], grid: Grid) -> bool:
-    """Whether it is the turn of the upper edge: no more values were tried above the grid than below it."""
-    return sum(value > max(grid) for value in tried) <= sum(value < min(grid) for value in tried)
+    """Whether it is the turn of the upper edge: it is no farther from the middle of the grid than the lower one."""
+    middle = math.sqrt(max(grid) * min(grid))
+    return max(tried) / middle <= 1.01 * middle / min(tried)  # values are rounded
 
 
 def ratio(grid: Grid) -> float:

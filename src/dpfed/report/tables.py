@@ -210,7 +210,7 @@ def footnotes(table: Table) -> list[str]:
     used = [any(_flags(row, costly)[i] for row in table.rows) for i in range(len(MARKS))]
     sentences = [
         "spends a larger epsilon than the others at the same noise, so it is not on equal terms (never in bold)",
-        "the best rate is at the edge of what was tried: a better one may lie outside",
+        "the best rate is at the edge of what was tried, or none was better than one answer for all: a better one may lie outside",
         "has runs that diverged, which count as accuracy 0",
         "could not be run: " + "; ".join(f"{row.label}: {row.failed}" for row in table.rows if row.failed),
     ]

