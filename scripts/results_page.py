@@ -229,7 +229,7 @@ def picture(
     shown = ranked[: len(LINES[theme])]
     path.parent.mkdir(parents=True, exist_ok=True)
     with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": "dpfed", "font.family": "sans-serif"}):
-        figure, axes, colours = house.begin(theme, (7.2, 4.4))
+        figure, axes, colours = house.begin(theme, (7.2, 5.0))
         for i, arm in enumerate(shown):
             lines = curves[arm["arm"]].values()
             rounds = sorted(set.intersection(*(set(line) for line in lines)))
@@ -241,7 +241,8 @@ def picture(
             axes.plot(rounds, means, style, color=colour, linewidth=2.4 if i == 0 else 1.8, label=arm["arm"])
         axes.set_xlabel("round")
         axes.set_ylabel("accuracy on the test half, %")
-        axes.legend(loc="lower right", frameon=False, labelcolor=colours["ink"], fontsize=9)
+        below = {"loc": "upper left", "bbox_to_anchor": (0, -0.14), "ncols": 2}  # curves may run anywhere
+        axes.legend(**below, frameon=False, labelcolor=colours["ink"], fontsize=9)
         few = f"{len(shown)} best of {len(arms)} arms · " if len(shown) < len(arms) else ""
         house.titled(axes, colours, title, f"{few}mean and range of the seeds")
         house.finish(figure, axes, colours, path)
