@@ -144,10 +144,7 @@ def _other(result: dict[str, Any]) -> str:
     """What to try where nothing was learned."""
     if result["epsilon"]["server_worst"] is None:
         return "try another algorithm.lr or more rounds"
-    tries = (
-        "try another algorithm.lr, more rounds, or a larger privacy.clip: clipped short, all records pull alike, and the most "
-        "frequent class wins"
-    )
+    tries = "try another algorithm.lr, more rounds, or a larger privacy.clip"
     return tries if result["release"].startswith("simulation") else f"{tries} (each try spends epsilon again)"
 
 
