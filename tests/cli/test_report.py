@@ -67,7 +67,9 @@ def test_a_run_becomes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_a_study_becomes_a_page(study: Path) -> None:
     listing, groups = read_study(study, public=False)
-    assert [(e.row.rates, e.row.tuning_runs) for e in listing.entries] == [({"lr": 0.3}, 2)] * 2
+    assert [(e.row.rates, e.row.tuning_runs) for e in listing.entries] == [
+        ({"lr": 0.949}, 2)
+    ] * 2  # above the lone value it began with
     assert [entry.row.label for entry in listing.entries] == ["dp-fedavg", "dp-fedsam"]
     assert [(group.label, len(group.runs)) for group in groups] == [("dp-fedavg", 2), ("dp-fedsam", 2)]
     table = json.loads((study / "table.json").read_text())
