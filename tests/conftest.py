@@ -1,7 +1,9 @@
 """One thread for each worker, no downloads, and Hypothesis without a stopwatch."""
 
 import os
+from importlib import metadata
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -11,3 +13,16 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 settings.register_profile("dpfed", deadline=None, max_examples=20)
 settings.load_profile("dpfed")
+
+
+@pytest.fixture
+def from_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """dpfed is there but not installed: it has no metadata."""
+    version = metadata.version
+
+    def elsewhere(name: str) -> str:
+        if name == "dpfed":
+            raise metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(metadata, "version", elsewhere)

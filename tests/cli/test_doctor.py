@@ -62,15 +62,8 @@ def test_no_metadata_is_a_finding_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "device   cpu:" in shown
 
 
-def test_run_from_its_source_it_still_gives_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    version = metadata.version
-
-    def elsewhere(name: str) -> str:
-        if name == "dpfed":
-            raise metadata.PackageNotFoundError(name)
-        return version(name)
-
-    monkeypatch.setattr(metadata, "version", elsewhere)
+@pytest.mark.usefixtures("from_source")
+def test_run_from_its_source_it_still_gives_advice() -> None:
     shown, found = asked()
     assert "could not be found out" not in shown
     assert "note: dpfed is run from its source and not installed" in shown

@@ -215,20 +215,11 @@ def test_features_outlive_a_run_of_the_head_alone(tmp_path: Path, monkeypatch: p
     assert (kept.accuracy, kept.loss) == (own.accuracy, own.loss)
 
 
-def test_a_run_from_a_source_tree_names_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("from_source")
+def test_a_run_from_a_source_tree_names_its_version(tmp_path: Path) -> None:
     """Otherwise runs of different versions would count as equal."""
-    from importlib import metadata
-
     import dpfed
 
-    version = metadata.version
-
-    def elsewhere(name: str) -> str:
-        if name == "dpfed":
-            raise metadata.PackageNotFoundError(name)
-        return version(name)
-
-    monkeypatch.setattr(metadata, "version", elsewhere)
     one = task()
     assert run_one(one.tables, tmp_path / "a", True, {}) is None
     assert json.loads((tmp_path / "a" / "run.json").read_text())["versions"]["dpfed"] == dpfed.__version__
