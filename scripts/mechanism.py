@@ -122,7 +122,7 @@ def _said(value: float | None) -> str:
     return "–" if value is None else f"{value:.2g}"
 
 
-def middle(arm: Mapping[str, Any]) -> float:
+def median_root(arm: Mapping[str, Any]) -> float:
     """The median of √v over coordinates and clients, by the bins of its histogram."""
     counts, (low, high) = arm["sqrt_v"], arm["log10"]
     below = list(accumulate(counts))
@@ -135,7 +135,7 @@ def lines(found: Mapping[str, Any]) -> list[str]:
     out = ["| method | accuracy % | spread of v | median of √v | drift |", "|---|---|---|---|---|"]
     for arm in found["arms"].values():
         spread, drift = (_said(arm[key][(len(arm[key]) - 1) // 2] if key in arm else None) for key in CURVES)
-        root = _said(middle(arm) if "sqrt_v" in arm else None)
+        root = _said(median_root(arm) if "sqrt_v" in arm else None)
         out.append(f"| {arm['label']} | {100 * arm['accuracy']:.1f} | {spread} | {root} | {drift} |")
     return out
 

@@ -176,7 +176,7 @@ def test_challenges_are_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.M
     found = json.loads(numbers.read_text())["arms"]
     assert found["local"]["rounds"] == [1, 2, 3]
     assert found["local"]["noise_std"] == pytest.approx(0.1 / 16)
-    assert 0.5 < mechanism.middle(found["local"]) / (0.1 / 16) < 1.5  # noise of every coordinate is there
+    assert 0.5 < mechanism.median_root(found["local"]) / (0.1 / 16) < 1.5  # noise of every coordinate is there
     assert found["fedavg-free"]["noise_std"] == 0
     assert str(tmp_path) not in numbers.read_text()
     assert mechanism.lines({"arms": {"a": {"label": "A", "accuracy": 0.5, "drift": [1.0, 2.0, 3.0, 4.0]}}})[2].endswith(
@@ -191,4 +191,4 @@ def test_challenges_are_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_middle_of_a_histogram() -> None:
     mechanism = script("scripts/mechanism.py")
-    assert mechanism.middle({"sqrt_v": [1, 1, 6, 0], "log10": [-4, 0]}) == pytest.approx(10**-1.5)
+    assert mechanism.median_root({"sqrt_v": [1, 1, 6, 0], "log10": [-4, 0]}) == pytest.approx(10**-1.5)
