@@ -266,7 +266,7 @@ def device_of(name: str) -> torch.device:
 def exact(device: torch.device) -> torch.device:
     """Sums of clipped gradients are made of whole float32 numbers: the short ones that GPUs offer would pass the clip."""
     if device.type == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     return device
 
