@@ -28,6 +28,8 @@ def section(spec: Spec, tables: Mapping[str, Rows]) -> str:
     if about["missing"] != "0":
         least = "at least " if about["searching"] else ""
         parts.append(f"**Incomplete:** {about['done']} runs are done, {least}{about['missing']} are missing.")
+    if not any(run["phase"] == "reported" for run in mine["runs"]):  # rows without a number say nothing
+        return "\n\n".join(parts)
     if spec.plot and mine["curves"]:
         alt = f"Accuracy over rounds: {about['title']}"
         parts.append(
