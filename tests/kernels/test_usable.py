@@ -103,7 +103,7 @@ def test_nothing_is_tried_while_a_step_is_captured(monkeypatch: pytest.MonkeyPat
     """It would break the capture; and what fails there says nothing about kernels."""
     tried: list[torch.device] = []
     gpu = torch.device("cuda", 0)
-    there = SimpleNamespace(is_cuda=True, device=gpu)
+    there = SimpleNamespace(is_cuda=True, device=gpu, dtype=torch.float32)
     monkeypatch.setattr(kernels, "interpreted", False)
     monkeypatch.setattr(kernels, "_ASKED", set())
     monkeypatch.setattr(kernels, "works", lambda device: not tried.append(device))
@@ -115,3 +115,9 @@ def test_nothing_is_tried_while_a_step_is_captured(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert kernels.usable(there)  # type: ignore[arg-type]
     assert tried == [gpu, gpu]
+
+
+def test_double_precision_goes_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "interpreted", True)
+    assert kernels.usable(torch.zeros(1))
+    assert not kernels.usable(torch.zeros(1, dtype=torch.float64))

@@ -116,6 +116,49 @@ def test_a_wrong_fold_is_refused() -> None:
     refused(Folded(), r"first\.weight differ")
 
 
+class Jumping(Base):
+    """A slope that depends on more than the record: as a ReLU's does at zero, by rounding, where `exact` types are spared."""
+
+    def __init__(self, by: float, exact: tuple[torch.dtype, ...]) -> None:
+        super().__init__()
+        self.by, self.exact = by, exact
+
+    def between(self, y: Tensor) -> Tensor:
+        return y * (1 + self.by) if len(y) > 1 and y.dtype not in self.exact else y
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.first.weight.dtype))
+
+
+def test_a_jump_by_rounding_is_told_from_an_error() -> None:
+    """A small difference that double precision has not is none; the model is as it was afterwards."""
+    x = {"x": torch.randn(RECORDS, 4, generator=torch.Generator().manual_seed(0))}
+    case = Case(spread(Jumping(0.01, (torch.float64,))))
+    before = {name: t.clone() for name, t in case.ready.model.state_dict().items()}
+    check(case, x)
+    after = case.ready.model.state_dict()
+    assert case.ready.dtype == torch.float32
+    assert all(torch.equal(before[name], after[name]) and after[name].dtype == torch.float32 for name in before)
+
+
+def test_a_small_error_in_double_precision_is_one() -> None:
+    refused(Jumping(0.01, ()), r"(first|classifier)\.(weight|bias) differ")
+
+
+def test_a_large_difference_is_never_rounding() -> None:
+    refused(Jumping(0.5, (torch.float64,)), r"(first|classifier)\.(weight|bias) differ")
+
+
+def test_where_double_precision_is_not_to_be_had_a_difference_is_an_error() -> None:
+    class Single(Jumping):
+        def between(self, y: Tensor) -> Tensor:
+            if y.dtype == torch.float64:
+                raise RuntimeError("no such type here")
+            return super().between(y)
+
+    refused(Single(0.01, ()), r"(first|classifier)\.(weight|bias) differ")
+
+
 class Counting(Base):
     def __init__(self) -> None:
         super().__init__()

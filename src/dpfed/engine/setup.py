@@ -478,7 +478,7 @@ def cast(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Floating-point inputs in the model's type; a mask's least number stays finite."""
     if dtype == torch.float32:
         return inputs
-    least = torch.finfo(dtype).min
+    least = max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
     return {name: x.clamp_min(least).to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
 
 
