@@ -21,7 +21,7 @@ from dpfed.data.tables import Source, Table
 from dpfed.engine import fleet as fleet_module
 from dpfed.engine.fleet import Fleet, learning_rate
 from dpfed.engine.rounds import aggregate, choose, first_state, train
-from dpfed.engine.setup import Job, prepare
+from dpfed.engine.setup import Job, exact, prepare
 from dpfed.engine.spending import Spending, budget_of
 from dpfed.engine.state import State
 from dpfed.errors import DpfedError, StoppedError
@@ -398,3 +398,19 @@ def test_the_test_set_is_no_part_of_the_private_records() -> None:
     private = {bytes(x.numpy()) for x in job.records.inputs["pixel_values"]}
     assert len(job.records.labels) + len(job.test.labels) == 1797
     assert not private & {bytes(x.numpy()) for x in job.test.inputs["pixel_values"]}
+
+
+def test_a_gpu_computes_with_whole_numbers() -> None:
+    """Products and convolutions alike: cuDNN's are cut short unless it is told not to, also where matrix products are whole."""
+    switches = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [switch.allow_tf32 for switch in switches]
+    try:
+        for switch in switches:
+            switch.allow_tf32 = True
+        exact(torch.device("cpu"))
+        assert [switch.allow_tf32 for switch in switches] == [True, True]
+        exact(torch.device("cuda"))
+        assert [switch.allow_tf32 for switch in switches] == [False, False]
+    finally:
+        for switch, was in zip(switches, before, strict=True):
+            switch.allow_tf32 = was
