@@ -56,6 +56,7 @@ class Spec:
     algorithms: tuple[str, ...] = ()
     preset: str | None = None
     seeds: int = 3
+    search_seeds: int = 1
     lr: Mapping[str, Sequence[float]] = field(default_factory=dict)
     set: tuple[str, ...] = ()
     best_of: str | None = None
@@ -115,6 +116,7 @@ def words_of(spec: Spec, base: str, overrides: Sequence[str], algorithms: Sequen
         words += ["--lr", f"{name}={','.join(f'{value:g}' for value in values)}"]
     for item in overrides:
         words += ["--set", item]
+    words += ["--search-seeds", str(spec.search_seeds)] if spec.search_seeds > 1 else []
     return [*words, "--seeds", str(spec.seeds)]
 
 
@@ -172,7 +174,7 @@ def study_from(spec: Spec, folder: Path, overrides: Sequence[str], algorithms: S
 
     grids = [f"{name}={','.join(f'{value:g}' for value in values)}" for name, values in spec.lr.items()]
     arms = ",".join(algorithms) or None
-    study = study_of(str(folder / spec.base), list(overrides), arms, spec.preset, grids, spec.seeds)
+    study = study_of(str(folder / spec.base), list(overrides), arms, spec.preset, grids, spec.seeds, spec.search_seeds)
     check(study, registry())
     return study
 

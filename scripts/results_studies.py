@@ -114,7 +114,7 @@ def survey(study: Study, folder: Path) -> Survey:
     failed = failures(folder)
     for i, arm in enumerate(study.arms):
         if arm.label in failed:
-            start = progress.task(i, initial(arm.space, first)[0], None) if arm.grids else progress.task(i, (), 0)
+            start = progress.tries(i, initial(arm.space, first)[0])[0] if arm.grids else progress.task(i, (), 0)
             progress.outcomes[start.key] = Outcome(failed=failed[arm.label])
     while True:
         wanted = progress.wanted()
@@ -129,7 +129,7 @@ def survey(study: Study, folder: Path) -> Survey:
     if found.searching:
         tried = [len(progress.scored(i)) for i in able if study.arms[i].grids]
         target = max(first + study.extra, *tried)
-        found.missing = sum(target - count for count in tried) + len(able) * study.seeds
+        found.missing = study.search_seeds * sum(target - count for count in tried) + len(able) * study.seeds
     return found
 
 
@@ -188,8 +188,8 @@ def arm_rows(name: str, found: Survey, i: int, labels: Sequence[str]) -> tuple[C
 
     progress, arm = found.progress, found.progress.study.arms[i]
     failed = progress.failure(i)
-    scored = {p: s for p, s in progress.scored(i).items() if progress.task(i, p, None).key in found.details}
-    tasks = [("tuning", point, progress.task(i, point, None)) for point in sorted(scored)]
+    scored = {p: s for p, s in progress.scored(i).items() if progress.tries(i, p)[0].key in found.details}
+    tasks = [("tuning", point, task) for point in sorted(scored) for task in progress.tries(i, point)]
     over = failed is None and (not arm.grids or (bool(scored) and not found.searching))
     point = progress.chosen(i) if over else ()
     if over:
@@ -217,7 +217,8 @@ def arm_rows(name: str, found: Survey, i: int, labels: Sequence[str]) -> tuple[C
     about = {
         "study": name, "arm": arm.label, "row": arm.row or arm.label, "column": arm.column,
         "reference": reference_of(arm.reference, labels), **dict(zip(arm.grids, point, strict=False)),
-        "grid": listed(arm.grids, arm.space), "tuning_runs": len(scored), "failed": failed,
+        "grid": listed(arm.grids, arm.space), "failed": failed,
+        "tuning_runs": progress.study.search_seeds * len(scored),
         "tried": listed(arm.grids, [sorted({p[k] for p in scored}) for k in range(len(arm.grids))]),
         "inside_grid": "" if not over or not scored else "no" if any(at_edges(scored)) else "yes",
     }  # fmt: skip

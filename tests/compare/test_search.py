@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpfed.compare.search import Point, Score, Space, at_edges, best, initial, lost, next_points, propose, ratio
+from dpfed.compare.search import Point, Score, Space, at_edges, best, initial, lost, mean, next_points, propose, ratio
 
 
 def search(
@@ -206,3 +206,13 @@ def test_initial_has_no_repeats_and_no_more_than_asked() -> None:
     space: Space = ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
     assert initial(space, 99) == [(2.0, 5.0), (3.0, 5.0), (2.0, 6.0), (1.0, 5.0), (2.0, 4.0)]
     assert initial(space, 2) == [(2.0, 5.0), (3.0, 5.0)]
+
+
+def test_the_mean_of_seeds_is_no_surer_than_one_score_and_less_where_they_differ() -> None:
+    one = Score(0.8, 0.5, 0.02, 0.6, 0.69)
+    assert mean([one]) == one
+    assert mean([one] * 4) == pytest.approx(one), "they are scored on the same records"
+    apart = mean([Score(0.5, 0.7, 0.02), Score(0.9, 0.3, 0.02)])
+    # the spread of 0.5 and 0.9 is 0.08 by n - 1, so the mean's error is sqrt(0.08 / 2)
+    assert apart == pytest.approx(Score(0.7, 0.5, 0.2))
+    assert mean([one, Score(0.0, math.inf, 0.0)]).loss == math.inf, "one that diverged"

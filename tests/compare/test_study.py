@@ -54,6 +54,42 @@ def test_tuning_runs_are_scored_once_unless_a_budget_may_end_them(tmp_path: Path
     assert {t.tables["run"]["eval_every"] for t in budget.ran} == {1}
 
 
+def by_luck(tables: Mapping[str, Any]) -> float:
+    """0.1 is always good, and the next larger rate of the grid better, but for the first seed of the search alone."""
+    rate, seed = tables["algorithm"]["lr"], tables["run"]["seed"]
+    if math.isclose(rate, 0.1):
+        return 0.7
+    return 0.9 if rate > 0.1 and seed == TUNING_SEED else 0.5
+
+
+def test_with_several_seeds_the_search_goes_by_their_mean(tmp_path: Path) -> None:
+    one = study("dp-fedavg", seeds=1)
+    three = dataclasses.replace(one, search_seeds=3)
+    (lucky,) = conduct(one, tmp_path / "one", FakeRunner(by_luck), registry())
+    runner = FakeRunner(by_luck)
+    results = conduct(three, tmp_path / "three", runner, registry())
+    assert lucky.point is not None
+    assert lucky.point[0] > 0.1
+    assert results[0].point == (0.1,)
+    tuning = [task for task in runner.ran if task.tuning]
+    assert {task.tables["run"]["seed"] for task in tuning} == {TUNING_SEED, TUNING_SEED + 1, TUNING_SEED + 2}
+    assert len(tuning) == 3 * len(results[0].tuned)
+    table = write(three, results, tmp_path / "three")
+    assert table.rows[0].tuning_runs == len(tuning)
+    assert any("the mean of 3 other seeds" in note for note in table.notes)
+    again = FakeRunner(by_luck)
+    conduct(three, tmp_path / "three", again, registry())
+    assert again.ran == []
+
+
+def test_a_study_of_one_seed_is_named_as_before_there_were_several() -> None:
+    plain = study()
+    assert "search_seeds" not in plain.asked
+    assert dataclasses.replace(plain, search_seeds=2).asked == {**plain.asked, "search_seeds": 2}
+    with pytest.raises(DpfedError, match="--search-seeds 0 must be at least 1"):
+        check(dataclasses.replace(plain, search_seeds=0), registry())
+
+
 @pytest.mark.parametrize("after", [1, 6, 15])
 def test_interrupted_and_started_again_it_ends_with_the_same_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int

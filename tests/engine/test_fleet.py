@@ -402,7 +402,7 @@ def test_the_test_set_is_no_part_of_the_private_records() -> None:
 
 def test_a_gpu_computes_with_whole_numbers() -> None:
     """Products and convolutions alike: cuDNN's are cut short unless it is told not to, also where matrix products are whole."""
-    switches = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    switches: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = [switch.allow_tf32 for switch in switches]
     try:
         for switch in switches:

@@ -29,6 +29,7 @@ def compare(
         str | None, typer.Option(metavar="A,B,...", help="methods, variants NAME:key=value;key=value, or all")
     ] = None,
     seeds: Annotated[int, typer.Option(help="reported seeds, from run.seed on")] = 3,
+    search_seeds: Annotated[int, typer.Option(help="other seeds by whose mean a rate is judged in the search")] = 1,
     lr: Annotated[
         list[str] | None, typer.Option("--lr", metavar="NAME=v1,v2", help="values a method's search begins with")
     ] = None,
@@ -56,7 +57,7 @@ def compare(
     from dpfed.errors import StoppedError
     from dpfed.registry import DEFAULT, registry
 
-    study = study_of(config or DEFAULT, overrides or [], algorithms, preset, lr or [], seeds)
+    study = study_of(config or DEFAULT, overrides or [], algorithms, preset, lr or [], seeds, search_seeds)
     check(study, registry())
     folder = out or Path("runs") / study.name
     count, gpus = default_workers(str(study.base["run"]["device"]))
@@ -79,7 +80,13 @@ def compare(
 
 
 def study_of(
-    source: str, overrides: list[str], algorithms: str | None, preset: str | None, lr: list[str], seeds: int
+    source: str,
+    overrides: list[str],
+    algorithms: str | None,
+    preset: str | None,
+    lr: list[str],
+    seeds: int,
+    search_seeds: int = 1,
 ) -> Study:
     from dpfed.compare.arms import parse_arms, parse_grids, parse_names
     from dpfed.compare.presets import preset_arms
@@ -104,7 +111,7 @@ def study_of(
         method = name.removesuffix(".server_lr")
         if not any(method in (arm.label, arm.overrides[0].removeprefix("algorithm.name=")) for arm in arms):
             raise DpfedError(f"--lr names {method}, which is not among the arms: {', '.join(a.label for a in arms)}")
-    return Study(to_dict(base), tuple(arms), seeds, title, axis)
+    return Study(to_dict(base), tuple(arms), seeds, title, axis, search_seeds=search_seeds)
 
 
 class Watch:
@@ -116,7 +123,8 @@ class Watch:
 
         sizes = [len(grid) for arm in study.arms for grid in arm.space]
         tuned = sum(1 for arm in study.arms if arm.grids)
-        self._least = tuned * (max(sizes, default=0) + study.extra) + len(study.arms) * study.seeds
+        points = tuned * (max(sizes, default=0) + study.extra)
+        self._least = points * study.search_seeds + len(study.arms) * study.seeds
         self._done = 0
         console = Console(stderr=True)
         self._bar: Progress | None = None

@@ -21,11 +21,11 @@ def table_of(study: Study, results: Sequence[ArmResult]) -> Table:
     done = {r.arm.label: r for r in results if r.failed is None}
     references = {r.arm.reference for r in results if r.arm.reference in done}
     name = next(iter(references)) if len(references) == 1 else REFERENCE if references else None
-    rows = tuple(_row(result, done) for result in results)
+    rows = tuple(_row(result, done, study.search_seeds) for result in results)
     return Table(study.title, study.axis, rows, name, tuple(_notes(study, rows)))
 
 
-def _row(result: ArmResult, done: Mapping[str, ArmResult]) -> Row:
+def _row(result: ArmResult, done: Mapping[str, ArmResult], search_seeds: int) -> Row:
     arm, reported = result.arm, result.reported
     against = done.get(arm.reference or "")
     first = reported[0] if reported else None
@@ -34,7 +34,7 @@ def _row(result: ArmResult, done: Mapping[str, ArmResult]) -> Row:
         row=arm.row or arm.label,
         column=arm.column,
         rates=dict(zip(arm.grids, result.point, strict=True)) if result.point else {},
-        tuning_runs=len(result.tuned),
+        tuning_runs=search_seeds * len(result.tuned),
         at_edge=result.at_edge,
         accuracies=tuple(outcome.accuracy for outcome in reported),
         diverged=sum(outcome.diverged for outcome in reported),
@@ -58,9 +58,10 @@ def _largest(figures: Sequence[Mapping[str, float | None]]) -> dict[str, float |
 def _notes(study: Study, rows: Sequence[Row]) -> list[str]:
     first = int(study.base["run"]["seed"])
     seeds = f"seeds {first} to {first + study.seeds - 1}" if study.seeds > 1 else f"seed {first}"
+    others = "another seed" if study.search_seeds == 1 else f"the mean of {study.search_seeds} other seeds"
     notes = [
         f"accuracy: mean ± standard deviation over {seeds} on the test half of the server's public data; "
-        "rates were chosen on the other half with another seed, by the same number of runs for every method (by accuracy, "
+        f"rates were chosen on the other half with {others}, by the same number of runs for every method (by accuracy, "
         "and by loss where accuracies differ by less than one standard error)",
         "difference: paired over seeds, in points of accuracy, with its 95 % t interval",
     ]

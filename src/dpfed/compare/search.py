@@ -37,6 +37,17 @@ class Score(NamedTuple):
 
 Scores = Mapping[Point, Score]
 
+
+def mean(scores: Sequence[Score]) -> Score:
+    """Of several seeds. All are scored on the same records, so their error is not smaller than that of one such score; it is
+    larger where seeds differ by more than that."""
+    count = len(scores)
+    accuracy = sum(score.accuracy for score in scores) / count
+    spread = sum((score.accuracy - accuracy) ** 2 for score in scores) / max(1, count - 1)
+    error = max(math.sqrt(spread / count), sum(score.error for score in scores) / count)
+    return scores[0]._replace(accuracy=accuracy, loss=sum(score.loss for score in scores) / count, error=error)
+
+
 EXTRA, LIMIT = 2, 5
 TAUGHT = 0.98  # a loss below this share of the blind one has learned something
 LONE = math.sqrt(10)  # the ratio of a grid with one value

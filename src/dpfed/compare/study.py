@@ -12,7 +12,7 @@ from typing import Any, Protocol, TextIO
 
 from dpfed.compare.arms import Arm
 from dpfed.compare.outcomes import Outcome, Task, clear, key_of, read_outcome
-from dpfed.compare.search import EXTRA, LIMIT, Point, Score, at_edges, best, largest, next_points
+from dpfed.compare.search import EXTRA, LIMIT, Point, Score, at_edges, best, largest, mean, next_points
 from dpfed.config import Config, Registry, build, to_dict
 from dpfed.engine.folder import MODEL
 from dpfed.engine.packed import pack_key
@@ -24,7 +24,7 @@ STUDY, RUNS, LOCK = "study.json", "runs", ".lock"
 
 @dataclass(frozen=True)
 class Study:
-    """What is asked: arms on a base configuration, so many reported seeds, so large a search."""
+    """What is asked: arms on a base configuration, so many reported seeds, so large a search, each of its points so often."""
 
     base: Mapping[str, Any]
     arms: tuple[Arm, ...]
@@ -33,11 +33,14 @@ class Study:
     axis: str = ""
     extra: int = EXTRA
     limit: int = LIMIT
+    search_seeds: int = 1
 
     @property
     def asked(self) -> dict[str, Any]:
         """As JSON: two studies with the same answer are the same study."""
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        if self.search_seeds == 1:
+            del plain["search_seeds"]  # as in studies that are older than it
         return plain
 
     @property
@@ -71,21 +74,27 @@ class Progress:
     study: Study
     registry: Registry
     outcomes: dict[str, Outcome] = field(default_factory=dict)
-    _tasks: dict[tuple[int, Point, int | None], Task] = field(default_factory=dict)
+    _tasks: dict[tuple[int, Point, int, bool], Task] = field(default_factory=dict)
 
-    def task(self, arm: int, point: Point, seed: int | None) -> Task:
-        """The run of an arm at a point: with a number the reported seed of that number, without one for tuning."""
-        if (arm, point, seed) not in self._tasks:
-            self._tasks[arm, point, seed] = make_task(self.study, arm, point, seed, self.registry)
-        return self._tasks[arm, point, seed]
+    def task(self, arm: int, point: Point, seed: int, tuning: bool = False) -> Task:
+        """The run of an arm at a point with the reported seed of that number, or with that of the search."""
+        if (arm, point, seed, tuning) not in self._tasks:
+            self._tasks[arm, point, seed, tuning] = make_task(self.study, arm, point, seed, self.registry, tuning)
+        return self._tasks[arm, point, seed, tuning]
+
+    def tries(self, arm: int, point: Point) -> list[Task]:
+        """The runs of the search at a point."""
+        return [self.task(arm, point, seed, tuning=True) for seed in range(self.study.search_seeds)]
 
     def failure(self, arm: int) -> str | None:
-        mine = [task for (a, _, _), task in self._tasks.items() if a == arm]
+        mine = [task for (a, *_), task in self._tasks.items() if a == arm]
         return next((o.failed for t in mine if (o := self.outcomes.get(t.key)) is not None and o.failed), None)
 
     def scored(self, arm: int) -> dict[Point, Score]:
-        tasks = {point: task for (a, point, seed), task in self._tasks.items() if a == arm and seed is None}
-        return {p: self.outcomes[t.key].score for p, t in tasks.items() if t.key in self.outcomes}
+        """The points of the search that are done, by the mean over its seeds."""
+        points = dict.fromkeys(point for a, point, _, tuning in self._tasks if a == arm and tuning)
+        found = {p: [self.outcomes.get(task.key) for task in self.tries(arm, p)] for p in points}
+        return {p: mean([o.score for o in all_ if o is not None]) for p, all_ in found.items() if None not in all_}
 
     def wanted(self) -> list[Task]:
         """What can be run now, the longest first: points of the search, or, when that is over, reported seeds."""
@@ -93,7 +102,7 @@ class Progress:
         spaces = [self.study.arms[i].space for i in arms]
         first = largest([arm.space for arm in self.study.arms])
         points = next_points(spaces, [self.scored(i) for i in arms], self.study.extra, self.study.limit, first)
-        tasks = [self.task(i, point, None) for i, todo in zip(arms, points, strict=True) for point in todo]
+        tasks = [t for i, todo in zip(arms, points, strict=True) for point in todo for t in self.tries(i, point)]
         if not tasks:
             tasks = [self.task(i, self.chosen(i), seed) for i in arms for seed in range(self.study.seeds)]
         missing = {task.key: task for task in tasks if task.key not in self.outcomes}
@@ -115,23 +124,23 @@ class Progress:
         return out
 
 
-def make_task(study: Study, arm: int, point: Point, seed: int | None, registry: Registry) -> Task:
+def make_task(study: Study, arm: int, point: Point, seed: int, registry: Registry, tuning: bool = False) -> Task:
     this = study.arms[arm]
     config = this.configure(study.base, point, registry)
     first, run = config.run.seed, config.run
-    if seed is None:
+    if tuning:
         # scored once, at its end; with a budget the end may come sooner
         every = run.eval_every if config.privacy.budget is not None else run.rounds
         run = dataclasses.replace(
-            run, seed=first + TUNING_SEED, eval_on="validation", eval_every=every, checkpoint_every=0
+            run, seed=first + TUNING_SEED + seed, eval_on="validation", eval_every=every, checkpoint_every=0
         )
     else:
         run = dataclasses.replace(run, seed=first + seed, eval_on="test", checkpoint_every=0)
     config = dataclasses.replace(config, run=run)
     tables = to_dict(config)
     rates = " ".join(f"{key}={value:g}" for key, value in zip(this.grids, point, strict=True))
-    label = f"{this.label}  {rates}  " + ("tuning" if seed is None else f"seed {first + seed}")
-    return Task(key_of(tables), label, tables, seed is None, cost_of(config))
+    phase = f"seed {first + seed}" if not tuning else f"tuning {seed + 1}" if study.search_seeds > 1 else "tuning"
+    return Task(key_of(tables), f"{this.label}  {rates}  {phase}", tables, tuning, cost_of(config))
 
 
 def cost_of(config: Config) -> float:
@@ -150,6 +159,8 @@ def check(study: Study, registry: Registry) -> None:
         )
     if study.seeds < 1:
         raise DpfedError(f"--seeds {study.seeds} must be at least 1")
+    if study.search_seeds < 1:
+        raise DpfedError(f"--search-seeds {study.search_seeds} must be at least 1")
     for arm in study.arms:
         run = arm.configure(study.base, tuple(grid[0] for grid in arm.space), registry).run
         if (run.noise, run.seed, run.eval_on) != ("seeded", study.base["run"]["seed"], "all"):
