@@ -198,14 +198,12 @@ def test_long_gradients_are_clipped_as_exactly_as_short_ones(size: int, dtype: t
 def test_three_bfloat16_numbers_are_a_float32() -> None:
     """What the GPU's path multiplies with: the parts add up to the weight in all its digits."""
     weights = torch.rand(3, 64, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.randint(-8, 3, (3, 64))
-    rest, parts = weights, []
-    for _ in range(3):
-        parts.append(rest.to(torch.bfloat16))
-        rest = rest - parts[-1].float()
-    joined = sum(p.double() for p in parts)
+    parts = fixed_module.three_parts(weights)
+    assert parts.dtype == torch.bfloat16
+    joined = parts.double().view(3, 3, 64).sum(0)
     assert float(((joined - weights.double()).abs() / weights.double()).max()) < 2.0**-23
     rows = torch.randn(64, 5)
-    torch.testing.assert_close(weighted_sums(weights, rows), weights @ rows)
+    torch.testing.assert_close(weighted_sums(weights, [rows])[0], weights @ rows)
 
 
 @given(st.integers(0, 70), st.integers(1, 30))
