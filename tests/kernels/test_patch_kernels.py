@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dpfed.model import patches as plain
+from dpfed.model.twins import TwinConv2d, install_twin
 
 pytest.importorskip("triton")
 import triton.language as tl
@@ -169,6 +170,24 @@ def test_gradients_of_both_ways(by_kernel: bool, monkeypatch: pytest.MonkeyPatch
 def test_a_kernel_of_one_is_no_copy() -> None:
     x = drawn((2, 3, 4, 4))
     assert plain.patches(x, (1, 1), (1, 1), (0, 0)).data_ptr() == x.data_ptr()
+
+
+def test_compiled_they_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One program, in which they are operators that a compiler does not look into."""
+    monkeypatch.setattr(TwinConv2d, "_pays", lambda self, x: True)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3, 2, 1), torch.nn.Tanh(), torch.nn.Conv2d(4, 2, 2)).to(DEVICE)
+    for conv in (model[0], model[2]):
+        install_twin(conv, TwinConv2d)
+    x = drawn((5, 3, 6, 6))
+    copies = {n: drawn((5, *p.shape)).requires_grad_() for n, p in model.named_parameters()}
+
+    def loss(weights: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, weights, (x,)).square().sum()
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=False)
+    wanted = torch.autograd.grad(loss(copies), list(copies.values()))
+    for one, other in zip(torch.autograd.grad(compiled(copies), list(copies.values())), wanted, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("dtype", patches.TYPES)
