@@ -318,6 +318,7 @@ def test_units_of_several_records_take_the_other_way() -> None:
     assert torch.equal(after(halved), after(plain))
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value")
 @pytest.mark.parametrize("way", WAYS)
 def test_sums_of_a_convolutional_network_trained_in_full(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As products and piece by piece, against each record alone, as one convolution with an index for each number."""
