@@ -16,7 +16,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from dpfed.kernels import dropout, lora, norm, windows
+from dpfed.kernels import dropout, lora, norm, patches, windows
 
 def made(kernel, pointer, floats=(), mask=None, **constants):
     others = dict.fromkeys(("mean", "rstd"), "*fp32") | dict.fromkeys(floats, "fp32") | dict.fromkeys(constants, "constexpr")
@@ -45,6 +45,12 @@ for pointer in sys.argv[1:]:
     made(norm._forward, pointer, ("eps",), R=32, C=128)
     made(norm._backward, pointer, R=32, C=128)
     assert "div.rn.f32" in made(dropout._drop, pointer, B=1024)
+    for side, kernel, stride in ((32, 3, 1), (4, 3, 2), (32, 1, 2)):
+        places = (side - 1) // stride + 1
+        sizes = dict.fromkeys(("H", "W"), side) | dict.fromkeys(("DOWN", "ACROSS"), places) | {"B": patches.BLOCK}
+        sizes |= dict.fromkeys(("KH", "KW"), kernel) | dict.fromkeys(("SH", "SW"), stride) | dict.fromkeys(("PH", "PW"), kernel // 2)
+        for text in (made(patches._columns, pointer, **sizes), made(patches._images, pointer, **sizes)):
+            assert "div." not in text and "rem." not in text  # by constants: products and shifts
 print("all")
 """
 

@@ -121,6 +121,7 @@ def test_embedding_padding_row_has_no_gradient() -> None:
     st.sampled_from([1, 2, 4]),
     st.sampled_from(["zeros", "reflect", "circular", "replicate"]),
     st.booleans(),
+    st.booleans(),
 )  # fmt: skip
 def test_conv2d(
     n: int,
@@ -133,11 +134,44 @@ def test_conv2d(
     groups: int,
     mode: str,
     bias: bool,
+    product: bool,
 ) -> None:
+    """As a product for each record, where it can be one, and as one convolution with a group for each."""
     conv = nn.Conv2d(
         4, 4, (3, 2), stride=stride, padding=padding, dilation=dilation, groups=groups, bias=bias, padding_mode=mode
     )  # type: ignore[arg-type]
-    folded(conv, (4, 7, 6), n, s, k, seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(twins.TwinConv2d, "_pays", lambda self, x: product)
+        folded(conv, (4, 7, 6), n, s, k, seed)
+
+
+@pytest.mark.parametrize("mode", ["zeros", "reflect"])
+@pytest.mark.parametrize("fold", [1, 2])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_conv2d_is_a_product_only_where_that_is_the_same(
+    groups: int, fold: int, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    product = twins.TwinConv2d._product
+    monkeypatch.setattr(twins.TwinConv2d, "_pays", lambda self, x: True)
+    monkeypatch.setattr(twins.TwinConv2d, "_product", lambda self, x: made.append(1) or product(self, x))
+    folded(nn.Conv2d(2, 2, 3, padding=1, groups=groups, padding_mode=mode), (2, 4, 4), n=3, s=2, k=fold, seed=0)
+    assert bool(made) == (groups == 1 and fold == 1 and mode == "zeros")
+
+
+def test_conv2d_on_a_cpu_goes_the_quicker_way() -> None:
+    """Products where weights are many and places few."""
+
+    def pays(channels: int, side: int, kernel: int = 3, outs: int | None = None) -> bool:
+        conv = nn.Conv2d(channels, outs or channels, kernel, padding=kernel // 2)
+        twins.install_twin(conv, twins.TwinConv2d)
+        x = torch.empty(4, 1, channels, side, side)
+        assert conv._pays(x.to("meta"))
+        return conv._pays(x)
+
+    assert [pays(c, side) for c, side in ((64, 32), (128, 16), (64, 4), (256, 8), (512, 4))] == [False] * 3 + [True] * 2
+    assert not pays(256, 8, outs=64)
+    assert pays(8, 32, kernel=1)
 
 
 @pytest.mark.parametrize("mode", ["zeros", "reflect"])

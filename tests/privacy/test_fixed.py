@@ -22,7 +22,9 @@ from dpfed.config import load
 from dpfed.engine.fleet import Fleet
 from dpfed.engine.rounds import aggregate, choose, first_state
 from dpfed.engine.setup import Job, prepare, repays
+from dpfed.model import layout as layout_module
 from dpfed.model.compiled import repeated
+from dpfed.model.twins import TwinConv2d
 from dpfed.privacy import fixed as fixed_module
 from dpfed.privacy.clipping import Clipping, clip_and_sum
 from dpfed.privacy.fixed import FixedSum, clip_and_sum_slots, passes_of, slots_for, weighted_sums
@@ -142,6 +144,44 @@ def test_what_is_no_number_or_not_used_adds_exactly_nothing(
     assert counted.item() == count.sum().item() == -0.5
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["flat", "automatic", "quantile"])
+def test_large_tensors_alone_give_what_all_give_together(
+    mode: str, dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The norm is that of the whole vector, and so is whether it is a number, wherever the number is that is none."""
+    take(way, monkeypatch)
+    g = torch.Generator().manual_seed(4)
+    sizes = (5, 640, 70, 4160, 64, 300)
+    grads = [torch.randn(8, n, generator=g).to(DEVICE, dtype) for n in sizes]
+    grads[1][1, 3], grads[3][2, 4159], grads[5][3, 0] = math.nan, math.inf, -math.inf  # alone, alone, together
+    grads[1][4, ::80], grads[3][4, ::520] = 8e18, 8e18  # squares that are no number only together
+    grads[4] = torch.randn(64, 8, generator=g).to(DEVICE, dtype).t()  # large, but rows do not lie one after another
+    valid = torch.tensor([1, 1, 1, 1, 1, 1, 1, 0], device=DEVICE)
+    client, clip = torch.arange(8, device=DEVICE), torch.linspace(0.5, 300.0, 8, device=DEVICE)
+    found = []
+    for large, groups in ((10**9, [[0, 1, 2, 3, 4, 5]]), (64, [[1], [3], [0, 2, 4, 5]])):
+        monkeypatch.setattr(fixed_module, "LARGE", large)
+        assert fixed_module.grouped(grads) == groups
+        given_ = [x.clone() if x.is_contiguous() else x for x in grads]
+        found.append(clip_and_sum_slots(given_, client, valid, 8, clip, Clipping(mode)))  # type: ignore[arg-type]
+    (one, counted), (other, counted_alone) = found
+    torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
+    assert torch.equal(counted, counted_alone)
+    norms = other.double().norm(dim=1)
+    assert (norms <= clip * (1 + 1e-6)).all()
+    assert [bool(n) for n in norms] == [slot in (0, 5, 6) for slot in range(8)]
+
+
+def test_gradients_by_themselves_are_not_copied() -> None:
+    large, small = torch.ones(3, fixed_module.LARGE), torch.ones(3, 5)
+    assert fixed_module.matrix_of([large]) is large
+    assert fixed_module.matrix_of([small]).shape == (3, 64)
+    assert fixed_module.grouped([large[:, :-1], small, large]) == [[2], [0, 1]]
+
+
 @with_triton
 @pytest.mark.parametrize("state", ["wrong", "failing"])
 def test_kernels_that_are_not_right_are_not_used(
@@ -198,14 +238,12 @@ def test_long_gradients_are_clipped_as_exactly_as_short_ones(size: int, dtype: t
 def test_three_bfloat16_numbers_are_a_float32() -> None:
     """What the GPU's path multiplies with: the parts add up to the weight in all its digits."""
     weights = torch.rand(3, 64, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.randint(-8, 3, (3, 64))
-    rest, parts = weights, []
-    for _ in range(3):
-        parts.append(rest.to(torch.bfloat16))
-        rest = rest - parts[-1].float()
-    joined = sum(p.double() for p in parts)
+    parts = fixed_module.three_parts(weights)
+    assert parts.dtype == torch.bfloat16
+    joined = parts.double().view(3, 3, 64).sum(0)
     assert float(((joined - weights.double()).abs() / weights.double()).max()) < 2.0**-23
     rows = torch.randn(64, 5)
-    torch.testing.assert_close(weighted_sums(weights, rows), weights @ rows)
+    torch.testing.assert_close(weighted_sums(weights, [rows])[0], weights @ rows)
 
 
 @given(st.integers(0, 70), st.integers(1, 30))
@@ -278,6 +316,39 @@ def test_units_of_several_records_take_the_other_way() -> None:
     halved = replace(job, shards=shards, plan=plan)
     plain = replace(halved, config=replace(job.config, run=replace(job.config.run, slots="auto")))
     assert torch.equal(after(halved), after(plain))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value")
+@pytest.mark.parametrize("way", WAYS)
+def test_sums_of_a_convolutional_network_trained_in_full(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As products and piece by piece, against each record alone, as one convolution with an index for each number."""
+    options = ["model.name=gn-resnet18", "model.width=8", "model.groups=4", "run.slots=8"]
+    job = job_of(*options)
+    theta = job.theta + 0.05 * torch.randn(2, job.space.size, generator=torch.Generator().manual_seed(0))
+    rows, client = np.arange(5), np.array([0, 1, 1, 0, 1])
+    monkeypatch.setattr(TwinConv2d, "_pays", lambda self, x: False)
+    inputs, labels = job.records.take(torch.from_numpy(rows))
+    alone = [
+        torch.cat(job.model.grads(theta[c : c + 1], torch.tensor([0]), {k: x[i : i + 1] for k, x in inputs.items()}, labels[i : i + 1]), 1)[0]
+        for i, c in enumerate(client)
+    ]  # fmt: skip
+    clip = 0.5 * float(alone[0].norm())
+    wanted = torch.zeros_like(theta)
+    for c, grad in zip(client, alone, strict=True):
+        wanted[c] += grad * min(1.0, clip / float(grad.norm()))
+    monkeypatch.setattr(TwinConv2d, "_pays", lambda self, x: True)
+    monkeypatch.setattr(layout_module, "LARGE", 100)
+    monkeypatch.setattr(fixed_module, "LARGE", 1000)
+    take(way, monkeypatch)
+    again = job_of(*options)
+    assert again.model._raw.by_pieces
+    pass_ = FixedSum(again.model, again.records, Clipping(), None, 2, 8, again.space.size)
+    arrays = {"row": rows, "client": client, "dropout": 0 * rows, "view": 0 * rows}
+    grouped, groups = fixed_module.grouped, []
+    monkeypatch.setattr(fixed_module, "grouped", lambda grads: groups.append(grouped(grads)) or groups[-1])
+    total, _ = pass_.sums(theta, arrays, clip)
+    torch.testing.assert_close(total, wanted, rtol=1e-3, atol=1e-5 * clip)
+    assert [len(g) > 10 for g in groups] == [True]
 
 
 # ------------------------------------------------------------------ precision and compilation

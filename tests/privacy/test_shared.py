@@ -39,9 +39,8 @@ class Product:
     space: Space = field(default_factory=Space)
     has_dropout: bool = False
 
-    @property
-    def raw_order(self) -> Tensor:
-        return torch.arange(SIZE)
+    def ordered(self, raw: Tensor) -> Tensor:
+        return raw
 
     def raw_grads(self, theta: Tensor, client: Tensor, inputs: Mapping[str, Tensor], *rest: Any) -> list[Tensor]:
         self.sizes.append((len(theta), len(client)))

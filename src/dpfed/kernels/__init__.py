@@ -3,6 +3,7 @@
     dropout  dropout by a record's key
     lora     the thin products of LoRA with weights of each sample's own
     norm     layer normalisation with frozen weights
+    patches  what a convolution sees of images, and the way back
     rows     norms of gradients, and rows that do not count
     windows  attention within Swin's windows, and of small BERTs
 
@@ -17,6 +18,7 @@ import functools
 import importlib.util
 import logging
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -76,3 +78,14 @@ def alike(found: Tensor, wanted: Tensor) -> bool:
 def on(x: Tensor) -> AbstractContextManager[Any]:
     """A thread's current device need not be that of the tensors, and kernels are started on the current one."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def places(
+    shape: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]
+) -> tuple[int, int]:
+    """How many patches a convolution sees of images `[..., H, W]`, down and across."""
+    down = (shape[-2] + 2 * padding[0] - kernel[0]) // stride[0] + 1
+    across = (shape[-1] + 2 * padding[1] - kernel[1]) // stride[1] + 1
+    if min(down, across) < 1:
+        raise ValueError(f"a kernel of {kernel[0]} x {kernel[1]} does not fit images of {shape[-2]} x {shape[-1]}")
+    return down, across

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from dpfed.model.bert import fuse_bert
 from dpfed.model.compiled import Compiled
 from dpfed.model.keyed import install_keyed_dropout
 from dpfed.model.layer_norm import fuse_norms
+from dpfed.model.layout import Layout
 from dpfed.model.lora_product import fuse_lora
 from dpfed.model.space import Space
 from dpfed.model.swin import fuse_windows
@@ -63,7 +64,7 @@ class PerSample:
         self._alone = threading.Lock()  # weights are exchanged inside the modules: one thread at a time
         self.dtype = torch.float32
         self._turned = _turned(model, space)
-        self._layout = _aligned(space, self._turned)
+        self._copied, self._raw = Layout(space, self._turned, step=64), Layout(space, self._turned)
         self._losses: Callable[..., Tensor] = self._sum_of_losses
 
     def to(self, dtype: torch.dtype) -> None:
@@ -125,7 +126,7 @@ class PerSample:
     def raw_grads(
         self, theta: Tensor, client: Tensor, inputs: Batch, labels: Tensor, keys: Tensor | None = None
     ) -> list[Tensor]:
-        """`grads` as the backward pass leaves them, without a copy: coordinate i of the space is at `raw_order[i]`."""
+        """`grads` as the backward pass leaves them, without a copy; `ordered` is for what is made of them."""
         copies = self._copies(theta, client)
         with torch.enable_grad():
             weights = [c.transpose(1, 2) if turned else c for c, turned in zip(copies, self._turned, strict=True)]
@@ -137,10 +138,9 @@ class PerSample:
             for copy, grad in zip(copies, grads, strict=True)
         ]
 
-    @property
-    def raw_order(self) -> Tensor:
-        """`[P]`: where each coordinate of the space is among those of `raw_grads`."""
-        return _aligned(self.space, self._turned, step=1)[1]
+    def ordered(self, raw: Tensor) -> Tensor:
+        """`[S, P]` with coordinates as those of `raw_grads`, in the order of the space; the same tensor if it is that already."""
+        return self._raw.vectors(raw)
 
     def scores(self, vector: Tensor, inputs: Batch) -> Tensor:
         """The model's output for the trainable vector `[P]`, without dropout. A GPU takes more records at once, and half
@@ -167,17 +167,16 @@ class PerSample:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _copies(self, theta: Tensor, client: Tensor) -> list[Tensor]:
-        """Each record's own copy of every trainable tensor, gathered in one go into rows of aligned pieces."""
-        starts, where = self._layout
-        rows = theta.new_zeros(theta.shape[0], starts[-1], dtype=self.dtype)
-        rows.index_copy_(1, where.to(theta.device), theta.to(self.dtype))
+        """Each record's own copy of every trainable tensor, gathered in one go into rows whose pieces are aligned for matrix
+        units."""
+        rows = self._copied.rows(theta, self.dtype)
         spread = rows.expand(len(client), -1) if theta.shape[0] == 1 else rows.index_select(0, client)
         return [
             spread[:, at : at + shape.numel()]
             .view(len(client), *(reversed(shape) if turned else shape))
             .detach()
             .requires_grad_(True)
-            for at, shape, turned in zip(starts, self.space.shapes, self._turned, strict=False)
+            for at, shape, turned in zip(self._copied.starts, self.space.shapes, self._turned, strict=False)
         ]
 
 
@@ -189,19 +188,6 @@ def _turned(model: nn.Module, space: Space) -> list[bool]:
         type(modules.get(name.rpartition(".")[0])) is TwinLinear and len(shape) == 2
         for name, shape in zip(space.names, space.shapes, strict=True)
     ]
-
-
-def _aligned(space: Space, turned: Sequence[bool], step: int = 64) -> tuple[list[int], Tensor]:
-    """Where each tensor begins in a row whose pieces are aligned for matrix units (and where the row ends), and the place
-    of every coordinate in such a row."""
-    starts, places = [0], []
-    for shape, is_turned in zip(space.shapes, turned, strict=True):
-        within = torch.arange(shape.numel())
-        if is_turned:
-            within = within.view(shape[1], shape[0]).t().reshape(-1)
-        places.append(starts[-1] + within)
-        starts.append(starts[-1] + -(-shape.numel() // step) * step)
-    return starts, torch.cat(places).to(space.blocks.device)
 
 
 def call(model: nn.Module, weights: dict[str, Tensor], inputs: Batch) -> Tensor:

@@ -10,6 +10,7 @@ The leading axis of an activation may be any multiple of M, batch-major (Swin fo
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ import torch.nn.functional as F
 import torch.utils._pytree
 from torch import Tensor, nn
 
+from dpfed.kernels import places
 from dpfed.model.keyed import KEY, once
-
-Pair = tuple[int, int]
+from dpfed.model.patches import patches
 
 
 def per_sample(x: Tensor, samples: int, module: nn.Module) -> Tensor:
@@ -115,41 +116,26 @@ class TwinConv2d(nn.Conv2d):
         return y.flatten(0, 1)
 
     def _as_product(self, per: Tensor) -> bool:
-        """A convolution with a group for each sample finds no good kernel: matrix units want products, one for each sample."""
-        plain = self.groups == 1 and per.shape[1] == 1 and self.padding_mode == "zeros" and not isinstance(self.padding, str)
-        return plain and max(self.dilation) == 1
+        """Whether the convolution is plain enough for a product for each sample, and quicker as one."""
+        plain = self.groups == 1 and per.shape[1] == 1 and max(self.dilation) == 1
+        return plain and self.padding_mode == "zeros" and not isinstance(self.padding, str) and self._pays(per)
+
+    def _pays(self, x: Tensor) -> bool:
+        """A convolution with a group for each sample finds no good kernel on a GPU, and matrix units want products. A CPU's is
+        good where there are many places or few weights (measured on one and two threads)."""
+        if x.device.type != "cpu" or self.kernel_size == (1, 1):
+            return True
+        return max(prod(places(x.shape, *self._sizes)), 100) < min(self.in_channels, self.out_channels)
+
+    @property
+    def _sizes(self) -> Any:
+        return self.kernel_size, self.stride, self.padding
 
     def _product(self, x: Tensor) -> Tensor:
         """Weights `[M, o, c*h*w]` times the patches that they see, as columns `[M, c*h*w, places]`."""
-        columns, size = Patches.apply(x, self.kernel_size, self.stride, self.padding)
-        weight = self.weight.flatten(2)
+        columns, weight = patches(x, *self._sizes), self.weight.flatten(2)
         y = torch.bmm(weight, columns) if self.bias is None else torch.baddbmm(self.bias.unsqueeze(2), weight, columns)
-        return y.view(*y.shape[:2], *size)
-
-
-class Patches(torch.autograd.Function):
-    """The patches of images `[M, c, H, W]` that a kernel sees, as columns `[M, c*h*w, places]`, and how many there are (down,
-    across). torch has it as `unfold`, which on a GPU goes through the images one by one."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> tuple[Tensor, Pair]:
-        padded = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
-        patches = padded.unfold(2, kernel[0], stride[0]).unfold(3, kernel[1], stride[1])  # [M, c, down, across, h, w]
-        size = (patches.shape[2], patches.shape[3])
-        ctx.asked, ctx.shape, ctx.padded, ctx.size = (kernel, stride, padding), x.shape, padded.shape, size
-        return patches.permute(0, 1, 4, 5, 2, 3).reshape(len(x), -1, size[0] * size[1]), size
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
-        (kernel, stride, padding), (down, across) = ctx.asked, ctx.size
-        columns = grads[0].reshape(*ctx.shape[:2], kernel[0], kernel[1], down, across)
-        x = columns.new_zeros(ctx.padded)
-        for i in range(kernel[0]):
-            for j in range(kernel[1]):
-                rows, places = slice(i, i + (down - 1) * stride[0] + 1, stride[0]), slice(j, j + (across - 1) * stride[1] + 1, stride[1])
-                x[:, :, rows, places] += columns[:, :, i, j]
-        height, width = ctx.shape[2:]
-        return x[:, :, padding[0] : padding[0] + height, padding[1] : padding[1] + width], None, None, None
+        return y.view(*y.shape[:2], *places(x.shape, *self._sizes))
 
 
 def _padded(per: Tensor, pad: list[int]) -> tuple[int, int]:

@@ -34,10 +34,10 @@ class Gradients(Protocol):
     def raw_grads(
         self, theta: Tensor, client: Tensor, inputs: Mapping[str, Tensor], labels: Tensor, keys: Tensor | None = None
     ) -> list[Tensor]:
-        """The same numbers as they come: coordinate i of the space is at `raw_order[i]`."""
+        """The same numbers as they come, tensor by tensor; the numbers of a tensor may have another order."""
 
-    @property
-    def raw_order(self) -> Tensor: ...
+    def ordered(self, raw: Tensor) -> Tensor:
+        """`[S, P]` with coordinates as those of `raw_grads`, in the order of the space; may be the same tensor."""
 
 
 View = Callable[[Mapping[str, Tensor], Tensor], dict[str, Tensor]]
