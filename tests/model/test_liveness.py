@@ -10,10 +10,11 @@ from test_per_sample import CLASSES, MODELS, TRAIN, Case, adapted, spread, vit
 from torch import Tensor, nn
 
 from dpfed.errors import DpfedError
-from dpfed.model.liveness import RECORDS, check_alive
+from dpfed.model.liveness import RECORDS, check_alive, check_apart
 from dpfed.model.per_sample import PerSample, trainable
 from dpfed.model.space import space_of
 from dpfed.model.task import InputSpec, per_record_loss
+from dpfed.model.twins import TwinConv2d
 
 
 def check(case: Case, inputs: dict[str, Tensor]) -> None:
@@ -117,46 +118,120 @@ def test_a_wrong_fold_is_refused() -> None:
 
 
 class Jumping(Base):
-    """A slope that depends on more than the record: as a ReLU's does at zero, by rounding, where `exact` types are spared."""
+    """A slope that depends on more than the record, so many times: as a ReLU's does at zero, by rounding. `double`: that in
+    double precision, where rounding does nothing."""
 
-    def __init__(self, by: float, exact: tuple[torch.dtype, ...]) -> None:
+    def __init__(self, by: float, times: int = 1, double: float = 0.0) -> None:
         super().__init__()
-        self.by, self.exact = by, exact
+        self.by, self.left, self.double = by, times, double
+        self.seen: set[tuple[int, torch.dtype]] = set()
 
     def between(self, y: Tensor) -> Tensor:
-        return y * (1 + self.by) if len(y) > 1 and y.dtype not in self.exact else y
+        self.seen.add((len(y), y.dtype))
+        if len(y) > 1 and y.dtype == torch.float32 and self.left:
+            self.left -= 1
+            return y * (1 + self.by)
+        return y * (1 + self.double) if len(y) > 1 and y.dtype == torch.float64 else y
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.first.weight.dtype))
 
 
+def some() -> dict[str, Tensor]:
+    return {"x": torch.randn(RECORDS, 4, generator=torch.Generator().manual_seed(0))}
+
+
 def test_a_jump_by_rounding_is_told_from_an_error() -> None:
-    """A small difference that double precision has not is none; the model is as it was afterwards."""
-    x = {"x": torch.randn(RECORDS, 4, generator=torch.Generator().manual_seed(0))}
-    case = Case(spread(Jumping(0.01, (torch.float64,))))
+    """A small difference that neither double precision has nor other weights is none; the model is as it was afterwards."""
+    model = Jumping(0.01)
+    model.register_buffer("fine", torch.tensor([1 / 3], dtype=torch.float64))
+    model.register_buffer("turned", torch.tensor([1 + 2j]))
+    model.register_buffer("short", torch.tensor([0.5], dtype=torch.float16))
+    case = Case(spread(model))
     before = {name: t.clone() for name, t in case.ready.model.state_dict().items()}
-    check(case, x)
+    check(case, some())
     after = case.ready.model.state_dict()
     assert case.ready.dtype == torch.float32
-    assert all(torch.equal(before[name], after[name]) and after[name].dtype == torch.float32 for name in before)
+    assert all(torch.equal(before[n], after[n]) and after[n].dtype == before[n].dtype for n in before)
+    assert {(1, torch.float64), (RECORDS, torch.float64)} <= model.seen, (
+        "the judge works in double precision throughout"
+    )
 
 
-def test_a_small_error_in_double_precision_is_one() -> None:
-    refused(Jumping(0.01, ()), r"(first|classifier)\.(weight|bias) differ")
+def test_a_difference_with_all_weights_is_an_error() -> None:
+    """In float32 alone, as a kernel's would be."""
+    refused(Jumping(0.01, times=1000), r"(first|classifier)\.(weight|bias) differ")
+
+
+@pytest.mark.parametrize("double", [1e-2, 1e-5])
+def test_a_small_error_in_double_precision_is_one(double: float) -> None:
+    refused(Jumping(0.01, double=double), r"(first|classifier)\.(weight|bias) differ")
 
 
 def test_a_large_difference_is_never_rounding() -> None:
-    refused(Jumping(0.5, (torch.float64,)), r"(first|classifier)\.(weight|bias) differ")
+    refused(Jumping(0.15), r"(first|classifier)\.(weight|bias) differ")
 
 
-def test_where_double_precision_is_not_to_be_had_a_difference_is_an_error() -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
+def test_where_double_precision_is_not_to_be_had_a_difference_is_an_error(kind: type[Exception]) -> None:
     class Single(Jumping):
         def between(self, y: Tensor) -> Tensor:
             if y.dtype == torch.float64:
-                raise RuntimeError("no such type here")
+                raise kind("no such type here")
             return super().between(y)
 
-    refused(Single(0.01, ()), r"(first|classifier)\.(weight|bias) differ")
+    refused(Single(0.01), r"(first|classifier)\.(weight|bias) differ")
+
+
+def apart(case: Case, inputs: dict[str, Tensor], precision: torch.dtype) -> None:
+    case.ready.to(precision)
+    check_apart(case.ready, case.theta, inputs, CLASSES, torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("train", TRAIN)
+@pytest.mark.parametrize("name", MODELS)
+def test_in_tiny_models_no_number_stays_alone(name: str, train: str, precision: torch.dtype) -> None:
+    build, make = MODELS[name]
+    inputs = {k: x.to(precision) if x.is_floating_point() else x for k, x in make(RECORDS).items()}
+    apart(Case(adapted(build(), train)), inputs, precision)
+
+
+def test_what_carries_no_number_to_others_is_refused() -> None:
+    """Nothing times anything is nothing, but for what is no number."""
+
+    class Touching(Base):
+        def between(self, y: Tensor) -> Tensor:
+            return y + 0 * y.sum(0)
+
+    case = Case(spread(Touching()))
+    check(case, some())
+    with pytest.raises(DpfedError, match=r"run.precision = 'float32' a record .* changes that of another"):
+        apart(case, some(), torch.float32)
+
+
+class Strided(nn.Module):
+    """Odd numbers of channels, for which a CPU's kernel of grouped convolutions in bfloat16 reads beyond a group."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        sizes = ((3, 1), (7, 2), (7, 2), (7, 2))
+        self.convs = nn.Sequential(*[nn.Conv2d(c, 7, 3, stride=s, padding=1, padding_mode=mode) for c, s in sizes])
+        self.classifier = nn.Linear(7, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.convs(x).mean((2, 3)))
+
+
+@pytest.mark.parametrize("product", [True, False])
+@pytest.mark.parametrize("mode", ["zeros", "reflect"])
+def test_strided_convolutions_in_half_precision_keep_no_number_apart(
+    mode: str, product: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TwinConv2d, "_pays", lambda self, x: product)
+    model = Strided(mode)
+    x = torch.randn(RECORDS, 3, 31, 31, generator=torch.Generator().manual_seed(0)).bfloat16()
+    apart(Case(spread(model)), {"x": x}, torch.bfloat16)
 
 
 class Counting(Base):

@@ -148,15 +148,17 @@ def test_conv2d(
 @pytest.mark.parametrize("mode", ["zeros", "reflect"])
 @pytest.mark.parametrize("fold", [1, 2])
 @pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("dilation", [1, 2])
 def test_conv2d_is_a_product_only_where_that_is_the_same(
-    groups: int, fold: int, mode: str, monkeypatch: pytest.MonkeyPatch
+    dilation: int, groups: int, fold: int, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
     product = twins.TwinConv2d._product
     monkeypatch.setattr(twins.TwinConv2d, "_pays", lambda self, x: True)
     monkeypatch.setattr(twins.TwinConv2d, "_product", lambda self, x: made.append(1) or product(self, x))
-    folded(nn.Conv2d(2, 2, 3, padding=1, groups=groups, padding_mode=mode), (2, 4, 4), n=3, s=2, k=fold, seed=0)
-    assert bool(made) == (groups == 1 and fold == 1 and mode == "zeros")
+    conv = nn.Conv2d(2, 2, 3, padding=1, dilation=dilation, groups=groups, padding_mode=mode)
+    folded(conv, (2, 6, 6), n=3, s=2, k=fold, seed=0)
+    assert bool(made) == (groups == fold == dilation == 1 and mode == "zeros")
 
 
 def test_conv2d_on_a_cpu_goes_the_quicker_way() -> None:

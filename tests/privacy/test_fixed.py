@@ -27,7 +27,16 @@ from dpfed.model.compiled import repeated
 from dpfed.model.twins import TwinConv2d
 from dpfed.privacy import fixed as fixed_module
 from dpfed.privacy.clipping import Clipping, clip_and_sum
-from dpfed.privacy.fixed import FixedSum, clip_and_sum_slots, passes_of, slots_for, weighted_sums
+from dpfed.privacy.fixed import (
+    FixedSum,
+    clip_and_sum_slots,
+    passes_of,
+    row_norms,
+    slots_for,
+    three_parts,
+    weighted_sums,
+    whole,
+)
 from dpfed.registry import registry
 
 torch.set_num_threads(1)
@@ -472,3 +481,24 @@ def test_a_captured_pass_that_computes_something_else_is_not_used(monkeypatch: p
     found, _ = fixed.sums(theta, arrays, 1.0)
     torch.testing.assert_close(found, wanted)
     assert not fixed._capturing
+
+
+def test_three_parts_of_each_clients_weights_come_together_again() -> None:
+    """As on a GPU, where parts are multiplied by matrix units: each client's sum is made of its own three parts."""
+    generator = torch.Generator().manual_seed(0)
+    weights, rows = torch.rand(3, 7, generator=generator), torch.randn(7, 5, generator=generator).bfloat16()
+    parts = three_parts(weights)
+    assert parts.dtype == torch.bfloat16
+    torch.testing.assert_close(parts.float().view(3, 3, 7).sum(0), weights, rtol=2**-22, atol=0)
+    torch.testing.assert_close(whole(parts.float() @ rows.float()), weights @ rows.float(), rtol=1e-6, atol=1e-6)
+
+
+def test_squares_of_many_tensors_are_added_in_double_precision() -> None:
+    """2^24 and sixty-four times 1: a float32 number would stay at 2^24, and the norm would be too small."""
+    large, ones = torch.tensor([[4096.0]]), torch.tensor([[1.0]])
+    assert float(row_norms(large, *[ones] * 64)) == pytest.approx((2**24 + 64) ** 0.5, rel=1e-7)
+    assert float(row_norms(large, *[ones] * 64)) > 4096
+    spread = torch.zeros(1, 65 * 256)
+    spread[0, ::256] = 1.0
+    spread[0, 0] = 4096.0
+    assert float(row_norms(spread)) > 4096

@@ -45,7 +45,8 @@ def mean(scores: Sequence[Score]) -> Score:
     accuracy = sum(score.accuracy for score in scores) / count
     spread = sum((score.accuracy - accuracy) ** 2 for score in scores) / max(1, count - 1)
     error = max(math.sqrt(spread / count), sum(score.error for score in scores) / count)
-    return scores[0]._replace(accuracy=accuracy, loss=sum(score.loss for score in scores) / count, error=error)
+    first = max(scores, key=lambda score: score.blind_accuracy)  # a seed that diverged may not know it
+    return first._replace(accuracy=accuracy, loss=sum(score.loss for score in scores) / count, error=error)
 
 
 EXTRA, LIMIT = 2, 5

@@ -22,7 +22,7 @@ from dpfed.engine.threads import set_threads
 from dpfed.errors import DpfedError
 from dpfed.model.assemble import Assembled, assemble
 from dpfed.model.augment import view_of
-from dpfed.model.liveness import RECORDS, check_alive
+from dpfed.model.liveness import RECORDS, check_alive, check_apart
 from dpfed.model.lora import Adapted
 from dpfed.model.per_sample import Batch, PerSample, call, trainable
 from dpfed.model.space import Space
@@ -464,6 +464,8 @@ def ready_model(
         synthetic = {k: v.to(device) for k, v in (built.spec or spec).synthetic(RECORDS, generator).items()}
         check_alive(ready, theta, synthetic, spec.classes, generator)
     ready.to(PRECISION[config.run.precision])
+    if config.model.liveness:
+        check_apart(ready, theta, synthetic, spec.classes, generator)
     if config.run.compile is True or (config.run.compile == "auto" and repays(config, device)):
         ready.compile()
     return ready

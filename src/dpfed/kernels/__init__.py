@@ -31,8 +31,8 @@ interpreted = False  # set by tests: kernels on the CPU, by triton's interpreter
 
 
 def usable(x: Tensor) -> bool:
-    """Whether kernels run where this tensor is; inside vmap and in double precision they do not. The first call on a device tries them, so it must
-    come before any capture."""
+    """Whether kernels run where this tensor is; inside vmap and in double precision they do not. The first call on a device
+    tries them, so it must come before any capture."""
     if torch._C._are_functorch_transforms_active():  # asked first: kernels cannot be tried there either
         return False
     if x.dtype == torch.float64:

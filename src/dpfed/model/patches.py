@@ -60,11 +60,11 @@ def kernels_for(x: Tensor) -> ModuleType | None:
     """The kernels, where they can be used and were seen to be right."""
     if not usable(x):
         return None
-    if (x.device, x.dtype) not in _ASKED:
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            return None  # nothing can be tried now
-        _ASKED.add((x.device, x.dtype))
-    return _checked_kernels(x.device, x.dtype)
+    if (x.device, x.dtype) not in _ASKED and x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None  # nothing can be tried now
+    found = _checked_kernels(x.device, x.dtype)
+    _ASKED.add((x.device, x.dtype))  # only now: another thread may be capturing while they are tried
+    return found
 
 
 _ASKED: set[tuple[torch.device, torch.dtype]] = set()

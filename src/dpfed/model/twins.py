@@ -109,11 +109,16 @@ class TwinConv2d(nn.Conv2d):
         padding: Any = self.padding if self.padding_mode == "zeros" else 0
         if self._as_product(per):
             return self._product(per.flatten(0, 1))
-        inner = per.transpose(0, 1).flatten(1, 2)  # [k, M*c, h, w]: one group per sample
-        bias = None if self.bias is None else self.bias.reshape(-1)
-        y = F.conv2d(inner, self.weight.flatten(0, 1), bias, self.stride, padding, self.dilation, samples * self.groups)
+        # In half precision a CPU's kernel for groups lets what is not finite in one of them reach its neighbour.
+        dtype = torch.float32 if _short_on_cpu(x) else x.dtype
+        inner = per.transpose(0, 1).flatten(1, 2).to(dtype)  # [k, M*c, h, w]: one group per sample
+        weight, bias = (
+            self.weight.flatten(0, 1).to(dtype),
+            None if self.bias is None else self.bias.reshape(-1).to(dtype),
+        )
+        y = F.conv2d(inner, weight, bias, self.stride, padding, self.dilation, samples * self.groups)
         y = y.view(y.shape[0], samples, self.out_channels, *y.shape[2:]).transpose(0, 1)
-        return y.flatten(0, 1)
+        return y.flatten(0, 1).to(x.dtype)
 
     def _as_product(self, per: Tensor) -> bool:
         """Whether the convolution is plain enough for a product for each sample, and quicker as one."""
@@ -123,7 +128,7 @@ class TwinConv2d(nn.Conv2d):
     def _pays(self, x: Tensor) -> bool:
         """A convolution with a group for each sample finds no good kernel on a GPU, and matrix units want products. A CPU's is
         good where there are many places or few weights (measured on one and two threads)."""
-        if x.device.type != "cpu" or self.kernel_size == (1, 1):
+        if x.device.type != "cpu" or _short_on_cpu(x) or self.kernel_size == (1, 1):
             return True
         return max(prod(places(x.shape, *self._sizes)), 100) < min(self.in_channels, self.out_channels)
 
@@ -136,6 +141,10 @@ class TwinConv2d(nn.Conv2d):
         columns, weight = patches(x, *self._sizes), self.weight.flatten(2)
         y = torch.bmm(weight, columns) if self.bias is None else torch.baddbmm(self.bias.unsqueeze(2), weight, columns)
         return y.view(*y.shape[:2], *places(x.shape, *self._sizes))
+
+
+def _short_on_cpu(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
 
 
 def _padded(per: Tensor, pad: list[int]) -> tuple[int, int]:

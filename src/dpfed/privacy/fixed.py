@@ -322,8 +322,7 @@ def weighted_sums(weights: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
             sums.append(weights @ rows.float())
             continue
         parts = three_parts(weights) if parts is None else parts
-        thrice = torch.mm(parts, rows, out_dtype=torch.float32)
-        sums.append(thrice.view(3, len(weights), -1).sum(0))
+        sums.append(whole(torch.mm(parts, rows, out_dtype=torch.float32)))
     return sums
 
 
@@ -334,6 +333,11 @@ def three_parts(weights: Tensor) -> Tensor:
         parts.append(rest.to(torch.bfloat16))
         rest = rest - parts[-1].float()
     return torch.cat(parts)
+
+
+def whole(thrice: Tensor) -> Tensor:
+    """`[3*S, n]` -> `[S, n]`: what the three parts of each row of weights gave, added up."""
+    return thrice.view(3, len(thrice) // 3, -1).sum(0)
 
 
 def passes_of(arrays: Mapping[str, np.ndarray], slots: int, device: torch.device) -> list[Pass]:
