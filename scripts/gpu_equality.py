@@ -1,7 +1,8 @@
 """Whether every way to compute a clipped sum gives the same numbers: one record at a time, in one pass, captured, compiled.
 
-Models with random weights, adapters or all of their numbers trained, three clients with weights of their own, 24 records and 8 unused slots. In
-float32 each way is compared with ordinary autograd, one record after another; in bf16 with the same in bf16, to the precision that bf16 has.
+Models with random weights, adapters or all of their numbers trained, three clients with weights of their own, 24 records and
+8 unused slots. In float32 each way is compared with ordinary autograd, one record after another; in bf16 with the same in bf16,
+to the precision that bf16 has.
 Run: python scripts/gpu_equality.py [--device cuda] [--no-compile]; exits with 1 where a way differs.
 """
 

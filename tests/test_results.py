@@ -156,6 +156,7 @@ def test_stopped_packed_unpacked_and_finished_it_becomes_a_page(
     code, text = paged(results, studies, str(here))
     assert code == 0
     assert "**Incomplete:** 4 runs are done, at least 14 are missing." in text
+    assert "| method |" not in text, "before a seed is reported a table has no number"
     assert "Does it last? Not measured yet." in text
 
     results.main(["pack", str(here), str(tmp_path / "all.tar.gz")])

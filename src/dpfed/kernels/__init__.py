@@ -18,7 +18,7 @@ import functools
 import importlib.util
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -54,19 +54,28 @@ def works(device: torch.device) -> bool:
     """Whether kernels can be built for the device and give the numbers of torch's own operations there."""
     if os.environ.get("DPFED_KERNELS") == "0":
         return False
-    try:
-        if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)):
-            return False
+    if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)):
+        return False
+
+    def right() -> bool:
         from dpfed.kernels import dropout, lora, norm
 
-        if lora.right(device) and norm.right(device) and dropout.right(device):
+        return lora.right(device) and norm.right(device) and dropout.right(device)
+
+    return seen_right("kernels", device, right)
+
+
+def seen_right(which: str, device: torch.device, right: Callable[[], bool]) -> bool:
+    """Whether these kernels give the numbers they should; where they do not, or cannot be built, a warning says so."""
+    try:
+        if right():
             return True
         reason = "they give other numbers"
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # no triton, no compiler, a GPU that it does not know: none of them is worth a run
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
-    LOG.warning("kernels are not used on %s, so steps take longer than they could: %s", device, reason)
+    LOG.warning("%s are not used on %s, so steps take longer than they could: %s", which, device, reason)
     return False
 
 

@@ -7,7 +7,6 @@ eager mode, in a CUDA graph and in compiled programs, and are differentiable as 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -16,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpfed.kernels import places, usable
+from dpfed.kernels import places, seen_right, usable
 
-LOG = logging.getLogger("dpfed")
 Pair = Sequence[int]  # down, across
 
 
@@ -77,16 +75,7 @@ def _checked_kernels(device: torch.device, dtype: torch.dtype) -> ModuleType | N
 
     if dtype not in kernels.TYPES:
         return None
-    try:
-        if kernels.right(device, dtype):
-            return kernels
-        reason = "they give other numbers"
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # compilers fail in many ways, and none of them is worth a run
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
-    LOG.warning("kernels for convolutions are not used on %s: %s", device, reason)
-    return None
+    return kernels if seen_right("kernels for convolutions", device, lambda: kernels.right(device, dtype)) else None
 
 
 def _define() -> None:

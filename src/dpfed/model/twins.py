@@ -112,10 +112,8 @@ class TwinConv2d(nn.Conv2d):
         # In half precision a CPU's kernel for groups lets what is not finite in one of them reach its neighbour.
         dtype = torch.float32 if _short_on_cpu(x) else x.dtype
         inner = per.transpose(0, 1).flatten(1, 2).to(dtype)  # [k, M*c, h, w]: one group per sample
-        weight, bias = (
-            self.weight.flatten(0, 1).to(dtype),
-            None if self.bias is None else self.bias.reshape(-1).to(dtype),
-        )
+        weight = self.weight.flatten(0, 1).to(dtype)
+        bias = None if self.bias is None else self.bias.reshape(-1).to(dtype)
         y = F.conv2d(inner, weight, bias, self.stride, padding, self.dilation, samples * self.groups)
         y = y.view(y.shape[0], samples, self.out_channels, *y.shape[2:]).transpose(0, 1)
         return y.flatten(0, 1).to(x.dtype)

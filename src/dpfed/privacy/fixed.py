@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpfed.kernels import usable
+from dpfed.kernels import seen_right, usable
 from dpfed.privacy.clipping import Clipping, factors
 from dpfed.privacy.records import Gradients, Records, Views, each_view, mean_of_views, view_keys
 
@@ -298,16 +298,7 @@ def _checked_kernels(device: torch.device, dtype: torch.dtype) -> ModuleType | N
     """Once for each device and type, before any capture."""
     from dpfed.kernels import rows
 
-    try:
-        if rows.right(device, dtype):
-            return rows
-        reason = "they give wrong sums"
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # compilers fail in many ways, and none of them is worth a run
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
-    LOG.warning("kernels over rows of gradients are not used on %s: %s", device, reason)
-    return None
+    return rows if seen_right("kernels over rows of gradients", device, lambda: rows.right(device, dtype)) else None
 
 
 def weighted_sums(weights: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
