@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 from dpfed import kernels
 
@@ -92,6 +94,25 @@ def test_nothing_is_tried_inside_vmap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "works", lambda device: pytest.fail("it was tried"))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     torch.vmap(lambda x: (kernels.usable(x), x)[1])(torch.ones(2, 3))
+
+
+def test_they_are_tried_with_gradients_wherever_they_are_asked_for() -> None:
+    """The first to ask may be an operator's own forward, below autograd: a model without adapters has no other."""
+
+    def right() -> bool:
+        x = torch.ones(2, requires_grad=True)
+        return torch.equal(*torch.autograd.grad((x * x).sum(), x), 2 * x)
+
+    def ask(x: Tensor) -> Tensor:
+        return x + float(kernels.seen_right("kernels of a test", x.device, right))
+
+    inside = torch.library.custom_op("dpfed_test::ask", ask, mutates_args=(), schema="(Tensor x) -> Tensor")
+    with pytest.raises(RuntimeError, match="does not require grad"), torch.no_grad():
+        right()
+    for mode in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
+        with mode():
+            assert ask(torch.zeros(())) == 1
+            assert inside(torch.zeros(())) == 1
 
 
 def test_they_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:

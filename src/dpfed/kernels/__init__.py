@@ -19,6 +19,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -68,7 +69,11 @@ def works(device: torch.device) -> bool:
 def seen_right(which: str, device: torch.device, right: Callable[[], bool]) -> bool:
     """Whether these kernels give the numbers they should; where they do not, or cannot be built, a warning says so."""
     try:
-        if right():
+        with ThreadPoolExecutor(
+            1
+        ) as own:  # they may be asked for where no gradients are kept, and they are tried with them
+            good = own.submit(right).result()
+        if good:
             return True
         reason = "they give other numbers"
     except torch.OutOfMemoryError:
