@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dpfed.model.space import Space, space_of
+from dpfed.model import space as space_module
+from dpfed.model.space import LONG, Space, space_of
 
 SHAPES = st.lists(st.lists(st.integers(1, 4), max_size=3).map(tuple), min_size=1, max_size=5)
 SEEDS = st.integers(0, 2**16)
@@ -74,6 +77,27 @@ def test_block_mean_and_expand(shapes: list[tuple[int, ...]], seed: int, lead: t
     want = torch.stack([vector[..., index == b].mean(-1) for b in range(len(names))], -1)
     torch.testing.assert_close(space.block_mean(vector), want)
     assert space.expand(values).shape == vector.shape
+
+
+@given(SHAPES, SEEDS, st.sampled_from([(), (3,), (2, 3)]))
+def test_long_blocks_are_summed_stretch_by_stretch_to_the_same_means(
+    shapes: list[tuple[int, ...]], seed: int, lead: tuple[int, ...]
+) -> None:
+    tensors = tensors_of(shapes)
+    names, index = blocks_of(sum(t.numel() for t in tensors.values()), seed)
+    short = space_of(tensors, names, index)
+    with mock.patch.object(space_module, "LONG", 0):
+        long = space_of(tensors, names, index)
+    assert long._stretches
+    assert not short._stretches
+    assert torch.cat([torch.full((end - at,), block) for block, at, end in long._stretches]).equal(index)
+    vector = torch.randn(*lead, short.size)
+    torch.testing.assert_close(long.block_mean(vector), short.block_mean(vector))
+
+
+def test_a_large_model_has_stretches_and_moves_with_them() -> None:
+    space = space_of({"a": torch.zeros(LONG), "b": torch.zeros(LONG, 2)})
+    assert space.to("cpu")._stretches == [(0, 0, LONG), (1, LONG, 3 * LONG)]
 
 
 @given(SHAPES, SEEDS)

@@ -9,6 +9,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+LONG = 2**15  # mean length of stretches from which on a sum for each is quicker than one pass over all
+
 
 @dataclass(frozen=True)
 class Space:
@@ -22,6 +24,7 @@ class Space:
     block_names: tuple[str, ...]
     blocks: Tensor  # [P] int64: the block of each coordinate
     _counts: Tensor = field(init=False, repr=False, compare=False)
+    _stretches: list[tuple[int, int, int]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.blocks.shape != (self.size,):
@@ -30,6 +33,7 @@ class Space:
         if len(counts) != len(self.block_names) or bool((counts == 0).any()):
             raise ValueError("every block needs a name and at least one coordinate")
         object.__setattr__(self, "_counts", counts.to(torch.float32))
+        object.__setattr__(self, "_stretches", stretches(self.blocks))
 
     @property
     def size(self) -> int:
@@ -70,7 +74,11 @@ class Space:
     def block_mean(self, vector: Tensor) -> Tensor:
         """`[..., P]` -> `[..., blocks]`."""
         sums = vector.new_zeros(*vector.shape[:-1], self.num_blocks)
-        return sums.index_add_(-1, self.blocks, vector) / self._counts
+        if not self._stretches:
+            return sums.index_add_(-1, self.blocks, vector) / self._counts
+        for block, start, end in self._stretches:  # a GPU would let millions of additions to one number wait in line
+            sums[..., block] += vector[..., start:end].sum(-1)
+        return sums / self._counts
 
     def expand(self, values: Tensor) -> Tensor:
         """`[..., blocks]` -> `[..., P]`."""
@@ -78,6 +86,16 @@ class Space:
 
     def to(self, device: torch.device | str) -> Space:
         return Space(self.names, self.shapes, self.block_names, self.blocks.to(device))
+
+
+def stretches(blocks: Tensor) -> list[tuple[int, int, int]]:
+    """Where the coordinates of one block lie side by side: block, first coordinate, and the one after the last. None where
+    such stretches are short."""
+    which, lengths = torch.unique_consecutive(blocks.cpu(), return_counts=True)
+    if len(blocks) < LONG * len(which):
+        return []
+    ends = lengths.cumsum(0)
+    return list(zip(which.tolist(), (ends - lengths).tolist(), ends.tolist(), strict=True))
 
 
 def space_of(
