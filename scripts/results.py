@@ -227,11 +227,13 @@ def _interrupt(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def machine(device: str) -> str:
+def machine(device: str) -> str | None:
+    """Where runs on this device are made; None where they cannot be."""
     import torch
 
-    on_gpu = device != "cpu" and torch.cuda.is_available()
-    return torch.cuda.get_device_name(0) if on_gpu else f"CPU, {platform.machine()}"
+    if device != "cpu" and torch.cuda.is_available():
+        return torch.cuda.get_device_name(0)
+    return None if device.startswith("cuda") else f"CPU, {platform.machine()}"
 
 
 def prepare(spec: Spec, study: Study, command: str, out: Path) -> Path:
@@ -247,7 +249,7 @@ def prepare(spec: Spec, study: Study, command: str, out: Path) -> Path:
     machines = asked.get("machines", [])
     kept = asked if asked.get("command") == command else {}
     here = machine(str(study.base["run"]["device"]))
-    machines = machines if here in machines else [*machines, here]
+    machines = machines if here is None or here in machines else [*machines, here]
     states = {state: bool(kept.get(state)) for state in ("table", "complete")}
     _write_asked(folder, {"command": command, "machines": machines, **states})
     return folder

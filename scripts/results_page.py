@@ -21,7 +21,7 @@ EMPTY = "Not measured yet."
 def section(spec: Spec, tables: Mapping[str, Rows]) -> str:
     """What stands between a study's markers."""
     mine = {name: [row for row in rows if row["study"] == spec.name] for name, rows in tables.items()}
-    if not mine["studies"]:
+    if not mine["runs"]:
         return f"{spec.question} {EMPTY}"
     about, arms = mine["studies"][0], mine["arms"]
     parts = [about["question"]]
@@ -129,7 +129,7 @@ def flags(arm: Cells, unequal: set[str]) -> dict[str, bool]:
 def notes(about: Cells, arms: Rows, runs: Rows) -> list[str]:
     unequal = costly(arms)
     said = {
-        "†": "spends a larger ε than the others at the same noise, so it is not on equal terms and never in bold",
+        "†": "spends a larger ε than others here, so it is not on equal terms and never in bold",
         "‡": "has runs that diverged, which count as accuracy 0",
         "§": "could not be run: " + "; ".join(f"{arm['arm']}: {arm['failed']}" for arm in arms if arm["failed"]),
     }

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 
 from command import dpfed
 from dpfed.compare.outcomes import Task
@@ -426,3 +427,13 @@ def test_the_published_studies_can_be_asked_and_the_page_is_what_the_files_give(
             assert len(study.arms) > 1 or spec.start
         assert not {"data.path=a", "data.path=c"} & set(results.published(spec, overrides, spec.algorithms).split())
     assert results.main(["page", "--check"]) == 0
+
+
+def test_a_gpu_that_is_not_there_made_no_run(results: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert results.machine("cuda") is None
+    assert str(results.machine("auto")).startswith("CPU, ")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    assert results.machine("cuda") == results.machine("auto") == "a GPU"
+    assert str(results.machine("cpu")).startswith("CPU, ")

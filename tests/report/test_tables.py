@@ -49,12 +49,20 @@ def test_the_paired_interval_by_hand_and_by_scipy() -> None:
     assert (mean - half, mean + half) == pytest.approx((low, high))
 
 
+def test_nobody_is_the_best_of_one() -> None:
+    """Where every arm spends another epsilon, the cheapest has nobody to compare with."""
+    cheap, dear = Row("a", accuracies=(0.5,)), Row("b", accuracies=(0.6,))
+    assert best_of([cheap, dear], {"b"}) == set()
+    assert best_of([cheap, dear], set()) == {"b"}
+    assert best_of([], set()) == set()
+
+
 def test_one_seed_has_no_interval_and_no_deviation() -> None:
     row = Row("a", accuracies=(0.5,), reference=(0.4,))
     assert row.std is None
     assert row.difference is not None
     assert row.difference == (pytest.approx(0.1), None)
-    assert "| **50.00** | +10.00 |" in to_markdown(Table("t", "", (row,)))
+    assert "| 50.00 | +10.00 |" in to_markdown(Table("t", "", (row,)))
 
 
 def test_mean_and_sample_deviation() -> None:

@@ -86,10 +86,10 @@ def larger_epsilon(table: Table) -> set[str]:
 
 
 def best_of(rows: Sequence[Row], without: set[str]) -> set[str]:
-    """The highest mean among arms on equal terms, and ties of it."""
+    """The highest mean among arms on equal terms, and ties of it; nobody's where there are not two to compare."""
     means = {row.label: row.mean for row in rows if row.mean is not None and row.label not in without}
-    top = max((m for m in means.values() if m is not None), default=None)
-    return {label for label, mean in means.items() if mean == top}
+    top = max(means.values(), default=0.0)
+    return {label for label, mean in means.items() if mean == top} if len(means) > 1 else set()
 
 
 def records(table: Table) -> list[dict[str, Any]]:
@@ -209,7 +209,7 @@ def footnotes(table: Table) -> list[str]:
     costly = larger_epsilon(table)
     used = [any(_flags(row, costly)[i] for row in table.rows) for i in range(len(MARKS))]
     sentences = [
-        "spends a larger epsilon than the others at the same noise, so it is not on equal terms (never in bold)",
+        "spends a larger epsilon than others here, so it is not on equal terms (never in bold)",
         "the best rate is at the edge of what was tried, or none was better than one answer for all: a better one may lie outside",
         "has runs that diverged, which count as accuracy 0",
         "could not be run: " + "; ".join(f"{row.label}: {row.failed}" for row in table.rows if row.failed),
