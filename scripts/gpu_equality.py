@@ -3,7 +3,7 @@
 Models with random weights, adapters or all of their numbers trained, three clients with weights of their own, 24 records and
 8 unused slots. In float32 each way is compared with ordinary autograd, one record after another; in bf16 with the same in bf16,
 to the precision that bf16 has.
-Run: python scripts/gpu_equality.py [--device cuda] [--no-compile]; exits with 1 where a way differs.
+Run: python scripts/gpu_equality.py [--device cuda] [--no-compile] [--only MODEL ...]; exits with 1 where a way differs.
 """
 
 from __future__ import annotations
@@ -104,9 +104,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=sorted({case.model for case in CASES}), metavar="MODEL")
     args = parser.parse_args()
     device, worst = device_of(args.device), 0
     for case in CASES:
+        if args.only and case.model not in args.only:
+            continue
         for dtype, bound in ((torch.float32, FLOAT32), (torch.bfloat16, BF16)):
             expected = Setting(case, device).by_hand(dtype)
             ways = [("one pass", False, False)]
