@@ -121,6 +121,7 @@ def _difference(arm: Cells) -> str:
 def flags(arm: Cells, unequal: set[str]) -> dict[str, bool]:
     return {
         "†": arm["arm"] in unequal and bool(arm["epsilon_server_worst"]),
+        "¶": arm["inside_grid"] == "no",
         "‡": int(arm["diverged"] or 0) > 0,
         "§": bool(arm["failed"]),
     }
@@ -129,7 +130,8 @@ def flags(arm: Cells, unequal: set[str]) -> dict[str, bool]:
 def notes(about: Cells, arms: Rows, runs: Rows) -> list[str]:
     unequal = costly(arms)
     said = {
-        "†": "spends a larger ε than others here, so it is not on equal terms and never in bold",
+        "†": "spends a larger ε than others at the same noise, so it is not on equal terms and never in bold",
+        "¶": "the best rate is at the edge of what was tried, or none was better than one answer for all",
         "‡": "has runs that diverged, which count as accuracy 0",
         "§": "could not be run: " + "; ".join(f"{arm['arm']}: {arm['failed']}" for arm in arms if arm["failed"]),
     }

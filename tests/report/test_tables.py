@@ -74,7 +74,8 @@ def test_mean_and_sample_deviation() -> None:
 def test_a_larger_epsilon_is_marked_and_never_best() -> None:
     assert larger_epsilon(table()) == {"dp-fedsam"}
     text = to_markdown(table())
-    assert "dp-fedsam *" in text
+    assert "dp-fedsam †" in text
+    assert "\n- † spends" in text, "a mark that begins no list of its own"
     assert "larger epsilon" in text
     assert "**92.00 ± 2.00**" in text, "the best on equal terms"
     assert "**99.00" not in text
@@ -113,7 +114,7 @@ def test_footnotes_say_what_is_wrong_with_a_row() -> None:
         Row("open", accuracies=(0.7,), epsilon={"server_worst": None, "third_party": None}),
     )
     text = to_markdown(Table("t", "", rows))
-    assert "| edge † |" in text
+    assert "| edge ¶ |" in text
     assert "| gone ‡ |" in text
     assert "| never § |" in text
     assert "needs equal clients" in text

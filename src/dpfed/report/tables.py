@@ -197,7 +197,7 @@ def cells(table: Table) -> tuple[list[str], list[list[str]]]:
     return head, body
 
 
-MARKS = ("*", "†", "‡", "§")
+MARKS = ("†", "¶", "‡", "§")  # of `_flags`; an asterisk would begin a list in Markdown
 
 
 def _flags(row: Row, costly: set[str]) -> tuple[bool, ...]:
@@ -209,7 +209,7 @@ def footnotes(table: Table) -> list[str]:
     costly = larger_epsilon(table)
     used = [any(_flags(row, costly)[i] for row in table.rows) for i in range(len(MARKS))]
     sentences = [
-        "spends a larger epsilon than others here, so it is not on equal terms (never in bold)",
+        "spends a larger epsilon than others at the same noise, so it is not on equal terms (never in bold)",
         "the best rate is at the edge of what was tried, or none was better than one answer for all: a better one may lie outside",
         "has runs that diverged, which count as accuracy 0",
         "could not be run: " + "; ".join(f"{row.label}: {row.failed}" for row in table.rows if row.failed),
@@ -296,7 +296,7 @@ def _pipes(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 _LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "–": "--", "|": r"\textbar{}",
-    "*": r"$^{*}$", "†": r"$^{\dagger}$", "‡": r"$^{\ddagger}$", "§": r"$^{\S}$", "<": r"\textless{}",
+    "¶": r"$^{\P}$", "†": r"$^{\dagger}$", "‡": r"$^{\ddagger}$", "§": r"$^{\S}$", "<": r"\textless{}",
     ">": r"\textgreater{}",
 }  # fmt: skip
 
