@@ -149,7 +149,8 @@ def notes(about: Cells, arms: Rows, runs: Rows) -> list[str]:
     seeds = {phase: sorted({int(row["seed"]) for row in runs if row["phase"] == phase}) for phase in PHASES}
     said_of = [f"{word} {', '.join(map(str, seeds[phase]))}" for phase, word in PHASES.items() if seeds[phase]]
     out += [f"Seeds: {'; '.join(said_of)}"] if said_of else []
-    out.append("; ".join(part for part in (f"{about['done']} runs on {about['machine']}", about["versions"]) if part))
+    where = f" on {about['machine']}" if about["machine"] else ""
+    out.append("; ".join(part for part in (f"{about['done']} runs{where}", about["versions"]) if part))
     return out
 
 

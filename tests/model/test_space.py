@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dpfed.model import space as space_module
-from dpfed.model.space import LONG, Space, space_of
+from dpfed.model.space import Space, space_of
 
 SHAPES = st.lists(st.lists(st.integers(1, 4), max_size=3).map(tuple), min_size=1, max_size=5)
 SEEDS = st.integers(0, 2**16)
@@ -79,25 +76,43 @@ def test_block_mean_and_expand(shapes: list[tuple[int, ...]], seed: int, lead: t
     assert space.expand(values).shape == vector.shape
 
 
-@given(SHAPES, SEEDS, st.sampled_from([(), (3,), (2, 3)]))
-def test_long_blocks_are_summed_stretch_by_stretch_to_the_same_means(
-    shapes: list[tuple[int, ...]], seed: int, lead: tuple[int, ...]
-) -> None:
-    tensors = tensors_of(shapes)
-    names, index = blocks_of(sum(t.numel() for t in tensors.values()), seed)
-    short = space_of(tensors, names, index)
-    with mock.patch.object(space_module, "LONG", 0):
-        long = space_of(tensors, names, index)
-    assert long._stretches
-    assert not short._stretches
-    assert torch.cat([torch.full((end - at,), block) for block, at, end in long._stretches]).equal(index)
-    vector = torch.randn(*lead, short.size)
-    torch.testing.assert_close(long.block_mean(vector), short.block_mean(vector))
+@given(st.lists(st.integers(1, 150), min_size=1, max_size=8), SEEDS, st.sampled_from([(), (1,), (3,), (2, 3), (0,)]))
+def test_means_of_blocks_of_any_length(lengths: list[int], seed: int, lead: tuple[int, ...]) -> None:
+    """Stretches that begin and end within chunks, blocks of several stretches; numbers that are exact in every order."""
+    generator = torch.Generator().manual_seed(seed)
+    which = torch.randint(0, 3, (len(lengths),), generator=generator)
+    index = torch.repeat_interleave(torch.unique(which, return_inverse=True)[1], torch.tensor(lengths))
+    names = [f"b{i}" for i in range(int(index.max()) + 1)]
+    space = space_of({"a": torch.zeros(sum(lengths))}, names, index)
+    vector = torch.randint(-9, 10, (*lead, 2 * space.size), generator=generator).float()[..., ::2]  # with a stride
+    want = torch.stack([vector[..., index == b].double().mean(-1) for b in range(len(names))], -1).float()
+    assert torch.equal(space.block_mean(vector), want)
+    assert torch.equal(space.to("cpu").block_mean(vector), want)
 
 
-def test_a_large_model_has_stretches_and_moves_with_them() -> None:
-    space = space_of({"a": torch.zeros(LONG), "b": torch.zeros(LONG, 2)})
-    assert space.to("cpu")._stretches == [(0, 0, LONG), (1, LONG, 3 * LONG)]
+def test_a_large_block_loses_no_small_numbers() -> None:
+    """One float32 number that takes up four million of 1e-6 ends far below; threads and neighbours change nothing."""
+    size = 2**22 + 5
+    space = space_of({"a": torch.zeros(7), "b": torch.zeros(size)})
+    vector = torch.full((2, 7 + size), 1e-6)
+    assert space.block_mean(vector).tolist() == [[torch.tensor(1e-6).item()] * 2] * 2
+    vector = torch.rand(2, 7 + size)
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found += [space.block_mean(vector)[0], space.block_mean(vector[0])]
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+def test_a_vector_of_another_length_is_refused() -> None:
+    space = space_of({"a": torch.zeros(70)})
+    for size in (69, 71, 64):
+        with pytest.raises(ValueError, match=f"the vector has {size} numbers, the space has 70"):
+            space.block_mean(torch.zeros(2, size))
 
 
 @given(SHAPES, SEEDS)

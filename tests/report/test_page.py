@@ -18,6 +18,7 @@ from dpfed.engine.accounts import read_accounts
 from dpfed.errors import DpfedError
 from dpfed.report.gather import Group, RunData, grouped, labels, rounds_shown
 from dpfed.report.page import Report, body, inlined, read_report, render
+from dpfed.report.words import cards
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'"
 
@@ -114,6 +115,13 @@ def test_the_best_on_equal_terms_is_bold(report: Report) -> None:
 
 
 # ---- the public page
+
+
+def test_a_single_run_has_its_figures_on_top(runs: list[Path]) -> None:
+    """Nobody is compared, and what it reached and spent is still the first thing to say."""
+    alone = read_report([runs[0]])
+    assert [card.name for card in cards(alone.groups)][:2] == ["Accuracy", "Epsilon, server"]
+    assert "Nothing has been scored yet" not in render(alone)
 
 
 def test_a_public_page_holds_nothing_of_single_clients(public: Report, runs: list[Path]) -> None:

@@ -55,6 +55,16 @@ def test_nobody_is_the_best_of_one() -> None:
     assert best_of([cheap, dear], {"b"}) == set()
     assert best_of([cheap, dear], set()) == {"b"}
     assert best_of([], set()) == set()
+    assert best_of([cheap], set(), least=1) == {"a"}
+
+
+def test_without_privacy_nobody_is_best_beside_private_arms() -> None:
+    eight = {"server_worst": 8.0, "third_party": 2.0}
+    rows = [
+        Row(name, accuracies=(a,), epsilon=e) for name, a, e in (("a", 0.5, eight), ("b", 0.6, eight), ("c", 0.9, {}))
+    ]
+    assert best_of(rows, set()) == {"b"}
+    assert best_of(rows[2:], set(), least=1) == {"c"}
 
 
 def test_one_seed_has_no_interval_and_no_deviation() -> None:

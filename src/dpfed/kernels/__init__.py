@@ -40,11 +40,11 @@ def usable(x: Tensor) -> bool:
         return False
     if interpreted or not x.is_cuda:
         return interpreted
-    if x.device not in _ASKED:
-        if torch.cuda.is_current_stream_capturing():
-            return False  # nothing can be tried now
-        _ASKED.add(x.device)
-    return works(x.device)
+    if x.device not in _ASKED and torch.cuda.is_current_stream_capturing():
+        return False  # nothing can be tried now
+    found = works(x.device)
+    _ASKED.add(x.device)  # only now: another thread may be capturing while they are tried
+    return found
 
 
 _ASKED: set[torch.device] = set()

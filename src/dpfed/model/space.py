@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-LONG = 2**15  # mean length of stretches from which on a sum for each is quicker than one pass over all
+CHUNK = 32  # numbers; heads are as wide, or a multiple
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,9 @@ class Space:
     block_names: tuple[str, ...]
     blocks: Tensor  # [P] int64: the block of each coordinate
     _counts: Tensor = field(init=False, repr=False, compare=False)
-    _stretches: list[tuple[int, int, int]] = field(init=False, repr=False, compare=False)
+    _chunks: Tensor = field(init=False, repr=False, compare=False)  # which chunks lie within one block
+    _chunk_blocks: Tensor = field(init=False, repr=False, compare=False)  # theirs
+    _rest: Tensor = field(init=False, repr=False, compare=False)  # the coordinates of all others
 
     def __post_init__(self) -> None:
         if self.blocks.shape != (self.size,):
@@ -32,8 +34,14 @@ class Space:
         counts = torch.bincount(self.blocks, minlength=len(self.block_names))
         if len(counts) != len(self.block_names) or bool((counts == 0).any()):
             raise ValueError("every block needs a name and at least one coordinate")
-        object.__setattr__(self, "_counts", counts.to(torch.float32))
-        object.__setattr__(self, "_stretches", stretches(self.blocks))
+        whole = self.size // CHUNK * CHUNK
+        chunks = self.blocks[:whole].view(-1, CHUNK)
+        pure = (chunks == chunks[:, :1]).all(1)
+        others = torch.ones_like(self.blocks, dtype=torch.bool)
+        others[:whole] = ~pure.repeat_interleave(CHUNK)
+        found = {"_counts": counts.to(torch.float64), "_chunks": pure.nonzero()[:, 0], "_chunk_blocks": chunks[pure, 0]}
+        for name, value in (found | {"_rest": others.nonzero()[:, 0]}).items():
+            object.__setattr__(self, name, value)
 
     @property
     def size(self) -> int:
@@ -72,13 +80,17 @@ class Space:
         return torch.cat([tensors[name].detach().reshape(-1).float() for name in self.names])
 
     def block_mean(self, vector: Tensor) -> Tensor:
-        """`[..., P]` -> `[..., blocks]`."""
-        sums = vector.new_zeros(*vector.shape[:-1], self.num_blocks)
-        if not self._stretches:
-            return sums.index_add_(-1, self.blocks, vector) / self._counts
-        for block, start, end in self._stretches:  # a GPU would let millions of additions to one number wait in line
-            sums[..., block] += vector[..., start:end].sum(-1)
-        return sums / self._counts
+        """`[..., P]` -> `[..., blocks]`: first over chunks that lie within one block, then over those, in double precision. One
+        number that takes up millions loses the small ones, and a GPU would let all additions to it wait in line."""
+        if vector.shape[-1] != self.size:
+            raise ValueError(f"the vector has {vector.shape[-1]} numbers, the space has {self.size}")
+        sums = vector.new_zeros(*vector.shape[:-1], self.num_blocks, dtype=torch.float64)
+        count = self.size // CHUNK
+        chunks = vector[..., : count * CHUNK].view(*vector.shape[:-1], count, CHUNK).sum(-1, dtype=torch.float64)
+        sums = sums.index_add(-1, self._chunk_blocks, chunks.index_select(-1, self._chunks))
+        rest = vector.index_select(-1, self._rest).to(torch.float64)
+        sums = sums.index_add(-1, self.blocks[self._rest], rest)
+        return (sums / self._counts).to(vector.dtype)
 
     def expand(self, values: Tensor) -> Tensor:
         """`[..., blocks]` -> `[..., P]`."""
@@ -86,16 +98,6 @@ class Space:
 
     def to(self, device: torch.device | str) -> Space:
         return Space(self.names, self.shapes, self.block_names, self.blocks.to(device))
-
-
-def stretches(blocks: Tensor) -> list[tuple[int, int, int]]:
-    """Where the coordinates of one block lie side by side: block, first coordinate, and the one after the last. None where
-    such stretches are short."""
-    which, lengths = torch.unique_consecutive(blocks.cpu(), return_counts=True)
-    if len(blocks) < LONG * len(which):
-        return []
-    ends = lengths.cumsum(0)
-    return list(zip(which.tolist(), (ends - lengths).tolist(), ends.tolist(), strict=True))
 
 
 def space_of(

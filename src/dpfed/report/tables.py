@@ -85,11 +85,14 @@ def larger_epsilon(table: Table) -> set[str]:
     return out
 
 
-def best_of(rows: Sequence[Row], without: set[str]) -> set[str]:
-    """The highest mean among arms on equal terms, and ties of it; nobody's where there are not two to compare."""
-    means = {row.label: row.mean for row in rows if row.mean is not None and row.label not in without}
+def best_of(rows: Sequence[Row], without: set[str], least: int = 2) -> set[str]:
+    """The highest mean among arms on equal terms, and ties of it; nobody's where fewer than `least` can be compared.
+
+    Beside private arms those without privacy are not on equal terms."""
+    private = [row for row in rows if row.epsilon.get("server_worst") is not None]
+    means = {row.label: row.mean for row in private or rows if row.mean is not None and row.label not in without}
     top = max(means.values(), default=0.0)
-    return {label for label, mean in means.items() if mean == top} if len(means) > 1 else set()
+    return {label for label, mean in means.items() if mean == top} if len(means) >= least else set()
 
 
 def records(table: Table) -> list[dict[str, Any]]:
