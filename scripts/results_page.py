@@ -21,7 +21,7 @@ EMPTY = "Not measured yet."
 def section(spec: Spec, tables: Mapping[str, Rows]) -> str:
     """What stands between a study's markers."""
     mine = {name: [row for row in rows if row["study"] == spec.name] for name, rows in tables.items()}
-    if not mine["runs"]:
+    if not mine["studies"] or not mine["runs"]:
         return f"{spec.question} {EMPTY}"
     about, arms = mine["studies"][0], mine["arms"]
     parts = [about["question"]]
@@ -61,8 +61,8 @@ def as_table(about: Cells, arms: Rows, runs: Rows) -> Table:
 
 
 def costly(arms: Rows) -> set[str]:
-    """Arms that spend more than the cheapest private one of their column, and those without privacy."""
-    out = {arm["arm"] for arm in arms if not arm["epsilon_server_worst"]}
+    """Arms that spend more than the cheapest private one of their column."""
+    out: set[str] = set()
     for column in {arm["column"] for arm in arms}:
         spent = {a["arm"]: float(e) for a in arms if a["column"] == column and (e := a["epsilon_server_worst"])}
         out |= {label for label, value in spent.items() if value > LARGER * min(spent.values())}
@@ -120,7 +120,7 @@ def _difference(arm: Cells) -> str:
 
 def flags(arm: Cells, unequal: set[str]) -> dict[str, bool]:
     return {
-        "†": arm["arm"] in unequal and bool(arm["epsilon_server_worst"]),
+        "†": arm["arm"] in unequal,
         "¶": arm["inside_grid"] == "no",
         "‡": int(arm["diverged"] or 0) > 0,
         "§": bool(arm["failed"]),

@@ -112,6 +112,7 @@ def test_the_clients_own_epsilon_is_that_of_the_ledger(report: Report, runs: lis
 def test_the_best_on_equal_terms_is_bold(report: Report) -> None:
     best = max(report.groups, key=lambda g: np.mean(g.accuracies)).label
     assert re.findall(r"<td><strong>([a-z-]+)</strong>", body(report)) == [best]
+    assert "the best on equal terms is in bold" in body(report)
 
 
 # ---- the public page

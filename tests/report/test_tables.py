@@ -15,6 +15,7 @@ from dpfed.report.tables import (
     Table,
     best_of,
     escape,
+    grid_words,
     larger_epsilon,
     paired,
     size,
@@ -65,6 +66,21 @@ def test_without_privacy_nobody_is_best_beside_private_arms() -> None:
     ]
     assert best_of(rows, set()) == {"b"}
     assert best_of(rows[2:], set(), least=1) == {"c"}
+    assert best_of([Row("a", epsilon=eight), rows[2]], set(), least=1) == {"c"}, (
+        "one that has no score yet hides nobody"
+    )
+
+
+def test_the_columns_of_one_method_are_compared_on_equal_terms_only() -> None:
+    def words(epsilons: tuple[float, float]) -> list[list[str]]:
+        both = zip(("1", "2"), (0.5, 0.6), epsilons, strict=True)
+        rows = tuple(Row(c, "a", c, accuracies=(x,), epsilon={"server_worst": e}) for c, x, e in both)
+        laid_out = grid_words(Table("t", "axis", rows), lambda text: f"**{text}**")
+        assert laid_out is not None
+        return laid_out[1]
+
+    assert words((1.0, 1.0)) == [["a", "50.00", "**60.00**"]]
+    assert words((1.0, 2.0)) == [["a", "50.00", "60.00"]]
 
 
 def test_one_seed_has_no_interval_and_no_deviation() -> None:

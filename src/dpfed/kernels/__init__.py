@@ -67,11 +67,13 @@ def works(device: torch.device) -> bool:
 
 
 def seen_right(which: str, device: torch.device, right: Callable[[], bool]) -> bool:
-    """Whether these kernels give the numbers they should; where they do not, or cannot be built, a warning says so."""
+    """Whether these kernels give the numbers they should; where they do not, or cannot be built, a warning says so.
+
+    They are tried in a thread of their own, as they may be asked for where no gradients can be taken. `right` takes none on
+    a GPU: in a backward pass torch's thread for those is the one that asks, and waits.
+    """
     try:
-        with ThreadPoolExecutor(
-            1
-        ) as own:  # they may be asked for where no gradients are kept, and they are tried with them
+        with ThreadPoolExecutor(1) as own:
             good = own.submit(right).result()
         if good:
             return True

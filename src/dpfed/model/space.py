@@ -27,6 +27,7 @@ class Space:
     _chunks: Tensor = field(init=False, repr=False, compare=False)  # which chunks lie within one block
     _chunk_blocks: Tensor = field(init=False, repr=False, compare=False)  # theirs
     _rest: Tensor = field(init=False, repr=False, compare=False)  # the coordinates of all others
+    _rest_blocks: Tensor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.blocks.shape != (self.size,):
@@ -39,8 +40,14 @@ class Space:
         pure = (chunks == chunks[:, :1]).all(1)
         others = torch.ones_like(self.blocks, dtype=torch.bool)
         others[:whole] = ~pure.repeat_interleave(CHUNK)
-        found = {"_counts": counts.to(torch.float64), "_chunks": pure.nonzero()[:, 0], "_chunk_blocks": chunks[pure, 0]}
-        for name, value in (found | {"_rest": others.nonzero()[:, 0]}).items():
+        within, rest = pure.nonzero()[:, 0], others.nonzero()[:, 0]
+        found = {
+            "_chunks": within,
+            "_chunk_blocks": chunks[within, 0],
+            "_rest": rest,
+            "_rest_blocks": self.blocks[rest],
+        }
+        for name, value in (found | {"_counts": counts.to(torch.float64)}).items():
             object.__setattr__(self, name, value)
 
     @property
@@ -80,16 +87,19 @@ class Space:
         return torch.cat([tensors[name].detach().reshape(-1).float() for name in self.names])
 
     def block_mean(self, vector: Tensor) -> Tensor:
-        """`[..., P]` -> `[..., blocks]`: first over chunks that lie within one block, then over those, in double precision. One
-        number that takes up millions loses the small ones, and a GPU would let all additions to it wait in line."""
+        """`[..., P]` -> `[..., blocks]`: sums over chunks that lie within one block, then over those in double precision. One number
+        that takes up millions loses the small ones, and a GPU would let all additions to it wait in line."""
         if vector.shape[-1] != self.size:
             raise ValueError(f"the vector has {vector.shape[-1]} numbers, the space has {self.size}")
         sums = vector.new_zeros(*vector.shape[:-1], self.num_blocks, dtype=torch.float64)
         count = self.size // CHUNK
-        chunks = vector[..., : count * CHUNK].view(*vector.shape[:-1], count, CHUNK).sum(-1, dtype=torch.float64)
-        sums = sums.index_add(-1, self._chunk_blocks, chunks.index_select(-1, self._chunks))
-        rest = vector.index_select(-1, self._rest).to(torch.float64)
-        sums = sums.index_add(-1, self.blocks[self._rest], rest)
+        chunks = vector[..., : count * CHUNK].view(*vector.shape[:-1], count, CHUNK)
+        chunks = chunks.sum(-1, dtype=torch.promote_types(vector.dtype, torch.float32))
+        for values, which, blocks in (
+            (chunks, self._chunks, self._chunk_blocks),
+            (vector, self._rest, self._rest_blocks),
+        ):
+            sums = sums.index_add(-1, blocks, values.index_select(-1, which).to(torch.float64))
         return (sums / self._counts).to(vector.dtype)
 
     def expand(self, values: Tensor) -> Tensor:

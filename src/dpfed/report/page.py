@@ -200,7 +200,7 @@ def _listing(listing: Listing) -> str:
     said = [
         *footnotes(table),
         *listing.notes,
-        *(["the best on equal terms is in bold"] if best or listing.axis else []),
+        *(["the best on equal terms is in bold"] if "<strong>" in out else []),
     ]
     return out + f'<ul class="under-table">{"".join(f"<li>{esc(note)}</li>" for note in said)}</ul>'
 

@@ -7,7 +7,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -89,8 +89,9 @@ def best_of(rows: Sequence[Row], without: set[str], least: int = 2) -> set[str]:
     """The highest mean among arms on equal terms, and ties of it; nobody's where fewer than `least` can be compared.
 
     Beside private arms those without privacy are not on equal terms."""
-    private = [row for row in rows if row.epsilon.get("server_worst") is not None]
-    means = {row.label: row.mean for row in private or rows if row.mean is not None and row.label not in without}
+    scored = [row for row in rows if row.mean is not None]
+    private = [row for row in scored if row.epsilon.get("server_worst") is not None]
+    means = {row.label: row.mean or 0.0 for row in private or scored if row.label not in without}
     top = max(means.values(), default=0.0)
     return {label for label, mean in means.items() if mean == top} if len(means) >= least else set()
 
@@ -258,8 +259,10 @@ def grid_words(table: Table, bold: Bold) -> tuple[list[str], list[list[str]]] | 
     if len(names) > 1:
         for column in columns:
             best |= best_of([row for row in table.rows if row.column == column], costly)
-    else:
-        best = best_of(table.rows, costly)
+    else:  # of one method the columns are compared
+        best = best_of(
+            table.rows, larger_epsilon(replace(table, rows=tuple(replace(r, column="") for r in table.rows)))
+        )
     body = []
     for name, line in zip(names, lines, strict=True):
         words = [name]

@@ -63,7 +63,7 @@ def _setting(group: Group, section: str, key: str) -> Any:
 
 def best_group(groups: Sequence[Group]) -> Group | None:
     """The highest mean accuracy among those that spend the same epsilon; the only one if there is one."""
-    rows = tuple(Row(label=g.label, accuracies=g.accuracies, epsilon=g.epsilon) for g in groups)
+    rows = tuple(Row(label=g.label, accuracies=g.accuracies, epsilon=g.epsilon) for g in groups if g.accuracies)
     names = best_of(rows, larger_epsilon(Table("", "", rows)), least=1)
     return next((group for group in groups if group.label in names), None)
 
