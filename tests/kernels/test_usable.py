@@ -97,7 +97,7 @@ def test_nothing_is_tried_inside_vmap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_they_are_tried_with_gradients_wherever_they_are_asked_for() -> None:
-    """The first to ask may be an operator's own forward, below autograd: a model without adapters has no other."""
+    """The first to ask may be an operator's own forward, below autograd: so it is where a trained convolution comes first."""
 
     def right() -> bool:
         x = torch.ones(2, requires_grad=True)
