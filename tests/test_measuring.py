@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from transformers.models.vit.configuration_vit import ViTConfig
 from transformers.models.vit.modeling_vit import ViTForImageClassification
 
@@ -23,6 +24,8 @@ from command import dpfed
 from dpfed.bench.cases import CPU
 from dpfed.config import load
 from dpfed.errors import DpfedError
+from dpfed.model.task import InputSpec
+from dpfed.model.zoo.resnet import GNResNet18
 from dpfed.registry import registry
 
 ROOT = Path(__file__).parents[1]
@@ -57,21 +60,61 @@ def test_a_row_of_growth() -> None:
     assert full["P"] > 10 * row["P"]
 
 
+def public(folder: Path) -> str:
+    """A small model and six images of its size; the model's folder."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    model = ViTForImageClassification(ViTConfig(image_size=16, patch_size=4, num_labels=7, **shape))
+    torch.nn.init.normal_(model.classifier.weight)
+    model.save_pretrained(folder / "model")
+    rng = np.random.default_rng(0)
+    for i in range(6):
+        Image.fromarray(rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(folder / f"{i}.png")
+    return str(folder / "model")
+
+
+def test_a_cnn_learns_a_teachers_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    distill, out = script("scripts/distill_cnn.py"), tmp_path / "cnn.safetensors"
+    given = ["--teacher", public(tmp_path), "--images", str(tmp_path), "--out", str(out), "--size", "8", "--width", "4"]
+    monkeypatch.setattr(sys, "argv", ["distill_cnn.py", *given, "--groups", "2", "--steps", "40", "--batch", "16"])
+    distill.main()
+    *steps, last = capsys.readouterr().out.splitlines()
+    far = [float(line.split()[3].rstrip(",")) for line in steps]
+    assert len(far) == 10
+    assert far[-1] < 0.5 * far[0]
+    assert last.startswith("6 images; ")
+    spec = InputSpec("image", "pixel_values", (3, 8, 8), 10)
+    made = GNResNet18(width=4, groups=2, weights=str(out)).build(spec).model
+    saved = load_file(out)
+    assert {f"classifier.{name}" for name in ("weight", "bias")} == made.state_dict().keys() - saved.keys()
+    assert all(torch.equal(made.state_dict()[name], value) for name, value in saved.items())
+
+
+def test_views_are_crops_and_mixtures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    distill = script("scripts/distill_cnn.py")
+    ramp = torch.arange(8.0).expand(2, 3, 8, 8).contiguous()
+    whole = distill.views(ramp, lambda n: torch.full((n,), 0.999999))
+    assert torch.allclose(whole, ramp.flip(-1), atol=1e-3)
+    crop = distill.views(ramp, lambda n: torch.full((n,), 0.4))  # 0.58 of the side, a little to the left, not mirrored
+    assert torch.allclose(crop.diff(dim=-1), torch.tensor(0.58), atol=1e-3)
+    assert float(crop.mean()) == pytest.approx(3.5 - 0.2 * 0.42 * 4, abs=1e-3)
+    flat = torch.tensor([0.0, 100.0]).view(2, 1, 1, 1).expand(2, 3, 8, 8)
+    mixed = distill.views(flat, lambda n: torch.full((n,), 0.75))
+    assert torch.allclose(mixed[:, 0, 4, 4], torch.tensor([25.0, 75.0]), atol=1e-3)
+
+
 def test_sharpening_is_chosen_by_answers_that_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    torch.manual_seed(0)
-    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    ViTForImageClassification(ViTConfig(image_size=16, patch_size=4, num_labels=7, **shape)).save_pretrained(
-        tmp_path / "model"
-    )
-    rng = np.random.default_rng(0)
-    for i in range(6):
-        Image.fromarray(rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(tmp_path / f"{i}.png")
+    weights = public(tmp_path)
     choose = script("scripts/choose_sharpen.py")
     x = choose.read(tmp_path, 4)
     assert x.shape == (4, 3, 16, 16)
-    given = ["--weights", str(tmp_path / "model"), "--images", str(tmp_path), "--size", "8"]
+    given = ["--weights", weights, "--images", str(tmp_path), "--size", "8"]
     monkeypatch.setattr(sys, "argv", ["choose_sharpen.py", *given])
     choose.main()
     said = capsys.readouterr().out.splitlines()
