@@ -9,6 +9,7 @@ Run: python scripts/choose_sharpen.py --weights FOLDER --images FOLDER [--size 3
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from dpfed.errors import DpfedError
 from dpfed.model.per_sample import call
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo.pretrained import config_of
@@ -29,7 +31,13 @@ def read(folder: Path, count: int) -> Tensor:
     """So many images of the folder, spread over it, as uint8 `[n, 3, h, w]`."""
     files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in (".jpeg", ".jpg", ".png"))
     files = files[:: max(1, len(files) // count)][:count]
-    return torch.stack([torch.from_numpy(np.array(Image.open(p).convert("RGB")).transpose(2, 0, 1)) for p in files])
+    if not files:
+        raise DpfedError(f"there is no .jpeg, .jpg or .png file in {folder}: give a folder of public images")
+    images = [np.array(Image.open(p).convert("RGB")).transpose(2, 0, 1) for p in files]
+    other = next((file for file, image in zip(files, images, strict=True) if image.shape != images[0].shape), None)
+    if other is not None:
+        raise DpfedError(f"{other} is not of the size of {files[0]}: give images of one size")
+    return torch.from_numpy(np.stack(images))
 
 
 def answers(weights: str, x: Tensor, resize: str, sharpen: float) -> Tensor:
@@ -57,4 +65,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except DpfedError as error:
+        sys.exit(f"choose_sharpen: {error}")

@@ -1,8 +1,7 @@
 """Weights for `gn-resnet18` from a pretrained teacher and public images alone.
 
-For GN-ResNet-18 no weights are published that fit small images. This makes some: the network learns to give the answers of a pretrained
-Transformer for crops of public images and for mixtures of two of them (Beyer et al. 2022), without any label. The teacher sees the images at
-its own size, the network at the size of the clients' images.
+The network learns to give the answers of a pretrained classifier for crops of public images and for mixtures of two of them, both seeing
+the same view (Beyer et al. 2022, who train far longer), without any label. The teacher sees it at its own size, the network at the size of the clients' images.
 Run: python scripts/distill_cnn.py --teacher FOLDER --images FOLDER --out FILE.safetensors [--steps 1000] [--device cuda]
 """
 
@@ -10,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +20,7 @@ from choose_sharpen import read
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from dpfed.errors import DpfedError
 from dpfed.model.per_sample import call
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo.built import Built
@@ -27,30 +28,38 @@ from dpfed.model.zoo.pretrained import config_of
 from dpfed.model.zoo.resnet import GNResNet18
 from dpfed.model.zoo.vision import AutoImage
 
-SMALLEST, TEMPERATURE, WARM_UP = 0.3, 1.0, 0.05  # a crop's share of the side; of both answers; share of the steps
+SMALLEST, FLATTER = 0.3, 0.75  # a crop's share of the side, which then shrinks by so much at most, each way by itself
+WARM_UP = 0.05  # share of the steps
 
 
 def views(x: Tensor, draw: Callable[[int], Tensor]) -> Tensor:
-    """A random crop of each image (`[n, 3, h, w]`, 0 to 255), half of them mirrored, then each mixed with another one."""
+    """A random crop of each image (`[n, 3, h, w]`, 0 to 255), half of them mirrored, and half then mixed with another one."""
     n = len(x)
     side = SMALLEST + (1 - SMALLEST) * draw(n)
     flip = (draw(n) < 0.5).float() * 2 - 1
     grid = torch.zeros(n, 2, 3, device=x.device)
-    grid[:, 0, 0], grid[:, 1, 1] = side * flip, side * (0.75 + 0.25 * draw(n))
     for axis in (0, 1):
-        grid[:, axis, 2] = (2 * draw(n) - 1) * (1 - side)
-    out = F.grid_sample(x.float(), F.affine_grid(grid, list(x.shape), align_corners=False), align_corners=False)
+        extent = side * (FLATTER + (1 - FLATTER) * draw(n))
+        grid[:, axis, axis], grid[:, axis, 2] = extent, (2 * draw(n) - 1) * (1 - extent)
+    grid[:, 0, 0] *= flip
+    where = F.affine_grid(grid, list(x.shape), align_corners=False)
+    out = F.grid_sample(x.float(), where, padding_mode="border", align_corners=False)
     share = torch.where(draw(n) < 0.5, torch.ones(n, device=x.device), draw(n)).view(-1, 1, 1, 1)
     return share * out + (1 - share) * out.roll(1, 0)
 
 
-def answers(built: Built, x: Tensor) -> Tensor:
-    return call(built.model, {}, built.prepare({"pixel_values": x})).float()
+def divergence(given: Tensor, wanted: Tensor) -> Tensor:
+    """The mean of KL(wanted || given) over records; both are logits."""
+    return F.kl_div(given.log_softmax(1), wanted.log_softmax(1), reduction="batchmean", log_target=True)
 
 
-def build(teacher: str, pixels: int, size: int, width: int, groups: int) -> tuple[Built, Built]:
-    classes = int(config_of(teacher).num_labels)
-    large, small = (InputSpec("image", "pixel_values", (3, s, s), classes) for s in (pixels, size))
+def build(teacher: str, shape: tuple[int, ...], size: int, width: int, groups: int) -> tuple[Built, Built]:
+    config = config_of(teacher)
+    if not any("ImageClassification" in name for name in config.architectures or ()):
+        raise DpfedError(
+            f"{teacher} has no classifier of its own to learn from: give --teacher a model that was trained to classify"
+        )
+    large, small = (InputSpec("image", "pixel_values", s, int(config.num_labels)) for s in (shape, (3, size, size)))
     return AutoImage(weights=teacher, head="kept").build(large), GNResNet18(width=width, groups=groups).build(small)
 
 
@@ -76,12 +85,12 @@ def distill(
         rows = torch.randint(len(x), (batch,), generator=generator, device=device)
         seen = views(x[rows], lambda n: torch.rand(n, generator=generator, device=device))
         small = F.interpolate(seen, (size, size), mode="bilinear", antialias=True)
+        large, small = (built.prepare({"pixel_values": view}) for built, view in ((teacher, seen), (student, small)))
         with autocast:
             with torch.no_grad():
-                wanted = answers(teacher, seen)
-            given = answers(student, small)
-        soft = [F.log_softmax(logits / TEMPERATURE, 1) for logits in (given, wanted)]
-        loss = F.kl_div(*soft, reduction="batchmean", log_target=True)
+                wanted = call(teacher.model, {}, large).float()
+            given = call(model, {}, small).float()
+        loss = divergence(given, wanted)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -108,9 +117,13 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
+    if min(args.size, args.count, args.steps, args.batch) < 1:
+        raise DpfedError("--size, --count, --steps and --batch must be at least 1")
+    if not args.out.parent.is_dir():
+        raise DpfedError(f"there is no folder {args.out.parent} to write into")
     torch.manual_seed(0)
     x = read(args.images, args.count).to(args.device)
-    teacher, student = build(args.teacher, x.shape[-1], args.size, args.width, args.groups)
+    teacher, student = build(args.teacher, tuple(x.shape[1:]), args.size, args.width, args.groups)
     model = distill(teacher, student, x, args.size, args.steps, args.batch, args.lr)
     state = {
         name: value.contiguous().cpu()
@@ -122,4 +135,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except DpfedError as error:
+        sys.exit(f"distill_cnn: {error}")
