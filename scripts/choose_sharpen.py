@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
@@ -28,16 +29,24 @@ WAYS = [("bilinear", 0.0), ("bicubic", 0.0), *(("bicubic", s) for s in (0.5, 1.0
 
 
 def read(folder: Path, count: int) -> Tensor:
-    """So many images of the folder, spread over it, as uint8 `[n, 3, h, w]`."""
+    """At most so many images of the folder, spread over it, as uint8 `[n, 3, h, w]`."""
     files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in (".jpeg", ".jpg", ".png"))
-    files = files[:: max(1, len(files) // count)][:count]
     if not files:
         raise DpfedError(f"there is no .jpeg, .jpg or .png file in {folder}: give a folder of public images")
-    images = [np.array(Image.open(p).convert("RGB")).transpose(2, 0, 1) for p in files]
+    n = min(count, len(files))
+    files = [files[i * len(files) // n] for i in range(n)]
+    images = [pixels(file) for file in files]
     other = next((file for file, image in zip(files, images, strict=True) if image.shape != images[0].shape), None)
     if other is not None:
         raise DpfedError(f"{other} is not of the size of {files[0]}: give images of one size")
     return torch.from_numpy(np.stack(images))
+
+
+def pixels(file: Path) -> NDArray[np.uint8]:
+    try:
+        return np.array(Image.open(file).convert("RGB")).transpose(2, 0, 1)
+    except OSError:
+        raise DpfedError(f"{file} cannot be read as an image: take it out of the folder") from None
 
 
 def answers(weights: str, x: Tensor, resize: str, sharpen: float) -> Tensor:
@@ -55,6 +64,8 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=32, help="side of the clients' images")
     parser.add_argument("--count", type=int, default=1000)
     args = parser.parse_args()
+    if min(args.size, args.count) < 1:
+        raise DpfedError("--size and --count must be at least 1")
     x = read(args.images, args.count)
     small = F.interpolate(x.float(), (args.size, args.size), mode="bicubic", antialias=True).round().clamp(0, 255)
     expected = answers(args.weights, x, "bilinear", 0.0)

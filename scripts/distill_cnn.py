@@ -28,7 +28,10 @@ from dpfed.model.zoo.pretrained import config_of
 from dpfed.model.zoo.resnet import GNResNet18
 from dpfed.model.zoo.vision import AutoImage
 
-SMALLEST, FLATTER = 0.3, 0.75  # a crop's share of the side, which then shrinks by so much at most, each way by itself
+SMALLEST, FLATTER = (
+    0.3,
+    0.75,
+)  # the least share of the side that a crop has, and the least of it that width and height then keep
 WARM_UP = 0.05  # share of the steps
 
 
@@ -103,6 +106,20 @@ def distill(
     return model
 
 
+def check(args: argparse.Namespace) -> None:
+    """What would otherwise be noticed late, or not at all."""
+    if min(args.size, args.width, args.groups, args.count, args.steps, args.batch) < 1:
+        raise DpfedError("--size, --width, --groups, --count, --steps and --batch must be at least 1")
+    if not 0 < args.lr < math.inf:
+        raise DpfedError(f"--lr {args.lr} is not a learning rate: give a number above 0")
+    if args.out.is_dir() or not args.out.parent.is_dir():
+        raise DpfedError(f"{args.out} cannot be written: give --out the name of a file in a folder that is there")
+    try:
+        torch.zeros(1, device=args.device)
+    except (RuntimeError, AssertionError):
+        raise DpfedError(f"--device {args.device} is not there: give cpu, or cuda on a machine with a GPU") from None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--teacher", required=True)
@@ -117,10 +134,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
-    if min(args.size, args.count, args.steps, args.batch) < 1:
-        raise DpfedError("--size, --count, --steps and --batch must be at least 1")
-    if not args.out.parent.is_dir():
-        raise DpfedError(f"there is no folder {args.out.parent} to write into")
+    check(args)
     torch.manual_seed(0)
     x = read(args.images, args.count).to(args.device)
     teacher, student = build(args.teacher, tuple(x.shape[1:]), args.size, args.width, args.groups)
@@ -130,6 +144,8 @@ def main() -> None:
         for name, value in model.state_dict().items()
         if not name.startswith("classifier.")
     }
+    if not all(value.isfinite().all() for value in state.values()):
+        raise DpfedError("training diverged, nothing was written: give a smaller --lr")
     save_file(state, args.out)
     print(f"{len(x)} images; {sum(value.numel() for value in state.values()):,} numbers in {args.out}")
 

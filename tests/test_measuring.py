@@ -1,4 +1,4 @@
-"""Scripts that measure on a GPU, tried on a CPU with small models: that they run, and that they can tell a difference."""
+"""Scripts that measure or make weights, most of them on a GPU, tried on a CPU with small models: that they run, and that they can tell a difference."""
 
 from __future__ import annotations
 
@@ -82,6 +82,9 @@ def test_a_cnn_learns_a_teachers_answers(
     distill, out = script("scripts/distill_cnn.py"), tmp_path / "cnn.safetensors"
     given = ["--teacher", public(tmp_path), "--images", str(tmp_path), "--out", str(out), "--size", "8", "--width", "4"]
     monkeypatch.setattr(sys, "argv", ["distill_cnn.py", *given, "--groups", "2", "--steps", "40", "--batch", "16"])
+    trained: list[torch.nn.Module] = []
+    train = distill.distill
+    monkeypatch.setattr(distill, "distill", lambda *given: trained.append(train(*given)) or trained[0])
     distill.main()
     *steps, last = capsys.readouterr().out.splitlines()
     far = [float(line.split()[3].rstrip(",")) for line in steps]
@@ -93,6 +96,7 @@ def test_a_cnn_learns_a_teachers_answers(
     saved = load_file(out)
     assert {f"classifier.{name}" for name in ("weight", "bias")} == made.state_dict().keys() - saved.keys()
     assert all(torch.equal(made.state_dict()[name], value) for name, value in saved.items())
+    assert all(torch.equal(trained[0].state_dict()[name], value) for name, value in saved.items())
 
 
 def test_views_are_crops_and_mixtures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,8 +130,14 @@ def test_divergence_is_from_the_teachers_answers(monkeypatch: pytest.MonkeyPatch
     [
         (["--images", "EMPTY"], "there is no .jpeg"),
         (["--images", "UNEQUAL"], "is not of the size of"),
+        (["--images", "DAMAGED"], "cannot be read as an image"),
         (["--steps", "0"], "at least 1"),
-        (["--out", "MISSING/cnn.safetensors"], "no folder"),
+        (["--groups", "0"], "at least 1"),
+        (["--lr", "nan"], "not a learning rate"),
+        (["--lr", "1e300"], "diverged"),
+        (["--device", "nowhere"], "is not there"),
+        (["--out", "MISSING/cnn.safetensors"], "cannot be written"),
+        (["--out", "EMPTY"], "cannot be written"),
         (["--width", "5"], "must divide"),
         (["--teacher", "HEADLESS"], "no classifier of its own"),
     ],
@@ -143,13 +153,15 @@ def test_what_cannot_be_distilled_is_said(
     (tmp_path / "EMPTY").mkdir()
     shutil.copytree(tmp_path / "PUBLIC", tmp_path / "UNEQUAL")
     Image.new("RGB", (4, 4)).save(tmp_path / "UNEQUAL" / "9.png")
+    shutil.copytree(tmp_path / "PUBLIC", tmp_path / "DAMAGED")
+    (tmp_path / "DAMAGED" / "9.png").write_bytes(b"none")
     monkeypatch.chdir(tmp_path)
     given = {"--teacher": weights, "--images": "PUBLIC", "--out": "cnn.safetensors", "--width": "4", "--groups": "2"}
     given |= {"--steps": "1", "--batch": "2", "--size": "8"} | {changed[0]: changed[1]}
     monkeypatch.setattr(sys, "argv", ["distill_cnn.py", *(word for pair in given.items() for word in pair)])
     with pytest.raises(DpfedError, match=said):
         distill.main()
-    assert not (tmp_path / "cnn.safetensors").exists()
+    assert not list(tmp_path.glob("*.safetensors"))
 
 
 def test_sharpening_is_chosen_by_answers_that_stay(
@@ -165,6 +177,10 @@ def test_sharpening_is_chosen_by_answers_that_stay(
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("6 images of 16 pixels, shrunk to 8")
     assert len(said) == 1 + len(choose.WAYS)
+    assert any(float(line.split()[-2]) < 100 for line in said[1:])
+    monkeypatch.setattr(sys, "argv", ["choose_sharpen.py", *given[:-1], "16"])  # nothing is lost
+    choose.main()
+    assert "100.0 %" in capsys.readouterr().out.splitlines()[1]
 
 
 def test_pauses_of_a_gpu_are_told_from_its_work() -> None:
