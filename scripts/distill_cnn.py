@@ -110,8 +110,8 @@ def check(args: argparse.Namespace) -> None:
     """What would otherwise be noticed late, or not at all."""
     if min(args.size, args.width, args.groups, args.count, args.steps, args.batch) < 1:
         raise DpfedError("--size, --width, --groups, --count, --steps and --batch must be at least 1")
-    if not 0 < args.lr < math.inf:
-        raise DpfedError(f"--lr {args.lr} is not a learning rate: give a number above 0")
+    if not 0 < args.lr < 1e30:
+        raise DpfedError(f"--lr {args.lr} is not a learning rate: give a small number above 0")
     if args.out.is_dir() or not args.out.parent.is_dir():
         raise DpfedError(f"{args.out} cannot be written: give --out the name of a file in a folder that is there")
     try:
