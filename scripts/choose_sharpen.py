@@ -12,13 +12,11 @@ import argparse
 import sys
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 
+from dpfed.data.images import decode_all
 from dpfed.errors import DpfedError
 from dpfed.model.per_sample import call
 from dpfed.model.task import InputSpec
@@ -35,18 +33,8 @@ def read(folder: Path, count: int) -> Tensor:
         raise DpfedError(f"there is no .jpeg, .jpg or .png file in {folder}: give a folder of public images")
     n = min(count, len(files))
     files = [files[i * len(files) // n] for i in range(n)]
-    images = [pixels(file) for file in files]
-    other = next((file for file, image in zip(files, images, strict=True) if image.shape != images[0].shape), None)
-    if other is not None:
-        raise DpfedError(f"{other} is not of the size of {files[0]}: give images of one size")
-    return torch.from_numpy(np.stack(images))
-
-
-def pixels(file: Path) -> NDArray[np.uint8]:
-    try:
-        return np.array(Image.open(file).convert("RGB")).transpose(2, 0, 1)
-    except OSError:
-        raise DpfedError(f"{file} cannot be read as an image: take it out of the folder") from None
+    hint = "give a folder of public images of one size"
+    return torch.from_numpy(decode_all(lambda i: files[i].read_bytes(), [str(file) for file in files], hint))
 
 
 def answers(weights: str, x: Tensor, resize: str, sharpen: float) -> Tensor:

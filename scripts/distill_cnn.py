@@ -28,10 +28,8 @@ from dpfed.model.zoo.pretrained import config_of
 from dpfed.model.zoo.resnet import GNResNet18
 from dpfed.model.zoo.vision import AutoImage
 
-SMALLEST, FLATTER = (
-    0.3,
-    0.75,
-)  # the least share of the side that a crop has, and the least of it that width and height then keep
+SMALLEST = 0.3  # the least share of the side that a crop has
+FLATTER = 0.75  # and the least of it that width and height, each by itself, then keep
 WARM_UP = 0.05  # share of the steps
 
 
