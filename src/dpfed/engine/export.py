@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from dpfed.config import Config, load
 from dpfed.engine.accounts import NO_PRIVACY, Accounts, read_accounts
 from dpfed.engine.durable import write_file
+from dpfed.engine.embedded import embed
 from dpfed.engine.folder import CONFIG, MODEL, RESULT
 from dpfed.engine.prior import SPENDING, spending_of
 from dpfed.engine.setup import block_rules
@@ -90,6 +91,7 @@ def export(trained: Trained, out: Path, merge: bool = False) -> str:
             (out / "README.md").unlink(missing_ok=True)  # peft's own card, which knows nothing of privacy
         else:
             _save_whole(peft.merge_and_unload() if peft is not None else trained.parts.adapted.model, out, trained)
+        embed(out, spending)
     except OSError as error:
         raise DpfedError(f"{out} cannot be written: {error.strerror or error}") from None
     return "adapter" if peft is not None and not merge else "model"
