@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -18,9 +20,10 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from dpfed.config import Config, build
+from dpfed.config import Config, build, load
 from dpfed.data.tables import Source, Table
 from dpfed.engine.run import run
+from dpfed.engine.setup import prepare
 from dpfed.registry import registry
 
 WORDS = ["<pad>", "<unk>", "good", "bad", "film", "so"]
@@ -82,3 +85,15 @@ def vit_run(tmp: Path, name: str = "run", model: dict[str, Any] | None = None, *
     weights = {"name": "auto-image", "weights": str(tmp / "base"), **(model or {})}
     run(settings(weights, **changes), tmp / name, source=images())
     return tmp / name
+
+
+def own_logits(folder: Path, source: Any = None) -> tuple[dict[str, Tensor], Tensor]:
+    """What the run itself computes with its trained vector: through the engine's model, not through the exporter."""
+    job = prepare(load(folder / "config.toml", ["run.features=false"], registry()), source)
+    stored = load_file(folder / "model.safetensors")
+    assert set(stored) == set(job.space.names)
+    theta = job.space.flatten(stored)
+    inputs, _ = job.test.take(torch.arange(len(job.test.labels)))
+    scores = job.model.scores(theta, inputs)
+    assert not torch.equal(scores, job.model.scores(job.theta, inputs))  # something was trained
+    return inputs, scores

@@ -9,7 +9,6 @@ tuned.export("my-adapter")
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from dpfed.config import Config, build, overlay
 from dpfed.data.sources.given import source_of
 from dpfed.data.tables import Source
 from dpfed.engine.folder import CONFIG, fresh_folder, refuse_occupied
-from dpfed.engine.prior import SPENDING, hub_spending, read_stored, spending_file
+from dpfed.engine.prior import record_of, write_record
 from dpfed.engine.run import run
 from dpfed.errors import DpfedError
 from dpfed.registry import registry
@@ -141,24 +140,18 @@ def _saved(model: Any, tokenizer: Any, folder: Path, config: Config) -> Path:
     base = folder.with_name(folder.name + "-base")
     if base.exists():
         raise DpfedError(f"{base} exists: choose another out")
-    spent = _account(model)
-    if spent is not None:
-        read_stored(spent)  # a damaged one is refused before anything is written
+    # Read first: a damaged record is refused before anything is written.
+    record = _account(model)
     model.save_pretrained(str(base))
-    if spent is not None:
-        shutil.copy(spent, base / SPENDING)
+    if record is not None:
+        write_record(base, record)
     if tokenizer is not None:
         tokenizer.save_pretrained(str(base))
     return base
 
 
-def _account(model: Any) -> Path | None:
-    """A model that was loaded from an export keeps its record of what was spent."""
+def _account(model: Any) -> str | None:
+    """Return the spending record of what a model was loaded from; None if there is none."""
     origin = str(getattr(model, "name_or_path", None) or "")
-    if not origin:
-        return None
-    folder = Path(origin).expanduser()
-    path = spending_file(folder)
-    if os.path.lexists(path):
-        return path
-    return None if folder.exists() else hub_spending(origin)
+    stored = record_of(origin) if origin else None
+    return stored.text if stored else None

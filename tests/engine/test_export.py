@@ -16,15 +16,16 @@ from transformers import AutoModelForImageClassification, AutoModelForSequenceCl
 
 from dpfed.cli.main import app
 from dpfed.config import load
-from dpfed.engine.export import export, read_run
+from dpfed.engine.export import base_of, export, read_run
 from dpfed.engine.run import run
 from dpfed.engine.setup import prepare
 from dpfed.errors import DpfedError, StoppedError
 from dpfed.model.assemble import assemble
+from dpfed.model.zoo.glyph_vit import WEIGHTS as GLYPHS
 from dpfed.privacy.ledger import Charge, Ledger
 from dpfed.registry import registry
 from dpfed.report.card import write_export
-from export_case import base, images, settings, texts, vit_run
+from export_case import base, images, own_logits, settings, texts, vit_run
 
 
 def logits_of(model: Any, inputs: dict[str, Tensor]) -> Tensor:
@@ -32,18 +33,6 @@ def logits_of(model: Any, inputs: dict[str, Tensor]) -> Tensor:
         out = model.eval()(**inputs)
     found: Tensor = getattr(out, "logits", out)
     return found
-
-
-def own_logits(folder: Path, source: Any = None) -> tuple[dict[str, Tensor], Tensor]:
-    """What the run itself computes with its trained vector: through the engine's model, not through the exporter."""
-    job = prepare(load(folder / "config.toml", ["run.features=false"], registry()), source)
-    stored = load_file(folder / "model.safetensors")
-    assert set(stored) == set(job.space.names)
-    theta = job.space.flatten(stored)
-    inputs, _ = job.test.take(torch.arange(len(job.test.labels)))
-    scores = job.model.scores(theta, inputs)
-    assert not torch.equal(scores, job.model.scores(job.theta, inputs))  # something was trained
-    return inputs, scores
 
 
 @pytest.mark.parametrize("freeze_a", [False, True])
@@ -57,6 +46,8 @@ def test_a_vision_adapter_loads_with_plain_peft(tmp_path: Path, freeze_a: bool) 
         "adapter_config.json",
         "adapter_model.safetensors",
         "dpfed.json",
+        "model_config.json",
+        "preprocessor_config.json",
     }
     plain = AutoModelForImageClassification.from_pretrained(
         tmp_path / "base", num_labels=3, ignore_mismatched_sizes=True
@@ -92,11 +83,9 @@ def demonstration(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_demonstration_as_adapter_and_merged(demonstration: Path, tmp_path: Path) -> None:
-    from dpfed.model.zoo.glyph_vit import WEIGHTS
-
     assert write_export(demonstration, tmp_path / "adapter") == "adapter"
     assert write_export(demonstration, tmp_path / "merged", merge=True) == "model"
-    plain = AutoModelForImageClassification.from_pretrained(WEIGHTS, num_labels=10, ignore_mismatched_sizes=True)
+    plain = AutoModelForImageClassification.from_pretrained(GLYPHS, num_labels=10, ignore_mismatched_sizes=True)
     loaded = PeftModel.from_pretrained(plain, str(tmp_path / "adapter"))
     inputs, scores = own_logits(demonstration)
     pixels = read_run(demonstration).parts.built.prepare(dict(inputs))
@@ -292,10 +281,59 @@ def test_real_noise_may_be_released(tmp_path: Path) -> None:
     assert "Not for release" not in text
     assert "seed" not in text
     assert "simulation" not in text
-    assert str(tmp_path) not in text  # nor where it lay on the disk
+    # The path of the base is in one place, which the card names: a reader needs it, and a publisher can change it.
+    named = json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert named == str(tmp_path / "base")
+    assert text.count(str(tmp_path)) == 1
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert (
+        "`base_model_name_or_path` in `adapter_config.json` is the path of that folder on the machine that trained"
+        in card
+    )
+    assert "change it before you publish this folder" in card
     assert "clients are simulated by partition = iid: the guarantee speaks of each client's records as dealt" in text
     write_export(folder, tmp_path / "whole", merge=True)
     assert all(str(tmp_path).encode() not in path.read_bytes() for path in (tmp_path / "whole").iterdir())
+
+
+def test_the_base_is_what_the_user_gave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never a bare name that a loader would take for somebody's repository on the hub."""
+    base("vit", tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    run(settings({"name": "auto-image", "weights": "base"}), tmp_path / "run", source=images())
+    write_export(tmp_path / "run", tmp_path / "out")
+    assert base_named(tmp_path / "out") == str(tmp_path / "base")
+    plain = AutoModelForImageClassification.from_pretrained(
+        base_named(tmp_path / "out"), num_labels=3, ignore_mismatched_sizes=True
+    )
+    PeftModel.from_pretrained(plain, str(tmp_path / "out"))
+
+
+def base_named(folder: Path) -> str | None:
+    found: str | None = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "wanted"),
+    [
+        ({"name": "auto-image", "weights": "google/some-model"}, "google/some-model"),
+        ({"name": "auto-image", "weights": "gpt2"}, "gpt2"),
+        ({"name": "vit-base", "weights": "random"}, None),
+        ({"name": "gn-resnet18", "train": "lora"}, None),
+        ({"name": "glyph-vit"}, str(GLYPHS)),
+    ],
+)
+def test_the_name_of_a_base(model: dict[str, Any], wanted: str | None) -> None:
+    assert base_of(settings(model)) == wanted
+
+
+def test_random_bases_have_no_name(tmp_path: Path) -> None:
+    model = {"name": "gn-resnet18", "train": "lora", "width": 4, "groups": 2, "weights": "random"}
+    run(settings(model), tmp_path / "run", source=images())
+    write_export(tmp_path / "run", tmp_path / "out")
+    assert base_named(tmp_path / "out") is None
+    assert "machine that trained" not in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_the_ledger_knows_better_than_an_edited_result(tmp_path: Path) -> None:

@@ -11,6 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from dpfed.api import _account, _saved
@@ -18,6 +21,7 @@ from dpfed.cli.main import app
 from dpfed.config import Config
 from dpfed.data.tables import Source, Table
 from dpfed.engine.accounts import read_accounts
+from dpfed.engine.embedded import METADATA, embed
 from dpfed.engine.prior import SPENDING, past_of, spending_of
 from dpfed.engine.run import NO_PRIVACY, RELEASABLE, SIMULATION, run
 from dpfed.engine.setup import plan_of
@@ -59,10 +63,10 @@ def config_of(start: Path, adapter: str | Path = "adapter", **changes: Any) -> C
 
 
 def copied(start: Path, to: Path, content: str | None) -> Path:
-    """The adapter with another record beside it, or with none."""
+    """The adapter as other programs write it, with another record beside it or with none."""
     to.mkdir()
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        (to / name).write_bytes((start / "adapter" / name).read_bytes())
+    (to / "adapter_config.json").write_bytes((start / "adapter" / "adapter_config.json").read_bytes())
+    save_file(load_file(start / "adapter" / "adapter_model.safetensors"), to / "adapter_model.safetensors")
     if content is not None:
         (to / SPENDING).write_text(content)
     return to
@@ -109,18 +113,24 @@ def digits() -> Config:
 def test_what_was_spent_is_counted_wherever_a_run_starts_from(key: str, start: Path, digits: Config) -> None:
     past = past_of(settings({"name": "auto-image", key: str(start / "adapter")}))
     assert past.prior == ((FIRST, 4),)
-    assert not past.uncounted
+    assert past.uncounted  # the first run's base is a folder without a record
     plan, schedule = plan_of(digits)
     planned = budget_of(plan, schedule, DELTA, past=past).planned
     assert planned.server_worst == epsilon([(FIRST, 4), (plan.mechanism(0), 4)], DELTA).value
 
 
 def test_weights_that_are_one_file_have_their_record_beside_them(start: Path, tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"")
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
     config = settings({"name": "gn-resnet18", "weights": str(tmp_path / "model.safetensors")})
-    assert past_of(config) == Past()
+    assert past_of(config).uncounted
     (tmp_path / SPENDING).write_text(edited())
+    assert past_of(config) == Past(((FIRST, 4),), False, past_of(config).notes)
+    (tmp_path / SPENDING).rename(tmp_path / "elsewhere")
+    embed(tmp_path, edited())
     assert past_of(config).prior == ((FIRST, 4),)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(DpfedError, match="is damaged"):
+        past_of(config)
 
 
 def test_both_starts_add_up(start: Path) -> None:
@@ -128,9 +138,16 @@ def test_both_starts_add_up(start: Path) -> None:
     assert past_of(settings(model)).prior == ((FIRST, 4), (FIRST, 4))
 
 
-def test_weights_without_a_record_are_public_ones(start: Path, tmp_path: Path) -> None:
-    assert past_of(settings({"name": "auto-image", "weights": str(start / "base")})) == Past()
-    assert past_of(settings({"name": "auto-image"})) == Past()
+def test_what_comes_with_the_program_is_public_and_a_folder_is_not(start: Path, tmp_path: Path) -> None:
+    """A folder on this machine may hold anything; every epsilon then says on what it depends."""
+    past = past_of(settings({"name": "auto-image", "weights": str(start / "base")}))
+    assert past.uncounted
+    assert past.prior == ()
+    (note,) = past.notes
+    assert note == f"the model {start / 'base'} has no record of what was spent on it ({SPENDING}): {UNCOUNTED}"
+    assert past_of(settings({"name": "glyph-vit"})) == Past()
+    assert past_of(settings({"name": "vit-base", "weights": "random"})) == Past()
+    assert past_of(settings({"name": "auto-image", "weights": "google/some-model"})) == Past()
     shutil.copytree(start / "base", tmp_path / "open")
     (tmp_path / "open" / SPENDING).write_text(edited(**OPEN))
     assert past_of(settings({"name": "auto-image", "weights": str(tmp_path / "open")})).uncounted
@@ -148,7 +165,12 @@ def test_a_model_on_the_hub_has_its_record_beside_it(tmp_path: Path, monkeypatch
     assert past_of(config) == Past()
     (version / SPENDING).write_text(edited())
     assert past_of(config).prior == ((FIRST, 4),)
-    assert _account(SimpleNamespace(name_or_path="somebody/export")) == version / SPENDING
+    assert _account(SimpleNamespace(name_or_path="somebody/export")) == edited()
+    (version / SPENDING).unlink()
+    save_file({"x": torch.zeros(1)}, version / "model.safetensors")
+    embed(version, edited())
+    assert past_of(config).prior == ((FIRST, 4),)
+    assert _account(SimpleNamespace(name_or_path="somebody/export")) == edited()
     assert _account(SimpleNamespace(name_or_path="somebody/other")) is None
 
 
@@ -173,6 +195,18 @@ def test_the_record_on_the_hub_is_asked_for_in_the_version_that_is_here(
     assert len(asked) == 1
 
 
+def test_the_headers_on_the_hub_are_asked_where_nothing_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    headers = {"model.safetensors": SimpleNamespace(metadata={METADATA: edited()})}
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr("dpfed.model.zoo.pretrained.reach", lambda name, key: None)
+    monkeypatch.setattr("dpfed.model.zoo.pretrained.hub_file", lambda name, file: None)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: None)
+    monkeypatch.setattr(
+        "huggingface_hub.get_safetensors_metadata", lambda name, revision: SimpleNamespace(files_metadata=headers)
+    )
+    assert past_of(settings({"name": "auto-image", "weights": "somebody/export"})).prior == ((FIRST, 4),)
+
+
 def test_a_kept_head_without_a_record_is_not_taken_for_a_public_one(start: Path, tmp_path: Path) -> None:
     """It is for these very classes, so that it may have been trained on these very records."""
     model = {"name": "auto-image", "weights": str(start / "base"), "head": "kept"}
@@ -185,6 +219,7 @@ def test_a_kept_head_without_a_record_is_not_taken_for_a_public_one(start: Path,
     (folder / SPENDING).write_text(edited())
     counted = past_of(settings({**model, "weights": str(folder)}))
     assert (counted.prior, counted.uncounted) == (((FIRST, 4),), False)
+    assert past_of(settings({**model, "weights": "google/some-model"})).uncounted
 
 
 def test_repeated_attempts_are_in_what_is_handed_on(digits: Config, tmp_path: Path) -> None:
@@ -217,9 +252,13 @@ def test_a_model_in_memory_keeps_the_account_of_the_folder_it_came_from(
     config = settings({"name": "auto-image"})
     base = _saved(ViTForImageClassification.from_pretrained(folder), None, tmp_path / "run", config)
     assert past_of(settings({"name": "auto-image", "weights": str(base)})).prior == ((FIRST, 4),)
+    (base / SPENDING).unlink()
+    assert past_of(settings({"name": "auto-image", "weights": str(base)})).prior == ((FIRST, 4),)
     monkeypatch.chdir(folder)  # a model that comes from nowhere has no account, wherever one happens to be
     fresh = ViTForImageClassification(ViTForImageClassification.from_pretrained(start / "base").config)
-    assert not (_saved(fresh, None, tmp_path / "new", config) / SPENDING).exists()
+    new = _saved(fresh, None, tmp_path / "new", config)
+    assert not (new / SPENDING).exists()
+    assert past_of(settings({"name": "auto-image", "weights": str(new)})).uncounted
     damaged = ViTForImageClassification.from_pretrained(folder)
     (folder / SPENDING).write_text("{")
     with pytest.raises(DpfedError, match="is damaged"):
@@ -355,6 +394,71 @@ def test_what_cannot_be_read_is_not_what_is_not_there(start: Path, tmp_path: Pat
     for adapter in (one, two):
         with pytest.raises(DpfedError, match="damaged"):
             past_of(config_of(start, adapter))
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_weights_keep_their_record_without_the_file_beside_them(start: Path, tmp_path: Path, merge: bool) -> None:
+    out = tmp_path / "export"
+    write_export(start / "first", out, merge)
+    name = "model.safetensors" if merge else "adapter_model.safetensors"
+    before = load_file(out / name)
+    (out / SPENDING).unlink()
+    assert all(torch.equal(value, before[key]) for key, value in load_file(out / name).items())
+    with safe_open(out / name, framework="pt") as file:
+        assert file.metadata()["format"] == "pt"
+    model = {"weights": str(out)} if merge else {"weights": str(start / "base"), "adapter": str(out)}
+    result = run(settings({"name": "auto-image", **model}, privacy={"sigma": 2.0}), tmp_path / "r", source=images())
+    joined = epsilon([(FIRST, 4), (replace(FIRST, noise_multiplier=2.0), 4)], DELTA).value
+    assert result["epsilon"]["server_worst"] == pytest.approx(joined, rel=1e-6)
+
+
+def test_every_shard_has_the_record(start: Path, tmp_path: Path) -> None:
+    from transformers import ViTForImageClassification
+
+    folder = tmp_path / "shards"
+    ViTForImageClassification.from_pretrained(start / "base").save_pretrained(folder, max_shard_size="1KB")
+    shards = sorted(folder.glob("*.safetensors"))
+    assert len(shards) > 1
+    embed(folder, edited())
+    model = ViTForImageClassification.from_pretrained(folder)
+    assert torch.equal(
+        model.classifier.weight, ViTForImageClassification.from_pretrained(start / "base").classifier.weight
+    )
+    for shard in shards[1:]:
+        save_file(load_file(shard), shard, metadata={"format": "pt"})
+    assert past_of(settings({"name": "auto-image", "weights": str(folder)})).prior == ((FIRST, 4),)
+
+
+def test_two_records_that_differ_are_refused(start: Path, tmp_path: Path) -> None:
+    """Of two histories the one that costs more at this delta can cost less at another."""
+    adapter = copied(start, tmp_path / "copy", row(steps=1))
+    embed(adapter, row(steps=4))
+    with pytest.raises(DpfedError, match=r"dpfed\.json and the metadata of .* state different spending") as error:
+        past_of(config_of(start, adapter))
+    assert "\n" not in str(error.value)
+    (adapter / SPENDING).write_text(json.dumps(json.loads(row(steps=4)), indent=3))
+    assert past_of(config_of(start, adapter)).prior == ((FIRST, 4),)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", "[" * 100_000, '{"format": 2}', "\x00"])
+def test_damaged_metadata_is_one_sentence(start: Path, tmp_path: Path, content: str) -> None:
+    adapter = copied(start, tmp_path / "copy", None)
+    embed(adapter, content)
+    with pytest.raises(DpfedError, match=r"the metadata of .*adapter_model\.safetensors is damaged") as error:
+        past_of(config_of(start, adapter))
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_of_an_earlier_version_goes_on(start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ledger says nothing of a base without a record."""
+    model = {"name": "auto-image", "weights": str(start / "base")}
+    keys = {"checkpoint_every": 1, "lr_schedule": "constant"}
+    config = settings(model, run=keys)
+    with monkeypatch.context() as earlier:
+        earlier.setattr("dpfed.engine.run.past_of", lambda config: Past())
+        run(config, tmp_path / "r", source=images())
+    longer = settings(model, run={**keys, "rounds": 3})
+    assert UNCOUNTED in run(longer, tmp_path / "r", source=images(), resume=True)["guarantee"]
 
 
 def test_an_edited_record_changes_the_figure_and_the_ledger_keeps_it(start: Path, tmp_path: Path) -> None:

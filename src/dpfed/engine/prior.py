@@ -1,19 +1,23 @@
-"""What the start of a run has cost: a small file beside an adapter or a model, written by `dpfed export` and read where
-`model.adapter` or `model.weights` starts from it.
+"""What the start of a run has cost: the spending record of an adapter or a model.
 
-It states a bound over clients as mechanisms and steps, never who took part, so it may be published with the model.
+`dpfed export` writes the record twice: into `dpfed.json` and into the metadata of each safetensors
+file. A run reads it where `model.adapter` or `model.weights` starts from it. The record states a
+bound over clients as mechanisms and steps, never who took part, so it may be published.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dpfed.config import Config
 from dpfed.engine.accounts import NO_PRIVACY, SEEDED, Accounts
+from dpfed.engine.durable import write_file
+from dpfed.engine.embedded import METADATA, embed, embedded
 from dpfed.errors import DpfedError
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.statement import UNCOUNTED, Past, Prior
@@ -25,16 +29,17 @@ LEAST_NOISE, MOST_NOISE = 1e-3, 1e9  # beyond, an epsilon overflows, so no run t
 
 @dataclass(frozen=True)
 class Stored:
-    """One such file, read and checked."""
+    """One record, read and checked; `text` is the record as it was written."""
 
     release: str
     unit: str | None
     prior: Prior
     uncounted: bool
+    text: str = field(compare=False)
 
 
 def spending_of(release: str, accounts: Accounts | None) -> dict[str, Any]:
-    """The content of the file; `accounts` is None for a run without privacy."""
+    """The content of the record; `accounts` is None for a run without privacy."""
     history = [] if accounts is None else accounts.realised.bound
     return {
         "format": FORMAT,
@@ -50,30 +55,47 @@ def past_of(config: Config) -> Past:
     """What was spent on the adapter and on the weights that a configuration starts from."""
     prior: list[tuple[Mechanism, int]] = []
     uncounted, notes = False, []
-    for given, what in ((config.model.weights, "weights"), (config.model.adapter, "adapter")):
-        if given is None:
+    for given, what in ((config.model.weights, "model"), (config.model.adapter, "adapter")):
+        if given is None or given == "random":
             continue
-        folder = Path(given).expanduser()
-        if what == "adapter" and not (folder / "adapter_config.json").is_file():  # a slip must not pass for a new one
-            raise DpfedError(f"model.adapter = {given!r} has no adapter_config.json: give a folder written by peft")
-        path = spending_file(folder) if folder.exists() else hub_spending(given) or spending_file(folder)
-        if not os.path.lexists(path):  # a link to nothing is damage, not absence
-            # Weights without the file are some public model, as nearly always; a head for these very classes need not be.
-            kept = what == "weights" and getattr(config.model, "head", "new") == "kept"
-            if what == "adapter" or kept:
+        if what == "adapter":
+            _refuse_no_adapter(given)
+        stored = record_of(given)
+        if stored is None:
+            subject = _unrecorded(config, given, what)
+            if subject is not None:
                 uncounted = True
-                subject = f"the kept head of {given}" if kept else f"the adapter {given}"
                 notes.append(f"{subject} has no record of what was spent on it ({SPENDING}): {UNCOUNTED}")
             continue
-        stored = read_stored(path)
         refuse_unfit(config, given, stored)
         prior += stored.prior
         uncounted = uncounted or stored.uncounted
         if stored.prior:
             notes.append(f"what was spent on the {what} {given} before is counted for every client")
         if stored.uncounted:
-            notes.append(f"the {what} {given} or what it came from was trained without privacy: {UNCOUNTED}")
+            cause = "or what it came from was trained without privacy or has no record"
+            notes.append(f"the {what} {given} {cause}: {UNCOUNTED}")
     return Past(tuple(prior), uncounted, tuple(notes))
+
+
+def _refuse_no_adapter(given: str) -> None:
+    """A typing error in the path must not pass for a new adapter."""
+    if not (Path(given).expanduser() / "adapter_config.json").is_file():
+        remedy = "give a folder written by peft"
+        raise DpfedError(f"model.adapter = {given!r} has no adapter_config.json: {remedy}")
+
+
+def _unrecorded(config: Config, given: str, what: str) -> str | None:
+    """Return the subject of the warning for a start without a record; None for a public one.
+
+    Only a name on the hub with a new head is public. A folder on this machine may hold anything,
+    and a kept head is for these very classes.
+    """
+    if what == "model" and getattr(config.model, "head", "new") == "kept":
+        return f"the kept head of {given}"
+    if what == "adapter" or Path(given).expanduser().exists():
+        return f"the {what} {given}"
+    return None
 
 
 def served_past(config: Config) -> Past:
@@ -88,24 +110,79 @@ def served_past(config: Config) -> Past:
     return Past((*past.prior, asked), past.uncounted, (*past.notes, note))
 
 
-def spending_file(start: Path) -> Path:
-    """Where the record of a folder, or of a single file of weights, would be."""
-    return (start.parent if start.is_file() else start) / SPENDING
+def record_of(given: str) -> Stored | None:
+    """Return the record of a folder, a file of weights or a hub name; None if it has none."""
+    start = Path(given).expanduser()
+    found = _local_records(start) if start.exists() else _hub_records(given)
+    stored = {where: checked(text, where) for where, text in found.items()}
+    return _agreed(stored)
 
 
-def hub_spending(name: str) -> Path | None:
-    """The record beside a model on the hub, if it has one: an export may have been published there."""
-    if name == "random":
+def _local_records(start: Path) -> dict[str, str]:
+    path = (start.parent if start.is_file() else start) / SPENDING
+    # A link to nothing is damage, not absence.
+    found = {str(path): _read(path)} if os.path.lexists(path) else {}
+    return found | {f"the metadata of {file}": record for file, record in embedded(start).items()}
+
+
+def _hub_records(name: str) -> dict[str, str]:
+    """The records of a model on the hub: an export may have been published there."""
+    from dpfed.model.zoo.pretrained import hub_file, hub_metadata
+
+    path = hub_file(name, SPENDING)
+    found = {} if path is None else {str(path): _read(path)}
+    for file, values in hub_metadata(name).items():
+        if METADATA in values:
+            found[f"the metadata of {file} of {name}"] = values[METADATA]
+    return found
+
+
+def _agreed(stored: Mapping[str, Stored]) -> Stored | None:
+    """Return the one record; refuse records that differ.
+
+    Which of two costs more depends on delta and on the rounds to come, so none can be chosen.
+    """
+    if not stored:
         return None
-    from dpfed.model.zoo.pretrained import hub_file
+    (first, one), *others = stored.items()
+    for second, other in others:
+        if other != one:
+            raise DpfedError(
+                f"{first} and {second} state different spending, and nobody knows which is true: "
+                "export the model again or choose another start"
+            )
+    return one
 
-    return hub_file(name, SPENDING)
+
+def write_record(folder: Path, record: str) -> None:
+    """Write the record beside the weights of a folder and into them."""
+    write_file(folder / SPENDING, lambda file: file.write(record.encode()))
+    embed(folder, record)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        raise _damaged(str(path)) from None
+
+
+def _damaged(where: str) -> DpfedError:
+    return DpfedError(f"{where} is damaged: without it nobody knows what was spent before")
 
 
 def read_stored(path: Path) -> Stored:
-    """The record, refused where it cannot be true: numbers of another type or range would pass for a smaller cost."""
+    """Return the record in a file, checked."""
+    return checked(_read(path), str(path))
+
+
+def checked(text: str, where: str) -> Stored:
+    """Return the record; refuse one that cannot be true.
+
+    Numbers of another type or range would pass for a smaller cost.
+    """
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = json.loads(text)
         release, unit, uncounted = stored["release"], stored["unit"], stored["uncounted"]
         rows = [(Mechanism(*kind), steps) for *kind, steps in stored["history"]]
         whole = [n for mechanism, steps in rows for n in (mechanism.batches, mechanism.releases, steps)]
@@ -124,9 +201,9 @@ def read_stored(path: Path) -> Stored:
         )
         if not fine:
             raise ValueError
-        return Stored(release, unit, tuple(rows), uncounted)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise DpfedError(f"{path} is damaged: without it nobody knows what was spent before") from None
+        return Stored(release, unit, tuple(rows), uncounted, text)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise _damaged(where) from None
 
 
 def refuse_unfit(config: Config, start: str, stored: Stored) -> None:

@@ -123,6 +123,9 @@ def reopen_ledger(job: Job, budget: Budget, path: Path, name: str) -> Ledger:
         ledger.verify()
         statement = statement_of(job, budget)
         del statement["eligible"]  # what more rounds change
+        if ledger.meta.get("uncounted") is False:
+            # Ledgers of earlier versions say nothing of local weights without a record.
+            del statement["uncounted"]
         for key, value in statement.items():
             if ledger.meta.get(key) != value:
                 raise DpfedError(f"the ledger {path} was written for another {key}: this is not the run it belongs to")

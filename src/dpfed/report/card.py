@@ -12,18 +12,26 @@ from typing import Any
 from dpfed.config import Config
 from dpfed.engine.accounts import NO_PRIVACY, SEEDED, Accounts
 from dpfed.engine.durable import write_file
-from dpfed.engine.export import export, name_elsewhere, read_run
+from dpfed.engine.export import ADAPTED_CONFIG, base_of, export, read_run
 from dpfed.engine.setup import dealt_note
+from dpfed.model.companions import Companions
 from dpfed.privacy.statement import NOT_COVERED, PUBLIC
 
 OWN = ("gn-resnet18", "linear")  # models of this program's own making, which start at random
 
 
-def model_card(config: Config, result: dict[str, Any], accounts: Accounts | None, kind: str) -> str:
+def model_card(
+    config: Config,
+    result: dict[str, Any],
+    accounts: Accounts | None,
+    kind: str,
+    companions: Companions,
+) -> str:
     """Markdown with the front matter that model hubs read."""
     title = f"# {config.model.name}, fine-tuned on {config.data.name}\n"
     parts = [_front(config, kind), title, _release(result, accounts)]
-    parts += [_privacy(config, accounts), _training(config, result), _scores(result), _use(config, kind)]
+    parts += [_privacy(config, accounts), _training(config, result), _scores(result)]
+    parts += [_use(config, result["input"]["kind"], kind, companions)]
     return "\n".join(parts)
 
 
@@ -108,15 +116,58 @@ def _scores(result: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _use(config: Config, kind: str) -> str:
-    if kind != "adapter":
-        known = config.model.name not in OWN
-        how = "Load this folder with `from_pretrained`." if known else "The tensors are in `model.safetensors`."
-        return f"## Use\n\n{how}{_entering(config)}\n"
-    return (
-        '## Use\n\n```python\nfrom peft import PeftModel\n\nmodel = PeftModel.from_pretrained(base_model, "this folder")\n```\n\n'
-        f"`base_model` is {_base(config)}, with a head for as many classes as there are here.{_entering(config)}\n"
-    )
+def _use(config: Config, inputs: str, kind: str, companions: Companions) -> str:
+    """How to load the export with plain transformers and peft."""
+    use = _use_adapter if kind == "adapter" else _use_whole
+    how = f"{use(config, inputs, companions)}{_entering(config)}"
+    return "\n".join(["## Use\n", how, *(f"\n{note}" for note in companions.notes), ""])
+
+
+def _auto(config: Config, inputs: str) -> tuple[str, str]:
+    """Return the class of transformers and the task of its pipeline that fit the model."""
+    if getattr(config.model, "causal", False):
+        return "AutoModelForCausalLM", "text-generation"
+    if inputs == "text":
+        return "AutoModelForSequenceClassification", "text-classification"
+    return "AutoModelForImageClassification", "image-classification"
+
+
+def _use_whole(config: Config, inputs: str, companions: Companions) -> str:
+    if config.model.name in OWN:
+        return "The tensors are in `model.safetensors`."
+    trust = ", trust_remote_code=True" if companions.has_code else ""
+    task = _auto(config, inputs)[1]
+    call = f'model = pipeline("{task}", "this folder"{trust})'
+    return f"```python\nfrom transformers import pipeline\n\n{call}\n```\n"
+
+
+def _use_adapter(config: Config, inputs: str, companions: Companions) -> str:
+    lines = ["```python", "from peft import PeftModel"]
+    if config.model.name in OWN:
+        lines += ["", 'model = PeftModel.from_pretrained(base_model, "this folder")']
+    else:
+        lines += _adapter_pipeline(config, inputs, companions)
+    return "\n".join([*lines, "```\n", f"`base_model` is {_base(config)}."])
+
+
+def _adapter_pipeline(config: Config, inputs: str, companions: Companions) -> list[str]:
+    """Return the lines of code that join an adapter with its base in a pipeline."""
+    auto, task = _auto(config, inputs)
+    part = "image_processor" if inputs == "image" else "tokenizer"
+    trust = ", trust_remote_code=True" if companions.has_code else ""
+    if getattr(config.model, "causal", False):
+        lines = [f"from transformers import {auto}, pipeline", ""]
+        options = ""
+    else:
+        lines = [f"from transformers import AutoConfig, {auto}, pipeline", ""]
+        lines.append(f'config = AutoConfig.from_pretrained("this folder/{ADAPTED_CONFIG}")')
+        options = ", config=config, ignore_mismatched_sizes=True"
+    return [
+        *lines,
+        f"base = {auto}.from_pretrained(base_model{options})",
+        'joined = PeftModel.from_pretrained(base, "this folder").merge_and_unload()',
+        f'model = pipeline("{task}", joined, {part}="this folder"{trust})',
+    ]
 
 
 def _entering(config: Config) -> str:
@@ -134,17 +185,22 @@ def _entering(config: Config) -> str:
 
 def _base(config: Config) -> str:
     weights = config.model.weights
-    if weights == "random" or (weights is None and config.model.name in OWN):
+    if base_of(config) is None:
         return f"{config.model.name} with the random weights of that run, which only `--merge` exports"
-    if weights is None:
-        return f"{config.model.name} as it comes with dpfed"
-    return f"`{name_elsewhere(weights)}`"
+    path = Path(weights).expanduser() if weights is not None else None
+    if path is not None and not path.exists():
+        return f"`{weights}`"
+    name = f"a copy of `{path.resolve().name}`" if path else f"{config.model.name} as it comes with dpfed"
+    return (
+        f"{name}: give the folder of your own copy. `base_model_name_or_path` in `adapter_config.json` "
+        "is the path of that folder on the machine that trained; change it before you publish this folder"
+    )
 
 
 def write_export(run: Path, out: Path, merge: bool = False) -> str:
     """Model and card in one new folder; returns "adapter" or "model"."""
     trained = read_run(run)
     kind = export(trained, out, merge)
-    card = model_card(trained.config, trained.result, trained.accounts, kind)
+    card = model_card(trained.config, trained.result, trained.accounts, kind, trained.companions)
     write_file(out / "README.md", lambda file: file.write(card.encode()))
     return kind

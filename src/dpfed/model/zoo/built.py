@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpfed.errors import DpfedError
+from dpfed.model.companions import MakeCompanions, no_companions
 from dpfed.model.task import CLASSIFY, InputSpec, Task
 
 Prepare = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -21,7 +22,8 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 class Built:
     """head: modules that are trained whole in every mode; none for a language model.
     spec: the inputs with what only the model knows (its vocabulary), where it adds something.
-    rows: how many records are evaluated at once."""
+    rows: how many records are evaluated at once.
+    companions: what an export of the model carries besides its weights."""
 
     model: nn.Module
     head: str | tuple[str, ...]
@@ -30,6 +32,7 @@ class Built:
     spec: InputSpec | None = None
     rows: int = 1024
     notes: tuple[str, ...] = ()
+    companions: MakeCompanions = no_companions
 
 
 def fresh_head(width: int, classes: int) -> nn.Linear:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from dpfed.config import ModelSection
 from dpfed.errors import DpfedError
+from dpfed.model.companions import ImageInput, image_companions
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo.built import Built, normalise
 from dpfed.model.zoo.pretrained import config_of, model_of, public_constants
@@ -25,6 +26,10 @@ class GlyphViT(ModelSection):
     def usual_spec(self) -> InputSpec:
         return InputSpec("image", "pixel_values", (1, 8, 8), 10, white=16.0)
 
+    def chosen(self) -> str:
+        """Return the folder or hub name of the weights."""
+        return self.weights or str(WEIGHTS)
+
     def build(self, spec: InputSpec) -> Built:
         from transformers import AutoModelForImageClassification
 
@@ -32,7 +37,9 @@ class GlyphViT(ModelSection):
             raise DpfedError(
                 f"glyph-vit reads grey images of 8x8 pixels, this data has {spec.kind} of shape {spec.shape}"
             )
-        weights = self.weights or str(WEIGHTS)
+        weights = self.chosen()
         model, heads, notes = model_of(AutoModelForImageClassification, config_of(weights), weights, spec.classes)
         mean, std = public_constants(weights) or ((0.5,), (0.5,))
-        return Built(model, heads, normalise(spec.name, spec.white, mean, std), notes=notes)
+        enter = normalise(spec.name, spec.white, mean, std)
+        entry = ImageInput(spec, None, 1, mean, std)
+        return Built(model, heads, enter, notes=notes, companions=image_companions(entry))

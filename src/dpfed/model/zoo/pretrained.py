@@ -239,9 +239,50 @@ def hub_file(name: str, file: str) -> Path | None:
         return None
 
 
+def hub_metadata(name: str) -> dict[str, dict[str, str]]:
+    """Return the metadata of each safetensors file of a hub model; empty if nobody can be asked.
+
+    Files in the local cache are read there; otherwise only headers are downloaded.
+    """
+    from huggingface_hub import get_safetensors_metadata, try_to_load_from_cache
+    from safetensors import safe_open
+
+    try:
+        model = try_to_load_from_cache(name, "config.json")
+        snapshot = Path(model).parent if isinstance(model, str) else None
+        found = {}
+        for path in sorted(snapshot.glob("*.safetensors")) if snapshot else ():
+            with safe_open(path, framework="pt") as file:
+                found[path.name] = dict(file.metadata() or {})
+        if found or os.environ.get("HF_HUB_OFFLINE") == "1":
+            return found
+        reach(name, "model.weights")
+        version = snapshot.name if snapshot else None
+        headers = get_safetensors_metadata(name, revision=version).files_metadata
+        return {file: dict(header.metadata or {}) for file, header in headers.items()}
+    except Exception:
+        # Transport and format raise a dozen kinds; such weights fail again when they are loaded.
+        return {}
+
+
 @lru_cache(maxsize=4)
 def tokenizer_of(name: str, key: str) -> Any:
     """A fast tokenizer; it pads on the right, with its end token where it has no padding token."""
+    return padded_right(plain_tokenizer(name, key), name, key)
+
+
+def padded_right(tokenizer: Any, name: str, key: str) -> Any:
+    """Return the tokenizer, changed so that it pads and cuts on the right."""
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise DpfedError(f"the tokenizer of {key} = {name!r} has neither a padding nor an end token: add one")
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = tokenizer.truncation_side = "right"
+    return tokenizer
+
+
+def plain_tokenizer(name: str, key: str) -> Any:
+    """Return a fast tokenizer as its files describe it, read anew."""
     from transformers import AutoTokenizer
 
     source, local = source_of(name, key)
@@ -257,11 +298,6 @@ def tokenizer_of(name: str, key: str) -> Any:
         raise DpfedError(f"{key} = {name!r} has no tokenizer: set model.tokenizer to a folder with tokenizer.json")
     if not tokenizer.is_fast:
         raise DpfedError(f"{key} = {name!r} has only a slow tokenizer: convert it to one with tokenizer.json")
-    if tokenizer.pad_token is None:
-        if tokenizer.eos_token is None:
-            raise DpfedError(f"the tokenizer of {key} = {name!r} has neither a padding nor an end token: add one")
-        tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.padding_side = tokenizer.truncation_side = "right"
     return tokenizer
 
 

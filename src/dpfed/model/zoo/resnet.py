@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dpfed.config import ModelSection
 from dpfed.errors import DpfedError
+from dpfed.model.companions import ImageInput, image_companions
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo.built import Built, fresh_head, normalise
 from dpfed.model.zoo.pretrained import first_line, on_meta
@@ -93,8 +94,11 @@ class GNResNet18(ModelSection):
         model = ResNet(channels, spec.classes, self.width, self.groups)
         if self.weights not in (None, "random") and not on_meta():
             load(model, Path(str(self.weights)).expanduser())
-        half = (0.5,) * channels
-        return Built(model, "classifier", normalise(spec.name, spec.white, half, tuple(0.5 * h for h in half)))
+        mean = (0.5,) * channels
+        std = (0.25,) * channels
+        enter = normalise(spec.name, spec.white, mean, std)
+        companions = image_companions(ImageInput(spec, None, channels, mean, std))
+        return Built(model, "classifier", enter, companions=companions)
 
 
 def load(model: nn.Module, path: Path) -> None:

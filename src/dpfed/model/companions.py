@@ -1,0 +1,149 @@
+"""What an export carries besides weights: tokenizer, image processor, code, configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dpfed.model.task import InputSpec
+
+PROCESSOR = "preprocessor_config.json"
+CODE = Path(__file__).parent / "shipped" / "image_processor.py"
+PLAIN_WHITE = 255.0
+RESAMPLE = {"bilinear": 2, "bicubic": 3}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How image files became records, before any model saw them.
+
+    crop  side that the shorter side was resized to before the middle was cut out; None for neither
+    grey  whether colours were turned into grey
+    """
+
+    crop: int | None = None
+    grey: bool = False
+
+
+@dataclass(frozen=True)
+class Companions:
+    """Everything that an export writes for a model besides its weights and its card.
+
+    files   file name -> text
+    config  entries of the model's configuration, such as auto_map
+    saved   objects with `save_pretrained(folder)`, such as a tokenizer
+    notes   sentences for the model card
+    """
+
+    files: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    saved: tuple[Any, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def has_code(self) -> bool:
+        """Whether loaders need `trust_remote_code=True`."""
+        return any(name.endswith(".py") for name in self.files)
+
+
+MakeCompanions = Callable[[Reading], Companions]
+"""Called when a model is exported, not when it is built: it may read files."""
+
+
+def no_companions(reading: Reading) -> Companions:
+    return Companions()
+
+
+class ImageInput(NamedTuple):
+    """How records that are images enter a model; the arguments of `built.images`.
+
+    size  pixels of a side after resizing; None keeps the size
+    """
+
+    spec: InputSpec
+    size: int | None
+    channels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    resize: str = "bilinear"
+    sharpen: float = 0.0
+
+
+def image_companions(entry: ImageInput) -> MakeCompanions:
+    """Return what makes the image processor of an export.
+
+    It is one of transformers where that does the same as the run, otherwise the shipped one.
+    """
+
+    def make(reading: Reading) -> Companions:
+        lacking = beyond_transformers(entry, reading)
+        if not lacking:
+            return Companions(files={PROCESSOR: _text(_plain_settings(entry))})
+        note = (
+            f"Image processors of transformers have no setting for {', '.join(lacking)}. "
+            f"`{CODE.name}` in this folder does it: load with `trust_remote_code=True`."
+        )
+        settings = _text(_own_settings(entry, reading))
+        code = CODE.read_text(encoding="utf-8")
+        return Companions(files={PROCESSOR: settings, CODE.name: code}, notes=(note,))
+
+    return make
+
+
+def beyond_transformers(entry: ImageInput, reading: Reading) -> list[str]:
+    """Return the steps that no image processor of transformers takes in the same way."""
+    enlarged = entry.size is not None and entry.size > max(entry.spec.shape[1:])
+    lacking = []
+    if entry.sharpen:
+        lacking.append(f"sharpening (model.sharpen = {entry.sharpen:g})")
+    if entry.resize == "bicubic" and enlarged:
+        lacking.append("bicubic enlargement with the kernel of torch")
+    if reading.crop is not None:
+        lacking.append(f"resizing in two steps (data.size = {reading.crop})")
+    if reading.grey:
+        lacking.append('grey images from coloured ones (data.colour = "grey")')
+    if entry.channels != 3:
+        lacking.append(f"images of {entry.channels} channel{'s' if entry.channels > 1 else ''}")
+    if entry.spec.white != PLAIN_WHITE:
+        lacking.append(f"pixel values from 0 to {entry.spec.white:g}")
+    return lacking
+
+
+def _plain_settings(entry: ImageInput) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "image_processor_type": "ViTImageProcessor",
+        "do_convert_rgb": True,
+        "do_resize": entry.size is not None,
+        "resample": RESAMPLE[entry.resize],
+        "do_rescale": True,
+        "rescale_factor": 1 / PLAIN_WHITE,
+        "do_normalize": True,
+        "image_mean": list(entry.mean),
+        "image_std": list(entry.std),
+    }
+    if entry.size is not None:
+        settings["size"] = {"height": entry.size, "width": entry.size}
+    return settings
+
+
+def _own_settings(entry: ImageInput, reading: Reading) -> dict[str, Any]:
+    return {
+        "image_processor_type": "RunImageProcessor",
+        "auto_map": {"AutoImageProcessor": f"{CODE.stem}.RunImageProcessor"},
+        "side": entry.size,
+        "channels": entry.channels,
+        "image_mean": list(entry.mean),
+        "image_std": list(entry.std),
+        "white": entry.spec.white,
+        "resize": entry.resize,
+        "sharpen": entry.sharpen,
+        "crop": reading.crop,
+        "grey": reading.grey or entry.spec.shape[0] == 1,
+    }
+
+
+def _text(settings: Mapping[str, Any]) -> str:
+    return json.dumps(settings, indent=2) + "\n"
