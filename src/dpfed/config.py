@@ -112,9 +112,7 @@ class PrivacySection:
         "round clipped gradients and noise to one grid; auto: in federations, not in simulations",
     ] = "auto"
     isolation: Annotated[
-        Literal["exact", "fast"],
-        "exact: one record in a pass, so that a record cannot change the rounding of another's gradient;"
-        " a network client follows its own policy.isolation",
+        Literal["exact", "fast"], "exact: one record in a pass, so that no record can change another's gradient"
     ] = "fast"
     noise_scale: Annotated[Literal["c", "literal_c2"], "literal_c2: the paper's printed noise, accounted as σ·C"] = "c"
 
