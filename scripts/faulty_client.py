@@ -73,7 +73,7 @@ class Faults:
         makers: dict[str, Callable[[], bytes]] = {
             "nan": lambda: changed(reply, nan),
             "shape": lambda: changed(reply, lambda delta: delta[1:]),
-            "norm": lambda: changed(reply, lambda delta: delta * 0 + 1e14),
+            "norm": lambda: changed(reply, lambda delta: delta * 0 + 1e9),
             "old": lambda: before,
             "header": lambda: (2 << 30).to_bytes(8, "little") + b'{"delta":' + b" " * 1000,
             "pickle": lambda: pickle.dumps(Trap(self._folder / "trapped")),

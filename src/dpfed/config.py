@@ -111,6 +111,9 @@ class PrivacySection:
         bool | Literal["auto"],
         "round clipped gradients and noise to one grid; auto: in federations, not in simulations",
     ] = "auto"
+    isolation: Annotated[
+        Literal["exact", "fast"], "exact: one record in a pass, so that no record can change another's gradient"
+    ] = "fast"
     noise_scale: Annotated[Literal["c", "literal_c2"], "literal_c2: the paper's printed noise, accounted as σ·C"] = "c"
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tomli_w
 from typer.testing import CliRunner
 
 from dpfed import __version__
 from dpfed.cli import doctor
 from dpfed.cli.main import app
+from dpfed.federation.declared import rounded_down
 
 
 def asked() -> tuple[str, dict[str, object]]:
@@ -94,3 +97,49 @@ def test_a_gpu_is_described(works: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: works)
     assert any("flash attention" in line for line in doctor.advice()) is not works
+
+
+def client_file(folder: Path, **policy: object) -> Path:
+    raw = {
+        "client": {"name": "a", "state": "state", "servers": ["hub"], "held_out_share": 0.25},
+        "policy": {"max_epsilon": 1.0, "evaluate": True, "held_out": 100, **policy},
+        "data": {"name": "digits"},
+        "model": {"name": "linear"},
+    }
+    path = folder / "client.toml"
+    path.write_text(tomli_w.dumps(raw))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("records", "what"),
+    [
+        (5000, "is more than is held: epsilon holds"),
+        (1000, None),
+        (100, "is less than half of what is held"),
+    ],
+)
+def test_it_compares_what_a_client_declares_with_what_it_holds(tmp_path: Path, records: int, what: str | None) -> None:
+    path = client_file(tmp_path, records=records)
+    done = CliRunner().invoke(app, ["doctor", str(path), "--json"])
+    assert done.exit_code == 0
+    found = json.loads(done.stdout.strip().splitlines()[-1])["client"]
+    assert [number["key"] for number in found] == ["policy.records", "policy.held_out"]
+    held = found[0]["held"]
+    assert sum(number["held"] for number in found) == 1433
+    assert f"client   policy.records = {records} declared, {held} held (unit: record)" in done.stdout
+    assert "keep this output on this machine" in done.stdout
+    if what is None:
+        assert found[0]["advice"] == ""
+    else:
+        assert what in done.stdout
+        assert f"declare a rounded-down figure, such as {rounded_down(held)}" in found[0]["advice"]
+        assert [rounded_down(n) for n in (2, 9, 10, 470, 471, 1433)] == [1, 8, 9, 460, 470, 1400]
+    exact = CliRunner().invoke(app, ["doctor", str(client_file(tmp_path, records=held))])
+    assert f"policy.records = {held} tells the server the exact number" in exact.stdout
+
+
+def test_a_client_file_that_cannot_be_read_is_a_finding(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["doctor", str(tmp_path / "none.toml")])
+    assert done.exit_code == 0
+    assert "client: could not be found out (DpfedError: " in done.stdout

@@ -137,7 +137,7 @@ def test_no_hostile_value_of_any_field_is_charged_or_computed(
         spy.client.answer(packed(job, table_of(job)))
 
 
-@pytest.mark.parametrize("value", [NAN, INF, -INF, 1e16, -3e38])
+@pytest.mark.parametrize("value", [NAN, INF, -INF, 1.1e4, -2e5, 1e11, 1e16, -3e38])
 def test_a_broadcast_of_numbers_that_would_overflow_is_refused(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:

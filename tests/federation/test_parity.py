@@ -21,6 +21,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "dp-fafed, vr": {"algorithm": {"name": "dp-fafed", "lr": 3e-3, "fafed_vr": True}},
     "dp-fedadamw, grid in both": {"privacy": {"grid": True}},
+    "dp-fedadamw, exact in both": {"privacy": {"grid": True, "isolation": "exact"}},
     "dp-fedadamw, an average of two views": {"data": {"augment": "flip", "views": 2}, "run": {"average": 0.5}},
     "dp-fedadamw, two of three": {"run": {"participation": 0.67}},
     "dp-scaffold, two of three": {"algorithm": {"name": "dp-scaffold", "lr": 0.1}, "run": {"participation": 0.67}},

@@ -152,6 +152,8 @@ def test_fields_are_held_against_the_receivers_own_shapes() -> None:
     check_fields({"theta": torch.ones(3)}, {"theta": (3,)})
     with pytest.raises(WireError, match="shape"):
         check_fields({"theta": torch.ones(3)}, {"theta": (4,)})
+    with pytest.raises(WireError, match="beyond 1e\\+10"):
+        check_fields({"dg": torch.tensor([1.1e10])}, {"dg": (1,)})
 
 
 def survives(data: bytes) -> None:

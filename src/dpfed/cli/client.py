@@ -41,7 +41,7 @@ def client(
         from dpfed.federation.client import Client
         from dpfed.federation.flower.apps import client_app
 
-        own = Client(settings, insecure=insecure)
+        own = Client(settings, insecure=insecure, log=say)
         app = client_app(own.answer, settings.client.name, say, greets=insecure, debug=debug)
         say(f"{settings.client.name} takes part with {', '.join(settings.client.servers)} at {address}")
         if insecure:

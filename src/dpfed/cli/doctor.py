@@ -1,4 +1,7 @@
-"""`dpfed doctor`: what is installed, what it can compute on, what is missing and how to get it. It never fails."""
+"""`dpfed doctor`: what is installed, what it can compute on, what is missing and how to get it. It never fails.
+
+With a client.toml it also compares the declared numbers of records with the data, for the operator.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ import os
 import platform
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib import import_module, metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -25,10 +30,15 @@ PURPOSE = {
 
 
 def doctor(
+    client: Annotated[
+        Path | None, typer.Argument(help="a client.toml whose declared numbers are compared with its data")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on the last line of stdout")] = False,
 ) -> None:
     """Versions, devices and optional packages of this installation, and what is missing. Example: dpfed doctor"""
     found = examine()
+    if client is not None:
+        found["client"] = guarded(lambda: declared(client))
     for line in lines(found):
         print(line)
     if as_json:
@@ -122,6 +132,16 @@ def cache() -> str:
     return "none is kept (DPFED_CACHE=off, or there is no home)" if where is None else str(where)
 
 
+def declared(path: Path) -> list[dict[str, Any]]:
+    """Return the declared and exact numbers of a client.toml, with advice."""
+    from dpfed.federation.declared import compared
+    from dpfed.federation.links import load_client
+    from dpfed.registry import registry
+
+    config, _ = load_client(path, registry())
+    return [{**asdict(number), "advice": number.advice} for number in compared(config)]
+
+
 def advice() -> list[str]:
     """What to do, one sentence each."""
     out = []
@@ -170,4 +190,17 @@ def lines(found: dict[str, Any]) -> list[str]:
         out.append(f"cache    {found['cache']}")
     if isinstance(found["advice"], list):
         out += [f"note: {sentence}" for sentence in found["advice"]]
-    return out
+    return out + client_lines(found.get("client"))
+
+
+def client_lines(numbers: Any) -> list[str]:
+    """Return what a client's operator should know; the server must not see it."""
+    if not isinstance(numbers, list):
+        return []
+    out = []
+    for number in numbers:
+        key, unit = number["key"], number["unit"]
+        out.append(f"client   {key} = {number['declared']} declared, {number['held']} held (unit: {unit})")
+        if number["advice"]:
+            out.append(f"note: {number['advice']}")
+    return [*out, "note: the numbers held are private: keep this output on this machine"]

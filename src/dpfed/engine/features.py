@@ -104,6 +104,8 @@ def _parts(config: Config, model: PerSample, theta: Tensor, tables: tuple[Table,
     """The two parts of the model; or why it must stay whole. Nothing private is read for it."""
     if config.model.train != "head":
         return f'model.train = "{config.model.train}" trains more than the head'
+    if config.privacy.isolation == "exact":
+        return 'privacy.isolation = "exact" computes no two records in one pass'
     if config.data.augment != "none":
         return f'data.augment = "{config.data.augment}" changes a record each time it is used'
     blank = {name: torch.from_numpy(x[:0]).new_zeros(2, *x.shape[1:]) for name, x in tables[0].inputs.items()}

@@ -151,6 +151,7 @@ class Fleet:
             noise=noise,
             grid=job.config.privacy.grid is True,
             paid=self._paid,
+            isolation=job.config.privacy.isolation,
         )
 
     def _steps(
@@ -207,6 +208,8 @@ class Fleet:
                 return job.seat
             job.seat.leave()  # it will not ask again, and nobody is to wait for it
         if self._no_fixed or (run.slots == "auto" and job.device.type != "cuda"):
+            return None
+        if job.config.privacy.isolation == "exact":
             return None
         if len(clients) not in self._fixed:
             slots = slots_of(job, len(clients))

@@ -42,7 +42,8 @@ def pack_key(config: Config) -> Hashable | None:
     rescaled = getattr(config.algorithm, "scale", "off") != "off"  # gradients are scaled before they are clipped
     split = run.fleet_size != "auto"
     beside = run.diagnostics or run.trackers or run.checkpoint_every  # others at work in this process, or on its device
-    if grouped or rescaled or split or beside or privacy.grid is True or run.noise == "os":
+    alone = privacy.isolation == "exact"
+    if grouped or rescaled or split or beside or alone or privacy.grid is True or run.noise == "os":
         return None
     computed = (run.device, run.precision, run.threads, run.slots, run.compile, run.graphs, run.features)
     blocks = sorted({**BLOCKS, **block_rules(config)}.items())

@@ -466,6 +466,10 @@ def ready_model(
     ready.to(PRECISION[config.run.precision])
     if config.model.liveness:
         check_apart(ready, theta, synthetic, spec.classes, generator)
+    if config.run.compile is True and config.privacy.isolation == "exact":
+        raise DpfedError(
+            'run.compile = true with privacy.isolation = "exact" is not supported: set run.compile = "auto"'
+        )
     if config.run.compile is True or (config.run.compile == "auto" and repays(config, device)):
         ready.compile()
     return ready
@@ -473,6 +477,8 @@ def ready_model(
 
 def repays(config: Config, device: torch.device) -> bool:
     """A compilation takes minutes, and saves a third of a step."""
+    if config.privacy.isolation == "exact":
+        return False
     return device.type == "cuda" and config.run.rounds * config.run.local_steps >= LONG
 
 

@@ -5,11 +5,16 @@
 A request whose bytes equal one that was answered gets the stored bytes. Any other request for a round that is not after
 the last one of its run is refused, and a charge without a stored message is spent: so no server can have the same round
 twice under different noise, and a kill at any point loses no budget and spends none twice.
+
+The server chooses theta, so the client computes each record in a pass of its own
+(`policy.isolation = "exact"`) and only within `policy.max_distance` of the initial vector.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,10 +36,12 @@ from dpfed.errors import DpfedError
 from dpfed.federation.frozen import model_hash
 from dpfed.federation.policy import (
     ClientConfig,
+    History,
     RefusedError,
     ToldError,
     check,
     check_base,
+    check_distance,
     check_model,
     check_scoring,
     check_sender,
@@ -54,6 +61,7 @@ from dpfed.federation.wire import (
     unpack_any,
 )
 from dpfed.model.per_sample import PerSample
+from dpfed.privacy.accounting import epsilon, rdp_epsilon
 from dpfed.privacy.grid import grid_of
 from dpfed.privacy.ledger import Charge, Ledger
 from dpfed.privacy.mechanism import Mechanism
@@ -64,7 +72,8 @@ from dpfed.privacy.records import Records
 
 LOG = logging.getLogger("dpfed")
 LEDGER = OWN_LEDGER
-LARGEST = 1e12  # of the noise on a mean gradient, which algorithms square in single precision
+LARGEST = 1e4  # of the noise on a mean gradient: its square stays below `wire.FIELDS`
+MAX_EXACT_MECHANISMS = 8  # different mechanisms in a ledger whose exact epsilon takes about a second
 
 
 @dataclass(frozen=True)
@@ -93,22 +102,36 @@ class IndexedStreams(Streams):
 
 @dataclass(frozen=True)
 class Built:
-    """A model as some request needs it, with the hash that names it and the shapes of what is broadcast to it."""
+    """A model as some request needs it, with the hash that names it and the shapes of what is broadcast to it.
+
+    start  the initial vector `[P]`, from which `policy.max_distance` is measured
+    """
 
     algorithm: Algorithm
     model: PerSample
+    start: Tensor
     hash: str
     shapes: dict[str, tuple[int, ...]]
 
 
 class Client:
     """Answers requests. `source` replaces the configured data source. Repeatable noise, which protects nothing, is for
-    tests: it needs `insecure`, a link on this machine alone, as well as client.allow_seeded."""
+    tests: it needs `insecure`, a link on this machine alone, as well as client.allow_seeded.
 
-    def __init__(self, config: ClientConfig, source: Source | None = None, insecure: bool = False) -> None:
+    `log` is told after each answer what has been spent. None of it goes to the server.
+    """
+
+    def __init__(
+        self,
+        config: ClientConfig,
+        source: Source | None = None,
+        insecure: bool = False,
+        log: Callable[[str], None] | None = None,
+    ) -> None:
         if config.client.allow_seeded and not insecure:
             raise DpfedError("client.allow_seeded = true is for tests with --insecure on one machine: take it out")
         self.config = config
+        self._log = log
         self._device = device_of(config.client.device)
         loader: Any = config.data
         source = source or loader.load()
@@ -117,16 +140,14 @@ class Client:
         self._state = Path(config.client.state)
         trained, held_out = split(config, source.train, self._state)
         self._source = tokenised(config.model, source)
-        self._records, self._shards = self._holdings(trained, config.policy.records, "records", "holds to train on")
+        if not len(trained):
+            raise DpfedError(
+                "this client holds no records to train on: check [data], client.held_out_share and held_out_column"
+            )
+        # The declared numbers are never compared with the data: a server could see the difference.
+        self._records, self._shards = self._holdings(trained)
         self._units = int(self._shards.sizes[0])
-        self._scored = None
-        if config.policy.evaluate:
-            self._scored = self._holdings(held_out, config.policy.held_out, "held_out", "holds out")
-            if int(self._scored[1].sizes[0]) > 2 * config.policy.held_out:
-                raise DpfedError(
-                    f"policy.held_out = {config.policy.held_out} is less than half of what this client holds out: declare "
-                    "more, or lower client.held_out_share"
-                )
+        self._scored = self._holdings(held_out) if config.policy.evaluate else None
         self._view = view_for(self._as_run(None, "os"), self._source)
         self._built: tuple[tuple[Algorithm, int, bool], Built] | None = None
 
@@ -149,6 +170,7 @@ class Client:
         with self._ledger() as ledger:  # its lock also keeps a second answer out until this one is stored
             stored = store.reply(terms.round, asked)
             if stored is not None:
+                self._say(f"round {terms.round} answered again with the stored message, nothing spent")
                 return stored
             algorithm = algorithm_of(terms)
             plan = self._plan(terms, algorithm)
@@ -166,6 +188,7 @@ class Client:
             reply = pack(Reply(receipt_of(terms, asked, ledger), message))
             store.keep_memory(terms.round, memory)
             store.keep_reply(terms.round, asked, reply)
+            self._say_spent(f"round {terms.round} answered", terms, ledger)
         return reply
 
     def _count(self, request: Scoring, asked: str) -> bytes:
@@ -175,6 +198,7 @@ class Client:
         with self._ledger() as ledger:
             stored = store.reply(terms.round, asked, "score")
             if stored is not None:
+                self._say(f"round {terms.round} scored again with the stored message, nothing spent")
                 return stored
             mechanism = mechanism_of(terms.sigma)
             refuse(check_scoring(terms, policy, mechanism, ledger.history(self.config.client.name)))
@@ -185,24 +209,37 @@ class Client:
             built = self._build(terms, algorithm_of(terms))
             refuse(check_model(built.hash, terms, policy))
             check_fields(request.fields, {"theta": (built.model.space.size,)})
+            theta = request.fields["theta"].to(self._device)
+            refuse(check_distance(theta, built.start, policy))
             if self._scored is None:
                 raise RefusedError("refused: there are no held-out records here")
             ledger.charge([charge_of(terms, mechanism, 1, PART)], run=terms.run)  # from here on it is spent
             noise = self._streams(terms).noise(-terms.round, 0, torch.device("cpu"))  # training's have positive names
-            theta = request.fields["theta"].to(self._device)
-            counts = noised_counts(built.model, theta, *self._scored, terms.sigma, noise)
+            counts = noised_counts(built.model, theta, *self._scored, terms.sigma, noise, policy.isolation)
             reply = pack(Reply(receipt_of(terms, asked, ledger), {"counts": counts}))
             store.keep_reply(terms.round, asked, reply, "score")
+            self._say_spent(f"round {terms.round} scored", terms, ledger)
         return reply
 
-    def _holdings(self, rows: np.ndarray, declared: int, key: str, what: str) -> tuple[Records, Shards]:
-        """These records and whose they are, refused if they are fewer units than this client has declared."""
+    def _say(self, line: str) -> None:
+        if self._log is not None:
+            self._log(line)
+
+    def _say_spent(self, what: str, terms: Terms | ScoringTerms, ledger: Ledger) -> None:
+        """Log what the whole ledger has spent of the budget, after the answer is stored."""
+        if self._log is None:
+            return
+        if terms.seeded:
+            self._log(f"{what} in test mode, with repeatable noise that protects nothing")
+            return
+        spent = spent_of(ledger.history(self.config.client.name), self.config.policy.delta)
+        self._log(f"{what}, {spent} of {self.config.policy.max_epsilon} spent")
+
+    def _holdings(self, rows: np.ndarray) -> tuple[Records, Shards]:
+        """Return these records and the units that they belong to."""
         table = rows_of(self._source.train, rows)
         units = table.column(self.config.data.unit_column)
-        if declared > (len(rows) if units is None else len(np.unique(units))):
-            raise DpfedError(f"policy.{key} = {declared} is more than this client {what}: declare as many or fewer")
-        shards = shards_of(np.zeros(len(table), dtype=np.int64), 1, units)
-        return records_of(table, self._device), shards
+        return records_of(table, self._device), own_shards(len(table), units)
 
     def _ledger(self) -> Ledger:
         path, name = self._state / LEDGER, self.config.client.name
@@ -219,16 +256,18 @@ class Client:
         key = (algorithm, terms.seed, counts)
         if self._built is None or self._built[0] != key:
             config, streams = self._as_run(algorithm, "seeded"), Streams(terms.seed)
-            model, adapted, _ = build_model(config, spec_of(self._source), streams, self._device, [])
+            model, adapted, start = build_model(config, spec_of(self._source), streams, self._device, [])
             _, down = ghosts(algorithm, model.space, varying_phi=counts)
             shapes = {name: tuple(value.shape) for name, value in down.items()}
-            self._built = (key, Built(algorithm, model, model_hash(adapted.model, model.space), shapes))
+            hash_ = model_hash(adapted.model, model.space)
+            self._built = (key, Built(algorithm, model, start, hash_, shapes))
         return self._built[1]
 
     def _as_run(self, algorithm: Any, noise: Any) -> Config:
         """This client's sections as the configuration of a run, for what is built from one."""
         data = replace(self.config.data, partition="natural")  # its records are its own, nobody deals them
-        return Config(data, self.config.model, algorithm, PrivacySection(), RunSection(noise=noise))
+        privacy = PrivacySection(isolation=self.config.policy.isolation)
+        return Config(data, self.config.model, algorithm, privacy, RunSection(noise=noise))
 
     def _plan(self, terms: Terms, algorithm: Algorithm) -> OwnPlan:
         """Every constant from the request, which the policy then judges; nothing of it is computed from the data."""
@@ -259,14 +298,16 @@ class Client:
     def _check_fields(self, request: Request, built: Built, plan: OwnPlan) -> None:
         """All that could go wrong because of the request is said before anything is charged."""
         check_fields(request.fields, built.shapes)
-        if not plan.noise_std(0) / float(plan.expected[0]) <= LARGEST:
-            raise RefusedError(f"refused: sigma {request.terms.sigma:g} makes noise beyond {LARGEST:g}")
+        theta = request.fields["theta"].to(self._device)
+        refuse(check_distance(theta, built.start, self.config.policy))
         try:
             built.algorithm.check(Facts(request.terms.equal_phi, True, False, varying_phi=plan.clipping.counts))
             if request.terms.grid:
                 grid_of(plan.noise_std(0), plan.clip, built.model.space.size)
         except DpfedError as error:  # of the request's own numbers alone
             raise RefusedError(f"refused: {error}") from None
+        if not plan.noise_std(0) / float(plan.expected[0]) <= LARGEST:
+            raise RefusedError(f"refused: sigma {request.terms.sigma:g} makes noise beyond {LARGEST:g}")
 
     def _memory(self, terms: Terms, built: Built, store: Store) -> Memory:
         names = built.algorithm.remembers
@@ -278,6 +319,13 @@ class Client:
         """The client's round, as a fleet of one; only noised values and public constants are in what it returns."""
         terms, algorithm = request.terms, built.algorithm
         ctx = self._context(terms, built, plan)
+
+        def admit(theta: Tensor) -> None:
+            # Iterates follow from noised values and the request, so stopping at one tells nothing more.
+            reason = check_distance(theta, built.start, self.config.policy)
+            if reason is not None:
+                raise ToldError(f"round {terms.round} was stopped and stays charged: {reason}")
+
         oracle = FleetOracle(
             built.model,
             self._records,
@@ -290,6 +338,8 @@ class Client:
             max_slots=self.config.client.max_slots,
             view=self._view,
             grid=terms.grid,
+            isolation=self.config.policy.isolation,
+            admit=admit,
         )
         server = SimpleNamespace(**{name: value.to(self._device) for name, value in request.fields.items()})
         local = algorithm.start(ctx, server, memory)
@@ -324,6 +374,29 @@ class Client:
 
     def _scalar(self, x: float) -> Tensor:
         return torch.tensor(x, dtype=torch.float64, device=self._device)
+
+
+def own_shards(records: int, units: np.ndarray | None) -> Shards:
+    """Return the units of one client that holds so many records; there may be none."""
+    if records:
+        return shards_of(np.zeros(records, dtype=np.int64), 1, units)
+    none = np.zeros(0, dtype=np.int64)
+    return Shards(np.zeros(2, dtype=np.int64), np.zeros(1, dtype=np.int64), none)
+
+
+def spent_of(history: History, delta: float) -> str:
+    """Return the epsilon of a ledger in words, rounded up.
+
+    A ledger of very many different mechanisms gets the Rényi bound, which is faster and larger.
+    """
+    if len(history) > MAX_EXACT_MECHANISMS:
+        return f"epsilon at most {rounded_up(rdp_epsilon(history, delta))} (Rényi bound)"
+    return f"epsilon {rounded_up(epsilon(history, delta).value)}"
+
+
+def rounded_up(value: float) -> str:
+    """Return a privacy loss with two decimals, never below the value."""
+    return f"{math.ceil(value * 100) / 100:.2f}" if math.isfinite(value) else str(value)
 
 
 def algorithm_of(terms: Terms | ScoringTerms) -> Algorithm:

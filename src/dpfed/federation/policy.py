@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
+from torch import Tensor
 
 from dpfed.config import DataSection, ModelSection, Registry, nearest, parse, refuse_unknown
 from dpfed.errors import DpfedError
@@ -23,6 +24,7 @@ from dpfed.federation.wire import ScoringTerms, Terms, WireError
 from dpfed.privacy.accounting import check_delta, epsilon, rdp_epsilon
 from dpfed.privacy.ledger_file import nameable
 from dpfed.privacy.mechanism import Mechanism
+from dpfed.privacy.oracle import Isolation
 
 History = Sequence[tuple[Mechanism, int]]
 
@@ -55,7 +57,7 @@ class ClientSection:
     held_out_column: Annotated[str | None, "column of the data that is true or 1 for held-out records, or no share"] = (
         None
     )
-    max_slots: Annotated[int, Ge(1), "records in one forward pass"] = 512
+    max_slots: Annotated[int, Ge(1), 'records in one forward pass, with policy.isolation = "fast"'] = 512
     max_message: Annotated[int, Ge(1), "MiB of the largest request that is read"] = 4096
 
 
@@ -69,6 +71,15 @@ class Policy:
     max_rate: Annotated[float, Gt(0), Le(1), "largest sampling rate q"] = 0.1
     max_local_steps: Annotated[int, Ge(1), "most local steps K of a round"] = 100
     max_lr: Annotated[float, Gt(0), "largest learning rate"] = 100.0
+    # 2,000 Adam steps of learning rate 0.001 move a million numbers by at most 2,000, usually by 50.
+    max_distance: Annotated[
+        float, Gt(0), "largest Euclidean distance of theta from the initial vector, also inside a round"
+    ] = 1e4
+    isolation: Annotated[
+        Isolation,
+        "exact: one record in a pass, so that a server cannot choose a theta at which one record changes"
+        " the gradients of others; fast: for servers you trust",
+    ] = "exact"
     evaluate: Annotated[bool, "answer with noised counts of right answers on held-out records, which are charged"] = (
         False
     )
@@ -205,6 +216,22 @@ def check_base(terms: Terms, base: float, policy: Policy) -> str | None:
     return _first_broken(
         (base <= policy.max_lr, f"algorithm.lr {base:g} is above policy.max_lr = {policy.max_lr:g}"),
         (terms.lr <= base * (1 + 1e-9), f"lr {terms.lr:g} is above algorithm.lr = {base:g}"),
+    )
+
+
+def check_distance(theta: Tensor, start: Tensor, policy: Policy) -> str | None:
+    """Return why nothing is computed at `theta` `[P]` or `[1, P]`, or None.
+
+    `start` is the initial vector that this client has built itself.
+    """
+    distance = float((theta.double() - start.double()).norm())
+    limit = policy.max_distance
+    # A distance that is not a number is refused too.
+    return _first_broken(
+        (
+            distance <= limit,
+            f"theta is {distance:.4g} away from its initial vector, above policy.max_distance = {limit:g}",
+        )
     )
 
 

@@ -34,6 +34,7 @@ from dpfed.privacy.accounting import epsilon
 from dpfed.privacy.grid import COUNT_STEP
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.noise import Noise
+from dpfed.privacy.oracle import Isolation
 from dpfed.privacy.records import Records
 
 PART = "evaluate"  # of a round, in the ledger
@@ -106,12 +107,23 @@ def _key(state: Path) -> bytes:
 
 
 def noised_counts(
-    model: PerSample, theta: Tensor, records: Records, shards: Shards, sigma: float, noise: Noise
+    model: PerSample,
+    theta: Tensor,
+    records: Records,
+    shards: Shards,
+    sigma: float,
+    noise: Noise,
+    isolation: Isolation = "exact",
 ) -> Tensor:
-    """Right and wrong answers `[2]`, each unit counting as one in all, with noise; all in whole steps of one grid."""
-    shares = []
-    for first in range(0, len(records.labels), model.rows):
-        rows = torch.arange(first, min(first + model.rows, len(records.labels)), device=theta.device)
+    """Right and wrong answers `[2]`, each unit counting as one in all, with noise; all in whole steps of one grid.
+
+    isolation  exact: each record is a pass of its own, so a unit cannot change the answers of others
+    """
+    together = 1 if isolation == "exact" else model.rows
+    # The empty part is for clients that hold nothing out: their counts are noise alone.
+    shares = [torch.zeros(0, dtype=torch.float64)]
+    for first in range(0, len(records.labels), together):
+        rows = torch.arange(first, min(first + together, len(records.labels)), device=theta.device)
         inputs, labels = records.take(rows)
         shares.append(model.correct(model.scores(theta, inputs), labels).double().nan_to_num().clamp(0, 1).cpu())
     right = torch.cat(shares).numpy()[shards.records]

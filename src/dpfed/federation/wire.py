@@ -34,7 +34,9 @@ HEADER_LIMIT = 1 << 20
 MOST = 2**62
 MANY = 10**9  # of rounds, steps or clients: products of them stay whole in double precision
 LARGEST = 1e6  # of an algorithm's own numbers
-FIELDS = 1e15  # of a number in a broadcast: its square is one in single precision
+# Largest number in a tensor. Honest directions and second moments stay far below it; theta has a
+# bound of its own in the client's policy, and deltas one at the server.
+FIELDS = 1e10
 
 Shapes = Mapping[str, tuple[int, ...]]
 Name = Annotated[str, MinLen(1), MaxLen(200)]
@@ -214,7 +216,7 @@ def check_fields(fields: Mapping[str, Tensor], shapes: Shapes) -> None:
         if not bool(value.isfinite().all()):
             raise WireError(f"{name} holds numbers that are not finite")
         if value.numel() and float(value.abs().max()) > FIELDS:
-            raise WireError(f"{name} holds numbers beyond {FIELDS:g}, whose squares would be lost")
+            raise WireError(f"{name} holds numbers beyond {FIELDS:g}")
 
 
 def _read(data: bytes, limit: int, kinds: tuple[str, ...]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:

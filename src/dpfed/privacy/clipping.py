@@ -77,15 +77,16 @@ def clip_and_sum(
 
     grads   per record and tensor `[M, n]`; unit `[M]` the unit of each record; owner `[U]` the client of each unit
     A unit with a non-finite gradient contributes exactly zero to both (SPEC 1.4d).
+    Norms, factors and sums are float64 for float64 gradients, and float32 for all others.
     """
     grads, good = by_unit(grads, unit, len(owner))
     norm = torch.stack([g.square().sum(1) for g in grads]).sum(0).sqrt()
     factor = factors(norm, clip, rule)
     units = torch.arange(len(owner), device=unit.device)
-    pick = torch.zeros(clients, len(owner), device=unit.device)
+    pick = torch.zeros(clients, len(owner), dtype=norm.dtype, device=unit.device)
     pick[owner, units] = good * factor
     total = torch.cat([pick @ g for g in grads], dim=1)
-    pick[owner, units] = good * ((norm <= clip).float() - 0.5)
+    pick[owner, units] = good * ((norm <= clip).to(norm.dtype) - 0.5)
     return total, pick.sum(1, keepdim=True)
 
 
@@ -104,14 +105,18 @@ def finite_records(grads: Sequence[Tensor]) -> Tensor:
 def by_unit(grads: Sequence[Tensor], unit: Tensor, units: int) -> tuple[list[Tensor], Tensor]:
     """Mean gradient of each unit per tensor `[U, n]`, and 1 for units whose records are all finite, else 0."""
     finite = finite_records(grads)
-    grads = [torch.where(finite.unsqueeze(1), g.float(), 0.0) for g in grads]
+    grads = [torch.where(finite.unsqueeze(1), _at_least_single(g), 0.0) for g in grads]
     if units == len(unit):
         return grads, finite.float()
-    share = torch.zeros(units, len(unit), device=unit.device)
+    share = torch.zeros(units, len(unit), dtype=grads[0].dtype, device=unit.device)
     share[unit, torch.arange(len(unit), device=unit.device)] = 1.0
-    good = 1.0 - (share @ (~finite).float()).clamp(max=1.0)
+    good = 1.0 - (share @ (~finite).to(share.dtype)).clamp(max=1.0)
     share = share / share.sum(1, keepdim=True)
     return [share @ g for g in grads], good
+
+
+def _at_least_single(grads: Tensor) -> Tensor:
+    return grads if grads.dtype == torch.float64 else grads.float()
 
 
 def clip_mean_by_tensor(total: Tensor, drawn: Tensor, sizes: Sequence[int], clip: float) -> Tensor:

@@ -7,6 +7,15 @@ oracle refuses any release beyond it. Only noised values leave it.
 
 Where the device has no room for a pass, the same draw is computed in smaller passes; nothing is drawn for it again, so
 which batches fit can have no part in what is released.
+
+Isolation of units. The bound C on what one unit adds to the sum needs every other unit's gradient
+to stay bitwise the same when the unit is removed. Kernels round differently for other batch sizes,
+so a pass over several units does not give that.
+
+exact  One record, with its augmentations, is one pass of its own. Its gradient is a function of
+       the record, its keys and theta. Sums are whole numbers (grid) or float64.
+fast   Passes hold many units. At thetas of honest training the gradients of the others move by
+       less than 1e-6 C; at a theta chosen by an attacker they can move by many times C.
 """
 
 from __future__ import annotations
@@ -14,6 +23,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -31,6 +41,7 @@ from dpfed.privacy.sampling import batches
 # everything does not get it by accident: whoever wants it asks for this logger by name.
 PRIVATE = logging.getLogger("dpfed.private")
 PRIVATE.setLevel(logging.WARNING)
+Isolation = Literal["exact", "fast"]
 NO_ROOM = ("out of memory", "not enough memory", "can't allocate", "cannot allocate", "alloc_failed")
 
 
@@ -73,6 +84,12 @@ class Slots:
             first = last
         return out
 
+    def single(self, i: int) -> Slots:
+        """Return record i alone, as a unit of its own."""
+        only = slice(i, i + 1)
+        zero = np.zeros(1, dtype=np.int64)
+        return Slots(self.row[only], self.client[only], zero, self.client[only], self.key[only])
+
 
 class FleetOracle:
     """The oracle of S clients in one round. It can be asked for K steps of what the plan's mechanism declares, no more."""
@@ -93,7 +110,10 @@ class FleetOracle:
         noise: Sequence[Noise] | None = None,
         grid: bool = False,
         paid: Callable[[], None] = lambda: None,
+        isolation: Isolation = "fast",
+        admit: Callable[[Tensor], None] = lambda theta: None,
     ) -> None:
+        """`admit` sees every theta `[S, P]` before a gradient is computed at it, and may raise."""
         self._gradients, self._records, self._holdings, self._plan = gradients, records, holdings, plan
         self._clients = list(clients)
         self._device = records.labels.device
@@ -104,7 +124,9 @@ class FleetOracle:
         self._dropout = [streams.number("dropout", round, i) for i in self._clients] if gradients.has_dropout else None
         self._augment = [streams.number("augment", round, i) for i in self._clients] if view is not None else None
         self.max_slots = max_slots
-        self.fixed = fixed
+        self._exact = isolation == "exact"
+        self._admit = admit
+        self.fixed = None if self._exact else fixed
         self._std = self._column([plan.noise_std(i) for i in self._clients])
         self._count_std = self._column([plan.count_std(i) for i in self._clients])
         self._expected = self._column([float(plan.expected[i]) for i in self._clients])
@@ -153,6 +175,7 @@ class FleetOracle:
         return self._below / max(1, self._counted)
 
     def _release(self, theta: Tensor, slots: Slots, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        self._admit(theta)
         self._released += 1
         released, count = self._noised_sum(theta, slots, scale)
         self._paid()
@@ -172,10 +195,12 @@ class FleetOracle:
                 count = noised_counts(count, self._count_std[:, 0].tolist(), self._noise)
             return released, count.float()
         if noisy:  # without noise σ=0 is exact, also for C = inf
-            total = total.addcmul_(self._std, self._normal(total))  # the sum is nobody else's: one pass over memory
+            # the sum is nobody else's: one pass over memory
+            total = total.addcmul_(self._std.to(total.dtype), self._normal(total).to(total.dtype))
         if counts and noisy:
-            count = count.addcmul_(self._count_std, self._normal(count))
-        return total, count
+            noise = self._normal(count).to(count.dtype)
+            count = count.addcmul_(self._count_std.to(count.dtype), noise)
+        return total.float(), count.float()
 
     def _normal(self, like: Tensor) -> Tensor:
         """The clients' next numbers, a row for each, in one piece."""
@@ -206,7 +231,11 @@ class FleetOracle:
         return Slots(np.concatenate(rows), owner[unit], unit, owner, np.concatenate(keys))
 
     def _keys(self, positions: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """A key for each record that depends on its place at its client and on the step, not on the fleet around it."""
+        """A key for each record that depends on its place at its client and on the step, not on the fleet around it.
+
+        Removing a unit renumbers the places behind it. The keys are masked by a number of a secret
+        stream, so they have the same law at every place, and neighbours are coupled record by record.
+        """
         if self._dropout is None and self._augment is None:
             return np.zeros(int(counts.sum()), dtype=np.int64)
         unit = np.repeat(positions, counts)
@@ -244,8 +273,11 @@ class FleetOracle:
 
     @property
     def _together(self) -> int:
-        """Records in a pass, so that all their views are no more rows than `max_slots`."""
-        return max(1, self.max_slots // self._views)
+        """Records in a pass, so that all their views are no more rows than `max_slots`.
+
+        With exact isolation it is 1, so `Slots.chunks` gives one unit at a time.
+        """
+        return 1 if self._exact else max(1, self.max_slots // self._views)
 
     def _clipped_sum(self, theta: Tensor, slots: Slots, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         """Σ of clipped per-unit gradients for each client `[S, P]`, and the count at or below C `[S, 1]`.
@@ -255,8 +287,10 @@ class FleetOracle:
         rule, clip = self._plan.clipping, self._plan.clip if self._plan.clipping.per_unit else float("inf")
         if self._takes_fixed(slots, scale) and self.fixed is not None:
             return self._fixed_sum(self.fixed, theta, slots)
-        total = torch.zeros_like(theta, dtype=torch.float32 if self._grid is None else torch.int64)
-        count = torch.zeros_like(self.phi)
+        # In float32 the rounding of a sum would depend on the units that were added before.
+        precision = torch.float64 if self._exact else torch.float32
+        total = torch.zeros_like(theta, dtype=precision if self._grid is None else torch.int64)
+        count = torch.zeros_like(self.phi, dtype=precision)
         for part in slots.chunks(self._together):
             client = torch.from_numpy(part.client).to(self._device)
             grads = self._grads(theta, client, part)
@@ -280,6 +314,15 @@ class FleetOracle:
 
     def _grads(self, theta: Tensor, client: Tensor, part: Slots) -> list[Tensor]:
         """The records' gradients `[M, n]`, each the mean over its views; not clipped yet."""
+        if not self._exact:
+            return self._pass(theta, client, part)
+        alone = torch.zeros(1, dtype=torch.int64, device=self._device)
+        rows = [theta[s : s + 1] for s in part.client.tolist()]
+        found = [self._pass(row, alone, part.single(i)) for i, row in enumerate(rows)]
+        return [torch.cat(tensors).double() for tensors in zip(*found, strict=True)]
+
+    def _pass(self, theta: Tensor, client: Tensor, part: Slots) -> list[Tensor]:
+        """Return the gradients of these records from one forward and one backward pass."""
         count, row = self._views, torch.from_numpy(part.row).to(self._device)
         inputs, labels = self._records.take(each_view(row, count))
         keys = self._keyed(self._augment, part)

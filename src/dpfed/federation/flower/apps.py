@@ -68,7 +68,8 @@ def _client_of(path: str) -> ClientApp:
     from dpfed.registry import registry
 
     config, _ = load_client(Path(path), registry())
-    return client_app(Client(config).answer, config.client.name, _to_stderr)
+    own = Client(config, log=_to_stderr)
+    return client_app(own.answer, config.client.name, _to_stderr)
 
 
 def _to_stderr(line: str) -> None:
