@@ -21,7 +21,8 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 class Built:
     """head: modules that are trained whole in every mode; none for a language model.
     spec: the inputs with what only the model knows (its vocabulary), where it adds something.
-    rows: how many records are evaluated at once."""
+    rows: how many records are evaluated at once.
+    forms: ways in which inputs can enter, `prepare` first; a check takes the first that is right."""
 
     model: nn.Module
     head: str | tuple[str, ...]
@@ -30,6 +31,7 @@ class Built:
     spec: InputSpec | None = None
     rows: int = 1024
     notes: tuple[str, ...] = ()
+    forms: tuple[Prepare, ...] = ()
 
 
 def fresh_head(width: int, classes: int) -> nn.Linear:
