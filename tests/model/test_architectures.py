@@ -1,4 +1,4 @@
-"""Architectures with something odd: each is trained right, or refused in a sentence with a way out."""
+"""Architectures with something odd: each is trained right or refused with a way out."""
 
 from __future__ import annotations
 
@@ -117,7 +117,8 @@ def qwen3_moe() -> nn.Module:
 
 
 def mamba() -> nn.Module:
-    config = MambaConfig(vocab_size=20, hidden_size=8, num_hidden_layers=2, state_size=4, pad_token_id=0)
+    sizes = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 2, "state_size": 4}
+    config = MambaConfig(**sizes, pad_token_id=0)
     return MambaForCausalLM(config)
 
 
@@ -266,5 +267,6 @@ def test_the_way_out_is_not_what_was_done_already() -> None:
 
     case = Case(Branching())
     inputs = {"x": torch.randn(RECORDS, 3)}
-    with pytest.raises(DpfedError, match=r'cannot be computed .*: set model.train = "lora" or "head"$'):
+    sentence = r'cannot be computed .*: set model.train = "lora" or "head"$'
+    with pytest.raises(DpfedError, match=sentence):
         check_alive(case.ready, case.theta, inputs, 3, torch.Generator().manual_seed(0))

@@ -272,7 +272,7 @@ def test_a_projection_that_is_no_row_of_heads_is_refused(tmp_path: Path) -> None
 
 
 def test_phi3_rows_feed_the_heads_that_they_are_said_to(tmp_path: Path) -> None:
-    """Shown by the model: with one value head at zero, the two query heads that share it give nothing."""
+    """Shown by the model: with a value head at zero, the two query heads that share it are zero."""
     model = phi3().eval()
     section = with_train(AutoCausal(weights=save(model, tmp_path)), "full")
     space = describe_space(section, text_spec(classes=1)).space

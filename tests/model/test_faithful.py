@@ -1,4 +1,4 @@
-"""Every record is computed as the plain model computes it alone and unpadded, or the model is refused."""
+"""A record is computed as the plain model computes it alone and unpadded, or it is refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,16 @@ from transformers import (
     OPTConfig,
     OPTForCausalLM,
 )
-from zoo_case import ZooCase, alone_causal, alone_text, save, spread_weights, text_spec, tokens_of, with_train
+from zoo_case import (
+    ZooCase,
+    alone_causal,
+    alone_text,
+    save,
+    spread_weights,
+    text_spec,
+    tokens_of,
+    with_train,
+)
 
 from dpfed.errors import DpfedError
 from dpfed.model.assemble import assemble
@@ -42,6 +51,7 @@ from dpfed.model.zoo.built import Built
 from dpfed.model.zoo.text import AutoCausal, AutoText, tokens
 from dpfed.model.zoo.vision import AutoImage
 
+Build = Callable[[], nn.Module]
 SIZES: dict[str, Any] = {
     "vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
     "intermediate_size": 12, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
@@ -80,7 +90,7 @@ def opt() -> nn.Module:
 
 @pytest.mark.parametrize("train", ["head", "lora", "full"])
 @pytest.mark.parametrize("build", [mpnet, luke, ibert, longformer])
-def test_positions_are_the_models_own(build: Callable[[], nn.Module], train: str, tmp_path: Path) -> None:
+def test_positions_are_the_models_own(build: Build, train: str, tmp_path: Path) -> None:
     section = with_train(AutoText(weights=save(build(), tmp_path), max_length=8), train)
     if build is ibert and train == "lora":
         with pytest.raises(DpfedError, match=r"no layer that LoRA can adapt.*model.train"):
@@ -109,7 +119,7 @@ def test_the_usual_models_take_the_mask_that_no_branch_depends_on(tmp_path: Path
 
 
 @pytest.mark.parametrize("build", [mpnet, longformer, roberta])
-def test_texts_longer_than_the_positions_are_refused(build: Callable[[], nn.Module], tmp_path: Path) -> None:
+def test_texts_longer_than_the_positions_are_refused(build: Build, tmp_path: Path) -> None:
     model = build()
     most = model.config.max_position_embeddings - 2
     weights = save(model, tmp_path)
@@ -119,8 +129,9 @@ def test_texts_longer_than_the_positions_are_refused(build: Callable[[], nn.Modu
 
 
 def test_padding_by_another_token_than_the_models_own(tmp_path: Path) -> None:
-    """A classifier finds the last token by the model's padding token, whatever the tokenizer pads with."""
-    config = LlamaConfig(**{k: SIZES[k] for k in SIZES if "dropout" not in k}, pad_token_id=0, num_key_value_heads=1)
+    """A classifier finds the last token by the model's own padding token."""
+    sizes = {key: size for key, size in SIZES.items() if "dropout" not in key}
+    config = LlamaConfig(**sizes, pad_token_id=0, num_key_value_heads=1)
     weights = save(LlamaForSequenceClassification(config), tmp_path)
     case = ZooCase(with_train(AutoText(weights=weights, max_length=8), "lora"), text_spec())
     case.check(tokens_of(4, 8, 20, pad=17), torch.tensor([0, 1, 2, 0]), alone_text)
@@ -132,7 +143,7 @@ def test_padding_by_another_token_than_the_models_own(tmp_path: Path) -> None:
 class PaddedPositions(BertForSequenceClassification):
     """Counts positions from the end of the padded batch, so that padding moves every token."""
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:  # type: ignore[override]
+    def forward(self, input_ids: Tensor, attention_mask: Any = None) -> Any:
         length = input_ids.shape[1]
         positions = torch.arange(length, device=input_ids.device).flip(0).expand(input_ids.shape)
         return super().forward(input_ids, attention_mask, position_ids=positions)
@@ -141,7 +152,7 @@ class PaddedPositions(BertForSequenceClassification):
 class NextRecord(BertForSequenceClassification):
     """Adds a part of the next record's scores."""
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:  # type: ignore[override]
+    def forward(self, input_ids: Tensor, attention_mask: Any = None) -> Any:
         out = super().forward(input_ids, attention_mask)
         out.logits = out.logits + 0.1 * out.logits.roll(1, 0)
         return out
@@ -150,7 +161,7 @@ class NextRecord(BertForSequenceClassification):
 class FirstExpertFull(BertForSequenceClassification):
     """An expert that takes so many tokens of a batch and no more."""
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:  # type: ignore[override]
+    def forward(self, input_ids: Tensor, attention_mask: Any = None) -> Any:
         out = super().forward(input_ids, attention_mask)
         room = torch.arange(len(input_ids), device=input_ids.device) < 1
         out.logits = out.logits * (1 + room.unsqueeze(1))
@@ -189,12 +200,12 @@ def test_a_model_without_a_mask_is_refused(train: str, tmp_path: Path) -> None:
 
 def test_what_the_plain_model_cannot_compute_is_refused() -> None:
     class Whole(BertForSequenceClassification):
-        def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:  # type: ignore[override]
+        def forward(self, input_ids: Tensor, attention_mask: Any = None) -> Any:
             if input_ids.shape[1] != 8:
                 raise RuntimeError("eight tokens are needed\nand more lines")
             return super().forward(input_ids, attention_mask)
 
-    sentence = "Whole cannot compute a single record without padding .eight tokens are needed.: choose"
+    sentence = "Whole cannot compute a single record without padding .eight tokens are needed.: "
     with pytest.raises(DpfedError, match=sentence):
         ready(Whole(BertConfig(**SIZES, num_labels=3)))
 
@@ -225,7 +236,7 @@ def test_images_are_compared_one_by_one(train: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("build", [bert, roberta, mpnet, longformer])
-def test_short_precision_has_its_own_tolerance(build: Callable[[], nn.Module], tmp_path: Path) -> None:
+def test_short_precision_has_its_own_tolerance(build: Build, tmp_path: Path) -> None:
     section = with_train(AutoText(weights=save(build(), tmp_path), max_length=8), "lora")
     parts = assemble(section, text_spec())
     model, space = parts.adapted.model, parts.space
@@ -246,7 +257,7 @@ def test_short_precision_has_its_own_tolerance(build: Callable[[], nn.Module], t
 
 def test_the_check_leaves_the_random_state_alone() -> None:
     class Drawing(BertForSequenceClassification):
-        def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:  # type: ignore[override]
+        def forward(self, input_ids: Tensor, attention_mask: Any = None) -> Any:
             torch.rand(3)
             return super().forward(input_ids, attention_mask)
 

@@ -158,7 +158,8 @@ def head_counts(
     names = (*filter(None, (architecture.heads,)), *_HEADS)
     heads = _said(path, names, modules)
     if heads is None:
-        raise ValueError(f"nothing says how many heads {path} has: it was looked for as {', '.join(names)}")
+        looked = ", ".join(names)
+        raise ValueError(f"nothing says how many heads {path} has: it was looked for as {looked}")
     kv_heads = _said(path, _KV_HEADS, modules) or heads
     if layout != "separate" or kv_heads == heads:
         return heads, kv_heads
@@ -175,7 +176,7 @@ def head_counts(
 
 
 def _said(path: str, names: Iterable[str], modules: Mapping[str, nn.Module]) -> int | None:
-    """Return the first of these numbers in the attention module, its configuration or the model's."""
+    """Return the first such number of the attention module, its configuration or the model's."""
     owner = modules[path.rpartition(".")[0]]
     for holder in (owner, getattr(owner, "config", None), getattr(modules[""], "config", None)):
         for name in names:

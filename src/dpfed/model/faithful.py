@@ -18,7 +18,7 @@ from dpfed.model.space import Space
 from dpfed.model.zoo.built import Built, Prepare
 
 SPREAD = 0.02
-"""Standard deviation of the change of trainable weights: a new head of zeros would hide everything."""
+"""Standard deviation of the change of trainable weights: a new head of zeros hides everything."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.25}
 """Largest relative difference of a record's outputs that rounding can explain."""
 
@@ -37,7 +37,13 @@ class PlainOutputs:
     outputs: list[Tensor]
 
 
-def plain_outputs(model: nn.Module, space: Space, theta: Tensor, inputs: Batch, prepare: Prepare) -> PlainOutputs:
+def plain_outputs(
+    model: nn.Module,
+    space: Space,
+    theta: Tensor,
+    inputs: Batch,
+    prepare: Prepare,
+) -> PlainOutputs:
     """Return the plain model's own outputs; call it before layers are exchanged."""
     generator = torch.Generator().manual_seed(0)
     moved = SPREAD * torch.randn(len(theta), generator=generator)
@@ -71,7 +77,12 @@ def unpadded(one: dict[str, Tensor], prepare: Prepare) -> dict[str, Tensor]:
     return {name: x for name, x in tokens.items() if name in taken}
 
 
-def faithful_model(built: Built, model: nn.Module, space: Space, plain: PlainOutputs) -> tuple[PerSample, Prepare]:
+def faithful_model(
+    built: Built,
+    model: nn.Module,
+    space: Space,
+    plain: PlainOutputs,
+) -> tuple[PerSample, Prepare]:
     """Return the model made ready for per-record gradients, and the form of its inputs.
 
     Its layers are exchanged here. A model that is then computed differently is refused.
@@ -103,7 +114,7 @@ def faithful_form(model: PerSample, plain: PlainOutputs, forms: Sequence[Prepare
         best = min(best, off)
     name = type(model.model).__name__
     if best == float("inf"):
-        raise DpfedError(f"{name} cannot compute a batch of records ({reason}): choose another model")
+        raise DpfedError(f"{name} cannot compute a batch ({reason}): choose another model")
     raise DpfedError(
         f"{name} computes a record differently in a padded batch than alone and unpadded "
         f"(outputs are {best:.1%} off), so its gradients would be wrong: choose another model"
@@ -111,9 +122,9 @@ def faithful_form(model: PerSample, plain: PlainOutputs, forms: Sequence[Prepare
 
 
 def farthest(model: PerSample, plain: PlainOutputs, form: Prepare) -> float:
-    """Return the largest relative difference of a record's outputs; infinity where one is not finite.
+    """Return the largest relative difference of a record's outputs, infinity if one is not finite.
 
-    In short precision the middle one of all records: a router of experts may decide a tie by rounding.
+    In short precision the median record counts: rounding may decide a tie of a router of experts.
     """
     weights = {n: w.to(model.dtype) for n, w in model.space.unflatten(plain.vector).items()}
     with torch.no_grad(), torch.random.fork_rng(devices=[]):

@@ -40,8 +40,8 @@ def check_alive(model: PerSample, theta: Tensor, inputs: Batch, classes: int, ge
     for name, gradient in zip(model.space.names, alone, strict=True):
         if not gradient.norm() > 0:
             raise DpfedError(
-                f"the trainable tensor {name} has no gradient, as {type(model.model).__name__} does "
-                f"not use it or multiplies it by zero: {_way_out(model)}"
+                f"the trainable tensor {name} has no gradient, as {type(model.model).__name__} "
+                f"does not use it or multiplies it by zero: {_way_out(model)}"
             )
     name, off = _farthest(model, together, alone)
     if not off <= TOLERANCE and not (

@@ -97,7 +97,7 @@ def _adaptable(module: nn.Module) -> bool:
 
 
 def _auto(model: nn.Module, heads: tuple[str, ...]) -> list[str]:
-    """Return every linear layer but heads and a language model's output; in a CNN every convolution.
+    """Return every linear layer but heads and a language model's output; in a CNN convolutions.
 
     The names are given in full: peft would extend "all-linear" to tensors of experts and routers.
     """
@@ -113,7 +113,9 @@ def _auto(model: nn.Module, heads: tuple[str, ...]) -> list[str]:
         linear = [n for n in linear if n.rpartition(".")[2] not in DEAD_IN_MAMBA]
     found = linear or list(body)
     if not found:
-        raise DpfedError(f'{type(model).__name__} has no layer that LoRA can adapt: set model.train = "head" or "full"')
+        name = type(model).__name__
+        ways = 'set model.train = "head" or "full"'
+        raise DpfedError(f"{name} has no layer that LoRA can adapt: {ways}")
     return found
 
 

@@ -205,7 +205,11 @@ def cast(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     if dtype == torch.float32:
         return inputs
     least = max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
-    return {name: x.clamp_min(least).to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
+    out = dict(inputs)
+    for name, x in inputs.items():
+        if x.is_floating_point():
+            out[name] = x.clamp_min(least).to(dtype)
+    return out
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

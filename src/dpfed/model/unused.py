@@ -1,6 +1,6 @@
 """Trainable tensors that a forward pass never uses, such as the mask token of a pretraining task.
 
-They have no gradient, so they stay frozen. The pass runs on the meta device: shapes alone, no numbers.
+They have no gradient, so they stay frozen. The pass runs on the meta device, without numbers.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ def freeze_unused(model: nn.Module, built: Built, spec: InputSpec) -> tuple[str,
         return ()
     for name in unused:
         tensors[name].requires_grad_(False)
+    named = ", ".join(unused[:NAMED])
     more = f" and {len(unused) - NAMED} more" if len(unused) > NAMED else ""
-    return (f"not used by {type(model).__name__}, so not trained: {', '.join(unused[:NAMED])}{more}",)
+    return (f"not used by {type(model).__name__}, so not trained: {named}{more}",)
 
 
 def _reached(model: nn.Module, built: Built, spec: InputSpec) -> set[str] | None:

@@ -21,13 +21,14 @@ def map_whole_modules(model: nn.Module, trained: set[int]) -> None:
         make = WHOLE.get(f"{type(module).__module__.rpartition('.')[2]}.{type(module).__name__}")
         if make is None or not any(id(p) in trained for p in module.parameters()):
             continue
-        module._plain_dims = {name: p.dim() for name, p in module.named_parameters()}  # type: ignore[assignment]
+        mapped: Any = module
+        mapped._plain_dims = {name: p.dim() for name, p in module.named_parameters()}
         install_twin(module, make(type(module)))
 
 
 @once
 def _relative_twin(cls: type[nn.Module]) -> type[nn.Module]:
-    """DeBERTa's attention. Its table of relative positions is `[1 or M, rows, width]` on the way in."""
+    """DeBERTa's attention; its table of relative positions comes as `[1 or M, rows, width]`."""
 
     def single(self: Any, *args: Any, rel_embeddings: Tensor | None = None, **kwargs: Any) -> Any:
         if rel_embeddings is not None:
@@ -46,7 +47,7 @@ def _relative_twin(cls: type[nn.Module]) -> type[nn.Module]:
 
 @once
 def _mpnet_twin(cls: type[nn.Module]) -> type[nn.Module]:
-    """MPNet's encoder, whose table of position biases `[buckets, heads]` takes no record's input."""
+    """MPNet's encoder, whose table of position biases is read without a record's input."""
     plain: Any = cls
 
     def compute_position_bias(
@@ -60,8 +61,8 @@ def _mpnet_twin(cls: type[nn.Module]) -> type[nn.Module]:
         buckets = self.relative_position_bucket(at[None, :] - at[:, None], num_buckets=num_buckets)
         return table[:, buckets].permute(0, 3, 1, 2)
 
-    name = f"Twin{cls.__name__}"
-    return type(name, (cls,), {"compute_position_bias": compute_position_bias, "__module__": __name__})
+    methods = {"compute_position_bias": compute_position_bias, "__module__": __name__}
+    return type(f"Twin{cls.__name__}", (cls,), methods)
 
 
 WHOLE = {

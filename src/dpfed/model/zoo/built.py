@@ -22,7 +22,7 @@ class Built:
     """head: modules that are trained whole in every mode; none for a language model.
     spec: the inputs with what only the model knows (its vocabulary), where it adds something.
     rows: how many records are evaluated at once.
-    forms: ways in which inputs can enter, `prepare` first; a check takes the first that is right."""
+    forms: ways in which inputs can enter, `prepare` first; a check takes the first right one."""
 
     model: nn.Module
     head: str | tuple[str, ...]

@@ -197,7 +197,7 @@ def tokens(model: nn.Module, causal: bool) -> tuple[Prepare, ...]:
 
 
 def _form(model: nn.Module, ahead: bool | None) -> Prepare:
-    """Return a form of inputs; `ahead` hides later tokens in a 4-D mask, None gives the plain mask."""
+    """Return a form of inputs: 4-D mask, later tokens hidden if `ahead`; plain mask if None."""
     takes_types = "token_type_ids" in _accepts(model)
     padding = getattr(model.config, "pad_token_id", None)
 
