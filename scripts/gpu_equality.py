@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from dpfed.bench.cases import Case
-from dpfed.engine.setup import cast, device_of
-from dpfed.model.per_sample import Batch, PerSample, call, trainable
+from dpfed.engine.setup import device_of
+from dpfed.model.per_sample import Batch, PerSample, call, cast, trainable
 from dpfed.model.task import InputSpec
 from dpfed.privacy.clipping import Clipping
 from dpfed.privacy.fixed import FixedSum, Pass

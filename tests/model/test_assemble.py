@@ -16,10 +16,24 @@ from transformers import (
     DeiTForImageClassification,
     Dinov2Config,
     Dinov2ForImageClassification,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     XLMRobertaConfig,
     XLMRobertaForSequenceClassification,
 )
@@ -69,6 +83,37 @@ def qwen2() -> nn.Module:
     return Qwen2ForCausalLM(Qwen2Config(**TEXT, num_key_value_heads=1))
 
 
+GROUPED: dict[str, Any] = {
+    **TEXT, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+def qwen3() -> nn.Module:
+    """Heads are wider than their share of the hidden size."""
+    return Qwen3ForCausalLM(Qwen3Config(**GROUPED, head_dim=6))
+
+
+def gemma2() -> nn.Module:
+    return Gemma2ForCausalLM(Gemma2Config(**GROUPED, head_dim=6, sliding_window=2))
+
+
+def gemma3() -> nn.Module:
+    return Gemma3ForCausalLM(Gemma3TextConfig(**GROUPED, head_dim=6, sliding_window=2))
+
+
+def phi3() -> nn.Module:
+    return Phi3ForCausalLM(Phi3Config(**GROUPED))
+
+
+def mixtral() -> nn.Module:
+    config = MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2)
+    return MixtralForCausalLM(config)
+
+
+def olmo2() -> nn.Module:
+    return Olmo2ForCausalLM(Olmo2Config(**GROUPED))
+
+
 def xlm() -> nn.Module:
     return XLMRobertaForSequenceClassification(XLMRobertaConfig(**{**TEXT, "pad_token_id": 1}))
 
@@ -94,6 +139,12 @@ SMALL: dict[str, tuple[Callable[[Path], tuple[ModelSection, InputSpec]], int, in
     "llama": (causal(llama), 4, 2),
     "mistral": (causal(mistral), 2, 1),
     "qwen2": (causal(qwen2), 2, 1),
+    "qwen3": (causal(qwen3), 4, 2),
+    "gemma2": (causal(gemma2), 4, 2),
+    "gemma3_text": (causal(gemma3), 4, 2),
+    "phi3": (causal(phi3), 4, 2),
+    "mixtral": (causal(mixtral), 4, 2),
+    "olmo2": (causal(olmo2), 4, 2),
 }
 
 
@@ -181,6 +232,67 @@ def test_gpt_neox_interleaves_its_heads(tmp_path: Path) -> None:
 def test_gpt_neox_gradients_equal_the_loop(tmp_path: Path) -> None:
     case = ZooCase(with_train(AutoCausal(weights=save(neox(), tmp_path), max_length=8), "full"), text_spec(classes=1))
     case.check(tokens_of(3, 8, 20, 0), torch.zeros(3, dtype=torch.int64), alone_causal)
+
+
+# ---- grouped-query attention
+
+
+@pytest.mark.parametrize("train", ["lora", "full"])
+@pytest.mark.parametrize("build", [qwen3, gemma2, gemma3, phi3, mixtral, olmo2])
+def test_gradients_of_decoders_equal_the_loop(build: Any, train: str, tmp_path: Path) -> None:
+    section = with_train(AutoCausal(weights=save(build(), tmp_path), max_length=8), train)
+    case = ZooCase(section, text_spec(classes=1))
+    case.check(tokens_of(4, 8, 20, 0), torch.zeros(4, dtype=torch.int64), alone_causal)
+    case.alive()
+
+
+@pytest.mark.parametrize("train", ["lora", "full"])
+def test_grouped_heads_of_an_unlisted_architecture(train: str, tmp_path: Path) -> None:
+    """Four query heads of six rows, two key and value heads; LoRA's A stays one block."""
+    model = GemmaForCausalLM(GemmaConfig(**GROUPED, head_dim=6))
+    assert "gemma" not in ARCHITECTURES
+    names = ("q_proj", "k_proj", "v_proj")
+    section = AutoCausal(weights=save(model, tmp_path), attention=names)
+    space = describe_space(with_train(section, train), text_spec(classes=1)).space
+    sizes = block_sizes(space)
+    factor, inputs = ("", 16) if train == "full" else (".lora_B", 2)
+    for name, heads in zip(names, (4, 2, 2), strict=True):
+        stem = f"model.layers.0.self_attn.{name}{factor}"
+        found = {n: size for n, size in sizes.items() if n.startswith(f"{stem}.head")}
+        assert found == {f"{stem}.head{h}": 6 * inputs for h in range(heads)}
+    if train == "lora":
+        assert sizes["model.layers.0.self_attn.k_proj.lora_A"] == 2 * 16
+
+
+def test_a_projection_that_is_no_row_of_heads_is_refused(tmp_path: Path) -> None:
+    model = GemmaForCausalLM(GemmaConfig(**GROUPED, head_dim=6))
+    section = AutoCausal(weights=save(model, tmp_path), attention=("o_proj",), train="full")
+    with pytest.raises(DpfedError, match=r"the 16 output rows .*o_proj are neither 4 query heads"):
+        describe_space(section, text_spec(classes=1))
+
+
+def test_phi3_rows_feed_the_heads_that_they_are_said_to(tmp_path: Path) -> None:
+    """Shown by the model: with a value head at zero, the two query heads that share it are zero."""
+    model = phi3().eval()
+    section = with_train(AutoCausal(weights=save(model, tmp_path)), "full")
+    space = describe_space(section, text_spec(classes=1)).space
+    path = "model.layers.0.self_attn.qkv_proj"
+    rows = space.unflatten(space.blocks)[f"{path}.weight"][:, 0].tolist()
+    labels = [space.block_names[b].removeprefix(f"{path}.") for b in rows]
+    parts = [("q", 4), ("k", 2), ("v", 2)]
+    assert labels[::4] == [f"{part}.head{h}" for part, count in parts for h in range(count)]
+    attention = model.model.layers[0].self_attn
+    seen: list[torch.Tensor] = []
+    attention.o_proj.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+    kept = attention.qkv_proj.weight.detach().clone()
+    for h in (0, 1):
+        block = space.block_names.index(f"{path}.v.head{h}")
+        attention.qkv_proj.weight.data[torch.tensor(rows) == block] = 0
+        model(input_ids=torch.tensor([[3, 4, 5]]))
+        out = seen[-1].reshape(3, 2, 2, 4)
+        assert not out[:, h].any()
+        assert out[:, 1 - h].all()
+        attention.qkv_proj.weight.data.copy_(kept)
 
 
 # ---- an architecture that is not known

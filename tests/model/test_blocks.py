@@ -278,6 +278,14 @@ def test_swin_base_fused_example_of_the_specification() -> None:
             assert len(blocks_of(space, f"layers.{i}.qkv.lora_B.default.weight")) == 3 * layer.num_attention_heads
 
 
+def test_rows_of_fused_projections_with_fewer_key_heads() -> None:
+    q_k_v = ["q.head0", "q.head1", "q.head2", "q.head3", "k.head0", "k.head1", "v.head0", "v.head1"]
+    assert head_rows("3HD", 16, 4, 2)[::2] == q_k_v
+    first = ["q.head0", "q.head1", "k.head0", "v.head0"]
+    second = ["q.head2", "q.head3", "k.head1", "v.head1"]
+    assert head_rows("H3D", 16, 4, 2)[::2] == first + second
+
+
 def test_rows_that_heads_do_not_divide_are_an_error() -> None:
     with pytest.raises(ValueError, match="7 output rows cannot be divided among 2 heads"):
         head_rows("separate", 7, 2)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from dpfed.config import LoraSection, ModelSection
 from dpfed.model.assemble import assemble
+from dpfed.model.faithful import faithful_model, plain_outputs
 from dpfed.model.liveness import RECORDS, check_alive
-from dpfed.model.per_sample import PerSample, call, trainable
+from dpfed.model.per_sample import trainable
 from dpfed.model.task import InputSpec
 
 Inputs = dict[str, Tensor]
@@ -34,12 +35,9 @@ class ZooCase:
         model = parts.adapted.model
         self.theta = self.space.flatten(trainable(model))
         self.plain = copy.deepcopy(model).eval()
-        task, prepare = self.built.task, self.built.prepare
-
-        def forward(m: nn.Module, weights: dict[str, Tensor], inputs: Inputs) -> Tensor:
-            return task.score(call(m, weights, prepare(dict(inputs))), inputs)
-
-        self.ready = PerSample(model, self.space, forward, task.loss, task.correct, self.built.rows)  # type: ignore[arg-type]
+        records = self.spec.synthetic(RECORDS, torch.Generator().manual_seed(0))
+        outputs = plain_outputs(model, self.space, self.theta, records, self.built.prepare)
+        self.ready, self.form = faithful_model(self.built, model, self.space, outputs)
 
     def rows(self, clients: int) -> Tensor:
         """Different weights for each client, away from zero heads and from LoRA's B = 0."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dpfed.config import LoraSection, ModelSection
 from dpfed.model.assemble import Assembled, assemble
-from dpfed.model.per_sample import call
+from dpfed.model.per_sample import call, cast
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo import REGISTRY
 from dpfed.model.zoo.built import Built, fresh_head, normalise
@@ -98,6 +98,4 @@ CPU = (
 
 def logits_of(parts: Assembled, model: nn.Module, inputs: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
     """What the model makes of raw inputs, with its own weights."""
-    from dpfed.engine.setup import cast
-
     return parts.built.task.score(call(model, {}, cast(parts.built.prepare(dict(inputs)), dtype)), inputs)

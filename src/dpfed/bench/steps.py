@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from dpfed.bench.cases import Case, logits_of
-from dpfed.engine.setup import cast
-from dpfed.model.per_sample import Batch, PerSample, call, trainable
+from dpfed.model.per_sample import Batch, PerSample, call, cast, trainable
 from dpfed.privacy.clipping import Clipping
 from dpfed.privacy.fixed import FixedSum, Pass
 

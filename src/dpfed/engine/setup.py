@@ -22,9 +22,10 @@ from dpfed.engine.threads import set_threads
 from dpfed.errors import DpfedError
 from dpfed.model.assemble import Assembled, assemble
 from dpfed.model.augment import view_of
+from dpfed.model.faithful import faithful_form, faithful_model, plain_outputs
 from dpfed.model.liveness import RECORDS, check_alive, check_apart
 from dpfed.model.lora import Adapted
-from dpfed.model.per_sample import Batch, PerSample, call, trainable
+from dpfed.model.per_sample import PerSample, trainable
 from dpfed.model.space import Space
 from dpfed.model.task import InputSpec
 from dpfed.privacy.noise import Streams
@@ -454,17 +455,16 @@ def ready_model(
     """The model on the device, checked on synthetic records, in its precision and compiled if that is asked."""
     built, adapted, space = parts.built, parts.adapted, parts.space.to(device)
     adapted.model.to(device)
-
-    def forward(model: torch.nn.Module, weights: dict[str, Tensor], inputs: Batch) -> Tensor:
-        return built.task.score(call(model, weights, cast(built.prepare(dict(inputs)), ready.dtype)), inputs)
-
-    ready = PerSample(adapted.model, space, forward, built.task.loss, built.task.correct, built.rows)
+    generator = torch.Generator().manual_seed(streams.number("check"))
+    synthetic = (built.spec or spec).synthetic(RECORDS, generator)
+    synthetic = {name: x.to(device) for name, x in synthetic.items()}
+    plain = plain_outputs(adapted.model, space, theta, synthetic, built.prepare)
+    ready, form = faithful_model(built, adapted.model, space, plain)
     if config.model.liveness:
-        generator = torch.Generator().manual_seed(streams.number("check"))
-        synthetic = {k: v.to(device) for k, v in (built.spec or spec).synthetic(RECORDS, generator).items()}
         check_alive(ready, theta, synthetic, spec.classes, generator)
     ready.to(PRECISION[config.run.precision])
     if config.model.liveness:
+        faithful_form(ready, plain, (form,))
         check_apart(ready, theta, synthetic, spec.classes, generator)
     if config.run.compile is True and config.privacy.isolation == "exact":
         raise DpfedError(
@@ -480,14 +480,6 @@ def repays(config: Config, device: torch.device) -> bool:
     if config.privacy.isolation == "exact":
         return False
     return device.type == "cuda" and config.run.rounds * config.run.local_steps >= LONG
-
-
-def cast(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Floating-point inputs in the model's type; a mask's least number stays finite."""
-    if dtype == torch.float32:
-        return inputs
-    least = max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
-    return {name: x.clamp_min(least).to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
 
 
 def block_rules(config: Config) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from dpfed.model.lora import Adapted, adapt
 from dpfed.model.per_sample import trainable
 from dpfed.model.space import Space
 from dpfed.model.task import InputSpec
+from dpfed.model.unused import freeze_unused
 from dpfed.model.zoo.built import ATTENTION_DROPOUT, Built
 
 
@@ -45,9 +46,10 @@ def assemble(
     total = sum(p.numel() for p in built.model.parameters())
     adapted = adapt(built.model, section, built.head, seeds[1])
     model = adapted.model
+    unused = freeze_unused(model, built, spec)
     shapes = {name: p.shape for name, p in trainable(model).items()}
     architecture = architecture_of(model, section.qkv_layout, section.attention)
-    notes = [*built.notes, *adapted.notes]
+    notes = [*built.notes, *adapted.notes, *unused]
     if architecture is None:
         if section.qkv_layout != "auto":
             raise DpfedError(

@@ -23,19 +23,18 @@ Layout = Literal["separate", "3HD", "H3D"]
 CnnBlocks = Literal["module", "residual"]
 _LORA = re.compile(r"^(?P<path>.*)\.lora_(?P<factor>[AB])\.[^.]+\.weight$")
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+_WIDTHS = ("head_dim", "attention_head_size")
 
 
 @dataclass(frozen=True)
 class Architecture:
     """attention: name of a projection -> how heads lie in its output rows.
-    heads, kv_heads: the attribute that counts them, of the attention module or of its configuration; projections in
-    `grouped` have the second number (grouped-query attention).
+    heads: the attribute that counts query heads, of the attention module or of its configuration.
     residual: class names of residual blocks."""
 
     attention: Mapping[str, Layout]
     heads: str = "num_attention_heads"
-    grouped: tuple[str, ...] = ()
-    kv_heads: str = "num_key_value_heads"
     residual: tuple[str, ...] = ()
 
 
@@ -45,10 +44,14 @@ def _separate(*names: str) -> dict[str, Layout]:
 
 _QKV = _separate("q_proj", "k_proj", "v_proj", "query", "key", "value")
 _ENCODER = Architecture(_QKV)
-_GROUPED = Architecture(_separate("q_proj", "k_proj", "v_proj"), grouped=("k_proj", "v_proj"))
+_DECODER = Architecture(_separate("q_proj", "k_proj", "v_proj"))
+_DECODERS = (
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo2",
+)  # fmt: skip
 ARCHITECTURES: dict[str, Architecture] = {
     **dict.fromkeys(("vit", "deit", "swin", "bert", "roberta", "xlm-roberta"), _ENCODER),
-    **dict.fromkeys(("llama", "mistral", "qwen2"), _GROUPED),
+    **dict.fromkeys(_DECODERS, _DECODER),
+    "phi3": Architecture({"qkv_proj": "3HD"}),
     "distilbert": Architecture(_separate("q_lin", "k_lin", "v_lin"), heads="n_heads"),
     "gpt2": Architecture({"c_attn": "3HD"}, heads="num_heads"),
     "gpt_neox": Architecture({"query_key_value": "H3D"}),
@@ -123,7 +126,8 @@ def _labels(
     stem = f"{path}.lora_B" if lora else path
     if layout is not None:
         outputs = shape[-1] if _transposed(name, shape, modules) else shape[0]
-        return [f"{stem}.{head}" for head in head_rows(layout, outputs, head_count(path, modules, architecture))]
+        counts = head_counts(path, layout, outputs, modules, architecture)
+        return [f"{stem}.{head}" for head in head_rows(layout, outputs, *counts)]
     if lora:
         return [path if merge else stem]
     owner = modules[name.rpartition(".")[0]]
@@ -140,32 +144,72 @@ def _residual(path: str, modules: Mapping[str, nn.Module], architecture: Archite
     return path
 
 
-def head_count(path: str, modules: Mapping[str, nn.Module], architecture: Architecture) -> int:
-    """How many heads the projection at `path` has: as its attention module says, or the configuration of that."""
+def head_counts(
+    path: str,
+    layout: Layout,
+    rows: int,
+    modules: Mapping[str, nn.Module],
+    architecture: Architecture,
+) -> tuple[int, int]:
+    """Return the heads of queries and of keys in the projection at `path`, which has so many rows.
+
+    A separate projection has one number of heads. With grouped-query attention its rows tell which.
+    """
+    names = (*filter(None, (architecture.heads,)), *_HEADS)
+    heads = _said(path, names, modules)
+    if heads is None:
+        looked = ", ".join(names)
+        raise ValueError(f"nothing says how many heads {path} has: it was looked for as {looked}")
+    kv_heads = _said(path, _KV_HEADS, modules) or heads
+    if layout != "separate" or kv_heads == heads:
+        return heads, kv_heads
+    width = _said(path, _WIDTHS, modules)
+    if width is None:
+        width = (_said(path, ("hidden_size",), modules) or 0) // heads
+    for count in (heads, kv_heads):
+        if rows == count * width:
+            return count, count
+    raise ValueError(
+        f"the {rows} output rows of {path} are neither {heads} query heads nor "
+        f"{kv_heads} key or value heads of {width} rows: leave it out of model.attention"
+    )
+
+
+def _said(path: str, names: Iterable[str], modules: Mapping[str, nn.Module]) -> int | None:
+    """Return the first such number of the attention module, its configuration or the model's."""
     owner = modules[path.rpartition(".")[0]]
-    grouped = path.rpartition(".")[2] in architecture.grouped
-    names = (architecture.kv_heads,) if grouped else (architecture.heads, *_HEADS)
     for holder in (owner, getattr(owner, "config", None), getattr(modules[""], "config", None)):
-        for name in filter(None, names):
+        for name in names:
             count = getattr(holder, name, None)
             if isinstance(count, int):
                 return count
-    raise ValueError(f"nothing says how many heads {path} has: it was looked for as {', '.join(filter(None, names))}")
+    return None
 
 
-def head_rows(layout: Layout, rows: int, heads: int) -> Iterable[str]:
-    """The head that each output row belongs to. Fused layouts: 3HD is (q|k|v, head, d), H3D is (head, q|k|v, d)."""
-    index = torch.arange(rows, device="cpu")
+def head_rows(layout: Layout, rows: int, heads: int, kv_heads: int | None = None) -> list[str]:
+    """Return the head that each output row belongs to.
+
+    separate  (head, width)
+    3HD       (query heads | key heads | value heads, width)
+    H3D       (key head, (its query heads | key | value), width)
+    """
     if layout == "separate":
         _divides(rows, heads)
-        return [f"head{h}" for h in (index // (rows // heads)).tolist()]
-    _divides(rows, 3 * heads)
-    width = rows // (3 * heads)
+        return [f"head{row // (rows // heads)}" for row in range(rows)]
+    keys = heads if kv_heads is None else kv_heads
+    _divides(rows, heads + 2 * keys)
+    _divides(heads, keys)
+    parts: list[str] = []
     if layout == "3HD":
-        part, head = index // (heads * width), (index // width) % heads
+        for part, count in (("q", heads), ("k", keys), ("v", keys)):
+            parts += [f"{part}.head{h}" for h in range(count)]
     else:
-        head, part = index // (3 * width), (index // width) % 3
-    return [f"{'qkv'[p]}.head{h}" for p, h in zip(part.tolist(), head.tolist(), strict=True)]
+        group = heads // keys
+        for h in range(keys):
+            parts += [f"q.head{h * group + i}" for i in range(group)]
+            parts += [f"k.head{h}", f"v.head{h}"]
+    width = rows // len(parts)
+    return [part for part in parts for _ in range(width)]
 
 
 def _divides(rows: int, heads: int) -> None:

@@ -33,14 +33,15 @@ def check_alive(model: PerSample, theta: Tensor, inputs: Batch, classes: int, ge
         together = model.grads(rows, client, inputs, labels)
     except Exception as error:
         raise DpfedError(
-            f"per-sample gradients of {type(model.model).__name__} cannot be computed: {_first_line(error)}; "
-            "freeze the module named there, or train = lora or head"
+            f"per-sample gradients of {type(model.model).__name__} cannot be computed "
+            f"({_first_line(error).rstrip('.')}): {_way_out(model)}"
         ) from error
     alone = _one_by_one(model, rows, client, inputs, labels)
     for name, gradient in zip(model.space.names, alone, strict=True):
         if not gradient.norm() > 0:
             raise DpfedError(
-                f"the trainable tensor {name} has no gradient: it is not used by the model, or it is dead; freeze it"
+                f"the trainable tensor {name} has no gradient, as {type(model.model).__name__} "
+                f"does not use it or multiplies it by zero: {_way_out(model)}"
             )
     name, off = _farthest(model, together, alone)
     if not off <= TOLERANCE and not (
@@ -49,8 +50,9 @@ def check_alive(model: PerSample, theta: Tensor, inputs: Batch, classes: int, ge
         and _each_agrees_once(model, theta, inputs, labels, generator)
     ):
         raise DpfedError(
-            f"the per-sample gradients of {name} differ from those of its records one by one: something in the model "
-            "mixes records or folds them in an unknown way; freeze that tensor"
+            f"the per-sample gradients of {name} differ from those of its records one by one, so "
+            f"{type(model.model).__name__} mixes records or folds them in an unknown way: "
+            f"{_way_out(model)}"
         )
     after = dict(model.model.named_buffers())  # once: each look walks the whole model
     for name, before in buffers.items():
@@ -63,6 +65,16 @@ def check_alive(model: PerSample, theta: Tensor, inputs: Batch, classes: int, ge
         raise DpfedError(
             "changing every trainable tensor does not change the model's output: the adapters are not in use"
         )
+
+
+def _way_out(model: PerSample) -> str:
+    """Return what the user can change, given what is trained now."""
+    if any(".lora_" in name for name in model.space.names):
+        return 'leave that layer out of model.lora.targets, or set model.train = "head"'
+    everything = sum(p.numel() for p in model.model.parameters())
+    if 2 * model.space.size > everything:
+        return 'set model.train = "lora" or "head"'
+    return "choose another model"
 
 
 def check_apart(model: PerSample, theta: Tensor, inputs: Batch, classes: int, generator: torch.Generator) -> None:

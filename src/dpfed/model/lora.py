@@ -18,6 +18,9 @@ from dpfed.config import LoraSection, ModelSection
 from dpfed.errors import DpfedError
 
 PREFIX = "base_model.model."
+# They read the weights of these layers without calling them, so that an adapter there is dead.
+DEAD_IN_MAMBA = ("out_proj", "dt_proj")
+MAMBA = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
 
 
 @dataclass(frozen=True)
@@ -93,14 +96,27 @@ def _adaptable(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | nn.Conv2d) or type(module).__name__ == "Conv1D"
 
 
-def _auto(model: nn.Module, heads: tuple[str, ...]) -> str | list[str]:
-    """Every linear layer; a model that has none besides its head is a CNN, there every convolution."""
-    body = [
-        (n, m) for n, m in model.named_modules() if n not in heads and not n.startswith(tuple(f"{h}." for h in heads))
-    ]
-    if any(_adaptable(m) and not isinstance(m, nn.Conv2d) for _, m in body):
-        return "all-linear"
-    return [n for n, m in body if isinstance(m, nn.Conv2d)] or "all-linear"
+def _auto(model: nn.Module, heads: tuple[str, ...]) -> list[str]:
+    """Return every linear layer but heads and a language model's output; in a CNN convolutions.
+
+    The names are given in full: peft would extend "all-linear" to tensors of experts and routers.
+    """
+    outputs = getattr(model, "get_output_embeddings", lambda: None)()
+    inside_heads = tuple(f"{head}." for head in heads)
+    body = {
+        name: module
+        for name, module in model.named_modules()
+        if _adaptable(module) and name not in heads and not name.startswith(inside_heads)
+    }
+    linear = [n for n, m in body.items() if not isinstance(m, nn.Conv2d) and m is not outputs]
+    if getattr(getattr(model, "config", None), "model_type", "") in MAMBA:
+        linear = [n for n in linear if n.rpartition(".")[2] not in DEAD_IN_MAMBA]
+    found = linear or list(body)
+    if not found:
+        name = type(model).__name__
+        ways = 'set model.train = "head" or "full"'
+        raise DpfedError(f"{name} has no layer that LoRA can adapt: {ways}")
+    return found
 
 
 def _from_folder(model: nn.Module, folder: str, heads: tuple[str, ...]) -> Adapted:

@@ -26,6 +26,7 @@ from dpfed.model.space import Space
 from dpfed.model.swin import fuse_windows
 from dpfed.model.task import right_class
 from dpfed.model.twins import TWINS, TwinLinear, install_twin, special_twin, vmap_twin
+from dpfed.model.whole import map_whole_modules
 
 Batch = Mapping[str, Tensor]
 Forward = Callable[[nn.Module, dict[str, Tensor], Batch], Tensor]
@@ -199,6 +200,18 @@ def call(model: nn.Module, weights: dict[str, Tensor], inputs: Batch) -> Tensor:
     return logits
 
 
+def cast(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Floating-point inputs in the model's type; a mask's least number stays finite."""
+    if dtype == torch.float32:
+        return inputs
+    least = max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
+    out = dict(inputs)
+    for name, x in inputs.items():
+        if x.is_floating_point():
+            out[name] = x.clamp_min(least).to(dtype)
+    return out
+
+
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """The named tensors that will be one flat vector: every parameter that asks for a gradient."""
     found = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -224,6 +237,7 @@ def install_twins(model: nn.Module, space: Space) -> None:
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     trained = {id(parameters[name]) for name in space.names}
+    map_whole_modules(model, trained)
     for tensor, parameter in parameters.items():
         if id(parameter) not in trained:
             continue

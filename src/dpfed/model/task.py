@@ -41,7 +41,7 @@ class InputSpec:
         """Records of different length, so that padding is a part of what is checked."""
         (length,) = self.shape
         ids = torch.randint(0, max(self.vocabulary, 1), (count, length), generator=generator)
-        lengths = torch.tensor([max(1, length - (length * j) // (2 * count)) for j in range(count)])
+        lengths = torch.tensor([max(1, length - length * j // (count + 1)) for j in range(count)])
         mask = torch.arange(length) < lengths.unsqueeze(1)
         return {self.name: ids.to(torch.int32), "attention_mask": mask.to(torch.uint8)}
 

@@ -10,6 +10,7 @@ The leading axis of an activation may be any multiple of M, batch-major (Swin fo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -21,6 +22,9 @@ from torch import Tensor, nn
 from dpfed.kernels import places
 from dpfed.model.keyed import KEY, once
 from dpfed.model.patches import patches
+
+Mapping = Callable[[Callable[..., Any], list[int | None]], Callable[..., Any]]
+"""(function of one record, axis of each argument or None) -> function of all records."""
 
 
 def per_sample(x: Tensor, samples: int, module: nn.Module) -> Tensor:
@@ -162,6 +166,31 @@ TWINS: dict[type[nn.Module], type[nn.Module]] = {
 @once
 def vmap_twin(cls: type[nn.Module]) -> type[nn.Module]:
     """The general way: any module, by `vmap` of its own forward over samples and weight copies."""
+    return _mapped_twin(cls, lambda one, axes: torch.vmap(one, (0, *axes), randomness="different"))
+
+
+@once
+def loop_twin(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the slow way: one call of the module for each record, with that record's weights."""
+    return _mapped_twin(cls, _by_loop)
+
+
+def _by_loop(one: Callable[..., Any], axes: list[int | None]) -> Callable[..., Any]:
+    """Return `one` called record by record, with the results stacked as `vmap` stacks them."""
+
+    def run(weights: dict[str, Tensor], *leaves: Any) -> list[Tensor]:
+        rows = []
+        for j in range(len(next(iter(weights.values())))):
+            own = {name: w[j] for name, w in weights.items()}
+            mine = (x[j] if axis == 0 else x for x, axis in zip(leaves, axes, strict=True))
+            rows.append(one(own, *mine))
+        return [torch.stack(of_one) for of_one in zip(*rows, strict=True)]
+
+    return run
+
+
+def _mapped_twin(cls: type[nn.Module], mapped: Mapping) -> type[nn.Module]:
+    """Return a class whose forward is `mapped` over samples and weight copies."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         batched: dict[str, Tensor] = {n: p for n, p in self.named_parameters() if p.dim() > self._plain_dims[n]}  # type: ignore[index]
@@ -187,12 +216,11 @@ def vmap_twin(cls: type[nn.Module]) -> type[nn.Module]:
             form[:] = torch.utils._pytree.tree_flatten(torch.func.functional_call(self, weights, one_args, one_kwargs))
             return [y for y in form[0] if isinstance(y, Tensor)]  # vmap returns nothing but tensors
 
-        run = torch.vmap(single, in_dims=(0, *axes), randomness="different")
-        tensors = iter(run(batched, *split))
+        tensors = iter(mapped(single, axes)(batched, *split))
         out = [next(tensors).flatten(0, 1) if isinstance(y, Tensor) else y for y in form[0]]
         return torch.utils._pytree.tree_unflatten(out, form[1])
 
-    return type(f"Vmap{cls.__name__}", (cls,), {"forward": forward, "__module__": __name__})
+    return type(f"Mapped{cls.__name__}", (cls,), {"forward": forward, "__module__": __name__})
 
 
 def _is_batched(leaf: Any, samples: int) -> bool:

@@ -23,7 +23,8 @@ class Built:
     """head: modules that are trained whole in every mode; none for a language model.
     spec: the inputs with what only the model knows (its vocabulary), where it adds something.
     rows: how many records are evaluated at once.
-    companions: what an export of the model carries besides its weights."""
+    companions: what an export of the model carries besides its weights.
+    forms: ways in which inputs can enter, `prepare` first; a check takes the first right one."""
 
     model: nn.Module
     head: str | tuple[str, ...]
@@ -33,6 +34,7 @@ class Built:
     rows: int = 1024
     notes: tuple[str, ...] = ()
     companions: MakeCompanions = no_companions
+    forms: tuple[Prepare, ...] = ()
 
 
 def fresh_head(width: int, classes: int) -> nn.Linear:

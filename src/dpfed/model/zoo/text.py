@@ -176,10 +176,12 @@ class TextSection(ModelSection):
         most = (getattr(config, "max_position_embeddings", None) or length + offset + 1) - offset - 1
         if length > most:
             raise DpfedError(f"model.max_length = {length} is more than the {most} positions of {self.name}: lower it")
+        forms = tokens(model, causal)
         return Built(
             model,
             heads,
-            tokens(model, causal),
+            forms[0],
+            forms=forms,
             task=NEXT_TOKEN if causal else CLASSIFY,
             spec=replace(spec, vocabulary=vocabulary),
             rows=max(1, min(1024, 2**26 // (length * vocabulary))) if causal else 256,
@@ -206,35 +208,45 @@ def refuse_other_dropout(model: nn.Module, rate: float) -> None:
 
 
 def position_offset(model: nn.Module) -> int:
-    """RoBERTa counts positions from padding_idx + 1; everybody else from 0 (here: -1 + 1)."""
+    """Return the positions below the first one: a table that has a padding row starts after it."""
     for module in model.modules():
-        if hasattr(module, "create_position_ids_from_input_ids"):
-            return int(module.padding_idx)  # type: ignore[arg-type]
+        table = getattr(module, "position_embeddings", None)
+        padding = getattr(table, "padding_idx", None)
+        if isinstance(padding, int):
+            return padding
     return -1
 
 
-def tokens(model: nn.Module, causal: bool) -> Prepare:
-    """Token ids with a mask in the form that is right however the model is mapped over records: additive, 4-D.
+def tokens(model: nn.Module, causal: bool) -> tuple[Prepare, ...]:
+    """Return the forms in which records can enter the model, the preferred one first.
 
-    Models that build masks of their own kind (sliding windows, relative positions) get the plain mask.
+    The first form has an additive 4-D mask, with which no branch of a model depends on the records.
+    The last form has the plain mask. A model with sliding windows builds its own mask of it.
+    Positions are always the model's own.
     """
     config: Any = model.config
-    offset = position_offset(model)
     flags = [bool(m.is_causal) for m in model.modules() if hasattr(m, "is_causal")]
-    ahead = causal or any(flags)
     kinds = getattr(config, "layer_types", None) or ()
-    own = not flags or getattr(config, "sliding_window", None) is not None or "sliding_attention" in kinds
-    accepts = _accepts(model)
+    sliding = getattr(config, "sliding_window", None) is not None or "sliding_attention" in kinds
+    plain = _form(model, None)
+    if not flags or sliding:
+        return (plain,)
+    return _form(model, causal or any(flags)), plain
+
+
+def _form(model: nn.Module, ahead: bool | None) -> Prepare:
+    """Return a form of inputs: 4-D mask, later tokens hidden if `ahead`; plain mask if None."""
+    takes_types = "token_type_ids" in _accepts(model)
+    padding = getattr(model.config, "pad_token_id", None)
 
     def prepare(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         ids, real = inputs["input_ids"].long(), inputs["attention_mask"].bool()
-        out = {"input_ids": ids, "attention_mask": real.long() if own else additive(real, ahead)}
-        if "position_ids" in accepts:
-            if offset >= 0:
-                out["position_ids"] = real.long().cumsum(1) * real + offset
-            else:
-                out["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
-        if "token_type_ids" in inputs and "token_type_ids" in accepts:
+        if padding is not None and padding >= 0:
+            # A tokenizer may pad with another token than the one by which the model knows padding.
+            ids = ids.masked_fill(~real, padding)
+        mask = real.long() if ahead is None else additive(real, ahead)
+        out = {"input_ids": ids, "attention_mask": mask}
+        if takes_types and "token_type_ids" in inputs:
             out["token_type_ids"] = inputs["token_type_ids"].long()
         return out
 

@@ -108,8 +108,15 @@ def _rows(size: int) -> int:
 
 
 def _side(config: Any) -> int:
-    size = getattr(config, "image_size", None) or USUAL
+    """Return the side of the images that the weights are for."""
+    size = _image_size(config) or USUAL
     return int(size) if isinstance(size, int) else int(size[0])
+
+
+def _image_size(config: Any) -> Any:
+    """Return the configured size; a model of images and texts has it in its part for images."""
+    own = getattr(config, "image_size", None)
+    return own or getattr(getattr(config, "vision_config", None), "image_size", None)
 
 
 @dataclass(frozen=True)
@@ -230,7 +237,7 @@ class AutoImage(VisionSection):
             config.drop_path_rate = self.drop_path
         if config.model_type == "swin":
             config = sized(config, self.name, self.image_size, pretrained=True)
-        elif self.image_size and hasattr(config, "image_size") and self.image_size != _side(config):
+        elif self.image_size and _image_size(config) and self.image_size != _side(config):
             raise DpfedError(
                 f"model.image_size = {self.image_size}: these weights are for {_side(config)} pixels; leave it unset, "
                 "images are resized to that"
