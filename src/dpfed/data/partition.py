@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,12 +15,14 @@ class Shards:
     """client -> protected units -> records, as index arrays that do not grow with anything but the data.
 
     The units of client i are `clients[i]..clients[i+1]`; the records of unit u are
-    `records[units[u]]..records[units[u+1]]`. Usually a unit is one record.
+    `records[units[u]]..records[units[u+1]]`. Usually a unit is one record. `names` are the values of the client column;
+    it is empty if the clients are simulated.
     """
 
     clients: np.ndarray
     units: np.ndarray
     records: np.ndarray
+    names: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.clients) - 1
@@ -119,6 +121,18 @@ RULES: dict[str, Callable[[np.ndarray, int, float, np.random.Generator], np.ndar
 }
 
 
+def _key_column(what: str, column: np.ndarray | None) -> np.ndarray | None:
+    """Return a column of client or unit names in a type that can be sorted; refuse missing values."""
+    if column is None or column.dtype.kind not in "fO":
+        return column
+    missing = [i for i, value in enumerate(column) if value is None or value != value]
+    if missing:
+        raise DpfedError(f"record {missing[0]} has no {what}: data.{what}_column is empty or NaN there")
+    if column.dtype.kind == "O" and len({isinstance(value, str) for value in column}) > 1:
+        raise DpfedError(f"data.{what}_column must hold texts or numbers, not both")
+    return column
+
+
 def partition(
     labels: np.ndarray,
     clients: int,
@@ -129,18 +143,15 @@ def partition(
     units: np.ndarray | None = None,
 ) -> Shards:
     """The shards of a data set. `owners` (a column of client names) is used by `rule = "natural"`."""
-    for what, column in (("client", owners), ("unit", units)):
-        if column is not None and column.dtype.kind == "f" and bool(np.isnan(column).any()):
-            raise DpfedError(
-                f"record {np.flatnonzero(np.isnan(column))[0]} has no {what}: data.{what}_column is NaN there"
-            )
+    owners = _key_column("client", owners)
+    units = _key_column("unit", units)
     if rule == "natural":
         if owners is None:
             raise DpfedError(
                 'partition = "natural" needs data.client_column, the column that names each record\'s client'
             )
         names, owner = np.unique(owners, return_inverse=True)
-        return shards_of(owner, len(names), units)
+        return replace(shards_of(owner, len(names), units), names=tuple(str(name) for name in names))
     if clients > len(labels):
         raise DpfedError(f"data.clients = {clients} is more than the {len(labels)} records there are")
     return shards_of(RULES[rule](labels, clients, alpha, rng), clients, units)

@@ -13,7 +13,7 @@ from dpfed.config import Config
 from dpfed.engine.accounts import NO_PRIVACY, SEEDED, Accounts
 from dpfed.engine.durable import write_file
 from dpfed.engine.export import export, name_elsewhere, read_run
-from dpfed.engine.setup import dealt_note
+from dpfed.engine.notes import dealt_note
 from dpfed.privacy.statement import NOT_COVERED, PUBLIC
 
 OWN = ("gn-resnet18", "linear")  # models of this program's own making, which start at random
