@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dpfed.errors import DpfedError
+from dpfed.data.columns import is_missing
+from dpfed.errors import DpfedError, phrase
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def _key_column(what: str, column: np.ndarray | None) -> np.ndarray | None:
     """Return a column of client or unit names in a type that can be sorted; refuse missing values."""
     if column is None or column.dtype.kind not in "fO":
         return column
-    missing = [i for i, value in enumerate(column) if value is None or value != value]
+    missing = [i for i, value in enumerate(column.tolist()) if is_missing(value)]
     if missing:
         raise DpfedError(f"record {missing[0]} has no {what}: data.{what}_column is empty or NaN there")
     if column.dtype.kind == "O" and len({isinstance(value, str) for value in column}) > 1:
@@ -153,5 +154,5 @@ def partition(
         names, owner = np.unique(owners, return_inverse=True)
         return replace(shards_of(owner, len(names), units), names=tuple(str(name) for name in names))
     if clients > len(labels):
-        raise DpfedError(f"data.clients = {clients} is more than the {len(labels)} records there are")
+        raise DpfedError(f"{phrase('clients')} = {clients} is more than the {len(labels)} records there are")
     return shards_of(RULES[rule](labels, clients, alpha, rng), clients, units)

@@ -10,6 +10,7 @@ import numpy as np
 from dpfed.config import Config
 from dpfed.data.partition import Shards
 from dpfed.data.tables import Source
+from dpfed.errors import phrase
 from dpfed.privacy.plan import Plan
 from dpfed.privacy.statement import delta_warning
 
@@ -26,7 +27,7 @@ def data_notes(config: Config, source: Source, shards: Shards) -> list[str]:
             f"partition = {rule} may scatter the records of one {unit} over clients: protected at each, costs add up"
         )
     if not source.declared:
-        notes.append("the number of classes was read off the labels; a real federation declares data.classes")
+        notes.append(f"the number of classes was read off the labels; a real federation declares {phrase('classes')}")
     if rule == "natural":
         notes.append(natural_note(config, shards))
     notes += dealt_note(config)
@@ -58,21 +59,23 @@ def natural_note(config: Config, shards: Shards) -> str:
     named = f"{said}: {shortened(shards.names)}" if shards.names else said
     if config.data.clients == len(shards):
         return named
-    return f"{named}; data.clients = {config.data.clients} has no effect"
+    return f"{named}; {phrase('clients')} = {config.data.clients} has no effect"
 
 
 def data_warnings(config: Config, source: Source, shards: Shards) -> list[str]:
-    """Return a warning if undeclared classes have no training record."""
+    """Return a warning if undeclared classes have no training record, or if there is one class only."""
     if source.declared:
         return []
+    if len(source.classes) == 1:
+        return [f"every record has the label {source.classes[0]!r}: there is nothing to learn"]
     counts = np.bincount(source.train.labels, minlength=len(source.classes))
     absent = [name for name, count in zip(source.classes, counts, strict=True) if not count]
     if not absent:
         return []
     return [
         f"{len(absent)} of {len(source.classes)} classes have no training record "
-        f"({shortened(absent)}): remove them from the data, or number the labels 0, 1, 2, ...; "
-        "data.classes declares the classes that are meant"
+        f"({shortened(absent)}): number the labels without gaps, remove empty class folders, or "
+        f"declare {phrase('classes')} if these classes are meant"
     ]
 
 

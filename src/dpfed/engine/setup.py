@@ -20,7 +20,7 @@ from dpfed.engine.features import Basis, features_of
 from dpfed.engine.notes import data_notes, data_warnings, plan_warnings
 from dpfed.engine.shared import Shared, frozen_digest
 from dpfed.engine.threads import set_threads
-from dpfed.errors import DpfedError
+from dpfed.errors import DpfedError, phrase
 from dpfed.model.assemble import Assembled, assemble
 from dpfed.model.augment import view_of
 from dpfed.model.liveness import RECORDS, check_alive, check_apart
@@ -306,7 +306,9 @@ def refuse_unreleasable(config: Config, source: Source) -> None:
             'run.noise = "os" set model.liveness = true'
         )
     if not source.declared:
-        raise DpfedError('the number of classes was read off private labels: declare data.classes for run.noise = "os"')
+        raise DpfedError(
+            f'the number of classes was read off private labels: declare {phrase("classes")} for run.noise = "os"'
+        )
     if data.unit_column is not None and data.partition != "natural":
         raise DpfedError(
             f"data.partition = {data.partition!r} would scatter the records of one {data.unit_column} over clients: with "
