@@ -111,7 +111,7 @@ def opening(settings: Config, source: Source) -> list[str]:
 
 def table(counts: np.ndarray, classes: tuple[str, ...], names: tuple[str, ...] = ()) -> list[str]:
     """The first clients and classes; what is left out is said."""
-    clients = [name[:LONGEST_NAME] for name in names] or [str(i) for i in range(len(counts))]
+    clients = [" ".join(name.split())[:LONGEST_NAME] for name in names] or [str(i) for i in range(len(counts))]
     column = max(8, *(len(name) for name in clients[:SHOWN_CLIENTS]))
     shown = counts[:SHOWN_CLIENTS, :SHOWN_CLASSES]
     heads = [name[:10] for name in classes[:SHOWN_CLASSES]]

@@ -103,4 +103,5 @@ def result_warnings(result: Mapping[str, Any]) -> list[str]:
 def shortened(names: tuple[str, ...] | list[str]) -> str:
     """Return the first names as a list for a sentence, with dots if there are more."""
     more = ", ..." if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
+    # A name from a file may hold line breaks, and a note is one line.
+    return ", ".join(" ".join(name.split()) for name in names[:MAX_NAMES]) + more
