@@ -73,7 +73,7 @@ class Tuned:
 
     @property
     def warnings(self) -> Sequence[str]:
-        """What should be changed, or known before the result is used; also issued as DpfedWarning."""
+        """What to change, or to know before the result is used; also issued as DpfedWarning."""
         return tuple(self.result["warnings"])
 
     def export(self, folder: str | Path, merge: bool = False) -> Path:
@@ -99,20 +99,22 @@ def fine_tune(
     """Fine-tunes a model across simulated clients, and returns the run.
 
     model     a folder or hub name of a Hugging Face model, the model itself, or one of `dpfed list models`
-    train     private records: a dictionary of columns, a data frame or a Hugging Face dataset with a column `label`
-              (names or numbers) and one of `text` (and `text_pair`), `image` or `features`; dealt to `clients`, or
-              to those that settings={"data.partition": "natural", "data.client_column": ...} names
+    train     private records: a dictionary of columns, a data frame or a Hugging Face dataset with a
+              column `label` (names or numbers) and one of `text` (and `text_pair`), `image` or
+              `features`; dealt to `clients`, or to the clients that a column names:
+              settings={"data.partition": "natural", "data.client_column": ...}
     test      the server's public records, with the same columns
     clients   number of simulated clients; default 10
-    epsilon   server's view of a client in every round; "auto": 8.0, unless settings give privacy.sigma; None: settings
-              give privacy.sigma, or privacy.enabled = False
+    epsilon   server's view of a client in every round; "auto": 8.0, unless settings give privacy.sigma;
+              None: settings give privacy.sigma, or privacy.enabled = False
     delta     default 1e-5
-    classes   names of the classes in the order of their numbers, or how many there are; default: read off the labels
+    classes   names of the classes in the order of their numbers, or how many there are;
+              default: read off the labels
     tokenizer of a language model in memory
-    settings  any other keys of the configuration, such as {"algorithm.lr": 1e-3, "run.rounds": 50}; a key that says
-              something else than a keyword is refused
+    settings  any other keys of the configuration, such as {"algorithm.lr": 1e-3, "run.rounds": 50};
+              a setting that contradicts a keyword is refused
     out       folder of the run; default: a new one under runs/
-    progress  shows the run, notes and rounds with accuracy and epsilon on stderr; `Tuned.notes` has the notes too
+    progress  shows the run, its notes, and rounds with accuracy and epsilon on stderr
 
     Warnings are issued as `dpfed.DpfedWarning`, mistakes raise `dpfed.DpfedError`.
     """
@@ -145,7 +147,7 @@ def fine_tune(
 
 
 def _given(keywords: Mapping[str, tuple[str, Any]], settings: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the tables of everything that the caller said; refuse a keyword and a setting that differ."""
+    """Return the tables of all that the caller said; refuse keywords and settings that differ."""
     pairs = _pairs(settings)
     tables = layer_of(pairs)
     for key, why in NOT_FOR_SETTINGS.items():

@@ -96,9 +96,7 @@ class PrivacySection:
         "server_worst"
     )
     delta: Annotated[float, Gt(0), Lt(1), "δ"] = 1e-5
-    allow_large_delta: Annotated[bool | None, "true: start a run with delta >= 1 / (records of the largest client)"] = (
-        None
-    )
+    allow_large_delta: Annotated[bool | None, "true: run with delta >= 1 / (records of the largest client)"] = None
     accounting: Annotated[Literal["pld", "none"], "none: nothing is charged, claimed or protected"] = "pld"
     sampling: Annotated[
         Literal["poisson", "fixed_wor", "shuffle"], "how batches are drawn; shuffle has no accounting"
@@ -285,7 +283,7 @@ def overlay(under: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         else:
             out[key] = value
     for either in EXCLUSIVE:
-        # One key of a pair replaces the other key of a lower layer; `build` refuses both in one layer.
+        # One key of a pair replaces the other in a lower layer; `build` refuses both in one.
         given = {name for name in either if over.get(name) is not None}
         if len(given) == 1:
             for name in either - given:

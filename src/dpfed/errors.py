@@ -1,6 +1,6 @@
 """The one error type for mistakes a person can mend: it is printed as one sentence, never as a traceback.
 
-Messages that name an option or a keyword take its name from `phrase`, so that they fit the interface in use.
+Messages that name an option or a keyword take its name from `phrase`, to fit the interface in use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Raw configuration tables: make them from `key=value` options and check them against dataclasses."""
+"""Raw configuration tables: made from `key=value` options, checked against dataclasses."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def layer_of(settings: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every key below `path` with its value; a table counts as a value only if it is empty."""
+    """Yield every key below `path` with its value; only an empty table is a value itself."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from _leaves((*path, str(key)), inner)

@@ -11,7 +11,7 @@ import click
 def no_such_option(error: click.NoSuchOption, words: Sequence[str]) -> str:
     """Return what to say about an unknown option; `words` are those of the command line.
 
-    An option that is named like a key of the configuration is answered with the `--set` that is meant.
+    An option that is named like a key of the configuration is answered with its `--set`.
     """
     options = [] if error.ctx is None else [name for p in error.ctx.command.params for name in p.opts]
     if "--set" not in options:

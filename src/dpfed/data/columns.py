@@ -24,8 +24,9 @@ SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab"}
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns by name, all of one length. `rows` are the line numbers in the file, or row numbers where it has no lines.
+    """Columns by name, all of one length.
 
+    rows       line numbers in the file, or row numbers where it has no lines
     separator  what stands between the columns of a CSV file
     """
 
@@ -73,7 +74,7 @@ class Columns:
 
 
 def is_missing(value: Any) -> bool:
-    """Return True for None, NaN and the missing values of pandas, which has no truth value for them."""
+    """Return True for None, NaN and the missing values of pandas, which have no truth value."""
     if value is None or type(value).__name__ in ("NAType", "NaTType"):
         return True
     return isinstance(value, float) and math.isnan(value)
@@ -109,7 +110,7 @@ def _header(names: list[str], path: Path) -> None:
 
 
 def read_csv(path: Path) -> Columns:
-    """Read a table with commas, semicolons or tabs between columns and double quotes, as spreadsheets write it."""
+    """Return a table with commas, semicolons or tabs and double quotes, as spreadsheets write it."""
     text = "\n".join(lines_of(read_bytes(path), str(path)))  # names the line that is not UTF-8
     delimiter = _delimiter(text)
     old = csv.field_size_limit(LONGEST_FIELD)

@@ -16,8 +16,8 @@ class Shards:
     """client -> protected units -> records, as index arrays that do not grow with anything but the data.
 
     The units of client i are `clients[i]..clients[i+1]`; the records of unit u are
-    `records[units[u]]..records[units[u+1]]`. Usually a unit is one record. `names` are the values of the client column;
-    it is empty if the clients are simulated.
+    `records[units[u]]..records[units[u+1]]`. Usually a unit is one record.
+    `names` are the values of the client column, none if the clients are simulated.
     """
 
     clients: np.ndarray
@@ -123,7 +123,7 @@ RULES: dict[str, Callable[[np.ndarray, int, float, np.random.Generator], np.ndar
 
 
 def _key_column(what: str, column: np.ndarray | None) -> np.ndarray | None:
-    """Return a column of client or unit names in a type that can be sorted; refuse missing values."""
+    """Return a column of client or unit names; refuse missing values and mixed types."""
     if column is None or column.dtype.kind not in "fO":
         return column
     missing = [i for i, value in enumerate(column.tolist()) if is_missing(value)]

@@ -155,7 +155,7 @@ def _largest(folder: Path, result: Mapping[str, Any], meta: Mapping[str, Any]) -
     try:
         tables = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
         batch = float(tables["privacy"]["batch"])
-        # A batch is the rate times a client's size, or times the mean size of clients that share a rate.
+        # A batch is the rate times a client's size, or the mean size where clients share a rate.
         return max(1, math.floor(batch / min(float(rate) for rate, _ in meta["kinds"])))
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError, RecursionError):
         return None

@@ -63,7 +63,7 @@ def natural_note(config: Config, shards: Shards) -> str:
 
 
 def data_warnings(config: Config, source: Source, shards: Shards) -> list[str]:
-    """Return a warning if undeclared classes have no training record, or if there is one class only."""
+    """Return a warning if undeclared classes have no training record, or if there is one class."""
     if source.declared:
         return []
     if len(source.classes) == 1:

@@ -77,7 +77,7 @@ def chances(cohort: int, eligible: Sequence[tuple[int, int]], colluding: int = 0
 
 
 def delta_warning(delta: float, largest: int, unit: str = "record") -> str | None:
-    """Return a warning if delta is at least 1 / (10 R); `largest` is R, the units of the largest client."""
+    """Return a warning if delta is at least 1 / (10 R); `largest` is R, the largest client's units."""
     if delta < 1 / (10 * largest):
         return None
     advice = 10.0 ** math.floor(math.log10(0.999 / (10 * largest)))
