@@ -14,7 +14,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -118,10 +118,15 @@ def fine_tune(
 
     Warnings are issued as `dpfed.DpfedWarning`, mistakes raise `dpfed.DpfedError`.
     """
+    keywords = {"data.clients": ("clients", clients), "privacy.delta": ("delta", delta)}
+    if epsilon != "auto":
+        keywords["privacy.target_epsilon"] = ("epsilon", epsilon)
     with python_phrases():
-        keywords = {"data.clients": ("clients", clients), "privacy.delta": ("delta", delta)}
-        if epsilon != "auto":
-            keywords["privacy.target_epsilon"] = ("epsilon", epsilon)
+        if tokenizer is not None and isinstance(model, str | Path):
+            raise DpfedError(
+                f"tokenizer is for a model in memory, and model = {str(model)!r} has its own: "
+                "leave it out, or give model.tokenizer in settings"
+            )
         given = _given(keywords, settings)
         source = source_of(train, test, classes)
         raw = overlay(_defaults(given, epsilon), given)
@@ -129,21 +134,22 @@ def fine_tune(
         _refuse_number_of_clients(config, given, source)
         folder = Path(out) if out is not None else fresh_folder(config)
         if isinstance(model, str | Path):
-            if tokenizer is not None:
-                raise DpfedError(
-                    f"tokenizer is for a model in memory, and model = {str(model)!r} is read with its "
-                    "own: leave it out, or give model.tokenizer in settings"
-                )
             return _trained(config, folder, source, progress)
-        refuse_occupied(folder, force=False)  # before anything is written beside it
-        base = _saved(model, tokenizer, folder, config)
-        in_folder = overlay(raw, {"model": {"weights": str(base)}})
-        config = _configured(in_folder, given, str(base), source.kind)
-        try:
-            return _trained(config, folder, source, progress)
-        finally:
-            if not (folder / CONFIG).exists():  # refused before it began: nothing is left behind
-                shutil.rmtree(base)
+        return _trained_in_memory(model, tokenizer, config, folder, source, progress)
+
+
+def _trained_in_memory(
+    model: Any, tokenizer: Any, config: Config, folder: Path, source: Source, progress: bool
+) -> Tuned:
+    """Return the run of a model that is first written beside the run's folder."""
+    refuse_occupied(folder, force=False)  # before anything is written beside it
+    base = _saved(model, tokenizer, folder, config)
+    config = replace(config, model=replace(config.model, weights=str(base)))
+    try:
+        return _trained(config, folder, source, progress)
+    finally:
+        if not (folder / CONFIG).exists():  # refused before it began: nothing is left behind
+            shutil.rmtree(base)
 
 
 def _given(keywords: Mapping[str, tuple[str, Any]], settings: Mapping[str, Any] | None) -> dict[str, Any]:

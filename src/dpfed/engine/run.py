@@ -87,14 +87,7 @@ def run(
     job.notes.extend(past.notes)
     if group is not None:
         agree(job, group)
-    budget = None
-    if job.plan.private:
-        budget = budget_of(job.plan, job.schedule, config.privacy.delta, config.privacy.budget, past=past)
-        budget.check()
-        if not resume:
-            largest = int(job.plan.sizes.max())
-            allowed = bool(config.privacy.allow_large_delta)
-            refuse_large_delta(config.privacy.delta, largest, job.plan.unit, allowed)
+    budget = _checked_budget(job, resume) if job.plan.private else None
     note = release_note(config, job.plan.private)
     name = name_of(out) if resume else uuid.uuid4().hex
     folder = RunFolder(out, config, note, force, resume)
@@ -113,6 +106,17 @@ def run(
     finally:
         trackers.finish()
         folder.close()
+
+
+def _checked_budget(job: Job, resume: bool) -> Budget:
+    """Return the statement of a private run; refuse one without an epsilon, or with a large delta if it is new."""
+    privacy = job.config.privacy
+    budget = budget_of(job.plan, job.schedule, privacy.delta, privacy.budget, past=job.past)
+    budget.check()
+    if not resume:
+        largest = int(job.plan.sizes.max())
+        refuse_large_delta(privacy.delta, largest, job.plan.unit, bool(privacy.allow_large_delta))
+    return budget
 
 
 def _refuse_folder(out: Path, config: Config, force: bool, resume: bool, served: bool) -> None:
