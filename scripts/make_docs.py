@@ -285,14 +285,20 @@ class _Shown(str):
     __repr__ = str.__str__
 
 
+def _unquoted(annotation: Any) -> Any:
+    """Return an annotation that is a text as something shown without quotes."""
+    return _Shown(annotation) if isinstance(annotation, str) else annotation
+
+
 def _signature(name: str, called: Any, method: bool = False) -> str:
     found = inspect.signature(called)
     given = [p for i, p in enumerate(found.parameters.values()) if not (method and i == 0)]
     given = [p.replace(default=_Shown("...")) if inspect.isfunction(p.default) else p for p in given]
-    text = str(found.replace(parameters=given)).replace("'", "")
+    given = [p.replace(annotation=_unquoted(p.annotation)) for p in given]
+    text = str(found.replace(parameters=given, return_annotation=_unquoted(found.return_annotation)))
     if len(name + text) <= 100 or method:
         return name + text
-    parts = [str(p).replace("'", "") for p in given]
+    parts = [str(p) for p in given]
     if any(p.kind is p.KEYWORD_ONLY for p in given):
         parts.insert(next(i for i, p in enumerate(given) if p.kind is p.KEYWORD_ONLY), "*")
     ending = text[text.rindex(")") :]

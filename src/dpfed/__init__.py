@@ -6,11 +6,17 @@ import importlib
 from typing import Any
 
 __version__ = "0.1.0"  # the one place: packaging, `dpfed --version` and the documentation read it here
-__all__ = ["Tuned", "fine_tune"]
+__all__ = ["DpfedError", "DpfedWarning", "Tuned", "fine_tune"]
+_HOMES = {"DpfedError": "dpfed.errors", "DpfedWarning": "dpfed.errors"}
 
 
 def __getattr__(name: str) -> Any:
-    """Only what is asked for is loaded, so that `import dpfed` is fast."""
+    """Load a public name when it is first used, so that `import dpfed` is fast."""
     if name in __all__:
-        return getattr(importlib.import_module("dpfed.api"), name)
+        return getattr(importlib.import_module(_HOMES.get(name, "dpfed.api")), name)
     raise AttributeError(f"module 'dpfed' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return the public names beside those of the module, loaded or not."""
+    return sorted({*globals(), *__all__})

@@ -10,22 +10,40 @@ tuned.export("my-adapter")
 from __future__ import annotations
 
 import shutil
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, Literal
+
+import numpy as np
 
 from dpfed.cli.progress import Watch
+from dpfed.cli.run import summary
 from dpfed.config import Config, build, overlay
 from dpfed.data.sources.given import source_of
 from dpfed.data.tables import Source
 from dpfed.engine.folder import CONFIG, fresh_folder, refuse_occupied
+from dpfed.engine.notes import result_warnings
 from dpfed.engine.prior import record_of, write_record
 from dpfed.engine.run import run
-from dpfed.errors import DpfedError
+from dpfed.engine.setup import Job
+from dpfed.errors import DpfedError, DpfedWarning, python_phrases
+from dpfed.parsing import layer_of
 from dpfed.registry import registry
 from dpfed.report.card import write_export
 
+CLIENTS = 10
+EPSILON = 8.0
+DELTA = 1e-5
+# Keys of [data] that describe files; the records come from `train` and `test`.
+NOT_FOR_SETTINGS = {
+    "data.name": "the records are those of train and test",
+    "data.path": "the records are those of train and test",
+    "data.classes": "pass classes to fine_tune",
+}
 MODELS = {"image": "auto-image", "text": "auto-text", "features": "linear"}
 
 
@@ -47,6 +65,16 @@ class Tuned:
         figures: Mapping[str, float | None] = self.result["epsilon"]
         return figures
 
+    @property
+    def notes(self) -> Sequence[str]:
+        """What there is to know about the run: how data were read, who the clients are, ..."""
+        return tuple(self.result["notes"])
+
+    @property
+    def warnings(self) -> Sequence[str]:
+        """What to change, or to know before the result is used; also issued as DpfedWarning."""
+        return tuple(self.result["warnings"])
+
     def export(self, folder: str | Path, merge: bool = False) -> Path:
         """Writes a peft adapter with its model card (or, merged, a whole model) to a new folder."""
         write_export(self.out, Path(folder), merge)
@@ -58,10 +86,10 @@ def fine_tune(
     train: Any,
     test: Any,
     *,
-    clients: int = 10,
-    epsilon: float | None = 8.0,
-    delta: float = 1e-5,
-    classes: Sequence[str] | None = None,
+    clients: int | None = None,
+    epsilon: float | Literal["auto"] | None = "auto",
+    delta: float | None = None,
+    classes: Sequence[str] | int | None = None,
     tokenizer: Any = None,
     settings: Mapping[str, Any] | None = None,
     out: str | Path | None = None,
@@ -70,29 +98,52 @@ def fine_tune(
     """Fine-tunes a model across simulated clients, and returns the run.
 
     model     a folder or hub name of a Hugging Face model, the model itself, or one of `dpfed list models`
-    train     private records: a dictionary of columns, a data frame or a Hugging Face dataset with a column `label` and
-              one of `text` (and `text_pair`), `image` or `features`; dealt to `clients`, or to those that
-              settings={"data.partition": "natural", "data.client_column": ...} names
+    train     private records: a dictionary of columns, a data frame or a Hugging Face dataset with a
+              column `label` (names or numbers) and one of `text` (and `text_pair`), `image` or
+              `features`; dealt to `clients`, or to the clients that a column names:
+              settings={"data.partition": "natural", "data.client_column": ...}
     test      the server's public records, with the same columns
-    epsilon   server's view of a client in every round; None: settings give privacy.sigma, or no privacy
-    settings  any other keys of the configuration, such as {"algorithm.lr": 1e-3, "run.rounds": 50}
-    progress  shows rounds with accuracy and epsilon as they pass, on stderr
+    clients   number of simulated clients; default 10
+    epsilon   server's view of a client in every round; "auto": 8.0, unless settings give privacy.sigma;
+              None: settings give privacy.sigma, or privacy.enabled = False
+    delta     default 1e-5
+    classes   names of the classes in the order of their numbers, or how many there are;
+              default: read off the labels
+    tokenizer of a language model in memory
+    settings  any other keys of the configuration, such as {"algorithm.lr": 1e-3, "run.rounds": 50};
+              a setting that contradicts a keyword is refused
+    out       folder of the run; default: a new one under runs/
+    progress  shows the run, its notes, and rounds with accuracy and epsilon on stderr
+
+    Warnings are issued as `dpfed.DpfedWarning`, mistakes raise `dpfed.DpfedError`.
     """
-    source = source_of(train, test, classes)
-    folder = Path(out) if out is not None else None
-    raw = _defaults(source.kind, clients, epsilon, delta)
-    for key, value in (settings or {}).items():
-        tree: Any = value
-        for part in reversed(key.split(".")):
-            tree = {part: tree}
-        raw = overlay(raw, tree)
-    config = _configured(raw, model, source.kind)
-    folder = folder or fresh_folder(config)
-    if isinstance(model, str | Path):
-        return _trained(config, folder, source, progress)
+    keywords = {"data.clients": ("clients", clients), "privacy.delta": ("delta", delta)}
+    if epsilon != "auto":
+        keywords["privacy.target_epsilon"] = ("epsilon", epsilon)
+    with python_phrases():
+        if tokenizer is not None and isinstance(model, str | Path):
+            raise DpfedError(
+                f"tokenizer is for a model in memory, and model = {str(model)!r} has its own: "
+                "leave it out, or give model.tokenizer in settings"
+            )
+        given = _given(keywords, settings)
+        source = source_of(train, test, classes)
+        raw = overlay(_defaults(given, epsilon), given)
+        config = _configured(raw, given, model, source.kind)
+        _refuse_number_of_clients(config, given, source)
+        folder = Path(out) if out is not None else fresh_folder(config)
+        if isinstance(model, str | Path):
+            return _trained(config, folder, source, progress)
+        return _trained_in_memory(model, tokenizer, config, folder, source, progress)
+
+
+def _trained_in_memory(
+    model: Any, tokenizer: Any, config: Config, folder: Path, source: Source, progress: bool
+) -> Tuned:
+    """Return the run of a model that is first written beside the run's folder."""
     refuse_occupied(folder, force=False)  # before anything is written beside it
     base = _saved(model, tokenizer, folder, config)
-    config = _configured(overlay(raw, {"model": {"weights": str(base)}}), str(base), source.kind)
+    config = replace(config, model=replace(config.model, weights=str(base)))
     try:
         return _trained(config, folder, source, progress)
     finally:
@@ -100,35 +151,136 @@ def fine_tune(
             shutil.rmtree(base)
 
 
+def _given(keywords: Mapping[str, tuple[str, Any]], settings: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the tables of all that the caller said; refuse keywords and settings that differ."""
+    pairs = _pairs(settings)
+    tables = layer_of(pairs)
+    for key, why in NOT_FOR_SETTINGS.items():
+        if _setting(tables, key) is not None:
+            raise DpfedError(f"settings[{key!r}] has no effect: {why}")
+    said = [(key, name, value) for key, (name, value) in keywords.items() if value is not None]
+    for key, name, value in said:
+        other = _setting(tables, key)
+        if other is not None and other != value:
+            raise DpfedError(f"{name} = {value!r} and settings[{key!r}] = {other!r} differ: give one of them")
+        if name == "epsilon" and _setting(tables, "privacy.enabled") is False:
+            raise DpfedError(
+                f"epsilon = {value!r} and settings['privacy.enabled'] = False exclude each other: "
+                "pass epsilon=None to train without privacy"
+            )
+    return layer_of([*pairs, *((key, _plain(value)) for key, _, value in said)])
+
+
+def _setting(tables: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a key such as "data.clients", None if it is not set."""
+    section, _, leaf = key.partition(".")
+    table = tables.get(section)
+    return table.get(leaf) if isinstance(table, Mapping) else None
+
+
+def _pairs(settings: Mapping[str, Any] | None) -> list[tuple[str, Any]]:
+    """Return the caller's settings as dotted keys with plain values."""
+    if settings is None:
+        return []
+    if not isinstance(settings, Mapping):
+        raise DpfedError(
+            'settings must be a dictionary of keys and values, such as {"run.rounds": 50}, '
+            f"not {type(settings).__name__}"
+        )
+    for key in settings:
+        if not isinstance(key, str) or not all(key.split(".")):
+            raise DpfedError(f'settings has the key {key!r}: a key is a text such as "run.rounds"')
+    return [(key, _plain(value)) for key, value in settings.items()]
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as TOML has it: paths as texts, numbers of NumPy as those of Python."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, np.generic):
+        return value.item()
+    return str(value) if isinstance(value, Path) else value
+
+
 def _trained(config: Config, folder: Path, source: Source, progress: bool) -> Tuned:
     if not progress:
-        return Tuned(folder, run(config, folder, source=source))
-    with Watch(config.run.rounds) as watch:
-        return Tuned(folder, run(config, folder, source=source, observe=watch.round))
+        result = run(config, folder, source=source, begin=_warn_of)
+    else:
+        with Watch(config.run.rounds) as watch:
+
+            def begin(job: Job) -> None:
+                for line in [*summary(job), *(f"note: {note}" for note in job.notes)]:
+                    watch.say(line)
+                _warn_of(job)
+
+            result = run(config, folder, source=source, begin=begin, observe=watch.round)
+    for sentence in result_warnings(result):
+        _warn(sentence)
+    return Tuned(folder, result)
 
 
-def _defaults(kind: str, clients: int, epsilon: float | None, delta: float) -> dict[str, Any]:
-    privacy: dict[str, Any] = {"delta": delta, "batch": 16}
-    privacy |= {} if epsilon is None else {"target_epsilon": epsilon}
+def _warn_of(job: Job) -> None:
+    for sentence in job.warnings:
+        _warn(sentence)
+
+
+def _warn(sentence: str) -> None:
+    """Issue a warning at the line outside this package that called it."""
+    level = 1
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("dpfed."):
+        level += 1
+        frame = frame.f_back
+    warnings.warn(sentence, DpfedWarning, stacklevel=level)
+
+
+def _defaults(given: Mapping[str, Any], epsilon: float | str | None) -> dict[str, Any]:
+    """Return what holds unless the caller says otherwise."""
+    clients = _setting(given, "data.clients") or CLIENTS
+    few = isinstance(clients, int) and clients <= 20
+    target = {"target_epsilon": EPSILON} if epsilon == "auto" else {}
     return {
-        "data": {"name": "given", "clients": clients},
-        "privacy": privacy,
+        "data": {"name": "given", "clients": CLIENTS},
+        "privacy": {"delta": DELTA, "batch": 16, **target},
         "algorithm": {"name": "dp-fedadamw", "lr": 1e-3},
-        "run": {"rounds": 50, "local_steps": 10, "participation": 1.0 if clients <= 20 else 0.1},
+        "run": {"rounds": 50, "local_steps": 10, "participation": 1.0 if few else 0.1},
     }
 
 
-def _configured(raw: Mapping[str, Any], model: Any, kind: str) -> Config:
+def _configured(raw: Mapping[str, Any], given: Mapping[str, Any], model: Any, kind: str) -> Config:
     """The configuration with the model's name: a registered one, or any model for this kind of data."""
     known = registry()
-    table: dict[str, Any] = {"name": MODELS[kind]}
+    table: dict[str, Any] = {"name": _setting(given, "model.name") or MODELS[kind]}
     if isinstance(model, str) and model in known.model:
         table = {"name": model}
     elif isinstance(model, str | Path):
         table["weights"] = str(model)
     else:
         table["weights"] = "given"
+    for key, value in table.items():
+        other = _setting(given, f"model.{key}")
+        if other not in (None, value):
+            shown = repr(str(model)) if isinstance(model, str | Path) else type(model).__name__
+            raise DpfedError(f"settings['model.{key}'] = {other!r} is not model = {shown}: give one of them")
     return build(overlay({"model": table}, raw), known)
+
+
+def _refuse_number_of_clients(config: Config, given: Mapping[str, Any], source: Source) -> None:
+    """Refuse a number of clients that is not the number of names in the client column."""
+    data = config.data
+    if data.partition != "natural" or data.client_column is None:
+        return
+    if _setting(given, "data.clients") is None:
+        return
+    owners = source.train.column(data.client_column)
+    found = 0 if owners is None else len(set(owners.tolist()))
+    if found != data.clients:
+        raise DpfedError(
+            f"clients = {data.clients}, but the column {data.client_column!r} names {found}: "
+            "leave clients out with a natural partition"
+        )
 
 
 def _saved(model: Any, tokenizer: Any, folder: Path, config: Config) -> Path:

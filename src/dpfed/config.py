@@ -12,15 +12,17 @@ import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import tomli_w
 from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from dpfed.errors import DpfedError
+from dpfed.parsing import nearest as nearest
+from dpfed.parsing import overrides_layer
+from dpfed.parsing import parse as parse
+from dpfed.parsing import refuse_unknown as refuse_unknown
 
 Partition = Literal["dirichlet_equal", "dirichlet_classwise", "iid", "natural"]
 
@@ -94,6 +96,7 @@ class PrivacySection:
         "server_worst"
     )
     delta: Annotated[float, Gt(0), Lt(1), "δ"] = 1e-5
+    allow_large_delta: Annotated[bool | None, "true: run with delta >= 1 / (records of the largest client)"] = None
     accounting: Annotated[Literal["pld", "none"], "none: nothing is charged, claimed or protected"] = "pld"
     sampling: Annotated[
         Literal["poisson", "fixed_wor", "shuffle"], "how batches are drawn; shuffle has no accounting"
@@ -227,15 +230,23 @@ COMMON: dict[str, frozenset[str]] = {
     "model": frozenset(),
     "data": frozenset(f.name for f in dataclasses.fields(DataSection)),
 }
+# Common names of settings in other programs, and what the key is called here.
+SYNONYMS = {
+    "epsilon": "target_epsilon",
+    "batch_size": "batch",
+    "learning_rate": "lr",
+    "noise_multiplier": "sigma",
+    "max_grad_norm": "clip",
+    "clip_norm": "clip",
+    "num_clients": "clients",
+    "num_rounds": "rounds",
+}
 EXCLUSIVE = (frozenset({"sigma", "target_epsilon"}), frozenset({"batch", "rate"}))
 
 
 def load(source: str | Path, overrides: Sequence[str], registry: Registry) -> Config:
     """A preset's name or a TOML file, with `key=value` overrides, as one checked configuration."""
-    raw = read(source, registry)
-    for item in overrides:
-        apply_override(raw, item)
-    return build(raw, registry)
+    return build(overlay(read(source, registry), overrides_layer(overrides)), registry)
 
 
 def read(source: str | Path, registry: Registry, _seen: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -274,33 +285,22 @@ def overlay(under: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
             out[key] = overlay(old, value)
         else:
             out[key] = value
-    for either in EXCLUSIVE:  # the later word wins: --set privacy.sigma=1 replaces a preset's target_epsilon
-        if len(either & out.keys()) == 2 and len(either & over.keys()) == 1:
-            out.pop(next(iter(either - over.keys())))
+    for either in EXCLUSIVE:
+        # One key of a pair replaces the other in a lower layer; `build` refuses both in one.
+        given = {name for name in either if over.get(name) is not None}
+        if len(given) == 1:
+            for name in either - given:
+                out.pop(name, None)
     return out
-
-
-def apply_override(raw: dict[str, Any], item: str) -> None:
-    """`section.key=value`, the value read as TOML and, where it is none, as a plain string."""
-    key, equals, text = item.partition("=")
-    parts = key.strip().split(".")
-    if not equals or not all(parts):
-        raise DpfedError(f"--set {item!r} is not of the form section.key=value")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):  # TOMLDecodeError is a ValueError, a number of too many digits another
-        value = text.strip()
-    tree: Any = value
-    for part in reversed(parts):
-        tree = {part: tree}
-    raw.update(overlay(raw, tree))
 
 
 def build(raw: Mapping[str, Any], registry: Registry) -> Config:
     sections = [f.name for f in dataclasses.fields(Config)]
     for key, value in raw.items():
         if key not in sections:
-            raise DpfedError(f"[{key}] is not a section of the configuration{nearest(key, sections)}")
+            keys = [] if isinstance(value, Mapping) else key_names(key, registry)
+            hint = f": write {' or '.join(keys)}" if keys else nearest(key, sections)
+            raise DpfedError(f"[{key}] is not a section of the configuration{hint}")
         if not isinstance(value, Mapping):
             raise DpfedError(f"{key} = {value!r} must be a table, [{key}]")
     config = Config(
@@ -313,6 +313,33 @@ def build(raw: Mapping[str, Any], registry: Registry) -> Config:
     )
     _cross_check(config)
     return config
+
+
+def key_names(word: str, registry: Registry) -> list[str]:
+    """Return the full names of all keys called `word`, or of the key spelt most like it."""
+    found = all_keys(registry)
+    word = SYNONYMS.get(word, word)
+    close = [word] if word in found else difflib.get_close_matches(word, found, n=1, cutoff=0.65)
+    return found[close[0]] if close else []
+
+
+def all_keys(registry: Registry) -> dict[str, list[str]]:
+    """Return the full names of every key that is no table, by its short name."""
+    classes: dict[str, list[type[Any]]] = {
+        "data": [DataSection, *registry.data.values()],
+        "model": [ModelSection, *registry.model.values()],
+        "model.lora": [LoraSection],
+        "algorithm": list(registry.algorithm.values()),
+        "privacy": [PrivacySection],
+        "run": [RunSection],
+        "federation": [FederationSection],
+    }
+    found: dict[str, list[str]] = {}
+    for section, kinds in classes.items():
+        fields = [f for cls in kinds for f in dataclasses.fields(cls)]
+        for name in dict.fromkeys(f.name for f in fields if f.default_factory is dataclasses.MISSING):
+            found.setdefault(name, []).append(f"{section}.{name}")
+    return found
 
 
 def _named(section: str, raw: Mapping[str, Any], known: Mapping[str, type[Any]], default: str) -> Any:
@@ -396,74 +423,6 @@ def _check_clipping(p: PrivacySection) -> None:
         raise DpfedError(f'privacy.clip = inf has no meaning with privacy.clip_mode = "{p.clip_mode}"')
     if p.clip_mode == "quantile" and p.noise_scale == "literal_c2":
         raise DpfedError('privacy.noise_scale = "literal_c2" needs a fixed clip norm, not clip_mode = "quantile"')
-
-
-def parse(section: str, cls: type[Any], table: Mapping[str, Any]) -> Any:
-    """One table as its dataclass, field by field; the first thing wrong with it becomes one sentence."""
-    hints = get_type_hints(cls, include_extras=True)
-    refuse_unknown(section, table, [f.name for f in dataclasses.fields(cls)])
-    values = {}
-    for key, value in table.items():
-        if dataclasses.is_dataclass(hints[key]):
-            if not isinstance(value, Mapping):
-                raise DpfedError(f"{section}.{key} = {value!r} must be a table, [{section}.{key}]")
-            values[key] = parse(f"{section}.{key}", hints[key], value)
-        else:
-            values[key] = _field(f"{section}.{key}", hints[key], value)
-    return cls(**values)
-
-
-def refuse_unknown(section: str, table: Mapping[str, Any], known: Sequence[str]) -> None:
-    for key in table:
-        if key not in known:
-            raise DpfedError(f"{section}.{key} is not a key of [{section}]{nearest(key, known)}")
-
-
-@lru_cache(maxsize=1024)
-def _adapter(hint: Any, allow_inf_nan: bool) -> TypeAdapter[Any]:
-    return TypeAdapter(hint, config=ConfigDict(allow_inf_nan=allow_inf_nan))
-
-
-def _field(key: str, hint: Any, value: Any) -> Any:
-    value = tuple(value) if isinstance(value, list) else value  # TOML has lists, frozen configurations have tuples
-    try:
-        return _adapter(hint, value == value).validate_python(value, strict=True)
-    except ValidationError as error:
-        allowed = [_allowed(e["type"], e.get("ctx", {}), e["msg"]) for e in error.errors()]
-        either = " or ".join(dict.fromkeys(a for a in allowed if a))
-        raise DpfedError(f"{key} = {value!r} is not allowed: it must be {either}") from None
-
-
-_COMPARE = {
-    "greater_than": ("gt", ">"),
-    "greater_than_equal": ("ge", ">="),
-    "less_than": ("lt", "<"),
-    "less_than_equal": ("le", "<="),
-}
-_TYPES = {
-    "float_type": "a number",
-    "finite_number": "a number",
-    "int_type": "a whole number",
-    "string_type": "a text in quotes",
-    "bool_type": "true or false",
-    "tuple_type": "a list",
-    "none_required": "",
-}
-
-
-def _allowed(kind: str, ctx: Mapping[str, Any], message: str) -> str:
-    if kind in _COMPARE:
-        name, sign = _COMPARE[kind]
-        return f"{sign} {ctx[name]:g}"
-    if kind == "literal_error":
-        return "one of " + str(ctx["expected"]).replace(" or ", ", ")
-    return _TYPES.get(kind, message.removeprefix("Input should be ").removeprefix("a "))
-
-
-def nearest(word: str, known: Mapping[str, Any] | Sequence[str]) -> str:
-    """ ", did you mean ...?" or nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f", did you mean {close[0]}?" if close else ""
 
 
 def to_dict(config: Config) -> dict[str, Any]:

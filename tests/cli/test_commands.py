@@ -248,3 +248,21 @@ def test_privacy_plot_and_meaning(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert 0 < figures["membership_advantage"] < 1
     assert "NOT A GUARANTEE" in printed
     assert dpfed("privacy", *row, "--sigma", "1.5", "--plot", str(tmp_path / "e.doc")) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run", "--rounds", "3"], "there is no option --rounds: write `--set run.rounds=3`"),
+        (["run", "--rounds=3"], "write `--set run.rounds=3`"),
+        (["compare", "--roundz", "--json"], "write `--set run.rounds=VALUE`"),
+        (["run", "--batch-size", "8"], "write `--set privacy.batch=8`"),
+        (["run", "--resum", "x"], "Did you mean '--resume'?"),
+        (["doctor", "--rounds", "3"], "No such option '--rounds'"),
+    ],
+)
+def test_an_option_named_like_a_key_is_answered_with_set(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert dpfed(*words) == 2
+    assert said in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dpfed import config as module
-from dpfed.config import apply_override, build, load, read, to_dict, to_toml
+from dpfed.config import load, to_dict, to_toml
 from dpfed.errors import DpfedError
+from dpfed.parsing import overrides_layer
 from dpfed.registry import DEFAULT, registry
 
 REGISTRY = registry()
@@ -67,14 +69,91 @@ def test_one_sentence_names_key_value_and_what_is_allowed(override: str, words: 
     assert "\n" not in sentence
 
 
-def test_sigma_and_target_exclude_each_other_but_the_later_word_wins() -> None:
-    assert settings("privacy.sigma=1.5").privacy.target_epsilon is None
-    assert settings("privacy.sigma=1.5", "privacy.target_epsilon=3").privacy.sigma is None
-    raw = read(DEFAULT, REGISTRY)
-    raw["privacy"] |= {"sigma": 1.0, "target_epsilon": 2.0}
-    with pytest.raises(DpfedError, match="exactly one"):
-        build(raw, REGISTRY)
-    assert settings("privacy.rate=0.1").privacy.batch is None
+PAIRS = [("sigma", "target_epsilon"), ("batch", "rate")]
+
+
+@pytest.mark.parametrize(("one", "other"), [*PAIRS, *((b, a) for a, b in PAIRS)])
+def test_one_key_of_a_pair_replaces_the_other_of_the_file(one: str, other: str, tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text(f'extends = "digits"\n[privacy]\n{other} = 0.5\n')
+    assert getattr(load(tmp_path / "base.toml", [], REGISTRY).privacy, other) == 0.5
+    changed = load(tmp_path / "base.toml", [f"privacy.{one}=0.25"], REGISTRY).privacy
+    assert (getattr(changed, one), getattr(changed, other)) == (0.25, None)
+    (tmp_path / "child.toml").write_text(f'extends = "base.toml"\n[privacy]\n{one} = 0.25\n')
+    assert load(tmp_path / "child.toml", [], REGISTRY).privacy == changed
+
+
+@pytest.mark.parametrize(("one", "other"), [*PAIRS, *((b, a) for a, b in PAIRS)])
+def test_both_keys_of_a_pair_in_one_place_are_refused_alike(one: str, other: str, tmp_path: Path) -> None:
+    (tmp_path / "both.toml").write_text(f'extends = "digits"\n[privacy]\n{one} = 0.5\n{other} = 0.25\n')
+    sentences = []
+    for source, overrides in (
+        (tmp_path / "both.toml", []),
+        (DEFAULT, [f"privacy.{one}=0.5", f"privacy.{other}=0.25"]),
+        (DEFAULT, [f"privacy={{{one} = 0.5, {other} = 0.25}}"]),
+    ):
+        with pytest.raises(DpfedError, match="exactly one") as caught:
+            load(source, overrides, REGISTRY)
+        sentences.append(str(caught.value))
+    assert len(set(sentences)) == 1
+
+
+OVERRIDES = [
+    "algorithm.name=dp-fedavg",
+    "algorithm.lr=0.123",
+    "data.name=npz",
+    "data.path=x.npz",
+    "data.classes=3",
+    "model.name=linear",
+    "model.train=head",
+    "model.lora.r=3",
+    "model.lora={alpha = 7.0}",
+    "privacy.rate=0.1",
+    "privacy.sigma=2.0",
+    "run.rounds=3",
+    "federation.clients={b = 4, a = 3}",
+    "federation.clients.c=5",
+]
+
+
+@given(st.permutations(OVERRIDES), st.integers(0, len(OVERRIDES)))
+def test_the_order_of_overrides_has_no_effect(items: list[str], count: int) -> None:
+    def outcome(items: list[str]) -> str:
+        try:
+            return to_toml(settings(*items))
+        except DpfedError as error:
+            return str(error)
+
+    chosen = items[:count]
+    assert outcome(chosen) == outcome(sorted(chosen))
+
+
+def test_of_one_key_the_last_override_wins() -> None:
+    assert settings("run.rounds=3", "run.seed=1", "run.rounds=5").run.rounds == 5
+    assert settings("run={rounds = 3}", "run.rounds=5").run.rounds == 5
+    assert settings("run.rounds=5", "run={rounds = 3}").run.rounds == 3
+
+
+@pytest.mark.parametrize("items", [["run=3", "run.rounds=2"], ["run.rounds=2", "run=3"]])
+def test_a_value_and_a_table_at_one_key_exclude_each_other(items: list[str]) -> None:
+    with pytest.raises(DpfedError, match=r"^run = 3 and run\.rounds exclude each other"):
+        settings(*items)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("rounds=2", "[rounds] is not a section of the configuration: write run.rounds"),
+        ("lr=0.1", "write algorithm.lr"),
+        ("epsilon=2", "write privacy.target_epsilon"),
+        ("batch_size=2", "write privacy.batch"),
+        ("clients=4", "write data.clients"),
+        ("r=4", "write model.lora.r"),
+    ],
+)
+def test_a_key_without_its_section_is_named_in_full(override: str, words: str) -> None:
+    with pytest.raises(DpfedError) as caught:
+        settings(override)
+    assert words in str(caught.value)
 
 
 def test_a_budget_cannot_go_with_a_third_party_target() -> None:
@@ -92,11 +171,13 @@ def test_several_views_need_views_that_differ() -> None:
 
 
 def test_another_algorithm_drops_the_keys_of_the_old_one() -> None:
-    changed = settings("algorithm.gamma=0.3", "algorithm.name=dp-fedavg")
-    assert changed.algorithm.name == "dp-fedavg"
-    assert changed.algorithm.lr == 0.1
-    changed = settings("algorithm.name=dp-fedavg", "algorithm.lr=0.3")
-    assert changed.algorithm.lr == 0.3
+    changed = settings("algorithm.name=dp-fedavg")
+    assert (changed.algorithm.name, changed.algorithm.lr) == ("dp-fedavg", 0.1)
+    for items in itertools.permutations(["algorithm.name=dp-fedavg", "algorithm.lr=0.123"]):
+        assert settings(*items).algorithm.lr == 0.123
+    for items in itertools.permutations(["algorithm.name=dp-fedavg", "algorithm.gamma=0.3"]):
+        with pytest.raises(DpfedError, match=r"algorithm\.gamma is not a key"):
+            settings(*items)
 
 
 def test_a_configuration_survives_its_own_toml(tmp_path: Path) -> None:
@@ -149,12 +230,9 @@ def test_any_override_gives_a_configuration_or_one_sentence(key: str, value: str
 
 
 def test_overrides_read_toml_values_and_plain_strings() -> None:
-    raw: dict[str, object] = {}
-    apply_override(raw, "a.number=1e-3")
-    apply_override(raw, "a.flag=true")
-    apply_override(raw, "a.path=some/where")
-    apply_override(raw, 'a.list=["x", "y"]')
-    assert raw == {"a": {"number": 1e-3, "flag": True, "path": "some/where", "list": ["x", "y"]}}
+    items = ["a.number=1e-3", "a.flag=true", "a.path=some/where", 'a.list=["x", "y"]']
+    expected = {"number": 1e-3, "flag": True, "path": "some/where", "list": ["x", "y"]}
+    assert overrides_layer(items) == {"a": expected}
 
 
 def test_every_key_has_a_sentence() -> None:

@@ -123,3 +123,31 @@ def test_every_source_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
         "digits", "npz", "mnist", "fashion-mnist", "cifar10", "cifar100", "tiny-imagenet", "image-folder",
         "sst2", "qqp", "qnli", "mnli", "rte", "text-table", "hub",
     } <= set(names)  # fmt: skip
+
+
+def natural(path: Path, labels: list[int]) -> list[str]:
+    x = np.zeros((len(labels), 3), dtype=np.float32)
+    owners = ["north", "south clinic"] * (len(labels) // 2)
+    np.savez(path, x_train=x, y_train=labels, x_test=x, y_test=labels, train_hospital=owners)
+    keys = ("data.name=npz", f"data.path={path}", "data.partition=natural", "data.client_column=hospital")
+    return describe(*keys)
+
+
+def test_natural_clients_are_shown_by_their_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = natural(tmp_path / "a.npz", [0, 1, 1, 0])
+    assert dpfed(*command, "--json", "--plot", str(tmp_path / "a.svg")) == 0
+    out = capsys.readouterr().out
+    assert any(line.split() == ["south", "clinic", "1", "1", "2"] for line in out.splitlines())
+    found = json.loads(out.strip().splitlines()[-1])
+    assert found["client_names"] == ["north", "south clinic"]
+    assert found["warnings"] == []
+    assert any("data.clients = 10 has no effect" in note for note in found["notes"])
+    assert "south clinic" in (tmp_path / "a.svg").read_text()
+
+
+def test_classes_without_records_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = natural(tmp_path / "a.npz", [0, 7, 7, 0])
+    assert dpfed(*command) == 0
+    assert "warning: 6 of 8 classes have no training record (1, 2, 3, 4, 5, ...)" in capsys.readouterr().out
+    assert dpfed(*command, "--set", "data.classes=8") == 0
+    assert "warning:" not in capsys.readouterr().out

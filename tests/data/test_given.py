@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -91,9 +92,73 @@ def test_class_names() -> None:
     assert (named.classes, named.declared) == (("bad", "good"), True)
     given = both(TEXT, ["no", "yes", "perhaps"])
     assert (given.classes, given.declared) == (("no", "yes", "perhaps"), True)
-    with pytest.raises(DpfedError, match="has label 1; labels are 0 to 0"):
+    with pytest.raises(DpfedError, match="must name at least two classes"):
         both(TEXT, ["only"])
     assert source_of(TEXT, {"text": ["x"], "label": [4]}).classes == ("0", "1", "2", "3", "4")
+
+
+class Categorical(Column):
+    """As a categorical column of pandas: an array of its values, and the categories in its type."""
+
+    def __init__(self, values: list[Any], categories: list[Any]) -> None:
+        super().__init__(values)
+        self.dtype = SimpleNamespace(categories=categories)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return np.array(self.values, dtype=object)
+
+
+def test_labels_may_be_names() -> None:
+    words = {"text": ["a", "b", "c"], "label": ["pos", "neg", "pos"]}
+    found = both(words)
+    assert (found.classes, found.declared) == (("neg", "pos"), False)
+    assert found.train.labels.tolist() == [1, 0, 1]
+    given = both(words, ["pos", "neg", "other"])
+    assert (given.classes, given.declared) == (("pos", "neg", "other"), True)
+    assert given.train.labels.tolist() == [0, 1, 0]
+    with pytest.raises(DpfedError, match=r"row 1 of train has label 'neg'; it must be one of .*classes"):
+        both(words, ["pos", "none"])
+    assert source_of(words, {"text": ["x"], "label": ["new"]}).classes == ("neg", "new", "pos")
+
+
+@pytest.mark.parametrize("holder", [list, np.array, Column])
+def test_labels_may_be_numbers_of_any_type(holder: Any) -> None:
+    for values in ([1, 0, 1], [1.0, 0.0, 1.0], [True, False, True], ["1", "0", "1"]):
+        found = both({"text": ["a", "b", "c"], "label": holder(values)})
+        assert found.train.labels.tolist() == [1, 0, 1]
+        assert found.train.labels.dtype == np.int64
+
+
+def test_categorical_columns() -> None:
+    """Categories give names and order; pandas reads them off the labels, so they declare nothing."""
+    column = Categorical(["high", "low", "high"], ["low", "high"])
+    found = both({"text": ["a", "b", "c"], "label": column, "ward": Categorical(["x", "y", "x"], ["x", "y"])})
+    assert (found.classes, found.declared) == (("low", "high"), False)
+    assert found.train.labels.tolist() == [1, 0, 1]
+    assert found.train.column("ward").tolist() == ["x", "y", "x"]
+    assert both({"text": ["a", "b", "c"], "label": column}, ["high", "low"]).train.labels.tolist() == [0, 1, 0]
+    numbers = both({"text": ["a", "b"], "label": Categorical([0, 7], [0, 7])})
+    assert (numbers.classes, numbers.train.labels.tolist()) == (("0", "7"), [0, 1])
+    with pytest.raises(DpfedError, match="row 1 of train has no label"):
+        both({"text": ["a", "b"], "label": Categorical(["low", float("nan")], ["low", "high"])})
+
+
+def test_numbers_of_a_dataset_with_named_classes_are_places_in_its_list() -> None:
+    found = both(Dataset(["1", "0"], text=["a", "b"], label=[0, 1]))
+    assert (found.classes, found.train.labels.tolist()) == (("1", "0"), [0, 1])
+
+
+@pytest.mark.parametrize("classes", ["ab", 1, 2.5, {"a": 1}])
+def test_classes_are_a_list_of_names_or_their_number(classes: Any) -> None:
+    with pytest.raises(DpfedError, match="classes"):
+        both(TEXT, classes)
+
+
+def test_the_number_of_classes_is_enough() -> None:
+    found = both({"text": ["a", "b"], "label": [0, 7]}, 8)
+    assert (len(found.classes), found.declared) == (8, True)
+    with pytest.raises(DpfedError, match="row 1 of train has label '7'; it must be a whole number from 0 to 6"):
+        both({"text": ["a", "b"], "label": [0, 7]}, 7)
 
 
 @pytest.mark.parametrize(
@@ -170,11 +235,12 @@ def test_columns_of_no_use_are_left_out() -> None:
         ({}, "no column called label or labels or y"),
         ({"text": ["a"]}, "no column called label .* it has: text"),
         ({"label": [0]}, "no column that a model reads: call one 'text', 'image' or 'features'; it has: label"),
-        ({"text": ["a"], "label": ["good"]}, "must be a non-empty list of whole numbers"),
-        ({"text": [], "label": []}, "must be a non-empty list of whole numbers"),
-        ({"text": ["a"], "label": [0.5]}, "must be a non-empty list of whole numbers"),
-        ({"text": ["a", "b"], "label": [[0], [0, 1]]}, "must be a non-empty list of whole numbers"),
-        ({"text": ["a"], "label": [-1]}, "has label -1"),
+        ({"text": [], "label": []}, "must be a non-empty list with one label for each record"),
+        ({"text": ["a"], "label": [0.5]}, r"row 0 of train has no usable label: 0\.5"),
+        ({"text": ["a", "b"], "label": ["good", None]}, "row 1 of train has no label"),
+        ({"text": ["a", "b"], "label": [1, float("nan")]}, "row 1 of train has no label"),
+        ({"text": ["a", "b"], "label": [[0], [0, 1]]}, "must be a non-empty list with one label for each record"),
+        ({"text": ["a"], "label": [-1]}, "row 0 of train has label -1: number the classes 0, 1, 2"),
         ({"text": ["a", "b"], "label": [0]}, "train has 1 labels and 2 of text"),
         ({"text": ["a", None], "label": [0, 1]}, "row 1 of the column text of train is no text but NoneType"),
         ({"text": ["a", float("nan")], "label": [0, 1]}, "row 1 .* float"),

@@ -208,3 +208,29 @@ def test_every_unit_has_a_record() -> None:
     grouped = partition(labels_of(300), 5, "iid", 1.0, np.random.default_rng(0), units=labels_of(300, 40))
     assert np.diff(grouped.units).min() >= 1
     assert grouped.units[-1] == 300
+
+
+@pytest.mark.parametrize("kind", ["owners", "units"])
+@pytest.mark.parametrize("missing", [None, float("nan")])
+def test_a_record_without_a_client_or_unit_is_named(kind: str, missing: object) -> None:
+    column = np.array(["a", "b", missing, "a"], dtype=object)
+    with pytest.raises(DpfedError, match=r"record 2 has no (client|unit): data\.(client|unit)_column"):
+        partition(
+            np.zeros(4, dtype=int),
+            2,
+            "natural",
+            1.0,
+            np.random.default_rng(0),
+            **{"owners": np.arange(4), kind: column},
+        )
+    mixed = np.array(["a", 1, 2, "b"], dtype=object)
+    with pytest.raises(DpfedError, match="must hold texts or numbers, not both"):
+        partition(np.zeros(4, dtype=int), 2, "natural", 1.0, np.random.default_rng(0), owners=mixed)
+
+
+def test_natural_clients_have_names() -> None:
+    owners = np.array(["b", "a", "b"], dtype=object)
+    shards = partition(np.zeros(3, dtype=int), 9, "natural", 1.0, np.random.default_rng(0), owners=owners)
+    assert shards.names == ("a", "b")
+    assert [shards.of(i).tolist() for i in range(2)] == [[1], [0, 2]]
+    assert split("iid", labels_of(30), 3).names == ()

@@ -50,6 +50,25 @@ def test_each_format_gives_the_same_records(tmp_path: Path, suffix: str) -> None
     assert source.test.inputs["text"].tolist() == ["fine"]
 
 
+@pytest.mark.parametrize(("separator", "name"), [(";", "semicolon"), ("\t", "tab")])
+def test_a_csv_may_have_other_separators(tmp_path: Path, separator: str, name: str) -> None:
+    """Spreadsheets write semicolons wherever a comma is the decimal point."""
+    rows = [["text", "label", "site"], [f'"a, 1,5{separator} b"', "good", "x"], ["c, d", "bad", "y"]]
+    content = "".join(separator.join(row) + "\r\n" for row in rows)
+    source = load(tmp_path, b"\xef\xbb\xbf" + content.encode(), client_column="site")
+    assert source.train.inputs["text"].tolist() == [f"a, 1,5{separator} b", "c, d"]
+    assert source.train.columns["site"].tolist() == ["x", "y"]
+    assert source.notes == (f"{tmp_path / 'train.csv'} is read with a {name} between columns",)
+    with pytest.raises(DpfedError, match=f"line 2 of .* is not {name}-separated text"):
+        load(tmp_path, f'text{separator}label\n"open{separator}good\n')
+
+
+def test_a_csv_of_one_column_has_commas(tmp_path: Path) -> None:
+    source = load(tmp_path, "text\na; b\n", test="text\nc\n", label="")
+    assert source.train.inputs["text"].tolist() == ["a; b"]
+    assert source.notes == ()
+
+
 def test_tsv_has_no_quoting(tmp_path: Path) -> None:
     source = load(tmp_path, 'text\tlabel\n"open\tgood\nb"c\tbad\n', ".tsv")
     assert source.train.inputs["text"].tolist() == ['"open', 'b"c']

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import equal
 
-from dpfed.config import Config, build
+from dpfed.config import Config, build, to_toml
 from dpfed.data.tables import Source, Table
 from dpfed.engine.accounts import read_accounts
 from dpfed.engine.resume import extendable
@@ -205,3 +205,34 @@ def test_a_run_killed_before_it_had_a_name_is_given_one(tmp_path: Path, long: An
     go(config_of(rounds=5), out, resume=True)
     assert same_model(out, long[0])
     assert json.loads((out / "run.json").read_text())["state"] == "finished"
+
+
+def test_a_new_run_refuses_a_large_delta_and_an_old_one_goes_on_with_a_warning(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    large = config_of(privacy={"delta": 0.05, "rate": 0.2, "batch": None})
+    with pytest.raises(DpfedError, match=r"privacy\.delta = 0\.05 is at least 1 / 20.*allow_large_delta = true"):
+        run(large, out, source=SOURCE)
+    assert not out.exists()
+    allowed = config_of(privacy={"delta": 0.05, "allow_large_delta": True})
+
+    def crash(round: Round) -> None:
+        if round.t == 2:
+            raise CrashError
+
+    with pytest.raises(CrashError):
+        run(allowed, out, source=SOURCE, observe=crash)
+    # The folder of a version that did not know the key, and did not refuse.
+    text = (out / "config.toml").read_text()
+    (out / "config.toml").write_text(text.replace("allow_large_delta = true\n", ""))
+    before = config_of(privacy={"delta": 0.05})
+    result = run(before, out, source=SOURCE, resume=True)
+    assert any("privacy.delta = 0.05 is at least 1 / 20" in said for said in result["warnings"])
+    assert any("is at least 1 / 20" in said for said in read_accounts(out).planned.warnings)
+    stored = json.loads((out / "run.json").read_text())
+    assert stored.pop("largest_client") == 20
+    (out / "run.json").write_text(json.dumps(stored))
+    assert any("is at least 1 / 20" in said for said in read_accounts(out).planned.warnings)
+
+
+def test_the_configuration_of_a_run_without_new_keys_has_none_of_them() -> None:
+    assert "allow_large_delta" not in to_toml(config_of())

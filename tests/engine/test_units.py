@@ -12,6 +12,7 @@ from dpfed.config import load
 from dpfed.engine.run import run
 from dpfed.engine.setup import prepare
 from dpfed.registry import registry
+from dpfed.report.page import read_report, render
 
 
 @pytest.fixture
@@ -55,6 +56,25 @@ def test_clients_come_from_the_column(hospital: Path) -> None:
     owners = np.load(hospital)["train_hospital"]
     for client in range(3):
         assert {owners[i] for i in job.shards.of(client)} == {f"hospital-{client}"}
+
+
+def test_natural_clients_keep_their_names(hospital: Path, tmp_path: Path) -> None:
+    names = ["hospital-0", "hospital-1", "hospital-2"]
+    config = load("digits", settings(hospital, "data.clients=7"), registry())
+    job = prepare(config)
+    assert list(job.shards.names) == names
+    said = (
+        "the clients are the 3 of data.client_column = 'hospital': hospital-0, hospital-1, hospital-2; "
+        "data.clients = 7 has no effect"
+    )
+    assert said in job.notes
+    result = run(config, tmp_path / "run")
+    assert result["client_names"] == names
+    assert said in result["notes"]
+    figures = {figure.id: figure for figure in read_report([tmp_path / "run"]).figures}
+    assert [row[1] for row in figures["clients"].rows] == names
+    assert [row[0] for row in figures["labels"].rows] == names
+    assert "hospital-1" not in render(read_report([tmp_path / "run"], public=True))
 
 
 def test_a_patient_is_protected_as_a_whole(hospital: Path, tmp_path: Path) -> None:

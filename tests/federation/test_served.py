@@ -209,3 +209,16 @@ def test_a_checkpoint_that_is_no_servers_is_refused() -> None:
     for wrong in ({}, {"heads": 3, "used": {}}, {"heads": {"x": [1]}, "used": {}}):
         with pytest.raises(DpfedError, match="no server's"):
             federation.restore(wrong)  # type: ignore[arg-type]
+
+
+def test_the_declared_sizes_of_a_federation_bound_delta(tmp_path: Path) -> None:
+    job = job_of()
+    config = config_of(job, privacy={"delta": 0.5})
+    with pytest.raises(DpfedError, match=r"privacy\.delta = 0\.5 is at least 1 / "):
+        serve(config, tmp_path / "served", Net(job, tmp_path))
+    assert not (tmp_path / "served").exists()
+    allowed = config_of(job, privacy={"delta": 0.5, "allow_large_delta": True})
+    result = serve(allowed, tmp_path / "served", Net(job, tmp_path))
+    assert result["client_names"] == sorted(config.federation.clients)
+    assert result["largest_client"] == max(config.federation.clients.values())
+    assert any("privacy.delta = 0.5" in said for said in result["warnings"])

@@ -12,13 +12,14 @@ from cases import CASES, KNOWN, SPEC, adapter_files, read_resealed, stopped_file
 from mutants import write_folder
 
 from dpfed.compare.outcomes import read_outcome
-from dpfed.config import apply_override, load
+from dpfed.config import load
 from dpfed.engine.accounts import read_accounts
 from dpfed.engine.diagnostics import read_diagnostics
 from dpfed.engine.folder import METRICS, RESULT, _round_of, versions
 from dpfed.errors import DpfedError
 from dpfed.model.assemble import assemble
 from dpfed.model.zoo.pretrained import public_constants
+from dpfed.parsing import overrides_layer
 
 DEEP = b"[" * 20_000
 
@@ -35,9 +36,7 @@ def test_configurations(content: bytes, tmp_path: Path) -> None:
 
 def test_an_override_that_is_no_toml_is_a_text() -> None:
     for text in (DEEP.decode(), "9" * 5000):
-        raw: dict[str, Any] = {}
-        apply_override(raw, f"data.path={text}")
-        assert raw == {"data": {"path": text}}
+        assert overrides_layer([f"data.path={text}"]) == {"data": {"path": text}}
 
 
 def change(folder: Path, **values: Any) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from dpfed.errors import DpfedError
 from dpfed.privacy.accounting import delta_at, epsilon
 from dpfed.privacy.mechanism import Mechanism
-from dpfed.privacy.statement import Planned, assumptions
+from dpfed.privacy.statement import Planned, assumptions, delta_warning, refuse_large_delta
 
 # Both cost about 4 at delta 1e-5 over 200 steps, the first a little more; at a smaller delta the second is far dearer.
 KINDS = (Mechanism("poisson", 0.5, 7.7220742643420905), Mechanism("poisson", 0.01, 0.6219306499559979))
@@ -41,3 +42,40 @@ def test_an_uncounted_start_is_said_beside_every_epsilon() -> None:
     assert "epsilon holds only if what training started from was not trained on these clients' records" in open_ended
     assert plain in open_ended
     assert "holds only if" not in plain
+
+
+@pytest.mark.parametrize(
+    ("delta", "records", "warned", "refused"),
+    [
+        (1e-5, 1000, False, False),
+        (9.9e-5, 1000, False, False),
+        (1e-4, 1000, True, False),
+        (9.9e-4, 1000, True, False),
+        (1e-3, 1000, True, True),
+        (0.5, 200, True, True),
+        (1e-5, 9_999, False, False),
+        (1e-5, 10_000, True, False),
+        (1e-5, 100_000, True, True),
+        (0.05, 1, False, False),
+        (0.1, 1, True, False),
+    ],
+)
+def test_delta_is_compared_with_the_largest_client(delta: float, records: int, warned: bool, refused: bool) -> None:
+    sentence = delta_warning(delta, records)
+    assert (sentence is not None) is warned
+    assert Planned(KINDS, 1, 1.0, ((1.0, 1),), delta, largest=records).warnings == [sentence] * warned
+    refuse_large_delta(delta, records, "record", allowed=True)
+    if not refused:
+        refuse_large_delta(delta, records, "record", allowed=False)
+        return
+    with pytest.raises(DpfedError, match=r"privacy\.allow_large_delta = true"):
+        refuse_large_delta(delta, records, "record", allowed=False)
+
+
+@pytest.mark.parametrize("records", [1, 7, 143, 1000, 98_175])
+def test_the_delta_that_is_advised_is_accepted(records: int) -> None:
+    sentence = delta_warning(0.9, records, "patient")
+    assert sentence is not None
+    advised = float(sentence.split(" use ")[1].split()[0])
+    assert delta_warning(advised, records) is None
+    assert f"{records} patient" in sentence

@@ -91,8 +91,9 @@ def study_of(
     from dpfed.compare.arms import parse_arms, parse_grids, parse_names
     from dpfed.compare.presets import preset_arms
     from dpfed.compare.study import Study
-    from dpfed.config import load, to_dict
+    from dpfed.config import build, load, overlay, to_dict
     from dpfed.errors import DpfedError
+    from dpfed.parsing import overrides_layer
     from dpfed.registry import registry
 
     known = registry()
@@ -104,7 +105,8 @@ def study_of(
     else:
         # which variants `all` has depends on how the noise is given, and these presets give it anew
         given = {"sigma": ["privacy.sigma=1"], "epsilon": ["privacy.target_epsilon=1"]}.get(preset, [])
-        named = algorithms and parse_names(algorithms, load(source, [*overrides, *given], known), known)
+        changed = build(overlay(to_dict(base), overrides_layer(given)), known)
+        named = algorithms and parse_names(algorithms, changed, known)
         chosen, arms = preset_arms(preset, named or None, base, known, grids)
         title, axis = f"{chosen.title}: {title}", chosen.axis
     for name in grids:

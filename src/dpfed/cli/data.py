@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 data = typer.Typer(name="data", help="Look at data sources and partitions.", no_args_is_help=True)
 SHOWN_CLIENTS, SHOWN_CLASSES = 20, 12
+LONGEST_NAME = 24
 WARNING = "these are counts of private labels, read without noise: for simulations only, never for release"
 
 
@@ -40,24 +41,31 @@ def describe(
     from dpfed.registry import DEFAULT, registry
 
     settings = load(config or DEFAULT, overrides or [], registry())
-    from dpfed.engine.setup import shards_for, unused_note
+    from dpfed.engine.notes import data_notes, data_warnings
+    from dpfed.engine.setup import shards_for
     from dpfed.privacy.noise import Streams
 
     loader: Any = settings.data
     source: Source = loader.load()
     shards = shards_for(settings, source, Streams(settings.run.seed))
     counts = label_counts(source, shards)
-    for line in [*opening(settings, source), *table(counts, source.classes)]:
+    for line in [*opening(settings, source), *table(counts, source.classes, shards.names)]:
         print(line)
     print(sizes_line(settings, shards))
-    for note in [*unused_note(source, shards), *source.notes]:
+    for note in data_notes(settings, source, shards):
         print(f"note: {note}")
+    for warning in data_warnings(settings, source, shards):
+        print(f"warning: {warning}")
     print(f"NOTE: {WARNING}")
     if plot is not None:
         from dpfed.report.plots import label_table
 
         label_table(
-            counts, source.classes, f"{settings.data.name}, {rule(settings)}\nsimulation: not for release", plot
+            counts,
+            source.classes,
+            f"{settings.data.name}, {rule(settings)}\nsimulation: not for release",
+            plot,
+            shards.names,
         )
         print(f"drawn into {plot}")
     if as_json:
@@ -101,20 +109,22 @@ def opening(settings: Config, source: Source) -> list[str]:
     ]
 
 
-def table(counts: np.ndarray, classes: tuple[str, ...]) -> list[str]:
+def table(counts: np.ndarray, classes: tuple[str, ...], names: tuple[str, ...] = ()) -> list[str]:
     """The first clients and classes; what is left out is said."""
+    clients = [" ".join(name.split())[:LONGEST_NAME] for name in names] or [str(i) for i in range(len(counts))]
+    column = max(8, *(len(name) for name in clients[:SHOWN_CLIENTS]))
     shown = counts[:SHOWN_CLIENTS, :SHOWN_CLASSES]
     heads = [name[:10] for name in classes[:SHOWN_CLASSES]]
     widths = [max(len(head), len(str(shown[:, i].max())), 4) + 2 for i, head in enumerate(heads)]
     more = counts.shape[1] - len(heads)
     lines = [
-        f"{'client':>8}" + "".join(f"{h:>{w}}" for h, w in zip(heads, widths, strict=True))
+        f"{'client':>{column}}" + "".join(f"{h:>{w}}" for h, w in zip(heads, widths, strict=True))
         + (f"{f'+{more} more':>12}" if more else "") + f"{'all':>9}"
     ]  # fmt: skip
     for client, row in enumerate(shown):
         rest = f"{counts[client, len(heads) :].sum():>12}" if more else ""
         cells = "".join(f"{n:>{w}}" for n, w in zip(row, widths, strict=True))
-        lines.append(f"{client:>8}{cells}{rest}{counts[client].sum():>9}")
+        lines.append(f"{clients[client]:>{column}}{cells}{rest}{counts[client].sum():>9}")
     if len(counts) > SHOWN_CLIENTS:
         lines.append(f"     ... and {len(counts) - SHOWN_CLIENTS} more clients (--json has all of them)")
     return lines
@@ -134,6 +144,8 @@ def sizes_line(settings: Config, shards: Shards) -> str:
 def plain(settings: Config, source: Source, shards: Shards, counts: np.ndarray) -> dict[str, Any]:
     import numpy as np
 
+    from dpfed.engine.notes import data_notes, data_warnings
+
     return {
         "name": settings.data.name,
         "kind": source.kind,
@@ -145,6 +157,7 @@ def plain(settings: Config, source: Source, shards: Shards, counts: np.ndarray) 
         "partition": settings.data.partition,
         "alpha": settings.data.alpha,
         "clients": len(shards),
+        "client_names": list(shards.names),
         "sizes": {
             "min": int(shards.sizes.min()),
             "median": float(np.median(shards.sizes)),
@@ -152,6 +165,7 @@ def plain(settings: Config, source: Source, shards: Shards, counts: np.ndarray) 
         },
         "unused": len(source.train) - len(shards.records),
         "table": counts.tolist(),
-        "notes": list(source.notes),
+        "notes": data_notes(settings, source, shards),
+        "warnings": data_warnings(settings, source, shards),
         "release": WARNING,
     }

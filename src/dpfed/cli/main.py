@@ -17,6 +17,7 @@ from dpfed.cli.compare import compare
 from dpfed.cli.data import data
 from dpfed.cli.doctor import doctor
 from dpfed.cli.export import export
+from dpfed.cli.hints import no_such_option
 from dpfed.cli.keys import keys
 from dpfed.cli.list import list_names
 from dpfed.cli.model import app as model
@@ -83,6 +84,8 @@ def main() -> None:
     except click.exceptions.NoArgsIsHelpError as error:
         print(error.format_message(), file=sys.stderr)
         sys.exit(2)
+    except click.NoSuchOption as error:
+        fail(no_such_option(error, sys.argv[1:]), 2)
     except click.ClickException as error:
         fail(error.format_message(), 2)
     except KeyboardInterrupt:

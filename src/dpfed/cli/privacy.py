@@ -180,6 +180,7 @@ def figures_of(planned: Planned, accounts: Accounts | None, public: bool) -> dic
         "sigma": noise[0] if min(noise) == max(noise) else [min(noise), max(noise)],
         "delta": planned.delta,
         "guarantee": planned.assumptions(),
+        "warnings": planned.warnings,
     }
     if accounts is not None and not public:
         import numpy as np
@@ -237,6 +238,7 @@ def table(
         f"assumed public: {PUBLIC}.",
         f"not covered: {NOT_COVERED}.",
     ]
+    lines += [f"warning: {sentence}." for sentence in planned.warnings]
     return lines + notes(accounts, public) + told(extras)
 
 

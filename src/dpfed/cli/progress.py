@@ -42,7 +42,7 @@ class Watch:
 
     def say(self, line: str) -> None:
         if self._bar is not None:
-            self._bar.console.print(line, highlight=False)
+            self._bar.console.print(line, highlight=False, markup=False)
         else:
             print(line, file=sys.stderr, flush=True)
 

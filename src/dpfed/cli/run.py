@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -118,6 +118,12 @@ def leaving(group: Group | None) -> Iterator[None]:
 
 
 def opening(job: Job) -> list[str]:
+    """Return what is shown before round 1: the run in a few lines, notes and warnings."""
+    return [*summary(job), *(f"note: {note}" for note in job.notes), *warning_lines(job.warnings)]
+
+
+def summary(job: Job) -> list[str]:
+    """Return the run in a few lines: sizes, traffic and privacy."""
     from dpfed.engine.run import guarantee
     from dpfed.engine.traffic import traffic
 
@@ -137,28 +143,22 @@ def opening(job: Job) -> list[str]:
     else:
         why = "noise is off" if job.plan.accounted else 'privacy.accounting = "none"'
         lines.append(f"NO PRIVACY: {why}, nothing that leaves a client is protected")
-    return lines + [f"note: {note}" for note in job.notes]
+    return lines
 
 
-def _other(result: dict[str, Any]) -> str:
-    """What to try where nothing was learned."""
-    if result["epsilon"]["server_worst"] is None:
-        return "try another algorithm.lr or more rounds"
-    tries = "try another algorithm.lr, more rounds, or a larger privacy.clip"
-    return tries if result["release"].startswith("simulation") else f"{tries} (each try spends epsilon again)"
+def warning_lines(sentences: Sequence[str]) -> list[str]:
+    return [f"warning: {sentence}" for sentence in sentences]
 
 
 def closing(result: dict[str, Any]) -> list[str]:
+    from dpfed.engine.notes import result_warnings
+
     epsilon = result["epsilon"]
     accuracy = "no accuracy, as the server has no test set,"
     if result["test_accuracy"] is not None:
         accuracy = f"accuracy {result['start_accuracy']:.3f} -> {result['test_accuracy']:.3f} on the server's test set"
     lines = [f"{accuracy} after {result['rounds']} rounds, {result['seconds']:.1f} s"]
-    one = (result.get("metrics") or {}).get("one_answer")
-    if one is not None:
-        lines.append(
-            f"note: every test record is taken for {one!r}, nothing was learned that tells classes apart; {_other(result)}"
-        )
+    lines += warning_lines(result_warnings(result))
     if epsilon["server_worst"] is None:
         lines.append("epsilon: none, this run had no privacy")
     elif result.get("served"):

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dpfed.compare.search import Point, Space
-from dpfed.config import Config, LoraSection, Registry, apply_override, build, nearest, overlay
+from dpfed.config import Config, LoraSection, Registry, build, nearest, overlay
 from dpfed.errors import DpfedError
+from dpfed.parsing import overrides_layer
 
 REFERENCE = "dp-fedadamw"
 ORDER = (
@@ -52,9 +53,7 @@ class Arm:
 
     def configure(self, base: Mapping[str, Any], point: Point, registry: Registry) -> Config:
         """The base with the arm's overrides and the tuned values."""
-        tables = dict(base)
-        for item in self.overrides:
-            apply_override(tables, item)
+        tables = overlay(dict(base), overrides_layer(self.overrides))
         return build(overlay(tables, {"algorithm": dict(zip(self.grids, point, strict=True))}), registry)
 
 

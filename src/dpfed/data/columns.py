@@ -7,7 +7,7 @@ import io
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,23 @@ from dpfed.data.files import lines_of, read_bytes, reading, reason
 from dpfed.errors import DpfedError
 
 LONGEST_FIELD = 1 << 27
+LONGEST_HEADER = 1 << 16
+SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab"}
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns by name, all of one length. `rows` are the line numbers in the file, or row numbers where it has no lines."""
+    """Columns by name, all of one length.
+
+    rows       line numbers in the file, or row numbers where it has no lines
+    separator  what stands between the columns of a CSV file
+    """
 
     label: str
     values: dict[str, list[Any]]
     rows: list[int]
     unit: str = "line"
+    separator: str = "comma"
 
     def place(self, i: int) -> str:
         return f"{self.unit} {self.rows[i]} of {self.label}"
@@ -58,12 +65,19 @@ class Columns:
         """A column that names clients or units: of one type, with a value in every row."""
         column = self.get(name, key)
         for i, value in enumerate(column):
-            if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
+            if value == "" or is_missing(value):
                 raise DpfedError(f"{self.place(i)} has no value in column {name!r}, which {key} needs")
         array = plain_column(column)
         if array is None:
             raise DpfedError(f"column {name!r} of {self.label} must hold texts or numbers, not both, for {key}")
         return array
+
+
+def is_missing(value: Any) -> bool:
+    """Return True for None, NaN and the missing values of pandas, which have no truth value."""
+    if value is None or type(value).__name__ in ("NAType", "NaTType"):
+        return True
+    return isinstance(value, float) and math.isnan(value)
 
 
 def plain_column(column: list[Any]) -> np.ndarray | None:
@@ -96,13 +110,14 @@ def _header(names: list[str], path: Path) -> None:
 
 
 def read_csv(path: Path) -> Columns:
-    """Comma-separated, with double quotes as spreadsheets write them."""
+    """Return a table with commas, semicolons or tabs and double quotes, as spreadsheets write it."""
     text = "\n".join(lines_of(read_bytes(path), str(path)))  # names the line that is not UTF-8
+    delimiter = _delimiter(text)
     old = csv.field_size_limit(LONGEST_FIELD)
     header: list[str] = []
     cells: list[list[str]] = []
     rows: list[int] = []
-    reader = csv.reader(io.StringIO(text, newline="\n"), strict=True)
+    reader = csv.reader(io.StringIO(text, newline="\n"), delimiter=delimiter, strict=True)
     start = 1
     try:
         header = next(reader, [])
@@ -115,10 +130,24 @@ def read_csv(path: Path) -> Columns:
                 rows.append(start)
             start = reader.line_num + 1
     except csv.Error as error:
-        raise DpfedError(f"line {start} of {path} is not comma-separated text: {reason(error)}") from None
+        kind = SEPARATORS[delimiter]
+        raise DpfedError(f"line {start} of {path} is not {kind}-separated text: {reason(error)}") from None
     finally:
         csv.field_size_limit(old)
-    return _by_column(path, header, cells, rows)
+    return replace(_by_column(path, header, cells, rows), separator=SEPARATORS[delimiter])
+
+
+def _delimiter(text: str) -> str:
+    """Return the separator that gives the first line the most columns; a comma if several do."""
+    start = text[:LONGEST_HEADER]
+
+    def columns(delimiter: str) -> int:
+        try:
+            return len(next(csv.reader(io.StringIO(start, newline="\n"), delimiter=delimiter), []))
+        except csv.Error:
+            return 0
+
+    return max(SEPARATORS, key=columns)
 
 
 def read_tsv(path: Path) -> Columns:

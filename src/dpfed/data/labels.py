@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dpfed.errors import DpfedError
+from dpfed.errors import DpfedError, phrase
 
 MOST_CLASSES = 100_000
 Classes = tuple[str, ...] | int | None
@@ -37,11 +37,12 @@ def encode(parts: Sequence[Column], classes: Classes) -> Encoded:
     texts = [[_text(v, where) for v, where in zip(p.values, p.places, strict=True)] for p in parts]
     if isinstance(classes, tuple):
         if len(set(classes)) != len(classes) or len(classes) < 2:
-            raise DpfedError(f"data.classes = {list(classes)} must name at least two classes, each once")
+            raise DpfedError(f"{phrase('classes')} = {list(classes)} must name at least two classes, each once")
         number = {name: i for i, name in enumerate(classes)}
         if not any(map(_whole, classes)):  # a table may hold the numbers of the named classes
             number |= {str(i): i for i in range(len(classes))}
-        allowed = f"one of data.classes ({', '.join(classes[:10])}{', ...' if len(classes) > 10 else ''})"
+        shown = ", ".join(classes[:10]) + (", ..." if len(classes) > 10 else "")
+        allowed = f"one of {phrase('classes')} ({shown})"
         return Encoded(_look_up(parts, texts, number, allowed), classes, True)
     if classes is None and not all(_whole(t) for part in texts for t in part):
         names = tuple(sorted({t for part in texts for t in part}))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dpfed.errors import DpfedError
+from dpfed.data.columns import is_missing
+from dpfed.errors import DpfedError, phrase
 
 
 @dataclass(frozen=True)
@@ -16,11 +17,13 @@ class Shards:
 
     The units of client i are `clients[i]..clients[i+1]`; the records of unit u are
     `records[units[u]]..records[units[u+1]]`. Usually a unit is one record.
+    `names` are the values of the client column, none if the clients are simulated.
     """
 
     clients: np.ndarray
     units: np.ndarray
     records: np.ndarray
+    names: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.clients) - 1
@@ -119,6 +122,18 @@ RULES: dict[str, Callable[[np.ndarray, int, float, np.random.Generator], np.ndar
 }
 
 
+def _key_column(what: str, column: np.ndarray | None) -> np.ndarray | None:
+    """Return a column of client or unit names; refuse missing values and mixed types."""
+    if column is None or column.dtype.kind not in "fO":
+        return column
+    missing = [i for i, value in enumerate(column.tolist()) if is_missing(value)]
+    if missing:
+        raise DpfedError(f"record {missing[0]} has no {what}: data.{what}_column is empty or NaN there")
+    if column.dtype.kind == "O" and len({isinstance(value, str) for value in column}) > 1:
+        raise DpfedError(f"data.{what}_column must hold texts or numbers, not both")
+    return column
+
+
 def partition(
     labels: np.ndarray,
     clients: int,
@@ -129,18 +144,15 @@ def partition(
     units: np.ndarray | None = None,
 ) -> Shards:
     """The shards of a data set. `owners` (a column of client names) is used by `rule = "natural"`."""
-    for what, column in (("client", owners), ("unit", units)):
-        if column is not None and column.dtype.kind == "f" and bool(np.isnan(column).any()):
-            raise DpfedError(
-                f"record {np.flatnonzero(np.isnan(column))[0]} has no {what}: data.{what}_column is NaN there"
-            )
+    owners = _key_column("client", owners)
+    units = _key_column("unit", units)
     if rule == "natural":
         if owners is None:
             raise DpfedError(
                 'partition = "natural" needs data.client_column, the column that names each record\'s client'
             )
         names, owner = np.unique(owners, return_inverse=True)
-        return shards_of(owner, len(names), units)
+        return replace(shards_of(owner, len(names), units), names=tuple(str(name) for name in names))
     if clients > len(labels):
-        raise DpfedError(f"data.clients = {clients} is more than the {len(labels)} records there are")
+        raise DpfedError(f"{phrase('clients')} = {clients} is more than the {len(labels)} records there are")
     return shards_of(RULES[rule](labels, clients, alpha, rng), clients, units)

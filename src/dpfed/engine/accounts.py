@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -122,7 +123,7 @@ def read_accounts(folder: Path, colluding: int = 0) -> Accounts:
         repeated = len(cohorts) > len({t for t, _ in cohorts})
     if not histories:
         raise DpfedError(f"{folder} has an empty ledger: nothing was released yet")
-    planned = _planned(folder, meta, eligible, colluding)
+    planned = replace(_planned(folder, meta, eligible, colluding), largest=_largest(folder, result, meta))
     clients = int(meta["clients"])
     epsilons = _epsilons(histories, taken, planned, clients)
     return Accounts(
@@ -144,6 +145,20 @@ def _result(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
     raise DpfedError(f"{folder / RESULT} does not name the run, so its ledger cannot be trusted to be its own")
+
+
+def _largest(folder: Path, result: Mapping[str, Any], meta: Mapping[str, Any]) -> int | None:
+    """Return the units of the largest client; an estimate for a run that does not state them."""
+    stated = result.get("largest_client")
+    if isinstance(stated, int) and stated > 0:
+        return stated
+    try:
+        tables = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        batch = float(tables["privacy"]["batch"])
+        # A batch is the rate times a client's size, or the mean size where clients share a rate.
+        return max(1, math.floor(batch / min(float(rate) for rate, _ in meta["kinds"])))
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError, RecursionError):
+        return None
 
 
 def _eligible(folder: Path, ledger: Ledger) -> list[tuple[int, int]]:

@@ -23,7 +23,7 @@ import dpfed
 from dpfed.config import Config, to_toml
 from dpfed.engine.durable import write_file
 from dpfed.engine.rounds import Round
-from dpfed.errors import DpfedError
+from dpfed.errors import DpfedError, phrase
 from dpfed.model.space import Space
 from dpfed.privacy.ledger import Ledger
 
@@ -170,7 +170,7 @@ def _locked(path: Path) -> IO[bytes]:
             lock.close()
         if isinstance(error, BlockingIOError):
             raise DpfedError(
-                f"another run is at work in {path}: wait for it, stop it or choose another --out"
+                f"another run is at work in {path}: wait for it, stop it or {phrase('another out')}"
             ) from None
         raise DpfedError(f"the run folder {path} cannot be written: {error.strerror or error}") from None
 
@@ -227,11 +227,13 @@ def refuse_occupied(path: Path, force: bool) -> None:
     """Called before anything is computed as well, so that nobody waits for a refusal."""
     if (path / CONFIG).exists():
         if not force:
-            raise DpfedError(f"{path} already holds a run: choose another --out, or --force to replace it")
+            raise DpfedError(f"{path} already holds a run: {phrase('another out')}{phrase('replace')}")
         if spent_for_good(path):
-            raise DpfedError(f"{path} holds the ledger of a run with real noise, which is kept: choose another --out")
+            raise DpfedError(
+                f"{path} holds the ledger of a run with real noise, which is kept: {phrase('another out')}"
+            )
     elif path.exists() and (not path.is_dir() or {p.name for p in path.iterdir()} - UNFINISHED):
-        raise DpfedError(f"{path} is not empty and not a run: choose another --out")
+        raise DpfedError(f"{path} is not empty and not a run: {phrase('another out')}")
 
 
 def spent_for_good(path: Path) -> bool:

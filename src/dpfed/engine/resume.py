@@ -14,6 +14,7 @@ from dpfed.errors import DpfedError
 
 # of [run], when a run goes on
 MAY_CHANGE = ("eval_every", "checkpoint_every", "memory_limit", "threads", "timeout", "trackers")
+LARGE_DELTA = "allow_large_delta"  # of [privacy]: only a new run asks for it
 WAITING = ("timeout", "retries", "patience")  # of [federation]: how long a server waits changes no number
 
 
@@ -27,6 +28,7 @@ def fixed_settings(config: Config) -> dict[str, Any]:
     free = {*MAY_CHANGE, *(["rounds"] if extendable(config) else [])}
     tables = to_dict(config)
     tables["run"] = {key: value for key, value in tables["run"].items() if key not in free}
+    tables["privacy"].pop(LARGE_DELTA, None)
     if "federation" in tables:
         tables["federation"] = {key: value for key, value in tables["federation"].items() if key not in WAITING}
     return tables
@@ -80,6 +82,8 @@ def _over(result: dict[str, Any], config: Config) -> bool:
 
 def _allowed(key: str, old: Any, new: Any, config: Config) -> bool:
     section, _, name = key.partition(".")
+    if key == f"privacy.{LARGE_DELTA}":
+        return True
     if key == "run.rounds":
         return extendable(config) and isinstance(old, int) and new > old
     return (section == "run" and name in MAY_CHANGE) or (section == "federation" and name in WAITING)

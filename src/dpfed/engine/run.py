@@ -23,18 +23,19 @@ from dpfed.engine.folder import RunFolder, fresh_folder, refuse_occupied
 from dpfed.engine.holdings import write_holdings
 from dpfed.engine.memory import ClientMemory
 from dpfed.engine.metrics import task_metrics
+from dpfed.engine.notes import result_warnings
 from dpfed.engine.packed import Place
 from dpfed.engine.prior import past_of, served_past
 from dpfed.engine.resume import changes, fixed_settings, name_of, refuse_kind, refuse_other, result_in
 from dpfed.engine.rounds import Backend, Progress, RemoteBackend, Round, first_state, train
-from dpfed.engine.setup import Job, prepare, prepare_server
+from dpfed.engine.setup import Job, client_names, prepare, prepare_server
 from dpfed.engine.shared import Shared
 from dpfed.engine.spending import Budget, Spending, Spent, budget_of, open_ledger, reopen_ledger, spent_before
 from dpfed.engine.traffic import traffic
 from dpfed.errors import DivergedError, DpfedError, InterruptedRunError, StoppedError
 from dpfed.privacy.ledger import Ledger
 from dpfed.privacy.noise import Streams
-from dpfed.privacy.statement import Past, assumptions
+from dpfed.privacy.statement import Past, assumptions, refuse_large_delta
 from dpfed.report.trackers import Trackers, refuse_missing
 
 Serve = Callable[[Job, str], RemoteBackend]
@@ -86,10 +87,7 @@ def run(
     job.notes.extend(past.notes)
     if group is not None:
         agree(job, group)
-    budget = None
-    if job.plan.private:
-        budget = budget_of(job.plan, job.schedule, config.privacy.delta, config.privacy.budget, past=past)
-        budget.check()
+    budget = _checked_budget(job, resume) if job.plan.private else None
     note = release_note(config, job.plan.private)
     name = name_of(out) if resume else uuid.uuid4().hex
     folder = RunFolder(out, config, note, force, resume)
@@ -108,6 +106,17 @@ def run(
     finally:
         trackers.finish()
         folder.close()
+
+
+def _checked_budget(job: Job, resume: bool) -> Budget:
+    """Return the statement of a private run; refuse one without an epsilon, or with a large delta if it is new."""
+    privacy = job.config.privacy
+    budget = budget_of(job.plan, job.schedule, privacy.delta, privacy.budget, past=job.past)
+    budget.check()
+    if not resume:
+        largest = int(job.plan.sizes.max())
+        refuse_large_delta(privacy.delta, largest, job.plan.unit, bool(privacy.allow_large_delta))
+    return budget
 
 
 def _refuse_folder(out: Path, config: Config, force: bool, resume: bool, served: bool) -> None:
@@ -160,6 +169,8 @@ def _train(
         def finish(state: str, **more: Any) -> dict[str, Any]:
             result = result_of(job, spending, seen, folder.path, note) | (remote.report() if remote else {})
             result["metrics"] = task_metrics(job, seen[-1].theta)
+            result["notes"] = list(job.notes)
+            result["warnings"] = [*job.warnings, *result_warnings(result)]
             folder.save_model(seen[-1].theta, job.space, note)
             folder.save_result({"run": name, "state": state, **result, **more})
             return result
@@ -324,6 +335,8 @@ def result_of(job: Job, spending: Spending, seen: list[Round], out: Path, note: 
         "release": note,
         "algorithm": job.algorithm.name,
         "clients": job.schedule.clients,
+        "client_names": client_names(job.config) if job.served else list(job.shards.names),
+        "largest_client": int(job.plan.sizes.max()),
         "classes": list(job.classes),
         "input": asdict(job.spec),
         "parameters": job.space.size,

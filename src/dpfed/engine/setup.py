@@ -17,9 +17,10 @@ from dpfed.data.cache import cached, key_of
 from dpfed.data.partition import Shards, partition
 from dpfed.data.tables import Published, Source, Table
 from dpfed.engine.features import Basis, features_of
+from dpfed.engine.notes import data_notes, data_warnings, plan_warnings
 from dpfed.engine.shared import Shared, frozen_digest
 from dpfed.engine.threads import set_threads
-from dpfed.errors import DpfedError
+from dpfed.errors import DpfedError, phrase
 from dpfed.model.assemble import Assembled, assemble
 from dpfed.model.augment import view_of
 from dpfed.model.faithful import faithful_form, faithful_model, plain_outputs
@@ -42,6 +43,8 @@ LONG = 20_000  # local steps after which a compilation has paid for itself
 class Job:
     """One run, ready to go. Nothing in it changes while it runs. `served`: its clients and their records are elsewhere.
 
+    notes     what a person should know about the run
+    warnings  what a person should change, or know before using the result
     seat   its place among runs that compute their gradients together; None: it computes them by itself
     given  the training inputs as they were read, where the records are features of them and the model is the head
     """
@@ -64,6 +67,7 @@ class Job:
     view: Views | None = None
     past: Past = NOTHING
     notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     served: bool = False
     seat: Seat | None = None
     given: Mapping[str, Tensor] | None = None
@@ -127,7 +131,8 @@ def _prepare(config: Config, source: Source | None, shared: Shared | None) -> Jo
         device=device,
         adapted=adapted,
         view=view_for(config, source),
-        notes=notes + source_notes(config, source, shards, plan),
+        notes=[*notes, *data_notes(config, source, shards), *federation_note(config, plan)],
+        warnings=[*data_warnings(config, source, shards), *plan_warnings(config, plan)],
         given=basis.given,
     )
 
@@ -160,7 +165,8 @@ def prepare_server(config: Config) -> Job:
         streams=streams,
         device=device,
         adapted=adapted,
-        notes=notes + delta_note(config, plan),
+        notes=notes,
+        warnings=plan_warnings(config, plan),
         served=True,
     )
 
@@ -285,15 +291,6 @@ def shards_for(config: Config, source: Source, streams: Streams) -> Shards:
     )
 
 
-def unused_note(source: Source, shards: Shards) -> list[str]:
-    unused = len(source.train) - len(shards.records)
-    return (
-        [f"{unused} of {len(source.train)} training records are not used: all clients have equal sizes"]
-        if unused
-        else []
-    )
-
-
 def refuse_unreleasable(config: Config, source: Source) -> None:
     """With real noise nothing may be read off private records on the side."""
     data = config.data
@@ -310,50 +307,14 @@ def refuse_unreleasable(config: Config, source: Source) -> None:
             'run.noise = "os" set model.liveness = true'
         )
     if not source.declared:
-        raise DpfedError('the number of classes was read off private labels: declare data.classes for run.noise = "os"')
+        raise DpfedError(
+            f'the number of classes was read off private labels: declare {phrase("classes")} for run.noise = "os"'
+        )
     if data.unit_column is not None and data.partition != "natural":
         raise DpfedError(
             f"data.partition = {data.partition!r} would scatter the records of one {data.unit_column} over clients: with "
             'run.noise = "os" a protected unit needs data.partition = "natural"'
         )
-
-
-def source_notes(config: Config, source: Source, shards: Shards, plan: Plan) -> list[str]:
-    of_data = [*source.notes, *unused_note(source, shards), *data_notes(config, source)]
-    return of_data + federation_note(config, plan) + delta_note(config, plan)
-
-
-def data_notes(config: Config, source: Source) -> list[str]:
-    unit, rule, notes = config.data.unit_column, config.data.partition, []
-    if unit is not None and rule != "natural":
-        notes.append(
-            f"partition = {rule} may scatter the records of one {unit} over clients: protected at each, costs add up"
-        )
-    if not source.declared:
-        notes.append("the number of classes was read off the labels; a real federation declares data.classes")
-    if rule == "natural":
-        notes.append("the clients are those of data.client_column")
-    notes += dealt_note(config)
-    if not config.model.liveness:
-        notes.append("the liveness check is off: nothing has tested that records do not mix inside the model")
-    return notes
-
-
-def dealt_note(config: Config) -> list[str]:
-    """What a guarantee means where a program has decided who holds a record."""
-    rule = config.data.partition
-    if config.run.noise != "os" or rule == "natural":
-        return []
-    return [f"clients are simulated by partition = {rule}: the guarantee speaks of each client's records as dealt"]
-
-
-def delta_note(config: Config, plan: Plan) -> list[str]:
-    size, delta = int(plan.sizes.max()), config.privacy.delta
-    if not plan.private or delta * size < 1:
-        return []
-    return [
-        f"delta {delta:g} is not below 1/{size}: publishing one {plan.unit} at random would satisfy such a guarantee"
-    ]
 
 
 def federation_note(config: Config, plan: Plan) -> list[str]:

@@ -68,6 +68,7 @@ def budget_of(
         plan.unit,
         past.prior,
         past.uncounted,
+        int(plan.sizes.max()),
     )
     return Budget(planned, eligible, limits)
 

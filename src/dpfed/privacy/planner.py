@@ -67,7 +67,7 @@ def plan_from_numbers(
     if sigma is None or not sigma > 0:
         raise DpfedError(f"--sigma {sigma} must be > 0: without noise there is no privacy")
     step = Mechanism(kind, rate, sigma, releases.batches, releases.releases)
-    return Planned((step,), local_steps, participation, ((odds, rounds),), delta)
+    return Planned((step,), local_steps, participation, ((odds, rounds),), delta, largest=records)
 
 
 def _refuse(

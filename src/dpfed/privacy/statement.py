@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from dpfed.errors import DpfedError
 from dpfed.privacy.accounting import (
     delta_at,
     epsilon,
@@ -75,6 +76,34 @@ def chances(cohort: int, eligible: Sequence[tuple[int, int]], colluding: int = 0
     )
 
 
+def delta_warning(delta: float, largest: int, unit: str = "record") -> str | None:
+    """Return a warning if delta is at least 1 / (10 R); `largest` is R, the largest client's units."""
+    if delta < 1 / (10 * largest):
+        return None
+    advice = 10.0 ** math.floor(math.log10(0.999 / (10 * largest)))
+    held = f"{largest} {unit}s" if largest != 1 else f"1 {unit}"
+    if is_large_delta(delta, largest):
+        return (
+            f"privacy.delta = {delta:g} is at least 1 / {largest}, and the largest client has {held}: "
+            f"publishing one {unit} at random satisfies such a guarantee, so use {advice:g} or less"
+        )
+    return (
+        f"privacy.delta = {delta:g} is at least a tenth of 1 / {largest}, and the largest client has {held}: "
+        f"use {advice:g} or less"
+    )
+
+
+def is_large_delta(delta: float, largest: int) -> bool:
+    """Return True if a client of `largest` units may lose one of them within delta."""
+    return delta >= 1 / largest
+
+
+def refuse_large_delta(delta: float, largest: int, unit: str, allowed: bool) -> None:
+    """Refuse a new run whose delta is at least 1 / R, unless the configuration allows it."""
+    if is_large_delta(delta, largest) and not allowed:
+        raise DpfedError(f"{delta_warning(delta, largest, unit)} (privacy.allow_large_delta = true runs it anyway)")
+
+
 Prior = tuple[tuple[Mechanism, int], ...]
 """(mechanism, number of local steps) of everything that was released before."""
 
@@ -102,6 +131,7 @@ class Planned:
 
     prior      what every client may have spent before, on what the run starts from
     uncounted  whether the run starts from something whose cost to these clients nobody has counted
+    largest    units of the largest client; None where unknown
     """
 
     kinds: tuple[Mechanism, ...]
@@ -112,6 +142,13 @@ class Planned:
     unit: str = "record"
     prior: Prior = ()
     uncounted: bool = False
+    largest: int | None = None
+
+    @property
+    def warnings(self) -> list[str]:
+        """What makes the figures of this plan worth little."""
+        found = None if self.largest is None else delta_warning(self.delta, self.largest, self.unit)
+        return [found] if found else []
 
     @cached_property
     def rounds(self) -> int:

@@ -13,7 +13,7 @@ from dpfed.config import Config
 from dpfed.engine.accounts import NO_PRIVACY, SEEDED, Accounts
 from dpfed.engine.durable import write_file
 from dpfed.engine.export import ADAPTED_CONFIG, base_of, export, read_run
-from dpfed.engine.setup import dealt_note
+from dpfed.engine.notes import dealt_note
 from dpfed.model.companions import Companions
 from dpfed.privacy.statement import NOT_COVERED, PUBLIC
 

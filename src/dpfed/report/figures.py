@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dpfed.report.gather import Group, Privacy, number
+from dpfed.report.gather import Group, Privacy, RunData, number
 from dpfed.report.studies import Listing
 
 Trace = dict[str, Any]
@@ -214,9 +214,11 @@ def accuracy_against_epsilon(groups: Sequence[Group]) -> Figure | None:
 def clients_epsilon(groups: Sequence[Group]) -> Figure | None:
     """A histogram over clients, of each group's first run; methods with the same cohorts are drawn once."""
     found: dict[tuple[float, ...], list[str]] = {}
+    clients: dict[str, list[str] | list[int]] = {}
     for group in groups:
         if group.privacy and group.privacy.epsilons:
             found.setdefault(group.privacy.epsilons, []).append(group.label)
+            clients[group.label] = client_names(group.runs[:1], len(group.privacy.epsilons))
     top = max((max(each) for each in found), default=0.0)
     edges = np.linspace(0, top * 1.0001 or 1.0, 25)
     middle = ((edges[1:] + edges[:-1]) / 2).tolist()
@@ -226,7 +228,8 @@ def clients_epsilon(groups: Sequence[Group]) -> Figure | None:
         meta = {"series": i, "role": "bar"}
         name = inert(joined(names))
         traces.append({"type": "bar", "x": middle, "y": counts.tolist(), "name": name, "meta": meta})
-        rows += [[name, client, value] for name in names for client, value in enumerate(each)]
+        for label in names:
+            rows += [[label, *row] for row in zip(clients[label], each, strict=True)]
     if not traces:
         return None
     caption = (
@@ -239,19 +242,29 @@ def clients_epsilon(groups: Sequence[Group]) -> Figure | None:
     return Figure("clients", "privacy", title, caption, x, y, traces, head, rows, more)
 
 
+def client_names(runs: Sequence[RunData], count: int) -> list[str] | list[int]:
+    """Return the names of the first run's clients, their numbers where it has no names."""
+    names = runs[0].result.get("client_names") if runs else None
+    if isinstance(names, list) and len({str(name) for name in names}) == count == len(names):
+        return [str(name) for name in names]
+    return list(range(count))
+
+
 def label_map(groups: Sequence[Group]) -> Figure | None:
     """Client x label of the first run that recorded it."""
-    held = next((run.holdings for group in groups for run in group.runs if run.holdings), None)
-    if held is None:
+    recorded = next((run for group in groups for run in group.runs if run.holdings), None)
+    if recorded is None or recorded.holdings is None:
         return None
+    held = recorded.holdings
     counts, classes = np.asarray(held["labels"]), held["classes"]
+    clients = client_names([recorded], len(counts))
     shown = counts[: max(1, MOST_CELLS // max(1, len(classes)))]
     names = [inert(name[:24]) for name in classes]
     trace = {
         "type": "heatmap",
         "z": shown.tolist(),
         "x": names if len(set(names)) == len(names) else list(range(len(classes))),
-        "y": list(range(len(shown))),
+        "y": [inert(name) if isinstance(name, str) else name for name in clients[: len(shown)]],
         "colorscale": "Cividis",
         "zmin": 0,
         "xgap": 1 if len(shown) <= 100 else 0,
@@ -265,8 +278,10 @@ def label_map(groups: Sequence[Group]) -> Figure | None:
         f"Training records of each label at each client, first run.{left} Counts of private labels without noise: for the "
         "operator only."
     )
-    x, y = axis("label", type="category"), axis("client", autorange="reversed")
-    rows = [[client, *row] for client, row in enumerate(counts.tolist())]
+    x = axis("label", type="category")
+    named = {"type": "category"} if isinstance(clients[0], str) else {}
+    y = axis("client", autorange="reversed", **named)
+    rows = [[client, *row] for client, row in zip(clients, counts.tolist(), strict=True)]
     height = 200 + min(520, max(140, 12 * len(shown)))
     title, head = "Who holds which labels", ["client", *classes]
     return Figure("labels", "clients", title, caption, x, y, [trace], head, rows, wide=True, height=height)

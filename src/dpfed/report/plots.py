@@ -44,6 +44,7 @@ def epsilon_over_rounds(planned: Planned, path: Path) -> None:
 
 # Okabe and Ito's eight colours without yellow, which is hard to see on white; styles tell the rest apart.
 COLOURS = (BLUE, ORANGE, "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+MAX_NAMED_CLIENTS = 60
 STYLES = ("-", "--", "-.", ":")
 
 
@@ -100,7 +101,7 @@ def _draw(axes: Any, curve: Curve, number: int) -> None:
         axes.fill_between(curve.rounds, values.min(0), values.max(0), color=colour, alpha=0.15, linewidth=0)
 
 
-def label_table(counts: np.ndarray, classes: Sequence[str], title: str, path: Path) -> None:
+def label_table(counts: np.ndarray, classes: Sequence[str], title: str, path: Path, names: Sequence[str] = ()) -> None:
     """Client x label as a heat map: one row for each client, one column for each class."""
     import matplotlib
 
@@ -122,7 +123,10 @@ def label_table(counts: np.ndarray, classes: Sequence[str], title: str, path: Pa
         axes.set_xticks(
             range(len(classes)), [name[:20].replace("$", r"\$") for name in classes], rotation=60, ha="right"
         )
-    axes.yaxis.get_major_locator().set_params(integer=True)
+    if 0 < len(names) <= MAX_NAMED_CLIENTS:
+        axes.set_yticks(range(len(names)), [name[:20].replace("$", r"\$") for name in names])
+    else:
+        axes.yaxis.get_major_locator().set_params(integer=True)
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:

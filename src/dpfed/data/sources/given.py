@@ -6,12 +6,14 @@ They come from a dictionary, a data frame or a Hugging Face dataset; what they a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from dpfed.config import DataSection
+from dpfed.data.columns import is_missing
+from dpfed.data.labels import Column, Encoded, encode
 from dpfed.data.tables import Kind, Source, Table
 from dpfed.errors import DpfedError
 
@@ -40,12 +42,16 @@ class Given(DataSection):
         )
 
 
-def source_of(train: Any, test: Any, classes: Sequence[str] | None = None) -> Source:
-    """Two tables of the same columns. What the columns are follows from their names and types."""
+def source_of(train: Any, test: Any, classes: Sequence[str] | int | None = None) -> Source:
+    """Return two tables of the same columns; names and types of the columns say what they are.
+
+    classes  names of the classes in the order of their numbers, or how many there are
+    """
     if train is test:
         raise DpfedError("test is train: the test set is public and must be other records")
-    parts = {"train": _table(train, "train"), "test": _table(test, "test")}
-    (first, kind), (second, other) = parts["train"], parts["test"]
+    labels = _labels(train, test, classes)
+    first, kind = _table(train, labels.parts[0], "train")
+    second, other = _table(test, labels.parts[1], "test")
     if kind != other or first.inputs.keys() != second.inputs.keys():
         raise DpfedError(f"train has {kind} {sorted(first.inputs)} and test has {other} {sorted(second.inputs)}")
     for name, x in first.inputs.items():
@@ -53,27 +59,78 @@ def source_of(train: Any, test: Any, classes: Sequence[str] | None = None) -> So
             raise DpfedError(
                 f"a record of train has shape {x.shape[1:]} and one of test {second.inputs[name].shape[1:]}"
             )
-    named = list(classes) if classes is not None else _names(train)
-    top = int(max(first.labels.max(initial=0), second.labels.max(initial=0))) + 1
-    found = tuple(named) if named else tuple(str(c) for c in range(top))
-    return Source(first, second, found, kind, declared=bool(named))
+    return Source(first, second, labels.names, kind, declared=labels.declared)
 
 
-def _table(data: Any, part: str) -> tuple[Table, Kind]:
+def _labels(train: Any, test: Any, classes: Sequence[str] | int | None) -> Encoded:
+    """Return the class numbers of both parts, from names or numbers in the label column."""
+    parts = [_label_column(data, part) for data, part in ((train, "train"), (test, "test"))]
+    columns = [column for column, _ in parts]
+    if classes is not None:
+        return encode(columns, _declared(classes))
+    stated = _names(train)
+    if stated and all(isinstance(value, int) for column in columns for value in column.values):
+        # The numbers of a dataset with named classes are places in that list of names.
+        return replace(encode(columns, len(stated)), names=tuple(stated))
+    if stated:
+        return encode(columns, tuple(stated))
+    categories = parts[0][1]
+    if len(categories) > 1 and categories == parts[1][1]:
+        # A data frame makes categories of the labels it holds, so they are no declaration.
+        return replace(encode(columns, categories), declared=False)
+    for column in columns:
+        _refuse_negative(column)
+    return encode(columns, None)
+
+
+def _declared(classes: Sequence[str] | int) -> tuple[str, ...] | int:
+    if isinstance(classes, int):
+        if classes < 2:
+            raise DpfedError(f"classes = {classes} must be at least 2")
+        return classes
+    if isinstance(classes, str) or not isinstance(classes, Sequence | np.ndarray):
+        raise DpfedError(f"classes must be a list of names or their number, not {classes!r:.60}")
+    return tuple(str(name) for name in classes)
+
+
+def _label_column(data: Any, part: str) -> tuple[Column, tuple[str, ...]]:
+    """Return the labels of a part, and the categories of a categorical column in their order."""
     columns = _columns(data, part)
     label = _pick(columns, LABELS)
     if label is None:
         raise DpfedError(f"{part} has no column called {' or '.join(LABELS)}; it has: {', '.join(columns)}")
     labels = _array(columns[label])
-    if labels.ndim != 1 or labels.dtype.kind not in "iub" or len(labels) == 0:
-        raise DpfedError(f"the column {label} of {part} must be a non-empty list of whole numbers, one for each record")
+    if labels.ndim != 1 or len(labels) == 0:
+        raise DpfedError(f"the column {label} of {part} must be a non-empty list with one label for each record")
+    places = [f"row {i} of {part}" for i in range(len(labels))]
+    values = [None if is_missing(value) else value for value in labels.tolist()]
+    return Column(values, places), _categories(columns[label])
+
+
+def _categories(values: Any) -> tuple[str, ...]:
+    """Return the categories of a column of pandas, none for any other column."""
+    found = getattr(getattr(values, "dtype", None), "categories", None)
+    return () if found is None else tuple(str(name) for name in found)
+
+
+def _refuse_negative(column: Column) -> None:
+    for value, place in zip(column.values, column.places, strict=True):
+        if isinstance(value, int | float) and value < 0:
+            raise DpfedError(
+                f"{place} has label {value}: number the classes 0, 1, 2, ..., or name every label in classes"
+            )
+
+
+def _table(data: Any, labels: np.ndarray, part: str) -> tuple[Table, Kind]:
+    columns = _columns(data, part)
     inputs, kind, used = _inputs(columns, part)
     for name, values in inputs.items():
         if len(values) != len(labels):
             raise DpfedError(f"{part} has {len(labels)} labels and {len(values)} of {name}")
-    rest = {name: _array(values) for name, values in columns.items() if name not in {label, *used} and _plain(values)}
+    used |= {str(_pick(columns, LABELS))}
+    rest = {name: _array(values) for name, values in columns.items() if name not in used and _plain(values)}
     flat = {name: values for name, values in rest.items() if values.shape == labels.shape}
-    return Table(inputs, labels.astype(np.int64), flat), kind
+    return Table(inputs, labels, flat), kind
 
 
 def _array(values: Any) -> np.ndarray:
@@ -86,7 +143,8 @@ def _array(values: Any) -> np.ndarray:
 
 def _plain(values: Any) -> bool:
     """A column that can name clients or units. What else there is stays unread: it may be large."""
-    return len(values) > 0 and isinstance(next(iter(values)), str | int | float | np.generic)
+    kinds = str | int | float | np.generic | None
+    return len(values) > 0 and isinstance(next(iter(values)), kinds)
 
 
 def _columns(data: Any, part: str) -> dict[str, Any]:

@@ -64,6 +64,11 @@ class TextTable(DataSection):
             kind="text",
             declared=declared,
             fingerprint=self._fingerprint(paths),
+            notes=tuple(
+                f"{table.label} is read with a {table.separator} between columns"
+                for table in (train, test)
+                if table.separator != "comma"
+            ),
         )
 
     def _labels(self, train: Columns, test: Columns) -> tuple[tuple[np.ndarray, ...], tuple[str, ...], bool]:
