@@ -82,7 +82,15 @@ def _run(
 
         going_on = resume is not None
         return train(
-            settings, resume or out, force, begin=begin, observe=watch.round, resume=going_on, stop=stop, group=group
+            settings,
+            resume or out,
+            force,
+            begin=begin,
+            observe=watch.round,
+            resume=going_on,
+            stop=stop,
+            group=group,
+            on_activity=watch.activity,
         )
 
 

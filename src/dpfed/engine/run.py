@@ -15,6 +15,7 @@ import numpy as np
 from dpfed.config import Config
 from dpfed.data.tables import Source
 from dpfed.engine.accounts import NO_PRIVACY, SEEDED
+from dpfed.engine.activity import OnActivity, ignore
 from dpfed.engine.checkpoint import Checkpoints, Saved, job_hash
 from dpfed.engine.diagnostics import Diagnostics, refuse_real_noise
 from dpfed.engine.distributed import Distributed, Group, agree, follow
@@ -64,6 +65,7 @@ def run(
     serve: Serve | None = None,
     place: Place | None = None,
     shared: Shared | None = None,
+    on_activity: OnActivity = ignore,
 ) -> dict[str, Any]:
     """Trains by the configuration and returns the result; the folder `out` holds all of it.
 
@@ -73,7 +75,8 @@ def run(
     the clients are elsewhere: it makes the backend from the job and the run's name, no private record is read here, the
     ledgers are the clients' own, and there is a checkpoint after every round, as they store only their last messages.
     With `place` it is one of several runs in threads that compute gradients together (packed.py); with `shared` it takes
-    over records, frozen model and features of the run before it, where they are the same.
+    over records, frozen model and features of the run before it, where they are the same. `on_activity` is called
+    with progress inside a round and before the first one.
     """
     refuse_real_noise(config)
     refuse_missing(config)
@@ -81,15 +84,13 @@ def run(
     _refuse_folder(out, config, force, resume, serve is not None)
     past = served_past(config) if serve else past_of(config)
     refuse_target(config, past)
-    job = prepare_server(config) if serve else prepare(config, source, place.shared if place else shared)
-    job = replace(job, past=past, seat=place.sit(job) if place else None)
+    kept = place.shared if place else shared
+    job = prepare_server(config) if serve else prepare(config, source, kept, on_activity)
+    job = replace(job, past=past, seat=place.sit(job) if place else None, on_activity=on_activity)
     job.notes.extend(past.notes)
     if group is not None:
         agree(job, group)
-    budget = None
-    if job.plan.private:
-        budget = budget_of(job.plan, job.schedule, config.privacy.delta, config.privacy.budget, past=past)
-        budget.check()
+    budget = _checked_budget(job)
     note = release_note(config, job.plan.private)
     name = name_of(out) if resume else uuid.uuid4().hex
     folder = RunFolder(out, config, note, force, resume)
@@ -180,6 +181,16 @@ def _train(
     finally:
         if ledger is not None:
             ledger.close()
+
+
+def _checked_budget(job: Job) -> Budget | None:
+    """Return the privacy budget of the run, or None without privacy; refuse a plan that exceeds it."""
+    if not job.plan.private:
+        return None
+    privacy = job.config.privacy
+    budget = budget_of(job.plan, job.schedule, privacy.delta, privacy.budget, past=job.past)
+    budget.check()
+    return budget
 
 
 def _keeper(
