@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dpfed.cli.overview import Command, Group
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from dpfed.data.partition import Shards
     from dpfed.data.tables import Source
 
-data = typer.Typer(name="data", help="Look at data sources and partitions.", no_args_is_help=True)
+data = typer.Typer(name="data", cls=Group, help="Look at data sources and partitions.", no_args_is_help=True)
 SHOWN_CLIENTS, SHOWN_CLASSES = 20, 12
 WARNING = "these are counts of private labels, read without noise: for simulations only, never for release"
 
@@ -25,7 +27,7 @@ def group() -> None:
     """Keeps `describe` a command of its own while it is the only one."""
 
 
-@data.command("describe")
+@data.command("describe", cls=Command)
 def describe(
     config: Annotated[
         str | None, typer.Argument(help="TOML file or preset; without it: the digits demonstration")

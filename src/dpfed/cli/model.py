@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dpfed.cli.overview import Command, Group
 from dpfed.errors import DpfedError
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from dpfed.model.assemble import Assembled
     from dpfed.model.task import InputSpec
 
-app = typer.Typer(help="Models: what is trained, and in which blocks.", no_args_is_help=True)
+app = typer.Typer(cls=Group, help="Models: what is trained, and in which blocks.", no_args_is_help=True)
 
 
 @app.callback()
@@ -25,7 +26,7 @@ def group() -> None:
     """Models: what is trained, and in which blocks."""
 
 
-@app.command("describe")
+@app.command("describe", cls=Command)
 def describe(
     config: Annotated[
         str | None, typer.Argument(help="TOML file or preset; without it: the digits demonstration")
