@@ -82,7 +82,7 @@ def compare(
         print(json.dumps({**json.loads((folder / "table.json").read_text(encoding="utf-8")), "out": str(folder)}))
     failed = [f"{result.arm.label}: {result.failed}" for result in results if result.failed]
     if failed:
-        raise StoppedError(f"{len(failed)} of {len(results)} arms could not be run; the first, {failed[0]}")
+        raise StoppedError(f"{len(failed)} of {counted(len(results), 'arm')} could not be run; the first, {failed[0]}")
 
 
 def study_of(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dpfed.cli.overview import Command, Group
+from dpfed.text import counted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -118,7 +119,7 @@ def table(counts: np.ndarray, classes: tuple[str, ...]) -> list[str]:
         cells = "".join(f"{n:>{w}}" for n, w in zip(row, widths, strict=True))
         lines.append(f"{client:>8}{cells}{rest}{counts[client].sum():>9}")
     if len(counts) > SHOWN_CLIENTS:
-        lines.append(f"     ... and {len(counts) - SHOWN_CLIENTS} more clients (--json has all of them)")
+        lines.append(f"     ... and {counted(len(counts) - SHOWN_CLIENTS, 'more client')} (--json has all of them)")
     return lines
 
 
@@ -128,7 +129,7 @@ def sizes_line(settings: Config, shards: Shards) -> str:
     unit = settings.data.unit_column or "record"
     sizes = shards.sizes
     return (
-        f"{len(shards)} clients of {sizes.min()} to {sizes.max()} (median {np.median(sizes):g}) "
+        f"{counted(len(shards), 'client')} of {sizes.min()} to {sizes.max()} (median {np.median(sizes):g}) "
         f"protected units, each one {unit}"
     )
 

@@ -13,6 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
+from dpfed.text import counted
+
 PURPOSE = {
     "text": "the small language model `minilm`",
     "parquet": "tables in Parquet",
@@ -66,7 +68,7 @@ def own_versions() -> dict[str, str]:
 def devices() -> list[str]:
     import torch
 
-    found = [f"cpu: {os.cpu_count()} cores"]
+    found = [f"cpu: {counted(os.cpu_count() or 1, 'core')}"]
     for i in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(i)
         found.append(f"cuda:{i}: {facts.name}, {facts.total_memory / 2**30:.0f} GiB, kernels {kernels_on(i)}")

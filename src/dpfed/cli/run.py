@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dpfed.errors import DpfedError
+from dpfed.text import counted
 
 if TYPE_CHECKING:
     from dpfed.engine.distributed import Group
@@ -131,9 +132,10 @@ def opening(job: Job) -> list[str]:
 
     plan, schedule = job.plan, job.schedule
     lines = [
-        f"{job.algorithm.name} on {job.config.data.name}: {schedule.clients} clients, {schedule.cohort} per round, "
-        f"{schedule.rounds} rounds of {schedule.local_steps} local steps; "
-        f"{job.config.model.name} with {job.space.size:,} trainable numbers in {job.space.num_blocks} blocks",
+        f"{job.algorithm.name} on {job.config.data.name}: {counted(schedule.clients, 'client')}, {schedule.cohort} per round, "
+        f"{counted(schedule.rounds, 'round')} of {counted(schedule.local_steps, 'local step')}; "
+        f"{job.config.model.name} with {counted(job.space.size, 'trainable number')} in "
+        f"{counted(job.space.num_blocks, 'block')}",
     ]
     sent = traffic(job.algorithm, job.space)
     lines.append(
@@ -161,7 +163,7 @@ def closing(result: dict[str, Any]) -> list[str]:
     accuracy = "no accuracy, as the server has no test set,"
     if result["test_accuracy"] is not None:
         accuracy = f"accuracy {result['start_accuracy']:.3f} -> {result['test_accuracy']:.3f} on the server's test set"
-    lines = [f"{accuracy} after {result['rounds']} rounds, {result['seconds']:.1f} s"]
+    lines = [f"{accuracy} after {counted(result['rounds'], 'round')}, {result['seconds']:.1f} s"]
     one = (result.get("metrics") or {}).get("one_answer")
     if one is not None:
         lines.append(

@@ -12,6 +12,7 @@ from dpfed.report.figures import joined, short
 from dpfed.report.gather import Group, RunData, number
 from dpfed.report.public import LEFT_OUT
 from dpfed.report.tables import Row, Table, best_of, larger_epsilon, size
+from dpfed.text import counted
 
 OPERATOR = (
     "For the operator only: this page shows what single clients have spent and what they hold. Made with --public, a page "
@@ -40,9 +41,11 @@ def lead(groups: Sequence[Group]) -> str:
     if runs == 1:
         return f"One run of {groups[0].label}: {_shape(groups[0])}."
     if len(groups) == 1:
-        return f"{runs} runs of {groups[0].label} that differ in their seed: {_shape(groups[0])}."
+        return f"{counted(runs, 'run')} of {groups[0].label} that differ in their seed: {_shape(groups[0])}."
     shapes = {_shape(group) for group in groups}
-    return f"{runs} runs of {len(groups)} methods" + (f": {shapes.pop()}." if len(shapes) == 1 else ".")
+    return f"{counted(runs, 'run')} of {counted(len(groups), 'method')}" + (
+        f": {shapes.pop()}." if len(shapes) == 1 else "."
+    )
 
 
 def _shape(group: Group) -> str:
@@ -53,7 +56,8 @@ def _shape(group: Group) -> str:
         return "settings below"
     cohort = max(1, round(share * clients))
     who = "all of them" if cohort == clients else f"{cohort} of them"
-    return f"{clients:.0f} clients, {who} in each of {rounds:.0f} rounds, {steps:.0f} local steps"
+    each = "in one round" if rounds == 1 else f"in each of {rounds:.0f} rounds"
+    return f"{counted(int(clients), 'client')}, {who} {each}, {counted(int(steps), 'local step')}"
 
 
 def _setting(group: Group, section: str, key: str) -> Any:
