@@ -64,6 +64,16 @@ class RunData:
         return max((int(row["round"]) for row in self.rows), default=0)
 
     @property
+    def planned_rounds(self) -> int:
+        return int(number(self.settings.get("run", {}).get("rounds")) or 0)
+
+    @property
+    def unfinished(self) -> bool:
+        """True while rounds of the plan are still to come, so that the planned epsilon is not spent yet."""
+        ended = self.result.get("state") in ("finished", "stopped")
+        return not ended and self.last < self.planned_rounds
+
+    @property
     def diverged(self) -> bool:
         return bool(self.result.get("diverged", False))
 
@@ -127,6 +137,21 @@ class Group:
             out[view] = max(known) if known else getattr(self.privacy, view) if self.privacy else None
         return out
 
+    @property
+    def unfinished(self) -> RunData | None:
+        """The run that is furthest among those with rounds still to come."""
+        going = [run for run in self.runs if run.unfinished]
+        return max(going, key=lambda run: run.last, default=None)
+
+    @property
+    def spent(self) -> float | None:
+        """Epsilon spent by the unfinished run so far, server's view; a public page has only the plan's figure."""
+        run = self.unfinished
+        if run is None or self.privacy is None:
+            return None
+        by_round = run.curve("epsilon_server_max")
+        return by_round[max(by_round)] if by_round else _planned_after(self.privacy.planned, run.last)
+
     def first(self, key: str) -> Any:
         """From the first run that has it in its result."""
         return next((run.result[key] for run in self.runs if run.result.get(key) is not None), None)
@@ -158,6 +183,13 @@ def rounds_shown(rounds: int) -> tuple[int, ...]:
     few = max(1, POINTS - 1)
     early = {round(rounds ** (i / few)) for i in range(POINTS)}
     return tuple(sorted(early | {max(1, round(rounds * i / 6)) for i in range(1, 7)}))
+
+
+@lru_cache(maxsize=64)
+def _planned_after(planned: Planned, rounds: int) -> float:
+    if rounds == 0 and not planned.prior:
+        return 0.0
+    return planned.server(rounds)
 
 
 @lru_cache(maxsize=64)
