@@ -19,27 +19,9 @@ from dpfed.engine.folder import CONFIG, METRICS, RESULT
 from dpfed.engine.holdings import FILE as HOLDINGS
 from dpfed.errors import DpfedError
 from dpfed.privacy.statement import Planned
+from dpfed.report.labels import ALIKE, labels
 from dpfed.report.public import flat, public_result, public_row, public_settings
 
-# Keys of [run] that change nothing in what the numbers mean: runs that differ only in these are seeds of one method.
-ALIKE = frozenset(
-    {
-        "run.seed",
-        "run.device",
-        "run.threads",
-        "run.fleet_size",
-        "run.max_slots",
-        "run.slots",
-        "run.compile",
-        "run.graphs",
-        "run.features",
-        "run.checkpoint_every",
-        "run.memory_limit",
-        "run.timeout",
-        "run.diagnostics",
-        "run.trackers",
-    }
-)
 POINTS = 12  # rounds at which epsilon is computed for a curve; a query of the accountant takes a while
 
 
@@ -267,40 +249,21 @@ def privacy_of(path: Path, data: RunData, public: bool) -> tuple[Privacy | None,
 def grouped(paths: Sequence[Path], public: bool) -> list[Group]:
     """Runs by what they are, in the order they were given."""
     alike: dict[str, list[tuple[Path, RunData]]] = {}
+    wholes: dict[str, dict[str, Any]] = {}
     for path in paths:
         data = read_run_data(path, public)
         # What is hidden still tells runs apart: the same settings on other data are another method's row.
         whole = flat(tomllib.loads((path / CONFIG).read_text(encoding="utf-8")))
         key = json.dumps({k: v for k, v in whole.items() if k not in ALIKE}, sort_keys=True, default=str)
         alike.setdefault(key, []).append((path, data))
+        wholes.setdefault(key, whole)
     members = list(alike.values())
-    names = labels([flat(group[0][1].settings) for group in members])
+    names = labels([flat(group[0][1].settings) for group in members], list(wholes.values()))
     out = []
     for name, group in zip(names, members, strict=True):
         path, data = group[0]
         out.append(Group(name, tuple(run for _, run in group), *privacy_of(path, data, public)))
     return out
-
-
-def labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The algorithm's name, and whatever else tells groups apart."""
-    names = [str(table.get("algorithm.name", "run")) for table in settings]
-    out: list[str] = []
-    for table, name in zip(settings, names, strict=True):
-        same = [other for other, its in zip(settings, names, strict=True) if its == name]
-        keys = [key for key in table if _differs(key, settings if not key.startswith("algorithm.") else same)]
-        words = [f"{key.split('.', 1)[-1]} {_word(table[key])}" for key in keys if key != "algorithm.name"]
-        label = ", ".join([name, *words])
-        out.append(label if label not in out else f"{label} ({1 + sum(x.startswith(label) for x in out)})")
-    return out
-
-
-def _differs(key: str, tables: Sequence[Mapping[str, Any]]) -> bool:
-    return key not in ALIKE and len({json.dumps(table.get(key), default=str) for table in tables}) > 1
-
-
-def _word(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)[:60]
 
 
 def runs_and_studies(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
