@@ -73,6 +73,16 @@ class Looked:
             )
         )
 
+    def unmarked_tables(self) -> int:
+        """Return how many tables are wider than their box without a visible hint, or have a hint and fit."""
+        return int(
+            self.page.evaluate(
+                "Array.from(document.querySelectorAll('.scroll')).filter(box => "
+                "(box.scrollWidth > box.clientWidth + 1) !== (getComputedStyle(box, '::before').content !== 'none'))"
+                ".length"
+            )
+        )
+
     def overflow(self) -> int:
         return int(self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
 
@@ -92,6 +102,7 @@ def look(browser: Any, page: Path, shots: Path | None, name: str) -> None:
         if shots is not None:
             seen.page.screenshot(path=str(shots / f"{name}-{scheme}-{width}.png"), full_page=True)
         must(asked == drawn > 0, f"{what}: {drawn} of {asked} figures drawn")
+        must(seen.unmarked_tables() == 0, f"{what}: tables say whether they scroll")
         must(seen.overflow() <= 0, f"{what}: no horizontal scroll ({seen.overflow()} px)")
         must(not seen.wrong, f"{what}: no errors, nothing fetched {seen.wrong[:3]}")
         seen.context.close()

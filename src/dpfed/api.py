@@ -113,7 +113,7 @@ def fine_tune(
     settings  any other keys of the configuration, such as {"algorithm.lr": 1e-3, "run.rounds": 50};
               a setting that contradicts a keyword is refused
     out       folder of the run; default: a new one under runs/
-    progress  shows the run, its notes, and rounds with accuracy and epsilon on stderr
+    progress  shows the run, its notes, rounds with accuracy and epsilon, and the work inside a round, on stderr
 
     Warnings are issued as `dpfed.DpfedWarning`, mistakes raise `dpfed.DpfedError`.
     """
@@ -215,7 +215,7 @@ def _trained(config: Config, folder: Path, source: Source, progress: bool) -> Tu
                     watch.say(line)
                 _warn_of(job)
 
-            result = run(config, folder, source=source, begin=begin, observe=watch.round)
+            result = run(config, folder, source=source, begin=begin, observe=watch.round, on_activity=watch.activity)
     for sentence in result_warnings(result):
         _warn(sentence)
     return Tuned(folder, result)

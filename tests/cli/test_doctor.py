@@ -30,7 +30,7 @@ def test_it_says_what_is_there() -> None:
     assert found["versions"]["dpfed"] == __version__  # type: ignore[index]
     assert found["packages"]["torch"] == metadata.version("torch")  # type: ignore[index]
     assert "device   cpu:" in shown
-    assert "extra    dev" in shown
+    assert "extra    flower" in shown
 
 
 def test_it_says_what_is_missing_and_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,8 +39,16 @@ def test_it_says_what_is_missing_and_how_to_get_it(monkeypatch: pytest.MonkeyPat
     shown, found = asked()
     assert "package  no-such-core           MISSING" in shown
     assert "note: no-such-core is missing, though dpfed needs it: pip install dpfed" in shown
-    assert "note: no-such-thing not installed: pip install 'dpfed[odd]'" in shown
+    assert "note: optional: no-such-thing: pip install 'dpfed[odd]'" in shown
     assert found["extras"]["odd"] == {"no-such-thing": None}  # type: ignore[index]
+
+
+def test_tools_of_developers_are_not_missing_to_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    declared = ["torch>=2.6", "no-such-linter ; extra == 'dev'", "no-such-builder ; extra == 'docs'"]
+    monkeypatch.setattr(metadata, "requires", lambda name: declared)
+    shown, found = asked()
+    assert "no-such" not in shown
+    assert found["extras"] == {}
 
 
 def test_it_never_fails(monkeypatch: pytest.MonkeyPatch) -> None:

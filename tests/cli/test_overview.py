@@ -114,6 +114,35 @@ def test_the_help_of_a_command_is_shown(
     assert "Example:" in capsys.readouterr().out
 
 
+@each
+def test_help_shows_every_word_of_its_texts(
+    path: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 300)
+    assert called(monkeypatch, *path, "--help") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for param in COMMANDS[path].params:
+        text = " ".join((getattr(param, "help", None) or "").split())
+        assert text in shown, f"dpfed {' '.join(path)} --help cuts the text of {param.name}"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["serve"], "dpfed: there is no command 'serve', did you mean server?"),
+        (["expor"], "dpfed: there is no command 'expor', did you mean export?"),
+        (["model", "descibe"], "dpfed: there is no command 'descibe', did you mean describe?"),
+        (["zzz"], "dpfed: there is no command 'zzz'."),
+    ],
+)
+def test_a_wrong_command_gets_one_suggestion(
+    words: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert called(monkeypatch, *words) == 2
+    assert capsys.readouterr().err == f"{sentence}\n"
+
+
 def test_the_version_has_one_source(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+(-[0-9A-Za-z.-]+)?", dpfed.__version__)
     assert called(monkeypatch, "--version") == 0

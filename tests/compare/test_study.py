@@ -13,7 +13,7 @@ import pytest
 
 from dpfed.compare.outcomes import Task, read_outcome
 from dpfed.compare.output import FILES, write
-from dpfed.compare.study import TUNING_SEED, check, claim, conduct, make_task, packs_of
+from dpfed.compare.study import TUNING_SEED, Study, check, claim, conduct, make_task, packs_of
 from dpfed.errors import DpfedError
 from dpfed.registry import registry
 
@@ -115,7 +115,7 @@ def test_a_finished_study_runs_nothing(tmp_path: Path) -> None:
     conduct(study(), tmp_path, FakeRunner(score), registry())
     again = FakeRunner(score)
     fresh: list[bool] = []
-    conduct(study(), tmp_path, again, registry(), lambda task, outcome, new: fresh.append(new))
+    conduct(study(), tmp_path, again, registry(), lambda ended: fresh.append(ended.fresh))
     assert again.ran == []
     assert fresh
     assert not any(fresh)
@@ -266,3 +266,47 @@ def test_a_packed_study_comes_to_the_same_results(tmp_path: Path) -> None:
     assert not plain.packs
     assert all(1 < len(pack) <= 4 for pack in packed.packs)
     assert len(packed.packs[0]) == 4
+
+
+def counts(runner: FakeRunner, asked: Study, folder: Path) -> list[tuple[int, int, bool]]:
+    """Return (done, planned, at least) as they were reported after each run."""
+    seen: list[tuple[int, int, bool]] = []
+    conduct(
+        asked,
+        folder,
+        runner,
+        registry(),
+        lambda ended: seen.append((ended.done, ended.planned.runs, ended.planned.at_least)),
+    )
+    return seen
+
+
+def test_the_count_says_at_least_while_the_search_can_grow(tmp_path: Path) -> None:
+    seen = counts(FakeRunner(lambda tables: min(1.0, float(tables["algorithm"]["lr"]))), study(), tmp_path)
+    assert [done for done, *_ in seen] == list(range(1, len(seen) + 1))
+    assert seen[0][2], "the search begins with an open end"
+    assert seen[-1] == (len(seen), len(seen), False)
+    planned = [runs for _, runs, _ in seen]
+    assert planned == sorted(planned), "a count never promises more than there is"
+    assert planned[0] < planned[-1], "this search grows"
+    assert all(done < runs for done, runs, at_least in seen if at_least)
+
+
+def test_the_count_of_a_study_without_search_is_final(tmp_path: Path) -> None:
+    asked = study("dp-fedavg:lr=0.1,dp-fedadamw:lr=0.1")
+    assert counts(FakeRunner(lambda tables: 0.5), asked, tmp_path) == [(i, 4, False) for i in range(1, 5)]
+
+
+def test_arms_that_share_their_runs_are_counted_once(tmp_path: Path) -> None:
+    asked = study("dp-fedadamw,dp-fedadamw:gamma=0.5")
+    seen = counts(FakeRunner(lambda tables: 0.5), asked, tmp_path)
+    assert seen[-1] == (len(seen), len(seen), False)
+    assert seen[0][1] <= seen[-1][1]
+
+
+def test_the_count_after_a_failed_arm_holds(tmp_path: Path) -> None:
+    def broken(tables: Mapping[str, Any]) -> float | str:
+        return "broken" if tables["algorithm"]["name"] == "dp-fedavg" else 0.5
+
+    seen = counts(FakeRunner(broken), study(), tmp_path)
+    assert seen[-1] == (len(seen), len(seen), False)

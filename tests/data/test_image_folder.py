@@ -122,7 +122,7 @@ def test_other_files_are_counted_and_hidden_ones_ignored(tmp_path: Path) -> None
     source = load(
         tmp_path, {"train/cat/list.txt": b"x", "train/cat/.hidden": b"x", "train/.git/x": b"", "train/notes.md": b""}
     )
-    assert source.notes == ("1 files that are no images by their ending are left out",)
+    assert source.notes == ("left out, no image by its ending: 1 file",)
     assert len(source.train) == 4
 
 

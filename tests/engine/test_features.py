@@ -68,9 +68,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     made: list[int] = []
     original = features._records
 
-    def records(frozen: PerSample, theta: Tensor, table: Any) -> Any:
+    def records(frozen: PerSample, theta: Tensor, table: Any, *more: Any) -> Any:
         made.append(len(table))
-        return original(frozen, theta, table)
+        return original(frozen, theta, table, *more)
 
     monkeypatch.setattr(features, "_records", records)
     return made

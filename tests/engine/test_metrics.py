@@ -13,21 +13,23 @@ from hypothesis import strategies as st
 from sklearn.metrics import accuracy_score, confusion_matrix, precision_recall_fscore_support
 
 from dpfed.cli.run import closing
+from dpfed.engine.activity import ignore
 from dpfed.engine.metrics import class_scores, confusion, task_metrics
 from dpfed.privacy.oracle import Records
 from dpfed.report import card
 
 
-def job_of(labels: list[int], answers: list[int], classes: int, classifies: bool = True) -> Any:
+def job_of(labels: list[int], answers: list[int], classes: int, classifies: bool = True, batch: int = 1024) -> Any:
     """A job whose model answers as it is told: the inputs are the answers."""
     test = Records({"x": torch.tensor(answers)}, torch.tensor(labels))
 
     def scores(theta: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         return torch.nn.functional.one_hot(inputs["x"], classes).float()
 
-    model = SimpleNamespace(scores=scores, classifies=classifies)
+    model = SimpleNamespace(scores=scores, classifies=classifies, records_at_once=lambda device: batch)
     names = tuple(f"class {c}" for c in range(classes))
-    return SimpleNamespace(classes=names, model=model, test=test, device=torch.device("cpu"))
+    device = torch.device("cpu")
+    return SimpleNamespace(classes=names, model=model, test=test, device=device, on_activity=ignore)
 
 
 THETA = torch.zeros(1)
@@ -36,7 +38,7 @@ THETA = torch.zeros(1)
 def test_by_hand() -> None:
     """Ten records, three classes:  truth 0: 3 right, 1 as 1;  truth 1: 2 right, 1 as 0, 1 as 2;  truth 2: 1 right, 1 as 0."""
     labels, answers = [0, 0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 0, 0, 1, 1, 1, 0, 2, 2, 0]
-    table = confusion(job_of(labels, answers, 3), THETA, batch=4)
+    table = confusion(job_of(labels, answers, 3, batch=4), THETA)
     assert table.tolist() == [[3, 1, 0], [1, 2, 1], [1, 0, 1]]
     zero, one, two = class_scores(table)
     assert (zero.precision, zero.recall, zero.support) == (pytest.approx(3 / 5), pytest.approx(3 / 4), 4)
@@ -62,9 +64,9 @@ def test_as_scikit_learn(case: tuple[int, list[tuple[int, int]]], rows: int) -> 
     """Classes without records, classes that were never answered, and batches of any size."""
     classes, pairs = case
     labels, answers = [a for a, _ in pairs], [b for _, b in pairs]
-    job = job_of(labels, answers, classes)
+    job = job_of(labels, answers, classes, batch=rows)
     every = list(range(classes))
-    assert np.array_equal(confusion(job, THETA, rows).numpy(), confusion_matrix(labels, answers, labels=every))
+    assert np.array_equal(confusion(job, THETA).numpy(), confusion_matrix(labels, answers, labels=every))
     want = precision_recall_fscore_support(labels, answers, labels=every, zero_division=0)
     got = task_metrics(job, THETA)
     for c, name in enumerate(job.classes):

@@ -16,7 +16,8 @@ from report_case import SEEDS
 
 from dpfed.engine.accounts import read_accounts
 from dpfed.errors import DpfedError
-from dpfed.report.gather import Group, RunData, grouped, labels, rounds_shown
+from dpfed.report.gather import Group, RunData, grouped, rounds_shown
+from dpfed.report.labels import apart, labels
 from dpfed.report.page import Report, body, inlined, read_report, render
 from dpfed.report.words import cards
 
@@ -208,7 +209,35 @@ def test_runs_are_told_apart_by_what_differs() -> None:
     assert labels([one, {**one, "algorithm.lr": 0.2}]) == ["a, lr 0.1", "a, lr 0.2"]
     assert labels([one, {**one, "algorithm.name": "b", "algorithm.lr": 3}]) == ["a", "b"]
     assert labels([one, {**one, "data.alpha": 0.1}]) == ["a, alpha 0.5", "a, alpha 0.1"]
-    assert labels([one, dict(one)]) == ["a", "a (2)"]  # told apart by something that a public page does not name
+    assert labels([one, {**one, "data.name": "x"}]) == ["a", "a, data x"]
+    close = {**one, "algorithm.lr": 0.12345678}
+    assert labels([close, {**close, "algorithm.lr": 0.12345679}]) == ["a, lr 0.12345678", "a, lr 0.12345679"]
+    paths = [{**one, "model.weights": f"/{'long/' * 30}{name}"} for name in ("x", "y")]
+    assert [label[-6:] for label in labels(paths)] == ["long/x", "long/y"]
+
+
+def test_what_a_public_page_hides_is_named_without_its_value() -> None:
+    one = {"algorithm.name": "a", "algorithm.lr": 0.1}
+    whole = [{**one, "data.path": path} for path in ("/home/b", "/home/c", "/home/b")]
+    whole[2]["data.alpha"] = 1.0
+    shown = [one, one, {**one, "data.alpha": 1.0}]
+    assert labels(shown, whole) == ["a, path no. 1", "a, path no. 2", "a, alpha 1"]
+
+
+def test_a_label_has_at_most_a_few_settings() -> None:
+    one = {"algorithm.name": "a", **{f"data.key{i}": 0 for i in range(9)}}
+    other = {"algorithm.name": "a", **{f"data.key{i}": 1 for i in range(9)}}
+    assert labels([one, other])[0] == "a, key0 0, key1 0, key2 0, key3 0, 5 more settings"
+
+
+def test_equal_methods_of_several_folders_are_told_apart() -> None:
+    one = {"algorithm.name": "a", "algorithm.lr": 0.1}
+    other = {**one, "algorithm.lr": 2.9, "run.seed": 5}
+    places = ["given by itself", "in s1", "in s2"]
+    three = [one, other, other]
+    assert apart(["a", "a", "a"], three, three, places) == ["a, lr 0.1", "a, lr 2.9, in s1", "a, lr 2.9, in s2"]
+    assert apart(["a", "b"], [one, other], [one, other], places[:2]) == ["a", "b"]
+    assert apart(["a", "a"], [one, one], [one, one]) == ["a, no. 1", "a, no. 2"]
 
 
 def test_epsilon_is_computed_most_often_where_it_bends() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from dpfed.errors import DpfedError
+from dpfed.report.page import read_report, render
 from dpfed.report.watch import open_server
 
 
@@ -86,3 +88,37 @@ def test_only_reading_is_possible(port: int) -> None:
 def test_a_port_in_use_is_one_sentence(port: int, live: Path) -> None:
     with pytest.raises(DpfedError, match="choose another --port"):
         open_server([live], False, port)
+
+
+def cards_of(page: str) -> dict[str, tuple[str, str]]:
+    """Return value and note of every number of the headline, by its name."""
+    found = re.findall(r'<dt>(.*?)</dt><dd class="value">(.*?)</dd><dd class="under">(.*?)</dd>', page)
+    return {name: (value, note) for name, value, note in found}
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_epsilon_spent_and_planned_are_apart_while_a_run_goes_on(live: Path, runs: list[Path], public: bool) -> None:
+    page = render(read_report([live], public))
+    shown = cards_of(page)
+    value, note = shown["Epsilon spent so far"]
+    rows = [json.loads(line) for line in (live / "metrics.jsonl").read_text().splitlines()]
+    planned = json.loads((runs[0] / "run.json").read_text())["epsilon"]["server_worst"]
+    assert "after round 1 of 3" in note
+    assert float(value) < planned
+    assert public or float(value) == pytest.approx(rows[-1]["epsilon_server_max"], abs=0.02)
+    assert ("the client that spent most" in note) is not public
+    assert float(shown["Epsilon planned, server"][0]) == pytest.approx(planned, abs=0.02)
+    assert "Epsilon planned, third party" in shown
+    assert "Epsilon, server" not in shown
+    assert "What the planned epsilon means" in page
+
+
+def test_a_finished_run_has_spent_its_epsilon(runs: list[Path]) -> None:
+    shown = cards_of(render(read_report([runs[0]])))
+    assert "Epsilon, server" in shown
+    assert not any("planned" in name or "so far" in name for name in shown)
+
+
+def test_the_table_of_runs_says_which_epsilon_is_planned(live: Path, runs: list[Path]) -> None:
+    page = render(read_report([live, runs[2]]))
+    assert re.search(r"epsilon in the table is the planned one; [\d.]+ is spent after round 1 of 3", page)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from dpfed.text import counted
+
 if TYPE_CHECKING:
-    from dpfed.compare.outcomes import Outcome, Task
-    from dpfed.compare.study import Study
+    from dpfed.compare.study import ArmResult, EndedRun, Planned, Study
     from dpfed.report.tables import Table
 
+PLAIN_WIDTH = 100  # columns of a table that goes to a file or a pipe
 PRESET_HELP = (
     "an ablation or grid of the paper: ablation-components, ablation-aggregation, gamma, sigma, epsilon, alpha, clip, rho, "
     "weight-decay, cohort, local-steps, diagnostics"
@@ -52,7 +55,7 @@ def compare(
     """
     from dpfed.compare.output import FILES, write
     from dpfed.compare.pool import Pool, default_workers
-    from dpfed.compare.study import check, claim, conduct
+    from dpfed.compare.study import Progress, check, claim, conduct
     from dpfed.engine.packed import pack_size
     from dpfed.errors import StoppedError
     from dpfed.registry import DEFAULT, registry
@@ -62,21 +65,24 @@ def compare(
     folder = out or Path("runs") / study.name
     count, gpus = default_workers(str(study.base["run"]["device"]))
     together = pack_size(pack, gpus)
-    with claim(folder, study, force), Pool(workers or count, gpus) as pool, Watch(study) as watch:
-        watch.say(f"{len(study.arms)} arms, {workers or count} at a time, into {folder}")
+    with claim(folder, study, force), Pool(workers or count, gpus) as pool, Watch() as watch:
+        planned = runs_in_words(Progress(study, registry()).planned())
+        watch.say(f"{counted(len(study.arms), 'arm')}, {planned}, {workers or count} at a time, into {folder}")
         try:
-            results = conduct(study, folder, pool, registry(), watch.told, together, workers or count)
+            results = conduct(study, folder, pool, registry(), watch.run, together, workers or count)
         except KeyboardInterrupt:
             watch.say("stopped: the same command goes on from here, finished runs are kept")
             raise
+        for line in choices(results):
+            watch.say(line)
     table = write(study, results, folder)
-    show(table)
+    show(table, folder)
     print(f"written to {folder}: {', '.join(name for name in FILES if (folder / name).exists())}")
     if as_json:
         print(json.dumps({**json.loads((folder / "table.json").read_text(encoding="utf-8")), "out": str(folder)}))
     failed = [f"{result.arm.label}: {result.failed}" for result in results if result.failed]
     if failed:
-        raise StoppedError(f"{len(failed)} of {len(results)} arms could not be run; the first, {failed[0]}")
+        raise StoppedError(f"{len(failed)} of {counted(len(results), 'arm')} could not be run; the first, {failed[0]}")
 
 
 def study_of(
@@ -116,30 +122,41 @@ def study_of(
     return Study(to_dict(base), tuple(arms), seeds, title, axis, search_seeds=search_seeds)
 
 
+def runs_in_words(planned: Planned) -> str:
+    return f"{'at least ' if planned.at_least else ''}{counted(planned.runs, 'run')}"
+
+
+def choices(results: Sequence[ArmResult]) -> list[str]:
+    """Return a line for each tuned arm: the chosen rates and the score that decided."""
+    from dpfed.compare.search import decision
+
+    lines = []
+    for result in results:
+        if result.point and result.failed is None:
+            rates = " ".join(f"{key}={value:g}" for key, value in zip(result.arm.grids, result.point, strict=True))
+            lines.append(f"{result.arm.label}  chosen {rates}: {decision(result.tuned)}")
+    return lines
+
+
 class Watch:
     """Runs as they end, on stderr: a bar on a terminal, lines anywhere else."""
 
-    def __init__(self, study: Study) -> None:
+    def __init__(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.table import Column
 
-        sizes = [len(grid) for arm in study.arms for grid in arm.space]
-        tuned = sum(1 for arm in study.arms if arm.grids)
-        points = tuned * (max(sizes, default=0) + study.extra)
-        self._least = points * study.search_seeds + len(study.arms) * study.seeds
-        self._done = 0
         console = Console(stderr=True)
         self._bar: Progress | None = None
         if console.is_terminal:
             self._bar = Progress(
-                TextColumn("runs"),
-                MofNCompleteColumn(),
-                BarColumn(),
-                TextColumn("{task.description}"),
+                TextColumn("{task.fields[count]}", table_column=Column(no_wrap=True, min_width=24)),
+                BarColumn(bar_width=10),
+                TextColumn("{task.description}", markup=False),
                 TimeRemainingColumn(),
                 console=console,
             )
-            self._task = self._bar.add_task("", total=self._least)
+            self._task = self._bar.add_task("", total=None, count="runs")
 
     def __enter__(self) -> Watch:
         if self._bar is not None:
@@ -156,38 +173,44 @@ class Watch:
         else:
             print(line, file=sys.stderr, flush=True)
 
-    def told(self, task: Task, outcome: Outcome, fresh: bool) -> None:
-        """The total is the least there can be: the search is widened where the best rate is at an edge."""
-        self._done += 1
-        self._least = max(self._least, self._done)
+    def run(self, ended: EndedRun) -> None:
+        """Show a run that is done, and how many of all runs are done."""
+        outcome = ended.outcome
         if outcome.failed is not None:
             score = f"could not be run: {outcome.failed}"
+        elif outcome.diverged:
+            score = "diverged"
         else:
-            score = "diverged" if outcome.diverged else f"{outcome.accuracy:.3f}"
-        line = f"{task.label}  {score}" + ("" if fresh else "  (was done)")
+            score = f"accuracy {outcome.accuracy:.3f}  loss {outcome.loss:.4g}"
+        line = f"{ended.task.label}  {score}" + ("" if ended.fresh else "  (was done)")
+        count = f"{ended.done} of {runs_in_words(ended.planned)}"
         if self._bar is not None:
-            self._bar.update(self._task, completed=self._done, total=self._least, description=line)
+            self._bar.update(self._task, completed=ended.done, total=ended.planned.runs, description=line, count=count)
         if self._bar is None or outcome.failed is not None:
-            self.say(f"{self._done}/{self._least}  {line}")
+            self.say(f"{count}  {line}")
 
 
-def show(table: Table) -> None:
-    """The table on stdout: as wide as it needs when that is no terminal, so that nothing is cut off."""
+def show(table: Table, folder: Path) -> None:
+    """Print the table as far as it fits: the terminal's width, or 100 columns elsewhere."""
     from rich.console import Console
     from rich.table import Table as Drawn
 
-    from dpfed.report.tables import best_of, cells, footnotes, larger_epsilon
+    from dpfed.report.tables import best_of, cells, footnotes, larger_epsilon, shown_columns
 
-    head, body = cells(table)
-    drawn = Drawn(title=table.title, title_justify="left")
-    for i, word in enumerate(head):
-        drawn.add_column(word, justify="left" if i < 2 else "right", overflow="fold")
-    best = set() if table.axis else best_of(table.rows, larger_epsilon(table))
-    for row, line in zip(table.rows, body, strict=True):
-        drawn.add_row(*line, style="bold" if row.label in best else None)
     console = Console()
     if not console.is_terminal:
-        console = Console(width=220)
+        console = Console(width=PLAIN_WIDTH)
+    head, body = cells(table)
+    widths = shown_columns(head, body, console.width)
+    drawn = Drawn(title=table.title, title_justify="left")
+    for i, width in widths.items():
+        justify: Literal["left", "right"] = "left" if i < 2 else "right"
+        drawn.add_column(head[i], justify=justify, overflow="fold", width=width)
+    best = set() if table.axis else best_of(table.rows, larger_epsilon(table))
+    for row, line in zip(table.rows, body, strict=True):
+        drawn.add_row(*(line[i] for i in widths), style="bold" if row.label in best else None)
     console.print(drawn, markup=False)
-    for note in [*footnotes(table), *table.notes]:
+    absent = [word for i, word in enumerate(head) if i not in widths]
+    left_out = [f"left out for the width: {', '.join(absent)}; {folder / 'table.md'} has all columns"] if absent else []
+    for note in [*left_out, *footnotes(table), *table.notes]:
         console.print(note, markup=False, highlight=False)

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dpfed.cli.overview import Command, Group
+from dpfed.text import counted
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
     from dpfed.data.partition import Shards
     from dpfed.data.tables import Source
 
-data = typer.Typer(name="data", help="Look at data sources and partitions.", no_args_is_help=True)
+data = typer.Typer(name="data", cls=Group, help="Look at data sources and partitions.", no_args_is_help=True)
 SHOWN_CLIENTS, SHOWN_CLASSES = 20, 12
 LONGEST_NAME = 24
 WARNING = "these are counts of private labels, read without noise: for simulations only, never for release"
@@ -26,7 +29,7 @@ def group() -> None:
     """Keeps `describe` a command of its own while it is the only one."""
 
 
-@data.command("describe")
+@data.command("describe", cls=Command)
 def describe(
     config: Annotated[
         str | None, typer.Argument(help="TOML file or preset; without it: the digits demonstration")
@@ -126,7 +129,7 @@ def table(counts: np.ndarray, classes: tuple[str, ...], names: tuple[str, ...] =
         cells = "".join(f"{n:>{w}}" for n, w in zip(row, widths, strict=True))
         lines.append(f"{clients[client]:>{column}}{cells}{rest}{counts[client].sum():>9}")
     if len(counts) > SHOWN_CLIENTS:
-        lines.append(f"     ... and {len(counts) - SHOWN_CLIENTS} more clients (--json has all of them)")
+        lines.append(f"     ... and {counted(len(counts) - SHOWN_CLIENTS, 'more client')} (--json has all of them)")
     return lines
 
 
@@ -136,7 +139,7 @@ def sizes_line(settings: Config, shards: Shards) -> str:
     unit = settings.data.unit_column or "record"
     sizes = shards.sizes
     return (
-        f"{len(shards)} clients of {sizes.min()} to {sizes.max()} (median {np.median(sizes):g}) "
+        f"{counted(len(shards), 'client')} of {sizes.min()} to {sizes.max()} (median {np.median(sizes):g}) "
         f"protected units, each one {unit}"
     )
 

@@ -18,15 +18,19 @@ from typing import Annotated, Any
 
 import typer
 
+from dpfed.text import counted
+
 PURPOSE = {
     "text": "the small language model `minilm`",
     "parquet": "tables in Parquet",
     "hub": "data sets from the Hugging Face hub",
-    "report": "interactive pages",
     "flower": "federations over a network",
-    "docs": "building this documentation and running its notebook",
-    "dev": "the tests",
+    "mlflow": 'run.trackers = ["mlflow"]',
+    "tensorboard": 'run.trackers = ["tensorboard"]',
+    "wandb": 'run.trackers = ["wandb"]',
 }
+# Tools to change dpfed itself: no user misses them.
+DEVELOPER_EXTRAS = frozenset({"dev", "docs"})
 
 
 def doctor(
@@ -74,7 +78,7 @@ def own_versions() -> dict[str, str]:
 def devices() -> list[str]:
     import torch
 
-    found = [f"cpu: {os.cpu_count()} cores"]
+    found = [f"cpu: {counted(os.cpu_count() or 1, 'core')}"]
     for i in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(i)
         found.append(f"cuda:{i}: {facts.name}, {facts.total_memory / 2**30:.0f} GiB, kernels {kernels_on(i)}")
@@ -120,7 +124,7 @@ def packages() -> dict[str, str | None]:
 def extras() -> dict[str, dict[str, str | None]]:
     out: dict[str, dict[str, str | None]] = {}
     for package, extra in requirements():
-        if extra:
+        if extra and extra not in DEVELOPER_EXTRAS:
             out.setdefault(extra, {})[package] = version_of(package)
     return out
 
@@ -154,7 +158,7 @@ def advice() -> list[str]:
         absent = [package for package, version in needed.items() if version is None]
         if absent:
             purpose = f" for {PURPOSE[extra]}" if extra in PURPOSE else ""
-            out.append(f"{', '.join(absent)} not installed{purpose}: pip install 'dpfed[{extra}]'")
+            out.append(f"optional: {', '.join(absent)}{purpose}: pip install 'dpfed[{extra}]'")
     if find_spec("torchvision") is not None:
         try:
             import_module("torchvision")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Annotated
 
 import click
@@ -21,7 +22,7 @@ from dpfed.cli.hints import no_such_option
 from dpfed.cli.keys import keys
 from dpfed.cli.list import list_names
 from dpfed.cli.model import app as model
-from dpfed.cli.overview import Screen
+from dpfed.cli.overview import Command, Screen
 from dpfed.cli.privacy import privacy
 from dpfed.cli.report import report
 from dpfed.cli.run import run
@@ -36,20 +37,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("run")(run)
-app.command("compare")(compare)
-app.command("privacy")(privacy)
-app.command("audit")(audit)
-app.command("bench")(bench)
-app.command("report")(report)
-app.command("export")(export)
-app.command("list")(list_names)
-app.command("server")(server)
-app.command("client")(client)
-app.command("keys")(keys)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "run": run,
+    "compare": compare,
+    "privacy": privacy,
+    "audit": audit,
+    "bench": bench,
+    "report": report,
+    "export": export,
+    "list": list_names,
+    "server": server,
+    "client": client,
+    "keys": keys,
+    "doctor": doctor,
+}
+for name, command in COMMANDS.items():
+    app.command(name, cls=Command)(command)
 app.add_typer(data)
 app.add_typer(model, name="model")
-app.command("doctor")(doctor)
 
 
 def show_version(wanted: bool) -> None:

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dpfed.cli.overview import Command, Group
 from dpfed.errors import DpfedError
+from dpfed.text import counted
 
 if TYPE_CHECKING:
     from dpfed.config import Config
     from dpfed.model.assemble import Assembled
     from dpfed.model.task import InputSpec
 
-app = typer.Typer(help="Models: what is trained, and in which blocks.", no_args_is_help=True)
+app = typer.Typer(cls=Group, help="Models: what is trained, and in which blocks.", no_args_is_help=True)
 
 
 @app.callback()
@@ -25,7 +27,7 @@ def group() -> None:
     """Models: what is trained, and in which blocks."""
 
 
-@app.command("describe")
+@app.command("describe", cls=Command)
 def describe(
     config: Annotated[
         str | None, typer.Argument(help="TOML file or preset; without it: the digits demonstration")
@@ -92,13 +94,13 @@ def lines(config: Config, spec: InputSpec, parts: Assembled, notes: list[str]) -
     out = [
         f"{config.model.name} ({type(parts.adapted.model).__name__}), train = {config.model.train}, for {spec.kind} of "
         f"shape {'x'.join(map(str, spec.shape))} and {spec.classes} classes",
-        f"{parts.total:,} parameters, of which P = {space.size:,} trainable numbers in {len(space.names)} tensors "
+        f"{parts.total:,} parameters, of which P = {space.size:,} trainable numbers in {counted(len(space.names), 'tensor')} "
         "(with adapters)",
         "",
         "trainable tensors (* stands for a number)",
     ]
     out += [f"  {count:5} x  {name}  {shape}" for (name, shape), count in gather(shapes).items()]
-    out += ["", f"{space.num_blocks:,} blocks that share one second moment"]
+    out += ["", f"{counted(space.num_blocks, 'block')}, each with one second moment"]
     out += [f"  {count:5} x  {name}  {size:,}" for (name, size), count in gather(block_sizes(space)).items()]
     up = space.size + space.num_blocks
     out += ["", f"uplink of dp-fedadamw: P + blocks = {up:,} numbers ({4 * up / 1e6:.2f} MB) per client and round"]

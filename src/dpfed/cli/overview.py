@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from typing import get_args, get_type_hints
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, get_args, get_type_hints
 
 import click
 import typer.core
+from rich.markup import escape
 from typer.models import ArgumentInfo
 
 FOOT = (
@@ -16,7 +19,45 @@ FOOT = (
 )
 
 
-class Screen(typer.core.TyperGroup):
+class Command(typer.core.TyperCommand):
+    """A command whose help is plain text: "[federation.clients]" is a word, not markup."""
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with escaped_help([self, *self.params]):
+            super().format_help(ctx, formatter)
+
+
+class Group(typer.core.TyperGroup):
+    """A group of commands that suggests the nearest name for a wrong one, once."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0] if args else ""
+        if name and not name.startswith("-") and self.get_command(ctx, name) is None:
+            from dpfed.config import nearest
+
+            # Both typer and click would add a suggestion of their own.
+            ctx.fail(f"there is no command {name!r}{nearest(name, self.list_commands(ctx))}")
+        return super().resolve_command(ctx, args)
+
+
+@contextmanager
+def escaped_help(described: list[Any]) -> Iterator[None]:
+    """Escape rich's markup in the help texts of a command and its parameters while they are shown."""
+    before = [getattr(thing, "help", None) for thing in described]
+    for thing, text in zip(described, before, strict=True):
+        if text:
+            thing.help = escape(text)
+    try:
+        yield
+    finally:
+        for thing, text in zip(described, before, strict=True):
+            if text:
+                thing.help = text
+
+
+class Screen(Group):
     """Typer's boxes need three lines around everything; a list needs none."""
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:

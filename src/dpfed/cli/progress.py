@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from dpfed.engine.activity import Activity
 from dpfed.engine.rounds import Round
+
+SILENCE_S = 10.0  # seconds without a line after which a plain log shows what is going on
 
 
 class Watch:
-    """Shows rounds as they pass, on stderr; stdout is kept for results."""
+    """Shows rounds, and the work inside them, on stderr; stdout is kept for results."""
 
-    def __init__(self, rounds: int, lines: int = 10) -> None:
+    def __init__(self, rounds: int, lines: int = 10, clock: Callable[[], float] = time.monotonic) -> None:
         self._rounds = rounds
         self._every = max(1, rounds // lines)
+        self._clock = clock
+        self._last_line = clock()
         self._console = Console(stderr=True)
         self._bar: Progress | None = None
         if self._console.is_terminal:
@@ -27,9 +34,10 @@ class Watch:
                 BarColumn(),
                 TextColumn("accuracy {task.fields[accuracy]}  epsilon {task.fields[epsilon]}"),
                 TimeRemainingColumn(),
+                TextColumn("[dim]{task.fields[activity]}"),
                 console=self._console,
             )
-            self._task = self._bar.add_task("round", total=rounds, accuracy="", epsilon="")
+            self._task = self._bar.add_task("round", total=rounds, accuracy="", epsilon="", activity="")
 
     def __enter__(self) -> Watch:
         if self._bar is not None:
@@ -38,13 +46,23 @@ class Watch:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._bar is not None:
+            self._bar.update(self._task, activity="")
             self._bar.stop()
 
     def say(self, line: str) -> None:
+        self._last_line = self._clock()
         if self._bar is not None:
             self._bar.console.print(line, highlight=False, markup=False)
         else:
             print(line, file=sys.stderr, flush=True)
+
+    def activity(self, activity: Activity) -> None:
+        """Show progress inside a round: at once on a terminal, elsewhere only after a long silence."""
+        if self._bar is not None:
+            self._bar.update(self._task, activity=str(activity))
+        elif self._clock() - self._last_line >= SILENCE_S:
+            round = "" if activity.round is None else f"round {activity.round}/{self._rounds}  "
+            self.say(f"{round}{activity}")
 
     def round(self, round: Round) -> None:
         accuracy = None if round.accuracy is None else f"{round.accuracy:.3f}"

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from dpfed.text import counted
+
 
 def report(
     folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="folders of runs and of studies")],
@@ -36,7 +38,7 @@ def report(
     page = out or folders[0] / ("public.html" if public else "report.html")
     made = write_page(folders, page, public)
     size = page.stat().st_size / 1e6
-    print(f"written to {page}: {len(made.figures)} figures, {size:.1f} MB")
+    print(f"written to {page}: {counted(len(made.figures), 'figure')}, {size:.1f} MB")
     if as_json:
         figures = [figure.id for figure in made.figures]
         print(json.dumps({"out": str(page), "figures": figures, "megabytes": size, "public": public}))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dpfed.errors import DpfedError
+from dpfed.text import counted
 
 if TYPE_CHECKING:
     from dpfed.engine.distributed import Group
@@ -82,7 +83,15 @@ def _run(
 
         going_on = resume is not None
         return train(
-            settings, resume or out, force, begin=begin, observe=watch.round, resume=going_on, stop=stop, group=group
+            settings,
+            resume or out,
+            force,
+            begin=begin,
+            observe=watch.round,
+            resume=going_on,
+            stop=stop,
+            group=group,
+            on_activity=watch.activity,
         )
 
 
@@ -129,9 +138,10 @@ def summary(job: Job) -> list[str]:
 
     plan, schedule = job.plan, job.schedule
     lines = [
-        f"{job.algorithm.name} on {job.config.data.name}: {schedule.clients} clients, {schedule.cohort} per round, "
-        f"{schedule.rounds} rounds of {schedule.local_steps} local steps; "
-        f"{job.config.model.name} with {job.space.size:,} trainable numbers in {job.space.num_blocks} blocks",
+        f"{job.algorithm.name} on {job.config.data.name}: {counted(schedule.clients, 'client')}, {schedule.cohort} per round, "
+        f"{counted(schedule.rounds, 'round')} of {counted(schedule.local_steps, 'local step')}; "
+        f"{job.config.model.name} with {counted(job.space.size, 'trainable number')} in "
+        f"{counted(job.space.num_blocks, 'block')}",
     ]
     sent = traffic(job.algorithm, job.space)
     lines.append(
@@ -157,7 +167,7 @@ def closing(result: dict[str, Any]) -> list[str]:
     accuracy = "no accuracy, as the server has no test set,"
     if result["test_accuracy"] is not None:
         accuracy = f"accuracy {result['start_accuracy']:.3f} -> {result['test_accuracy']:.3f} on the server's test set"
-    lines = [f"{accuracy} after {result['rounds']} rounds, {result['seconds']:.1f} s"]
+    lines = [f"{accuracy} after {counted(result['rounds'], 'round')}, {result['seconds']:.1f} s"]
     lines += warning_lines(result_warnings(result))
     if epsilon["server_worst"] is None:
         lines.append("epsilon: none, this run had no privacy")

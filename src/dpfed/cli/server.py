@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -91,9 +90,19 @@ def _serve(
             for line in opening(job):
                 watch.say(line)
 
-        checks: dict[str, Callable[[], None]] = {"stop": stop, "alive": process.alive}
         return serve_over(
-            settings, out, resume, grid, known, watch.say, wait=wait, begin=begin, observe=watch.round, **checks
+            settings,
+            out,
+            resume,
+            grid,
+            known,
+            watch.say,
+            wait=wait,
+            stop=stop,
+            alive=process.alive,
+            begin=begin,
+            observe=watch.round,
+            on_activity=watch.activity,
         )
 
 

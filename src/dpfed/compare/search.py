@@ -72,17 +72,27 @@ def next_points(
     first = largest(spaces) if first is None else first
     arms = [i for i, space in enumerate(spaces) if space]
     todo: list[list[Point]] = [[] for _ in spaces]
-    if not arms:
-        return todo
-    counts = [len(scored[i]) for i in arms]
-    target = max(first + extra, *counts)
-    if min(counts) >= target and target < first + limit and any(any(at_edges(scored[i])) for i in arms):
-        target += 1
+    target = points_per_arm([scored[i] for i in arms], first, extra, limit)
     for i in arms:
         if len(scored[i]) < target:
             missing = [point for point in initial(spaces[i], first) if point not in scored[i]]
             todo[i] = missing or [propose(spaces[i], scored[i])]
     return todo
+
+
+def points_per_arm(scored: Sequence[Scores], first: int, extra: int = EXTRA, limit: int = LIMIT) -> int:
+    """Return how many points every tuned arm gets, as far as the scores say now.
+
+    The number can still grow, up to `first + limit`, until every arm has this many points.
+    """
+    counts = [len(scores) for scores in scored]
+    if not counts:
+        return 0
+    target = max(first + extra, *counts)
+    stage_is_over = min(counts) >= target
+    if stage_is_over and target < first + limit and any(any(at_edges(scores)) for scores in scored):
+        target += 1
+    return target
 
 
 def initial(space: Space, count: int) -> list[Point]:
@@ -112,6 +122,19 @@ def winners(scored: Scores) -> list[Point]:
     close = {point: s for point, s in scored.items() if s.accuracy >= top.accuracy - top.error}
     lowest = min(score.loss for score in close.values())
     return [point for point, score in close.items() if score.loss == lowest]
+
+
+def decision(scored: Scores) -> str:
+    """Return the score of the best point in words, and what decided for it: accuracy or loss."""
+    chosen = scored[best(scored)]
+    top = max(scored.values(), key=lambda score: score.accuracy)
+    close = [score for score in scored.values() if score.accuracy >= top.accuracy - top.error]
+    if len(close) == 1:
+        return f"the highest accuracy, {chosen.accuracy:.3f}"
+    return (
+        f"the lowest loss, {chosen.loss:.4g}, of {len(close)} tries within one standard error of the highest accuracy, "
+        f"{top.accuracy:.3f}"
+    )
 
 
 def lost(scored: Scores) -> bool:

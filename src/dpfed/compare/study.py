@@ -12,7 +12,19 @@ from typing import Any, Protocol, TextIO
 
 from dpfed.compare.arms import Arm
 from dpfed.compare.outcomes import Outcome, Task, clear, key_of, read_outcome
-from dpfed.compare.search import EXTRA, LIMIT, Point, Score, at_edges, best, largest, mean, next_points
+from dpfed.compare.search import (
+    EXTRA,
+    LIMIT,
+    Point,
+    Score,
+    at_edges,
+    best,
+    initial,
+    largest,
+    mean,
+    next_points,
+    points_per_arm,
+)
 from dpfed.config import Config, Registry, build, to_dict
 from dpfed.engine.folder import MODEL
 from dpfed.engine.packed import pack_key
@@ -58,6 +70,25 @@ class ArmResult:
     at_edge: bool
     reported: tuple[Outcome, ...]
     failed: str | None = None
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The number of runs of a study, `at_least` so many while its search can still grow."""
+
+    runs: int
+    at_least: bool
+
+
+@dataclass(frozen=True)
+class EndedRun:
+    """A run of a study that is done. fresh: it was run just now, not found in the folder; done: runs so far."""
+
+    task: Task
+    outcome: Outcome
+    fresh: bool
+    done: int
+    planned: Planned
 
 
 class Runner(Protocol):
@@ -107,6 +138,36 @@ class Progress:
             tasks = [self.task(i, self.chosen(i), seed) for i in arms for seed in range(self.study.seeds)]
         missing = {task.key: task for task in tasks if task.key not in self.outcomes}
         return sorted(missing.values(), key=lambda task: -task.cost)
+
+    def planned(self) -> Planned:
+        """Return how many different runs the study takes, by what is known now."""
+        study = self.study
+        live = [i for i in range(len(study.arms)) if self.failure(i) is None]
+        tuned = [i for i in live if study.arms[i].grids]
+        scored = [self.scored(i) for i in tuned]
+        first = largest([arm.space for arm in study.arms])
+        points = points_per_arm(scored, first, study.extra, study.limit)
+        searching = any(len(scores) < points for scores in scored)
+        done_of_failed = {task.key for (arm, *_), task in self._tasks.items() if arm not in live}
+        done_of_failed &= self.outcomes.keys()
+        if not searching:
+            return Planned(len(self.keys_of(live) | done_of_failed), at_least=False)
+        runs_of_arm = {self.signature(i): study.seeds for i in live}
+        runs_of_arm |= {self.signature(i): study.seeds + points * study.search_seeds for i in tuned}
+        runs = sum(runs_of_arm.values()) + len(done_of_failed)
+        return Planned(runs, at_least=points < first + study.limit)
+
+    def keys_of(self, arms: Sequence[int]) -> set[str]:
+        """Return the keys of all runs of these arms, whose search is over."""
+        searched = {task.key for (arm, *_), task in self._tasks.items() if arm in arms}
+        seeds = range(self.study.seeds)
+        return searched | {self.task(i, self.chosen(i), seed).key for i in arms for seed in seeds}
+
+    def signature(self, arm: int) -> tuple[str, Any]:
+        """Return what is equal for arms with equal configurations, which share their runs."""
+        space = self.study.arms[arm].space
+        first = initial(space, 1)[0] if space else ()
+        return make_task(self.study, arm, first, 0, self.registry).key, space
 
     def chosen(self, arm: int) -> Point:
         return best(self.scored(arm)) if self.study.arms[arm].grids else ()
@@ -197,16 +258,23 @@ def conduct(
     out: Path,
     runner: Runner,
     registry: Registry,
-    told: Callable[[Task, Outcome, bool], None] = lambda task, outcome, fresh: None,
+    on_run: Callable[[EndedRun], None] = lambda ended: None,
     pack: int = 1,
     workers: int = 1,
 ) -> list[ArmResult]:
-    """Runs all that is not done yet. `told` hears of every run that is done, and whether it was done just now.
+    """Run all that is not done yet and return the arms' results. `on_run` is called with every run that is done.
 
     With `pack` up to so many runs go to a worker at once, where they can be computed together.
     """
     progress = Progress(study, registry)
     running: dict[str, Task] = {}
+    done = 0
+
+    def tell(task: Task, outcome: Outcome, fresh: bool) -> None:
+        nonlocal done
+        done += 1
+        on_run(EndedRun(task, outcome, fresh, done, progress.planned()))
+
     while True:
         wanted = [task for task in progress.wanted() if task.key not in running]
         found = {task.key: o for task in wanted if (o := read_outcome(out / RUNS / task.key)) is not None}
@@ -216,7 +284,7 @@ def conduct(
                 if task.key in found:
                     if task.tuning:  # of a study that was killed before it had removed it
                         (out / RUNS / task.key / MODEL).unlink(missing_ok=True)
-                    told(task, found[task.key], False)
+                    tell(task, found[task.key], False)
             continue
         if runner.free():
             _fill(runner, packs_of(wanted, pack, workers, registry), running, out)
@@ -227,7 +295,7 @@ def conduct(
         outcome = read_outcome(out / RUNS / key) if failed is None else None
         outcome = outcome or Outcome(failed=failed or "the run left no result")
         progress.outcomes[key] = outcome
-        told(task, outcome, True)
+        tell(task, outcome, True)
 
 
 def _fill(runner: Runner, packs: Sequence[Sequence[Task]], running: dict[str, Task], out: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dpfed.config import Config
 from dpfed.data.tables import Table
+from dpfed.engine.activity import Activity, OnActivity, ignore
 from dpfed.engine.shared import Shared
 from dpfed.errors import DpfedError
 from dpfed.model.per_sample import PerSample
@@ -45,6 +46,7 @@ def features_of(
     which: tuple[Hashable, Hashable],
     named: object,
     notes: list[str],
+    on_activity: OnActivity = ignore,
 ) -> Basis | None:
     """The head and the features of the training and test records; None where the job takes the whole model.
 
@@ -52,13 +54,14 @@ def features_of(
     which  what distinguishes each of these tables, on this device, from others in `kept`
     named  what `which` names by its identity: kept with the features, so that no other data can come to have it
     notes  is told what was done
+    on_activity  is called with the number of records whose features are done
     """
     asked = config.run.features
     if asked is False or (asked == "auto" and (config.model.train != "head" or uses < len(tables[0]))):
         return None
     parts = _parts(config, model, theta, tables)
     if isinstance(parts, Split):
-        found = _kept(parts, model, theta, tables, kept, which, named)
+        found = _kept(parts, model, theta, tables, kept, which, named, on_activity)
         if found is not None:
             notes.append(NOTE)
             return found
@@ -79,6 +82,7 @@ def _kept(
     kept: Shared,
     which: tuple[Hashable, Hashable],
     named: object,
+    on_activity: OnActivity,
 ) -> Basis | None:
     """The basis, made once for all jobs with this model and these tables; None where the device has no room for it.
 
@@ -89,7 +93,7 @@ def _kept(
     """
     try:
         (_, head, train), (_, _, test) = (
-            kept.get(kind, (id(model), mark), partial(_made, parts, (model, named), theta, table))
+            kept.get(kind, (id(model), mark), partial(_made, parts, (model, named), theta, table, on_activity))
             for kind, mark, table in zip(("features", "test features"), which, tables, strict=True)
         )
         given = {name: torch.from_numpy(x) for name, x in tables[0].inputs.items()}
@@ -119,14 +123,18 @@ def _parts(config: Config, model: PerSample, theta: Tensor, tables: tuple[Table,
     return parts
 
 
-def _made(parts: Split, named: object, theta: Tensor, table: Table) -> tuple[object, PerSample, Records]:
-    return named, parts.head, _records(parts.frozen, theta, table)
+def _made(
+    parts: Split, named: object, theta: Tensor, table: Table, on_activity: OnActivity
+) -> tuple[object, PerSample, Records]:
+    return named, parts.head, _records(parts.frozen, theta, table, on_activity)
 
 
-def _records(frozen: PerSample, theta: Tensor, table: Table) -> Records:
+def _records(frozen: PerSample, theta: Tensor, table: Table, on_activity: OnActivity) -> Records:
     """The records of a table as features. They come to the device piece by piece, as the inputs are not needed again."""
-    step, found = 16 * frozen.rows, []
+    step = frozen.records_at_once(theta.device)
+    found = []
     for first in range(0, max(len(table), 1), step):
+        on_activity(Activity("features of records", first, len(table)))
         piece = {n: torch.from_numpy(x[first : first + step]).to(theta.device) for n, x in table.inputs.items()}
         found.append(frozen.scores(theta, piece))
     features = found[0] if len(found) == 1 else torch.cat(found)

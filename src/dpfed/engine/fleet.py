@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dpfed.algorithms.base import Context, Memory, Message
+from dpfed.engine.activity import Activity
 from dpfed.engine.fitting import fleet_size, slots_of
 from dpfed.engine.memory import ClientMemory
 from dpfed.engine.packed import UnpackableError
@@ -89,6 +90,9 @@ class Fleet:
         self._max_slots = job.config.run.max_slots
         self._said = False
         self._paid: Callable[[], None] = lambda: None
+        # Local steps of this round, summed over its clients.
+        self._steps_done = 0
+        self._steps_wanted = 0
 
     def run_cohort(
         self, t: int, state: State, clients: Sequence[int], paid: Callable[[], None] = lambda: None
@@ -100,6 +104,8 @@ class Fleet:
     def weighted_sum(self, t: int, state: State, clients: Sequence[int], weights: Tensor) -> Message:
         """The clients' messages times their weights, summed: what these clients add to the mean of a cohort."""
         total: Message = {}
+        self._steps_done = 0
+        self._steps_wanted = len(clients) * self._job.config.run.local_steps
         size = self._size  # a fleet that does not fit lowers it, for the rounds after this one
         for first in range(0, len(clients), size):
             message = self._fleet(t, state, clients[first : first + size])
@@ -119,7 +125,7 @@ class Fleet:
         ctx = context(job, t, clients, state.clip)
         oracle = self._oracle(t, state, clients, noise)
         fixed = oracle.fixed
-        done = self._steps(ctx, state, clients, oracle)
+        done = self._steps(t, ctx, state, clients, oracle)
         if done is None:
             return self._halves(t, state, clients, oracle.noise)
         if oracle.max_slots < self._max_slots or (fixed is not None and oracle.fixed is None):
@@ -155,19 +161,23 @@ class Fleet:
         )
 
     def _steps(
-        self, ctx: Context, state: State, clients: Sequence[int], oracle: FleetOracle
+        self, t: int, ctx: Context, state: State, clients: Sequence[int], oracle: FleetOracle
     ) -> tuple[Any, Message, Memory] | None:
         """The clients' states, messages and memory after K local steps; None where there is no room for so many."""
         job = self._job
+        steps_before = self._steps_done
         try:
             local = job.algorithm.start(ctx, state.server, self.memory.gather(clients, job.device))
             for k in torch.arange(1, ctx.K + 1, dtype=torch.float64, device=job.device):
+                job.on_activity(Activity("local steps", self._steps_done, self._steps_wanted, t))
                 local = job.algorithm.step(ctx, local, oracle, k)
+                self._steps_done += len(clients)
                 self._stop()
             return local, *job.algorithm.finish(ctx, state.server, local)
         except Exception as error:
             if not out_of_memory(error):
                 raise
+        self._steps_done = steps_before
         return None
 
     def _halves(self, t: int, state: State, clients: Sequence[int], noise: Sequence[Noise]) -> Message:

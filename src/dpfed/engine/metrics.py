@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dpfed.engine.activity import Activity
 from dpfed.engine.setup import Job
+from dpfed.privacy.records import Records
+
+MAX_BATCH = 8192
 
 
 @dataclass(frozen=True)
@@ -21,15 +26,23 @@ class Scores:
     support: int
 
 
-def confusion(job: Job, theta: Tensor, batch: int = 8192) -> Tensor:
+def scored_batches(job: Job, theta: Tensor, test: Records) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the model's scores and the labels of the test records, batch by batch."""
+    records = len(test.labels)
+    batch = min(MAX_BATCH, job.model.records_at_once(job.device))
+    for first in range(0, records, batch):
+        job.on_activity(Activity("test records", first, records))
+        rows = torch.arange(first, min(first + batch, records), device=job.device)
+        inputs, labels = test.take(rows)
+        yield job.model.scores(theta, inputs), labels
+
+
+def confusion(job: Job, theta: Tensor) -> Tensor:
     """How often the class of a row was answered with the class of a column, `[classes, classes]`."""
     count = len(job.classes)
     table = torch.zeros(count * count, dtype=torch.int64)
-    for first in range(0, len(job.test.labels), batch):
-        at = torch.arange(first, min(first + batch, len(job.test.labels)), device=job.device)
-        inputs, labels = job.test.take(at)
-        answers = job.model.scores(theta, inputs).argmax(1)
-        table += torch.bincount((labels * count + answers).cpu(), minlength=count * count)
+    for scores, labels in scored_batches(job, theta, job.test):
+        table += torch.bincount((labels * count + scores.argmax(1)).cpu(), minlength=count * count)
     return table.view(count, count)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dpfed.algorithms.base import Message
 from dpfed.engine.fleet import context
+from dpfed.engine.metrics import scored_batches
 from dpfed.engine.setup import Job
 from dpfed.engine.spending import Spending
 from dpfed.engine.state import State
@@ -184,18 +185,13 @@ def choose(job: Job, t: int, able: np.ndarray) -> list[int]:
     return sorted(int(i) for i in chosen)
 
 
-def evaluate(
-    job: Job, theta: Tensor, test: Records | None = None, batch: int = 8192
-) -> tuple[float | None, float | None]:
+def evaluate(job: Job, theta: Tensor, test: Records | None = None) -> tuple[float | None, float | None]:
     """Accuracy and mean loss on the server's test set; none of both where there is no such set."""
     test = test or job.test
     if len(test.labels) == 0:
         return None, None
     sums = torch.zeros(2, dtype=torch.float64, device=job.device)  # read once: each reading waits for the device
-    for first in range(0, len(test.labels), batch):
-        rows = torch.arange(first, min(first + batch, len(test.labels)), device=job.device)
-        inputs, labels = test.take(rows)
-        scores = job.model.scores(theta, inputs)
+    for scores, labels in scored_batches(job, theta, test):
         right, loss = job.model.correct(scores, labels), job.model.loss(scores, labels)
         sums += torch.stack([right.double().sum(), loss.double().sum()])
     accuracy, mean_loss = (sums / len(test.labels)).tolist()

@@ -15,6 +15,7 @@ import numpy as np
 from dpfed.config import Config
 from dpfed.data.tables import Source
 from dpfed.engine.accounts import NO_PRIVACY, SEEDED
+from dpfed.engine.activity import OnActivity, ignore
 from dpfed.engine.checkpoint import Checkpoints, Saved, job_hash
 from dpfed.engine.diagnostics import Diagnostics, refuse_real_noise
 from dpfed.engine.distributed import Distributed, Group, agree, follow
@@ -65,6 +66,7 @@ def run(
     serve: Serve | None = None,
     place: Place | None = None,
     shared: Shared | None = None,
+    on_activity: OnActivity = ignore,
 ) -> dict[str, Any]:
     """Trains by the configuration and returns the result; the folder `out` holds all of it.
 
@@ -74,7 +76,8 @@ def run(
     the clients are elsewhere: it makes the backend from the job and the run's name, no private record is read here, the
     ledgers are the clients' own, and there is a checkpoint after every round, as they store only their last messages.
     With `place` it is one of several runs in threads that compute gradients together (packed.py); with `shared` it takes
-    over records, frozen model and features of the run before it, where they are the same.
+    over records, frozen model and features of the run before it, where they are the same. `on_activity` is called
+    with progress inside a round and before the first one.
     """
     refuse_real_noise(config)
     refuse_missing(config)
@@ -82,8 +85,9 @@ def run(
     _refuse_folder(out, config, force, resume, serve is not None)
     past = served_past(config) if serve else past_of(config)
     refuse_target(config, past)
-    job = prepare_server(config) if serve else prepare(config, source, place.shared if place else shared)
-    job = replace(job, past=past, seat=place.sit(job) if place else None)
+    kept = place.shared if place else shared
+    job = prepare_server(config) if serve else prepare(config, source, kept, on_activity)
+    job = replace(job, past=past, seat=place.sit(job) if place else None, on_activity=on_activity)
     job.notes.extend(past.notes)
     if group is not None:
         agree(job, group)

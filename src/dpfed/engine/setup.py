@@ -16,6 +16,7 @@ from dpfed.config import Config, ModelSection, refuse_idle_views
 from dpfed.data.cache import cached, key_of
 from dpfed.data.partition import Shards, partition
 from dpfed.data.tables import Published, Source, Table
+from dpfed.engine.activity import OnActivity, ignore
 from dpfed.engine.features import Basis, features_of
 from dpfed.engine.notes import data_notes, data_warnings, plan_warnings
 from dpfed.engine.shared import Shared, frozen_digest
@@ -71,18 +72,21 @@ class Job:
     served: bool = False
     seat: Seat | None = None
     given: Mapping[str, Tensor] | None = None
+    on_activity: OnActivity = ignore
 
 
-def prepare(config: Config, source: Source | None = None, shared: Shared | None = None) -> Job:
+def prepare(
+    config: Config, source: Source | None = None, shared: Shared | None = None, on_activity: OnActivity = ignore
+) -> Job:
     """Builds the job of a configuration; `source` replaces the configured data source.
 
     With `shared`, records and model are those of an earlier job wherever they are the same.
     """
     with shared.lock if shared else nullcontext():
-        return _prepare(config, source, shared)
+        return _prepare(config, source, shared, on_activity)
 
 
-def _prepare(config: Config, source: Source | None, shared: Shared | None) -> Job:
+def _prepare(config: Config, source: Source | None, shared: Shared | None, on_activity: OnActivity) -> Job:
     kept = shared or Shared()
     device = device_of(config.run.device)
     streams = Streams(config.run.seed, secret=config.run.noise == "os")
@@ -107,7 +111,8 @@ def _prepare(config: Config, source: Source | None, shared: Shared | None) -> Jo
     model, adapted, theta = build_model(config, spec, streams, device, notes, shared)
     scored, tested = scored_half(source.test, config.run.eval_on), (*which, config.run.eval_on)
     uses = config.run.rounds * config.run.local_steps * schedule.cohort * float(plan.expected.mean())
-    basis = features_of(config, model, theta, (source.train, scored), uses, kept, (which, tested), source, notes)
+    tables, marks = (source.train, scored), (which, tested)
+    basis = features_of(config, model, theta, tables, uses, kept, marks, source, notes, on_activity)
     if basis is None:
         _, records = kept.get("records", which, lambda: (source, records_of(source.train, device)))
         _, test = kept.get("test", tested, lambda: (source, records_of(scored, device)))

@@ -21,6 +21,7 @@ from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.plan import Plan, Schedule
 from dpfed.privacy.population import largest_epsilon
 from dpfed.privacy.statement import FEW, NOTHING, Past, Planned, Prior, chances, fewest_eligible
+from dpfed.text import counted
 
 EXTENSION = (
     "statement"  # whose void rows say how many rounds were added: `round` clients to draw from, for `steps` rounds
@@ -158,7 +159,7 @@ def _extend(job: Job, budget: Budget, ledger: Ledger) -> None:
     old, new = (np.repeat([n for n, _ in pairs], [count for _, count in pairs]) for pairs in (before, budget.eligible))
     if len(new) < len(old):
         raise DpfedError(
-            f"the ledger {ledger.path} states {len(old)} rounds: go on with --set run.rounds={len(old)} or more"
+            f"the ledger {ledger.path} states {counted(len(old), 'round')}: go on with --set run.rounds={len(old)} or more"
         )
     if len(new) == len(old) or not np.array_equal(new[: len(old)], old):
         raise DpfedError(f"the ledger {ledger.path} was written for another plan: this is not the run it belongs to")
@@ -215,7 +216,7 @@ class Spending:
         needed = self._job.config.run.min_clients or self._job.schedule.cohort
         if len(able) < needed:
             raise StoppedError(
-                f"before round {t} only {len(able)} clients are within privacy.budget = "
+                f"before round {t} only {counted(len(able), 'client')} can stay within privacy.budget = "
                 f"{self._job.config.privacy.budget:g} and {needed} are needed: the run ends with what it has"
             )
         return able

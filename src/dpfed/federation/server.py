@@ -43,6 +43,7 @@ from dpfed.federation.wire import (
     pack,
     unpack_reply,
 )
+from dpfed.text import counted
 
 
 class Transport(Protocol):
@@ -143,7 +144,7 @@ class Federation:
 
     def _too_few(self, t: int, answered: int, needed: int) -> DpfedError:
         self._lost += 1
-        what = f"in round {t} only {answered} clients gave a usable answer and {needed} are needed"
+        what = f"in round {t} only {counted(answered, 'client')} gave a usable answer and {needed} are needed"
         if self._lost < self._patience:
             self._log(f"{what}: the round is lost, and the next one comes")
             return LostRoundError(what)

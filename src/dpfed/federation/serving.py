@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpfed.config import Config, load
+from dpfed.engine.activity import OnActivity, ignore
 from dpfed.engine.rounds import RemoteBackend, Round
 from dpfed.engine.run import run
 from dpfed.engine.setup import Job, client_names
@@ -48,6 +49,7 @@ def serve_over(
     alive: Callable[[], None] = lambda: None,
     begin: Callable[[Job], None] = lambda job: None,
     observe: Callable[[Round], None] = lambda round: None,
+    on_activity: OnActivity = ignore,
 ) -> dict[str, Any]:
     """Trains with the clients that this Grid reaches. `wait`: seconds until enough of them must be connected."""
     from dpfed.federation.flower.transport import GridTransport
@@ -62,7 +64,8 @@ def serve_over(
         enough = job.config.run.min_clients or job.schedule.cohort
         transport.wait_for(client_names(config), enough, wait, say)
 
-    return run(config, out, begin=begun, observe=observe, resume=resume, stop=stop, serve=backend)
+    watchers: dict[str, Any] = {"begin": begun, "observe": observe, "on_activity": on_activity}
+    return run(config, out, resume=resume, stop=stop, serve=backend, **watchers)
 
 
 def serve(

@@ -158,6 +158,10 @@ class PerSample:
             self._many /= 2  # outside the handler, where the failed pass is no longer held
             torch.cuda.empty_cache()
 
+    def records_at_once(self, device: torch.device) -> int:
+        """Return how many records one pass of `scores` takes on this kind of device, where they fit."""
+        return 16 * self.rows if device.type == "cuda" else self.rows
+
     def _scores(self, weights: dict[str, Tensor], inputs: Batch, rows: float) -> Tensor:
         count, step = len(next(iter(inputs.values()))), max(1, int(rows))
         with torch.no_grad(), self._alone:

@@ -16,6 +16,7 @@ from dpfed.engine.export import ADAPTED_CONFIG, base_of, export, read_run
 from dpfed.engine.notes import dealt_note
 from dpfed.model.companions import Companions
 from dpfed.privacy.statement import NOT_COVERED, PUBLIC
+from dpfed.text import counted
 
 OWN = ("gn-resnet18", "linear")  # models of this program's own making, which start at random
 
@@ -80,17 +81,18 @@ def _privacy(config: Config, accounts: Accounts | None) -> str:
 
 def _training(config: Config, result: dict[str, Any]) -> str:
     run, data = config.run, config.data
-    held = f"{data.name}, {result['clients']} clients, partition {data.partition}"
+    held = f"{data.name}, {counted(result['clients'], 'client')}, partition {data.partition}"
     if result.get("served"):
-        held = f"what {result['clients']} clients hold themselves"
+        held = f"kept by {counted(result['clients'], 'client')}"
     return "\n".join(
         [
             "## Training\n",
             f"- method: {result['algorithm']}, learning rate {config.algorithm.lr:g}",
             f"- data: {held}",
-            f"- {result['rounds']} of {run.rounds} rounds, {run.local_steps} local steps, {run.participation:.0%} of the clients "
+            f"- {result['rounds']} of {counted(run.rounds, 'round')}, {counted(run.local_steps, 'local step')}, "
+            f"{run.participation:.0%} of the clients "
             "in each round",
-            f"- trained: {config.model.train}, {result['parameters']:,} numbers\n",
+            f"- trained: {config.model.train}, {counted(result['parameters'], 'number')}\n",
         ]
     )
 

@@ -58,7 +58,7 @@ def short(value: float) -> str:
 
 def joined(names: Sequence[str]) -> str:
     """All of a few names, the first of many."""
-    return ", ".join(names) if len(names) <= 2 else f"{names[0]} and {len(names) - 1} more"
+    return " and ".join(names) if len(names) <= 2 else f"{names[0]} and {len(names) - 1} more"
 
 
 def inert(text: str) -> str:

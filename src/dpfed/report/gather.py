@@ -19,27 +19,9 @@ from dpfed.engine.folder import CONFIG, METRICS, RESULT
 from dpfed.engine.holdings import FILE as HOLDINGS
 from dpfed.errors import DpfedError
 from dpfed.privacy.statement import Planned
+from dpfed.report.labels import ALIKE, labels
 from dpfed.report.public import flat, public_result, public_row, public_settings
 
-# Keys of [run] that change nothing in what the numbers mean: runs that differ only in these are seeds of one method.
-ALIKE = frozenset(
-    {
-        "run.seed",
-        "run.device",
-        "run.threads",
-        "run.fleet_size",
-        "run.max_slots",
-        "run.slots",
-        "run.compile",
-        "run.graphs",
-        "run.features",
-        "run.checkpoint_every",
-        "run.memory_limit",
-        "run.timeout",
-        "run.diagnostics",
-        "run.trackers",
-    }
-)
 POINTS = 12  # rounds at which epsilon is computed for a curve; a query of the accountant takes a while
 
 
@@ -62,6 +44,16 @@ class RunData:
     @property
     def last(self) -> int:
         return max((int(row["round"]) for row in self.rows), default=0)
+
+    @property
+    def planned_rounds(self) -> int:
+        return int(number(self.settings.get("run", {}).get("rounds")) or 0)
+
+    @property
+    def unfinished(self) -> bool:
+        """True while rounds of the plan are still to come, so that the planned epsilon is not spent yet."""
+        ended = self.result.get("state") in ("finished", "stopped")
+        return not ended and self.last < self.planned_rounds
 
     @property
     def diverged(self) -> bool:
@@ -127,6 +119,21 @@ class Group:
             out[view] = max(known) if known else getattr(self.privacy, view) if self.privacy else None
         return out
 
+    @property
+    def unfinished(self) -> RunData | None:
+        """The run that is furthest among those with rounds still to come."""
+        going = [run for run in self.runs if run.unfinished]
+        return max(going, key=lambda run: run.last, default=None)
+
+    @property
+    def spent(self) -> float | None:
+        """Epsilon spent by the unfinished run so far, server's view; a public page has only the plan's figure."""
+        run = self.unfinished
+        if run is None or self.privacy is None:
+            return None
+        by_round = run.curve("epsilon_server_max")
+        return by_round[max(by_round)] if by_round else _planned_after(self.privacy.planned, run.last)
+
     def first(self, key: str) -> Any:
         """From the first run that has it in its result."""
         return next((run.result[key] for run in self.runs if run.result.get(key) is not None), None)
@@ -158,6 +165,13 @@ def rounds_shown(rounds: int) -> tuple[int, ...]:
     few = max(1, POINTS - 1)
     early = {round(rounds ** (i / few)) for i in range(POINTS)}
     return tuple(sorted(early | {max(1, round(rounds * i / 6)) for i in range(1, 7)}))
+
+
+@lru_cache(maxsize=64)
+def _planned_after(planned: Planned, rounds: int) -> float:
+    if rounds == 0 and not planned.prior:
+        return 0.0
+    return planned.server(rounds)
 
 
 @lru_cache(maxsize=64)
@@ -235,40 +249,21 @@ def privacy_of(path: Path, data: RunData, public: bool) -> tuple[Privacy | None,
 def grouped(paths: Sequence[Path], public: bool) -> list[Group]:
     """Runs by what they are, in the order they were given."""
     alike: dict[str, list[tuple[Path, RunData]]] = {}
+    wholes: dict[str, dict[str, Any]] = {}
     for path in paths:
         data = read_run_data(path, public)
         # What is hidden still tells runs apart: the same settings on other data are another method's row.
         whole = flat(tomllib.loads((path / CONFIG).read_text(encoding="utf-8")))
         key = json.dumps({k: v for k, v in whole.items() if k not in ALIKE}, sort_keys=True, default=str)
         alike.setdefault(key, []).append((path, data))
+        wholes.setdefault(key, whole)
     members = list(alike.values())
-    names = labels([flat(group[0][1].settings) for group in members])
+    names = labels([flat(group[0][1].settings) for group in members], list(wholes.values()))
     out = []
     for name, group in zip(names, members, strict=True):
         path, data = group[0]
         out.append(Group(name, tuple(run for _, run in group), *privacy_of(path, data, public)))
     return out
-
-
-def labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The algorithm's name, and whatever else tells groups apart."""
-    names = [str(table.get("algorithm.name", "run")) for table in settings]
-    out: list[str] = []
-    for table, name in zip(settings, names, strict=True):
-        same = [other for other, its in zip(settings, names, strict=True) if its == name]
-        keys = [key for key in table if _differs(key, settings if not key.startswith("algorithm.") else same)]
-        words = [f"{key.split('.', 1)[-1]} {_word(table[key])}" for key in keys if key != "algorithm.name"]
-        label = ", ".join([name, *words])
-        out.append(label if label not in out else f"{label} ({1 + sum(x.startswith(label) for x in out)})")
-    return out
-
-
-def _differs(key: str, tables: Sequence[Mapping[str, Any]]) -> bool:
-    return key not in ALIKE and len({json.dumps(table.get(key), default=str) for table in tables}) > 1
-
-
-def _word(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)[:60]
 
 
 def runs_and_studies(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:

@@ -22,6 +22,7 @@ from dpfed.errors import DpfedError
 from dpfed.report import words
 from dpfed.report.figures import Figure, all_figures
 from dpfed.report.gather import Group, grouped, number, runs_and_studies
+from dpfed.report.labels import apart
 from dpfed.report.public import flat
 from dpfed.report.studies import Listing, listing_of, read_study
 from dpfed.report.tables import DASH, Table, best_of, cells, footnotes, grid_words, larger_epsilon, percent
@@ -58,22 +59,30 @@ def read_report(paths: Sequence[Path], public: bool = False) -> Report:
     """One report of all runs and studies that are given."""
     runs, studies = runs_and_studies(paths)
     groups = grouped(runs, public)
-    listings = [listing_of(groups)] if len(groups) > 1 else []
+    alone = len(groups)
     found = [read_study(folder, public) for folder in studies]
     titles = [listing.title for listing, _ in found]
-    for listing, theirs in found:
-        listings.append(listing)
-        groups += [_renamed(group, [g.label for g in groups]) for group in theirs]
+    places = ["given by itself"] * alone
+    tables = []
+    for i, (folder, (listing, theirs)) in enumerate(zip(studies, found, strict=True), 1):
+        place = f"study {i}" if public else f"in {folder.resolve().name}"
+        repeated = titles.count(listing.title) > 1
+        tables.append(replace(listing, title=f"{listing.title}, {place}") if repeated else listing)
+        groups += theirs
+        places += [place] * len(theirs)
+    groups = _renamed(groups, places)
+    listings = [listing_of(groups[:alone]), *tables] if alone > 1 else tables
     if not groups and not listings:
         raise DpfedError("there is nothing to report: give the folder of a run or of a study")
     title = words.title_of(groups, titles if not runs else []) if groups else titles[0]
     return Report(title, groups, listings, all_figures(groups, listings), public)
 
 
-def _renamed(group: Group, taken: Sequence[str]) -> Group:
-    """A method of several studies has a number from the second on."""
-    same = sum(label == group.label or label.startswith(f"{group.label} (") for label in taken)
-    return replace(group, label=f"{group.label} ({same + 1})") if same else group
+def _renamed(groups: Sequence[Group], places: Sequence[str]) -> list[Group]:
+    """Return the groups with labels that name what tells equal methods of several folders apart."""
+    settings = [flat(group.settings) for group in groups]
+    names = apart([group.label for group in groups], settings, settings, places)
+    return [replace(group, label=name) for group, name in zip(groups, names, strict=True)]
 
 
 def body(report: Report) -> str:

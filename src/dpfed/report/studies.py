@@ -130,4 +130,10 @@ def listing_of(groups: list[Group]) -> Listing:
         )
         entries.append(Entry(row))
     note = "accuracy: mean ± standard deviation over the runs of each method, on the server's public test set"
-    return Listing("Runs side by side", tuple(entries), notes=(note,))
+    notes = [note]
+    for group in groups:
+        run = group.unfinished
+        if run is not None and group.spent is not None:
+            so_far = f"{group.spent:.2f} is spent after round {run.last} of {run.planned_rounds}"
+            notes.append(f"{group.label}: epsilon in the table is the planned one; {so_far}")
+    return Listing("Runs side by side", tuple(entries), notes=tuple(notes))

@@ -201,6 +201,31 @@ def cells(table: Table) -> tuple[list[str], list[list[str]]]:
     return head, body
 
 
+# Columns of `cells`, the most important first: a narrow screen shows the first ones.
+IMPORTANCE = (0, 3, 4, 1, 5, 6, 2, 7, 8)
+
+
+def shown_columns(head: Sequence[str], body: Sequence[Sequence[str]], width: int) -> dict[int, int]:
+    """Return the columns that fit into `width` letters with their widths, the least important left out.
+
+    A head may be broken between words, a cell may not, except the method's name.
+    """
+    border = 3
+    widths = {}
+    for i in IMPORTANCE:
+        longest_word = max(len(word) for word in head[i].split())
+        wanted = max([longest_word, *(len(line[i]) for line in body)])
+        widths[i] = min(wanted, max(12, width // 3)) if i == 0 else wanted
+    shown: list[int] = []
+    left = width - 1
+    for i in IMPORTANCE:
+        left -= widths[i] + border
+        if left < 0 and shown:
+            break
+        shown.append(i)
+    return {i: widths[i] for i in sorted(shown)}
+
+
 MARKS = ("†", "¶", "‡", "§")  # of `_flags`; an asterisk would begin a list in Markdown
 
 

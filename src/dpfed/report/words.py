@@ -12,6 +12,7 @@ from dpfed.report.figures import joined, short
 from dpfed.report.gather import Group, RunData, number
 from dpfed.report.public import LEFT_OUT
 from dpfed.report.tables import Row, Table, best_of, larger_epsilon, size
+from dpfed.text import counted
 
 OPERATOR = (
     "For the operator only: this page shows what single clients have spent and what they hold. Made with --public, a page "
@@ -40,9 +41,11 @@ def lead(groups: Sequence[Group]) -> str:
     if runs == 1:
         return f"One run of {groups[0].label}: {_shape(groups[0])}."
     if len(groups) == 1:
-        return f"{runs} runs of {groups[0].label} that differ in their seed: {_shape(groups[0])}."
+        return f"{counted(runs, 'run')} of {groups[0].label} that differ in their seed: {_shape(groups[0])}."
     shapes = {_shape(group) for group in groups}
-    return f"{runs} runs of {len(groups)} methods" + (f": {shapes.pop()}." if len(shapes) == 1 else ".")
+    return f"{counted(runs, 'run')} of {counted(len(groups), 'method')}" + (
+        f": {shapes.pop()}." if len(shapes) == 1 else "."
+    )
 
 
 def _shape(group: Group) -> str:
@@ -53,7 +56,8 @@ def _shape(group: Group) -> str:
         return "settings below"
     cohort = max(1, round(share * clients))
     who = "all of them" if cohort == clients else f"{cohort} of them"
-    return f"{clients:.0f} clients, {who} in each of {rounds:.0f} rounds, {steps:.0f} local steps"
+    each = "in one round" if rounds == 1 else f"in each of {rounds:.0f} rounds"
+    return f"{counted(int(clients), 'client')}, {who} {each}, {counted(int(steps), 'local step')}"
 
 
 def _setting(group: Group, section: str, key: str) -> Any:
@@ -81,10 +85,15 @@ def cards(groups: Sequence[Group]) -> list[Card]:
     server, third = (group.epsilon[view] for view in ("server_worst", "third_party"))
     delta = number(group.first("delta")) or (group.privacy.planned.delta if group.privacy else None)
     at = f", δ\u00a0=\u00a0{short(delta)}".replace("-", "\u2011") if delta else ""
+    planned = ""
+    if group.unfinished is not None and server is not None:
+        planned = " planned"
+        out.append(_spent_card(group, group.unfinished, at))
     if server is not None:
-        out.append(Card("Epsilon, server", f"{server:.2f}", f"it sees every message of a client in every round{at}"))
+        seen = f"it sees every message of a client in every round{at}"
+        out.append(Card(f"Epsilon{planned}, server", f"{server:.2f}", seen))
     if third is not None:
-        out.append(Card("Epsilon, third party", f"{third:.2f}", f"sees the global models only{at}"))
+        out.append(Card(f"Epsilon{planned}, third party", f"{third:.2f}", f"sees the global models only{at}"))
     if server is None and group.first("release") == NO_PRIVACY:
         out.append(Card("Epsilon", "none", "trained without privacy"))
     traffic = group.first("traffic")
@@ -92,6 +101,13 @@ def cards(groups: Sequence[Group]) -> list[Card]:
         down = size(traffic.get("down_bytes", 0))
         out.append(Card("Sent", size(traffic["up_bytes"]), f"by a client in a round; it receives {down}"))
     return out
+
+
+def _spent_card(group: Group, run: RunData, at: str) -> Card:
+    """The epsilon that an unfinished run has spent, apart from the one that is planned."""
+    value = "not known" if group.spent is None else f"{group.spent:.2f}"
+    who = "by the client that spent most" if run.curve("epsilon_server_max") else "by a client in every round"
+    return Card("Epsilon spent so far", value, f"{who}, after round {run.last} of {run.planned_rounds}{at}")
 
 
 def meaning(groups: Sequence[Group]) -> str:
@@ -104,7 +120,8 @@ def meaning(groups: Sequence[Group]) -> str:
         return "Nothing in this model's training is protected." if none else ""
     unit = group.privacy.planned.unit
     return (
-        f"What it means: even with everything the server sees, nobody can tell whether one {unit} of a client was used with "
+        f"What {'the planned epsilon' if group.unfinished else 'it'} means: even with everything the server sees, nobody "
+        f"can tell whether one {unit} of a client was used with "
         f"an advantage above {group.privacy.advantage:.2f} (hits minus false alarms; 0 is guessing, 1 is certainty)."
     )
 
@@ -134,10 +151,9 @@ def live(runs: Sequence[RunData]) -> str:
     going = [run for run in runs if run.result.get("state") == "running"]
     if not going:
         return ""
-    rounds = [number(run.settings.get("run", {}).get("rounds")) or 0 for run in going]
-    furthest = max(range(len(going)), key=lambda i: going[i].last)
+    furthest = max(going, key=lambda run: run.last)
     more = f" ({len(going)} runs)" if len(going) > 1 else ""
-    return f"round {going[furthest].last} of {rounds[furthest]:.0f}{more}"
+    return f"round {furthest.last} of {furthest.planned_rounds}{more}"
 
 
 def statement(groups: Sequence[Group], public: bool) -> list[tuple[str, str]]:

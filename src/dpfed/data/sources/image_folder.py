@@ -19,6 +19,7 @@ from dpfed.data.files import image_source, reading
 from dpfed.data.images import Colour, decode_all
 from dpfed.data.tables import Source
 from dpfed.errors import DpfedError
+from dpfed.text import counted
 
 VERSION = 1
 ENDINGS = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pnm"))
@@ -47,7 +48,7 @@ class ImageFolder(DataSection):
                     raise DpfedError(f"{root / part} has no images: data.path must be {SHAPE}")
             options = {"size": self.size, "colour": self.colour, "names": names}
             key = key_of(self.name, VERSION, [*files["train"], *files["test"]], options)
-        note = (f"{others} files that are no images by their ending are left out",) if others else ()
+        note = (f"left out, no image by its ending: {counted(others, 'file')}",) if others else ()
         return image_source(key, lambda: self._build(files, labels, names), self.classes is not None, note)
 
     def _names(self, found: dict[str, list[Path]]) -> list[str]:

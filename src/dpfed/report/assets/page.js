@@ -163,6 +163,21 @@
     }
   }
 
+  // Boxes of tables: `wide` if the table does not fit, `more` while columns follow to the right.
+  var BOXES = ".scroll, .tools details > div";
+  function mark(box) {
+    var hidden = box.scrollWidth - box.clientWidth;
+    box.toggleAttribute("data-wide", hidden > 1);
+    box.toggleAttribute("data-more", hidden - box.scrollLeft > 1);
+  }
+  function markAll() {
+    document.querySelectorAll(BOXES).forEach(mark);
+  }
+  document.addEventListener("scroll", function (event) {
+    if (event.target.matches && event.target.matches(BOXES)) { mark(event.target); }
+  }, true);
+  window.addEventListener("resize", markAll);
+
   document.addEventListener("click", function (event) {
     var button = event.target.closest("button[data-do]");
     if (!button) { return; }
@@ -174,6 +189,7 @@
     var card = event.target.closest ? event.target.closest(".card") : null;
     if (card && event.target.open && card.querySelector(".plot")) {
       numbers(event.target.querySelector("div"), figures[card.querySelector(".plot").dataset.figure]);
+      markAll();
     }
   }, true);
 
@@ -206,6 +222,7 @@
     document.querySelectorAll(".tools details[open]").forEach(function (d) {
       numbers(d.querySelector("div"), figures[d.closest(".card").querySelector(".plot").dataset.figure]);
     });
+    markAll();
   }
   var version = document.body.dataset.version;
   function poll() {
@@ -238,6 +255,7 @@
       if (version) { setTimeout(poll, 1500); }
     });
   }
+  markAll();
   Promise.resolve().then(start).catch(function (error) {
     console.error(error);
     document.querySelectorAll(".plot").forEach(function (plot) {
