@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -248,3 +249,22 @@ def test_privacy_plot_and_meaning(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert 0 < figures["membership_advantage"] < 1
     assert "NOT A GUARANTEE" in printed
     assert dpfed("privacy", *row, "--sigma", "1.5", "--plot", str(tmp_path / "e.doc")) == 2
+
+
+def test_no_shown_privacy_loss_is_below_the_computed_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """The server's figure of this plan is 4.36220898, which rounds to nearest as 4.3622."""
+    plan = "--records 1000 --batch 16 --rounds 100 --local-steps 20 --participation 0.1 --sigma 1.00005"
+    assert dpfed("privacy", *plan.split(), "--meaning", "--json") == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    figures, text = json.loads(last), "\n".join(lines)
+    shown = {
+        "server_worst": r"every round +([\d.]+)",
+        "server_expected": r"expected number of rounds +([\d.]+)",
+        "third_party": r"a third party .* ([\d.]+)",
+        "membership_advantage": r"was used: ([\d.]+)",
+        "replace_one": r"instead: epsilon ([\d.]+)",
+    }
+    for key, pattern in shown.items():
+        found = re.search(pattern, text)
+        assert found is not None
+        assert figures[key] <= float(found[1]) < figures[key] + 1e-3

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dpfed.privacy.published import show_score
+
 if TYPE_CHECKING:
     from dpfed.compare.outcomes import Outcome, Task
     from dpfed.compare.study import Study
@@ -161,7 +163,7 @@ class Watch:
         if outcome.failed is not None:
             score = f"could not be run: {outcome.failed}"
         else:
-            score = "diverged" if outcome.diverged else f"{outcome.accuracy:.3f}"
+            score = "diverged" if outcome.diverged else show_score(outcome.accuracy)
         line = f"{task.label}  {score}" + ("" if fresh else "  (was done)")
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done, total=self._least, description=line)

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dpfed.engine.rounds import Round
+from dpfed.privacy.published import show_loss, show_score
 
 
 class Watch:
@@ -47,8 +48,8 @@ class Watch:
             print(line, file=sys.stderr, flush=True)
 
     def round(self, round: Round) -> None:
-        accuracy = None if round.accuracy is None else f"{round.accuracy:.3f}"
-        epsilon = None if round.epsilon is None else f"{round.epsilon:.2f}"
+        accuracy = None if round.accuracy is None else show_score(round.accuracy)
+        epsilon = None if round.epsilon is None else show_loss(round.epsilon, 2)
         if self._bar is not None:
             shown: dict[str, Any] = {"accuracy": accuracy, "epsilon": epsilon}
             self._bar.update(self._task, completed=round.t, **{k: v for k, v in shown.items() if v is not None})

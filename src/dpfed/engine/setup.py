@@ -29,6 +29,7 @@ from dpfed.model.space import Space
 from dpfed.model.task import InputSpec
 from dpfed.privacy.noise import Streams
 from dpfed.privacy.plan import Plan, Schedule, make_plan
+from dpfed.privacy.published import show_delta
 from dpfed.privacy.records import Records, Views
 from dpfed.privacy.shared import Seat
 from dpfed.privacy.statement import NOTHING, Past
@@ -351,7 +352,8 @@ def delta_note(config: Config, plan: Plan) -> list[str]:
     if not plan.private or delta * size < 1:
         return []
     return [
-        f"delta {delta:g} is not below 1/{size}: publishing one {plan.unit} at random would satisfy such a guarantee"
+        f"delta {show_delta(delta)} is not below 1/{size}: "
+        f"publishing one {plan.unit} at random would satisfy such a guarantee"
     ]
 
 

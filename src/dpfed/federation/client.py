@@ -60,6 +60,7 @@ from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.noise import Purpose, Streams
 from dpfed.privacy.oracle import FleetOracle
 from dpfed.privacy.plan import Plan
+from dpfed.privacy.published import show_sigma
 from dpfed.privacy.records import Records
 
 LOG = logging.getLogger("dpfed")
@@ -260,7 +261,7 @@ class Client:
         """All that could go wrong because of the request is said before anything is charged."""
         check_fields(request.fields, built.shapes)
         if not plan.noise_std(0) / float(plan.expected[0]) <= LARGEST:
-            raise RefusedError(f"refused: sigma {request.terms.sigma:g} makes noise beyond {LARGEST:g}")
+            raise RefusedError(f"refused: sigma {show_sigma(request.terms.sigma)} makes noise beyond {LARGEST:g}")
         try:
             built.algorithm.check(Facts(request.terms.equal_phi, True, False, varying_phi=plan.clipping.counts))
             if request.terms.grid:

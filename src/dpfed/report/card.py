@@ -14,8 +14,10 @@ from dpfed.engine.accounts import NO_PRIVACY, SEEDED, Accounts
 from dpfed.engine.durable import write_file
 from dpfed.engine.export import export, name_elsewhere, read_run
 from dpfed.engine.setup import dealt_note
+from dpfed.privacy.published import show_delta, show_loss, show_score
 from dpfed.privacy.statement import NOT_COVERED, PUBLIC
 
+SCORES = ("precision", "recall", "f1")
 OWN = ("gn-resnet18", "linear")  # models of this program's own making, which start at random
 
 
@@ -55,10 +57,11 @@ def _privacy(config: Config, accounts: Accounts | None) -> str:
             f"Protected unit: one {planned.unit} of one client, {planned.kinds[0].adjacency}.\n",
             "| who | sees | epsilon |",
             "|---|---|---|",
-            f"| the server | every message, and who took part | {accounts.server_worst:.3f} |",
-            f"| a third party | the global models only | {accounts.third_party:.3f} |",
+            f"| the server | every message, and who took part | {show_loss(accounts.server_worst)} |",
+            f"| a third party | the global models only | {show_loss(accounts.third_party)} |",
             "",
-            f"delta = {planned.delta:g} for both. The server's figure is for a client that takes part in every round. "
+            f"delta = {show_delta(planned.delta)} for both. "
+            "The server's figure is for a client that takes part in every round. "
             f"Of the third party's: {secret}.\n",
             f"- {planned.assumptions()}",
             *(f"- {note}" for note in ([] if accounts.served else dealt_note(config))),
@@ -92,17 +95,18 @@ def _scores(result: dict[str, Any]) -> str:
     lines = ["## Results on the server's public test set\n"]
     accuracy = found.get("accuracy", result["test_accuracy"])  # a stopped run may end between two evaluations
     if accuracy is not None:
-        lines.append(f"- accuracy {accuracy:.4f} (before training {result['start_accuracy']:.4f})")
+        start = show_score(result["start_accuracy"], 4)
+        lines.append(f"- accuracy {show_score(accuracy, 4)} (before training {start})")
     for key, name in (("f1", "F1"), ("macro_f1", "macro F1")):
         if key in found:
-            lines.append(f"- {name} {found[key]:.4f}")
+            lines.append(f"- {name} {show_score(found[key], 4)}")
     if "one_answer" in found:
         lines.append(f"- every record is taken for {found['one_answer']}: the model does not tell classes apart")
     rows = found.get("per_class", {})
     if rows and len(rows) <= 50:
         lines += ["", "| class | precision | recall | F1 | records |", "|---|---|---|---|---|"]
         lines += [
-            f"| {name} | {s['precision']:.3f} | {s['recall']:.3f} | {s['f1']:.3f} | {s['support']} |"
+            f"| {name} | {' | '.join(show_score(s[key]) for key in SCORES)} | {s['support']} |"
             for name, s in rows.items()
         ]
     return "\n".join([*lines, ""])

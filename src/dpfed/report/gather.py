@@ -18,6 +18,7 @@ from dpfed.engine.diagnostics import read_diagnostics
 from dpfed.engine.folder import CONFIG, METRICS, RESULT
 from dpfed.engine.holdings import FILE as HOLDINGS
 from dpfed.errors import DpfedError
+from dpfed.privacy.published import show_setting
 from dpfed.privacy.statement import Planned
 from dpfed.report.public import flat, public_result, public_row, public_settings
 
@@ -268,7 +269,8 @@ def _differs(key: str, tables: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _word(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)[:60]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return show_setting(value) if is_number else str(value)[:60]
 
 
 def runs_and_studies(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from dpfed.engine.folder import versions
 from dpfed.errors import DpfedError
+from dpfed.privacy.published import show_setting
 from dpfed.report import words
 from dpfed.report.figures import Figure, all_figures
 from dpfed.report.gather import Group, grouped, number, runs_and_studies
@@ -209,7 +210,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):
-        return f"{value:g}"
+        return show_setting(value)
     return ", ".join(map(_shown, value)) or "none" if isinstance(value, list) else str(value)
 
 
@@ -254,8 +255,8 @@ def _environment(report: Report) -> str:
     pairs = [(name, ", ".join(dict.fromkeys(found))) for name, found in seen.items()]
     first = next((run.result for run in runs if "parameters" in run.result), {})
     for key, word in (("parameters", "trained numbers"), ("blocks", "blocks"), ("test_records", "test records")):
-        if (value := number(first.get(key))) is not None:
-            pairs.append((word, f"{value:,.0f}"))
+        if (count := number(first.get(key))) is not None:
+            pairs.append((word, f"{count:,.0f}"))
     out = f'<div class="card stack"><h3>Versions and sizes</h3>{_pairs(pairs)}</div>' if pairs else ""
     if not report.public and runs:
         head = ["run", "method", "seed", "state", "rounds", "accuracy", "seconds"]
