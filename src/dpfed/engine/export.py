@@ -83,7 +83,7 @@ def export(trained: Trained, out: Path, merge: bool = False) -> str:
     try:
         out.mkdir(parents=True, exist_ok=True)
         # First, so that no adapter is ever without the record of what was spent on it.
-        write_file(out / SPENDING, lambda file: file.write(spending.encode()))
+        write_file(out / SPENDING, lambda file: file.write(spending.encode()), for_release=True)
         if peft is not None and not merge:
             _name_base(peft, trained.config)
             peft.save_pretrained(str(out), save_embedding_layers=False)  # else it asks the hub about the base

@@ -40,7 +40,7 @@ from dpfed.federation.policy import (
     check_sender,
 )
 from dpfed.federation.scoring import PART, mechanism_of, noised_counts, rows_of, split
-from dpfed.federation.store import Store
+from dpfed.federation.store import Store, own_folder
 from dpfed.federation.wire import (
     Receipt,
     Reply,
@@ -115,7 +115,7 @@ class Client:
         source = source or loader.load()
         if not config.client.allow_seeded:  # said at once, not at the first request
             refuse_unreleasable(self._as_run(None, "os"), source)
-        self._state = Path(config.client.state)
+        self._state = own_folder(Path(config.client.state))
         trained, held_out = split(config, source.train, self._state)
         self._source = tokenised(config.model, source)
         self._records, self._shards = self._holdings(trained, config.policy.records, "records", "holds to train on")
@@ -211,7 +211,6 @@ class Client:
             return Ledger.open(path, client=name)
         if (self._state / "runs").exists():
             raise DpfedError(f"the ledger {path} is gone, and with it what this client has spent: put it back")
-        path.parent.mkdir(parents=True, exist_ok=True)
         return Ledger.create(path, client=name, delta=self.config.policy.delta)
 
     def _build(self, terms: Terms | ScoringTerms, algorithm: Algorithm) -> Built:

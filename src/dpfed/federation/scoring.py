@@ -99,7 +99,7 @@ def _key(state: Path) -> bytes:
     """The client's own, so that nobody else can say which of the units they know of are held out."""
     path = state / KEY
     if not path.exists():
-        write_file(path, lambda file: file.write(os.urandom(32)), secret=True)
+        write_file(path, lambda file: file.write(os.urandom(32)))
     try:
         return path.read_bytes()
     except OSError as error:

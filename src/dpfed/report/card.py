@@ -150,5 +150,5 @@ def write_export(run: Path, out: Path, merge: bool = False) -> str:
     trained = read_run(run)
     kind = export(trained, out, merge)
     card = model_card(trained.config, trained.result, trained.accounts, kind)
-    write_file(out / "README.md", lambda file: file.write(card.encode()))
+    write_file(out / "README.md", lambda file: file.write(card.encode()), for_release=True)
     return kind

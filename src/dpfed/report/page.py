@@ -19,6 +19,7 @@ from typing import Any
 
 from dpfed.engine.folder import versions
 from dpfed.errors import DpfedError
+from dpfed.privacy.private_files import open_private
 from dpfed.privacy.published import show_setting
 from dpfed.report import words
 from dpfed.report.figures import Figure, all_figures
@@ -345,7 +346,8 @@ def write_page(paths: Sequence[Path], out: Path, public: bool = False) -> Report
     report = read_report(paths, public)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(render(report), encoding="utf-8")
+        with out.open("w", encoding="utf-8") if public else open_private(out, "w") as file:
+            file.write(render(report))
     except OSError as error:
         raise DpfedError(f"the page {out} cannot be written: {error.strerror or error}") from None
     return report
