@@ -268,3 +268,19 @@ def test_no_shown_privacy_loss_is_below_the_computed_one(capsys: pytest.CaptureF
         found = re.search(pattern, text)
         assert found is not None
         assert figures[key] <= float(found[1]) < figures[key] + 1e-3
+
+
+def test_privacy_of_a_run_and_of_its_plan_count_colluding_clients(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dpfed("run", *QUICK, "--out", str(tmp_path / "r")) == 0
+    found: dict[str, list[float]] = {}
+    for name, target in (("run", [str(tmp_path / "r")]), ("plan", ["digits", *QUICK])):
+        for colluding in ("0", "3"):
+            capsys.readouterr()
+            assert dpfed("privacy", *target, "--colluding", colluding, "--json") == 0
+            figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+            found.setdefault(name, []).append(figures["third_party"])
+    alone, together = found["run"]
+    assert alone < together
+    assert found["plan"] == found["run"]
