@@ -332,8 +332,10 @@ def cell(sigma: float, records: int) -> float:
 
 
 def epsilon_table() -> str:
+    from dpfed.privacy.published import show_loss
+
     head = "| noise multiplier | " + " | ".join(f"{r:,} records" for r in RECORDS) + " |"
-    rows = [f"| {s:g} | " + " | ".join(f"{cell(s, r):.2f}" for r in RECORDS) + " |" for s in SIGMAS]
+    rows = [f"| {s:g} | " + " | ".join(show_loss(cell(s, r), 2) for r in RECORDS) + " |" for s in SIGMAS]
     return "\n".join([head, "|---" * (len(RECORDS) + 1) + "|", *rows])
 
 

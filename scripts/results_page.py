@@ -10,6 +10,7 @@ from pathlib import Path
 from results_studies import COLUMNS, EPSILONS, RATES, Cells, Rows, Spec, collect, read_csv, with_statistics
 
 from dpfed.errors import DpfedError
+from dpfed.privacy.published import show_loss
 from dpfed.report.tables import LARGER, Row, Table, best_of, grid_words, percent, size
 
 PHASES = {"reported": "reported", "tuning": "of the search"}
@@ -87,7 +88,7 @@ def arm_cells(about: Cells, arms: Rows, runs: Rows) -> tuple[list[str], list[lis
     for arm in arms:
         marks = [mark for mark, on in flags(arm, unequal).items() if on]
         accuracy = percent(float(arm["mean"]) if arm["mean"] else None, float(arm["std"]) if arm["std"] else None)
-        private = [f"{float(e):.2f}" if (e := arm[f"epsilon_{view}"]) else "–" for view in EPSILONS]
+        private = [show_loss(float(e), 2) if (e := arm[f"epsilon_{view}"]) else "–" for view in EPSILONS]
         bold = "**" if arm["arm"] in best else ""
         body.append(
             [

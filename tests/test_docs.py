@@ -31,6 +31,7 @@ import yaml
 import dpfed
 from dpfed import api
 from dpfed.cli.main import app, main
+from dpfed.privacy.published import show_loss
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -246,7 +247,7 @@ def test_two_cells_of_the_epsilon_table(maker: ModuleType) -> None:
     rows = {line.split("|")[1].strip(): line for line in text.splitlines() if re.match(r"\| \d", line)}
     for sigma, column in ((1.0, 1), (2.0, 3)):
         shown = rows[f"{sigma:g}"].split("|")[2 + column].strip()
-        assert shown == f"{maker.cell(sigma, maker.RECORDS[column]):.2f}", AGAIN
+        assert shown == show_loss(maker.cell(sigma, maker.RECORDS[column]), 2), AGAIN
 
 
 # ------------------------------------------------------------------ the site, links, pictures

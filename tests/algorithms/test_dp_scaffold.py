@@ -111,10 +111,11 @@ def test_b2_c_is_the_mean_of_all_c_i_once_all_took_part_and_ever_after() -> None
     assert history.servers[3].c.abs().min() > 0
 
 
-@pytest.mark.parametrize(("answered", "N"), [(2, 8), (3, 8), (8, 8)])
-def test_b2_the_server_adds_the_mean_change_times_answered_over_all_clients(answered: int, N: int) -> None:
+@pytest.mark.parametrize(("answered", "S", "N"), [(2, 2, 8), (3, 5, 8), (1, 8, 8), (8, 8, 8)])
+def test_b2_the_server_adds_the_mean_change_times_answered_over_all_clients(answered: int, S: int, N: int) -> None:
+    """Of the S clients that were asked some may not have answered, and their c_i have not changed."""
     algorithm = DPScaffold()
-    ctx = make_context(algorithm, make_space(3), 1, 5, 2, torch.zeros(answered, 1))
+    ctx = make_context(algorithm, make_space(3), 1, 5, 2, torch.zeros(S, 1))
     ctx = type(ctx)(**{**vars(ctx), "N": N, "answered": answered})
     server = Server(torch.zeros(3, dtype=F64), torch.tensor([1.0, 2, 3], dtype=F64))
     mean = {"delta": torch.ones(3, dtype=F64), "c": torch.tensor([8.0, -8, 16], dtype=F64)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -266,3 +267,38 @@ def test_an_option_named_like_a_key_is_answered_with_set(
 ) -> None:
     assert dpfed(*words) == 2
     assert said in capsys.readouterr().err
+
+
+def test_no_shown_privacy_loss_is_below_the_computed_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """The server's figure of this plan is 4.36220898, which rounds to nearest as 4.3622."""
+    plan = "--records 1000 --batch 16 --rounds 100 --local-steps 20 --participation 0.1 --sigma 1.00005"
+    assert dpfed("privacy", *plan.split(), "--meaning", "--json") == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    figures, text = json.loads(last), "\n".join(lines)
+    shown = {
+        "server_worst": r"every round +([\d.]+)",
+        "server_expected": r"expected number of rounds +([\d.]+)",
+        "third_party": r"a third party .* ([\d.]+)",
+        "membership_advantage": r"was used: ([\d.]+)",
+        "replace_one": r"instead: epsilon ([\d.]+)",
+    }
+    for key, pattern in shown.items():
+        found = re.search(pattern, text)
+        assert found is not None
+        assert figures[key] <= float(found[1]) < figures[key] + 1e-3
+
+
+def test_privacy_of_a_run_and_of_its_plan_count_colluding_clients(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dpfed("run", *QUICK, "--out", str(tmp_path / "r")) == 0
+    found: dict[str, list[float]] = {}
+    for name, target in (("run", [str(tmp_path / "r")]), ("plan", ["digits", *QUICK])):
+        for colluding in ("0", "3"):
+            capsys.readouterr()
+            assert dpfed("privacy", *target, "--colluding", colluding, "--json") == 0
+            figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+            found.setdefault(name, []).append(figures["third_party"])
+    alone, together = found["run"]
+    assert alone < together
+    assert found["plan"] == found["run"]

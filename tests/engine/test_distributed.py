@@ -25,6 +25,7 @@ from dpfed.privacy.ledger import Ledger
 from dpfed.registry import registry
 
 ROUNDS = 3
+HANG = 200  # seconds; only what hangs takes so long
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "fedadamw": {"algorithm": {"name": "dp-fedadamw", "lr": 0.05}, "run": {"participation": 0.5}},  # S = 5: 3 and 2
     "scaffold": {"algorithm": {"name": "dp-scaffold", "lr": 0.3}, "run": {"participation": 0.5}},
@@ -50,7 +51,7 @@ def config_of(**sections: dict[str, Any]) -> Config:
         "model": {"name": "linear", "liveness": False},
         "algorithm": {"name": "dp-fedadamw", "lr": 0.05},
         "privacy": {"sigma": 1.0, "clip": 0.5, "batch": 8},
-        "run": {"rounds": ROUNDS, "local_steps": 2, "participation": 0.5, "device": "cpu", "timeout": 20},
+        "run": {"rounds": ROUNDS, "local_steps": 2, "participation": 0.5, "device": "cpu", "timeout": HANG},
     }
     return build({name: {**table, **sections.get(name, {})} for name, table in raw.items()}, registry())
 
@@ -72,20 +73,20 @@ rank, out = int(sys.argv[2]), Path(sys.argv[3])
 os.environ["RANK"] = str(rank)
 for name, sections in {**here.CASES, "secret": here.SECRET}.items():
     config = here.config_of(**sections)
-    group = Group(rank, 2, 20, init=f"file://{out}/meet-{name}")
+    group = Group(rank, 2, here.HANG, init=f"file://{out}/meet-{name}")
     if rank == 0:
         run(config, out / name, group=group)
     else:
         assist(config, group)
     group.close()
-group = Group(rank, 2, 20, init=f"file://{out}/meet-other")
+group = Group(rank, 2, here.HANG, init=f"file://{out}/meet-other")
 try:
     config = here.config_of(run={"seed": rank})
     run(config, out / "other", group=group) if rank == 0 else assist(config, group)
 except DpfedError as error:
     (out / f"other-{rank}.txt").write_text(str(error))
     torch.distributed.destroy_process_group()
-group = Group(rank, 2, 20, init=f"file://{out}/meet-killed")
+group = Group(rank, 2, here.HANG, init=f"file://{out}/meet-killed")
 config = here.config_of(**here.CASES["scaffold"])
 if rank == 1:
     right = Fleet.weighted_sum
@@ -107,7 +108,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
         subprocess.Popen([sys.executable, "-c", RANK, here, str(r), str(out)], stderr=subprocess.PIPE, text=True)
         for r in (0, 1)
     ]
-    said = [process.communicate(timeout=120)[1] for process in both]
+    said = [process.communicate(timeout=HANG)[1] for process in both]
     assert [process.returncode for process in both] == [0, -signal.SIGKILL], said
     return out
 
@@ -169,28 +170,55 @@ def _free_port() -> int:
         return int(s.getsockname()[1])
 
 
-# Process 1 freezes itself in round 3, in one of the places where another process may be waiting for it.
+# Process 1 stops itself in round 3 and leaves a file that says so. Process 0 waits for the file just before it depends on
+# process 1, and only then takes a short timeout. So the outcome does not depend on how fast either of them is.
 FREEZING = """
-import os, signal, sys
+import datetime, os, signal, sys, time
+from pathlib import Path
 from dpfed.cli.main import main
 from dpfed.engine import distributed
 from dpfed.engine.fleet import Fleet
-where = sys.argv.pop(1)
-def frozen(right, is_now):
+where, frozen = sys.argv.pop(1), Path(sys.argv.pop(1))
+leads = os.environ["RANK"] == "0"
+def stop():
+    frozen.touch()
+    os.kill(os.getpid(), signal.SIGSTOP)
+def wait():
+    while not frozen.exists():
+        time.sleep(0.05)
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+    soon = datetime.timedelta(seconds=1)
+    for group in (None, groups[0]._control):
+        _set_pg_timeout(soon, group)
+    # A single receive keeps the timeout that its group was made with.
+    dist.recv = lambda rows, source: dist.irecv(rows, source).wait(soon)
+groups = []
+made = distributed.Group.__init__
+def make(self, *given):
+    made(self, *given)
+    groups.append(self)
+distributed.Group.__init__ = make
+def before(owner, name, is_now):
+    right = getattr(owner, name)
     def call(*given):
         if is_now(*given):
-            os.kill(os.getpid(), signal.SIGSTOP)
+            wait() if leads else stop()
         return right(*given)
-    return call
-heard = iter(range(100))
-if where == "computing":
-    Fleet.weighted_sum = frozen(Fleet.weighted_sum, lambda self, t, *rest: t == 3)
+    setattr(owner, name, call)
+calls = iter(range(100))
+third = lambda *given: next(calls) == 2
+if where == "beginning":
+    if leads:
+        before(distributed.Distributed, "_together", lambda self, t, *rest: t == 3)
+    else:
+        before(distributed, "_share", lambda *given: given[4] == 3)
+elif where == "computing":
+    before(Fleet, "weighted_sum", lambda self, t, *rest: t == 3)
 elif where == "summing":
-    distributed.Group.total = frozen(distributed.Group.total, lambda *rest: next(heard) == 2)
-elif where == "remembering":
-    distributed.Group.send = frozen(distributed.Group.send, lambda *rest: next(heard) == 2)
+    before(distributed.Group, "total", third)
 else:
-    distributed._share = frozen(distributed._share, lambda *rest: rest[4] == 3)
+    before(distributed.Group, "receive" if leads else "send", third)
 sys.exit(main())
 """
 
@@ -224,14 +252,14 @@ def test_a_killed_process_ends_the_run_and_another_process_can_go_on(together: P
 @pytest.mark.parametrize("where", ["beginning", "computing", "summing", "remembering"])
 def test_a_frozen_process_is_given_up_with_one_sentence_and_exit_code_3(where: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    config = config_of(algorithm={"name": "dp-scaffold", "lr": 0.3}, run={"rounds": 30, "timeout": 6})
+    config = config_of(algorithm={"name": "dp-scaffold", "lr": 0.3}, run={"rounds": 30, "timeout": HANG})
     file = tmp_path / "config.toml"
     file.write_text(to_toml(config))
     port, arguments = _free_port(), ["run", str(file), "--out", str(out)]
-    calls = [["-m", "dpfed", *arguments], ["-c", FREEZING, where, *arguments]]
-    both = [_start(rank, port, call) for rank, call in enumerate(calls)]
+    call = ["-c", FREEZING, where, str(tmp_path / "frozen"), *arguments]
+    both = [_start(rank, port, call) for rank in (0, 1)]
     try:
-        _, said = both[0].communicate(timeout=100)
+        _, said = both[0].communicate(timeout=HANG)
     finally:
         for process in both:
             process.kill()
@@ -239,7 +267,7 @@ def test_a_frozen_process_is_given_up_with_one_sentence_and_exit_code_3(where: s
     assert both[0].returncode == 3, said
     last = [line for line in said.splitlines() if line.startswith("dpfed: ")]
     assert len(last) == 1
-    assert "was lost or took longer than run.timeout = 6 seconds" in last[0]
+    assert f"was lost or took longer than run.timeout = {HANG} seconds" in last[0]
     assert "--resume" in last[0]
     assert "Traceback" not in said
     stopped = json.loads((out / "run.json").read_text())

@@ -23,6 +23,7 @@ from dpfed.errors import DpfedError, StoppedError
 from dpfed.model.assemble import assemble
 from dpfed.model.zoo.glyph_vit import WEIGHTS as GLYPHS
 from dpfed.privacy.ledger import Charge, Ledger
+from dpfed.privacy.published import show_loss
 from dpfed.registry import registry
 from dpfed.report.card import write_export
 from export_case import base, images, own_logits, settings, texts, vit_run
@@ -233,8 +234,8 @@ def test_the_card_says_what_must_stand_beside_an_epsilon(demonstration: Path, tm
     result = json.loads((demonstration / "run.json").read_text())
     figures = result["epsilon"]
     assert figures["third_party"] < figures["server_worst"]
-    assert f"every message, and who took part | {figures['server_worst']:.3f} |" in card
-    assert f"the global models only | {figures['third_party']:.3f} |" in card
+    assert f"every message, and who took part | {show_loss(figures['server_worst'])} |" in card
+    assert f"the global models only | {show_loss(figures['third_party'])} |" in card
     for words in (
         result["guarantee"],
         "delta = 1e-05",
@@ -265,7 +266,7 @@ def test_nothing_says_who_took_part(demonstration: Path, tmp_path: Path) -> None
         "cohort",
         "server_max",
         "epsilon_server_max",
-        f"{most:.3f}",
+        show_loss(most),
         f"{most:.4g}",
         result["run"],
     ):
@@ -356,7 +357,7 @@ def test_repeated_attempts_void_the_third_party_and_cost(tmp_path: Path) -> None
     assert accounts is not None
     write_export(folder, tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
-    assert card.count(f"| {accounts.server_worst:.3f} |") == 2
+    assert card.count(f"| {show_loss(accounts.server_worst)} |") == 2
     assert accounts.server_worst > accounts.planned.server_worst
     assert "attempted more than once" in card
     assert "holds while nobody outside" not in card

@@ -168,14 +168,14 @@ def test_a_folder_that_cannot_be_written(small_disk: Path, capsys: pytest.Captur
 
 def test_permission_denied_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where root runs the tests, permissions stop nobody, so the refusal is put in by hand."""
-    opened = Path.open
+    opened = os.open
 
-    def denied(self: Path, *args: Any, **more: Any) -> Any:
-        if self.is_relative_to(tmp_path) and "r" not in (args or ("r",))[0]:
+    def denied(path: Any, flags: int, *args: Any, **more: Any) -> int:
+        if Path(path).is_relative_to(tmp_path) and flags & os.O_CREAT:
             raise PermissionError(errno.EACCES, "Permission denied")
-        return opened(self, *args, **more)
+        return opened(path, flags, *args, **more)
 
-    monkeypatch.setattr(Path, "open", denied)
+    monkeypatch.setattr(os, "open", denied)
     with pytest.raises(DpfedError, match=r"the run folder .* cannot be written: Permission denied"):
         run(CONFIG, tmp_path / "r")
 

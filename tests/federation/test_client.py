@@ -25,6 +25,7 @@ from dpfed.federation.wire import Reply, Request, WireError, digest, pack, unpac
 from dpfed.privacy.accounting import epsilon
 from dpfed.privacy.ledger import Ledger
 from dpfed.privacy.oracle import FleetOracle
+from dpfed.privacy.published import show_loss
 
 
 class KilledError(BaseException):
@@ -319,6 +320,6 @@ def test_a_client_can_ask_what_it_has_spent(tmp_path: Path, capsys: pytest.Captu
     assert account.epsilon == pytest.approx(spent)
     show_own(account, as_json=True)
     said = capsys.readouterr().out
-    assert f"clinic-0 has spent epsilon {spent:.4f}" in said
+    assert f"clinic-0 has spent epsilon {show_loss(spent, 4)}" in said
     assert own_ledger(tmp_path / "clinic-0") == tmp_path / "clinic-0" / "ledger.db"
     assert own_ledger(tmp_path) is None

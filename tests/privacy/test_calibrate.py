@@ -74,7 +74,7 @@ def test_a_poor_estimate_only_costs_time() -> None:
 
 
 def test_a_floor_below_which_epsilon_cannot_go_is_named() -> None:
-    with pytest.raises(DpfedError, match=r"smallest epsilon possible for this plan is 0\.7; take fewer rounds"):
+    with pytest.raises(DpfedError, match=r"smallest epsilon possible for this plan is 0\.700; take fewer rounds"):
         smallest_sigma(lambda sigma: 0.7 + 1 / (1 + sigma) - 1 / (1 + LARGEST_SIGMA), 0.5)
     with pytest.raises(DpfedError, match=r"smallest epsilon possible for this plan is 0\.04"):
         calibrate_sigma(rate=1.0, local_steps=20, rounds=1000, delta=1e-5, target_epsilon=0.01)

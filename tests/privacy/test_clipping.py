@@ -186,6 +186,17 @@ def test_o2_making_one_record_a_million_times_larger_moves_the_sum_by_at_most_2c
         assert float((added(louder, Clipping(mode))[0] - before).norm()) <= 2.0 + 1e-5
 
 
+@pytest.mark.parametrize("mode", ["flat", "quantile"])
+@pytest.mark.parametrize("clip", [1e-3, 1.0, 50.0])
+def test_a_gradient_just_above_c_is_cut_to_c_and_one_at_c_is_not_touched(mode: ClipMode, clip: float) -> None:
+    direction = torch.tensor([[0.6, 0.0, 0.8]])
+    for factor in (1.0, 1.0001, 1.005, 1.02, 2.0):
+        total, _ = added(direction * clip * factor, Clipping(mode), clip)
+        assert float(total.norm()) == pytest.approx(clip, rel=2e-6)
+    total, _ = added(direction * clip * 0.999, Clipping(mode), clip)
+    assert float(total.norm()) == pytest.approx(0.999 * clip, rel=1e-6)
+
+
 def test_the_batch_rule_lets_one_unit_through() -> None:
     """Shows that the test above can fail: of a batch of zeros one record moves every tensor by C."""
     quiet = torch.zeros(1, 6)

@@ -36,6 +36,22 @@ def alone(grads: Tensor, clip: float, step: float, rule: Clipping | None = None)
     ][0]
 
 
+def test_every_unit_is_rounded_before_the_sum() -> None:
+    """Three units of 0.4 steps are nothing; were their sum rounded, it would be one step."""
+    grads = torch.tensor([[0.4, 0.6, 0.0]] * 3)
+    assert alone(grads, clip=100.0, step=1.0).tolist() == [0, 3, 0]
+
+
+def test_one_unit_moves_the_sum_by_its_own_rounded_gradient_whatever_the_others_are() -> None:
+    generator = torch.Generator().manual_seed(0)
+    grads = 5 * torch.randn(40, 3, generator=generator)
+    whole = alone(grads, clip=100.0, step=1.0)
+    for i in range(len(grads)):
+        others = torch.cat([grads[:i], grads[i + 1 :]])
+        moved = whole - alone(others, clip=100.0, step=1.0)
+        assert moved.tolist() == grads[i].double().round().long().tolist()
+
+
 @pytest.mark.parametrize("size", [1, 650, 10**6, 10**9])
 @pytest.mark.parametrize(("std", "clip"), [(0.1, 0.1), (3.0, 0.5), (1e-9, 1e-7), (1e6, 1e5)])
 def test_the_step_costs_less_than_is_allowed(std: float, clip: float, size: int) -> None:

@@ -700,6 +700,8 @@ with Ledger.open(sys.argv[1], readonly=True) as ledger: print(ledger.verify().ro
 """
     with tempfile.TemporaryDirectory(prefix="dpfed-ledger-") as name:  # pytest's own folder is closed to others
         path = filled(Path(name) / "l")
+        for file in path.parent.iterdir():
+            file.chmod(0o644)
         before = on_disk(path.parent)
         os.chmod(name, 0o555)
         try:

@@ -155,3 +155,16 @@ def test_os_uniform_numbers_exclude_zero_and_fill_the_interval(monkeypatch: pyte
     monkeypatch.setattr(noise, "_stream", Zeros())
     assert noise.uniform(4).tolist() == [2.0**-53] * 4
     assert noise.normal(8).isfinite().all()
+
+
+def test_key_and_nonce_of_secret_noise_come_from_the_operating_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fixed key under a fresh nonce would give different numbers too, so the numbers alone do not show it."""
+    given: list[bytes] = []
+
+    def entropy(size: int) -> bytes:
+        given.append(bytes([len(given) + 1]) * size)
+        return given[-1]
+
+    monkeypatch.setattr("os.urandom", entropy)
+    noise = OsNoise(torch.device("cpu"))
+    assert noise._key == (b"\x01" * 32, b"\x02" * 16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -85,6 +86,12 @@ class Stub:
         if self.rows is not None:
             self.rows.extend(labels.tolist())
         return list(inputs["g"].split(self.widths, dim=1))
+
+
+class GridStub(Stub):
+    """With the shapes that a grid is made for."""
+
+    space = SimpleNamespace(shapes=[torch.Size([3]), torch.Size([4])])
 
 
 def stub_records(grads: Tensor) -> Records:
@@ -648,12 +655,12 @@ def test_again_is_the_same_batch_and_as_often_as_declared() -> None:
     assert plan.mechanism(0).releases == 2
 
 
-@pytest.mark.parametrize(("steps", "batches"), [(1, 1), (3, 1), (2, 2)])
-def test_more_draws_than_charged_are_refused(steps: int, batches: int) -> None:
+@pytest.mark.parametrize(("steps", "batches", "releases"), [(1, 1, 1), (3, 1, 1), (2, 2, 1), (2, 1, 3)])
+def test_more_draws_than_charged_are_refused(steps: int, batches: int, releases: int) -> None:
+    """Further releases of a batch are no further batches."""
     stub = Stub(rows=[])
-    oracle = make(
-        stub, stub_records(torch.zeros(4, 7)), one_each([4]), plan_of([4], 4, sigma=1.0, batches=batches), steps=steps
-    )
+    plan = plan_of([4], 4, sigma=1.0, batches=batches, releases=releases)
+    oracle = make(stub, stub_records(torch.zeros(4, 7)), one_each([4]), plan, steps=steps)
     for _ in range(steps * batches):
         oracle(torch.zeros(1, 7))
     read = len(stub.rows or [])
@@ -661,6 +668,28 @@ def test_more_draws_than_charged_are_refused(steps: int, batches: int) -> None:
         oracle(torch.zeros(1, 7))
     assert oracle.drawn == steps * batches
     assert len(stub.rows or []) == read  # refused before any record is read
+
+
+@pytest.mark.parametrize("grid", [False, True])
+def test_no_noised_value_is_given_out_before_the_charge_is_on_the_disk(grid: bool) -> None:
+    """The oracle waits for the charge at every release, and gives nothing out if it cannot be written."""
+    waited: list[int] = []
+
+    def wait() -> None:
+        waited.append(len(waited))
+        if len(waited) == 3:
+            raise OSError("no space left")
+
+    plan = plan_of([4], 4, sigma=1.0, releases=2)
+    oracle = FleetOracle(
+        Stub() if not grid else GridStub(), stub_records(torch.zeros(4, 7)), one_each([4]), plan, Streams(0), 1, [0], 2,
+        grid=grid, paid=wait,
+    )  # fmt: skip
+    oracle(torch.zeros(1, 7))
+    oracle.again(torch.zeros(1, 7))
+    assert waited == [0, 1]
+    with pytest.raises(OSError, match="no space"):
+        oracle(torch.zeros(1, 7))
 
 
 # --- scale-then-privatize -----------------------------------------------------------------------------------------------------

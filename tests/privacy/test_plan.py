@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -191,12 +192,38 @@ def test_sigma_per_client_reaches_the_same_target_everywhere() -> None:
     assert not plan.equal_phi
 
 
+def test_clients_of_nearly_the_same_rate_share_the_noise_that_the_highest_of_them_needs() -> None:
+    sizes = [1010, 1012, 1014, 1016]
+    plan = plan_for(sizes, batch=15, batch_per_client=True, target_epsilon=2.0, sigma_per_client=True)
+    spent = [server_epsilon(plan.mechanism(i), 2, 3, 1e-5) for i in range(4)]
+    assert max(spent) <= 2.0
+    assert np.unique(plan.multipliers).size == 1
+    needed = plan_for([1010] * 4, batch=15, target_epsilon=2.0).multipliers[0]
+    assert plan.multipliers[0] >= needed * (1 - 1e-3)
+
+
+def test_noise_at_the_least_level_is_taken_and_less_is_refused() -> None:
+    assert plan_for([10] * 4, batch=2, sigma=0.01).multipliers.tolist() == [0.01] * 4
+    with pytest.raises(DpfedError, match=r"noise multiplier 0\.0099 protects nothing: use at least 0\.01"):
+        plan_for([10] * 4, batch=2, sigma=0.0099)
+
+
+def test_a_plan_is_private_only_if_every_client_adds_noise() -> None:
+    four = np.ones(4)
+    for noise, private in (([1.0] * 4, True), ([1.0, 1.0, 0.0, 1.0], False), ([0.0] * 4, False)):
+        plan = Plan("poisson", 0.1, four * 10, four * 0.1, four, np.array(noise))
+        assert plan.private is private
+        assert not replace(plan, accounted=False).private
+
+
 def test_the_protected_unit_is_named() -> None:
     assert plan_for([10] * 4, batch=2).unit == "record"
     assert plan_for([10] * 4, batch=2, unit="patient").unit == "patient"
 
 
-@pytest.mark.parametrize(("clients", "share", "cohort"), [(50, 0.1, 5), (10, 0.001, 1), (10, 1.0, 10), (4, 0.6, 2)])
+@pytest.mark.parametrize(
+    ("clients", "share", "cohort"), [(50, 0.1, 5), (10, 0.001, 1), (10, 1.0, 10), (4, 0.6, 2), (10, 0.29, 3)]
+)
 def test_the_cohort_is_the_rounded_share_and_at_least_one(clients: int, share: float, cohort: int) -> None:
     schedule = Schedule.of(clients, 1, 1, share)
     assert schedule.cohort == cohort

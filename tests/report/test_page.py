@@ -16,6 +16,7 @@ from report_case import SEEDS
 
 from dpfed.engine.accounts import read_accounts
 from dpfed.errors import DpfedError
+from dpfed.privacy.published import plotted_loss, show_loss
 from dpfed.report.gather import Group, RunData, grouped, rounds_shown
 from dpfed.report.labels import apart, labels
 from dpfed.report.page import Report, body, inlined, read_report, render
@@ -79,9 +80,10 @@ def test_epsilon_is_drawn_for_both_views_with_the_budget(report: Report, runs: l
     planned = read_accounts(runs[0]).planned
     drawn = figure(report, "epsilon")
     server, third, spent = drawn["data"]
-    assert server["y"] == [0.0, *(planned.server(t) for t in (1, 2, 3))]
-    assert third["y"] == [0.0, *(planned.third_party_after(t) for t in (1, 2, 3))]
-    assert spent["y"] == [row["epsilon_server_max"] for row in lines_of(runs[0])]
+    assert server["y"] == [0.0, *(plotted_loss(planned.server(t)) for t in (1, 2, 3))]
+    assert third["y"] == [0.0, *(plotted_loss(planned.third_party_after(t)) for t in (1, 2, 3))]
+    assert spent["y"] == [plotted_loss(row["epsilon_server_max"]) for row in lines_of(runs[0])]
+    assert drawn["layout"]["yaxis"]["hoverformat"] == ".5~r"
     assert drawn["layout"]["marks"] == [{"value": 9.0, "text": "budget 9"}]
 
 
@@ -107,7 +109,7 @@ def test_the_label_map_holds_what_clients_hold(report: Report, runs: list[Path])
 
 def test_the_clients_own_epsilon_is_that_of_the_ledger(report: Report, runs: list[Path]) -> None:
     rows = [row for row in figure(report, "clients")["rows"] if row[0] == "dp-fedadamw"]
-    np.testing.assert_allclose([row[2] for row in rows], read_accounts(runs[0]).epsilons)
+    assert [row[2] for row in rows] == [plotted_loss(each) for each in read_accounts(runs[0]).epsilons]
 
 
 def test_the_best_on_equal_terms_is_bold(report: Report) -> None:
@@ -134,7 +136,8 @@ def test_a_public_page_holds_nothing_of_single_clients(public: Report, runs: lis
     most = {row["epsilon_server_max"] for path in runs for row in lines_of(path)}
     planned = read_accounts(runs[0]).planned
     realised = most - {planned.server(t) for t in (1, 2, 3)} - {0.0}
-    assert not [value for value in realised if f"{value:.3f}" in text or str(value) in text]
+    shown = {word for value in realised for word in (show_loss(value), str(plotted_loss(value)), str(value))}
+    assert not [word for word in shown if word in text]
     assert all(not g.privacy.epsilons for g in public.groups if g.privacy)
 
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dpfed.privacy.published import show_delta, show_loss, show_lower_bound, show_setting
+
 if TYPE_CHECKING:
     from dpfed.engine.audit import Audit
 
@@ -59,13 +61,15 @@ NAMES = {
 def table(found: Audit, against: list[str]) -> list[str]:
     first = found.reports[0]
     lines = [
-        f"epsilon at delta {first.delta:g}, worst client; lower bounds hold with confidence {first.confidence:g} each",
+        f"epsilon at delta {show_delta(first.delta)}, worst client; "
+        f"lower bounds hold with confidence {show_setting(first.confidence)} each",
         f"{'audit':38}{'at least':>9}{'claimed':>9}{'steps':>7}{'canaries':>10}{'clients':>9}",
     ]
     for r in found.reports:
         name = NAMES[r.audit, r.seen]
         clients = "1" if r.audit == "many draws" else str(r.clients)
-        lines.append(f"{name:38}{r.lower:9.3f}{r.claimed:9.3f}{r.steps:7}{r.canaries:10}{clients:>9}  {r.verdict}")
+        bounds = f"{show_lower_bound(r.lower):>9}{show_loss(r.claimed):>9}"
+        lines.append(f"{name:38}{bounds}{r.steps:7}{r.canaries:10}{clients:>9}  {r.verdict}")
     lines += [f"{law.what + ' of the oracle':38}{law.verdict} (p = {law.p_value:.2g})" for law in found.laws]
     if against:
         return [*lines, "DISPROVED: the privacy claim of this build does not hold", *(f"  {s}" for s in against)]

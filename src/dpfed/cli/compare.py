@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from dpfed.privacy.published import show_score
 from dpfed.text import counted
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ class Watch:
         elif outcome.diverged:
             score = "diverged"
         else:
-            score = f"accuracy {outcome.accuracy:.3f}  loss {outcome.loss:.4g}"
+            score = f"accuracy {show_score(outcome.accuracy)}  loss {outcome.loss:.4g}"
         line = f"{ended.task.label}  {score}" + ("" if ended.fresh else "  (was done)")
         count = f"{ended.done} of {runs_in_words(ended.planned)}"
         if self._bar is not None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dpfed.privacy.published import show_delta, show_loss, show_setting
+
 if TYPE_CHECKING:
     from dpfed.engine.accounts import Accounts, OwnAccount
     from dpfed.privacy.statement import Planned
@@ -81,8 +83,8 @@ def privacy(
 def show_own(account: OwnAccount, as_json: bool) -> None:
     """What a real client has spent, by its own ledger."""
     print(
-        f"{account.client} has spent epsilon {account.epsilon:.4f} at delta {account.delta:g}, over {account.runs} run(s) and "
-        f"{account.rows - account.void} charges"
+        f"{account.client} has spent epsilon {show_loss(account.epsilon, 4)} at delta {show_delta(account.delta)}, "
+        f"over {account.runs} run(s) and {account.rows - account.void} charges"
     )
     if account.void:
         print(f"{account.void} charges of test mode are void: their noise was repeatable, and protected nothing")
@@ -170,6 +172,17 @@ def from_config(target: str, overrides: list[str], colluding: int) -> tuple[Plan
     return spending.planned, schedule.clients
 
 
+VIEWS = (
+    "server_worst",
+    "server_expected",
+    "third_party",
+    "rdp_server_worst",
+    "server_max",
+    "server_min",
+    "server_median",
+)
+
+
 def figures_of(planned: Planned, accounts: Accounts | None, public: bool) -> dict[str, Any]:
     noise = [kind.noise_multiplier for kind in planned.kinds]
     out: dict[str, Any] = {
@@ -215,26 +228,28 @@ def table(
     from dpfed.privacy.statement import NOT_COVERED, PUBLIC
 
     unit = planned.unit
+    shown = {view: show_loss(figures[view], 4) for view in VIEWS if view in figures}
     lines = [
         "who sees what                                                              epsilon",
-        f"  the server, of a client in every round                                   {figures['server_worst']:8.4f}",
+        f"  the server, of a client in every round                                   {shown['server_worst']:>8}",
     ]
     if "server_max" in figures:
+        both = f"{shown['server_median']:>8} / {shown['server_min']}"
         lines += [
-            f"  the server, of the client that spent most so far                         {figures['server_max']:8.4f}",
-            f"  the server, of the median client / of the one that spent least           {figures['server_median']:8.4f} / {figures['server_min']:.4f}",
+            f"  the server, of the client that spent most so far                         {shown['server_max']:>8}",
+            f"  the server, of the median client / of the one that spent least           {both}",
         ]
     else:
         lines.append(
-            f"  the server, of a client in its expected number of rounds                 {figures['server_expected']:8.4f}"
+            f"  the server, of a client in its expected number of rounds                 {shown['server_expected']:>8}"
         )
     lines.append(
-        f"  a third party who sees all global models but not who took part           {figures['third_party']:8.4f}"
+        f"  a third party who sees all global models but not who took part           {shown['third_party']:>8}"
     )
     lines += [
         "",
         f"guarantee: {planned.assumptions()}; {unit} level.",
-        f"check:     Renyi accountant for a client in every round: {figures['rdp_server_worst']:.4f} (must not be smaller).",
+        f"check:     Renyi accountant for a client in every round: {shown['rdp_server_worst']} (must not be smaller).",
         f"assumed public: {PUBLIC}.",
         f"not covered: {NOT_COVERED}.",
     ]
@@ -261,17 +276,22 @@ def told(extras: dict[str, Any]) -> list[str]:
     if "membership_advantage" in extras:
         lines.append(
             "largest advantage (true minus false positive rate) of anyone who guesses whether a record was used: "
-            f"{extras['membership_advantage']:.3f}"
+            f"{show_loss(extras['membership_advantage'])}"
         )
     if "replace_one" in extras:
-        lines.append(f"if neighbours differ by replacing a record instead: epsilon {extras['replace_one']:.4f}")
+        lines.append(
+            f"if neighbours differ by replacing a record instead: epsilon {show_loss(extras['replace_one'], 4)}"
+        )
     if "delta_curve" in extras:
-        pairs = ", ".join(f"{e:g}: {d:.2e}" for e, d in extras["delta_curve"])
+        pairs = ", ".join(f"{show_setting(e)}: {show_delta(d, 3)}" for e, d in extras["delta_curve"])
         lines.append(f"delta at other epsilons: {pairs}")
     if "server_worst_with_tuning" in extras:
         lines.append(
-            f"with tuning, when all runs are counted (client in every round): epsilon {extras['server_worst_with_tuning']:.4f}"
+            "with tuning, when all runs are counted (client in every round): "
+            f"epsilon {show_loss(extras['server_worst_with_tuning'], 4)}"
         )
     for name, value in extras.get("asymptotic_not_a_guarantee", {}).items():
-        lines.append(f"{name.replace('_', ' ')}: {value:.4g} (asymptotic formula with constant 1, NOT A GUARANTEE)")
+        lines.append(
+            f"{name.replace('_', ' ')}: {show_loss(value, 4)} (asymptotic formula with constant 1, NOT A GUARANTEE)"
+        )
     return lines

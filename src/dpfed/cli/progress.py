@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dpfed.engine.activity import Activity
 from dpfed.engine.rounds import Round
+from dpfed.privacy.published import show_loss, show_score
 
 SILENCE_S = 10.0  # seconds without a line after which a plain log shows what is going on
 
@@ -65,8 +66,8 @@ class Watch:
             self.say(f"{round}{activity}")
 
     def round(self, round: Round) -> None:
-        accuracy = None if round.accuracy is None else f"{round.accuracy:.3f}"
-        epsilon = None if round.epsilon is None else f"{round.epsilon:.2f}"
+        accuracy = None if round.accuracy is None else show_score(round.accuracy)
+        epsilon = None if round.epsilon is None else show_loss(round.epsilon, 2)
         if self._bar is not None:
             shown: dict[str, Any] = {"accuracy": accuracy, "epsilon": epsilon}
             self._bar.update(self._task, completed=round.t, **{k: v for k, v in shown.items() if v is not None})

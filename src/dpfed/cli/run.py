@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dpfed.errors import DpfedError
+from dpfed.privacy.published import show_loss, show_score
 from dpfed.text import counted
 
 if TYPE_CHECKING:
@@ -163,24 +164,26 @@ def warning_lines(sentences: Sequence[str]) -> list[str]:
 def closing(result: dict[str, Any]) -> list[str]:
     from dpfed.engine.notes import result_warnings
 
-    epsilon = result["epsilon"]
+    epsilon = {view: show_loss(value) for view, value in result["epsilon"].items()}
     accuracy = "no accuracy, as the server has no test set,"
     if result["test_accuracy"] is not None:
-        accuracy = f"accuracy {result['start_accuracy']:.3f} -> {result['test_accuracy']:.3f} on the server's test set"
+        start = show_score(result["start_accuracy"])
+        end = show_score(result["test_accuracy"])
+        accuracy = f"accuracy {start} -> {end} on the server's test set"
     lines = [f"{accuracy} after {counted(result['rounds'], 'round')}, {result['seconds']:.1f} s"]
     lines += warning_lines(result_warnings(result))
-    if epsilon["server_worst"] is None:
+    if result["epsilon"]["server_worst"] is None:
         lines.append("epsilon: none, this run had no privacy")
     elif result.get("served"):
         lines += [
-            f"epsilon at most {epsilon['server_worst']:.3f} for this run, whoever looks; what a client has spent over all its runs "
-            "only its own ledger knows",
+            f"epsilon at most {epsilon['server_worst']} for this run, whoever looks; "
+            "what a client has spent over all its runs only its own ledger knows",
             f"  {result['guarantee']}",
         ]
     else:
         lines += [
-            f"epsilon {epsilon['server_max']:.3f} for the client that spent most, {epsilon['server_worst']:.3f} for one in every "
-            f"round (server's view); {epsilon['third_party']:.3f} for a third party who sees only global models",
+            f"epsilon {epsilon['server_max']} for the client that spent most, {epsilon['server_worst']} for one in every "
+            f"round (server's view); {epsilon['third_party']} for a third party who sees only global models",
             f"  {result['guarantee']}",
             "  the third-party figure holds only while nobody outside knows who took part: publish it without the others",
         ]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from dpfed.compare.arms import REFERENCE, Arm, make_arm
 from dpfed.config import Config, Registry, RunSection, nearest, to_dict
 from dpfed.errors import DpfedError
+from dpfed.privacy.published import show_setting
 
 SIX = ("dp-fedavg", "dp-scaffold", "dp-fedavg-ls", "dp-fedsam", "dp-local-adamw", REFERENCE)
 Grids = Mapping[str, tuple[float, ...]]
@@ -36,7 +37,9 @@ class Preset:
 def along(key: str, values: Sequence[float | int]) -> Callable[[Config, Methods], Cells]:
     """Every method at every value of one key."""
     return lambda base, methods: [
-        (label, f"{value:g}", joined(arm, f"{key}={value}")) for label, arm in methods.items() for value in values
+        (label, show_setting(value), joined(arm, f"{key}={value}"))
+        for label, arm in methods.items()
+        for value in values
     ]
 
 
@@ -61,7 +64,7 @@ def skew(base: Config, methods: Methods) -> Cells:
     """Dirichlet's alpha as in the paper, and records dealt at random."""
     rule = base.data.partition if base.data.partition.startswith("dirichlet") else "dirichlet_equal"
     columns: dict[str, tuple[str, ...]] = {
-        f"{a:g}": (f"data.partition={rule}", f"data.alpha={a}") for a in (0.1, 0.6, 0.8)
+        show_setting(alpha): (f"data.partition={rule}", f"data.alpha={alpha}") for alpha in (0.1, 0.6, 0.8)
     }
     columns["iid"] = ("data.partition=iid",)
     return [(m, column, joined(arm, *changes)) for m, arm in methods.items() for column, changes in columns.items()]

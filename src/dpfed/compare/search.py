@@ -202,7 +202,7 @@ def _moved(point: Point, key: int, value: float) -> Point:
     return (*point[:key], value, *point[key + 1 :])
 
 
-def _rounded(value: float, tried: Sequence[float]) -> float:
+def _rounded(lr: float, tried: Sequence[float]) -> float:
     """Three digits are easier to read and repeat; all of them where three would give a value that was tried."""
-    short = float(f"{value:.3g}")
-    return value if short in tried else short
+    short = float(f"{lr:.3g}")
+    return lr if short in tried else short

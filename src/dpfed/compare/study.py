@@ -199,7 +199,7 @@ def make_task(study: Study, arm: int, point: Point, seed: int, registry: Registr
         run = dataclasses.replace(run, seed=first + seed, eval_on="test", checkpoint_every=0)
     config = dataclasses.replace(config, run=run)
     tables = to_dict(config)
-    rates = " ".join(f"{key}={value:g}" for key, value in zip(this.grids, point, strict=True))
+    rates = " ".join(f"{key}={lr:g}" for key, lr in zip(this.grids, point, strict=True))
     phase = f"seed {first + seed}" if not tuning else f"tuning {seed + 1}" if study.search_seeds > 1 else "tuning"
     return Task(key_of(tables), f"{this.label}  {rates}  {phase}", tables, tuning, cost_of(config))
 

@@ -39,6 +39,7 @@ from dpfed.privacy.audit import (
 from dpfed.privacy.noise import Streams
 from dpfed.privacy.oracle import FleetOracle
 from dpfed.privacy.plan import Plan, Schedule
+from dpfed.privacy.published import show_setting
 from dpfed.privacy.records import Records, Views
 
 CPU = torch.device("cpu")
@@ -320,7 +321,9 @@ def audit(job: Job, canaries: int = 1000, confidence: float = 0.95) -> Audit:
     if canaries < 8:
         raise DpfedError(f"--canaries {canaries} is too few to show anything: give at least 8")
     if not 0.5 <= confidence < 1:
-        raise DpfedError(f"--confidence {confidence:g} is not allowed: it lies from 0.5 to below 1, such as 0.95")
+        raise DpfedError(
+            f"--confidence {show_setting(confidence)} is not allowed: it lies from 0.5 to below 1, such as 0.95"
+        )
     whole = audited_job(job)
     some = whole.only(spread_clients(whole.epsilons(), max(1, WORK // whole.steps)))
     reports = [

@@ -23,6 +23,7 @@ from dpfed.algorithms.base import Context
 from dpfed.config import Config
 from dpfed.engine.setup import Job
 from dpfed.errors import DpfedError
+from dpfed.privacy.private_files import open_private
 
 FILE = "diagnostics.jsonl"
 BINS = 120
@@ -84,7 +85,7 @@ class Diagnostics:
         for name, counts in self._bins.items():
             row[f"{'sqrt_v' if name == 'v' else 'abs_m'}_histogram"] = counts.long().tolist()
             row["histogram_log10"] = [*DECADES]
-        with self._path.open("a", encoding="utf-8") as file:
+        with open_private(self._path, "a") as file:
             file.write(json.dumps({k: None if v != v or v == math.inf else v for k, v in row.items()}) + "\n")
         self._clear()
 

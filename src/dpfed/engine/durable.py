@@ -10,19 +10,21 @@ from pathlib import Path
 from typing import IO
 
 from dpfed.errors import DpfedError
+from dpfed.privacy.private_files import make_private_folder, open_private
 
 
-def write_file(path: Path, write: Callable[[IO[bytes]], object], secret: bool = False) -> str:
+def write_file(path: Path, write: Callable[[IO[bytes]], object], for_release: bool = False) -> str:
     """Writes through `write`, replaces `path` only when all bytes are on the disk, and returns their SHA-256.
 
-    A `secret` file is its owner's alone from the first byte on.
+    Only its owner can read the file and the folders made for it. With `for_release` the umask decides.
     """
     beside = path.with_name(f".{path.name}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(
-            os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if secret else 0o666), "wb"
-        ) as file:
+        if for_release:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        elif not path.parent.is_dir():
+            make_private_folder(path.parent)
+        with beside.open("wb") if for_release else open_private(beside, "wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())

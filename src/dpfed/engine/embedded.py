@@ -36,7 +36,7 @@ def _embed_one(path: Path, record: str) -> None:
             file.write(text)
             shutil.copyfileobj(tensors, file)
 
-        write_file(path, write)
+        write_file(path, write, for_release=True)
 
 
 def embedded(start: Path) -> dict[Path, str]:

@@ -169,4 +169,4 @@ def _save_companions(companions: Companions, out: Path) -> None:
 
 
 def _write_text(path: Path, text: str) -> None:
-    write_file(path, lambda file: file.write(text.encode()))
+    write_file(path, lambda file: file.write(text.encode()), for_release=True)

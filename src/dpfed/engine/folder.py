@@ -26,6 +26,7 @@ from dpfed.engine.rounds import Round
 from dpfed.errors import DpfedError, phrase
 from dpfed.model.space import Space
 from dpfed.privacy.ledger import Ledger
+from dpfed.privacy.private_files import make_private_folder, open_private, restrict_tree
 
 CONFIG, METRICS, LEDGER, MODEL, RESULT, CHECKPOINTS = (
     "config.toml",
@@ -53,6 +54,9 @@ class RunFolder:
                 _clear(path)
                 text = f"# {note}\n{to_toml(config)}".encode()
                 write_file(path / CONFIG, lambda file: file.write(text))
+            else:
+                with _plainly(path, "restricted to its owner"):
+                    restrict_tree(path)
             self._metrics = _reopened(path / METRICS)
         except BaseException:
             self._lock.close()
@@ -71,7 +75,7 @@ class RunFolder:
         path = self.path / COHORTS
         with _plainly(path):
             if not path.exists():
-                write_file(path, lambda file: file.write(os.urandom(32)), secret=True)
+                write_file(path, lambda file: file.write(os.urandom(32)))
             return path.read_bytes()
 
     def log(self, round: Round) -> None:
@@ -161,8 +165,9 @@ def _locked(path: Path) -> IO[bytes]:
     """The right to work in a folder, for one process; the lock ends with it, however that ends."""
     lock: IO[bytes] | None = None
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = (path / LOCK).open("ab")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private_folder(path)
+        lock = open_private(path / LOCK, "ab")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return lock
     except OSError as error:
@@ -203,7 +208,7 @@ def _round(row: Mapping[str, Any], theta: torch.Tensor) -> Round:
 
 def _reopened(path: Path) -> IO[str]:
     with _plainly(path):
-        return path.open("a", encoding="utf-8")
+        return open_private(path, "a")
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import numpy as np
 
 from dpfed.engine.setup import Job
 from dpfed.errors import DpfedError
+from dpfed.privacy.private_files import open_private
 
 FILE = "holdings.json"
 RELEASE = "not private: counts of simulated clients' labels, for the operator only"
@@ -34,6 +35,7 @@ def write_holdings(folder: Path, job: Job) -> None:
         return
     table = {"release": RELEASE, "classes": list(job.classes), "labels": label_counts(job).tolist()}
     try:  # nothing follows from this file, so it need not outlive a power cut
-        (folder / FILE).write_text(json.dumps(table), encoding="utf-8")
+        with open_private(folder / FILE, "w") as file:
+            file.write(json.dumps(table))
     except OSError as error:
         raise DpfedError(f"{folder / FILE} cannot be written: {error.strerror or error}") from None

@@ -20,6 +20,7 @@ from dpfed.privacy.ledger import Charge, Ledger
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.plan import Plan, Schedule
 from dpfed.privacy.population import largest_epsilon
+from dpfed.privacy.published import show_setting
 from dpfed.privacy.statement import FEW, NOTHING, Past, Planned, Prior, chances, fewest_eligible
 from dpfed.text import counted
 
@@ -215,9 +216,10 @@ class Spending:
         able = self.eligible()
         needed = self._job.config.run.min_clients or self._job.schedule.cohort
         if len(able) < needed:
+            budget = show_setting(self._job.config.privacy.budget or 0)
             raise StoppedError(
-                f"before round {t} only {counted(len(able), 'client')} can stay within privacy.budget = "
-                f"{self._job.config.privacy.budget:g} and {needed} are needed: the run ends with what it has"
+                f"before round {t} only {counted(len(able), 'client')} can stay within privacy.budget = {budget} "
+                f"and {needed} are needed: the run ends with what it has"
             )
         return able
 

@@ -13,7 +13,6 @@ The server chooses theta, so the client computes each record in a pass of its ow
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,7 +46,7 @@ from dpfed.federation.policy import (
     check_sender,
 )
 from dpfed.federation.scoring import PART, mechanism_of, noised_counts, rows_of, split
-from dpfed.federation.store import Store
+from dpfed.federation.store import Store, own_folder
 from dpfed.federation.wire import (
     Receipt,
     Reply,
@@ -68,6 +67,7 @@ from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.noise import Purpose, Streams
 from dpfed.privacy.oracle import FleetOracle
 from dpfed.privacy.plan import Plan
+from dpfed.privacy.published import show_loss, show_sigma
 from dpfed.privacy.records import Records
 
 LOG = logging.getLogger("dpfed")
@@ -137,7 +137,7 @@ class Client:
         source = source or loader.load()
         if not config.client.allow_seeded:  # said at once, not at the first request
             refuse_unreleasable(self._as_run(None, "os"), source)
-        self._state = Path(config.client.state)
+        self._state = own_folder(Path(config.client.state))
         trained, held_out = split(config, source.train, self._state)
         self._source = tokenised(config.model, source)
         if not len(trained):
@@ -247,7 +247,6 @@ class Client:
             return Ledger.open(path, client=name)
         if (self._state / "runs").exists():
             raise DpfedError(f"the ledger {path} is gone, and with it what this client has spent: put it back")
-        path.parent.mkdir(parents=True, exist_ok=True)
         return Ledger.create(path, client=name, delta=self.config.policy.delta)
 
     def _build(self, terms: Terms | ScoringTerms, algorithm: Algorithm) -> Built:
@@ -307,7 +306,7 @@ class Client:
         except DpfedError as error:  # of the request's own numbers alone
             raise RefusedError(f"refused: {error}") from None
         if not plan.noise_std(0) / float(plan.expected[0]) <= LARGEST:
-            raise RefusedError(f"refused: sigma {request.terms.sigma:g} makes noise beyond {LARGEST:g}")
+            raise RefusedError(f"refused: sigma {show_sigma(request.terms.sigma)} makes noise beyond {LARGEST:g}")
 
     def _memory(self, terms: Terms, built: Built, store: Store) -> Memory:
         names = built.algorithm.remembers
@@ -390,13 +389,8 @@ def spent_of(history: History, delta: float) -> str:
     A ledger of very many different mechanisms gets the Rényi bound, which is faster and larger.
     """
     if len(history) > MAX_EXACT_MECHANISMS:
-        return f"epsilon at most {rounded_up(rdp_epsilon(history, delta))} (Rényi bound)"
-    return f"epsilon {rounded_up(epsilon(history, delta).value)}"
-
-
-def rounded_up(value: float) -> str:
-    """Return a privacy loss with two decimals, never below the value."""
-    return f"{math.ceil(value * 100) / 100:.2f}" if math.isfinite(value) else str(value)
+        return f"epsilon at most {show_loss(rdp_epsilon(history, delta), 2)} (Rényi bound)"
+    return f"epsilon {show_loss(epsilon(history, delta).value, 2)}"
 
 
 def algorithm_of(terms: Terms | ScoringTerms) -> Algorithm:

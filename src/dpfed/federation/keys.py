@@ -32,6 +32,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from dpfed.errors import DpfedError
+from dpfed.privacy.private_files import make_private_folder, open_private
 
 CURVE = ec.SECP384R1()
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -198,9 +199,8 @@ def _write(folder: Path, files: dict[str, bytes]) -> list[Path]:
     try:
         for name, data in files.items():
             path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
+            make_private_folder(path.parent)
+            with open_private(path, "xb") as file:
                 file.write(data)
             written.append(path)
     except OSError as error:

@@ -27,6 +27,7 @@ from annotated_types import MinLen
 from dpfed.config import Registry, parse
 from dpfed.errors import DpfedError, StoppedError
 from dpfed.federation import keys, policy
+from dpfed.privacy.private_files import OWNER_UMASK, make_private_folder, open_private
 
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -162,15 +163,21 @@ class Process:
 
 def start(kind: str, arguments: Sequence[str], home: Path, secret: str = "") -> Process:
     """`superlink` or `supernode` with its log in `home`; it ends when this process does, however that comes about."""
-    home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_private_folder(home)
     log = home / f"{kind}.log"
     environment = {**os.environ, **QUIET, "FLWR_HOME": str(home), "PYTHONUNBUFFERED": "1"}
     if secret:
         environment["DPFED_LINK_SECRET"] = secret
     command = [sys.executable, "-m", CHILD, kind, str(os.getpid()), *arguments]
-    with log.open("ab") as out:
+    with open_private(log, "ab") as out:
         popen = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env=environment,
+            start_new_session=True,
+            umask=OWNER_UMASK,
         )
     return Process("SuperLink" if kind == "superlink" else "SuperNode", popen, log)
 
@@ -215,7 +222,7 @@ def supernode(server: Address, home: Path, link: LinkSection | None) -> tuple[Pr
 
 def secret_file(home: Path, secret: str) -> Path:
     """Readable by its owner alone; Flower takes this secret only from a file."""
-    home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_private_folder(home)
     path = home / "secret"
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

@@ -25,6 +25,7 @@ from dpfed.privacy.accounting import check_delta, epsilon, rdp_epsilon
 from dpfed.privacy.ledger_file import nameable
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.oracle import Isolation
+from dpfed.privacy.published import show_loss, show_setting
 
 History = Sequence[tuple[Mechanism, int]]
 
@@ -73,7 +74,7 @@ class Policy:
     max_lr: Annotated[float, Gt(0), "largest learning rate"] = 100.0
     # 2,000 Adam steps of learning rate 0.001 move a million numbers by at most 2,000, usually by 50.
     max_distance: Annotated[
-        float, Gt(0), "largest Euclidean distance of theta from the initial vector, also inside a round"
+        float, Gt(0), Le(1e6), "largest Euclidean distance of theta from the initial vector, also inside a round"
     ] = 1e4
     isolation: Annotated[
         Isolation,
@@ -190,11 +191,18 @@ def check_model(model: str, terms: Terms | ScoringTerms, policy: Policy) -> str 
 def check(terms: Terms, policy: Policy, mechanism: Mechanism, history: History) -> str | None:
     """Why the round is refused, or None. `history`: all that the ledger holds; `mechanism`: what a step would release."""
     declared, algorithm = terms.rate * policy.records, terms.algorithm.get("name")
+    sigma = show_setting(terms.sigma)
     reason = _first_broken(
         (not policy.algorithms or algorithm in policy.algorithms, f"{algorithm!r} is not in policy.algorithms"),
-        (terms.sigma >= policy.min_sigma, f"sigma {terms.sigma:g} is below policy.min_sigma = {policy.min_sigma:g}"),
+        (
+            terms.sigma >= policy.min_sigma,
+            f"sigma {sigma} is below policy.min_sigma = {show_setting(policy.min_sigma)}",
+        ),
         (terms.clip <= policy.max_clip, f"clip {terms.clip:g} is above policy.max_clip = {policy.max_clip:g}"),
-        (terms.rate <= policy.max_rate, f"rate {terms.rate:g} is above policy.max_rate = {policy.max_rate:g}"),
+        (
+            terms.rate <= policy.max_rate,
+            f"rate {show_setting(terms.rate)} is above policy.max_rate = {show_setting(policy.max_rate)}",
+        ),
         (terms.grid or not policy.require_grid, "it asks for sums off the grid, and policy.require_grid is true"),
         (
             terms.local_steps <= policy.max_local_steps,
@@ -237,11 +245,11 @@ def check_distance(theta: Tensor, start: Tensor, policy: Policy) -> str | None:
 
 def check_scoring(terms: ScoringTerms, policy: Policy, mechanism: Mechanism, history: History) -> str | None:
     """The same for a count of right answers; it is paid from the same epsilon."""
-    least = policy.min_evaluate_sigma
+    least, sigma = policy.min_evaluate_sigma, show_setting(terms.sigma)
     reason = _first_broken(
         (policy.evaluate, "it asks for a count on held-out records, and policy.evaluate is false"),
-        (terms.sigma >= least, f"sigma {terms.sigma:g} is below policy.min_evaluate_sigma = {least:g}"),
-        (terms.sigma <= 1e6, f"sigma {terms.sigma:g} leaves nothing of a count"),
+        (terms.sigma >= least, f"sigma {sigma} is below policy.min_evaluate_sigma = {show_setting(least)}"),
+        (terms.sigma <= 1e6, f"sigma {sigma} leaves nothing of a count"),
         (terms.held_out == policy.held_out, f"{terms.held_out} is not policy.held_out = {policy.held_out}"),
     )
     return reason if reason is not None else check_spending(policy, mechanism, 1, history)
@@ -254,7 +262,8 @@ def check_spending(policy: Policy, mechanism: Mechanism, steps: int, history: Hi
         return None  # the looser bound is a hundred times faster, and enough while there is room
     after = epsilon(spent, policy.delta).value
     if not after <= policy.max_epsilon:
-        return f"epsilon would be {after:.4g} after this round, above policy.max_epsilon = {policy.max_epsilon:g}"
+        limit = show_setting(policy.max_epsilon)
+        return f"epsilon would be {show_loss(after)} after this round, above policy.max_epsilon = {limit}"
     return None
 
 

@@ -35,6 +35,7 @@ from dpfed.privacy.grid import COUNT_STEP
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.noise import Noise
 from dpfed.privacy.oracle import Isolation
+from dpfed.privacy.published import show_loss, show_score
 from dpfed.privacy.records import Records
 
 PART = "evaluate"  # of a round, in the ledger
@@ -99,7 +100,7 @@ def _key(state: Path) -> bytes:
     """The client's own, so that nobody else can say which of the units they know of are held out."""
     path = state / KEY
     if not path.exists():
-        write_file(path, lambda file: file.write(os.urandom(32)), secret=True)
+        write_file(path, lambda file: file.write(os.urandom(32)))
     try:
         return path.read_bytes()
     except OSError as error:
@@ -152,8 +153,9 @@ class Score:
 
     def __str__(self) -> str:
         return (
-            f"round {self.round}: accuracy {self.accuracy:.3f} on about {self.units:.0f} held-out units of {self.clients} clients, "
-            f"noise ±{self.noise:.3f} (one standard deviation); epsilon {self.epsilon:.3f} for each of them"
+            f"round {self.round}: accuracy {show_score(self.accuracy)} on about {self.units:.0f} held-out units of "
+            f"{self.clients} clients, noise ±{show_score(self.noise)} (one standard deviation); "
+            f"epsilon {show_loss(self.epsilon)} for each of them"
         )
 
 

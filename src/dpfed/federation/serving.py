@@ -14,6 +14,7 @@ from dpfed.engine.setup import Job, client_names
 from dpfed.errors import DpfedError
 from dpfed.federation.links import client_keys
 from dpfed.federation.server import federation_of, served
+from dpfed.privacy.published import show_score
 from dpfed.registry import registry
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def serve(
     settings = config_for(config, overrides, out, resume, seeded=False)
 
     def observe(round: Round) -> None:
-        accuracy = "-" if round.accuracy is None else f"{round.accuracy:.3f}"
+        accuracy = "-" if round.accuracy is None else show_score(round.accuracy)
         say(f"round {round.t}/{settings.run.rounds}  accuracy {accuracy}  {round.seconds:.1f} s")
 
     known = client_keys(keys, client_names(settings))

@@ -27,10 +27,23 @@ from dpfed.algorithms.base import Memory
 from dpfed.engine.durable import sync_folder, write_file
 from dpfed.errors import DpfedError
 from dpfed.federation.policy import RefusedError
+from dpfed.privacy.private_files import make_private_folder, restrict_tree
 
 LOG = logging.getLogger("dpfed")
 Kind = Literal["reply", "score"]
 KEPT = 2  # a server that goes on from its last checkpoint may ask again for the round before the last
+
+
+def own_folder(state: Path) -> Path:
+    """Return a client's state folder, after restricting it and all that it holds to its owner."""
+    try:
+        state.parent.mkdir(parents=True, exist_ok=True)
+        make_private_folder(state)
+        restrict_tree(state)
+    except OSError as error:
+        why = error.strerror or error
+        raise DpfedError(f"client.state = {str(state)!r} cannot be restricted to its owner: {why}") from None
+    return state
 
 
 class Store:

@@ -27,6 +27,7 @@ from scipy import special
 
 from dpfed.errors import DpfedError
 from dpfed.privacy.mechanism import Mechanism
+from dpfed.privacy.published import show_delta, show_loss, show_setting
 
 History = Sequence[tuple[Mechanism, int]]
 """What one client released: (mechanism, number of local steps) in any order; rates and noise may change between."""
@@ -58,10 +59,10 @@ class Epsilon:
 
     def label(self) -> str:
         """What the number means, for printing next to it."""
-        return f"delta {self.delta:g}, {self.accountant}, {self.adjacency} record, {self.sampling} sampling"
+        return f"delta {show_delta(self.delta)}, {self.accountant}, {self.adjacency} record, {self.sampling} sampling"
 
     def __str__(self) -> str:
-        return f"epsilon {self.value:.4g} ({self.label()})"
+        return f"epsilon {show_loss(self.value)} ({self.label()})"
 
 
 class Term(NamedTuple):
@@ -83,9 +84,12 @@ class Term(NamedTuple):
 def check_delta(delta: float) -> None:
     """Refuse a delta that is none, or one that double precision cannot certify."""
     if not 0 < delta < 1:
-        raise DpfedError(f"delta must lie strictly between 0 and 1, not {delta:g}.")
+        raise DpfedError(f"delta must lie strictly between 0 and 1, not {show_setting(delta)}.")
     if delta < SMALLEST_DELTA:
-        raise DpfedError(f"delta {delta:g} is below {SMALLEST_DELTA:g}, the smallest this accountant can certify.")
+        raise DpfedError(
+            f"delta {show_setting(delta)} is below {show_setting(SMALLEST_DELTA)}, "
+            "the smallest this accountant can certify."
+        )
 
 
 def _spent(history: History) -> list[tuple[Mechanism, int]]:

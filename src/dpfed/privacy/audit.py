@@ -21,6 +21,7 @@ import numpy as np
 from scipy import stats
 
 from dpfed.privacy.mechanism import Mechanism
+from dpfed.privacy.published import show_loss, show_lower_bound, show_setting
 from dpfed.privacy.sampling import fixed_size
 
 GUESSES = (1 / 32, 1 / 8, 1 / 2, 1)  # shares of the canaries that are guessed; fixed beforehand
@@ -288,8 +289,9 @@ def disproofs(reports: Sequence[Report], laws: Sequence[Law]) -> Iterator[str]:
     for report in reports:
         if report.disproved:
             yield (
-                f"{report.audit} at the {report.seen}: epsilon is at least {report.lower:.3f} with confidence "
-                f"{report.confidence:g}, but {report.claimed:.3f} was claimed"
+                f"{report.audit} at the {report.seen}: "
+                f"epsilon is at least {show_lower_bound(report.lower)} with confidence "
+                f"{show_setting(report.confidence)}, but {show_loss(report.claimed)} was claimed"
             )
     for law in laws:
         if law.broken:

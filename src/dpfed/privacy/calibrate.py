@@ -20,6 +20,7 @@ from dpfed.privacy.accounting import (
     rounding,
 )
 from dpfed.privacy.mechanism import Mechanism, Sampling
+from dpfed.privacy.published import show_loss, show_setting
 from dpfed.privacy.views import Rounds, View, expected_rounds, view_epsilon
 
 RELATIVE_TOLERANCE = 1e-3
@@ -76,7 +77,7 @@ def calibrate_sigma(
 
 def _check_target(target_epsilon: float) -> None:
     if not (target_epsilon > 0 and math.isfinite(target_epsilon)):
-        raise DpfedError(f"a target epsilon must be a number above 0, not {target_epsilon:g}.")
+        raise DpfedError(f"a target epsilon must be a number above 0, not {show_setting(target_epsilon)}.")
 
 
 def _coarse_epsilon(part: Rounds, target: float, delta: float) -> float:
@@ -126,8 +127,9 @@ def smallest_sigma(
 
 def _impossible(target: float, smallest: float) -> str:
     return (
-        f"no noise up to sigma {LARGEST_SIGMA:g} reaches epsilon {target:g}: the smallest epsilon possible for this plan "
-        f"is {smallest:.4g}; take fewer rounds or local steps, a smaller batch or more records, or a larger delta."
+        f"no noise up to sigma {show_setting(LARGEST_SIGMA)} reaches epsilon {show_setting(target)}: "
+        f"the smallest epsilon possible for this plan is {show_loss(smallest)}; "
+        "take fewer rounds or local steps, a smaller batch or more records, or a larger delta."
     )
 
 

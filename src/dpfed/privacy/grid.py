@@ -24,6 +24,7 @@ from torch import Tensor
 from dpfed.errors import DpfedError
 from dpfed.privacy.clipping import Clipping, by_unit, factors
 from dpfed.privacy.noise import Noise
+from dpfed.privacy.published import show_sigma
 
 LOSS = 1e-6  # the share by which the noise may grow
 FINEST = 20  # bits between the noise and a step at least, so that rounding adds no variance worth naming
@@ -43,7 +44,9 @@ def grid_of(std: float, clip: float, size: int) -> Grid:
     """For noise `std` = σC on a sum of `size` coordinates clipped to `clip`."""
     multiplier = std / clip
     if not multiplier * math.sqrt(size) / 2 / LOSS <= 2.0**COARSEST:
-        raise DpfedError(f"noise of {multiplier:g} times the clip norm is too much for a grid: use a smaller sigma")
+        raise DpfedError(
+            f"noise of {show_sigma(multiplier)} times the clip norm is too much for a grid: use a smaller sigma"
+        )
     bits = max(FINEST, math.ceil(math.log2(multiplier * math.sqrt(size) / 2 / LOSS)))
     step = 2.0 ** math.floor(math.log2(std) - bits)  # a power of two: dividing by it and multiplying are exact
     return Grid(step, multiplier * sensitivity(clip, step, size) / step)

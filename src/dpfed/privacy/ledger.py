@@ -41,6 +41,7 @@ from dpfed.privacy.ledger_file import (
     plainly,
     read_head,
     read_meta,
+    restrict,
     row_hash,
     take_lock,
     trusted,
@@ -149,6 +150,7 @@ class Ledger:
             db = on_failure.enter_context(closing(connect(path, "mode=ro" if readonly else "mode=rw")))
             ledger = cls(path, db, lock, meta)
             if not readonly:
+                restrict(path)
                 ledger._begin_writing(accept_missing_head)
             on_failure.pop_all()
         return ledger

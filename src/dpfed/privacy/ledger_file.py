@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from dpfed.errors import DpfedError
+from dpfed.privacy.private_files import open_private, restrict_file
 
 FORMAT = 1
 _APPLICATION_ID = 0x64706664  # "dpfd", in SQLite's file header
@@ -99,6 +100,12 @@ def pending(path: Path) -> bool:
     return wal.exists() and wal.stat().st_size > 0
 
 
+def restrict(path: Path) -> None:
+    """Restrict a ledger and the files beside it to their owner."""
+    for suffix in ("", ".head", ".lock", "-wal", "-shm", "-journal"):
+        restrict_file(beside(path, suffix))
+
+
 def fsync(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -122,7 +129,7 @@ def read_head(path: Path) -> Head | None:
 
 
 def write_head(path: Path, head: Head) -> None:
-    with beside(path, ".head.new").open("wb") as file:
+    with open_private(beside(path, ".head.new"), "wb") as file:
         file.write(canonical(head._asdict()).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
@@ -132,7 +139,7 @@ def write_head(path: Path, head: Head) -> None:
 
 def take_lock(path: Path) -> IO[bytes]:
     # flock rather than a file that exists: it ends with the process, however that ends.
-    lock = beside(path, ".lock").open("ab")
+    lock = open_private(beside(path, ".lock"), "ab")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -172,7 +179,9 @@ def build_file(path: Path, meta: str) -> None:
     try:
         new.unlink(missing_ok=True)
         beside(new, "-journal").unlink(missing_ok=True)
-        with closing(connect(new, "mode=rwc")) as db:
+        # SQLite gives its journals the mode of the file itself.
+        open_private(new, "wb").close()
+        with closing(connect(new, "mode=rw")) as db:
             db.execute("BEGIN")
             db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
             db.execute(f"PRAGMA user_version = {FORMAT}")

@@ -18,6 +18,7 @@ from dpfed.privacy.accounting import check_delta
 from dpfed.privacy.calibrate import calibrate_sigma
 from dpfed.privacy.clipping import CLIPS, Clipping
 from dpfed.privacy.mechanism import Mechanism, Sampling
+from dpfed.privacy.published import show_setting
 
 LEAST_NOISE = 0.01  # below it epsilon has no meaning, and accountants no precision
 RATE_STEP = 0.02  # with a sigma for each client: rates within 2 % share one calibration, that of the highest
@@ -167,7 +168,8 @@ def make_plan(
         multiplier = privacy.sigma * (privacy.clip if privacy.noise_scale == "literal_c2" else 1.0)
         if multiplier < LEAST_NOISE:
             raise DpfedError(
-                f"the noise multiplier {multiplier:g} protects nothing: use at least {LEAST_NOISE:g}, or privacy.sigma = 0 "
+                f"the noise multiplier {show_setting(multiplier)} protects nothing: "
+                f"use at least {show_setting(LEAST_NOISE)}, or privacy.sigma = 0 "
                 "or privacy.enabled = false to go without"
             )
     elif privacy.sigma_per_client:

@@ -7,6 +7,7 @@ from typing import Protocol, cast
 from dpfed.errors import DpfedError
 from dpfed.privacy.calibrate import calibrate_sigma
 from dpfed.privacy.mechanism import Mechanism, Sampling
+from dpfed.privacy.published import show_setting
 from dpfed.privacy.statement import Planned
 from dpfed.privacy.views import View, participation_probability
 
@@ -79,7 +80,7 @@ def _refuse(
         (rounds >= 1, f"--rounds {rounds} must be at least 1"),
         (local_steps >= 1, f"--local-steps {local_steps} must be at least 1"),
         (0 < participation <= 1, f"--participation {participation:g} must be in (0, 1]"),
-        (0 < delta < 1, f"--delta {delta:g} must be between 0 and 1"),
+        (0 < delta < 1, f"--delta {show_setting(delta)} must be between 0 and 1"),
         (
             sampling in ("poisson", "fixed_wor"),
             f"--sampling {sampling} must be poisson or fixed_wor: no other has accounting",

@@ -8,7 +8,7 @@ figures of single clients are never made public together: the first holds only w
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -23,6 +23,7 @@ from dpfed.privacy.accounting import (
 )
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.population import largest_epsilon
+from dpfed.privacy.published import show_delta, show_rate, show_sigma
 from dpfed.privacy.views import (
     Rounds,
     expected_rounds,
@@ -261,10 +262,10 @@ def assumptions(kinds: Sequence[Mechanism], delta: float, unit: str, prior: Prio
     """What stands beside every epsilon: delta, neighbouring relation, unit, sampling, noise, accountant."""
     first = kinds[0]
     accountant = "PLD" if first.sampling == "poisson" else "RDP"
-    rates = _span([kind.rate for kind in kinds])
-    noise = _span([kind.noise_multiplier for kind in kinds])
+    rates = _span([kind.rate for kind in kinds], show_rate)
+    noise = _span([kind.noise_multiplier for kind in kinds], show_sigma)
     return (
-        f"(epsilon, delta = {delta:g}) differential privacy for {first.adjacency} {unit} of one client; "
+        f"(epsilon, delta = {show_delta(delta)}) differential privacy for {first.adjacency} {unit} of one client; "
         f"{first.sampling} sampling at rate {rates}; noise multiplier {noise}; {accountant} accountant"
         + (
             f"; with {sum(n for _, n in prior)} releases besides: spent before on what it started from, or on counts of held-out records"
@@ -275,9 +276,10 @@ def assumptions(kinds: Sequence[Mechanism], delta: float, unit: str, prior: Prio
     )
 
 
-def _span(values: Sequence[float]) -> str:
-    least, most = min(values), max(values)
-    return f"{least:.4g}" if least == most else f"{least:.4g} to {most:.4g}"
+def _span(values: Sequence[float], show: Callable[[float], str]) -> str:
+    """Return one value as text, or the least and the greatest of several."""
+    least, most = show(min(values)), show(max(values))
+    return least if least == most else f"{least} to {most}"
 
 
 def asymptotic(planned: Planned, clients: int | None) -> dict[str, float]:

@@ -28,6 +28,7 @@ from dpfed.privacy.accounting import (
     rdp_epsilon,
 )
 from dpfed.privacy.mechanism import Mechanism
+from dpfed.privacy.published import show_setting
 
 View = Literal["server_worst", "server_expected", "third_party"]
 
@@ -48,7 +49,7 @@ class Rounds:
         if self.local_steps < 0 or self.rounds < 0:
             raise DpfedError(f"{self.rounds} rounds of {self.local_steps} local steps cannot be accounted for.")
         if not 0 <= self.probability <= 1:
-            raise DpfedError(f"the probability of taking part lies in [0, 1], not {self.probability:g}.")
+            raise DpfedError(f"the probability of taking part lies in [0, 1], not {show_setting(self.probability)}.")
 
 
 def participation_probability(cohort: int, clients: int, colluding: int = 0) -> float:

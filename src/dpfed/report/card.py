@@ -15,9 +15,11 @@ from dpfed.engine.durable import write_file
 from dpfed.engine.export import ADAPTED_CONFIG, base_of, export, read_run
 from dpfed.engine.notes import dealt_note
 from dpfed.model.companions import Companions
+from dpfed.privacy.published import show_delta, show_loss, show_score
 from dpfed.privacy.statement import NOT_COVERED, PUBLIC
 from dpfed.text import counted
 
+SCORES = ("precision", "recall", "f1")
 OWN = ("gn-resnet18", "linear")  # models of this program's own making, which start at random
 
 
@@ -64,10 +66,11 @@ def _privacy(config: Config, accounts: Accounts | None) -> str:
             f"Protected unit: one {planned.unit} of one client, {planned.kinds[0].adjacency}.\n",
             "| who | sees | epsilon |",
             "|---|---|---|",
-            f"| the server | every message, and who took part | {accounts.server_worst:.3f} |",
-            f"| a third party | the global models only | {accounts.third_party:.3f} |",
+            f"| the server | every message, and who took part | {show_loss(accounts.server_worst)} |",
+            f"| a third party | the global models only | {show_loss(accounts.third_party)} |",
             "",
-            f"delta = {planned.delta:g} for both. The server's figure is for a client that takes part in every round. "
+            f"delta = {show_delta(planned.delta)} for both. "
+            "The server's figure is for a client that takes part in every round. "
             f"Of the third party's: {secret}.\n",
             f"- {planned.assumptions()}",
             *(f"- {note}" for note in ([] if accounts.served else dealt_note(config))),
@@ -102,17 +105,18 @@ def _scores(result: dict[str, Any]) -> str:
     lines = ["## Results on the server's public test set\n"]
     accuracy = found.get("accuracy", result["test_accuracy"])  # a stopped run may end between two evaluations
     if accuracy is not None:
-        lines.append(f"- accuracy {accuracy:.4f} (before training {result['start_accuracy']:.4f})")
+        start = show_score(result["start_accuracy"], 4)
+        lines.append(f"- accuracy {show_score(accuracy, 4)} (before training {start})")
     for key, name in (("f1", "F1"), ("macro_f1", "macro F1")):
         if key in found:
-            lines.append(f"- {name} {found[key]:.4f}")
+            lines.append(f"- {name} {show_score(found[key], 4)}")
     if "one_answer" in found:
         lines.append(f"- every record is taken for {found['one_answer']}: the model does not tell classes apart")
     rows = found.get("per_class", {})
     if rows and len(rows) <= 50:
         lines += ["", "| class | precision | recall | F1 | records |", "|---|---|---|---|---|"]
         lines += [
-            f"| {name} | {s['precision']:.3f} | {s['recall']:.3f} | {s['f1']:.3f} | {s['support']} |"
+            f"| {name} | {' | '.join(show_score(s[key]) for key in SCORES)} | {s['support']} |"
             for name, s in rows.items()
         ]
     return "\n".join([*lines, ""])
@@ -204,5 +208,5 @@ def write_export(run: Path, out: Path, merge: bool = False) -> str:
     trained = read_run(run)
     kind = export(trained, out, merge)
     card = model_card(trained.config, trained.result, trained.accounts, kind, trained.companions)
-    write_file(out / "README.md", lambda file: file.write(card.encode()))
+    write_file(out / "README.md", lambda file: file.write(card.encode()), for_release=True)
     return kind

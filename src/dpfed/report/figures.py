@@ -7,12 +7,13 @@ which knows whether it is light or dark.
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from dpfed.privacy.published import PLOTTED_DIGITS, plotted_loss, show_delta, show_setting
 from dpfed.report.gather import Group, Privacy, RunData, number
 from dpfed.report.studies import Listing
 
@@ -51,9 +52,18 @@ class Figure:
         }
 
 
-def short(value: float) -> str:
+def short(delta: float) -> str:
     """1e-5, not 1e-05."""
-    return f"{value:g}".replace("e-0", "e-")
+    return show_delta(delta).replace("e-0", "e-")
+
+
+def epsilon_axis(title: str, **more: Any) -> dict[str, Any]:
+    """Return an axis whose hover labels keep every digit of `plotted_loss`."""
+    return axis(title, hoverformat=f".{PLOTTED_DIGITS}~r", **more)
+
+
+def losses(values: Iterable[float]) -> list[float]:
+    return [plotted_loss(value) for value in values]
 
 
 def joined(names: Sequence[str]) -> str:
@@ -154,14 +164,16 @@ def epsilon_over_rounds(groups: Sequence[Group]) -> Figure | None:
     traces, rows, shapes, notes = [], [], [], []
     found = plans(groups)
     for series, (name, group, privacy) in enumerate(found):
-        at, server, third = privacy.over_rounds()
+        at, *views_over_rounds = privacy.over_rounds()
+        server, third = map(losses, views_over_rounds)
         end = f" ({name})" if name else ""
         views = [("server, a client in every round", server, "solid"), ("third party", third, "dash")]
         for word, values, dash in views:
             colour = series if name else NEUTRAL[dash == "dash"]
             traces.append(_line([0, *at], [_before(privacy), *values], word + end, colour, dash=dash))
             rows += [[word + end, t, value] for t, value in zip(at, values, strict=True)]
-        spent = group.runs[0].curve("epsilon_server_max")  # not there on a public page
+        # A public page has no such curve.
+        spent = {t: plotted_loss(e) for t, e in group.runs[0].curve("epsilon_server_max").items()}
         if spent and not name:
             traces.append(
                 _line(list(spent), list(spent.values()), "client that spent most so far", NEUTRAL[2], dash="dot")
@@ -170,7 +182,7 @@ def epsilon_over_rounds(groups: Sequence[Group]) -> Figure | None:
         limit = _limit(group)
         if limit is not None and limit not in notes:
             notes.append(limit)
-            shapes.append({"value": limit[1], "text": f"{limit[0]} {limit[1]:g}"})
+            shapes.append({"value": limit[1], "text": f"{limit[0]} {show_setting(limit[1])}"})
     if not traces:
         return None
     delta = found[0][2].planned.delta
@@ -180,14 +192,14 @@ def epsilon_over_rounds(groups: Sequence[Group]) -> Figure | None:
     )
     if len(found[0][2].over_rounds()[0]) < found[0][2].planned.rounds:
         caption += f" Computed at {len(found[0][2].over_rounds()[0])} rounds and joined by lines."
-    y = axis(f"epsilon at δ = {short(delta)}", rangemode="tozero")
+    y = epsilon_axis(f"epsilon at δ = {short(delta)}", rangemode="tozero")
     head = ["view", "round", "epsilon"]
     more = {"marks": shapes}
     return Figure("epsilon", "privacy", "Epsilon over rounds", caption, axis(ROUNDS), y, traces, head, rows, more)
 
 
 def _before(privacy: Privacy) -> float:
-    return privacy.planned.server(0) if privacy.planned.prior else 0.0
+    return plotted_loss(privacy.planned.server(0)) if privacy.planned.prior else 0.0
 
 
 def accuracy_against_epsilon(groups: Sequence[Group]) -> Figure | None:
@@ -198,7 +210,7 @@ def accuracy_against_epsilon(groups: Sequence[Group]) -> Figure | None:
             continue
         mean = dict(zip(at, (100 * values.mean(0)).tolist(), strict=True))
         rounds, server, _ = group.privacy.over_rounds()
-        points = [(t, e, mean[t]) for t, e in zip(rounds, server, strict=True) if t in mean]
+        points = [(t, e, mean[t]) for t, e in zip(rounds, losses(server), strict=True) if t in mean]
         if points:
             traces.append(_line([e for _, e, _ in points], [a for _, _, a in points], group.label, i))
             traces[-1]["text"] = [f"round {t}" for t, _, _ in points]
@@ -206,7 +218,7 @@ def accuracy_against_epsilon(groups: Sequence[Group]) -> Figure | None:
     if not traces:
         return None
     caption = "Round by round, for a client in every one of them (mean over seeds). Up and left is better."
-    x, y = axis("epsilon, server's view", rangemode="tozero"), axis("accuracy, %")
+    x, y = epsilon_axis("epsilon, server's view", rangemode="tozero"), axis("accuracy, %")
     head = ["method", "round", "epsilon", "accuracy, %"]
     return Figure("tradeoff", "privacy", "Accuracy against epsilon", caption, x, y, traces, head, rows)
 
@@ -229,7 +241,7 @@ def clients_epsilon(groups: Sequence[Group]) -> Figure | None:
         name = inert(joined(names))
         traces.append({"type": "bar", "x": middle, "y": counts.tolist(), "name": name, "meta": meta})
         for label in names:
-            rows += [[label, *row] for row in zip(clients[label], each, strict=True)]
+            rows += [[label, *row] for row in zip(clients[label], losses(each), strict=True)]
     if not traces:
         return None
     caption = (

@@ -19,6 +19,8 @@ from typing import Any
 
 from dpfed.engine.folder import versions
 from dpfed.errors import DpfedError
+from dpfed.privacy.private_files import open_private
+from dpfed.privacy.published import show_setting
 from dpfed.report import words
 from dpfed.report.figures import Figure, all_figures
 from dpfed.report.gather import Group, grouped, number, runs_and_studies
@@ -218,7 +220,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):
-        return f"{value:g}"
+        return show_setting(value)
     return ", ".join(map(_shown, value)) or "none" if isinstance(value, list) else str(value)
 
 
@@ -263,8 +265,8 @@ def _environment(report: Report) -> str:
     pairs = [(name, ", ".join(dict.fromkeys(found))) for name, found in seen.items()]
     first = next((run.result for run in runs if "parameters" in run.result), {})
     for key, word in (("parameters", "trained numbers"), ("blocks", "blocks"), ("test_records", "test records")):
-        if (value := number(first.get(key))) is not None:
-            pairs.append((word, f"{value:,.0f}"))
+        if (count := number(first.get(key))) is not None:
+            pairs.append((word, f"{count:,.0f}"))
     out = f'<div class="card stack"><h3>Versions and sizes</h3>{_pairs(pairs)}</div>' if pairs else ""
     if not report.public and runs:
         head = ["run", "method", "seed", "state", "rounds", "accuracy", "seconds"]
@@ -353,7 +355,8 @@ def write_page(paths: Sequence[Path], out: Path, public: bool = False) -> Report
     report = read_report(paths, public)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(render(report), encoding="utf-8")
+        with out.open("w", encoding="utf-8") if public else open_private(out, "w") as file:
+            file.write(render(report))
     except OSError as error:
         raise DpfedError(f"the page {out} cannot be written: {error.strerror or error}") from None
     return report

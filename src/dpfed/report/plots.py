@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from dpfed.errors import DpfedError
+from dpfed.privacy.published import show_delta
 from dpfed.privacy.statement import Planned
 
 BLUE, ORANGE = "#0072B2", "#D55E00"  # distinguishable with any colour vision (Okabe, Ito 2008)
@@ -29,7 +30,7 @@ def epsilon_over_rounds(planned: Planned, path: Path) -> None:
     axes.plot(at, server, "-", color=BLUE, label="server, a client in every round", linewidth=2)
     axes.plot(at, third, "--", color=ORANGE, label="third party", linewidth=2)
     axes.set_xlabel("round")
-    axes.set_ylabel(f"epsilon at delta = {planned.delta:g}")
+    axes.set_ylabel(f"epsilon at delta = {show_delta(planned.delta)}")
     axes.set_title("Privacy spent over rounds")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)

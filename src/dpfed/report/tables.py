@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from dpfed.privacy.published import show_loss, show_percent
+
 LARGER = 1.01  # calibrated figures of equal targets differ by less
 DASH = "–"
 
@@ -154,7 +156,7 @@ def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in record.items():
         if key == "rates":
-            out["rates"] = " ".join(f"{name}={rate:g}" for name, rate in value.items())
+            out["rates"] = " ".join(f"{name}={lr:g}" for name, lr in value.items())
         elif key == "interval":
             out["interval_low"], out["interval_high"] = value or (None, None)
         elif key == "traffic":
@@ -169,8 +171,8 @@ def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
 def percent(mean: float | None, spread: float | None, sign: bool = False) -> str:
     if mean is None:
         return DASH
-    text = f"{100 * mean:+.2f}" if sign else f"{100 * mean:.2f}"
-    return text if spread is None else f"{text} ± {100 * spread:.2f}"
+    text = show_percent(mean, 2, sign)
+    return text if spread is None else f"{text} ± {show_percent(spread, 2)}"
 
 
 def cells(table: Table) -> tuple[list[str], list[list[str]]]:
@@ -186,12 +188,12 @@ def cells(table: Table) -> tuple[list[str], list[list[str]]]:
         body.append(
             [
                 row.label + ("".join(f" {mark}" for mark in marks)),
-                " ".join(f"{key} {value:g}" for key, value in row.rates.items()) or DASH,
+                " ".join(f"{key} {lr:g}" for key, lr in row.rates.items()) or DASH,
                 str(row.tuning_runs),
                 percent(row.mean, row.std),
                 percent(mean, half, sign=True),
                 *(
-                    f"{row.epsilon[view]:.2f}" if private else ("no privacy" if row.accuracies else DASH)
+                    show_loss(row.epsilon[view], 2) if private else ("no privacy" if row.accuracies else DASH)
                     for view in ("server_worst", "third_party")
                 ),
                 _traffic(row, "up"),

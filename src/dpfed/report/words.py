@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpfed.engine.accounts import NO_PRIVACY, SEEDED
+from dpfed.privacy.published import show_loss, show_percent
 from dpfed.privacy.statement import NOT_COVERED, PUBLIC
 from dpfed.report.figures import joined, short
 from dpfed.report.gather import Group, RunData, number
@@ -79,9 +80,9 @@ def cards(groups: Sequence[Group]) -> list[Card]:
     found = group.accuracies
     row = Row(label=group.label, accuracies=found)
     start = number(group.first("start_accuracy"))
-    seeds = f"mean of {len(found)} seeds, ± {100 * row.std:.1f} points" if row.std is not None else "one seed"
-    notes = [group.label if len(groups) > 1 else "", seeds, f"{100 * start:.1f} % before training" if start else ""]
-    out = [Card("Accuracy", f"{100 * (row.mean or 0):.1f} %", "; ".join(note for note in notes if note))]
+    seeds = f"mean of {len(found)} seeds, ± {show_percent(row.std)} points" if row.std is not None else "one seed"
+    notes = [group.label if len(groups) > 1 else "", seeds, f"{show_percent(start)} % before training" if start else ""]
+    out = [Card("Accuracy", f"{show_percent(row.mean or 0.0)} %", "; ".join(note for note in notes if note))]
     server, third = (group.epsilon[view] for view in ("server_worst", "third_party"))
     delta = number(group.first("delta")) or (group.privacy.planned.delta if group.privacy else None)
     at = f", δ\u00a0=\u00a0{short(delta)}".replace("-", "\u2011") if delta else ""
@@ -91,9 +92,9 @@ def cards(groups: Sequence[Group]) -> list[Card]:
         out.append(_spent_card(group, group.unfinished, at))
     if server is not None:
         seen = f"it sees every message of a client in every round{at}"
-        out.append(Card(f"Epsilon{planned}, server", f"{server:.2f}", seen))
+        out.append(Card(f"Epsilon{planned}, server", show_loss(server, 2), seen))
     if third is not None:
-        out.append(Card(f"Epsilon{planned}, third party", f"{third:.2f}", f"sees the global models only{at}"))
+        out.append(Card(f"Epsilon{planned}, third party", show_loss(third, 2), f"sees the global models only{at}"))
     if server is None and group.first("release") == NO_PRIVACY:
         out.append(Card("Epsilon", "none", "trained without privacy"))
     traffic = group.first("traffic")
@@ -122,7 +123,7 @@ def meaning(groups: Sequence[Group]) -> str:
     return (
         f"What {'the planned epsilon' if group.unfinished else 'it'} means: even with everything the server sees, nobody "
         f"can tell whether one {unit} of a client was used with "
-        f"an advantage above {group.privacy.advantage:.2f} (hits minus false alarms; 0 is guessing, 1 is certainty)."
+        f"an advantage above {show_loss(group.privacy.advantage, 2)} (hits minus false alarms; 0 is guessing, 1 is certainty)."
     )
 
 

@@ -1,0 +1,97 @@
+"""Published figures as text, rounded so that no figure promises more privacy than there is.
+
+    privacy losses (epsilon, delta, advantages) and sampling rates    up
+    noise multipliers and lower bounds of audits                      down
+    accuracies and other scores                                       to nearest
+
+Rounding is decimal and starts from the shortest text that is read back as the same float. So 0.1 stays 0.1, and the
+shown text, read back, is never below a loss and never above a noise multiplier.
+"""
+
+from __future__ import annotations
+
+import decimal
+import math
+from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Decimal
+
+NO_FIGURE = "none"
+PLOTTED_DIGITS = 5
+# Any float has fewer digits than this before and after the point together.
+_EXACT = decimal.Context(prec=1200)
+
+
+def show_loss(value: float | None, places: int = 3) -> str:
+    """Return an epsilon, a mu or an advantage with `places` decimals, rounded up."""
+    return _fixed(value, places, ROUND_CEILING)
+
+
+def show_delta(value: float | None, digits: int = 6) -> str:
+    """Return a delta with at most `digits` significant digits, rounded up."""
+    return _significant(value, digits, ROUND_CEILING)
+
+
+def show_rate(value: float | None, digits: int = 4) -> str:
+    """Return a sampling rate rounded up, since a larger rate costs more."""
+    return _significant(value, digits, ROUND_CEILING)
+
+
+def show_sigma(value: float | None, digits: int = 4) -> str:
+    """Return a noise multiplier rounded down, since less noise costs more."""
+    return _significant(value, digits, ROUND_FLOOR)
+
+
+def show_lower_bound(value: float | None, places: int = 3) -> str:
+    """Return the lower bound of an audit with `places` decimals, rounded down."""
+    return _fixed(value, places, ROUND_FLOOR)
+
+
+def show_score(value: float | None, places: int = 3) -> str:
+    """Return an accuracy or another score with `places` decimals, rounded to nearest."""
+    return _fixed(value, places, ROUND_HALF_EVEN)
+
+
+def show_percent(value: float | None, places: int = 1, sign: bool = False) -> str:
+    """Return a share as a percentage rounded to nearest, with a plus sign on request."""
+    if value is None or not math.isfinite(value):
+        return _no_number(value)
+    hundredfold = _EXACT.multiply(_decimal(value), Decimal(100))
+    text = format(hundredfold.quantize(_unit(-places), ROUND_HALF_EVEN, _EXACT), "f")
+    return text if text.startswith("-") or not sign else f"+{text}"
+
+
+def show_setting(value: float) -> str:
+    """Return a setting as it was given, without any rounding: 8.0 is "8", 1e-05 is "1e-05"."""
+    text = repr(float(value))
+    return text.removesuffix(".0")
+
+
+def plotted_loss(value: float) -> float:
+    """Return a loss rounded up to the digits that a report page shows."""
+    return float(_significant(value, PLOTTED_DIGITS, ROUND_CEILING))
+
+
+def _decimal(value: float) -> Decimal:
+    return Decimal(repr(float(value)))
+
+
+def _unit(exponent: int) -> Decimal:
+    return Decimal((0, (1,), exponent))
+
+
+def _no_number(value: float | None) -> str:
+    return NO_FIGURE if value is None else repr(float(value))
+
+
+def _fixed(value: float | None, places: int, rounding: str) -> str:
+    if value is None or not math.isfinite(value):
+        return _no_number(value)
+    return format(_decimal(value).quantize(_unit(-places), rounding, _EXACT), "f")
+
+
+def _significant(value: float | None, digits: int, rounding: str) -> str:
+    if value is None or not math.isfinite(value):
+        return _no_number(value)
+    exact = _decimal(value)
+    last = exact.adjusted() - digits + 1
+    rounded = exact if exact.is_zero() else exact.quantize(_unit(last), rounding, _EXACT)
+    return f"{float(rounded):.{digits}g}"
