@@ -23,9 +23,14 @@ from dpfed.engine.folder import CONFIG, fresh_folder, refuse_occupied
 from dpfed.engine.prior import record_of, write_record
 from dpfed.engine.run import run
 from dpfed.errors import DpfedError
+from dpfed.model.zoo.text import is_pooled
 from dpfed.registry import registry
 from dpfed.report.card import write_export
 
+LR = 1e-3
+# Noise dominates the second moments, so that Adam's steps are several times shorter than the
+# learning rate. At 1e-3 a head that starts at zero stays too small within 500 steps.
+NOISED_HEAD_LR = 1e-2
 MODELS = {"image": "auto-image", "text": "auto-text", "features": "linear"}
 
 
@@ -113,13 +118,15 @@ def _defaults(kind: str, clients: int, epsilon: float | None, delta: float) -> d
     return {
         "data": {"name": "given", "clients": clients},
         "privacy": privacy,
-        "algorithm": {"name": "dp-fedadamw", "lr": 1e-3},
         "run": {"rounds": 50, "local_steps": 10, "participation": 1.0 if clients <= 20 else 0.1},
     }
 
 
 def _configured(raw: Mapping[str, Any], model: Any, kind: str) -> Config:
-    """The configuration with the model's name: a registered one, or any model for this kind of data."""
+    """Return the checked configuration: `raw` over the defaults for this model and kind of data.
+
+    The head alone is trained on a sentence encoder, because its vectors are made to be compared.
+    """
     known = registry()
     table: dict[str, Any] = {"name": MODELS[kind]}
     if isinstance(model, str) and model in known.model:
@@ -128,7 +135,16 @@ def _configured(raw: Mapping[str, Any], model: Any, kind: str) -> Config:
         table["weights"] = str(model)
     else:
         table["weights"] = "given"
-    return build(overlay({"model": table}, raw), known)
+    algorithm: dict[str, Any] = {"name": "dp-fedadamw", "lr": LR}
+    under = {"model": table, "algorithm": algorithm}
+    config = build(overlay(under, raw), known)
+    if isinstance(model, str | Path) and config.model.adapter is None and is_pooled(config.model):
+        table["train"] = "head"
+        config = build(overlay(under, raw), known)
+    head_alone = config.model.train == "head" or config.model.name == "linear"
+    if head_alone and config.privacy.enabled:
+        algorithm["lr"] = NOISED_HEAD_LR
+    return build(overlay(under, raw), known)
 
 
 def _saved(model: Any, tokenizer: Any, folder: Path, config: Config) -> Path:
