@@ -75,6 +75,7 @@ def fine_tune(
     """Fine-tunes a model across simulated clients, and returns the run.
 
     model     a folder or hub name of a Hugging Face model, the model itself, or one of `dpfed list models`
+              (of a sentence encoder the head alone is trained, unless settings give model.train)
     train     private records: a dictionary of columns, a data frame or a Hugging Face dataset with a column `label` and
               one of `text` (and `text_pair`), `image` or `features`; dealt to `clients`, or to those that
               settings={"data.partition": "natural", "data.client_column": ...} names

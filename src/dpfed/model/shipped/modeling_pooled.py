@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedMode
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 
-class PooledConfig(PretrainedConfig):
+class PooledConfig(PretrainedConfig):  # type: ignore[misc]
     """The encoder's configuration, and how its token vectors become one vector.
 
     text_config  configuration of the encoder
@@ -34,15 +34,15 @@ class PooledConfig(PretrainedConfig):
         normalize: bool = False,
         **kwargs: Any,
     ) -> None:
+        self.text_config: Any = text_config
         if isinstance(text_config, dict):
-            text_config = AutoConfig.for_model(**text_config)
-        self.text_config = text_config
+            self.text_config = AutoConfig.for_model(**text_config)
         self.pooling = pooling
         self.normalize = normalize
         super().__init__(**kwargs)
 
 
-class PooledForSequenceClassification(PreTrainedModel):
+class PooledForSequenceClassification(PreTrainedModel):  # type: ignore[misc]
     """An encoder, pooling and one linear layer."""
 
     config_class = PooledConfig

@@ -75,8 +75,8 @@ def with_pooling_code(model: nn.Module, companions: Companions) -> Companions:
         "AutoModelForSequenceClassification": name,
     }
     note = (
-        f"Classifiers of transformers for this encoder do not pool as it was trained. `{path.name}` "
-        "in this folder does: load with `trust_remote_code=True`."
+        "Classifiers of transformers for this encoder do not pool as it was trained. "
+        f"`{path.name}` in this folder does: load with `trust_remote_code=True`."
     )
     return replace(
         companions,
@@ -103,7 +103,8 @@ def _kinds(weights: str, modules: Any) -> dict[str, str]:
     try:
         return {str(m["type"]).rpartition(".")[2]: str(m["path"]) for m in modules}
     except (KeyError, TypeError):
-        raise DpfedError(f"model.weights = {weights!r}: {MODULES} is not a list with type and path: {REMEDY}") from None
+        said = f"{MODULES} is not a list with type and path"
+        raise DpfedError(f"model.weights = {weights!r}: {said}: {REMEDY}") from None
 
 
 def _way(weights: str, folder: str) -> str:

@@ -93,7 +93,7 @@ def config_of(weights: str, **changes: Any) -> Any:
 
 
 def know_pooled() -> None:
-    """Let transformers load exports with pooling, whose type it does not know, without their code."""
+    """Let transformers load pooled exports, whose type it does not know, without their code."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     from dpfed.model.shipped.modeling_pooled import PooledConfig, PooledForSequenceClassification

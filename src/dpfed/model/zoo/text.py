@@ -152,13 +152,15 @@ class TextSection(ModelSection):
             tokenizer = plain_tokenizer(name, key)
         except DpfedError as error:
             note = f"This folder has no tokenizer, as the run could not load one ({error})."
-            return Companions(config=config, saved=tuple(saved), notes=(note,))
+            found = Companions(config=config, saved=tuple(saved), notes=(note,))
+            return with_pooling_code(model, found)
         note = f"The run cut texts after {self.max_length} tokens."
         if not causal:
             padded_right(tokenizer, name, key)
             tokenizer.model_max_length = self.max_length
             note = f"{note} Call the pipeline with `truncation=True` to do the same."
-        return Companions(config=config, saved=(*saved, tokenizer), notes=(note,))
+        found = Companions(config=config, saved=(*saved, tokenizer), notes=(note,))
+        return with_pooling_code(model, found)
 
     def chosen(self) -> str | None:
         if self.weights is None:
@@ -176,7 +178,8 @@ class TextSection(ModelSection):
         auto = AutoModelForCausalLM if causal else AutoModelForSequenceClassification
         inner = inner_config(config)
         if getattr(inner, "pad_token_id", None) is None and not causal:
-            end = getattr(inner, "eos_token_id", None)  # which token is the last of a record is found by the padding
+            # Models find the last token of a record by the padding.
+            end = getattr(inner, "eos_token_id", None)
             inner.pad_token_id = end[0] if isinstance(end, list) else end
         use_cache = getattr(inner, "use_cache", None)
         inner.use_cache = False
@@ -205,11 +208,11 @@ class TextSection(ModelSection):
             spec=replace(spec, vocabulary=vocabulary),
             rows=max(1, min(1024, 2**26 // (length * vocabulary))) if causal else 256,
             notes=notes,
-            companions=lambda reading: with_pooling_code(model, self.companions(model, causal, use_cache)),
+            companions=lambda reading: self.companions(model, causal, use_cache),
         )
 
     def with_pooling(self, config: Any) -> Any:
-        """Return the configuration of the classifier on pooled tokens, where the weights ask for one."""
+        """Return the configuration of a pooled classifier where the weights ask for one."""
         weights = self.chosen()
         if self.pooling != "auto" or weights is None or shape_suffices(weights):
             return config
