@@ -31,6 +31,7 @@ from dpfed.engine.prior import record_of, write_record
 from dpfed.engine.run import run
 from dpfed.engine.setup import Job
 from dpfed.errors import DpfedError, DpfedWarning, python_phrases
+from dpfed.model.zoo.text import is_pooled
 from dpfed.parsing import layer_of
 from dpfed.registry import registry
 from dpfed.report.card import write_export
@@ -38,6 +39,10 @@ from dpfed.report.card import write_export
 CLIENTS = 10
 EPSILON = 8.0
 DELTA = 1e-5
+LR = 1e-3
+# Noise dominates the second moments, so that Adam's steps are several times shorter than the
+# learning rate. At 1e-3 a head that starts at zero stays too small within 500 steps.
+NOISED_HEAD_LR = 1e-2
 # Keys of [data] that describe files; the records come from `train` and `test`.
 NOT_FOR_SETTINGS = {
     "data.name": "the records are those of train and test",
@@ -98,6 +103,7 @@ def fine_tune(
     """Fine-tunes a model across simulated clients, and returns the run.
 
     model     a folder or hub name of a Hugging Face model, the model itself, or one of `dpfed list models`
+              (of a sentence encoder the head alone is trained, unless settings give model.train)
     train     private records: a dictionary of columns, a data frame or a Hugging Face dataset with a
               column `label` (names or numbers) and one of `text` (and `text_pair`), `image` or
               `features`; dealt to `clients`, or to the clients that a column names:
@@ -244,13 +250,15 @@ def _defaults(given: Mapping[str, Any], epsilon: float | str | None) -> dict[str
     return {
         "data": {"name": "given", "clients": CLIENTS},
         "privacy": {"delta": DELTA, "batch": 16, **target},
-        "algorithm": {"name": "dp-fedadamw", "lr": 1e-3},
         "run": {"rounds": 50, "local_steps": 10, "participation": 1.0 if few else 0.1},
     }
 
 
 def _configured(raw: Mapping[str, Any], given: Mapping[str, Any], model: Any, kind: str) -> Config:
-    """The configuration with the model's name: a registered one, or any model for this kind of data."""
+    """Return the checked configuration: `raw` over the defaults for this model and kind of data.
+
+    The head alone is trained on a sentence encoder, because its vectors are made to be compared.
+    """
     known = registry()
     table: dict[str, Any] = {"name": _setting(given, "model.name") or MODELS[kind]}
     if isinstance(model, str) and model in known.model:
@@ -264,7 +272,16 @@ def _configured(raw: Mapping[str, Any], given: Mapping[str, Any], model: Any, ki
         if other not in (None, value):
             shown = repr(str(model)) if isinstance(model, str | Path) else type(model).__name__
             raise DpfedError(f"settings['model.{key}'] = {other!r} is not model = {shown}: give one of them")
-    return build(overlay({"model": table}, raw), known)
+    algorithm: dict[str, Any] = {"name": "dp-fedadamw", "lr": LR}
+    under = {"model": table, "algorithm": algorithm}
+    config = build(overlay(under, raw), known)
+    if isinstance(model, str | Path) and config.model.adapter is None and is_pooled(config.model):
+        table["train"] = "head"
+        config = build(overlay(under, raw), known)
+    head_alone = config.model.train == "head" or config.model.name == "linear"
+    if head_alone and config.privacy.enabled:
+        algorithm["lr"] = NOISED_HEAD_LR
+    return build(overlay(under, raw), known)
 
 
 def _refuse_number_of_clients(config: Config, given: Mapping[str, Any], source: Source) -> None:

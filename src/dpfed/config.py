@@ -265,6 +265,10 @@ def read(source: str | Path, registry: Registry, _seen: tuple[Path, ...] = ()) -
         raise DpfedError(f"{path} is nested too deeply for a configuration") from None
     except (OSError, ValueError) as error:  # not UTF-8, a number of thousands of digits, a path that cannot be one
         raise DpfedError(f"the configuration {str(path)!r} cannot be read: {error}") from None
+    table = raw.get("model")
+    # A run folder holds every key, so a language model without this one is older than the key.
+    if (path.parent / "run.json").is_file() and isinstance(table, dict) and "max_length" in table:
+        table.setdefault("pooling", None)
     base = raw.pop("extends", None)
     if base is None:
         return raw

@@ -514,8 +514,8 @@ def test_the_real_minilm_tells_praise_from_blame_apart() -> None:
     inputs = {k: torch.from_numpy(v) for k, v in model.encode({"text": strings(*texts)}).items()}
     built = model.build(text_spec(16, 2))
     with torch.no_grad():
-        hidden = built.model.bert(**built.prepare(inputs)).last_hidden_state
-    mask = inputs["attention_mask"].unsqueeze(-1).float()
-    mean = F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1)  # as the model was trained to be used
-    near = mean @ mean.T
+        prepared = built.prepare(inputs)
+        tokens = built.model.body(**prepared).last_hidden_state
+        pooled = built.model.pool(tokens, prepared["attention_mask"])
+    near = pooled @ pooled.T / pooled.shape[1]
     assert min(near[0, 1], near[2, 3]) > max(near[0, 2], near[0, 3], near[1, 2], near[1, 3]) + 0.2

@@ -113,6 +113,9 @@ def _parts(config: Config, model: PerSample, theta: Tensor, tables: tuple[Table,
     if config.data.augment != "none":
         return f'data.augment = "{config.data.augment}" changes a record each time it is used'
     blank = {name: torch.from_numpy(x[:0]).new_zeros(2, *x.shape[1:]) for name, x in tables[0].inputs.items()}
+    if "attention_mask" in blank:
+        # Pooled features of a text without tokens are zero and would hide a difference.
+        blank["attention_mask"].fill_(1)
     parts = split(model, theta, {name: x.to(theta.device) for name, x in blank.items()})
     if isinstance(parts, str):
         return parts

@@ -10,7 +10,7 @@ from torch import nn
 
 from dpfed.config import ModelSection
 from dpfed.errors import DpfedError
-from dpfed.model.blocks import CnnBlocks, architecture_of, block_index
+from dpfed.model.blocks import CnnBlocks, architecture_of, block_index, inner_config
 from dpfed.model.lora import Adapted, adapt
 from dpfed.model.per_sample import trainable
 from dpfed.model.space import Space
@@ -57,7 +57,7 @@ def assemble(
                 "projections too, for example model.attention = ['qkv']"
             )
         notes.append(f"{type(model).__name__} has no block rules here: each tensor is one block")
-    if any(getattr(getattr(model, "config", None), key, 0) for key in ATTENTION_DROPOUT):
+    if any(getattr(inner_config(model), key, 0) for key in ATTENTION_DROPOUT):
         notes.append("dropout inside attention is off: it has no key per record; all other dropout is on")
     _refuse_absent(model, section.attention)
     try:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -61,11 +61,17 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
+def inner_config(model: Any) -> Any:
+    """Return the configuration of a model's Transformer, from a model or its own configuration."""
+    config = getattr(model, "config", model)
+    return getattr(config, "text_config", config)
+
+
 def architecture_of(
     model: nn.Module, qkv_layout: Layout | Literal["auto"] = "auto", attention: tuple[str, ...] = ()
 ) -> Architecture | None:
     """By the model's declared type, never guessed from names; `attention` and `qkv_layout` are the user's own word."""
-    known = ARCHITECTURES.get(getattr(getattr(model, "config", model), "model_type", ""))
+    known = ARCHITECTURES.get(getattr(inner_config(model), "model_type", ""))
     layout = None if qkv_layout == "auto" else qkv_layout
     if attention:
         base = known or Architecture({}, heads="")

@@ -32,16 +32,18 @@ class Reading:
 class Companions:
     """Everything that an export writes for a model besides its weights and its card.
 
-    files   file name -> text
-    config  entries of the model's configuration, such as auto_map
-    saved   objects with `save_pretrained(folder)`, such as a tokenizer
-    notes   sentences for the model card
+    files        file name -> text
+    config       entries of the model's configuration, such as auto_map
+    saved        objects with `save_pretrained(folder)`, such as a tokenizer
+    notes        sentences for the model card
+    model_class  "module.Class" of the model in `files`; None for a class of transformers
     """
 
     files: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     saved: tuple[Any, ...] = ()
     notes: tuple[str, ...] = ()
+    model_class: str | None = None
 
     @property
     def has_code(self) -> bool:

@@ -164,6 +164,16 @@ def _adapter_pipeline(config: Config, inputs: str, companions: Companions) -> li
     if getattr(config.model, "causal", False):
         lines = [f"from transformers import {auto}, pipeline", ""]
         options = ""
+    elif companions.model_class is not None:
+        auto = "Model"
+        lines = [
+            "from transformers import pipeline",
+            "from transformers.dynamic_module_utils import get_class_from_dynamic_module",
+            "",
+            f'Model = get_class_from_dynamic_module("{companions.model_class}", "this folder")',
+            f'config = Model.config_class.from_pretrained("this folder/{ADAPTED_CONFIG}")',
+        ]
+        options = ", config=config, ignore_mismatched_sizes=True"
     else:
         lines = [f"from transformers import AutoConfig, {auto}, pipeline", ""]
         lines.append(f'config = AutoConfig.from_pretrained("this folder/{ADAPTED_CONFIG}")')

@@ -84,11 +84,23 @@ def reach(name: str, key: str) -> None:
 def config_of(weights: str, **changes: Any) -> Any:
     from transformers import AutoConfig
 
+    know_pooled()
     name, local = source_of(weights)
     try:
         return AutoConfig.from_pretrained(name, local_files_only=local, trust_remote_code=False, **changes)
     except Exception as error:  # values of another type or out of range raise a dozen kinds
         raise DpfedError(f"the configuration of {weights!r} cannot be used: {first_line(error)}") from None
+
+
+def know_pooled() -> None:
+    """Let transformers load pooled exports, whose type it does not know, without their code."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    from dpfed.model.shipped.modeling_pooled import PooledConfig, PooledForSequenceClassification
+
+    model = PooledForSequenceClassification
+    AutoConfig.register(PooledConfig.model_type, PooledConfig, exist_ok=True)
+    AutoModelForSequenceClassification.register(PooledConfig, model, exist_ok=True)
 
 
 def on_meta() -> bool:

@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -22,9 +22,16 @@ from torch import Tensor, nn
 
 from dpfed.config import ModelSection
 from dpfed.errors import DpfedError
+from dpfed.model.blocks import inner_config
 from dpfed.model.companions import Companions
 from dpfed.model.task import CLASSIFY, NEXT_TOKEN, InputSpec
 from dpfed.model.zoo.built import ATTENTION_DROPOUT, Built, Prepare
+from dpfed.model.zoo.pooling import (
+    adapter_is_pooled,
+    pooled_config,
+    pooling_of,
+    with_pooling_code,
+)
 from dpfed.model.zoo.pretrained import (
     Head,
     config_of,
@@ -53,8 +60,16 @@ class TextSection(ModelSection):
     tokenizer: Annotated[str | None, "folder or hub name of the tokenizer; default: that of the weights"] = None
     head: Annotated[Head, "new: starts at zero; kept: that of the weights, which must be for these classes"] = "new"
     dropout: Annotated[
-        float | None, Ge(0), Lt(1), "of all hidden layers; default: as the weights' configuration says"
+        float | None,
+        Ge(0),
+        Lt(1),
+        "of all hidden layers; default: as the weights' configuration says, 0 below a pooled head",
     ] = None
+    # None stands for "none" in run folders that are older than this key.
+    pooling: Annotated[
+        Literal["auto", "none"] | None,
+        "auto: classify on pooled tokens if modules.json of the weights says so; none: never",
+    ] = "auto"
 
     def usual_spec(self) -> InputSpec:
         return InputSpec("text", "input_ids", (self.max_length,), 2)
@@ -92,7 +107,7 @@ class TextSection(ModelSection):
         weights = self.chosen()
         if weights is None or not len(ids):
             return
-        known = int(config_of(weights).vocab_size)
+        known = int(inner_config(config_of(weights)).vocab_size)
         if int(ids.max()) >= known:
             raise DpfedError(
                 f"the tokenizer gives token {int(ids.max())}, {self.name} knows {known}: model.tokenizer and model.weights "
@@ -137,13 +152,15 @@ class TextSection(ModelSection):
             tokenizer = plain_tokenizer(name, key)
         except DpfedError as error:
             note = f"This folder has no tokenizer, as the run could not load one ({error})."
-            return Companions(config=config, saved=tuple(saved), notes=(note,))
+            found = Companions(config=config, saved=tuple(saved), notes=(note,))
+            return with_pooling_code(model, found)
         note = f"The run cut texts after {self.max_length} tokens."
         if not causal:
             padded_right(tokenizer, name, key)
             tokenizer.model_max_length = self.max_length
             note = f"{note} Call the pipeline with `truncation=True` to do the same."
-        return Companions(config=config, saved=(*saved, tokenizer), notes=(note,))
+        found = Companions(config=config, saved=(*saved, tokenizer), notes=(note,))
+        return with_pooling_code(model, found)
 
     def chosen(self) -> str | None:
         if self.weights is None:
@@ -159,21 +176,28 @@ class TextSection(ModelSection):
         if spec.kind != "text":
             raise DpfedError(f"model.name = {self.name!r} reads text, this data has {spec.kind}: choose another")
         auto = AutoModelForCausalLM if causal else AutoModelForSequenceClassification
-        if getattr(config, "pad_token_id", None) is None and not causal:
-            end = getattr(config, "eos_token_id", None)  # which token is the last of a record is found by the padding
-            config.pad_token_id = end[0] if isinstance(end, list) else end
-        use_cache = getattr(config, "use_cache", None)
-        config.use_cache = False
+        inner = inner_config(config)
+        if getattr(inner, "pad_token_id", None) is None and not causal:
+            # Models find the last token of a record by the padding.
+            end = getattr(inner, "eos_token_id", None)
+            inner.pad_token_id = end[0] if isinstance(end, list) else end
+        use_cache = getattr(inner, "use_cache", None)
+        inner.use_cache = False
+        if not causal:
+            config = self.with_pooling(config)
         if self.dropout is not None:
-            set_dropout(config, self.dropout)
+            set_dropout(inner, self.dropout)
+        elif config is not inner and self.train == "head":
+            # A sentence encoder's vectors are those without dropout, and are then computed once.
+            set_dropout(inner, 0.0)
         model, heads, notes = model_of(
             auto, config, self.chosen(), None if causal else spec.classes, self.head == "kept"
         )
         if self.dropout is not None:
             refuse_other_dropout(model, self.dropout)
-        length, vocabulary = spec.shape[0], int(config.vocab_size)
+        length, vocabulary = spec.shape[0], int(inner.vocab_size)
         offset = position_offset(model)
-        most = (getattr(config, "max_position_embeddings", None) or length + offset + 1) - offset - 1
+        most = (getattr(inner, "max_position_embeddings", None) or length + offset + 1) - offset - 1
         if length > most:
             raise DpfedError(f"model.max_length = {length} is more than the {most} positions of {self.name}: lower it")
         forms = tokens(model, causal)
@@ -188,6 +212,27 @@ class TextSection(ModelSection):
             notes=notes,
             companions=lambda reading: self.companions(model, causal, use_cache),
         )
+
+    def with_pooling(self, config: Any) -> Any:
+        """Return the configuration of a pooled classifier where the weights ask for one."""
+        weights = self.chosen()
+        if self.pooling != "auto" or weights is None or shape_suffices(weights):
+            return config
+        if self.adapter is not None and not adapter_is_pooled(Path(self.adapter)):
+            return config
+        pooling = pooling_of(weights)
+        return config if pooling is None else pooled_config(config, pooling)
+
+
+def is_pooled(section: ModelSection) -> bool:
+    """Return whether a section's weights become a classifier on pooled tokens."""
+    if not isinstance(section, TextSection) or isinstance(section, AutoCausal):
+        return False
+    weights = section.chosen()
+    if weights is None:
+        return False
+    config = section.with_pooling(config_of(weights))
+    return inner_config(config) is not config
 
 
 def set_dropout(config: Any, rate: float) -> None:
@@ -224,7 +269,7 @@ def tokens(model: nn.Module, causal: bool) -> tuple[Prepare, ...]:
     The last form has the plain mask. A model with sliding windows builds its own mask of it.
     Positions are always the model's own.
     """
-    config: Any = model.config
+    config: Any = inner_config(model)
     flags = [bool(m.is_causal) for m in model.modules() if hasattr(m, "is_causal")]
     kinds = getattr(config, "layer_types", None) or ()
     sliding = getattr(config, "sliding_window", None) is not None or "sliding_attention" in kinds
@@ -237,7 +282,7 @@ def tokens(model: nn.Module, causal: bool) -> tuple[Prepare, ...]:
 def _form(model: nn.Module, ahead: bool | None) -> Prepare:
     """Return a form of inputs: 4-D mask, later tokens hidden if `ahead`; plain mask if None."""
     takes_types = "token_type_ids" in _accepts(model)
-    padding = getattr(model.config, "pad_token_id", None)
+    padding = getattr(inner_config(model), "pad_token_id", None)
 
     def prepare(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         ids, real = inputs["input_ids"].long(), inputs["attention_mask"].bool()

@@ -1,0 +1,140 @@
+"""The pooling of a sentence encoder, read from `modules.json` of sentence-transformers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from dpfed.errors import DpfedError
+from dpfed.model.companions import Companions
+from dpfed.model.zoo.pretrained import first_line, folder_of, hub_file
+
+MODULES = "modules.json"
+BODY = "body"  # name of the encoder inside the pooled classifier
+WAYS = ("mean", "cls")
+OLD_KEYS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+"""Flags of `1_Pooling/config.json` before sentence-transformers had `pooling_mode`."""
+REMEDY = 'set model.pooling = "none" for the model\'s own head'
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """How token vectors become one vector. way: mean or cls; normalize: to a fixed length."""
+
+    way: str
+    normalize: bool
+
+
+def pooling_of(weights: str) -> Pooling | None:
+    """Return the pooling that a folder or hub model asks for; None without `modules.json`."""
+    modules = _read(weights, MODULES)
+    if modules is None:
+        return None
+    kinds = _kinds(weights, modules)
+    if "Pooling" not in kinds:
+        return None
+    unknown = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
+    if unknown:
+        raise DpfedError(
+            f"model.weights = {weights!r}: {MODULES} has a module {unknown[0]}, which is not "
+            f"supported here (Transformer, Pooling and Normalize are): {REMEDY}"
+        )
+    return Pooling(_way(weights, kinds["Pooling"]), "Normalize" in kinds)
+
+
+def pooled_config(config: Any, pooling: Pooling) -> Any:
+    """Return the configuration of a classifier on the pooled tokens of an encoder."""
+    from dpfed.model.shipped.modeling_pooled import PooledConfig
+
+    config._name_or_path = ""  # exports do not say where the weights lie on this machine
+    return PooledConfig(text_config=config, pooling=pooling.way, normalize=pooling.normalize)
+
+
+def with_pooling_code(model: nn.Module, companions: Companions) -> Companions:
+    """Return an export's companions with the code of a pooled classifier, if the model is one."""
+    from dpfed.model.shipped import modeling_pooled as code
+
+    if not isinstance(model, code.PooledForSequenceClassification):
+        return companions
+    path = Path(code.__file__)
+    name = f"{path.stem}.{code.PooledForSequenceClassification.__name__}"
+    classes = {
+        "AutoConfig": f"{path.stem}.{code.PooledConfig.__name__}",
+        "AutoModelForSequenceClassification": name,
+    }
+    note = (
+        "Classifiers of transformers for this encoder do not pool as it was trained. "
+        f"`{path.name}` in this folder does: load with `trust_remote_code=True`."
+    )
+    return replace(
+        companions,
+        files={**companions.files, path.name: path.read_text(encoding="utf-8")},
+        config={**companions.config, "auto_map": classes},
+        notes=(*companions.notes, note),
+        model_class=name,
+    )
+
+
+def adapter_is_pooled(folder: Path) -> bool:
+    """Return whether an adapter was trained on a pooled classifier; older ones were not."""
+    try:
+        with safe_open(folder / "adapter_model.safetensors", "pt") as tensors:
+            names = list(tensors.keys())
+    except (OSError, SafetensorError):
+        # Missing and damaged files are refused where the adapter is loaded.
+        return True
+    return any(name.startswith(f"base_model.model.{BODY}.") for name in names)
+
+
+def _kinds(weights: str, modules: Any) -> dict[str, str]:
+    """Return the folder of each module, by the last part of its type."""
+    try:
+        return {str(m["type"]).rpartition(".")[2]: str(m["path"]) for m in modules}
+    except (KeyError, TypeError):
+        said = f"{MODULES} is not a list with type and path"
+        raise DpfedError(f"model.weights = {weights!r}: {said}: {REMEDY}") from None
+
+
+def _way(weights: str, folder: str) -> str:
+    name = f"{folder}/config.json"
+    stated = _read(weights, name)
+    if not isinstance(stated, dict):
+        raise DpfedError(
+            f"model.weights = {weights!r}: {MODULES} names {name}, which is missing or no table: "
+            f"put it back, or {REMEDY}"
+        )
+    ways = stated.get("pooling_mode")
+    if ways is None:
+        # Without any flag sentence-transformers takes the mean.
+        ways = [way for key, way in OLD_KEYS.items() if stated.get(key)] or ["mean"]
+    ways = [ways] if isinstance(ways, str) else list(ways)
+    if len(ways) != 1 or ways[0] not in WAYS:
+        raise DpfedError(
+            f"model.weights = {weights!r}: {name} asks for pooling {' + '.join(map(str, ways))}, "
+            f"and only {' or '.join(WAYS)} can be trained here: {REMEDY}"
+        )
+    return str(ways[0])
+
+
+def _read(weights: str, name: str) -> Any:
+    """Return a JSON file beside the weights; None where there is none."""
+    folder = folder_of(weights)
+    path: Path | None = hub_file(weights, name) if folder is None else folder / name
+    if path is None or not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DpfedError(f"{path} cannot be read: {first_line(error)}") from None
