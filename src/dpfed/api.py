@@ -311,6 +311,9 @@ def _saved(model: Any, tokenizer: Any, folder: Path, config: Config) -> Path:
         raise DpfedError(f"{base} exists: choose another out")
     # Read first: a damaged record is refused before anything is written.
     record = _account(model)
+    if record is not None:
+        # Before the weights, so that they are never without their record.
+        write_record(base, record)
     model.save_pretrained(str(base))
     if record is not None:
         write_record(base, record)

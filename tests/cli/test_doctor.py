@@ -129,6 +129,8 @@ def client_file(folder: Path, **policy: object) -> Path:
 )
 def test_it_compares_what_a_client_declares_with_what_it_holds(tmp_path: Path, records: int, what: str | None) -> None:
     path = client_file(tmp_path, records=records)
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "held-out.key").write_bytes(bytes(32))
     done = CliRunner().invoke(app, ["doctor", str(path), "--json"])
     assert done.exit_code == 0
     found = json.loads(done.stdout.strip().splitlines()[-1])["client"]
@@ -142,9 +144,15 @@ def test_it_compares_what_a_client_declares_with_what_it_holds(tmp_path: Path, r
     else:
         assert what in done.stdout
         assert f"declare a rounded-down figure, such as {rounded_down(held)}" in found[0]["advice"]
-        assert [rounded_down(n) for n in (2, 9, 10, 470, 471, 1433)] == [1, 8, 9, 460, 470, 1400]
+        assert [rounded_down(n) for n in (15, 57, 99, 100, 471, 1433)] == [10, 50, 90, 100, 470, 1400]
     exact = CliRunner().invoke(app, ["doctor", str(client_file(tmp_path, records=held))])
-    assert f"policy.records = {held} tells the server the exact number" in exact.stdout
+    assert f"policy.records = {held} tells the server nearly the exact number" in exact.stdout
+
+
+def test_it_draws_no_held_out_records_itself(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["doctor", str(client_file(tmp_path, records=1000))])
+    assert "drawn at the client's first start" in done.stdout
+    assert not (tmp_path / "state").exists()
 
 
 def test_a_client_file_that_cannot_be_read_is_a_finding(tmp_path: Path) -> None:

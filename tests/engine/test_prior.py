@@ -199,12 +199,39 @@ def test_the_headers_on_the_hub_are_asked_where_nothing_is_here(monkeypatch: pyt
     headers = {"model.safetensors": SimpleNamespace(metadata={METADATA: edited()})}
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setattr("dpfed.model.zoo.pretrained.reach", lambda name, key: None)
-    monkeypatch.setattr("dpfed.model.zoo.pretrained.hub_file", lambda name, file: None)
+    monkeypatch.setattr("dpfed.engine.prior.hub_file", lambda name, file: None)
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: None)
     monkeypatch.setattr(
         "huggingface_hub.get_safetensors_metadata", lambda name, revision: SimpleNamespace(files_metadata=headers)
     )
     assert past_of(settings({"name": "auto-image", "weights": "somebody/export"})).prior == ((FIRST, 4),)
+
+
+def test_a_hub_that_does_not_answer_is_no_proof_of_absence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_answer(*args: Any, **keys: Any) -> None:
+        raise TimeoutError("timed out")
+
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr("dpfed.model.zoo.pretrained.reach", lambda name, key: None)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: None)
+    start = settings({"name": "auto-image", "weights": "somebody/export"})
+    for call in ("hf_hub_download", "get_safetensors_metadata"):
+        with monkeypatch.context() as one:
+            one.setattr("huggingface_hub.hf_hub_download", lambda *args, **keys: absent(*args, **keys))
+            one.setattr(
+                "huggingface_hub.get_safetensors_metadata", lambda *args, **keys: SimpleNamespace(files_metadata={})
+            )
+            assert past_of(start) == Past()
+            one.setattr(f"huggingface_hub.{call}", no_answer)
+            past = past_of(start)
+        assert past.uncounted
+        assert past.notes[0].endswith(UNCOUNTED)
+
+
+def absent(*args: Any, **keys: Any) -> None:
+    from huggingface_hub.errors import EntryNotFoundError
+
+    raise EntryNotFoundError("there is no such file")
 
 
 def test_a_kept_head_without_a_record_is_not_taken_for_a_public_one(start: Path, tmp_path: Path) -> None:

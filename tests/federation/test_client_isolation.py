@@ -148,9 +148,10 @@ def test_neither_answer_nor_refusal_depends_on_the_declared_numbers_being_true(j
 
 
 def test_the_log_says_what_is_spent_of_the_budget(job: Job, tmp_path: Path) -> None:
-    from dpfed.federation.client import Client, rounded_up, spent_of
+    from dpfed.federation.client import Client, spent_of
     from dpfed.privacy.accounting import epsilon
     from dpfed.privacy.mechanism import Mechanism
+    from dpfed.privacy.published import show_loss
 
     log: list[str] = []
     made = client_of(job, 0, tmp_path, **HELD, max_epsilon=8.0)
@@ -163,12 +164,12 @@ def test_the_log_says_what_is_spent_of_the_budget(job: Job, tmp_path: Path) -> N
     one = epsilon([train], 1e-5).value
     two = epsilon([train, (Mechanism("poisson", 1.0, 5.0), 1)], 1e-5).value
     assert log == [
-        f"round 1 answered, epsilon {rounded_up(one)} of 8.0 spent",
-        f"round 1 scored, epsilon {rounded_up(two)} of 8.0 spent",
+        f"round 1 answered, epsilon {show_loss(one, 2)} of 8.0 spent",
+        f"round 1 scored, epsilon {show_loss(two, 2)} of 8.0 spent",
         "round 1 scored again with the stored message, nothing spent",
     ]
-    assert float(rounded_up(one)) >= one
-    assert rounded_up(2.0410001) == "2.05"
+    assert float(show_loss(one, 2)) >= one
+    assert show_loss(2.0410001, 2) == "2.05"
     many = [(Mechanism("poisson", 0.01 + 0.001 * i, 1.0), 1) for i in range(20)]
     assert "at most" in spent_of(many, 1e-5)
     assert spent_of([], 1e-5) == "epsilon 0.00"

@@ -95,6 +95,8 @@ def test_the_sender_and_the_model() -> None:
         ("client", "name", "a\nb", "client.name"),
         ("policy", "max_epsilon", -1.0, "policy.max_epsilon"),
         ("policy", "delta", 1e-12, "delta"),
+        ("policy", "delta", 0.5, "policy.delta = 0.5 is at least 1 / .*policy.allow_large_delta"),
+        ("policy", "max_distance", float("inf"), "policy.max_distance"),
         ("policy", "algorithms", ["dp-fedavgg"], "did you mean dp-fedavg"),
         ("policy", "max_eps", 1.0, "max_eps"),
         ("data", "name", "nothing", "data.name"),

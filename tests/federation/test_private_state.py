@@ -46,8 +46,10 @@ def test_a_state_folder_of_an_older_version_is_restricted_when_its_client_starts
     stored.write_bytes(b"noised")
     for path in (tmp_path / "clinic-0", *(tmp_path / "clinic-0").rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
+    others = tmp_path / "clinic-0" / "run.sh"
+    others.touch(mode=0o755)
     client_of(job, 0, tmp_path)
-    assert open_to_others(tmp_path / "clinic-0") == {}
+    assert open_to_others(tmp_path / "clinic-0") == {"run.sh": "0o755"}
 
 
 @pytest.mark.usefixtures("umask")

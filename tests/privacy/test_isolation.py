@@ -20,6 +20,7 @@ from dpfed.errors import DpfedError
 from dpfed.model.augment import flip
 from dpfed.model.per_sample import PerSample, call, trainable
 from dpfed.model.space import space_of
+from dpfed.privacy.clipping import clip_and_sum
 from dpfed.privacy.noise import Streams
 from dpfed.privacy.oracle import FleetOracle, Isolation, Slots
 from dpfed.privacy.plan import Plan
@@ -313,6 +314,25 @@ def test_the_sum_of_many_records_does_not_round(grid: bool) -> None:
         how: Any = {"grid": grid}
         found = moved(model, records, torch.zeros(3), isolation, **how)
         assert (abs(found.by - 1) < 1e-6) is exact
+
+
+def test_a_unit_of_many_records_takes_the_memory_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a round fails only when the unit is drawn, and the server sees it."""
+    held: list[int] = []
+
+    def noted(grads: Any, *rest: Any) -> Any:
+        held.append(max(len(g) for g in grads))
+        return clip_and_sum(grads, *rest)
+
+    monkeypatch.setattr("dpfed.privacy.oracle.clip_and_sum", noted)
+    g = torch.tensor([[1.0, 0, 0], [0, 1.0, 0], [0, 0, 4.0]])
+    records = Records({"g": g}, torch.zeros(3, dtype=torch.int64))
+    model: Any = Given()
+    units = np.zeros(3, dtype=np.int64)
+    found, _ = clipped_sum(model, records, torch.zeros(3), "exact", units=units, grid=False)
+    assert held == [1]
+    mean = torch.tensor([1.0, 1, 4]).double() / 3
+    torch.testing.assert_close(found.total, CLIP * mean / mean.norm())
 
 
 def test_a_row_of_theta_alone_gives_the_gradient_that_a_fleet_gives(

@@ -44,6 +44,8 @@ def client(
         own = Client(settings, insecure=insecure, log=say)
         app = client_app(own.answer, settings.client.name, say, greets=insecure, debug=debug)
         say(f"{settings.client.name} takes part with {', '.join(settings.client.servers)} at {address}")
+        if own.on_gpu and settings.policy.isolation == "exact":
+            say("note: exact isolation was tested on CPUs; on a GPU it rests on deterministic kernels")
         if insecure:
             say("INSECURE: no TLS and no keys, for tests on this machine only")
         stop.gently = True

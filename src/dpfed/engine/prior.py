@@ -19,6 +19,7 @@ from dpfed.engine.accounts import NO_PRIVACY, SEEDED, Accounts
 from dpfed.engine.durable import write_file
 from dpfed.engine.embedded import METADATA, embed, embedded
 from dpfed.errors import DpfedError
+from dpfed.model.zoo.pretrained import HubSilentError, hub_file, hub_metadata
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.statement import UNCOUNTED, Past, Prior
 
@@ -60,9 +61,14 @@ def past_of(config: Config) -> Past:
             continue
         if what == "adapter":
             _refuse_no_adapter(given)
-        stored = record_of(given)
+        try:
+            stored = record_of(given)
+            known = True
+        except HubSilentError:
+            stored = None
+            known = False
         if stored is None:
-            subject = _unrecorded(config, given, what)
+            subject = _unrecorded(config, given, what) if known else f"the {what} {given}, as far as is known,"
             if subject is not None:
                 uncounted = True
                 notes.append(f"{subject} has no record of what was spent on it ({SPENDING}): {UNCOUNTED}")
@@ -127,8 +133,6 @@ def _local_records(start: Path) -> dict[str, str]:
 
 def _hub_records(name: str) -> dict[str, str]:
     """The records of a model on the hub: an export may have been published there."""
-    from dpfed.model.zoo.pretrained import hub_file, hub_metadata
-
     path = hub_file(name, SPENDING)
     found = {} if path is None else {str(path): _read(path)}
     for file, values in hub_metadata(name).items():

@@ -151,6 +151,10 @@ class Client:
         self._view = view_for(self._as_run(None, "os"), self._source)
         self._built: tuple[tuple[Algorithm, int, bool], Built] | None = None
 
+    @property
+    def on_gpu(self) -> bool:
+        return self._device.type == "cuda"
+
     def answer(self, data: bytes) -> bytes:
         """The reply to a request, or an error; what a transport calls for each message.
 
@@ -226,7 +230,13 @@ class Client:
             self._log(line)
 
     def _say_spent(self, what: str, terms: Terms | ScoringTerms, ledger: Ledger) -> None:
-        """Log what the whole ledger has spent of the budget, after the answer is stored."""
+        """Log what the whole ledger has spent of the budget; the answer is stored and stays valid."""
+        try:
+            self._log_spent(what, terms, ledger)
+        except (OSError, ValueError, RuntimeError, DpfedError) as error:
+            LOG.warning("what was spent could not be logged: %s", error)
+
+    def _log_spent(self, what: str, terms: Terms | ScoringTerms, ledger: Ledger) -> None:
         if self._log is None:
             return
         if terms.seeded:

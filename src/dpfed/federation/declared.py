@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from dpfed.data.tables import Source
+from dpfed.errors import DpfedError
 from dpfed.federation.policy import ClientConfig
-from dpfed.federation.scoring import rows_of, split
+from dpfed.federation.scoring import KEY, rows_of, split
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,15 @@ class Declared:
         if self.held == 0:
             return f"{self.key} = {self.declared} but the client holds none: check [data] and the held-out settings"
         instead = f"declare a rounded-down figure, such as {rounded_down(self.held)}"
+        if self.held < 10:
+            instead = "no rounding hides a number below ten, so consider not taking part"
         if self.declared > self.held:
             return (
                 f"{self.key} = {self.declared} is more than is held: epsilon holds, "
                 f"but each step learns less than planned; {instead}"
             )
-        if self.declared == self.held:
-            return f"{self.key} = {self.declared} tells the server the exact number: {instead}"
+        if self.declared > rounded_down(self.held):
+            return f"{self.key} = {self.declared} tells the server nearly the exact number: {instead}"
         if 2 * self.declared < self.held:
             return f"{self.key} = {self.declared} is less than half of what is held: {instead}"
         return ""
@@ -48,7 +51,10 @@ def compared(config: ClientConfig, source: Source | None = None) -> list[Declare
     loader: Any = config.data
     found: Source = source or loader.load()
     unit = config.data.unit_column
-    trained, held_out = split(config, found.train, Path(config.client.state))
+    state = Path(config.client.state)
+    if config.client.held_out_share and not (state / KEY).exists():
+        raise DpfedError("the held-out records are drawn at the client's first start: run this after it")
+    trained, held_out = split(config, found.train, state)
 
     def units(rows: np.ndarray) -> int:
         column = rows_of(found.train, rows).column(unit)
@@ -62,6 +68,7 @@ def compared(config: ClientConfig, source: Source | None = None) -> list[Declare
 
 
 def rounded_down(count: int) -> int:
-    """Return a number of two significant digits below `count`, for `count` above 1."""
-    step = int(10 ** max(0, len(str(count)) - 2))
-    return max(1, (count - 1) // step * step)
+    """Return `count` rounded down to two significant digits, or to one below a hundred."""
+    digits = 2 if count >= 100 else 1
+    step = int(10 ** max(0, len(str(count)) - digits))
+    return count // step * step

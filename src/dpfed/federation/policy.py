@@ -26,6 +26,7 @@ from dpfed.privacy.ledger_file import nameable
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.oracle import Isolation
 from dpfed.privacy.published import show_loss, show_setting
+from dpfed.privacy.statement import refuse_large_delta
 
 History = Sequence[tuple[Mechanism, int]]
 
@@ -67,6 +68,7 @@ class Policy:
     records: Annotated[int, Ge(1), "declared number of protected units R_i, public; may be rounded down"]
     max_epsilon: Annotated[float, Gt(0), "epsilon this client will ever spend, over all runs of its ledger"]
     delta: Annotated[float, Gt(0), Lt(1), "δ of max_epsilon"] = 1e-5
+    allow_large_delta: Annotated[bool, "accept a delta of 1 / records or more"] = False
     min_sigma: Annotated[float, Gt(0), "smallest noise multiplier of a release"] = 0.5
     max_clip: Annotated[float, Gt(0), "largest clip norm C"] = 10.0
     max_rate: Annotated[float, Gt(0), Le(1), "largest sampling rate q"] = 0.1
@@ -125,7 +127,10 @@ def build(raw: Mapping[str, Any], registry: Registry) -> ClientConfig:
         data=_named("data", raw.get("data", {}), registry.data),
         model=_named("model", raw.get("model", {}), registry.model),
     )
-    check_delta(config.policy.delta)
+    policy = config.policy
+    check_delta(policy.delta)
+    unit = config.data.unit_column or "record"
+    refuse_large_delta(policy.delta, policy.records, unit, policy.allow_large_delta, "policy")
     dealt = sorted({"clients", "partition", "alpha", "client_column"} & set(raw.get("data", {})))
     if dealt:
         raise DpfedError(f"data.{dealt[0]} deals records to simulated clients: a real one holds its own, leave it out")

@@ -27,19 +27,28 @@ from dpfed.algorithms.base import Memory
 from dpfed.engine.durable import sync_folder, write_file
 from dpfed.errors import DpfedError
 from dpfed.federation.policy import RefusedError
-from dpfed.privacy.private_files import make_private_folder, restrict_tree
+from dpfed.privacy.private_files import make_private_folder, restrict_file, restrict_tree
 
 LOG = logging.getLogger("dpfed")
 Kind = Literal["reply", "score"]
+FOLDERS = ("runs", "flower")
+FILES = ("ledger.db*", "held-out.key*", ".held-out.key*")
 KEPT = 2  # a server that goes on from its last checkpoint may ask again for the round before the last
 
 
 def own_folder(state: Path) -> Path:
-    """Return a client's state folder, after restricting it and all that it holds to its owner."""
+    """Return a client's state folder, restricted to its owner with all that this program keeps in it.
+
+    Other files in it are left alone: the folder may be that of client.toml.
+    """
     try:
         state.parent.mkdir(parents=True, exist_ok=True)
         make_private_folder(state)
-        restrict_tree(state)
+        for folder in FOLDERS:
+            restrict_tree(state / folder)
+        for pattern in FILES:
+            for path in state.glob(pattern):
+                restrict_file(path)
     except OSError as error:
         why = error.strerror or error
         raise DpfedError(f"client.state = {str(state)!r} cannot be restricted to its owner: {why}") from None

@@ -233,8 +233,8 @@ class FleetOracle:
     def _keys(self, positions: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """A key for each record that depends on its place at its client and on the step, not on the fleet around it.
 
-        Removing a unit renumbers the places behind it. The keys are masked by a number of a secret
-        stream, so they have the same law at every place, and neighbours are coupled record by record.
+        Removing a unit renumbers the places behind it. A number of a secret stream is part of every
+        key, so the pseudo-random draws made from the keys do not tell places apart.
         """
         if self._dropout is None and self._augment is None:
             return np.zeros(int(counts.sum()), dtype=np.int64)
@@ -292,8 +292,12 @@ class FleetOracle:
         total = torch.zeros_like(theta, dtype=precision if self._grid is None else torch.int64)
         count = torch.zeros_like(self.phi, dtype=precision)
         for part in slots.chunks(self._together):
+            if self._exact:
+                grads = self._mean_of_unit(theta, part)
+                part = part.single(0)
             client = torch.from_numpy(part.client).to(self._device)
-            grads = self._grads(theta, client, part)
+            if not self._exact:
+                grads = self._pass(theta, client, part)
             if scale is not None:
                 grads = _scaled(grads, scale.expand(theta.shape).index_select(0, client))
             if PRIVATE.isEnabledFor(logging.DEBUG):
@@ -312,17 +316,26 @@ class FleetOracle:
             total = self._expected * clip_mean_by_tensor(total, drawn, sizes, self._plan.clip)
         return total, count
 
-    def _grads(self, theta: Tensor, client: Tensor, part: Slots) -> list[Tensor]:
-        """The records' gradients `[M, n]`, each the mean over its views; not clipped yet."""
-        if not self._exact:
-            return self._pass(theta, client, part)
+    def _mean_of_unit(self, theta: Tensor, part: Slots) -> list[Tensor]:
+        """Return the mean gradient `[1, n]` of one unit, in float64, from one pass for each record.
+
+        The memory it takes does not grow with the unit, so no unit can make a round fail.
+        """
         alone = torch.zeros(1, dtype=torch.int64, device=self._device)
-        rows = [theta[s : s + 1] for s in part.client.tolist()]
-        found = [self._pass(row, alone, part.single(i)) for i, row in enumerate(rows)]
-        return [torch.cat(tensors).double() for tensors in zip(*found, strict=True)]
+        own = int(part.client[0])
+        total = [torch.zeros(1, shape.numel(), dtype=torch.float64, device=self._device) for shape in self._shapes]
+        for i in range(len(part.row)):
+            grads = self._pass(theta[own : own + 1], alone, part.single(i))
+            for summed, grad in zip(total, grads, strict=True):
+                summed += grad
+        return [summed / len(part.row) for summed in total]
+
+    @property
+    def _shapes(self) -> Sequence[torch.Size]:
+        return self._gradients.space.shapes
 
     def _pass(self, theta: Tensor, client: Tensor, part: Slots) -> list[Tensor]:
-        """Return the gradients of these records from one forward and one backward pass."""
+        """Return the gradients `[M, n]` of these records, each the mean over its views, from one pass."""
         count, row = self._views, torch.from_numpy(part.row).to(self._device)
         inputs, labels = self._records.take(each_view(row, count))
         keys = self._keyed(self._augment, part)

@@ -77,7 +77,7 @@ def chances(cohort: int, eligible: Sequence[tuple[int, int]], colluding: int = 0
     )
 
 
-def delta_warning(delta: float, largest: int, unit: str = "record") -> str | None:
+def delta_warning(delta: float, largest: int, unit: str = "record", section: str = "privacy") -> str | None:
     """Return a warning if delta is at least 1 / (10 R); `largest` is R, the largest client's units."""
     if delta < 1 / (10 * largest):
         return None
@@ -85,11 +85,11 @@ def delta_warning(delta: float, largest: int, unit: str = "record") -> str | Non
     held = f"{largest} {unit}s" if largest != 1 else f"1 {unit}"
     if is_large_delta(delta, largest):
         return (
-            f"privacy.delta = {delta:g} is at least 1 / {largest}, and the largest client has {held}: "
+            f"{section}.delta = {delta:g} is at least 1 / {largest}, and the largest client has {held}: "
             f"publishing one {unit} at random satisfies such a guarantee, so use {advice:g} or less"
         )
     return (
-        f"privacy.delta = {delta:g} is at least a tenth of 1 / {largest}, and the largest client has {held}: "
+        f"{section}.delta = {delta:g} is at least a tenth of 1 / {largest}, and the largest client has {held}: "
         f"use {advice:g} or less"
     )
 
@@ -99,10 +99,11 @@ def is_large_delta(delta: float, largest: int) -> bool:
     return delta >= 1 / largest
 
 
-def refuse_large_delta(delta: float, largest: int, unit: str, allowed: bool) -> None:
-    """Refuse a new run whose delta is at least 1 / R, unless the configuration allows it."""
+def refuse_large_delta(delta: float, largest: int, unit: str, allowed: bool, section: str = "privacy") -> None:
+    """Refuse a delta of at least 1 / R, unless `section` allows it."""
     if is_large_delta(delta, largest) and not allowed:
-        raise DpfedError(f"{delta_warning(delta, largest, unit)} (privacy.allow_large_delta = true runs it anyway)")
+        why = delta_warning(delta, largest, unit, section)
+        raise DpfedError(f"{why} ({section}.allow_large_delta = true runs it anyway)")
 
 
 Prior = tuple[tuple[Mechanism, int], ...]

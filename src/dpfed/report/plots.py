@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from dpfed.errors import DpfedError
+from dpfed.privacy.private_files import open_private
 from dpfed.privacy.published import show_delta
 from dpfed.privacy.statement import Planned
 
@@ -36,7 +37,9 @@ def epsilon_over_rounds(planned: Planned, path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     try:
-        figure.savefig(path, dpi=150)
+        # The counts are not noised.
+        with open_private(path, "wb") as file:
+            figure.savefig(file, dpi=150, format=path.suffix[1:].lower())
     except OSError as error:
         raise DpfedError(f"the plot {path} cannot be written: {error.strerror or error}") from None
     finally:
@@ -129,7 +132,9 @@ def label_table(counts: np.ndarray, classes: Sequence[str], title: str, path: Pa
     else:
         axes.yaxis.get_major_locator().set_params(integer=True)
     try:
-        figure.savefig(path, dpi=150)
+        # The counts are not noised.
+        with open_private(path, "wb") as file:
+            figure.savefig(file, dpi=150, format=path.suffix[1:].lower())
     except OSError as error:
         raise DpfedError(f"the plot {path} cannot be written: {error.strerror or error}") from None
     finally:

@@ -12,7 +12,7 @@ from torch import nn
 
 from dpfed.errors import DpfedError
 from dpfed.model.companions import Companions
-from dpfed.model.zoo.pretrained import first_line, folder_of, hub_file
+from dpfed.model.zoo.pretrained import HubSilentError, first_line, folder_of, hub_file
 
 MODULES = "modules.json"
 BODY = "body"  # name of the encoder inside the pooled classifier
@@ -129,9 +129,12 @@ def _way(weights: str, folder: str) -> str:
 
 
 def _read(weights: str, name: str) -> Any:
-    """Return a JSON file beside the weights; None where there is none."""
+    """Return a JSON file beside the weights; None where there is none, or the hub does not answer."""
     folder = folder_of(weights)
-    path: Path | None = hub_file(weights, name) if folder is None else folder / name
+    try:
+        path = hub_file(weights, name) if folder is None else folder / name
+    except HubSilentError:
+        return None
     if path is None or not path.is_file():
         return None
     try:

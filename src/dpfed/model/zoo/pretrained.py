@@ -232,32 +232,54 @@ def _hub_folder(name: str) -> Path | None:
         return None
 
 
-def hub_file(name: str, file: str) -> Path | None:
-    """A small file beside a model on the hub; None where there is none, or nobody to ask.
+class HubSilentError(DpfedError):
+    """The hub gave no answer, so nobody knows whether it has a file."""
 
-    Of the version whose model is here, if one is: weights of another one are not loaded either.
+
+def hub_file(name: str, file: str) -> Path | None:
+    """Return a small file beside a model on the hub; None if it is known that there is none.
+
+    It is that of the cached version of the model, if there is one. Without an answer from the hub
+    it raises HubSilentError.
     """
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
+    silent = HubSilentError(f"the hub does not say whether {name} has {file}: try again with a network")
     try:
         here, model = try_to_load_from_cache(name, file), try_to_load_from_cache(name, "config.json")
-        if here is not None or os.environ.get("HF_HUB_OFFLINE") == "1":
+        if here is not None:
             return Path(here) if isinstance(here, str) else None
+        if os.environ.get("HF_HUB_OFFLINE") == "1":
+            raise silent
         reach(name, "model.weights")
         version = Path(model).parent.name if isinstance(model, str) else None
         return Path(hf_hub_download(name, file, revision=version, etag_timeout=SECONDS))
-    except (DpfedError, HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError):
+    except LocalEntryNotFoundError:
+        # It is an EntryNotFoundError too, and means that the hub could not be reached.
+        raise silent from None
+    except (EntryNotFoundError, RepositoryNotFoundError):
         return None
+    except (DpfedError, HfHubHTTPError, OSError, ValueError):
+        raise silent from None
 
 
 def hub_metadata(name: str) -> dict[str, dict[str, str]]:
-    """Return the metadata of each safetensors file of a hub model; empty if nobody can be asked.
+    """Return the metadata of each safetensors file of a hub model.
 
-    Files in the local cache are read there; otherwise only headers are downloaded.
+    Files in the local cache are read there; otherwise only headers are downloaded. Without an answer
+    from the hub it raises HubSilentError.
     """
     from huggingface_hub import get_safetensors_metadata, try_to_load_from_cache
+    from huggingface_hub.errors import NotASafetensorsRepoError
     from safetensors import safe_open
+
+    silent = HubSilentError(f"the hub does not say what the weights of {name} are: try again with a network")
 
     try:
         model = try_to_load_from_cache(name, "config.json")
@@ -266,15 +288,19 @@ def hub_metadata(name: str) -> dict[str, dict[str, str]]:
         for path in sorted(snapshot.glob("*.safetensors")) if snapshot else ():
             with safe_open(path, framework="pt") as file:
                 found[path.name] = dict(file.metadata() or {})
-        if found or os.environ.get("HF_HUB_OFFLINE") == "1":
+        if found:
             return found
+        if os.environ.get("HF_HUB_OFFLINE") == "1":
+            raise silent
         reach(name, "model.weights")
         version = snapshot.name if snapshot else None
         headers = get_safetensors_metadata(name, revision=version).files_metadata
         return {file: dict(header.metadata or {}) for file, header in headers.items()}
-    except Exception:
-        # Transport and format raise a dozen kinds; such weights fail again when they are loaded.
+    except NotASafetensorsRepoError:
         return {}
+    except Exception:
+        # Transport and format raise a dozen kinds.
+        raise silent from None
 
 
 @lru_cache(maxsize=4)
