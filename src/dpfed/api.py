@@ -77,7 +77,7 @@ def fine_tune(
     test      the server's public records, with the same columns
     epsilon   server's view of a client in every round; None: settings give privacy.sigma, or no privacy
     settings  any other keys of the configuration, such as {"algorithm.lr": 1e-3, "run.rounds": 50}
-    progress  shows rounds with accuracy and epsilon as they pass, and the work inside a round, on stderr
+    progress  shows rounds with accuracy and epsilon, and the work inside a round, on stderr
     """
     source = source_of(train, test, classes)
     folder = Path(out) if out is not None else None

@@ -80,7 +80,7 @@ def next_points(
     return todo
 
 
-def points_per_arm(scored: Sequence[Scores], first: int, extra: int = EXTRA, limit: int = LIMIT) -> int:
+def points_per_arm(scored: Sequence[Scores], first: int, extra: int, limit: int) -> int:
     """Return how many points every tuned arm gets, as far as the scores say now.
 
     The number can still grow, up to `first + limit`, until every arm has this many points.
@@ -132,8 +132,8 @@ def decision(scored: Scores) -> str:
     if len(close) == 1:
         return f"the highest accuracy, {chosen.accuracy:.3f}"
     return (
-        f"the lowest loss, {chosen.loss:.4g}, of {len(close)} tries within one standard error of the highest accuracy, "
-        f"{top.accuracy:.3f}"
+        f"the lowest loss, {chosen.loss:.4g}, of {len(close)} tries within one standard error "
+        f"of the highest accuracy, {top.accuracy:.3f}"
     )
 
 

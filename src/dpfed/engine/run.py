@@ -75,8 +75,8 @@ def run(
     the clients are elsewhere: it makes the backend from the job and the run's name, no private record is read here, the
     ledgers are the clients' own, and there is a checkpoint after every round, as they store only their last messages.
     With `place` it is one of several runs in threads that compute gradients together (packed.py); with `shared` it takes
-    over records, frozen model and features of the run before it, where they are the same. `on_activity` is called
-    with progress inside a round and before the first one.
+    over records, frozen model and features of the run before it, where they are the same.
+    `on_activity` is called with progress inside a round and before the first one.
     """
     refuse_real_noise(config)
     refuse_missing(config)
@@ -184,7 +184,7 @@ def _train(
 
 
 def _checked_budget(job: Job) -> Budget | None:
-    """Return the privacy budget of the run, or None without privacy; refuse a plan that exceeds it."""
+    """Return the run's privacy budget, or None without privacy; refuse a plan that exceeds it."""
     if not job.plan.private:
         return None
     privacy = job.config.privacy

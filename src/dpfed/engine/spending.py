@@ -155,7 +155,8 @@ def _extend(job: Job, budget: Budget, ledger: Ledger) -> None:
     old, new = (np.repeat([n for n, _ in pairs], [count for _, count in pairs]) for pairs in (before, budget.eligible))
     if len(new) < len(old):
         raise DpfedError(
-            f"the ledger {ledger.path} states {counted(len(old), 'round')}: go on with --set run.rounds={len(old)} or more"
+            f"the ledger {ledger.path} states {counted(len(old), 'round')}: "
+            f"go on with --set run.rounds={len(old)} or more"
         )
     if len(new) == len(old) or not np.array_equal(new[: len(old)], old):
         raise DpfedError(f"the ledger {ledger.path} was written for another plan: this is not the run it belongs to")
@@ -212,8 +213,9 @@ class Spending:
         needed = self._job.config.run.min_clients or self._job.schedule.cohort
         if len(able) < needed:
             raise StoppedError(
-                f"before round {t} only {counted(len(able), 'client')} can stay within privacy.budget = "
-                f"{self._job.config.privacy.budget:g} and {needed} are needed: the run ends with what it has"
+                f"before round {t} only {counted(len(able), 'client')} can stay within "
+                f"privacy.budget = {self._job.config.privacy.budget:g} and {needed} are needed: "
+                "the run ends with what it has"
             )
         return able
 

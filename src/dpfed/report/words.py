@@ -41,7 +41,8 @@ def lead(groups: Sequence[Group]) -> str:
     if runs == 1:
         return f"One run of {groups[0].label}: {_shape(groups[0])}."
     if len(groups) == 1:
-        return f"{counted(runs, 'run')} of {groups[0].label} that differ in their seed: {_shape(groups[0])}."
+        named = f"{counted(runs, 'run')} of {groups[0].label}"
+        return f"{named} that differ in their seed: {_shape(groups[0])}."
     shapes = {_shape(group) for group in groups}
     return f"{counted(runs, 'run')} of {counted(len(groups), 'method')}" + (
         f": {shapes.pop()}." if len(shapes) == 1 else "."
@@ -93,7 +94,8 @@ def cards(groups: Sequence[Group]) -> list[Card]:
         seen = f"it sees every message of a client in every round{at}"
         out.append(Card(f"Epsilon{planned}, server", f"{server:.2f}", seen))
     if third is not None:
-        out.append(Card(f"Epsilon{planned}, third party", f"{third:.2f}", f"sees the global models only{at}"))
+        seen = f"sees the global models only{at}"
+        out.append(Card(f"Epsilon{planned}, third party", f"{third:.2f}", seen))
     if server is None and group.first("release") == NO_PRIVACY:
         out.append(Card("Epsilon", "none", "trained without privacy"))
     traffic = group.first("traffic")
@@ -106,8 +108,10 @@ def cards(groups: Sequence[Group]) -> list[Card]:
 def _spent_card(group: Group, run: RunData, at: str) -> Card:
     """The epsilon that an unfinished run has spent, apart from the one that is planned."""
     value = "not known" if group.spent is None else f"{group.spent:.2f}"
-    who = "by the client that spent most" if run.curve("epsilon_server_max") else "by a client in every round"
-    return Card("Epsilon spent so far", value, f"{who}, after round {run.last} of {run.planned_rounds}{at}")
+    measured = run.curve("epsilon_server_max")
+    who = "by the client that spent most" if measured else "by a client in every round"
+    so_far = f"after round {run.last} of {run.planned_rounds}"
+    return Card("Epsilon spent so far", value, f"{who}, {so_far}{at}")
 
 
 def meaning(groups: Sequence[Group]) -> str:
@@ -120,8 +124,8 @@ def meaning(groups: Sequence[Group]) -> str:
         return "Nothing in this model's training is protected." if none else ""
     unit = group.privacy.planned.unit
     return (
-        f"What {'the planned epsilon' if group.unfinished else 'it'} means: even with everything the server sees, nobody "
-        f"can tell whether one {unit} of a client was used with "
+        f"What {'the planned epsilon' if group.unfinished else 'it'} means: even with everything "
+        f"the server sees, nobody can tell whether one {unit} of a client was used with "
         f"an advantage above {group.privacy.advantage:.2f} (hits minus false alarms; 0 is guessing, 1 is certainty)."
     )
 
