@@ -74,12 +74,12 @@ class Looked:
         )
 
     def unmarked_tables(self) -> int:
-        """Return how many tables are wider than their box without a visible hint, or have a hint and fit."""
+        """Return how many tables scroll without a visible hint, or have a hint and fit."""
         return int(
             self.page.evaluate(
                 "Array.from(document.querySelectorAll('.scroll')).filter(box => "
-                "(box.scrollWidth > box.clientWidth + 1) !== (getComputedStyle(box, '::before').content !== 'none'))"
-                ".length"
+                "(box.scrollWidth > box.clientWidth + 1) !== "
+                "(getComputedStyle(box, '::before').content !== 'none')).length"
             )
         )
 

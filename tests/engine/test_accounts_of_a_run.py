@@ -89,7 +89,7 @@ def test_a_client_is_left_out_as_soon_as_its_limit_is_reached() -> None:
     assert spending.eligible().tolist() == [0]
     spending.charge(2, [0])
     spending.charge(3, [0])
-    with pytest.raises(StoppedError, match=r"before round 4 only 0 clients are within privacy\.budget"):
+    with pytest.raises(StoppedError, match=r"before round 4 only 0 clients can stay within privacy\.budget"):
         spending.enough(4)
 
 

@@ -326,7 +326,7 @@ def test_a_budget_counts_what_was_before(start: Path, tmp_path: Path) -> None:
     one = epsilon([(FIRST, 4), (second, 2)], DELTA).value
     two = epsilon([(FIRST, 4), (second, 4)], DELTA).value
     plenty = {"run": {"rounds": 5}, "privacy": {"budget": (one + two) / 2}}
-    with pytest.raises(StoppedError, match="only 0 clients are within"):
+    with pytest.raises(StoppedError, match="only 0 clients can stay within"):
         go_on(start, tmp_path / "r", **plenty)
     assert json.loads((tmp_path / "r" / "run.json").read_text())["rounds"] == 2  # each client once
     assert read_accounts(tmp_path / "r").server_max == pytest.approx(one)

@@ -151,6 +151,7 @@ HARMLESS = frozenset(
         "LARGEST",
         "FIELDS",
         "CLIPS",
+        "distance",
     ]
 )
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from dpfed.privacy.published import show_score
+from dpfed.privacy.published import show_score, show_setting
 from dpfed.text import counted
 
 if TYPE_CHECKING:
@@ -58,19 +58,20 @@ def compare(
     from dpfed.compare.pool import Pool, default_workers
     from dpfed.compare.study import Progress, check, claim, conduct
     from dpfed.engine.packed import pack_size
-    from dpfed.errors import StoppedError
     from dpfed.registry import DEFAULT, registry
 
     study = study_of(config or DEFAULT, overrides or [], algorithms, preset, lr or [], seeds, search_seeds)
     check(study, registry())
     folder = out or Path("runs") / study.name
     count, gpus = default_workers(str(study.base["run"]["device"]))
+    count = workers or count
     together = pack_size(pack, gpus)
-    with claim(folder, study, force), Pool(workers or count, gpus) as pool, Watch() as watch:
+    with claim(folder, study, force), Pool(count, gpus) as pool, Watch() as watch:
         planned = runs_in_words(Progress(study, registry()).planned())
-        watch.say(f"{counted(len(study.arms), 'arm')}, {planned}, {workers or count} at a time, into {folder}")
+        arms = counted(len(study.arms), "arm")
+        watch.say(f"{arms}, {planned}, {count} at a time, into {folder}")
         try:
-            results = conduct(study, folder, pool, registry(), watch.run, together, workers or count)
+            results = conduct(study, folder, pool, registry(), watch.run, together, count)
         except KeyboardInterrupt:
             watch.say("stopped: the same command goes on from here, finished runs are kept")
             raise
@@ -81,9 +82,7 @@ def compare(
     print(f"written to {folder}: {', '.join(name for name in FILES if (folder / name).exists())}")
     if as_json:
         print(json.dumps({**json.loads((folder / "table.json").read_text(encoding="utf-8")), "out": str(folder)}))
-    failed = [f"{result.arm.label}: {result.failed}" for result in results if result.failed]
-    if failed:
-        raise StoppedError(f"{len(failed)} of {counted(len(results), 'arm')} could not be run; the first, {failed[0]}")
+    report_failures(results)
 
 
 def study_of(
@@ -123,6 +122,16 @@ def study_of(
     return Study(to_dict(base), tuple(arms), seeds, title, axis, search_seeds=search_seeds)
 
 
+def report_failures(results: Sequence[ArmResult]) -> None:
+    """Raise StoppedError if arms could not be run; the others have their results."""
+    from dpfed.errors import StoppedError
+
+    failed = [f"{result.arm.label}: {result.failed}" for result in results if result.failed]
+    if failed:
+        arms = counted(len(results), "arm")
+        raise StoppedError(f"{len(failed)} of {arms} could not be run; the first, {failed[0]}")
+
+
 def runs_in_words(planned: Planned) -> str:
     return f"{'at least ' if planned.at_least else ''}{counted(planned.runs, 'run')}"
 
@@ -134,7 +143,8 @@ def choices(results: Sequence[ArmResult]) -> list[str]:
     lines = []
     for result in results:
         if result.point and result.failed is None:
-            rates = " ".join(f"{key}={value:g}" for key, value in zip(result.arm.grids, result.point, strict=True))
+            chosen = zip(result.arm.grids, result.point, strict=True)
+            rates = " ".join(f"{key}={show_setting(value)}" for key, value in chosen)
             lines.append(f"{result.arm.label}  chosen {rates}: {decision(result.tuned)}")
     return lines
 
@@ -182,11 +192,12 @@ class Watch:
         elif outcome.diverged:
             score = "diverged"
         else:
-            score = f"accuracy {show_score(outcome.accuracy)}  loss {outcome.loss:.4g}"
+            score = f"accuracy {show_score(outcome.accuracy)}  loss {show_score(outcome.loss, 4)}"
         line = f"{ended.task.label}  {score}" + ("" if ended.fresh else "  (was done)")
         count = f"{ended.done} of {runs_in_words(ended.planned)}"
         if self._bar is not None:
-            self._bar.update(self._task, completed=ended.done, total=ended.planned.runs, description=line, count=count)
+            self._bar.update(self._task, completed=ended.done, total=ended.planned.runs)
+            self._bar.update(self._task, description=line, count=count)
         if self._bar is None or outcome.failed is not None:
             self.say(f"{count}  {line}")
 
@@ -212,6 +223,9 @@ def show(table: Table, folder: Path) -> None:
         drawn.add_row(*(line[i] for i in widths), style="bold" if row.label in best else None)
     console.print(drawn, markup=False)
     absent = [word for i, word in enumerate(head) if i not in widths]
-    left_out = [f"left out for the width: {', '.join(absent)}; {folder / 'table.md'} has all columns"] if absent else []
-    for note in [*left_out, *footnotes(table), *table.notes]:
+    notes = [*footnotes(table), *table.notes]
+    if absent:
+        whole = folder / "table.md"
+        notes.insert(0, f"left out for the width: {', '.join(absent)}; {whole} has all columns")
+    for note in notes:
         console.print(note, markup=False, highlight=False)

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from dpfed.data.partition import Shards
     from dpfed.data.tables import Source
 
-data = typer.Typer(name="data", cls=Group, help="Look at data sources and partitions.", no_args_is_help=True)
+HELP = "Look at data sources and partitions."
+data = typer.Typer(name="data", cls=Group, help=HELP, no_args_is_help=True)
 SHOWN_CLIENTS, SHOWN_CLASSES = 20, 12
 LONGEST_NAME = 24
 WARNING = "these are counts of private labels, read without noise: for simulations only, never for release"
@@ -129,7 +130,8 @@ def table(counts: np.ndarray, classes: tuple[str, ...], names: tuple[str, ...] =
         cells = "".join(f"{n:>{w}}" for n, w in zip(row, widths, strict=True))
         lines.append(f"{clients[client]:>{column}}{cells}{rest}{counts[client].sum():>9}")
     if len(counts) > SHOWN_CLIENTS:
-        lines.append(f"     ... and {counted(len(counts) - SHOWN_CLIENTS, 'more client')} (--json has all of them)")
+        more_clients = counted(len(counts) - SHOWN_CLIENTS, "more client")
+        lines.append(f"     ... and {more_clients} (--json has all of them)")
     return lines
 
 
@@ -139,8 +141,8 @@ def sizes_line(settings: Config, shards: Shards) -> str:
     unit = settings.data.unit_column or "record"
     sizes = shards.sizes
     return (
-        f"{counted(len(shards), 'client')} of {sizes.min()} to {sizes.max()} (median {np.median(sizes):g}) "
-        f"protected units, each one {unit}"
+        f"{counted(len(shards), 'client')} of {sizes.min()} to {sizes.max()} "
+        f"(median {np.median(sizes):g}) protected units, each one {unit}"
     )
 
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from dpfed.model.assemble import Assembled
     from dpfed.model.task import InputSpec
 
-app = typer.Typer(cls=Group, help="Models: what is trained, and in which blocks.", no_args_is_help=True)
+HELP = "Models: what is trained, and in which blocks."
+app = typer.Typer(cls=Group, help=HELP, no_args_is_help=True)
 
 
 @app.callback()
@@ -94,8 +95,8 @@ def lines(config: Config, spec: InputSpec, parts: Assembled, notes: list[str]) -
     out = [
         f"{config.model.name} ({type(parts.adapted.model).__name__}), train = {config.model.train}, for {spec.kind} of "
         f"shape {'x'.join(map(str, spec.shape))} and {spec.classes} classes",
-        f"{parts.total:,} parameters, of which P = {space.size:,} trainable numbers in {counted(len(space.names), 'tensor')} "
-        "(with adapters)",
+        f"{parts.total:,} parameters, of which P = {space.size:,} trainable numbers in "
+        f"{counted(len(space.names), 'tensor')} (with adapters)",
         "",
         "trainable tensors (* stands for a number)",
     ]

@@ -44,7 +44,7 @@ class Group(typer.core.TyperGroup):
 
 @contextmanager
 def escaped_help(described: list[Any]) -> Iterator[None]:
-    """Escape rich's markup in the help texts of a command and its parameters while they are shown."""
+    """Escape rich's markup in the help texts of a command and its parameters for a while."""
     before = [getattr(thing, "help", None) for thing in described]
     for thing, text in zip(described, before, strict=True):
         if text:

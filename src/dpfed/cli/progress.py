@@ -15,13 +15,14 @@ from dpfed.engine.activity import Activity
 from dpfed.engine.rounds import Round
 from dpfed.privacy.published import show_loss, show_score
 
+Clock = Callable[[], float]
 SILENCE_S = 10.0  # seconds without a line after which a plain log shows what is going on
 
 
 class Watch:
     """Shows rounds, and the work inside them, on stderr; stdout is kept for results."""
 
-    def __init__(self, rounds: int, lines: int = 10, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, rounds: int, lines: int = 10, clock: Clock = time.monotonic) -> None:
         self._rounds = rounds
         self._every = max(1, rounds // lines)
         self._clock = clock
@@ -38,7 +39,8 @@ class Watch:
                 TextColumn("[dim]{task.fields[activity]}"),
                 console=self._console,
             )
-            self._task = self._bar.add_task("round", total=rounds, accuracy="", epsilon="", activity="")
+            empty: dict[str, Any] = {"accuracy": "", "epsilon": "", "activity": ""}
+            self._task = self._bar.add_task("round", total=rounds, **empty)
 
     def __enter__(self) -> Watch:
         if self._bar is not None:
@@ -58,7 +60,7 @@ class Watch:
             print(line, file=sys.stderr, flush=True)
 
     def activity(self, activity: Activity) -> None:
-        """Show progress inside a round: at once on a terminal, elsewhere only after a long silence."""
+        """Show progress inside a round: at once on a terminal, elsewhere after a silence."""
         if self._bar is not None:
             self._bar.update(self._task, activity=str(activity))
         elif self._clock() - self._last_line >= SILENCE_S:

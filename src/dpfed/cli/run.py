@@ -139,7 +139,8 @@ def summary(job: Job) -> list[str]:
 
     plan, schedule = job.plan, job.schedule
     lines = [
-        f"{job.algorithm.name} on {job.config.data.name}: {counted(schedule.clients, 'client')}, {schedule.cohort} per round, "
+        f"{job.algorithm.name} on {job.config.data.name}: "
+        f"{counted(schedule.clients, 'client')}, {schedule.cohort} per round, "
         f"{counted(schedule.rounds, 'round')} of {counted(schedule.local_steps, 'local step')}; "
         f"{job.config.model.name} with {counted(job.space.size, 'trainable number')} in "
         f"{counted(job.space.num_blocks, 'block')}",

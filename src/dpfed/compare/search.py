@@ -19,6 +19,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from dpfed.privacy.published import show_score
+
 Grid = tuple[float, ...]
 Space = tuple[Grid, ...]
 Point = tuple[float, ...]
@@ -80,7 +82,7 @@ def next_points(
     return todo
 
 
-def points_per_arm(scored: Sequence[Scores], first: int, extra: int = EXTRA, limit: int = LIMIT) -> int:
+def points_per_arm(scored: Sequence[Scores], first: int, extra: int, limit: int) -> int:
     """Return how many points every tuned arm gets, as far as the scores say now.
 
     The number can still grow, up to `first + limit`, until every arm has this many points.
@@ -130,10 +132,10 @@ def decision(scored: Scores) -> str:
     top = max(scored.values(), key=lambda score: score.accuracy)
     close = [score for score in scored.values() if score.accuracy >= top.accuracy - top.error]
     if len(close) == 1:
-        return f"the highest accuracy, {chosen.accuracy:.3f}"
+        return f"the highest accuracy, {show_score(chosen.accuracy)}"
     return (
-        f"the lowest loss, {chosen.loss:.4g}, of {len(close)} tries within one standard error of the highest accuracy, "
-        f"{top.accuracy:.3f}"
+        f"the lowest loss, {show_score(chosen.loss, 4)}, of {len(close)} tries within one standard error "
+        f"of the highest accuracy, {show_score(top.accuracy)}"
     )
 
 

@@ -82,7 +82,11 @@ class Planned:
 
 @dataclass(frozen=True)
 class EndedRun:
-    """A run of a study that is done. fresh: it was run just now, not found in the folder; done: runs so far."""
+    """A run of a study that is done.
+
+    fresh  it was run just now, not found in the folder
+    done   runs so far, this one included
+    """
 
     task: Task
     outcome: Outcome
@@ -262,7 +266,9 @@ def conduct(
     pack: int = 1,
     workers: int = 1,
 ) -> list[ArmResult]:
-    """Run all that is not done yet and return the arms' results. `on_run` is called with every run that is done.
+    """Run all that is not done yet and return the arms' results.
+
+    `on_run` is called with every run that is done.
 
     With `pack` up to so many runs go to a worker at once, where they can be computed together.
     """

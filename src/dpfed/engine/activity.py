@@ -1,7 +1,7 @@
 """Progress inside a round and before the first one, for callbacks that show it.
 
-Every count here is public or stays with the process that holds the records. The number of records that a step draws is
-private, so progress is never counted in drawn records.
+Every count here is public or stays with the process that holds the records. The number of records
+that a step draws is private, so progress is never counted in drawn records.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Activity:
-    """`done` of `total` units of work, such as local steps; `round` is None before the first round."""
+    """`done` of `total` units of work, such as local steps; `round` is None outside a round."""
 
     name: str
     done: int

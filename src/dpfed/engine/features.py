@@ -92,8 +92,9 @@ def _kept(
     with its features, so that no other can come to have it.
     """
     try:
+        make = partial(_made, parts, (model, named), theta, on_activity)
         (_, head, train), (_, _, test) = (
-            kept.get(kind, (id(model), mark), partial(_made, parts, (model, named), theta, table, on_activity))
+            kept.get(kind, (id(model), mark), partial(make, table))
             for kind, mark, table in zip(("features", "test features"), which, tables, strict=True)
         )
         given = {name: torch.from_numpy(x) for name, x in tables[0].inputs.items()}
@@ -127,7 +128,7 @@ def _parts(config: Config, model: PerSample, theta: Tensor, tables: tuple[Table,
 
 
 def _made(
-    parts: Split, named: object, theta: Tensor, table: Table, on_activity: OnActivity
+    parts: Split, named: object, theta: Tensor, on_activity: OnActivity, table: Table
 ) -> tuple[object, PerSample, Records]:
     return named, parts.head, _records(parts.frozen, theta, table, on_activity)
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from dpfed.engine.activity import Activity
 from dpfed.engine.setup import Job
-from dpfed.privacy.records import Records
 
 MAX_BATCH = 8192
 
@@ -26,14 +25,14 @@ class Scores:
     support: int
 
 
-def scored_batches(job: Job, theta: Tensor, test: Records) -> Iterator[tuple[Tensor, Tensor]]:
+def scored_batches(job: Job, theta: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the model's scores and the labels of the test records, batch by batch."""
-    records = len(test.labels)
+    records = len(job.test.labels)
     batch = min(MAX_BATCH, job.model.records_at_once(job.device))
     for first in range(0, records, batch):
         job.on_activity(Activity("test records", first, records))
         rows = torch.arange(first, min(first + batch, records), device=job.device)
-        inputs, labels = test.take(rows)
+        inputs, labels = job.test.take(rows)
         yield job.model.scores(theta, inputs), labels
 
 
@@ -41,7 +40,7 @@ def confusion(job: Job, theta: Tensor) -> Tensor:
     """How often the class of a row was answered with the class of a column, `[classes, classes]`."""
     count = len(job.classes)
     table = torch.zeros(count * count, dtype=torch.int64)
-    for scores, labels in scored_batches(job, theta, job.test):
+    for scores, labels in scored_batches(job, theta):
         table += torch.bincount((labels * count + scores.argmax(1)).cpu(), minlength=count * count)
     return table.view(count, count)
 

@@ -19,7 +19,6 @@ from dpfed.engine.setup import Job
 from dpfed.engine.spending import Spending
 from dpfed.engine.state import State
 from dpfed.errors import DivergedError, DpfedError, InterruptedRunError, StoppedError
-from dpfed.privacy.records import Records
 
 
 class Backend(Protocol):
@@ -185,13 +184,13 @@ def choose(job: Job, t: int, able: np.ndarray) -> list[int]:
     return sorted(int(i) for i in chosen)
 
 
-def evaluate(job: Job, theta: Tensor, test: Records | None = None) -> tuple[float | None, float | None]:
+def evaluate(job: Job, theta: Tensor) -> tuple[float | None, float | None]:
     """Accuracy and mean loss on the server's test set; none of both where there is no such set."""
-    test = test or job.test
+    test = job.test
     if len(test.labels) == 0:
         return None, None
     sums = torch.zeros(2, dtype=torch.float64, device=job.device)  # read once: each reading waits for the device
-    for scores, labels in scored_batches(job, theta, test):
+    for scores, labels in scored_batches(job, theta):
         right, loss = job.model.correct(scores, labels), job.model.loss(scores, labels)
         sums += torch.stack([right.double().sum(), loss.double().sum()])
     accuracy, mean_loss = (sums / len(test.labels)).tolist()

@@ -144,7 +144,8 @@ class Federation:
 
     def _too_few(self, t: int, answered: int, needed: int) -> DpfedError:
         self._lost += 1
-        what = f"in round {t} only {counted(answered, 'client')} gave a usable answer and {needed} are needed"
+        clients = counted(answered, "client")
+        what = f"in round {t} only {clients} gave a usable answer and {needed} are needed"
         if self._lost < self._patience:
             self._log(f"{what}: the round is lost, and the next one comes")
             return LostRoundError(what)

@@ -85,7 +85,8 @@ def _wrap(model: nn.Module, config: Any) -> Any:
         warnings.filterwarnings("ignore", message="fan_in_fan_out")  # GPT-2's transposed layers: peft sets it itself
         warnings.filterwarnings("ignore", message="The PEFT config's `base_model_name_or_path`")  # ours to choose
         # peft reads this alias from every transformers model; users cannot change that.
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        alias = "`is_gradient_checkpointing` is deprecated"
+        warnings.filterwarnings("ignore", alias, FutureWarning)
         return get_peft_model(model, config)
 
 

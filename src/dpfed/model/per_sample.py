@@ -159,7 +159,7 @@ class PerSample:
             torch.cuda.empty_cache()
 
     def records_at_once(self, device: torch.device) -> int:
-        """Return how many records one pass of `scores` takes on this kind of device, where they fit."""
+        """Return how many records one pass of `scores` takes on this kind of device."""
         return 16 * self.rows if device.type == "cuda" else self.rows
 
     def _scores(self, weights: dict[str, Tensor], inputs: Batch, rows: float) -> Tensor:

@@ -85,12 +85,12 @@ def delta_warning(delta: float, largest: int, unit: str = "record", section: str
     held = f"{largest} {unit}s" if largest != 1 else f"1 {unit}"
     if is_large_delta(delta, largest):
         return (
-            f"{section}.delta = {delta:g} is at least 1 / {largest}, and the largest client has {held}: "
-            f"publishing one {unit} at random satisfies such a guarantee, so use {advice:g} or less"
+            f"{section}.delta = {show_delta(delta)} is at least 1 / {largest}, and the largest client has {held}: "
+            f"publishing one {unit} at random satisfies such a guarantee, so use {show_delta(advice)} or less"
         )
     return (
-        f"{section}.delta = {delta:g} is at least a tenth of 1 / {largest}, and the largest client has {held}: "
-        f"use {advice:g} or less"
+        f"{section}.delta = {show_delta(delta)} is at least a tenth of 1 / {largest}, and the largest client has {held}: "
+        f"use {show_delta(advice)} or less"
     )
 
 

@@ -92,8 +92,8 @@ def _training(config: Config, result: dict[str, Any]) -> str:
             "## Training\n",
             f"- method: {result['algorithm']}, learning rate {config.algorithm.lr:g}",
             f"- data: {held}",
-            f"- {result['rounds']} of {counted(run.rounds, 'round')}, {counted(run.local_steps, 'local step')}, "
-            f"{run.participation:.0%} of the clients "
+            f"- {result['rounds']} of {counted(run.rounds, 'round')}, "
+            f"{counted(run.local_steps, 'local step')}, {run.participation:.0%} of the clients "
             "in each round",
             f"- trained: {config.model.train}, {counted(result['parameters'], 'number')}\n",
         ]

@@ -51,7 +51,7 @@ class RunData:
 
     @property
     def unfinished(self) -> bool:
-        """True while rounds of the plan are still to come, so that the planned epsilon is not spent yet."""
+        """True while rounds are still to come, so that the planned epsilon is not spent yet."""
         ended = self.result.get("state") in ("finished", "stopped")
         return not ended and self.last < self.planned_rounds
 
@@ -127,12 +127,14 @@ class Group:
 
     @property
     def spent(self) -> float | None:
-        """Epsilon spent by the unfinished run so far, server's view; a public page has only the plan's figure."""
+        """Epsilon of the unfinished run so far, server's view; on a public page by the plan."""
         run = self.unfinished
         if run is None or self.privacy is None:
             return None
         by_round = run.curve("epsilon_server_max")
-        return by_round[max(by_round)] if by_round else _planned_after(self.privacy.planned, run.last)
+        if by_round:
+            return by_round[max(by_round)]
+        return _planned_after(self.privacy.planned, run.last)
 
     def first(self, key: str) -> Any:
         """From the first run that has it in its result."""

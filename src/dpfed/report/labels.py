@@ -6,7 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Keys of [run] that change nothing in what the numbers mean: runs that differ only in these are seeds of one method.
+from dpfed.privacy.published import show_setting
+
+# Keys that change nothing in what the numbers mean: runs that differ only in these are one method.
 ALIKE = frozenset(
     {
         "run.seed",
@@ -46,8 +48,9 @@ def labels(shown: Sequence[Settings], whole: Sequence[Settings] | None = None) -
         common = [key for key in table if not key.startswith("algorithm.") and differs(key, shown)]
         keys = [key for key in (*own, *common) if key != "algorithm.name"]
         settings.append([f"{key_in_words(key)} {value_in_words(table[key])}" for key in keys])
-    short = [_joined(name, words[:MAX_SETTINGS], len(words)) for name, words in zip(names, settings, strict=True)]
-    full = [_joined(name, words, len(words)) for name, words in zip(names, settings, strict=True)]
+    named = list(zip(names, settings, strict=True))
+    short = [_joined(name, words[:MAX_SETTINGS], len(words)) for name, words in named]
+    full = [_joined(name, words, len(words)) for name, words in named]
     return apart(short if len(set(short)) == len(set(full)) else full, shown, whole or shown)
 
 
@@ -91,7 +94,8 @@ def _equal(labels: Sequence[str]) -> list[list[int]]:
 def _different(shown: Sequence[Settings], whole: Sequence[Settings]) -> list[list[str]]:
     """Return for each table the settings that differ; hidden values are numbered."""
     out: list[list[str]] = [[] for _ in whole]
-    keys = [key for key in dict.fromkeys(key for table in whole for key in table) if differs(key, whole)]
+    every_key = dict.fromkeys(key for table in whole for key in table)
+    keys = [key for key in every_key if differs(key, whole)]
     for key in keys[:MAX_SETTINGS]:
         values = [json.dumps(table.get(key), default=str) for table in whole]
         words = [value_in_words(table[key]) if key in table else "" for table in shown]
@@ -105,7 +109,8 @@ def _different(shown: Sequence[Settings], whole: Sequence[Settings]) -> list[lis
 
 def differs(key: str, tables: Sequence[Settings]) -> bool:
     """Return True if the tables have different values of a key that matters."""
-    return key not in ALIKE and len({json.dumps(table.get(key), default=str) for table in tables}) > 1
+    values = {json.dumps(table.get(key), default=str) for table in tables}
+    return key not in ALIKE and len(values) > 1
 
 
 def key_in_words(key: str) -> str:
@@ -115,9 +120,8 @@ def key_in_words(key: str) -> str:
 
 
 def value_in_words(value: Any) -> str:
-    """Return a value for a label: numbers exactly, the end of long texts, which tells paths apart."""
+    """Return a value for a label: numbers exactly, of long texts the end, as in paths."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         text = str(value)
         return text if len(text) <= MAX_LETTERS else f"…{text[1 - MAX_LETTERS :]}"
-    short = f"{value:g}"
-    return short if float(short) == value else str(value)
+    return show_setting(value)

@@ -12,6 +12,7 @@ from dpfed.compare.arms import Arm
 from dpfed.compare.study import RUNS, STUDY, Study, make_task
 from dpfed.engine.accounts import is_run
 from dpfed.errors import DpfedError
+from dpfed.privacy.published import show_loss
 from dpfed.registry import registry
 from dpfed.report.gather import Group, number, privacy_of, read_run_data
 from dpfed.report.public import FIGURES
@@ -134,6 +135,6 @@ def listing_of(groups: list[Group]) -> Listing:
     for group in groups:
         run = group.unfinished
         if run is not None and group.spent is not None:
-            so_far = f"{group.spent:.2f} is spent after round {run.last} of {run.planned_rounds}"
+            so_far = f"{show_loss(group.spent, 2)} is spent after round {run.last} of {run.planned_rounds}"
             notes.append(f"{group.label}: epsilon in the table is the planned one; {so_far}")
     return Listing("Runs side by side", tuple(entries), notes=tuple(notes))

@@ -208,7 +208,7 @@ IMPORTANCE = (0, 3, 4, 1, 5, 6, 2, 7, 8)
 
 
 def shown_columns(head: Sequence[str], body: Sequence[Sequence[str]], width: int) -> dict[int, int]:
-    """Return the columns that fit into `width` letters with their widths, the least important left out.
+    """Return the columns that fit into `width` letters, with their widths.
 
     A head may be broken between words, a cell may not, except the method's name.
     """

@@ -106,7 +106,7 @@ def cards(groups: Sequence[Group]) -> list[Card]:
 
 def _spent_card(group: Group, run: RunData, at: str) -> Card:
     """The epsilon that an unfinished run has spent, apart from the one that is planned."""
-    value = "not known" if group.spent is None else f"{group.spent:.2f}"
+    value = "not known" if group.spent is None else show_loss(group.spent, 2)
     who = "by the client that spent most" if run.curve("epsilon_server_max") else "by a client in every round"
     return Card("Epsilon spent so far", value, f"{who}, after round {run.last} of {run.planned_rounds}{at}")
 

@@ -256,7 +256,10 @@ def hub_file(name: str, file: str) -> Path | None:
         if here is not None:
             return Path(here) if isinstance(here, str) else None
         if os.environ.get("HF_HUB_OFFLINE") == "1":
-            raise silent
+            # Weights that are not here cannot be loaded either.
+            if isinstance(model, str):
+                raise silent
+            return None
         reach(name, "model.weights")
         version = Path(model).parent.name if isinstance(model, str) else None
         return Path(hf_hub_download(name, file, revision=version, etag_timeout=SECONDS))
@@ -288,7 +291,7 @@ def hub_metadata(name: str) -> dict[str, dict[str, str]]:
         for path in sorted(snapshot.glob("*.safetensors")) if snapshot else ():
             with safe_open(path, framework="pt") as file:
                 found[path.name] = dict(file.metadata() or {})
-        if found:
+        if found or (snapshot is None and os.environ.get("HF_HUB_OFFLINE") == "1"):
             return found
         if os.environ.get("HF_HUB_OFFLINE") == "1":
             raise silent
