@@ -31,6 +31,7 @@ from dpfed.engine.prior import record_of, write_record
 from dpfed.engine.run import run
 from dpfed.engine.setup import Job
 from dpfed.errors import DpfedError, DpfedWarning, python_phrases
+from dpfed.model.zoo.pretrained import HubSilentError
 from dpfed.model.zoo.text import is_pooled
 from dpfed.parsing import layer_of
 from dpfed.registry import registry
@@ -323,7 +324,11 @@ def _saved(model: Any, tokenizer: Any, folder: Path, config: Config) -> Path:
 
 
 def _account(model: Any) -> str | None:
-    """Return the spending record of what a model was loaded from; None if there is none."""
+    """Return the spending record of what a model was loaded from; None if none is known."""
     origin = str(getattr(model, "name_or_path", None) or "")
-    stored = record_of(origin) if origin else None
+    try:
+        stored = record_of(origin) if origin else None
+    except HubSilentError:
+        # The model is saved without a record, so every epsilon says that its start is not counted.
+        return None
     return stored.text if stored else None

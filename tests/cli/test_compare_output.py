@@ -55,7 +55,7 @@ def test_the_choice_says_what_decided() -> None:
     apart = {(0.1,): Score(0.946, 0.58, 0.001), (1.0,): Score(0.93, 0.37, 0.001)}
     lines = choices([ArmResult(arm, (1.0,), close, False, ()), ArmResult(arm, (0.1,), apart, False, ())])
     assert lines == [
-        "dp-fedavg  chosen lr=1: the lowest loss, 0.37, of 2 tries within one standard error of the highest "
+        "dp-fedavg  chosen lr=1: the lowest loss, 0.3700, of 2 tries within one standard error of the highest "
         "accuracy, 0.946",
         "dp-fedavg  chosen lr=0.1: the highest accuracy, 0.946",
     ]

@@ -135,7 +135,13 @@ def _hub_records(name: str) -> dict[str, str]:
     """The records of a model on the hub: an export may have been published there."""
     path = hub_file(name, SPENDING)
     found = {} if path is None else {str(path): _read(path)}
-    for file, values in hub_metadata(name).items():
+    try:
+        headers = hub_metadata(name)
+    except HubSilentError:
+        if found:
+            return found
+        raise
+    for file, values in headers.items():
         if METADATA in values:
             found[f"the metadata of {file} of {name}"] = values[METADATA]
     return found

@@ -51,7 +51,7 @@ class PooledForSequenceClassification(PreTrainedModel):  # type: ignore[misc]
 
     def __init__(self, config: PooledConfig) -> None:
         super().__init__(config)
-        self.body = AutoModel.from_config(config.text_config)
+        self.body = AutoModel.from_config(config.text_config, trust_remote_code=False)
         if getattr(self.body, "pooler", None) is not None:
             # Its output is not used, so none of its weights could be trained.
             self.body.pooler = None
