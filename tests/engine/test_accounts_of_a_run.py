@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,15 +12,15 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from dpfed.engine.accounts import Accounts, read_accounts
+from dpfed.engine.accounts import own_account, read_accounts
 from dpfed.engine.setup import Job
 from dpfed.engine.spending import MOST_KINDS, Spending, Spent, budget_of, coarser, open_ledger, spent_before
-from dpfed.errors import StoppedError
+from dpfed.errors import DpfedError, StoppedError
 from dpfed.privacy.accounting import epsilon
 from dpfed.privacy.ledger import Charge, Ledger
 from dpfed.privacy.mechanism import Mechanism, Sampling
 from dpfed.privacy.plan import Plan, Schedule
-from dpfed.privacy.statement import FEW, Past, Planned
+from dpfed.privacy.statement import FEW, Past
 
 DELTA = 1e-5
 STEPS = 2
@@ -228,10 +230,33 @@ def test_a_repeated_attempt_voids_the_third_partys_figure_and_is_counted(tmp_pat
     assert found.server_worst == pytest.approx(costs(plan, [6])[0], rel=1e-9)
 
 
-def test_a_part_of_a_round_counts_as_a_whole_one() -> None:
-    planned = Planned((STEP,), STEPS, 0.5, ((0.5, 4),), DELTA)
-    accounts = Accounts(planned, 2, np.zeros(2), 0, False, None, most_rounds=5)
-    assert accounts.realised.chances == ((1.0, 5),)
+def test_a_part_of_a_round_counts_as_a_whole_one(tmp_path: Path) -> None:
+    plan = plan_of([0.1] * 4)
+    folder = folder_of(tmp_path / "r", plan, [(t, [0, 1]) for t in range(1, 5)])
+    with Ledger.open(folder / "ledger.sqlite", run="name") as ledger:
+        ledger.charge([Charge(0, 4, 1, plan.mechanism(0), "os")])
+    assert read_accounts(folder).realised.chances == ((1.0, 5),)
+
+
+def edit(path: Path, change: str) -> None:
+    """Change rows of a ledger behind its back."""
+    with closing(sqlite3.connect(path)) as db, db:
+        ((trigger,),) = db.execute("SELECT sql FROM sqlite_master WHERE name = 'charge_edit'")
+        db.execute("DROP TRIGGER charge_edit")
+        db.execute(change)
+        db.execute(trigger)
+
+
+def test_an_edited_row_of_a_clients_own_ledger_is_found_before_any_figure_is_given(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.db"
+    with Ledger.create(path, client="clinic", delta=DELTA) as ledger:
+        for t in (1, 2, 3, 4):
+            ledger.charge([Charge("clinic", t, STEPS, STEP, "os")], run="r")
+    before = own_account(path)
+    assert before.epsilon == pytest.approx(epsilon([(STEP, 4 * STEPS)], DELTA).value)
+    edit(path, "UPDATE charge SET steps = 0 WHERE seq = 1")
+    with pytest.raises(DpfedError, match="row 1 was edited"):
+        own_account(path)
 
 
 def test_colluding_clients_make_the_third_partys_figure_larger(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from dpfed.privacy.accounting import (
     replace_one_epsilon,
     tuning_epsilon,
 )
-from dpfed.privacy.mechanism import Mechanism
+from dpfed.privacy.mechanism import Mechanism, Sampling
 
 CIFAR = Mechanism("poisson", 0.016, 1.0)
 
@@ -274,6 +274,18 @@ def test_tuning_costs() -> None:
         assert epsilon(history, 1e-5).value < random
     with pytest.raises(DpfedError, match="at least 1"):
         tuning_epsilon(history, 1e-5, 0)
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "fixed_wor"])
+def test_a_step_of_two_batches_costs_what_two_steps_cost(sampling: Sampling) -> None:
+    """In every figure: the reported one, its check, the whole curve and the cost of tuning."""
+    twice, two_steps = [(Mechanism(sampling, 0.1, 2.0, batches=2), 5)], [(Mechanism(sampling, 0.1, 2.0), 10)]
+    assert epsilon(twice, 1e-5) == epsilon(two_steps, 1e-5)
+    assert rdp_epsilon(twice, 1e-5) == pytest.approx(rdp_epsilon(two_steps, 1e-5), rel=1e-12)
+    assert delta_at(twice, 0.5) == pytest.approx(delta_at(two_steps, 0.5), rel=1e-12)
+    for repeats in ("fixed", "geometric"):
+        one, two = (tuning_epsilon(history, 1e-5, 3, repeats) for history in (twice, two_steps))  # type: ignore[arg-type]
+        assert one == pytest.approx(two, rel=1e-12)
 
 
 def test_equal_terms_are_joined() -> None:
