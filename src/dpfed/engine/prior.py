@@ -133,17 +133,22 @@ def _local_records(start: Path) -> dict[str, str]:
 
 def _hub_records(name: str) -> dict[str, str]:
     """The records of a model on the hub: an export may have been published there."""
-    path = hub_file(name, SPENDING)
-    found = {} if path is None else {str(path): _read(path)}
+    found: dict[str, str] = {}
+    silent: HubSilentError | None = None
+    try:
+        path = hub_file(name, SPENDING)
+        if path is not None:
+            found[str(path)] = _read(path)
+    except HubSilentError as error:
+        silent = error
     try:
         headers = hub_metadata(name)
-    except HubSilentError:
-        if found:
-            return found
-        raise
-    for file, values in headers.items():
-        if METADATA in values:
-            found[f"the metadata of {file} of {name}"] = values[METADATA]
+        records = {file: values[METADATA] for file, values in headers.items() if METADATA in values}
+        found |= {f"the metadata of {file} of {name}": record for file, record in records.items()}
+    except HubSilentError as error:
+        silent = error
+    if silent is not None and not found:
+        raise silent
     return found
 
 
