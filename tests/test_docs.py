@@ -319,7 +319,7 @@ def test_the_pictures_show_the_measured_numbers(tmp_path: Path) -> None:
 
 
 def test_the_notebook_is_whole() -> None:
-    """`scripts/run_notebook.py` runs it; here, that what is stored came from a run without errors on nobody's machine."""
+    """The stored outputs come from a run without errors and name no folder of a machine."""
     text = (DOCS / "notebooks" / "walkthrough.ipynb").read_text(encoding="utf-8")
     cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))

@@ -21,16 +21,15 @@ from dpfed.errors import DpfedError
 
 from .helpers import FakeOracle, blank_memory, curved, make_context, make_space, noisy, run_rounds, start_point
 
+PRINTED = "dp-fedadamw-printed"
 FOLDER = Path(dpfed.algorithms.__file__).parent
 SWITCHED: list[tuple[str, dict[str, Any]]] = [
-    ("dp-fedadamw", {"agg": "full_v", "v_send": "hat"}),
-    ("dp-fedadamw", {"agg": "off", "align": "convex"}),
-    ("dp-fedadamw", {"bc_level": "block", "agg_center": "corrected", "m_exponent": "total", "dg_lr": "base"}),
-    ("dp-fedadamw", {"bc_floor_abs": 1e-3, "v_exponent": "round", "wd_sign": "literal"}),
+    ("dp-fedadamw", {"agg": "full_v"}),
+    ("dp-fedadamw", {"agg": "off", "gamma": 0.0}),
+    ("dp-fedadamw", {"bc_level": "block", "bc_floor": 0.1}),
     ("dp-fedsam", {"sam_batches": "independent"}),
     ("dp-scaffold", {"scaffold_c": "displacement"}),
     ("dp-fedavg-ls", {"ls_where": "client_grad"}),
-    ("dp-fedavg-ls", {"ls_where": "client_grad", "ls_double_step": True}),
     ("dp-fedopt", {"server_opt": "yogi"}),
     ("dp-fedopt", {"server_opt": "adagrad"}),
     ("dp-fedopt", {"fedopt_preset": "authors"}),
@@ -70,7 +69,8 @@ def memory_of(algorithm: Algorithm) -> Memory:
 
 def middle(algorithm: Algorithm) -> tuple[Any, Any, Any]:
     """A context, a server and a local state from the middle of a run: round 3, after one step."""
-    space, phi = make_space(2, 4), torch.full((3, 1), 0.01)
+    # The printed form is NaN wherever the noise outweighs the gradient: it is compared without noise.
+    space, phi = make_space(2, 4), torch.full((3, 1), 0.0 if algorithm.name == PRINTED else 0.01)
     history = run_rounds(algorithm, space, noisy(curved(6)), 2, 3, 3, theta=start_point(6), phi=phi)
     ctx = make_context(algorithm, space, 3, 5, 3, phi, schedule="cosine")
     local = algorithm.start(ctx, history.servers[-1], memory_of(algorithm))
@@ -305,14 +305,15 @@ def test_spread_gives_every_client_its_own_copy() -> None:
     assert torch.equal(theta, start_point(4))
 
 
-NEEDS_EQUAL_NOISE = {"dp-fafed", "dp-fedlada"}  # their first v̄ is Φ, one number for all: SPEC 4, unequal B_i
+NEEDS_EQUAL_NOISE = {"dp-fafed", "dp-fedlada", PRINTED}  # their first v̄ is Φ, one number for all: SPEC 4, unequal B_i
 
 
 @pytest.mark.parametrize("name", REGISTRY)
 def test_check_says_nothing_about_the_defaults(name: str) -> None:
     algorithm = REGISTRY[name]()  # type: ignore[call-arg]
     for private in (True, False):
-        assert algorithm.check(Facts(equal_phi=True, private=private, allow_nan=False)) == []
+        said = algorithm.check(Facts(equal_phi=True, private=private, allow_nan=False))
+        assert len(said) == (1 if name == PRINTED else 0)
     unequal = Facts(equal_phi=False, private=True, allow_nan=False)
     if name in NEEDS_EQUAL_NOISE:
         with pytest.raises(DpfedError, match="same noise level for all clients"):

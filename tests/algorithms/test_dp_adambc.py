@@ -57,17 +57,20 @@ def test_two_steps_of_two_clients_by_hand() -> None:
     assert history.theta.tolist() == pytest.approx([0.4730179, -1.8856335, 0.405], abs=1e-7)
 
 
-@pytest.mark.parametrize("floor", [1e-8, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
-def test_it_is_dp_fedadamw_with_its_switches_set(floor: float, dtype: torch.dtype) -> None:
-    common: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1, "beta1": 0.8, "beta2": 0.99, "bc_floor_abs": floor}
+def test_with_a_floor_that_is_phi_it_is_dp_fedadamw_without_eps(dtype: torch.dtype) -> None:
+    common: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1, "beta1": 0.8, "beta2": 0.99}
     settings: dict[str, Any] = {
         "T": 4, "K": 3, "clients": 3, "theta": start_point(10, dtype), "phi": 0.25, "schedule": "cosine",
     }  # fmt: skip
-    one = run_rounds(DPAdamBC(**common), make_space(4, 6), noisy(curved(10, dtype), seed=5), **settings)
-    off = DPFedAdamW(agg="off", align="off", eps=0.7, **common)  # with an absolute floor there is no ϵ
-    two = run_rounds(off, make_space(4, 6), noisy(curved(10, dtype), seed=5), **settings)
-    assert torch.equal(one.path(), two.path())
+    paths = [
+        run_rounds(algorithm, make_space(4, 6), noisy(curved(10, dtype), seed=5), **settings).path()
+        for algorithm in (
+            DPAdamBC(bc_floor_abs=0.25, **common),
+            DPFedAdamW(agg="off", gamma=0.0, eps=0.0, bc_floor=1.0, **common),
+        )
+    ]
+    assert torch.equal(*paths)
 
 
 def test_without_noise_and_floor_it_is_torch_adamw_without_eps() -> None:

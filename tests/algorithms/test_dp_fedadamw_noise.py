@@ -1,4 +1,4 @@
-"""DP-FedAdamW where the noise level changes (SPEC 1.4h): what is subtracted follows it; scale-then-privatize by blocks."""
+"""DP-FedAdamW under a changing noise level: the correction follows its moving average."""
 
 from __future__ import annotations
 
@@ -31,18 +31,14 @@ PHIS = [1.0, 4.0, 0.25, 9.0, 0.04, 1.0]
 
 
 class Noisy:
-    """A gradient of θ plus noise of this round's Φ, in scaled space where a scale is given."""
+    """A gradient of θ plus noise of this round's Φ."""
 
     def __init__(self, gradient: Callable[[Tensor], Tensor], phi: Tensor, generator: torch.Generator) -> None:
         self._gradient, self._phi, self._generator = gradient, phi, generator
-        self.scales: list[Tensor | None] = []
 
-    def __call__(self, theta: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        self.scales.append(scale)
+    def __call__(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         noise = self._phi.sqrt() * torch.randn(theta.shape, generator=self._generator, dtype=theta.dtype)
-        if scale is None:
-            return self._gradient(theta) + noise, self._phi
-        return self._gradient(theta) + noise / scale, self._phi / scale**2
+        return self._gradient(theta) + noise, self._phi
 
     def again(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         raise AssertionError("no second release is declared")
@@ -78,8 +74,6 @@ def run(
         for k in range(1, K + 1):
             local = algorithm.step(ctx, local, oracle, torch.tensor(k, dtype=torch.float64))
             seen(t, k, local, ctx)
-        assert len(oracle.scales) == K
-        assert all((s is None) == (algorithm.scale == "off") for s in oracle.scales)
         message, _ = algorithm.finish(ctx, servers[-1], local)
         servers.append(algorithm.aggregate(ctx, servers[-1], {name: x.mean(0) for name, x in message.items()}))
     return servers
@@ -124,18 +118,16 @@ def test_with_a_constant_level_following_it_changes_nothing() -> None:
         assert (ends[0].w.numel(), ends[1].w.numel()) == (1, 0)
 
 
-@pytest.mark.parametrize("scale", ["off", "block"])
-def test_the_server_knows_the_clients_average_without_being_told(scale: Any) -> None:
+def test_the_server_knows_the_clients_average_without_being_told() -> None:
     last: dict[int, Tensor] = {}
 
     def seen(t: int, k: int, local: Local, ctx: Any) -> None:
         last[t] = local.w
 
     space = make_space(3, 5)
-    servers = run(DPFedAdamW(beta2=0.9, scale=scale), space, PHIS, 3, seen=seen)
+    servers = run(DPFedAdamW(beta2=0.9), space, PHIS, 3, seen=seen)
     for t, w in last.items():
-        mine = space.expand(servers[t].w) if scale == "block" else servers[t].w
-        torch.testing.assert_close(w, mine.expand(w.shape), rtol=1e-9, atol=0)
+        torch.testing.assert_close(w, servers[t].w.expand(w.shape), rtol=1e-9, atol=0)
     assert len({round(float(server.w[0]), 9) for server in servers}) == len(servers)
 
 
@@ -171,90 +163,13 @@ def test_changing_levels_by_a_loop_over_everything() -> None:
         assert float(got[t].w) == pytest.approx(w)
 
 
-# ------------------------------------------------------------------ scale = block
-
-
-def block_scale(v: list[float], w: list[float], **options: Any) -> Tensor:
-    """The scale of a space of one and three coordinates."""
-    algorithm, space = DPFedAdamW(scale="block", **options), make_space(1, 3)
-    ctx = make_context(algorithm, space, 2, 5, 1, torch.ones(1, 1, dtype=torch.float64))
-    zero = torch.zeros(4, dtype=torch.float64)
-    server = Server(zero, torch.tensor(v, dtype=torch.float64), zero, torch.tensor(w, dtype=torch.float64))
-    return algorithm.start(ctx, server, {}).scale
-
-
-def test_the_scale_by_hand() -> None:
-    root = math.sqrt((0.25 + 3 * 1.0) / 4)  # 1/√u = 1/2, 1, 1, 1
-    assert block_scale([5.0, 2.0], [1.0, 1.0]).tolist() == pytest.approx([0.5 / root] + [1 / root] * 3)
-    assert float(block_scale([5.0, 2.0], [1.0, 1.0]).square().mean()) == pytest.approx(1.0)
-    root = math.sqrt((0.25 + 3 * 2.0) / 4)  # 1.1 − 1 is below the floor κw = 0.5
-    assert block_scale([5.0, 1.1], [1.0, 1.0]).tolist() == pytest.approx([0.5 / root] + [math.sqrt(2) / root] * 3)
-    root = math.sqrt((1 / 9 + 3 / 4) / 4)  # nothing subtracted
-    assert block_scale([9.0, 4.0], [1.0, 1.0], bc=False).tolist() == pytest.approx([1 / 3 / root] + [0.5 / root] * 3)
-    assert block_scale([0.0, 0.0], [0.0, 0.0]).tolist() == [1.0] * 4  # before round 1
-
-
-def test_round_one_is_the_unscaled_run_and_later_rounds_are_not() -> None:
-    space, theta = make_space(3, 5), start_point(8, torch.float64)
-    paths = [
-        run(DPFedAdamW(lr=0.05, scale=s), space, [0.3] * 3, 3, 2, curved(8, torch.float64), theta, varying=False)
-        for s in ("off", "block")  # type: ignore[arg-type]
-    ]
-    torch.testing.assert_close(paths[0][1].theta, paths[1][1].theta, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(paths[0][1].v, paths[1][1].v, rtol=1e-12, atol=0)
-    for t in (2, 3):
-        assert relative(paths[1][t].theta - theta, paths[0][t].theta - theta) > 1e-3
-
-
-def test_scaled_noise_leaves_nothing_in_the_block_without_signal() -> None:
-    """Signal in block 0 only: it is scaled down, so the noise of block 1 falls; what is subtracted follows both."""
-    space, K, wide = make_space(10_000, 10_000), 4, {}
-    signal = space.expand(torch.tensor([3.0, 0.0], dtype=torch.float64))
-    algorithm = DPFedAdamW(beta2=0.95, scale="block")
-
-    def seen(t: int, k: int, local: Local, ctx: Any) -> None:
-        w = local.w / (1 - algorithm.beta2 ** ((t - 1) * K + k))
-        left = space.block_mean((local.v_hat - w).expand(2, space.size)).mean(0)
-        assert float(left[0]) == pytest.approx(9.0, rel=0.05), (t, k)
-        assert abs(float(left[1])) < 0.03 * float(w[..., -1].mean()), (t, k)
-        wide[t] = float(local.scale[-1] / local.scale[0])
-
-    run(algorithm, space, PHIS, K, gradient=lambda theta: signal.expand(theta.shape), seen=seen)
-    assert wide[1] == 1.0
-    assert all(wide[t] > 2 for t in range(2, 7))
-
-
-@pytest.mark.parametrize(
-    ("options", "facts"),
-    [
-        ({"scale": "block", "agg": "off"}, {}),
-        ({"scale": "block", "agg": "full_v"}, {}),
-        ({"scale": "block", "v_send": "hat"}, {}),
-        ({"scale": "block", "agg_center": "corrected"}, {}),
-        ({"scale": "block"}, {"equal_phi": False}),
-        ({"v_send": "hat"}, {"varying_phi": True}),
-        ({"agg_center": "corrected"}, {"varying_phi": True}),
-        ({"agg": "full_v", "agg_center": "corrected"}, {"varying_phi": True}),
-        ({}, {"varying_phi": True, "equal_phi": False}),
-    ],
-    ids=str,
-)
-def test_what_cannot_follow_a_changing_level_is_refused(options: dict[str, Any], facts: dict[str, Any]) -> None:
-    with pytest.raises(DpfedError, match="dp-fedadamw: "):
-        DPFedAdamW(**options).check(replace(FACTS, **facts))
-
-
-def test_what_can_is_not() -> None:
-    for options in ({"scale": "block"}, {"agg": "full_v"}, {"agg": "off"}, {"agg_center": "plain"}):
-        DPFedAdamW(**options).check(replace(FACTS, varying_phi=True))  # type: ignore[arg-type]
-    DPFedAdamW(agg="off").check(replace(FACTS, varying_phi=True, equal_phi=False))  # v starts anew in every round
-
-
-def test_the_corrected_mean_would_be_wrong_where_the_level_changes() -> None:
-    """Why it is refused: it takes this round's Φ for what all rounds have left in v."""
-    found = excess(DPFedAdamW(beta2=0.95, agg_center="corrected"), make_space(20_000))
-    v, w, _ = found[4, 1]
-    assert abs(float(v) / float(w) - 1) > 0.2
+def test_a_changing_level_needs_equal_clients() -> None:
+    changing = replace(FACTS, varying_phi=True)
+    with pytest.raises(DpfedError, match="same noise level"):
+        DPFedAdamW().check(replace(changing, equal_phi=False))
+    for agg in ("mean", "full_v", "off"):
+        DPFedAdamW(agg=agg).check(changing)  # type: ignore[arg-type]
+    DPFedAdamW(agg="off").check(replace(changing, equal_phi=False))  # v starts anew in every round
 
 
 # ------------------------------------------------------------------ through the real oracle

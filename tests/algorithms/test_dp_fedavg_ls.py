@@ -13,7 +13,6 @@ from torch import Tensor
 from dpfed.algorithms.base import Facts
 from dpfed.algorithms.dp_fedavg import DPFedAvg
 from dpfed.algorithms.dp_fedavg_ls import DPFedAvgLS, smooth
-from dpfed.errors import DpfedError
 
 from .helpers import (
     curved,
@@ -39,9 +38,8 @@ CLIENT: dict[str, Any] = {"ls_where": "client_grad"}
     [
         ({}, 2, [0.54625, -2.30625, 0.215]),
         (CLIENT, 2, [0.38, -2.045, 0.12]),
-        ({**CLIENT, "ls_double_step": True}, 1, [0.43, -2.245, 0.27]),
     ],
-    ids=["server", "client_grad", "double step"],
+    ids=["server", "client_grad"],
 )
 def test_two_steps_of_two_clients_by_hand(options: dict[str, Any], K: int, want: list[float]) -> None:
     """One tensor of three, σ_ls=1: I−L has 3 on the diagonal and −1 beside it, so x = ¾ mean(g) + ¼ g.
@@ -53,10 +51,6 @@ def test_two_steps_of_two_clients_by_hand(options: dict[str, Any], K: int, want:
       A: g=(2,0,1)  x=(1.25,.75,1)   θ=(.65,−1.95,.25);   g=(2,2,−1) x=(1.25,1.25,.5)  θ=(.335,−2.005,.125)
       B: g=(0,4,−1) x=(.75,1.75,.5)  θ=(.75,−2.15,.35);   g=(2,0,1)  x=(1.25,.75,1)    θ=(.425,−2.085,.115)
       mean (.38,−2.045,.12)
-    double step, K=1: .9(…) − .2 g once more
-      A: .9(.65,−1.95,.25) − .2(2,0,1)  = (.185,−1.755,.025)
-      B: .9(.75,−2.15,.35) − .2(0,4,−1) = (.675,−2.735,.515)
-      mean (.43,−2.245,.27)
     """
     gradients = [[[[2, 0, 1], [0, 4, -1]], [[2, 2, -1], [2, 0, 1]]]]
     algorithm = DPFedAvgLS(lr=0.2, weight_decay=0.5, **options)
@@ -150,16 +144,15 @@ def test_b3_without_strength_it_is_fedavg(options: dict[str, Any]) -> None:
 
 
 def test_in_the_client_the_smoothed_gradient_takes_the_place_of_the_gradient() -> None:
-    """K=1, λ=0: Δ = −η smooth(g), as at the server (both are linear); the double step adds −η g."""
+    """K=1, λ=0: Δ = −η smooth(g), as at the server (both are linear)."""
     space, theta, gradient = make_space(4, 6), start_point(10, F64), curved(10, F64)
     moves = [
         run_rounds(DPFedAvgLS(lr=0.1, weight_decay=0.0, **o), space, exact(gradient), 1, 1, theta=theta).theta - theta
-        for o in ({}, CLIENT, {**CLIENT, "ls_double_step": True})
+        for o in ({}, CLIENT)
     ]
     x = smooth(space, gradient(theta), 1.0)
     torch.testing.assert_close(moves[0], -0.1 * x)
     torch.testing.assert_close(moves[1], -0.1 * x)
-    torch.testing.assert_close(moves[2], -0.1 * (x + gradient(theta)))
 
 
 def test_in_a_round_stronger_smoothing_moves_less() -> None:
@@ -173,23 +166,19 @@ def test_in_a_round_stronger_smoothing_moves_less() -> None:
     assert lengths[0] > 1.2 * lengths[1] > 1.2 * lengths[2]
 
 
-def test_what_would_have_no_effect_is_refused_and_what_is_odd_is_said() -> None:
-    with pytest.raises(DpfedError, match="client_grad"):
-        DPFedAvgLS(ls_double_step=True).check(FACTS)
-    (said,) = DPFedAvgLS(ls_where="client_grad", ls_double_step=True).check(FACTS)
-    assert "two steps" in said
+def test_smoothing_without_strength_is_warned_about() -> None:
     (said,) = DPFedAvgLS(ls_sigma=0.0).check(FACTS)
     assert "dp-fedavg" in said
 
 
 SWITCHES: list[dict[str, Any]] = [
-    {"lr": 0.06}, {"weight_decay": 0.2}, {"ls_sigma": 0.5}, CLIENT, {**CLIENT, "ls_double_step": True},
+    {"lr": 0.06}, {"weight_decay": 0.2}, {"ls_sigma": 0.5}, CLIENT,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("switch", SWITCHES, ids=str)
 def test_every_switch_changes_the_trajectory(switch: dict[str, Any]) -> None:
-    base: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1, **(CLIENT if "ls_double_step" in switch else {})}
+    base: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
     assert relative(small_run(DPFedAvgLS(**{**base, **switch})), small_run(DPFedAvgLS(**base))) > 1e-4
 
 

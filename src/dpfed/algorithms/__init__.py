@@ -6,6 +6,7 @@ from dpfed.algorithms.base import Algorithm
 from dpfed.algorithms.dp_adambc import DPAdamBC
 from dpfed.algorithms.dp_fafed import DPFAFED
 from dpfed.algorithms.dp_fedadamw import DPFedAdamW
+from dpfed.algorithms.dp_fedadamw_printed import DPFedAdamWPrinted
 from dpfed.algorithms.dp_fedavg import DPFedAvg
 from dpfed.algorithms.dp_fedavg_ls import DPFedAvgLS
 from dpfed.algorithms.dp_fedlada import DPFedLADA
@@ -25,5 +26,6 @@ _ALL: tuple[type[Algorithm], ...] = (
     DPFAFED,
     DPFedLADA,
     DPAdamBC,
+    DPFedAdamWPrinted,
 )
 REGISTRY: dict[str, type[Algorithm]] = {cls.name: cls for cls in _ALL}

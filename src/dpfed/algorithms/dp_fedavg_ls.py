@@ -9,8 +9,7 @@
     server: θ ← θ + smooth(Δ̄)                                          (ls_where = client_grad: θ ← θ + Δ̄)
 
 Smoothing keeps a tensor's mean, never lengthens it, and multiplies the variance of white noise by
-(1+2σ_ls)/(1+4σ_ls)^{3/2}, 0.268 at σ_ls = 1. It comes after the noise, so it costs no privacy. `ls_double_step` takes a
-smoothed and then a plain step with each gradient, as a released implementation does by mistake.
+(1+2σ_ls)/(1+4σ_ls)^{3/2}, 0.268 at σ_ls = 1. It comes after the noise, so it costs no privacy.
 """
 
 from __future__ import annotations
@@ -53,31 +52,18 @@ class DPFedAvgLS(Averaging):
     ls_where: Annotated[Literal["server", "client_grad"], "what is smoothed: the mean update, or each gradient"] = (
         "server"
     )
-    ls_double_step: Annotated[bool, "a smoothed and then a plain step per gradient, a known mistake"] = False
 
     def check(self, facts: Facts) -> list[str]:
-        said = []
-        if self.ls_double_step and self.ls_where == "server":
-            self.refuse('ls_double_step belongs to ls_where = "client_grad"; with "server" it would have no effect')
-        if self.ls_double_step:
-            said.append("ls_double_step takes two steps per gradient; it is there for comparison only")
-        if self.ls_sigma == 0:
-            said.append("ls_sigma = 0 smooths nothing: this is dp-fedavg")
-        return said
+        return ["ls_sigma = 0 smooths nothing: this is dp-fedavg"] if self.ls_sigma == 0 else []
 
     def step(self, ctx: Context, local: Point, oracle: Oracle, k: Tensor) -> Point:
         g, _ = oracle(local.theta)
-        theta = local.theta
-        for direction in self._directions(ctx, g):
-            theta = theta - ctx.lr * (direction + self.weight_decay * theta)
-        return Point(theta)
+        if self.ls_where == "client_grad":
+            g = smooth(ctx.space, g, self.ls_sigma)
+        return Point(local.theta - ctx.lr * (g + self.weight_decay * local.theta))
 
     def aggregate(self, ctx: Context, server: Point, mean: Message) -> Point:
         delta = mean["delta"]
-        return Point(server.theta + (smooth(ctx.space, delta, self.ls_sigma) if self.ls_where == "server" else delta))
-
-    def _directions(self, ctx: Context, g: Tensor) -> tuple[Tensor, ...]:
         if self.ls_where == "server":
-            return (g,)
-        x = smooth(ctx.space, g, self.ls_sigma)
-        return (x, g) if self.ls_double_step else (x,)
+            delta = smooth(ctx.space, delta, self.ls_sigma)
+        return Point(server.theta + delta)

@@ -1,8 +1,9 @@
 """CIFAR-10 and CIFAR-100 (Krizhevsky 2009): 50,000 and 10,000 colour images of 32x32 pixels, 10 or 100 classes.
 
-`data.path` is an archive as published (binary or Python version), the folder that it unpacks to, or the folder around
-either. An archive is read without being unpacked, and its md5 is compared with the published one; counts are compared in
-every case. `data.check = false` reads files of another size in the same layout.
+`data.path` is an archive as published (binary or Python version), the folder that it unpacks to, or the
+folder around either. An archive is read without being unpacked. The checksums of archives and pickles are
+compared with the published ones, and counts in every case. `data.check = false` reads other files in the
+same layout.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class Layout:
     labels: str | int  # the pickle's key, or the byte of a binary record
     names_key: str = ""  # the pickle's key; a binary layout has one name in each line
     head: int = 0  # label bytes before the pixels of a binary record; 0: a pickle
+    pickle_md5: tuple[str, ...] = ()  # of `files` and `names`, in order
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -77,6 +79,11 @@ def cifar10_layouts() -> tuple[Layout, ...]:
         Layout(
             "cifar-10-batches-py", "cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a",
             batches, ("test_batch",), "batches.meta", labels="labels", names_key="label_names",
+            pickle_md5=(
+                "c99cafc152244af753f735de768cd75f", "d4bba439e000b95fd0a9bffe97cbabec", "54ebc095f3ab1f0389bbae665268c751",
+                "634d18415352ddfa80567beed471001a", "482c414d41f54cd18b22e5b47cb7c3cb", "40351d587109b95175f43aff81a1287e",
+                "5ff9c542aee3614f3951f8cda6e48888",
+            ),
         ),
     )  # fmt: skip
 
@@ -90,6 +97,9 @@ def cifar100_layouts(label: str) -> tuple[Layout, ...]:
         Layout(
             "cifar-100-python", "cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85",
             ("train",), ("test",), "meta", labels=f"{label}_labels", names_key=f"{label}_label_names",
+            pickle_md5=(
+                "16019d7e3df5f24257cddd939b257f8d", "f0ef6b0ae62326f3e7ffdfab6717acfc", "7973b15100ade9c7d40fb424638fde48",
+            ),
         ),
     )  # fmt: skip
 
@@ -161,6 +171,10 @@ def build(
     else:
         content = {file.name: read_bytes(file) for file in files}
         where = str(files[0].parent)
+        if check:
+            for name, md5 in zip((*layout.files, layout.names), layout.pickle_md5, strict=False):
+                if name in content:
+                    check_md5(files[0].parent / name, md5, URL + layout.archive)
     out: Arrays = {}
     for part, members, count in (("train", layout.train, 50_000), ("test", layout.test, 10_000)):
         read = [batch(content[m], layout, f"{where}/{m}", len(official)) for m in members]
