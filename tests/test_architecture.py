@@ -19,7 +19,7 @@ ROOMS = {
     "report": 3, "federation": 3, "engine": 3, "registry": 3, "compare": 3, "bench": 3,
     "algorithms": 2, "privacy": 2, "model": 2, "data": 2,
     "config": 1, "parsing": 1, "kernels": 1,
-    "errors": 0, "text": 0,
+    "key_history": 0, "errors": 0, "text": 0,
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from dpfed.errors import DpfedError
+from dpfed.key_history import without_deleted
 
 
 def overrides_layer(items: Sequence[str]) -> dict[str, Any]:
@@ -65,7 +66,9 @@ def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...]
 def parse(section: str, cls: type[Any], table: Mapping[str, Any]) -> Any:
     """One table as its dataclass, field by field; the first thing wrong with it becomes one sentence."""
     hints = get_type_hints(cls, include_extras=True)
-    refuse_unknown(section, table, [f.name for f in dataclasses.fields(cls)])
+    known = [f.name for f in dataclasses.fields(cls)]
+    table = without_deleted(section, table, known)
+    refuse_unknown(section, table, known)
     values = {}
     for key, value in table.items():
         if dataclasses.is_dataclass(hints[key]):

@@ -88,7 +88,7 @@ def test_force_replaces_a_run_but_not_a_stranger_folder(tmp_path: Path, capsys: 
         (["--set", "data.partition=natural"], "client_column"),
         (["--set", "data.partition=dirichlet_classwise", "--set", "data.alpha=0.001"], "has no records"),
         (["--set", "run.device=warp"], "run.device = 'warp'"),
-        (["--set", "algorithm.bc_floor=none"], "allow_nan"),
+        (["--set", "algorithm.align=off"], "no longer supported: set algorithm.gamma = 0"),
         (["nowhere.toml"], "there is no configuration"),
     ],
 )

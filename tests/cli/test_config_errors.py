@@ -181,7 +181,7 @@ def test_another_algorithm_drops_the_keys_of_the_old_one() -> None:
 
 
 def test_a_configuration_survives_its_own_toml(tmp_path: Path) -> None:
-    first = settings("algorithm.bc_floor=none", 'model.lora.targets=["q_proj"]', "privacy.sigma=0.7")
+    first = settings("algorithm.bc_floor=0.25", 'model.lora.targets=["q_proj"]', "privacy.sigma=0.7")
     path = tmp_path / "again.toml"
     path.write_text(to_toml(first), encoding="utf-8")
     assert load(path, [], REGISTRY) == first

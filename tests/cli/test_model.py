@@ -42,7 +42,6 @@ def _size(shape: list[int]) -> int:
 def test_keys_of_algorithm_and_model_count() -> None:
     cnn = ("--set", "model.name=gn-resnet18", "--set", "model.width=8", "--set", "model.groups=2", "--classes", "4")
     assert len(describe(*cnn)[1]["blocks"]) == 41
-    assert len(describe(*cnn, "--set", "algorithm.cnn_blocks=residual")[1]["blocks"]) == 30
     frozen = describe("--set", "model.lora.freeze_a=true")[1]
     assert not any(".lora_A" in name for name in frozen["tensors"])
     tensors = describe("--set", "algorithm.granularity=tensor")[1]

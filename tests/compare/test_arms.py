@@ -119,12 +119,12 @@ def test_sigma_and_epsilon_are_methods_by_values() -> None:
 def test_ablations_switch_what_they_say() -> None:
     _, arms = preset_arms("ablation-components", None, base(), KNOWN, {})
     switches = {a.row: configured(a, base()).algorithm for a in arms}
-    assert {row: (x.agg, x.bc, x.align) for row, x in switches.items()} == {
-        "none": ("off", False, "off"),
-        "w/o Agg": ("off", True, "on"),
-        "w/o BC": ("mean", False, "on"),
-        "w/o Align": ("mean", True, "off"),
-        "full": ("mean", True, "on"),
+    assert {row: (x.agg, x.bc, x.gamma > 0) for row, x in switches.items()} == {
+        "none": ("off", False, False),
+        "w/o Agg": ("off", True, True),
+        "w/o BC": ("mean", False, True),
+        "w/o Align": ("mean", True, False),
+        "full": ("mean", True, True),
     }
     assert {a.reference for a in arms} == {"full"}
     _, arms = preset_arms("gamma", None, base(), KNOWN, {})

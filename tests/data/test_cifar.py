@@ -192,5 +192,7 @@ def test_a_truncated_archive_is_one_sentence(tmp_path: Path, cut: int) -> None:
 def test_a_pickle_that_is_not_the_published_one_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cifar, "loads", lambda data: pytest.fail("the pickle was opened"))
     folder = makers.write(tmp_path / "c", makers.cifar10_pickle())
-    with pytest.raises(DpfedError, match="data_batch_1 has md5 .*c99cafc152244af753f735de768cd75f.*data.check = false"):
+    with pytest.raises(
+        DpfedError, match=r"data_batch_1 has md5 .*c99cafc152244af753f735de768cd75f.*data.check = false"
+    ):
         Cifar10(path=str(folder)).load()

@@ -402,7 +402,6 @@ def test_what_a_pass_has_in_common(keys: list[str]) -> None:
     [
         ["privacy.clip_mode=batch_tensor", "privacy.accounting=none"],
         ["privacy.grid=true"],
-        ["algorithm.scale=block"],
         ["run.fleet_size=2"],
         ["run.diagnostics=true"],
         ["run.trackers=['tensorboard']"],

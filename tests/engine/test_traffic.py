@@ -28,15 +28,11 @@ SPACE = Space(
     ("options", "up", "down"),
     [
         ({}, P + BLOCKS, 2 * P + BLOCKS),
-        ({"align": "off"}, P + BLOCKS, P + BLOCKS),
-        ({"align": "convex"}, P + BLOCKS, 2 * P + BLOCKS),
+        ({"gamma": 0.0}, P + BLOCKS, P + BLOCKS),
         ({"agg": "full_v"}, 2 * P, 3 * P),
         ({"agg": "off"}, P, 2 * P),
-        ({"agg": "off", "align": "off", "bc": False}, P, P),
-        ({"v_send": "hat"}, P + BLOCKS, 2 * P + BLOCKS),
+        ({"agg": "off", "gamma": 0.0, "bc": False}, P, P),
         ({"bc_level": "block"}, P + BLOCKS, 2 * P + BLOCKS),
-        ({"agg_center": "corrected"}, P + BLOCKS, 2 * P + BLOCKS),
-        ({"scale": "block"}, P + BLOCKS, 2 * P + 2 * BLOCKS),  # the noise in v, block by block, travels down too
     ],
     ids=str,
 )
@@ -62,8 +58,8 @@ def job_of(algorithm: dict[str, Any]) -> Job:
 
 @pytest.mark.parametrize(
     "algorithm",
-    [*({"name": name} for name in sorted(REGISTRY)), {"name": "dp-fedadamw", "agg": "full_v"},
-     {"name": "dp-fedadamw", "agg": "off"}, {"name": "dp-fedadamw", "scale": "block"}],
+    [*({"name": name} for name in sorted(set(REGISTRY) - {"dp-fedadamw-printed"})), {"name": "dp-fedadamw", "agg": "full_v"},
+     {"name": "dp-fedadamw", "agg": "off"}, {"name": "dp-fedadamw", "bc_level": "block"}],
     ids=str,
 )  # fmt: skip
 def test_it_is_the_size_of_real_messages_and_of_what_real_clients_read(algorithm: dict[str, Any]) -> None:

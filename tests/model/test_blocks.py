@@ -33,7 +33,7 @@ def blocks_of(space: Space, tensor: str) -> list[str]:
 # ---- F11: a partition, for every model
 
 
-@pytest.mark.parametrize("options", [{}, {"granularity": "tensor"}, {"lora_merge_ab": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"granularity": "tensor"}], ids=str)
 @pytest.mark.parametrize("train", TRAIN)
 @pytest.mark.parametrize("name", MODELS)
 def test_blocks_partition_the_vector(name: str, train: str, options: dict[str, object]) -> None:
@@ -113,15 +113,6 @@ def test_a_is_never_split_and_b_is_split_by_head(name: str) -> None:
         else:
             assert got == [f"{path}.lora_B"]
     assert "classifier" in space.block_names or "classifier.out_proj" in space.block_names
-
-
-def test_merge_ab_joins_a_and_b_outside_attention() -> None:
-    model = adapted(vit(), "lora")
-    space = partition(model, lora_merge_ab=True)
-    fc, query = "vit.layers.0.mlp.fc1", "vit.layers.0.attention.q_proj"
-    assert blocks_of(space, f"{fc}.lora_A.default.weight") == blocks_of(space, f"{fc}.lora_B.default.weight") == [fc]
-    assert blocks_of(space, f"{query}.lora_A.default.weight") == [f"{query}.lora_A"]
-    assert len(blocks_of(space, f"{query}.lora_B.default.weight")) == 2
 
 
 def test_granularity_tensor_is_one_block_per_tensor() -> None:

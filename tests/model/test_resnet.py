@@ -91,18 +91,6 @@ def test_one_block_for_each_module() -> None:
     assert len(lora) == 41
 
 
-def test_one_block_for_the_convolutions_of_a_residual_block() -> None:
-    names = block_sizes(describe_space(SMALL, SPEC, cnn_blocks="residual").space)
-    assert names["stages.0.0"] == 2 * 4 * 4 * 9
-    assert names["stages.1.0"] == 4 * 8 * 9 + 8 * 8 * 9 + 4 * 8  # with its shortcut
-    assert names["stages.1.0.norm1"] == 16
-    assert len(names) == 8 + 20 + 2  # residual blocks, norms, stem and head
-    lora = block_sizes(describe_space(with_train(SMALL, "lora"), SPEC, cnn_blocks="residual").space)
-    assert lora["stages.0.0.lora_A"] == 2 * 2 * 4 * 9
-    assert lora["stages.0.0.lora_B"] == 2 * 4 * 2
-    assert len(lora) == 2 * 9 + 1
-
-
 # ---- configuration and weights
 
 

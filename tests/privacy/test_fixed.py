@@ -287,7 +287,7 @@ VARIANTS = [
     ["privacy.clip_mode=automatic"],
     ["data.augment=crop_flip"],
     ["data.augment=crop_flip", "data.views=3"],
-    ["algorithm.name=dp-fedadamw", "algorithm.lr=0.01", "algorithm.scale=block"],
+    ["algorithm.name=dp-fedadamw", "algorithm.lr=0.01", "algorithm.bc_level=block"],
 ]
 
 

@@ -50,7 +50,7 @@ def joined(method: str, *changes: str) -> str:
 
 
 def components(base: Config, methods: Methods) -> Cells:
-    off = {"w/o Agg": "agg=off", "w/o BC": "bc=false", "w/o Align": "align=off"}
+    off = {"w/o Agg": "agg=off", "w/o BC": "bc=false", "w/o Align": "gamma=0.0"}
     parts = {"none": ";".join(off.values()), **off, "full": ""}
     return [(row, "", joined(REFERENCE, change)) for row, change in parts.items()]
 

@@ -29,6 +29,7 @@ from dpfed.config import Config, Registry, build, to_dict
 from dpfed.engine.folder import MODEL
 from dpfed.engine.packed import pack_key
 from dpfed.errors import DpfedError
+from dpfed.key_history import as_first_written
 
 TUNING_SEED = 1_000_003  # so far from the reported ones that no study reaches it
 STUDY, RUNS, LOCK = "study.json", "runs", ".lock"
@@ -205,7 +206,9 @@ def make_task(study: Study, arm: int, point: Point, seed: int, registry: Registr
     tables = to_dict(config)
     rates = " ".join(f"{key}={lr:g}" for key, lr in zip(this.grids, point, strict=True))
     phase = f"seed {first + seed}" if not tuning else f"tuning {seed + 1}" if study.search_seeds > 1 else "tuning"
-    return Task(key_of(tables), f"{this.label}  {rates}  {phase}", tables, tuning, cost_of(config))
+    # The same key in every version, so that a study goes on where an earlier one stopped.
+    key = key_of(as_first_written(tables))
+    return Task(key, f"{this.label}  {rates}  {phase}", tables, tuning, cost_of(config))
 
 
 def cost_of(config: Config) -> float:

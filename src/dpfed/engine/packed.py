@@ -22,7 +22,7 @@ from dpfed.privacy.fixed import FixedSum, slots_for
 from dpfed.privacy.shared import Seat, SharedSum
 
 Answer = TypeVar("Answer")
-BLOCKS = {"granularity": "block", "lora_merge_ab": False, "cnn_blocks": "module"}  # of a method that has none
+BLOCKS = {"granularity": "block"}  # of a method that has none
 MOST = 16  # more runs in a pass bring little more, and take their memory
 
 
@@ -39,11 +39,10 @@ def pack_key(config: Config) -> Hashable | None:
     """
     data, privacy, run = config.data, config.privacy, config.run
     grouped = data.unit_column is not None or privacy.clip_mode == "batch_tensor"  # not record by record
-    rescaled = getattr(config.algorithm, "scale", "off") != "off"  # gradients are scaled before they are clipped
     split = run.fleet_size != "auto"
     beside = run.diagnostics or run.trackers or run.checkpoint_every  # others at work in this process, or on its device
     alone = privacy.isolation == "exact"
-    if grouped or rescaled or split or beside or alone or privacy.grid is True or run.noise == "os":
+    if grouped or split or beside or alone or privacy.grid is True or run.noise == "os":
         return None
     computed = (run.device, run.precision, run.threads, run.slots, run.compile, run.graphs, run.features)
     blocks = sorted({**BLOCKS, **block_rules(config)}.items())

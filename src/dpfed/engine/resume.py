@@ -11,6 +11,7 @@ from typing import Any
 from dpfed.config import Config, to_dict
 from dpfed.engine.folder import CHECKPOINTS, COHORTS, CONFIG, LEDGER, METRICS, RESULT
 from dpfed.errors import DpfedError
+from dpfed.key_history import as_first_written
 
 # of [run], when a run goes on
 MAY_CHANGE = ("eval_every", "checkpoint_every", "memory_limit", "threads", "timeout", "trackers")
@@ -26,7 +27,7 @@ def extendable(config: Config) -> bool:
 def fixed_settings(config: Config) -> dict[str, Any]:
     """The settings that the numbers of a round follow from."""
     free = {*MAY_CHANGE, *(["rounds"] if extendable(config) else [])}
-    tables = to_dict(config)
+    tables = as_first_written(to_dict(config))
     tables["run"] = {key: value for key, value in tables["run"].items() if key not in free}
     tables["privacy"].pop(LARGE_DELTA, None)
     if "federation" in tables:
@@ -41,9 +42,9 @@ def changes(out: Path, config: Config) -> list[tuple[str, Any, Any]]:
     except (OSError, ValueError, RecursionError):
         raise DpfedError(f"{out} is not the folder of a run: --resume needs one that `dpfed run` has made") from None
     found = []
-    for section, table in to_dict(config).items():
-        before = stored.get(section, {})
-        before = before if isinstance(before, dict) else {}
+    earlier = as_first_written({name: table for name, table in stored.items() if isinstance(table, dict)})
+    for section, table in as_first_written(to_dict(config)).items():
+        before = earlier.get(section, {})
         for key in sorted({*table, *before}):
             if before.get(key) != table.get(key):
                 found.append((f"{section}.{key}", before.get(key), table.get(key)))

@@ -449,6 +449,5 @@ def repays(config: Config, device: torch.device) -> bool:
 
 
 def block_rules(config: Config) -> dict[str, Any]:
-    """The keys of an algorithm that shape its blocks; one without blocks has none of them."""
-    keys = ("granularity", "lora_merge_ab", "cnn_blocks")
-    return {key: getattr(config.algorithm, key) for key in keys if hasattr(config.algorithm, key)}
+    """Return the keys of an algorithm that shape its blocks; empty for one without blocks."""
+    return {"granularity": config.algorithm.granularity} if hasattr(config.algorithm, "granularity") else {}

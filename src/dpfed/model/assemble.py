@@ -10,7 +10,7 @@ from torch import nn
 
 from dpfed.config import ModelSection
 from dpfed.errors import DpfedError
-from dpfed.model.blocks import CnnBlocks, architecture_of, block_index, inner_config
+from dpfed.model.blocks import architecture_of, block_index, inner_config
 from dpfed.model.lora import Adapted, adapt
 from dpfed.model.per_sample import trainable
 from dpfed.model.space import Space
@@ -35,8 +35,6 @@ def assemble(
     spec: InputSpec,
     seeds: tuple[int, int] = (0, 0),
     granularity: Literal["block", "tensor"] = "block",
-    lora_merge_ab: bool = False,
-    cnn_blocks: CnnBlocks = "module",
 ) -> Assembled:
     """Builds the model of a section. `seeds` are those of the initial weights and of the initial adapters."""
     buildable: Any = section
@@ -61,7 +59,7 @@ def assemble(
         notes.append("dropout inside attention is off: it has no key per record; all other dropout is on")
     _refuse_absent(model, section.attention)
     try:
-        names, blocks = block_index(model, shapes, architecture, granularity, lora_merge_ab, cnn_blocks)
+        names, blocks = block_index(model, shapes, architecture, granularity)
         space = Space(tuple(shapes), tuple(shapes.values()), tuple(names), blocks)
     except ValueError as error:
         raise DpfedError(f"the blocks of {type(model).__name__} cannot be formed: {error}") from None
@@ -79,12 +77,10 @@ def describe_space(
     section: ModelSection,
     spec: InputSpec,
     granularity: Literal["block", "tensor"] = "block",
-    lora_merge_ab: bool = False,
-    cnn_blocks: CnnBlocks = "module",
 ) -> Assembled:
     """The same on the meta device: shapes alone, so that the largest model takes a second and no memory."""
     with torch.device("meta"):
-        return assemble(section, spec, (0, 0), granularity, lora_merge_ab, cnn_blocks)
+        return assemble(section, spec, (0, 0), granularity)
 
 
 def block_sizes(space: Space) -> dict[str, int]:

@@ -5,7 +5,6 @@ Rules, first match wins:
 2. LoRA's A and B: separate blocks (B starts at zero, so their second moments differ);
 3. every other module: one block for its weight and bias together; a parameter that hangs on a larger module
    (class token, position table): one block each.
-With `cnn_blocks = "residual"` the convolutions of a residual block are one block; norms keep their own.
 Which modules are Q, K and V is said per architecture below. An unknown architecture gets one block per tensor.
 """
 
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 Layout = Literal["separate", "3HD", "H3D"]
-CnnBlocks = Literal["module", "residual"]
 _LORA = re.compile(r"^(?P<path>.*)\.lora_(?P<factor>[AB])\.[^.]+\.weight$")
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
@@ -30,12 +28,10 @@ _WIDTHS = ("head_dim", "attention_head_size")
 @dataclass(frozen=True)
 class Architecture:
     """attention: name of a projection -> how heads lie in its output rows.
-    heads: the attribute that counts query heads, of the attention module or of its configuration.
-    residual: class names of residual blocks."""
+    heads: the attribute that counts query heads, of the attention module or of its configuration."""
 
     attention: Mapping[str, Layout]
     heads: str = "num_attention_heads"
-    residual: tuple[str, ...] = ()
 
 
 def _separate(*names: str) -> dict[str, Layout]:
@@ -55,8 +51,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "distilbert": Architecture(_separate("q_lin", "k_lin", "v_lin"), heads="n_heads"),
     "gpt2": Architecture({"c_attn": "3HD"}, heads="num_heads"),
     "gpt_neox": Architecture({"query_key_value": "H3D"}),
-    "gn-resnet": Architecture({}, residual=("ResidualBlock",)),
-    "resnet": Architecture({}, residual=("ResNetBasicLayer", "ResNetBottleNeckLayer")),
+    "gn-resnet": Architecture({}),
+    "resnet": Architecture({}),
     "linear": Architecture({}),
 }
 
@@ -86,8 +82,6 @@ def block_index(
     shapes: Mapping[str, torch.Size],
     architecture: Architecture | None,
     granularity: Literal["block", "tensor"] = "block",
-    lora_merge_ab: bool = False,
-    cnn_blocks: CnnBlocks = "module",
 ) -> tuple[list[str], Tensor]:
     """(block names, block of each coordinate) for trainable tensors given by name and shape, in order."""
     modules = dict(model.named_modules())
@@ -98,7 +92,7 @@ def block_index(
         if architecture is None or granularity == "tensor":
             labels = [name]
         else:
-            labels = _labels(name, shape, modules, architecture, lora_merge_ab, cnn_blocks)
+            labels = _labels(name, shape, modules, architecture)
             columns = len(labels) > 1 and _transposed(name, shape, modules)
         rows = torch.tensor([ids.setdefault(label, len(ids)) for label in labels], device="cpu")  # also under "meta"
         each = shape.numel() // len(rows)
@@ -117,37 +111,23 @@ def _labels(
     shape: torch.Size,
     modules: Mapping[str, nn.Module],
     architecture: Architecture,
-    merge: bool,
-    cnn: CnnBlocks,
 ) -> list[str]:
     """One label for the whole tensor, or one for each of its output rows."""
     plain = name.replace(".modules_to_save.default", "").replace(".base_layer", "")
     lora = _LORA.match(plain)
     path = lora["path"] if lora else plain.rpartition(".")[0]
     layout = architecture.attention.get(path.rpartition(".")[2])
-    if cnn == "residual" and len(shape) == 4:
-        path = _residual(path, modules, architecture)
     if lora and lora["factor"] == "A":
-        return [path if merge and layout is None else f"{path}.lora_A"]
+        return [f"{path}.lora_A"]
     stem = f"{path}.lora_B" if lora else path
     if layout is not None:
         outputs = shape[-1] if _transposed(name, shape, modules) else shape[0]
         counts = head_counts(path, layout, outputs, modules, architecture)
         return [f"{stem}.{head}" for head in head_rows(layout, outputs, *counts)]
     if lora:
-        return [path if merge else stem]
+        return [stem]
     owner = modules[name.rpartition(".")[0]]
     return [plain if any(True for _ in owner.children()) else path]
-
-
-def _residual(path: str, modules: Mapping[str, nn.Module], architecture: Architecture) -> str:
-    """The residual block that a convolution is in, or the convolution itself."""
-    above = path
-    while above:
-        if type(modules[above]).__name__ in architecture.residual:
-            return above
-        above = above.rpartition(".")[0]
-    return path
 
 
 def head_counts(

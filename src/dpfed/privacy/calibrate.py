@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from scipy.optimize import brentq
-
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting import (
     Term,
@@ -136,21 +134,37 @@ def _impossible(target: float, smallest: float) -> str:
 
 
 def _root(estimate: Callable[[float], float], target: float) -> float:
-    """Return the sigma where the estimate crosses the target, within a relative error of 1e-4.
-
-    The search runs on log epsilon over log sigma. Outside the bounds the nearest bound is returned.
-    """
+    """Where the estimate crosses the target, to 1e-4, by regula falsi (Illinois) on log epsilon over log sigma."""
 
     def gap(log_sigma: float) -> float:
         value = estimate(math.exp(log_sigma))
-        if not math.isfinite(value):
-            return 50.0
-        return math.log(max(value, 1e-9 * target) / target)
+        return math.log(max(value, 1e-9 * target) / target) if math.isfinite(value) else 50.0
 
-    # Most plans need a sigma near 1. A narrow bracket around it saves slow estimates far away.
-    low = math.log(_SMALLEST_SIGMA)
-    high = math.log(LARGEST_SIGMA)
-    for inner_low, inner_high in ((math.log(0.5), math.log(4.0)), (low, high)):
-        if gap(inner_low) > 0 > gap(inner_high):
-            return math.exp(brentq(gap, inner_low, inner_high, xtol=5e-5, rtol=1e-12))
-    return math.exp(low if gap(low) <= 0 else high)
+    bounds = math.log(_SMALLEST_SIGMA), math.log(LARGEST_SIGMA)
+    left = right = 0.0
+    left_gap = right_gap = gap(0.0)
+    while left_gap < 0 and left > bounds[0]:  # too much noise: go down, by what epsilon ~ 1/sigma suggests
+        right, right_gap = left, left_gap
+        left = max(bounds[0], left - min(1.5, max(0.05, -0.8 * left_gap)))
+        left_gap = gap(left)
+    while right_gap > 0 and right < bounds[1]:
+        left, left_gap = right, right_gap
+        right = min(bounds[1], right + min(2.5, max(0.05, 1.1 * right_gap)))
+        right_gap = gap(right)
+    if left_gap <= 0 or right_gap >= 0:
+        return math.exp(left if left_gap <= 0 else right)
+    kept = 0
+    while right - left > 1e-4 * 0.5 and left_gap - right_gap > 1e-5:
+        middle = (left * -right_gap + right * left_gap) / (left_gap - right_gap)
+        found = gap(middle)
+        if abs(found) < 2e-5:
+            return math.exp(middle)
+        if found > 0:
+            left, left_gap = middle, found
+            right_gap = right_gap / 2 if kept > 0 else right_gap
+            kept = 1
+        else:
+            right, right_gap = middle, found
+            left_gap = left_gap / 2 if kept < 0 else left_gap
+            kept = -1
+    return math.exp(right)

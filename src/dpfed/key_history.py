@@ -1,0 +1,65 @@
+"""Configuration keys that came or went, so that files of earlier versions keep their meaning.
+
+A file without an added key means the value in ADDED. A deleted key at its old default is ignored, and any
+other value is refused with what to use instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from dpfed.errors import DpfedError
+
+ADDED: dict[str, Any] = {"privacy.isolation": "fast"}
+
+
+class Deleted(NamedTuple):
+    """A key that no longer exists; `algorithm` is the method that had it."""
+
+    default: Any
+    instead: str
+    algorithm: str = "dp-fedadamw"
+
+
+PRINTED = "the form printed in the paper is algorithm.name = dp-fedadamw-printed"
+DELETED: dict[str, Deleted] = {
+    "algorithm.align": Deleted("on", "set algorithm.gamma = 0 for no alignment"),
+    "algorithm.v_exponent": Deleted("total", PRINTED),
+    "algorithm.m_exponent": Deleted("local", "the first moment is corrected with the local step count"),
+    "algorithm.v_send": Deleted("raw", "clients send raw second moments"),
+    "algorithm.wd_sign": Deleted("decay", PRINTED),
+    "algorithm.dg_lr": Deleted("round", "the global direction is scaled by the learning rate of its round"),
+    "algorithm.lora_merge_ab": Deleted(False, "the factors A and B of LoRA are separate blocks"),
+    "algorithm.cnn_blocks": Deleted("module", "each convolution is one block"),
+    "algorithm.agg_center": Deleted("auto", "unequal noise levels are handled automatically"),
+    "algorithm.bc_floor_abs": Deleted(None, "algorithm.name = dp-adambc has an absolute floor"),
+    "algorithm.scale": Deleted("off", "gradients are not scaled before clipping"),
+    "algorithm.ls_double_step": Deleted(False, "each gradient makes one step", "dp-fedavg-ls"),
+}
+
+
+def without_deleted(section: str, table: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
+    """Return the table without deleted keys at their old defaults; refuse their other values."""
+    kept = {}
+    for key, value in table.items():
+        full = f"{section}.{key}"
+        if key in known or full not in DELETED:
+            kept[key] = value
+        elif value != DELETED[full].default:
+            raise DpfedError(f"{full} = {value!r} is no longer supported: {DELETED[full].instead}")
+    return kept
+
+
+def as_first_written(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings in the form of the first version, for comparisons and hashes over versions."""
+    out = {name: dict(table) for name, table in tables.items()}
+    for full, meaning in ADDED.items():
+        section, _, key = full.partition(".")
+        if out.get(section, {}).get(key) == meaning:
+            del out[section][key]
+    algorithm = out.get("algorithm", {})
+    for full, deleted in DELETED.items():
+        if deleted.default is not None and deleted.algorithm == algorithm.get("name"):
+            algorithm.setdefault(full.partition(".")[2], deleted.default)
+    return out

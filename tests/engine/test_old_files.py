@@ -1,0 +1,70 @@
+"""Files that version 0.1 wrote keep working: run folders resume and report, exports load, deleted keys are ignored."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from command import dpfed
+from dpfed.algorithms.dp_fedadamw import DPFedAdamW
+from dpfed.config import load
+from dpfed.engine.prior import record_of
+from dpfed.engine.run import run
+from dpfed.errors import DpfedError
+from dpfed.key_history import DELETED, as_first_written
+from dpfed.parsing import parse
+from dpfed.registry import registry
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+
+
+@pytest.fixture
+def old_run(tmp_path: Path) -> Path:
+    return shutil.copytree(FIXTURES / "run-0.1", tmp_path / "run")
+
+
+def test_an_old_run_resumes_as_if_nothing_had_changed(old_run: Path, tmp_path: Path) -> None:
+    config = load(old_run / "config.toml", ["run.rounds=4"], registry())
+    run(config, old_run, resume=True)
+    run(config, tmp_path / "whole")
+    resumed = load_file(old_run / "model.safetensors")
+    for name, whole in load_file(tmp_path / "whole" / "model.safetensors").items():
+        torch.testing.assert_close(resumed[name], whole, rtol=1e-6, atol=1e-7)
+
+
+def test_an_old_run_is_accounted_reported_and_exported(old_run: Path, tmp_path: Path) -> None:
+    assert dpfed("privacy", str(old_run)) == 0
+    assert dpfed("report", str(old_run), "--out", str(tmp_path / "page.html")) == 0
+    assert dpfed("export", str(old_run), str(tmp_path / "model")) == 0
+
+
+def test_an_old_adapter_is_a_start_whose_cost_is_counted() -> None:
+    stored = record_of(str(FIXTURES / "export-0.1"))
+    assert stored is not None
+    assert [steps for _, steps in stored.prior] == [1]
+
+
+def test_deleted_keys_at_their_defaults_are_ignored_and_other_values_refused() -> None:
+    table = {
+        full.partition(".")[2]: deleted.default for full, deleted in DELETED.items() if deleted.default is not None
+    }
+    assert parse("algorithm", DPFedAdamW, table) == DPFedAdamW()
+    for full, deleted in DELETED.items():
+        key = full.partition(".")[2]
+        with pytest.raises(DpfedError) as caught:
+            parse("algorithm", DPFedAdamW, {key: "another"})
+        assert str(caught.value) == f"{full} = 'another' is no longer supported: {deleted.instead}"
+
+
+def test_settings_have_the_form_of_the_first_version() -> None:
+    config = load(FIXTURES / "run-0.1" / "config.toml", [], registry())
+    written = as_first_written({"algorithm": {"name": "dp-fedadamw"}, "privacy": {"isolation": "fast", "sigma": 2.0}})
+    assert written["privacy"] == {"sigma": 2.0}
+    assert written["algorithm"]["align"] == "on"
+    assert as_first_written({"algorithm": {"name": "dp-fedavg"}}) == {"algorithm": {"name": "dp-fedavg"}}
+    assert as_first_written({"privacy": {"isolation": "exact"}}) == {"privacy": {"isolation": "exact"}}
+    assert config.algorithm == DPFedAdamW(lr=config.algorithm.lr)
