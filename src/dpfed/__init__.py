@@ -18,5 +18,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public names beside those of the module, loaded or not."""
-    return sorted({*globals(), *__all__})
+    """Return the public names, loaded or not."""
+    return [*__all__, "__version__"]

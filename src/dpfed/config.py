@@ -80,8 +80,8 @@ class PrivacySection:
     enabled: Annotated[bool, "false: no clipping, no noise, no guarantee, and every artefact says so"] = True
     clip: Annotated[float, Gt(0), "clip norm C of one record's gradient; quantile: C of the first round"] = 0.1
     clip_mode: Annotated[
-        Literal["flat", "automatic", "quantile", "batch_tensor"],
-        "cut to norm C, normalised to norm C, C follows a noised quantile of the norms; batch_tensor protects nothing",
+        Literal["flat", "automatic", "quantile"],
+        "cut to norm C, normalised to norm C, or C follows a noised quantile of the norms",
     ] = "flat"
     # Below 1e-12 a gradient whose squares are lost in single precision would be taken for zero and blown up beyond C.
     clip_stability: Annotated[float | None, Ge(1e-12), "automatic: s in g·C/(‖g‖+s); default 0.01"] = None
@@ -97,9 +97,8 @@ class PrivacySection:
     )
     delta: Annotated[float, Gt(0), Lt(1), "δ"] = 1e-5
     allow_large_delta: Annotated[bool | None, "true: run with delta >= 1 / (records of the largest client)"] = None
-    accounting: Annotated[Literal["pld", "none"], "none: nothing is charged, claimed or protected"] = "pld"
     sampling: Annotated[
-        Literal["poisson", "fixed_wor", "shuffle"], "how batches are drawn; shuffle has no accounting"
+        Literal["poisson", "fixed_wor"], "how batches are drawn: each record by its own coin, or a fixed number"
     ] = "poisson"
     batch: Annotated[float | None, Gt(0), "expected batch size; give this or rate"] = None
     rate: Annotated[float | None, Gt(0), Le(1), "sampling rate of every client; give this or batch"] = None
@@ -117,7 +116,6 @@ class PrivacySection:
     isolation: Annotated[
         Literal["exact", "fast"], "exact: one record in a pass, so that no record can change another's gradient"
     ] = "fast"
-    noise_scale: Annotated[Literal["c", "literal_c2"], "literal_c2: the paper's printed noise, accounted as σ·C"] = "c"
 
 
 @dataclass(frozen=True)
@@ -389,10 +387,6 @@ def _cross_check(config: Config) -> None:
         raise DpfedError(
             "privacy.sigma_per_client calibrates each client to privacy.target_epsilon: give that, not sigma"
         )
-    if p.noise_scale == "literal_c2" and p.sigma is None:
-        raise DpfedError(
-            'privacy.noise_scale = "literal_c2" is the paper\'s printed noise for a given sigma: give privacy.sigma'
-        )
     if p.budget is not None and (not p.enabled or p.sigma == 0):
         raise DpfedError("privacy.budget cannot be kept without noise: give privacy.sigma > 0 or a target_epsilon")
     _check_clipping(p)
@@ -412,21 +406,10 @@ def _check_clipping(p: PrivacySection) -> None:
             raise DpfedError(f'privacy.{key} has no effect without privacy.clip_mode = "{mode}"')
         if getattr(p, key) == float("inf"):
             raise DpfedError(f"privacy.{key} = inf is not allowed: it must be a finite number")
-    if p.accounting == "pld":
-        for key, value in (("clip_mode", "batch_tensor"), ("sampling", "shuffle")):
-            if getattr(p, key) == value:
-                raise DpfedError(
-                    f'privacy.{key} = "{value}" has no accounting: it runs only with privacy.accounting = "none", and then '
-                    "nothing is protected"
-                )
-    elif p.target_epsilon is not None or p.budget is not None:
-        raise DpfedError('privacy.accounting = "none" knows no epsilon: give privacy.sigma, no target and no budget')
-    if p.grid is True and (not p.enabled or p.sigma == 0 or p.accounting != "pld"):
+    if p.grid is True and (not p.enabled or p.sigma == 0):
         raise DpfedError("privacy.grid = true is for sums with noise: it needs privacy.sigma > 0 or a target_epsilon")
     if p.clip == float("inf") and p.clip_mode != "flat":
         raise DpfedError(f'privacy.clip = inf has no meaning with privacy.clip_mode = "{p.clip_mode}"')
-    if p.clip_mode == "quantile" and p.noise_scale == "literal_c2":
-        raise DpfedError('privacy.noise_scale = "literal_c2" needs a fixed clip norm, not clip_mode = "quantile"')
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -15,7 +15,7 @@ ADDED: dict[str, Any] = {"privacy.isolation": "fast"}
 
 
 class Deleted(NamedTuple):
-    """A key that no longer exists; `algorithm` is the method that had it."""
+    """A key that no longer exists; `algorithm` is the method that had it, empty for other sections."""
 
     default: Any
     instead: str
@@ -35,7 +35,17 @@ DELETED: dict[str, Deleted] = {
     "algorithm.agg_center": Deleted("auto", "unequal noise levels are handled automatically"),
     "algorithm.bc_floor_abs": Deleted(None, "algorithm.name = dp-adambc has an absolute floor"),
     "algorithm.scale": Deleted("off", "gradients are not scaled before clipping"),
+    "privacy.accounting": Deleted("pld", "set privacy.enabled = false to train without privacy", ""),
+    "privacy.noise_scale": Deleted("c", "the printed noise has the multiplier privacy.sigma times privacy.clip", ""),
     "algorithm.ls_double_step": Deleted(False, "each gradient makes one step", "dp-fedavg-ls"),
+}
+
+
+# Values that no longer exist, of keys that do.
+DELETED_VALUES: dict[tuple[str, str], str] = {
+    ("algorithm.bc_floor", "none"): PRINTED,
+    ("privacy.clip_mode", "batch_tensor"): "clipping the mean of a batch protects nothing, so use flat",
+    ("privacy.sampling", "shuffle"): "shuffled batches have no accounting, so use poisson",
 }
 
 
@@ -44,6 +54,9 @@ def without_deleted(section: str, table: Mapping[str, Any], known: Sequence[str]
     kept = {}
     for key, value in table.items():
         full = f"{section}.{key}"
+        instead = DELETED_VALUES.get((full, value)) if isinstance(value, str) else None
+        if instead is not None:
+            raise DpfedError(f"{full} = {value!r} is no longer supported: {instead}")
         if key in known or full not in DELETED:
             kept[key] = value
         elif value != DELETED[full].default:
@@ -58,8 +71,9 @@ def as_first_written(tables: Mapping[str, Any]) -> dict[str, Any]:
         section, _, key = full.partition(".")
         if out.get(section, {}).get(key) == meaning:
             del out[section][key]
-    algorithm = out.get("algorithm", {})
+    name = out.get("algorithm", {}).get("name")
     for full, deleted in DELETED.items():
-        if deleted.default is not None and deleted.algorithm == algorithm.get("name"):
-            algorithm.setdefault(full.partition(".")[2], deleted.default)
+        section, _, key = full.partition(".")
+        if section in out and deleted.default is not None and deleted.algorithm in ("", name):
+            out[section].setdefault(key, deleted.default)
     return out

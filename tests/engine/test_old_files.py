@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -11,11 +12,11 @@ from safetensors.torch import load_file
 
 from command import dpfed
 from dpfed.algorithms.dp_fedadamw import DPFedAdamW
-from dpfed.config import load
+from dpfed.config import PrivacySection, load
 from dpfed.engine.prior import record_of
 from dpfed.engine.run import run
 from dpfed.errors import DpfedError
-from dpfed.key_history import DELETED, as_first_written
+from dpfed.key_history import DELETED, DELETED_VALUES, as_first_written
 from dpfed.parsing import parse
 from dpfed.registry import registry
 
@@ -49,22 +50,26 @@ def test_an_old_adapter_is_a_start_whose_cost_is_counted() -> None:
 
 
 def test_deleted_keys_at_their_defaults_are_ignored_and_other_values_refused() -> None:
-    table = {
-        full.partition(".")[2]: deleted.default for full, deleted in DELETED.items() if deleted.default is not None
-    }
-    assert parse("algorithm", DPFedAdamW, table) == DPFedAdamW()
+    for section, cls in (("algorithm", DPFedAdamW), ("privacy", PrivacySection)):
+        gone = {key: deleted.default for key, deleted in DELETED.items() if key.startswith(f"{section}.")}
+        table = {key.partition(".")[2]: value for key, value in gone.items() if value is not None}
+        assert parse(section, cls, table) == cls()
     for full, deleted in DELETED.items():
-        key = full.partition(".")[2]
+        section, _, key = full.partition(".")
         with pytest.raises(DpfedError) as caught:
-            parse("algorithm", DPFedAdamW, {key: "another"})
+            parse(section, PrivacySection if section == "privacy" else DPFedAdamW, {key: "another"})
         assert str(caught.value) == f"{full} = 'another' is no longer supported: {deleted.instead}"
+    for (full, value), instead in DELETED_VALUES.items():
+        section, _, key = full.partition(".")
+        with pytest.raises(DpfedError, match=re.escape(instead)):
+            parse(section, PrivacySection if section == "privacy" else DPFedAdamW, {key: value})
 
 
 def test_settings_have_the_form_of_the_first_version() -> None:
     config = load(FIXTURES / "run-0.1" / "config.toml", [], registry())
     written = as_first_written({"algorithm": {"name": "dp-fedadamw"}, "privacy": {"isolation": "fast", "sigma": 2.0}})
-    assert written["privacy"] == {"sigma": 2.0}
+    assert written["privacy"] == {"sigma": 2.0, "accounting": "pld", "noise_scale": "c"}
     assert written["algorithm"]["align"] == "on"
     assert as_first_written({"algorithm": {"name": "dp-fedavg"}}) == {"algorithm": {"name": "dp-fedavg"}}
-    assert as_first_written({"privacy": {"isolation": "exact"}}) == {"privacy": {"isolation": "exact"}}
+    assert as_first_written({"privacy": {"isolation": "exact"}})["privacy"]["isolation"] == "exact"
     assert config.algorithm == DPFedAdamW(lr=config.algorithm.lr)

@@ -400,7 +400,6 @@ def test_what_a_pass_has_in_common(keys: list[str]) -> None:
 @pytest.mark.parametrize(
     "keys",
     [
-        ["privacy.clip_mode=batch_tensor", "privacy.accounting=none"],
         ["privacy.grid=true"],
         ["run.fleet_size=2"],
         ["run.diagnostics=true"],

@@ -195,7 +195,6 @@ def test_real_noise_needs_declared_classes_and_whole_units(unequal: list[str]) -
     [
         (["privacy.delta=1e-12", "privacy.sigma=1"], "delta"),
         (["privacy.sigma=1e-6"], "protects nothing"),
-        (["privacy.sigma=1e-3", "privacy.noise_scale=literal_c2", "privacy.clip=0.01"], "protects nothing"),
         (["privacy.rate=0.1", "privacy.sigma=1", "privacy.batch_per_client=true"], "batch_per_client"),
         (["privacy.enabled=false", "privacy.budget=1"], "budget"),
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -122,13 +121,6 @@ def test_every_plan_is_consistent_or_refused(sizes: list[int], batch: float, eac
 # --- noise -----------------------------------------------------------------------------------------------------------
 
 
-def test_literal_c2_is_accounted_with_its_real_multiplier() -> None:
-    plan = plan_for([100] * 4, batch=10, clip=0.1, sigma=2.0, noise_scale="literal_c2")
-    assert plan.mechanism(0).noise_multiplier == pytest.approx(0.2)  # σ·C
-    assert plan.noise_std(0) == pytest.approx(2.0 * 0.1**2)  # σ·C²
-    assert plan.phi(0) == pytest.approx((2.0 * 0.1**2 / 10) ** 2)
-
-
 def test_without_privacy_nothing_is_clipped_or_noised() -> None:
     plan = plan_for([100] * 4, batch=10, sigma=None, enabled=False)
     assert plan.clip == math.inf
@@ -213,7 +205,6 @@ def test_a_plan_is_private_only_if_every_client_adds_noise() -> None:
     for noise, private in (([1.0] * 4, True), ([1.0, 1.0, 0.0, 1.0], False), ([0.0] * 4, False)):
         plan = Plan("poisson", 0.1, four * 10, four * 0.1, four, np.array(noise))
         assert plan.private is private
-        assert not replace(plan, accounted=False).private
 
 
 def test_the_protected_unit_is_named() -> None:
@@ -267,7 +258,6 @@ def agreement(plan: Plan, steps: int = 1, width: int = 100_000) -> tuple[list[np
     [
         {"sigma": 1.0},
         {"sigma": 0.7, "clip": 3.0},
-        {"sigma": 2.0, "clip": 0.5, "noise_scale": "literal_c2"},
         {"target_epsilon": 3.0},
         {"sigma": 1.0, "sampling": "fixed_wor"},
         {"target_epsilon": 3.0, "clip": 2.0, "sampling": "fixed_wor"},
@@ -281,8 +271,7 @@ def test_the_noise_that_is_added_is_the_noise_that_is_charged(privacy: dict[str,
     assert float(noise.std()) == pytest.approx(charged, rel=0.01)
     assert float(phi) == pytest.approx((charged / 12) ** 2, rel=1e-6)
     if "sigma" in privacy:
-        factor = plan.clip if privacy.get("noise_scale") == "literal_c2" else 1.0
-        assert charged == pytest.approx(privacy["sigma"] * factor * plan.clip)
+        assert charged == pytest.approx(privacy["sigma"] * plan.clip)
 
 
 def test_fixed_wor_draws_exactly_b_distinct_records_at_every_step() -> None:

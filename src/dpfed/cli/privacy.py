@@ -165,9 +165,7 @@ def from_config(target: str, overrides: list[str], colluding: int) -> tuple[Plan
     refuse_target(config, past)
     plan, schedule = plan_of(config)
     if not plan.private:
-        raise DpfedError(
-            'this configuration has no privacy: privacy.enabled is false, sigma is 0 or privacy.accounting is "none"'
-        )
+        raise DpfedError("this configuration has no privacy: privacy.enabled is false or sigma is 0")
     spending = budget_of(plan, schedule, config.privacy.delta, config.privacy.budget, colluding, past)
     return spending.planned, schedule.clients
 

@@ -153,8 +153,7 @@ def summary(job: Job) -> list[str]:
     if plan.private:
         lines.append(f"privacy: {guarantee(job)}; clip norm {plan.clip:g}")
     else:
-        why = "noise is off" if job.plan.accounted else 'privacy.accounting = "none"'
-        lines.append(f"NO PRIVACY: {why}, nothing that leaves a client is protected")
+        lines.append("NO PRIVACY: noise is off, nothing that leaves a client is protected")
     return lines
 
 

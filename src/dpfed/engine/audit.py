@@ -315,9 +315,7 @@ class Audit:
 def audit(job: Job, canaries: int = 1000, confidence: float = 0.95) -> Audit:
     """Every audit of a job. Where all steps of all clients would take too long, fewer clients or fewer rounds are run."""
     if not job.plan.private:
-        raise DpfedError(
-            'no privacy is claimed here (privacy.enabled is false, sigma is 0 or privacy.accounting is "none"): nothing to audit'
-        )
+        raise DpfedError("no privacy is claimed here (privacy.enabled is false or sigma is 0): nothing to audit")
     if canaries < 8:
         raise DpfedError(f"--canaries {canaries} is too few to show anything: give at least 8")
     if not 0.5 <= confidence < 1:

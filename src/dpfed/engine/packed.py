@@ -38,7 +38,7 @@ def pack_key(config: Config) -> Hashable | None:
     sigma, C, budget, seed and evaluation are the run's own.
     """
     data, privacy, run = config.data, config.privacy, config.run
-    grouped = data.unit_column is not None or privacy.clip_mode == "batch_tensor"  # not record by record
+    grouped = data.unit_column is not None  # not record by record
     split = run.fleet_size != "auto"
     beside = run.diagnostics or run.trackers or run.checkpoint_every  # others at work in this process, or on its device
     alone = privacy.isolation == "exact"

@@ -224,7 +224,7 @@ def checked(text: str, where: str) -> Stored:
 def refuse_unfit(config: Config, start: str, stored: Stored) -> None:
     """Costs add up only where they speak of the same neighbours, and seeded noise stays seeded in whatever comes after."""
     unit, p = config.data.unit_column or "record", config.privacy
-    protects = p.enabled and p.sigma != 0 and p.accounting != "none"
+    protects = p.enabled and p.sigma != 0
     if not stored.prior or not protects:
         return
     sampling = stored.prior[0][0].sampling

@@ -85,7 +85,7 @@ class OwnPlan(Plan):
     """
 
     def __post_init__(self) -> None:
-        if not (self.accounted and self.sampling == "poisson" and self.clipping.per_unit and self.multipliers.all()):
+        if not (self.sampling == "poisson" and self.multipliers.all()):
             raise ValueError("a real client releases nothing without noise and accounting")
 
 

@@ -3,9 +3,8 @@
 flat         ḡ = g · min(1, C/‖g‖), one norm over all trainable numbers
 automatic    ḡ = g · C/(‖g‖ + s): every gradient counts with about the same length (Bu, Wang, Zha, Karypis 2023)
 quantile     flat, and C follows a quantile of the norms from round to round (Andrew, Thakkar, McMahan, Ramaswamy 2021)
-batch_tensor the batch's *mean* is clipped, tensor by tensor: what released code does, and no protection at all
 
-Under the first three a unit moves the sum by at most C. Under `quantile` each release is a pair: the sum, and the number
+Under all of them a unit moves the sum by at most C. Under `quantile` each release is a pair: the sum, and the number
 of units at or below C counted as ±1/2 each, which one unit moves by 1/2. Both carry Gaussian noise. Against its own
 sensitivity the sum's noise is σ_g and the count's r·σ; together they are one Gaussian release of multiplier σ when
 1/σ² = 1/σ_g² + 1/(rσ)². So σ is what is charged, and the sum pays for the count with σ_g = σ/√(1 − 1/r²).
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ClipMode = Literal["flat", "automatic", "quantile", "batch_tensor"]
+ClipMode = Literal["flat", "automatic", "quantile"]
 Level = TypeVar("Level", float, np.ndarray)  # of one client or of many
 CLIPS = (1e-12, 1e12)  # norms are computed in single precision, where squares of far smaller or larger ones are lost
 
@@ -45,11 +44,6 @@ class Clipping:
     @property
     def counts(self) -> bool:
         return self.mode == "quantile"
-
-    @property
-    def per_unit(self) -> bool:
-        """Whether one unit's share of the sum is bounded: without it there is no privacy."""
-        return self.mode != "batch_tensor"
 
     def sum_multiplier(self, multiplier: Level) -> Level:
         """The noise multiplier of the sum alone, when sum and count together are to have `multiplier`."""
@@ -117,16 +111,3 @@ def by_unit(grads: Sequence[Tensor], unit: Tensor, units: int) -> tuple[list[Ten
 
 def _at_least_single(grads: Tensor) -> Tensor:
     return grads if grads.dtype == torch.float64 else grads.float()
-
-
-def clip_mean_by_tensor(total: Tensor, drawn: Tensor, sizes: Sequence[int], clip: float) -> Tensor:
-    """The released code's rule: the mean over the batch, each tensor of it cut to norm C. One unit is not bounded.
-
-    total `[S, P]` plain sums, drawn `[S, 1]` units in each batch, sizes of the tensors
-    """
-    mean = total / drawn.clamp_min(1)
-    parts = []
-    for part in torch.split(mean, list(sizes), dim=1):
-        norm = part.norm(dim=1, keepdim=True)
-        parts.append(part * torch.where(norm > clip, clip / norm, torch.ones_like(norm)))
-    return torch.cat(parts, dim=1)

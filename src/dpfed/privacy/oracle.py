@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpfed.privacy.clipping import clip_and_sum, clip_mean_by_tensor, finite_records
+from dpfed.privacy.clipping import clip_and_sum, finite_records
 from dpfed.privacy.fixed import Sums
 from dpfed.privacy.grid import Grid, grid_of, noised, noised_counts, rounded_sum
 from dpfed.privacy.noise import Noise, Streams
@@ -211,8 +211,8 @@ class FleetOracle:
 
     def _grids(self) -> list[Grid]:
         plan, size = self._plan, sum(shape.numel() for shape in self._gradients.space.shapes)
-        if not (plan.clipping.per_unit and plan.multipliers.all()):
-            raise ValueError("a grid is for sums of clipped units with noise")
+        if not plan.multipliers.all():
+            raise ValueError("a grid is for sums with noise")
         return [grid_of(plan.noise_std(i), plan.clip, size) for i in self._clients]
 
     def _draw(self) -> Slots:
@@ -284,7 +284,8 @@ class FleetOracle:
 
         Not noised, so neither may leave this class.
         """
-        rule, clip = self._plan.clipping, self._plan.clip if self._plan.clipping.per_unit else float("inf")
+        rule = self._plan.clipping
+        clip = self._plan.clip
         if self._takes_fixed(slots, scale) and self.fixed is not None:
             return self._fixed_sum(self.fixed, theta, slots)
         # In float32 the rounding of a sum would depend on the units that were added before.
@@ -310,10 +311,6 @@ class FleetOracle:
                 steps = torch.tensor([g.step for g in self._grid], dtype=torch.float64, device=self._device)
                 summed, counted = rounded_sum(grads, unit, owner, clip, rule, steps)
             total, count = total + summed, count + counted
-        if not rule.per_unit:
-            drawn = self._column(np.bincount(slots.owner, minlength=len(self._clients)).astype(float).tolist())
-            sizes = [shape.numel() for shape in self._gradients.space.shapes]
-            total = self._expected * clip_mean_by_tensor(total, drawn, sizes, self._plan.clip)
         return total, count
 
     def _mean_of_unit(self, theta: Tensor, part: Slots) -> list[Tensor]:
@@ -356,7 +353,7 @@ class FleetOracle:
     def _takes_fixed(self, slots: Slots, scale: Tensor | None) -> bool:
         """Passes of a fixed size are for single records, clipped one by one and summed in float32. They cannot tell of records
         that are no number: whoever asks for that waits for the other way."""
-        simple = self._plan.clipping.per_unit and len(slots.unit) == len(slots.owner)
+        simple = len(slots.unit) == len(slots.owner)
         return simple and scale is None and self._grid is None and not PRIVATE.isEnabledFor(logging.DEBUG)
 
     def _fixed_sum(self, fixed: Sums, theta: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import numpy as np
 
@@ -31,10 +30,9 @@ class Plan:
     multipliers  noise of one release against its sensitivity: of the clipped sum, with the count where one is released
     clip, clipping  the clip norm C (of the first round, where it moves) and the rule it is used by
     batches, releases  what one local step takes from the oracle, as the algorithm declares it
-    accounted  false: nothing is charged and nothing is claimed, whatever noise there is
     """
 
-    sampling: Sampling | Literal["shuffle"]
+    sampling: Sampling
     clip: float
     sizes: np.ndarray
     rates: np.ndarray
@@ -44,11 +42,8 @@ class Plan:
     releases: int = 1
     unit: str = "record"
     clipping: Clipping = field(default_factory=Clipping)
-    accounted: bool = True
 
     def __post_init__(self) -> None:
-        if self.accounted and (self.sampling == "shuffle" or not self.clipping.per_unit):
-            raise ValueError(f"{self.sampling} sampling with {self.clipping.mode} clipping has no accounting")
         if not self.clip > 0:
             raise ValueError(f"the clip norm must be > 0, not {self.clip}")
         if not math.isfinite(self.clip) and self.multipliers.any():
@@ -62,11 +57,9 @@ class Plan:
 
     @property
     def private(self) -> bool:
-        return self.accounted and bool(self.multipliers.all())
+        return bool(self.multipliers.all())
 
     def mechanism(self, client: int) -> Mechanism:
-        if self.sampling == "shuffle":
-            raise ValueError("shuffled batches have no accounting")
         return Mechanism(
             sampling=self.sampling,
             rate=float(self.rates[client]),
@@ -159,13 +152,11 @@ def make_plan(
         releases=releases,
         unit=unit or "record",
         clipping=clipping_of(privacy) if privacy.enabled else Clipping(),
-        accounted=privacy.accounting == "pld",
     )
     if not privacy.enabled or privacy.sigma == 0:
         return plan
     if privacy.sigma is not None:
-        # The printed noise of the paper has one factor C too many: its real multiplier is σ·C (SPEC 4).
-        multiplier = privacy.sigma * (privacy.clip if privacy.noise_scale == "literal_c2" else 1.0)
+        multiplier = privacy.sigma
         if multiplier < LEAST_NOISE:
             raise DpfedError(
                 f"the noise multiplier {show_setting(multiplier)} protects nothing: "
@@ -255,7 +246,7 @@ def batches_for(privacy: PrivacySection, sizes: np.ndarray) -> tuple[np.ndarray,
         raise DpfedError(
             f"privacy.batch = {privacy.batch:g} is larger than {told}: use a smaller batch or fewer clients"
         )
-    if privacy.sampling in ("fixed_wor", "shuffle"):
+    if privacy.sampling == "fixed_wor":
         expected = np.maximum(1.0, np.round(expected))
         rates = expected / sizes
     return rates, expected

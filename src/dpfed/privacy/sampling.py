@@ -1,4 +1,4 @@
-"""How batches are drawn. `draw` knows the kinds that have an accounting in `Mechanism`; shuffling has none."""
+"""Draw batches, by the kinds of sampling that have an accounting in `Mechanism`."""
 
 from __future__ import annotations
 
@@ -26,16 +26,6 @@ def fixed_size(rate: float, units: int) -> int:
 def batches(plan: Plan, client: int, rng: np.random.Generator) -> Iterator[Positions]:
     """Fresh batches of one client without end, as its plan says."""
     units = int(plan.sizes[client])
-    if plan.sampling == "shuffle":
-        yield from shuffled(units, fixed_size(float(plan.rates[client]), units), rng)
     mechanism = plan.mechanism(client)
     while True:
         yield draw(mechanism, units, rng)
-
-
-def shuffled(units: int, size: int, rng: np.random.Generator) -> Iterator[Positions]:
-    """Slices of one permutation after another, the short last slice dropped: what data loaders do. It has no accounting."""
-    while True:
-        order = rng.permutation(units)
-        for first in range(0, units - size + 1, size):
-            yield np.sort(order[first : first + size])
