@@ -33,8 +33,7 @@ class FakeOracle:
         self.calls, self.again_calls = 0, 0
         self.given: list[tuple[Tensor, Tensor]] = []  # what was handed out, and a copy made at that moment
 
-    def __call__(self, theta: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        assert scale is None, "these algorithms do not scale"
+    def __call__(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         self.calls += 1
         return self._release(theta)
 
@@ -58,7 +57,7 @@ class Table:
         self._gradients, self._phi = iter(gradients), phi
         self._second = None if second is None else iter(second)
 
-    def __call__(self, theta: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def __call__(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         return next(self._gradients), self._phi
 
     def again(self, theta: Tensor) -> tuple[Tensor, Tensor]:

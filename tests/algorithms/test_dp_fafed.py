@@ -152,9 +152,9 @@ def test_the_second_gradient_is_asked_at_the_previous_iterate_over_rounds_and_ab
     second: list[list[Tensor]] = []
 
     class Spy(FakeOracle):
-        def __call__(self, theta: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        def __call__(self, theta: Tensor) -> tuple[Tensor, Tensor]:
             first[-1].append(theta.clone())
-            return super().__call__(theta, scale)
+            return super().__call__(theta)
 
         def again(self, theta: Tensor) -> tuple[Tensor, Tensor]:
             second[-1].append(theta.clone())

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from dpfed.algorithms.base import Facts
 from dpfed.algorithms.dp_fedadamw import DPFedAdamW, Local, Server
-from dpfed.data.partition import shards_of
 from dpfed.errors import DpfedError
 from dpfed.model.space import Space
-from dpfed.privacy.noise import Streams
-from dpfed.privacy.oracle import FleetOracle, Records
-from dpfed.privacy.plan import Plan
 
 from .helpers import curved, make_context, make_space, relative, start_point
 
@@ -170,63 +164,3 @@ def test_a_changing_level_needs_equal_clients() -> None:
     for agg in ("mean", "full_v", "off"):
         DPFedAdamW(agg=agg).check(changing)  # type: ignore[arg-type]
     DPFedAdamW(agg="off").check(replace(changing, equal_phi=False))  # v starts anew in every round
-
-
-# ------------------------------------------------------------------ through the real oracle
-
-
-class Given:
-    """The input of a record is its gradient."""
-
-    has_dropout = False
-    space = SimpleNamespace(shapes=[torch.Size([1]), torch.Size([1])])
-
-    def grads(
-        self, theta: Tensor, client: Tensor, inputs: Mapping[str, Tensor], labels: Tensor, keys: Tensor | None = None
-    ) -> list[Tensor]:
-        return list(inputs["g"].chunk(2, dim=1))
-
-
-def released(grads: Tensor, scale: Tensor | None, sigma: float = 0.0, clients: int = 1) -> tuple[Tensor, Tensor]:
-    """What clients release who all hold these records and draw all of them; B is their number, C = 1."""
-    size = len(grads)
-    sizes, expected = np.full(clients, size), np.full(clients, float(size))
-    plan = Plan("poisson", 1.0, sizes, np.ones(clients), expected, np.full(clients, sigma))
-    shards = shards_of(np.repeat(np.arange(clients), size), clients)
-    records = Records({"g": grads.repeat(clients, 1)}, torch.zeros(size * clients, dtype=torch.int64))
-    oracle = FleetOracle(Given(), records, shards, plan, Streams(0), 1, range(clients), 1)
-    return oracle(torch.zeros(clients, grads.shape[1]), scale)
-
-
-def test_the_oracle_scales_before_it_clips_and_divides_after() -> None:
-    scale = torch.tensor([1 / 3, 1 / 4])
-    g, phi = released(torch.tensor([[3.0, 4.0]]), scale)
-    half = math.sqrt(0.5)  # (1, 1) in scaled space, cut to norm 1
-    assert g[0].tolist() == pytest.approx([3 * half, 4 * half])
-    assert released(torch.tensor([[3.0, 4.0]]), None)[0][0].tolist() == pytest.approx([0.6, 0.8])
-    g, _ = released(torch.tensor([[0.3, 0.4]]), scale)
-    assert g[0].tolist() == pytest.approx([0.3, 0.4])  # short in scaled space: unchanged
-    assert phi.tolist() == [[0.0, 0.0]]
-
-
-def test_the_noise_is_divided_with_it_and_said_so() -> None:
-    scale = torch.tensor([0.5] * 200 + [2.0] * 200)
-    g, phi = released(torch.zeros(4, 400), scale, sigma=3.0, clients=50)
-    assert phi.shape == (50, 400)
-    for part, level in ((slice(200), (3 / (4 * 0.5)) ** 2), (slice(200, 400), (3 / (4 * 2.0)) ** 2)):
-        assert phi[0, part].tolist() == pytest.approx([level] * 200)
-        assert float(g[:, part].var()) == pytest.approx(level, rel=0.03)
-
-
-def test_one_record_moves_the_sum_by_at_most_c_in_scaled_space() -> None:
-    generator = torch.Generator().manual_seed(0)
-    grads = torch.randn(6, 2, generator=generator) * torch.tensor([10.0, 0.1])
-    scale = torch.tensor([0.05, 1.4])
-    whole = released(grads, scale)[0][0] * 6 * scale
-    moved = [
-        float((whole - released(torch.cat([grads[:j], grads[j + 1 :]]), scale)[0][0] * 5 * scale).norm())
-        for j in range(6)
-    ]
-    assert max(moved) <= 1.0 + 1e-5
-    plain = [float((grads[j] * scale).norm()) for j in range(6)]
-    assert moved == pytest.approx([min(1.0, size) for size in plain], rel=1e-4)

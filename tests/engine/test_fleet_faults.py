@@ -136,8 +136,8 @@ def test_what_is_lost_is_told_to_the_private_log_only(
 class Struck(FleetOracle):
     """From its second step on, the noised gradient of client 3 is no number."""
 
-    def _release(self, theta: Tensor, slots: Any, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        g, phi = super()._release(theta, slots, scale)
+    def _release(self, theta: Tensor, slots: Any) -> tuple[Tensor, Tensor]:
+        g, phi = super()._release(theta, slots)
         if self._round == 2 and 3 in self._clients:
             g[self._clients.index(3), 0] = math.inf
         return g, phi

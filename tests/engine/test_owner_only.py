@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,11 @@ def trained(out: Path, rounds: int = 2, **keys: Any) -> None:
 
 def open_to_others(folder: Path) -> dict[str, str]:
     """Return the files and folders of a tree that others can read, write or enter, with their modes."""
-    found = [folder, *folder.rglob("*")]
-    modes = {str(path.relative_to(folder)): path.lstat().st_mode & 0o777 for path in found}
+    modes = {}
+    for path in (folder, *folder.rglob("*")):
+        # A checkpoint is written beside the rounds, so a file may be renamed in the meantime.
+        with suppress(FileNotFoundError):
+            modes[str(path.relative_to(folder))] = path.lstat().st_mode & 0o777
     return {name: oct(mode) for name, mode in modes.items() if mode & 0o077}
 
 

@@ -183,7 +183,7 @@ def test_a_seeded_oracle_on_the_grid_is_the_plain_one_but_for_rounding(clipping:
 def test_an_oracle_on_the_grid_releases_whole_steps_for_clients_with_their_own() -> None:
     oracle = oracle_of(True, Clipping(), secret=True)
     assert oracle._grid is not None
-    total, _ = oracle._clipped_sum(torch.zeros(2, 6), oracle._draw(), None)
+    total, _ = oracle._clipped_sum(torch.zeros(2, 6), oracle._draw())
     assert total.dtype == torch.int64
     out = noised(total, oracle._grid, oracle._noise)
     for row, grid in zip(out, oracle._grid, strict=True):

@@ -127,7 +127,7 @@ def clipped_sum(
     if model.has_dropout:
         oracle._dropout = [0]
     drawn = oracle._draw() if slots is None else slots
-    total, _ = oracle._clipped_sum(theta.unsqueeze(0), drawn, None)
+    total, _ = oracle._clipped_sum(theta.unsqueeze(0), drawn)
     steps = oracle._grid[0].step if oracle._grid is not None else 1.0
     return Sum(total[0].double() * steps, torch.cat(seen.rows), seen.passes), drawn
 
@@ -346,7 +346,7 @@ def test_a_row_of_theta_alone_gives_the_gradient_that_a_fleet_gives(
 
     def total(clients: list[int], rows: Tensor) -> Tensor:
         oracle = FleetOracle(model, records, both, plan, Streams(0), 1, clients, 1, grid=True, isolation="exact")
-        return oracle._clipped_sum(rows, oracle._draw(), None)[0]
+        return oracle._clipped_sum(rows, oracle._draw())[0]
 
     fleet = total([0, 1], theta)
     assert torch.equal(fleet[1:], total([1], theta[1:]))

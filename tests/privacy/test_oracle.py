@@ -132,7 +132,7 @@ def summed(gradients: Any, records: Records, theta: Tensor, rows: list[int], cli
     """Σ of clipped gradients over a hand-made batch of one client, `[P]`."""
     shards = one_each([len(records.labels)])
     oracle = make(gradients, records, shards, plan_of([len(records.labels)], 1, clip=clip))
-    return oracle._clipped_sum(theta.unsqueeze(0), slots_of(rows, **slots), None)[0][0]
+    return oracle._clipped_sum(theta.unsqueeze(0), slots_of(rows, **slots))[0][0]
 
 
 def loop_gradients(model: PerSample, theta: Tensor, records: Records) -> Tensor:
@@ -264,7 +264,7 @@ def test_several_clients_keep_their_own_sums() -> None:
     plan = plan_of([20, 1, 1], 1)
     oracle = make(Stub(), stub_records(grads), one_each([20, 1, 1]), plan)
     client = [0] * 6 + [1] * 9 + [2] * 5
-    found = oracle._clipped_sum(torch.zeros(3, 7), slots_of(list(range(20)), client), None)[0]
+    found = oracle._clipped_sum(torch.zeros(3, 7), slots_of(list(range(20)), client))[0]
     for s in range(3):
         own = grads[[j for j in range(20) if client[j] == s]]
         torch.testing.assert_close(found[s].double(), reference_sum(own, C), rtol=1e-5, atol=1e-7)
@@ -297,7 +297,7 @@ def test_o5_variance_is_phi_and_mean_is_the_clipped_mean(clip: float, sigma: flo
     clean = reference_sum(grads[::2], clip) / expected
     total, square = torch.zeros(width).double(), torch.zeros(width).double()
     for _ in range(draws):
-        g, phi = oracle._release(torch.zeros(1, width), slots, None)
+        g, phi = oracle._release(torch.zeros(1, width), slots)
         off = g[0].double() - clean
         total += off
         square += off**2
@@ -332,7 +332,7 @@ def test_o7_the_divisor_is_the_expected_batch_whatever_was_drawn(drawn: int) -> 
     expected = 20.0
     oracle = make(Stub(), stub_records(grads), one_each([100]), plan_of([100], expected))
     slots = slots_of(list(range(drawn)))
-    g, _ = oracle._release(torch.zeros(1, 7), slots, None)
+    g, _ = oracle._release(torch.zeros(1, 7), slots)
     torch.testing.assert_close(g[0].double(), reference_sum(grads[:drawn], C) / expected, rtol=1e-5, atol=1e-9)
 
 
@@ -690,36 +690,6 @@ def test_no_noised_value_is_given_out_before_the_charge_is_on_the_disk(grid: boo
     assert waited == [0, 1]
     with pytest.raises(OSError, match="no space"):
         oracle(torch.zeros(1, 7))
-
-
-# --- scale-then-privatize -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", ["vector", "per client"])
-def test_scale_is_applied_before_the_clip_and_undone_after(shape: str) -> None:
-    grads = gradients_of_size(10)
-    plan = plan_of([6, 4], [6.0, 4.0])
-    scale = torch.tensor([1.0, 0.5, 2.0, 3.0, 0.1, 1.0, 4.0])
-    scale = torch.stack([scale, scale.flip(0)]) if shape == "per client" else scale
-    oracle = make(Stub(), stub_records(grads), one_each([6, 4]), plan)
-    g, phi = oracle(torch.zeros(2, 7), scale)
-    for s, own in enumerate((grads[:6], grads[6:])):
-        mine = scale[s] if shape == "per client" else scale
-        expected = reference_sum(own * mine, C) / (len(own) * mine.double())
-        torch.testing.assert_close(g[s].double(), expected, rtol=1e-5, atol=1e-8)
-    assert torch.equal(phi, torch.zeros(2, 7))
-
-
-def test_scale_changes_phi_and_the_noise_alike() -> None:
-    width, sigma, expected = 60_000, 1.3, 4.0
-    scale = torch.tensor([0.25, 1.0, 8.0]).repeat_interleave(width // 3)
-    oracle = make(
-        Stub((width,)), stub_records(torch.zeros(8, width)), one_each([8]), plan_of([8], expected, sigma=sigma)
-    )
-    g, phi = oracle(torch.zeros(1, width), scale)
-    torch.testing.assert_close(phi[0], (sigma * C / (expected * scale)) ** 2)
-    for piece, value in zip(g[0].split(width // 3), (0.25, 1.0, 8.0), strict=True):
-        assert float(piece.std()) == pytest.approx(sigma * C / (expected * value), rel=0.03)
 
 
 # --- the fleet: rows do not depend on who else is there ---------------------------------------------------------------------------

@@ -165,7 +165,7 @@ def hostile(run: Path, folder: Path) -> Path:
     bad = shutil.copytree(run, folder / "bad")
     config = (bad / "config.toml").read_text()
     config = re.sub(r'name = "(digits|linear|dp-[a-z]+)"', f"name = {json.dumps(HOSTILE)}", config)
-    (bad / "config.toml").write_text(config.replace('noise_scale = "c"', f"noise_scale = {json.dumps(HOSTILE)}"))
+    (bad / "config.toml").write_text(config.replace('clip_mode = "flat"', f"clip_mode = {json.dumps(HOSTILE)}"))
     result = json.loads((bad / "run.json").read_text())
     result |= {"versions": {HOSTILE: HOSTILE}, "python": HOSTILE, "state": HOSTILE}
     (bad / "run.json").write_text(json.dumps(result))

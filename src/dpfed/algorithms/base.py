@@ -33,8 +33,8 @@ Memory = dict[str, Tensor]
 class Oracle(Protocol):
     """The DP gradient oracle as an algorithm sees it (SPEC 1.4)."""
 
-    def __call__(self, theta: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Noised mean gradient `[S, P]` on a fresh batch, and its known noise variance `[S, 1]` (`[S, P]` with scale)."""
+    def __call__(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """Noised mean gradient `[S, P]` on a fresh batch, and its known noise variance `[S, 1]`."""
 
     def again(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """A second release on the same batch, with fresh noise; only if `releases` declares it."""

@@ -88,8 +88,8 @@ class _GhostSpace:
 class _Ghost:
     """An oracle that gives tensors of the right shape and nothing in them."""
 
-    def __call__(self, theta: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return torch.empty_like(theta), torch.empty(1, 1 if scale is None else theta.shape[1], device=META)
+    def __call__(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(theta), torch.empty(1, 1, device=META)
 
     def again(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         return self(theta)

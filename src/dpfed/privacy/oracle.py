@@ -140,7 +140,7 @@ class FleetOracle:
         self._allowed = steps * plan.batches
         self._paid = paid  # returns when the charge is on the disk: no noised value is given out before
 
-    def __call__(self, theta: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def __call__(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """Noised mean gradients `[S, P]` on a fresh batch of each client, and their noise variance."""
         if self._drawn >= self._allowed:
             raise RuntimeError(
@@ -149,7 +149,7 @@ class FleetOracle:
         self._slots = self._draw()
         self._drawn += 1
         self._released = 0
-        return self._release(theta, self._slots, scale)
+        return self._release(theta, self._slots)
 
     def again(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """One more release of the batch drawn last, with fresh noise."""
@@ -157,7 +157,7 @@ class FleetOracle:
             raise RuntimeError(
                 f"the ledger was charged for {self._plan.releases} release(s) of a batch: declare more in `releases`"
             )
-        return self._release(theta, self._slots, None)
+        return self._release(theta, self._slots)
 
     @property
     def drawn(self) -> int:
@@ -174,20 +174,18 @@ class FleetOracle:
         """Noised share of units at or below C, mean over all releases so far, `[S, 1]`; for quantile clipping."""
         return self._below / max(1, self._counted)
 
-    def _release(self, theta: Tensor, slots: Slots, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _release(self, theta: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
         self._admit(theta)
         self._released += 1
-        released, count = self._noised_sum(theta, slots, scale)
+        released, count = self._noised_sum(theta, slots)
         self._paid()
         if self._plan.clipping.counts:
             self._below = self._below + 0.5 + count / self._expected  # by the expected batch: |J| is not public
             self._counted += 1
-        if scale is None:
-            return released / self._expected, self.phi
-        return released / (self._expected * scale), self.phi / scale**2
+        return released / self._expected, self.phi
 
-    def _noised_sum(self, theta: Tensor, slots: Slots, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        total, count = self._fitting_sum(theta, slots, scale)
+    def _noised_sum(self, theta: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
+        total, count = self._fitting_sum(theta, slots)
         noisy, counts = bool(self._plan.multipliers.any()), self._plan.clipping.counts
         if self._grid is not None:
             released = noised(total, self._grid, self._noise).float()
@@ -256,11 +254,11 @@ class FleetOracle:
             return np.zeros_like(part.key)
         return np.asarray(part.key ^ np.array(seeds, dtype=np.int64)[part.client])
 
-    def _fitting_sum(self, theta: Tensor, slots: Slots, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _fitting_sum(self, theta: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
         """`_clipped_sum`, with half as many records in a pass for as long as they do not fit."""
         while True:
             try:
-                return self._clipped_sum(theta, slots, scale)
+                return self._clipped_sum(theta, slots)
             except Exception as error:
                 # The limit is halved whatever was drawn: a limit that followed the batch would tell its size.
                 if not out_of_memory(error) or (self.fixed is None and self._together == 1):
@@ -279,14 +277,14 @@ class FleetOracle:
         """
         return 1 if self._exact else max(1, self.max_slots // self._views)
 
-    def _clipped_sum(self, theta: Tensor, slots: Slots, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _clipped_sum(self, theta: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
         """Σ of clipped per-unit gradients for each client `[S, P]`, and the count at or below C `[S, 1]`.
 
         Not noised, so neither may leave this class.
         """
         rule = self._plan.clipping
         clip = self._plan.clip
-        if self._takes_fixed(slots, scale) and self.fixed is not None:
+        if self._takes_fixed(slots) and self.fixed is not None:
             return self._fixed_sum(self.fixed, theta, slots)
         # In float32 the rounding of a sum would depend on the units that were added before.
         precision = torch.float64 if self._exact else torch.float32
@@ -299,8 +297,6 @@ class FleetOracle:
             client = torch.from_numpy(part.client).to(self._device)
             if not self._exact:
                 grads = self._pass(theta, client, part)
-            if scale is not None:
-                grads = _scaled(grads, scale.expand(theta.shape).index_select(0, client))
             if PRIVATE.isEnabledFor(logging.DEBUG):
                 self._tell_lost(part, grads)
             unit = torch.from_numpy(part.unit).to(self._device)
@@ -350,11 +346,11 @@ class FleetOracle:
                     self._round, self._drawn, client, count,
                 )  # fmt: skip
 
-    def _takes_fixed(self, slots: Slots, scale: Tensor | None) -> bool:
+    def _takes_fixed(self, slots: Slots) -> bool:
         """Passes of a fixed size are for single records, clipped one by one and summed in float32. They cannot tell of records
         that are no number: whoever asks for that waits for the other way."""
         simple = len(slots.unit) == len(slots.owner)
-        return simple and scale is None and self._grid is None and not PRIVATE.isEnabledFor(logging.DEBUG)
+        return simple and self._grid is None and not PRIVATE.isEnabledFor(logging.DEBUG)
 
     def _fixed_sum(self, fixed: Sums, theta: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
         """The same through passes of a fixed size: as many as the records need."""
@@ -371,11 +367,3 @@ def free(device: torch.device) -> None:
     """Gives back what a failed pass had taken: torch would keep it for tensors of the same size."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _scaled(grads: Sequence[Tensor], scale: Tensor) -> list[Tensor]:
-    out, start = [], 0
-    for g in grads:
-        out.append(g * scale[:, start : start + g.shape[1]])
-        start += g.shape[1]
-    return out
