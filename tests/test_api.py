@@ -299,6 +299,35 @@ def test_natural_clients_have_the_number_of_their_column(tmp_path: Path) -> None
     assert any("'hospital': a, b" in note for note in tuned.notes)
 
 
+def test_every_model_reads_its_weights_or_refuses_them(tmp_path: Path) -> None:
+    """A model that ignored model.weights would charge what was spent on them and start anew."""
+    from dpfed.config import load
+    from dpfed.model.assemble import assemble
+    from dpfed.registry import registry
+
+    for name in registry().model:
+        section: Any = load("digits", [f"model.name={name}", "model.weights=no-such-folder"], registry()).model
+        with pytest.raises(DpfedError, match="no-such-folder"):
+            assemble(section, section.usual_spec())
+
+
+def test_a_linear_model_goes_on_from_its_export(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(400, 4)).astype("float32")
+    table = {"features": x, "label": (x[:, 0] > 0).astype(int)}
+    train = {name: column[:200] for name, column in table.items()}
+    test = {name: column[200:] for name, column in table.items()}
+    first = dpfed.fine_tune("linear", train, test, clients=2, out=tmp_path / "one", progress=False)
+    first.export(tmp_path / "model")
+    more = {**ONE_STEP, "privacy.sigma": 2.0}
+    again = dpfed.fine_tune(
+        str(tmp_path / "model"), train, test, clients=2, out=tmp_path / "two", settings=more, progress=False
+    )
+    assert again.result["start_accuracy"] == first.accuracy > 0.8
+    with pytest.raises(DpfedError, match="'nothing-here' is not a file or folder"):
+        dpfed.fine_tune("nothing-here", train, test, clients=2, out=tmp_path / "three", progress=False)
+
+
 def test_named_labels_reach_the_result(tmp_path: Path) -> None:
     data = {"features": np.eye(20), "label": ["neg", "pos"] * 10}
     assert linear(tmp_path / "a", data, clients=2).result["classes"] == ["neg", "pos"]

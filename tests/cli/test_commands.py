@@ -269,6 +269,11 @@ def test_an_option_named_like_a_key_is_answered_with_set(
     assert said in capsys.readouterr().err
 
 
+def test_privacy_of_a_preset_with_a_folder_in_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dpfed("privacy", "paper/cifar100-swin-base") == 0
+    assert "the server, of a client in every round" in capsys.readouterr().out
+
+
 def test_no_shown_privacy_loss_is_below_the_computed_one(capsys: pytest.CaptureFixture[str]) -> None:
     """The server's figure of this plan is 4.36220898, which rounds to nearest as 4.3622."""
     plan = "--records 1000 --batch 16 --rounds 100 --local-steps 20 --participation 0.1 --sigma 1.00005"

@@ -100,6 +100,7 @@ def asked_for(
     """The plan in question, the accounts where it is a run, and the number of clients where it is known."""
     from dpfed.engine.accounts import is_run, read_accounts
     from dpfed.errors import DpfedError
+    from dpfed.registry import registry
 
     keys = {"set": overrides or None}
     if target is None:
@@ -110,7 +111,7 @@ def asked_for(
         accounts = read_accounts(Path(target), colluding)
         return accounts.planned, accounts, accounts.clients
     refuse_given(numbers, "is part of the configuration: change it there or with --set")
-    if "/" in target and not Path(target).exists():
+    if "/" in target and target not in registry().presets and not Path(target).exists():
         raise DpfedError(f"there is no run, client's folder or configuration {target}")
     planned, clients = from_config(target, overrides, colluding)
     return planned, None, clients

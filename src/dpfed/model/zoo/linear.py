@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dpfed.config import ModelSection
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo.built import Built, fresh_head
+from dpfed.model.zoo.pretrained import load_tensors, on_meta
 
 
 class SoftmaxRegression(nn.Module):
@@ -36,6 +37,8 @@ class Linear(ModelSection):
 
     def build(self, spec: InputSpec) -> Built:
         model = SoftmaxRegression(spec.name, prod(spec.shape), spec.classes)
+        if self.weights not in (None, "random") and not on_meta():
+            load_tensors(model, str(self.weights), self.name)
 
         def prepare(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
             x = inputs[spec.name].float()

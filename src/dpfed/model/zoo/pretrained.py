@@ -344,3 +344,26 @@ def plain_tokenizer(name: str, key: str) -> Any:
 
 def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:160].rstrip(".")
+
+
+def load_tensors(model: nn.Module, weights: str, name: str, new_head: str | None = None) -> None:
+    """Load a safetensors file, or model.safetensors of a folder, into a model that is not of transformers.
+
+    Tensors of the module `new_head` keep their initial values.
+    """
+    from safetensors.torch import load_file
+
+    path = Path(weights).expanduser()
+    if not path.exists():
+        raise DpfedError(f"model.weights = {weights!r} is not a file or folder: {name} takes no names of a hub")
+    try:
+        stored = load_file(path / "model.safetensors" if path.is_dir() else path)
+        state = {key: value.float() for key, value in stored.items()}
+        if new_head is not None:
+            start = f"{new_head}."
+            kept = {key: value for key, value in model.state_dict().items() if key.startswith(start)}
+            state = {key: value for key, value in state.items() if not key.startswith(start)} | kept
+        model.load_state_dict(state)
+    except Exception as error:
+        # Missing and damaged files and other shapes raise kinds of their own.
+        raise DpfedError(f"model.weights = {weights!r} cannot be loaded into {name}: {first_line(error)}") from None

@@ -7,7 +7,6 @@ convolutions (A: r x in x k x k, B: out x r x 1 x 1).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 from annotated_types import Ge
@@ -18,7 +17,7 @@ from dpfed.errors import DpfedError
 from dpfed.model.companions import ImageInput, image_companions
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo.built import Built, fresh_head, normalise
-from dpfed.model.zoo.pretrained import first_line, on_meta
+from dpfed.model.zoo.pretrained import load_tensors, on_meta
 
 STAGES = (2, 2, 2, 2)
 
@@ -93,24 +92,9 @@ class GNResNet18(ModelSection):
         channels = spec.shape[0]
         model = ResNet(channels, spec.classes, self.width, self.groups)
         if self.weights not in (None, "random") and not on_meta():
-            load(model, Path(str(self.weights)).expanduser())
+            load_tensors(model, str(self.weights), self.name, new_head="classifier")
         mean = (0.5,) * channels
         std = (0.25,) * channels
         enter = normalise(spec.name, spec.white, mean, std)
         companions = image_companions(ImageInput(spec, None, channels, mean, std))
         return Built(model, "classifier", enter, companions=companions)
-
-
-def load(model: nn.Module, path: Path) -> None:
-    """The body from a safetensors file (or a folder with model.safetensors); the head stays new."""
-    from safetensors.torch import load_file
-
-    path = path / "model.safetensors" if path.is_dir() else path
-    try:
-        state = {k: v.float() for k, v in load_file(path).items() if not k.startswith("classifier.")}
-        head = {k: v for k, v in model.state_dict().items() if k.startswith("classifier.")}
-        model.load_state_dict({**state, **head})
-    except Exception as error:  # missing and damaged files and other shapes raise kinds of their own
-        raise DpfedError(
-            f"model.weights = {str(path)!r} cannot be loaded into gn-resnet18: {first_line(error)}"
-        ) from None
