@@ -28,24 +28,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 from loopback_trial import Trial
 
 from dpfed.config import load
-from dpfed.engine.rounds import aggregate, first_state
-from dpfed.engine.setup import Job, prepare_server
 from dpfed.errors import InterruptedRunError
 from dpfed.federation import links
-from dpfed.federation.client import Client
-from dpfed.federation.server import federation_of, served
-from dpfed.federation.wire import pack
+from dpfed.federation.client.client import Client
+from dpfed.federation.messages import pack
+from dpfed.federation.server.server import federation_of, served
 from dpfed.registry import CONFIGS, registry
+from dpfed.training.job.job import Job, prepare_server
+from dpfed.training.round_loop import aggregate, first_state
 
 links.need_flower()
 from flwr.app import Context, Message  # noqa: E402
 
 from dpfed.cli.client import keep_going  # noqa: E402
-from dpfed.engine.interrupt import on_signals  # noqa: E402
 from dpfed.federation.flower.apps import client_app  # noqa: E402
+from dpfed.federation.flower.envelope import TICKET, parcel, slip  # noqa: E402
 from dpfed.federation.flower.link import own_grid  # noqa: E402
-from dpfed.federation.flower.parcel import TICKET, parcel, slip  # noqa: E402
 from dpfed.federation.flower.transport import GridTransport  # noqa: E402
+from dpfed.training.interrupt import on_signals  # noqa: E402
 
 EMPTY = "evaluate"  # the message type of an empty round
 

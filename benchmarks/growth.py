@@ -18,10 +18,10 @@ import numpy as np
 
 from dpfed.config import build
 from dpfed.data.tables import Source, Table
-from dpfed.engine.rounds import Round
-from dpfed.engine.run import run
-from dpfed.privacy import accounting
+from dpfed.privacy.accounting import pld
 from dpfed.registry import registry
+from dpfed.training.round_loop import Round
+from dpfed.training.run import run
 
 COHORT, ROUNDS, RECORDS = 50, 20, 2
 
@@ -49,7 +49,7 @@ def measure(clients: int, partition: str, folder: Path) -> tuple[float, float, f
             "eval_every": ROUNDS + 1,
         },
     }
-    for remembered in (accounting.compose, accounting.epsilon_of_terms, accounting._rdp_step):
+    for remembered in (pld.compose, pld.epsilon_of_terms, pld._rdp_step):
         remembered.cache_clear()  # every try pays the accountant
     config, source, seconds = build(raw, registry()), source_of(clients), []
     start = time.perf_counter()

@@ -12,9 +12,9 @@ import time
 
 import numpy as np
 
-from dpfed.privacy.accounting import pld_epsilon
+from dpfed.privacy.accounting.pld import pld_epsilon
+from dpfed.privacy.accounting.population import population_epsilon
 from dpfed.privacy.mechanism import Mechanism
-from dpfed.privacy.population import population_epsilon
 
 COHORT, ROUNDS, LOCAL_STEPS, SIGMA, DELTA = 50, 1000, 20, 1.0, 1e-5
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.multiprocessing as mp
 
-from dpfed.engine.distributed import Group
+from dpfed.training.backends.torchrun import Group
 
 ROUNDS, COHORT = 20, 50
 

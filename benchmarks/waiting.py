@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import torch
 
 from dpfed.config import load
-from dpfed.engine import rounds
-from dpfed.engine.run import run
 from dpfed.errors import DpfedError
 from dpfed.registry import registry
+from dpfed.training import round_loop
+from dpfed.training.run import run
 
 CLOCK, PROFILED, ROUNDS = (10, 40), (45, 55), 56  # rounds [first, last) by the clock, and under the profiler
 PAUSES = (3, 10, 100)  # microseconds
@@ -86,12 +86,12 @@ def lines(kernels: Sequence[Kernel], profiled: int, clock: float, slower: float)
 
 
 class Watch:
-    """In place of `rounds.choose`, which opens each round."""
+    """In place of `round_loop.choose`, which opens each round."""
 
     def __init__(self) -> None:
         self.at: dict[int, float] = {}
         self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-        self._choose = rounds.choose
+        self._choose = round_loop.choose
 
     def __call__(self, job: Any, t: int, able: Any) -> list[int]:
         if t == PROFILED[0]:
@@ -125,7 +125,7 @@ def main() -> None:
         raise DpfedError("there is no GPU here, and a CPU does not wait for the host")
     fixed = [f"run.rounds={ROUNDS}", f"run.eval_every={ROUNDS}", "run.device=cuda"]
     config = load(args.config, [*args.set, *fixed], registry())
-    rounds.choose = watch = Watch()
+    round_loop.choose = watch = Watch()
     with tempfile.TemporaryDirectory() as scratch:
         run(config, args.out or Path(scratch) / "run")
         said = watch.lines(args.trace or Path(scratch) / "trace.json.gz")

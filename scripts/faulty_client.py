@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from dpfed.federation import wire
-from dpfed.federation.client import Client
-from dpfed.federation.wire import Receipt, Reply, Scoring
+from dpfed.federation import messages
+from dpfed.federation.client.client import Client
+from dpfed.federation.messages import Receipt, Reply, Scoring
 
 YEARS = 10 * 365 * 86400.0
 SLOW = 24.0
@@ -40,8 +40,8 @@ class Trap:
 
 def changed(data: bytes, change: Callable[[torch.Tensor], torch.Tensor]) -> bytes:
     """An honest reply with another delta."""
-    _, table, fields = wire._read(data, 1 << 30, ("reply",))
-    return wire.pack(Reply(wire._terms(Receipt, table), {**fields, "delta": change(fields["delta"])}))
+    _, table, fields = messages._read(data, 1 << 30, ("reply",))
+    return messages.pack(Reply(messages._terms(Receipt, table), {**fields, "delta": change(fields["delta"])}))
 
 
 def nan(delta: torch.Tensor) -> torch.Tensor:
@@ -58,7 +58,7 @@ class Faults:
         self._now = ""
 
     def answer(self, client: Client, data: bytes) -> bytes:
-        asked = wire.unpack_any(data, 1 << 30)
+        asked = messages.unpack_any(data, 1 << 30)
         if isinstance(asked, Scoring):
             return self._answer(client, data)
         t, count = asked.terms.round, len(self._asked)

@@ -20,7 +20,7 @@ from pathlib import Path
 from loopback_trial import DPFED, Trial, done
 from safetensors.torch import load_file
 
-from dpfed.privacy.ledger import Ledger
+from dpfed.privacy.ledger.ledger import Ledger
 
 LIMIT = 120.0
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from faulty_client import SECRET, YEARS
 from loopback_trial import DPFED, Trial, done
 
-from dpfed.privacy.ledger import Ledger, Row
+from dpfed.privacy.ledger.ledger import Ledger, Row
 
 FAULTY = str(Path(__file__).with_name("faulty_client.py"))
 LIMIT = 150.0

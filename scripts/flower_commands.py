@@ -30,7 +30,7 @@ from loopback_trial import SERVER, Trial, done, free_port
 from safetensors.torch import load_file
 
 from dpfed.federation.flower.child import PDEATHSIG
-from dpfed.privacy.ledger import Ledger
+from dpfed.privacy.ledger.ledger import Ledger
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "federation.md"
 BLOCK = re.compile(r"^## With Flower's own commands$.*?^```sh\n(.*?)^```$", re.M | re.S)

@@ -21,7 +21,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "fuzz"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "system" / "fuzz"))
 PATIENCE = 60  # seconds for one input
 ROOM = 6 << 30  # bytes beyond what is mapped at the start: a size in a file must not end the machine
 

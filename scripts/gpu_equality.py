@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from dpfed.bench.cases import Case
-from dpfed.engine.setup import device_of
-from dpfed.model.per_sample import Batch, PerSample, call, cast, trainable
+from dpfed.model.per_sample.gradients import Batch, PerSample, call, cast, trainable
 from dpfed.model.task import InputSpec
 from dpfed.privacy.clipping import Clipping
-from dpfed.privacy.fixed import FixedSum, Pass
+from dpfed.privacy.fixed_shape_sum import FixedSum, Pass
+from dpfed.training.job.job import device_of
 
 IMAGE, SMALL = (InputSpec("image", "pixel_values", (3, size, size), 10) for size in (224, 32))
 CASES = (

@@ -35,9 +35,9 @@ import numpy as np
 import torch
 
 from dpfed.cli.main import main as dpfed
-from dpfed.engine.accounts import read_accounts
-from dpfed.engine.fleet import Fleet
-from dpfed.privacy.ledger import Ledger
+from dpfed.privacy.ledger.ledger import Ledger
+from dpfed.training.backends.fleet import Fleet
+from dpfed.training.budget.recorded_spending import read_accounts
 
 FEATURES, CLASSES, CLIENTS = 3000, 8, 20  # what 11 clients remember is more than 1 MiB, and moves to files
 ROUNDS = 8

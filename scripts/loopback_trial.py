@@ -20,8 +20,8 @@ import tomli_w
 
 from dpfed.config import build
 from dpfed.data.sources.digits import Digits
-from dpfed.engine.setup import Job, prepare
 from dpfed.registry import registry
+from dpfed.training.job.job import Job, prepare
 
 DPFED = [sys.executable, "-m", "dpfed"]
 SERVER = "hub"

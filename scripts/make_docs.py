@@ -227,8 +227,8 @@ def api() -> str:
     import dpfed
     from dpfed import errors
     from dpfed.config import load
-    from dpfed.engine.run import run
-    from dpfed.privacy.planner import plan_from_numbers
+    from dpfed.privacy.accounting.planner import plan_from_numbers
+    from dpfed.training.run import run
 
     lines = [
         "# Python interface",
@@ -242,8 +242,8 @@ def api() -> str:
         "## Configuration and runs",
         "",
         *described("dpfed.config.load", load, 3),
-        *described("dpfed.engine.run.run", run, 3),
-        *described("dpfed.privacy.planner.plan_from_numbers", plan_from_numbers, 3),
+        *described("dpfed.training.run.run", run, 3),
+        *described("dpfed.privacy.accounting.planner.plan_from_numbers", plan_from_numbers, 3),
         "## The contract of an algorithm",
         "",
         "What [Add an algorithm](../guides/add-an-algorithm.md) builds on.",
@@ -322,7 +322,7 @@ SIGMAS, RECORDS = (0.6, 0.8, 1.0, 1.5, 2.0, 4.0), (250, 1000, 4000, 16000)
 def cell(sigma: float, records: int) -> float:
     """Epsilon of a client in every round: batch 16, 100 rounds of 10 local steps, delta 1e-5."""
     from dpfed.algorithms.base import Releases
-    from dpfed.privacy.planner import plan_from_numbers
+    from dpfed.privacy.accounting.planner import plan_from_numbers
 
     plan = plan_from_numbers(
         records=records, batch=16, rounds=100, local_steps=10, participation=1.0, sigma=sigma, delta=1e-5,

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from dpfed.config import load
-from dpfed.engine.rounds import Round
-from dpfed.engine.run import run
 from dpfed.registry import registry
+from dpfed.training.round_loop import Round
+from dpfed.training.run import run
 
 STRETCH = 200  # rounds at both ends over which time is averaged
 KEYS = [

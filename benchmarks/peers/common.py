@@ -122,11 +122,11 @@ def digits() -> Digits:
     from dpfed.config import LoraSection
     from dpfed.data.partition import partition
     from dpfed.data.sources.digits import Digits as Source
-    from dpfed.model.assemble import assemble
+    from dpfed.model.build import assemble
     from dpfed.model.task import InputSpec
     from dpfed.model.zoo.glyph_vit import GlyphViT
 
-    preset = tomllib.loads((Path(dpfed.__file__).parent / "configs" / "digits.toml").read_text(encoding="utf-8"))
+    preset = tomllib.loads((Path(dpfed.__file__).parent / "config" / "presets" / "digits.toml").read_text(encoding="utf-8"))
     lora, deal = preset["model"]["lora"], preset["data"]
     spec = InputSpec("image", "pixel_values", (1, 8, 8), 10, white=16.0)
     parts = assemble(GlyphViT(lora=LoraSection(**{**lora, "targets": tuple(lora["targets"])})), spec)

@@ -12,9 +12,9 @@ from pathlib import Path
 from common import BATCH, CLIENTS, CLIP, COHORT, LR, SIGMA, STEPS, Rounds, arguments
 
 from dpfed.config import load
-from dpfed.engine.rounds import Round
-from dpfed.engine.run import run
 from dpfed.registry import registry
+from dpfed.training.round_loop import Round
+from dpfed.training.run import run
 
 DOES = "each record clipped, noise at the client, one exact ledger on the disk, checkpoint after every round"
 

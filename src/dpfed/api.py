@@ -23,19 +23,19 @@ import numpy as np
 from dpfed.cli.progress import Watch
 from dpfed.cli.run import summary
 from dpfed.config import Config, build, overlay
+from dpfed.config.parsing import layer_of
 from dpfed.data.sources.given import source_of
 from dpfed.data.tables import Source
-from dpfed.engine.folder import CONFIG, fresh_folder, refuse_occupied
-from dpfed.engine.notes import result_warnings
-from dpfed.engine.prior import record_of, write_record
-from dpfed.engine.run import run
-from dpfed.engine.setup import Job
 from dpfed.errors import DpfedError, DpfedWarning, python_phrases
 from dpfed.model.zoo.pretrained import HubSilentError
 from dpfed.model.zoo.text import is_pooled
-from dpfed.parsing import layer_of
 from dpfed.registry import registry
-from dpfed.report.card import write_export
+from dpfed.report.model_card import write_export
+from dpfed.training.budget.prior_spending import record_of, write_record
+from dpfed.training.job.job import Job
+from dpfed.training.job.notes import result_warnings
+from dpfed.training.run import run
+from dpfed.training.run_folder.folder import CONFIG, fresh_folder, refuse_occupied
 
 CLIENTS = 10
 EPSILON = 8.0

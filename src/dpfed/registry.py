@@ -9,7 +9,7 @@ from dpfed.config import Registry
 from dpfed.data.sources import REGISTRY as DATASETS
 from dpfed.model.zoo import REGISTRY as MODELS
 
-CONFIGS = Path(__file__).parent / "configs"
+CONFIGS = Path(__file__).parent / "config" / "presets"
 DEFAULT = "digits"
 
 

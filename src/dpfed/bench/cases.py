@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from dpfed.config import LoraSection, ModelSection
-from dpfed.model.assemble import Assembled, assemble
-from dpfed.model.per_sample import call, cast
+from dpfed.model.build import Assembled, assemble
+from dpfed.model.per_sample.gradients import call, cast
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo import REGISTRY
 from dpfed.model.zoo.built import Built, fresh_head, normalise
-from dpfed.privacy.records import Records
+from dpfed.privacy.record_batch import Records
 
 RECORDS = 512  # or two for each of a larger cohort's, so that every slot has one
 

@@ -19,7 +19,7 @@ import torch
 
 from dpfed.bench.cases import Case
 from dpfed.bench.steps import Step, captured, one_by_one, opacus, private, union
-from dpfed.privacy.fixed import slots_for
+from dpfed.privacy.fixed_shape_sum import slots_for
 
 INSTALL = {"opacus": "pip install 'opacus>=1.6,<1.7'"}
 OTHERS = "pfl and Flower need environments of their own: benchmarks/peers/run.py names the commands and measures whole rounds"
@@ -172,7 +172,7 @@ def compare(
 
 def plain(comparisons: Sequence[Comparison], device: torch.device) -> dict[str, Any]:
     """For JSON: figures with the machine and the versions that made them."""
-    from dpfed.engine.folder import versions
+    from dpfed.training.run_folder.folder import versions
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     peers = {peer: found for peer in INSTALL if (found := version_of(peer))}

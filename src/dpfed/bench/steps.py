@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from dpfed.bench.cases import Case, logits_of
-from dpfed.model.per_sample import Batch, PerSample, call, cast, trainable
+from dpfed.model.per_sample.gradients import Batch, PerSample, call, cast, trainable
 from dpfed.privacy.clipping import Clipping
-from dpfed.privacy.fixed import FixedSum, Pass
+from dpfed.privacy.fixed_shape_sum import FixedSum, Pass
 
 Step = Callable[[], Any]
 CLIP, SIGMA = 0.1, 1.0

@@ -10,7 +10,7 @@ import typer
 from dpfed.privacy.published import show_delta, show_loss, show_lower_bound, show_setting
 
 if TYPE_CHECKING:
-    from dpfed.engine.audit import Audit
+    from dpfed.training.audit import Audit
 
 DISPROVED = 4
 
@@ -36,9 +36,9 @@ def audit(
     settings = load(config or DEFAULT, [*(overrides or []), "run.features=false"], registry())
     import torch
 
-    from dpfed.engine.audit import audit as run_audit
-    from dpfed.engine.setup import prepare
     from dpfed.privacy.audit import disproofs
+    from dpfed.training.audit import audit as run_audit
+    from dpfed.training.job.job import prepare
 
     torch.set_num_threads(1)  # many small tensors: further threads only wait for each other
     found = run_audit(prepare(settings), canaries, confidence)

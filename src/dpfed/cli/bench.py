@@ -21,8 +21,8 @@ def bench(
     """Time one private step of a fleet beside non-private and other private ways. Example: dpfed bench --case vit-6x192"""
     from dpfed.bench.cases import CPU, GPU
     from dpfed.bench.run import OTHERS, Comparison, compare, plain, ways_of
-    from dpfed.engine.setup import device_of
     from dpfed.errors import DpfedError
+    from dpfed.training.job.job import device_of
 
     where = device_of(device)
     known = {case.model: case for case in (GPU if where.type == "cuda" else CPU)}

@@ -14,8 +14,8 @@ from dpfed.errors import DpfedError
 if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
 
-    from dpfed.engine.interrupt import Stop
     from dpfed.federation.links import Address, LinkSection, Process
+    from dpfed.training.interrupt import Stop
 
 POLL = 0.1
 TRIES = 5
@@ -29,8 +29,8 @@ def client(
     debug: Annotated[bool, typer.Option(help="show the traceback of an error")] = False,
 ) -> None:
     """Take part in a federation until stopped. Example: dpfed client client.toml"""
-    from dpfed.engine.interrupt import on_signals
     from dpfed.federation.links import check_link, load_client, need_flower
+    from dpfed.training.interrupt import on_signals
 
     need_flower()
     from dpfed.registry import registry
@@ -38,7 +38,7 @@ def client(
     with on_signals() as stop:
         settings, link = load_client(config, registry())
         address = check_link(link, insecure)
-        from dpfed.federation.client import Client
+        from dpfed.federation.client.client import Client
         from dpfed.federation.flower.apps import client_app
 
         own = Client(settings, insecure=insecure, log=say)

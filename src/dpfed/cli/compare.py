@@ -15,8 +15,8 @@ from dpfed.privacy.published import show_score, show_setting
 from dpfed.text import counted
 
 if TYPE_CHECKING:
-    from dpfed.compare.study import ArmResult, EndedRun, Planned, Study
-    from dpfed.report.tables import Table
+    from dpfed.studies.study import ArmResult, EndedRun, Planned, Study
+    from dpfed.studies.tables import Table
 
 PLAIN_WIDTH = 100  # columns of a table that goes to a file or a pipe
 PRESET_HELP = (
@@ -54,11 +54,11 @@ def compare(
 
     Example: dpfed compare --algorithms dp-fedavg,dp-fedadamw,"dp-fedadamw:gamma=0" --seeds 3
     """
-    from dpfed.compare.output import FILES, write
-    from dpfed.compare.pool import Pool, default_workers
-    from dpfed.compare.study import Progress, check, claim, conduct
-    from dpfed.engine.packed import pack_size
     from dpfed.registry import DEFAULT, registry
+    from dpfed.studies.output import FILES, write
+    from dpfed.studies.pool import Pool, default_workers
+    from dpfed.studies.study import Progress, check, claim, conduct
+    from dpfed.training.backends.batched_runs import pack_size
 
     study = study_of(config or DEFAULT, overrides or [], algorithms, preset, lr or [], seeds, search_seeds)
     check(study, registry())
@@ -94,13 +94,13 @@ def study_of(
     seeds: int,
     search_seeds: int = 1,
 ) -> Study:
-    from dpfed.compare.arms import parse_arms, parse_grids, parse_names
-    from dpfed.compare.presets import preset_arms
-    from dpfed.compare.study import Study
     from dpfed.config import build, load, overlay, to_dict
+    from dpfed.config.parsing import overrides_layer
     from dpfed.errors import DpfedError
-    from dpfed.parsing import overrides_layer
     from dpfed.registry import registry
+    from dpfed.studies.arms import parse_arms, parse_grids, parse_names
+    from dpfed.studies.presets import preset_arms
+    from dpfed.studies.study import Study
 
     known = registry()
     base = load(source, overrides, known)
@@ -138,7 +138,7 @@ def runs_in_words(planned: Planned) -> str:
 
 def choices(results: Sequence[ArmResult]) -> list[str]:
     """Return a line for each tuned arm: the chosen rates and the score that decided."""
-    from dpfed.compare.search import decision
+    from dpfed.studies.search import decision
 
     lines = []
     for result in results:
@@ -207,7 +207,7 @@ def show(table: Table, folder: Path) -> None:
     from rich.console import Console
     from rich.table import Table as Drawn
 
-    from dpfed.report.tables import best_of, cells, footnotes, larger_epsilon, shown_columns
+    from dpfed.studies.tables import best_of, cells, footnotes, larger_epsilon, shown_columns
 
     console = Console()
     if not console.is_terminal:

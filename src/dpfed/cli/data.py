@@ -45,9 +45,9 @@ def describe(
     from dpfed.registry import DEFAULT, registry
 
     settings = load(config or DEFAULT, overrides or [], registry())
-    from dpfed.engine.notes import data_notes, data_warnings
-    from dpfed.engine.setup import shards_for
     from dpfed.privacy.noise import Streams
+    from dpfed.training.job.job import shards_for
+    from dpfed.training.job.notes import data_notes, data_warnings
 
     loader: Any = settings.data
     source: Source = loader.load()
@@ -62,7 +62,7 @@ def describe(
         print(f"warning: {warning}")
     print(f"NOTE: {WARNING}")
     if plot is not None:
-        from dpfed.report.plots import label_table
+        from dpfed.studies.plots import label_table
 
         label_table(
             counts,
@@ -149,7 +149,7 @@ def sizes_line(settings: Config, shards: Shards) -> str:
 def plain(settings: Config, source: Source, shards: Shards, counts: np.ndarray) -> dict[str, Any]:
     import numpy as np
 
-    from dpfed.engine.notes import data_notes, data_warnings
+    from dpfed.training.job.notes import data_notes, data_warnings
 
     return {
         "name": settings.data.name,

@@ -88,7 +88,7 @@ def devices() -> list[str]:
 def kernels_on(gpu: int) -> str:
     import torch
 
-    from dpfed.kernels import works
+    from dpfed.accel import works
 
     if os.environ.get("DPFED_KERNELS") == "0":
         return "are switched off"
@@ -138,7 +138,7 @@ def cache() -> str:
 
 def declared(path: Path) -> list[dict[str, Any]]:
     """Return the declared and exact numbers of a client.toml, with advice."""
-    from dpfed.federation.declared import compared
+    from dpfed.federation.client.declared_counts import compared
     from dpfed.federation.links import load_client
     from dpfed.registry import registry
 

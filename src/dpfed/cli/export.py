@@ -17,7 +17,7 @@ def export(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on the last line of stdout")] = False,
 ) -> None:
     """Write a run's model in peft's format, with a model card. Example: dpfed export runs/my-run my-adapter"""
-    from dpfed.report.card import write_export
+    from dpfed.report.model_card import write_export
 
     kind = write_export(run, out, merge)
     print(f"{kind} and model card written to {out}")

@@ -16,7 +16,7 @@ from dpfed.text import counted
 
 if TYPE_CHECKING:
     from dpfed.config import Config
-    from dpfed.model.assemble import Assembled
+    from dpfed.model.build import Assembled
     from dpfed.model.task import InputSpec
 
 HELP = "Models: what is trained, and in which blocks."
@@ -48,8 +48,8 @@ def describe(
     from dpfed.registry import DEFAULT, registry
 
     settings = load(config or DEFAULT, overrides or [], registry())
-    from dpfed.engine.setup import block_rules
-    from dpfed.model.assemble import describe_space
+    from dpfed.model.build import describe_space
+    from dpfed.training.job.job import block_rules
 
     spec, said = input_spec(settings, classes, image_size, channels)
     parts = describe_space(settings.model, spec, **block_rules(settings))
@@ -63,7 +63,7 @@ def input_spec(
     config: Config, classes: int | None, image_size: int | None, channels: int | None
 ) -> tuple[InputSpec, list[str]]:
     """The inputs as the options say, as the data says, or as is usual for the model; and what had to be assumed."""
-    from dpfed.engine.setup import published_spec, spec_of
+    from dpfed.training.job.job import published_spec, spec_of
 
     section: Any = config.model
     usual: InputSpec = section.usual_spec()
@@ -88,7 +88,7 @@ def input_spec(
 
 
 def lines(config: Config, spec: InputSpec, parts: Assembled, notes: list[str]) -> list[str]:
-    from dpfed.model.assemble import block_sizes
+    from dpfed.model.build import block_sizes
 
     space = parts.space
     shapes = {n: "x".join(map(str, s)) or "1" for n, s in zip(space.names, space.shapes, strict=True)}
@@ -118,7 +118,7 @@ def gather(table: Mapping[str, Any]) -> dict[tuple[str, Any], int]:
 
 
 def as_object(config: Config, parts: Assembled, notes: list[str]) -> dict[str, Any]:
-    from dpfed.model.assemble import block_sizes
+    from dpfed.model.build import block_sizes
 
     space = parts.space
     return {

@@ -11,8 +11,8 @@ import typer
 from dpfed.privacy.published import show_delta, show_loss, show_setting
 
 if TYPE_CHECKING:
-    from dpfed.engine.accounts import Accounts, OwnAccount
-    from dpfed.privacy.statement import Planned
+    from dpfed.privacy.accounting.guarantee import Planned
+    from dpfed.training.budget.recorded_spending import Accounts, OwnAccount
 
 NUMBERS = [
     "records",
@@ -61,7 +61,7 @@ def privacy(
     Example: dpfed privacy --records 1000 --batch 16 --rounds 100 --local-steps 20 --participation 0.1 --sigma 1
     """
     numbers = {name: value for name, value in locals().items() if name in NUMBERS}
-    from dpfed.engine.accounts import own_account, own_ledger
+    from dpfed.training.budget.recorded_spending import own_account, own_ledger
 
     if target is not None and (ledger := own_ledger(Path(target))) is not None:
         refuse_given({**numbers, "set": overrides or None}, "cannot change what a client has spent")
@@ -72,7 +72,7 @@ def privacy(
     for line in table(planned, accounts, figures, extras, public):
         print(line)
     if plot is not None:
-        from dpfed.report.plots import epsilon_over_rounds
+        from dpfed.studies.plots import epsilon_over_rounds
 
         epsilon_over_rounds(planned, plot)
         print(f"plot written to {plot}")
@@ -98,9 +98,9 @@ def asked_for(
     target: str | None, overrides: list[str], numbers: dict[str, Any], colluding: int
 ) -> tuple[Planned, Accounts | None, int | None]:
     """The plan in question, the accounts where it is a run, and the number of clients where it is known."""
-    from dpfed.engine.accounts import is_run, read_accounts
     from dpfed.errors import DpfedError
     from dpfed.registry import registry
+    from dpfed.training.budget.recorded_spending import is_run, read_accounts
 
     keys = {"set": overrides or None}
     if target is None:
@@ -131,7 +131,7 @@ def from_flags(numbers: dict[str, Any], colluding: int) -> Planned:
     from dpfed.algorithms import REGISTRY
     from dpfed.config import nearest
     from dpfed.errors import DpfedError
-    from dpfed.privacy.planner import plan_from_numbers
+    from dpfed.privacy.accounting.planner import plan_from_numbers
 
     usual = {
         "participation": 1.0,
@@ -154,12 +154,12 @@ def from_flags(numbers: dict[str, Any], colluding: int) -> Planned:
 
 def from_config(target: str, overrides: list[str], colluding: int) -> tuple[Planned, int]:
     from dpfed.config import load
-    from dpfed.engine.prior import past_of
-    from dpfed.engine.run import refuse_target
-    from dpfed.engine.setup import plan_of
-    from dpfed.engine.spending import budget_of
     from dpfed.errors import DpfedError
     from dpfed.registry import registry
+    from dpfed.training.budget.prior_spending import past_of
+    from dpfed.training.budget.spending import budget_of
+    from dpfed.training.job.job import plan_of
+    from dpfed.training.run import refuse_target
 
     config = load(target, overrides, registry())
     past = past_of(config)
@@ -207,7 +207,7 @@ def figures_of(planned: Planned, accounts: Accounts | None, public: bool) -> dic
 def extras_of(
     planned: Planned, meaning: bool, tuning_runs: int | None, paper: bool, clients: int | None
 ) -> dict[str, Any]:
-    from dpfed.privacy.statement import asymptotic
+    from dpfed.privacy.accounting.guarantee import asymptotic
 
     out: dict[str, Any] = {}
     if meaning:
@@ -224,7 +224,7 @@ def table(
     planned: Planned, accounts: Accounts | None, figures: dict[str, Any], extras: dict[str, Any], public: bool
 ) -> list[str]:
     """The statement in words."""
-    from dpfed.privacy.statement import NOT_COVERED, PUBLIC
+    from dpfed.privacy.accounting.guarantee import NOT_COVERED, PUBLIC
 
     unit = planned.unit
     shown = {view: show_loss(figures[view], 4) for view in VIEWS if view in figures}

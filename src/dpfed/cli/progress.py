@@ -11,9 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dpfed.engine.activity import Activity
-from dpfed.engine.rounds import Round
 from dpfed.privacy.published import show_loss, show_score
+from dpfed.training.callbacks.activity import Activity
+from dpfed.training.round_loop import Round
 
 Clock = Callable[[], float]
 SILENCE_S = 10.0  # seconds without a line after which a plain log shows what is going on

@@ -16,9 +16,9 @@ from dpfed.privacy.published import show_loss, show_score
 from dpfed.text import counted
 
 if TYPE_CHECKING:
-    from dpfed.engine.distributed import Group
-    from dpfed.engine.interrupt import Stop
-    from dpfed.engine.setup import Job
+    from dpfed.training.backends.torchrun import Group
+    from dpfed.training.interrupt import Stop
+    from dpfed.training.job.job import Job
 
 
 def run(
@@ -33,7 +33,7 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on the last line of stdout")] = False,
 ) -> None:
     """Train by a configuration. Example: dpfed run --set run.rounds=10 --set algorithm.gamma=0.3"""
-    from dpfed.engine.interrupt import on_signals
+    from dpfed.training.interrupt import on_signals
 
     with on_signals() as stop, starting() as started:
         result = _run(config, overrides or [], out, resume, force, stop, started)
@@ -64,9 +64,9 @@ def _run(
     begun = DEFAULT if resume is None else str(resume / "config.toml")
     settings = load(config or begun, overrides, registry())
     from dpfed.cli.progress import Watch
-    from dpfed.engine.distributed import join
-    from dpfed.engine.run import assist
-    from dpfed.engine.run import run as train
+    from dpfed.training.backends.torchrun import join
+    from dpfed.training.run import assist
+    from dpfed.training.run import run as train
 
     group = join(settings)
     if group is not None and group.rank > 0:
@@ -134,8 +134,8 @@ def opening(job: Job) -> list[str]:
 
 def summary(job: Job) -> list[str]:
     """Return the run in a few lines: sizes, traffic and privacy."""
-    from dpfed.engine.run import guarantee
-    from dpfed.engine.traffic import traffic
+    from dpfed.training.job.message_size import traffic
+    from dpfed.training.run import guarantee
 
     plan, schedule = job.plan, job.schedule
     lines = [
@@ -162,7 +162,7 @@ def warning_lines(sentences: Sequence[str]) -> list[str]:
 
 
 def closing(result: dict[str, Any]) -> list[str]:
-    from dpfed.engine.notes import result_warnings
+    from dpfed.training.job.notes import result_warnings
 
     epsilon = {view: show_loss(value) for view, value in result["epsilon"].items()}
     accuracy = "no accuracy, as the server has no test set,"

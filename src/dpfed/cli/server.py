@@ -13,8 +13,8 @@ from dpfed.errors import DpfedError
 
 if TYPE_CHECKING:
     from dpfed.config import Config
-    from dpfed.engine.interrupt import Stop
     from dpfed.federation.links import Address
+    from dpfed.training.interrupt import Stop
 
 
 def server(
@@ -33,8 +33,8 @@ def server(
 ) -> None:
     """Train with clients on a network. Example: dpfed server cfg.toml --out runs/first --keys keys"""
     from dpfed.cli.run import closing
-    from dpfed.engine.interrupt import on_signals
     from dpfed.federation.links import address_of, need_flower, refuse_insecure
+    from dpfed.training.interrupt import on_signals
 
     need_flower()
     if out is None:
@@ -55,7 +55,7 @@ def server(
 
 def _settings(config: str | None, overrides: list[str], out: Path, resume: bool, insecure: bool) -> Config:
     """Real noise, but for a test on one machine whose configuration asks for repeatable noise."""
-    from dpfed.federation.serving import config_for, wants_seeded
+    from dpfed.federation.server.serving import config_for, wants_seeded
 
     config_for(config, overrides, out, resume, seeded=False)
     return config_for(config, overrides, out, resume, seeded=insecure and wants_seeded(config, overrides, out))
@@ -66,12 +66,12 @@ def _serve(
 ) -> dict[str, Any]:
     from dpfed.cli.progress import Watch
     from dpfed.cli.run import opening
-    from dpfed.engine.folder import refuse_occupied
-    from dpfed.engine.setup import Job, client_names
     from dpfed.federation.flower.link import own_grid
     from dpfed.federation.keys import AUTHORITY
     from dpfed.federation.links import client_keys, superlink
-    from dpfed.federation.serving import serve_over
+    from dpfed.federation.server.serving import serve_over
+    from dpfed.training.job.job import Job, client_names
+    from dpfed.training.run_folder.folder import refuse_occupied
 
     known = client_keys(keys, client_names(settings)) if keys else None
     if not resume:

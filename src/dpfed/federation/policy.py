@@ -20,13 +20,13 @@ from torch import Tensor
 
 from dpfed.config import DataSection, ModelSection, Registry, nearest, parse, refuse_unknown
 from dpfed.errors import DpfedError
-from dpfed.federation.wire import ScoringTerms, Terms, WireError
-from dpfed.privacy.accounting import check_delta, epsilon, rdp_epsilon
-from dpfed.privacy.ledger_file import nameable
+from dpfed.federation.messages import ScoringTerms, Terms, WireError
+from dpfed.privacy.accounting.guarantee import refuse_large_delta
+from dpfed.privacy.accounting.pld import check_delta, epsilon, rdp_epsilon
+from dpfed.privacy.ledger.storage import nameable
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.oracle import Isolation
 from dpfed.privacy.published import show_loss, show_setting
-from dpfed.privacy.statement import refuse_large_delta
 
 History = Sequence[tuple[Mechanism, int]]
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpfed.model.keyed import mix
+from dpfed.model.per_sample.keyed_dropout import mix
 
 Augment = Literal["none", "flip", "crop_flip"]
 View = Callable[[Tensor, Tensor], Tensor]

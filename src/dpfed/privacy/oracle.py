@@ -30,11 +30,11 @@ import torch
 from torch import Tensor
 
 from dpfed.privacy.clipping import clip_and_sum, finite_records
-from dpfed.privacy.fixed import Sums
-from dpfed.privacy.grid import Grid, grid_of, noised, noised_counts, rounded_sum
+from dpfed.privacy.fixed_shape_sum import Sums
+from dpfed.privacy.grid_noise import Grid, grid_of, noised, noised_counts, rounded_sum
 from dpfed.privacy.noise import Noise, Streams
 from dpfed.privacy.plan import Plan
-from dpfed.privacy.records import Gradients, Holdings, Records, Views, each_view, mean_of_views, view_keys
+from dpfed.privacy.record_batch import Gradients, Holdings, Records, Views, each_view, mean_of_views, view_keys
 from dpfed.privacy.sampling import batches
 
 # What is said here is private and stays with the client. It has a level of its own, so that a program which logs

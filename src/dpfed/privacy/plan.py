@@ -13,8 +13,8 @@ import numpy as np
 
 from dpfed.config import PrivacySection
 from dpfed.errors import DpfedError
-from dpfed.privacy.accounting import check_delta
-from dpfed.privacy.calibrate import calibrate_sigma
+from dpfed.privacy.accounting.calibrate import calibrate_sigma
+from dpfed.privacy.accounting.pld import check_delta
 from dpfed.privacy.clipping import CLIPS, Clipping
 from dpfed.privacy.mechanism import Mechanism, Sampling
 from dpfed.privacy.published import show_setting

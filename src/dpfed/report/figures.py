@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from dpfed.privacy.published import PLOTTED_DIGITS, plotted_loss, show_delta, show_setting
-from dpfed.report.gather import Group, Privacy, RunData, number
-from dpfed.report.studies import Listing
+from dpfed.report.run_reader import Group, Privacy, RunData, number
+from dpfed.report.study_reader import Listing
 
 Trace = dict[str, Any]
 ROUNDS = "round"

@@ -17,17 +17,17 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from dpfed.engine.folder import versions
 from dpfed.errors import DpfedError
 from dpfed.privacy.private_files import open_private
 from dpfed.privacy.published import show_setting
-from dpfed.report import words
+from dpfed.report import narrative
 from dpfed.report.figures import Figure, all_figures
-from dpfed.report.gather import Group, grouped, number, runs_and_studies
 from dpfed.report.labels import apart
-from dpfed.report.public import flat
-from dpfed.report.studies import Listing, listing_of, read_study
-from dpfed.report.tables import DASH, Table, best_of, cells, footnotes, grid_words, larger_epsilon, percent
+from dpfed.report.run_reader import Group, grouped, number, runs_and_studies
+from dpfed.report.study_reader import Listing, listing_of, read_study
+from dpfed.studies.tables import DASH, Table, best_of, cells, footnotes, grid_words, larger_epsilon, percent
+from dpfed.training.callbacks.public_figures import flat
+from dpfed.training.run_folder.folder import versions
 
 SECTIONS = (
     ("training", "Training"),
@@ -76,7 +76,7 @@ def read_report(paths: Sequence[Path], public: bool = False) -> Report:
     listings = [listing_of(groups[:alone]), *tables] if alone > 1 else tables
     if not groups and not listings:
         raise DpfedError("there is nothing to report: give the folder of a run or of a study")
-    title = words.title_of(groups, titles if not runs else []) if groups else titles[0]
+    title = narrative.title_of(groups, titles if not runs else []) if groups else titles[0]
     return Report(title, groups, listings, all_figures(groups, listings), public)
 
 
@@ -107,18 +107,18 @@ def _part(name: str, inner: str) -> str:
 def _top(report: Report) -> str:
     groups = report.groups
     kind = "public report" if report.public else "operator's report"
-    live = words.live([run for group in groups for run in group.runs])
+    live = narrative.live([run for group in groups for run in group.runs])
     kicker = f'<p class="kicker"><b>dpfed</b> {kind} <span class="live" role="status">{esc(live)}</span></p>'
-    lead = f'<p class="lead">{esc(words.lead(groups))}</p>' if groups else ""
+    lead = f'<p class="lead">{esc(narrative.lead(groups))}</p>' if groups else ""
     banners = "".join(
-        f'<p class="banner {kind}">{esc(text)}</p>' for kind, text in words.banners(groups, report.public)
+        f'<p class="banner {kind}">{esc(text)}</p>' for kind, text in narrative.banners(groups, report.public)
     )
     shown = "".join(
         f'<div class="number"><dt>{esc(card.name)}</dt><dd class="value">{esc(card.value)}</dd>'
         f'<dd class="under">{esc(card.note)}</dd></div>'
-        for card in words.cards(groups)
+        for card in narrative.cards(groups)
     )
-    said = words.meaning(groups) if groups else ""
+    said = narrative.meaning(groups) if groups else ""
     headline = (f'<dl class="headline">{shown}</dl>' if shown else "") + (
         f'<p class="meaning">{esc(said)}</p>' if said else ""
     )
@@ -163,7 +163,7 @@ def _pairs(pairs: Sequence[tuple[str, str]]) -> str:
 def _statement(report: Report) -> str:
     if not report.groups:
         return ""
-    said = _pairs(words.statement(report.groups, report.public))
+    said = _pairs(narrative.statement(report.groups, report.public))
     return f'<div class="card stack"><h3>The privacy statement</h3>{said}</div>'
 
 
@@ -292,7 +292,7 @@ def _left_out(report: Report) -> str:
     if not report.public:
         return ""
     said = "This page may be read by a third party, whose epsilon holds only while nobody outside knows who took part. So it holds none of these:"
-    rows = [[what, why] for what, why in words.left_out()]
+    rows = [[what, why] for what, why in narrative.left_out()]
     return f'<div class="card stack"><p>{esc(said)}</p>{_table(["left out", "because"], rows, kind="words")}</div>'
 
 

@@ -17,7 +17,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from dpfed.errors import DpfedError
-from dpfed.federation.flower.parcel import TICKET, hello, opened, parcel, refusal, slip
+from dpfed.federation.flower.envelope import TICKET, hello, opened, parcel, refusal, slip
 from dpfed.federation.policy import told
 
 Answer = Callable[[bytes], bytes]
@@ -63,7 +63,7 @@ def client_app(
 
 @lru_cache(maxsize=1)
 def _client_of(path: str) -> ClientApp:
-    from dpfed.federation.client import Client
+    from dpfed.federation.client.client import Client
     from dpfed.federation.links import load_client
     from dpfed.registry import registry
 
@@ -100,7 +100,7 @@ server = ServerApp()
 @server.main()
 def main(grid: Grid, context: Context) -> None:
     """Under Flower's own SuperLink: keys by which clients are known are registered there by `flwr supernode register`."""
-    from dpfed.federation.serving import serve
+    from dpfed.federation.server.serving import serve
 
     given = {key: context.run_config.get(key) for key in (CONFIG, OUT, KEYS)}
     config, out, keys = (value if isinstance(value, str) and value else None for value in given.values())

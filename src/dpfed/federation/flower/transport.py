@@ -15,9 +15,9 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from dpfed.errors import DpfedError, StoppedError
-from dpfed.federation.flower.parcel import NAME, TICKET, hello, opened, parcel, slip
+from dpfed.federation.flower.envelope import NAME, TICKET, hello, opened, parcel, slip
+from dpfed.federation.messages import WireError
 from dpfed.federation.policy import RefusedError
-from dpfed.federation.wire import WireError
 
 TRAIN, HELLO = "train", "query"
 POLL = 0.2

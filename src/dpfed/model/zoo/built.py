@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpfed.errors import DpfedError
-from dpfed.model.companions import MakeCompanions, no_companions
+from dpfed.model.export_files import MakeCompanions, no_companions
 from dpfed.model.task import CLASSIFY, InputSpec, Task
 
 Prepare = Callable[[dict[str, Tensor]], dict[str, Tensor]]

@@ -1,4 +1,4 @@
-"""A small Vision Transformer for 8x8 grey images, pretrained by `scripts/pretrain_glyphs.py` on drawn glyphs.
+"""A small Vision Transformer for 8x8 grey images, pretrained by `experiments/pretrain_glyphs.py` on drawn glyphs.
 
 Its weights come with the package (`weights/glyph-vit`); the glyphs are public by construction, drawn from fonts and
 strokes, so the pretraining has no privacy cost.
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dpfed.config import ModelSection
 from dpfed.errors import DpfedError
-from dpfed.model.companions import ImageInput, image_companions
+from dpfed.model.export_files import ImageInput, image_companions
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo.built import Built, normalise
 from dpfed.model.zoo.pretrained import config_of, model_of, public_constants

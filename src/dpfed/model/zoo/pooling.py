@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from dpfed.errors import DpfedError
-from dpfed.model.companions import Companions
+from dpfed.model.export_files import Companions
 from dpfed.model.zoo.pretrained import HubSilentError, first_line, folder_of, hub_file
 
 MODULES = "modules.json"

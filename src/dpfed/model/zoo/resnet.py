@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dpfed.config import ModelSection
 from dpfed.errors import DpfedError
-from dpfed.model.companions import ImageInput, image_companions
+from dpfed.model.export_files import ImageInput, image_companions
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo.built import Built, fresh_head, normalise
 from dpfed.model.zoo.pretrained import load_tensors, on_meta

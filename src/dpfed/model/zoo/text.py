@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from dpfed.config import ModelSection
 from dpfed.errors import DpfedError
 from dpfed.model.blocks import inner_config
-from dpfed.model.companions import Companions
+from dpfed.model.export_files import Companions
 from dpfed.model.task import CLASSIFY, NEXT_TOKEN, InputSpec
 from dpfed.model.zoo.built import ATTENTION_DROPOUT, Built, Prepare
 from dpfed.model.zoo.pooling import (

@@ -14,7 +14,7 @@ from annotated_types import Ge, Lt
 
 from dpfed.config import ModelSection
 from dpfed.errors import DpfedError
-from dpfed.model.companions import ImageInput, image_companions
+from dpfed.model.export_files import ImageInput, image_companions
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo.built import IMAGENET, Built, expect_images, images
 from dpfed.model.zoo.pretrained import Head, config_of, model_of, public_constants, shape_suffices

@@ -1,0 +1,254 @@
+"""The second half of the page of results: results/*.csv -> docs/results.md and its pictures."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from results_studies import COLUMNS, EPSILONS, RATES, Cells, Rows, Spec, collect, read_csv, with_statistics
+
+from dpfed.errors import DpfedError
+from dpfed.privacy.published import show_loss
+from dpfed.studies.tables import LARGER, Row, Table, best_of, grid_words, percent, size
+
+PHASES = {"reported": "reported", "tuning": "of the search"}
+EMPTY = "Not measured yet."
+
+# ------------------------------------------------------------------ CSV to the page
+
+
+def section(spec: Spec, tables: Mapping[str, Rows]) -> str:
+    """What stands between a study's markers."""
+    mine = {name: [row for row in rows if row["study"] == spec.name] for name, rows in tables.items()}
+    if not mine["studies"] or not mine["runs"]:
+        return f"{spec.question} {EMPTY}"
+    about, arms = mine["studies"][0], mine["arms"]
+    parts = [about["question"]]
+    if about["missing"] != "0":
+        least = "at least " if about["searching"] else ""
+        parts.append(f"**Incomplete:** {about['done']} runs are done, {least}{about['missing']} are missing.")
+    if not any(run["phase"] == "reported" for run in mine["runs"]):  # rows without a number say nothing
+        return "\n\n".join(parts)
+    if spec.plot and mine["curves"]:
+        alt = f"Accuracy over rounds: {about['title']}"
+        parts.append(
+            "\n".join(f"![{alt}](images/results-{spec.name}-{t}.svg){{ .{t}-only }}" for t in ("light", "dark"))
+        )
+    if about["axis"] and any(arm["mean"] for arm in arms):
+        laid_out = grid_words(as_table(about, arms, mine["runs"]), lambda text: f"**{text}**")
+        assert laid_out is not None
+        parts.append(pipes(*laid_out))
+    parts.append(pipes(*arm_cells(about, arms, mine["runs"])))
+    parts.append("\n".join(f"- {line}" for line in notes(about, arms, mine["runs"])))
+    parts.append(f"<!-- runs: experiments/results.py -->\n```sh\n{about['command']}\n```")
+    return "\n\n".join(parts)
+
+
+def as_table(about: Cells, arms: Rows, runs: Rows) -> Table:
+    """For what report/tables.py knows: layout by an axis, and which arm is the best on equal terms."""
+    rows = []
+    for arm in arms:
+        mine = [float(r["accuracy"]) for r in runs if r["arm"] == arm["arm"] and r["phase"] == "reported"]
+        epsilon = {view: float(text) if (text := arm[f"epsilon_{view}"]) else None for view in EPSILONS}
+        rows.append(
+            Row(
+                arm["arm"], arm["row"], arm["column"], at_edge=arm["inside_grid"] == "no", accuracies=tuple(mine),
+                diverged=int(arm["diverged"] or 0), epsilon=epsilon, failed=arm["failed"] or None,
+            )
+        )  # fmt: skip
+    return Table(about["title"], about["axis"], tuple(rows))
+
+
+def costly(arms: Rows) -> set[str]:
+    """Arms that spend more than the cheapest private one of their column."""
+    out: set[str] = set()
+    for column in {arm["column"] for arm in arms}:
+        spent = {a["arm"]: float(e) for a in arms if a["column"] == column and (e := a["epsilon_server_worst"])}
+        out |= {label for label, value in spent.items() if value > LARGER * min(spent.values())}
+    return out
+
+
+def arm_cells(about: Cells, arms: Rows, runs: Rows) -> tuple[list[str], list[list[str]]]:
+    head = [
+        "method",
+        "rate",
+        "inside the grid",
+        "accuracy %",
+        "seeds",
+        "difference [95 % interval]",
+        "ε server",
+        "ε third party",
+        "up",
+    ]
+    unequal = costly(arms)
+    best = set() if about["axis"] else best_of(as_table(about, arms, runs).rows, unequal)
+    body = []
+    for arm in arms:
+        marks = [mark for mark, on in flags(arm, unequal).items() if on]
+        accuracy = percent(float(arm["mean"]) if arm["mean"] else None, float(arm["std"]) if arm["std"] else None)
+        private = [show_loss(float(e), 2) if (e := arm[f"epsilon_{view}"]) else "–" for view in EPSILONS]
+        bold = "**" if arm["arm"] in best else ""
+        body.append(
+            [
+                f"{bold}{named(arm['arm'])}{bold}" + "".join(f" {mark}" for mark in marks),
+                " ".join(f"{key} {float(arm[key]):g}" for key in RATES if arm[key]) or "–",
+                arm["inside_grid"] or "–",
+                f"{bold}{accuracy}{bold}",
+                arm["n"] or "0",
+                _difference(arm),
+                *(private if private[0] != "–" or not arm["mean"] else ["no privacy"] * 2),
+                size(int(arm["up_bytes"])) if arm["up_bytes"] else "–",
+            ]
+        )
+    return head, body
+
+
+def named(label: str) -> str:
+    """A variant is what stands on the command line."""
+    return f"`{label}`" if ":" in label and "|" not in label else label
+
+
+def _difference(arm: Cells) -> str:
+    if not arm["difference"]:
+        return "reference" if arm["arm"] == arm["reference"] else "–"
+    text = f"{100 * float(arm['difference']):+.2f}"
+    if not arm["interval_low"]:
+        return text
+    return f"{text} [{100 * float(arm['interval_low']):+.2f}, {100 * float(arm['interval_high']):+.2f}]"
+
+
+def flags(arm: Cells, unequal: set[str]) -> dict[str, bool]:
+    return {
+        "†": arm["arm"] in unequal,
+        "¶": arm["inside_grid"] == "no",
+        "‡": int(arm["diverged"] or 0) > 0,
+        "§": bool(arm["failed"]),
+    }
+
+
+def notes(about: Cells, arms: Rows, runs: Rows) -> list[str]:
+    unequal = costly(arms)
+    said = {
+        "†": "spends a larger ε than others at the same noise, so it is not on equal terms and never in bold",
+        "¶": "the best rate is at the edge of what was tried, or none was better than one answer for all",
+        "‡": "has runs that diverged, which count as accuracy 0",
+        "§": "could not be run: " + "; ".join(f"{arm['arm']}: {arm['failed']}" for arm in arms if arm["failed"]),
+    }
+    out = [f"{mark} {text}" for mark, text in said.items() if any(flags(arm, unequal)[mark] for arm in arms)]
+    grids: dict[str, list[str]] = {}
+    for arm in arms:
+        if arm["grid"]:
+            grids.setdefault(arm["grid"], []).append(arm["arm"])
+    if grids:
+        most = sorted({arm["tuning_runs"] for arm in arms if arm["grid"]}, key=int)
+        out.append(
+            f"Searches of {' to '.join(dict.fromkeys((most[0], most[-1])))} runs for each arm, begun with "
+            + "; ".join(f"{grid} ({', '.join(map(named, names))})" for grid, names in grids.items())
+        )
+    seeds = {phase: sorted({int(row["seed"]) for row in runs if row["phase"] == phase}) for phase in PHASES}
+    said_of = [f"{word} {', '.join(map(str, seeds[phase]))}" for phase, word in PHASES.items() if seeds[phase]]
+    out += [f"Seeds: {'; '.join(said_of)}"] if said_of else []
+    where = f" on {about['machine']}" if about["machine"] else ""
+    out.append("; ".join(part for part in (f"{about['done']} runs{where}", about["versions"]) if part))
+    return out
+
+
+def pipes(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join("| " + " | ".join(word.replace("|", "\\|") for word in line) + " |" for line in lines)
+
+
+MARKED = re.compile(r"^<!-- results: (?P<name>[\w-]+) -->\n(?P<body>.*?)^<!-- end -->$", re.M | re.S)
+
+
+def filled(text: str, specs: Sequence[Spec], tables: Mapping[str, Rows]) -> str:
+    """The page with every study's part made anew."""
+    known = {spec.name: spec for spec in specs}
+    strange = [name for m in MARKED.finditer(text) if (name := m["name"]) not in known]
+    absent = known.keys() - {m["name"] for m in MARKED.finditer(text)}
+    if strange or absent:
+        raise DpfedError(f"the page's markers and the studies differ: {', '.join(sorted([*strange, *absent]))}")
+
+    def part(match: re.Match[str]) -> str:
+        return f"<!-- results: {match['name']} -->\n{section(known[match['name']], tables)}\n<!-- end -->"
+
+    return MARKED.sub(part, text)
+
+
+def page(out: Path | None, folder: Path, docs: Path, specs: Sequence[Spec], check: bool) -> int:
+    if out is not None:
+        if check:
+            raise DpfedError("--check compares the page with the CSV files: leave out the folder")
+        collect(out, folder, specs)
+    tables = {name: read_csv(folder, name) for name in COLUMNS}
+    for spec in specs:  # so that a mean nobody measured does not stay
+        arms = [dict(row) for row in tables["arms"] if row["study"] == spec.name]
+        again = [dict(row) for row in arms]
+        with_statistics(again, [row for row in tables["runs"] if row["study"] == spec.name])
+        if arms != again:
+            raise DpfedError(f"{folder / 'arms.csv'}: {spec.name} is not what runs.csv gives")
+    text = docs.read_text(encoding="utf-8")
+    new = filled(text, specs, tables)
+    if check:
+        if new != text:
+            print(f"{docs} is not what the CSV files give: python experiments/results.py page", file=sys.stderr)
+        return int(new != text)
+    docs.write_text(new, encoding="utf-8")
+    drawn = [spec for spec in specs if spec.plot]
+    draw(drawn, tables, docs.parent / "images")
+    return 0
+
+
+# ------------------------------------------------------------------ pictures
+
+# Okabe and Ito's colours (2008), darker on light pages and lighter on dark ones; the reference's comes first.
+LINES = {
+    "light": ("#0072B2", "#B85A00", "#00785A", "#A3427E", "#6B5B00", "#1f2328", "#3E8DB5"),
+    "dark": ("#56B4E9", "#E69F00", "#33C79A", "#E39BC4", "#F0E442", "#f0f6fc", "#8FC9EE"),
+}
+STYLES = ("-", "--", "-.", ":")
+
+
+def draw(specs: Sequence[Spec], tables: Mapping[str, Rows], images: Path) -> None:
+    for spec in specs:
+        curves: dict[str, dict[str, dict[int, float]]] = {}
+        for row in tables["curves"]:
+            if row["study"] == spec.name:
+                seeds = curves.setdefault(row["arm"], {})
+                seeds.setdefault(row["seed"], {})[int(row["round"])] = float(row["accuracy"])
+        arms = [arm for arm in tables["arms"] if arm["study"] == spec.name and arm["arm"] in curves]
+        if arms:
+            for theme in LINES:
+                picture(spec.title, arms, curves, theme, images / f"results-{spec.name}-{theme}.svg")
+
+
+def picture(
+    title: str, arms: Rows, curves: Mapping[str, Mapping[str, Mapping[int, float]]], theme: str, path: Path
+) -> None:
+    """The reference and the best others; more than seven lines cannot be told apart."""
+    import make_pictures as house
+    from matplotlib import pyplot
+
+    ranked = sorted(arms, key=lambda arm: (arm["arm"] != arm["reference"], -float(arm["mean"])))
+    shown = ranked[: len(LINES[theme])]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": "dpfed", "font.family": "sans-serif"}):
+        figure, axes, colours = house.begin(theme, (7.2, 5.0))
+        for i, arm in enumerate(shown):
+            lines = curves[arm["arm"]].values()
+            rounds = sorted(set.intersection(*(set(line) for line in lines)))
+            values = [[100 * line[t] for line in lines] for t in rounds]
+            colour, style = LINES[theme][i], STYLES[i % len(STYLES)]
+            low, high = [min(v) for v in values], [max(v) for v in values]
+            axes.fill_between(rounds, low, high, color=colour, alpha=0.18, linewidth=0)
+            means = [sum(v) / len(v) for v in values]
+            axes.plot(rounds, means, style, color=colour, linewidth=2.4 if i == 0 else 1.8, label=arm["arm"])
+        axes.set_xlabel("round")
+        axes.set_ylabel("accuracy on the test half, %")
+        below = {"loc": "upper left", "bbox_to_anchor": (0, -0.14), "ncols": 2}  # curves may run anywhere
+        axes.legend(**below, frameon=False, labelcolor=colours["ink"], fontsize=9)
+        few = f"{len(shown)} best of {len(arms)} arms · " if len(shown) < len(arms) else ""
+        house.titled(axes, colours, title, f"{few}mean and range of the seeds")
+        house.finish(figure, axes, colours, path)

@@ -1,0 +1,148 @@
+"""Triton kernels for LoRA with weights of each sample's own: products so thin that a matrix library wastes most of its time.
+
+    two_products   L = s1 X W1, then Y += s2 L W2: an adapter's forward pass, and the way back through it
+    outer          s Xᵀ L: the gradient of an adapter's weight
+
+X is `[M, n, D]`, L `[M, n, r]`; weights come with strides, as they lie. Sums are float32 whatever the type of the numbers.
+This module needs triton: it is imported where `kernels.usable` says so.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dpfed.accel import alike, on
+
+BUSY = 264  # programs that fill a large GPU twice over: with fewer of them the second product is divided
+
+
+@triton.jit
+def _two_products(
+    x, w1, w2, y, low, n, d1, d2, r, s1, s2, x_m, w1_m, w1_d, w1_r, w2_m, w2_r, w2_d, y_m, low_m,
+    N: tl.constexpr, R: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
+):  # fmt: skip
+    sample = tl.program_id(0).to(tl.int64)
+    rows = tl.program_id(1) * N + tl.arange(0, N)
+    part, parts = tl.program_id(2), tl.num_programs(2)
+    ranks = tl.arange(0, R)
+    has_row, has_rank = rows[:, None] < n, ranks[None, :] < r
+    x += sample * x_m + rows[:, None] * d1
+    w1 += sample * w1_m + ranks[None, :] * w1_r
+    total = tl.zeros((N, R), dtype=tl.float32)
+    for start in range(0, d1, D1):
+        cols = start + tl.arange(0, D1)
+        a = tl.load(x + cols[None, :], mask=has_row & (cols[None, :] < d1), other=0.0)
+        b = tl.load(w1 + cols[:, None] * w1_d, mask=(cols[:, None] < d1) & has_rank, other=0.0)
+        total += tl.dot(a, b, input_precision="ieee")
+    kept = (total * s1).to(low.dtype.element_ty)
+    if part == 0:
+        tl.store(low + sample * low_m + rows[:, None] * r + ranks[None, :], kept, mask=has_row & has_rank)
+    y += sample * y_m + rows[:, None] * d2
+    w2 += sample * w2_m + ranks[:, None] * w2_r
+    for start in range(part * D2, d2, parts * D2):
+        cols = start + tl.arange(0, D2)
+        inside = has_row & (cols[None, :] < d2)
+        b = tl.load(w2 + cols[None, :] * w2_d, mask=(ranks[:, None] < r) & (cols[None, :] < d2), other=0.0)
+        product = tl.dot(kept, b, input_precision="ieee")
+        old = tl.load(y + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+        tl.store(y + cols[None, :], (old + s2 * product).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _outer(
+    x, low, out, n, d, r, s, x_m, low_m, out_m,
+    N: tl.constexpr, R: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """`[D, r]`, or with WIDE its transpose."""
+    sample = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * D + tl.arange(0, D)
+    ranks = tl.arange(0, R)
+    x += sample * x_m + cols[None, :]
+    low += sample * low_m + ranks[None, :]
+    if WIDE:
+        total = tl.zeros((R, D), dtype=tl.float32)
+    else:
+        total = tl.zeros((D, R), dtype=tl.float32)
+    for start in range(0, n, N):
+        rows = start + tl.arange(0, N)
+        a = tl.load(x + rows[:, None] * d, mask=(rows[:, None] < n) & (cols[None, :] < d), other=0.0)
+        b = tl.load(low + rows[:, None] * r, mask=(rows[:, None] < n) & (ranks[None, :] < r), other=0.0)
+        if WIDE:
+            total += tl.dot(tl.trans(b), a, input_precision="ieee")
+        else:
+            total += tl.dot(tl.trans(a), b, input_precision="ieee")
+    total = (total * s).to(out.dtype.element_ty)
+    out += sample * out_m
+    if WIDE:
+        inside = (ranks[:, None] < r) & (cols[None, :] < d)
+        tl.store(out + ranks[:, None] * d + cols[None, :], total, mask=inside)
+    else:
+        inside = (cols[:, None] < d) & (ranks[None, :] < r)
+        tl.store(out + cols[:, None] * r + ranks[None, :], total, mask=inside)
+
+
+def two_products(x: Tensor, w1: Tensor, w2: Tensor, y: Tensor, s1: float, s2: float) -> Tensor:
+    """Adds `s2 (s1 x w1) w2` to y in place and returns `s1 x w1`. x `[M, n, d1]`, w1 `[M, d1, r]`, w2 `[M, r, d2]`."""
+    samples, n, d1 = x.shape
+    r, d2 = w2.shape[1:]
+    low = x.new_empty(samples, n, r)
+    rows = block(n, 64)
+    tiles = samples * triton.cdiv(n, rows)
+    width = 64 if rows >= 64 else 128
+    parts = 1 if tiles >= BUSY else min(4, max(1, BUSY // tiles), triton.cdiv(d2, width))
+    with on(x):
+        _two_products[(samples, triton.cdiv(n, rows), parts)](
+            x, w1, w2, y, low, n, d1, d2, r, s1, s2,
+            x.stride(0), w1.stride(0), w1.stride(1), w1.stride(2), w2.stride(0), w2.stride(1), w2.stride(2),
+            y.stride(0), low.stride(0),
+            N=rows, R=block(r, 128), D1=piece(d1), D2=width, num_warps=4 if rows >= 64 else 2,
+        )  # fmt: skip
+    return low
+
+
+def outer(x: Tensor, low: Tensor, s: float, wide: bool) -> Tensor:
+    """`s xᵀ low` for x `[M, n, d]`, low `[M, n, r]`: `[M, d, r]`, or with `wide` its transpose `[M, r, d]`."""
+    samples, n, d = x.shape
+    r = low.shape[2]
+    out = x.new_empty(samples, r, d) if wide else x.new_empty(samples, d, r)
+    width = piece(d)
+    with on(x):
+        _outer[(samples, triton.cdiv(d, width))](
+            x, low, out, n, d, r, s, x.stride(0), low.stride(0), out.stride(0),
+            N=block(n, 64), R=block(r, 128), D=width, WIDE=wide, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def block(size: int, most: int) -> int:
+    """A power of two that holds so many, from 16, which is the least that a matrix unit takes."""
+    return int(min(most, max(16, triton.next_power_of_2(size))))
+
+
+def piece(width: int) -> int:
+    """Columns at a time: 64, or 32 where those leave no rest."""
+    return 32 if width % 64 and width % 32 == 0 else 64
+
+
+def fits(x: Tensor, r: int) -> bool:
+    """Whether the kernels take it: rows one after another, and a rank that the memory of any GPU's block holds."""
+    most = {torch.float32: 64, torch.bfloat16: 128, torch.float16: 128}
+    return r <= most.get(x.dtype, 0) and x.is_contiguous()
+
+
+def right(device: torch.device) -> bool:
+    """Whether the kernels do what they say on this device; waits for it."""
+    g = torch.Generator().manual_seed(0)
+    x, y, a, b = (torch.randn(size, generator=g) for size in ((2, 20, 40), (2, 20, 70), (2, 40, 3), (2, 3, 70)))
+    good = True
+    for dtype in (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,):
+        there = [t.to(device, dtype) for t in (x, y, a, b)]
+        exact = [t.double() for t in there]
+        low = two_products(there[0], there[2], there[3], there[1], 0.5, 2.0)
+        good &= alike(low, 0.5 * exact[0] @ exact[2]) and alike(there[1], exact[1] + exact[0] @ exact[2] @ exact[3])
+        wanted = 2 * exact[0].mT @ low.double()
+        good &= alike(outer(there[0], low, 2.0, False), wanted) and alike(outer(there[0], low, 2.0, True), wanted.mT)
+    return good

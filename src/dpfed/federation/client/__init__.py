@@ -1,0 +1,1 @@
+"""The client of a federation: its data, ledger, noise and storage."""

@@ -1,0 +1,88 @@
+"""From a `[model]` section to everything that is known before data: modules, adapters, the flat space, the blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from dpfed.config import ModelSection
+from dpfed.errors import DpfedError
+from dpfed.model.blocks import architecture_of, block_index, inner_config
+from dpfed.model.lora import Adapted, adapt
+from dpfed.model.parameter_vector import Space
+from dpfed.model.per_sample.gradients import trainable
+from dpfed.model.task import InputSpec
+from dpfed.model.unused_parameters import freeze_unused
+from dpfed.model.zoo.built import ATTENTION_DROPOUT, Built
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """`space` is on the CPU whatever device the model is on."""
+
+    built: Built
+    adapted: Adapted
+    space: Space
+    total: int
+    notes: tuple[str, ...]
+
+
+def assemble(
+    section: ModelSection,
+    spec: InputSpec,
+    seeds: tuple[int, int] = (0, 0),
+    granularity: Literal["block", "tensor"] = "block",
+) -> Assembled:
+    """Builds the model of a section. `seeds` are those of the initial weights and of the initial adapters."""
+    buildable: Any = section
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seeds[0])
+        built: Built = buildable.build(spec)
+    total = sum(p.numel() for p in built.model.parameters())
+    adapted = adapt(built.model, section, built.head, seeds[1])
+    model = adapted.model
+    unused = freeze_unused(model, built, spec)
+    shapes = {name: p.shape for name, p in trainable(model).items()}
+    architecture = architecture_of(model, section.qkv_layout, section.attention)
+    notes = [*built.notes, *adapted.notes, *unused]
+    if architecture is None:
+        if section.qkv_layout != "auto":
+            raise DpfedError(
+                f"model.qkv_layout = {section.qkv_layout!r}: {type(model).__name__} is not known here, so name its "
+                "projections too, for example model.attention = ['qkv']"
+            )
+        notes.append(f"{type(model).__name__} has no block rules here: each tensor is one block")
+    if any(getattr(inner_config(model), key, 0) for key in ATTENTION_DROPOUT):
+        notes.append("dropout inside attention is off: it has no key per record; all other dropout is on")
+    _refuse_absent(model, section.attention)
+    try:
+        names, blocks = block_index(model, shapes, architecture, granularity)
+        space = Space(tuple(shapes), tuple(shapes.values()), tuple(names), blocks)
+    except ValueError as error:
+        raise DpfedError(f"the blocks of {type(model).__name__} cannot be formed: {error}") from None
+    return Assembled(built, adapted, space, total, tuple(notes))
+
+
+def _refuse_absent(model: nn.Module, attention: tuple[str, ...]) -> None:
+    there = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    for name in attention:
+        if name not in there:
+            raise DpfedError(f"model.attention: {type(model).__name__} has no module called {name!r}")
+
+
+def describe_space(
+    section: ModelSection,
+    spec: InputSpec,
+    granularity: Literal["block", "tensor"] = "block",
+) -> Assembled:
+    """The same on the meta device: shapes alone, so that the largest model takes a second and no memory."""
+    with torch.device("meta"):
+        return assemble(section, spec, (0, 0), granularity)
+
+
+def block_sizes(space: Space) -> dict[str, int]:
+    counts = torch.bincount(space.blocks, minlength=space.num_blocks).tolist()
+    return dict(zip(space.block_names, counts, strict=True))

@@ -1,0 +1,145 @@
+"""The check that every record is computed as the plain model computes it: alone and unpadded.
+
+The plain model is called before any layer is exchanged. Its outputs on synthetic records are then
+compared with those of one padded batch, as a run computes them. No private record is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dpfed.errors import DpfedError
+from dpfed.model.parameter_vector import Space
+from dpfed.model.per_sample.gradients import Batch, PerSample, call, cast
+from dpfed.model.zoo.built import Built, Prepare
+
+SPREAD = 0.02
+"""Standard deviation of the change of trainable weights: a new head of zeros hides everything."""
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.25}
+"""Largest relative difference of a record's outputs that rounding can explain."""
+
+
+@dataclass(frozen=True)
+class PlainOutputs:
+    """Outputs of the untouched model for synthetic records.
+
+    vector   trainable weights that the outputs belong to, `[P]`
+    inputs   the records as a run reads them, padded
+    outputs  logits of each record, alone and unpadded
+    """
+
+    vector: Tensor
+    inputs: dict[str, Tensor]
+    outputs: list[Tensor]
+
+
+def plain_outputs(
+    model: nn.Module,
+    space: Space,
+    theta: Tensor,
+    inputs: Batch,
+    prepare: Prepare,
+) -> PlainOutputs:
+    """Return the plain model's own outputs; call it before layers are exchanged."""
+    generator = torch.Generator().manual_seed(0)
+    moved = SPREAD * torch.randn(len(theta), generator=generator)
+    vector = theta + moved.to(theta.device)
+    weights = space.unflatten(vector)
+    records = len(next(iter(inputs.values())))
+    model.eval()
+    outputs = []
+    for j in range(records):
+        one = unpadded({name: x[j : j + 1] for name, x in inputs.items()}, prepare)
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                outputs.append(call(model, dict(weights), one)[0])
+        except DpfedError:
+            raise
+        except Exception as error:  # models fail in their own ways
+            raise DpfedError(
+                f"{type(model).__name__} cannot compute a single record without padding "
+                f"({first_words(error)}): choose another model"
+            ) from error
+    return PlainOutputs(vector, dict(inputs), outputs)
+
+
+def unpadded(one: dict[str, Tensor], prepare: Prepare) -> dict[str, Tensor]:
+    """Return one record as the plain model takes it: tokens without padding, mask or positions."""
+    if "attention_mask" not in one:
+        return prepare(one)
+    real = int(one["attention_mask"].sum())
+    tokens = {name: x[:, :real].long() for name, x in one.items() if name != "attention_mask"}
+    taken = prepare(one)
+    return {name: x for name, x in tokens.items() if name in taken}
+
+
+def faithful_model(
+    built: Built,
+    model: nn.Module,
+    space: Space,
+    plain: PlainOutputs,
+) -> tuple[PerSample, Prepare]:
+    """Return the model made ready for per-record gradients, and the form of its inputs.
+
+    Its layers are exchanged here. A model that is then computed differently is refused.
+    """
+    task = built.task
+    forms = built.forms or (built.prepare,)
+    chosen = forms[0]
+
+    def forward(model: nn.Module, weights: dict[str, Tensor], inputs: Batch) -> Tensor:
+        logits = call(model, weights, cast(chosen(dict(inputs)), ready.dtype))
+        return task.score(logits, inputs)
+
+    ready = PerSample(model, space, forward, task.loss, task.correct, built.rows)
+    chosen = faithful_form(ready, plain, forms)
+    return ready, chosen
+
+
+def faithful_form(model: PerSample, plain: PlainOutputs, forms: Sequence[Prepare]) -> Prepare:
+    """Return the first form of inputs that gives the plain model's outputs, or refuse the model."""
+    best, reason = float("inf"), ""
+    for form in forms:
+        try:
+            off = farthest(model, plain, form)
+        except Exception as error:  # a form that a model cannot read fails anywhere inside it
+            reason = reason or first_words(error)
+            continue
+        if off <= TOLERANCE[model.dtype]:
+            return form
+        best = min(best, off)
+    name = type(model.model).__name__
+    if best == float("inf"):
+        raise DpfedError(f"{name} cannot compute a batch ({reason}): choose another model")
+    raise DpfedError(
+        f"{name} computes a record differently in a padded batch than alone and unpadded "
+        f"(outputs are {best:.1%} off), so its gradients would be wrong: choose another model"
+    )
+
+
+def farthest(model: PerSample, plain: PlainOutputs, form: Prepare) -> float:
+    """Return the largest relative difference of a record's outputs, infinity if one is not finite.
+
+    In short precision the median record counts: rounding may decide a tie of a router of experts.
+    """
+    weights = {n: w.to(model.dtype) for n, w in model.space.unflatten(plain.vector).items()}
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        together = call(model.model, weights, cast(form(dict(plain.inputs)), model.dtype))
+    off = []
+    for got, want in zip(together, plain.outputs, strict=True):
+        # A language model's outputs are [tokens, vocabulary]; those of padding are not compared.
+        real = got[: len(want)] if got.dim() == 2 else got
+        size = max(float(want.norm()), torch.finfo(torch.float32).tiny)
+        difference = float((real.float() - want).norm()) / size
+        off.append(difference if difference == difference else float("inf"))
+    off.sort()
+    return off[-1] if model.dtype == torch.float32 else off[len(off) // 2]
+
+
+def first_words(error: Exception) -> str:
+    """Return the start of an error's first line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160].rstrip(".")

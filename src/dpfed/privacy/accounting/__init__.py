@@ -1,0 +1,1 @@
+"""Accounting: from mechanisms to epsilon, for each observer."""

@@ -1,0 +1,1 @@
+"""The privacy ledger: an append-only record of everything that was charged."""

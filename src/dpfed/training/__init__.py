@@ -1,0 +1,1 @@
+"""A run: the job, the round loop, its backends, its budget and its folder."""

@@ -1,0 +1,1 @@
+"""Backends that compute a cohort: one fleet, several processes, several runs at once."""

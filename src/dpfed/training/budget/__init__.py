@@ -1,0 +1,1 @@
+"""Privacy budgets of a run: planned, charged and recorded spending."""

@@ -1,0 +1,112 @@
+"""The three difficulties that DP-FedAdamW answers, measured on simulated clients (`run.diagnostics = true`).
+
+    spread of v   how far clients' second moments are apart: variance over clients, mean over coordinates
+    shift of √v   histograms of m and √v̂; noise alone puts √v at σC/B
+    drift         how far clients move apart in a round: root mean square distance from their mean
+
+They read the clients' own states, so they are not private and exist for simulations only. One line a round goes to
+`diagnostics.jsonl`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpfed.algorithms.base import Context
+from dpfed.config import Config
+from dpfed.errors import DpfedError
+from dpfed.privacy.private_files import open_private
+from dpfed.training.job.job import Job
+
+FILE = "diagnostics.jsonl"
+BINS = 120
+DECADES = (-9.0, 1.0)  # √v and |m| from 1e-9 to 10
+POINTS = 5  # rounds whose histograms are kept, evenly spread
+
+
+def refuse_real_noise(config: Config) -> None:
+    """Called before anything is written, so that the refusal leaves no folder behind."""
+    if config.run.diagnostics and config.run.noise == "os":
+        raise DpfedError('run.diagnostics reads the clients\' states and cannot be released: not with run.noise = "os"')
+
+
+class Diagnostics:
+    """Sums over the fleets of a round; `write` turns them into a line."""
+
+    def __init__(self, folder: Path, job: Job) -> None:
+        refuse_real_noise(job.config)
+        self._path, self._job = folder / FILE, job
+        rounds = job.config.run.rounds
+        self._shown = {1 + round(i * (rounds - 1) / max(1, POINTS - 1)) for i in range(POINTS)}
+        self._clear()
+
+    def _clear(self) -> None:
+        self._count = 0
+        self._sums: dict[str, Tensor] = {}
+        self._bins: dict[str, Tensor] = {}
+        self._phi = 0.0
+
+    def watch(self, ctx: Context, clients: Sequence[int], local: Any) -> None:
+        """Adds a fleet at the end of its round."""
+        self._count += len(clients)
+        self._phi += float(ctx.phi.double().sum())
+        found = {"m": getattr(local, "m", None), "v": getattr(local, "v_hat", getattr(local, "v", None))}
+        moments = {name: value.detach() for name, value in found.items() if value is not None}
+        for name, value in {"theta": local.theta.detach(), **moments}.items():
+            value = value.double()
+            self._add(name, value.sum(0))
+            self._add(f"{name}²", value.square().sum(0))
+        if int(ctx.t) in self._shown:
+            for name, value in moments.items():
+                size = value.clamp_min(0).sqrt() if name == "v" else value.abs()
+                logs = size.double().log10().clamp(*DECADES).flatten().float().cpu()  # the outer bins hold the rest
+                bins = torch.histc(logs, BINS, *DECADES)
+                self._bins[name] = self._bins[name] + bins if name in self._bins else bins
+
+    def write(self, t: int) -> None:
+        """The line of round t. A resumed run may write a round again: the last line of a round counts."""
+        if self._count == 0:
+            return
+        row: dict[str, Any] = {"round": t, "release": "not private: simulated clients only", "clients": self._count}
+        row["drift"] = math.sqrt(float(self._variance("theta").sum()))
+        row["noise_std"] = math.sqrt(self._phi / self._count)
+        if "v" in self._sums:
+            mean = self._sums["v"] / self._count
+            row["v_variance"] = float(self._variance("v").mean())
+            row["v_mean"] = float(mean.mean())
+            row["v_relative_variance"] = float(self._variance("v").mean() / mean.square().mean().clamp_min(1e-300))
+        for name, counts in self._bins.items():
+            row[f"{'sqrt_v' if name == 'v' else 'abs_m'}_histogram"] = counts.long().tolist()
+            row["histogram_log10"] = [*DECADES]
+        with open_private(self._path, "a") as file:
+            file.write(json.dumps({k: None if v != v or v == math.inf else v for k, v in row.items()}) + "\n")
+        self._clear()
+
+    def _add(self, name: str, value: Tensor) -> None:
+        self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def _variance(self, name: str) -> Tensor:
+        """Over clients, for each coordinate."""
+        mean = self._sums[name] / self._count
+        return (self._sums[f"{name}²"] / self._count - mean.square()).clamp_min(0)
+
+
+def read_diagnostics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run by round, the last of each round."""
+    if not (folder / FILE).exists():
+        return []
+    rows: dict[int, dict[str, Any]] = {}
+    for line in (folder / FILE).read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+            rows[int(row["round"])] = row
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            continue  # a line cut short by a crash, or damaged
+    return [rows[t] for t in sorted(rows)]

@@ -1,0 +1,172 @@
+"""From the folder of a run to artefacts that others load: a peft adapter, or a whole model.
+
+An export holds the spending record (see prior.py), so that later runs count the cost.
+It also holds everything that plain `transformers` needs to reproduce the run's predictions:
+tokenizer or image processor, class names and generation settings.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from dpfed.config import Config, load
+from dpfed.errors import DpfedError
+from dpfed.model.build import Assembled, assemble
+from dpfed.model.export_files import Companions, Reading
+from dpfed.model.task import InputSpec
+from dpfed.privacy.noise import Streams
+from dpfed.registry import registry
+from dpfed.training.budget.prior_spending import SPENDING, spending_of
+from dpfed.training.budget.recorded_spending import NO_PRIVACY, Accounts, read_accounts
+from dpfed.training.job.job import block_rules
+from dpfed.training.run_folder.atomic_file import write_file
+from dpfed.training.run_folder.embedded_record import embed
+from dpfed.training.run_folder.folder import CONFIG, MODEL, RESULT
+
+# Not config.json: with that name transformers takes the folder of an adapter for a whole model.
+ADAPTED_CONFIG = "model_config.json"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished (or stopped) run, rebuilt: the model carries its trained weights."""
+
+    config: Config
+    result: dict[str, Any]
+    parts: Assembled
+    accounts: Accounts | None  # None without privacy
+
+    @cached_property
+    def companions(self) -> Companions:
+        """What the export carries besides the weights."""
+        data = self.config.data
+        reading = Reading(getattr(data, "size", None), getattr(data, "colour", "rgb") == "grey")
+        return self.parts.built.companions(reading)
+
+
+def read_run(folder: Path) -> Trained:
+    """The model of a run with its trained weights, and its statement as the ledger has it."""
+    if not (folder / CONFIG).is_file():
+        raise DpfedError(f"{folder} is not the folder of a run: give one that `dpfed run` has made")
+    config = load(folder / CONFIG, [], registry())
+    try:
+        result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+        private = result["release"] != NO_PRIVACY
+        spec = InputSpec(**{**result["input"], "shape": tuple(result["input"]["shape"])})
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        raise DpfedError(
+            f"the run in {folder} has no result yet: let it finish, or `dpfed run --resume {folder}`"
+        ) from None
+    streams = Streams(config.run.seed)
+    parts = assemble(config.model, spec, (streams.number("init"), streams.number("init", 1)), **block_rules(config))
+    _load_trained(parts, folder / MODEL)
+    return Trained(config, result, parts, read_accounts(folder) if private else None)
+
+
+def _load_trained(parts: Assembled, path: Path) -> None:
+    try:
+        trained = load_file(path)
+    except (OSError, SafetensorError):
+        raise DpfedError(f"{path} is missing or damaged: the trained weights cannot be read") from None
+    shapes = dict(zip(parts.space.names, parts.space.shapes, strict=True))
+    for name in [*shapes, *trained]:
+        if name not in trained or shapes.get(name) != trained[name].shape:
+            raise DpfedError(f"{path} does not fit the model of its own configuration: see {name}")
+    with torch.no_grad():
+        for name, value in trained.items():
+            parts.adapted.model.get_parameter(name).copy_(value)
+
+
+def export(trained: Trained, out: Path, merge: bool = False) -> str:
+    """Write the model to an empty folder; return what was written: "adapter" or "model"."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise DpfedError(f"{out} is not empty: choose a new folder")
+    if merge and trained.config.model.train != "lora":
+        raise DpfedError(f'--merge joins an adapter with its base; train = "{trained.config.model.train}" has none')
+    peft = trained.parts.adapted.peft
+    record = json.dumps(spending_of(trained.result["release"], trained.accounts), indent=1)
+    _configure(trained)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        # First, so that no weights are ever without the record of what was spent on them.
+        _write_text(out / SPENDING, record)
+        if peft is not None and not merge:
+            _save_adapter(peft, out, trained)
+        else:
+            _save_whole(peft.merge_and_unload() if peft is not None else trained.parts.adapted.model, out, trained)
+        embed(out, record)
+        _save_companions(trained.companions, out)
+    except OSError as error:
+        raise DpfedError(f"{out} cannot be written: {error.strerror or error}") from None
+    return "adapter" if peft is not None and not merge else "model"
+
+
+def _configure(trained: Trained) -> None:
+    """Put the class names and the model's own entries into the configuration that is exported."""
+    config = getattr(trained.parts.adapted.model, "config", None)
+    if config is None:
+        return
+    # A language model has no classes.
+    if trained.parts.built.head:
+        classes = trained.result["classes"]
+        config.id2label = dict(enumerate(classes))
+        config.label2id = {name: i for i, name in enumerate(classes)}
+        # Pipelines choose softmax by it; the base may be for several labels of one record.
+        config.problem_type = "single_label_classification"
+    for key, value in trained.companions.config.items():
+        setattr(config, key, value)
+
+
+def _save_adapter(peft: Any, out: Path, trained: Trained) -> None:
+    for adapter in peft.peft_config.values():
+        adapter.base_model_name_or_path = base_of(trained.config)
+        adapter.inference_mode = True
+    # Without the second argument peft asks the hub about the base.
+    peft.save_pretrained(str(out), save_embedding_layers=False)
+    # peft's own card knows nothing of privacy.
+    (out / "README.md").unlink(missing_ok=True)
+    model: Any = trained.parts.adapted.model
+    if hasattr(model, "config") and trained.parts.built.head:
+        model.config.architectures = [type(model).__name__]
+        _write_text(out / ADAPTED_CONFIG, model.config.to_json_string())
+
+
+def base_of(config: Config) -> str | None:
+    """Return the hub name or the absolute path of an adapter's base; None for random weights.
+
+    A bare folder name would be taken for somebody's repository on the hub.
+    """
+    section: Any = config.model
+    weights = section.chosen() if hasattr(section, "chosen") else section.weights
+    if weights is None or weights == "random":
+        return None
+    path = Path(weights).expanduser()
+    return os.path.abspath(path) if path.exists() else str(weights)
+
+
+def _save_whole(model: Any, out: Path, trained: Trained) -> None:
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained(str(out))
+    else:
+        tensors = {name: value.contiguous().clone() for name, value in model.state_dict().items()}
+        save_file(tensors, out / "model.safetensors", metadata={"release": str(trained.result["release"])})
+
+
+def _save_companions(companions: Companions, out: Path) -> None:
+    for thing in companions.saved:
+        thing.save_pretrained(str(out))
+    for name, text in companions.files.items():
+        _write_text(out / name, text)
+
+
+def _write_text(path: Path, text: str) -> None:
+    write_file(path, lambda file: file.write(text.encode()), for_release=True)

@@ -1,0 +1,1 @@
+"""Everything a run needs before round 1: data, model, plan."""

@@ -1,0 +1,54 @@
+"""Cases that several tests share: served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from federation_case import RAW, client_of
+
+from dpfed.config import Config, build
+from dpfed.federation.server.server import Loopback, federation_of, served
+from dpfed.registry import registry
+from dpfed.training.job.job import Job
+from dpfed.training.run import run
+
+
+class KilledError(BaseException):
+    """Nothing in the program catches it, as nothing catches a kill."""
+
+
+def config_of(job: Job, **sections: dict[str, Any]) -> Config:
+    """The simulation's configuration with its clients declared."""
+    raw: dict[str, Any] = {name: {**table, **sections.get(name, {})} for name, table in RAW.items()}
+    if "name" in sections.get("algorithm", {}):
+        raw["algorithm"] = dict(sections["algorithm"])
+    declared = {f"clinic-{i}": int(size) for i, size in enumerate(job.plan.sizes)}
+    raw["federation"] = {"server": "hub", "clients": declared, "timeout": 5.0, **sections.get("federation", {})}
+    return build(raw, registry())
+
+
+class Net(Loopback):
+    """Clients on a disk; `kill(t)` says when the server dies: before anybody was asked, or with answers on the way."""
+
+    def __init__(self, job: Job, folder: Path, seeded: bool = True) -> None:
+        super().__init__({f"clinic-{i}": client_of(job, i, folder, allow_seeded=seeded).answer for i in range(3)})
+        self.sent: list[Mapping[str, bytes]] = []
+        self.kill_before, self.kill_within = 0, 0
+
+    def send_all(self, requests: Mapping[str, bytes], timeout: float) -> dict[str, bytes | Exception]:
+        self.sent.append(dict(requests))
+        if len(self.sent) == self.kill_before:
+            raise KilledError
+        found = super().send_all(requests, timeout)
+        if len(self.sent) == self.kill_within:
+            raise KilledError
+        return found
+
+
+def serve(config: Config, out: Path, net: Loopback, seeded: bool = True, **keys: Any) -> dict[str, Any]:
+    logged: list[str] = []
+    backend = lambda job, name: federation_of(job, name, net, logged.append)  # noqa: E731
+    return run(served(config, seeded), out, serve=backend, **keys) | {"log": logged}
+

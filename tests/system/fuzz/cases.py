@@ -1,0 +1,412 @@
+"""Every reader of foreign bytes, with files that it accepts and a call that reads them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parents[1] / "helpers"), str(HERE.parents[1] / "unit"), str(HERE.parents[1] / "unit" / "data")]
+
+import export_case  # noqa: E402
+import makers  # noqa: E402
+import test_damage  # noqa: E402
+from mutants import ODD, SMALL, Files, mutate, read_folder, write_folder  # noqa: E402
+from studies import helpers  # noqa: E402
+
+from dpfed.config import build, load, to_toml  # noqa: E402
+from dpfed.data.sources.glue import Qnli, Rte  # noqa: E402
+from dpfed.data.sources.npz import Npz  # noqa: E402
+from dpfed.data.sources.text_table import TextTable  # noqa: E402
+from dpfed.errors import DpfedError  # noqa: E402
+from dpfed.federation.messages import (  # noqa: E402
+    ClippingTerms,
+    Receipt,
+    Reply,
+    Request,
+    Terms,
+    digest,
+    pack,
+    unpack_reply,
+    unpack_request,
+)
+from dpfed.model.build import assemble, describe_space  # noqa: E402
+from dpfed.model.task import InputSpec  # noqa: E402
+from dpfed.model.zoo.text import AutoText  # noqa: E402
+from dpfed.model.zoo.vision import AutoImage  # noqa: E402
+from dpfed.privacy.ledger.ledger import Ledger  # noqa: E402
+from dpfed.registry import registry  # noqa: E402
+from dpfed.studies.output import curves_of, search_csv, table_of  # noqa: E402
+from dpfed.studies.study import RUNS, STUDY, claim, conduct  # noqa: E402
+from dpfed.studies.tables import to_csv, to_json, to_latex, to_markdown  # noqa: E402
+from dpfed.training.backends.client_state import ClientMemory  # noqa: E402
+from dpfed.training.budget.prior_spending import past_of  # noqa: E402
+from dpfed.training.budget.recorded_spending import read_accounts  # noqa: E402
+from dpfed.training.callbacks.diagnostics import read_diagnostics  # noqa: E402
+from dpfed.training.export import read_run  # noqa: E402
+from dpfed.training.job.job import prepare, tokenised  # noqa: E402
+from dpfed.training.round_loop import first_state  # noqa: E402
+from dpfed.training.run import follows_from, run  # noqa: E402
+from dpfed.training.run_folder.checkpoint import Checkpoints, _seal, job_hash  # noqa: E402
+from dpfed.training.run_folder.folder import refuse_occupied  # noqa: E402
+
+KNOWN = registry()
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """files  what is valid, by name     read  reads them; DpfedError is the only error that may come out
+    spoiled   the files that are changed; all of them where it is empty
+    odd       values that JSON is given; without large ones where a value is a size that would be allocated
+    """
+
+    files: Callable[[], Files]
+    read: Callable[[Path], object]
+    spoiled: tuple[str, ...] = ()
+    odd: tuple[Any, ...] = ODD
+
+
+def attempt(case: Case, rng: Random) -> bool:
+    """One input: True if it was read, False if it was refused in one sentence. Anything else is raised."""
+    files = case.files()
+    name = rng.choice(sorted(n for n in files if not case.spoiled or n.endswith(case.spoiled)))
+    with tempfile.TemporaryDirectory() as folder:
+        write_folder(Path(folder), {**files, name: mutate(rng, name, files[name], case.odd)})
+        return read_plainly(case.read, Path(folder))
+
+
+def read_plainly(read: Callable[[Path], object], folder: Path) -> bool:
+    sentence: str | None = None
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            read(folder)
+    except DpfedError as error:
+        sentence = str(error)
+    assert sentence is None or (sentence.strip() and "\n" not in sentence), f"not one sentence: {sentence!r}"
+    return sentence is None
+
+
+# --- configuration ----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def presets() -> Files:
+    return {f"{name.replace('/', '-')}.toml": to_toml(load(name, [], KNOWN)).encode() for name in sorted(KNOWN.presets)}
+
+
+def read_configuration(folder: Path) -> None:
+    for path in folder.iterdir():
+        to_toml(load(path, [], KNOWN))
+
+
+def override(rng: Random) -> bool:
+    """`--set` with a key that there is, or nearly, and any text."""
+    section = rng.choice(("data", "model", "algorithm", "privacy", "run", "model.lora", "", "x", "data."))
+    keys = (
+        "name",
+        "path",
+        "clients",
+        "lr",
+        "clip",
+        "sigma",
+        "rounds",
+        "seed",
+        "r",
+        "targets",
+        "x",
+        "",
+        "gamma",
+        "batch",
+    )
+    texts = (
+        "1e999",
+        "nan",
+        "-1",
+        '"',
+        "[" * 3000,
+        "{}",
+        "[1,2]",
+        "1979-05-27",
+        "0x10",
+        "true",
+        "\n",
+        "\x00",
+        "9" * 5000,
+    )
+    value = rng.choice((*texts, rng.randbytes(6).decode("latin-1"), str(rng.choice(ODD))))
+    item = f"{section}.{rng.choice(keys)}={value}" if rng.random() < 0.95 else value
+    return read_plainly(lambda _: to_toml(load("digits", [item], KNOWN)), Path())
+
+
+# --- a run's folder ---------------------------------------------------------------------------------------------------------
+
+
+def run_config() -> Any:
+    tables = {
+        "data": {"clients": 3, "partition": "iid"},
+        "model": {"name": "linear"},
+        "algorithm": {"name": "dp-scaffold", "lr": 0.1},
+        "privacy": {"sigma": 1.0, "clip": 0.5, "batch": 4},
+        "run": {"rounds": 3, "local_steps": 1, "participation": 0.7, "device": "cpu", "diagnostics": True},
+    }
+    return build(tables, KNOWN)
+
+
+@cache
+def stopped_run() -> tuple[Any, Files]:
+    """A job, and the folder of its run, which was stopped before its last round."""
+
+    class StopError(Exception):
+        pass
+
+    def stop(round: Any) -> None:
+        if round.t == 3:
+            raise StopError
+
+    with tempfile.TemporaryDirectory() as folder:
+        with contextlib.suppress(StopError):
+            run(run_config(), Path(folder) / "run", source=export_case.images(side=2, channels=1), observe=stop)
+        job = prepare(run_config(), export_case.images(side=2, channels=1))
+        return job, read_folder(Path(folder) / "run")
+
+
+def stopped_files() -> Files:
+    return {n: c for n, c in stopped_run()[1].items() if not n.endswith((".lock", "-wal", "-shm"))}
+
+
+@cache
+def finished_files() -> Files:
+    with tempfile.TemporaryDirectory() as folder:
+        run(run_config(), Path(folder) / "run", source=export_case.images(side=2, channels=1))
+        kept = read_folder(Path(folder) / "run")
+    return {n: c for n, c in kept.items() if not n.endswith((".lock", "-wal", "-shm"))}
+
+
+def resume(folder: Path) -> None:
+    run(run_config(), folder, source=export_case.images(side=2, channels=1), resume=True)
+
+
+def read_checkpoint(folder: Path) -> None:
+    job = stopped_run()[0]
+    memory = ClientMemory(job.algorithm.remembers, job.space.size, folder / "checkpoint" / "memory", 1 << 20)
+    checkpoints = Checkpoints(folder / "checkpoint", job_hash(follows_from(job), job.theta), memory)
+    saved, said = checkpoints.load(first_state(job))
+    assert all("\n" not in sentence for sentence in said)
+    if saved is None:
+        raise DpfedError("; ".join(said))
+    memory.gather(range(3), CPU)
+    checkpoints.save(saved.progress, saved.taken)
+
+
+def read_resealed(folder: Path) -> None:
+    """The same where whoever changed the files has made all hashes fit, too."""
+    import hashlib
+
+    for path in (folder / "checkpoint").glob("round-*.json"):
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            index = json.loads(path.read_text())
+            index.pop("sha256", None)
+            index["state"] = hashlib.sha256(path.with_suffix(".safetensors").read_bytes()).hexdigest()
+            for entry in index["memory"].values():
+                file = folder / "checkpoint" / "memory" / str(entry[0])
+                if file.is_file():
+                    entry[1] = hashlib.sha256(file.read_bytes()).hexdigest()
+            path.write_text(json.dumps({**index, "sha256": _seal(index)}))
+    read_checkpoint(folder)
+
+
+def read_ledger(folder: Path) -> None:
+    for readonly in (True, False):
+        with Ledger.open(folder / "ledger.sqlite", readonly=readonly) as ledger:
+            ledger.verify()
+            list(ledger.rows())
+            ledger.histories()
+            ledger.history(0)
+            ledger.participation()
+            ledger.clients()
+
+
+def read_results(folder: Path) -> None:
+    read_diagnostics(folder)
+    json.dumps(read_run(folder).result)
+    read_accounts(folder)
+
+
+def occupied(folder: Path) -> None:
+    refuse_occupied(folder, force=True)
+
+
+# --- what a run starts from -------------------------------------------------------------------------------------------------
+
+SPEC = InputSpec("image", "pixel_values", (3, 8, 8), 3)
+
+
+@cache
+def adapter_files() -> Files:
+    from dpfed.training.export import export
+
+    with tempfile.TemporaryDirectory() as folder:
+        made = export_case.vit_run(Path(folder), run={"rounds": 1})
+        export(read_run(made), Path(folder) / "adapter")
+        kept = {f"adapter/{n}": c for n, c in read_folder(Path(folder) / "adapter").items()}
+        preprocessor = json.dumps({"image_mean": [0.5] * 3, "image_std": [0.5] * 3}).encode()
+        base = {f"base/{n}": c for n, c in read_folder(Path(folder) / "base").items()}
+        return {**kept, **base, "base/preprocessor_config.json": preprocessor}
+
+
+def vision(folder: Path, adapter: bool = True) -> AutoImage:
+    made = AutoImage(weights=str(folder / "base"), adapter=str(folder / "adapter") if adapter else None)
+    return replace(made, lora=replace(made.lora, r=2))
+
+
+def read_prior(folder: Path) -> None:
+    config = export_case.settings(
+        {"name": "auto-image", "weights": str(folder / "base"), "adapter": str(folder / "adapter")}
+    )
+    past_of(config)
+
+
+def read_adapter(folder: Path) -> None:
+    assemble(vision(folder), SPEC)
+
+
+def read_weights(folder: Path) -> None:
+    built = assemble(vision(folder, adapter=False), SPEC).built
+    built.prepare({"pixel_values": torch.zeros(1, 3, 8, 8, dtype=torch.uint8)})
+
+
+def read_shape(folder: Path) -> None:
+    describe_space(vision(folder, adapter=False), SPEC)
+
+
+@cache
+def tokenizer_files() -> Files:
+    with tempfile.TemporaryDirectory() as folder:
+        export_case.base("bert", Path(folder))
+        return {n: c for n, c in read_folder(Path(folder)).items() if n != "model.safetensors"}
+
+
+def read_tokenizer(folder: Path) -> None:
+    section = AutoText(weights=str(folder), max_length=6)
+    tokenised(section, export_case.texts())
+    assert section.encoding
+
+
+# --- data -------------------------------------------------------------------------------------------------------------------
+
+
+def npz_files() -> Files:
+    rng = np.random.default_rng(0)
+    arrays = {
+        "x_train": rng.normal(size=(6, 3)).astype(np.float32), "y_train": np.arange(6) % 3, "train_site": np.arange(6),
+        "x_test": rng.normal(size=(3, 3)).astype(np.float32), "y_test": np.arange(3),
+    }  # fmt: skip
+    out = io.BytesIO()
+    np.savez(out, **arrays)
+    return {"a.npz": out.getvalue()}
+
+
+TSV = {"t.tsv": b"text\tlabel\nab\t0\nc\t1\n", "test.csv": b"text,label\nd,1\n"}
+SOURCES: dict[str, tuple[Files, Callable[[str], Any]]] = {
+    **test_damage.CASES,
+    "npz": (npz_files(), lambda p: Npz(path=f"{p}/a.npz", client_column="site")),
+    "tsv": (TSV, lambda p: TextTable(path=f"{p}/t.tsv", test_path=f"{p}/test.csv")),
+    "qnli": (makers.glue("qnli"), lambda p: Qnli(path=p, check=False)),
+    "rte": (makers.glue("rte"), lambda p: Rte(path=p, check=False)),
+}
+
+
+def source_case(files: Files, section: Callable[[str], Any]) -> Case:
+    def read(folder: Path) -> None:
+        source = section(str(folder)).load()
+        assert len(source.train) > 0
+        assert 0 <= source.train.labels.min() <= source.train.labels.max() < len(source.classes)
+
+    return Case(lambda: files, read)
+
+
+# --- comparisons ------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def study() -> Any:
+    return helpers.study("dp-fedavg", seeds=1)
+
+
+def score(tables: Any) -> float:
+    return 0.5
+
+
+@cache
+def study_files() -> Files:
+    with tempfile.TemporaryDirectory() as folder:
+        with claim(Path(folder), study(), force=False):
+            conduct(study(), Path(folder), helpers.FakeRunner(score), KNOWN)
+        return {n: c for n, c in read_folder(Path(folder)).items() if n == STUDY or n.startswith(RUNS)}
+
+
+def read_study(folder: Path) -> None:
+    with claim(folder, study(), force=False):
+        results = conduct(study(), folder, helpers.FakeRunner(score), KNOWN)
+        table = table_of(study(), results)  # all that is written but the plots, which take a second
+        for form in (to_csv, to_json, to_markdown, to_latex):
+            form(table).encode()
+        search_csv(results).encode()
+        curves_of(results, "")
+
+
+# --- the wire ---------------------------------------------------------------------------------------------------------------
+
+TERMS = Terms(
+    run="run-1", server="hub", client="clinic-0", index=0, seed=7, seeded=False, round=2, rounds=3, local_steps=2,
+    clients=3, cohort=3, lr=0.01, algorithm={"name": "dp-fedavg", "lr": 0.1}, model="ab", rate=0.1, expected=4.0,
+    sigma=1.0, clip=0.5, clipping=ClippingTerms("flat", 0.01, 0.5, 0.2, 10.0), grid=True,
+    equal_phi=True, rows=1, head="cd", used=1,
+)  # fmt: skip
+
+
+@cache
+def wire_files() -> Files:
+    request = pack(Request(TERMS, {"theta": torch.arange(5.0), "v": torch.zeros(0)}))
+    receipt = Receipt("run-1", "clinic-0", 2, digest(request), 2, "ef")
+    return {"request": request, "reply": pack(Reply(receipt, {"delta": torch.ones(4), "v": torch.ones(2)}))}
+
+
+def read_wire(folder: Path) -> None:
+    asked = digest(wire_files()["request"])
+    unpack_request((folder / "request").read_bytes(), 1 << 20)
+    unpack_reply((folder / "reply").read_bytes(), {"delta": (4,), "v": (2,)}, TERMS, asked, 5.0)
+
+
+CASES: dict[str, Case] = {
+    "message": Case(wire_files, read_wire),
+    "configuration": Case(presets, read_configuration),
+    **{f"data: {name}": source_case(*given) for name, given in SOURCES.items()},
+    "checkpoint": Case(stopped_files, read_checkpoint, (".safetensors", ".npy", ".json")),
+    "checkpoint, hashes made to fit": Case(stopped_files, read_resealed, (".safetensors", ".npy", ".json")),
+    "ledger": Case(stopped_files, read_ledger, ("ledger.sqlite", "ledger.sqlite.head")),
+    "run to be resumed": Case(stopped_files, resume),
+    "run to be replaced": Case(stopped_files, occupied, ("ledger.sqlite", "ledger.sqlite.head", "config.toml")),
+    "results of a run": Case(finished_files, read_results, odd=SMALL),
+    "spending of a start": Case(adapter_files, read_prior, ("dpfed.json", "adapter_model.safetensors")),
+    "adapter": Case(adapter_files, read_adapter, ("adapter_config.json", "adapter_model.safetensors"), SMALL),
+    "weights": Case(adapter_files, read_weights, ("base/model.safetensors", "base/preprocessor_config.json"), SMALL),
+    "shape of weights": Case(adapter_files, read_shape, ("base/config.json",), SMALL),
+    "tokenizer": Case(tokenizer_files, read_tokenizer, odd=SMALL),
+    "study": Case(study_files, read_study),
+}
+SEEDS = st.randoms(use_true_random=False)

@@ -1,0 +1,106 @@
+"""Dropout by keys in Triton, tried by its interpreter: bit by bit what torch's own operations give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dpfed import accel
+from dpfed.model.per_sample import keyed_dropout
+from dpfed.model.per_sample.keyed_dropout import KEY, RULE, KeyedDropout, TwinDropout, install_keyed_dropout, rule_of
+
+pytest.importorskip("triton")
+KEYS = torch.tensor([3, -(2**62), 0, 2**63 - 1, 77])
+
+
+def both(x: torch.Tensor, keys: torch.Tensor, drop: float, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Values and gradients by torch's own operations, and by the kernel."""
+    layer, calls, out = TwinDropout(drop), list[int](), []
+    setattr(layer, KEY, keys)
+    setattr(layer, RULE, rule_of(9, drop))
+    apply = KeyedDropout.apply
+    monkeypatch.setattr(KeyedDropout, "apply", lambda *given: calls.append(1) or apply(*given))
+    for by_kernel in (False, True):
+        monkeypatch.setattr(accel, "interpreted", by_kernel)
+        given = x.clone().requires_grad_()
+        y = layer(given)
+        out.append((y.detach(), *torch.autograd.grad((y.float().pow(2) / 2).sum(), given)))
+        assert len(calls) == 2 * by_kernel  # and the gradient's
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("shape", "drop"), [((5, 7, 24), 0.1), ((10, 3), 0.5), ((5, 1100), 0.9), ((5,), 0.37)])
+def test_it_is_torchs_own(
+    shape: tuple[int, ...], drop: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = (3 + torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(dtype)
+    plain, fused = both(x, KEYS, drop, monkeypatch)
+    assert torch.equal(plain[0], fused[0])
+    assert torch.equal(plain[1], fused[1])
+    if x.numel() > 100:
+        assert abs(float((fused[0] == 0).float().mean()) - drop) < 0.15
+
+
+def test_a_mask_is_the_records_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever company it is in."""
+    x = torch.ones(5, 40)
+    monkeypatch.setattr(accel, "interpreted", True)
+    whole = keyed_dropout._drop(x, KEYS, rule_of(1, 0.5), whole=False)
+    for i in range(5):
+        alone = keyed_dropout._drop(x[i : i + 1], KEYS[i : i + 1], rule_of(1, 0.5), whole=False)
+        assert torch.equal(alone, whole[i : i + 1])
+    assert not torch.equal(whole[0], whole[1])
+
+
+def test_where_it_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KeyedDropout, "apply", lambda *given: pytest.fail("the kernel was called"))
+    rule, x = rule_of(1, 0.5), torch.ones(5, 6, 4)
+    monkeypatch.setattr(accel, "interpreted", False)
+    keyed_dropout._drop(x, KEYS, rule, whole=False)  # no GPU
+    monkeypatch.setattr(accel, "interpreted", True)
+    keyed_dropout._drop(x, KEYS, rule, whole=True)  # a decision for each record
+    keyed_dropout._drop(x.double(), KEYS, rule, whole=False)
+    keyed_dropout._drop(x.transpose(1, 2), KEYS, rule, whole=False)  # rows not one after another
+    keyed_dropout._drop(x[:, :0], KEYS, rule, whole=False)
+    keyed_dropout._drop(x, KEYS, torch.stack([rule, rule], 1)[:, 0], whole=False)  # a rule with something in between
+    model = nn.Sequential(nn.Dropout(0.5))
+    install_keyed_dropout(model)
+    assert torch.equal(model(x), x)  # no keys: evaluation
+
+
+def test_wrong_numbers_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dpfed.accel import dropout
+
+    here = torch.device("cpu")
+    assert dropout.right(here)
+    drop = dropout.drop
+    monkeypatch.setattr(dropout, "drop", lambda x, key, rule: drop(x, key + 1, rule))
+    assert not dropout.right(here)
+
+
+def test_all_may_be_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, fused = both(torch.ones(5, 9), KEYS, 1.0, monkeypatch)
+    for found in (plain, fused):
+        assert all((part == 0).all() for part in found)
+
+
+def test_gradients_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accel, "interpreted", True)
+    x = torch.full((5, 8), 1.5, requires_grad=True)
+    y = keyed_dropout._drop(x.square(), KEYS, rule_of(1, 0.25), whole=False)
+    kept = (y.detach() != 0).float() / 0.75
+    (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    torch.testing.assert_close(second, 12 * x.detach().square() * kept.square())
+
+
+def test_rounding_of_the_scale_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dpfed.accel import dropout
+
+    drop = dropout.drop
+    monkeypatch.setattr(dropout, "drop", lambda x, key, rule: drop(x.float(), key, rule).to(x.dtype))
+    assert not dropout.right(torch.device("cpu"))

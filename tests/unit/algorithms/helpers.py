@@ -1,0 +1,229 @@
+"""A fake oracle and a tiny round loop, so that an algorithm can be tested by its contract alone: no data, no model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpfed.algorithms.base import Algorithm, Context, Facts, Memory
+from dpfed.model.parameter_vector import Space
+
+torch.set_num_threads(1)
+
+Gradient = Callable[[Tensor], Tensor]
+
+
+def make_space(*sizes: int) -> Space:
+    """A space of so many tensors of these sizes, each of them one block."""
+    names = tuple(f"block{i}" for i in range(len(sizes)))
+    blocks = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    return Space(names, tuple(torch.Size([n]) for n in sizes), names, blocks)
+
+
+class FakeOracle:
+    """Gradients from a plain function of θ `[S, P]`, plus Gaussian noise of the stated variance; it counts its calls."""
+
+    def __init__(self, gradient: Gradient, phi: Tensor, generator: torch.Generator | None = None) -> None:
+        self.gradient, self.phi, self.generator = gradient, phi, generator
+        self.calls, self.again_calls = 0, 0
+        self.given: list[tuple[Tensor, Tensor]] = []  # what was handed out, and a copy made at that moment
+
+    def __call__(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        return self._release(theta)
+
+    def again(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        self.again_calls += 1
+        return self._release(theta)
+
+    def _release(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        g = self.gradient(theta)
+        if self.generator is not None:
+            g = g + self.phi.sqrt() * torch.randn(theta.shape, generator=self.generator, dtype=theta.dtype)
+        self.given.append((g, g.clone()))
+        self.given = self.given[-4:]
+        return g, self.phi
+
+
+class Table:
+    """Gradients read from a list, one `[S, P]` per call, whatever θ is: for examples worked out by hand."""
+
+    def __init__(self, gradients: Sequence[Tensor], phi: Tensor, second: Sequence[Tensor] | None = None) -> None:
+        self._gradients, self._phi = iter(gradients), phi
+        self._second = None if second is None else iter(second)
+
+    def __call__(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        return next(self._gradients), self._phi
+
+    def again(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        assert self._second is not None, "no second release is declared"
+        return next(self._second), self._phi
+
+
+@dataclass
+class History:
+    """What a run leaves behind: the server and all clients' memory after rounds 0..T, each round's messages and oracle."""
+
+    servers: list[Any]
+    means: list[dict[str, Tensor]] = field(default_factory=list)
+    messages: list[dict[str, Tensor]] = field(default_factory=list)
+    oracles: list[Any] = field(default_factory=list)
+    memories: list[Memory] = field(default_factory=list)  # {name: [N, P], "seen": [N]}, or {} where nothing is kept
+
+    @property
+    def theta(self) -> Tensor:
+        theta: Tensor = self.servers[-1].theta
+        return theta
+
+    def path(self) -> Tensor:
+        return torch.stack([server.theta for server in self.servers])
+
+
+OracleFactory = Callable[[Context], Any]
+Watch = Callable[[Context, int, Any, Any], None]
+
+
+def cosine(base: float, t: int, T: int) -> float:
+    return 0.5 * base * (1 + math.cos(math.pi * (t - 1) / T))
+
+
+def make_context(
+    algorithm: Algorithm, space: Space, t: int, T: int, K: int, phi: Tensor, *, schedule: str = "constant"
+) -> Context:
+    lr = algorithm.lr if schedule == "constant" else cosine(algorithm.lr, t, T)
+
+    def scalar(x: float) -> Tensor:
+        return torch.tensor(x, dtype=torch.float64)
+
+    equal = bool((phi == phi[:1]).all())
+    return Context(space, len(phi), len(phi), T, K, scalar(t), scalar(lr), scalar(algorithm.lr), phi, equal_phi=equal)
+
+
+def run_rounds(
+    algorithm: Algorithm,
+    space: Space,
+    oracle_factory: OracleFactory,
+    T: int,
+    K: int,
+    clients: int = 1,
+    *,
+    theta: Tensor | None = None,
+    phi: Tensor | float = 0.0,
+    schedule: str = "constant",
+    watch: Watch | None = None,
+    checked: bool = True,
+    cohorts: Sequence[Sequence[int]] | None = None,
+) -> History:
+    """T rounds through the five methods and a plain mean; `watch(ctx, k, before, after)` sees each step.
+
+    All clients take part, or those of `cohorts[t-1]`; what clients remember is theirs, whoever took part in between.
+    """
+    theta = torch.zeros(space.size) if theta is None else theta
+    phi = phi if isinstance(phi, Tensor) else torch.full((clients, 1), phi, dtype=theta.dtype)
+    ctx = make_context(algorithm, space, 1, T, K, phi, schedule=schedule)
+    if checked:
+        algorithm.check(Facts(equal_phi=ctx.equal_phi, private=True, allow_nan=False))
+    history = History([algorithm.init(ctx, theta)], memories=[blank_memory(algorithm, clients, theta)])
+    for t in range(1, T + 1):
+        chosen = torch.tensor(range(clients) if cohorts is None else cohorts[t - 1])
+        ctx = make_context(algorithm, space, t, T, K, phi[chosen], schedule=schedule)
+        ctx = replace(ctx, N=clients)
+        server, oracle = history.servers[-1], oracle_factory(ctx)
+        local = algorithm.start(ctx, server, {name: kept[chosen] for name, kept in history.memories[-1].items()})
+        for k in range(1, K + 1):
+            after = algorithm.step(ctx, local, oracle, torch.tensor(k, dtype=torch.float64))
+            if watch is not None:
+                watch(ctx, k, local, after)
+            local = after
+        message, memory = algorithm.finish(ctx, server, local)
+        mean = {name: value.mean(0) for name, value in message.items()}
+        history.servers.append(algorithm.aggregate(replace(ctx, answered=len(chosen)), server, mean))
+        history.memories.append(remember(history.memories[-1], chosen, memory))
+        history.means.append(mean)
+        history.messages.append(message)
+        history.oracles.append(oracle)
+    return history
+
+
+def blank_memory(algorithm: Algorithm, clients: int, theta: Tensor) -> Memory:
+    """What clients that were never drawn remember: zeros, and that they were not seen; {} where nothing is kept."""
+    if not algorithm.remembers:
+        return {}
+    blank: Memory = {name: theta.new_zeros(clients, len(theta)) for name in algorithm.remembers}
+    return {**blank, "seen": torch.zeros(clients, dtype=torch.bool)}
+
+
+def remember(old: Memory, chosen: Tensor, new: Memory) -> Memory:
+    """The memory of all clients after the chosen ones have taken part."""
+    assert set(new) | {"seen"} == set(old) | {"seen"}, "finish gives back the vectors that the algorithm names"
+    out = {name: kept.clone() for name, kept in old.items()}
+    for name, value in new.items():
+        out[name][chosen] = value
+    if out:
+        out["seen"][chosen] = True
+    return out
+
+
+def noise(seed: int = 0) -> OracleFactory:
+    """Pure noise of the context's Φ, one stream over all rounds."""
+    return noisy(torch.zeros_like, seed)
+
+
+def noisy(gradient: Gradient, seed: int = 0) -> OracleFactory:
+    generator = torch.Generator().manual_seed(seed)
+    return lambda ctx: FakeOracle(gradient, ctx.phi, generator)
+
+
+def exact(gradient: Gradient) -> OracleFactory:
+    """No noise: the gradient itself."""
+    return lambda ctx: FakeOracle(gradient, ctx.phi)
+
+
+def curved(size: int, dtype: torch.dtype = torch.float32) -> Gradient:
+    """The gradient of a small non-quadratic function, of very different sizes per coordinate."""
+    generator = torch.Generator().manual_seed(7)
+    matrix = torch.randn(size, size, generator=generator, dtype=torch.float64)
+    scale = torch.logspace(-2, 1, size, dtype=torch.float64)
+    matrix, scale = (matrix @ matrix.T / size).to(dtype), scale.to(dtype)
+    return lambda theta: scale * (theta @ matrix + torch.sin(3 * theta) - 0.5)
+
+
+def start_point(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """‖a − b‖ / ‖b‖."""
+    return float((a - b).double().norm() / b.double().norm())
+
+
+def tables(gradients: Sequence[Any], second: Sequence[Any] | None = None) -> OracleFactory:
+    """Hand-written gradients, `gradients[t-1][k-1]` a list of rows, one per client of that round; `second` for `again`."""
+
+    def rows(steps: Any) -> list[Tensor]:
+        return [torch.tensor(step, dtype=torch.float64) for step in steps]
+
+    def factory(ctx: Context) -> Table:
+        t = int(ctx.t) - 1
+        return Table(rows(gradients[t]), ctx.phi, None if second is None else rows(second[t]))
+
+    return factory
+
+
+def small_run(algorithm: Algorithm, schedule: str = "constant") -> Tensor:
+    """How far four noisy rounds of three steps of two clients carry θ: enough for every switch to show."""
+    theta = start_point(6, torch.float64)
+    oracle = noisy(curved(6, torch.float64), seed=11)
+    return run_rounds(
+        algorithm, make_space(2, 4), oracle, 4, 3, 2, theta=theta, phi=0.25, schedule=schedule
+    ).theta - theta  # fmt: skip
+
+
+def keys_of(algorithm: type[Algorithm]) -> set[str]:
+    """The keys that a test of the algorithm must turn; the weights of the mean are the backend's."""
+    return {f.name for f in fields(algorithm)} - {"agg_weights"}

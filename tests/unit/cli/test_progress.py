@@ -1,0 +1,70 @@
+"""Progress on a log that is no terminal: lines only after silence, and none on stdout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command import dpfed
+
+import dpfed as library
+from dpfed.cli import progress
+from dpfed.cli.progress import Watch
+from dpfed.training.callbacks.activity import Activity
+
+
+class Clock:
+    """A clock that stands still until a test moves it."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_plain_log_gets_a_line_only_after_silence(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    with Watch(5, clock=clock) as watch:
+        for second in range(25):
+            clock.now = 100.0 + second
+            watch.activity(Activity("local steps", second, 25, 1))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["round 1/5  local steps 10 of 25", "round 1/5  local steps 20 of 25"]
+
+
+def test_any_other_line_ends_the_silence(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    with Watch(5, clock=clock) as watch:
+        clock.now += progress.SILENCE_S
+        watch.say("something else")
+        watch.activity(Activity("features of records", 1000, 12000))
+        clock.now += progress.SILENCE_S
+        watch.activity(Activity("features of records", 2000, 12000))
+    assert capsys.readouterr().err.splitlines() == ["something else", "features of records 2,000 of 12,000"]
+
+
+def test_activity_goes_to_stderr_and_not_to_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "SILENCE_S", 0.0)
+    keys = ("--set", "run.rounds=1", "--set", "model.name=linear", "--set", "run.local_steps=2")
+    assert dpfed("run", *keys, "--out", str(tmp_path / "run"), "--json") == 0
+    said = capsys.readouterr()
+    assert "round 1/1  local steps 10 of 20" in said.err
+    assert "local steps 10 of 20" not in said.out
+    assert json.loads(said.out.splitlines()[-1])["rounds"] == 1
+
+
+def test_python_shows_activity_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "SILENCE_S", 0.0)
+    features = np.random.default_rng(0).normal(size=(80, 4)).astype(np.float32)
+    labels = (features[:, 0] > 0).astype(int)
+    train, test = ({"features": features[part], "label": labels[part]} for part in (slice(0, 60), slice(60, None)))
+    short = {"run.rounds": 1, "run.local_steps": 2}
+    library.fine_tune("linear", train, test, clients=2, settings=short, out=tmp_path / "run")
+    assert "round 1/1  local steps 2 of 4" in capsys.readouterr().err

@@ -1,0 +1,278 @@
+"""Noised counts on held-out units: what is set aside, what one unit may add, what it costs and what the server makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from federation_case import client_of, job_of, names_of, source_of
+from served_case import KilledError, Net, config_of, serve
+
+from dpfed.data.partition import shards_of
+from dpfed.data.tables import Table
+from dpfed.errors import DpfedError
+from dpfed.federation.held_out import mechanism_of, noised_counts, score_of, split
+from dpfed.federation.messages import Receipt, Reply, Scoring, digest, pack, unpack_any
+from dpfed.federation.policy import RefusedError, build
+from dpfed.federation.server.server import Federation, Loopback
+from dpfed.privacy.accounting.pld import epsilon
+from dpfed.privacy.ledger.ledger import Ledger
+from dpfed.privacy.noise import OsNoise
+from dpfed.privacy.record_batch import Records
+from dpfed.registry import registry
+from dpfed.training.budget.served_spending import served_accounts
+from dpfed.training.job.job import Job
+from dpfed.training.round_loop import first_state
+
+HELD: dict[str, Any] = {"evaluate": True, "held_out": 80, "held_out_share": 0.25, "records": 300}
+
+
+class Silent:
+    """Noise that is none, to see the count itself."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        self.value = value
+
+    def normal64(self, size: int) -> torch.Tensor:
+        return torch.full((size,), self.value, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    return job_of(algorithm={"name": "dp-fedavg", "lr": 0.1}, privacy={"batch": None, "rate": 0.02})
+
+
+def config(**client: Any) -> Any:
+    raw: dict[str, Any] = {
+        "client": {"name": "a", "state": "s", "servers": ["hub"], **client},
+        "policy": {"records": 1, "max_epsilon": 1.0},
+        "data": {"name": "digits"},
+        "model": {"name": "linear"},
+    }
+    return build(raw, registry())
+
+
+def table(count: int = 400) -> Table:
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 16, (count, 1, 8, 8), dtype=np.uint8)
+    columns = {"patient": np.arange(count) // 4, "last": np.arange(count) % 5 == 0}
+    return Table({"pixel_values": pixels}, rng.integers(0, 10, count), columns)
+
+
+def test_a_unit_is_held_out_by_itself_alone(tmp_path: Path) -> None:
+    settings, whole = config(held_out_share=0.25), table()
+    train, held = split(settings, whole, tmp_path)
+    assert sorted([*train, *held]) == list(range(400))
+    assert 60 < len(held) < 140
+    assert np.array_equal(split(settings, whole, tmp_path)[1], held)  # the next start of the client
+    keep = np.arange(400) != held[3]  # one record less moves no other one
+    less = Table({"pixel_values": whole.inputs["pixel_values"][keep]}, whole.labels[keep])
+    assert np.array_equal(np.flatnonzero(keep)[split(settings, less, tmp_path)[1]], np.delete(held, 3))
+    assert not np.array_equal(split(settings, whole, tmp_path / "other")[1], held)  # the key is the client's own
+
+
+def test_whole_units_are_held_out(tmp_path: Path) -> None:
+    settings = config(held_out_share=0.3)
+    settings = dataclasses.replace(settings, data=dataclasses.replace(settings.data, unit_column="patient"))
+    train, held = split(settings, table(), tmp_path)
+    assert not set(table().columns["patient"][train]) & set(table().columns["patient"][held])
+    assert len(held) % 4 == 0
+    marked = dataclasses.replace(
+        settings, client=dataclasses.replace(settings.client, held_out_share=0.0, held_out_column="last")
+    )
+    with pytest.raises(DpfedError, match="a patient has records"):
+        split(marked, table(), tmp_path)
+    with pytest.raises(DpfedError, match="true and false"):
+        split(config(held_out_column="patient"), table(), tmp_path)
+    assert len(split(config(held_out_column="last"), table(), tmp_path)[1]) == 80
+    assert len(split(config(), table(), tmp_path)[1]) == 0
+
+
+def test_a_unit_adds_its_share_of_right_answers_and_one_at_most() -> None:
+    correct = torch.tensor([1.0, 0.0, 1.0, 1.0, float("nan"), 7.0])  # a model's nonsense counts for 0 or 1
+    units = np.array(["p", "p", "q", "r", "r", "s"])
+    model: Any = SimpleNamespace(
+        rows=4, scores=lambda theta, inputs: inputs["x"], correct=lambda scores, labels: correct[scores]
+    )
+    records = Records({"x": torch.arange(6)}, torch.zeros(6, dtype=torch.int64))
+    shards = shards_of(np.zeros(6, dtype=np.int64), 1, units)
+    count = lambda noise: noised_counts(model, torch.zeros(1), records, shards, 5.0, noise).tolist()  # noqa: E731
+    assert count(Silent()) == [0.5 + 1 + 0.5 + 1, 0.5 + 0 + 0.5 + 0]
+    assert count(Silent(2.0)) == [3.0 + 10.0, 1.0 + 10.0]
+    assert [x * 2**20 % 1 for x in count(Silent(1 / 3))] == [0, 0]  # the grid hides the last bits of count and noise
+    found = torch.tensor([count(OsNoise(torch.device("cpu"))) for _ in range(2000)])
+    assert found.std(0).tolist() == pytest.approx([5.0, 5.0], rel=0.08)
+    assert found.mean(0).tolist() == pytest.approx([3.0, 1.0], abs=0.6)
+    assert abs(float(torch.corrcoef(found.T)[0, 1])) < 0.12
+
+
+def test_what_is_charged_is_a_gaussian_of_this_noise(job: Job, tmp_path: Path) -> None:
+    client = client_of(job, 0, tmp_path, **HELD)
+    asked = Federation(job, Loopback({}), "run-1", "hub", names_of(job), held_out={"clinic-0": 80}, evaluate_sigma=6.0)
+    for t in (1, 2):
+        counts = unpack(client.answer(pack(asked._scoring(t, first_state(job), 0)))).fields["counts"]
+        assert abs(float(counts.sum()) - 119) < 39 + 60
+    with Ledger.open(tmp_path / "clinic-0" / "ledger.db", client="clinic-0", readonly=True) as ledger:
+        assert ledger.history("clinic-0") == [(mechanism_of(6.0), 2)]
+        row = next(iter(ledger.rows()))
+        assert (row.charge.part, row.charge.steps, row.charge.noise, row.charge.void) == ("evaluate", 1, "os", False)
+
+
+def unpack(data: bytes) -> Reply:
+    from dpfed.federation import messages
+
+    _, receipt, fields = messages._read(data, 1 << 20, ("reply",))
+    return Reply(messages._terms(Receipt, receipt), fields)
+
+
+def test_what_is_scored_is_the_average_where_one_is_kept(job: Job) -> None:
+    state = first_state(job).averaging().after(first_state(job).server, 1.0, 0.5)
+    moved = dataclasses.replace(state.server, theta=state.theta + 1)
+    asked = Federation(job, Loopback({}), "run-1", "hub", names_of(job), held_out={"clinic-0": 80})
+    state = state.after(moved, 1.0, 0.5)
+    sent = asked._scoring(2, state, 0).fields["theta"]
+    torch.testing.assert_close(sent, job.theta + 2 / 3)
+    assert torch.equal(asked._request(2, state, 0).fields["theta"], job.theta + 1)  # and training goes on from the last
+
+
+def test_the_same_question_gets_the_stored_count_and_another_one_is_refused(job: Job, tmp_path: Path) -> None:
+    client = client_of(job, 0, tmp_path, **HELD)
+    asked = Federation(job, Loopback({}), "run-1", "hub", names_of(job), held_out={"clinic-0": 80})
+    data = pack(asked._scoring(2, first_state(job), 0))
+    first = client.answer(data)
+    assert client_of(job, 0, tmp_path, **HELD).answer(data) == first
+    request = unpack_any(data, 1 << 24)
+    assert isinstance(request, Scoring)
+    for changed in ({"sigma": 7.0}, {"round": 1}):
+        with pytest.raises(RefusedError, match="not after round 2"):
+            client.answer(pack(Scoring(dataclasses.replace(request.terms, **changed), request.fields)))
+    with pytest.raises(RefusedError, match="not after round 2"):  # another model in the same round
+        client.answer(pack(Scoring(request.terms, {"theta": request.fields["theta"] + 1})))
+    client.answer(pack(training(job, 2)))  # training is not scoring
+    with Ledger.open(tmp_path / "clinic-0" / "ledger.db", client="clinic-0", readonly=True) as ledger:
+        assert [row.charge.part for row in ledger.rows()] == ["evaluate", "train"]
+
+
+def training(job: Job, t: int) -> Any:
+    request = Federation(job, Loopback({}), "run-1", "hub", names_of(job))._request(t, first_state(job), 0)
+    terms = dataclasses.replace(request.terms, expected=request.terms.rate * 300)
+    return dataclasses.replace(request, terms=terms)
+
+
+def test_counts_are_paid_from_the_same_epsilon(job: Job, tmp_path: Path) -> None:
+    step = job.plan.mechanism(0)
+    both = epsilon([(step, 2), (mechanism_of(5.0), 1)], 1e-5).value
+    assert both > epsilon([(mechanism_of(5.0), 1)], 1e-5).value
+    client = client_of(job, 0, tmp_path, **HELD, max_epsilon=both * 1.001)
+    asked = Federation(job, Loopback({}), "run-1", "hub", names_of(job), held_out={"clinic-0": 80})
+    client.answer(pack(training(job, 1)))
+    client.answer(pack(asked._scoring(1, first_state(job), 0)))
+    with pytest.raises(RefusedError, match="max_epsilon"):
+        client.answer(pack(asked._scoring(2, first_state(job), 0)))
+    with pytest.raises(RefusedError, match="max_epsilon"):
+        client.answer(pack(training(job, 2)))
+
+
+def test_held_out_records_are_never_trained_on(job: Job, tmp_path: Path) -> None:
+    client = client_of(job, 0, tmp_path, **HELD)
+    assert client._scored is not None
+    trained = {x.numpy().tobytes() for x in client._records.inputs["pixel_values"]}
+    held = {x.numpy().tobytes() for x in client._scored[0].inputs["pixel_values"]}
+    whole = source_of(job, 0).train
+    assert not trained & held
+    assert len(client._records.labels) + len(client._scored[0].labels) == len(whole)
+    with pytest.raises(DpfedError, match="holds no records to train on"):
+        client_of(job, 0, tmp_path / "all", **{**HELD, "held_out_share": 1 - 1e-12})
+
+
+@pytest.mark.parametrize(
+    ("keys", "what"),
+    [
+        ({"evaluate": True}, "held_out_share"),
+        ({"evaluate": True, "held_out": 3}, "held_out_share"),
+        ({"evaluate": True, "held_out_share": 0.1}, r"policy\.held_out"),
+        ({"held_out_share": 0.1, "held_out_column": "x"}, "not both"),
+        ({"held_out_share": 1.0}, "held_out_share"),
+    ],
+)
+def test_mistakes_in_client_toml(job: Job, tmp_path: Path, keys: dict[str, Any], what: str) -> None:
+    with pytest.raises(DpfedError, match=what):
+        client_of(job, 0, tmp_path, **keys)
+
+
+def test_the_servers_figure_comes_with_its_noise() -> None:
+    score = score_of(4, {"a": (30.0, 10.0), "b": (50.0, 10.0)}, 5.0, 2, 1e-5)
+    assert score is not None
+    assert score.accuracy == pytest.approx(0.8)
+    rng = np.random.default_rng(0)
+    right, wrong = (count + rng.normal(0, 5, (20000, 2)).sum(1) for count in (80, 20))
+    assert score.noise == pytest.approx((right / (right + wrong)).std(), rel=0.05)
+    assert score_of(4, {"a": (-3.0, 1.0)}, 5.0, 2, 1e-5) is None
+    assert score_of(4, {}, 5.0, 2, 1e-5) is None
+    assert (score.units, score.clients) == (100, 2)
+    assert score.epsilon == pytest.approx(epsilon([(mechanism_of(5.0), 2)], 1e-5).value)
+
+
+def test_a_count_that_cannot_be_is_named_and_left_out(job: Job) -> None:
+    def says(right: float, wrong: float = 10.0) -> Any:
+        def answer(data: bytes) -> bytes:
+            terms = unpack_any(data, 1 << 24).terms
+            receipt = Receipt(terms.run, terms.client, terms.round, digest(data), 1, "ab")
+            return pack(Reply(receipt, {"counts": torch.tensor([right, wrong])}))
+
+        return answer
+
+    log: list[str] = []
+    clients = {"clinic-0": says(30.0), "clinic-1": says(1e6), "clinic-2": says(float("nan"))}
+    held = dict.fromkeys(names_of(job), 40)
+    federation = Federation(
+        job, Loopback(clients), "r", "hub", names_of(job), log=log.append, held_out=held, evaluate_every=2
+    )
+    federation.after(1, first_state(job))
+    assert federation.scores == []
+    federation.after(2, first_state(job))
+    (score,) = federation.scores
+    assert (score.accuracy, score.clients) == (0.75, 1)
+    assert "client 'clinic-1' is not scored: 1e+06 right and 10 wrong" in log[0]
+    assert "client 'clinic-2' is not scored" in log[1]
+    assert "accuracy 0.750 on about 40 held-out units of 1 clients, noise ±0.099" in log[2]
+    for wrong in ({}, {"nobody": 3}):
+        with pytest.raises(DpfedError, match=r"federation\.held_out"):
+            Federation(job, Loopback({}), "r", "hub", names_of(job), held_out=wrong, evaluate_every=1)
+
+
+def test_a_whole_run_with_counts_goes_on_after_a_kill_without_paying_twice(job: Job, tmp_path: Path) -> None:
+    held = dict.fromkeys(names_of(job), 80)
+    declared = dict.fromkeys(names_of(job), 300)
+    section = {"held_out": held, "evaluate_every": 1, "evaluate_sigma": 5.0, "clients": declared, "test_set": True}
+    settings = config_of(
+        job, federation=section, run={"rounds": 4, "local_steps": 20}, algorithm={"name": "dp-fedavg", "lr": 1.0}
+    )
+    net = Net(job, tmp_path, seeded=False)
+    net.clients = {f"clinic-{i}": client_of(job, i, tmp_path, **HELD, max_epsilon=1e3).answer for i in range(3)}
+    net.kill_within = 4  # the counts of round 2 are on their way
+    with pytest.raises(KilledError):
+        serve(settings, tmp_path / "out", net, seeded=False)
+    result = serve(settings, tmp_path / "out", net, seeded=False, resume=True)
+    assert net.sent[4] == net.sent[2]
+    assert net.sent[5] == net.sent[3]
+    assert [score["round"] for score in result["held_out"]] == [1, 2, 3, 4]
+    assert result["held_out"][-1]["accuracy"] == pytest.approx(result["test_accuracy"], abs=0.3)
+    for name in names_of(job):
+        with Ledger.open(tmp_path / name / "ledger.db", client=name, readonly=True) as ledger:
+            assert [(row.charge.round, row.charge.part) for row in ledger.rows()] == [
+                (t, part) for t in (1, 2, 3, 4) for part in ("train", "evaluate")
+            ]
+            spent = epsilon(ledger.history(name), settings.privacy.delta).value
+        # What the server states counts what it has asked for on held-out records too: no client has spent more.
+        assert spent <= result["epsilon"]["server_worst"] * (1 + 1e-6)
+        assert spent > 0.99 * result["epsilon"]["server_worst"]
+    assert "counts of held-out records" in result["guarantee"]
+    assert served_accounts(tmp_path / "out", seeded=False).server_max == pytest.approx(
+        result["epsilon"]["server_worst"], rel=1e-6
+    )

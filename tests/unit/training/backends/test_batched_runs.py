@@ -1,0 +1,459 @@
+"""Runs computed together are the runs they are alone: same numbers, whole folders, and no run hurts another."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import json
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dpfed.config import Config, load
+from dpfed.errors import DivergedError, DpfedError
+from dpfed.model.build import assemble
+from dpfed.privacy.batched_sums import SharedSum
+from dpfed.privacy.fixed_shape_sum import FixedSum
+from dpfed.registry import registry
+from dpfed.training.backends.batched_runs import (
+    BLOCKS,
+    Pack,
+    Place,
+    UnpackableError,
+    pack_key,
+    pack_size,
+    side_by_side,
+    together,
+    union_slots,
+)
+from dpfed.training.backends.fleet import Fleet
+from dpfed.training.job import job as job_module
+from dpfed.training.job.job import prepare
+from dpfed.training.job.job_cache import Shared, frozen_digest
+from dpfed.training.run import run
+
+torch.set_num_threads(1)
+SMALL = [
+    "model.name=linear",
+    "run.rounds=3",
+    "run.local_steps=2",
+    "run.participation=0.4",
+    "run.device=cpu",
+    "run.slots=40",
+    "run.checkpoint_every=0",
+    "privacy.batch=16",
+    "privacy.sigma=1",
+]
+
+
+def config_of(*overrides: str) -> Config:
+    return load("digits", [*SMALL, *overrides], registry())
+
+
+def packed(configs: list[Config], out: Path, shared: Shared | None = None) -> list[Any]:
+    """Each run's result, or what it raised."""
+
+    def task(number: int) -> Callable[[Place | None], Any]:
+        def work(place: Place | None) -> Any:
+            try:
+                return run(configs[number], out / str(number), place=place)
+            except (DpfedError, ValueError) as error:
+                return error
+
+        return work
+
+    return side_by_side([task(i) for i in range(len(configs))], shared)
+
+
+def theta_of(folder: Path) -> Tensor:
+    return torch.cat([x.flatten() for _, x in sorted(load_file(folder / "model.safetensors").items())])
+
+
+# ------------------------------------------------------------------ the same numbers
+
+MIXED = [
+    ["algorithm.name=dp-fedadamw", "algorithm.lr=0.01"],
+    ["algorithm.name=dp-fedadamw", "algorithm.lr=0.03", "run.seed=5", "privacy.sigma=0.5", "privacy.clip=0.7"],
+    ["algorithm.name=dp-scaffold", "algorithm.lr=0.2", "run.seed=2"],
+    ["algorithm.name=dp-fedsam", "algorithm.lr=0.3"],
+    ["algorithm.name=dp-fedavg", "algorithm.lr=0.3", "run.eval_every=2", "privacy.enabled=false", "privacy.sigma=0"],
+]
+
+
+def test_a_packed_run_is_the_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two asks a step (dp-fedsam), clients' memory (dp-scaffold), other seeds, rates, noise and clip norms, together."""
+    configs = [config_of(*keys) for keys in MIXED]
+    assert len({pack_key(config) for config in configs}) == 1
+    sizes: list[int] = []
+    original = SharedSum._together
+    monkeypatch.setattr(SharedSum, "_together", lambda self, asked: sizes.append(len(asked)) or original(self, asked))
+    results = packed(configs, tmp_path / "packed")
+    assert sizes == [5] * 6 + [1] * 6, "dp-fedsam asks twice as often"
+    for i, config in enumerate(configs):
+        alone = run(config, tmp_path / "alone" / str(i))
+        mine = theta_of(tmp_path / "packed" / str(i))
+        torch.testing.assert_close(mine, theta_of(tmp_path / "alone" / str(i)), rtol=0, atol=1e-6)
+        same = ("epsilon", "sigma", "guarantee", "rounds", "test_records", "algorithm", "seed")
+        assert {key: results[i][key] for key in same} == {key: alone[key] for key in same}
+        assert results[i]["test_accuracy"] == pytest.approx(alone["test_accuracy"], abs=0.01)
+        names = sorted(p.name for p in (tmp_path / "alone" / str(i)).iterdir())
+        assert sorted(p.name for p in (tmp_path / "packed" / str(i)).iterdir()) == names
+
+
+def test_quantile_clipping_keeps_its_own_clip_norms(tmp_path: Path) -> None:
+    keys = ["privacy.clip_mode=quantile", "algorithm.name=dp-fedavg", "algorithm.lr=0.3"]
+    configs = [config_of(*keys, f"privacy.clip={clip}", f"run.seed={seed}") for clip, seed in ((0.1, 0), (5.0, 1))]
+    packed(configs, tmp_path / "packed")
+    clips = []
+    for i, config in enumerate(configs):
+        run(config, tmp_path / str(i))
+        torch.testing.assert_close(
+            theta_of(tmp_path / "packed" / str(i)), theta_of(tmp_path / str(i)), rtol=0, atol=1e-6
+        )
+        lines = [(tmp_path / where / str(i) / "metrics.jsonl").read_text().splitlines() for where in ("packed", ".")]
+        mine, alone = ([json.loads(line)["clip"] for line in part] for part in lines)
+        assert mine == pytest.approx(alone, rel=1e-6)
+        clips.append(mine[-1])
+    assert clips[0] < 1 < clips[1]
+
+
+def test_augmented_views_and_automatic_slots(tmp_path: Path) -> None:
+    keys = ["data.augment=crop_flip", "data.views=2", "run.slots=auto", "algorithm.lr=0.01", "run.rounds=2"]
+    configs = [config_of(*keys, f"run.seed={s}", f"run.average={a}") for s, a in enumerate((0.0, 0.5))]
+    packed(configs, tmp_path / "packed")
+    run(configs[1], tmp_path / "alone")
+    torch.testing.assert_close(theta_of(tmp_path / "packed" / "1"), theta_of(tmp_path / "alone"), rtol=0, atol=1e-6)
+
+
+def test_a_run_that_diverges_is_its_own_affair(tmp_path: Path) -> None:
+    wild = config_of("algorithm.name=dp-fedavg", "algorithm.lr=1e38")
+    calm = config_of("algorithm.name=dp-fedavg", "algorithm.lr=0.3")
+    wrong = config_of("algorithm.name=dp-fedavg", "algorithm.lr=0.3", "privacy.budget=1e-9")
+    found = packed([wild, calm, wrong], tmp_path / "packed")
+    assert isinstance(found[0], DivergedError)
+    assert isinstance(found[2], DpfedError)
+    run(calm, tmp_path / "alone")
+    torch.testing.assert_close(theta_of(tmp_path / "packed" / "1"), theta_of(tmp_path / "alone"), rtol=0, atol=1e-6)
+    assert json.loads((tmp_path / "packed" / "0" / "run.json").read_text())["diverged"] is True
+
+
+def test_without_room_for_any_union_each_run_goes_on_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = [config_of("algorithm.name=dp-fedavg", "algorithm.lr=0.3", f"run.seed={s}") for s in range(3)]
+    for i, config in enumerate(configs):
+        run(config, tmp_path / "alone" / str(i))
+
+    def full(self: FixedSum) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(FixedSum, "_compute", full)
+    found = packed(configs, tmp_path / "packed")
+    assert [result["rounds"] for result in found] == [3] * 3
+    for i in range(3):
+        mine, alone = (theta_of(tmp_path / where / str(i)) for where in ("packed", "alone"))
+        torch.testing.assert_close(mine, alone, rtol=0, atol=1e-6)
+
+
+def test_threads_that_share_a_model_do_not_meet_inside_it() -> None:
+    """The weights are exchanged inside the modules while a forward runs."""
+    job = prepare(config_of("model.name=glyph-vit", "model.lora.r=2", "model.liveness=false"))
+    thetas = [
+        job.theta + 0.1 * torch.randn(job.theta.shape, generator=torch.Generator().manual_seed(i)) for i in range(4)
+    ]
+    inputs, labels = job.records.take(torch.arange(8))
+    client = torch.zeros(8, dtype=torch.int64)
+
+    def numbers(theta: Tensor) -> Tensor:
+        grads = job.model.grads(theta.unsqueeze(0), client, inputs, labels)
+        return torch.cat([job.model.scores(theta, inputs).flatten(), *[g.flatten() for g in grads]])
+
+    wanted = [numbers(theta) for theta in thetas]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(numbers, thetas * 4))
+    for i, each in enumerate(found):
+        assert torch.equal(each, wanted[i % 4])
+
+
+# ------------------------------------------------------------------ what is shared
+
+
+def test_a_second_job_shares_records_and_model_and_starts_from_its_own_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checks: list[Any] = []
+    original = job_module.check_alive
+    monkeypatch.setattr(job_module, "check_alive", lambda *given: checks.append(original(*given)))
+    keys = ["model.name=glyph-vit", "model.lora.r=2"]
+    shared, configs = Shared(), [config_of(*keys, f"run.seed={s}") for s in (0, 1)]
+    one, two = (prepare(config, shared=shared) for config in configs)
+    assert len(checks) == 1
+    assert one.model is two.model
+    assert one.records is two.records
+    assert one.test is two.test
+    assert together(one, two)
+    assert not torch.equal(one.theta, two.theta)
+    for job, config in zip((one, two), configs, strict=True):
+        assert torch.equal(job.theta, prepare(config).theta)
+
+
+def test_jobs_prepared_at_the_same_time_start_as_they_do_alone() -> None:
+    """Initial weights come from torch's one global generator."""
+    keys = ["model.name=glyph-vit", "model.lora.r=2", "model.liveness=false"]
+    configs, shared = [config_of(*keys, f"run.seed={s}") for s in range(6)], Shared()
+    with ThreadPoolExecutor(6) as threads:
+        found = list(threads.map(lambda config: prepare(config, shared=shared).theta, configs))
+    for config, theta in zip(configs, found, strict=True):
+        assert torch.equal(theta, prepare(config).theta)
+
+
+def test_a_fleet_that_gives_up_its_seat_leaves_it() -> None:
+    job = prepare(config_of())
+    pack = Pack(2)
+    seated = replace(job, seat=pack.sit(job, 0))
+    fleet = Fleet(seated)
+    assert fleet._fixed_sum([0, 1]) is seated.seat
+    fleet._no_fixed = True
+    assert fleet._fixed_sum([0, 1]) is None
+    with pytest.raises(RuntimeError, match="left"):
+        seated.seat.sums(job.theta.unsqueeze(0), {}, 1.0)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [["model.lora.freeze_a=true", "run.seed=1"], ["model.lora.r=3"], ["run.precision=bf16"], ["data.alpha=0.3"]],
+    ids=str,
+)
+def test_another_model_or_other_data_are_not_shared(other: list[str]) -> None:
+    """A frozen at a start that follows from the seed (FFA-LoRA) is another model for each seed."""
+    keys = ["model.name=glyph-vit", "model.lora.r=2", "model.liveness=false"]
+    first = [*keys, "model.lora.freeze_a=true"] if "freeze_a" in other[0] else keys
+    shared = Shared()
+    one, two = prepare(config_of(*first), shared=shared), prepare(config_of(*keys, *other), shared=shared)
+    assert not together(one, two)
+    if "alpha" not in other[0]:
+        assert one.model is not two.model
+
+
+def test_the_digest_sees_frozen_weights_alone() -> None:
+    def model() -> torch.nn.Sequential:
+        torch.manual_seed(0)
+        made = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2).bfloat16())
+        made[0].weight.requires_grad_(False)
+        made[1].weight.requires_grad_(False)
+        made.register_buffer("flag", torch.tensor(True))
+        return made
+
+    one, other = model(), model()
+    with torch.no_grad():
+        other[0].bias += 1
+    assert frozen_digest(one) == frozen_digest(other)
+    for name in ("0.weight", "1.weight"):
+        changed = model()
+        with torch.no_grad():
+            changed.get_parameter(name).view(-1)[1] += 1
+        assert frozen_digest(changed) != frozen_digest(one)
+    changed = model()
+    changed.flag = torch.tensor(False)
+    assert frozen_digest(changed) != frozen_digest(one)
+
+
+def test_a_run_that_does_not_fit_in_runs_alone_afterwards(tmp_path: Path) -> None:
+    """Frozen weights that follow from the seed: found out before anything is written."""
+    keys = ["model.name=glyph-vit", "model.lora.r=2", "model.lora.freeze_a=true", "run.rounds=1", "algorithm.lr=0.01"]
+    configs = [config_of(*keys, f"run.seed={s}") for s in (0, 1)]
+    threads: list[str] = []
+
+    def task(config: Config) -> Callable[[Place | None], Any]:
+        def work(place: Place | None) -> Any:
+            result = run(config, tmp_path / str(config.run.seed), place=place)
+            threads.append(threading.current_thread().name)
+            return result["seed"]
+
+        return work
+
+    ended: list[tuple[int, Any]] = []
+    assert side_by_side([task(c) for c in configs], ended=lambda i, answer: ended.append((i, answer))) == [0, 1]
+    assert sorted(ended) == [(0, 0), (1, 1)]
+    assert threads.count(threading.current_thread().name) == 1
+    pack, shared = Pack(2), Shared()
+    pack.sit(prepare(configs[0], shared=shared), 0)
+    with pytest.raises(UnpackableError):
+        pack.sit(prepare(configs[1], shared=shared), 1)
+
+
+def test_a_run_that_has_to_run_alone_holds_nothing_until_then() -> None:
+    class Model:
+        pass
+
+    alive: list[weakref.ref[Model]] = []
+
+    def task(place: Place | None) -> int:
+        if place is None:
+            return sum(model() is not None for model in alive)
+        mine = Model()
+        alive.append(weakref.ref(mine))
+        place.shared.get("model", len(alive), lambda: mine)
+        raise UnpackableError
+
+    assert side_by_side([task, task]) == [0, 0]
+
+
+def test_records_are_never_those_of_a_source_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are known by their source's identity, which another source may come to have once that one is gone."""
+    made: list[weakref.ref[Any]] = []
+
+    def fresh(section: Any, source: Any) -> Any:
+        other = replace(source)
+        made.append(weakref.ref(other))
+        return other
+
+    monkeypatch.setattr(job_module, "tokenised", fresh)
+    shared = Shared()
+    prepare(config_of("run.eval_on=test"), shared=shared)
+    assert len(made) == 1
+    shared.get("source", "another", lambda: (None, None))
+    for kind in ("records", "test"):
+        assert made[0]() is not None, kind
+        shared.get(kind, "another", lambda: None)
+    gc.collect()
+    assert made[0]() is None
+
+
+def test_an_error_of_a_task_is_raised_when_all_have_ended() -> None:
+    def fails(place: Place | None) -> int:
+        raise OSError("the disk is full")
+
+    def elsewhere(place: Place | None) -> int:
+        assert place is not None, "this process is about to end"
+        raise UnpackableError
+
+    ended: list[int] = []
+    with pytest.raises(OSError, match="disk"):
+        side_by_side([elsewhere, fails, lambda place: 1], ended=lambda i, answer: ended.append(i))
+    assert ended == [2]
+
+
+# ------------------------------------------------------------------ what may be packed
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["run.seed=7"],
+        ["algorithm.lr=3"],
+        ["algorithm.name=dp-fedavg", "algorithm.lr=3"],
+        ["algorithm.gamma=0"],
+        ["privacy.sigma=3"],
+        ["privacy.clip=3"],
+        ["privacy.delta=1e-6"],
+        ["privacy.budget=3"],
+        ["run.eval_every=2"],
+        ["run.eval_on=test"],
+        ["run.average=0.5"],
+        ["run.lr_schedule=constant"],
+    ],
+    ids=str,
+)
+def test_what_is_a_runs_own(keys: list[str]) -> None:
+    assert pack_key(config_of("algorithm.lr=0.01", *keys)) == pack_key(config_of("algorithm.lr=0.01"))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["data.alpha=0.1"],
+        ["data.clients=5"],
+        ["data.augment=flip"],
+        ["data.augment=flip", "data.views=2"],
+        ["model.name=glyph-vit"],
+        ["model.train=head"],
+        ["algorithm.granularity=tensor"],
+        ["privacy.clip_mode=automatic"],
+        ["privacy.clip_mode=quantile"],
+        ["privacy.clip_mode=automatic", "privacy.clip_stability=0.1"],
+        ["privacy.batch=8"],
+        ["run.rounds=4"],
+        ["run.local_steps=3"],
+        ["run.participation=0.5"],
+        ["run.device=auto"],
+        ["run.precision=bf16"],
+        ["run.slots=41"],
+        ["run.graphs=false"],
+        ["run.features=false"],
+    ],
+    ids=str,
+)
+def test_what_a_pass_has_in_common(keys: list[str]) -> None:
+    mine = pack_key(config_of("algorithm.lr=0.01", *keys))
+    assert mine is not None
+    assert mine != pack_key(config_of("algorithm.lr=0.01"))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["privacy.grid=true"],
+        ["run.fleet_size=2"],
+        ["run.diagnostics=true"],
+        ["run.trackers=['tensorboard']"],
+        ["run.checkpoint_every=1"],
+        ["run.noise=os"],
+    ],
+    ids=str,
+)
+def test_what_runs_by_itself(keys: list[str]) -> None:
+    assert pack_key(config_of("algorithm.lr=0.01", *keys)) is None
+
+
+def test_runs_without_a_key_are_never_together() -> None:
+    job = prepare(config_of("privacy.grid=true"))
+    assert not together(job, job)
+    with pytest.raises(UnpackableError):
+        Pack(2).sit(job, 0)
+
+
+@pytest.mark.parametrize("keys", [["model.lora.freeze_a=true"], ["model.weights=random"]], ids=str)
+def test_frozen_weights_that_follow_from_the_seed_make_another_key(keys: list[str]) -> None:
+    keys = ["model.name=glyph-vit", *keys]
+    assert pack_key(config_of(*keys, "run.seed=1")) != pack_key(config_of(*keys, "run.seed=2"))
+    assert pack_key(config_of(*keys, "run.seed=1", "algorithm.lr=1")) == pack_key(config_of(*keys, "run.seed=1"))
+    trained = [*keys, "model.train=full"]
+    assert pack_key(config_of(*trained, "run.seed=1")) == pack_key(config_of(*trained, "run.seed=2"))
+
+
+def test_without_privacy_nothing_is_clipped_whatever_the_mode_says() -> None:
+    plain = config_of("privacy.enabled=false", "privacy.clip_mode=automatic")
+    assert pack_key(plain) == pack_key(config_of())
+    assert together(prepare(plain, shared=(shared := Shared())), prepare(config_of(), shared=shared))
+
+
+def test_a_method_without_blocks_has_those_of_a_model_by_itself() -> None:
+    defaults = inspect.signature(assemble).parameters
+    assert {key: defaults[key].default for key in BLOCKS} == BLOCKS
+
+
+def test_protected_units_of_several_records_run_by_themselves() -> None:
+    config = config_of("algorithm.lr=0.01")
+    assert pack_key(replace(config, data=replace(config.data, unit_column="patient"))) is None
+
+
+def test_slots_of_a_union() -> None:
+    job = prepare(config_of("run.slots=auto"))
+    assert union_slots(job, 4) < 4 * union_slots(job, 1)
+    assert union_slots(job, 4) >= 4 * 4 * 16  # runs, clients of a round, records of a batch
+    assert union_slots(prepare(config_of()), 4) == 160
+
+
+def test_the_size_of_a_pack() -> None:
+    assert [pack_size("auto", 0), pack_size("auto", 1), pack_size("3", 0), pack_size("40", 2)] == [1, 16, 3, 40]
+    for wrong in ("0", "-1", "x", "1.5", ""):
+        with pytest.raises(DpfedError, match="--pack"):
+            pack_size(wrong, 0)

@@ -1,0 +1,214 @@
+"""Statements that hold for every client, whoever took part: unequal clients, budgets, repeated attempts, real noise."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dpfed.config import load
+from dpfed.errors import DpfedError
+from dpfed.privacy.accounting.guarantee import Planned, chances, fewest_eligible
+from dpfed.privacy.accounting.observers import server_epsilon
+from dpfed.privacy.accounting.pld import delta_at, epsilon
+from dpfed.privacy.ledger.ledger import Charge, Ledger
+from dpfed.privacy.mechanism import Mechanism
+from dpfed.privacy.plan import Plan, Schedule
+from dpfed.registry import registry
+from dpfed.training.budget.recorded_spending import read_accounts
+from dpfed.training.budget.spending import budget_of, coarser
+from dpfed.training.job.job import plan_of, prepare
+from dpfed.training.run import run
+
+
+@pytest.fixture
+def unequal(tmp_path: Path) -> list[str]:
+    """One small client among nine large ones: it pays most, and in most cohorts it is absent."""
+    rng = np.random.default_rng(0)
+    sizes = [40] + [300] * 5
+    owners = np.repeat([f"client-{i}" for i in range(6)], sizes)
+    x = rng.normal(size=(len(owners), 4)).astype(np.float32)
+    y = rng.integers(2, size=len(owners))
+    path = tmp_path / "unequal.npz"
+    np.savez(path, x_train=x, y_train=y, x_test=x[:50], y_test=y[:50], train_owner=owners)
+    keys = "data.name=npz data.partition=natural data.client_column=owner data.classes=2 model.name=linear"
+    keys += " privacy.batch=16 privacy.batch_per_client=true run.participation=0.17 run.rounds=2 run.local_steps=2"
+    return [*keys.split(), f"data.path={path}"]
+
+
+def absent_seed(keys: list[str]) -> int:
+    """A seed with which the costly client is never drawn."""
+    from dpfed.training.round_loop import choose
+
+    for seed in range(50):
+        job = prepare(load("digits", [*keys, f"run.seed={seed}"], registry()))
+        if all(0 not in choose(job, t, np.arange(6)) for t in (1, 2)):
+            return seed
+    raise AssertionError("no such seed")
+
+
+def test_a_client_that_was_not_drawn_is_not_forgotten(unequal: list[str], tmp_path: Path) -> None:
+    keys = [*unequal, "privacy.sigma=1.0"]
+    config = load("digits", [*keys, f"run.seed={absent_seed(keys)}"], registry())
+    result = run(config, tmp_path / "r")
+    accounts = read_accounts(tmp_path / "r")
+    assert accounts.epsilons[0] == 0
+    assert accounts.server_worst == pytest.approx(result["epsilon"]["server_worst"])
+    assert accounts.third_party == pytest.approx(result["epsilon"]["third_party"])
+    assert accounts.server_worst == pytest.approx(server_epsilon(Mechanism("poisson", 0.4, 1.0), 2, 2, 1e-5))
+
+
+def test_a_sigma_for_each_client_is_reported_as_what_each_has(unequal: list[str], tmp_path: Path) -> None:
+    keys = [*unequal, "privacy.target_epsilon=2", "privacy.sigma_per_client=true"]
+    plan, schedule = plan_of(load("digits", keys, registry()))
+    assert len(plan.kinds()[0]) == 2
+    planned = budget_of(plan, schedule, 1e-5).planned
+    assert planned.server_worst <= 2
+    assert planned.server_worst == pytest.approx(2, rel=2e-3)
+    assert planned.third_party <= planned.server_worst
+    assert " to " in planned.assumptions()
+
+
+def exhaustion(limits: list[int], cohort: int, rounds: int) -> list[int]:
+    """The fewest clients that can be left before each round, by trying every sequence of cohorts."""
+    fewest = []
+    states = {tuple(limits)}
+    for _ in range(rounds):
+        fewest.append(min(sum(left > 0 for left in state) for state in states))
+        following = set()
+        for state in states:
+            able = [i for i, left in enumerate(state) if left > 0]
+            for chosen in combinations(able, min(cohort, len(able))):
+                following.add(tuple(left - (i in chosen) for i, left in enumerate(state)))
+        states = following or states
+    return fewest
+
+
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=4), st.integers(1, 2), st.integers(1, 4))
+def test_the_fewest_eligible_clients_are_a_bound(limits: list[int], cohort: int, rounds: int) -> None:
+    bound = [n for n, count in fewest_eligible(len(limits), cohort, rounds, limits) for _ in range(count)]
+    assert len(bound) == rounds
+    assert all(b <= true for b, true in zip(bound, exhaustion(limits, cohort, rounds), strict=True))
+
+
+def test_without_budgets_every_client_is_eligible() -> None:
+    assert fewest_eligible(10, 3, 7, None) == [(10, 7)]
+    assert chances(3, [(10, 7)]) == ((0.3, 7),)
+    assert chances(3, [(10, 7)], colluding=2) == ((3 / 8, 7),)
+    assert chances(3, [(3, 1), (2, 1)]) == ((1.0, 1), (1.0, 1))
+
+
+def test_the_third_party_figure_under_budgets_holds_for_every_course_of_the_run() -> None:
+    """N clients, one drawn per round, each at most twice: given who was left in each round, delta must still hold."""
+    clients, rounds, limit, delta = 5, 3, 2, 1e-5
+    step = Mechanism("poisson", 0.2, 1.0)
+    eligible = fewest_eligible(clients, 1, rounds, [limit] * clients)
+    claimed = Planned((step,), 20, 1 / clients, chances(1, eligible), delta).third_party
+    # One client's number of rounds, jointly with the course of the eligible counts, by enumeration.
+    courses: dict[tuple[int, ...], dict[int, float]] = {}
+
+    def walk(t: int, taken: tuple[int, ...], course: tuple[int, ...], p: float) -> None:
+        if t == rounds:
+            counts = courses.setdefault(course, {})
+            counts[taken[0]] = counts.get(taken[0], 0.0) + p
+            return
+        able = [i for i in range(clients) if taken[i] < limit]
+        for i in able:
+            following = tuple(n + (j == i) for j, n in enumerate(taken))
+            walk(t + 1, following, (*course, len(able)), p / len(able))
+
+    walk(0, (0,) * clients, (), 1.0)
+    assert len(courses) > 1
+    for counts in courses.values():
+        total = sum(counts.values())
+        spent = sum(p / total * delta_at([(step, 20 * n)], claimed) for n, p in counts.items() if n)
+        assert spent <= delta * (1 + 1e-6)
+
+
+def test_limits_of_many_kinds_of_clients_are_never_too_generous() -> None:
+    sizes = np.linspace(100, 140, 12).round()
+    expected = np.full(12, 10.0)
+    plan = Plan("poisson", 1.0, sizes, expected / sizes, expected, np.full(12, 2.0))
+    schedule = Schedule(12, 3, 40, 5)
+    budget = budget_of(plan, schedule, 1e-5, budget=1.5)
+    assert budget.limits is not None
+    for i in (0, 7, 11):
+        limit = int(budget.limits[i])
+        assert 0 < limit < 40
+        assert epsilon([(plan.mechanism(i), 5 * limit)], 1e-5).value <= 1.5
+    made, which = coarser(plan)
+    assert all(made[k].rate >= plan.rates[i] for i, k in enumerate(which))
+
+
+def test_attempts_that_were_repeated_count_and_void_the_third_party_figure(tmp_path: Path) -> None:
+    keys = ["model.name=linear", "run.rounds=1", "run.local_steps=2", "run.participation=0.5", "run.noise=os"]
+    folder = tmp_path / "r"
+    run(load("digits", [*keys, "privacy.sigma=1.0"], registry()), folder)
+    before = read_accounts(folder)
+    assert before.void is None
+    name = json.loads((folder / "run.json").read_text())["run"]
+    with Ledger.open(folder / "ledger.sqlite", run=name) as ledger:
+        first = next(iter(ledger.rows())).charge
+        for _ in range(4):
+            ledger.charge([Charge(first.client, 1, 2, first.mechanism, "os")])
+    after = read_accounts(folder)
+    assert after.server_max == pytest.approx(epsilon([(first.mechanism, 10)], 1e-5).value)
+    assert after.server_worst >= after.server_max > before.server_worst
+    assert after.void is not None
+    assert after.third_party == after.server_worst
+
+
+def test_a_ledger_of_real_noise_is_never_deleted(tmp_path: Path) -> None:
+    keys = ["model.name=linear", "run.rounds=1", "run.local_steps=1", "privacy.sigma=2.0"]
+    folder = tmp_path / "r"
+    run(load("digits", [*keys, "run.noise=os"], registry()), folder)
+    rows = read_accounts(folder).rows
+    with pytest.raises(DpfedError, match="real noise"):
+        run(load("digits", keys, registry()), folder, force=True)
+    assert read_accounts(folder).rows == rows
+
+
+def test_real_noise_needs_declared_classes_and_whole_units(unequal: list[str]) -> None:
+    real = [key for key in unequal if "classes" not in key] + ["privacy.sigma=1.0", "run.noise=os"]
+    with pytest.raises(DpfedError, match=r"data\.classes"):
+        prepare(load("digits", real, registry()))
+    unchecked = [*unequal, "privacy.sigma=1.0", "run.noise=os", "model.liveness=false"]
+    with pytest.raises(DpfedError, match=r"set model\.liveness = true"):
+        prepare(load("digits", unchecked, registry()))
+    scattered = [*unequal, "data.partition=iid", "data.client_column=owner", "privacy.sigma=1.0"]
+    with pytest.raises(DpfedError, match="natural"):
+        prepare(load("digits", scattered, registry()))
+    unit = [key for key in unequal if "client_column" not in key]
+    unit += ["data.partition=iid", "data.unit_column=owner", "privacy.sigma=1.0", "run.noise=os", "data.clients=3"]
+    with pytest.raises(DpfedError, match="scatter"):
+        prepare(load("digits", unit, registry()))
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (["privacy.delta=1e-12", "privacy.sigma=1"], "delta"),
+        (["privacy.sigma=1e-6"], "protects nothing"),
+        (["privacy.rate=0.1", "privacy.sigma=1", "privacy.batch_per_client=true"], "batch_per_client"),
+        (["privacy.enabled=false", "privacy.budget=1"], "budget"),
+    ],
+)
+def test_numbers_without_meaning_are_refused_before_anything_is_written(
+    tmp_path: Path, keys: list[str], words: str
+) -> None:
+    with pytest.raises(DpfedError, match=words):
+        run(load("digits", ["model.name=linear", *keys], registry()), tmp_path / "r")
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_statement_is_finite_or_refused() -> None:
+    planned = Planned((Mechanism("poisson", 0.5, 1.0),), 3, 0.5, ((0.5, 4),), 1e-5)
+    assert math.isfinite(planned.server_worst)
+    assert planned.third_party <= planned.server_worst
+    assert planned.rdp_server_worst >= planned.server_worst

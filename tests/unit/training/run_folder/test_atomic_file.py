@@ -1,0 +1,31 @@
+"""Files that are whole or not there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import IO
+
+from dpfed.training.run_folder.atomic_file import write_file
+
+
+def test_a_file_is_its_owners_alone_from_the_first_byte_on(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def write(file: IO[bytes]) -> None:
+        file.write(b"key")
+        seen.append((tmp_path / ".k.part").stat().st_mode & 0o777)
+
+    write_file(tmp_path / "k", write)
+    assert seen == [0o600]
+    assert (tmp_path / "k").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_for_release_is_as_the_umask_says(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        write_file(tmp_path / "export" / "k", lambda file: file.write(b"model"), for_release=True)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "export").stat().st_mode & 0o777 == 0o755
+    assert (tmp_path / "export" / "k").stat().st_mode & 0o777 == 0o644

@@ -1,0 +1,38 @@
+"""Who holds which labels: counted rightly, and only where nothing real is in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+
+from dpfed.config import load
+from dpfed.registry import registry
+from dpfed.training.job.job import Job, prepare
+from dpfed.training.run_folder.label_counts import FILE, label_counts, write_holdings
+
+
+def job_of(*keys: str) -> Job:
+    return prepare(load("digits", ["model.name=linear", "data.clients=5", *keys], registry()))
+
+
+def test_the_table_is_that_of_a_loop(tmp_path: Path) -> None:
+    job = job_of("data.partition=dirichlet_classwise", "data.alpha=0.3")
+    by_hand = np.zeros((5, 10), dtype=int)
+    for client in range(5):
+        for record in job.shards.of(client):
+            by_hand[client, int(job.records.labels[record])] += 1
+    np.testing.assert_array_equal(label_counts(job), by_hand)
+    write_holdings(tmp_path, job)
+    kept = json.loads((tmp_path / FILE).read_text())
+    assert kept["labels"] == by_hand.tolist()
+    assert kept["classes"] == [str(i) for i in range(10)]
+
+
+def test_real_noise_leaves_no_table(tmp_path: Path) -> None:
+    job = job_of()
+    real = dataclasses.replace(job.config, run=dataclasses.replace(job.config.run, noise="os"))
+    write_holdings(tmp_path, dataclasses.replace(job, config=real))
+    assert not (tmp_path / FILE).exists()

@@ -1,0 +1,271 @@
+"""Disks that fill up, folders that cannot be written, two runs in one place: one sentence, nothing lost, nothing overwritten."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import dpfed
+from safetensors.torch import load_file
+from torch import equal
+
+from dpfed.config import load
+from dpfed.errors import DpfedError
+from dpfed.registry import DEFAULT, registry
+from dpfed.training.round_loop import Round
+from dpfed.training.run import run
+from dpfed.training.run_folder import atomic_file
+
+KEYS = "model.name=linear run.rounds=3 run.local_steps=1 run.participation=0.3 privacy.batch=16 privacy.sigma=2"
+CONFIG = load(DEFAULT, KEYS.split(), registry())
+PLAIN = load(DEFAULT, [*KEYS.split(), "privacy.enabled=false"], registry())
+
+
+class CrashError(Exception):
+    """Power cut."""
+
+
+def crash(t: int) -> Any:
+    def observe(round: Round) -> None:
+        if round.t == t:
+            raise CrashError
+
+    return observe
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("whole") / "r"
+    run(CONFIG, out)
+    return out
+
+
+def same(one: Path, two: Path) -> None:
+    a, b = (load_file(out / "model.safetensors") for out in (one, two))
+    assert all(equal(a[name], b[name]) for name in a)
+    lines = [[json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()] for out in (one, two)]
+    assert [{**row, "seconds": 0} for row in lines[0]] == [{**row, "seconds": 0} for row in lines[1]]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+# --- a full disk ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def full_from(nth: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """From its n-th sync on the disk of checkpoints, results and metrics is full; every file is then cut short."""
+    count = [0]
+    fsync = os.fsync
+
+    def failing(handle: int) -> None:
+        count[0] += 1
+        if count[0] >= nth:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(handle)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic_file.os, "fsync", failing)
+        yield count
+
+
+def test_a_disk_that_fills_up_anywhere_ends_in_one_sentence_and_the_run_goes_on_later(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with full_from(10**9, monkeypatch) as count:
+        run(CONFIG, tmp_path / "count")
+    assert count[0] > 20
+    for nth in range(1, count[0] + 1, 3):
+        out = tmp_path / str(nth)
+        with full_from(nth, monkeypatch), pytest.raises(DpfedError, match="No space left") as caught:
+            run(CONFIG, out)
+        assert "\n" not in str(caught.value)
+        run(CONFIG, out, resume=(out / "config.toml").exists())
+        same(whole, out)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 200 kB, where this user may mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(folder)]
+    try:
+        mounted = subprocess.run(mount, capture_output=True).returncode == 0
+    except OSError:
+        mounted = False
+    if not mounted:
+        pytest.skip("no right to mount")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=False)
+
+
+def test_a_real_full_disk(small_disk: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Filled up little by little, so that each kind of file is the first that does not fit; then space is back."""
+    sets = [word for key in KEYS.split() for word in ("--set", key)]
+    failed = 0
+    for free in (0, 8, 20, 40, 56, 72, 90, 110):
+        out = small_disk / f"r{free}"
+        filler = small_disk / "filler"
+        filler.write_bytes(bytes((200 - free) << 10))
+        code = dpfed("run", *sets, "--out", str(out))
+        err = capsys.readouterr().err
+        assert code in (0, 2), err
+        assert "Traceback" not in err
+        filler.unlink()
+        if code == 2:
+            failed += 1
+            assert err.strip().splitlines()[-1].startswith("dpfed: ")
+            again = ["--resume", str(out)] if (out / "config.toml").exists() else [*sets, "--out", str(out)]
+            assert dpfed("run", *again) == 0, capsys.readouterr().err
+        same(whole, out)
+        capsys.readouterr()
+        subprocess.run(["rm", "-r", str(out)], check=True)
+    assert failed >= 4
+
+
+def test_metrics_on_a_full_disk_are_one_sentence_also_when_they_are_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closing such a file fails as well, and must not hide the first failure."""
+    monkeypatch.setattr("dpfed.training.run_folder.folder._reopened", lambda path: open("/dev/full", "w"))  # noqa: SIM115
+    with pytest.raises(DpfedError, match=r"metrics\.jsonl cannot be written: No space left"):
+        run(CONFIG, tmp_path / "r")
+
+
+# --- folders ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_cannot_be_written(small_disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A read-only file system, which holds for root too: nothing new, no resuming, but reading is possible."""
+    sets = [word for key in KEYS.split() for word in ("--set", key)]
+    out = small_disk / "r"
+    with pytest.raises(CrashError):
+        run(CONFIG, out, observe=crash(2))
+    before = contents(out)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    for args in ([*sets, "--out", str(small_disk / "new")], ["--resume", str(out)]):
+        capsys.readouterr()
+        assert dpfed("run", *args) == 2
+        err = capsys.readouterr().err.strip().splitlines()
+        assert len(err) == 1
+        assert "Read-only file system" in err[0]
+    assert dpfed("privacy", str(out)) == 0
+    assert contents(out) == before
+    subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+    assert dpfed("run", "--resume", str(out)) == 0
+
+
+def test_permission_denied_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where root runs the tests, permissions stop nobody, so the refusal is put in by hand."""
+    opened = os.open
+
+    def denied(path: Any, flags: int, *args: Any, **more: Any) -> int:
+        if Path(path).is_relative_to(tmp_path) and flags & os.O_CREAT:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(path, flags, *args, **more)
+
+    monkeypatch.setattr(os, "open", denied)
+    with pytest.raises(DpfedError, match=r"the run folder .* cannot be written: Permission denied"):
+        run(CONFIG, tmp_path / "r")
+
+
+HOLD = """
+import fcntl, sys
+file = open(sys.argv[1], "ab")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Another process has the lock."""
+    command = [sys.executable, "-c", HOLD, str(path)]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    assert other.stdout.readline() == "held\n"
+    yield
+    other.communicate()
+
+
+@pytest.mark.parametrize(
+    ("lock", "words"), [(".lock", "another run is at work"), ("ledger.sqlite.lock", "another process")]
+)
+def test_a_folder_or_ledger_in_use_is_left_alone(lock: str, words: str, tmp_path: Path, whole: Path) -> None:
+    out = tmp_path / "r"
+    with pytest.raises(CrashError):
+        run(CONFIG, out, observe=crash(2))
+    before = contents(out)
+    with held(out / lock), pytest.raises(DpfedError, match=words):
+        run(CONFIG, out, resume=True)
+    assert contents(out) == before
+    run(CONFIG, out, resume=True)
+    same(whole, out)
+
+
+def test_two_runs_without_privacy_do_not_share_a_folder(tmp_path: Path) -> None:
+    """The second one is asked for while the first is in round 1: begun anew, by force, resumed."""
+    out, said = tmp_path / "r", []
+
+    def second(round: Round) -> None:
+        if round.t == 1:
+            before = contents(out)
+            for more in ({}, {"force": True}, {"resume": True}):
+                with pytest.raises(DpfedError) as caught:
+                    run(PLAIN, out, **more)
+                said.append(str(caught.value))
+            assert contents(out) == before
+
+    run(PLAIN, out, observe=second)
+    assert [("another run is at work" in sentence) for sentence in said] == [False, True, True]
+    assert "already holds a run" in said[0]
+
+
+def test_what_a_run_killed_at_its_very_beginning_leaves_is_no_obstacle(tmp_path: Path, whole: Path) -> None:
+    out = tmp_path / "r"
+    out.mkdir()
+    (out / ".lock").touch()
+    (out / ".config.toml.part").write_text("[data")
+    run(CONFIG, out)
+    same(whole, out)
+    assert not (out / ".config.toml.part").exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("x")
+    with pytest.raises(DpfedError, match="not empty and not a run"):
+        run(CONFIG, tmp_path / "mine")
+
+
+def test_metrics_that_are_lost_or_damaged(tmp_path: Path, whole: Path) -> None:
+    out = tmp_path / "r"
+    with pytest.raises(CrashError):
+        run(CONFIG, out, observe=crash(3))
+    path = out / "metrics.jsonl"
+    good = path.read_bytes()
+    lines = good.splitlines(keepends=True)
+    for bad in (
+        b"",
+        b"\xff\xfe" + good[2:],
+        b"".join([lines[0], *lines[2:]]),
+        lines[0] + b'{"round": 1}\n{"round": 2}\n',
+    ):
+        path.write_bytes(bad)
+        with pytest.raises(DpfedError, match="does not hold rounds 0 to 2"):
+            run(CONFIG, out, resume=True)
+    path.unlink()
+    with pytest.raises(DpfedError, match="does not hold rounds 0 to 2"):
+        run(CONFIG, out, resume=True)
+    path.write_bytes(good + b'{"round": 3, "acc\xff')
+    run(CONFIG, out, resume=True)
+    same(whole, out)
