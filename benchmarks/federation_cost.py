@@ -61,7 +61,9 @@ def client(path: Path, size: int) -> None:
 
     with on_signals() as stop, suppress(InterruptedRunError):
         stop.gently = True
-        keep_going(links.address_of(link.address), Path(config.client.state) / "flower", None, app, stop)
+        keep_going(
+            links.address_of(link.address), Path(config.client.state) / "flower", None, app, stop
+        )
 
 
 def rounds(trial: Trial, job: Job, count: int) -> tuple[list[float], list[float]]:
@@ -78,7 +80,9 @@ def rounds(trial: Trial, job: Job, count: int) -> tuple[list[float], list[float]
         federation = federation_of(job, "cost", transport, print)
         state, cohort = first_state(job), list(range(len(trial.names)))
         for t in range(1, count + 2):
-            requests = {name: pack(federation._request(t, state, i)) for i, name in enumerate(trial.names)}
+            requests = {
+                name: pack(federation._request(t, state, i)) for i, name in enumerate(trial.names)
+            }
             began = time.perf_counter()
             mean, answered = federation.run_cohort(t, state, cohort)
             state = aggregate(job, t, state, cohort, mean, answered)
@@ -99,7 +103,10 @@ def guarding(path: Path, job: Job, trial: Trial, count: int) -> tuple[float, flo
     config, _ = links.load_client(path, registry())
     own: Any = Client(config, insecure=True)
     size = job.space.size
-    own._compute = lambda request, built, plan, memory: ({"delta": torch.zeros(size), "v": torch.zeros(1)}, {})
+    own._compute = lambda request, built, plan, memory: (
+        {"delta": torch.zeros(size), "v": torch.zeros(1)},
+        {},
+    )
     state, medians, computing = first_state(job), [], []
     for attempt in range(5):
         federation = federation_of(job, f"guarding-{attempt}", links, print)  # type: ignore[arg-type]
@@ -134,11 +141,20 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         trial = stack.enter_context(Trial(Path(folder), clients=2, secure=False, **sections))
-        job = prepare_server(served(load(str(trial.folder / "cfg.toml"), [], registry()), seeded=True))
+        job = prepare_server(
+            served(load(str(trial.folder / "cfg.toml"), [], registry()), seeded=True)
+        )
         size = 4 * job.space.size
         children = [
             subprocess.Popen(
-                [sys.executable, __file__, "--client", str(trial.folder / name / "client.toml"), "--size", str(size)],
+                [
+                    sys.executable,
+                    __file__,
+                    "--client",
+                    str(trial.folder / name / "client.toml"),
+                    "--size",
+                    str(size),
+                ],
                 stdout=subprocess.DEVNULL,
             )
             for name in trial.names
@@ -150,11 +166,17 @@ def main() -> None:
                 child.send_signal(signal.SIGTERM)
             for child in children:
                 child.wait()
-        guard, busy = guarding(trial.folder / trial.names[0] / "client.toml", job, trial, given.rounds)
+        guard, busy = guarding(
+            trial.folder / trial.names[0] / "client.toml", job, trial, given.rounds
+        )
     print(f"{job.config.model.name}, {job.space.size:,} trainable numbers, {steps} local steps")
-    print(f"a round of 2 clients: {median(full):.2f} s; an empty round of Flower: {median(empty):.2f} s")
+    print(
+        f"a round of 2 clients: {median(full):.2f} s; an empty round of Flower: {median(empty):.2f} s"
+    )
     print(f"ratio {median(full) / median(empty):.2f}")
-    print(f"message, policy, ledger and storing at a client: {1000 * guard:.0f} ms, {1000 * busy:.0f} of it computing")
+    print(
+        f"message, policy, ledger and storing at a client: {1000 * guard:.0f} ms, {1000 * busy:.0f} of it computing"
+    )
 
 
 if __name__ == "__main__":

@@ -30,8 +30,14 @@ def row_of(case: Case, device: torch.device, repeats: int) -> dict[str, Any]:
     fleet = case.clients
     while True:
         part = replace(case, clients=fleet)
-        found = measure("private", partial(private, part, device, dtype, False, part.union), device, repeats, 3)
-        if found.milliseconds is not None or fleet == 1 or "OutOfMemory" not in (found.failed or ""):
+        found = measure(
+            "private", partial(private, part, device, dtype, False, part.union), device, repeats, 3
+        )
+        if (
+            found.milliseconds is not None
+            or fleet == 1
+            or "OutOfMemory" not in (found.failed or "")
+        ):
             break
         fleet = -(-fleet // 2)
     fleets = -(-case.clients // fleet)
@@ -49,7 +55,9 @@ def row_of(case: Case, device: torch.device, repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--out", type=Path)
@@ -58,13 +66,18 @@ def main() -> None:
     cuda = device.type == "cuda"
     base = (GPU if cuda else CPU)[0]
     cases = [replace(base, clients=s) for s in (COHORTS if cuda else COHORTS[:3])]
-    cases += [replace(base, rank=r) for r in RANKS if r != base.rank] + [replace(base, train="full")]
+    cases += [replace(base, rank=r) for r in RANKS if r != base.rank] + [
+        replace(base, train="full")
+    ]
     rows = []
     for case in cases:
         rows.append(row_of(case, device, args.repeats))
         r = rows[-1]
         if r["ms"] is None:
-            print(f"S={r['clients']:3} {r['trained']:7} P={r['P']:>11,} failed: {r['failed']}", flush=True)
+            print(
+                f"S={r['clients']:3} {r['trained']:7} P={r['P']:>11,} failed: {r['failed']}",
+                flush=True,
+            )
             continue
         peak = "" if r["peak_gib"] is None else f"  peak {r['peak_gib']:6.1f} GiB"
         print(
@@ -74,7 +87,9 @@ def main() -> None:
         )
     if args.out:
         name = torch.cuda.get_device_name(device) if cuda else "CPU"
-        args.out.write_text(json.dumps({"device": name, "model": base.model, "rows": rows}, indent=1) + "\n")
+        args.out.write_text(
+            json.dumps({"device": name, "model": base.model, "rows": rows}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -31,7 +31,12 @@ def source_of(clients: int) -> Source:
     x = rng.normal(size=(RECORDS * clients + 100, 8)).astype(np.float32)
     y = (x @ rng.normal(size=(8, 4))).argmax(1)
     names = ("a", "b", "c", "d")
-    return Source(Table({"features": x[100:]}, y[100:]), Table({"features": x[:100]}, y[:100]), names, "features")
+    return Source(
+        Table({"features": x[100:]}, y[100:]),
+        Table({"features": x[:100]}, y[:100]),
+        names,
+        "features",
+    )
 
 
 def measure(clients: int, partition: str, folder: Path) -> tuple[float, float, float]:
@@ -67,7 +72,9 @@ def main() -> None:
     parser.add_argument("clients", nargs="*", type=int, default=[1_000, 10_000, 100_000])
     parser.add_argument("--partition", default="iid")
     given = parser.parse_args()
-    print(f"{'clients':>9} {'start-up s':>11} {'round s':>9} {'round with epsilon s':>21} {'peak MiB':>9}")
+    print(
+        f"{'clients':>9} {'start-up s':>11} {'round s':>9} {'round with epsilon s':>21} {'peak MiB':>9}"
+    )
     with tempfile.TemporaryDirectory() as folder:
         measure(COHORT, given.partition, Path(folder))  # imports and caches
         for clients in given.clients:

@@ -27,18 +27,23 @@ def setting(clients: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return 16 / sizes, np.bincount(np.concatenate(drawn), minlength=clients)
 
 
-def excess(rates: np.ndarray, rounds: np.ndarray, bounds: np.ndarray, sample: int) -> tuple[float, float]:
+def excess(
+    rates: np.ndarray, rounds: np.ndarray, bounds: np.ndarray, sample: int
+) -> tuple[float, float]:
     """Smallest and largest relative excess of the bounds over the exact PLD, on a random sample of clients."""
     chosen = np.random.default_rng(1).choice(np.flatnonzero(rounds), sample, replace=False)
     exact = [
-        pld_epsilon([(Mechanism("poisson", rates[i], SIGMA), LOCAL_STEPS * int(rounds[i]))], DELTA) for i in chosen
+        pld_epsilon([(Mechanism("poisson", rates[i], SIGMA), LOCAL_STEPS * int(rounds[i]))], DELTA)
+        for i in chosen
     ]
     ratio = bounds[chosen] / np.asarray(exact) - 1
     return float(ratio.min()), float(ratio.max())
 
 
 def main(counts: list[int]) -> None:
-    print(f"{'clients':>9} {'seconds':>8} {'peak MiB':>9} {'max eps':>8} {'excess over exact PLD, 40 clients':>36}")
+    print(
+        f"{'clients':>9} {'seconds':>8} {'peak MiB':>9} {'max eps':>8} {'excess over exact PLD, 40 clients':>36}"
+    )
     for clients in counts:
         rates, rounds = setting(clients)
         start = time.perf_counter()
@@ -47,7 +52,9 @@ def main(counts: list[int]) -> None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         low, high = excess(rates, rounds, bounds, 40)
         kept = "kept" if low >= 0 and high <= 0.03 else "BROKEN"
-        print(f"{clients:9d} {seconds:8.1f} {peak:9.0f} {bounds.max():8.3f} {low:17.2%} to {high:.2%}, promise {kept}")
+        print(
+            f"{clients:9d} {seconds:8.1f} {peak:9.0f} {bounds.max():8.3f} {low:17.2%} to {high:.2%}, promise {kept}"
+        )
 
 
 if __name__ == "__main__":

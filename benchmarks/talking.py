@@ -26,7 +26,10 @@ def one(rank: int, processes: int, cuda: bool, sizes: list[int], meet: str) -> N
     device = torch.device("cuda" if cuda else "cpu")
     group = Group(rank, processes, 60, "cpu:gloo,cuda:nccl" if cuda else "gloo", f"file://{meet}")
     for size in sizes:
-        state, message = torch.ones(4 * size, dtype=torch.uint8, device=device), torch.ones(size, device=device)
+        state, message = (
+            torch.ones(4 * size, dtype=torch.uint8, device=device),
+            torch.ones(size, device=device),
+        )
         seconds = []
         for _ in range(ROUNDS + 3):
             start = time.perf_counter()

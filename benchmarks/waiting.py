@@ -27,7 +27,11 @@ from dpfed.registry import registry
 from dpfed.training import round_loop
 from dpfed.training.run import run
 
-CLOCK, PROFILED, ROUNDS = (10, 40), (45, 55), 56  # rounds [first, last) by the clock, and under the profiler
+CLOCK, PROFILED, ROUNDS = (
+    (10, 40),
+    (45, 55),
+    56,
+)  # rounds [first, last) by the clock, and under the profiler
 PAUSES = (3, 10, 100)  # microseconds
 
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -58,7 +62,11 @@ def pauses(kernels: Sequence[Kernel]) -> tuple[float, list[Pause]]:
     busy, last = 0.0, None
     for kernel in sorted(kernels):
         if last is None or kernel.start > last.end:
-            found += [] if last is None else [Pause(kernel.start - last.end, kernel.launch != last.launch)]
+            found += (
+                []
+                if last is None
+                else [Pause(kernel.start - last.end, kernel.launch != last.launch)]
+            )
             busy, last = busy + kernel.end - kernel.start, kernel
         elif kernel.end > last.end:
             busy, last = busy + kernel.end - last.end, kernel
@@ -74,14 +82,18 @@ def lines(kernels: Sequence[Kernel], profiled: int, clock: float, slower: float)
         "outside of launches": [p.length for p in found if p.outside],
         "inside of launches": [p.length for p in found if not p.outside],
     }
-    kinds |= {f"longer than {least} us": [p.length for p in found if p.length > least] for least in PAUSES}
+    kinds |= {
+        f"longer than {least} us": [p.length for p in found if p.length > least] for least in PAUSES
+    }
     out = [
         f"a round by the clock            {clock:7.2f} ms, {slower:.2f} under the profiler",
         f"kernels and copies of a round   {busy / profiled / 1e3:7.2f} ms in {len(kernels) / profiled:.0f}, by {launches / profiled:.0f} launches",
     ]
     for name, some in kinds.items():
         total = sum(some) / profiled / 1e3
-        out.append(f"pauses {name:24} {total:7.2f} ms, {100 * total / clock:.1f} %, {len(some) / profiled:.1f} a round")
+        out.append(
+            f"pauses {name:24} {total:7.2f} ms, {100 * total / clock:.1f} %, {len(some) / profiled:.1f} a round"
+        )
     return out
 
 
@@ -113,11 +125,15 @@ class Watch:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("config")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--out", type=Path, help="folder of the run, if it is to be kept")
-    parser.add_argument("--trace", type=Path, help="file of the profile, if it is to be kept: *.json.gz")
+    parser.add_argument(
+        "--trace", type=Path, help="file of the profile, if it is to be kept: *.json.gz"
+    )
     args = parser.parse_args()
     if args.trace is not None and args.trace.suffix != ".gz":
         raise DpfedError(f"--trace {args.trace}: give it a name that ends with .json.gz")

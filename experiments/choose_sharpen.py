@@ -23,30 +23,45 @@ from dpfed.model.task import InputSpec
 from dpfed.model.zoo.pretrained import config_of
 from dpfed.model.zoo.vision import AutoImage
 
-WAYS = [("bilinear", 0.0), ("bicubic", 0.0), *(("bicubic", s) for s in (0.5, 1.0, 1.5, 2.0, 2.5, 3.0))]
+WAYS = [
+    ("bilinear", 0.0),
+    ("bicubic", 0.0),
+    *(("bicubic", s) for s in (0.5, 1.0, 1.5, 2.0, 2.5, 3.0)),
+]
 
 
 def read(folder: Path, count: int) -> Tensor:
     """At most so many images of the folder, spread over it, as uint8 `[n, 3, h, w]`."""
     files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in (".jpeg", ".jpg", ".png"))
     if not files:
-        raise DpfedError(f"there is no .jpeg, .jpg or .png file in {folder}: give a folder of public images")
+        raise DpfedError(
+            f"there is no .jpeg, .jpg or .png file in {folder}: give a folder of public images"
+        )
     n = min(count, len(files))
     files = [files[i * len(files) // n] for i in range(n)]
     hint = "give a folder of public images of one size"
-    return torch.from_numpy(decode_all(lambda i: files[i].read_bytes(), [str(file) for file in files], hint))
+    return torch.from_numpy(
+        decode_all(lambda i: files[i].read_bytes(), [str(file) for file in files], hint)
+    )
 
 
 def answers(weights: str, x: Tensor, resize: str, sharpen: float) -> Tensor:
-    spec = InputSpec("image", "pixel_values", tuple(x.shape[1:]), int(config_of(weights).num_labels))
+    spec = InputSpec(
+        "image", "pixel_values", tuple(x.shape[1:]), int(config_of(weights).num_labels)
+    )
     built = AutoImage(weights=weights, head="kept", resize=resize, sharpen=sharpen).build(spec)  # type: ignore[arg-type]
     with torch.no_grad():
-        parts = [call(built.model, {}, built.prepare({"pixel_values": piece})).argmax(1) for piece in x.split(100)]
+        parts = [
+            call(built.model, {}, built.prepare({"pixel_values": piece})).argmax(1)
+            for piece in x.split(100)
+        ]
     return torch.cat(parts)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--weights", required=True)
     parser.add_argument("--images", type=Path, required=True)
     parser.add_argument("--size", type=int, default=32, help="side of the clients' images")
@@ -55,12 +70,24 @@ def main() -> None:
     if min(args.size, args.count) < 1:
         raise DpfedError("--size and --count must be at least 1")
     x = read(args.images, args.count)
-    small = F.interpolate(x.float(), (args.size, args.size), mode="bicubic", antialias=True).round().clamp(0, 255)
+    small = (
+        F.interpolate(x.float(), (args.size, args.size), mode="bicubic", antialias=True)
+        .round()
+        .clamp(0, 255)
+    )
     expected = answers(args.weights, x, "bilinear", 0.0)
-    print(f"{len(x)} images of {x.shape[-1]} pixels, shrunk to {args.size}; answers that stay the same:")
+    print(
+        f"{len(x)} images of {x.shape[-1]} pixels, shrunk to {args.size}; answers that stay the same:"
+    )
     for resize, sharpen in WAYS:
-        same = (answers(args.weights, small.to(torch.uint8), resize, sharpen) == expected).float().mean()
-        print(f"  resize = {resize:9} sharpen = {sharpen:g}: {100 * float(same):5.1f} %", flush=True)
+        same = (
+            (answers(args.weights, small.to(torch.uint8), resize, sharpen) == expected)
+            .float()
+            .mean()
+        )
+        print(
+            f"  resize = {resize:9} sharpen = {sharpen:g}: {100 * float(same):5.1f} %", flush=True
+        )
 
 
 if __name__ == "__main__":

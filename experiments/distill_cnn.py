@@ -51,17 +51,26 @@ def views(x: Tensor, draw: Callable[[int], Tensor]) -> Tensor:
 
 def divergence(given: Tensor, wanted: Tensor) -> Tensor:
     """The mean of KL(wanted || given) over records; both are logits."""
-    return F.kl_div(given.log_softmax(1), wanted.log_softmax(1), reduction="batchmean", log_target=True)
+    return F.kl_div(
+        given.log_softmax(1), wanted.log_softmax(1), reduction="batchmean", log_target=True
+    )
 
 
-def build(teacher: str, shape: tuple[int, ...], size: int, width: int, groups: int) -> tuple[Built, Built]:
+def build(
+    teacher: str, shape: tuple[int, ...], size: int, width: int, groups: int
+) -> tuple[Built, Built]:
     config = config_of(teacher)
     if not any("ImageClassification" in name for name in config.architectures or ()):
         raise DpfedError(
             f"{teacher} has no classifier of its own to learn from: give --teacher a model that was trained to classify"
         )
-    large, small = (InputSpec("image", "pixel_values", s, int(config.num_labels)) for s in (shape, (3, size, size)))
-    return AutoImage(weights=teacher, head="kept").build(large), GNResNet18(width=width, groups=groups).build(small)
+    large, small = (
+        InputSpec("image", "pixel_values", s, int(config.num_labels))
+        for s in (shape, (3, size, size))
+    )
+    return AutoImage(weights=teacher, head="kept").build(large), GNResNet18(
+        width=width, groups=groups
+    ).build(small)
 
 
 def distill(
@@ -86,7 +95,10 @@ def distill(
         rows = torch.randint(len(x), (batch,), generator=generator, device=device)
         seen = views(x[rows], lambda n: torch.rand(n, generator=generator, device=device))
         small = F.interpolate(seen, (size, size), mode="bilinear", antialias=True)
-        large, small = (built.prepare({"pixel_values": view}) for built, view in ((teacher, seen), (student, small)))
+        large, small = (
+            built.prepare({"pixel_values": view})
+            for built, view in ((teacher, seen), (student, small))
+        )
         with autocast:
             with torch.no_grad():
                 wanted = call(teacher.model, {}, large).float()
@@ -107,19 +119,27 @@ def distill(
 def check(args: argparse.Namespace) -> None:
     """What would otherwise be noticed late, or not at all."""
     if min(args.size, args.width, args.groups, args.count, args.steps, args.batch) < 1:
-        raise DpfedError("--size, --width, --groups, --count, --steps and --batch must be at least 1")
+        raise DpfedError(
+            "--size, --width, --groups, --count, --steps and --batch must be at least 1"
+        )
     if not 0 < args.lr < 1e30:
         raise DpfedError(f"--lr {args.lr} is not a learning rate: give a small number above 0")
     if args.out.is_dir() or not args.out.parent.is_dir():
-        raise DpfedError(f"{args.out} cannot be written: give --out the name of a file in a folder that is there")
+        raise DpfedError(
+            f"{args.out} cannot be written: give --out the name of a file in a folder that is there"
+        )
     try:
         torch.zeros(1, device=args.device)
     except (RuntimeError, AssertionError):
-        raise DpfedError(f"--device {args.device} is not there: give cpu, or cuda on a machine with a GPU") from None
+        raise DpfedError(
+            f"--device {args.device} is not there: give cpu, or cuda on a machine with a GPU"
+        ) from None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--teacher", required=True)
     parser.add_argument("--images", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -145,7 +165,9 @@ def main() -> None:
     if not all(value.isfinite().all() for value in state.values()):
         raise DpfedError("training diverged, nothing was written: give a smaller --lr")
     save_file(state, args.out)
-    print(f"{len(x)} images; {sum(value.numel() for value in state.values()):,} numbers in {args.out}")
+    print(
+        f"{len(x)} images; {sum(value.numel() for value in state.values()):,} numbers in {args.out}"
+    )
 
 
 if __name__ == "__main__":

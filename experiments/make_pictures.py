@@ -60,7 +60,10 @@ def measured(workers: Sequence[str]) -> dict[str, Any]:
 
 def one_run(out: Path, seed: int) -> dict[str, Any]:
     dpfed("run", "--set", f"run.seed={seed}", "--out", str(out))
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     return {
         "seed": seed,
         "epsilon": [round(row["epsilon_server_max"], 4) for row in rows],
@@ -72,7 +75,11 @@ def cells(study: Path) -> list[dict[str, Any]]:
     """Method, epsilon and the accuracy of each seed, on the half of the test data that the search did not see."""
     table = json.loads((study / "table.json").read_text(encoding="utf-8"))
     return [
-        {"method": arm["row"], "epsilon": float(arm["column"]), "accuracies": [round(a, 4) for a in arm["accuracies"]]}
+        {
+            "method": arm["row"],
+            "epsilon": float(arm["column"]),
+            "accuracies": [round(a, 4) for a in arm["accuracies"]],
+        }
         for arm in table["rows"]
     ]
 
@@ -100,7 +107,15 @@ def plain(figure: Any, axes: Any, colours: dict[str, str]) -> Any:
 
 def titled(axes: Any, colours: dict[str, str], title: str, subtitle: str) -> None:
     axes.set_title(title, loc="left", color=colours["ink"], fontsize=13, fontweight="bold", pad=26)
-    axes.text(0, 1.03, subtitle, transform=axes.transAxes, color=colours["soft"], fontsize=9.5, va="bottom")
+    axes.text(
+        0,
+        1.03,
+        subtitle,
+        transform=axes.transAxes,
+        color=colours["soft"],
+        fontsize=9.5,
+        va="bottom",
+    )
 
 
 def finish(figure: Any, axes: Any, colours: dict[str, str], path: Path) -> None:
@@ -119,19 +134,33 @@ def draw_run(runs: list[dict[str, Any]], theme: str, path: Path) -> None:
     columns = list(zip(*(run["accuracy"][1:] for run in runs), strict=True))
     mean = [100 * sum(values) / len(values) for values in columns]
     axes.fill_between(
-        epsilon, [100 * min(v) for v in columns], [100 * max(v) for v in columns], color=colour, alpha=0.22, linewidth=0
+        epsilon,
+        [100 * min(v) for v in columns],
+        [100 * max(v) for v in columns],
+        color=colour,
+        alpha=0.22,
+        linewidth=0,
     )
     axes.plot(epsilon, mean, "-o", color=colour, linewidth=2.2, markersize=4.5)
     axes.axvline(8, color=colours["budget"], linestyle=(0, (4, 3)), linewidth=1.4)
     axes.annotate(
-        "the budget\nε = 8", (8, 88.6), xytext=(7, 0), textcoords="offset points", color=colours["soft"], fontsize=9.5
+        "the budget\nε = 8",
+        (8, 88.6),
+        xytext=(7, 0),
+        textcoords="offset points",
+        color=colours["soft"],
+        fontsize=9.5,
     )
     for i, where in ((0, (16, -40)), (9, (0, -42)), (29, (-86, 24))):
         axes.annotate(
             f"round {i + 1}: {mean[i]:.1f} %", (epsilon[i], mean[i]), xytext=where, textcoords="offset points",
             color=colours["ink"], fontsize=9.5,
         )  # fmt: skip
-    axes.set(xlim=(1.9, 9.0), ylim=(88, 98), xlabel="privacy spent by each client: ε at δ = 10⁻⁵ (server's view)")
+    axes.set(
+        xlim=(1.9, 9.0),
+        ylim=(88, 98),
+        xlabel="privacy spent by each client: ε at δ = 10⁻⁵ (server's view)",
+    )
     axes.set_ylabel("accuracy on the test set, %")
     titled(
         axes, colours, "Handwritten digits at ten clients, every record protected",
@@ -145,7 +174,9 @@ def draw_compare(table: list[dict[str, Any]], theme: str, path: Path) -> None:
     figure, axes, colours = begin(theme, (7.2, 4.0))
     budgets = sorted({row["epsilon"] for row in table})
     for place, method in enumerate(METHODS):
-        rows = sorted((row for row in table if row["method"] == method), key=lambda row: row["epsilon"])
+        rows = sorted(
+            (row for row in table if row["method"] == method), key=lambda row: row["epsilon"]
+        )
         shift = 0.07 * (place - 1)
         means = [100 * sum(row["accuracies"]) / len(row["accuracies"]) for row in rows]
         low = [m - 100 * min(row["accuracies"]) for m, row in zip(means, rows, strict=True)]
@@ -155,7 +186,10 @@ def draw_compare(table: list[dict[str, Any]], theme: str, path: Path) -> None:
             color=colours[method], linewidth=2, markersize=7, capsize=3, elinewidth=1.3, label=NAMES[method],
         )  # fmt: skip
     axes.set_xticks(budgets, [f"{value:g}" for value in budgets])
-    axes.set(xlim=(budgets[0] - 0.35, budgets[-1] + 0.35), xlabel="privacy budget: ε at δ = 10⁻⁵ (server's view)")
+    axes.set(
+        xlim=(budgets[0] - 0.35, budgets[-1] + 0.35),
+        xlabel="privacy budget: ε at δ = 10⁻⁵ (server's view)",
+    )
     axes.set_ylabel("accuracy on the test half, %")
     axes.legend(loc="lower right", frameon=False, labelcolor=colours["ink"], fontsize=10)
     titled(
@@ -170,11 +204,20 @@ def draw_growth(found: dict[str, Any], theme: str, path: Path) -> None:
     colours, rows = COLOURS[theme], [row for row in found["rows"] if row["ms"] is not None]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(8.6, 3.9), layout="constrained")
     rank = rows[0]["trained"]
-    cohorts = sorted((row for row in rows if row["trained"] == rank), key=lambda row: row["clients"])
+    cohorts = sorted(
+        (row for row in rows if row["trained"] == rank), key=lambda row: row["clients"]
+    )
     trained = sorted((row for row in rows if row["clients"] == 5), key=lambda row: row["P"])
-    for axes, chosen, x, y in ((left, cohorts, "clients", "ms_per_client"), (right, trained, "P", "ms")):
+    for axes, chosen, x, y in (
+        (left, cohorts, "clients", "ms_per_client"),
+        (right, trained, "P", "ms"),
+    ):
         plain(figure, axes, colours).plot(
-            [row[x] for row in chosen], [row[y] for row in chosen], "-o", color=colours["dp-fedadamw"], linewidth=2.2
+            [row[x] for row in chosen],
+            [row[y] for row in chosen],
+            "-o",
+            color=colours["dp-fedadamw"],
+            linewidth=2.2,
         )
         for row in chosen:
             text = f"{row['peak_gib']:.1f} GiB" + (f"\n{row['trained']}" if x == "P" else "")
@@ -189,18 +232,30 @@ def draw_growth(found: dict[str, Any], theme: str, path: Path) -> None:
     left.set(xlabel="clients in a step, 16 records each", ylabel="milliseconds for each client")
     right.set(xlabel="numbers trained", ylabel="milliseconds for a step of 5 clients")
     titled(
-        left, colours, "A client costs less in company", f"{found['model']}, LoRA {rank} · peak memory at each point"
+        left,
+        colours,
+        "A client costs less in company",
+        f"{found['model']}, LoRA {rank} · peak memory at each point",
     )
-    titled(right, colours, "Rank costs little, all weights cost more", f"{found['device']}, one private local step")
+    titled(
+        right,
+        colours,
+        "Rank costs little, all weights cost more",
+        f"{found['device']}, one private local step",
+    )
     right.xaxis.label.set_color(colours["ink"])
     right.yaxis.label.set_color(colours["ink"])
     finish(figure, left, colours, path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--measure", action="store_true", help="run the commands first")
-    parser.add_argument("--workers", help="processes of the study; default: as dpfed compare chooses")
+    parser.add_argument(
+        "--workers", help="processes of the study; default: as dpfed compare chooses"
+    )
     parser.add_argument("--out", type=Path, default=IMAGES, help="folder of the pictures")
     options = parser.parse_args()
     if options.measure:
@@ -213,7 +268,11 @@ def main() -> None:
         for theme in COLOURS:
             draw_run(numbers["run"], theme, options.out / f"run-{theme}.svg")
             draw_compare(numbers["compare"], theme, options.out / f"compare-{theme}.svg")
-            draw_growth(json.loads(GROWTH.read_text(encoding="utf-8")), theme, options.out / f"growth-{theme}.svg")
+            draw_growth(
+                json.loads(GROWTH.read_text(encoding="utf-8")),
+                theme,
+                options.out / f"growth-{theme}.svg",
+            )
 
 
 if __name__ == "__main__":

@@ -59,8 +59,20 @@ DRIFT = ("local", "local-free", "fedavg", "fedavg-free", "adamw")
 
 def words_of(arm: Arm, out: Path, config: Path, given: Sequence[str]) -> list[str]:
     """After `dpfed`."""
-    sets = [*given, f"algorithm.name={arm.algorithm}", f"algorithm.lr={arm.lr!r}", "run.diagnostics=true", *arm.sets]
-    return ["run", str(config), *(word for item in sets for word in ("--set", item)), "--out", str(out / arm.name)]
+    sets = [
+        *given,
+        f"algorithm.name={arm.algorithm}",
+        f"algorithm.lr={arm.lr!r}",
+        "run.diagnostics=true",
+        *arm.sets,
+    ]
+    return [
+        "run",
+        str(config),
+        *(word for item in sets for word in ("--set", item)),
+        "--out",
+        str(out / arm.name),
+    ]
 
 
 def result_in(folder: Path, arm: Arm) -> dict[str, Any] | None:
@@ -82,12 +94,16 @@ def run(out: Path, given: Sequence[str], jobs: int, config: Path = CONFIG) -> in
             return 0
         command = [sys.executable, "-m", "dpfed", *words_of(arm, out, config, given), "--force"]
         with (out / f"{arm.name}.log").open("wb") as log:
-            return subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+            return subprocess.run(
+                command, stdout=log, stderr=subprocess.STDOUT, check=False
+            ).returncode
 
     with ThreadPoolExecutor(jobs) as pool:
         codes = list(pool.map(one, ARMS))
     for arm, code in zip(ARMS, codes, strict=True):
-        print(f"{arm.name}: {'done' if code == 0 else f'exit code {code}, see {out / arm.name}.log'}")
+        print(
+            f"{arm.name}: {'done' if code == 0 else f'exit code {code}, see {out / arm.name}.log'}"
+        )
     return int(any(codes))
 
 
@@ -100,7 +116,9 @@ def gathered(out: Path) -> dict[str, Any]:
     for arm in ARMS:
         result, rows = result_in(out / arm.name, arm), read_diagnostics(out / arm.name)
         if result is None or not rows:
-            raise DpfedError(f"{out / arm.name} holds no finished run of it: mechanism.py run comes first")
+            raise DpfedError(
+                f"{out / arm.name} holds no finished run of it: mechanism.py run comes first"
+            )
         whole = [row for row in rows if "sqrt_v_histogram" in row]
         arms[arm.name] = {
             "label": arm.label,
@@ -109,7 +127,11 @@ def gathered(out: Path) -> dict[str, Any]:
             "rounds": [row["round"] for row in rows],
             "noise_std": rows[-1]["noise_std"],
             **{key: [_short(row[key]) for row in rows] for key in CURVES if key in rows[-1]},
-            **({"sqrt_v": whole[-1]["sqrt_v_histogram"], "log10": whole[-1]["histogram_log10"]} if whole else {}),
+            **(
+                {"sqrt_v": whole[-1]["sqrt_v_histogram"], "log10": whole[-1]["histogram_log10"]}
+                if whole
+                else {}
+            ),
         }
     return {"versions": result["versions"] if result else {}, "arms": arms}
 
@@ -134,9 +156,13 @@ def lines(found: Mapping[str, Any]) -> list[str]:
     """The table of the page, of each arm its middle round: in the last one steps are nearly 0. √v is that of the last."""
     out = ["| method | accuracy % | spread of v | median of √v | drift |", "|---|---|---|---|---|"]
     for arm in found["arms"].values():
-        spread, drift = (_said(arm[key][(len(arm[key]) - 1) // 2] if key in arm else None) for key in CURVES)
+        spread, drift = (
+            _said(arm[key][(len(arm[key]) - 1) // 2] if key in arm else None) for key in CURVES
+        )
         root = _said(median_root(arm) if "sqrt_v" in arm else None)
-        out.append(f"| {arm['label']} | {100 * arm['accuracy']:.1f} | {spread} | {root} | {drift} |")
+        out.append(
+            f"| {arm['label']} | {100 * arm['accuracy']:.1f} | {spread} | {root} | {drift} |"
+        )
     return out
 
 
@@ -152,13 +178,19 @@ def draw(found: Mapping[str, Any], images: Path) -> None:
     images.mkdir(parents=True, exist_ok=True)
     for theme, shades in LINES.items():
         colours = house.COLOURS[theme]
-        with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": "dpfed", "font.family": "sans-serif"}):
+        with pyplot.rc_context(
+            {"svg.fonttype": "none", "svg.hashsalt": "dpfed", "font.family": "sans-serif"}
+        ):
             figure, panels = pyplot.subplots(1, 3, figsize=(13.2, 4.2), layout="constrained")
             for axes, names in zip(panels, (SPREAD, SHIFT, DRIFT), strict=True):
                 house.plain(figure, axes, colours)
                 for name in names:
                     at = order.index(name)
-                    style = {"color": shades[at], "linestyle": STYLES[at % len(STYLES)], "linewidth": 1.8}
+                    style = {
+                        "color": shades[at],
+                        "linestyle": STYLES[at % len(STYLES)],
+                        "linewidth": 1.8,
+                    }
                     _line(axes, found["arms"][name], names, style)
                 axes.legend(frameon=False, labelcolor=colours["ink"], fontsize=8.5)
                 axes.xaxis.label.set_color(colours["ink"])
@@ -168,7 +200,9 @@ def draw(found: Mapping[str, Any], images: Path) -> None:
             house.finish(figure, panels[0], colours, images / f"mechanism-{theme}.svg")
 
 
-def _line(axes: Any, arm: Mapping[str, Any], panel: Sequence[str], style: Mapping[str, Any]) -> None:
+def _line(
+    axes: Any, arm: Mapping[str, Any], panel: Sequence[str], style: Mapping[str, Any]
+) -> None:
     if panel is SHIFT:
         counts, (low, high) = arm["sqrt_v"], arm["log10"]
         width = (high - low) / len(counts)
@@ -181,7 +215,12 @@ def _line(axes: Any, arm: Mapping[str, Any], panel: Sequence[str], style: Mappin
 
 def _range(arms: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     """Where at least one in a thousand coordinates of an arm is, and a little around it."""
-    at = [i for arm in arms for i, count in enumerate(arm["sqrt_v"]) if count > sum(arm["sqrt_v"]) / 1000]
+    at = [
+        i
+        for arm in arms
+        for i, count in enumerate(arm["sqrt_v"])
+        if count > sum(arm["sqrt_v"]) / 1000
+    ]
     low, high = arms[0]["log10"]
     width = (high - low) / len(arms[0]["sqrt_v"])
     return 10 ** (low + (min(at) - 2) * width), 10 ** (low + (max(at) + 3) * width)
@@ -192,18 +231,31 @@ def _describe(house: Any, panels: Sequence[Any], colours: Mapping[str, str], noi
     spread.set(xlabel="round", ylabel="variance over clients / mean square", yscale="log")
     shift.set(xlabel="√v, last round", ylabel="coordinates, %", xscale="log")
     shift.axvline(noise, color=colours["soft"], linewidth=1, linestyle=":")
-    shift.annotate("σC/B", (noise, 1), xycoords=("data", "axes fraction"), color=colours["soft"], fontsize=9, ha="left")
+    shift.annotate(
+        "σC/B",
+        (noise, 1),
+        xycoords=("data", "axes fraction"),
+        color=colours["soft"],
+        fontsize=9,
+        ha="left",
+    )
     drift.set(xlabel="round", ylabel="distance from the mean client", yscale="log")
-    house.titled(spread, colours, "Spread of v between clients", "relative to its size, end of each round")
+    house.titled(
+        spread, colours, "Spread of v between clients", "relative to its size, end of each round"
+    )
     house.titled(shift, colours, "Where noise puts √v", "noise alone puts it at σC/B")
-    house.titled(drift, colours, "Client drift", "end of each round, each method at a rate found for it")
+    house.titled(
+        drift, colours, "Client drift", "end of each round, each method at a rate found for it"
+    )
 
 
 # ------------------------------------------------------------------ command line
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     runner = commands.add_parser("run", help="one run for each arm")
     runner.add_argument("--out", type=Path, required=True)
@@ -211,7 +263,9 @@ def main(words: Sequence[str] | None = None) -> int:
     runner.add_argument("--jobs", type=int, default=1, help="runs at a time")
     runner.add_argument("--config", type=Path, default=CONFIG)
     drawer = commands.add_parser("draw", help="numbers and pictures")
-    drawer.add_argument("folder", type=Path, nargs="?", help="of the runs; without it the numbers stay as they are")
+    drawer.add_argument(
+        "folder", type=Path, nargs="?", help="of the runs; without it the numbers stay as they are"
+    )
     drawer.add_argument("--numbers", type=Path, default=NUMBERS)
     drawer.add_argument("--images", type=Path, default=IMAGES)
     options = parser.parse_args(words)

@@ -67,7 +67,9 @@ _FAMILIES: dict[str, list[str]] = {
     ],
     "truetype/humor-sans/Humor-": ["Sans.ttf"],
 }  # fmt: skip
-FONTS: list[Path] = [_SHARE / f"{stem}{tail}" for stem, tails in _FAMILIES.items() for tail in tails]
+FONTS: list[Path] = [
+    _SHARE / f"{stem}{tail}" for stem, tails in _FAMILIES.items() for tail in tails
+]
 
 SIDE = 32  # the bitmap's side
 CELL = 4  # ink is counted in CELL x CELL cells
@@ -77,7 +79,9 @@ POINTS = 96  # pen positions along one skeleton
 Point = tuple[float, float]
 
 
-def _arc(cx: float, cy: float, rx: float, ry: float, start: float, stop: float, n: int) -> list[Point]:
+def _arc(
+    cx: float, cy: float, rx: float, ry: float, start: float, stop: float, n: int
+) -> list[Point]:
     """`n` points on an ellipse, angles in degrees, clockwise from the right (y points down)."""
     angles = np.radians(np.linspace(start, stop, n))
     return [(float(cx + rx * math.cos(a)), float(cy + ry * math.sin(a))) for a in angles]
@@ -314,7 +318,9 @@ class FontBank:
                 if box is None:
                     continue
                 tight = canvas.crop(box)
-                images.append(np.asarray(tight.resize((BANK, BANK), Image.Resampling.BILINEAR)) / 255.0)
+                images.append(
+                    np.asarray(tight.resize((BANK, BANK), Image.Resampling.BILINEAR)) / 255.0
+                )
                 aspects.append(tight.width / tight.height)
                 labels.append(label)
         return FontBank(
@@ -330,7 +336,9 @@ def draw_fonts(bank: FontBank, index: Tensor, rng: torch.Generator) -> Tensor:
     n = len(index)
     images = bank.images[index][:, None]
     half_y = _uniform((n,), 14.0, 16.2, rng)
-    half_x = (half_y * bank.aspects[index] * torch.exp(torch.randn(n, generator=rng) * 0.15)).clamp(1.8, 16.0)
+    half_x = (half_y * bank.aspects[index] * torch.exp(torch.randn(n, generator=rng) * 0.15)).clamp(
+        1.8, 16.0
+    )
     angle = torch.randn(n, generator=rng) * 0.1
     slant = torch.randn(n, generator=rng) * 0.18
     axis_positions = torch.arange(SIDE) + 0.5 - SIDE / 2
@@ -358,11 +366,15 @@ def roughen(images: Tensor, rng: torch.Generator) -> Tensor:
     images = (1 - share) * images + share * soft
     images = images * _uniform((n, 1, 1, 1), 0.85, 1.1, rng)
     images = images + torch.randn(images.shape, generator=rng) * 0.04 * (images > 0)
-    specks = (torch.rand(images.shape, generator=rng) < 0.004) * _uniform(images.shape, 0.0, 0.4, rng)
+    specks = (torch.rand(images.shape, generator=rng) < 0.004) * _uniform(
+        images.shape, 0.0, 0.4, rng
+    )
     return ((images + specks).clamp(0.0, 1.0) * 16).round()[:, 0] / 16
 
 
-def draw(n: int, characters: str, bank: FontBank, seed: int, stroke_share: float) -> tuple[Tensor, Tensor]:
+def draw(
+    n: int, characters: str, bank: FontBank, seed: int, stroke_share: float
+) -> tuple[Tensor, Tensor]:
     """`n` glyphs (n, 1, 8, 8) in [0, 1] and their labels, in random order.
 
     A share `stroke_share` of the digits is drawn from skeletons, the rest from fonts. The ten digits are
@@ -386,7 +398,9 @@ def draw(n: int, characters: str, bank: FontBank, seed: int, stroke_share: float
     for pool, total in ((~is_letter, n_digits - n_strokes), (is_letter, n - n_digits)):
         candidates = pool.nonzero()[:, 0]
         for start in range(0, total if len(candidates) else 0, 512):
-            index = candidates[torch.randint(len(candidates), (min(512, total - start),), generator=rng)]
+            index = candidates[
+                torch.randint(len(candidates), (min(512, total - start),), generator=rng)
+            ]
             images.append(draw_fonts(bank, index, rng))
             labels.append(bank.labels[index])
     order = torch.randperm(sum(len(x) for x in labels), generator=rng)
@@ -414,11 +428,17 @@ def accuracy(model: ViTForImageClassification, images: Tensor, labels: Tensor) -
     model.eval()
     right = 0
     for start in range(0, len(images), 1024):
-        right += int((model(images[start : start + 1024]).logits.argmax(1) == labels[start : start + 1024]).sum())
+        right += int(
+            (
+                model(images[start : start + 1024]).logits.argmax(1) == labels[start : start + 1024]
+            ).sum()
+        )
     return right / len(images)
 
 
-def train(model: ViTForImageClassification, images: Tensor, labels: Tensor, args: argparse.Namespace) -> None:
+def train(
+    model: ViTForImageClassification, images: Tensor, labels: Tensor, args: argparse.Namespace
+) -> None:
     """AdamW with warm-up and cosine decay; label smoothing keeps the features of a class together."""
     rng = torch.Generator().manual_seed(args.seed + 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.05)
@@ -433,7 +453,9 @@ def train(model: ViTForImageClassification, images: Tensor, labels: Tensor, args
     started = time.time()
     for step in range(args.steps):
         index = torch.randint(len(images), (args.batch,), generator=rng)
-        loss = F.cross_entropy(model(images[index]).logits, labels[index], label_smoothing=args.smoothing)
+        loss = F.cross_entropy(
+            model(images[index]).logits, labels[index], label_smoothing=args.smoothing
+        )
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -473,10 +495,14 @@ Fonts used: {", ".join(fonts)}.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT)
     parser.add_argument("--classes", choices=["digits", "alnum"], default="alnum")
-    parser.add_argument("--stroke-share", type=float, default=0.7, help="share of digits drawn from skeletons")
+    parser.add_argument(
+        "--stroke-share", type=float, default=0.7, help="share of digits drawn from skeletons"
+    )
     parser.add_argument("--samples", type=int, default=300_000, help="glyphs drawn for training")
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--batch", type=int, default=256)
@@ -512,7 +538,9 @@ def main() -> None:
 
     args.out.mkdir(parents=True, exist_ok=True)
     model.eval().save_pretrained(args.out)
-    (args.out / "model.safetensors").chmod(0o644)  # transformers writes it readable by its owner only
+    (args.out / "model.safetensors").chmod(
+        0o644
+    )  # transformers writes it readable by its owner only
     stored = load_file(args.out / "model.safetensors")
     assert all(torch.isfinite(t).all() for t in stored.values())
     preprocessing = {"image_mean": [mean], "image_std": [std], "rescale_factor": 1 / 16,

@@ -39,7 +39,11 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 STUDIES = ROOT / "results" / "studies.toml"
 RUNS, ASKED, TABLE, STUDY, STARTS = "runs", "asked.json", "table.json", "study.json", "starts"
-KEPT = ("run.json", "metrics.jsonl", "config.toml")  # of a run: what says that it is done, and what it came to
+KEPT = (
+    "run.json",
+    "metrics.jsonl",
+    "config.toml",
+)  # of a run: what says that it is done, and what it came to
 WHOLE = (STUDY, ASKED, TABLE, "table.csv", "table.md", "search.csv")  # of a study
 PATHS = {"data.path": "DATA", "model.weights": "WEIGHTS"}  # where they lie is nobody else's matter
 PATIENCE, TRIES = 15.0, 4  # seconds that an interrupted study has to end, and how often it is told
@@ -78,7 +82,10 @@ def _spec(table: Mapping[str, Any]) -> Spec:
 def read_specs(path: Path) -> list[Spec]:
     try:
         tables: list[dict[str, Any]] = tomllib.loads(path.read_text(encoding="utf-8"))["study"]
-        specs = [_spec({k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}) for table in tables]
+        specs = [
+            _spec({k: tuple(v) if isinstance(v, list) else v for k, v in table.items()})
+            for table in tables
+        ]
     except (OSError, KeyError, TypeError, tomllib.TOMLDecodeError) as error:
         raise DpfedError(f"{path} is not a list of studies: {error}") from None
     if len({spec.name for spec in specs}) != len(specs):
@@ -107,7 +114,9 @@ def base_of(item: str) -> str | None:
     return base if colon else None
 
 
-def words_of(spec: Spec, base: str, overrides: Sequence[str], algorithms: Sequence[str]) -> list[str]:
+def words_of(
+    spec: Spec, base: str, overrides: Sequence[str], algorithms: Sequence[str]
+) -> list[str]:
     """The words after `dpfed`."""
     words = ["compare", base]
     words += ["--preset", spec.preset] if spec.preset else []
@@ -127,7 +136,9 @@ def published(spec: Spec, overrides: Sequence[str], algorithms: Sequence[str]) -
         key, _, value = item.partition("=")
         shown.append(f"{key}={PATHS[key]}" if key in PATHS and value != "random" else item)
     base = f"results/{spec.base}"
-    compare = shlex.join(["dpfed", *words_of(spec, base, started(spec, shown, "START"), algorithms)])
+    compare = shlex.join(
+        ["dpfed", *words_of(spec, base, started(spec, shown, "START"), algorithms)]
+    )
     if not spec.start:
         return compare
     first = shlex.join(["dpfed", *first_words(spec, base, shown, "FIRST")])
@@ -137,7 +148,13 @@ def published(spec: Spec, overrides: Sequence[str], algorithms: Sequence[str]) -
 def first_words(spec: Spec, base: str, overrides: Sequence[str], out: str) -> list[str]:
     """The run whose model the study starts from, after `dpfed`."""
     own = [item for item in overrides if item not in spec.set]
-    return ["run", base, *(word for item in (*own, *spec.start) for word in ("--set", item)), "--out", out]
+    return [
+        "run",
+        base,
+        *(word for item in (*own, *spec.start) for word in ("--set", item)),
+        "--out",
+        out,
+    ]
 
 
 def started(spec: Spec, overrides: Sequence[str], model: str) -> list[str]:
@@ -156,25 +173,45 @@ def best_arms(table: Mapping[str, Any], count: int) -> list[str]:
     from dpfed.studies.arms import REFERENCE, SHORT
 
     able = [row for row in table["rows"] if row["accuracy"] is not None]
-    fair = [row for row in able if row["epsilon"]["server_worst"] is not None and not row["larger_epsilon"]]
+    fair = [
+        row
+        for row in able
+        if row["epsilon"]["server_worst"] is not None and not row["larger_epsilon"]
+    ]
     first = sorted(fair, key=lambda row: -row["accuracy"])[:count]
     first += [row for row in able if row["method"] == REFERENCE and row not in first]
     out = []
     for row in first:
         name, _, changes = SHORT.get(row["method"], row["method"]).partition(":")
         rates = [f"{key}={value!r}" for key, value in row["rates"].items()]
-        out.append(f"{name}:{';'.join([*([changes] if changes else []), *rates])}" if changes or rates else name)
+        out.append(
+            f"{name}:{';'.join([*([changes] if changes else []), *rates])}"
+            if changes or rates
+            else name
+        )
     return out
 
 
-def study_from(spec: Spec, folder: Path, overrides: Sequence[str], algorithms: Sequence[str]) -> Study:
+def study_from(
+    spec: Spec, folder: Path, overrides: Sequence[str], algorithms: Sequence[str]
+) -> Study:
     from dpfed.cli.compare import study_of
     from dpfed.registry import registry
     from dpfed.studies.study import check
 
-    grids = [f"{name}={','.join(f'{value:g}' for value in values)}" for name, values in spec.lr.items()]
+    grids = [
+        f"{name}={','.join(f'{value:g}' for value in values)}" for name, values in spec.lr.items()
+    ]
     arms = ",".join(algorithms) or None
-    study = study_of(str(folder / spec.base), list(overrides), arms, spec.preset, grids, spec.seeds, spec.search_seeds)
+    study = study_of(
+        str(folder / spec.base),
+        list(overrides),
+        arms,
+        spec.preset,
+        grids,
+        spec.seeds,
+        spec.search_seeds,
+    )
     check(study, registry())
     return study
 
@@ -194,7 +231,11 @@ def interruptible(command: Sequence[str], log: Path, seconds: float | None) -> i
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
         process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_end_with_us
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_end_with_us,
         )
         try:
             return process.wait(seconds)
@@ -304,8 +345,12 @@ def refuse_other_versions(out: Path) -> None:
         except ValueError:
             continue
         if made is not None and made != versions():
-            differ = ", ".join(f"{k} {made.get(k)} not {v}" for k, v in versions().items() if made.get(k) != v)
-            raise DpfedError(f"runs in {out} were made with other versions ({differ}): --anew does those again")
+            differ = ", ".join(
+                f"{k} {made.get(k)} not {v}" for k, v in versions().items() if made.get(k) != v
+            )
+            raise DpfedError(
+                f"runs in {out} were made with other versions ({differ}): --anew does those again"
+            )
 
 
 @dataclass(frozen=True)
@@ -329,8 +374,12 @@ def run(sitting: Sitting, call: Compare = compare, say: Callable[[str], None] = 
     specs = read_specs(sitting.studies)
     unknown = sorted(set(sitting.only) - {spec.name for spec in specs})
     if unknown:
-        raise DpfedError(f"--only {unknown[0]}: there is no such study; there are: {', '.join(s.name for s in specs)}")
-    strange = {base for item in sitting.given if (base := base_of(item))} - {Path(spec.base).stem for spec in specs}
+        raise DpfedError(
+            f"--only {unknown[0]}: there is no such study; there are: {', '.join(s.name for s in specs)}"
+        )
+    strange = {base for item in sitting.given if (base := base_of(item))} - {
+        Path(spec.base).stem for spec in specs
+    }
     if strange:
         raise DpfedError(
             f"--set {min(strange)}:... is for no base: there are {', '.join(sorted({s.base for s in specs}))}"
@@ -338,7 +387,9 @@ def run(sitting: Sitting, call: Compare = compare, say: Callable[[str], None] = 
     chosen = [spec for spec in specs if not sitting.only or spec.name in sitting.only]
     for spec in chosen:  # a mistake in the last one is found before the first one runs
         if spec.best_of is None:
-            study_from(spec, sitting.studies.parent, overrides_of(spec, sitting.given), spec.algorithms)
+            study_from(
+                spec, sitting.studies.parent, overrides_of(spec, sitting.given), spec.algorithms
+            )
         if spec.start:
             first = first_words(spec, "", overrides_of(spec, sitting.given), "")
             settings = [first[i + 1] for i, word in enumerate(first) if word == "--set"]
@@ -383,7 +434,10 @@ def do_study(spec: Spec, sitting: Sitting, end: float | None, call: Compare) -> 
     if code is None:
         return 3, f"stopped after {seconds:.0f} s, {found.done} runs done, {found.to_do}"
     # 3: arms that could not be run, which the table names; they are tried again by the next call
-    _write_asked(folder, {**asked, "table": code in (0, 3) and (folder / TABLE).exists(), "complete": code == 0})
+    _write_asked(
+        folder,
+        {**asked, "table": code in (0, 3) and (folder / TABLE).exists(), "complete": code == 0},
+    )
     if code != 0:
         return 1, f"exit code {code}, {found.done} runs done: {_last_line(log)}"
     return 0, f"complete, {found.done} runs, {seconds:.0f} s"
@@ -417,7 +471,10 @@ def begin(
     first, scratch = (model.with_name(f"{model.name}.{part}") for part in ("run", "tmp"))
     base = str(sitting.studies.parent / spec.base)
     shutil.rmtree(scratch, ignore_errors=True)
-    for words in ([*first_words(spec, base, given, str(first)), "--force"], ["export", str(first), str(scratch)]):
+    for words in (
+        [*first_words(spec, base, given, str(first)), "--force"],
+        ["export", str(first), str(scratch)],
+    ):
         code = None if is_over(end) else call(words, log, time_to(end))
         if code is None:
             return 3, "stopped before what it starts from was done"
@@ -429,7 +486,11 @@ def begin(
 
 
 def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if log.exists() else []
+    lines = (
+        log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        if log.exists()
+        else []
+    )
     return lines[-1] if lines else "it said nothing"
 
 
@@ -477,18 +538,30 @@ def unpack(archive: Path, out: Path) -> int:
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     runner = commands.add_parser("run", help="run the studies, as far as the time goes")
     runner.add_argument("--out", type=Path, required=True, help="folder of all studies")
     runner.add_argument(
-        "--set", action="append", default=[], metavar="[BASE:]KEY=VALUE", help="for all, or for one base"
+        "--set",
+        action="append",
+        default=[],
+        metavar="[BASE:]KEY=VALUE",
+        help="for all, or for one base",
     )
     runner.add_argument("--only", nargs="+", default=[], metavar="NAME")
     runner.add_argument("--minutes", type=float, help="stop in good order after so many")
     runner.add_argument("--studies", type=Path, default=STUDIES)
-    runner.add_argument("--anew", action="store_true", help="do runs of other versions of torch or dpfed again")
-    runner.add_argument("--pack", metavar="N", help="as of dpfed compare; fewer together lose less when time is over")
+    runner.add_argument(
+        "--anew", action="store_true", help="do runs of other versions of torch or dpfed again"
+    )
+    runner.add_argument(
+        "--pack",
+        metavar="N",
+        help="as of dpfed compare; fewer together lose less when time is over",
+    )
     runner.add_argument("--workers", metavar="N", help="as of dpfed compare")
     packer = commands.add_parser("pack", help="studies without models, to go on elsewhere")
     packer.add_argument("folder", type=Path)
@@ -497,8 +570,15 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     unpacker.add_argument("archive", type=Path)
     unpacker.add_argument("folder", type=Path)
     pager = commands.add_parser("page", help="studies to CSV files, CSV files to the page")
-    pager.add_argument("folder", type=Path, nargs="?", help="of the studies; without it the CSV files stay as they are")
-    pager.add_argument("--check", action="store_true", help="write nothing, fail where the page is another")
+    pager.add_argument(
+        "folder",
+        type=Path,
+        nargs="?",
+        help="of the studies; without it the CSV files stay as they are",
+    )
+    pager.add_argument(
+        "--check", action="store_true", help="write nothing, fail where the page is another"
+    )
     pager.add_argument("--studies", type=Path, default=STUDIES)
     pager.add_argument("--csv", type=Path, default=STUDIES.parent, help="folder of the CSV files")
     pager.add_argument("--docs", type=Path, default=ROOT / "docs" / "results.md")
@@ -514,7 +594,9 @@ def main(words: Sequence[str] | None = None) -> int:
         pairs = (("--pack", options.pack), ("--workers", options.workers))
         extra = tuple(word for name, value in pairs if value for word in (name, value))
         only, given = tuple(options.only), tuple(options.set)
-        return run(Sitting(options.out, given, options.studies, only, options.minutes, extra, options.anew))
+        return run(
+            Sitting(options.out, given, options.studies, only, options.minutes, extra, options.anew)
+        )
     if options.command == "pack":
         print(f"{pack(options.folder, options.archive)} runs in {options.archive}")
     elif options.command == "unpack":
@@ -522,7 +604,9 @@ def main(words: Sequence[str] | None = None) -> int:
     else:
         from results_page import page
 
-        return page(options.folder, options.csv, options.docs, read_specs(options.studies), options.check)
+        return page(
+            options.folder, options.csv, options.docs, read_specs(options.studies), options.check
+        )
     return 0
 
 

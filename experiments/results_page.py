@@ -7,7 +7,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from results_studies import COLUMNS, EPSILONS, RATES, Cells, Rows, Spec, collect, read_csv, with_statistics
+from results_studies import (
+    COLUMNS,
+    EPSILONS,
+    RATES,
+    Cells,
+    Rows,
+    Spec,
+    collect,
+    read_csv,
+    with_statistics,
+)
 
 from dpfed.errors import DpfedError
 from dpfed.privacy.published import show_loss
@@ -21,20 +31,29 @@ EMPTY = "Not measured yet."
 
 def section(spec: Spec, tables: Mapping[str, Rows]) -> str:
     """What stands between a study's markers."""
-    mine = {name: [row for row in rows if row["study"] == spec.name] for name, rows in tables.items()}
+    mine = {
+        name: [row for row in rows if row["study"] == spec.name] for name, rows in tables.items()
+    }
     if not mine["studies"] or not mine["runs"]:
         return f"{spec.question} {EMPTY}"
     about, arms = mine["studies"][0], mine["arms"]
     parts = [about["question"]]
     if about["missing"] != "0":
         least = "at least " if about["searching"] else ""
-        parts.append(f"**Incomplete:** {about['done']} runs are done, {least}{about['missing']} are missing.")
-    if not any(run["phase"] == "reported" for run in mine["runs"]):  # rows without a number say nothing
+        parts.append(
+            f"**Incomplete:** {about['done']} runs are done, {least}{about['missing']} are missing."
+        )
+    if not any(
+        run["phase"] == "reported" for run in mine["runs"]
+    ):  # rows without a number say nothing
         return "\n\n".join(parts)
     if spec.plot and mine["curves"]:
         alt = f"Accuracy over rounds: {about['title']}"
         parts.append(
-            "\n".join(f"![{alt}](images/results-{spec.name}-{t}.svg){{ .{t}-only }}" for t in ("light", "dark"))
+            "\n".join(
+                f"![{alt}](images/results-{spec.name}-{t}.svg){{ .{t}-only }}"
+                for t in ("light", "dark")
+            )
         )
     if about["axis"] and any(arm["mean"] for arm in arms):
         laid_out = grid_words(as_table(about, arms, mine["runs"]), lambda text: f"**{text}**")
@@ -50,8 +69,14 @@ def as_table(about: Cells, arms: Rows, runs: Rows) -> Table:
     """For what report/tables.py knows: layout by an axis, and which arm is the best on equal terms."""
     rows = []
     for arm in arms:
-        mine = [float(r["accuracy"]) for r in runs if r["arm"] == arm["arm"] and r["phase"] == "reported"]
-        epsilon = {view: float(text) if (text := arm[f"epsilon_{view}"]) else None for view in EPSILONS}
+        mine = [
+            float(r["accuracy"])
+            for r in runs
+            if r["arm"] == arm["arm"] and r["phase"] == "reported"
+        ]
+        epsilon = {
+            view: float(text) if (text := arm[f"epsilon_{view}"]) else None for view in EPSILONS
+        }
         rows.append(
             Row(
                 arm["arm"], arm["row"], arm["column"], at_edge=arm["inside_grid"] == "no", accuracies=tuple(mine),
@@ -65,7 +90,11 @@ def costly(arms: Rows) -> set[str]:
     """Arms that spend more than the cheapest private one of their column."""
     out: set[str] = set()
     for column in {arm["column"] for arm in arms}:
-        spent = {a["arm"]: float(e) for a in arms if a["column"] == column and (e := a["epsilon_server_worst"])}
+        spent = {
+            a["arm"]: float(e)
+            for a in arms
+            if a["column"] == column and (e := a["epsilon_server_worst"])
+        }
         out |= {label for label, value in spent.items() if value > LARGER * min(spent.values())}
     return out
 
@@ -87,8 +116,12 @@ def arm_cells(about: Cells, arms: Rows, runs: Rows) -> tuple[list[str], list[lis
     body = []
     for arm in arms:
         marks = [mark for mark, on in flags(arm, unequal).items() if on]
-        accuracy = percent(float(arm["mean"]) if arm["mean"] else None, float(arm["std"]) if arm["std"] else None)
-        private = [show_loss(float(e), 2) if (e := arm[f"epsilon_{view}"]) else "–" for view in EPSILONS]
+        accuracy = percent(
+            float(arm["mean"]) if arm["mean"] else None, float(arm["std"]) if arm["std"] else None
+        )
+        private = [
+            show_loss(float(e), 2) if (e := arm[f"epsilon_{view}"]) else "–" for view in EPSILONS
+        ]
         bold = "**" if arm["arm"] in best else ""
         body.append(
             [
@@ -134,9 +167,14 @@ def notes(about: Cells, arms: Rows, runs: Rows) -> list[str]:
         "†": "spends a larger ε than others at the same noise, so it is not on equal terms and never in bold",
         "¶": "the best rate is at the edge of what was tried, or none was better than one answer for all",
         "‡": "has runs that diverged, which count as accuracy 0",
-        "§": "could not be run: " + "; ".join(f"{arm['arm']}: {arm['failed']}" for arm in arms if arm["failed"]),
+        "§": "could not be run: "
+        + "; ".join(f"{arm['arm']}: {arm['failed']}" for arm in arms if arm["failed"]),
     }
-    out = [f"{mark} {text}" for mark, text in said.items() if any(flags(arm, unequal)[mark] for arm in arms)]
+    out = [
+        f"{mark} {text}"
+        for mark, text in said.items()
+        if any(flags(arm, unequal)[mark] for arm in arms)
+    ]
     grids: dict[str, list[str]] = {}
     for arm in arms:
         if arm["grid"]:
@@ -147,20 +185,33 @@ def notes(about: Cells, arms: Rows, runs: Rows) -> list[str]:
             f"Searches of {' to '.join(dict.fromkeys((most[0], most[-1])))} runs for each arm, begun with "
             + "; ".join(f"{grid} ({', '.join(map(named, names))})" for grid, names in grids.items())
         )
-    seeds = {phase: sorted({int(row["seed"]) for row in runs if row["phase"] == phase}) for phase in PHASES}
-    said_of = [f"{word} {', '.join(map(str, seeds[phase]))}" for phase, word in PHASES.items() if seeds[phase]]
+    seeds = {
+        phase: sorted({int(row["seed"]) for row in runs if row["phase"] == phase})
+        for phase in PHASES
+    }
+    said_of = [
+        f"{word} {', '.join(map(str, seeds[phase]))}"
+        for phase, word in PHASES.items()
+        if seeds[phase]
+    ]
     out += [f"Seeds: {'; '.join(said_of)}"] if said_of else []
     where = f" on {about['machine']}" if about["machine"] else ""
-    out.append("; ".join(part for part in (f"{about['done']} runs{where}", about["versions"]) if part))
+    out.append(
+        "; ".join(part for part in (f"{about['done']} runs{where}", about["versions"]) if part)
+    )
     return out
 
 
 def pipes(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *body]
-    return "\n".join("| " + " | ".join(word.replace("|", "\\|") for word in line) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(word.replace("|", "\\|") for word in line) + " |" for line in lines
+    )
 
 
-MARKED = re.compile(r"^<!-- results: (?P<name>[\w-]+) -->\n(?P<body>.*?)^<!-- end -->$", re.M | re.S)
+MARKED = re.compile(
+    r"^<!-- results: (?P<name>[\w-]+) -->\n(?P<body>.*?)^<!-- end -->$", re.M | re.S
+)
 
 
 def filled(text: str, specs: Sequence[Spec], tables: Mapping[str, Rows]) -> str:
@@ -169,7 +220,9 @@ def filled(text: str, specs: Sequence[Spec], tables: Mapping[str, Rows]) -> str:
     strange = [name for m in MARKED.finditer(text) if (name := m["name"]) not in known]
     absent = known.keys() - {m["name"] for m in MARKED.finditer(text)}
     if strange or absent:
-        raise DpfedError(f"the page's markers and the studies differ: {', '.join(sorted([*strange, *absent]))}")
+        raise DpfedError(
+            f"the page's markers and the studies differ: {', '.join(sorted([*strange, *absent]))}"
+        )
 
     def part(match: re.Match[str]) -> str:
         return f"<!-- results: {match['name']} -->\n{section(known[match['name']], tables)}\n<!-- end -->"
@@ -193,7 +246,10 @@ def page(out: Path | None, folder: Path, docs: Path, specs: Sequence[Spec], chec
     new = filled(text, specs, tables)
     if check:
         if new != text:
-            print(f"{docs} is not what the CSV files give: python experiments/results.py page", file=sys.stderr)
+            print(
+                f"{docs} is not what the CSV files give: python experiments/results.py page",
+                file=sys.stderr,
+            )
         return int(new != text)
     docs.write_text(new, encoding="utf-8")
     drawn = [spec for spec in specs if spec.plot]
@@ -221,11 +277,17 @@ def draw(specs: Sequence[Spec], tables: Mapping[str, Rows], images: Path) -> Non
         arms = [arm for arm in tables["arms"] if arm["study"] == spec.name and arm["arm"] in curves]
         if arms:
             for theme in LINES:
-                picture(spec.title, arms, curves, theme, images / f"results-{spec.name}-{theme}.svg")
+                picture(
+                    spec.title, arms, curves, theme, images / f"results-{spec.name}-{theme}.svg"
+                )
 
 
 def picture(
-    title: str, arms: Rows, curves: Mapping[str, Mapping[str, Mapping[int, float]]], theme: str, path: Path
+    title: str,
+    arms: Rows,
+    curves: Mapping[str, Mapping[str, Mapping[int, float]]],
+    theme: str,
+    path: Path,
 ) -> None:
     """The reference and the best others; more than seven lines cannot be told apart."""
     import make_pictures as house
@@ -234,7 +296,9 @@ def picture(
     ranked = sorted(arms, key=lambda arm: (arm["arm"] != arm["reference"], -float(arm["mean"])))
     shown = ranked[: len(LINES[theme])]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": "dpfed", "font.family": "sans-serif"}):
+    with pyplot.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": "dpfed", "font.family": "sans-serif"}
+    ):
         figure, axes, colours = house.begin(theme, (7.2, 5.0))
         for i, arm in enumerate(shown):
             lines = curves[arm["arm"]].values()
@@ -244,10 +308,21 @@ def picture(
             low, high = [min(v) for v in values], [max(v) for v in values]
             axes.fill_between(rounds, low, high, color=colour, alpha=0.18, linewidth=0)
             means = [sum(v) / len(v) for v in values]
-            axes.plot(rounds, means, style, color=colour, linewidth=2.4 if i == 0 else 1.8, label=arm["arm"])
+            axes.plot(
+                rounds,
+                means,
+                style,
+                color=colour,
+                linewidth=2.4 if i == 0 else 1.8,
+                label=arm["arm"],
+            )
         axes.set_xlabel("round")
         axes.set_ylabel("accuracy on the test half, %")
-        below = {"loc": "upper left", "bbox_to_anchor": (0, -0.14), "ncols": 2}  # curves may run anywhere
+        below = {
+            "loc": "upper left",
+            "bbox_to_anchor": (0, -0.14),
+            "ncols": 2,
+        }  # curves may run anywhere
         axes.legend(**below, frameon=False, labelcolor=colours["ink"], fontsize=9)
         few = f"{len(shown)} best of {len(arms)} arms · " if len(shown) < len(arms) else ""
         house.titled(axes, colours, title, f"{few}mean and range of the seeds")

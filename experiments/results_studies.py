@@ -114,11 +114,19 @@ def survey(study: Study, folder: Path) -> Survey:
     failed = failures(folder)
     for i, arm in enumerate(study.arms):
         if arm.label in failed:
-            start = progress.tries(i, initial(arm.space, first)[0])[0] if arm.grids else progress.task(i, (), 0)
+            start = (
+                progress.tries(i, initial(arm.space, first)[0])[0]
+                if arm.grids
+                else progress.task(i, (), 0)
+            )
             progress.outcomes[start.key] = Outcome(failed=failed[arm.label])
     while True:
         wanted = progress.wanted()
-        new = {task.key: run for task in wanted if (run := read_run(folder / "runs" / task.key)) is not None}
+        new = {
+            task.key: run
+            for task in wanted
+            if (run := read_run(folder / "runs" / task.key)) is not None
+        }
         if not new:
             break
         progress.outcomes.update({key: outcome for key, (outcome, _) in new.items()})
@@ -129,7 +137,9 @@ def survey(study: Study, folder: Path) -> Survey:
     if found.searching:
         tried = [len(progress.scored(i)) for i in able if study.arms[i].grids]
         target = max(first + study.extra, *tried)
-        found.missing = study.search_seeds * sum(target - count for count in tried) + len(able) * study.seeds
+        found.missing = (
+            study.search_seeds * sum(target - count for count in tried) + len(able) * study.seeds
+        )
     return found
 
 
@@ -166,7 +176,9 @@ def tables_of(spec: Spec, folder: Path) -> dict[str, Rows]:
     study = load_study(folder)
     found = survey(study, folder)
     asked = json.loads((folder / "asked.json").read_text(encoding="utf-8"))
-    made = sorted({" ".join(f"{k} {v}" for k, v in d["versions"].items()) for d in found.details.values()})
+    made = sorted(
+        {" ".join(f"{k} {v}" for k, v in d["versions"].items()) for d in found.details.values()}
+    )
     about = {
         "study": spec.name, "title": spec.title, "question": spec.question, "axis": study.axis, "done": found.done,
         "missing": found.missing, "searching": "yes" if found.searching else "", "seeds": study.seeds,
@@ -188,12 +200,18 @@ def arm_rows(name: str, found: Survey, i: int, labels: Sequence[str]) -> tuple[C
 
     progress, arm = found.progress, found.progress.study.arms[i]
     failed = progress.failure(i)
-    scored = {p: s for p, s in progress.scored(i).items() if progress.tries(i, p)[0].key in found.details}
-    tasks = [("tuning", point, task) for point in sorted(scored) for task in progress.tries(i, point)]
+    scored = {
+        p: s for p, s in progress.scored(i).items() if progress.tries(i, p)[0].key in found.details
+    }
+    tasks = [
+        ("tuning", point, task) for point in sorted(scored) for task in progress.tries(i, point)
+    ]
     over = failed is None and (not arm.grids or (bool(scored) and not found.searching))
     point = progress.chosen(i) if over else ()
     if over:
-        tasks += [("reported", point, progress.task(i, point, s)) for s in range(progress.study.seeds)]
+        tasks += [
+            ("reported", point, progress.task(i, point, s)) for s in range(progress.study.seeds)
+        ]
     runs, curves = [], []
     for phase, at, task in tasks:
         if task.key not in found.details:
@@ -211,7 +229,15 @@ def arm_rows(name: str, found: Survey, i: int, labels: Sequence[str]) -> tuple[C
         runs.append(words({key: row.get(key) for key in COLUMNS["runs"]}))
         if phase == "reported":
             curves += [
-                words({"study": name, "arm": arm.label, "seed": seed, "round": t, "accuracy": accuracy})
+                words(
+                    {
+                        "study": name,
+                        "arm": arm.label,
+                        "seed": seed,
+                        "round": t,
+                        "accuracy": accuracy,
+                    }
+                )
                 for t, accuracy in outcome.curve
             ]
     about = {
@@ -226,13 +252,18 @@ def arm_rows(name: str, found: Survey, i: int, labels: Sequence[str]) -> tuple[C
 
 
 def listed(names: Iterable[str], values: Iterable[Iterable[float]]) -> str:
-    return "; ".join(f"{name} {' '.join(f'{v:g}' for v in grid)}" for name, grid in zip(names, values, strict=True))
+    return "; ".join(
+        f"{name} {' '.join(f'{v:g}' for v in grid)}"
+        for name, grid in zip(names, values, strict=True)
+    )
 
 
 def reference_of(name: str | None, labels: Sequence[str]) -> str | None:
     """The arm that differences are taken against; with its rate fixed it has that in its label."""
     fixed = re.compile(re.escape(name or "") + r":lr=[^;]*")
-    return next((label for label in labels if name and (label == name or fixed.fullmatch(label))), None)
+    return next(
+        (label for label in labels if name and (label == name or fixed.fullmatch(label))), None
+    )
 
 
 def words(row: Mapping[str, Any]) -> Cells:
@@ -297,7 +328,11 @@ def to_csv(name: str, rows: Rows) -> str:
 
 def collect(out: Path, folder: Path, specs: Sequence[Spec]) -> None:
     """Puts the studies that are in `out` in place of what the CSV files had of them; the others stay."""
-    found = {spec.name: tables_of(spec, out / spec.name) for spec in specs if (out / spec.name / "asked.json").exists()}
+    found = {
+        spec.name: tables_of(spec, out / spec.name)
+        for spec in specs
+        if (out / spec.name / "asked.json").exists()
+    }
     if not found:
         raise DpfedError(f"{out} holds none of the studies")
     folder.mkdir(parents=True, exist_ok=True)
@@ -305,5 +340,9 @@ def collect(out: Path, folder: Path, specs: Sequence[Spec]) -> None:
         before: dict[str, Rows] = {}
         for row in read_csv(folder, name):
             before.setdefault(row["study"], []).append(row)
-        rows = [r for s in specs for r in (found[s.name][name] if s.name in found else before.get(s.name, []))]
+        rows = [
+            r
+            for s in specs
+            for r in (found[s.name][name] if s.name in found else before.get(s.name, []))
+        ]
         (folder / f"{name}.csv").write_text(to_csv(name, rows), encoding="utf-8")

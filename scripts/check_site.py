@@ -25,9 +25,24 @@ FETCHED_LINKS = {
     "manifest",
     "modulepreload",
 }
-SOURCES = {"script", "img", "iframe", "source", "video", "audio", "embed", "track", "input", "object", "use", "image"}
+SOURCES = {
+    "script",
+    "img",
+    "iframe",
+    "source",
+    "video",
+    "audio",
+    "embed",
+    "track",
+    "input",
+    "object",
+    "use",
+    "image",
+}
 ELSEWHERE = re.compile(r"^\s*(https?:)?//", re.I)
-IN_STYLE = re.compile(r"url\(\s*['\"]?\s*((?:https?:)?//[^'\")]+)|@import\s+['\"]((?:https?:)?//[^'\"]+)", re.I)
+IN_STYLE = re.compile(
+    r"url\(\s*['\"]?\s*((?:https?:)?//[^'\")]+)|@import\s+['\"]((?:https?:)?//[^'\"]+)", re.I
+)
 
 
 class Page(HTMLParser):
@@ -38,14 +53,18 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = {name: value or "" for name, value in attrs}
-        fetched = tag in SOURCES or (tag == "link" and FETCHED_LINKS & set(given.get("rel", "").lower().split()))
+        fetched = tag in SOURCES or (
+            tag == "link" and FETCHED_LINKS & set(given.get("rel", "").lower().split())
+        )
         for name in ("src", "href", "data", "poster", "xlink:href"):
             if fetched and ELSEWHERE.match(given.get(name, "")):
                 self.found.append(f"<{tag} {name}={given[name]}>")
         for part in given.get("srcset", "").split(","):
             if ELSEWHERE.match(part):
                 self.found.append(f"<{tag} srcset={part.strip()}>")
-        self.found += [f"style of <{tag}>: {address}" for address in in_style(given.get("style", ""))]
+        self.found += [
+            f"style of <{tag}>: {address}" for address in in_style(given.get("style", ""))
+        ]
         self._style = tag == "style"
 
     def handle_endtag(self, tag: str) -> None:
@@ -71,7 +90,9 @@ def elsewhere(path: Path) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("site", type=Path, help="folder that mkdocs has built")
     site = parser.parse_args().site
     files = [path for kind in ("*.html", "*.css", "*.svg") for path in sorted(site.rglob(kind))]

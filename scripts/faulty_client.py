@@ -41,7 +41,9 @@ class Trap:
 def changed(data: bytes, change: Callable[[torch.Tensor], torch.Tensor]) -> bytes:
     """An honest reply with another delta."""
     _, table, fields = messages._read(data, 1 << 30, ("reply",))
-    return messages.pack(Reply(messages._terms(Receipt, table), {**fields, "delta": change(fields["delta"])}))
+    return messages.pack(
+        Reply(messages._terms(Receipt, table), {**fields, "delta": change(fields["delta"])})
+    )
 
 
 def nan(delta: torch.Tensor) -> torch.Tensor:
@@ -62,7 +64,9 @@ class Faults:
         if isinstance(asked, Scoring):
             return self._answer(client, data)
         t, count = asked.terms.round, len(self._asked)
-        self._now = self._asked.setdefault(t, self._faults[count] if count < len(self._faults) else "ok")
+        self._now = self._asked.setdefault(
+            t, self._faults[count] if count < len(self._faults) else "ok"
+        )
         if self._now == "raise":
             raise ValueError(SECRET)
         if self._now == "slow":

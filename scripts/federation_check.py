@@ -39,7 +39,9 @@ def secure(folder: Path) -> None:
         assert result["rounds"] == 3, result
         assert "left out" not in trial.log("server"), trial.log("server")
         assert not result["release"].startswith("simulation"), result["release"]
-        assert all(client.poll() is None for client in clients), "a client went away with the server"
+        assert all(client.poll() is None for client in clients), (
+            "a client went away with the server"
+        )
         children = children_of(clients[0].pid)
         assert children, "a client has a SuperNode underneath"
         clients[0].kill()
@@ -66,14 +68,23 @@ def parity(folder: Path) -> None:
     for name in trial.names:
         rows = rows_of(trial, name)
         assert [row.charge.round for row in rows] == [1, 2, 3], rows
-        assert all(row.charge.void for row in rows), "repeatable noise must not count as spending, nor as protection"
+        assert all(row.charge.void for row in rows), (
+            "repeatable noise must not count as spending, nor as protection"
+        )
 
 
 def closed(trial: Trial) -> None:
     """Who is no client gets nothing from the one port that there is: no keys registered, no runs started or listed."""
     known = ssl.create_default_context(cafile=str(trial.folder / "keys" / "ca.crt"))
-    for path in ("/v1/control/register-node", "/v1/control/start-run", "/v1/runtime/acquire-task", "/openapi.json"):
-        request = urllib.request.Request(f"https://127.0.0.1:{trial.port}{path}", data=b"", method="POST")
+    for path in (
+        "/v1/control/register-node",
+        "/v1/control/start-run",
+        "/v1/runtime/acquire-task",
+        "/openapi.json",
+    ):
+        request = urllib.request.Request(
+            f"https://127.0.0.1:{trial.port}{path}", data=b"", method="POST"
+        )
         try:
             code = urllib.request.urlopen(request, context=known, timeout=30).status
         except urllib.error.HTTPError as error:

@@ -39,14 +39,22 @@ def survived(fault: str, how: str) -> None:
 
 def check(holds: bool, what: str, trial: Trial) -> None:
     if not holds:
-        logs = "\n".join(f"--- {name}\n{trial.log(name)[-3000:]}" for name in ("server", *trial.names))
+        logs = "\n".join(
+            f"--- {name}\n{trial.log(name)[-3000:]}" for name in ("server", *trial.names)
+        )
         raise SystemExit(f"NOT SURVIVED: {what}\n{logs}")
 
 
 def faulty(trial: Trial, name: str, faults: str) -> subprocess.Popen[bytes]:
     """A client with faults; its log goes on where an earlier process of its name has left it."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, FAULTY, faults, str(trial.folder), str(trial.folder / name / "client.toml")]
+    command = [
+        sys.executable,
+        FAULTY,
+        faults,
+        str(trial.folder),
+        str(trial.folder / name / "client.toml"),
+    ]
     with (trial.folder / f"{name}.log").open("ab") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
     trial.running.append(process)
@@ -96,7 +104,11 @@ def until(trial: Trial, what: str, holds: object, limit: float = 60.0) -> None:
 def whole(trial: Trial, rounds: int, honest: list[str]) -> None:
     """The run has all its rounds, and who was honest was charged for each of them, once."""
     result = trial.result()
-    check(result["state"] == "finished" and result["rounds"] == rounds, f"the run ended as {result}", trial)
+    check(
+        result["state"] == "finished" and result["rounds"] == rounds,
+        f"the run ended as {result}",
+        trial,
+    )
     for name in honest:
         found = rounds_of(trial, name)
         check(found == list(range(1, rounds + 1)), f"{name} was charged for {found}", trial)
@@ -106,13 +118,18 @@ def wire(folder: Path) -> None:
     """One client sends what it should not, with the right key and the wrong one; one has a clock of its own, one no room."""
     faults = ["nan", "shape", "old", "header", "pickle", "norm", "raise", "slow"]
     rounds = len(faults) + 6
-    more = {"run": {"rounds": rounds, "min_clients": 2}, "federation": {"server": "hub", "timeout": TIMEOUT}}
+    more = {
+        "run": {"rounds": rounds, "min_clients": 2},
+        "federation": {"server": "hub", "timeout": TIMEOUT},
+    }
     with small_disk(folder / "clinic-3" / "state") as mounted, Trial(folder, 4, **more) as trial:
         wrong = trial.folder / "wrong"
         done([*DPFED, "keys", str(wrong), "--server", "127.0.0.1", "--clients", "clinic-2"])
         (trial.folder / "stranger").mkdir()
         toml = (trial.folder / "clinic-2" / "client.toml").read_text()
-        right, other = (str(place / "clinic-2" / "client.key") for place in (trial.folder / "keys", wrong))
+        right, other = (
+            str(place / "clinic-2" / "client.key") for place in (trial.folder / "keys", wrong)
+        )
         check(right in toml, "the key is not where it was thought", trial)
         (trial.folder / "stranger" / "client.toml").write_text(toml.replace(right, other))
         server, stranger = trial.server(), trial.client("stranger")
@@ -121,12 +138,19 @@ def wire(folder: Path) -> None:
         faulty(trial, "clinic-2", ",".join(["gate", *faults]))
         trial.client("clinic-3")
         until(trial, "round 1 without clinic-2", lambda: 1 in left_out(trial, "clinic-2"), 90)
-        until(trial, "the stranger turned away", lambda: "Failed to activate" in trial.log("stranger"), 60)
+        until(
+            trial,
+            "the stranger turned away",
+            lambda: "Failed to activate" in trial.log("stranger"),
+            60,
+        )
         (trial.folder / "gate").touch()
         check(not trial.ledger("stranger").exists(), "a stranger was asked", trial)
         stranger.terminate()
         stranger.wait(20)
-        survived("a client with a wrong key", f"turned away; round 1: {left_out(trial, 'clinic-2')[1]}")
+        survived(
+            "a client with a wrong key", f"turned away; round 1: {left_out(trial, 'clinic-2')[1]}"
+        )
         until(trial, "clinic-3 taking part", lambda: trial.ledger("clinic-3").exists())
         missed = fill(trial, "clinic-3") if mounted else set()
         trial.wait(server, LIMIT)
@@ -145,33 +169,46 @@ def wire(folder: Path) -> None:
         }
         named: set[int] = set()
         for fault in faults:
-            those = [t for t, text in why.items() if wanted[fault] in text and (t in charged) == (fault != "raise")]
+            those = [
+                t
+                for t, text in why.items()
+                if wanted[fault] in text and (t in charged) == (fault != "raise")
+            ]
             found = [t for t in those if t not in named]
             check(bool(found), f"{fault} is not in {why}", trial)
             named.add(found[0])
             survived(f"a client that sends: {fault}", f"round {found[0]}: {why[found[0]]}")
         check(charged == sorted(set(charged)), f"clinic-2 was charged for {charged}", trial)
-        check(any(t in charged and t not in why for t in range(1, rounds + 1)), "clinic-2 was never used again", trial)
-        check(not (trial.folder / "trapped").exists(), "something was unpickled", trial)
-        everything = trial.log("server") + (trial.folder / ".served.flower" / "superlink.log").read_text(
-            errors="replace"
+        check(
+            any(t in charged and t not in why for t in range(1, rounds + 1)),
+            "clinic-2 was never used again",
+            trial,
         )
+        check(not (trial.folder / "trapped").exists(), "something was unpickled", trial)
+        everything = trial.log("server") + (
+            trial.folder / ".served.flower" / "superlink.log"
+        ).read_text(errors="replace")
         check(SECRET not in everything, "a client's private words reached the server", trial)
         ahead = min(row.time for row in rows_of(trial, "clinic-1"))
         check(ahead > time.time() + YEARS / 2, "the clock was not ahead", trial)
         survived(
-            "a client whose clock is ten years ahead", f"{len(rows_of(trial, 'clinic-1'))} rounds, each charged once"
+            "a client whose clock is ten years ahead",
+            f"{len(rows_of(trial, 'clinic-1'))} rounds, each charged once",
         )
         if mounted:
             disk(trial, "clinic-3", missed, rounds)
         else:
-            TABLE.append(("a full disk at a client's ledger", "not tried: only root can mount a small disk"))
+            TABLE.append(
+                ("a full disk at a client's ledger", "not tried: only root can mount a small disk")
+            )
 
 
 @contextmanager
 def small_disk(path: Path) -> Iterator[bool]:
     path.mkdir(parents=True, exist_ok=True)
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)], capture_output=True)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)], capture_output=True
+    )
     try:
         yield made.returncode == 0
     finally:
@@ -194,7 +231,11 @@ def disk(trial: Trial, name: str, missed: set[int], rounds: int) -> None:
     why, charged = left_out(trial, name), rounds_of(trial, name)
     used = [t for t in range(1, rounds + 1) if t not in why]
     full = {t: text for t, text in why.items() if t not in missed}
-    check(all("its own log says why" in text or "refused" in text for text in full.values()), str(full), trial)
+    check(
+        all("its own log says why" in text or "refused" in text for text in full.values()),
+        str(full),
+        trial,
+    )
     check(set(used) <= set(charged), f"used {used}, charged {charged}", trial)
     check(charged == sorted(set(charged)), f"{name} was charged for {charged}", trial)
     check(max(used) == rounds, f"{name} did not come back: {why}", trial)
@@ -225,8 +266,15 @@ def kills(folder: Path) -> None:
         check(spent[-1] == t, f"the charge of round {t} is not in {spent}", trial)
         faulty(trial, "clinic-2", "ok,wait")
         until(trial, f"round {t} without clinic-2", lambda: t in left_out(trial, "clinic-2"), 90)
-        check("not after round" in left_out(trial, "clinic-2")[t], str(left_out(trial, "clinic-2")), trial)
-        survived("a client killed in mid-round", f"round {t} goes on; started anew: {left_out(trial, 'clinic-2')[t]}")
+        check(
+            "not after round" in left_out(trial, "clinic-2")[t],
+            str(left_out(trial, "clinic-2")),
+            trial,
+        )
+        survived(
+            "a client killed in mid-round",
+            f"round {t} goes on; started anew: {left_out(trial, 'clinic-2')[t]}",
+        )
         until(trial, "clinic-2 in the next round", (folder / "waiting").exists, 60)
         cut = finished_rounds(trial) + 1
         until(
@@ -238,14 +286,24 @@ def kills(folder: Path) -> None:
         server.send_signal(signal.SIGKILL)
         server.wait()
         (folder / "go").touch()
-        until(trial, "clinic-2 storing its message", lambda: rounds_of(trial, "clinic-2")[-1] == cut, 30)
+        until(
+            trial,
+            "clinic-2 storing its message",
+            lambda: rounds_of(trial, "clinic-2")[-1] == cut,
+            30,
+        )
         server = trial.server("--resume")
         until(trial, f"round {cut} after all", lambda: checkpoint(trial) >= cut, 120)
-        check(cut not in left_out(trial, "clinic-2"), f"clinic-2 was left out of round {cut}", trial)
+        check(
+            cut not in left_out(trial, "clinic-2"), f"clinic-2 was left out of round {cut}", trial
+        )
         for name in trial.names:
-            check(rounds_of(trial, name).count(cut) == 1, f"{name} paid twice for round {cut}", trial)
+            check(
+                rounds_of(trial, name).count(cut) == 1, f"{name} paid twice for round {cut}", trial
+            )
         survived(
-            "a server killed within a round", f"round {cut} is asked for again, three stored messages, none paid twice"
+            "a server killed within a round",
+            f"round {cut} is asked for again, three stored messages, none paid twice",
         )
         until(trial, "another round", lambda: checkpoint(trial) >= cut + 1, 60)
         server.send_signal(signal.SIGKILL)
@@ -257,7 +315,8 @@ def kills(folder: Path) -> None:
         found = rounds_of(trial, "clinic-2")
         check(found == list(range(1, rounds + 1)), f"clinic-2 was charged for {found}", trial)
         survived(
-            "a server killed between rounds", f"goes on after round {after}; {rounds} rounds, each charged once to each"
+            "a server killed between rounds",
+            f"goes on after round {after}; {rounds} rounds, each charged once to each",
         )
 
 
@@ -271,7 +330,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="dpfed-faults-") as folder:
             parts[name](Path(folder))
         print(f"  {time.monotonic() - start:.0f} s", flush=True)
-    print(f"\nfaults tried: {len(TABLE)}, survived: {sum('not tried' not in how for _, how in TABLE)}, ", end="")
+    print(
+        f"\nfaults tried: {len(TABLE)}, survived: {sum('not tried' not in how for _, how in TABLE)}, ",
+        end="",
+    )
     print(f"{time.monotonic() - began:.0f} s\n\n| fault | what happened |\n|---|---|")
     for fault, how in TABLE:
         print(f"| {fault} | {how} |")

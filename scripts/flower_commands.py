@@ -34,7 +34,13 @@ from dpfed.privacy.ledger.ledger import Ledger
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "federation.md"
 BLOCK = re.compile(r"^## With Flower's own commands$.*?^```sh\n(.*?)^```$", re.M | re.S)
-COMMANDS = ("flower-superlink", "flwr supernode register", "flower-supernode", "python -m", "flwr run")
+COMMANDS = (
+    "flower-superlink",
+    "flwr supernode register",
+    "flower-supernode",
+    "python -m",
+    "flwr run",
+)
 HUB, HERE = "hub.example.org:8000", "127.0.0.1"
 SUBREAPER = 36  # of prctl: what Flower's processes leave behind becomes ours, and can be ended
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -47,7 +53,9 @@ def on_page() -> tuple[dict[str, str], dict[str, list[str]]]:
     found = BLOCK.search(PAGE.read_text(encoding="utf-8"))
     assert found is not None, f"{PAGE} has no such block"
     lines = found[1].replace("\\\n", " ").splitlines()
-    first, *others = [words for words in (shlex.split(line, comments=True) for line in lines) if words]
+    first, *others = [
+        words for words in (shlex.split(line, comments=True) for line in lines) if words
+    ]
     assert first[0] == "export", first
     commands = dict(zip(COMMANDS, others, strict=True))
     assert all(" ".join(words).startswith(begin) for begin, words in commands.items()), commands
@@ -63,10 +71,18 @@ class Flower:
         home, programs = trial.folder / "flower-home", Path(sys.executable).parent
         # Flower starts its own programs by name.
         path = f"{programs}{os.pathsep}{os.environ['PATH']}"
-        self.more: dict[str, Any] = {"env": {**quiet, "FLWR_HOME": str(home), "PATH": path}, "cwd": trial.folder}
+        self.more: dict[str, Any] = {
+            "env": {**quiet, "FLWR_HOME": str(home), "PATH": path},
+            "cwd": trial.folder,
+        }
         home.mkdir()
-        hub = {"address": f"{HERE}:{trial.port}", "root-certificates": str(trial.folder / "keys" / "ca.crt")}
-        (home / "config.toml").write_text(tomli_w.dumps({"superlink": {SERVER: hub}}), encoding="utf-8")
+        hub = {
+            "address": f"{HERE}:{trial.port}",
+            "root-certificates": str(trial.folder / "keys" / "ca.crt"),
+        }
+        (home / "config.toml").write_text(
+            tomli_w.dumps({"superlink": {SERVER: hub}}), encoding="utf-8"
+        )
 
     def command(self, begin: str, name: str = "") -> list[str]:
         """As on the page, with this machine's places in it."""
@@ -81,7 +97,9 @@ class Flower:
         }
         places = re.compile("|".join(re.escape(place) for place in here))
         words = [places.sub(lambda match: here[match[0]], word) for word in self.commands[begin]]
-        program = sys.executable if words[0] == "python" else str(Path(sys.executable).parent / words[0])
+        program = (
+            sys.executable if words[0] == "python" else str(Path(sys.executable).parent / words[0])
+        )
         return [program, *words[1:]]
 
     def start(self, log: str, command: list[str], **more: Any) -> subprocess.Popen[bytes]:
@@ -158,14 +176,19 @@ def nothing_left(limit: int) -> Iterator[None]:
 
 def check(trial: Trial) -> None:
     """The run's folder is whole, and every client has paid for both rounds with noise that counts."""
-    result, log = trial.result(), trial.log("run")  # what the ServerApp says, as `flwr run --stream` shows it
+    result, log = (
+        trial.result(),
+        trial.log("run"),
+    )  # what the ServerApp says, as `flwr run --stream` shows it
     assert result["state"] == "finished", result
     assert result["rounds"] == ROUNDS, result
     assert not result["release"].startswith("simulation"), result["release"]
     assert f"dpfed: round {ROUNDS}/{ROUNDS}" in log, log
     assert "left out" not in log, log
     served = trial.folder / "served"
-    assert {"config.toml", "metrics.jsonl", "model.safetensors", "run.json"} <= {path.name for path in served.iterdir()}
+    assert {"config.toml", "metrics.jsonl", "model.safetensors", "run.json"} <= {
+        path.name for path in served.iterdir()
+    }
     assert len((served / "metrics.jsonl").read_text().splitlines()) >= ROUNDS
     theta = load_file(served / "model.safetensors")
     assert max(float(value.abs().max()) for value in theta.values()) > 1e-3, "nothing was trained"
@@ -188,7 +211,10 @@ def main() -> None:
                 for name in ("superlink", *trial.names, "run"):
                     print(f"--- {name}.log\n{trial.log(name)[-2000:]}", file=sys.stderr)
                 raise
-        print(*(line for line in trial.log("run").splitlines() if line.startswith("dpfed: round")), sep="\n")
+        print(
+            *(line for line in trial.log("run").splitlines() if line.startswith("dpfed: round")),
+            sep="\n",
+        )
     print(f"flower's own commands: passed in {time.monotonic() - began:.0f} s", flush=True)
 
 

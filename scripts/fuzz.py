@@ -23,7 +23,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "system" / "fuzz"))
 PATIENCE = 60  # seconds for one input
-ROOM = 6 << 30  # bytes beyond what is mapped at the start: a size in a file must not end the machine
+ROOM = (
+    6 << 30
+)  # bytes beyond what is mapped at the start: a size in a file must not end the machine
 
 
 def generator(name: str, number: int) -> Random:
@@ -53,18 +55,28 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--only", default="", help="readers whose name has this in it")
-    parser.add_argument("--from", dest="first", type=int, default=0, help="number of the first input")
-    parser.add_argument("--count", type=int, default=0, help="inputs of each reader, whatever the time")
+    parser.add_argument(
+        "--from", dest="first", type=int, default=0, help="number of the first input"
+    )
+    parser.add_argument(
+        "--count", type=int, default=0, help="inputs of each reader, whatever the time"
+    )
     given = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     warnings.simplefilter("ignore")
     from cases import CASES, attempt, override
 
-    readers: dict[str, Any] = {name: lambda rng, case=case: attempt(case, rng) for name, case in CASES.items()}
-    readers = {name: one for name, one in {**readers, "overrides": override}.items() if given.only in name}
+    readers: dict[str, Any] = {
+        name: lambda rng, case=case: attempt(case, rng) for name, case in CASES.items()
+    }
+    readers = {
+        name: one for name, one in {**readers, "overrides": override}.items() if given.only in name
+    }
     counts, found = dict.fromkeys(readers, 0), []
     limit_memory()
-    signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError(f"more than {PATIENCE} s")))
+    signal.signal(
+        signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError(f"more than {PATIENCE} s"))
+    )
     end = time.monotonic() + 60 * given.minutes
     share = 60 * given.minutes / max(1, len(readers)) / 20
     with tempfile.TemporaryDirectory() as cache, contextlib.suppress(KeyboardInterrupt):
@@ -72,13 +84,26 @@ def main() -> int:
         more = True
         while more:
             more = False
-            for name, one in readers.items():  # in turns of equal time, so that slow readers do not starve the others
+            for (
+                name,
+                one,
+            ) in (
+                readers.items()
+            ):  # in turns of equal time, so that slow readers do not starve the others
                 turn = time.monotonic() + share
-                while time.monotonic() < min(turn, end) if not given.count else counts[name] < given.count:
+                while (
+                    time.monotonic() < min(turn, end)
+                    if not given.count
+                    else counts[name] < given.count
+                ):
                     trace = tried(name, given.first + counts[name], one)
                     if trace is not None:
                         found.append((name, given.first + counts[name]))
-                        print(f"--- {name}, input {found[-1][1]}\n{trace}", file=sys.stderr, flush=True)
+                        print(
+                            f"--- {name}, input {found[-1][1]}\n{trace}",
+                            file=sys.stderr,
+                            flush=True,
+                        )
                     counts[name] += 1
                     more = not given.count
     print(json.dumps({"inputs": counts, "all": sum(counts.values()), "found": found}, indent=1))

@@ -25,7 +25,13 @@ IMAGE, SMALL = (InputSpec("image", "pixel_values", (3, size, size), 10) for size
 CASES = (
     Case("vit-base", IMAGE, clients=3, batch=8, rank=4),
     Case("swin-tiny", IMAGE, clients=3, batch=8, rank=4),
-    Case("roberta-base", InputSpec("text", "input_ids", (32,), 2, vocabulary=50265), clients=3, batch=8, rank=4),
+    Case(
+        "roberta-base",
+        InputSpec("text", "input_ids", (32,), 2, vocabulary=50265),
+        clients=3,
+        batch=8,
+        rank=4,
+    ),
     Case("vit-6x192", SMALL, clients=3, batch=8, train="full"),
     Case("swin-tiny", IMAGE, clients=3, batch=8, train="full"),
     Case("gn-resnet18", SMALL, clients=3, batch=8, train="full"),
@@ -57,7 +63,9 @@ class Setting:
     def forward(self, model: torch.nn.Module, weights: dict[str, Tensor], inputs: Batch) -> Tensor:
         built = self.parts.built
         dtype = next(model.parameters()).dtype
-        return built.task.score(call(model, weights, cast(built.prepare(dict(inputs)), dtype)), inputs)
+        return built.task.score(
+            call(model, weights, cast(built.prepare(dict(inputs)), dtype)), inputs
+        )
 
     def by_hand(self, dtype: torch.dtype) -> Tensor:
         """One record after another, by autograd through the model as peft made it."""
@@ -66,10 +74,13 @@ class Setting:
         for i in range(self.case.union):
             s = int(self.client[i])
             weights = {
-                n: w.to(dtype).detach().requires_grad_(True) for n, w in self.space.unflatten(self.theta[s]).items()
+                n: w.to(dtype).detach().requires_grad_(True)
+                for n, w in self.space.unflatten(self.theta[s]).items()
             }
             inputs, labels = self.records.take(torch.tensor([i], device=self.device))
-            loss = self.parts.built.task.loss(self.forward(model, dict(weights), inputs), labels).sum()
+            loss = self.parts.built.task.loss(
+                self.forward(model, dict(weights), inputs), labels
+            ).sum()
             grads = torch.autograd.grad(loss, list(weights.values()))
             flat = torch.cat([g.reshape(-1).double() for g in grads])
             total[s] += flat * min(1.0, CLIP / float(flat.norm()))
@@ -77,12 +88,21 @@ class Setting:
 
     def by_pass(self, dtype: torch.dtype, captured: bool, compiled: bool) -> Tensor:
         task = self.parts.built.task
-        ready = PerSample(self.model, self.space, self.forward, task.loss, task.correct, self.parts.built.rows)
+        ready = PerSample(
+            self.model, self.space, self.forward, task.loss, task.correct, self.parts.built.rows
+        )
         ready.to(dtype)
         if compiled:
             ready.compile()
         total = FixedSum(
-            ready, self.records, Clipping(), None, self.case.clients, self.slots, self.space.size, capture=captured
+            ready,
+            self.records,
+            Clipping(),
+            None,
+            self.case.clients,
+            self.slots,
+            self.space.size,
+            capture=captured,
         )
         summed, _ = total(self.theta, self.filling, CLIP)
         return summed.double().clone()
@@ -101,10 +121,14 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--only", nargs="+", choices=sorted({case.model for case in CASES}), metavar="MODEL")
+    parser.add_argument(
+        "--only", nargs="+", choices=sorted({case.model for case in CASES}), metavar="MODEL"
+    )
     args = parser.parse_args()
     device, worst = device_of(args.device), 0
     for case in CASES:
@@ -115,13 +139,20 @@ def main() -> None:
             ways = [("one pass", False, False)]
             ways += [("captured", True, False)] if device.type == "cuda" else []
             ways += [] if args.no_compile else [("compiled", False, True)]
-            ways += [("compiled, captured", True, True)] if device.type == "cuda" and not args.no_compile else []
+            ways += (
+                [("compiled, captured", True, True)]
+                if device.type == "cuda" and not args.no_compile
+                else []
+            )
             for name, captured, compiled in ways:
                 torch._dynamo.reset()
                 off = difference(Setting(case, device).by_pass(dtype, captured, compiled), expected)
                 verdict = "equal" if off <= bound else "DIFFERENT"
                 worst = max(worst, int(off > bound))
-                print(f"{case.model:13} {case.train:5} {str(dtype)[6:]:9} {name:20} {off:9.2e}  {verdict}", flush=True)
+                print(
+                    f"{case.model:13} {case.train:5} {str(dtype)[6:]:9} {name:20} {off:9.2e}  {verdict}",
+                    flush=True,
+                )
     sys.exit(worst)
 
 

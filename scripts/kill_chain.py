@@ -37,9 +37,13 @@ import torch
 from dpfed.cli.main import main as dpfed
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.training.backends.fleet import Fleet
-from dpfed.training.budget.recorded_spending import read_accounts
+from dpfed.training.budget.recorded_spending import read_recorded_spending
 
-FEATURES, CLASSES, CLIENTS = 3000, 8, 20  # what 11 clients remember is more than 1 MiB, and moves to files
+FEATURES, CLASSES, CLIENTS = (
+    3000,
+    8,
+    20,
+)  # what 11 clients remember is more than 1 MiB, and moves to files
 ROUNDS = 8
 PATIENCE = 120.0  # seconds for one link
 
@@ -60,7 +64,12 @@ CASES: dict[str, dict[str, Any]] = {
     "quantile": {"algorithm.name": "dp-fedadamw", "privacy.clip_mode": "quantile"},
     "memory": {"algorithm.name": "dp-scaffold", "algorithm.lr": 0.1, "run.memory_limit": 1},
     "os": {"algorithm.name": "dp-fedadamw", "run.noise": "os"},
-    "rare": {"algorithm.name": "dp-scaffold", "algorithm.lr": 0.1, "run.memory_limit": 1, "run.checkpoint_every": 3},
+    "rare": {
+        "algorithm.name": "dp-scaffold",
+        "algorithm.lr": 0.1,
+        "run.memory_limit": 1,
+        "run.checkpoint_every": 3,
+    },
 }
 
 
@@ -107,18 +116,24 @@ def watch(out: Path, act: Act) -> None:
     witness = os.open(out.with_suffix(".cohorts"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
-        if event in ("open", "os.rename", "os.remove", "os.mkdir", "sqlite3.connect") and folder in str(args[0]):
+        if event in (
+            "open",
+            "os.rename",
+            "os.remove",
+            "os.mkdir",
+            "sqlite3.connect",
+        ) and folder in str(args[0]):
             act("file", next(files))
 
     def synced(handle: int) -> None:
         act("file", next(files))
         fsync(handle)
 
-    def witnessed(self: Fleet, t: int, state: Any, clients: Any, paid: Any) -> Any:
+    def witnessed(self: Fleet, t: int, state: Any, clients: Any, wait_for_charge: Any) -> Any:
         told = []
 
         def released() -> None:
-            paid()
+            wait_for_charge()
             if not told:  # from here on noised values are given out
                 told.append(os.write(witness, (json.dumps([t, list(clients)]) + "\n").encode()))
 
@@ -172,7 +187,9 @@ def whole(args: list[str], out: Path, log: Path, act: Act = lambda kind, n: None
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     if status != 0:
-        raise WrongError(f"a link that nobody killed ended with {status}: {log.read_text()[-2000:]}")
+        raise WrongError(
+            f"a link that nobody killed ended with {status}: {log.read_text()[-2000:]}"
+        )
 
 
 def killed(args: list[str], out: Path, log: Path, rng: random.Random, usual: Usual) -> str | None:
@@ -180,7 +197,9 @@ def killed(args: list[str], out: Path, log: Path, rng: random.Random, usual: Usu
     how = rng.choices(["start", "clock", "file", "cohort"], [1, 2, 2, 1])[0]
     # Of a run that has gone some way less is left: aim at the part that there is.
     at = rng.randint(1, int(0.6 * (2 * ROUNDS if how == "cohort" else usual.files)))
-    delay = {"start": rng.uniform(0, usual.start), "clock": rng.uniform(0, usual.work * 0.6)}.get(how, PATIENCE)
+    delay = {"start": rng.uniform(0, usual.start), "clock": rng.uniform(0, usual.work * 0.6)}.get(
+        how, PATIENCE
+    )
     read, write = os.pipe()
 
     def act(kind: str, n: int) -> None:
@@ -212,15 +231,24 @@ def outcome(out: Path) -> dict[str, Any]:
     with Ledger.open(out / "ledger.sqlite", readonly=True) as ledger:
         ledger.verify()
         charges = [(row.seq, row.attempt, row.charge) for row in ledger.rows()]
-    spent = read_accounts(out)
-    index = max((out / "checkpoint").glob("round-*.json"), key=lambda p: int(p.stem.removeprefix("round-")))
+    spent = read_recorded_spending(out)
+    index = max(
+        (out / "checkpoint").glob("round-*.json"), key=lambda p: int(p.stem.removeprefix("round-"))
+    )
     kept = json.loads(index.read_text())
     return {
         "model": (out / "model.safetensors").read_bytes(),
         "metrics": [{k: v for k, v in line.items() if k != "seconds"} for line in lines],
-        "result": {k: v for k, v in result.items() if k not in ("seconds", "out", "written", "run")},
+        "result": {
+            k: v for k, v in result.items() if k not in ("seconds", "out", "written", "run")
+        },
         "charges": charges,
-        "epsilon": (spent.server_worst, spent.server_max, spent.third_party, spent.epsilons.tolist()),
+        "epsilon": (
+            spent.server_worst,
+            spent.server_max,
+            spent.third_party,
+            spent.epsilons.tolist(),
+        ),
         "checkpoint": {k: v for k, v in kept.items() if k not in ("seconds", "sha256", "job")},
         "config": (out / "config.toml").read_text(),
     }
@@ -247,9 +275,14 @@ def at_least_released(out: Path) -> None:
     if missing:
         raise WrongError(f"{out}: released but not in the ledger: {dict(missing)}")
     result = json.loads((out / "run.json").read_text())
-    spent = read_accounts(out)
-    if abs(result["epsilon"]["server_max"] / spent.server_max - 1) > 1e-6 or result["rounds"] != ROUNDS:
-        raise WrongError(f"{out}: the result says {result['epsilon']}, the ledger {spent.server_max}")
+    spent = read_recorded_spending(out)
+    if (
+        abs(result["epsilon"]["server_max"] / spent.server_max - 1) > 1e-6
+        or result["rounds"] != ROUNDS
+    ):
+        raise WrongError(
+            f"{out}: the result says {result['epsilon']}, the ledger {spent.server_max}"
+        )
 
 
 def references(cases: list[str], data: Path, folder: Path) -> dict[str, Usual]:
@@ -280,7 +313,10 @@ def chains(
     for number, case in enumerate(itertools.cycle(known)):
         if done >= kills:
             return
-        out, log = folder / f"lane{lane}-{number}-{case}", folder / f"lane{lane}-{number}-{case}.log"
+        out, log = (
+            folder / f"lane{lane}-{number}-{case}",
+            folder / f"lane{lane}-{number}-{case}.log",
+        )
         want, hows, rounds = known[case], Counter(), []
         longest = rng.randint(3, 8)
         while done < kills and hows.total() < longest:
@@ -300,7 +336,9 @@ def chains(
         yield {"case": case, "kills": hows.total(), **hows, "rounds": rounds}
 
 
-def run_lane(lane: int, kills: int, seed: int, data: Path, folder: Path, known: dict[str, Usual]) -> int:
+def run_lane(
+    lane: int, kills: int, seed: int, data: Path, folder: Path, known: dict[str, Usual]
+) -> int:
     """A lane in a process of its own; its chains go to a file."""
     pid = os.fork()
     if pid:
@@ -319,7 +357,9 @@ def run_lane(lane: int, kills: int, seed: int, data: Path, folder: Path, known: 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--lanes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
@@ -337,16 +377,33 @@ def main() -> int:
         except WrongError as error:
             print(error, file=sys.stderr)
             return 1
-        shares = [given.kills // given.lanes + (lane < given.kills % given.lanes) for lane in range(given.lanes)]
-        lanes = [run_lane(i, n, given.seed, folder / "data.npz", folder, known) for i, n in enumerate(shares)]
+        shares = [
+            given.kills // given.lanes + (lane < given.kills % given.lanes)
+            for lane in range(given.lanes)
+        ]
+        lanes = [
+            run_lane(i, n, given.seed, folder / "data.npz", folder, known)
+            for i, n in enumerate(shares)
+        ]
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in lanes]
-        rows = [json.loads(line) for i in range(given.lanes) for line in (folder / f"lane{i}.jsonl").open()]
+        rows = [
+            json.loads(line)
+            for i in range(given.lanes)
+            for line in (folder / f"lane{i}.jsonl").open()
+        ]
     for row in rows:
         print(json.dumps(row))
-    total = {key: sum(row.get(key, 0) for row in rows) for key in ("kills", "start", "clock", "file", "cohort")}
+    total = {
+        key: sum(row.get(key, 0) for row in rows)
+        for key in ("kills", "start", "clock", "file", "cohort")
+    }
     seconds = round(time.monotonic() - began, 1)
     good = not any(codes) and total["kills"] == given.kills
-    print(json.dumps({"good": good, "chains": len(rows), **total, "seed": given.seed, "seconds": seconds}))
+    print(
+        json.dumps(
+            {"good": good, "chains": len(rows), **total, "seed": given.seed, "seconds": seconds}
+        )
+    )
     return 0 if good else 1
 
 

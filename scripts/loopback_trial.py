@@ -31,7 +31,9 @@ THREADS = {"OMP_NUM_THREADS": "1"}
 class Trial:
     """Everything is in one folder. `secure`: TLS and keys; otherwise test mode, without both."""
 
-    def __init__(self, folder: Path, clients: int = 3, secure: bool = True, **sections: dict[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, clients: int = 3, secure: bool = True, **sections: dict[str, Any]
+    ) -> None:
         self.folder, self.secure, self.port = folder, secure, free_port()
         self.running: list[subprocess.Popen[bytes]] = []
         self.names = [f"clinic-{i}" for i in range(clients)]
@@ -51,14 +53,29 @@ class Trial:
         }
         (folder / "cfg.toml").write_text(tomli_w.dumps(self.raw), encoding="utf-8")
         if secure:
-            done([*DPFED, "keys", str(folder / "keys"), "--server", "127.0.0.1", "--clients", ",".join(self.names)])
+            done(
+                [
+                    *DPFED,
+                    "keys",
+                    str(folder / "keys"),
+                    "--server",
+                    "127.0.0.1",
+                    "--clients",
+                    ",".join(self.names),
+                ]
+            )
         for i, name in enumerate(self.names):
             self._client(job, i, name, whole)
 
     def __enter__(self) -> Trial:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
         for process in self.running:
             if process.poll() is None:
                 process.terminate()
@@ -73,11 +90,16 @@ class Trial:
         how = ["--keys", str(self.folder / "keys")] if self.secure else ["--insecure"]
         listen = ["--listen", f"127.0.0.1:{self.port}"]
         config = [] if "--resume" in more else [str(self.folder / "cfg.toml")]
-        return self.start("server", [*DPFED, "server", *config, "--out", str(self.folder / out), *how, *listen, *more])
+        return self.start(
+            "server",
+            [*DPFED, "server", *config, "--out", str(self.folder / out), *how, *listen, *more],
+        )
 
     def client(self, name: str, *more: str) -> subprocess.Popen[bytes]:
         how = [] if self.secure else ["--insecure"]
-        return self.start(name, [*DPFED, "client", str(self.folder / name / "client.toml"), *how, *more])
+        return self.start(
+            name, [*DPFED, "client", str(self.folder / name / "client.toml"), *how, *more]
+        )
 
     def log(self, name: str) -> str:
         path = self.folder / f"{name}.log"
@@ -88,7 +110,9 @@ class Trial:
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
-            raise SystemExit(f"{name} has not ended within {limit:g} s:\n{self.log(name)[-3000:]}") from None
+            raise SystemExit(
+                f"{name} has not ended within {limit:g} s:\n{self.log(name)[-3000:]}"
+            ) from None
         if code != 0:
             raise SystemExit(f"{name} ended with {code}:\n{self.log(name)[-3000:]}")
 
@@ -97,7 +121,9 @@ class Trial:
         end = time.monotonic() + limit
         while self.log(name).count(text) < times:
             if time.monotonic() > end:
-                raise SystemExit(f"{name} does not say {text!r} within {limit:g} s:\n{self.log(name)[-3000:]}")
+                raise SystemExit(
+                    f"{name} does not say {text!r} within {limit:g} s:\n{self.log(name)[-3000:]}"
+                )
             time.sleep(0.1)
 
     def result(self, out: str = "served") -> dict[str, Any]:

@@ -44,7 +44,9 @@ def allowed(hint: Any) -> str:
         return NAMES[hint]
     base, *extra = get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
     signs = {Ge: ("ge", "≥"), Gt: ("gt", ">"), Le: ("le", "≤"), Lt: ("lt", "<")}
-    limits = [f"{signs[type(e)][1]} {getattr(e, signs[type(e)][0]):g}" for e in extra if type(e) in signs]
+    limits = [
+        f"{signs[type(e)][1]} {getattr(e, signs[type(e)][0]):g}" for e in extra if type(e) in signs
+    ]
     return ", ".join([_kind(base), *limits])
 
 
@@ -81,13 +83,21 @@ def _toml(value: Any) -> str:
 def key_table(cls: type[Any], leave_out: set[str] | frozenset[str] = frozenset()) -> list[str]:
     hints = get_type_hints(cls, include_extras=True)
     factories = {f.name: f.default_factory for f in dataclasses.fields(cls)}
-    made_anew = {name: make() for name, make in factories.items() if make is not dataclasses.MISSING}
+    made_anew = {
+        name: make() for name, make in factories.items() if make is not dataclasses.MISSING
+    }
     rows = []
     for name, sentence, default in keys(cls):
         if name in leave_out or dataclasses.is_dataclass(hints[name]):
             continue
         made = made_anew.get(name, default)
-        shown = "required" if made is dataclasses.MISSING else f"`{_toml(made)}`" if made not in (None, {}) else ""
+        shown = (
+            "required"
+            if made is dataclasses.MISSING
+            else f"`{_toml(made)}`"
+            if made not in (None, {})
+            else ""
+        )
         rows.append(f"| `{name}` | {_cell(allowed(hints[name]))} | {shown} | {_cell(sentence)} |")
     return ["| key | values | default | what it is |", "|---|---|---|---|", *rows, ""]
 
@@ -142,7 +152,9 @@ def sections() -> dict[str, type[Any]]:
     """The sections that have no `name`: each has one set of keys."""
     out = {}
     for name, hint in get_type_hints(Config).items():
-        cls = next((part for part in (hint, *get_args(hint)) if dataclasses.is_dataclass(part)), None)
+        cls = next(
+            (part for part in (hint, *get_args(hint)) if dataclasses.is_dataclass(part)), None
+        )
         if isinstance(cls, type) and name not in ("data", "model"):
             out[name] = cls
     return out
@@ -164,7 +176,9 @@ def _further(section: str, named: Any, common: frozenset[str]) -> list[str]:
 # ------------------------------------------------------------------ every command
 
 
-def commands(group: click.Command, path: tuple[str, ...] = ("dpfed",)) -> Iterator[tuple[str, click.Command]]:
+def commands(
+    group: click.Command, path: tuple[str, ...] = ("dpfed",)
+) -> Iterator[tuple[str, click.Command]]:
     inner = getattr(group, "commands", None)
     if inner is None:
         yield " ".join(path), group
@@ -208,15 +222,25 @@ def _parameters(command: click.Command) -> list[str]:
     for param in command.params:
         if param.name in ("help",):
             continue
-        shown = " ".join(param.opts) if isinstance(param, click.Option) else (param.metavar or param.name or "").upper()
+        shown = (
+            " ".join(param.opts)
+            if isinstance(param, click.Option)
+            else (param.metavar or param.name or "").upper()
+        )
         value = ""
         if isinstance(param, click.Option) and not param.is_flag:
             value = " " + (param.metavar or param.type.name.upper())
         needed = " (required)" if param.required else ""
         default = param.default
-        said = f"; default {default}" if isinstance(default, int | float) and not isinstance(default, bool) else ""
+        said = (
+            f"; default {default}"
+            if isinstance(default, int | float) and not isinstance(default, bool)
+            else ""
+        )
         said = said if default and isinstance(param, click.Option) else ""
-        rows.append(f"| `{shown}{value}` | {_cell(_code(getattr(param, 'help', '') or ''))}{said}{needed} |")
+        rows.append(
+            f"| `{shown}{value}` | {_cell(_code(getattr(param, 'help', '') or ''))}{said}{needed} |"
+        )
     return ["| option | what it does |", "|---|---|", *rows, ""] if rows else []
 
 
@@ -256,7 +280,12 @@ def api() -> str:
         "## Errors",
         "",
     ]
-    for cls in (errors.DpfedError, errors.StoppedError, errors.DivergedError, errors.InterruptedRunError):
+    for cls in (
+        errors.DpfedError,
+        errors.StoppedError,
+        errors.DivergedError,
+        errors.InterruptedRunError,
+    ):
         lines += described(f"dpfed.errors.{cls.__name__}", cls, 3)
     return "\n".join(lines).rstrip() + "\n"
 
@@ -265,7 +294,15 @@ def described(name: str, thing: Any, level: int = 2) -> list[str]:
     """Signature and docstring; of a class its public members too."""
     lines = ["#" * level + f" {name}", ""]
     if not inspect.isclass(thing):
-        return [*lines, "```text", _signature(name.split(".")[-1], thing), "```", "", *_docstring(thing), ""]
+        return [
+            *lines,
+            "```text",
+            _signature(name.split(".")[-1], thing),
+            "```",
+            "",
+            *_docstring(thing),
+            "",
+        ]
     lines += [*_docstring(thing), ""]
     rows = []
     for key, member in vars(thing).items():
@@ -273,9 +310,15 @@ def described(name: str, thing: Any, level: int = 2) -> list[str]:
         if (key.startswith("_") and key != "__call__") or not inspect.isfunction(called):
             continue
         shown = key if isinstance(member, property) else _signature(key, called, method=True)
-        rows.append(f"| `{_either(shown)}` | {_cell(' '.join((inspect.getdoc(called) or '').split()))} |")
+        rows.append(
+            f"| `{_either(shown)}` | {_cell(' '.join((inspect.getdoc(called) or '').split()))} |"
+        )
     fields = dataclasses.fields(thing) if dataclasses.is_dataclass(thing) else ()
-    rows = [f"| `{f.name}: {_either(str(f.type))}` | field |" for f in fields if "Annotated" not in str(f.type)] + rows
+    rows = [
+        f"| `{f.name}: {_either(str(f.type))}` | field |"
+        for f in fields
+        if "Annotated" not in str(f.type)
+    ] + rows
     return [*lines, "| member | what it is |", "|---|---|", *rows, ""] if rows else lines
 
 
@@ -293,9 +336,13 @@ def _unquoted(annotation: Any) -> Any:
 def _signature(name: str, called: Any, method: bool = False) -> str:
     found = inspect.signature(called)
     given = [p for i, p in enumerate(found.parameters.values()) if not (method and i == 0)]
-    given = [p.replace(default=_Shown("...")) if inspect.isfunction(p.default) else p for p in given]
+    given = [
+        p.replace(default=_Shown("...")) if inspect.isfunction(p.default) else p for p in given
+    ]
     given = [p.replace(annotation=_unquoted(p.annotation)) for p in given]
-    text = str(found.replace(parameters=given, return_annotation=_unquoted(found.return_annotation)))
+    text = str(
+        found.replace(parameters=given, return_annotation=_unquoted(found.return_annotation))
+    )
     if len(name + text) <= 100 or method:
         return name + text
     parts = [str(p) for p in given]
@@ -335,7 +382,9 @@ def epsilon_table() -> str:
     from dpfed.privacy.published import show_loss
 
     head = "| noise multiplier | " + " | ".join(f"{r:,} records" for r in RECORDS) + " |"
-    rows = [f"| {s:g} | " + " | ".join(show_loss(cell(s, r), 2) for r in RECORDS) + " |" for s in SIGMAS]
+    rows = [
+        f"| {s:g} | " + " | ".join(show_loss(cell(s, r), 2) for r in RECORDS) + " |" for s in SIGMAS
+    ]
     return "\n".join([head, "|---" * (len(RECORDS) + 1) + "|", *rows])
 
 
@@ -361,8 +410,15 @@ def printed(command: str) -> str:
 
 def refreshed(page: str, tables: bool = True) -> str:
     page = OUTPUT.sub(lambda m: m.group(1) + printed(m.group(2)) + m.group(4), page)
-    page = FILE.sub(lambda m: m.group(1) + (DOCS.parent / m.group(2)).read_text(encoding="utf-8") + m.group(4), page)
-    return TABLE.sub(lambda m: m.group(1) + TABLES[m.group(2)]() + m.group(4), page) if tables else page
+    page = FILE.sub(
+        lambda m: m.group(1) + (DOCS.parent / m.group(2)).read_text(encoding="utf-8") + m.group(4),
+        page,
+    )
+    return (
+        TABLE.sub(lambda m: m.group(1) + TABLES[m.group(2)]() + m.group(4), page)
+        if tables
+        else page
+    )
 
 
 GENERATED: dict[str, Callable[[], str]] = {
@@ -383,7 +439,9 @@ def pages() -> dict[Path, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true", help="only say what is not up to date")
     check = parser.parse_args().check
     old = []

@@ -34,7 +34,12 @@ def make_runs(folder: Path) -> list[Path]:
     for name, rate in (("dp-fedadamw", "0.015"), ("dp-fedavg", "1.0")):
         for seed in (0, 1):
             path = folder / f"{name}-{seed}"
-            keys = [f"algorithm.name={name}", f"algorithm.lr={rate}", f"run.seed={seed}", *KEYS.split()]
+            keys = [
+                f"algorithm.name={name}",
+                f"algorithm.lr={rate}",
+                f"run.seed={seed}",
+                *KEYS.split(),
+            ]
             flags = [word for key in keys for word in ("--set", key)]
             dpfed("run", *flags, "--out", str(path))
             out.append(path)
@@ -43,7 +48,10 @@ def make_runs(folder: Path) -> list[Path]:
 
 def dpfed(*words: str) -> None:
     subprocess.run(
-        [sys.executable, "-m", "dpfed", *words], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [sys.executable, "-m", "dpfed", *words],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
 
 
@@ -52,9 +60,14 @@ class Looked:
 
     def __init__(self, browser: Any, address: str, width: int, scheme: str) -> None:
         self.wrong: list[str] = []
-        self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        self.context = browser.new_context(
+            viewport={"width": width, "height": 900}, color_scheme=scheme
+        )
         self.page = self.context.new_page()
-        self.page.on("console", lambda m: self.wrong.append(m.text) if m.type in ("error", "warning") else None)
+        self.page.on(
+            "console",
+            lambda m: self.wrong.append(m.text) if m.type in ("error", "warning") else None,
+        )
         self.page.on("pageerror", lambda e: self.wrong.append(str(e)))
         self.page.on("request", lambda r: self._fetched(r.url, address))
         self.page.goto(address)
@@ -84,7 +97,11 @@ class Looked:
         )
 
     def overflow(self) -> int:
-        return int(self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
+        return int(
+            self.page.evaluate(
+                "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+            )
+        )
 
 
 def must(fine: bool, said: str) -> None:
@@ -111,7 +128,10 @@ def look(browser: Any, page: Path, shots: Path | None, name: str) -> None:
 def look_at_print(browser: Any, page: Path, shots: Path | None) -> None:
     seen = Looked(browser, page.as_uri(), 1280, "dark")
     content = seen.page.pdf(format="A4", print_background=True)
-    must(content[:5] == b"%PDF-" and len(content) > 20_000, f"prints to PDF, {len(content) / 1e3:.0f} kB")
+    must(
+        content[:5] == b"%PDF-" and len(content) > 20_000,
+        f"prints to PDF, {len(content) / 1e3:.0f} kB",
+    )
     if shots is not None:
         (shots / "print.pdf").write_bytes(content)
     seen.context.close()
@@ -139,7 +159,9 @@ def look_at_hostile(browser: Any, run: Path, folder: Path) -> None:
     config = (bad / "config.toml").read_text()
     quoted = json.dumps(HOSTILE)
     (bad / "config.toml").write_text(
-        config.replace('name = "digits"', f"name = {quoted}").replace('name = "dp-fedavg"', f"name = {quoted}")
+        config.replace('name = "digits"', f"name = {quoted}").replace(
+            'name = "dp-fedavg"', f"name = {quoted}"
+        )
     )
     held = json.loads((bad / "holdings.json").read_text())
     held["classes"] = [f"{HOSTILE}{i}" for i in range(len(held["classes"]))]
@@ -147,9 +169,17 @@ def look_at_hostile(browser: Any, run: Path, folder: Path) -> None:
     page = folder / "bad.html"
     dpfed("report", str(bad), str(run), "--out", str(page))
     seen = Looked(browser, page.as_uri(), 1280, "light")
-    injected = seen.page.evaluate("document.querySelectorAll('#main img, #main b:not(.kicker b), #main script').length")
-    must(injected == 0 and seen.page.title() != "1" and not seen.wrong, f"a hostile name is only text {seen.wrong[:2]}")
-    must(HOSTILE in seen.page.locator("h1").inner_text() + seen.page.locator("#main").inner_text(), "and it is shown")
+    injected = seen.page.evaluate(
+        "document.querySelectorAll('#main img, #main b:not(.kicker b), #main script').length"
+    )
+    must(
+        injected == 0 and seen.page.title() != "1" and not seen.wrong,
+        f"a hostile name is only text {seen.wrong[:2]}",
+    )
+    must(
+        HOSTILE in seen.page.locator("h1").inner_text() + seen.page.locator("#main").inner_text(),
+        "and it is shown",
+    )
     seen.context.close()
 
 
@@ -161,21 +191,32 @@ def look_at_watch(browser: Any, run: Path, folder: Path) -> None:
     shutil.copytree(run, live)
     lines = (live / "metrics.jsonl").read_text().splitlines(keepends=True)
     state = json.loads((live / "run.json").read_text())
-    (live / "run.json").write_text(json.dumps({"run": state["run"], "state": "running", "release": state["release"]}))
+    (live / "run.json").write_text(
+        json.dumps({"run": state["run"], "state": "running", "release": state["release"]})
+    )
     (live / "metrics.jsonl").write_text("".join(lines[:3]))
     with open_server([live], False, 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_address[1]}/"
         seen = Looked(browser, address, 1280, "light")
-        must("round 2 of" in seen.page.locator(".live").inner_text(), "--watch shows how far a run is")
+        must(
+            "round 2 of" in seen.page.locator(".live").inner_text(),
+            "--watch shows how far a run is",
+        )
         seen.page.evaluate("window.kept = true")
         (live / "metrics.jsonl").write_text("".join(lines[:5]))
         seen.page.locator(".live", has_text="round 4 of").wait_for(timeout=20_000)
-        must(seen.page.evaluate("window.kept === true"), "--watch brings news without loading the page again")
+        must(
+            seen.page.evaluate("window.kept === true"),
+            "--watch brings news without loading the page again",
+        )
         (live / "run.json").write_text(json.dumps(state))
         seen.page.locator(".live").wait_for(state="hidden", timeout=20_000)
         asked, drawn = seen.figures()
-        must(asked == drawn and not seen.wrong, f"--watch at the end: {drawn} of {asked} figures {seen.wrong[:3]}")
+        must(
+            asked == drawn and not seen.wrong,
+            f"--watch at the end: {drawn} of {asked} figures {seen.wrong[:3]}",
+        )
         seen.context.close()
         server.shutdown()
 
@@ -184,10 +225,19 @@ def look_at_public(browser: Any, page: Path, runs: list[Path]) -> None:
     text = page.read_text(encoding="utf-8")
     data = text[text.index('id="figures">') :].split("</script>", 1)[0]
     shown = text.split('<main id="main">', 1)[1].split("</main>", 1)[0]
-    words = [run.name for run in runs] + ["epsilon_server_max", "spent most so far", 'cohort"', 'eligible"', "holdings"]
+    words = [run.name for run in runs] + [
+        "epsilon_server_max",
+        "spent most so far",
+        'cohort"',
+        'eligible"',
+        "holdings",
+    ]
     found = [word for word in words if word in data or word in shown]
     must(not found, f"the public page has nothing of single clients {found}")
-    must(not {"clients", "labels", "drift", "sqrt-v"} & set(json.loads(data.split(">", 1)[1])), "nor their figures")
+    must(
+        not {"clients", "labels", "drift", "sqrt-v"} & set(json.loads(data.split(">", 1)[1])),
+        "nor their figures",
+    )
     must("Left out" in shown, "and says what it leaves out")
 
 

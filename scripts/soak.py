@@ -50,7 +50,11 @@ def main() -> int:
             seen[round.t] = (resident(), open_files(), time.perf_counter())
 
     with tempfile.TemporaryDirectory() as folder:
-        run(load("digits", [*KEYS, f"run.rounds={rounds}"], registry()), Path(folder) / "run", observe=observe)
+        run(
+            load("digits", [*KEYS, f"run.rounds={rounds}"], registry()),
+            Path(folder) / "run",
+            observe=observe,
+        )
     first, last = seen[STRETCH], seen[rounds]
     early = (first[2] - seen[0][2]) / STRETCH
     late = (last[2] - seen[rounds - STRETCH][2]) / STRETCH

@@ -13,7 +13,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 MODULES = tempfile.TemporaryDirectory(prefix="dpfed-modules-")
 os.environ["HF_MODULES_CACHE"] = MODULES.name
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # is read by triton itself: kernels are tried without a GPU
+    os.environ["TRITON_INTERPRET"] = (
+        "1"  # is read by triton itself: kernels are tried without a GPU
+    )
 torch.set_num_threads(1)
 settings.register_profile("dpfed", deadline=None, max_examples=20)
 settings.load_profile("dpfed")

@@ -30,10 +30,16 @@ WARM, ROUNDS = 2, 10
 
 def arguments(about: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch; Flower: actors of one thread each")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="timed rounds, of which the median counts")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="threads of torch; Flower: actors of one thread each"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=ROUNDS, help="timed rounds, of which the median counts"
+    )
     parser.add_argument("--warm", type=int, default=WARM, help="rounds before those that are timed")
-    parser.add_argument("--in-turn", action="store_true", help="wait for a line on stdin before each round")
+    parser.add_argument(
+        "--in-turn", action="store_true", help="wait for a line on stdin before each round"
+    )
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     return given
@@ -61,7 +67,11 @@ class Rounds:
             self._say({"ready": len(self.seen)})
             if not sys.stdin.readline():
                 sys.exit(0)  # who asked for rounds is gone
-        self._begun = children_seconds(), time.process_time(), time.perf_counter()  # looking around takes time: first
+        self._begun = (
+            children_seconds(),
+            time.process_time(),
+            time.perf_counter(),
+        )  # looking around takes time: first
 
     def end(self, tool: str, packages: tuple[str, ...], does: str, parameters: int) -> None:
         """The one line that a script prints. `parameters`: trained numbers, which must be the same for all."""
@@ -83,7 +93,11 @@ def children_seconds() -> float:
     total = ended.children_user + ended.children_system
     if not Path("/proc/self/stat").exists():
         return total
-    stats = {pid: figures for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if (figures := _stat(pid))}
+    stats = {
+        pid: figures
+        for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
+        if (figures := _stat(pid))
+    }
     known = {os.getpid()}
     while more := {pid for pid, (parent, _) in stats.items() if parent in known} - known:
         known |= more
@@ -126,13 +140,23 @@ def digits() -> Digits:
     from dpfed.model.task import InputSpec
     from dpfed.model.zoo.glyph_vit import GlyphViT
 
-    preset = tomllib.loads((Path(dpfed.__file__).parent / "config" / "presets" / "digits.toml").read_text(encoding="utf-8"))
+    preset = tomllib.loads(
+        (Path(dpfed.__file__).parent / "config" / "presets" / "digits.toml").read_text(
+            encoding="utf-8"
+        )
+    )
     lora, deal = preset["model"]["lora"], preset["data"]
     spec = InputSpec("image", "pixel_values", (1, 8, 8), 10, white=16.0)
-    parts = assemble(GlyphViT(lora=LoraSection(**{**lora, "targets": tuple(lora["targets"])})), spec)
+    parts = assemble(
+        GlyphViT(lora=LoraSection(**{**lora, "targets": tuple(lora["targets"])})), spec
+    )
     table = Source().load().train
-    shards = partition(table.labels, CLIENTS, deal["partition"], deal["alpha"], np.random.default_rng(0))
-    pixels = parts.built.prepare({"pixel_values": torch.from_numpy(table.inputs["pixel_values"])})["pixel_values"]
+    shards = partition(
+        table.labels, CLIENTS, deal["partition"], deal["alpha"], np.random.default_rng(0)
+    )
+    pixels = parts.built.prepare({"pixel_values": torch.from_numpy(table.inputs["pixel_values"])})[
+        "pixel_values"
+    ]
     labels = torch.from_numpy(table.labels)
     hands = [torch.from_numpy(shards.of(client)) for client in range(CLIENTS)]
     return Digits(parts.adapted.model, [(pixels[rows], labels[rows]) for rows in hands])
@@ -152,7 +176,9 @@ class PrivateClient:
     def __init__(self, at: Digits) -> None:
         from opacus import GradSampleModule
 
-        warnings.filterwarnings("ignore", message="Full backward hook is firing")  # of every frozen first layer
+        warnings.filterwarnings(
+            "ignore", message="Full backward hook is firing"
+        )  # of every frozen first layer
         at.model.train()
         self.at, self.tensors = at, list(at.trained.values())
         self.wrapped = GradSampleModule(at.model, loss_reduction="mean")
@@ -165,7 +191,9 @@ class PrivateClient:
         with torch.no_grad():
             torch._foreach_copy_(self.tensors, start)
         adam = torch.optim.AdamW(self.tensors, lr=LR, weight_decay=WEIGHT_DECAY)
-        optimizer = DPOptimizer(adam, noise_multiplier=SIGMA, max_grad_norm=CLIP, expected_batch_size=BATCH)
+        optimizer = DPOptimizer(
+            adam, noise_multiplier=SIGMA, max_grad_norm=CLIP, expected_batch_size=BATCH
+        )
         accountant = RDPAccountant()
         optimizer.attach_step_hook(accountant.get_optimizer_hook_fn(BATCH / len(labels)))
         for _ in range(STEPS):

@@ -19,7 +19,9 @@ QUIET = {
     "RAY_worker_niceness": "0",  # or a busy machine would let its actors wait for all others
 }  # fmt: skip
 # Read on import, and handed on to the actors, which are to find the modules beside this file.
-os.environ.update(QUIET, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]))
+os.environ.update(
+    QUIET, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")])
+)
 
 from common import CLIENTS, COHORT, Rounds, arguments, digits  # noqa: E402
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict  # noqa: E402
@@ -28,9 +30,7 @@ from flwr.serverapp import Grid, ServerApp  # noqa: E402
 from flwr.serverapp.strategy import FedAvg  # noqa: E402
 from flwr.simulation import run_simulation  # noqa: E402
 
-DOES = (
-    "each record clipped, noise at the client (Opacus), messages between processes on ray; an RDP accountant in memory"
-)
+DOES = "each record clipped, noise at the client (Opacus), messages between processes on ray; an RDP accountant in memory"
 
 
 def clients() -> ClientApp:
@@ -61,11 +61,15 @@ def server(rounds: Rounds) -> ServerApp:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        def between(t: int, arrays: ArrayRecord) -> None:  # called before the first round and after each
+        def between(
+            t: int, arrays: ArrayRecord
+        ) -> None:  # called before the first round and after each
             rounds.tick()
 
         start = ArrayRecord({name: t.detach().clone() for name, t in digits().trained.items()})
-        strategy = FedAvg(COHORT / CLIENTS, 0.0, min_train_nodes=COHORT, min_available_nodes=CLIENTS)
+        strategy = FedAvg(
+            COHORT / CLIENTS, 0.0, min_train_nodes=COHORT, min_available_nodes=CLIENTS
+        )
         strategy.start(grid, start, num_rounds=rounds.total, evaluate_fn=between)
 
     return app
@@ -76,11 +80,19 @@ def main() -> None:
     rounds = Rounds(given)
     with TemporaryDirectory() as folder:
         os.environ["FLWR_HOME"] = folder
-        resources = {"init_args": {"num_cpus": given.threads}, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+        resources = {
+            "init_args": {"num_cpus": given.threads},
+            "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+        }
         run_simulation(server(rounds), clients(), num_supernodes=CLIENTS, backend_config=resources)
     if len(rounds.seen) < rounds.total:
         sys.exit("Flower's simulation ended early: what it said is on stderr")
-    rounds.end("flower", ("flwr", "ray", "opacus", "torch", "transformers", "peft"), DOES, digits().parameters)
+    rounds.end(
+        "flower",
+        ("flwr", "ray", "opacus", "torch", "transformers", "peft"),
+        DOES,
+        digits().parameters,
+    )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from common import BATCH, CLIENTS, CLIP, COHORT, LR, SIGMA, STEPS, WEIGHT_DECAY, Digits, Rounds, arguments, digits
+from common import (
+    BATCH,
+    CLIENTS,
+    CLIP,
+    COHORT,
+    LR,
+    SIGMA,
+    STEPS,
+    WEIGHT_DECAY,
+    Digits,
+    Rounds,
+    arguments,
+    digits,
+)
 from pfl.aggregate.simulate import SimulatedBackend
 from pfl.algorithm.base import NNAlgorithmParams
 from pfl.algorithm.federated_averaging import FederatedAveraging
@@ -51,7 +64,9 @@ class Watch(TrainingProcessCallback):  # type: ignore[type-arg]
         self.rounds.tick()
         return Metrics()
 
-    def after_central_iteration(self, metrics: Metrics, model: Any, *, central_iteration: int) -> tuple[bool, Metrics]:
+    def after_central_iteration(
+        self, metrics: Metrics, model: Any, *, central_iteration: int
+    ) -> tuple[bool, Metrics]:
         self.rounds.tick()
         return False, Metrics()
 
@@ -61,13 +76,15 @@ def users(at: Digits) -> FederatedDataset:
 
     def repeated(client: int) -> Dataset:
         pixels, labels = at.clients[client]
-        rows = torch.cat([torch.randperm(len(labels)) for _ in range(1 + STEPS * BATCH // len(labels))])[
-            : STEPS * BATCH
-        ]
+        rows = torch.cat(
+            [torch.randperm(len(labels)) for _ in range(1 + STEPS * BATCH // len(labels))]
+        )[: STEPS * BATCH]
         return Dataset(raw_data=[pixels[rows], labels[rows]], user_id=str(client))
 
     held = [repeated(client) for client in range(CLIENTS)]
-    return FederatedDataset(lambda client: held[client], get_user_sampler("minimize_reuse", list(range(CLIENTS))))
+    return FederatedDataset(
+        lambda client: held[client], get_user_sampler("minimize_reuse", list(range(CLIENTS)))
+    )
 
 
 def main() -> None:
@@ -85,11 +102,16 @@ def main() -> None:
     data = users(at)
     FederatedAveraging().run(
         algorithm_params=NNAlgorithmParams(
-            central_num_iterations=rounds.total, evaluation_frequency=10**9, train_cohort_size=COHORT, val_cohort_size=0
+            central_num_iterations=rounds.total,
+            evaluation_frequency=10**9,
+            train_cohort_size=COHORT,
+            val_cohort_size=0,
         ),
         backend=SimulatedBackend(training_data=data, val_data=data, postprocessors=[mechanism]),
         model=model,
-        model_train_params=NNTrainHyperParams(local_num_epochs=1, local_learning_rate=LR, local_batch_size=BATCH),
+        model_train_params=NNTrainHyperParams(
+            local_num_epochs=1, local_learning_rate=LR, local_batch_size=BATCH
+        ),
         callbacks=[Watch(rounds)],
     )
     rounds.end("pfl", ("pfl", "torch", "transformers", "peft"), DOES, at.parameters)

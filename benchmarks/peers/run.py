@@ -43,7 +43,12 @@ class Tool:
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed with the tool)
         environment = {**os.environ, "PYTHONPATH": paths}
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            text=True,
+            env=environment,
         )
         self._listen()
 
@@ -64,7 +69,9 @@ class Tool:
         self._process.wait()
         self._said.seek(0)
         last = [line for line in self._said.read().splitlines() if line.strip()][-1:]
-        self.failed = last[0].strip()[:200] if last else f"it ended with code {self._process.returncode}"
+        self.failed = (
+            last[0].strip()[:200] if last else f"it ended with code {self._process.returncode}"
+        )
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -84,7 +91,9 @@ def measure(commands: dict[str, list[str]], turns: int, paths: str = "") -> dict
         for name, command in commands.items():
             started = time.perf_counter()
             tools.append(Tool(name, command, paths))
-            say(f"{name}: {tools[-1].failed or f'ready after {time.perf_counter() - started:.0f} s'}")
+            say(
+                f"{name}: {tools[-1].failed or f'ready after {time.perf_counter() - started:.0f} s'}"
+            )
         for turn in range(turns):
             first = turn % len(tools)
             for tool in tools[first:] + tools[:first]:
@@ -103,32 +112,49 @@ def say(line: str) -> None:
 def ratios(mine: Line, other: Line, which: int) -> tuple[float, float, float]:
     """How many times dpfed's: ratio of the medians, and the smallest and largest within one turn. 0: wall, 1: processor."""
     key = ("seconds", "cpu_seconds")[which]
-    each = [theirs[which] / ours[which] for ours, theirs in zip(mine["each"], other["each"], strict=True)]
+    each = [
+        theirs[which] / ours[which]
+        for ours, theirs in zip(mine["each"], other["each"], strict=True)
+    ]
     return other[key] / mine[key], min(each), max(each)
 
 
 def table(found: dict[str, Line], failed: dict[str, str]) -> list[str]:
     mine = found["dpfed"]
-    lines = ["| tool | wall time, x dpfed | CPU time, x dpfed | what it does |", "|---|---|---|---|"]
+    lines = [
+        "| tool | wall time, x dpfed | CPU time, x dpfed | what it does |",
+        "|---|---|---|---|",
+    ]
     for name, line in found.items():
         version = next(iter(line["versions"].items()))
         cells = ["1", "1"]
         if name != "dpfed":
-            cells = ["{:.2f} ({:.2f} to {:.2f})".format(*ratios(mine, line, which)) for which in (0, 1)]
+            cells = [
+                "{:.2f} ({:.2f} to {:.2f})".format(*ratios(mine, line, which)) for which in (0, 1)
+            ]
         lines.append(f"| {version[0]} {version[1]} | {' | '.join(cells)} | {line['does']} |")
     lines += [f"| {name} | - | - | {why} |" for name, why in failed.items()]
     versions = {k: v for line in reversed(found.values()) for k, v in line["versions"].items()}
-    lines += ["", f"one round of dpfed: {mine['seconds']:.3f} s, {mine['cpu_seconds']:.3f} s of the processor"]
+    lines += [
+        "",
+        f"one round of dpfed: {mine['seconds']:.3f} s, {mine['cpu_seconds']:.3f} s of the processor",
+    ]
     lines += [", ".join(f"{k} {v}" for k, v in sorted(versions.items()))]
     return lines
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--venv", action="append", default=[], metavar="PEER=PATH", help="a peer's own environment")
-    parser.add_argument("--rounds", type=int, default=10, help="timed rounds, of which the median counts")
+    parser.add_argument(
+        "--venv", action="append", default=[], metavar="PEER=PATH", help="a peer's own environment"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=10, help="timed rounds, of which the median counts"
+    )
     parser.add_argument("--warm", type=int, default=2, help="rounds before those that are timed")
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch; Flower: actors of one thread each")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="threads of torch; Flower: actors of one thread each"
+    )
     parser.add_argument("--out", type=Path, help="write all figures to this JSON file")
     given = parser.parse_args()
     given.pythons = {}
@@ -147,9 +173,19 @@ def main() -> None:
     given = parsed()
     import dpfed
 
-    options = ["--in-turn", "--rounds", str(given.rounds), "--warm", str(given.warm), "--threads", str(given.threads)]
+    options = [
+        "--in-turn",
+        "--rounds",
+        str(given.rounds),
+        "--warm",
+        str(given.warm),
+        "--threads",
+        str(given.threads),
+    ]
     pythons = {"dpfed": sys.executable, **given.pythons}
-    commands = {name: [python, str(HERE / f"{name}_round.py"), *options] for name, python in pythons.items()}
+    commands = {
+        name: [python, str(HERE / f"{name}_round.py"), *options] for name, python in pythons.items()
+    }
     tools = measure(commands, given.warm + given.rounds, str(Path(dpfed.__file__).parents[1]))
     found = {name: tool.result for name, tool in tools.items() if tool.result}
     failed = {name: tool.failed or "no result" for name, tool in tools.items() if not tool.result}
@@ -163,11 +199,17 @@ def main() -> None:
         if peer not in pythons:
             print(
                 "\n    ".join(
-                    [f"{peer} is not measured; with these, and --venv {peer}=.venvs/{peer}, it is:", *install(peer)]
+                    [
+                        f"{peer} is not measured; with these, and --venv {peer}=.venvs/{peer}, it is:",
+                        *install(peer),
+                    ]
                 )
             )
     if given.out is not None:
-        given.out.write_text(json.dumps({"threads": given.threads, "tools": found, "failed": failed}, indent=1) + "\n")
+        given.out.write_text(
+            json.dumps({"threads": given.threads, "tools": found, "failed": failed}, indent=1)
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

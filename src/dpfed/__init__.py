@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__version__ = "0.1.0"  # the one place: packaging, `dpfed --version` and the documentation read it here
+__version__ = (
+    "0.1.0"  # the one place: packaging, `dpfed --version` and the documentation read it here
+)
 __all__ = ["DpfedError", "DpfedWarning", "Tuned", "fine_tune"]
 _HOMES = {"DpfedError": "dpfed.errors", "DpfedWarning": "dpfed.errors"}
 

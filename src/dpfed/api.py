@@ -158,7 +158,9 @@ def _trained_in_memory(
             shutil.rmtree(base)
 
 
-def _given(keywords: Mapping[str, tuple[str, Any]], settings: Mapping[str, Any] | None) -> dict[str, Any]:
+def _given(
+    keywords: Mapping[str, tuple[str, Any]], settings: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """Return the tables of all that the caller said; refuse keywords and settings that differ."""
     pairs = _pairs(settings)
     tables = layer_of(pairs)
@@ -169,7 +171,9 @@ def _given(keywords: Mapping[str, tuple[str, Any]], settings: Mapping[str, Any] 
     for key, name, value in said:
         other = _setting(tables, key)
         if other is not None and other != value:
-            raise DpfedError(f"{name} = {value!r} and settings[{key!r}] = {other!r} differ: give one of them")
+            raise DpfedError(
+                f"{name} = {value!r} and settings[{key!r}] = {other!r} differ: give one of them"
+            )
         if name == "epsilon" and _setting(tables, "privacy.enabled") is False:
             raise DpfedError(
                 f"epsilon = {value!r} and settings['privacy.enabled'] = False exclude each other: "
@@ -222,7 +226,14 @@ def _trained(config: Config, folder: Path, source: Source, progress: bool) -> Tu
                     watch.say(line)
                 _warn_of(job)
 
-            result = run(config, folder, source=source, begin=begin, observe=watch.round, on_activity=watch.activity)
+            result = run(
+                config,
+                folder,
+                source=source,
+                begin=begin,
+                observe=watch.round,
+                on_activity=watch.activity,
+            )
     for sentence in result_warnings(result):
         _warn(sentence)
     return Tuned(folder, result)
@@ -272,7 +283,9 @@ def _configured(raw: Mapping[str, Any], given: Mapping[str, Any], model: Any, ki
         other = _setting(given, f"model.{key}")
         if other not in (None, value):
             shown = repr(str(model)) if isinstance(model, str | Path) else type(model).__name__
-            raise DpfedError(f"settings['model.{key}'] = {other!r} is not model = {shown}: give one of them")
+            raise DpfedError(
+                f"settings['model.{key}'] = {other!r} is not model = {shown}: give one of them"
+            )
     algorithm: dict[str, Any] = {"name": "dp-fedadamw", "lr": LR}
     under = {"model": table, "algorithm": algorithm}
     config = build(overlay(under, raw), known)
@@ -304,9 +317,13 @@ def _refuse_number_of_clients(config: Config, given: Mapping[str, Any], source: 
 def _saved(model: Any, tokenizer: Any, folder: Path, config: Config) -> Path:
     """A model that lives in memory is written beside the run, so that the run can be repeated and exported."""
     if not hasattr(model, "save_pretrained"):
-        raise DpfedError(f"model must be a name, a folder or a Hugging Face model, not {type(model).__name__}")
+        raise DpfedError(
+            f"model must be a name, a folder or a Hugging Face model, not {type(model).__name__}"
+        )
     if hasattr(config.model, "tokenizer") and config.model.tokenizer is None and tokenizer is None:
-        raise DpfedError("a language model in memory needs its tokenizer: fine_tune(model, ..., tokenizer=tokenizer)")
+        raise DpfedError(
+            "a language model in memory needs its tokenizer: fine_tune(model, ..., tokenizer=tokenizer)"
+        )
     base = folder.with_name(folder.name + "-base")
     if base.exists():
         raise DpfedError(f"{base} exists: choose another out")

@@ -14,6 +14,8 @@ DEFAULT = "digits"
 
 
 def registry() -> Registry:
-    found = (p for p in sorted(CONFIGS.rglob("*.toml")) if not p.name.startswith("_"))  # those are only extended
+    found = (
+        p for p in sorted(CONFIGS.rglob("*.toml")) if not p.name.startswith("_")
+    )  # those are only extended
     presets = {str(p.relative_to(CONFIGS).with_suffix("")): p for p in found}
     return Registry(data=DATASETS, model=MODELS, algorithm=ALGORITHMS, presets=presets)

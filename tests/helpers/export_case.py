@@ -35,28 +35,41 @@ def base(kind: str, folder: Path) -> str:
     """A pretrained model of one layer, with another head than the one that is needed."""
     torch.manual_seed(0)
     made: Any = {
-        "vit": lambda: ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, num_labels=5, **SIZES)),
+        "vit": lambda: ViTForImageClassification(
+            ViTConfig(image_size=8, patch_size=4, num_labels=5, **SIZES)
+        ),
         "bert": lambda: BertForSequenceClassification(BertConfig(num_labels=5, **TEXT, **SIZES)),
-        "roberta": lambda: RobertaForSequenceClassification(RobertaConfig(num_labels=5, **TEXT, **SIZES)),
+        "roberta": lambda: RobertaForSequenceClassification(
+            RobertaConfig(num_labels=5, **TEXT, **SIZES)
+        ),
     }[kind]()
     made.save_pretrained(folder)
     raw = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
     if kind != "vit":
-        PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", unk_token="<unk>").save_pretrained(folder)
+        PreTrainedTokenizerFast(
+            tokenizer_object=raw, pad_token="<pad>", unk_token="<unk>"
+        ).save_pretrained(folder)
     return str(folder)
 
 
 def images(side: int = 8, channels: int = 3) -> Source:
     rng = np.random.default_rng(0)
     labels = np.arange(24) % 3
-    x = (rng.integers(0, 80, (24, channels, side, side)) + 80 * labels[:, None, None, None]).astype(np.uint8)
+    x = (rng.integers(0, 80, (24, channels, side, side)) + 80 * labels[:, None, None, None]).astype(
+        np.uint8
+    )
     train = Table({"pixel_values": x}, labels)
-    return Source(train, Table({"pixel_values": x[:6]}, labels[:6]), ("red", "green", "blue"), "image")
+    return Source(
+        train, Table({"pixel_values": x[:6]}, labels[:6]), ("red", "green", "blue"), "image"
+    )
 
 
 def texts() -> Source:
-    words = np.array(["good film", "bad film", "so good", "so bad", "good good so film", "bad bad"] * 4, dtype=object)
+    words = np.array(
+        ["good film", "bad film", "so good", "so bad", "good good so film", "bad bad"] * 4,
+        dtype=object,
+    )
     labels = np.array(["bad" in t for t in words], dtype=np.int64)
     test = Table({"text": words[:6]}, labels[:6])
     return Source(Table({"text": words}, labels), test, ("praise", "blame"), "text")
@@ -69,7 +82,13 @@ def settings(model: dict[str, Any], **changes: dict[str, Any]) -> Config:
         "model": {"lora": {"r": 2}, "liveness": False, **model},
         "algorithm": {"name": "dp-fedadamw", "lr": 0.05},
         "privacy": {"batch": 6.0, "sigma": 1.0},
-        "run": {"rounds": 2, "local_steps": 2, "participation": 0.5, "device": "cpu", "checkpoint_every": 0},
+        "run": {
+            "rounds": 2,
+            "local_steps": 2,
+            "participation": 0.5,
+            "device": "cpu",
+            "checkpoint_every": 0,
+        },
     }
     if changes.get("run", {}).get("noise") == "os":
         tables["model"]["liveness"] = True  # real noise needs the check
@@ -78,7 +97,9 @@ def settings(model: dict[str, Any], **changes: dict[str, Any]) -> Config:
     return build(tables, registry())
 
 
-def vit_run(tmp: Path, name: str = "run", model: dict[str, Any] | None = None, **changes: dict[str, Any]) -> Path:
+def vit_run(
+    tmp: Path, name: str = "run", model: dict[str, Any] | None = None, **changes: dict[str, Any]
+) -> Path:
     """A short run of the small ViT."""
     if not (tmp / "base").exists():
         base("vit", tmp / "base")

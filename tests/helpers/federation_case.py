@@ -41,17 +41,28 @@ def source_of(job: Job, client: int) -> Source:
     loader: Any = job.config.data
     whole: Source = loader.load()
     rows = job.shards.of(client)
-    table = Table({name: x[rows] for name, x in whole.train.inputs.items()}, whole.train.labels[rows])
+    table = Table(
+        {name: x[rows] for name, x in whole.train.inputs.items()}, whole.train.labels[rows]
+    )
     return replace(whole, train=table)
 
 
 def client_config(job: Job, i: int, folder: Path, **policy_keys: Any) -> policy.ClientConfig:
     client_keys = {k: policy_keys.pop(k) for k in CLIENT_KEYS if k in policy_keys}
     raw: dict[str, Any] = {
-        "client": {"name": f"clinic-{i}", "state": str(folder / f"clinic-{i}"), "servers": ["hub"], "device": "cpu"}
+        "client": {
+            "name": f"clinic-{i}",
+            "state": str(folder / f"clinic-{i}"),
+            "servers": ["hub"],
+            "device": "cpu",
+        }
         | client_keys,
         "policy": {"records": int(job.plan.sizes[i]), "max_epsilon": 50.0} | policy_keys,
-        "data": {"name": "digits", "augment": job.config.data.augment, "views": job.config.data.views},
+        "data": {
+            "name": "digits",
+            "augment": job.config.data.augment,
+            "views": job.config.data.views,
+        },
         "model": {"name": "linear"},
     }
     return policy.build(raw, registry())
@@ -74,7 +85,11 @@ def federation_of(
     }
     log: list[str] = []
     transport = Loopback(clients)
-    return Federation(job, transport, "run-1", "hub", names_of(job), 5.0, seeded, log.append), transport, log
+    return (
+        Federation(job, transport, "run-1", "hub", names_of(job), 5.0, seeded, log.append),
+        transport,
+        log,
+    )
 
 
 def simulated(job: Job) -> tuple[Tensor, list[Round]]:

@@ -32,7 +32,9 @@ CLASSES = 3
 Inputs = dict[str, Tensor]
 
 
-def loop(model: nn.Module, space: Space, theta: Tensor, client: Tensor, inputs: Inputs, labels: Tensor) -> Tensor:
+def loop(
+    model: nn.Module, space: Space, theta: Tensor, client: Tensor, inputs: Inputs, labels: Tensor
+) -> Tensor:
     """Gradient of each record by itself, `[N, P]`: one plain model, one forward and one backward per record."""
     parameters = dict(model.named_parameters())
     out = torch.zeros(len(client), space.size)
@@ -47,7 +49,9 @@ def loop(model: nn.Module, space: Space, theta: Tensor, client: Tensor, inputs: 
         scores = getattr(scores, "logits", scores)
         (-F.log_softmax(scores, -1)[0, labels[j]]).backward()
         grads = [
-            parameters[n].grad if parameters[n].grad is not None else torch.zeros_like(parameters[n])
+            parameters[n].grad
+            if parameters[n].grad is not None
+            else torch.zeros_like(parameters[n])
             for n in space.names
         ]
         out[j] = torch.cat([g.flatten() for g in grads])
@@ -69,12 +73,16 @@ class Case:
         noise = torch.randn(clients, self.space.size, generator=torch.Generator().manual_seed(seed))
         return self.theta + 0.1 * noise
 
-    def check(self, inputs: Inputs, labels: Tensor, clients: int, nan: int | None = None, seed: int = 0) -> Tensor:
+    def check(
+        self, inputs: Inputs, labels: Tensor, clients: int, nan: int | None = None, seed: int = 0
+    ) -> Tensor:
         """Compares, record by record, in norm; with `nan`, that record's is not finite and no other notices."""
         client = torch.arange(len(labels)).flip(0) % clients
         theta = self.rows(clients, seed)
         grads = self.ready.grads(theta, client, inputs, labels)
-        assert [g.shape for g in grads] == [(len(labels), shape.numel()) for shape in self.space.shapes]
+        assert [g.shape for g in grads] == [
+            (len(labels), shape.numel()) for shape in self.space.shapes
+        ]
         got = torch.cat(grads, 1)
         want = loop(self.plain, self.space, theta, client, inputs, labels)
         good = torch.ones(len(labels), dtype=torch.bool)
@@ -142,7 +150,11 @@ def roberta(**other: object) -> nn.Module:
 
 
 def images(side: int) -> Callable[[int], Inputs]:
-    return lambda count: {"pixel_values": torch.randn(count, 1, side, side, generator=torch.Generator().manual_seed(3))}
+    return lambda count: {
+        "pixel_values": torch.randn(
+            count, 1, side, side, generator=torch.Generator().manual_seed(3)
+        )
+    }
 
 
 def texts(pad: int) -> Callable[[int], Inputs]:
@@ -173,4 +185,3 @@ def adapted(model: nn.Module, train: str, **lora: object) -> nn.Module:
 
 def labels_of(count: int) -> Tensor:
     return torch.arange(count) % CLASSES
-

@@ -34,21 +34,32 @@ def cifar10_pickle(protocol: int = 2) -> dict[str, bytes]:
     files = {"batches.meta": pickle.dumps(meta, protocol)}
     for i, name in enumerate(CIFAR10_BATCHES):
         x, y = cifar10_images(i)
-        content = {b"data": x, b"labels": y.tolist(), b"batch_label": b"a batch", b"filenames": [b"a.png", b"b.png"]}
+        content = {
+            b"data": x,
+            b"labels": y.tolist(),
+            b"batch_label": b"a batch",
+            b"filenames": [b"a.png", b"b.png"],
+        }
         files[name] = pickle.dumps(content, protocol)
     return files
 
 
 def cifar100_images(part: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(len(part))
-    return rng.integers(0, 256, (4, 3072)).astype(np.uint8), rng.integers(0, 100, 4), rng.integers(0, 20, 4)
+    return (
+        rng.integers(0, 256, (4, 3072)).astype(np.uint8),
+        rng.integers(0, 100, 4),
+        rng.integers(0, 20, 4),
+    )
 
 
 def cifar100_binary() -> dict[str, bytes]:
     files = {}
     for part in ("train", "test"):
         x, fine, coarse = cifar100_images(part)
-        files[f"{part}.bin"] = np.concatenate([np.stack([coarse, fine], 1).astype(np.uint8), x], axis=1).tobytes()
+        files[f"{part}.bin"] = np.concatenate(
+            [np.stack([coarse, fine], 1).astype(np.uint8), x], axis=1
+        ).tobytes()
     return files
 
 
@@ -85,19 +96,27 @@ def zipped(path: Path, files: dict[str, bytes], root: str = "") -> Path:
 
 
 def idx(array: np.ndarray) -> bytes:
-    return bytes((0, 0, 8, array.ndim)) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+    return (
+        bytes((0, 0, 8, array.ndim))
+        + struct.pack(f">{array.ndim}I", *array.shape)
+        + array.tobytes()
+    )
 
 
 def mnist(compress: bool = True, side: int = 28) -> dict[str, bytes]:
     rng = np.random.default_rng(0)
     files = {}
     for stem, n in (("train", 6), ("t10k", 4)):
-        files[f"{stem}-images-idx3-ubyte"] = idx(rng.integers(0, 256, (n, side, side)).astype(np.uint8))
+        files[f"{stem}-images-idx3-ubyte"] = idx(
+            rng.integers(0, 256, (n, side, side)).astype(np.uint8)
+        )
         files[f"{stem}-labels-idx1-ubyte"] = idx((np.arange(n) % 10).astype(np.uint8))
     return {f"{n}.gz": gzip.compress(d) for n, d in files.items()} if compress else files
 
 
-def image(width: int = 6, height: int = 6, mode: str = "RGB", form: str = "PNG", seed: int = 0) -> bytes:
+def image(
+    width: int = 6, height: int = 6, mode: str = "RGB", form: str = "PNG", seed: int = 0
+) -> bytes:
     rng = np.random.default_rng(seed)
     shape = (height, width, 3) if mode == "RGB" else (height, width)
     out = io.BytesIO()
@@ -127,15 +146,27 @@ def glue(task: str) -> dict[str, bytes]:
         return {"SST-2/train.tsv": rows.encode(), "SST-2/dev.tsv": b"sentence\tlabel\ngood\t1\n"}
     if task == "qqp":
         head = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n"
-        rows = head + "0\t1\t2\tIs it?\tIt is?\t1\n1\t3\t4\tBroken\nhere?\tNo\t0\n2\t5\t6\tWhy?\t\t0\n"
-        return {"QQP/train.tsv": rows.encode(), "QQP/dev.tsv": (head + "0\t1\t2\ta\tb\t0\n").encode()}
+        rows = (
+            head + "0\t1\t2\tIs it?\tIt is?\t1\n1\t3\t4\tBroken\nhere?\tNo\t0\n2\t5\t6\tWhy?\t\t0\n"
+        )
+        return {
+            "QQP/train.tsv": rows.encode(),
+            "QQP/dev.tsv": (head + "0\t1\t2\ta\tb\t0\n").encode(),
+        }
     if task == "mnli":
         early = "index\tpromptID\tpairID\tgenre\tsentence1\tsentence2\tlabel1"
         train = f"{early}\tgold_label\n0\tp\tq\tg\tA man.\tA person.\tneutral\tentailment\n"
         more = "\tlabel2\tlabel3\tlabel4\tlabel5\tgold_label\n"
-        dev = early + more + "0\tp\tq\tg\tNo.\tYes.\tneutral\tneutral\tneutral\tneutral\tneutral\tcontradiction\n"
+        dev = (
+            early
+            + more
+            + "0\tp\tq\tg\tNo.\tYes.\tneutral\tneutral\tneutral\tneutral\tneutral\tcontradiction\n"
+        )
         return {"MNLI/train.tsv": train.encode(), "MNLI/dev_matched.tsv": dev.encode()}
-    folder, one, two = {"qnli": ("QNLI", "question", "sentence"), "rte": ("RTE", "sentence1", "sentence2")}[task]
+    folder, one, two = {
+        "qnli": ("QNLI", "question", "sentence"),
+        "rte": ("RTE", "sentence1", "sentence2"),
+    }[task]
     rows = f"index\t{one}\t{two}\tlabel\n0\tWho?\tHe.\tentailment\n1\tWhat?\tShe.\tnot_entailment\n"
     return {f"{folder}/train.tsv": rows.encode(), f"{folder}/dev.tsv": rows.encode()}
 

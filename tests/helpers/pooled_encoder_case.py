@@ -14,4 +14,3 @@ def encoder(folder: Path) -> str:
     base("bert", folder)
     BertModel(BertConfig(**TEXT, **SIZES)).save_pretrained(folder)
     return state_pooling(folder, None, "Normalize")
-

@@ -25,7 +25,12 @@ def config_of(job: Job, **sections: dict[str, Any]) -> Config:
     if "name" in sections.get("algorithm", {}):
         raw["algorithm"] = dict(sections["algorithm"])
     declared = {f"clinic-{i}": int(size) for i, size in enumerate(job.plan.sizes)}
-    raw["federation"] = {"server": "hub", "clients": declared, "timeout": 5.0, **sections.get("federation", {})}
+    raw["federation"] = {
+        "server": "hub",
+        "clients": declared,
+        "timeout": 5.0,
+        **sections.get("federation", {}),
+    }
     return build(raw, registry())
 
 
@@ -33,11 +38,15 @@ class Net(Loopback):
     """Clients on a disk; `kill(t)` says when the server dies: before anybody was asked, or with answers on the way."""
 
     def __init__(self, job: Job, folder: Path, seeded: bool = True) -> None:
-        super().__init__({f"clinic-{i}": client_of(job, i, folder, allow_seeded=seeded).answer for i in range(3)})
+        super().__init__(
+            {f"clinic-{i}": client_of(job, i, folder, allow_seeded=seeded).answer for i in range(3)}
+        )
         self.sent: list[Mapping[str, bytes]] = []
         self.kill_before, self.kill_within = 0, 0
 
-    def send_all(self, requests: Mapping[str, bytes], timeout: float) -> dict[str, bytes | Exception]:
+    def send_all(
+        self, requests: Mapping[str, bytes], timeout: float
+    ) -> dict[str, bytes | Exception]:
         self.sent.append(dict(requests))
         if len(self.sent) == self.kill_before:
             raise KilledError
@@ -47,8 +56,9 @@ class Net(Loopback):
         return found
 
 
-def serve(config: Config, out: Path, net: Loopback, seeded: bool = True, **keys: Any) -> dict[str, Any]:
+def serve(
+    config: Config, out: Path, net: Loopback, seeded: bool = True, **keys: Any
+) -> dict[str, Any]:
     logged: list[str] = []
     backend = lambda job, name: federation_of(job, name, net, logged.append)  # noqa: E731
     return run(served(config, seeded), out, serve=backend, **keys) | {"log": logged}
-

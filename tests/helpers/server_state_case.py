@@ -17,4 +17,3 @@ def config_of(**run: Any) -> Config:
         "run": {"rounds": 4, "local_steps": 2, "participation": 0.4, "device": "cpu", **run},
     }
     return build(raw, registry())
-

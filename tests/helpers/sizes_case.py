@@ -9,4 +9,3 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 12, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
     "max_position_embeddings": 24,
 }  # fmt: skip
-

@@ -33,7 +33,9 @@ def bert() -> nn.Module:
 
 
 def roberta() -> nn.Module:
-    return RobertaForSequenceClassification(RobertaConfig(**SMALL, **QUIET, max_position_embeddings=10))
+    return RobertaForSequenceClassification(
+        RobertaConfig(**SMALL, **QUIET, max_position_embeddings=10)
+    )
 
 
 def distilbert() -> nn.Module:
@@ -63,5 +65,6 @@ def llama() -> nn.Module:
 def mistral() -> nn.Module:
     """With a sliding window shorter than a record, so that a mask of ours would be wrong."""
     sizes = {**SMALL, "num_key_value_heads": 1}
-    return MistralForCausalLM(MistralConfig(**sizes, max_position_embeddings=10, sliding_window=2, pad_token_id=0))
-
+    return MistralForCausalLM(
+        MistralConfig(**sizes, max_position_embeddings=10, sliding_window=2, pad_token_id=0)
+    )

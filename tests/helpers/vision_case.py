@@ -25,4 +25,3 @@ def tiny_vit(folder: Path) -> str:
         num_labels=5,
     )  # fmt: skip
     return save(ViTForImageClassification(config), folder)
-

@@ -41,7 +41,9 @@ class ZooCase:
 
     def rows(self, clients: int) -> Tensor:
         """Different weights for each client, away from zero heads and from LoRA's B = 0."""
-        return self.theta + 0.1 * torch.randn(clients, self.space.size, generator=torch.Generator().manual_seed(0))
+        return self.theta + 0.1 * torch.randn(
+            clients, self.space.size, generator=torch.Generator().manual_seed(0)
+        )
 
     def at(self, vector: Tensor) -> nn.Module:
         for name, value in self.space.unflatten(vector).items():
@@ -59,14 +61,22 @@ class ZooCase:
             model.zero_grad(set_to_none=True)
             alone(model, {k: x[j : j + 1] for k, x in inputs.items()}, labels[j]).backward()
             wanted = (model.get_parameter(n) for n in self.space.names)
-            want[j] = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in wanted])
+            want[j] = torch.cat(
+                [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in wanted]
+            )
         assert got.isfinite().all()
         close(got, want, self.space)
         return got
 
     def alive(self) -> None:
         generator = torch.Generator().manual_seed(0)
-        check_alive(self.ready, self.theta, self.spec.synthetic(RECORDS, generator), self.spec.classes, generator)
+        check_alive(
+            self.ready,
+            self.theta,
+            self.spec.synthetic(RECORDS, generator),
+            self.spec.classes,
+            generator,
+        )
 
 
 def alone_image(case: ZooCase) -> Alone:
@@ -89,7 +99,9 @@ def alone_text(model: nn.Module, one: Inputs, label: Tensor) -> Tensor:
 
 def alone_causal(model: nn.Module, one: Inputs, label: Tensor) -> Tensor:
     inputs = unpadded(one)
-    return model(**inputs, labels=inputs["input_ids"]).loss  # transformers' own mean over next tokens
+    return model(
+        **inputs, labels=inputs["input_ids"]
+    ).loss  # transformers' own mean over next tokens
 
 
 def spread_weights(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -116,7 +128,10 @@ def tokens_of(count: int, length: int, vocabulary: int, pad: int, low: int = 2) 
     ids = torch.randint(low, vocabulary, (count, length), generator=generator)
     lengths = torch.tensor([[5, length, 3, 6, 2][j % 5] for j in range(count)]).unsqueeze(1)
     mask = torch.arange(length) < lengths
-    return {"input_ids": torch.where(mask, ids, pad).to(torch.int32), "attention_mask": mask.to(torch.uint8)}
+    return {
+        "input_ids": torch.where(mask, ids, pad).to(torch.int32),
+        "attention_mask": mask.to(torch.uint8),
+    }
 
 
 def with_train(section: ModelSection, train: str, **keys: object) -> ModelSection:

@@ -21,7 +21,9 @@ def test_counted() -> None:
     assert counted(12_000, "record") == "12,000 records"
 
 
-def test_a_run_of_one_of_everything_has_no_plural_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_one_of_everything_has_no_plural_of_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     keys = ["data.clients=1", "run.rounds=1", "run.local_steps=1", "run.participation=1.0"]
     flags = [word for key in keys for word in ("--set", key)]
     assert dpfed("run", *flags, "--out", str(tmp_path / "run")) == 0

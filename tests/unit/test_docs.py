@@ -36,9 +36,11 @@ from dpfed.privacy.published import show_loss
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
-BLOCK = re.compile(r"(?:^<!-- (?P<mark>[^\n]*?) -->\n)?^```(?P<kind>\w*)[^\n]*\n(?P<text>.*?)^```$", re.M | re.S)
+BLOCK = re.compile(
+    r"(?:^<!-- (?P<mark>[^\n]*?) -->\n)?^```(?P<kind>\w*)[^\n]*\n(?P<text>.*?)^```$", re.M | re.S
+)
 BEFORE = re.compile(r"^<!-- before:\n(.*?)-->", re.M | re.S)
-NAMED = re.compile(r"(?:tests|scripts|benchmarks|docs)/[\w./-]+\.(?:py|ipynb)|\.ci/run")
+NAMED = re.compile(r"(?:tests|scripts|experiments|benchmarks|docs)/[\w./-]+\.(?:py|ipynb)|\.ci/run")
 COMMANDS = re.compile(r"^(dpfed|python|pip|pytest|torchrun|mkdocs|ruff|mypy)\b", re.M)
 
 
@@ -80,19 +82,29 @@ def script(file: str) -> ModuleType:
 
 
 def runs(block: Block) -> bool:
-    return block.kind in ("sh", "python") and block.elsewhere is None and not block.mark.startswith("text of: ")
+    return (
+        block.kind in ("sh", "python")
+        and block.elsewhere is None
+        and not block.mark.startswith("text of: ")
+    )
 
 
 @each_page
 def test_every_block_of_commands_is_run_by_somebody(page: Path) -> None:
     for block in blocks(page):
-        if block.kind in ("", "text") and not block.mark.startswith("saved as: ") and page.parent.name != "reference":
+        if (
+            block.kind in ("", "text")
+            and not block.mark.startswith("saved as: ")
+            and page.parent.name != "reference"
+        ):
             assert not COMMANDS.search(block.text) or block.mark.startswith("output of: "), (
                 f"{name(page)}: commands belong into ```sh, where they are run:\n{block.text}"
             )
         if block.elsewhere is not None:
             named = NAMED.findall(block.elsewhere)
-            assert named, f"{name(page)}: `runs:` must name a test, a script or .ci/run, not {block.elsewhere!r}"
+            assert named, (
+                f"{name(page)}: `runs:` must name a test, a script or .ci/run, not {block.elsewhere!r}"
+            )
             assert all((ROOT / file).exists() for file in named), f"{name(page)}: {named}"
 
 
@@ -118,7 +130,9 @@ def parsed(command: click.Command, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if any(map(runs, blocks(p)))], ids=name)
-def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_blocks_of_a_page_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     place: dict[str, Any] = {}
@@ -128,7 +142,9 @@ def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytes
             exec(code, place)
         for block in blocks(page):
             if block.mark.startswith("saved as: "):
-                (tmp_path / block.mark.removeprefix("saved as: ")).write_text(block.text, encoding="utf-8")
+                (tmp_path / block.mark.removeprefix("saved as: ")).write_text(
+                    block.text, encoding="utf-8"
+                )
             elif runs(block) and block.kind == "python":
                 with monkeypatch.context() as patch:
                     shorten(block, patch)
@@ -149,12 +165,16 @@ def dpfed_algorithms() -> dict[str, Any]:
 
 def commands(block: Block) -> Iterator[list[str]]:
     """The commands of a block, one on a line or continued with a backslash; `dpfed` only, nothing is handed to a shell."""
-    more = shlex.split(block.mark.removeprefix("quick: ")) if block.mark.startswith("quick: ") else []
+    more = (
+        shlex.split(block.mark.removeprefix("quick: ")) if block.mark.startswith("quick: ") else []
+    )
     for line in block.text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         if not words:
             continue
-        assert words[0] == "dpfed", f"mark this block with who runs it, it cannot be run here: {line}"
+        assert words[0] == "dpfed", (
+            f"mark this block with who runs it, it cannot be run here: {line}"
+        )
         assert not {"&&", "|", ";", ">"} & set(words), f"one command on a line: {line}"
         yield words + (more if words[1] in ("run", "compare", "model") else [])
 
@@ -237,14 +257,19 @@ def test_outputs_in_pages_are_what_the_commands_print(maker: ModuleType) -> None
 def test_files_in_pages_are_the_files(maker: ModuleType) -> None:
     text = (DOCS / "guides" / "add-an-algorithm.md").read_text(encoding="utf-8")
     found = maker.FILE.findall(text)
-    assert [file for _, file, _, _ in found] == ["examples/dp_fedavgm.py", "tests/unit/examples/test_dp_fedavgm.py"]
+    assert [file for _, file, _, _ in found] == [
+        "examples/dp_fedavgm.py",
+        "tests/unit/examples/test_dp_fedavgm.py",
+    ]
     for _, file, shown, _ in found:
         assert shown == (ROOT / file).read_text(encoding="utf-8"), AGAIN
 
 
 def test_two_cells_of_the_epsilon_table(maker: ModuleType) -> None:
     text = (DOCS / "guides" / "choose-epsilon.md").read_text(encoding="utf-8")
-    rows = {line.split("|")[1].strip(): line for line in text.splitlines() if re.match(r"\| \d", line)}
+    rows = {
+        line.split("|")[1].strip(): line for line in text.splitlines() if re.match(r"\| \d", line)
+    }
     for sigma, column in ((1.0, 1), (2.0, 3)):
         shown = rows[f"{sigma:g}"].split("|")[2 + column].strip()
         assert shown == show_loss(maker.cell(sigma, maker.RECORDS[column]), 2), AGAIN
@@ -256,7 +281,9 @@ def test_two_cells_of_the_epsilon_table(maker: ModuleType) -> None:
 def navigation(entry: Any) -> Iterator[str]:
     if isinstance(entry, str):
         yield entry
-    for inner in entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ():
+    for inner in (
+        entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ()
+    ):
         yield from navigation(inner)
 
 
@@ -264,9 +291,13 @@ def test_every_page_is_in_the_navigation() -> None:
     class Loader(yaml.SafeLoader):
         """mkdocs.yml names two functions of the theme, which are of no interest here."""
 
-    Loader.add_multi_constructor("tag:yaml.org,2002:python/name:", lambda loader, suffix, node: suffix)
+    Loader.add_multi_constructor(
+        "tag:yaml.org,2002:python/name:", lambda loader, suffix, node: suffix
+    )
     settings = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader=Loader)
-    assert set(navigation(settings["nav"])) == {str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md")}
+    assert set(navigation(settings["nav"])) == {
+        str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md")
+    }
     assert settings["theme"]["font"] is False
     assert settings["strict"] is True
 
@@ -274,7 +305,9 @@ def test_every_page_is_in_the_navigation() -> None:
 @each_page
 def test_links_to_files_lead_somewhere(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
-    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) + re.findall(r"(?:src|srcset)=\"([^\"]+)\"", text)
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) + re.findall(
+        r"(?:src|srcset)=\"([^\"]+)\"", text
+    )
     targets += re.findall(r"^\[[^\]]+\]: (\S+?)(?:#\S*)?$", text, re.M)
     for target in targets:
         if not target.startswith(("http://", "https://", "mailto:")):
@@ -309,7 +342,9 @@ def test_the_pictures_show_the_measured_numbers(tmp_path: Path) -> None:
         for picture in ("run", "compare"):
             path = DOCS / "images" / f"{picture}-{theme}.svg"
             assert path.stat().st_size < 40_000
-        assert f"round 30: {last:.1f} %" in (DOCS / "images" / f"run-{theme}.svg").read_text(encoding="utf-8")
+        assert f"round 30: {last:.1f} %" in (DOCS / "images" / f"run-{theme}.svg").read_text(
+            encoding="utf-8"
+        )
     assert f"{last:.1f} %" in (DOCS / "index.md").read_text(encoding="utf-8")
     assert f"{last:.1f} %" in (ROOT / "README.md").read_text(encoding="utf-8")
     cells = {(c["method"], c["epsilon"]): c["accuracies"] for c in numbers["compare"]}
@@ -325,7 +360,10 @@ def test_the_notebook_is_whole() -> None:
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     kinds = [output["output_type"] for cell in cells for output in cell["outputs"]]
     assert "error" not in kinds
-    assert sum("image/png" in output.get("data", {}) for cell in cells for output in cell["outputs"]) >= 4
+    assert (
+        sum("image/png" in output.get("data", {}) for cell in cells for output in cell["outputs"])
+        >= 4
+    )
     assert not re.search(r"[\"' ]/(home|root|tmp|opt|Users)/", text)
 
 
@@ -352,6 +390,10 @@ def test_the_files_of_a_well_kept_repository_are_there() -> None:
         assert isinstance(yaml.safe_load(file.read_text(encoding="utf-8")), dict)
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
     assert [repo["repo"] for repo in hooks["repos"]] == ["local"]
-    assert {hook["id"] for repo in hooks["repos"] for hook in repo["hooks"]} >= {"ruff", "ruff-format", "mypy"}
+    assert {hook["id"] for repo in hooks["repos"] for hook in repo["hooks"]} >= {
+        "ruff",
+        "ruff-format",
+        "mypy",
+    }
     cff = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert cff["references"][0]["authors"][0] == {"family-names": "Liu", "given-names": "Jin"}

@@ -65,7 +65,12 @@ def public(folder: Path) -> str:
     """A small model and six images of its size; the model's folder."""
     folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
-    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    shape = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+    }
     model = ViTForImageClassification(ViTConfig(image_size=16, patch_size=4, num_labels=7, **shape))
     torch.nn.init.normal_(model.classifier.weight)
     model.save_pretrained(folder / "model")
@@ -80,11 +85,26 @@ def test_a_cnn_learns_a_teachers_answers(
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "experiments"))
     distill, out = script("experiments/distill_cnn.py"), tmp_path / "cnn.safetensors"
-    given = ["--teacher", public(tmp_path), "--images", str(tmp_path), "--out", str(out), "--size", "8", "--width", "4"]
-    monkeypatch.setattr(sys, "argv", ["distill_cnn.py", *given, "--groups", "2", "--steps", "40", "--batch", "16"])
+    given = [
+        "--teacher",
+        public(tmp_path),
+        "--images",
+        str(tmp_path),
+        "--out",
+        str(out),
+        "--size",
+        "8",
+        "--width",
+        "4",
+    ]
+    monkeypatch.setattr(
+        sys, "argv", ["distill_cnn.py", *given, "--groups", "2", "--steps", "40", "--batch", "16"]
+    )
     trained: list[torch.nn.Module] = []
     train = distill.distill
-    monkeypatch.setattr(distill, "distill", lambda *given: trained.append(train(*given)) or trained[0])
+    monkeypatch.setattr(
+        distill, "distill", lambda *given: trained.append(train(*given)) or trained[0]
+    )
     distill.main()
     *steps, last = capsys.readouterr().out.splitlines()
     far = [float(line.split()[3].rstrip(",")) for line in steps]
@@ -94,7 +114,9 @@ def test_a_cnn_learns_a_teachers_answers(
     spec = InputSpec("image", "pixel_values", (3, 8, 8), 10)
     made = GNResNet18(width=4, groups=2, weights=str(out)).build(spec).model
     saved = load_file(out)
-    assert {f"classifier.{name}" for name in ("weight", "bias")} == made.state_dict().keys() - saved.keys()
+    assert {
+        f"classifier.{name}" for name in ("weight", "bias")
+    } == made.state_dict().keys() - saved.keys()
     assert all(torch.equal(made.state_dict()[name], value) for name, value in saved.items())
     assert all(torch.equal(trained[0].state_dict()[name], value) for name, value in saved.items())
 
@@ -106,7 +128,9 @@ def test_views_are_crops_and_mixtures(monkeypatch: pytest.MonkeyPatch) -> None:
     for ramp, axis in ((across, -1), (across.transpose(-1, -2).contiguous(), -2)):
         whole = distill.views(ramp, lambda n: torch.full((n,), 0.999999))
         assert torch.allclose(whole, ramp.flip(-1), atol=1e-3)
-        crop = distill.views(ramp, lambda n: torch.full((n,), 0.4))  # not mirrored, a little towards the first pixel
+        crop = distill.views(
+            ramp, lambda n: torch.full((n,), 0.4)
+        )  # not mirrored, a little towards the first pixel
         part = (0.3 + 0.7 * 0.4) * (0.75 + 0.25 * 0.4)
         assert torch.allclose(crop.diff(dim=axis), torch.tensor(part), atol=1e-3)
         assert float(crop.mean()) == pytest.approx(3.5 - 0.2 * (1 - part) * 4, abs=1e-3)
@@ -116,7 +140,9 @@ def test_views_are_crops_and_mixtures(monkeypatch: pytest.MonkeyPatch) -> None:
         (0.02, [0.0, 100.0]),
     ):  # not mixed, in a corner
         mixed = distill.views(flat, lambda n, drawn=drawn: torch.full((n,), drawn))
-        assert torch.allclose(mixed, torch.tensor(expected).view(2, 1, 1, 1), atol=1e-3)  # to the edges
+        assert torch.allclose(
+            mixed, torch.tensor(expected).view(2, 1, 1, 1), atol=1e-3
+        )  # to the edges
 
 
 def test_divergence_is_from_the_teachers_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,16 +178,28 @@ def test_what_cannot_be_distilled_is_said(
     distill, weights = script("experiments/distill_cnn.py"), public(tmp_path / "PUBLIC")
     shutil.copytree(weights, tmp_path / "HEADLESS")
     settings = json.loads((tmp_path / "HEADLESS" / "config.json").read_text())
-    (tmp_path / "HEADLESS" / "config.json").write_text(json.dumps({**settings, "architectures": ["ViTModel"]}))
+    (tmp_path / "HEADLESS" / "config.json").write_text(
+        json.dumps({**settings, "architectures": ["ViTModel"]})
+    )
     (tmp_path / "EMPTY").mkdir()
     shutil.copytree(tmp_path / "PUBLIC", tmp_path / "UNEQUAL")
     Image.new("RGB", (4, 4)).save(tmp_path / "UNEQUAL" / "9.png")
     shutil.copytree(tmp_path / "PUBLIC", tmp_path / "DAMAGED")
     (tmp_path / "DAMAGED" / "9.png").write_bytes(b"none")
     monkeypatch.chdir(tmp_path)
-    given = {"--teacher": weights, "--images": "PUBLIC", "--out": "cnn.safetensors", "--width": "4", "--groups": "2"}
-    given |= {"--steps": "1", "--batch": "2", "--size": "8"} | dict(zip(changed[::2], changed[1::2], strict=True))
-    monkeypatch.setattr(sys, "argv", ["distill_cnn.py", *(word for pair in given.items() for word in pair)])
+    given = {
+        "--teacher": weights,
+        "--images": "PUBLIC",
+        "--out": "cnn.safetensors",
+        "--width": "4",
+        "--groups": "2",
+    }
+    given |= {"--steps": "1", "--batch": "2", "--size": "8"} | dict(
+        zip(changed[::2], changed[1::2], strict=True)
+    )
+    monkeypatch.setattr(
+        sys, "argv", ["distill_cnn.py", *(word for pair in given.items() for word in pair)]
+    )
     with pytest.raises(DpfedError, match=said):
         distill.main()
     assert not list(tmp_path.glob("*.safetensors"))
@@ -201,7 +239,10 @@ def test_pauses_of_a_gpu_are_told_from_its_work() -> None:
         waiting.Kernel(30.5, 40.0, 4),
         waiting.Kernel(240.0, 250.0, 4),
     ]
-    assert waiting.pauses(kernels) == (20 + 5 + 9.5 + 10, [(5.0, False), (0.5, True), (200.0, False)])
+    assert waiting.pauses(kernels) == (
+        20 + 5 + 9.5 + 10,
+        [(5.0, False), (0.5, True), (200.0, False)],
+    )
     said = waiting.lines(kernels[::-1], 2, clock=0.5, slower=0.6)
     assert "0.50 ms, 0.60 under" in said[0]
     assert "0.02 ms in 3, by 2 launches" in said[1]
@@ -219,7 +260,10 @@ def test_rounds_of_a_run_are_watched(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """All of it but the GPU, whose profile is made up."""
     waiting = script("benchmarks/waiting.py")
     made = {"cat": "kernel", "ts": 5.0, "dur": 1e3, "args": {"correlation": 7}}
-    others = [{"ph": "M"}, {"cat": "cuda_runtime", "ts": 0.0, "dur": 9e9, "args": {"correlation": 7}}]
+    others = [
+        {"ph": "M"},
+        {"cat": "cuda_runtime", "ts": 0.0, "dur": 9e9, "args": {"correlation": 7}},
+    ]
     asked: list[str] = []
 
     def export(path: str) -> None:
@@ -227,13 +271,20 @@ def test_rounds_of_a_run_are_watched(tmp_path: Path, monkeypatch: pytest.MonkeyP
             json.dump({"traceEvents": [made, *others]}, file)
 
     profiler = SimpleNamespace(
-        start=lambda: asked.append("start"), stop=lambda: asked.append("stop"), export_chrome_trace=export
+        start=lambda: asked.append("start"),
+        stop=lambda: asked.append("stop"),
+        export_chrome_trace=export,
     )
     monkeypatch.setattr(torch.profiler, "profile", lambda activities: profiler)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     watch = waiting.Watch()
-    monkeypatch.setattr(waiting.rounds, "choose", watch)
-    tiny = ["model.name=linear", "run.local_steps=1", f"run.rounds={waiting.ROUNDS}", "run.eval_every=56"]
+    monkeypatch.setattr(waiting.round_loop, "choose", watch)
+    tiny = [
+        "model.name=linear",
+        "run.local_steps=1",
+        f"run.rounds={waiting.ROUNDS}",
+        "run.eval_every=56",
+    ]
     waiting.run(load("digits", tiny, registry()), tmp_path / "run")
     assert asked == ["start", "stop"]
     assert list(watch.at) == [*waiting.CLOCK, *waiting.PROFILED]
@@ -261,7 +312,10 @@ def test_challenges_are_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.M
         '[data]\nname = "digits"\n[model]\nname = "linear"\n[privacy]\nclip = 0.1\nsigma = 1.0\nbatch = 16\n'
         "[run]\nrounds = 3\nlocal_steps = 2\nparticipation = 0.5\n"
     )
-    arms, mechanism.ARMS = mechanism.ARMS, [arm for arm in mechanism.ARMS if arm.name in ("local", "fedavg-free")]
+    arms, mechanism.ARMS = (
+        mechanism.ARMS,
+        [arm for arm in mechanism.ARMS if arm.name in ("local", "fedavg-free")],
+    )
     assert mechanism.main(["run", "--out", str(out), "--config", str(config)]) == 0
     before = (out / "local" / "run.json").stat().st_mtime_ns
     assert mechanism.main(["run", "--out", str(out), "--config", str(config)]) == 0
@@ -288,19 +342,28 @@ def test_challenges_are_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.M
     found = json.loads(numbers.read_text())["arms"]
     assert found["local"]["rounds"] == [1, 2, 3]
     assert found["local"]["noise_std"] == pytest.approx(0.1 / 16)
-    assert 0.5 < mechanism.median_root(found["local"]) / (0.1 / 16) < 1.5  # noise of every coordinate is there
+    assert (
+        0.5 < mechanism.median_root(found["local"]) / (0.1 / 16) < 1.5
+    )  # noise of every coordinate is there
     assert found["fedavg-free"]["noise_std"] == 0
     assert str(tmp_path) not in numbers.read_text()
-    assert mechanism.lines({"arms": {"a": {"label": "A", "accuracy": 0.5, "drift": [1.0, 2.0, 3.0, 4.0]}}})[2].endswith(
-        "| 2 |"
-    )
+    assert mechanism.lines(
+        {"arms": {"a": {"label": "A", "accuracy": 0.5, "drift": [1.0, 2.0, 3.0, 4.0]}}}
+    )[2].endswith("| 2 |")
     table = mechanism.lines({"arms": found})
-    assert table[2 + [arm.name for arm in arms].index("fedavg-free")].startswith("| FedAvg, no privacy | ")
+    assert table[2 + [arm.name for arm in arms].index("fedavg-free")].startswith(
+        "| FedAvg, no privacy | "
+    )
     for theme in ("light", "dark"):
         drawn = (images / f"mechanism-{theme}.svg").read_text()
-        assert all(title in drawn for title in ("Spread of v between clients", "Where noise puts", "Client drift"))
+        assert all(
+            title in drawn
+            for title in ("Spread of v between clients", "Where noise puts", "Client drift")
+        )
 
 
 def test_the_middle_of_a_histogram() -> None:
     mechanism = script("experiments/mechanism.py")
-    assert mechanism.median_root({"sqrt_v": [1, 1, 6, 0], "log10": [-4, 0]}) == pytest.approx(10**-1.5)
+    assert mechanism.median_root({"sqrt_v": [1, 1, 6, 0], "log10": [-4, 0]}) == pytest.approx(
+        10**-1.5
+    )

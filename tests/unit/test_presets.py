@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from dpfed.algorithms.base import Facts
 from dpfed.cli.main import app
 from dpfed.config import Config, load
-from dpfed.model.build import Assembled, describe_space
+from dpfed.model.build import AssembledModel, describe_space
 from dpfed.privacy.accounting.guarantee import Planned
 from dpfed.registry import CONFIGS, registry
 from dpfed.training.budget.spending import budget_of
@@ -36,7 +36,7 @@ def config_of(preset: str, *overrides: str) -> Config:
 
 
 @cache
-def shape_of(preset: str) -> Assembled:
+def shape_of(preset: str) -> AssembledModel:
     config = config_of(preset)
     spec = published_spec(config.data.published, config.model)  # type: ignore[attr-defined]
     return describe_space(config.model, spec, **block_rules(config))
@@ -50,9 +50,16 @@ def planned(preset: str, *overrides: str) -> Planned:
 
 
 def test_every_cell_of_the_tables_is_there() -> None:
-    vision = [f"paper/cifar{n}-{m}" for n in (10, 100) for m in ("resnet18", "vit-base", "swin-tiny", "swin-base")]
+    vision = [
+        f"paper/cifar{n}-{m}"
+        for n in (10, 100)
+        for m in ("resnet18", "vit-base", "swin-tiny", "swin-base")
+    ]
     vision += [f"paper/tiny-imagenet-{m}" for m in ("swin-tiny", "swin-base")]
-    assert set(PRESETS) == {*vision, *(f"paper/{task}-roberta-base" for task in ("sst2", "qqp", "qnli", "mnli"))}
+    assert set(PRESETS) == {
+        *vision,
+        *(f"paper/{task}-roberta-base" for task in ("sst2", "qqp", "qnli", "mnli")),
+    }
 
 
 def test_the_list_names_each_with_a_sentence() -> None:
@@ -70,14 +77,26 @@ def test_it_is_the_appendix(preset: str) -> None:
     """Tables of federated configurations: N, T, K, l, sR, sigma, delta, LoRA, dropout, length."""
     config = config_of(preset)
     cnn, text = "resnet" in preset, "roberta" in preset
-    want = (50, 300, 50, 0.2, 50) if cnn else (4, 100, 20, 1.0, 16) if text else (50, 100, 20, 0.1, 16)
+    want = (
+        (50, 300, 50, 0.2, 50) if cnn else (4, 100, 20, 1.0, 16) if text else (50, 100, 20, 0.1, 16)
+    )
     run, privacy, lora = config.run, config.privacy, config.model.lora
-    assert (config.data.clients, run.rounds, run.local_steps, run.participation, privacy.batch) == want
+    assert (
+        config.data.clients,
+        run.rounds,
+        run.local_steps,
+        run.participation,
+        privacy.batch,
+    ) == want
     large = any(name in preset for name in ("tiny-imagenet", "qqp", "mnli"))
     assert (privacy.sigma, privacy.delta, privacy.clip) == (1.0, 1e-6 if large else 1e-5, 0.1)
     assert (config.model.train, lora.r, lora.alpha, lora.dropout) == ("lora", 16, 32.0, 0.1)
     assert (config.data.partition, config.data.alpha) == ("dirichlet_equal", 0.8 if text else 0.1)
-    assert (config.algorithm.name, config.algorithm.lr, config.algorithm.weight_decay) == ("dp-fedadamw", 3e-4, 0.01)
+    assert (config.algorithm.name, config.algorithm.lr, config.algorithm.weight_decay) == (
+        "dp-fedadamw",
+        3e-4,
+        0.01,
+    )
     assert config.algorithm.gamma == 0.5
     assert config_of(preset, "data.alpha=0.6").data.alpha == 0.6
     if text:
@@ -103,7 +122,9 @@ def swin(width: int, depths: tuple[int, ...]) -> int:
 def resnet() -> int:
     """A is r x in x 3 x 3 and B is out x r, on both convolutions of eight blocks."""
     pairs = [
-        (a, b) for w, a in ((64, 64), (128, 64), (256, 128), (512, 256)) for a, b in ((a, w), (w, w), (w, w), (w, w))
+        (a, b)
+        for w, a in ((64, 64), (128, 64), (256, 128), (512, 256))
+        for a, b in ((a, w), (w, w), (w, w), (w, w))
     ]
     return sum(R * (9 * a + b) for a, b in pairs)
 
@@ -113,7 +134,8 @@ ADAPTERS = {
     "vit-base": 12 * R * (4 * 2 + 2 * 5) * 768,
     "swin-tiny": swin(96, (2, 2, 6, 2)),
     "swin-base": swin(128, (2, 2, 18, 2)),
-    "roberta-base": 12 * R * (4 * 2 + 2 * 5) * 768 + 768 * 769,  # its head has a layer of its own before the last
+    "roberta-base": 12 * R * (4 * 2 + 2 * 5) * 768
+    + 768 * 769,  # its head has a layer of its own before the last
 }
 
 
@@ -135,7 +157,10 @@ def test_blocks_by_hand() -> None:
     """SPEC 5: A one block, B of q, k, v one for each head, B of the others one; the head of the model one."""
     assert shape_of("paper/cifar10-vit-base").space.num_blocks == 12 * (3 * (1 + 12) + 3 * 2) + 1
     heads = [(2, 4), (2, 8), (18, 16), (2, 32)]
-    assert shape_of("paper/cifar100-swin-base").space.num_blocks == sum(n * (3 * (1 + h) + 3 * 2) for n, h in heads) + 1
+    assert (
+        shape_of("paper/cifar100-swin-base").space.num_blocks
+        == sum(n * (3 * (1 + h) + 3 * 2) for n, h in heads) + 1
+    )
     assert shape_of("paper/cifar10-resnet18").space.num_blocks == 16 * 2 + 1
     assert shape_of("paper/sst2-roberta-base").space.num_blocks == 12 * (3 * (1 + 12) + 3 * 2) + 2
 
@@ -172,9 +197,13 @@ def test_every_method_takes_a_cell(name: str) -> None:
     config = config_of("paper/cifar100-swin-base", f"algorithm.name={name}")
     assert config.algorithm.name == name
     assert config.privacy == config_of("paper/cifar100-swin-base").privacy
-    config.algorithm.check(Facts(equal_phi=True, private=True, allow_nan=False, calibrated=False, varying_phi=False))
+    config.algorithm.check(
+        Facts(equal_phi=True, private=True, allow_nan=False, calibrated=False, varying_phi=False)
+    )
     found = planned("paper/cifar100-swin-base", f"algorithm.name={name}").server_worst
-    assert found == pytest.approx(4.363 * (2.26 if name == "dp-fedsam" else 1), rel=0.01)  # SPEC 2.4
+    assert found == pytest.approx(
+        4.363 * (2.26 if name == "dp-fedsam" else 1), rel=0.01
+    )  # SPEC 2.4
 
 
 def test_a_target_is_for_a_client_in_every_round() -> None:

@@ -70,7 +70,9 @@ algorithms = ["dp-fedavg:lr=1"]
 seeds = 1
 """
 PAGE = (
-    "# Page\n\n" + "".join(f"<!-- results: {n} -->\n<!-- end -->\n\n" for n in ("main", "best", "later")) + "The end.\n"
+    "# Page\n\n"
+    + "".join(f"<!-- results: {n} -->\n<!-- end -->\n\n" for n in ("main", "best", "later"))
+    + "The end.\n"
 )
 
 
@@ -136,7 +138,14 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 def paged(results: Any, studies: Path, *words: str) -> tuple[int, str]:
     place = studies.parent
-    flags = ["--studies", str(studies), "--csv", str(place / "csv"), "--docs", str(place / "results.md")]
+    flags = [
+        "--studies",
+        str(studies),
+        "--csv",
+        str(place / "csv"),
+        "--docs",
+        str(place / "results.md"),
+    ]
     return results.main(["page", *words, *flags]), (place / "results.md").read_text()
 
 
@@ -196,8 +205,14 @@ def check_tables(folder: Path, out: Path, text: str) -> None:
         assert arm["inside_grid"] == ("no" if row["at_edge"] else "yes")
         assert int(arm["up_bytes"]) == row["traffic"]["up_bytes"]
         if row["difference"] is not None:
-            assert [float(arm[f"interval_{end}"]) for end in ("low", "high")] == pytest.approx(row["interval"])
-        mine = [float(r["accuracy"]) for r in runs if r["arm"] == arm["arm"] and r["phase"] == "reported"][:2]
+            assert [float(arm[f"interval_{end}"]) for end in ("low", "high")] == pytest.approx(
+                row["interval"]
+            )
+        mine = [
+            float(r["accuracy"])
+            for r in runs
+            if r["arm"] == arm["arm"] and r["phase"] == "reported"
+        ][:2]
         assert np.mean(mine) == pytest.approx(row["accuracy"])
         assert f"{100 * row['accuracy']:.2f} ± {100 * row['std']:.2f}" in text
     assert "Incomplete" not in text
@@ -206,7 +221,11 @@ def check_tables(folder: Path, out: Path, text: str) -> None:
     assert text.endswith("The end.\n")
     later = next(arm for arm in arms if arm["study"] == "later")
     assert (later["n"], later["std"], later["difference"]) == ("1", "", "")
-    assert rows_of(folder / "curves.csv")[0] == {**rows_of(folder / "curves.csv")[0], "study": "main", "round": "0"}
+    assert rows_of(folder / "curves.csv")[0] == {
+        **rows_of(folder / "curves.csv")[0],
+        "study": "main",
+        "round": "0",
+    }
     assert (folder.parent / "images" / "results-main-dark.svg").read_text().count("<path") > 10
 
 
@@ -216,27 +235,37 @@ def test_an_arm_that_could_not_be_run_does_not_hide_the_others(
 ) -> None:
     def failing(self: Inline, task: Task, folder: Path) -> None:
         bad = task.label.startswith("dp-fedavg ")
-        self._ended.append((task.key, "no memory" if bad else run_one(task.tables, folder, task.tuning, {})))
+        self._ended.append(
+            (task.key, "no memory" if bad else run_one(task.tables, folder, task.tuning, {}))
+        )
 
     monkeypatch.setattr(Inline, "start", failing)
     said: list[str] = []
     sitting = results.Sitting(tmp_path / "o", (), studies, ("main", "best"))
     assert results.run(sitting, in_process, said.append) == 1
     assert said[0].startswith("main: exit code 3, 12 runs done")
-    assert said[1].startswith("best: complete, 3 runs"), "the table is there, and says which arm has failed"
+    assert said[1].startswith("best: complete, 3 runs"), (
+        "the table is there, and says which arm has failed"
+    )
     _, text = paged(results, studies, str(tmp_path / "o"))
     assert "Incomplete" not in text
     assert "dp-fedavg §" in text
     assert "§ could not be run: dp-fedavg: no memory" in text
-    arms = {arm["arm"]: arm for arm in rows_of(tmp_path / "csv" / "arms.csv") if arm["study"] == "main"}
-    assert [(arms[name]["n"], arms[name]["tuning_runs"]) for name in ("dp-fedavg", "dp-fedadamw")] == [
+    arms = {
+        arm["arm"]: arm for arm in rows_of(tmp_path / "csv" / "arms.csv") if arm["study"] == "main"
+    }
+    assert [
+        (arms[name]["n"], arms[name]["tuning_runs"]) for name in ("dp-fedavg", "dp-fedadamw")
+    ] == [
         ("0", "0"),
         ("2", "4"),
     ]
 
 
 def test_a_study_starts_from_the_model_of_a_first_run(results: Any, tmp_path: Path) -> None:
-    (tmp_path / "small.toml").write_text(BASE.replace('"linear"', '"auto-image"'))  # it has a head that can be kept
+    (tmp_path / "small.toml").write_text(
+        BASE.replace('"linear"', '"auto-image"')
+    )  # it has a head that can be kept
     start = 'start = ["model.weights=random", "run.rounds=1", "run.seed=9"]'
     (tmp_path / "s.toml").write_text(
         STUDIES[STUDIES.index('[[study]]\nname = "later"') :] + start + "\nset = ['run.rounds=3']"
@@ -261,7 +290,9 @@ def test_a_study_starts_from_the_model_of_a_first_run(results: Any, tmp_path: Pa
     settings = [compare[i + 1] for i, word in enumerate(compare) if word == "--set"]
     assert settings == ["run.rounds=3", f"model.weights={model}", "model.head=kept"]
     asked = json.loads((tmp_path / "out" / "later" / "asked.json").read_text())["command"]
-    assert asked.startswith("dpfed run results/small.toml --set model.weights=WEIGHTS --set model.weights=random")
+    assert asked.startswith(
+        "dpfed run results/small.toml --set model.weights=WEIGHTS --set model.weights=random"
+    )
     assert " && dpfed export FIRST START && dpfed compare results/small.toml " in asked
     assert "model.weights=START" in asked
     assert str(tmp_path) not in asked
@@ -275,8 +306,14 @@ def test_a_study_starts_from_the_model_of_a_first_run(results: Any, tmp_path: Pa
     assert calls(dataclasses.replace(sitting, anew=True)) == ["run", "export", "compare"]
     written = (tmp_path / "s.toml").read_text()
     (tmp_path / "s.toml").write_text(written.replace("run.seed=9", "run.seed=8"))
-    assert calls(dataclasses.replace(sitting, out=tmp_path / "other")) == ["run", "export", "compare"]
-    with pytest.raises(DpfedError, match="give the same one"):  # another start is another path of weights
+    assert calls(dataclasses.replace(sitting, out=tmp_path / "other")) == [
+        "run",
+        "export",
+        "compare",
+    ]
+    with pytest.raises(
+        DpfedError, match="give the same one"
+    ):  # another start is another path of weights
         calls(sitting)
     (tmp_path / "s.toml").write_text(written.replace("run.seed=9", "run.sed=9"))
     with pytest.raises(DpfedError, match=r"run\.sed"):
@@ -284,7 +321,9 @@ def test_a_study_starts_from_the_model_of_a_first_run(results: Any, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("code", "answer"), [(None, 3), (2, 1)])
-def test_a_start_that_was_not_done_is_none(results: Any, tmp_path: Path, code: int | None, answer: int) -> None:
+def test_a_start_that_was_not_done_is_none(
+    results: Any, tmp_path: Path, code: int | None, answer: int
+) -> None:
     (tmp_path / "small.toml").write_text(BASE.replace('"linear"', '"auto-image"'))
     later = STUDIES[STUDIES.index('[[study]]\nname = "later"') :]
     (tmp_path / "s.toml").write_text(later + 'start = ["model.weights=random", "run.rounds=1"]')
@@ -338,12 +377,18 @@ def test_a_study_that_misses_the_first_signal_is_told_again(
     assert results.interruptible([sys.executable, "-c", code], log, 1.0) is None
     assert log.read_text() == "begun\nheard\n"
     deaf = code.replace("len(seen) < 2", "True")
-    assert results.interruptible([sys.executable, "-c", deaf], log, 0.5) is None, "it is ended in any case"
+    assert results.interruptible([sys.executable, "-c", deaf], log, 0.5) is None, (
+        "it is ended in any case"
+    )
 
 
 def test_the_best_arms_are_private_on_equal_terms_and_keep_their_rates(results: Any) -> None:
     def row(
-        method: str, accuracy: float | None, epsilon: float | None = 4.0, larger: bool = False, **rates: float
+        method: str,
+        accuracy: float | None,
+        epsilon: float | None = 4.0,
+        larger: bool = False,
+        **rates: float,
     ) -> Any:
         return {
             "method": method, "accuracy": accuracy, "epsilon": {"server_worst": epsilon}, "larger_epsilon": larger,
@@ -374,7 +419,13 @@ def test_a_difference_is_taken_over_the_seeds_that_both_have(results: Any) -> No
         return {**dict.fromkeys(COLUMNS["runs"], ""), **values}
 
     arms = [{**dict.fromkeys(COLUMNS["arms"], ""), "arm": name, "reference": "b"} for name in "ab"]
-    runs = [run("a", 0, 0.5), run("a", 1, 0.7), run("a", 2, 0.9), run("b", 0, 0.4), run("b", 1, 0.5)]
+    runs = [
+        run("a", 0, 0.5),
+        run("a", 1, 0.7),
+        run("a", 2, 0.9),
+        run("b", 0, 0.4),
+        run("b", 1, 0.5),
+    ]
     with_statistics(arms, runs)
     assert [arm["n"] for arm in arms] == ["3", "2"]
     assert float(arms[0]["mean"]) == pytest.approx(0.7)
@@ -386,10 +437,15 @@ def test_a_difference_is_taken_over_the_seeds_that_both_have(results: Any) -> No
 
 
 @pytest.mark.usefixtures("inline")
-def test_mistakes_are_said_before_anything_runs(results: Any, studies: Path, tmp_path: Path) -> None:
+def test_mistakes_are_said_before_anything_runs(
+    results: Any, studies: Path, tmp_path: Path
+) -> None:
     def refused(**more: Any) -> str:
         with pytest.raises(DpfedError) as error:
-            results.run(results.Sitting(**{"out": tmp_path / "o", "given": (), "studies": studies, **more}), in_process)
+            results.run(
+                results.Sitting(**{"out": tmp_path / "o", "given": (), "studies": studies, **more}),
+                in_process,
+            )
         return str(error.value)
 
     assert "there is no such study" in refused(only=("mian",))
@@ -399,7 +455,9 @@ def test_mistakes_are_said_before_anything_runs(results: Any, studies: Path, tmp
 
     study = results.study_from(results.read_specs(studies)[2], tmp_path, [], ["dp-fedavg:lr=1"])
     assert results.prepare(results.read_specs(studies)[2], study, "dpfed", tmp_path / "o").is_dir()
-    assert "data.path = None and is now given 'x'" in refused(given=("data.path=x",), only=("later",))
+    assert "data.path = None and is now given 'x'" in refused(
+        given=("data.path=x",), only=("later",)
+    )
     (tmp_path / "o" / "runs" / "a").mkdir()
     (tmp_path / "o" / "runs" / "a" / "run.json").write_text('{"versions": {"torch": "1"}}')
     assert "other versions (dpfed None not" in refused()
@@ -408,8 +466,20 @@ def test_mistakes_are_said_before_anything_runs(results: Any, studies: Path, tmp
 def test_a_changed_mean_is_found(results: Any, studies: Path, tmp_path: Path) -> None:
     from results_studies import COLUMNS, to_csv
 
-    arm = {**dict.fromkeys(COLUMNS["arms"], ""), "study": "later", "arm": "a", "mean": "0.9", "n": "1"}
-    run = {**dict.fromkeys(COLUMNS["runs"], ""), "study": "later", "arm": "a", "phase": "reported", "accuracy": "0.5"}
+    arm = {
+        **dict.fromkeys(COLUMNS["arms"], ""),
+        "study": "later",
+        "arm": "a",
+        "mean": "0.9",
+        "n": "1",
+    }
+    run = {
+        **dict.fromkeys(COLUMNS["runs"], ""),
+        "study": "later",
+        "arm": "a",
+        "phase": "reported",
+        "accuracy": "0.5",
+    }
     (tmp_path / "csv").mkdir()
     (tmp_path / "csv" / "arms.csv").write_text(to_csv("arms", [arm]))
     (tmp_path / "csv" / "runs.csv").write_text(to_csv("runs", [run]))
@@ -417,7 +487,9 @@ def test_a_changed_mean_is_found(results: Any, studies: Path, tmp_path: Path) ->
         paged(results, studies, "--check")
 
 
-def test_the_published_studies_can_be_asked_and_the_page_is_what_the_files_give(results: Any) -> None:
+def test_the_published_studies_can_be_asked_and_the_page_is_what_the_files_give(
+    results: Any,
+) -> None:
     specs = results.read_specs(results.STUDIES)
     given = ["vision:data.path=a", "vision:model.weights=b", "language:data.path=c"]
     for spec in specs:
@@ -425,7 +497,9 @@ def test_the_published_studies_can_be_asked_and_the_page_is_what_the_files_give(
         if spec.best_of is None:
             study = results.study_from(spec, results.STUDIES.parent, overrides, spec.algorithms)
             assert len(study.arms) > 1 or spec.start
-        assert not {"data.path=a", "data.path=c"} & set(results.published(spec, overrides, spec.algorithms).split())
+        assert not {"data.path=a", "data.path=c"} & set(
+            results.published(spec, overrides, spec.algorithms).split()
+        )
     assert results.main(["page", "--check"]) == 0
 
 

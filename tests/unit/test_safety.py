@@ -20,11 +20,30 @@ from dpfed.model.zoo.vision import AutoImage
 
 ROOT = Path(dpfed.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-MODULES = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "yaml", "subprocess", "runpy", "code"}
+MODULES = {
+    "pickle",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "shelve",
+    "marshal",
+    "yaml",
+    "subprocess",
+    "runpy",
+    "code",
+}
 # What the first starts is looked at below; the second has a reader that knows no code (test_pickles.py).
 ALLOWED = {"federation/links.py": ["subprocess"], "data/pickles.py": ["pickle"]}
 BUILTINS = {"eval", "exec", "compile", "__import__"}
-METHODS = {"extractall", "extract", "unpack_archive", "system", "popen", "enable_load_extension", "load_extension"}
+METHODS = {
+    "extractall",
+    "extract",
+    "unpack_archive",
+    "system",
+    "popen",
+    "enable_load_extension",
+    "load_extension",
+}
 
 
 def unsafe(source: str) -> list[str]:
@@ -72,7 +91,11 @@ def test_the_one_process_that_is_started_is_our_own() -> None:
     assert len(started) == 1
     assert started[0].startswith("subprocess.Popen(command, ")
     assert "shell" not in started[0]
-    commands = [ast.unparse(n.value) for n in ast.walk(tree) if isinstance(n, ast.Assign) and _names(n) == ["command"]]
+    commands = [
+        ast.unparse(n.value)
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Assign) and _names(n) == ["command"]
+    ]
     assert commands == ["[sys.executable, '-m', CHILD, kind, str(os.getpid()), *arguments]"]
     assert links.CHILD == "dpfed.federation.flower.child"
 
@@ -145,7 +168,9 @@ def test_code_beside_weights_is_not_run(tmp_path: Path) -> None:
     config["auto_map"] = {"AutoConfig": "evil.C", "AutoModelForImageClassification": "evil.M"}
     for model_type in (config["model_type"], "evil"):
         (base / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
-        (base / "evil.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\nclass C: pass\nclass M: pass\n")
+        (base / "evil.py").write_text(
+            f"open({str(tmp_path / 'mark')!r}, 'w')\nclass C: pass\nclass M: pass\n"
+        )
         try:
             assemble(AutoImage(weights=str(base)), SPEC)
         except DpfedError as error:
@@ -158,14 +183,18 @@ def test_an_adapter_that_is_a_pickle_is_not_read(tmp_path: Path) -> None:
     base = export_case.base("vit", tmp_path / "base")
     adapter = tmp_path / "adapter"
     adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "target_modules": ["fc1"]}))
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "target_modules": ["fc1"]})
+    )
     (adapter / "adapter_model.bin").write_bytes(pickle.dumps({"x": Bomb(tmp_path / "mark")}))
     with pytest.raises(DpfedError, match=r"no adapter_model\.safetensors"):
         assemble(AutoImage(weights=base, adapter=str(adapter)), SPEC)
     assert not (tmp_path / "mark").exists()
 
 
-def test_a_zip_that_points_outside_leaves_nothing_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_zip_that_points_outside_leaves_nothing_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from dpfed.data.sources.tiny_imagenet import TinyImagenet
 
     monkeypatch.setenv("DPFED_CACHE", str(tmp_path / "cache"))

@@ -34,7 +34,9 @@ interpreted = False  # set by tests: kernels on the CPU, by triton's interpreter
 def usable(x: Tensor) -> bool:
     """Whether kernels run where this tensor is; inside vmap and in double precision they do not. The first call on a device
     tries them, so it must come before any capture."""
-    if torch._C._are_functorch_transforms_active():  # asked first: kernels cannot be tried there either
+    if (
+        torch._C._are_functorch_transforms_active()
+    ):  # asked first: kernels cannot be tried there either
         return False
     if x.dtype == torch.float64:
         return False
@@ -55,7 +57,9 @@ def works(device: torch.device) -> bool:
     """Whether kernels can be built for the device and give the numbers of torch's own operations there."""
     if os.environ.get("DPFED_KERNELS") == "0":
         return False
-    if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)):
+    if device.type == "cuda" and (
+        torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)
+    ):
         return False
 
     def right() -> bool:
@@ -80,9 +84,13 @@ def seen_right(which: str, device: torch.device, right: Callable[[], bool]) -> b
         reason = "they give other numbers"
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # no triton, no compiler, a GPU that it does not know: none of them is worth a run
+    except (
+        Exception
+    ) as error:  # no triton, no compiler, a GPU that it does not know: none of them is worth a run
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
-    LOG.warning("%s are not used on %s, so steps take longer than they could: %s", which, device, reason)
+    LOG.warning(
+        "%s are not used on %s, so steps take longer than they could: %s", which, device, reason
+    )
     return False
 
 
@@ -103,5 +111,7 @@ def places(
     down = (shape[-2] + 2 * padding[0] - kernel[0]) // stride[0] + 1
     across = (shape[-1] + 2 * padding[1] - kernel[1]) // stride[1] + 1
     if min(down, across) < 1:
-        raise ValueError(f"a kernel of {kernel[0]} x {kernel[1]} does not fit images of {shape[-2]} x {shape[-1]}")
+        raise ValueError(
+            f"a kernel of {kernel[0]} x {kernel[1]} does not fit images of {shape[-2]} x {shape[-1]}"
+        )
     return down, across

@@ -51,19 +51,37 @@ def drop(x: Tensor, key: Tensor, rule: Tensor) -> Tensor:
 def fits(x: Tensor, key: Tensor, rule: Tensor) -> bool:
     """Records one after another, all on one device; as many as a grid takes along its second axis."""
     same = x.device == key.device == rule.device and key.dtype == rule.dtype == torch.int64
-    laid = x.is_contiguous() and key.is_contiguous() and rule.is_contiguous() and key.dim() == 1 and rule.shape == (2,)
+    laid = (
+        x.is_contiguous()
+        and key.is_contiguous()
+        and rule.is_contiguous()
+        and key.dim() == 1
+        and rule.shape == (2,)
+    )
     return x.dtype in TYPES and same and laid and x.numel() > 0 and len(key) < 65536
 
 
 def right(device: torch.device) -> bool:
     """Whether the kernel does what it says on this device, by whole numbers of Python; waits for it."""
-    keys, start, dropped, width = (12345, -(2**61) - 7, 2**62), 2**62 + 11, 2**22, 1500  # one sum is beyond 2^63
+    keys, start, dropped, width = (
+        (12345, -(2**61) - 7, 2**62),
+        2**62 + 11,
+        2**22,
+        1500,
+    )  # one sum is beyond 2^63
     given = torch.linspace(1, 2, len(keys) * width).view(len(keys), width)
-    kept = torch.tensor([[(_hash(_hash(key + start) ^ i) >> 40) >= dropped for i in range(width)] for key in keys])
+    kept = torch.tensor(
+        [[(_hash(_hash(key + start) ^ i) >> 40) >= dropped for i in range(width)] for key in keys]
+    )
     mask = kept.float() / (1 - torch.tensor(dropped).float() * 2.0**-24)
     key, rule = torch.tensor(keys, device=device), torch.tensor([start, dropped], device=device)
-    types = TYPES if device.type == "cuda" else (torch.float32, torch.float16)  # triton's interpreter cuts bf16 off
-    return all(torch.equal(drop(given.to(device, t), key, rule).cpu(), given.to(t) * mask.to(t)) for t in types)
+    types = (
+        TYPES if device.type == "cuda" else (torch.float32, torch.float16)
+    )  # triton's interpreter cuts bf16 off
+    return all(
+        torch.equal(drop(given.to(device, t), key, rule).cpu(), given.to(t) * mask.to(t))
+        for t in types
+    )
 
 
 def _hash(x: int) -> int:

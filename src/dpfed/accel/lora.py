@@ -39,13 +39,17 @@ def _two_products(
         total += tl.dot(a, b, input_precision="ieee")
     kept = (total * s1).to(low.dtype.element_ty)
     if part == 0:
-        tl.store(low + sample * low_m + rows[:, None] * r + ranks[None, :], kept, mask=has_row & has_rank)
+        tl.store(
+            low + sample * low_m + rows[:, None] * r + ranks[None, :], kept, mask=has_row & has_rank
+        )
     y += sample * y_m + rows[:, None] * d2
     w2 += sample * w2_m + ranks[:, None] * w2_r
     for start in range(part * D2, d2, parts * D2):
         cols = start + tl.arange(0, D2)
         inside = has_row & (cols[None, :] < d2)
-        b = tl.load(w2 + cols[None, :] * w2_d, mask=(ranks[:, None] < r) & (cols[None, :] < d2), other=0.0)
+        b = tl.load(
+            w2 + cols[None, :] * w2_d, mask=(ranks[:, None] < r) & (cols[None, :] < d2), other=0.0
+        )
         product = tl.dot(kept, b, input_precision="ieee")
         old = tl.load(y + cols[None, :], mask=inside, other=0.0).to(tl.float32)
         tl.store(y + cols[None, :], (old + s2 * product).to(y.dtype.element_ty), mask=inside)
@@ -68,8 +72,12 @@ def _outer(
         total = tl.zeros((D, R), dtype=tl.float32)
     for start in range(0, n, N):
         rows = start + tl.arange(0, N)
-        a = tl.load(x + rows[:, None] * d, mask=(rows[:, None] < n) & (cols[None, :] < d), other=0.0)
-        b = tl.load(low + rows[:, None] * r, mask=(rows[:, None] < n) & (ranks[None, :] < r), other=0.0)
+        a = tl.load(
+            x + rows[:, None] * d, mask=(rows[:, None] < n) & (cols[None, :] < d), other=0.0
+        )
+        b = tl.load(
+            low + rows[:, None] * r, mask=(rows[:, None] < n) & (ranks[None, :] < r), other=0.0
+        )
         if WIDE:
             total += tl.dot(tl.trans(b), a, input_precision="ieee")
         else:
@@ -136,13 +144,20 @@ def fits(x: Tensor, r: int) -> bool:
 def right(device: torch.device) -> bool:
     """Whether the kernels do what they say on this device; waits for it."""
     g = torch.Generator().manual_seed(0)
-    x, y, a, b = (torch.randn(size, generator=g) for size in ((2, 20, 40), (2, 20, 70), (2, 40, 3), (2, 3, 70)))
+    x, y, a, b = (
+        torch.randn(size, generator=g)
+        for size in ((2, 20, 40), (2, 20, 70), (2, 40, 3), (2, 3, 70))
+    )
     good = True
     for dtype in (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,):
         there = [t.to(device, dtype) for t in (x, y, a, b)]
         exact = [t.double() for t in there]
         low = two_products(there[0], there[2], there[3], there[1], 0.5, 2.0)
-        good &= alike(low, 0.5 * exact[0] @ exact[2]) and alike(there[1], exact[1] + exact[0] @ exact[2] @ exact[3])
+        good &= alike(low, 0.5 * exact[0] @ exact[2]) and alike(
+            there[1], exact[1] + exact[0] @ exact[2] @ exact[3]
+        )
         wanted = 2 * exact[0].mT @ low.double()
-        good &= alike(outer(there[0], low, 2.0, False), wanted) and alike(outer(there[0], low, 2.0, True), wanted.mT)
+        good &= alike(outer(there[0], low, 2.0, False), wanted) and alike(
+            outer(there[0], low, 2.0, True), wanted.mT
+        )
     return good

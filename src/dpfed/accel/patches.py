@@ -23,7 +23,9 @@ from dpfed.accel import on, places
 BLOCK = 1024  # numbers that one program writes
 WARPS = 4
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
-MOST = 2**31 - BLOCK  # numbers of one plane, or of its patches; across planes they are counted in 64 bits
+MOST = (
+    2**31 - BLOCK
+)  # numbers of one plane, or of its patches; across planes they are counted in 64 bits
 Pair = Sequence[int]  # down, across
 
 
@@ -44,7 +46,11 @@ def _columns(
     row = place // ACROSS * SH + offset // KW - PH
     column = place % ACROSS * SW + offset % KW - PW
     known = inside & (row >= 0) & (row < H) & (column >= 0) & (column < W)
-    value = tl.load(x + plane * (H * W) + further.to(tl.int64) * (H * W) + (row * W + column), mask=known, other=0.0)
+    value = tl.load(
+        x + plane * (H * W) + further.to(tl.int64) * (H * W) + (row * W + column),
+        mask=known,
+        other=0.0,
+    )
     tl.store(y + first + tl.arange(0, B), value, mask=inside)
 
 
@@ -88,7 +94,16 @@ def columns(x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
 def images(x: Tensor, shape: Sequence[int], kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
     """The adjoint of `columns` for images of this shape, as `torch.nn.functional.fold`."""
     y = x.new_empty(shape)
-    _run(_images, x.contiguous(), y, shape[2:], places(shape, kernel, stride, padding), kernel, stride, padding)
+    _run(
+        _images,
+        x.contiguous(),
+        y,
+        shape[2:],
+        places(shape, kernel, stride, padding),
+        kernel,
+        stride,
+        padding,
+    )
     return y
 
 
@@ -97,13 +112,18 @@ def _run(kernel, x: Tensor, y: Tensor, *sizes: Sequence[int]) -> None:
     constants = dict(zip(names, (number for pair in sizes for number in pair), strict=True))
     if y.numel():
         with on(x):
-            kernel[(triton.cdiv(y.numel(), BLOCK),)](x, y, y.numel(), **constants, B=BLOCK, num_warps=WARPS)
+            kernel[(triton.cdiv(y.numel(), BLOCK),)](
+                x, y, y.numel(), **constants, B=BLOCK, num_warps=WARPS
+            )
 
 
 def fits(shape: Sequence[int], kernel: Pair, stride: Pair, padding: Pair) -> bool:
     """Whether places within one plane of such images, and within its patches, can be counted in 32 bits."""
     padded = (shape[2] + 2 * padding[0]) * (shape[3] + 2 * padding[1])
-    return padded < MOST and prod(places(shape, kernel, stride, padding)) * kernel[0] * kernel[1] < MOST
+    return (
+        padded < MOST
+        and prod(places(shape, kernel, stride, padding)) * kernel[0] * kernel[1] < MOST
+    )
 
 
 def right(device: torch.device, dtype: torch.dtype) -> bool:

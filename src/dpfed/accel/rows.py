@@ -31,7 +31,9 @@ def squares(rows: Tensor) -> Tensor:
     _check(rows)
     if out.numel():
         with on(rows):
-            _squares[(count * pieces,)](rows, out, size, rows.stride(0), pieces, PIECE=PIECE, num_warps=WARPS)
+            _squares[(count * pieces,)](
+                rows, out, size, rows.stride(0), pieces, PIECE=PIECE, num_warps=WARPS
+            )
     return out
 
 
@@ -42,7 +44,13 @@ def zero_rows(rows: Tensor, keep: Tensor) -> None:
     if rows.numel():
         with on(rows):
             _zero_rows[(count * WRITERS,)](
-                rows, keep.to(torch.int32), size, rows.stride(0), PIECE=PIECE, WRITERS=WRITERS, num_warps=WARPS
+                rows,
+                keep.to(torch.int32),
+                size,
+                rows.stride(0),
+                PIECE=PIECE,
+                WRITERS=WRITERS,
+                num_warps=WARPS,
             )
 
 
@@ -58,7 +66,10 @@ def right(device: torch.device, dtype: torch.dtype) -> bool:
     rows[6, :: PIECE // 2] = -2.0
     found = squares(rows).double().sum(1).tolist()
     exact = [size / 4, 9.0, *[None] * 4, 20.0, 0.0]
-    same = all(f == e if e is not None else not abs(f) < float("inf") for f, e in zip(found, exact, strict=True))
+    same = all(
+        f == e if e is not None else not abs(f) < float("inf")
+        for f, e in zip(found, exact, strict=True)
+    )
     keep = torch.tensor([e is not None for e in exact], device=device)
     wanted = torch.where(keep.unsqueeze(1), rows, 0.0)
     zero_rows(rows, keep)

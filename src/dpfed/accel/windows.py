@@ -14,7 +14,15 @@ import triton.language as tl
 
 @triton.jit
 def _probabilities(
-    q, k, bias, mask, scale, N: tl.constexpr, SIDE: tl.constexpr, BIASED: tl.constexpr, MASK_ROWS: tl.constexpr
+    q,
+    k,
+    bias,
+    mask,
+    scale,
+    N: tl.constexpr,
+    SIDE: tl.constexpr,
+    BIASED: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
 ):
     """Softmax of one window's scores in float32, `[SIDE, SIDE]`; columns beyond the window are zero, and so is a row that
     may look nowhere, as in torch's attention.
@@ -96,7 +104,16 @@ def attend_backward(
 
 
 @triton.jit(do_not_specialize=["count"])
-def reorder(x, index, out, count, N: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def reorder(
+    x,
+    index,
+    out,
+    count,
+    N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Row i of each `[N, WIDTH]` becomes row `index[i]` of the same; `count` rows in all."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

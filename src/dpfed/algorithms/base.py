@@ -27,7 +27,7 @@ from torch import Tensor
 from dpfed.errors import DpfedError
 
 Message = dict[str, Tensor]
-Memory = dict[str, Tensor]
+ClientState = dict[str, Tensor]
 
 
 class Oracle(Protocol):
@@ -114,9 +114,9 @@ class Algorithm(ABC):
 
     lr: Annotated[float, Gt(0), "base learning rate η0"]
     weight_decay: Annotated[float, Ge(0), "decoupled weight decay λ"]
-    agg_weights: Annotated[Literal["uniform", "size"], "weights of the mean; size: by R_i, then public"] = field(
-        default="uniform", kw_only=True
-    )
+    agg_weights: Annotated[
+        Literal["uniform", "size"], "weights of the mean; size: by R_i, then public"
+    ] = field(default="uniform", kw_only=True)
 
     @property
     def releases(self) -> Releases:
@@ -146,13 +146,13 @@ class Algorithm(ABC):
     def init(self, ctx: Context, theta: Tensor) -> Any: ...
 
     @abstractmethod
-    def start(self, ctx: Context, server: Any, memory: Memory) -> Any: ...
+    def start(self, ctx: Context, server: Any, memory: ClientState) -> Any: ...
 
     @abstractmethod
     def step(self, ctx: Context, local: Any, oracle: Oracle, k: Tensor) -> Any: ...
 
     @abstractmethod
-    def finish(self, ctx: Context, server: Any, local: Any) -> tuple[Message, Memory]: ...
+    def finish(self, ctx: Context, server: Any, local: Any) -> tuple[Message, ClientState]: ...
 
     @abstractmethod
     def aggregate(self, ctx: Context, server: Any, mean: Message) -> Any: ...
@@ -174,10 +174,10 @@ class Averaging(Algorithm):
     def init(self, ctx: Context, theta: Tensor) -> Point:
         return Point(theta)
 
-    def start(self, ctx: Context, server: Point, memory: Memory) -> Any:
+    def start(self, ctx: Context, server: Point, memory: ClientState) -> Any:
         return Point(spread(server.theta, ctx.S))
 
-    def finish(self, ctx: Context, server: Point, local: Any) -> tuple[Message, Memory]:
+    def finish(self, ctx: Context, server: Point, local: Any) -> tuple[Message, ClientState]:
         return {"delta": local.theta - server.theta}, {}
 
     def aggregate(self, ctx: Context, server: Point, mean: Message) -> Point:

@@ -22,7 +22,15 @@ import torch
 from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 
-from dpfed.algorithms.base import Averaging, Context, Memory, Oracle, Point, bias_correction, spread
+from dpfed.algorithms.base import (
+    Averaging,
+    ClientState,
+    Context,
+    Oracle,
+    Point,
+    bias_correction,
+    spread,
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,9 @@ class Local:
 class DPAdamBC(Averaging):
     name = "dp-adambc"
     lr_grid = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3)
-    summary = "Adam on every client with the noise's variance taken out of its second moment, averaged"
+    summary = (
+        "Adam on every client with the noise's variance taken out of its second moment, averaged"
+    )
 
     lr: Annotated[float, Gt(0), "base learning rate η0"] = 1e-4
     weight_decay: Annotated[float, Ge(0), "decoupled weight decay λ"] = 0.01
@@ -44,7 +54,7 @@ class DPAdamBC(Averaging):
     beta2: Annotated[float, Ge(0), Lt(1), "decay of the second moment"] = 0.999
     bc_floor_abs: Annotated[float, Gt(0), "absolute floor γ′ of v̂−Φ"] = 1e-8
 
-    def start(self, ctx: Context, server: Point, memory: Memory) -> Local:
+    def start(self, ctx: Context, server: Point, memory: ClientState) -> Local:
         theta = spread(server.theta, ctx.S)
         return Local(theta, torch.zeros_like(theta), torch.zeros_like(theta))
 
@@ -55,4 +65,6 @@ class DPAdamBC(Averaging):
         m_hat = m / bias_correction(self.beta1, k)
         v_hat = v / bias_correction(self.beta2, k)
         u = (v_hat - phi).clamp_min(self.bc_floor_abs)
-        return Local(local.theta - ctx.lr * (m_hat / u.sqrt() + self.weight_decay * local.theta), m, v)
+        return Local(
+            local.theta - ctx.lr * (m_hat / u.sqrt() + self.weight_decay * local.theta), m, v
+        )

@@ -29,7 +29,16 @@ import torch
 from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
-from dpfed.algorithms.base import Algorithm, Context, Facts, Memory, Message, Oracle, Releases, spread
+from dpfed.algorithms.base import (
+    Algorithm,
+    ClientState,
+    Context,
+    Facts,
+    Message,
+    Oracle,
+    Releases,
+    spread,
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,9 @@ class DPFAFED(Algorithm):
     alpha: Annotated[float, Gt(0), Le(1), "weight α of the new gradient in m"] = 0.1
     beta2: Annotated[float, Ge(0), Le(1), "decay of the second moment; 1 leaves it at Φ"] = 0.999
     rho: Annotated[float, Ge(0), "ρ added to √v̄"] = 1e-3
-    fafed_vr: Annotated[bool, "variance reduction with a second gradient per step, which spends more"] = False
+    fafed_vr: Annotated[
+        bool, "variance reduction with a second gradient per step, which spends more"
+    ] = False
 
     @property
     def releases(self) -> Releases:
@@ -79,15 +90,21 @@ class DPFAFED(Algorithm):
                 "the averaged v needs the same noise level for all clients; use equal client sizes or dp-fedadamw"
             )
         if self.rho == 0 and not facts.private:
-            self.refuse("without noise v̄ starts at 0, so rho = 0 would divide by zero; give rho > 0")
+            self.refuse(
+                "without noise v̄ starts at 0, so rho = 0 would divide by zero; give rho > 0"
+            )
         return []
 
     def init(self, ctx: Context, theta: Tensor) -> Server:
         return Server(theta, torch.zeros_like(theta), ctx.phi[0] * torch.ones_like(theta))
 
-    def start(self, ctx: Context, server: Server, memory: Memory) -> Local:
+    def start(self, ctx: Context, server: Server, memory: ClientState) -> Local:
         theta = spread(server.theta, ctx.S)
-        x_prev = torch.where(memory["seen"][:, None], memory["x_prev"], theta) if self.fafed_vr else theta[:, :0]
+        x_prev = (
+            torch.where(memory["seen"][:, None], memory["x_prev"], theta)
+            if self.fafed_vr
+            else theta[:, :0]
+        )
         h = server.v.sqrt() + self.rho
         return Local(theta, spread(server.m, ctx.S), spread(server.v, ctx.S), h, x_prev)
 
@@ -100,9 +117,11 @@ class DPFAFED(Algorithm):
             m = torch.lerp(local.m, g, self.alpha)
         v = (self.beta2 * local.v).addcmul(g, g, value=1 - self.beta2)
         theta = local.theta - ctx.lr * (m / local.h + self.weight_decay * local.theta)
-        return replace(local, theta=theta, m=m, v=v, x_prev=local.theta if self.fafed_vr else local.x_prev)
+        return replace(
+            local, theta=theta, m=m, v=v, x_prev=local.theta if self.fafed_vr else local.x_prev
+        )
 
-    def finish(self, ctx: Context, server: Server, local: Local) -> tuple[Message, Memory]:
+    def finish(self, ctx: Context, server: Server, local: Local) -> tuple[Message, ClientState]:
         message = {"delta": local.theta - server.theta, "m": local.m, "v": local.v}
         return message, {"x_prev": local.x_prev} if self.fafed_vr else {}
 

@@ -29,9 +29,9 @@ from torch import Tensor
 
 from dpfed.algorithms.base import (
     Algorithm,
+    ClientState,
     Context,
     Facts,
-    Memory,
     Message,
     Oracle,
     bias_correction,
@@ -71,11 +71,15 @@ class DPFedAdamW(Algorithm):
     beta2: Annotated[float, Ge(0), Lt(1), "decay of the second moment"] = 0.999
     eps: Annotated[float, Ge(0), "ϵ added to √u"] = 1e-8
     gamma: Annotated[float, Ge(0), Le(1), "weight γ of the global direction; 0: no alignment"] = 0.5
-    agg: Annotated[Literal["mean", "full_v", "off"], "v that is sent: block means, all, none"] = "mean"
+    agg: Annotated[Literal["mean", "full_v", "off"], "v that is sent: block means, all, none"] = (
+        "mean"
+    )
     bc: Annotated[bool, "subtract the noise's known variance Φ from v̂"] = True
     bc_floor: Annotated[float, Ge(0), "floor κ of v̂−Φ, in units of Φ"] = 0.5
     bc_level: Annotated[Literal["coordinate", "block"], "level of the correction"] = "coordinate"
-    granularity: Annotated[Literal["block", "tensor"], "blocks: by architecture, or one per tensor"] = "block"
+    granularity: Annotated[
+        Literal["block", "tensor"], "blocks: by architecture, or one per tensor"
+    ] = "block"
 
     @property
     def broadcast(self) -> tuple[str, ...]:
@@ -91,7 +95,7 @@ class DPFedAdamW(Algorithm):
         w = theta.new_zeros(1 if self._tracks_phi(ctx) else 0)
         return Server(theta, theta.new_zeros(size), torch.zeros_like(theta), w)
 
-    def start(self, ctx: Context, server: Server, memory: Memory) -> Local:
+    def start(self, ctx: Context, server: Server, memory: ClientState) -> Local:
         theta = spread(server.theta, ctx.S)
         dg = server.dg if self.gamma > 0 else theta.new_zeros(1)
         m = torch.zeros_like(theta)
@@ -114,7 +118,7 @@ class DPFedAdamW(Algorithm):
         theta = local.theta - ctx.lr * direction
         return replace(local, theta=theta, m=m, v=v, w=w, v_hat=v_hat)
 
-    def finish(self, ctx: Context, server: Server, local: Local) -> tuple[Message, Memory]:
+    def finish(self, ctx: Context, server: Server, local: Local) -> tuple[Message, ClientState]:
         message = {"delta": local.theta - server.theta}
         if self.agg != "off":
             v = ctx.space.block_mean(local.v) if self.agg == "mean" else local.v

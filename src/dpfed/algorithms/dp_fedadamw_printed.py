@@ -20,9 +20,9 @@ from torch import Tensor
 
 from dpfed.algorithms.base import (
     Algorithm,
+    ClientState,
     Context,
     Facts,
-    Memory,
     Message,
     Oracle,
     bias_correction,
@@ -71,7 +71,7 @@ class DPFedAdamWPrinted(Algorithm):
     def init(self, ctx: Context, theta: Tensor) -> Server:
         return Server(theta, theta.new_zeros(ctx.space.num_blocks), torch.zeros_like(theta))
 
-    def start(self, ctx: Context, server: Server, memory: Memory) -> Local:
+    def start(self, ctx: Context, server: Server, memory: ClientState) -> Local:
         theta = spread(server.theta, ctx.S)
         v = ctx.space.expand(server.v).expand(ctx.S, -1)
         return Local(theta, torch.zeros_like(theta), v, server.dg, v)
@@ -86,7 +86,7 @@ class DPFedAdamWPrinted(Algorithm):
         direction = step + self.gamma * local.dg - self.weight_decay * local.theta
         return replace(local, theta=local.theta - ctx.lr * direction, m=m, v=v, v_hat=v_hat)
 
-    def finish(self, ctx: Context, server: Server, local: Local) -> tuple[Message, Memory]:
+    def finish(self, ctx: Context, server: Server, local: Local) -> tuple[Message, ClientState]:
         return {"delta": local.theta - server.theta, "v": ctx.space.block_mean(local.v)}, {}
 
     def aggregate(self, ctx: Context, server: Server, mean: Message) -> Server:

@@ -49,9 +49,9 @@ class DPFedAvgLS(Averaging):
     lr: Annotated[float, Gt(0), "base learning rate η0"] = 0.1
     weight_decay: Annotated[float, Ge(0), "decoupled weight decay λ"] = 1e-3
     ls_sigma: Annotated[float, Ge(0), "strength σ_ls of the smoothing"] = 1.0
-    ls_where: Annotated[Literal["server", "client_grad"], "what is smoothed: the mean update, or each gradient"] = (
-        "server"
-    )
+    ls_where: Annotated[
+        Literal["server", "client_grad"], "what is smoothed: the mean update, or each gradient"
+    ] = "server"
 
     def check(self, facts: Facts) -> list[str]:
         return ["ls_sigma = 0 smooths nothing: this is dp-fedavg"] if self.ls_sigma == 0 else []

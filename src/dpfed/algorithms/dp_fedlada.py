@@ -21,7 +21,7 @@ import torch
 from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
-from dpfed.algorithms.base import Algorithm, Context, Facts, Memory, Message, Oracle, spread
+from dpfed.algorithms.base import Algorithm, ClientState, Context, Facts, Message, Oracle, spread
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,13 @@ class Local:
 @dataclass(frozen=True)
 class DPFedLADA(Algorithm):
     name = "dp-fedlada"
-    lr_grid = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)  # a = 0.1 shrinks the own step tenfold, and g_a builds up over rounds
+    lr_grid = (
+        1e-3,
+        3e-3,
+        1e-2,
+        3e-2,
+        1e-1,
+    )  # a = 0.1 shrinks the own step tenfold, and g_a builds up over rounds
     summary = "local AMSGrad steps mixed with the global direction of the last round"
 
     lr: Annotated[float, Gt(0), "base learning rate η0"] = 1e-2
@@ -51,7 +57,9 @@ class DPFedLADA(Algorithm):
     beta1: Annotated[float, Ge(0), Lt(1), "decay of the first moment"] = 0.9
     beta2: Annotated[float, Ge(0), Lt(1), "decay of the second moment"] = 0.999
     eps: Annotated[float, Ge(0), "ϵ added to √v_max"] = 1e-8
-    a: Annotated[float, Gt(0), Le(1), "weight of the client's own step; 1−a is that of the global direction"] = 0.1
+    a: Annotated[
+        float, Gt(0), Le(1), "weight of the client's own step; 1−a is that of the global direction"
+    ] = 0.1
     lada_amsgrad: Annotated[bool, "divide by the largest v so far; false: by v itself"] = True
 
     @property
@@ -64,18 +72,28 @@ class DPFedLADA(Algorithm):
                 "the averaged v needs the same noise level for all clients; use equal client sizes or dp-fedadamw"
             )
         if self.eps == 0 and not facts.private:
-            self.refuse("without noise v̄ starts at ϵ², so eps = 0 would divide by zero; give eps > 0")
+            self.refuse(
+                "without noise v̄ starts at ϵ², so eps = 0 would divide by zero; give eps > 0"
+            )
         if facts.varying_phi and self.lada_amsgrad:
-            return ["v_max never falls, so it stays at the largest noise level there was; see lada_amsgrad"]
+            return [
+                "v_max never falls, so it stays at the largest noise level there was; see lada_amsgrad"
+            ]
         return []
 
     def init(self, ctx: Context, theta: Tensor) -> Server:
         start = torch.where(ctx.phi[0] > 0, ctx.phi[0], self.eps**2)
         return Server(theta, start * torch.ones_like(theta), torch.zeros_like(theta))
 
-    def start(self, ctx: Context, server: Server, memory: Memory) -> Local:
+    def start(self, ctx: Context, server: Server, memory: ClientState) -> Local:
         theta = spread(server.theta, ctx.S)
-        return Local(theta, torch.zeros_like(theta), spread(server.v, ctx.S), spread(server.v, ctx.S), server.ga)
+        return Local(
+            theta,
+            torch.zeros_like(theta),
+            spread(server.v, ctx.S),
+            spread(server.v, ctx.S),
+            server.ga,
+        )
 
     def step(self, ctx: Context, local: Local, oracle: Oracle, k: Tensor) -> Local:
         g, _ = oracle(local.theta)
@@ -86,7 +104,7 @@ class DPFedLADA(Algorithm):
         theta = local.theta - ctx.lr * (step + self.weight_decay * local.theta)
         return replace(local, theta=theta, m=m, v=v, v_max=v_max)
 
-    def finish(self, ctx: Context, server: Server, local: Local) -> tuple[Message, Memory]:
+    def finish(self, ctx: Context, server: Server, local: Local) -> tuple[Message, ClientState]:
         return {"delta": local.theta - server.theta, "v": local.v_max}, {}
 
     def aggregate(self, ctx: Context, server: Server, mean: Message) -> Server:

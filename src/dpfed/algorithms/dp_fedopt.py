@@ -41,17 +41,22 @@ class DPFedOpt(Averaging):
     name = "dp-fedopt"
     lr_grid = (0.01, 0.03, 0.1, 0.3)
     server_lr_grid: ClassVar[tuple[float, ...]] = (1e-3, 1e-2, 1e-1)
-    summary = "local DP-SGD; the server treats the mean update as a gradient for Adam, Yogi or Adagrad"
+    summary = (
+        "local DP-SGD; the server treats the mean update as a gradient for Adam, Yogi or Adagrad"
+    )
 
     lr: Annotated[float, Gt(0), "base learning rate η0 of the clients"] = 0.1
     weight_decay: Annotated[float, Ge(0), "decoupled weight decay λ on the clients"] = 1e-3
     server_opt: Annotated[Literal["adam", "yogi", "adagrad"], "the server's step"] = "adam"
     server_lr: Annotated[float, Gt(0), "server learning rate η_s"] = 0.01
     beta1: Annotated[float, Ge(0), Lt(1), "decay of the server's first moment"] = 0.9
-    beta2: Annotated[float | None, Ge(0), Lt(1), "decay of the server's second moment; default: the preset's"] = None
+    beta2: Annotated[
+        float | None, Ge(0), Lt(1), "decay of the server's second moment; default: the preset's"
+    ] = None
     tau: Annotated[float | None, Gt(0), "τ added to √v; default: the preset's"] = None
     fedopt_preset: Annotated[
-        Literal["default", "authors"], "beta2, tau and the start of v: 0.99, 1e-3, τ² or 0.98, 0.01, 0"
+        Literal["default", "authors"],
+        "beta2, tau and the start of v: 0.99, 1e-3, τ² or 0.98, 0.01, 0",
     ] = "default"
 
     def check(self, facts: Facts) -> list[str]:

@@ -31,12 +31,20 @@ class DPFedSAM(Averaging):
     lr: Annotated[float, Gt(0), "base learning rate η0"] = 0.1
     weight_decay: Annotated[float, Ge(0), "decoupled weight decay λ"] = 1e-3
     rho: Annotated[float, Ge(0), "radius ρ of the perturbation"] = 0.05
-    sam_batches: Annotated[Literal["shared", "independent"], "whether both gradients use one batch"] = "shared"
-    equal_eps: Annotated[bool, "√2 times the given sigma, so that epsilon equals that of the other methods"] = False
+    sam_batches: Annotated[
+        Literal["shared", "independent"], "whether both gradients use one batch"
+    ] = "shared"
+    equal_eps: Annotated[
+        bool, "√2 times the given sigma, so that epsilon equals that of the other methods"
+    ] = False
 
     @property
     def releases(self) -> Releases:
-        return Releases(batches=1, releases=2) if self.sam_batches == "shared" else Releases(batches=2, releases=1)
+        return (
+            Releases(batches=1, releases=2)
+            if self.sam_batches == "shared"
+            else Releases(batches=2, releases=1)
+        )
 
     @property
     def noise_factor(self) -> float:
@@ -44,13 +52,25 @@ class DPFedSAM(Averaging):
 
     def check(self, facts: Facts) -> list[str]:
         if self.equal_eps and self.sam_batches == "independent":
-            self.refuse("equal_eps is exact for a shared batch only; give privacy.target_epsilon instead")
+            self.refuse(
+                "equal_eps is exact for a shared batch only; give privacy.target_epsilon instead"
+            )
         if self.equal_eps and facts.calibrated:
-            self.refuse("equal_eps has no effect with privacy.target_epsilon, which every method reaches alike")
-        return ["equal_eps has no effect without noise"] if self.equal_eps and not facts.private else []
+            self.refuse(
+                "equal_eps has no effect with privacy.target_epsilon, which every method reaches alike"
+            )
+        return (
+            ["equal_eps has no effect without noise"]
+            if self.equal_eps and not facts.private
+            else []
+        )
 
     def step(self, ctx: Context, local: Point, oracle: Oracle, k: Tensor) -> Point:
         g1, _ = oracle(local.theta)
         e = self.rho * g1 / (g1.norm(dim=1, keepdim=True) + 1e-12)
-        g2, _ = oracle.again(local.theta + e) if self.sam_batches == "shared" else oracle(local.theta + e)
+        g2, _ = (
+            oracle.again(local.theta + e)
+            if self.sam_batches == "shared"
+            else oracle(local.theta + e)
+        )
         return Point(local.theta - ctx.lr * (g2 + self.weight_decay * local.theta))

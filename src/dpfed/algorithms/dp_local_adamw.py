@@ -20,7 +20,15 @@ import torch
 from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 
-from dpfed.algorithms.base import Averaging, Context, Memory, Oracle, Point, bias_correction, spread
+from dpfed.algorithms.base import (
+    Averaging,
+    ClientState,
+    Context,
+    Oracle,
+    Point,
+    bias_correction,
+    spread,
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,7 @@ class DPLocalAdamW(Averaging):
     beta2: Annotated[float, Ge(0), Lt(1), "decay of the second moment"] = 0.999
     eps: Annotated[float, Ge(0), "ϵ added to √v̂"] = 1e-8
 
-    def start(self, ctx: Context, server: Point, memory: Memory) -> Local:
+    def start(self, ctx: Context, server: Point, memory: ClientState) -> Local:
         theta = spread(server.theta, ctx.S)
         zero = torch.zeros_like(theta)
         return Local(theta, zero, zero, zero)

@@ -23,7 +23,7 @@ import torch
 from annotated_types import Ge, Gt
 from torch import Tensor
 
-from dpfed.algorithms.base import Algorithm, Context, Facts, Memory, Message, Oracle, spread
+from dpfed.algorithms.base import Algorithm, ClientState, Context, Facts, Message, Oracle, spread
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class DPScaffold(Algorithm):
 
     lr: Annotated[float, Gt(0), "base learning rate η0"] = 0.1
     weight_decay: Annotated[float, Ge(0), "decoupled weight decay λ"] = 1e-3
-    scaffold_c: Annotated[Literal["mean", "displacement"], "c_i' from the gradients, or from the way travelled"] = (
-        "mean"
-    )
+    scaffold_c: Annotated[
+        Literal["mean", "displacement"], "c_i' from the gradients, or from the way travelled"
+    ] = "mean"
 
     @property
     def remembers(self) -> tuple[str, ...]:
@@ -63,7 +63,9 @@ class DPScaffold(Algorithm):
     def check(self, facts: Facts) -> list[str]:
         said = []
         if self.scaffold_c == "displacement" and self.weight_decay > 0:
-            said.append('scaffold_c = "displacement" counts weight decay into c_i; with weight_decay = 0 it does not')
+            said.append(
+                'scaffold_c = "displacement" counts weight decay into c_i; with weight_decay = 0 it does not'
+            )
         if self.agg_weights == "size":
             said.append(
                 'with agg_weights = "size" c is only near the weighted mean of the c_i, unless all clients take part'
@@ -73,7 +75,7 @@ class DPScaffold(Algorithm):
     def init(self, ctx: Context, theta: Tensor) -> Server:
         return Server(theta, torch.zeros_like(theta))
 
-    def start(self, ctx: Context, server: Server, memory: Memory) -> Local:
+    def start(self, ctx: Context, server: Server, memory: ClientState) -> Local:
         theta = spread(server.theta, ctx.S)
         return Local(theta, server.c, memory["c"], torch.zeros_like(theta))
 
@@ -82,7 +84,7 @@ class DPScaffold(Algorithm):
         theta = local.theta - ctx.lr * (g - local.own + local.c + self.weight_decay * local.theta)
         return replace(local, theta=theta, total=local.total + g)
 
-    def finish(self, ctx: Context, server: Server, local: Local) -> tuple[Message, Memory]:
+    def finish(self, ctx: Context, server: Server, local: Local) -> tuple[Message, ClientState]:
         if self.scaffold_c == "mean":
             own = local.total / ctx.K
         else:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfed.config import LoraSection, ModelSection
-from dpfed.model.build import Assembled, assemble
+from dpfed.model.build import AssembledModel, assemble
 from dpfed.model.per_sample.gradients import call, cast
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo import REGISTRY
@@ -35,13 +35,18 @@ class Case:
     def union(self) -> int:
         return self.clients * self.batch
 
-    def build(self) -> Assembled:
+    def build(self) -> AssembledModel:
         """Without dropout for everybody: not every competitor has it for single records."""
         if self.model in SMALL:
-            parts = assemble(_Small(train=self.train, lora=self._lora(), case=self.model), self.spec)
+            parts = assemble(
+                _Small(train=self.train, lora=self._lora(), case=self.model), self.spec
+            )
         else:
             weights = None if self.model == "glyph-vit" else "random"
-            parts = assemble(REGISTRY[self.model](weights=weights, train=self.train, lora=self._lora()), self.spec)
+            parts = assemble(
+                REGISTRY[self.model](weights=weights, train=self.train, lora=self._lora()),
+                self.spec,
+            )
         for module in parts.adapted.model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
@@ -59,7 +64,9 @@ class Case:
         return LoraSection(r=self.rank, alpha=2.0 * self.rank)
 
 
-def _vit(layers: int, width: int, heads: int, size: int, patch: int) -> Callable[[InputSpec], nn.Module]:
+def _vit(
+    layers: int, width: int, heads: int, size: int, patch: int
+) -> Callable[[InputSpec], nn.Module]:
     def build(spec: InputSpec) -> nn.Module:
         from transformers import ViTConfig, ViTForImageClassification
 
@@ -82,7 +89,11 @@ class _Small(ModelSection):
     case: str = ""
 
     def build(self, spec: InputSpec) -> Built:
-        return Built(SMALL[self.case](spec), "classifier", normalise(spec.name, spec.white, (0.5,) * 3, (0.25,) * 3))
+        return Built(
+            SMALL[self.case](spec),
+            "classifier",
+            normalise(spec.name, spec.white, (0.5,) * 3, (0.25,) * 3),
+        )
 
 
 GPU = (
@@ -96,6 +107,10 @@ CPU = (
 )
 
 
-def logits_of(parts: Assembled, model: nn.Module, inputs: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+def logits_of(
+    parts: AssembledModel, model: nn.Module, inputs: dict[str, Tensor], dtype: torch.dtype
+) -> Tensor:
     """What the model makes of raw inputs, with its own weights."""
-    return parts.built.task.score(call(model, {}, cast(parts.built.prepare(dict(inputs)), dtype)), inputs)
+    return parts.built.task.score(
+        call(model, {}, cast(parts.built.prepare(dict(inputs)), dtype)), inputs
+    )

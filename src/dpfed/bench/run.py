@@ -58,12 +58,16 @@ class Comparison:
         return _over(self.of(one), self.of(other), lambda m: m.processor)
 
 
-def _over(one: Measured | None, other: Measured | None, figure: Callable[[Measured], float | None]) -> float | None:
+def _over(
+    one: Measured | None, other: Measured | None, figure: Callable[[Measured], float | None]
+) -> float | None:
     a, b = (None if m is None else figure(m) for m in (one, other))
     return a / b if a and b else None
 
 
-def measure(way: str, make: Callable[[], Step], device: torch.device, repeats: int, warm: int) -> Measured:
+def measure(
+    way: str, make: Callable[[], Step], device: torch.device, repeats: int, warm: int
+) -> Measured:
     """Everything a way has allocated is freed before the next begins."""
     cuda = device.type == "cuda"
     if cuda:
@@ -115,7 +119,9 @@ def measure_in_turn(ways: Sequence[Way], repeats: int, warm: int) -> tuple[Measu
         for name in order[first:] + order[:first]:
             clock, processor = time.perf_counter(), time.process_time()
             ready[name]()
-            times[name].append((1e3 * (time.perf_counter() - clock), 1e3 * (time.process_time() - processor)))
+            times[name].append(
+                (1e3 * (time.perf_counter() - clock), 1e3 * (time.process_time() - processor))
+            )
 
     def found(name: str) -> Measured:
         clock, processor = (median(column) for column in zip(*times[name], strict=True))
@@ -128,7 +134,9 @@ def failure(way: str, error: Exception) -> Measured:
     """Why there is no figure, in one line; for what is only missing, the command that brings it."""
     if isinstance(error, ImportError) and error.name:
         name = error.name.partition(".")[0]
-        return Measured(way, None, failed=f"not installed: {INSTALL.get(name, f'pip install {name}')}")
+        return Measured(
+            way, None, failed=f"not installed: {INSTALL.get(name, f'pip install {name}')}"
+        )
     said = (str(error).splitlines() or [""])[0][:120]
     return Measured(way, None, failed=f"{type(error).__name__}: {said}")
 
@@ -157,12 +165,18 @@ def ways_of(case: Case, device: torch.device) -> list[Way]:
 
 
 def compare(
-    case: Case, device: torch.device, repeats: int = 15, warm: int = 4, only: Sequence[str] | None = None
+    case: Case,
+    device: torch.device,
+    repeats: int = 15,
+    warm: int = 4,
+    only: Sequence[str] | None = None,
 ) -> Comparison:
     """One case, all ways or only those."""
     ways = [way for way in ways_of(case, device) if only is None or way[0] in only]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Full backward hook is firing")  # Opacus, of every frozen first layer
+        warnings.filterwarnings(
+            "ignore", message="Full backward hook is firing"
+        )  # Opacus, of every frozen first layer
         if device.type == "cuda":
             found = tuple(measure(name, make, device, repeats, warm) for name, make in ways)
         else:
@@ -174,7 +188,11 @@ def plain(comparisons: Sequence[Comparison], device: torch.device) -> dict[str, 
     """For JSON: figures with the machine and the versions that made them."""
     from dpfed.training.run_folder.folder import versions
 
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
     peers = {peer: found for peer in INSTALL if (found := version_of(peer))}
     return {
         "device": name,

@@ -24,7 +24,9 @@ Step = Callable[[], Any]
 CLIP, SIGMA = 0.1, 1.0
 
 
-def private(case: Case, device: torch.device, dtype: torch.dtype, compiled: bool, slots: int) -> Step:
+def private(
+    case: Case, device: torch.device, dtype: torch.dtype, compiled: bool, slots: int
+) -> Step:
     """One pass over `slots`, of which S·B are used, noise for S clients, and DP-FedAdamW's arithmetic on `[S, P]`, but for the
     two bias corrections."""
     parts = case.build()
@@ -33,7 +35,9 @@ def private(case: Case, device: torch.device, dtype: torch.dtype, compiled: bool
     theta = space.flatten(trainable(model)).expand(case.clients, -1).clone()
 
     def forward(model: torch.nn.Module, weights: dict[str, Tensor], inputs: Batch) -> Tensor:
-        return built.task.score(call(model, weights, cast(built.prepare(dict(inputs)), ready.dtype)), inputs)
+        return built.task.score(
+            call(model, weights, cast(built.prepare(dict(inputs)), ready.dtype)), inputs
+        )
 
     ready = PerSample(model, space, forward, built.task.loss, built.task.correct, built.rows)
     ready.to(dtype)
@@ -135,7 +139,10 @@ def opacus(case: Case, device: torch.device, dtype: torch.dtype) -> Step:
     wrapped = GradSampleModule(model, loss_reduction="mean")
     mine = [[t.detach().clone() for t in tensors] for _ in range(case.clients)]
     optimizer = DPOptimizer(
-        torch.optim.AdamW(tensors, lr=1e-4), noise_multiplier=SIGMA, max_grad_norm=CLIP, expected_batch_size=case.batch
+        torch.optim.AdamW(tensors, lr=1e-4),
+        noise_multiplier=SIGMA,
+        max_grad_norm=CLIP,
+        expected_batch_size=case.batch,
     )
     records = case.records(device)
 
@@ -146,7 +153,9 @@ def opacus(case: Case, device: torch.device, dtype: torch.dtype) -> Step:
             rows = torch.arange(client * case.batch, (client + 1) * case.batch, device=device)
             inputs, labels = records.take(rows)
             out = wrapped(**cast(parts.built.prepare(dict(inputs)), dtype))
-            parts.built.task.loss(parts.built.task.score(out.logits, inputs), labels).mean().backward()
+            parts.built.task.loss(
+                parts.built.task.score(out.logits, inputs), labels
+            ).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             with torch.no_grad():

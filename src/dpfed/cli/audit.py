@@ -19,11 +19,19 @@ def audit(
     config: Annotated[
         str | None, typer.Argument(help="TOML file or preset; without it: the digits demonstration")
     ] = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a key")] = None,
-    canaries: Annotated[int, typer.Option(help="canaries in one run, and independent draws of one canary")] = 1000,
-    confidence: Annotated[float, typer.Option(help="probability with which each lower bound holds")] = 0.95,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a key")
+    ] = None,
+    canaries: Annotated[
+        int, typer.Option(help="canaries in one run, and independent draws of one canary")
+    ] = 1000,
+    confidence: Annotated[
+        float, typer.Option(help="probability with which each lower bound holds")
+    ] = 0.95,
     debug: Annotated[bool, typer.Option(help="show the traceback of an error")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on the last line of stdout")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="one JSON object on the last line of stdout")
+    ] = False,
 ) -> None:
     """Try to disprove the claimed epsilon: lower bounds from canaries beside the claim. Exit code 4 if it is disproved.
 
@@ -70,10 +78,20 @@ def table(found: Audit, against: list[str]) -> list[str]:
         clients = "1" if r.audit == "many draws" else str(r.clients)
         bounds = f"{show_lower_bound(r.lower):>9}{show_loss(r.claimed):>9}"
         lines.append(f"{name:38}{bounds}{r.steps:7}{r.canaries:10}{clients:>9}  {r.verdict}")
-    lines += [f"{law.what + ' of the oracle':38}{law.verdict} (p = {law.p_value:.2g})" for law in found.laws]
+    lines += [
+        f"{law.what + ' of the oracle':38}{law.verdict} (p = {law.p_value:.2g})"
+        for law in found.laws
+    ]
     if against:
-        return [*lines, "DISPROVED: the privacy claim of this build does not hold", *(f"  {s}" for s in against)]
-    return [*lines, "nothing speaks against the claim; a lower bound far below it is usual and proves nothing more"]
+        return [
+            *lines,
+            "DISPROVED: the privacy claim of this build does not hold",
+            *(f"  {s}" for s in against),
+        ]
+    return [
+        *lines,
+        "nothing speaks against the claim; a lower bound far below it is usual and proves nothing more",
+    ]
 
 
 def plain(found: Audit, against: list[str]) -> dict[str, Any]:
@@ -98,6 +116,7 @@ def plain(found: Audit, against: list[str]) -> dict[str, Any]:
             for r in found.reports
         ],
         "laws": [
-            {"what": law.what, "p_value": law.p_value, "broken": law.broken, "tests": law.tests} for law in found.laws
+            {"what": law.what, "p_value": law.p_value, "broken": law.broken, "tests": law.tests}
+            for law in found.laws
         ],
     }

@@ -25,7 +25,9 @@ UP = "SuperNode ID"
 
 def client(
     config: Annotated[Path, typer.Argument(help="this client's client.toml")],
-    insecure: Annotated[bool, typer.Option("--insecure", help="no TLS and no keys, for tests on this machine")] = False,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="no TLS and no keys, for tests on this machine")
+    ] = False,
     debug: Annotated[bool, typer.Option(help="show the traceback of an error")] = False,
 ) -> None:
     """Take part in a federation until stopped. Example: dpfed client client.toml"""
@@ -43,16 +45,24 @@ def client(
 
         own = Client(settings, insecure=insecure, log=say)
         app = client_app(own.answer, settings.client.name, say, greets=insecure, debug=debug)
-        say(f"{settings.client.name} takes part with {', '.join(settings.client.servers)} at {address}")
+        say(
+            f"{settings.client.name} takes part with {', '.join(settings.client.servers)} at {address}"
+        )
         if own.on_gpu and settings.policy.isolation == "exact":
-            say("note: exact isolation was tested on CPUs; on a GPU it rests on deterministic kernels")
+            say(
+                "note: exact isolation was tested on CPUs; on a GPU it rests on deterministic kernels"
+            )
         if insecure:
             say("INSECURE: no TLS and no keys, for tests on this machine only")
         stop.gently = True
-        keep_going(address, Path(settings.client.state) / "flower", None if insecure else link, app, stop)
+        keep_going(
+            address, Path(settings.client.state) / "flower", None if insecure else link, app, stop
+        )
 
 
-def keep_going(address: Address, home: Path, link: LinkSection | None, app: ClientApp, stop: Stop) -> None:
+def keep_going(
+    address: Address, home: Path, link: LinkSection | None, app: ClientApp, stop: Stop
+) -> None:
     """A SuperNode that ends is started again; one that never came to the server gives up after some tries."""
     from dpfed.federation.links import last_line, supernode
 
@@ -68,7 +78,9 @@ def keep_going(address: Address, home: Path, link: LinkSection | None, app: Clie
         been_there, failed = been_there or came, 0 if came else failed + 1
         why = last_line(process.log, before)
         if failed >= TRIES and not been_there:
-            raise DpfedError(f"{address} does not take this client ({why}): check link.address, link.ca and link.key")
+            raise DpfedError(
+                f"{address} does not take this client ({why}): check link.address, link.ca and link.key"
+            )
         wait = min(LONGEST_WAIT, 2.0 ** min(failed + 1, 6))
         say(f"the connection has ended ({why}); trying again in {wait:g} s")
         end = time.monotonic() + wait
@@ -100,7 +112,9 @@ def work(process: Process, own: Address, secret: str, app: ClientApp, stop: Stop
                     say(f"the SuperNode did not take an answer: {error}")
             except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
                 # What Flower raises for a message that is none. The SuperNode would wait for its answer for ever.
-                say(f"what came in is no message of Flower's ({type(error).__name__}): connecting anew")
+                say(
+                    f"what came in is no message of Flower's ({type(error).__name__}): connecting anew"
+                )
                 return
             time.sleep(POLL)
     finally:

@@ -30,25 +30,43 @@ def compare(
         str | None, typer.Argument(help="TOML file or preset; without it: the digits demonstration")
     ] = None,
     algorithms: Annotated[
-        str | None, typer.Option(metavar="A,B,...", help="methods, variants NAME:key=value;key=value, or all")
+        str | None,
+        typer.Option(metavar="A,B,...", help="methods, variants NAME:key=value;key=value, or all"),
     ] = None,
     seeds: Annotated[int, typer.Option(help="reported seeds, from run.seed on")] = 3,
-    search_seeds: Annotated[int, typer.Option(help="other seeds by whose mean a rate is judged in the search")] = 1,
+    search_seeds: Annotated[
+        int, typer.Option(help="other seeds by whose mean a rate is judged in the search")
+    ] = 1,
     lr: Annotated[
-        list[str] | None, typer.Option("--lr", metavar="NAME=v1,v2", help="values a method's search begins with")
+        list[str] | None,
+        typer.Option("--lr", metavar="NAME=v1,v2", help="values a method's search begins with"),
     ] = None,
     preset: Annotated[str | None, typer.Option(metavar="NAME", help=PRESET_HELP)] = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a key")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="folder of the study; default: one under runs/ named after what is asked")
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a key")
     ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="processes; default: one per core or per GPU")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="folder of the study; default: one under runs/ named after what is asked"
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="processes; default: one per core or per GPU")
+    ] = None,
     pack: Annotated[
-        str, typer.Option(metavar="N", help="runs computed together by one process; auto: 16 on a GPU, 1 on a CPU")
+        str,
+        typer.Option(
+            metavar="N", help="runs computed together by one process; auto: 16 on a GPU, 1 on a CPU"
+        ),
     ] = "auto",
-    force: Annotated[bool, typer.Option(help="replace another study in the folder; equal runs are kept")] = False,
+    force: Annotated[
+        bool, typer.Option(help="replace another study in the folder; equal runs are kept")
+    ] = False,
     debug: Annotated[bool, typer.Option(help="show the traceback of an error")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on the last line of stdout")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="one JSON object on the last line of stdout")
+    ] = False,
 ) -> None:
     """Compare methods, each at its best learning rate. Interrupted, the same command goes on where it stopped.
 
@@ -60,7 +78,9 @@ def compare(
     from dpfed.studies.study import Progress, check, claim, conduct
     from dpfed.training.backends.batched_runs import pack_size
 
-    study = study_of(config or DEFAULT, overrides or [], algorithms, preset, lr or [], seeds, search_seeds)
+    study = study_of(
+        config or DEFAULT, overrides or [], algorithms, preset, lr or [], seeds, search_seeds
+    )
     check(study, registry())
     folder = out or Path("runs") / study.name
     count, gpus = default_workers(str(study.base["run"]["device"]))
@@ -81,7 +101,14 @@ def compare(
     show(table, folder)
     print(f"written to {folder}: {', '.join(name for name in FILES if (folder / name).exists())}")
     if as_json:
-        print(json.dumps({**json.loads((folder / "table.json").read_text(encoding="utf-8")), "out": str(folder)}))
+        print(
+            json.dumps(
+                {
+                    **json.loads((folder / "table.json").read_text(encoding="utf-8")),
+                    "out": str(folder),
+                }
+            )
+        )
     report_failures(results)
 
 
@@ -110,15 +137,21 @@ def study_of(
         arms = parse_arms(algorithms or "all", base, known, grids)
     else:
         # which variants `all` has depends on how the noise is given, and these presets give it anew
-        given = {"sigma": ["privacy.sigma=1"], "epsilon": ["privacy.target_epsilon=1"]}.get(preset, [])
+        given = {"sigma": ["privacy.sigma=1"], "epsilon": ["privacy.target_epsilon=1"]}.get(
+            preset, []
+        )
         changed = build(overlay(to_dict(base), overrides_layer(given)), known)
         named = algorithms and parse_names(algorithms, changed, known)
         chosen, arms = preset_arms(preset, named or None, base, known, grids)
         title, axis = f"{chosen.title}: {title}", chosen.axis
     for name in grids:
         method = name.removesuffix(".server_lr")
-        if not any(method in (arm.label, arm.overrides[0].removeprefix("algorithm.name=")) for arm in arms):
-            raise DpfedError(f"--lr names {method}, which is not among the arms: {', '.join(a.label for a in arms)}")
+        if not any(
+            method in (arm.label, arm.overrides[0].removeprefix("algorithm.name=")) for arm in arms
+        ):
+            raise DpfedError(
+                f"--lr names {method}, which is not among the arms: {', '.join(a.label for a in arms)}"
+            )
     return Study(to_dict(base), tuple(arms), seeds, title, axis, search_seeds=search_seeds)
 
 
@@ -174,7 +207,12 @@ class Watch:
             self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
         if self._bar is not None:
             self._bar.stop()
 

@@ -35,10 +35,16 @@ def describe(
     config: Annotated[
         str | None, typer.Argument(help="TOML file or preset; without it: the digits demonstration")
     ] = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a key")] = None,
-    plot: Annotated[Path | None, typer.Option(help="draw the client x label table into this .png or .svg")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a key")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="draw the client x label table into this .png or .svg")
+    ] = None,
     debug: Annotated[bool, typer.Option(help="show the traceback of an error")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on the last line of stdout")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="one JSON object on the last line of stdout")
+    ] = False,
 ) -> None:
     """Records, classes and the client x label table of a configuration. Example: dpfed data describe --set data.alpha=0.1"""
     from dpfed.config import load
@@ -82,7 +88,9 @@ def label_counts(source: Source, shards: Shards) -> np.ndarray:
 
     out = np.zeros((len(shards), len(source.classes)), dtype=np.int64)
     for client in range(len(shards)):
-        out[client] = np.bincount(source.train.labels[shards.of(client)], minlength=len(source.classes))
+        out[client] = np.bincount(
+            source.train.labels[shards.of(client)], minlength=len(source.classes)
+        )
     return out
 
 
@@ -103,7 +111,9 @@ def shapes(source: Source) -> dict[str, str]:
 
 def opening(settings: Config, source: Source) -> list[str]:
     inputs = ", ".join(f"{name} {shape}" for name, shape in shapes(source).items())
-    names = ", ".join(source.classes[:SHOWN_CLASSES]) + (", ..." if len(source.classes) > SHOWN_CLASSES else "")
+    names = ", ".join(source.classes[:SHOWN_CLASSES]) + (
+        ", ..." if len(source.classes) > SHOWN_CLASSES else ""
+    )
     origin = "" if source.declared else " (read off the labels)"
     return [
         f"{settings.data.name}: {len(source.train):,} training records of the clients, {len(source.test):,} of the test set",
@@ -115,7 +125,9 @@ def opening(settings: Config, source: Source) -> list[str]:
 
 def table(counts: np.ndarray, classes: tuple[str, ...], names: tuple[str, ...] = ()) -> list[str]:
     """The first clients and classes; what is left out is said."""
-    clients = [" ".join(name.split())[:LONGEST_NAME] for name in names] or [str(i) for i in range(len(counts))]
+    clients = [" ".join(name.split())[:LONGEST_NAME] for name in names] or [
+        str(i) for i in range(len(counts))
+    ]
     column = max(8, *(len(name) for name in clients[:SHOWN_CLIENTS]))
     shown = counts[:SHOWN_CLIENTS, :SHOWN_CLASSES]
     heads = [name[:10] for name in classes[:SHOWN_CLASSES]]

@@ -35,9 +35,12 @@ DEVELOPER_EXTRAS = frozenset({"dev", "docs"})
 
 def doctor(
     client: Annotated[
-        Path | None, typer.Argument(help="a client.toml whose declared numbers are compared with its data")
+        Path | None,
+        typer.Argument(help="a client.toml whose declared numbers are compared with its data"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on the last line of stdout")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="one JSON object on the last line of stdout")
+    ] = False,
 ) -> None:
     """Versions, devices and optional packages of this installation, and what is missing. Example: dpfed doctor"""
     found = examine()
@@ -66,13 +69,19 @@ def guarded(part: Callable[[], Any]) -> Any:
     try:
         return part()
     except Exception as error:  # a broken installation is what this command is for
-        return {"failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+        return {
+            "failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        }
 
 
 def own_versions() -> dict[str, str]:
     import dpfed
 
-    return {"dpfed": dpfed.__version__, "python": platform.python_version(), "system": platform.platform()}
+    return {
+        "dpfed": dpfed.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+    }
 
 
 def devices() -> list[str]:
@@ -81,7 +90,9 @@ def devices() -> list[str]:
     found = [f"cpu: {counted(os.cpu_count() or 1, 'core')}"]
     for i in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(i)
-        found.append(f"cuda:{i}: {facts.name}, {facts.total_memory / 2**30:.0f} GiB, kernels {kernels_on(i)}")
+        found.append(
+            f"cuda:{i}: {facts.name}, {facts.total_memory / 2**30:.0f} GiB, kernels {kernels_on(i)}"
+        )
     return found
 
 
@@ -150,7 +161,9 @@ def advice() -> list[str]:
     """What to do, one sentence each."""
     out = []
     if version_of("dpfed") is None:
-        out.append("dpfed is run from its source and not installed, so what it needs is not known: pip install .")
+        out.append(
+            "dpfed is run from its source and not installed, so what it needs is not known: pip install ."
+        )
     missing = [package for package, version in packages().items() if version is None]
     if missing:
         out.append(f"{', '.join(missing)} is missing, though dpfed needs it: pip install dpfed")
@@ -163,7 +176,9 @@ def advice() -> list[str]:
         try:
             import_module("torchvision")
         except Exception:  # it fails in many ways beside a torch that it was not built for
-            out.append("torchvision does not fit this torch and breaks transformers' models: pip uninstall torchvision")
+            out.append(
+                "torchvision does not fit this torch and breaks transformers' models: pip uninstall torchvision"
+            )
     import torch
 
     if torch.cuda.is_available() and not torch.backends.cuda.is_flash_attention_available():
@@ -185,10 +200,15 @@ def lines(found: dict[str, Any]) -> list[str]:
     if isinstance(found["devices"], list):
         out += [f"device   {device}" for device in found["devices"]]
     if "failed" not in found["packages"]:
-        out += [f"package  {name:22} {version or 'MISSING'}" for name, version in found["packages"].items()]
+        out += [
+            f"package  {name:22} {version or 'MISSING'}"
+            for name, version in found["packages"].items()
+        ]
     if "failed" not in found["extras"]:
         for extra, needed in found["extras"].items():
-            said = ", ".join(f"{name} {version or '(not installed)'}" for name, version in needed.items())
+            said = ", ".join(
+                f"{name} {version or '(not installed)'}" for name, version in needed.items()
+            )
             out.append(f"extra    {extra:22} {said}")
     if isinstance(found["cache"], str):
         out.append(f"cache    {found['cache']}")
@@ -204,7 +224,9 @@ def client_lines(numbers: Any) -> list[str]:
     out = []
     for number in numbers:
         key, unit = number["key"], number["unit"]
-        out.append(f"client   {key} = {number['declared']} declared, {number['held']} held (unit: {unit})")
+        out.append(
+            f"client   {key} = {number['declared']} declared, {number['held']} held (unit: {unit})"
+        )
         if number["advice"]:
             out.append(f"note: {number['advice']}")
     return [*out, "note: the numbers held are private: keep this output on this machine"]

@@ -12,9 +12,13 @@ import typer
 def export(
     run: Annotated[Path, typer.Argument(help="folder of a run")],
     out: Annotated[Path, typer.Argument(help="new folder for the adapter")],
-    merge: Annotated[bool, typer.Option(help="join the adapter with its base and write a whole model")] = False,
+    merge: Annotated[
+        bool, typer.Option(help="join the adapter with its base and write a whole model")
+    ] = False,
     debug: Annotated[bool, typer.Option(help="show the traceback of an error")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on the last line of stdout")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="one JSON object on the last line of stdout")
+    ] = False,
 ) -> None:
     """Write a run's model in peft's format, with a model card. Example: dpfed export runs/my-run my-adapter"""
     from dpfed.report.model_card import write_export

@@ -13,7 +13,9 @@ def no_such_option(error: click.NoSuchOption, words: Sequence[str]) -> str:
 
     An option that is named like a key of the configuration is answered with its `--set`.
     """
-    options = [] if error.ctx is None else [name for p in error.ctx.command.params for name in p.opts]
+    options = (
+        [] if error.ctx is None else [name for p in error.ctx.command.params for name in p.opts]
+    )
     if "--set" not in options:
         return error.format_message()
     from dpfed.config import SYNONYMS, all_keys

@@ -12,10 +12,18 @@ from dpfed.errors import DpfedError
 
 def keys(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="a new folder for the keys")],
-    server: Annotated[str | None, typer.Option(help="host name or address that clients connect to")] = None,
-    clients: Annotated[str, typer.Option(help="names of the clients, with commas between them")] = "",
-    client: Annotated[str | None, typer.Option(help="make only this client's own pair, on its own machine")] = None,
-    days: Annotated[int, typer.Option(min=1, max=3650, help="how long the certificates are valid")] = 365,
+    server: Annotated[
+        str | None, typer.Option(help="host name or address that clients connect to")
+    ] = None,
+    clients: Annotated[
+        str, typer.Option(help="names of the clients, with commas between them")
+    ] = "",
+    client: Annotated[
+        str | None, typer.Option(help="make only this client's own pair, on its own machine")
+    ] = None,
+    days: Annotated[
+        int, typer.Option(min=1, max=3650, help="how long the certificates are valid")
+    ] = 365,
     debug: Annotated[bool, typer.Option(help="show the traceback of an error")] = False,
 ) -> None:
     """Make keys for a trial. Example: dpfed keys keys --server 127.0.0.1 --clients clinic-a,clinic-b"""
@@ -23,7 +31,9 @@ def keys(
 
     if client is not None:
         if server is not None or clients:
-            raise DpfedError("--client makes one pair on the client's own machine: leave out --server and --clients")
+            raise DpfedError(
+                "--client makes one pair on the client's own machine: leave out --server and --clients"
+            )
         for path in make_client(folder, client):
             print(path)
         print(
@@ -35,4 +45,6 @@ def keys(
     names = [name.strip() for name in clients.split(",") if name.strip()]
     for path in make_all(folder, server, names, days):
         print(path)
-    print(f"dpfed server cfg.toml --keys {folder}; each client gets its own folder under {folder}, and nothing else")
+    print(
+        f"dpfed server cfg.toml --keys {folder}; each client gets its own folder under {folder}, and nothing else"
+    )

@@ -18,7 +18,9 @@ class What(StrEnum):
 
 def list_names(
     what: Annotated[What, typer.Argument(help="what to list")],
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on the last line")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="one JSON object on the last line")
+    ] = False,
 ) -> None:
     """What can be named in a configuration. Example: dpfed list algorithms"""
     from dpfed.registry import registry
@@ -29,7 +31,8 @@ def list_names(
         What.models: {n: _doc(cls) for n, cls in known.model.items()},
         What.datasets: {n: _doc(cls) for n, cls in known.data.items()},
         What.presets: {
-            n: path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ") for n, path in known.presets.items()
+            n: path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+            for n, path in known.presets.items()
         },
     }[what]
     if as_json:

@@ -68,7 +68,8 @@ def show_version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=show_version, is_eager=True, help="print the version")
+        bool,
+        typer.Option("--version", callback=show_version, is_eager=True, help="print the version"),
     ] = False,
 ) -> None:
     """What `dpfed` takes before a command."""

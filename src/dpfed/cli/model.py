@@ -16,7 +16,7 @@ from dpfed.text import counted
 
 if TYPE_CHECKING:
     from dpfed.config import Config
-    from dpfed.model.build import Assembled
+    from dpfed.model.build import AssembledModel
     from dpfed.model.task import InputSpec
 
 HELP = "Models: what is trained, and in which blocks."
@@ -33,12 +33,20 @@ def describe(
     config: Annotated[
         str | None, typer.Argument(help="TOML file or preset; without it: the digits demonstration")
     ] = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a key")] = None,
-    classes: Annotated[int | None, typer.Option(min=1, help="number of classes; default: as the data says")] = None,
-    image_size: Annotated[int | None, typer.Option(min=1, help="side of the images in pixels")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a key")
+    ] = None,
+    classes: Annotated[
+        int | None, typer.Option(min=1, help="number of classes; default: as the data says")
+    ] = None,
+    image_size: Annotated[
+        int | None, typer.Option(min=1, help="side of the images in pixels")
+    ] = None,
     channels: Annotated[int | None, typer.Option(min=1, help="channels of the images")] = None,
     debug: Annotated[bool, typer.Option(help="show the traceback of an error")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on the last line of stdout")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="one JSON object on the last line of stdout")
+    ] = False,
 ) -> None:
     """The trainable tensors, how many numbers they are, and the blocks. Example: dpfed model describe --set model.train=full
 
@@ -83,15 +91,19 @@ def input_spec(
         c, side = usual.shape[0], usual.shape[-1]
         usual = replace(usual, shape=(channels or c, image_size or side, image_size or side))
     elif image_size or channels:
-        raise DpfedError(f"--image-size and --channels: {section.name} reads {usual.kind}, leave them out")
+        raise DpfedError(
+            f"--image-size and --channels: {section.name} reads {usual.kind}, leave them out"
+        )
     return replace(usual, classes=classes or usual.classes), []
 
 
-def lines(config: Config, spec: InputSpec, parts: Assembled, notes: list[str]) -> list[str]:
+def lines(config: Config, spec: InputSpec, parts: AssembledModel, notes: list[str]) -> list[str]:
     from dpfed.model.build import block_sizes
 
     space = parts.space
-    shapes = {n: "x".join(map(str, s)) or "1" for n, s in zip(space.names, space.shapes, strict=True)}
+    shapes = {
+        n: "x".join(map(str, s)) or "1" for n, s in zip(space.names, space.shapes, strict=True)
+    }
     out = [
         f"{config.model.name} ({type(parts.adapted.model).__name__}), train = {config.model.train}, for {spec.kind} of "
         f"shape {'x'.join(map(str, spec.shape))} and {spec.classes} classes",
@@ -102,9 +114,15 @@ def lines(config: Config, spec: InputSpec, parts: Assembled, notes: list[str]) -
     ]
     out += [f"  {count:5} x  {name}  {shape}" for (name, shape), count in gather(shapes).items()]
     out += ["", f"{counted(space.num_blocks, 'block')}, each with one second moment"]
-    out += [f"  {count:5} x  {name}  {size:,}" for (name, size), count in gather(block_sizes(space)).items()]
+    out += [
+        f"  {count:5} x  {name}  {size:,}"
+        for (name, size), count in gather(block_sizes(space)).items()
+    ]
     up = space.size + space.num_blocks
-    out += ["", f"uplink of dp-fedadamw: P + blocks = {up:,} numbers ({4 * up / 1e6:.2f} MB) per client and round"]
+    out += [
+        "",
+        f"uplink of dp-fedadamw: P + blocks = {up:,} numbers ({4 * up / 1e6:.2f} MB) per client and round",
+    ]
     return out + [f"note: {note}" for note in notes]
 
 
@@ -117,7 +135,7 @@ def gather(table: Mapping[str, Any]) -> dict[tuple[str, Any], int]:
     return out
 
 
-def as_object(config: Config, parts: Assembled, notes: list[str]) -> dict[str, Any]:
+def as_object(config: Config, parts: AssembledModel, notes: list[str]) -> dict[str, Any]:
     from dpfed.model.build import block_sizes
 
     space = parts.space

@@ -69,12 +69,23 @@ class Screen(Group):
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = max(40, min(shutil.get_terminal_size((100, 24)).columns, 100))
         shown = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
-        commands = {name: command for name, command in shown.items() if command is not None and not command.hidden}
+        commands = {
+            name: command
+            for name, command in shown.items()
+            if command is not None and not command.hidden
+        }
         column = max(map(len, commands)) + 4
-        lines = [f"Usage: {ctx.command_path} COMMAND [OPTIONS]", "", *(self.help or "").split("\n\n"), ""]
+        lines = [
+            f"Usage: {ctx.command_path} COMMAND [OPTIONS]",
+            "",
+            *(self.help or "").split("\n\n"),
+            "",
+        ]
         for name, command in commands.items():
             sentence = first_sentence(command.help or "")
-            lines.append(f"  {name:{column - 2}}{textwrap.shorten(sentence, width - column, placeholder=' ...')}")
+            lines.append(
+                f"  {name:{column - 2}}{textwrap.shorten(sentence, width - column, placeholder=' ...')}"
+            )
         formatter.write("\n".join([*lines, "", FOOT]) + "\n")
 
 
@@ -92,6 +103,8 @@ def restore(command: click.Command) -> None:
         return
     hints = get_type_hints(command.callback, include_extras=True)
     for param in command.params:
-        said = [a.help for a in get_args(hints.get(param.name or ""))[1:] if isinstance(a, ArgumentInfo)]
+        said = [
+            a.help for a in get_args(hints.get(param.name or ""))[1:] if isinstance(a, ArgumentInfo)
+        ]
         if said and not getattr(param, "help", None):
             param.help = said[0]

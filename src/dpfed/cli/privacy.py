@@ -12,7 +12,7 @@ from dpfed.privacy.published import show_delta, show_loss, show_setting
 
 if TYPE_CHECKING:
     from dpfed.privacy.accounting.guarantee import Planned
-    from dpfed.training.budget.recorded_spending import Accounts, OwnAccount
+    from dpfed.training.budget.recorded_spending import OwnSpending, RecordedSpending
 
 NUMBERS = [
     "records",
@@ -31,44 +31,70 @@ NUMBERS = [
 
 
 def privacy(
-    target: Annotated[str | None, typer.Argument(help="configuration, preset, or folder of a run")] = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a key")] = None,
+    target: Annotated[
+        str | None, typer.Argument(help="configuration, preset, or folder of a run")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a key")
+    ] = None,
     records: Annotated[int | None, typer.Option(help="records of a client R")] = None,
     batch: Annotated[float | None, typer.Option(help="expected batch size B")] = None,
     rounds: Annotated[int | None, typer.Option(help="rounds T")] = None,
     local_steps: Annotated[int | None, typer.Option(help="local steps K")] = None,
-    participation: Annotated[float | None, typer.Option(help="share of clients in a round L; default 1")] = None,
+    participation: Annotated[
+        float | None, typer.Option(help="share of clients in a round L; default 1")
+    ] = None,
     sigma: Annotated[float | None, typer.Option(help="noise multiplier")] = None,
     delta: Annotated[float | None, typer.Option(help="delta; default 1e-5")] = None,
-    algorithm: Annotated[str | None, typer.Option(help="algorithm; some release a batch more than once")] = None,
+    algorithm: Annotated[
+        str | None, typer.Option(help="algorithm; some release a batch more than once")
+    ] = None,
     sampling: Annotated[str | None, typer.Option(help="poisson (default) or fixed_wor")] = None,
-    target_epsilon: Annotated[float | None, typer.Option(help="find sigma for this epsilon")] = None,
-    view: Annotated[str | None, typer.Option(help="whose epsilon the target is; default server_worst")] = None,
-    clients: Annotated[int | None, typer.Option(help="number of clients N, for --asymptotic and --colluding")] = None,
-    colluding: Annotated[int, typer.Option(help="clients that collude against another one (third party)")] = 0,
-    tuning_runs: Annotated[int | None, typer.Option(help="how many runs on the same data were tried")] = None,
+    target_epsilon: Annotated[
+        float | None, typer.Option(help="find sigma for this epsilon")
+    ] = None,
+    view: Annotated[
+        str | None, typer.Option(help="whose epsilon the target is; default server_worst")
+    ] = None,
+    clients: Annotated[
+        int | None, typer.Option(help="number of clients N, for --asymptotic and --colluding")
+    ] = None,
+    colluding: Annotated[
+        int, typer.Option(help="clients that collude against another one (third party)")
+    ] = 0,
+    tuning_runs: Annotated[
+        int | None, typer.Option(help="how many runs on the same data were tried")
+    ] = None,
     meaning: Annotated[
         bool, typer.Option("--meaning", help="what the number allows: advantage, other figures")
     ] = False,
-    public: Annotated[bool, typer.Option("--public", help="only what may be published together")] = False,
+    public: Annotated[
+        bool, typer.Option("--public", help="only what may be published together")
+    ] = False,
     plot: Annotated[Path | None, typer.Option(help="epsilon over rounds as PNG or SVG")] = None,
-    asymptotic: Annotated[bool, typer.Option("--asymptotic", help="the paper's formulas: not a guarantee")] = False,
+    asymptotic: Annotated[
+        bool, typer.Option("--asymptotic", help="the paper's formulas: not a guarantee")
+    ] = False,
     debug: Annotated[bool, typer.Option(help="show the traceback of an error")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on the last line of stdout")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="one JSON object on the last line of stdout")
+    ] = False,
 ) -> None:
     """What a plan spends, or what a run has spent.
 
     Example: dpfed privacy --records 1000 --batch 16 --rounds 100 --local-steps 20 --participation 0.1 --sigma 1
     """
     numbers = {name: value for name, value in locals().items() if name in NUMBERS}
-    from dpfed.training.budget.recorded_spending import own_account, own_ledger
+    from dpfed.training.budget.recorded_spending import own_ledger, own_spending
 
     if target is not None and (ledger := own_ledger(Path(target))) is not None:
         refuse_given({**numbers, "set": overrides or None}, "cannot change what a client has spent")
-        return show_own(own_account(ledger), as_json)
+        return show_own(own_spending(ledger), as_json)
     planned, accounts, clients = asked_for(target, overrides or [], numbers, colluding)
     figures = figures_of(planned, accounts, public)
-    extras = extras_of(accounts.realised if accounts else planned, meaning, tuning_runs, asymptotic, clients)
+    extras = extras_of(
+        accounts.realised if accounts else planned, meaning, tuning_runs, asymptotic, clients
+    )
     for line in table(planned, accounts, figures, extras, public):
         print(line)
     if plot is not None:
@@ -80,14 +106,16 @@ def privacy(
         print(json.dumps({**figures, **extras}, allow_nan=False))
 
 
-def show_own(account: OwnAccount, as_json: bool) -> None:
+def show_own(account: OwnSpending, as_json: bool) -> None:
     """What a real client has spent, by its own ledger."""
     print(
         f"{account.client} has spent epsilon {show_loss(account.epsilon, 4)} at delta {show_delta(account.delta)}, "
         f"over {account.runs} run(s) and {account.rows - account.void} charges"
     )
     if account.void:
-        print(f"{account.void} charges of test mode are void: their noise was repeatable, and protected nothing")
+        print(
+            f"{account.void} charges of test mode are void: their noise was repeatable, and protected nothing"
+        )
     if as_json:
         from dataclasses import asdict
 
@@ -96,11 +124,11 @@ def show_own(account: OwnAccount, as_json: bool) -> None:
 
 def asked_for(
     target: str | None, overrides: list[str], numbers: dict[str, Any], colluding: int
-) -> tuple[Planned, Accounts | None, int | None]:
+) -> tuple[Planned, RecordedSpending | None, int | None]:
     """The plan in question, the accounts where it is a run, and the number of clients where it is known."""
     from dpfed.errors import DpfedError
     from dpfed.registry import registry
-    from dpfed.training.budget.recorded_spending import is_run, read_accounts
+    from dpfed.training.budget.recorded_spending import is_run, read_recorded_spending
 
     keys = {"set": overrides or None}
     if target is None:
@@ -108,7 +136,7 @@ def asked_for(
         return from_flags(numbers, colluding), None, numbers["clients"]
     if is_run(Path(target)):
         refuse_given({**numbers, **keys}, "cannot change what a run has spent")
-        accounts = read_accounts(Path(target), colluding)
+        accounts = read_recorded_spending(Path(target), colluding)
         return accounts.planned, accounts, accounts.clients
     refuse_given(numbers, "is part of the configuration: change it there or with --set")
     if "/" in target and target not in registry().presets and not Path(target).exists():
@@ -156,18 +184,22 @@ def from_config(target: str, overrides: list[str], colluding: int) -> tuple[Plan
     from dpfed.config import load
     from dpfed.errors import DpfedError
     from dpfed.registry import registry
-    from dpfed.training.budget.prior_spending import past_of
+    from dpfed.training.budget.prior_spending import prior_spending_of
     from dpfed.training.budget.spending import budget_of
     from dpfed.training.job.job import plan_of
     from dpfed.training.run import refuse_target
 
     config = load(target, overrides, registry())
-    past = past_of(config)
+    past = prior_spending_of(config)
     refuse_target(config, past)
     plan, schedule = plan_of(config)
     if not plan.private:
-        raise DpfedError("this configuration has no privacy: privacy.enabled is false or sigma is 0")
-    spending = budget_of(plan, schedule, config.privacy.delta, config.privacy.budget, colluding, past)
+        raise DpfedError(
+            "this configuration has no privacy: privacy.enabled is false or sigma is 0"
+        )
+    spending = budget_of(
+        plan, schedule, config.privacy.delta, config.privacy.budget, colluding, past
+    )
     return spending.planned, schedule.clients
 
 
@@ -182,7 +214,7 @@ VIEWS = (
 )
 
 
-def figures_of(planned: Planned, accounts: Accounts | None, public: bool) -> dict[str, Any]:
+def figures_of(planned: Planned, accounts: RecordedSpending | None, public: bool) -> dict[str, Any]:
     noise = [kind.noise_multiplier for kind in planned.kinds]
     out: dict[str, Any] = {
         "server_worst": accounts.server_worst if accounts else planned.server_worst,
@@ -221,7 +253,11 @@ def extras_of(
 
 
 def table(
-    planned: Planned, accounts: Accounts | None, figures: dict[str, Any], extras: dict[str, Any], public: bool
+    planned: Planned,
+    accounts: RecordedSpending | None,
+    figures: dict[str, Any],
+    extras: dict[str, Any],
+    public: bool,
 ) -> list[str]:
     """The statement in words."""
     from dpfed.privacy.accounting.guarantee import NOT_COVERED, PUBLIC
@@ -256,7 +292,7 @@ def table(
     return lines + notes(accounts, public) + told(extras)
 
 
-def notes(accounts: Accounts | None, public: bool) -> list[str]:
+def notes(accounts: RecordedSpending | None, public: bool) -> list[str]:
     lines = []
     if accounts is not None and accounts.void:
         lines.append(f"third party: {accounts.void}.")
@@ -282,7 +318,9 @@ def told(extras: dict[str, Any]) -> list[str]:
             f"if neighbours differ by replacing a record instead: epsilon {show_loss(extras['replace_one'], 4)}"
         )
     if "delta_curve" in extras:
-        pairs = ", ".join(f"{show_setting(e)}: {show_delta(d, 3)}" for e, d in extras["delta_curve"])
+        pairs = ", ".join(
+            f"{show_setting(e)}: {show_delta(d, 3)}" for e, d in extras["delta_curve"]
+        )
         lines.append(f"delta at other epsilons: {pairs}")
     if "server_worst_with_tuning" in extras:
         lines.append(

@@ -47,7 +47,12 @@ class Watch:
             self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
         if self._bar is not None:
             self._bar.update(self._task, activity="")
             self._bar.stop()
@@ -72,7 +77,9 @@ class Watch:
         epsilon = None if round.epsilon is None else show_loss(round.epsilon, 2)
         if self._bar is not None:
             shown: dict[str, Any] = {"accuracy": accuracy, "epsilon": epsilon}
-            self._bar.update(self._task, completed=round.t, **{k: v for k, v in shown.items() if v is not None})
+            self._bar.update(
+                self._task, completed=round.t, **{k: v for k, v in shown.items() if v is not None}
+            )
         elif round.t % self._every == 0 or round.t == self._rounds:
             self.say(
                 f"round {round.t}/{self._rounds}  accuracy {accuracy or '-'}  epsilon {epsilon or '-'}  {round.seconds:.1f} s"

@@ -12,17 +12,26 @@ from dpfed.text import counted
 
 
 def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="folders of runs and of studies")],
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="folders of runs and of studies")
+    ],
     out: Annotated[
-        Path | None, typer.Option(help="the page; default: report.html (public.html) in the first folder")
+        Path | None,
+        typer.Option(help="the page; default: report.html (public.html) in the first folder"),
     ] = None,
     public: Annotated[
         bool, typer.Option("--public", help="only what may be published: nothing of who took part")
     ] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="serve the page on this machine while a run goes on")] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="port of --watch; 0: any free one")] = 8050,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="serve the page on this machine while a run goes on")
+    ] = False,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="port of --watch; 0: any free one")
+    ] = 8050,
     debug: Annotated[bool, typer.Option(help="show the traceback of an error")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on the last line of stdout")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="one JSON object on the last line of stdout")
+    ] = False,
 ) -> None:
     """One HTML page of runs, seeds grouped; it needs no network. Example: dpfed report runs/a runs/b --out page.html"""
     if watch:
@@ -31,7 +40,12 @@ def report(
 
         if out is not None or as_json:
             raise DpfedError("--watch serves the page and writes none: leave out --out and --json")
-        serve(folders, public, port, lambda address: print(f"watching on {address}  (Ctrl-C ends it)", flush=True))
+        serve(
+            folders,
+            public,
+            port,
+            lambda address: print(f"watching on {address}  (Ctrl-C ends it)", flush=True),
+        )
         return
     from dpfed.report.page import write_page
 
@@ -41,4 +55,6 @@ def report(
     print(f"written to {page}: {counted(len(made.figures), 'figure')}, {size:.1f} MB")
     if as_json:
         figures = [figure.id for figure in made.figures]
-        print(json.dumps({"out": str(page), "figures": figures, "megabytes": size, "public": public}))
+        print(
+            json.dumps({"out": str(page), "figures": figures, "megabytes": size, "public": public})
+        )

@@ -25,12 +25,18 @@ def run(
     config: Annotated[
         str | None, typer.Argument(help="TOML file or preset; without it: the digits demonstration")
     ] = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a key")] = None,
-    out: Annotated[Path | None, typer.Option(help="folder of the run; default: a new one under runs/")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a key")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="folder of the run; default: a new one under runs/")
+    ] = None,
     resume: Annotated[Path | None, typer.Option(help="go on with the run in this folder")] = None,
     force: Annotated[bool, typer.Option(help="replace a run that is in the folder")] = False,
     debug: Annotated[bool, typer.Option(help="show the traceback of an error")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on the last line of stdout")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="one JSON object on the last line of stdout")
+    ] = False,
 ) -> None:
     """Train by a configuration. Example: dpfed run --set run.rounds=10 --set algorithm.gamma=0.3"""
     from dpfed.training.interrupt import on_signals
@@ -60,7 +66,9 @@ def _run(
     if resume is not None and (out is not None or force):
         raise DpfedError("--resume goes on in its own folder: leave out --out and --force")
     if resume is not None and config is None and not (resume / "config.toml").exists():
-        raise DpfedError(f"{resume} is not the folder of a run: --resume needs one that `dpfed run` has made")
+        raise DpfedError(
+            f"{resume} is not the folder of a run: --resume needs one that `dpfed run` has made"
+        )
     begun = DEFAULT if resume is None else str(resume / "config.toml")
     settings = load(config or begun, overrides, registry())
     from dpfed.cli.progress import Watch
@@ -188,5 +196,7 @@ def closing(result: dict[str, Any]) -> list[str]:
             "  the third-party figure holds only while nobody outside knows who took part: publish it without the others",
         ]
     if result["release"].startswith("simulation"):
-        lines.append('  noise was seeded: this is a simulation, not for release (run.noise = "os" makes it releasable)')
+        lines.append(
+            '  noise was seeded: this is a simulation, not for release (run.noise = "os" makes it releasable)'
+        )
     return [*lines, f"written to {result['out']}"]

@@ -18,18 +18,31 @@ if TYPE_CHECKING:
 
 
 def server(
-    config: Annotated[str | None, typer.Argument(help="TOML file with [federation.clients]")] = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a key")] = None,
+    config: Annotated[
+        str | None, typer.Argument(help="TOML file with [federation.clients]")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a key")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="folder of the run")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --out")] = False,
     keys: Annotated[Path | None, typer.Option(help="folder that `dpfed keys` has made")] = None,
     listen: Annotated[
-        str, typer.Option(help="host:port that clients connect to; 0.0.0.0:PORT for all of this machine's addresses")
+        str,
+        typer.Option(
+            help="host:port that clients connect to; 0.0.0.0:PORT for all of this machine's addresses"
+        ),
     ] = "127.0.0.1:8000",
-    wait: Annotated[float, typer.Option(min=0, help="seconds until enough clients must be connected")] = 600.0,
-    insecure: Annotated[bool, typer.Option("--insecure", help="no TLS and no keys, for tests on this machine")] = False,
+    wait: Annotated[
+        float, typer.Option(min=0, help="seconds until enough clients must be connected")
+    ] = 600.0,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="no TLS and no keys, for tests on this machine")
+    ] = False,
     debug: Annotated[bool, typer.Option(help="show the traceback of an error")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on the last line of stdout")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="one JSON object on the last line of stdout")
+    ] = False,
 ) -> None:
     """Train with clients on a network. Example: dpfed server cfg.toml --out runs/first --keys keys"""
     from dpfed.cli.run import closing
@@ -40,7 +53,9 @@ def server(
     if out is None:
         raise DpfedError("give the folder of the run: --out DIR")
     if insecure == (keys is not None):
-        raise DpfedError("give --keys DIR (`dpfed keys` makes it), or --insecure for a test on this machine, not both")
+        raise DpfedError(
+            "give --keys DIR (`dpfed keys` makes it), or --insecure for a test on this machine, not both"
+        )
     address = address_of(listen)
     if insecure:
         refuse_insecure(address)
@@ -53,16 +68,26 @@ def server(
         print(json.dumps(result, allow_nan=False))
 
 
-def _settings(config: str | None, overrides: list[str], out: Path, resume: bool, insecure: bool) -> Config:
+def _settings(
+    config: str | None, overrides: list[str], out: Path, resume: bool, insecure: bool
+) -> Config:
     """Real noise, but for a test on one machine whose configuration asks for repeatable noise."""
     from dpfed.federation.server.serving import config_for, wants_seeded
 
     config_for(config, overrides, out, resume, seeded=False)
-    return config_for(config, overrides, out, resume, seeded=insecure and wants_seeded(config, overrides, out))
+    return config_for(
+        config, overrides, out, resume, seeded=insecure and wants_seeded(config, overrides, out)
+    )
 
 
 def _serve(
-    settings: Config, out: Path, resume: bool, listen: Address, keys: Path | None, wait: float, stop: Stop
+    settings: Config,
+    out: Path,
+    resume: bool,
+    listen: Address,
+    keys: Path | None,
+    wait: float,
+    stop: Stop,
 ) -> dict[str, Any]:
     from dpfed.cli.progress import Watch
     from dpfed.cli.run import opening
@@ -80,7 +105,9 @@ def _serve(
         watch = stack.enter_context(Watch(settings.run.rounds))
         home = flower_home(out)
         process, secret = stack.enter_context(superlink(listen, home, keys))
-        grid = stack.enter_context(own_grid(listen.own, keys / AUTHORITY if keys else None, secret, known or {}))
+        grid = stack.enter_context(
+            own_grid(listen.own, keys / AUTHORITY if keys else None, secret, known or {})
+        )
         watch.say(f"clients connect to {listen}; Flower's log is {process.log}")
         for line in warnings(settings, keys is None):
             watch.say(line)
@@ -114,5 +141,7 @@ def flower_home(out: Path) -> Path:
 def warnings(settings: Config, insecure: bool) -> list[str]:
     lines = ["INSECURE: no TLS and no keys, for tests on this machine only"] if insecure else []
     if settings.run.noise == "seeded":
-        lines.append("TEST MODE: noise is repeatable and protects nothing; clients need client.allow_seeded = true")
+        lines.append(
+            "TEST MODE: noise is repeatable and protects nothing; clients need client.allow_seeded = true"
+        )
     return lines

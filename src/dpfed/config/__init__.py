@@ -34,13 +34,17 @@ class DataSection:
     clients: Annotated[int, Ge(1), "number of clients N"] = 10
     partition: Annotated[Partition, "how records are dealt to clients"] = "dirichlet_equal"
     alpha: Annotated[float, Gt(0), "Dirichlet parameter; smaller is more skewed"] = 0.5
-    augment: Annotated[Literal["none", "flip", "crop_flip"], "random view of an image at each inclusion in a batch"] = (
-        "none"
-    )
+    augment: Annotated[
+        Literal["none", "flip", "crop_flip"], "random view of an image at each inclusion in a batch"
+    ] = "none"
     views: Annotated[
-        int, Ge(1), "with augment: random views of a record, whose gradients are averaged before clipping"
+        int,
+        Ge(1),
+        "with augment: random views of a record, whose gradients are averaged before clipping",
     ] = 1
-    client_column: Annotated[str | None, "column that names each record's client, for partition = natural"] = None
+    client_column: Annotated[
+        str | None, "column that names each record's client, for partition = natural"
+    ] = None
     unit_column: Annotated[
         str | None, "column that names the protected unit (a patient, a user); default: a record"
     ] = None
@@ -52,69 +56,102 @@ class LoraSection:
     alpha: Annotated[float, Gt(0), "scale α_L; the update is (α_L/r)·B·A"] = 32.0
     dropout: Annotated[float, Ge(0), Lt(1), "dropout before A"] = 0.0
     targets: Annotated[
-        tuple[str, ...] | Literal["auto"], "modules by peft's rules; auto: every linear layer, or every convolution"
+        tuple[str, ...] | Literal["auto"],
+        "modules by peft's rules; auto: every linear layer, or every convolution",
     ] = "auto"
-    freeze_a: Annotated[bool, "train B alone, A stays at its public random start (FFA-LoRA)"] = False
+    freeze_a: Annotated[bool, "train B alone, A stays at its public random start (FFA-LoRA)"] = (
+        False
+    )
 
 
 @dataclass(frozen=True)
 class ModelSection:
     name: Annotated[str, "model; `dpfed list models` shows them"] = "glyph-vit"
     weights: Annotated[
-        str | None, 'folder or hub name of pretrained weights, or "random"; default: those the model comes with'
+        str | None,
+        'folder or hub name of pretrained weights, or "random"; default: those the model comes with',
     ] = None
-    train: Annotated[Literal["lora", "full", "head"], "what is trained: adapters and head, all, the head"] = "lora"
+    train: Annotated[
+        Literal["lora", "full", "head"], "what is trained: adapters and head, all, the head"
+    ] = "lora"
     lora: LoraSection = field(default_factory=LoraSection)
-    adapter: Annotated[str | None, "folder of a LoRA adapter in peft's format to start from; its rank and targets"] = (
-        None
-    )
+    adapter: Annotated[
+        str | None, "folder of a LoRA adapter in peft's format to start from; its rank and targets"
+    ] = None
     qkv_layout: Annotated[
-        Literal["auto", "separate", "3HD", "H3D"], "how heads lie in the rows of the projections; auto: by architecture"
+        Literal["auto", "separate", "3HD", "H3D"],
+        "how heads lie in the rows of the projections; auto: by architecture",
     ] = "auto"
-    attention: Annotated[tuple[str, ...], "names of the q, k, v projections, for an unknown architecture"] = ()
-    liveness: Annotated[bool, "check on synthetic inputs, before any record is read, that everything trains"] = True
+    attention: Annotated[
+        tuple[str, ...], "names of the q, k, v projections, for an unknown architecture"
+    ] = ()
+    liveness: Annotated[
+        bool, "check on synthetic inputs, before any record is read, that everything trains"
+    ] = True
 
 
 @dataclass(frozen=True)
 class PrivacySection:
-    enabled: Annotated[bool, "false: no clipping, no noise, no guarantee, and every artefact says so"] = True
-    clip: Annotated[float, Gt(0), "clip norm C of one record's gradient; quantile: C of the first round"] = 0.1
+    enabled: Annotated[
+        bool, "false: no clipping, no noise, no guarantee, and every artefact says so"
+    ] = True
+    clip: Annotated[
+        float, Gt(0), "clip norm C of one record's gradient; quantile: C of the first round"
+    ] = 0.1
     clip_mode: Annotated[
         Literal["flat", "automatic", "quantile"],
         "cut to norm C, normalised to norm C, or C follows a noised quantile of the norms",
     ] = "flat"
     # Below 1e-12 a gradient whose squares are lost in single precision would be taken for zero and blown up beyond C.
-    clip_stability: Annotated[float | None, Ge(1e-12), "automatic: s in g·C/(‖g‖+s); default 0.01"] = None
-    quantile: Annotated[float | None, Gt(0), Lt(1), "quantile: share of norms at or below C; default 0.5"] = None
-    quantile_lr: Annotated[float | None, Gt(0), "quantile: how fast log C follows; default 0.2"] = None
+    clip_stability: Annotated[
+        float | None, Ge(1e-12), "automatic: s in g·C/(‖g‖+s); default 0.01"
+    ] = None
+    quantile: Annotated[
+        float | None, Gt(0), Lt(1), "quantile: share of norms at or below C; default 0.5"
+    ] = None
+    quantile_lr: Annotated[float | None, Gt(0), "quantile: how fast log C follows; default 0.2"] = (
+        None
+    )
     quantile_noise: Annotated[
         float | None, Gt(1), Le(1e6), "quantile: noise of the count over that of all; default 10"
     ] = None
     sigma: Annotated[float | None, Ge(0), "noise multiplier; give this or target_epsilon"] = None
-    target_epsilon: Annotated[float | None, Gt(0), "find sigma for this epsilon; give this or sigma"] = None
-    view: Annotated[Literal["server_worst", "server_expected", "third_party"], "whose epsilon the target is"] = (
-        "server_worst"
-    )
+    target_epsilon: Annotated[
+        float | None, Gt(0), "find sigma for this epsilon; give this or sigma"
+    ] = None
+    view: Annotated[
+        Literal["server_worst", "server_expected", "third_party"], "whose epsilon the target is"
+    ] = "server_worst"
     delta: Annotated[float, Gt(0), Lt(1), "δ"] = 1e-5
-    allow_large_delta: Annotated[bool | None, "true: run with delta >= 1 / (records of the largest client)"] = None
+    allow_large_delta: Annotated[
+        bool | None, "true: run with delta >= 1 / (records of the largest client)"
+    ] = None
     sampling: Annotated[
-        Literal["poisson", "fixed_wor"], "how batches are drawn: each record by its own coin, or a fixed number"
+        Literal["poisson", "fixed_wor"],
+        "how batches are drawn: each record by its own coin, or a fixed number",
     ] = "poisson"
     batch: Annotated[float | None, Gt(0), "expected batch size; give this or rate"] = None
-    rate: Annotated[float | None, Gt(0), Le(1), "sampling rate of every client; give this or batch"] = None
+    rate: Annotated[
+        float | None, Gt(0), Le(1), "sampling rate of every client; give this or batch"
+    ] = None
     batch_per_client: Annotated[
         bool, "unequal clients: same batch for all (small clients pay more) instead of same rate"
     ] = False
-    sigma_per_client: Annotated[bool, "with target_epsilon: every client its own sigma for the same epsilon"] = False
+    sigma_per_client: Annotated[
+        bool, "with target_epsilon: every client its own sigma for the same epsilon"
+    ] = False
     budget: Annotated[
-        float | None, Gt(0), "epsilon (server's view) no client may pass; it is left out before it would"
+        float | None,
+        Gt(0),
+        "epsilon (server's view) no client may pass; it is left out before it would",
     ] = None
     grid: Annotated[
         bool | Literal["auto"],
         "round clipped gradients and noise to one grid; auto: in federations, not in simulations",
     ] = "auto"
     isolation: Annotated[
-        Literal["exact", "fast"], "exact: one record in a pass, so that no record can change another's gradient"
+        Literal["exact", "fast"],
+        "exact: one record in a pass, so that no record can change another's gradient",
     ] = "fast"
 
 
@@ -125,33 +162,39 @@ class RunSection:
     participation: Annotated[float, Gt(0), Le(1), "share of clients in a round"] = 0.1
     lr_schedule: Annotated[Literal["cosine", "constant"], "learning rate over rounds"] = "cosine"
     seed: Annotated[int, "seed of every stream of a simulation"] = 0
-    noise: Annotated[Literal["seeded", "os"], "os: unseeded, cryptographic, so that the result may be released"] = (
-        "seeded"
-    )
+    noise: Annotated[
+        Literal["seeded", "os"], "os: unseeded, cryptographic, so that the result may be released"
+    ] = "seeded"
     device: Annotated[str, "auto, cpu, cuda or cuda:N"] = "auto"
     precision: Annotated[
-        Literal["float32", "bf16"], "of frozen weights and activations; all DP arithmetic is float32"
+        Literal["float32", "bf16"],
+        "of frozen weights and activations; all DP arithmetic is float32",
     ] = "float32"
-    threads: Annotated[int | Literal["auto"], "CPU threads; auto: one for small models, which more would slow down"] = (
-        "auto"
-    )
-    fleet_size: Annotated[int | Literal["auto"], "clients computed side by side; auto: all of the cohort that fit"] = (
-        "auto"
-    )
+    threads: Annotated[
+        int | Literal["auto"], "CPU threads; auto: one for small models, which more would slow down"
+    ] = "auto"
+    fleet_size: Annotated[
+        int | Literal["auto"], "clients computed side by side; auto: all of the cohort that fit"
+    ] = "auto"
     max_slots: Annotated[int, Ge(1), "records in one forward pass of any size"] = 512
     slots: Annotated[
-        int | Literal["auto"], "records in a pass of fixed size; auto: least work on a GPU, passes of any size on a CPU"
+        int | Literal["auto"],
+        "records in a pass of fixed size; auto: least work on a GPU, passes of any size on a CPU",
     ] = "auto"
-    compile: Annotated[bool | Literal["auto"], "compile the model; auto: where a run is long enough to repay it"] = (
-        "auto"
-    )
-    graphs: Annotated[bool | Literal["auto"], "replay a captured pass on a GPU; auto: wherever there is one"] = "auto"
+    compile: Annotated[
+        bool | Literal["auto"], "compile the model; auto: where a run is long enough to repay it"
+    ] = "auto"
+    graphs: Annotated[
+        bool | Literal["auto"], "replay a captured pass on a GPU; auto: wherever there is one"
+    ] = "auto"
     features: Annotated[
         bool | Literal["auto"],
         "train = head: compute the frozen part once for each record; auto: where it can be done and saves work",
     ] = "auto"
     eval_every: Annotated[int, Ge(1), "rounds between evaluations on the server's test set"] = 1
-    eval_on: Annotated[Literal["all", "validation", "test"], "which half of the server's public data is scored"] = "all"
+    eval_on: Annotated[
+        Literal["all", "validation", "test"], "which half of the server's public data is scored"
+    ] = "all"
     average: Annotated[
         float,
         Ge(0),
@@ -162,20 +205,23 @@ class RunSection:
         Annotated[int, Ge(0)] | Literal["auto"],
         "rounds between checkpoints; 0: none; auto: each, but a simulation on a GPU at most once a second",
     ] = "auto"
-    memory_limit: Annotated[int, Ge(1), "MiB of clients' memory (dp-scaffold, dp-fafed) held outside files"] = 2048
-    timeout: Annotated[int, Ge(1), "seconds that processes of a run under torchrun wait for one another in a round"] = (
-        60
-    )
+    memory_limit: Annotated[
+        int, Ge(1), "MiB of clients' memory (dp-scaffold, dp-fafed) held outside files"
+    ] = 2048
+    timeout: Annotated[
+        int, Ge(1), "seconds that processes of a run under torchrun wait for one another in a round"
+    ] = 60
     diagnostics: Annotated[
-        bool, "record spread of v, histograms of m and √v, client drift of simulated clients: not private"
+        bool,
+        "record spread of v, histograms of m and √v, client drift of simulated clients: not private",
     ] = False
     trackers: Annotated[
         tuple[Literal["tensorboard", "mlflow", "wandb"], ...],
         "who else is told of each round, of what may be published",
     ] = ()
-    min_clients: Annotated[int | None, Ge(1), "stop when fewer are within their budget; default: the whole cohort"] = (
-        None
-    )
+    min_clients: Annotated[
+        int | None, Ge(1), "stop when fewer are within their budget; default: the whole cohort"
+    ] = None
     allow_nan: Annotated[bool, "go on when a state is no longer finite"] = False
 
 
@@ -184,22 +230,42 @@ class FederationSection:
     """What a server of real clients knows of them; all of it is public. A simulation takes no notice of it."""
 
     clients: Annotated[
-        dict[str, Annotated[int, Ge(1)]], "every client's name and its declared number of records (protected units)"
+        dict[str, Annotated[int, Ge(1)]],
+        "every client's name and its declared number of records (protected units)",
     ] = field(default_factory=dict)
-    server: Annotated[str, MinLen(1), "what this server is called, as clients have it in client.servers"] = "server"
+    server: Annotated[
+        str, MinLen(1), "what this server is called, as clients have it in client.servers"
+    ] = "server"
     timeout: Annotated[float, Gt(0), "seconds that a round waits for answers"] = 600.0
-    retries: Annotated[int, Ge(0), "when too few have answered: how often the others are asked again"] = 1
-    patience: Annotated[int, Ge(1), "rounds in a row that may be lost to too few answers before the run stops"] = 3
-    evaluate_every: Annotated[int, Ge(0), "rounds between noised counts on clients' held-out records; 0: none"] = 0
-    evaluate_sigma: Annotated[float, Gt(0), Le(1e6), "standard deviation of the noise on such a count"] = 5.0
+    retries: Annotated[
+        int, Ge(0), "when too few have answered: how often the others are asked again"
+    ] = 1
+    patience: Annotated[
+        int, Ge(1), "rounds in a row that may be lost to too few answers before the run stops"
+    ] = 3
+    evaluate_every: Annotated[
+        int, Ge(0), "rounds between noised counts on clients' held-out records; 0: none"
+    ] = 0
+    evaluate_sigma: Annotated[
+        float, Gt(0), Le(1e6), "standard deviation of the noise on such a count"
+    ] = 5.0
     held_out: Annotated[
-        dict[str, Annotated[int, Ge(1)]], "evaluate_every > 0: the declared number of held-out units of each client"
+        dict[str, Annotated[int, Ge(1)]],
+        "evaluate_every > 0: the declared number of held-out units of each client",
     ] = field(default_factory=dict)
-    test_set: Annotated[bool, "evaluate on the public test set of [data], which is then on the server's disk"] = True
-    kind: Annotated[Literal["image", "features"], "test_set = false: what a record of the clients is"] = "image"
-    shape: Annotated[tuple[int, ...], "test_set = false: shape of one record, e.g. [3, 32, 32]"] = ()
+    test_set: Annotated[
+        bool, "evaluate on the public test set of [data], which is then on the server's disk"
+    ] = True
+    kind: Annotated[
+        Literal["image", "features"], "test_set = false: what a record of the clients is"
+    ] = "image"
+    shape: Annotated[
+        tuple[int, ...], "test_set = false: shape of one record, e.g. [3, 32, 32]"
+    ] = ()
     classes: Annotated[int | None, Ge(2), "test_set = false: number of classes"] = None
-    white: Annotated[float, Gt(0), "test_set = false: the value of full intensity in an image"] = 255.0
+    white: Annotated[float, Gt(0), "test_set = false: the value of full intensity in an image"] = (
+        255.0
+    )
 
 
 @dataclass(frozen=True)
@@ -256,12 +322,17 @@ def read(source: str | Path, registry: Registry, _seen: tuple[Path, ...] = ()) -
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         hint = nearest(str(source), registry.presets)
-        raise DpfedError(f"there is no configuration {source}: give a TOML file or a preset{hint}") from None
+        raise DpfedError(
+            f"there is no configuration {source}: give a TOML file or a preset{hint}"
+        ) from None
     except tomllib.TOMLDecodeError as error:
         raise DpfedError(f"{path} is not valid TOML: {error}") from None
     except RecursionError:
         raise DpfedError(f"{path} is nested too deeply for a configuration") from None
-    except (OSError, ValueError) as error:  # not UTF-8, a number of thousands of digits, a path that cannot be one
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # not UTF-8, a number of thousands of digits, a path that cannot be one
         raise DpfedError(f"the configuration {str(path)!r} cannot be read: {error}") from None
     table = raw.get("model")
     # A run folder holds every key, so a language model without this one is older than the key.
@@ -311,7 +382,9 @@ def build(raw: Mapping[str, Any], registry: Registry) -> Config:
         algorithm=_named("algorithm", raw, registry.algorithm, "dp-fedadamw"),
         privacy=parse("privacy", PrivacySection, raw.get("privacy", {})),
         run=parse("run", RunSection, raw.get("run", {})),
-        federation=parse("federation", FederationSection, raw["federation"]) if "federation" in raw else None,
+        federation=parse("federation", FederationSection, raw["federation"])
+        if "federation" in raw
+        else None,
     )
     _cross_check(config)
     return config
@@ -339,12 +412,16 @@ def all_keys(registry: Registry) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for section, kinds in classes.items():
         fields = [f for cls in kinds for f in dataclasses.fields(cls)]
-        for name in dict.fromkeys(f.name for f in fields if f.default_factory is dataclasses.MISSING):
+        for name in dict.fromkeys(
+            f.name for f in fields if f.default_factory is dataclasses.MISSING
+        ):
             found.setdefault(name, []).append(f"{section}.{name}")
     return found
 
 
-def _named(section: str, raw: Mapping[str, Any], known: Mapping[str, type[Any]], default: str) -> Any:
+def _named(
+    section: str, raw: Mapping[str, Any], known: Mapping[str, type[Any]], default: str
+) -> Any:
     table = dict(raw.get(section, {}))
     name = table.get("name", default)
     if not isinstance(name, str) or name not in known:
@@ -360,24 +437,30 @@ def _named(section: str, raw: Mapping[str, Any], known: Mapping[str, type[Any]],
     return parse(section, cls, table)
 
 
-def refuse_idle_views(data: DataSection) -> None:
+def refuse_idle_augmentations(data: DataSection) -> None:
     if data.views > 1 and data.augment == "none":
-        raise DpfedError(f'data.views = {data.views} needs views that differ: give data.augment, such as "crop_flip"')
+        raise DpfedError(
+            f'data.views = {data.views} needs views that differ: give data.augment, such as "crop_flip"'
+        )
 
 
 def _cross_check(config: Config) -> None:
     p = config.privacy
-    refuse_idle_views(config.data)
+    refuse_idle_augmentations(config.data)
     if (p.batch is None) == (p.rate is None):
         raise DpfedError("give exactly one of privacy.batch (expected size) and privacy.rate")
     if p.enabled and (p.sigma is None) == (p.target_epsilon is None):
-        raise DpfedError("give exactly one of privacy.sigma and privacy.target_epsilon (or privacy.enabled = false)")
+        raise DpfedError(
+            "give exactly one of privacy.sigma and privacy.target_epsilon (or privacy.enabled = false)"
+        )
     for key in ("fleet_size", "threads", "slots"):
         value = getattr(config.run, key)
         if isinstance(value, int) and value < 1:
             raise DpfedError(f'run.{key} = {value} must be at least 1, or "auto"')
     if p.enabled and p.clip == float("inf") and p.sigma != 0:
-        raise DpfedError("privacy.clip = inf is allowed only with privacy.sigma = 0, which gives no privacy")
+        raise DpfedError(
+            "privacy.clip = inf is allowed only with privacy.sigma = 0, which gives no privacy"
+        )
     if p.budget is not None and p.target_epsilon is not None and p.view == "third_party":
         raise DpfedError(
             'privacy.budget makes the clients that are left be drawn more often, so a target for view = "third_party" '
@@ -388,10 +471,14 @@ def _cross_check(config: Config) -> None:
             "privacy.sigma_per_client calibrates each client to privacy.target_epsilon: give that, not sigma"
         )
     if p.budget is not None and (not p.enabled or p.sigma == 0):
-        raise DpfedError("privacy.budget cannot be kept without noise: give privacy.sigma > 0 or a target_epsilon")
+        raise DpfedError(
+            "privacy.budget cannot be kept without noise: give privacy.sigma > 0 or a target_epsilon"
+        )
     _check_clipping(p)
     if p.sampling != "poisson" and p.batch is not None and p.batch % 1 != 0:
-        raise DpfedError(f'privacy.batch = {p.batch} must be a whole number with sampling = "{p.sampling}"')
+        raise DpfedError(
+            f'privacy.batch = {p.batch} must be a whole number with sampling = "{p.sampling}"'
+        )
 
 
 def _check_clipping(p: PrivacySection) -> None:
@@ -407,9 +494,13 @@ def _check_clipping(p: PrivacySection) -> None:
         if getattr(p, key) == float("inf"):
             raise DpfedError(f"privacy.{key} = inf is not allowed: it must be a finite number")
     if p.grid is True and (not p.enabled or p.sigma == 0):
-        raise DpfedError("privacy.grid = true is for sums with noise: it needs privacy.sigma > 0 or a target_epsilon")
+        raise DpfedError(
+            "privacy.grid = true is for sums with noise: it needs privacy.sigma > 0 or a target_epsilon"
+        )
     if p.clip == float("inf") and p.clip_mode != "flat":
-        raise DpfedError(f'privacy.clip = inf has no meaning with privacy.clip_mode = "{p.clip_mode}"')
+        raise DpfedError(
+            f'privacy.clip = inf has no meaning with privacy.clip_mode = "{p.clip_mode}"'
+        )
 
 
 def to_dict(config: Config) -> dict[str, Any]:

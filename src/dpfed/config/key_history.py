@@ -26,17 +26,25 @@ PRINTED = "the form printed in the paper is algorithm.name = dp-fedadamw-printed
 DELETED: dict[str, Deleted] = {
     "algorithm.align": Deleted("on", "set algorithm.gamma = 0 for no alignment"),
     "algorithm.v_exponent": Deleted("total", PRINTED),
-    "algorithm.m_exponent": Deleted("local", "the first moment is corrected with the local step count"),
+    "algorithm.m_exponent": Deleted(
+        "local", "the first moment is corrected with the local step count"
+    ),
     "algorithm.v_send": Deleted("raw", "clients send raw second moments"),
     "algorithm.wd_sign": Deleted("decay", PRINTED),
-    "algorithm.dg_lr": Deleted("round", "the global direction is scaled by the learning rate of its round"),
+    "algorithm.dg_lr": Deleted(
+        "round", "the global direction is scaled by the learning rate of its round"
+    ),
     "algorithm.lora_merge_ab": Deleted(False, "the factors A and B of LoRA are separate blocks"),
     "algorithm.cnn_blocks": Deleted("module", "each convolution is one block"),
     "algorithm.agg_center": Deleted("auto", "unequal noise levels are handled automatically"),
     "algorithm.bc_floor_abs": Deleted(None, "algorithm.name = dp-adambc has an absolute floor"),
     "algorithm.scale": Deleted("off", "gradients are not scaled before clipping"),
-    "privacy.accounting": Deleted("pld", "set privacy.enabled = false to train without privacy", ""),
-    "privacy.noise_scale": Deleted("c", "the printed noise has the multiplier privacy.sigma times privacy.clip", ""),
+    "privacy.accounting": Deleted(
+        "pld", "set privacy.enabled = false to train without privacy", ""
+    ),
+    "privacy.noise_scale": Deleted(
+        "c", "the printed noise has the multiplier privacy.sigma times privacy.clip", ""
+    ),
     "algorithm.ls_double_step": Deleted(False, "each gradient makes one step", "dp-fedavg-ls"),
 }
 
@@ -44,7 +52,10 @@ DELETED: dict[str, Deleted] = {
 # Values that no longer exist, of keys that do.
 DELETED_VALUES: dict[tuple[str, str], str] = {
     ("algorithm.bc_floor", "none"): PRINTED,
-    ("privacy.clip_mode", "batch_tensor"): "clipping the mean of a batch protects nothing, so use flat",
+    (
+        "privacy.clip_mode",
+        "batch_tensor",
+    ): "clipping the mean of a batch protects nothing, so use flat",
     ("privacy.sampling", "shuffle"): "shuffled batches have no accounting, so use poisson",
 }
 

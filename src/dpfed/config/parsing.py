@@ -92,7 +92,9 @@ def _adapter(hint: Any, allow_inf_nan: bool) -> TypeAdapter[Any]:
 
 
 def _field(key: str, hint: Any, value: Any) -> Any:
-    value = tuple(value) if isinstance(value, list) else value  # TOML has lists, frozen configurations have tuples
+    value = (
+        tuple(value) if isinstance(value, list) else value
+    )  # TOML has lists, frozen configurations have tuples
     try:
         return _adapter(hint, value == value).validate_python(value, strict=True)
     except ValidationError as error:

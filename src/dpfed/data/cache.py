@@ -42,7 +42,12 @@ def cache_folder() -> Path | None:
         return None
 
 
-def key_of(name: str, version: int, files: Sequence[Path | str] = (), options: Mapping[str, Any] | None = None) -> str:
+def key_of(
+    name: str,
+    version: int,
+    files: Sequence[Path | str] = (),
+    options: Mapping[str, Any] | None = None,
+) -> str:
     """Names an entry: who made it, in which format, from which files as they are now, with which options."""
     facts = []
     folders: dict[str, str] = {}  # resolving each of 100,000 images anew would take seconds
@@ -106,7 +111,9 @@ def _read(entry: Path, key: str) -> Arrays | None:
 def _write(root: Path, entry: Path, key: str, arrays: Arrays) -> None:
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     _sweep(root)
-    beside = Path(tempfile.mkdtemp(suffix=".tmp", dir=root))  # mkdtemp: only the owner may look inside
+    beside = Path(
+        tempfile.mkdtemp(suffix=".tmp", dir=root)
+    )  # mkdtemp: only the owner may look inside
     try:
         facts: dict[str, Any] = {"key": key, "arrays": {}}
         for name, array in arrays.items():
@@ -159,14 +166,19 @@ def pack_text(name: str, texts: Sequence[str]) -> Arrays:
     parts = [text.encode("utf-8", "surrogatepass") for text in texts]
     bounds = np.zeros(len(parts) + 1, dtype=np.int64)
     np.cumsum([len(part) for part in parts], out=bounds[1:])
-    return {f"{name}.bytes": np.frombuffer(b"".join(parts), dtype=np.uint8), f"{name}.bounds": bounds}
+    return {
+        f"{name}.bytes": np.frombuffer(b"".join(parts), dtype=np.uint8),
+        f"{name}.bounds": bounds,
+    }
 
 
 def unpack_text(name: str, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     """The strings of `pack_text`, as an array of objects."""
     blob = arrays[f"{name}.bytes"].tobytes()
     bounds = arrays[f"{name}.bounds"].tolist()
-    return text_array([blob[a:b].decode("utf-8", "surrogatepass") for a, b in itertools.pairwise(bounds)])
+    return text_array(
+        [blob[a:b].decode("utf-8", "surrogatepass") for a, b in itertools.pairwise(bounds)]
+    )
 
 
 def text_array(texts: Sequence[str]) -> np.ndarray:

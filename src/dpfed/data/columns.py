@@ -45,7 +45,9 @@ class Columns:
     def get(self, name: str, key: str) -> list[Any]:
         if name not in self.values:
             have = ", ".join(map(str, list(self.values)[:20]))
-            raise DpfedError(f"{self.label} has no column {name!r}: set {key} to one of {have or 'its columns'}")
+            raise DpfedError(
+                f"{self.label} has no column {name!r}: set {key} to one of {have or 'its columns'}"
+            )
         return self.values[name]
 
     def texts(self, name: str, key: str) -> np.ndarray:
@@ -58,7 +60,9 @@ class Columns:
                     if text is None or text == "" or isinstance(text, str)
                     else f"{text!r:.60}, not a text,"
                 )
-                raise DpfedError(f"{self.place(i)} has {what} in column {name!r}: mend or drop that row")
+                raise DpfedError(
+                    f"{self.place(i)} has {what} in column {name!r}: mend or drop that row"
+                )
         return text_array(column)
 
     def key_column(self, name: str, key: str) -> np.ndarray:
@@ -66,10 +70,14 @@ class Columns:
         column = self.get(name, key)
         for i, value in enumerate(column):
             if value == "" or is_missing(value):
-                raise DpfedError(f"{self.place(i)} has no value in column {name!r}, which {key} needs")
+                raise DpfedError(
+                    f"{self.place(i)} has no value in column {name!r}, which {key} needs"
+                )
         array = plain_column(column)
         if array is None:
-            raise DpfedError(f"column {name!r} of {self.label} must hold texts or numbers, not both, for {key}")
+            raise DpfedError(
+                f"column {name!r} of {self.label} must hold texts or numbers, not both, for {key}"
+            )
         return array
 
 
@@ -96,7 +104,9 @@ def read_columns(path: Path) -> Columns:
     if reader is None:
         raise DpfedError(f"{path} must end in {', '.join(READERS)}")
     if not path.is_file():
-        raise DpfedError(f"there is no file {path}: set data.path and data.test_path to your tables")
+        raise DpfedError(
+            f"there is no file {path}: set data.path and data.test_path to your tables"
+        )
     table = reader(path)
     if not table.rows:
         raise DpfedError(f"{path} has no rows")
@@ -131,7 +141,9 @@ def read_csv(path: Path) -> Columns:
             start = reader.line_num + 1
     except csv.Error as error:
         kind = SEPARATORS[delimiter]
-        raise DpfedError(f"line {start} of {path} is not {kind}-separated text: {reason(error)}") from None
+        raise DpfedError(
+            f"line {start} of {path} is not {kind}-separated text: {reason(error)}"
+        ) from None
     finally:
         csv.field_size_limit(old)
     return replace(_by_column(path, header, cells, rows), separator=SEPARATORS[delimiter])
@@ -169,11 +181,15 @@ def read_tsv(path: Path) -> Columns:
 
 def _width(row: list[str], header: list[str], number: int, path: Path) -> None:
     if len(row) != len(header):
-        raise DpfedError(f"line {number} of {path} has {len(row)} columns, the first line {len(header)}: mend that row")
+        raise DpfedError(
+            f"line {number} of {path} has {len(row)} columns, the first line {len(header)}: mend that row"
+        )
 
 
 def _by_column(path: Path, header: list[str], cells: list[list[str]], rows: list[int]) -> Columns:
-    return Columns(str(path), {name: [row[i] for row in cells] for i, name in enumerate(header)}, rows)
+    return Columns(
+        str(path), {name: [row[i] for row in cells] for i, name in enumerate(header)}, rows
+    )
 
 
 def read_jsonl(path: Path) -> Columns:
@@ -192,18 +208,24 @@ def read_jsonl(path: Path) -> Columns:
         records.append(record)
         rows.append(number)
     names = dict.fromkeys(name for record in records for name in record)
-    return Columns(str(path), {name: [record.get(name) for record in records] for name in names}, rows)
+    return Columns(
+        str(path), {name: [record.get(name) for record in records] for name in names}, rows
+    )
 
 
 def read_parquet(path: Path) -> Columns:
     try:
         import pyarrow.parquet as parquet
     except ImportError:
-        raise DpfedError(f"{path} is a Parquet file: pip install 'dpfed[parquet]' to read it") from None
+        raise DpfedError(
+            f"{path} is a Parquet file: pip install 'dpfed[parquet]' to read it"
+        ) from None
     with reading(path):
         try:
             table = parquet.read_table(path)
-            values = {str(name): table.column(i).to_pylist() for i, name in enumerate(table.column_names)}
+            values = {
+                str(name): table.column(i).to_pylist() for i, name in enumerate(table.column_names)
+            }
         except Exception as error:  # pyarrow has a tree of errors of its own
             raise DpfedError(f"{path} cannot be read as Parquet: {reason(error)}") from None
     _header(list(map(str, table.column_names)), path)

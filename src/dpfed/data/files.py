@@ -20,7 +20,9 @@ from dpfed.data.cache import Arrays, cached
 from dpfed.data.tables import Source, Table
 from dpfed.errors import DpfedError
 
-MOST_BYTES = 1 << 30  # of one member of an archive: far above any published one, far below what would end the process
+MOST_BYTES = (
+    1 << 30
+)  # of one member of an archive: far above any published one, far below what would end the process
 DAMAGE = (
     OSError,
     EOFError,
@@ -40,7 +42,9 @@ DAMAGE = (
 def path_of(section: DataSection, what: str, url: str) -> Path:
     """`data.path`, or a sentence that says what to download and what to set."""
     if section.path is None:
-        raise DpfedError(f'data.name = "{section.name}" reads files: download {url} and set data.path to {what}')
+        raise DpfedError(
+            f'data.name = "{section.name}" reads files: download {url} and set data.path to {what}'
+        )
     path = Path(section.path).expanduser()
     with reading(path):
         if not path.exists():
@@ -116,7 +120,9 @@ def tar_members(path: Path, wanted: Collection[str]) -> dict[str, bytes]:
             if len(data) != member.size:
                 raise EOFError(f"it ends inside {member.name}")
             found[name] = data
-        while tar.fileobj is not None and tar.fileobj.read(1 << 20):  # to the end, where the compression's checksum is
+        while tar.fileobj is not None and tar.fileobj.read(
+            1 << 20
+        ):  # to the end, where the compression's checksum is
             pass
     return found
 
@@ -131,11 +137,15 @@ def expect_count(found: int, official: int | Collection[int], label: str, url: s
         )
 
 
-def image_source(key: str, build: Callable[[], Arrays], declared: bool = True, notes: tuple[str, ...] = ()) -> Source:
+def image_source(
+    key: str, build: Callable[[], Arrays], declared: bool = True, notes: tuple[str, ...] = ()
+) -> Source:
     """A source of images from the cache; `build` gives train_x, train_y, test_x, test_y and the classes' names."""
     arrays = cached(key, build)
     parts = {
-        part: Table({"pixel_values": np.asarray(arrays[f"{part}_x"])}, np.asarray(arrays[f"{part}_y"]))
+        part: Table(
+            {"pixel_values": np.asarray(arrays[f"{part}_x"])}, np.asarray(arrays[f"{part}_y"])
+        )
         for part in ("train", "test")
     }
     return Source(

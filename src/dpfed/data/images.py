@@ -17,7 +17,15 @@ from dpfed.errors import DpfedError
 
 Colour = Literal["rgb", "grey"]
 MOST_PIXELS = 1 << 27  # of one image before it is resized; more is a mistake or an attack
-FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # not those that Pillow hands to other programs
+FORMATS = (
+    "JPEG",
+    "PNG",
+    "BMP",
+    "GIF",
+    "WEBP",
+    "TIFF",
+    "PPM",
+)  # not those that Pillow hands to other programs
 BLOCK = 64  # images that a thread takes at once
 DEEP = ("I", "F")  # Pillow would cut such pixels off at 255 without a word
 
@@ -42,7 +50,9 @@ def pixels(image: Image.Image, label: str, colour: Colour, size: int | None) -> 
     if width * height > MOST_PIXELS or not width or not height:
         raise DpfedError(f"{label} is {width}x{height} pixels: the most is {MOST_PIXELS:,}")
     if image.mode.split(";")[0] in DEEP:
-        raise DpfedError(f"{label} has pixels of mode {image.mode}, not of 8 bits: convert it first")
+        raise DpfedError(
+            f"{label} has pixels of mode {image.mode}, not of 8 bits: convert it first"
+        )
     image = ImageOps.exif_transpose(image).convert("RGB" if colour == "rgb" else "L")
     if size is not None:
         image = fit(image, size)
@@ -64,7 +74,11 @@ def fit(image: Image.Image, size: int) -> Image.Image:
 
 
 def decode_all(
-    read: Callable[[int], bytes], labels: Sequence[str], hint: str, colour: Colour = "rgb", size: int | None = None
+    read: Callable[[int], bytes],
+    labels: Sequence[str],
+    hint: str,
+    colour: Colour = "rgb",
+    size: int | None = None,
 ) -> np.ndarray:
     """All images, in one array [n, channels, height, width]; `read(i)` gives the i-th file's content.
 
@@ -81,7 +95,9 @@ def stack(image_of: Callable[[int], np.ndarray], labels: Sequence[str], hint: st
             out = np.empty((len(labels), *first.shape), dtype=np.uint8)
         except (MemoryError, ValueError):
             shape = f"{first.shape[2]}x{first.shape[1]}"
-            raise DpfedError(f"{len(labels):,} images of {shape} pixels do not fit in memory: {hint}") from None
+            raise DpfedError(
+                f"{len(labels):,} images of {shape} pixels do not fit in memory: {hint}"
+            ) from None
 
         def work(start: int) -> None:
             for i in range(start, min(start + BLOCK, len(labels))):

@@ -37,7 +37,9 @@ def encode(parts: Sequence[Column], classes: Classes) -> Encoded:
     texts = [[_text(v, where) for v, where in zip(p.values, p.places, strict=True)] for p in parts]
     if isinstance(classes, tuple):
         if len(set(classes)) != len(classes) or len(classes) < 2:
-            raise DpfedError(f"{phrase('classes')} = {list(classes)} must name at least two classes, each once")
+            raise DpfedError(
+                f"{phrase('classes')} = {list(classes)} must name at least two classes, each once"
+            )
         number = {name: i for i, name in enumerate(classes)}
         if not any(map(_whole, classes)):  # a table may hold the numbers of the named classes
             number |= {str(i): i for i in range(len(classes))}
@@ -47,13 +49,21 @@ def encode(parts: Sequence[Column], classes: Classes) -> Encoded:
     if classes is None and not all(_whole(t) for part in texts for t in part):
         names = tuple(sorted({t for part in texts for t in part}))
         _not_too_many(len(names))
-        return Encoded(_look_up(parts, texts, {n: i for i, n in enumerate(names)}, "known"), names, False)
-    count = classes if classes is not None else 1 + max((int(t) for part in texts for t in part), default=0)
+        return Encoded(
+            _look_up(parts, texts, {n: i for i, n in enumerate(names)}, "known"), names, False
+        )
+    count = (
+        classes
+        if classes is not None
+        else 1 + max((int(t) for part in texts for t in part), default=0)
+    )
     _not_too_many(count)
     names = tuple(str(i) for i in range(max(count, 2)))
     number = {name: i for i, name in enumerate(names)}
     return Encoded(
-        _look_up(parts, texts, number, f"a whole number from 0 to {count - 1}"), names, declared=classes is not None
+        _look_up(parts, texts, number, f"a whole number from 0 to {count - 1}"),
+        names,
+        declared=classes is not None,
     )
 
 
@@ -72,7 +82,9 @@ def _look_up(
         found = np.array([number.get(text, -1) for text in column], dtype=np.int64)
         bad = np.flatnonzero(found < 0)
         if len(bad):
-            raise DpfedError(f"{part.places[bad[0]]} has label {column[bad[0]][:80]!r}; it must be {allowed}")
+            raise DpfedError(
+                f"{part.places[bad[0]]} has label {column[bad[0]][:80]!r}; it must be {allowed}"
+            )
         out.append(found)
     return tuple(out)
 
@@ -89,6 +101,8 @@ def _text(value: Any, place: str) -> str:
         return str(int(value))
     if not isinstance(value, str) or not value.strip():
         raise DpfedError(
-            f"{place} has no label" if value in (None, "") else f"{place} has no usable label: {value!r:.80}"
+            f"{place} has no label"
+            if value in (None, "")
+            else f"{place} has no usable label: {value!r:.80}"
         )
     return value.strip()

@@ -50,7 +50,11 @@ class Shards:
 def shards_of(owner: np.ndarray, clients: int, units: np.ndarray | None = None) -> Shards:
     """From the owner of each record (-1: unused) and, where given, the unit that each record belongs to."""
     used = np.flatnonzero(owner >= 0)
-    within = np.zeros(len(owner), dtype=np.int64) if units is None else np.unique(units, return_inverse=True)[1]
+    within = (
+        np.zeros(len(owner), dtype=np.int64)
+        if units is None
+        else np.unique(units, return_inverse=True)[1]
+    )
     order = used[np.lexsort((used, within[used], owner[used]))]
     holder = owner[order]
     first = np.ones(len(order), dtype=bool)
@@ -75,7 +79,9 @@ def iid(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator
     return owner
 
 
-def dirichlet_equal(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator) -> np.ndarray:
+def dirichlet_equal(
+    labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator
+) -> np.ndarray:
     """Client i draws its labels from p_i ~ Dir(alpha), renormalised over classes that still have records; all sizes equal."""
     classes = int(labels.max()) + 1
     size = len(labels) // clients
@@ -96,12 +102,16 @@ def dirichlet_equal(labels: np.ndarray, clients: int, alpha: float, rng: np.rand
     return owner
 
 
-def dirichlet_classwise(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator) -> np.ndarray:
+def dirichlet_classwise(
+    labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator
+) -> np.ndarray:
     """Each class is split over clients by its own Dir(alpha) (Hsu, Qi, Brown 2019); sizes differ."""
     owner = np.full(len(labels), -1, dtype=np.int64)
     for c in range(int(labels.max()) + 1):
         pool = rng.permutation(np.flatnonzero(labels == c))
-        cuts = (np.cumsum(_dirichlet(rng, alpha, clients))[:-1] * len(pool)).round().astype(np.int64)
+        cuts = (
+            (np.cumsum(_dirichlet(rng, alpha, clients))[:-1] * len(pool)).round().astype(np.int64)
+        )
         for client, part in enumerate(np.split(pool, cuts)):
             owner[part] = client
     return owner
@@ -128,7 +138,9 @@ def _key_column(what: str, column: np.ndarray | None) -> np.ndarray | None:
         return column
     missing = [i for i, value in enumerate(column.tolist()) if is_missing(value)]
     if missing:
-        raise DpfedError(f"record {missing[0]} has no {what}: data.{what}_column is empty or NaN there")
+        raise DpfedError(
+            f"record {missing[0]} has no {what}: data.{what}_column is empty or NaN there"
+        )
     if column.dtype.kind == "O" and len({isinstance(value, str) for value in column}) > 1:
         raise DpfedError(f"data.{what}_column must hold texts or numbers, not both")
     return column
@@ -152,7 +164,11 @@ def partition(
                 'partition = "natural" needs data.client_column, the column that names each record\'s client'
             )
         names, owner = np.unique(owners, return_inverse=True)
-        return replace(shards_of(owner, len(names), units), names=tuple(str(name) for name in names))
+        return replace(
+            shards_of(owner, len(names), units), names=tuple(str(name) for name in names)
+        )
     if clients > len(labels):
-        raise DpfedError(f"{phrase('clients')} = {clients} is more than the {len(labels)} records there are")
+        raise DpfedError(
+            f"{phrase('clients')} = {clients} is more than the {len(labels)} records there are"
+        )
     return shards_of(RULES[rule](labels, clients, alpha, rng), clients, units)

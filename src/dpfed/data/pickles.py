@@ -49,7 +49,9 @@ class _DataUnpickler(pickle.Unpickler):
     def _dtype(self, code: Any, align: Any = False, copy: Any = True) -> np.dtype[Any]:
         name = code.decode("latin1") if isinstance(code, bytes) else code
         if name not in PLAIN_DTYPES:
-            raise RefusedError(f"it holds an array of type {str(name)[:20]!r}, which is not a plain number")
+            raise RefusedError(
+                f"it holds an array of type {str(name)[:20]!r}, which is not a plain number"
+            )
         return np.dtype(name, align=False, copy=True)
 
     def _encode(self, text: Any, encoding: Any = "latin1") -> bytes:
@@ -84,4 +86,6 @@ def loads(data: bytes) -> Any:
         TypeError,
         ValueError,
     ) as error:
-        raise RefusedError(str(error).splitlines()[0] if str(error) else type(error).__name__) from None
+        raise RefusedError(
+            str(error).splitlines()[0] if str(error) else type(error).__name__
+        ) from None

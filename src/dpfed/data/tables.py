@@ -76,7 +76,9 @@ class Source:
                 raise DpfedError(f"the {part} set has no records")
             for name, x in table.inputs.items():
                 if len(x) != len(table):
-                    raise DpfedError(f"the {part} set has {len(x)} rows of {name} and {len(table)} labels")
+                    raise DpfedError(
+                        f"the {part} set has {len(x)} rows of {name} and {len(table)} labels"
+                    )
             bad = np.flatnonzero((table.labels < 0) | (table.labels >= len(self.classes)))
             if len(bad):
                 raise DpfedError(

@@ -56,7 +56,9 @@ def split(config: ClientConfig, table: Table, state: Path) -> tuple[np.ndarray, 
             _, which = np.unique(units, return_inverse=True)
             share = np.bincount(which, marked) / np.bincount(which)
             if ((share > 0) & (share < 1)).any():
-                raise DpfedError(f"a {config.data.unit_column} has records that are held out and others that are not")
+                raise DpfedError(
+                    f"a {config.data.unit_column} has records that are held out and others that are not"
+                )
     elif config.client.held_out_share:
         marked = _drawn(table, units, config.client.held_out_share, _key(state))
     else:
@@ -66,7 +68,9 @@ def split(config: ClientConfig, table: Table, state: Path) -> tuple[np.ndarray, 
 
 def rows_of(table: Table, rows: np.ndarray) -> Table:
     inputs = {name: x[rows] for name, x in table.inputs.items()}
-    return Table(inputs, table.labels[rows], {name: column[rows] for name, column in table.columns.items()})
+    return Table(
+        inputs, table.labels[rows], {name: column[rows] for name, column in table.columns.items()}
+    )
 
 
 def _marked(column: np.ndarray | None, name: str) -> np.ndarray:
@@ -89,7 +93,8 @@ def _drawn(table: Table, units: np.ndarray | None, share: float, key: bytes) -> 
             for name, x in sorted(table.inputs.items()):
                 value = x[row]
                 found.update(
-                    name.encode() + (value.encode() if isinstance(value, str) else np.asarray(value).tobytes())
+                    name.encode()
+                    + (value.encode() if isinstance(value, str) else np.asarray(value).tobytes())
                 )
         return int.from_bytes(found.digest(), "little")
 
@@ -126,11 +131,19 @@ def noised_counts(
     for first in range(0, len(records.labels), together):
         rows = torch.arange(first, min(first + together, len(records.labels)), device=theta.device)
         inputs, labels = records.take(rows)
-        shares.append(model.correct(model.scores(theta, inputs), labels).double().nan_to_num().clamp(0, 1).cpu())
+        shares.append(
+            model.correct(model.scores(theta, inputs), labels)
+            .double()
+            .nan_to_num()
+            .clamp(0, 1)
+            .cpu()
+        )
     right = torch.cat(shares).numpy()[shards.records]
     of = np.repeat(np.arange(len(shards.units) - 1), np.diff(shards.units))
     means = np.bincount(of, right) / np.diff(shards.units)
-    steps = np.rint(means / COUNT_STEP).astype(np.int64)  # rounded unit by unit, and what it has left is wrong
+    steps = np.rint(means / COUNT_STEP).astype(
+        np.int64
+    )  # rounded unit by unit, and what it has left is wrong
     total = torch.tensor([steps.sum(), (round(1 / COUNT_STEP) - steps).sum()])
     added = (noise.normal64(2) * (sigma / COUNT_STEP)).round().to(torch.int64)
     return (total + added.cpu()).double() * COUNT_STEP
@@ -159,7 +172,9 @@ class Score:
         )
 
 
-def score_of(t: int, counts: Mapping[str, tuple[float, float]], sigma: float, asked: int, delta: float) -> Score | None:
+def score_of(
+    t: int, counts: Mapping[str, tuple[float, float]], sigma: float, asked: int, delta: float
+) -> Score | None:
     """From the sums of right and wrong over those who answered; None where the noise has left nothing to divide by.
 
     asked: how often a client was asked for counts in this run.
@@ -171,7 +186,9 @@ def score_of(t: int, counts: Mapping[str, tuple[float, float]], sigma: float, as
     accuracy = right / units
     # To first order: (1−a) times the noise of the rights less a times that of the wrongs, over the number of units.
     noise = math.sqrt(len(counts) * ((1 - accuracy) ** 2 + accuracy**2)) * sigma / units
-    return Score(t, accuracy, noise, units, len(counts), epsilon([(mechanism_of(sigma), asked)], delta).value)
+    return Score(
+        t, accuracy, noise, units, len(counts), epsilon([(mechanism_of(sigma), asked)], delta).value
+    )
 
 
 def bounds(terms: ScoringTerms) -> tuple[float, float]:

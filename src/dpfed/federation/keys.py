@@ -37,7 +37,13 @@ from dpfed.privacy.private_files import make_private_folder, open_private
 CURVE = ec.SECP384R1()
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RESERVED = ("clients", "ca.crt", "ca.key", "server.crt", "server.key")
-AUTHORITY, SERVER, SERVER_KEY, CLIENTS, CLIENT_KEY = "ca.crt", "server.crt", "server.key", "clients", "client.key"
+AUTHORITY, SERVER, SERVER_KEY, CLIENTS, CLIENT_KEY = (
+    "ca.crt",
+    "server.crt",
+    "server.key",
+    "clients",
+    "client.key",
+)
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
@@ -75,11 +81,17 @@ def public_key(path: Path) -> bytes:
     try:
         key = load_ssh_public_key(path.read_bytes())
     except OSError as error:
-        raise DpfedError(f"{path} cannot be read: {error.strerror}; put the client's public key there") from None
+        raise DpfedError(
+            f"{path} cannot be read: {error.strerror}; put the client's public key there"
+        ) from None
     except (ValueError, UnsupportedAlgorithm):
-        raise DpfedError(f"{path} is not a public key as `dpfed keys` or ssh-keygen writes them") from None
+        raise DpfedError(
+            f"{path} is not a public key as `dpfed keys` or ssh-keygen writes them"
+        ) from None
     if not isinstance(key, ec.EllipticCurvePublicKey):
-        raise DpfedError(f"{path} is not an elliptic-curve key: make one with `dpfed keys` or ssh-keygen -t ecdsa")
+        raise DpfedError(
+            f"{path} is not an elliptic-curve key: make one with `dpfed keys` or ssh-keygen -t ecdsa"
+        )
     return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
 
@@ -88,13 +100,17 @@ def check_private(path: Path) -> None:
     try:
         key = load_ssh_private_key(path.read_bytes(), None)
     except OSError as error:
-        raise DpfedError(f"{path} cannot be read: {error.strerror}; link.key is this client's private key") from None
+        raise DpfedError(
+            f"{path} cannot be read: {error.strerror}; link.key is this client's private key"
+        ) from None
     except (ValueError, TypeError, UnsupportedAlgorithm):
         raise DpfedError(
             f"{path} is not an unencrypted private key as `dpfed keys` or ssh-keygen writes them"
         ) from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise DpfedError(f"{path} is not an elliptic-curve key: make one with `dpfed keys` or ssh-keygen -t ecdsa")
+        raise DpfedError(
+            f"{path} is not an elliptic-curve key: make one with `dpfed keys` or ssh-keygen -t ecdsa"
+        )
     if os.name == "posix" and path.stat().st_mode & 0o077:
         raise DpfedError(f"{path} can be read by others on this machine: chmod 600 {path}")
 
@@ -104,7 +120,9 @@ def check_names(clients: Sequence[str]) -> None:
         raise DpfedError("there are no clients: name them, --clients clinic-a,clinic-b")
     for name in clients:
         if not NAME.fullmatch(name) or name in RESERVED:
-            raise DpfedError(f"{name!r} cannot name a client here: up to 64 letters, digits, dots, dashes")
+            raise DpfedError(
+                f"{name!r} cannot name a client here: up to 64 letters, digits, dots, dashes"
+            )
     twice = next((name for name in clients if list(clients).count(name) > 1), None)
     if twice is not None:
         raise DpfedError(f"two clients are called {twice!r}: give each its own name")
@@ -112,14 +130,18 @@ def check_names(clients: Sequence[str]) -> None:
 
 def check_host(host: str) -> None:
     if not host or len(host) > 253 or not re.fullmatch(r"[A-Za-z0-9.:_-]+", host):
-        raise DpfedError(f"{host!r} is not a host name or address: --server takes the one that clients connect to")
+        raise DpfedError(
+            f"{host!r} is not a host name or address: --server takes the one that clients connect to"
+        )
     if host.count(":") == 1:
         raise DpfedError(f"{host!r} has a port: a certificate is for a host, leave the port out")
 
 
 def _refuse_used(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise DpfedError(f"{folder} is not empty, and keys are never overwritten: choose another folder")
+        raise DpfedError(
+            f"{folder} is not empty, and keys are never overwritten: choose another folder"
+        )
 
 
 def _authority(days: int) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
@@ -186,7 +208,10 @@ def _ssh_private(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _ssh_public(key: ec.EllipticCurvePrivateKey, name: str) -> bytes:
-    return key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + f" {name}\n".encode()
+    return (
+        key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+        + f" {name}\n".encode()
+    )
 
 
 def _certificate(certificate: x509.Certificate) -> bytes:

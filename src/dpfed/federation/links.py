@@ -80,7 +80,9 @@ def address_of(text: str) -> Address:
     host, _, port = text.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not host or "/" in text or not port.isdecimal() or not 1 <= int(port) <= 65535:
-        raise DpfedError(f"{text!r} is not an address: give host:port, as in hub.example.org:{PORT}")
+        raise DpfedError(
+            f"{text!r} is not an address: give host:port, as in hub.example.org:{PORT}"
+        )
     return Address(host, int(port))
 
 
@@ -120,9 +122,13 @@ def check_link(link: LinkSection, insecure: bool) -> Address:
         return address
     for key in ("ca", "key"):
         if not getattr(link, key):
-            raise DpfedError(f"client.toml lacks link.{key}: `dpfed keys` makes one, or use --insecure on one machine")
+            raise DpfedError(
+                f"client.toml lacks link.{key}: `dpfed keys` makes one, or use --insecure on one machine"
+            )
     if not Path(link.ca).is_file():
-        raise DpfedError(f"link.ca = {link.ca} is not there: it is the ca.crt that the server's people hand out")
+        raise DpfedError(
+            f"link.ca = {link.ca} is not there: it is the ca.crt that the server's people hand out"
+        )
     keys.check_private(Path(link.key))
     return address
 
@@ -133,7 +139,9 @@ def client_keys(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
     owners: dict[bytes, str] = {}
     for name, key in found.items():
         if key in owners:
-            raise DpfedError(f"clients {owners[key]!r} and {name!r} have the same key: each needs its own")
+            raise DpfedError(
+                f"clients {owners[key]!r} and {name!r} have the same key: each needs its own"
+            )
         owners[key] = name
     return found
 
@@ -148,7 +156,9 @@ class Process:
 
     def alive(self) -> None:
         if self.popen.poll() is not None:
-            raise StoppedError(f"the {self.kind} has ended ({last_line(self.log)}): all of it is in {self.log}")
+            raise StoppedError(
+                f"the {self.kind} has ended ({last_line(self.log)}): all of it is in {self.log}"
+            )
 
     def end(self) -> None:
         """Asked first, then killed; by its own id, and over when this returns."""
@@ -192,9 +202,15 @@ def superlink(listen: Address, home: Path, folder: Path | None) -> Iterator[tupl
         refuse_insecure(listen)
         arguments += ["--insecure"]
     else:
-        for option, name in (("certfile", keys.SERVER), ("keyfile", keys.SERVER_KEY), ("ca-certfile", keys.AUTHORITY)):
+        for option, name in (
+            ("certfile", keys.SERVER),
+            ("keyfile", keys.SERVER_KEY),
+            ("ca-certfile", keys.AUTHORITY),
+        ):
             if not (folder / name).is_file():
-                raise DpfedError(f"{folder / name} is not there: `dpfed keys {folder} --server HOST` makes it")
+                raise DpfedError(
+                    f"{folder / name} is not there: `dpfed keys {folder} --server HOST` makes it"
+                )
             arguments += [f"--ssl-{option}", str(folder / name)]
         arguments += ["--enable-supernode-auth"]
     refuse_taken(listen)
@@ -206,11 +222,22 @@ def superlink(listen: Address, home: Path, folder: Path | None) -> Iterator[tupl
         process.end()
 
 
-def supernode(server: Address, home: Path, link: LinkSection | None) -> tuple[Process, Address, str]:
+def supernode(
+    server: Address, home: Path, link: LinkSection | None
+) -> tuple[Process, Address, str]:
     """A SuperNode, where it takes our orders, and the secret for them; without [link]'s keys it is insecure."""
     secret = secrets.token_hex(32)
     own = Address("127.0.0.1", free_port())
-    arguments = ["--superlink", str(server), "--isolation", "process", "--host", own.host, "--port", str(own.port)]
+    arguments = [
+        "--superlink",
+        str(server),
+        "--isolation",
+        "process",
+        "--host",
+        own.host,
+        "--port",
+        str(own.port),
+    ]
     arguments += ["--superexec-auth-secret-file", str(secret_file(home, secret))]
     if link is None:
         refuse_insecure(server)
@@ -237,7 +264,9 @@ def refuse_taken(listen: Address) -> None:
         try:
             probe.bind((listen.host, listen.port))
         except OSError as error:
-            raise DpfedError(f"nothing can listen on {listen} ({error.strerror}): choose another --listen") from None
+            raise DpfedError(
+                f"nothing can listen on {listen} ({error.strerror}): choose another --listen"
+            ) from None
 
 
 def wait_open(address: Address, process: Process, limit: float = 60.0) -> None:

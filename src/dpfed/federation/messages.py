@@ -47,7 +47,7 @@ Seed = Annotated[int, Ge(-MOST), Le(MOST)]
 Noise = Annotated[float, Gt(0), Le(1e12)]  # accountants square it
 
 
-class WireError(DpfedError):
+class MessageError(DpfedError):
     """Bytes that are not the message they should be."""
 
 
@@ -164,9 +164,14 @@ def pack(message: Request | Scoring | Reply) -> bytes:
     """The bytes of a message; equal messages have equal bytes."""
     kind = {Request: "request", Scoring: "scoring", Reply: "reply"}[type(message)]
     terms = message.receipt if isinstance(message, Reply) else message.terms
-    text = json.dumps({"format": FORMAT, "kind": kind, **dataclasses.asdict(terms)}, sort_keys=True, allow_nan=False)
+    text = json.dumps(
+        {"format": FORMAT, "kind": kind, **dataclasses.asdict(terms)},
+        sort_keys=True,
+        allow_nan=False,
+    )
     tensors = {
-        name: value.detach().to("cpu", torch.float32).contiguous().clone() for name, value in message.fields.items()
+        name: value.detach().to("cpu", torch.float32).contiguous().clone()
+        for name, value in message.fields.items()
     }
     # One key only: the order of several would not be the same each time.
     return save_tensors(tensors, metadata={"dpfed": text})
@@ -186,7 +191,9 @@ def unpack_request(data: bytes, limit: int) -> Request:
     return Request(_terms(Terms, table), fields)
 
 
-def unpack_reply(data: bytes, shapes: Shapes, asked: Terms | ScoringTerms, request: str, norm_limit: float) -> Reply:
+def unpack_reply(
+    data: bytes, shapes: Shapes, asked: Terms | ScoringTerms, request: str, norm_limit: float
+) -> Reply:
     """The reply to the request with these terms and this hash; ‖delta‖ is at most `norm_limit`."""
     limit = 8 + HEADER_LIMIT + 4 * sum(math.prod(shape) for shape in shapes.values())
     _, table, fields = _read(data, limit, ("reply",))
@@ -198,46 +205,62 @@ def unpack_reply(data: bytes, shapes: Shapes, asked: Terms | ScoringTerms, reque
         ("request", receipt.request, request),
     ):
         if found != right:
-            raise WireError(f"the reply is for {name} {found!r}, not {right!r}")
+            raise MessageError(f"the reply is for {name} {found!r}, not {right!r}")
     check_fields(fields, shapes)
     norm = float(fields["delta"].double().norm()) if "delta" in fields else 0.0
     if not norm <= norm_limit:
-        raise WireError(f"delta has norm {norm:g}, and no honest one passes {norm_limit:g}")
+        raise MessageError(f"delta has norm {norm:g}, and no honest one passes {norm_limit:g}")
     return Reply(receipt, fields)
 
 
 def check_fields(fields: Mapping[str, Tensor], shapes: Shapes) -> None:
     """Names, shapes and finiteness against what the receiver's own model and algorithm ask for."""
     if fields.keys() != shapes.keys():
-        raise WireError(f"the message holds {sorted(fields)}, not {sorted(shapes)}")
+        raise MessageError(f"the message holds {sorted(fields)}, not {sorted(shapes)}")
     for name, value in fields.items():
         if tuple(value.shape) != tuple(shapes[name]):
-            raise WireError(f"{name} has shape {tuple(value.shape)}, not {tuple(shapes[name])}")
+            raise MessageError(f"{name} has shape {tuple(value.shape)}, not {tuple(shapes[name])}")
         if not bool(value.isfinite().all()):
-            raise WireError(f"{name} holds numbers that are not finite")
+            raise MessageError(f"{name} holds numbers that are not finite")
         if value.numel() and float(value.abs().max()) > FIELDS:
-            raise WireError(f"{name} holds numbers beyond {FIELDS:g}")
+            raise MessageError(f"{name} holds numbers beyond {FIELDS:g}")
 
 
-def _read(data: bytes, limit: int, kinds: tuple[str, ...]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+def _read(
+    data: bytes, limit: int, kinds: tuple[str, ...]
+) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
     """The kind, the terms and the tensors of a message, sizes first."""
     if len(data) > limit:
-        raise WireError(f"the message has {len(data)} bytes and at most {limit} are read")
+        raise MessageError(f"the message has {len(data)} bytes and at most {limit} are read")
     header = int.from_bytes(data[:8], "little")
     if len(data) < 8 or header > min(HEADER_LIMIT, len(data) - 8):
-        raise WireError(f"the message has {len(data)} bytes and claims a header of {header}")
+        raise MessageError(f"the message has {len(data)} bytes and claims a header of {header}")
     try:
         entries = _json(data[8 : 8 + header])
         table = _json(entries.pop("__metadata__")["dpfed"])
         for name, entry in entries.items():
-            if entry["dtype"] != "F32" or len(entry["shape"]) != 1 or not (name.isprintable() and len(name) <= 200):
+            if (
+                entry["dtype"] != "F32"
+                or len(entry["shape"]) != 1
+                or not (name.isprintable() and len(name) <= 200)
+            ):
                 raise ValueError("not a field")
         fields = {name: value.clone() for name, value in load_tensors(data).items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, SafetensorError):
-        raise WireError("the message is not safetensors bytes as dpfed writes them") from None
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+        SafetensorError,
+    ):
+        raise MessageError("the message is not safetensors bytes as dpfed writes them") from None
     version, kind = table.pop("format", None), table.pop("kind", None)
     if version != FORMAT or kind not in kinds:
-        raise WireError(f"the message is not a {kinds[0]} of format {FORMAT}: both sides need the same dpfed")
+        raise MessageError(
+            f"the message is not a {kinds[0]} of format {FORMAT}: both sides need the same dpfed"
+        )
     return str(kind), table, fields
 
 
@@ -257,21 +280,21 @@ def _terms(cls: type[Any], table: dict[str, Any]) -> Any:
     if isinstance(nested, dict):
         missing |= {f.name for f in dataclasses.fields(ClippingTerms)} - nested.keys()
     if missing:
-        raise WireError(f"the message does not say {sorted(missing)[0]}")
+        raise MessageError(f"the message does not say {sorted(missing)[0]}")
     try:
         found = parse("message", cls, table)
-    except WireError:
+    except MessageError:
         raise
     except (DpfedError, TypeError, ValueError) as error:
-        raise WireError(f"the message is refused: {error}") from None
+        raise MessageError(f"the message is refused: {error}") from None
     for name, value in _leaves(found):
         if isinstance(value, float) and not math.isfinite(value):
-            raise WireError(f"{name} = {value} is not a finite number")
+            raise MessageError(f"{name} = {value} is not a finite number")
         if isinstance(value, str) and not value.isprintable():
-            raise WireError(f"{name} is not printable")
+            raise MessageError(f"{name} is not printable")
     for name, value in getattr(found, "algorithm", {}).items():
         if isinstance(value, int | float) and not abs(value) <= LARGEST:
-            raise WireError(f"algorithm.{name[:50]} is beyond {LARGEST:g}")
+            raise MessageError(f"algorithm.{name[:50]} is beyond {LARGEST:g}")
     return found
 
 

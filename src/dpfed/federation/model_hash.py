@@ -17,7 +17,9 @@ def model_hash(model: nn.Module, space: Space) -> str:
     for name, value in sorted({**frozen, **dict(model.named_buffers())}.items()):
         value = value.detach().cpu().contiguous()
         found.update(f"frozen {name} {value.dtype} {tuple(value.shape)}\n".encode())
-        found.update(value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b"")
+        found.update(
+            value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+        )
     for name, shape in zip(space.names, space.shapes, strict=True):
         found.update(f"trained {name} {tuple(shape)}\n".encode())
     return found.hexdigest()

@@ -21,7 +21,7 @@ View = Callable[[Tensor, Tensor], Tensor]
 _PADDING = 8  # a crop may move by an eighth of the side, as 4 of 32 pixels
 
 
-def view_of(kind: Augment) -> View | None:
+def augmentation_of(kind: Augment) -> View | None:
     return {"none": None, "flip": flip, "crop_flip": crop_flip}[kind]
 
 
@@ -35,8 +35,12 @@ def crop_flip(images: Tensor, keys: Tensor) -> Tensor:
     """Moved by up to an eighth of the side in both directions, black where nothing was, then perhaps mirrored."""
     pads = [side // _PADDING for side in images.shape[-2:]]
     padded = F.pad(images, (pads[1], pads[1], pads[0], pads[0]))
-    rows = _draw(keys, 2, 2 * pads[0] + 1).unsqueeze(1) + torch.arange(images.shape[-2], device=keys.device)
-    columns = _draw(keys, 3, 2 * pads[1] + 1).unsqueeze(1) + torch.arange(images.shape[-1], device=keys.device)
+    rows = _draw(keys, 2, 2 * pads[0] + 1).unsqueeze(1) + torch.arange(
+        images.shape[-2], device=keys.device
+    )
+    columns = _draw(keys, 3, 2 * pads[1] + 1).unsqueeze(1) + torch.arange(
+        images.shape[-1], device=keys.device
+    )
     record = torch.arange(len(images), device=keys.device).view(-1, 1, 1, 1)
     channel = torch.arange(images.shape[1], device=keys.device).view(1, -1, 1, 1)
     return flip(padded[record, channel, rows[:, None, :, None], columns[:, None, None, :]], keys)

@@ -94,7 +94,9 @@ def block_index(
         else:
             labels = _labels(name, shape, modules, architecture)
             columns = len(labels) > 1 and _transposed(name, shape, modules)
-        rows = torch.tensor([ids.setdefault(label, len(ids)) for label in labels], device="cpu")  # also under "meta"
+        rows = torch.tensor(
+            [ids.setdefault(label, len(ids)) for label in labels], device="cpu"
+        )  # also under "meta"
         each = shape.numel() // len(rows)
         parts.append(rows.repeat(each) if columns else rows.repeat_interleave(each))
     return list(ids), torch.cat(parts)

@@ -20,7 +20,7 @@ from dpfed.model.zoo.built import ATTENTION_DROPOUT, Built
 
 
 @dataclass(frozen=True)
-class Assembled:
+class AssembledModel:
     """`space` is on the CPU whatever device the model is on."""
 
     built: Built
@@ -35,7 +35,7 @@ def assemble(
     spec: InputSpec,
     seeds: tuple[int, int] = (0, 0),
     granularity: Literal["block", "tensor"] = "block",
-) -> Assembled:
+) -> AssembledModel:
     """Builds the model of a section. `seeds` are those of the initial weights and of the initial adapters."""
     buildable: Any = section
     with torch.random.fork_rng(devices=[]):
@@ -56,28 +56,34 @@ def assemble(
             )
         notes.append(f"{type(model).__name__} has no block rules here: each tensor is one block")
     if any(getattr(inner_config(model), key, 0) for key in ATTENTION_DROPOUT):
-        notes.append("dropout inside attention is off: it has no key per record; all other dropout is on")
+        notes.append(
+            "dropout inside attention is off: it has no key per record; all other dropout is on"
+        )
     _refuse_absent(model, section.attention)
     try:
         names, blocks = block_index(model, shapes, architecture, granularity)
         space = Space(tuple(shapes), tuple(shapes.values()), tuple(names), blocks)
     except ValueError as error:
-        raise DpfedError(f"the blocks of {type(model).__name__} cannot be formed: {error}") from None
-    return Assembled(built, adapted, space, total, tuple(notes))
+        raise DpfedError(
+            f"the blocks of {type(model).__name__} cannot be formed: {error}"
+        ) from None
+    return AssembledModel(built, adapted, space, total, tuple(notes))
 
 
 def _refuse_absent(model: nn.Module, attention: tuple[str, ...]) -> None:
     there = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     for name in attention:
         if name not in there:
-            raise DpfedError(f"model.attention: {type(model).__name__} has no module called {name!r}")
+            raise DpfedError(
+                f"model.attention: {type(model).__name__} has no module called {name!r}"
+            )
 
 
 def describe_space(
     section: ModelSection,
     spec: InputSpec,
     granularity: Literal["block", "tensor"] = "block",
-) -> Assembled:
+) -> AssembledModel:
     """The same on the meta device: shapes alone, so that the largest model takes a second and no memory."""
     with torch.device("meta"):
         return assemble(section, spec, (0, 0), granularity)

@@ -32,21 +32,31 @@ class Adapted:
     notes: tuple[str, ...] = ()
 
 
-def adapt(model: nn.Module, section: ModelSection, head: str | tuple[str, ...], seed: int) -> Adapted:
+def adapt(
+    model: nn.Module, section: ModelSection, head: str | tuple[str, ...], seed: int
+) -> Adapted:
     """Marks what is trainable. The initial adapters are public: they follow from `seed` (or a folder) alone."""
     heads = ((head,) if head else ()) if isinstance(head, str) else head
     if section.adapter is not None and section.train != "lora":
-        raise DpfedError(f'model.adapter is a LoRA adapter: it needs model.train = "lora", not {section.train!r}')
+        raise DpfedError(
+            f'model.adapter is a LoRA adapter: it needs model.train = "lora", not {section.train!r}'
+        )
     if section.train == "full":
         return Adapted(model.requires_grad_(True), None)
     model.requires_grad_(False)
     if section.train == "head":
         if not heads:
-            raise DpfedError('model.train = "head": a language model has no head of its own, use "lora" or "full"')
+            raise DpfedError(
+                'model.train = "head": a language model has no head of its own, use "lora" or "full"'
+            )
         for name in heads:
             model.get_submodule(name).requires_grad_(True)
         return Adapted(model, None)
-    adapted = _from_folder(model, section.adapter, heads) if section.adapter else _new(model, section.lora, heads, seed)
+    adapted = (
+        _from_folder(model, section.adapter, heads)
+        if section.adapter
+        else _new(model, section.lora, heads, seed)
+    )
     if section.lora.freeze_a:
         for name, parameter in adapted.model.named_parameters():
             if ".lora_A." in name or ".lora_embedding_A." in name:
@@ -70,7 +80,9 @@ def _new(model: nn.Module, lora: LoraSection, heads: tuple[str, ...], seed: int)
         try:
             wrapped = _wrap(model, config)
         except (ValueError, TypeError) as error:
-            names = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if _adaptable(m)})
+            names = sorted(
+                {n.rpartition(".")[2] for n, m in model.named_modules() if _adaptable(m)}
+            )
             raise DpfedError(
                 f"model.lora.targets = {lora.targets} fits nothing in {type(model).__name__} ({str(error)[:80]}); "
                 f"its layers are called {', '.join(names)}"
@@ -82,8 +94,12 @@ def _wrap(model: nn.Module, config: Any) -> Any:
     from peft import get_peft_model
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="fan_in_fan_out")  # GPT-2's transposed layers: peft sets it itself
-        warnings.filterwarnings("ignore", message="The PEFT config's `base_model_name_or_path`")  # ours to choose
+        warnings.filterwarnings(
+            "ignore", message="fan_in_fan_out"
+        )  # GPT-2's transposed layers: peft sets it itself
+        warnings.filterwarnings(
+            "ignore", message="The PEFT config's `base_model_name_or_path`"
+        )  # ours to choose
         # peft reads this alias from every transformers model; users cannot change that.
         alias = "`is_gradient_checkpointing` is deprecated"
         warnings.filterwarnings("ignore", alias, FutureWarning)
@@ -146,11 +162,15 @@ def _from_folder(model: nn.Module, folder: str, heads: tuple[str, ...]) -> Adapt
         outcome = set_peft_model_state_dict(wrapped, state)
     except Exception as error:  # what does not fit fails anywhere inside peft
         reason = (str(error).strip().splitlines() or ["?"])[-1].strip()[:120]
-        raise DpfedError(f"model.adapter = {folder!r} does not fit {type(model).__name__}: {reason}") from None
+        raise DpfedError(
+            f"model.adapter = {folder!r} does not fit {type(model).__name__}: {reason}"
+        ) from None
     lacking = [k for k in outcome.missing_keys if ".lora_" in k]
     if outcome.unexpected_keys or lacking:
         example = [*outcome.unexpected_keys, *lacking][0]
-        raise DpfedError(f"model.adapter = {folder!r} does not fit {type(model).__name__}: see {example}")
+        raise DpfedError(
+            f"model.adapter = {folder!r} does not fit {type(model).__name__}: see {example}"
+        )
     return Adapted(wrapped.get_base_model(), wrapped, tuple(notes))
 
 
@@ -160,9 +180,13 @@ def _read_adapter(folder: Path) -> tuple[Any, dict[str, Tensor]]:
 
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         if not (folder / name).is_file():
-            raise DpfedError(f"model.adapter = {str(folder)!r} has no {name}: give a folder written by peft")
+            raise DpfedError(
+                f"model.adapter = {str(folder)!r} has no {name}: give a folder written by peft"
+            )
     try:
-        return PeftConfig.from_pretrained(str(folder)), load_file(folder / "adapter_model.safetensors")
+        return PeftConfig.from_pretrained(str(folder)), load_file(
+            folder / "adapter_model.safetensors"
+        )
     except Exception as error:  # damaged files raise a dozen kinds
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
         raise DpfedError(f"model.adapter = {str(folder)!r} cannot be read: {reason}") from None
@@ -177,7 +201,11 @@ def _with_head(
         for head in heads
         for name, p in model.get_submodule(head).named_parameters()
     }
-    theirs = {k: v for k, v in state.items() if k.removeprefix(PREFIX).startswith(tuple(f"{h}." for h in heads))}
+    theirs = {
+        k: v
+        for k, v in state.items()
+        if k.removeprefix(PREFIX).startswith(tuple(f"{h}." for h in heads))
+    }
     if {k: v.shape for k, v in theirs.items()} == {k: v.shape for k, v in mine.items()}:
         return state, []
     note = "the adapter has no head for these classes: the head is new"

@@ -24,14 +24,18 @@ class Space:
     block_names: tuple[str, ...]
     blocks: Tensor  # [P] int64: the block of each coordinate
     _counts: Tensor = field(init=False, repr=False, compare=False)
-    _chunks: Tensor = field(init=False, repr=False, compare=False)  # which chunks lie within one block
+    _chunks: Tensor = field(
+        init=False, repr=False, compare=False
+    )  # which chunks lie within one block
     _chunk_blocks: Tensor = field(init=False, repr=False, compare=False)  # theirs
     _rest: Tensor = field(init=False, repr=False, compare=False)  # the coordinates of all others
     _rest_blocks: Tensor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.blocks.shape != (self.size,):
-            raise ValueError(f"the block index has shape {tuple(self.blocks.shape)}, the space has {self.size} numbers")
+            raise ValueError(
+                f"the block index has shape {tuple(self.blocks.shape)}, the space has {self.size} numbers"
+            )
         counts = torch.bincount(self.blocks, minlength=len(self.block_names))
         if len(counts) != len(self.block_names) or bool((counts == 0).any()):
             raise ValueError("every block needs a name and at least one coordinate")
@@ -69,7 +73,9 @@ class Space:
     def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
         """Views of `[..., P]` as the named tensors `[..., *shape]`."""
         if vector.shape[-1] != self.size:
-            raise ValueError(f"the vector has {vector.shape[-1]} numbers, the space has {self.size}")
+            raise ValueError(
+                f"the vector has {vector.shape[-1]} numbers, the space has {self.size}"
+            )
         lead = vector.shape[:-1]
         return {
             name: vector[..., part].view((*lead, *shape))
@@ -83,14 +89,18 @@ class Space:
             raise ValueError(f"these tensors do not match the space: {sorted(missing)[:3]}")
         for name, shape in zip(self.names, self.shapes, strict=True):
             if tensors[name].shape != shape:
-                raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}, the space has {tuple(shape)}")
+                raise ValueError(
+                    f"{name} has shape {tuple(tensors[name].shape)}, the space has {tuple(shape)}"
+                )
         return torch.cat([tensors[name].detach().reshape(-1).float() for name in self.names])
 
     def block_mean(self, vector: Tensor) -> Tensor:
         """`[..., P]` -> `[..., blocks]`: sums over chunks that lie within one block, then over those in double precision. One number
         that takes up millions loses the small ones, and a GPU would let all additions to it wait in line."""
         if vector.shape[-1] != self.size:
-            raise ValueError(f"the vector has {vector.shape[-1]} numbers, the space has {self.size}")
+            raise ValueError(
+                f"the vector has {vector.shape[-1]} numbers, the space has {self.size}"
+            )
         sums = vector.new_zeros(*vector.shape[:-1], self.num_blocks, dtype=torch.float64)
         count = self.size // CHUNK
         chunks = vector[..., : count * CHUNK].view(*vector.shape[:-1], count, CHUNK)
@@ -111,12 +121,16 @@ class Space:
 
 
 def space_of(
-    tensors: Mapping[str, Tensor], block_names: Sequence[str] | None = None, blocks: Tensor | None = None
+    tensors: Mapping[str, Tensor],
+    block_names: Sequence[str] | None = None,
+    blocks: Tensor | None = None,
 ) -> Space:
     """The space of these tensors; without a block index each tensor is one block."""
     names = tuple(tensors)
     shapes = tuple(tensors[name].shape for name in names)
     if blocks is None:
-        blocks = torch.repeat_interleave(torch.arange(len(names)), torch.tensor([prod(s) for s in shapes]))
+        blocks = torch.repeat_interleave(
+            torch.arange(len(names)), torch.tensor([prod(s) for s in shapes])
+        )
         block_names = names
     return Space(names, shapes, tuple(block_names or ()), blocks)

@@ -31,7 +31,9 @@ class InputSpec:
     def synthetic(self, count: int, generator: torch.Generator) -> dict[str, Tensor]:
         """Records of the right form that nobody owns, for checks before any private record is read."""
         if self.kind == "image":
-            pixels = torch.randint(0, int(self.white) + 1, (count, *self.shape), generator=generator)
+            pixels = torch.randint(
+                0, int(self.white) + 1, (count, *self.shape), generator=generator
+            )
             return {self.name: pixels.to(torch.uint8)}
         if self.kind == "text":
             return self._tokens(count, generator)
@@ -80,9 +82,13 @@ def next_token_scores(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
     ahead = logits[:, :-1].float()
     losses = F.cross_entropy(ahead.transpose(1, 2), ids, reduction="none")
     right = (ahead.detach().argmax(-1) == ids).float()
-    count = real.sum(1).clamp_min(1)  # a text of one token has nothing to predict: loss zero, gradient zero
+    count = real.sum(1).clamp_min(
+        1
+    )  # a text of one token has nothing to predict: loss zero, gradient zero
     return torch.stack([(losses * real).sum(1) / count, (right * real).sum(1) / count], 1)
 
 
 CLASSIFY = Task(lambda logits, inputs: logits, per_record_loss, right_class)
-NEXT_TOKEN = Task(next_token_scores, lambda scores, labels: scores[:, 0], lambda scores, labels: scores[:, 1])
+NEXT_TOKEN = Task(
+    next_token_scores, lambda scores, labels: scores[:, 0], lambda scores, labels: scores[:, 1]
+)

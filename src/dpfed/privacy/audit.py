@@ -71,13 +71,19 @@ class Law:
 
     @property
     def verdict(self) -> str:
-        return f"NOT as accounted: {min(self.tests, key=self.tests.__getitem__)}" if self.broken else "as accounted"
+        return (
+            f"NOT as accounted: {min(self.tests, key=self.tests.__getitem__)}"
+            if self.broken
+            else "as accounted"
+        )
 
 
 # ------------------------------------------------------------------------------------ many canaries in one run
 
 
-def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
+def one_run_p_value(
+    canaries: int, guesses: int, correct: int, epsilon: float, delta: float
+) -> float:
     """Probability that an (epsilon, delta)-DP program allows so many correct guesses (Steinke et al., Theorem 5.2).
 
     beta + 2 m delta alpha with W ~ Binomial(r, e^eps/(1+e^eps)), beta = P[W >= v], alpha = max_i P[v > W >= v-i]/i.
@@ -93,7 +99,9 @@ def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, d
     return min(1.0, beta + 2 * canaries * delta * alpha)
 
 
-def one_run_epsilon(canaries: int, guesses: int, correct: int, delta: float, confidence: float) -> float:
+def one_run_epsilon(
+    canaries: int, guesses: int, correct: int, delta: float, confidence: float
+) -> float:
     """The largest epsilon that so many correct guesses disprove; 0 if they disprove none.
 
     (epsilon, delta)-DP implies (epsilon', delta)-DP for every larger epsilon', so disproving one disproves all below.
@@ -119,7 +127,9 @@ def one_run_bound(scores: np.ndarray, coins: np.ndarray, delta: float, confidenc
     """
     scores, coins = scores.reshape(-1), coins.reshape(-1).astype(bool)
     ranked = coins[np.argsort(scores, kind="stable")]
-    sides = sorted({max(1, round(share * len(scores) / 2)) for share in GUESSES if len(scores) >= 2})
+    sides = sorted(
+        {max(1, round(share * len(scores) / 2)) for share in GUESSES if len(scores) >= 2}
+    )
     each = 1 - (1 - confidence) / max(1, len(sides))
     bounds = [0.0]
     for side in (side for side in sides if 2 * side <= len(scores)):
@@ -131,7 +141,9 @@ def one_run_bound(scores: np.ndarray, coins: np.ndarray, delta: float, confidenc
 # ---------------------------------------------------------------------------- one canary in many independent runs
 
 
-def many_draws_bound(scores: np.ndarray, coins: np.ndarray, delta: float, confidence: float) -> float:
+def many_draws_bound(
+    scores: np.ndarray, coins: np.ndarray, delta: float, confidence: float
+) -> float:
     """The bound from one score per independent run: e^eps >= (P[R|in] - delta)/P[R|out] for every set R, and vice versa.
 
     The first half of the runs chooses R (scores above or below a threshold), the second half tests that R alone, with
@@ -159,13 +171,21 @@ def _split(scores: np.ndarray, coins: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return scores[coins], scores[~coins]
 
 
-def _ratio(ins: np.ndarray, outs: np.ndarray, cuts: np.ndarray, delta: float, confidence: float) -> np.ndarray:
+def _ratio(
+    ins: np.ndarray, outs: np.ndarray, cuts: np.ndarray, delta: float, confidence: float
+) -> np.ndarray:
     """Lower bound on log((P[in > cut] - delta) / P[out > cut]) at each cut, -inf where there is none."""
     hits = len(ins) - np.searchsorted(np.sort(ins), cuts, side="right")
     false = len(outs) - np.searchsorted(np.sort(outs), cuts, side="right")
     each = (1 - confidence) / 2
-    at_least = np.where(hits > 0, stats.beta.ppf(each, np.maximum(hits, 1), len(ins) - hits + 1), 0.0)
-    at_most = np.where(false < len(outs), stats.beta.ppf(1 - each, false + 1, np.maximum(len(outs) - false, 1)), 1.0)
+    at_least = np.where(
+        hits > 0, stats.beta.ppf(each, np.maximum(hits, 1), len(ins) - hits + 1), 0.0
+    )
+    at_most = np.where(
+        false < len(outs),
+        stats.beta.ppf(1 - each, false + 1, np.maximum(len(outs) - false, 1)),
+        1.0,
+    )
     with np.errstate(divide="ignore"):
         return np.asarray(np.log(np.maximum(at_least - delta, 0.0)) - np.log(at_most))
 
@@ -205,7 +225,9 @@ def batch_law(mechanism: Mechanism, included: np.ndarray) -> Law:
         q = mechanism.rate
         tests = {
             "mean batch size": _binomial(sizes.sum(), included.size, q),
-            "spread of batch sizes": _spread(sizes, units * q, units * q * (1 - q), len(sizes), _excess(units, q)),
+            "spread of batch sizes": _spread(
+                sizes, units * q, units * q * (1 - q), len(sizes), _excess(units, q)
+            ),
             "how often each record is drawn": _spread(
                 counts, steps * q, steps * q * (1 - q), counts.size, _excess(steps, q)
             ),
@@ -221,10 +243,15 @@ def batch_law(mechanism: Mechanism, included: np.ndarray) -> Law:
                 counts, steps * q, variance, clients * (units - 1), _excess(steps, q)
             ),
         }
-        both, chance = b, q  # hypergeometric; the binomial of the same mean varies more, which errs towards passing
+        both, chance = (
+            b,
+            q,
+        )  # hypergeometric; the binomial of the same mean varies more, which errs towards passing
     for name, axis in (("consecutive", 1), ("two clients'", 0)):
         even, odd = _halves(included, axis)
-        tests[f"overlap of {name} batches"] = _binomial((even & odd).sum(), even.size // units * both, chance)
+        tests[f"overlap of {name} batches"] = _binomial(
+            (even & odd).sum(), even.size // units * both, chance
+        )
     return Law("batches", tests)
 
 
@@ -265,7 +292,9 @@ def _normal(values: np.ndarray) -> float:
     return float(2 * stats.norm.sf(abs(float(values.mean())) * math.sqrt(len(values))))
 
 
-def _spread(values: np.ndarray, mean: float, variance: float, freedom: float, excess: float = 0.0) -> float:
+def _spread(
+    values: np.ndarray, mean: float, variance: float, freedom: float, excess: float = 0.0
+) -> float:
     """Two-sided p-value of the sum of squared deviations from a known mean.
 
     Squares of values with excess kurtosis vary more than chi-squared: a scaled chi-squared has the same two moments.

@@ -37,7 +37,7 @@ class _Question:
         return self.answer is not None or self.error is not None
 
 
-class SharedSum:
+class BatchedSums:
     """The union of `seats` runs with up to `clients` clients each.
 
     make  (seats) -> the fixed sum of so many runs: seats x clients rows of theta. Called when all have asked, so that
@@ -52,8 +52,8 @@ class SharedSum:
         self._union: FixedSum | None = None
         self._most = seats  # in one pass: fewer than there are where more do not fit
 
-    def seat(self, number: int) -> Seat:
-        return Seat(self, number)
+    def batched_sum(self, number: int) -> BatchedSum:
+        return BatchedSum(self, number)
 
     def ask(self, number: int, question: _Question) -> tuple[Tensor, Tensor]:
         """Waits until all that are present have asked; whoever asks last computes for all."""
@@ -143,18 +143,25 @@ class SharedSum:
             self._union.load(question.theta, question.clip, place * self.clients)
             for name, column in question.arrays.items():
                 columns[name].append(column + place * self.clients if name == "client" else column)
-        total, count = self._union.loaded_sums({name: np.concatenate(parts) for name, parts in columns.items()})
-        rows = [slice(p * self.clients, p * self.clients + len(q.theta)) for p, q in enumerate(questions)]
+        total, count = self._union.loaded_sums(
+            {name: np.concatenate(parts) for name, parts in columns.items()}
+        )
+        rows = [
+            slice(p * self.clients, p * self.clients + len(q.theta))
+            for p, q in enumerate(questions)
+        ]
         return [(total[mine], count[mine]) for mine in rows]
 
 
-class Seat:
+class BatchedSum:
     """One run's place in a union; to its oracle it is a `FixedSum`."""
 
-    def __init__(self, shared: SharedSum, number: int) -> None:
+    def __init__(self, shared: BatchedSums, number: int) -> None:
         self._shared, self._number = shared, number
 
-    def sums(self, theta: Tensor, arrays: Mapping[str, np.ndarray], clip: float) -> tuple[Tensor, Tensor]:
+    def sums(
+        self, theta: Tensor, arrays: Mapping[str, np.ndarray], clip: float
+    ) -> tuple[Tensor, Tensor]:
         """Not noised: only the oracle may call this."""
         return self._shared.ask(self._number, _Question(theta, arrays, clip))
 

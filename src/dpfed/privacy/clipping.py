@@ -23,7 +23,10 @@ from torch import Tensor
 
 ClipMode = Literal["flat", "automatic", "quantile"]
 Level = TypeVar("Level", float, np.ndarray)  # of one client or of many
-CLIPS = (1e-12, 1e12)  # norms are computed in single precision, where squares of far smaller or larger ones are lost
+CLIPS = (
+    1e-12,
+    1e12,
+)  # norms are computed in single precision, where squares of far smaller or larger ones are lost
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,9 @@ class Clipping:
         its noise, and with it the place where C settles.
         """
         away = min(max(below - self.quantile, -1.0), 1.0)
-        moved = clip * math.exp(min(max(-self.rate * away, -100.0), 100.0))  # e^100 spans CLIPS more than once
+        moved = clip * math.exp(
+            min(max(-self.rate * away, -100.0), 100.0)
+        )  # e^100 spans CLIPS more than once
         return min(max(moved, CLIPS[0]), CLIPS[1])
 
 

@@ -21,11 +21,20 @@ from torch import Tensor
 
 from dpfed.accel import seen_right, usable
 from dpfed.privacy.clipping import Clipping, factors
-from dpfed.privacy.record_batch import Gradients, Records, Views, each_view, mean_of_views, view_keys
+from dpfed.privacy.record_batch import (
+    Augmentations,
+    Gradients,
+    Records,
+    augmentation_keys,
+    each_augmentation,
+    mean_over_augmentations,
+)
 
 LOG = logging.getLogger("dpfed")
 ALIGNED = 64  # numbers
-LARGE = 2**15  # numbers of a tensor from which on joining it with others costs more than a few kernels of its own
+LARGE = (
+    2**15
+)  # numbers of a tensor from which on joining it with others costs more than a few kernels of its own
 
 
 def slots_for(mean: float, step: int = 8) -> int:
@@ -65,7 +74,9 @@ class Sums(Protocol):
 
     What they give is the caller's own, who adds noise to it in place."""
 
-    def sums(self, theta: Tensor, arrays: Mapping[str, np.ndarray], clip: float) -> tuple[Tensor, Tensor]: ...
+    def sums(
+        self, theta: Tensor, arrays: Mapping[str, np.ndarray], clip: float
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 class FixedSum:
@@ -79,7 +90,7 @@ class FixedSum:
         gradients: Gradients,
         records: Records,
         rule: Clipping,
-        view: Views | None,
+        view: Augmentations | None,
         clients: int,
         slots: int,
         size: int,
@@ -100,7 +111,9 @@ class FixedSum:
         self.load(theta, clip)
         return self._pass(filling)
 
-    def sums(self, theta: Tensor, arrays: Mapping[str, np.ndarray], clip: float) -> tuple[Tensor, Tensor]:
+    def sums(
+        self, theta: Tensor, arrays: Mapping[str, np.ndarray], clip: float
+    ) -> tuple[Tensor, Tensor]:
         """The same for all records of a batch, in as many passes as they need. Not noised either."""
         self.load(theta, clip)
         return self.loaded_sums(arrays)
@@ -154,13 +167,18 @@ class FixedSum:
                     torch.compiler.set_stance(
                         "default", skip_guard_eval_unsafe=True
                     ),  # as warmed up: nothing is compiled now
-                    torch.cuda.graph(graph, capture_error_mode="thread_local"),  # other runs' threads may be at work
+                    torch.cuda.graph(
+                        graph, capture_error_mode="thread_local"
+                    ),  # other runs' threads may be at work
                 ):
                     self._out = self._compute()
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
-                LOG.warning("a step cannot be captured and runs without it: %s", str(error).splitlines()[0][:160])
+                LOG.warning(
+                    "a step cannot be captured and runs without it: %s",
+                    str(error).splitlines()[0][:160],
+                )
                 self._capturing = False
                 restore_generator(self._in.device)
                 return False
@@ -175,12 +193,14 @@ class FixedSum:
     def _compute(self) -> tuple[Tensor, Tensor]:
         row, client, valid, dropout, view = self._in
         views = 1 if self._view is None else self._view.count
-        inputs, labels = self._records.take(each_view(row, views))
+        inputs, labels = self._records.take(each_augmentation(row, views))
         if self._view is not None:
-            inputs = self._view.view(inputs, view_keys(view, views))
-        keys = view_keys(dropout, views) if self._gradients.has_dropout else None
-        grads = self._gradients.raw_grads(self._theta, each_view(client, views), inputs, labels, keys)
-        grads = mean_of_views(grads, views)
+            inputs = self._view.view(inputs, augmentation_keys(view, views))
+        keys = augmentation_keys(dropout, views) if self._gradients.has_dropout else None
+        grads = self._gradients.raw_grads(
+            self._theta, each_augmentation(client, views), inputs, labels, keys
+        )
+        grads = mean_over_augmentations(grads, views)
         clip = self._clip.index_select(0, client)
         total, count = clip_and_sum_slots(grads, client, valid, self.clients, clip, self._rule)
         return self._gradients.ordered(total), count
@@ -240,7 +260,9 @@ def matrix_of(grads: Sequence[Tensor]) -> Tensor:
     return torch.cat([*grads, grads[0].new_zeros(len(grads[0]), -size % ALIGNED)], dim=1)
 
 
-def in_order(sums: Sequence[Tensor], groups: Sequence[Sequence[int]], sizes: Sequence[int]) -> Tensor:
+def in_order(
+    sums: Sequence[Tensor], groups: Sequence[Sequence[int]], sizes: Sequence[int]
+) -> Tensor:
     """The sums of the groups' matrices -> those of all gradients `[S, P]`, one after another."""
     if len(groups) == 1:
         return sums[0][:, : sum(sizes)]
@@ -274,7 +296,9 @@ def row_squares(rows: Tensor) -> Tensor:
 def piece_squares(rows: Tensor, piece: int = 256) -> Tensor:
     """Sums of squares `[M, pieces]` of each row's pieces."""
     whole = rows.shape[1] // piece * piece
-    norms = torch.linalg.vector_norm(rows[:, :whole].view(len(rows), whole // piece, piece), dim=2, dtype=torch.float32)
+    norms = torch.linalg.vector_norm(
+        rows[:, :whole].view(len(rows), whole // piece, piece), dim=2, dtype=torch.float32
+    )
     rest = torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True, dtype=torch.float32)
     return torch.cat([norms, rest], dim=1).double().square()
 
@@ -298,7 +322,11 @@ def _checked_kernels(device: torch.device, dtype: torch.dtype) -> ModuleType | N
     """Once for each device and type, before any capture."""
     from dpfed.accel import rows
 
-    return rows if seen_right("kernels over rows of gradients", device, lambda: rows.right(device, dtype)) else None
+    return (
+        rows
+        if seen_right("kernels over rows of gradients", device, lambda: rows.right(device, dtype))
+        else None
+    )
 
 
 def weighted_sums(weights: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
@@ -337,7 +365,9 @@ def passes_of(arrays: Mapping[str, np.ndarray], slots: int, device: torch.device
     passes = max(1, -(-count // slots))
     names = ("row", "client", "valid", "dropout", "view")
     # From memory that a GPU reads by itself: any other copy would first wait for all that the GPU has to do.
-    here = torch.zeros(len(names), passes * slots, dtype=torch.int64, pin_memory=device.type == "cuda")
+    here = torch.zeros(
+        len(names), passes * slots, dtype=torch.int64, pin_memory=device.type == "cuda"
+    )
     packed = here.numpy()
     for i, name in enumerate(names):
         packed[i, :count] = 1 if name == "valid" else arrays[name]

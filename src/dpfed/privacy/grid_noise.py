@@ -27,7 +27,9 @@ from dpfed.privacy.noise import Noise
 from dpfed.privacy.published import show_sigma
 
 LOSS = 1e-6  # the share by which the noise may grow
-FINEST = 20  # bits between the noise and a step at least, so that rounding adds no variance worth naming
+FINEST = (
+    20  # bits between the noise and a step at least, so that rounding adds no variance worth naming
+)
 COARSEST = 51  # bits at most: noise beyond 64 bits would be cut to one number, and the sum would show its sign
 COUNT_STEP = 2.0**-20  # of a count of halves, which lies on this grid already
 
@@ -48,7 +50,9 @@ def grid_of(std: float, clip: float, size: int) -> Grid:
             f"noise of {show_sigma(multiplier)} times the clip norm is too much for a grid: use a smaller sigma"
         )
     bits = max(FINEST, math.ceil(math.log2(multiplier * math.sqrt(size) / 2 / LOSS)))
-    step = 2.0 ** math.floor(math.log2(std) - bits)  # a power of two: dividing by it and multiplying are exact
+    step = 2.0 ** math.floor(
+        math.log2(std) - bits
+    )  # a power of two: dividing by it and multiplying are exact
     return Grid(step, multiplier * sensitivity(clip, step, size) / step)
 
 
@@ -87,5 +91,7 @@ def noised(total: Tensor, grids: Sequence[Grid], noise: Sequence[Noise]) -> Tens
 
 def noised_counts(count: Tensor, std: Sequence[float], noise: Sequence[Noise]) -> Tensor:
     """Counts of halves `[S, 1]` with noise, both in whole steps; rounding is exact on the counts and costs nothing."""
-    added = torch.stack([source.normal64(1) * (s / COUNT_STEP) for s, source in zip(std, noise, strict=True)]).round()
+    added = torch.stack(
+        [source.normal64(1) * (s / COUNT_STEP) for s, source in zip(std, noise, strict=True)]
+    ).round()
     return ((count / COUNT_STEP).round() + added) * COUNT_STEP

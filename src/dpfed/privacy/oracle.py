@@ -34,7 +34,15 @@ from dpfed.privacy.fixed_shape_sum import Sums
 from dpfed.privacy.grid_noise import Grid, grid_of, noised, noised_counts, rounded_sum
 from dpfed.privacy.noise import Noise, Streams
 from dpfed.privacy.plan import Plan
-from dpfed.privacy.record_batch import Gradients, Holdings, Records, Views, each_view, mean_of_views, view_keys
+from dpfed.privacy.record_batch import (
+    Augmentations,
+    Gradients,
+    Holdings,
+    Records,
+    augmentation_keys,
+    each_augmentation,
+    mean_over_augmentations,
+)
 from dpfed.privacy.sampling import batches
 
 # What is said here is private and stays with the client. It has a level of its own, so that a program which logs
@@ -42,7 +50,13 @@ from dpfed.privacy.sampling import batches
 PRIVATE = logging.getLogger("dpfed.private")
 PRIVATE.setLevel(logging.WARNING)
 Isolation = Literal["exact", "fast"]
-NO_ROOM = ("out of memory", "not enough memory", "can't allocate", "cannot allocate", "alloc_failed")
+NO_ROOM = (
+    "out of memory",
+    "not enough memory",
+    "can't allocate",
+    "cannot allocate",
+    "alloc_failed",
+)
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -78,7 +92,11 @@ class Slots:
             part = slice(base, ends[last - 1])
             out.append(
                 Slots(
-                    self.row[part], self.client[part], self.unit[part] - first, self.owner[first:last], self.key[part]
+                    self.row[part],
+                    self.client[part],
+                    self.unit[part] - first,
+                    self.owner[first:last],
+                    self.key[part],
                 )
             )
             first = last
@@ -105,24 +123,41 @@ class FleetOracle:
         clients: Sequence[int],
         steps: int,
         max_slots: int = 512,
-        view: Views | None = None,
+        view: Augmentations | None = None,
         fixed: Sums | None = None,
         noise: Sequence[Noise] | None = None,
         grid: bool = False,
-        paid: Callable[[], None] = lambda: None,
+        wait_for_charge: Callable[[], None] = lambda: None,
         isolation: Isolation = "fast",
         admit: Callable[[Tensor], None] = lambda theta: None,
     ) -> None:
         """`admit` sees every theta `[S, P]` before a gradient is computed at it, and may raise."""
-        self._gradients, self._records, self._holdings, self._plan = gradients, records, holdings, plan
+        self._gradients, self._records, self._holdings, self._plan = (
+            gradients,
+            records,
+            holdings,
+            plan,
+        )
         self._clients = list(clients)
         self._device = records.labels.device
-        self._batches = [batches(plan, i, streams.generator("batch", round, i)) for i in self._clients]
+        self._batches = [
+            batches(plan, i, streams.generator("batch", round, i)) for i in self._clients
+        ]
         # `noise` is given where this round's steps are run again: fresh noise would be a second draw.
-        self._noise = list(noise) if noise else [streams.noise(round, i, self._device) for i in self._clients]
+        self._noise = (
+            list(noise) if noise else [streams.noise(round, i, self._device) for i in self._clients]
+        )
         self._round, self._view, self._views = round, view, 1 if view is None else view.count
-        self._dropout = [streams.number("dropout", round, i) for i in self._clients] if gradients.has_dropout else None
-        self._augment = [streams.number("augment", round, i) for i in self._clients] if view is not None else None
+        self._dropout = (
+            [streams.number("dropout", round, i) for i in self._clients]
+            if gradients.has_dropout
+            else None
+        )
+        self._augment = (
+            [streams.number("augment", round, i) for i in self._clients]
+            if view is not None
+            else None
+        )
         self.max_slots = max_slots
         self._exact = isolation == "exact"
         self._admit = admit
@@ -138,7 +173,7 @@ class FleetOracle:
         self._drawn = 0
         self._released = 0
         self._allowed = steps * plan.batches
-        self._paid = paid  # returns when the charge is on the disk: no noised value is given out before
+        self._paid = wait_for_charge  # returns when the charge is on the disk: no noised value is given out before
 
     def __call__(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """Noised mean gradients `[S, P]` on a fresh batch of each client, and their noise variance."""
@@ -180,7 +215,9 @@ class FleetOracle:
         released, count = self._noised_sum(theta, slots)
         self._paid()
         if self._plan.clipping.counts:
-            self._below = self._below + 0.5 + count / self._expected  # by the expected batch: |J| is not public
+            self._below = (
+                self._below + 0.5 + count / self._expected
+            )  # by the expected batch: |J| is not public
             self._counted += 1
         return released / self._expected, self.phi
 
@@ -240,14 +277,18 @@ class FleetOracle:
         within = np.arange(len(unit)) - np.repeat(np.cumsum(counts) - counts, counts)
         with np.errstate(over="ignore"):
             mixed = (unit.astype(np.uint64) << np.uint64(20)) + within.astype(np.uint64)
-            mixed = mixed * np.uint64(0x9E3779B97F4A7C15) + np.uint64(self._drawn) * np.uint64(0xD1B54A32D192ED03)
+            mixed = mixed * np.uint64(0x9E3779B97F4A7C15) + np.uint64(self._drawn) * np.uint64(
+                0xD1B54A32D192ED03
+            )
         return np.asarray(mixed.astype(np.int64))
 
     def _keyed(self, seeds: Sequence[int] | None, part: Slots) -> Tensor | None:
         """Keys of all views for one purpose, which has a seed for each client; None where there is no such purpose."""
         if seeds is None:
             return None
-        return view_keys(torch.from_numpy(self._secret(seeds, part)).to(self._device), self._views)
+        return augmentation_keys(
+            torch.from_numpy(self._secret(seeds, part)).to(self._device), self._views
+        )
 
     def _secret(self, seeds: Sequence[int] | None, part: Slots) -> np.ndarray:
         if seeds is None:
@@ -304,7 +345,9 @@ class FleetOracle:
             if self._grid is None:
                 summed, counted = clip_and_sum(grads, unit, owner, theta.shape[0], clip, rule)
             else:
-                steps = torch.tensor([g.step for g in self._grid], dtype=torch.float64, device=self._device)
+                steps = torch.tensor(
+                    [g.step for g in self._grid], dtype=torch.float64, device=self._device
+                )
                 summed, counted = rounded_sum(grads, unit, owner, clip, rule, steps)
             total, count = total + summed, count + counted
         return total, count
@@ -316,7 +359,10 @@ class FleetOracle:
         """
         alone = torch.zeros(1, dtype=torch.int64, device=self._device)
         own = int(part.client[0])
-        total = [torch.zeros(1, shape.numel(), dtype=torch.float64, device=self._device) for shape in self._shapes]
+        total = [
+            torch.zeros(1, shape.numel(), dtype=torch.float64, device=self._device)
+            for shape in self._shapes
+        ]
         for i in range(len(part.row)):
             grads = self._pass(theta[own : own + 1], alone, part.single(i))
             for summed, grad in zip(total, grads, strict=True):
@@ -330,15 +376,20 @@ class FleetOracle:
     def _pass(self, theta: Tensor, client: Tensor, part: Slots) -> list[Tensor]:
         """Return the gradients `[M, n]` of these records, each the mean over its views, from one pass."""
         count, row = self._views, torch.from_numpy(part.row).to(self._device)
-        inputs, labels = self._records.take(each_view(row, count))
+        inputs, labels = self._records.take(each_augmentation(row, count))
         keys = self._keyed(self._augment, part)
         if self._view is not None and keys is not None:
             inputs = self._view.view(inputs, keys)
         dropout = self._keyed(self._dropout, part)
-        return mean_of_views(self._gradients.grads(theta, each_view(client, count), inputs, labels, dropout), count)
+        return mean_over_augmentations(
+            self._gradients.grads(theta, each_augmentation(client, count), inputs, labels, dropout),
+            count,
+        )
 
     def _tell_lost(self, part: Slots, grads: Sequence[Tensor]) -> None:
-        lost = np.bincount(part.client[~finite_records(grads).cpu().numpy()], minlength=len(self._clients))
+        lost = np.bincount(
+            part.client[~finite_records(grads).cpu().numpy()], minlength=len(self._clients)
+        )
         for client, count in zip(self._clients, lost, strict=True):
             if count:
                 PRIVATE.debug(
@@ -354,8 +405,13 @@ class FleetOracle:
 
     def _fixed_sum(self, fixed: Sums, theta: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
         """The same through passes of a fixed size: as many as the records need."""
-        keys = {"dropout": self._secret(self._dropout, slots), "view": self._secret(self._augment, slots)}
-        return fixed.sums(theta, {"row": slots.row, "client": slots.client, **keys}, self._plan.clip)
+        keys = {
+            "dropout": self._secret(self._dropout, slots),
+            "view": self._secret(self._augment, slots),
+        }
+        return fixed.sums(
+            theta, {"row": slots.row, "client": slots.client, **keys}, self._plan.clip
+        )
 
     def _column(self, values: list[float]) -> Tensor:
         # not waited for: a round would begin by letting the device finish all that it has to do

@@ -47,7 +47,9 @@ class Plan:
         if not self.clip > 0:
             raise ValueError(f"the clip norm must be > 0, not {self.clip}")
         if not math.isfinite(self.clip) and self.multipliers.any():
-            raise ValueError("without a finite clip norm there is no noise level that protects anything")
+            raise ValueError(
+                "without a finite clip norm there is no noise level that protects anything"
+            )
         if not np.allclose(self.expected, self.rates * self.sizes, rtol=1e-9, atol=0):
             raise ValueError("the expected batch of a client is its rate times its size")
 
@@ -108,7 +110,11 @@ class Plan:
 
     def dominating(self) -> Mechanism:
         """The highest rate with the least noise: at least as costly as any client's mechanism."""
-        return replace(self.mechanism(0), rate=float(self.rates.max()), noise_multiplier=float(self.multipliers.min()))
+        return replace(
+            self.mechanism(0),
+            rate=float(self.rates.max()),
+            noise_multiplier=float(self.multipliers.min()),
+        )
 
 
 @dataclass(frozen=True)
@@ -178,7 +184,9 @@ def clipping_of(privacy: PrivacySection) -> Clipping:
         "rate": privacy.quantile_lr,
         "count_noise": privacy.quantile_noise,
     }
-    return Clipping(privacy.clip_mode, **{key: value for key, value in given.items() if value is not None})
+    return Clipping(
+        privacy.clip_mode, **{key: value for key, value in given.items() if value is not None}
+    )
 
 
 def sigma_per_client(privacy: PrivacySection, plan: Plan, schedule: Schedule) -> np.ndarray:
@@ -221,7 +229,9 @@ def _check_numbers(privacy: PrivacySection) -> None:
             f"privacy.clip = {privacy.clip:g} is not allowed: it must be from {CLIPS[0]:g} to {CLIPS[1]:g}"
         )
     if privacy.sigma is not None and not math.isfinite(privacy.sigma):
-        raise DpfedError(f"privacy.sigma = {privacy.sigma} is not allowed: it must be a finite number")
+        raise DpfedError(
+            f"privacy.sigma = {privacy.sigma} is not allowed: it must be a finite number"
+        )
 
 
 def batches_for(privacy: PrivacySection, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -237,7 +247,9 @@ def batches_for(privacy: PrivacySection, sizes: np.ndarray) -> tuple[np.ndarray,
         expected = np.full(len(sizes), float(privacy.batch))
         rates = expected / sizes
     if rates.max() > 1:
-        small = int(np.argmin(sizes))  # clients that share a rate are told by their mean, which is what was passed
+        small = int(
+            np.argmin(sizes)
+        )  # clients that share a rate are told by their mean, which is what was passed
         told = (
             f"client {small}, which has {sizes[small]}"
             if np.ptp(expected) == 0

@@ -28,11 +28,21 @@ class Gradients(Protocol):
     def has_dropout(self) -> bool: ...
 
     def grads(
-        self, theta: Tensor, client: Tensor, inputs: Mapping[str, Tensor], labels: Tensor, keys: Tensor | None = None
+        self,
+        theta: Tensor,
+        client: Tensor,
+        inputs: Mapping[str, Tensor],
+        labels: Tensor,
+        keys: Tensor | None = None,
     ) -> list[Tensor]: ...
 
     def raw_grads(
-        self, theta: Tensor, client: Tensor, inputs: Mapping[str, Tensor], labels: Tensor, keys: Tensor | None = None
+        self,
+        theta: Tensor,
+        client: Tensor,
+        inputs: Mapping[str, Tensor],
+        labels: Tensor,
+        keys: Tensor | None = None,
     ) -> list[Tensor]:
         """The same numbers as they come, tensor by tensor; the numbers of a tensor may have another order."""
 
@@ -46,7 +56,7 @@ STEP = 0x2545F4914F6CDD1D  # between the keys of a record's views; odd, so that 
 
 
 @dataclass(frozen=True)
-class Views:
+class Augmentations:
     """As what a record is seen each time it is in a batch: so many random views, each by a key of its own.
 
     The record's gradient is the mean over its views, taken before it is clipped (De, Berrada, Hayes, Smith, Balle 2022). One
@@ -57,21 +67,23 @@ class Views:
     count: int = 1
 
 
-def each_view(of_records: Tensor, count: int) -> Tensor:
+def each_augmentation(of_records: Tensor, count: int) -> Tensor:
     """`[M]` -> `[M*count]`: what is known of a record, for each of its views; the views of a record lie together."""
     return of_records.unsqueeze(1).expand(-1, count).reshape(-1)
 
 
-def view_keys(keys: Tensor, count: int) -> Tensor:
+def augmentation_keys(keys: Tensor, count: int) -> Tensor:
     """The keys of the records' views `[M*count]`; the first view has the record's own key."""
     return (keys.unsqueeze(1) + STEP * torch.arange(count, device=keys.device)).reshape(-1)
 
 
-def mean_of_views(grads: Sequence[Tensor], count: int) -> list[Tensor]:
+def mean_over_augmentations(grads: Sequence[Tensor], count: int) -> list[Tensor]:
     """Gradients of views `[M*count, n]` -> of records `[M, n]`, in float32. One view that is no number makes the mean none."""
     if count == 1:
         return list(grads)
-    return [g.reshape(len(g) // count, count, g.shape[1]).mean(1, dtype=torch.float32) for g in grads]
+    return [
+        g.reshape(len(g) // count, count, g.shape[1]).mean(1, dtype=torch.float32) for g in grads
+    ]
 
 
 class Holdings(Protocol):
@@ -88,4 +100,6 @@ class Records:
     labels: Tensor
 
     def take(self, rows: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        return {name: x.index_select(0, rows) for name, x in self.inputs.items()}, self.labels.index_select(0, rows)
+        return {
+            name: x.index_select(0, rows) for name, x in self.inputs.items()
+        }, self.labels.index_select(0, rows)

@@ -126,7 +126,11 @@ def over_rounds(
         rows += [[group.label, t, m, a, b] for t, m, a, b in zip(at, mean, low, high, strict=True)]
     if not traces:
         return None
-    band = "The line is the mean over seeds, the band goes from the lowest to the highest seed." if seeds > 1 else ""
+    band = (
+        "The line is the mean over seeds, the band goes from the lowest to the highest seed."
+        if seeds > 1
+        else ""
+    )
     caption = f"On the server's public test set; round 0 is before training. {band}".strip()
     head = ["method", "round", f"{unit}, mean", "lowest seed", "highest seed"]
     return Figure(fig, "training", title, caption, axis(ROUNDS), axis(unit), traces, head, rows)
@@ -167,16 +171,27 @@ def epsilon_over_rounds(groups: Sequence[Group]) -> Figure | None:
         at, *views_over_rounds = privacy.over_rounds()
         server, third = map(losses, views_over_rounds)
         end = f" ({name})" if name else ""
-        views = [("server, a client in every round", server, "solid"), ("third party", third, "dash")]
+        views = [
+            ("server, a client in every round", server, "solid"),
+            ("third party", third, "dash"),
+        ]
         for word, values, dash in views:
             colour = series if name else NEUTRAL[dash == "dash"]
-            traces.append(_line([0, *at], [_before(privacy), *values], word + end, colour, dash=dash))
+            traces.append(
+                _line([0, *at], [_before(privacy), *values], word + end, colour, dash=dash)
+            )
             rows += [[word + end, t, value] for t, value in zip(at, values, strict=True)]
         # A public page has no such curve.
         spent = {t: plotted_loss(e) for t, e in group.runs[0].curve("epsilon_server_max").items()}
         if spent and not name:
             traces.append(
-                _line(list(spent), list(spent.values()), "client that spent most so far", NEUTRAL[2], dash="dot")
+                _line(
+                    list(spent),
+                    list(spent.values()),
+                    "client that spent most so far",
+                    NEUTRAL[2],
+                    dash="dot",
+                )
             )
             rows += [["client that spent most so far", t, value] for t, value in spent.items()]
         limit = _limit(group)
@@ -195,7 +210,18 @@ def epsilon_over_rounds(groups: Sequence[Group]) -> Figure | None:
     y = epsilon_axis(f"epsilon at δ = {short(delta)}", rangemode="tozero")
     head = ["view", "round", "epsilon"]
     more = {"marks": shapes}
-    return Figure("epsilon", "privacy", "Epsilon over rounds", caption, axis(ROUNDS), y, traces, head, rows, more)
+    return Figure(
+        "epsilon",
+        "privacy",
+        "Epsilon over rounds",
+        caption,
+        axis(ROUNDS),
+        y,
+        traces,
+        head,
+        rows,
+        more,
+    )
 
 
 def _before(privacy: Privacy) -> float:
@@ -212,7 +238,9 @@ def accuracy_against_epsilon(groups: Sequence[Group]) -> Figure | None:
         rounds, server, _ = group.privacy.over_rounds()
         points = [(t, e, mean[t]) for t, e in zip(rounds, losses(server), strict=True) if t in mean]
         if points:
-            traces.append(_line([e for _, e, _ in points], [a for _, _, a in points], group.label, i))
+            traces.append(
+                _line([e for _, e, _ in points], [a for _, _, a in points], group.label, i)
+            )
             traces[-1]["text"] = [f"round {t}" for t, _, _ in points]
             rows += [[group.label, t, e, a] for t, e, a in points]
     if not traces:
@@ -220,7 +248,9 @@ def accuracy_against_epsilon(groups: Sequence[Group]) -> Figure | None:
     caption = "Round by round, for a client in every one of them (mean over seeds). Up and left is better."
     x, y = epsilon_axis("epsilon, server's view", rangemode="tozero"), axis("accuracy, %")
     head = ["method", "round", "epsilon", "accuracy, %"]
-    return Figure("tradeoff", "privacy", "Accuracy against epsilon", caption, x, y, traces, head, rows)
+    return Figure(
+        "tradeoff", "privacy", "Accuracy against epsilon", caption, x, y, traces, head, rows
+    )
 
 
 def clients_epsilon(groups: Sequence[Group]) -> Figure | None:
@@ -239,7 +269,9 @@ def clients_epsilon(groups: Sequence[Group]) -> Figure | None:
         counts, _ = np.histogram(each, edges)
         meta = {"series": i, "role": "bar"}
         name = inert(joined(names))
-        traces.append({"type": "bar", "x": middle, "y": counts.tolist(), "name": name, "meta": meta})
+        traces.append(
+            {"type": "bar", "x": middle, "y": counts.tolist(), "name": name, "meta": meta}
+        )
         for label in names:
             rows += [[label, *row] for row in zip(clients[label], losses(each), strict=True)]
     if not traces:
@@ -281,11 +313,19 @@ def label_map(groups: Sequence[Group]) -> Figure | None:
         "zmin": 0,
         "xgap": 1 if len(shown) <= 100 else 0,
         "ygap": 1 if len(shown) <= 100 else 0,
-        "colorbar": {"title": {"text": "records", "side": "right"}, "thickness": 12, "outlinewidth": 0},
+        "colorbar": {
+            "title": {"text": "records", "side": "right"},
+            "thickness": 12,
+            "outlinewidth": 0,
+        },
         "hovertemplate": "client %{y}, label %{x}: %{z} records<extra></extra>",
         "meta": {"series": 0, "role": "map"},
     }
-    left = f" The first {len(shown)} of {len(counts)} clients are drawn." if len(shown) < len(counts) else ""
+    left = (
+        f" The first {len(shown)} of {len(counts)} clients are drawn."
+        if len(shown) < len(counts)
+        else ""
+    )
     caption = (
         f"Training records of each label at each client, first run.{left} Counts of private labels without noise: for the "
         "operator only."
@@ -296,28 +336,36 @@ def label_map(groups: Sequence[Group]) -> Figure | None:
     rows = [[client, *row] for client, row in zip(clients, counts.tolist(), strict=True)]
     height = 200 + min(520, max(140, 12 * len(shown)))
     title, head = "Who holds which labels", ["client", *classes]
-    return Figure("labels", "clients", title, caption, x, y, [trace], head, rows, wide=True, height=height)
+    return Figure(
+        "labels", "clients", title, caption, x, y, [trace], head, rows, wide=True, height=height
+    )
 
 
 def communication(groups: Sequence[Group]) -> list[Figure | None]:
     known = [(i, g, t) for i, g in enumerate(groups) if isinstance(t := g.first("traffic"), dict)]
-    known = [(i, g, t) for i, g, t in known if all(number(t.get(k)) is not None for k in ("up_bytes", "down_bytes"))]
+    known = [
+        (i, g, t)
+        for i, g, t in known
+        if all(number(t.get(k)) is not None for k in ("up_bytes", "down_bytes"))
+    ]
     if not known:
         return [None]
     names = [inert(group.label) for _, group, _ in known]
     most = max(max(t["up_bytes"], t["down_bytes"]) for _, _, t in known)
-    unit, scale = next(((u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if most >= s), ("bytes", 1.0))
+    unit, scale = next(
+        ((u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if most >= s), ("bytes", 1.0)
+    )
     traces: list[Trace] = []
     for series, (word, key) in enumerate(
         (("up, client to server", "up_bytes"), ("down, server to client", "down_bytes"))
     ):
         values = [traffic[key] / scale for _, _, traffic in known]
         meta = {"series": series, "role": "bar"}
-        traces.append({"type": "bar", "orientation": "h", "y": names, "x": values, "name": word, "meta": meta})
+        traces.append(
+            {"type": "bar", "orientation": "h", "y": names, "x": values, "name": word, "meta": meta}
+        )
     rows = [[g.label, t["up_bytes"], t["down_bytes"]] for _, g, t in known]
-    caption = (
-        "What one client sends and receives in one round; a handful of numbers that steer the round is not counted."
-    )
+    caption = "What one client sends and receives in one round; a handful of numbers that steer the round is not counted."
     y = {"automargin": True, "autorange": "reversed", "type": "category", "ticklabelstandoff": 6}
     head = ["method", "bytes up", "bytes down"]
     height = 190 + 44 * len(known)
@@ -337,7 +385,9 @@ def _against_traffic(known: Sequence[tuple[int, Group, Mapping[str, Any]]]) -> F
         clients, share = number(group.first("clients")), number(run.get("participation"))
         if not at or clients is None or share is None:
             continue
-        cohort = max(1, round(share * clients))  # the plan's, so that nothing of who really took part is in it
+        cohort = max(
+            1, round(share * clients)
+        )  # the plan's, so that nothing of who really took part is in it
         each = cohort * (traffic["up_bytes"] + traffic["down_bytes"]) / 1e6
         x, y = [t * each for t in at], (100 * values.mean(0)).tolist()
         traces.append(_line(x, y, group.label, i))
@@ -362,22 +412,42 @@ def along_axis(listing: Listing, number_of: int) -> Figure | None:
         x, y = [inert(row.column) for row in mine], [100 * (row.mean or 0.0) for row in mine]
         trace = _line([], [], name, i)
         spread = [100 * (row.std or 0.0) for row in mine]
-        trace |= {"x": x, "y": y, "error_y": {"type": "data", "array": spread, "thickness": 1, "width": 4}}
+        trace |= {
+            "x": x,
+            "y": y,
+            "error_y": {"type": "data", "array": spread, "thickness": 1, "width": 4},
+        }
         traces.append(trace)
         rows += [[name, row.column, a, s] for row, a, s in zip(mine, y, spread, strict=True)]
     if not rows or len(columns) < 2:
         return None
     x_axis = axis(
-        inert(listing.axis), type="category", categoryorder="array", categoryarray=[inert(c) for c in columns]
+        inert(listing.axis),
+        type="category",
+        categoryorder="array",
+        categoryarray=[inert(c) for c in columns],
     )
     caption = "Mean over seeds at each method's best learning rate; bars are one standard deviation over seeds."
     head = ["method", listing.axis, "accuracy, %", "standard deviation"]
     title, fig = f"Accuracy against {listing.axis}", f"axis-{number_of}"
-    return Figure(fig, "comparison", title, caption, x_axis, axis("accuracy, %"), traces, head, rows, wide=True)
+    return Figure(
+        fig,
+        "comparison",
+        title,
+        caption,
+        x_axis,
+        axis("accuracy, %"),
+        traces,
+        head,
+        rows,
+        wide=True,
+    )
 
 
 def diagnostics(groups: Sequence[Group]) -> list[Figure | None]:
-    recorded = [(i, group) for i, group in enumerate(groups) if any(run.diagnostics for run in group.runs)]
+    recorded = [
+        (i, group) for i, group in enumerate(groups) if any(run.diagnostics for run in group.runs)
+    ]
     if not recorded:
         return []
     return [
@@ -396,7 +466,8 @@ def _measured(
     traces, rows = [], []
     for i, group in recorded:
         curves = [
-            {int(r["round"]): v for r in run.diagnostics if (v := number(r.get(key))) is not None} for run in group.runs
+            {int(r["round"]): v for r in run.diagnostics if (v := number(r.get(key))) is not None}
+            for run in group.runs
         ]
         full = [curve for curve in curves if curve and len(curve) == max(map(len, curves))]
         at = sorted(set.intersection(*map(set, full))) if full else []
@@ -411,15 +482,23 @@ def _measured(
     if not traces:
         return None
     y = axis(unit, rangemode="tozero")
-    return Figure(fig, "diagnostics", title, said, axis(ROUNDS), y, traces, ["method", "round", unit], rows)
+    return Figure(
+        fig, "diagnostics", title, said, axis(ROUNDS), y, traces, ["method", "round", unit], rows
+    )
 
 
-def _histogram(recorded: Sequence[tuple[int, Group]], key: str, fig: str, title: str, unit: str) -> Figure | None:
+def _histogram(
+    recorded: Sequence[tuple[int, Group]], key: str, fig: str, title: str, unit: str
+) -> Figure | None:
     """Of the last round that has one, for each group; of a single group all recorded rounds."""
     traces, rows, alone = [], [], len(recorded) == 1
     marks: list[dict[str, Any]] = []
     for i, group in recorded:
-        found = [row for row in group.runs[0].diagnostics if isinstance(row.get(key), list) and any(row[key])]
+        found = [
+            row
+            for row in group.runs[0].diagnostics
+            if isinstance(row.get(key), list) and any(row[key])
+        ]
         for j, row in enumerate(found if alone else found[-1:]):
             at, share = _shares(row, key)
             name = f"round {row['round']}" if alone else f"{group.label}, round {row['round']}"
@@ -431,7 +510,10 @@ def _histogram(recorded: Sequence[tuple[int, Group]], key: str, fig: str, title:
     if not traces:
         return None
     said = f"Share of coordinates by the size of {unit}, over the clients of a round (first run)."
-    x, y = axis(f"{unit}, logarithmic", type="log", exponentformat="power"), axis("coordinates, %", rangemode="tozero")
+    x, y = (
+        axis(f"{unit}, logarithmic", type="log", exponentformat="power"),
+        axis("coordinates, %", rangemode="tozero"),
+    )
     head = ["method", "round", unit, "coordinates, %"]
     return Figure(fig, "diagnostics", title, said, x, y, traces, head, rows, {"marks": marks})
 

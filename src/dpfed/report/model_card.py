@@ -14,7 +14,7 @@ from dpfed.model.export_files import Companions
 from dpfed.privacy.accounting.guarantee import NOT_COVERED, PUBLIC
 from dpfed.privacy.published import show_delta, show_loss, show_score
 from dpfed.text import counted
-from dpfed.training.budget.recorded_spending import NO_PRIVACY, SEEDED, Accounts
+from dpfed.training.budget.recorded_spending import NO_PRIVACY, SEEDED, RecordedSpending
 from dpfed.training.export import ADAPTED_CONFIG, base_of, export, read_run
 from dpfed.training.job.notes import dealt_note
 from dpfed.training.run_folder.atomic_file import write_file
@@ -26,7 +26,7 @@ OWN = ("gn-resnet18", "linear")  # models of this program's own making, which st
 def model_card(
     config: Config,
     result: dict[str, Any],
-    accounts: Accounts | None,
+    accounts: RecordedSpending | None,
     kind: str,
     companions: Companions,
 ) -> str:
@@ -47,7 +47,7 @@ def _front(config: Config, kind: str) -> str:
     return "\n".join([*lines, "tags: [differential-privacy, federated-learning, dpfed]", "---", ""])
 
 
-def _release(result: dict[str, Any], accounts: Accounts | None) -> str:
+def _release(result: dict[str, Any], accounts: RecordedSpending | None) -> str:
     if result["release"].startswith(SEEDED) or (accounts is not None and accounts.seeded):
         return "> **Not for release.** The noise was seeded, so that whoever knows the seed can remove it.\n"
     if result["release"] == NO_PRIVACY:
@@ -55,7 +55,7 @@ def _release(result: dict[str, Any], accounts: Accounts | None) -> str:
     return ""
 
 
-def _privacy(config: Config, accounts: Accounts | None) -> str:
+def _privacy(config: Config, accounts: RecordedSpending | None) -> str:
     if accounts is None:
         return "## Privacy\n\nNone: nothing in this model's training is protected.\n"
     planned = accounts.planned
@@ -103,7 +103,9 @@ def _training(config: Config, result: dict[str, Any]) -> str:
 def _scores(result: dict[str, Any]) -> str:
     found = result.get("metrics") or {}
     lines = ["## Results on the server's public test set\n"]
-    accuracy = found.get("accuracy", result["test_accuracy"])  # a stopped run may end between two evaluations
+    accuracy = found.get(
+        "accuracy", result["test_accuracy"]
+    )  # a stopped run may end between two evaluations
     if accuracy is not None:
         start = show_score(result["start_accuracy"], 4)
         lines.append(f"- accuracy {show_score(accuracy, 4)} (before training {start})")
@@ -111,7 +113,9 @@ def _scores(result: dict[str, Any]) -> str:
         if key in found:
             lines.append(f"- {name} {show_score(found[key], 4)}")
     if "one_answer" in found:
-        lines.append(f"- every record is taken for {found['one_answer']}: the model does not tell classes apart")
+        lines.append(
+            f"- every record is taken for {found['one_answer']}: the model does not tell classes apart"
+        )
     rows = found.get("per_class", {})
     if rows and len(rows) <= 50:
         lines += ["", "| class | precision | recall | F1 | records |", "|---|---|---|---|---|"]
@@ -188,25 +192,32 @@ def _adapter_pipeline(config: Config, inputs: str, companions: Companions) -> li
 
 def _entering(config: Config) -> str:
     """What is done to images that others would not do by themselves."""
-    resize, sharpen = getattr(config.model, "resize", "bilinear"), getattr(config.model, "sharpen", 0.0)
+    resize, sharpen = (
+        getattr(config.model, "resize", "bilinear"),
+        getattr(config.model, "sharpen", 0.0),
+    )
     if resize == "bilinear" and not sharpen:
         return ""
     said = f" Images are resized {'bicubically' if resize == 'bicubic' else 'bilinearly'} to the size of the model"
     if sharpen:
-        said += (
-            f", then sharpened: x + {sharpen:g} times (x - x blurred by 1 4 6 4 1 along each side), cut to the range"
-        )
+        said += f", then sharpened: x + {sharpen:g} times (x - x blurred by 1 4 6 4 1 along each side), cut to the range"
     return f"{said}, before mean and standard deviation are taken off."
 
 
 def _base(config: Config) -> str:
     weights = config.model.weights
     if base_of(config) is None:
-        return f"{config.model.name} with the random weights of that run, which only `--merge` exports"
+        return (
+            f"{config.model.name} with the random weights of that run, which only `--merge` exports"
+        )
     path = Path(weights).expanduser() if weights is not None else None
     if path is not None and not path.exists():
         return f"`{weights}`"
-    name = f"a copy of `{path.resolve().name}`" if path else f"{config.model.name} as it comes with dpfed"
+    name = (
+        f"a copy of `{path.resolve().name}`"
+        if path
+        else f"{config.model.name} as it comes with dpfed"
+    )
     return (
         f"{name}: give the folder of your own copy. `base_model_name_or_path` in `adapter_config.json` "
         "is the path of that folder on the machine that trained; change it before you publish this folder"

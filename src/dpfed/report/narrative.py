@@ -52,7 +52,9 @@ def lead(groups: Sequence[Group]) -> str:
 def _shape(group: Group) -> str:
     run = group.settings.get("run", {})
     clients = number(group.first("clients")) or number(_setting(group, "data", "clients"))
-    share, rounds, steps = (number(run.get(key)) for key in ("participation", "rounds", "local_steps"))
+    share, rounds, steps = (
+        number(run.get(key)) for key in ("participation", "rounds", "local_steps")
+    )
     if clients is None or share is None or rounds is None or steps is None:
         return "settings below"
     cohort = max(1, round(share * clients))
@@ -68,7 +70,11 @@ def _setting(group: Group, section: str, key: str) -> Any:
 
 def best_group(groups: Sequence[Group]) -> Group | None:
     """The highest mean accuracy among those that spend the same epsilon; the only one if there is one."""
-    rows = tuple(Row(label=g.label, accuracies=g.accuracies, epsilon=g.epsilon) for g in groups if g.accuracies)
+    rows = tuple(
+        Row(label=g.label, accuracies=g.accuracies, epsilon=g.epsilon)
+        for g in groups
+        if g.accuracies
+    )
     names = best_of(rows, larger_epsilon(Table("", "", rows)), least=1)
     return next((group for group in groups if group.label in names), None)
 
@@ -80,9 +86,23 @@ def cards(groups: Sequence[Group]) -> list[Card]:
     found = group.accuracies
     row = Row(label=group.label, accuracies=found)
     start = number(group.first("start_accuracy"))
-    seeds = f"mean of {len(found)} seeds, ± {show_percent(row.std)} points" if row.std is not None else "one seed"
-    notes = [group.label if len(groups) > 1 else "", seeds, f"{show_percent(start)} % before training" if start else ""]
-    out = [Card("Accuracy", f"{show_percent(row.mean or 0.0)} %", "; ".join(note for note in notes if note))]
+    seeds = (
+        f"mean of {len(found)} seeds, ± {show_percent(row.std)} points"
+        if row.std is not None
+        else "one seed"
+    )
+    notes = [
+        group.label if len(groups) > 1 else "",
+        seeds,
+        f"{show_percent(start)} % before training" if start else "",
+    ]
+    out = [
+        Card(
+            "Accuracy",
+            f"{show_percent(row.mean or 0.0)} %",
+            "; ".join(note for note in notes if note),
+        )
+    ]
     server, third = (group.epsilon[view] for view in ("server_worst", "third_party"))
     delta = number(group.first("delta")) or (group.privacy.planned.delta if group.privacy else None)
     at = f", δ\u00a0=\u00a0{short(delta)}".replace("-", "\u2011") if delta else ""
@@ -94,21 +114,35 @@ def cards(groups: Sequence[Group]) -> list[Card]:
         seen = f"it sees every message of a client in every round{at}"
         out.append(Card(f"Epsilon{planned}, server", show_loss(server, 2), seen))
     if third is not None:
-        out.append(Card(f"Epsilon{planned}, third party", show_loss(third, 2), f"sees the global models only{at}"))
+        out.append(
+            Card(
+                f"Epsilon{planned}, third party",
+                show_loss(third, 2),
+                f"sees the global models only{at}",
+            )
+        )
     if server is None and group.first("release") == NO_PRIVACY:
         out.append(Card("Epsilon", "none", "trained without privacy"))
     traffic = group.first("traffic")
     if isinstance(traffic, dict) and number(traffic.get("up_bytes")) is not None:
         down = size(traffic.get("down_bytes", 0))
-        out.append(Card("Sent", size(traffic["up_bytes"]), f"by a client in a round; it receives {down}"))
+        out.append(
+            Card("Sent", size(traffic["up_bytes"]), f"by a client in a round; it receives {down}")
+        )
     return out
 
 
 def _spent_card(group: Group, run: RunData, at: str) -> Card:
     """The epsilon that an unfinished run has spent, apart from the one that is planned."""
     value = "not known" if group.spent is None else show_loss(group.spent, 2)
-    who = "by the client that spent most" if run.curve("epsilon_server_max") else "by a client in every round"
-    return Card("Epsilon spent so far", value, f"{who}, after round {run.last} of {run.planned_rounds}{at}")
+    who = (
+        "by the client that spent most"
+        if run.curve("epsilon_server_max")
+        else "by a client in every round"
+    )
+    return Card(
+        "Epsilon spent so far", value, f"{who}, after round {run.last} of {run.planned_rounds}{at}"
+    )
 
 
 def meaning(groups: Sequence[Group]) -> str:
@@ -133,13 +167,21 @@ def banners(groups: Sequence[Group], public: bool) -> list[tuple[str, str]]:
     notes = {str(run.result.get("release", "")) for run in runs}
     out = []
     if any(note == NO_PRIVACY for note in notes):
-        out.append(("warn", "No privacy: runs on this page were trained without differential privacy."))
-    if any(note.startswith(SEEDED) for note in notes) or any(g.privacy and g.privacy.seeded for g in groups):
+        out.append(
+            ("warn", "No privacy: runs on this page were trained without differential privacy.")
+        )
+    if any(note.startswith(SEEDED) for note in notes) or any(
+        g.privacy and g.privacy.seeded for g in groups
+    ):
         said = "Simulation, not for release: the noise was seeded, so that whoever knows the seed can remove it."
         out.append(("warn", said))
     if not public:
         out.append(("note", OPERATOR))
-    out += [("warn", f"{group.label}: {group.trouble}") for group in groups if group.trouble and not _going_on(group)]
+    out += [
+        ("warn", f"{group.label}: {group.trouble}")
+        for group in groups
+        if group.trouble and not _going_on(group)
+    ]
     return out
 
 
@@ -161,7 +203,12 @@ def statement(groups: Sequence[Group], public: bool) -> list[tuple[str, str]]:
     """(head, text) of the privacy statement: the same sentences that the command line and the model card use."""
     private = [group for group in groups if group.privacy is not None]
     if not private:
-        return [("None", "Nothing on this page was trained with privacy, so there is no guarantee to state.")]
+        return [
+            (
+                "None",
+                "Nothing on this page was trained with privacy, so there is no guarantee to state.",
+            )
+        ]
     first = private[0].privacy
     assert first is not None
     planned = first.planned
@@ -170,12 +217,25 @@ def statement(groups: Sequence[Group], public: bool) -> list[tuple[str, str]]:
     for text in said:
         names = [g.label for g in private if g.privacy and g.privacy.planned.assumptions() == text]
         out.append(("Guarantee" if len(said) == 1 else f"Guarantee of {joined(names)}", f"{text}."))
-    third = first.void or "it holds only while the seed, the cohorts and every figure of a single client stay secret"
-    out.append(("Third party", f"{third}{'' if public else '; publish it with --public, never beside the others'}."))
+    third = (
+        first.void
+        or "it holds only while the seed, the cohorts and every figure of a single client stay secret"
+    )
+    out.append(
+        (
+            "Third party",
+            f"{third}{'' if public else '; publish it with --public, never beside the others'}.",
+        )
+    )
     out += [("Assumed public", f"{PUBLIC}."), ("Not covered", f"{NOT_COVERED}.")]
     runs = sum(len(group.runs) for group in private)
     more = f" The {runs} runs here used the same records: each epsilon is that of one run, and what all of them spent adds up."
-    out.append(("Tuning", "Epsilon excludes any choice of settings on these data." + (more if runs > 1 else "")))
+    out.append(
+        (
+            "Tuning",
+            "Epsilon excludes any choice of settings on these data." + (more if runs > 1 else ""),
+        )
+    )
     return out
 
 

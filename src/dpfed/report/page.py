@@ -25,7 +25,16 @@ from dpfed.report.figures import Figure, all_figures
 from dpfed.report.labels import apart
 from dpfed.report.run_reader import Group, grouped, number, runs_and_studies
 from dpfed.report.study_reader import Listing, listing_of, read_study
-from dpfed.studies.tables import DASH, Table, best_of, cells, footnotes, grid_words, larger_epsilon, percent
+from dpfed.studies.tables import (
+    DASH,
+    Table,
+    best_of,
+    cells,
+    footnotes,
+    grid_words,
+    larger_epsilon,
+    percent,
+)
 from dpfed.training.callbacks.public_figures import flat
 from dpfed.training.run_folder.folder import versions
 
@@ -90,7 +99,9 @@ def _renamed(groups: Sequence[Group], places: Sequence[str]) -> list[Group]:
 def body(report: Report) -> str:
     """The part of the page that changes while a run goes on."""
     parts = {name: part for name, _ in SECTIONS if (part := _section(report, name))}
-    links = "".join(f'<a href="#{name}">{esc(head)}</a>' for name, head in SECTIONS if name in parts)
+    links = "".join(
+        f'<a href="#{name}">{esc(head)}</a>' for name, head in SECTIONS if name in parts
+    )
     sections = "".join(
         f'<section id="{name}" aria-labelledby="h-{name}"><h2 id="h-{name}">{esc(head)}</h2>{parts[name]}</section>'
         for name, head in SECTIONS
@@ -111,7 +122,8 @@ def _top(report: Report) -> str:
     kicker = f'<p class="kicker"><b>dpfed</b> {kind} <span class="live" role="status">{esc(live)}</span></p>'
     lead = f'<p class="lead">{esc(narrative.lead(groups))}</p>' if groups else ""
     banners = "".join(
-        f'<p class="banner {kind}">{esc(text)}</p>' for kind, text in narrative.banners(groups, report.public)
+        f'<p class="banner {kind}">{esc(text)}</p>'
+        for kind, text in narrative.banners(groups, report.public)
     )
     shown = "".join(
         f'<div class="number"><dt>{esc(card.name)}</dt><dd class="value">{esc(card.value)}</dd>'
@@ -167,7 +179,9 @@ def _statement(report: Report) -> str:
     return f'<div class="card stack"><h3>The privacy statement</h3>{said}</div>'
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], best: Sequence[int] = (), kind: str = "") -> str:
+def _table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], best: Sequence[int] = (), kind: str = ""
+) -> str:
     """Words are escaped here; \\x00 and \\x01 around a word make it bold."""
 
     def cell(word: str) -> str:
@@ -183,7 +197,9 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], best: Sequence[in
 
 
 def _comparison(report: Report) -> str:
-    cards = "".join(f'<div class="card stack">{_listing(listing)}</div>' for listing in report.listings)
+    cards = "".join(
+        f'<div class="card stack">{_listing(listing)}</div>' for listing in report.listings
+    )
     return f'<div class="stack">{cards}</div>' if cards else ""
 
 
@@ -202,7 +218,9 @@ def _listing(listing: Listing) -> str:
     at = [i for i, row in enumerate(rows) if row.label in best]
     for i in at:
         lines[i][0], lines[i][3] = _strong(lines[i][0]), _strong(lines[i][3])
-    kept = [j for j in range(len(head)) if j == 0 or any(line[j] not in (DASH, "0") for line in lines)]
+    kept = [
+        j for j in range(len(head)) if j == 0 or any(line[j] not in (DASH, "0") for line in lines)
+    ]
     out = f"<h3>{esc(listing.title)}</h3>"
     laid_out = grid_words(table, _strong)
     if laid_out is not None:
@@ -230,20 +248,35 @@ def _settings(report: Report) -> str:
     if not tables:
         return ""
     keys = list(dict.fromkeys(key for table in tables for key in table))
-    common = {key: tables[0][key] for key in keys if all(key in t and t[key] == tables[0][key] for t in tables)}
+    common = {
+        key: tables[0][key]
+        for key in keys
+        if all(key in t and t[key] == tables[0][key] for t in tables)
+    }
     if any(len(group.runs) > 1 for group in report.groups):  # the list of runs has all seeds
         common.pop("run.seed", None)
-    several = [key for key in keys if key not in common and key != "run.seed" and sum(key in t for t in tables) > 1]
+    several = [
+        key
+        for key in keys
+        if key not in common and key != "run.seed" and sum(key in t for t in tables) > 1
+    ]
     out = ""
     if several:
-        rows = [[key, *(_shown(table[key]) if key in table else DASH for table in tables)] for key in several]
+        rows = [
+            [key, *(_shown(table[key]) if key in table else DASH for table in tables)]
+            for key in several
+        ]
         head = ["key", *(group.label for group in report.groups)]
         out = f'<div class="card stack"><h3>Where the methods differ</h3>{_table(head, rows, kind="words")}</div>'
     boxes = ""
     for section in dict.fromkeys(key.split(".")[0] for key in common):
-        boxes += _box(section, {key: value for key, value in common.items() if key.split(".")[0] == section})
+        boxes += _box(
+            section, {key: value for key, value in common.items() if key.split(".")[0] == section}
+        )
     for group, table in zip(report.groups, tables, strict=True):
-        own = {key: value for key, value in table.items() if key not in common and key not in several}
+        own = {
+            key: value for key, value in table.items() if key not in common and key not in several
+        }
         own.pop("run.seed", None)
         boxes += _box(f"{group.label} only", own) if own else ""
     return f'<div class="stack">{out}<div class="settings">{boxes}</div></div>'
@@ -264,10 +297,16 @@ def _environment(report: Report) -> str:
             seen.setdefault("python", []).append(str(run.result["python"]))
     pairs = [(name, ", ".join(dict.fromkeys(found))) for name, found in seen.items()]
     first = next((run.result for run in runs if "parameters" in run.result), {})
-    for key, word in (("parameters", "trained numbers"), ("blocks", "blocks"), ("test_records", "test records")):
+    for key, word in (
+        ("parameters", "trained numbers"),
+        ("blocks", "blocks"),
+        ("test_records", "test records"),
+    ):
         if (count := number(first.get(key))) is not None:
             pairs.append((word, f"{count:,.0f}"))
-    out = f'<div class="card stack"><h3>Versions and sizes</h3>{_pairs(pairs)}</div>' if pairs else ""
+    out = (
+        f'<div class="card stack"><h3>Versions and sizes</h3>{_pairs(pairs)}</div>' if pairs else ""
+    )
     if not report.public and runs:
         head = ["run", "method", "seed", "state", "rounds", "accuracy", "seconds"]
         rows = [_run_line(group, run) for group in report.groups for run in group.runs]
@@ -311,9 +350,13 @@ def inlined(value: Any) -> str:
 def plotly_js() -> str:
     """The drawing library, as its Python package carries it."""
     try:
-        return (resources.files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
+        return (resources.files("plotly") / "package_data" / "plotly.min.js").read_text(
+            encoding="utf-8"
+        )
     except (ModuleNotFoundError, OSError):
-        raise DpfedError("reports are drawn with plotly, which is not installed: pip install 'plotly>=6'") from None
+        raise DpfedError(
+            "reports are drawn with plotly, which is not installed: pip install 'plotly>=6'"
+        ) from None
 
 
 def _asset(name: str) -> str:

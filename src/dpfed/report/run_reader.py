@@ -16,13 +16,15 @@ import numpy as np
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting.guarantee import Planned
 from dpfed.report.labels import ALIKE, labels
-from dpfed.training.budget.recorded_spending import NO_PRIVACY, is_run, read_accounts
+from dpfed.training.budget.recorded_spending import NO_PRIVACY, is_run, read_recorded_spending
 from dpfed.training.callbacks.diagnostics import read_diagnostics
 from dpfed.training.callbacks.public_figures import flat, public_result, public_row, public_settings
 from dpfed.training.run_folder.folder import CONFIG, METRICS, RESULT
 from dpfed.training.run_folder.label_counts import FILE as HOLDINGS
 
-POINTS = 12  # rounds at which epsilon is computed for a curve; a query of the accountant takes a while
+POINTS = (
+    12  # rounds at which epsilon is computed for a curve; a query of the accountant takes a while
+)
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,9 @@ class Group:
         for view in ("server_worst", "third_party"):
             found = [number((run.result.get("epsilon") or {}).get(view)) for run in self.runs]
             known = [value for value in found if value is not None]
-            out[view] = max(known) if known else getattr(self.privacy, view) if self.privacy else None
+            out[view] = (
+                max(known) if known else getattr(self.privacy, view) if self.privacy else None
+            )
         return out
 
     @property
@@ -186,7 +190,9 @@ def read_run_data(path: Path, public: bool) -> RunData:
     try:
         settings = tomllib.loads((path / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        raise DpfedError(f"{path / CONFIG} cannot be read: give the folder of a run or of a study") from None
+        raise DpfedError(
+            f"{path / CONFIG} cannot be read: give the folder of a run or of a study"
+        ) from None
     result, rows = _json(path / RESULT), _rows(path / METRICS)
     if public:
         kept = tuple(public_row(row) for row in rows)
@@ -224,8 +230,13 @@ def _holdings(path: Path) -> dict[str, Any] | None:
     classes, labels = found.get("classes"), found.get("labels")
     if not isinstance(classes, list) or not isinstance(labels, list):
         return None
-    right = all(isinstance(row, list) and len(row) == len(classes) and all(map(_count, row)) for row in labels)
-    return {"classes": [str(name) for name in classes], "labels": labels} if right and labels else None
+    right = all(
+        isinstance(row, list) and len(row) == len(classes) and all(map(_count, row))
+        for row in labels
+    )
+    return (
+        {"classes": [str(name) for name in classes], "labels": labels} if right and labels else None
+    )
 
 
 def _count(value: Any) -> bool:
@@ -237,14 +248,20 @@ def privacy_of(path: Path, data: RunData, public: bool) -> tuple[Privacy | None,
     if data.result.get("release") == NO_PRIVACY:
         return None, None
     try:
-        found = read_accounts(path)
+        found = read_recorded_spending(path)
     except DpfedError as error:
         if public:  # the sentence names a folder
             return None, "the ledger could not be read, so this page has no epsilon from it"
         return None, str(error)
     each = () if public else tuple(float(value) for value in found.epsilons)
     return Privacy(
-        found.realised, found.server_worst, found.third_party, found.clients, found.seeded, found.void, each
+        found.realised,
+        found.server_worst,
+        found.third_party,
+        found.clients,
+        found.seeded,
+        found.void,
+        each,
     ), None
 
 
@@ -256,7 +273,9 @@ def grouped(paths: Sequence[Path], public: bool) -> list[Group]:
         data = read_run_data(path, public)
         # What is hidden still tells runs apart: the same settings on other data are another method's row.
         whole = flat(tomllib.loads((path / CONFIG).read_text(encoding="utf-8")))
-        key = json.dumps({k: v for k, v in whole.items() if k not in ALIKE}, sort_keys=True, default=str)
+        key = json.dumps(
+            {k: v for k, v in whole.items() if k not in ALIKE}, sort_keys=True, default=str
+        )
         alike.setdefault(key, []).append((path, data))
         wholes.setdefault(key, whole)
     members = list(alike.values())

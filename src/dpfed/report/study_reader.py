@@ -50,9 +50,13 @@ def read_study(folder: Path, public: bool) -> tuple[Listing, list[Group]]:
             notes=() if public else tuple(str(note) for note in table["notes"]),  # they name seeds
         )
     except FileNotFoundError:
-        raise DpfedError(f"{folder} has no table yet: let `dpfed compare` finish, then report it") from None
+        raise DpfedError(
+            f"{folder} has no table yet: let `dpfed compare` finish, then report it"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise DpfedError(f"{folder / 'table.json'} is damaged: the same `dpfed compare` writes it again") from None
+        raise DpfedError(
+            f"{folder / 'table.json'} is damaged: the same `dpfed compare` writes it again"
+        ) from None
     return listing, _groups(folder, listing, public)
 
 
@@ -70,7 +74,8 @@ def _entry(record: Mapping[str, Any], public: bool) -> Entry:
         epsilon={view: number(record["epsilon"].get(view)) for view in FIGURES},
         guarantee=str(record["guarantee"]),
         traffic={str(k): int(v) for k, v in traffic.items()} if traffic else None,
-        failed=record["failed"] and ("see the operator's page" if public else str(record["failed"])),
+        failed=record["failed"]
+        and ("see the operator's page" if public else str(record["failed"])),
     )
     mean, interval = number(record["difference"]), record["interval"]
     half = (float(interval[1]) - float(interval[0])) / 2 if interval else None

@@ -54,11 +54,18 @@ class Arm:
     def configure(self, base: Mapping[str, Any], point: Point, registry: Registry) -> Config:
         """The base with the arm's overrides and the tuned values."""
         tables = overlay(dict(base), overrides_layer(self.overrides))
-        return build(overlay(tables, {"algorithm": dict(zip(self.grids, point, strict=True))}), registry)
+        return build(
+            overlay(tables, {"algorithm": dict(zip(self.grids, point, strict=True))}), registry
+        )
 
 
-def parse_arms(text: str, base: Config, registry: Registry, grids: Mapping[str, tuple[float, ...]]) -> list[Arm]:
-    return [make_arm(label, arm, registry, grids) for label, arm in parse_names(text, base, registry).items()]
+def parse_arms(
+    text: str, base: Config, registry: Registry, grids: Mapping[str, tuple[float, ...]]
+) -> list[Arm]:
+    return [
+        make_arm(label, arm, registry, grids)
+        for label, arm in parse_names(text, base, registry).items()
+    ]
 
 
 def parse_names(text: str, base: Config, registry: Registry) -> dict[str, str]:
@@ -66,7 +73,11 @@ def parse_names(text: str, base: Config, registry: Registry) -> dict[str, str]:
     words = [word.strip() for word in re.split(r",(?![^\[]*\])", text) if word.strip()]
     if not words:
         raise DpfedError("--algorithms names no method: give names separated by commas, or all")
-    labels = [label for word in words for label in (everything(base, registry) if word == "all" else [word])]
+    labels = [
+        label
+        for word in words
+        for label in (everything(base, registry) if word == "all" else [word])
+    ]
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice:
         raise DpfedError(f"--algorithms names {twice[0]} twice: every arm can be there once")
@@ -78,14 +89,22 @@ def everything(base: Config, registry: Registry) -> list[str]:
     names = [name for name in ORDER if name in registry.algorithm]
     names += [name for name in registry.algorithm if name not in (*ORDER, REFERENCE)]
     if "dp-fedsam" in names and base.privacy.enabled and base.privacy.target_epsilon is None:
-        names.insert(names.index("dp-fedsam") + 1, EQUAL_EPS)  # a target is reached by every method alike
-    if base.model.train == "lora" and "freeze_a" in {f.name for f in dataclasses.fields(LoraSection)}:
+        names.insert(
+            names.index("dp-fedsam") + 1, EQUAL_EPS
+        )  # a target is reached by every method alike
+    if base.model.train == "lora" and "freeze_a" in {
+        f.name for f in dataclasses.fields(LoraSection)
+    }:
         names.append(FFA_LORA)
     return [*names, REFERENCE]
 
 
 def make_arm(
-    label: str, text: str, registry: Registry, grids: Mapping[str, tuple[float, ...]], **place: str | None
+    label: str,
+    text: str,
+    registry: Registry,
+    grids: Mapping[str, tuple[float, ...]],
+    **place: str | None,
 ) -> Arm:
     """An arm from `NAME` or `NAME:key=value;key=value`; keys without a dot belong to [algorithm]."""
     name, _, changes = text.partition(":")
@@ -102,7 +121,9 @@ def make_arm(
         overrides.append(item if "." in key else f"algorithm.{item}")
     fixed = {item.partition("=")[0].strip().removeprefix("algorithm.") for item in overrides}
     tuned = {
-        key: grid for key, grid in _grids(label, name, registry.algorithm[name], grids).items() if key not in fixed
+        key: grid
+        for key, grid in _grids(label, name, registry.algorithm[name], grids).items()
+        if key not in fixed
     }
     return Arm(label, tuple(overrides), tuned, **place)  # type: ignore[arg-type]
 
@@ -130,11 +151,17 @@ def parse_grids(items: Sequence[str], registry: Registry) -> dict[str, tuple[flo
         except ValueError:
             values = ()
         if not equals or not values or not all(0 < value < float("inf") for value in values):
-            raise DpfedError(f"--lr {item!r} is not of the form NAME=v1,v2,... with numbers above 0")
+            raise DpfedError(
+                f"--lr {item!r} is not of the form NAME=v1,v2,... with numbers above 0"
+            )
         method, _, key = name.strip().partition(":")[0].partition(".")
         if method not in registry.algorithm and method not in SHORT:
-            raise DpfedError(f"--lr {item!r}: {method!r} is not a method{nearest(method, list(registry.algorithm))}")
-        if key and not (key == "server_lr" and hasattr(registry.algorithm.get(method), "server_lr_grid")):
+            raise DpfedError(
+                f"--lr {item!r}: {method!r} is not a method{nearest(method, list(registry.algorithm))}"
+            )
+        if key and not (
+            key == "server_lr" and hasattr(registry.algorithm.get(method), "server_lr_grid")
+        ):
             raise DpfedError(f"--lr {item!r}: {method} has no rate {key!r} to tune")
         out[name.strip()] = values
     return out

@@ -59,7 +59,9 @@ def key_of(tables: Mapping[str, Any]) -> str:
 
 def blind_of(result: Mapping[str, Any]) -> tuple[float, float]:
     """By the records of each class that a run has scored: the most frequent class, and the frequencies as probabilities."""
-    counts = [int(row["support"]) for row in (result.get("metrics") or {}).get("per_class", {}).values()]
+    counts = [
+        int(row["support"]) for row in (result.get("metrics") or {}).get("per_class", {}).values()
+    ]
     if any(count < 0 for count in counts):
         raise ValueError("a class with fewer than no records")
     shares = [count / sum(counts) for count in counts if count]
@@ -72,7 +74,9 @@ def read_outcome(folder: Path) -> Outcome | None:
         result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
         if result["state"] not in ("finished", "stopped") or result["versions"] != versions():
             return None
-        rows = [json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
+        rows = [
+            json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()
+        ]
         rows = [row for row in rows if row["accuracy"] is not None]
         curve = tuple((int(row["round"]), float(row["accuracy"])) for row in rows)
         loss = rows[-1]["loss"]
@@ -89,7 +93,16 @@ def read_outcome(folder: Path) -> Outcome | None:
             curve=curve,
         )
         return found if _plausible(found) else None
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError):
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ):
         return None
 
 
@@ -118,4 +131,6 @@ def clear(folder: Path) -> None:
         except OSError:
             time.sleep(patience)  # a worker of a study that was killed may be writing its last
     if folder.exists():
-        raise DpfedError(f"{folder} cannot be removed to make room for a run: check its permissions")
+        raise DpfedError(
+            f"{folder} cannot be removed to make room for a run: check its permissions"
+        )

@@ -14,7 +14,15 @@ from dpfed.studies.plots import Curve, accuracy_over_rounds
 from dpfed.studies.study import ArmResult, Study
 from dpfed.studies.tables import Row, Table, to_csv, to_json, to_latex, to_markdown
 
-FILES = ("table.csv", "table.json", "table.md", "table.tex", "curves.png", "curves.svg", "search.csv")
+FILES = (
+    "table.csv",
+    "table.json",
+    "table.md",
+    "table.tex",
+    "curves.png",
+    "curves.svg",
+    "search.csv",
+)
 
 
 def table_of(study: Study, results: Sequence[ArmResult]) -> Table:
@@ -38,7 +46,9 @@ def _row(result: ArmResult, done: Mapping[str, ArmResult], search_seeds: int) ->
         at_edge=result.at_edge,
         accuracies=tuple(outcome.accuracy for outcome in reported),
         diverged=sum(outcome.diverged for outcome in reported),
-        reference=None if against is None or against is result else tuple(o.accuracy for o in against.reported),
+        reference=None
+        if against is None or against is result
+        else tuple(o.accuracy for o in against.reported),
         epsilon=_largest([outcome.epsilon for outcome in reported]),
         guarantee=first.guarantee if first else "",
         traffic=first.traffic if first else None,
@@ -58,7 +68,11 @@ def _largest(figures: Sequence[Mapping[str, float | None]]) -> dict[str, float |
 def _notes(study: Study, rows: Sequence[Row]) -> list[str]:
     first = int(study.base["run"]["seed"])
     seeds = f"seeds {first} to {first + study.seeds - 1}" if study.seeds > 1 else f"seed {first}"
-    others = "another seed" if study.search_seeds == 1 else f"the mean of {study.search_seeds} other seeds"
+    others = (
+        "another seed"
+        if study.search_seeds == 1
+        else f"the mean of {study.search_seeds} other seeds"
+    )
     notes = [
         f"accuracy: mean ± standard deviation over {seeds} on the test half of the server's public data; "
         f"rates were chosen on the other half with {others}, by the same number of runs for every method (by accuracy, "
@@ -106,7 +120,13 @@ def search_csv(results: Sequence[ArmResult]) -> str:
             rates: dict[str, Any] = dict(zip(result.arm.grids, point, strict=True))
             chosen = "yes" if point == result.point else ""
             writer.writerow(
-                [result.arm.label, *(rates.get(key, "") for key in keys), score.accuracy, score.loss, chosen]
+                [
+                    result.arm.label,
+                    *(rates.get(key, "") for key in keys),
+                    score.accuracy,
+                    score.loss,
+                    chosen,
+                ]
             )
     return out.getvalue()
 
@@ -122,5 +142,7 @@ def write(study: Study, results: Sequence[ArmResult], out: Path) -> Table:
         if curves:
             accuracy_over_rounds(curves, study.title, [out / FILES[4], out / FILES[5]])
     except OSError as error:
-        raise DpfedError(f"the tables in {out} cannot be written: {error.strerror or error}") from None
+        raise DpfedError(
+            f"the tables in {out} cannot be written: {error.strerror or error}"
+        ) from None
     return table

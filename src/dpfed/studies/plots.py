@@ -85,14 +85,24 @@ def accuracy_over_rounds(curves: Sequence[Curve], title: str, paths: Sequence[Pa
             axes.set_xlabel("round")
             axes.grid(alpha=0.3)
         trained = [100 * value for c in curves for line in c.seeds for value in (line[1:] or line)]
-        margin = max(1.0, 0.05 * (max(trained) - min(trained)))  # round 0, before training, would flatten the rest
+        margin = max(
+            1.0, 0.05 * (max(trained) - min(trained))
+        )  # round 0, before training, would flatten the rest
         for axes in grid[:, 0]:
             axes.set_ylim(max(0, min(trained) - margin), min(100, max(trained) + margin))
             axes.set_ylabel("accuracy on the test half, %")
-        handles = {label: h for axes in grid.flat for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, fontsize="small")
+        handles = {
+            label: h
+            for axes in grid.flat
+            for h, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(
+            handles.values(), handles.keys(), loc="outside lower center", ncols=3, fontsize="small"
+        )
         for path in paths:
-            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+            figure.savefig(
+                path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None
+            )
         pyplot.close(figure)
 
 
@@ -102,10 +112,14 @@ def _draw(axes: Any, curve: Curve, number: int) -> None:
     style = STYLES[number // len(COLOURS) % len(STYLES)]
     axes.plot(curve.rounds, values.mean(0), style, color=colour, label=curve.name, linewidth=1.8)
     if len(values) > 1:
-        axes.fill_between(curve.rounds, values.min(0), values.max(0), color=colour, alpha=0.15, linewidth=0)
+        axes.fill_between(
+            curve.rounds, values.min(0), values.max(0), color=colour, alpha=0.15, linewidth=0
+        )
 
 
-def label_table(counts: np.ndarray, classes: Sequence[str], title: str, path: Path, names: Sequence[str] = ()) -> None:
+def label_table(
+    counts: np.ndarray, classes: Sequence[str], title: str, path: Path, names: Sequence[str] = ()
+) -> None:
     """Client x label as a heat map: one row for each client, one column for each class."""
     import matplotlib
 
@@ -125,7 +139,10 @@ def label_table(counts: np.ndarray, classes: Sequence[str], title: str, path: Pa
     axes.set_title(title, fontsize=9)
     if len(classes) <= 30:
         axes.set_xticks(
-            range(len(classes)), [name[:20].replace("$", r"\$") for name in classes], rotation=60, ha="right"
+            range(len(classes)),
+            [name[:20].replace("$", r"\$") for name in classes],
+            rotation=60,
+            ha="right",
         )
     if 0 < len(names) <= MAX_NAMED_CLIENTS:
         axes.set_yticks(range(len(names)), [name[:20].replace("$", r"\$") for name in names])

@@ -25,8 +25,8 @@ from dpfed.errors import DpfedError, StoppedError
 from dpfed.studies.outcomes import Task, clear
 
 if TYPE_CHECKING:
-    from dpfed.training.backends.batched_runs import Place
-    from dpfed.training.job.job_cache import Shared
+    from dpfed.training.backends.batched_runs import BatchedRun
+    from dpfed.training.job.job_cache import JobCache
 
 
 BROKEN = "CUDA error"  # after which everything on the device fails in this process, whatever run it is of
@@ -45,7 +45,12 @@ class Pool:
     def __enter__(self) -> Pool:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
         for worker in [*self._idle, *self._busy.values()]:
             worker.end()
 
@@ -107,7 +112,9 @@ class Worker:
     def give(self, pack: Sequence[tuple[Task, Path]]) -> None:
         self.owes, self.packed = {task.key: (task, folder) for task, folder in pack}, len(pack) > 1
         with contextlib.suppress(OSError):  # it has died since: `wait` will find out
-            self.connection.send([(task.key, dict(task.tables), str(folder), task.tuning) for task, folder in pack])
+            self.connection.send(
+                [(task.key, dict(task.tables), str(folder), task.tuning) for task, folder in pack]
+            )
 
     def obituary(self) -> str:
         self._process.join(5)
@@ -153,11 +160,11 @@ def work(connection: Connection, gpu: str | None) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
 
-    from dpfed.training.job.job_cache import Shared
+    from dpfed.training.job.job_cache import JobCache
 
     torch.set_num_threads(1)  # one per process: sums then do not depend on how many cores there are
     sources: dict[Any, Any] = {}
-    shared = Shared()
+    shared = JobCache()
     while True:
         try:
             pack = connection.recv()
@@ -171,24 +178,34 @@ Given = tuple[str, Mapping[str, Any], str, bool]
 
 
 def run_pack(
-    pack: Sequence[Given], sources: dict[Any, Any], shared: Shared, ended: Callable[[str, str | None], None]
+    pack: Sequence[Given],
+    sources: dict[Any, Any],
+    shared: JobCache,
+    ended: Callable[[str, str | None], None],
 ) -> None:
     """The runs of a pack side by side; one run as it always was. `ended` is told of each as it ends."""
-    from dpfed.training.backends.batched_runs import side_by_side
+    from dpfed.training.backends.batched_runs import run_batched
 
-    def task(given: Given) -> Callable[[Place | None], str | None]:
+    def task(given: Given) -> Callable[[BatchedRun | None], str | None]:
         _, tables, folder, tuning = given
         return lambda place: run_one(tables, Path(folder), tuning, sources, place)
 
     key, tables, folder, tuning = pack[0]
     shared.only_for(purpose_of(tables))
     if len(pack) == 1:
-        head_alone = tables.get("model", {}).get("train") == "head"  # whose features take longer than its rounds
+        head_alone = (
+            tables.get("model", {}).get("train") == "head"
+        )  # whose features take longer than its rounds
         if not head_alone:
             shared.clear()
-        ended(key, run_one(tables, Path(folder), tuning, sources, shared=shared if head_alone else None))
+        ended(
+            key,
+            run_one(tables, Path(folder), tuning, sources, shared=shared if head_alone else None),
+        )
     else:
-        side_by_side([task(given) for given in pack], shared, lambda i, answer: ended(pack[i][0], answer))
+        run_batched(
+            [task(given) for given in pack], shared, lambda i, answer: ended(pack[i][0], answer)
+        )
 
 
 def purpose_of(tables: Mapping[str, Any]) -> str:
@@ -209,15 +226,15 @@ def run_one(
     folder: Path,
     tuning: bool,
     sources: dict[Any, Any],
-    place: Place | None = None,
-    shared: Shared | None = None,
+    place: BatchedRun | None = None,
+    shared: JobCache | None = None,
 ) -> str | None:
     """One run; a run that stopped has left its results, so that is no failure. `place`: among runs computed together;
     `shared`: what the run before it has left, for a run by itself."""
     from dpfed.config import build
     from dpfed.privacy.oracle import out_of_memory
     from dpfed.registry import registry
-    from dpfed.training.backends.batched_runs import UnpackableError
+    from dpfed.training.backends.batched_runs import UnbatchableError
     from dpfed.training.run import run
     from dpfed.training.run_folder.folder import MODEL
 
@@ -238,11 +255,13 @@ def run_one(
     except Exception as error:
         if place is not None and str(error).startswith(BROKEN):
             raise  # the process ends of it, and the pool does the runs of the pack one by one
-        crowded = place is not None and (isinstance(error, UnpackableError) or out_of_memory(error))
+        crowded = place is not None and (
+            isinstance(error, UnbatchableError) or out_of_memory(error)
+        )
         if not crowded:
             return _defect(error)
     clear(folder)  # a seeded simulation, done again from its beginning
-    raise UnpackableError  # outside the handler, as the first error would hold the run's model
+    raise UnbatchableError  # outside the handler, as the first error would hold the run's model
 
 
 def _defect(error: Exception) -> str:
@@ -258,5 +277,7 @@ def default_workers(device: str) -> tuple[int, int]:
     if device != "cpu" and torch.cuda.is_available():
         gpus = torch.cuda.device_count() if device in ("auto", "cuda") else 1
         return gpus, gpus
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return cores, 0

@@ -47,8 +47,12 @@ def mean(scores: Sequence[Score]) -> Score:
     accuracy = sum(score.accuracy for score in scores) / count
     spread = sum((score.accuracy - accuracy) ** 2 for score in scores) / max(1, count - 1)
     error = max(math.sqrt(spread / count), sum(score.error for score in scores) / count)
-    first = max(scores, key=lambda score: score.blind_accuracy)  # a seed that diverged may not know it
-    return first._replace(accuracy=accuracy, loss=sum(score.loss for score in scores) / count, error=error)
+    first = max(
+        scores, key=lambda score: score.blind_accuracy
+    )  # a seed that diverged may not know it
+    return first._replace(
+        accuracy=accuracy, loss=sum(score.loss for score in scores) / count, error=error
+    )
 
 
 EXTRA, LIMIT = 2, 5
@@ -159,7 +163,9 @@ def at_edges(scored: Scores) -> list[bool]:
 def _ends(scored: Scores, key: int) -> tuple[bool, bool]:
     tried = {point[key] for point in scored}
     if lost(scored):
-        return True, any(math.isfinite(score.loss) for point, score in scored.items() if point[key] == max(tried))
+        return True, any(
+            math.isfinite(score.loss) for point, score in scored.items() if point[key] == max(tried)
+        )
     good = {point[key] for point in winners(scored)}
     return min(tried) in good, max(tried) in good
 
@@ -172,7 +178,9 @@ def propose(space: Space, scored: Scores) -> Point:
     values = sorted({point[key] for point in scored})
     if edges[key]:
         low, high = _ends(scored, key)
-        diverged = math.isinf(scored[best(scored)].loss)  # all of them, then: the rates are too large
+        diverged = math.isinf(
+            scored[best(scored)].loss
+        )  # all of them, then: the rates are too large
         up = high and (not low or (not diverged and _larger_next(values, space[key])))
         end, factor = (values[-1], ratio(space[key])) if up else (values[0], 1 / ratio(space[key]))
         start = best({point: score for point, score in scored.items() if point[key] == end})
@@ -182,7 +190,9 @@ def propose(space: Space, scored: Scores) -> Point:
     at = values.index(top[key])
     beside = (values[at - 1], values[at + 1])
     neighbour = best({point: score for point, score in scored.items() if point[key] in beside})[key]
-    if _moved(top, key, neighbour) not in scored:  # with several keys: a value that was tried elsewhere only
+    if (
+        _moved(top, key, neighbour) not in scored
+    ):  # with several keys: a value that was tried elsewhere only
         return _moved(top, key, neighbour)
     return _moved(top, key, _rounded(math.sqrt(top[key] * neighbour), values))
 

@@ -115,7 +115,9 @@ class Progress:
     def task(self, arm: int, point: Point, seed: int, tuning: bool = False) -> Task:
         """The run of an arm at a point with the reported seed of that number, or with that of the search."""
         if (arm, point, seed, tuning) not in self._tasks:
-            self._tasks[arm, point, seed, tuning] = make_task(self.study, arm, point, seed, self.registry, tuning)
+            self._tasks[arm, point, seed, tuning] = make_task(
+                self.study, arm, point, seed, self.registry, tuning
+            )
         return self._tasks[arm, point, seed, tuning]
 
     def tries(self, arm: int, point: Point) -> list[Task]:
@@ -124,23 +126,39 @@ class Progress:
 
     def failure(self, arm: int) -> str | None:
         mine = [task for (a, *_), task in self._tasks.items() if a == arm]
-        return next((o.failed for t in mine if (o := self.outcomes.get(t.key)) is not None and o.failed), None)
+        return next(
+            (o.failed for t in mine if (o := self.outcomes.get(t.key)) is not None and o.failed),
+            None,
+        )
 
     def scored(self, arm: int) -> dict[Point, Score]:
         """The points of the search that are done, by the mean over its seeds."""
         points = dict.fromkeys(point for a, point, _, tuning in self._tasks if a == arm and tuning)
         found = {p: [self.outcomes.get(task.key) for task in self.tries(arm, p)] for p in points}
-        return {p: mean([o.score for o in all_ if o is not None]) for p, all_ in found.items() if None not in all_}
+        return {
+            p: mean([o.score for o in all_ if o is not None])
+            for p, all_ in found.items()
+            if None not in all_
+        }
 
     def wanted(self) -> list[Task]:
         """What can be run now, the longest first: points of the search, or, when that is over, reported seeds."""
         arms = [i for i in range(len(self.study.arms)) if self.failure(i) is None]
         spaces = [self.study.arms[i].space for i in arms]
         first = largest([arm.space for arm in self.study.arms])
-        points = next_points(spaces, [self.scored(i) for i in arms], self.study.extra, self.study.limit, first)
-        tasks = [t for i, todo in zip(arms, points, strict=True) for point in todo for t in self.tries(i, point)]
+        points = next_points(
+            spaces, [self.scored(i) for i in arms], self.study.extra, self.study.limit, first
+        )
+        tasks = [
+            t
+            for i, todo in zip(arms, points, strict=True)
+            for point in todo
+            for t in self.tries(i, point)
+        ]
         if not tasks:
-            tasks = [self.task(i, self.chosen(i), seed) for i in arms for seed in range(self.study.seeds)]
+            tasks = [
+                self.task(i, self.chosen(i), seed) for i in arms for seed in range(self.study.seeds)
+            ]
         missing = {task.key: task for task in tasks if task.key not in self.outcomes}
         return sorted(missing.values(), key=lambda task: -task.cost)
 
@@ -185,12 +203,16 @@ class Progress:
                 out.append(ArmResult(arm, None, tuned, False, (), failed))
                 continue
             point = self.chosen(i)
-            reported = tuple(self.outcomes[self.task(i, point, s).key] for s in range(self.study.seeds))
+            reported = tuple(
+                self.outcomes[self.task(i, point, s).key] for s in range(self.study.seeds)
+            )
             out.append(ArmResult(arm, point, tuned, bool(tuned) and any(at_edges(tuned)), reported))
         return out
 
 
-def make_task(study: Study, arm: int, point: Point, seed: int, registry: Registry, tuning: bool = False) -> Task:
+def make_task(
+    study: Study, arm: int, point: Point, seed: int, registry: Registry, tuning: bool = False
+) -> Task:
     this = study.arms[arm]
     config = this.configure(study.base, point, registry)
     first, run = config.run.seed, config.run
@@ -198,14 +220,24 @@ def make_task(study: Study, arm: int, point: Point, seed: int, registry: Registr
         # scored once, at its end; with a budget the end may come sooner
         every = run.eval_every if config.privacy.budget is not None else run.rounds
         run = dataclasses.replace(
-            run, seed=first + TUNING_SEED + seed, eval_on="validation", eval_every=every, checkpoint_every=0
+            run,
+            seed=first + TUNING_SEED + seed,
+            eval_on="validation",
+            eval_every=every,
+            checkpoint_every=0,
         )
     else:
         run = dataclasses.replace(run, seed=first + seed, eval_on="test", checkpoint_every=0)
     config = dataclasses.replace(config, run=run)
     tables = to_dict(config)
     rates = " ".join(f"{key}={lr:g}" for key, lr in zip(this.grids, point, strict=True))
-    phase = f"seed {first + seed}" if not tuning else f"tuning {seed + 1}" if study.search_seeds > 1 else "tuning"
+    phase = (
+        f"seed {first + seed}"
+        if not tuning
+        else f"tuning {seed + 1}"
+        if study.search_seeds > 1
+        else "tuning"
+    )
     # The same key in every version, so that a study goes on where an earlier one stopped.
     key = key_of(as_first_written(tables))
     return Task(key, f"{this.label}  {rates}  {phase}", tables, tuning, cost_of(config))
@@ -232,21 +264,31 @@ def check(study: Study, registry: Registry) -> None:
     for arm in study.arms:
         run = arm.configure(study.base, tuple(grid[0] for grid in arm.space), registry).run
         if (run.noise, run.seed, run.eval_on) != ("seeded", study.base["run"]["seed"], "all"):
-            raise DpfedError(f"{arm.label}: run.seed, run.noise and run.eval_on are set by the study, leave them out")
+            raise DpfedError(
+                f"{arm.label}: run.seed, run.noise and run.eval_on are set by the study, leave them out"
+            )
 
 
 def claim(out: Path, study: Study, force: bool) -> TextIO:
     """Makes the folder this study's; nobody else can write to it until the returned file is closed."""
     mine = out / STUDY
-    if out.exists() and not mine.exists() and (not out.is_dir() or any(p.name != LOCK for p in out.iterdir())):
+    if (
+        out.exists()
+        and not mine.exists()
+        and (not out.is_dir() or any(p.name != LOCK for p in out.iterdir()))
+    ):
         raise DpfedError(f"{out} is not empty and not a study: choose another --out")
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock = (out / LOCK).open("w")
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however that ends
+            fcntl.flock(
+                lock, fcntl.LOCK_EX | fcntl.LOCK_NB
+            )  # ends with the process, however that ends
         except BlockingIOError:
-            raise DpfedError(f"another dpfed compare is at work in {out}: wait for it or stop it") from None
+            raise DpfedError(
+                f"another dpfed compare is at work in {out}: wait for it or stop it"
+            ) from None
         asked = json.dumps(study.asked, indent=2) + "\n"
         if mine.exists() and mine.read_bytes() != asked.encode() and not force:
             raise DpfedError(
@@ -286,7 +328,9 @@ def conduct(
 
     while True:
         wanted = [task for task in progress.wanted() if task.key not in running]
-        found = {task.key: o for task in wanted if (o := read_outcome(out / RUNS / task.key)) is not None}
+        found = {
+            task.key: o for task in wanted if (o := read_outcome(out / RUNS / task.key)) is not None
+        }
         if found:
             progress.outcomes.update(found)
             for task in wanted:
@@ -307,7 +351,9 @@ def conduct(
         tell(task, outcome, True)
 
 
-def _fill(runner: Runner, packs: Sequence[Sequence[Task]], running: dict[str, Task], out: Path) -> None:
+def _fill(
+    runner: Runner, packs: Sequence[Sequence[Task]], running: dict[str, Task], out: Path
+) -> None:
     for pack in packs:
         if not runner.free():
             return
@@ -320,7 +366,9 @@ def _fill(runner: Runner, packs: Sequence[Sequence[Task]], running: dict[str, Ta
         running.update({task.key: task for task in pack})
 
 
-def packs_of(tasks: Sequence[Task], most: int, workers: int, registry: Registry) -> list[list[Task]]:
+def packs_of(
+    tasks: Sequence[Task], most: int, workers: int, registry: Registry
+) -> list[list[Task]]:
     """Tasks that can be computed together, up to `most`, in the order given; no more than leaves every worker a share."""
     if most == 1:
         return [[task] for task in tasks]

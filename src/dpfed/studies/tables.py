@@ -82,7 +82,11 @@ def larger_epsilon(table: Table) -> set[str]:
     """Labels of arms that spend more than the cheapest arm of their column: they are not compared on equal terms."""
     out = set()
     for column in {row.column for row in table.rows}:
-        spent = {r.label: e for r in table.rows if r.column == column and (e := r.epsilon.get("server_worst"))}
+        spent = {
+            r.label: e
+            for r in table.rows
+            if r.column == column and (e := r.epsilon.get("server_worst"))
+        }
         out |= {label for label, value in spent.items() if value > LARGER * min(spent.values())}
     return out
 
@@ -160,7 +164,10 @@ def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
         elif key == "interval":
             out["interval_low"], out["interval_high"] = value or (None, None)
         elif key == "traffic":
-            out |= {part: (value or {}).get(part) for part in ("up_numbers", "up_bytes", "down_numbers", "down_bytes")}
+            out |= {
+                part: (value or {}).get(part)
+                for part in ("up_numbers", "up_bytes", "down_numbers", "down_bytes")
+            }
         elif isinstance(value, Mapping):
             out |= {f"{key}_{part}": inner for part, inner in value.items()}
         else:
@@ -178,7 +185,13 @@ def percent(mean: float | None, spread: float | None, sign: bool = False) -> str
 def cells(table: Table) -> tuple[list[str], list[list[str]]]:
     """Header and body of the table of all arms, as words; marks refer to `footnotes`."""
     costly = larger_epsilon(table)
-    head = ["method", "tuned", "tuning runs", "accuracy %", f"difference to {table.reference or 'reference'}"]
+    head = [
+        "method",
+        "tuned",
+        "tuning runs",
+        "accuracy %",
+        f"difference to {table.reference or 'reference'}",
+    ]
     head += ["epsilon (server)", "epsilon (third party)", "up", "down"]
     body = []
     for row in table.rows:
@@ -193,7 +206,9 @@ def cells(table: Table) -> tuple[list[str], list[list[str]]]:
                 percent(row.mean, row.std),
                 percent(mean, half, sign=True),
                 *(
-                    show_loss(row.epsilon[view], 2) if private else ("no privacy" if row.accuracies else DASH)
+                    show_loss(row.epsilon[view], 2)
+                    if private
+                    else ("no privacy" if row.accuracies else DASH)
                     for view in ("server_worst", "third_party")
                 ),
                 _traffic(row, "up"),
@@ -243,7 +258,8 @@ def footnotes(table: Table) -> list[str]:
         "spends a larger epsilon than others at the same noise, so it is not on equal terms (never in bold)",
         "the best rate is at the edge of what was tried, or none was better than one answer for all: a better one may lie outside",
         "has runs that diverged, which count as accuracy 0",
-        "could not be run: " + "; ".join(f"{row.label}: {row.failed}" for row in table.rows if row.failed),
+        "could not be run: "
+        + "; ".join(f"{row.label}: {row.failed}" for row in table.rows if row.failed),
     ]
     return [f"{mark} {text}" for mark, text, on in zip(MARKS, sentences, used, strict=True) if on]
 
@@ -288,14 +304,19 @@ def grid_words(table: Table, bold: Bold) -> tuple[list[str], list[list[str]]] | 
             best |= best_of([row for row in table.rows if row.column == column], costly)
     else:  # of one method the columns are compared
         best = best_of(
-            table.rows, larger_epsilon(replace(table, rows=tuple(replace(r, column="") for r in table.rows)))
+            table.rows,
+            larger_epsilon(replace(table, rows=tuple(replace(r, column="") for r in table.rows))),
         )
     body = []
     for name, line in zip(names, lines, strict=True):
         words = [name]
         for row in line:
             text = DASH if row is None else percent(row.mean, row.std)
-            marks = "" if row is None else "".join(m for m, on in zip(MARKS, _flags(row, costly), strict=True) if on)
+            marks = (
+                ""
+                if row is None
+                else "".join(m for m, on in zip(MARKS, _flags(row, costly), strict=True) if on)
+            )
             words.append((bold(text) if row is not None and row.label in best else text) + marks)
         body.append(words)
     return ["method", *(f"{table.axis} {column}" for column in columns)], body
@@ -323,7 +344,9 @@ def _emphasised(table: Table, body: list[list[str]], bold: Bold) -> list[list[st
 
 def _pipes(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *body]
-    return "\n".join("| " + " | ".join(word.replace("|", "\\|") for word in line) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(word.replace("|", "\\|") for word in line) + " |" for line in lines
+    )
 
 
 _LATEX = {

@@ -36,7 +36,7 @@ from dpfed.privacy.noise import Streams
 from dpfed.privacy.oracle import FleetOracle
 from dpfed.privacy.plan import Plan, Schedule
 from dpfed.privacy.published import show_setting
-from dpfed.privacy.record_batch import Records, Views
+from dpfed.privacy.record_batch import Augmentations, Records
 from dpfed.training.backends.fleet import Fleet, learning_rate
 from dpfed.training.job.job import Job
 from dpfed.training.round_loop import aggregate, first_state
@@ -93,14 +93,28 @@ class Audited:
         for first in range(0, self.plan.clients, FLEET):
             clients = list(range(first, min(first + FLEET, self.plan.clients)))
             theta = torch.zeros(len(clients), TENSORS * width, device=self.device)
-            unit = torch.tensor(self.plan.expected[clients] / self.plan.clip, dtype=torch.float32, device=self.device)
+            unit = torch.tensor(
+                self.plan.expected[clients] / self.plan.clip,
+                dtype=torch.float32,
+                device=self.device,
+            )
             step = 0
             for t in range(1, self.rounds + 1):
                 oracle = self.oracle(
-                    model, records, shards, self.plan, self.streams, t, clients, self.local_steps, self.max_slots
+                    model,
+                    records,
+                    shards,
+                    self.plan,
+                    self.streams,
+                    t,
+                    clients,
+                    self.local_steps,
+                    self.max_slots,
                 )
                 for _ in range(self.local_steps * self.plan.batches):
-                    seen = [oracle(theta)[0]] + [oracle.again(theta)[0] for _ in range(self.plan.releases - 1)]
+                    seen = [oracle(theta)[0]] + [
+                        oracle.again(theta)[0] for _ in range(self.plan.releases - 1)
+                    ]
                     yield step, clients, torch.stack(seen).mean(0) * unit.unsqueeze(1)
                     step += 1
 
@@ -134,7 +148,9 @@ def canary_data(audited: Audited, coins: np.ndarray) -> tuple[Records, Shards]:
     size = 1e3 * float(plan.expected.max()) * plan.clip / sqrt(TENSORS)
     off = 0.0 if plan.mechanism(0).adjacency == "add/remove one" else -size
     directions = torch.eye(width, device=audited.device)
-    x = torch.cat([size * directions, off * directions, torch.zeros(1, width, device=audited.device)])
+    x = torch.cat(
+        [size * directions, off * directions, torch.zeros(1, width, device=audited.device)]
+    )
     rows = []
     for coin, units in zip(coins, plan.sizes, strict=True):
         row = np.full(int(units), 2 * width)
@@ -163,7 +179,9 @@ def oracle_scores(audited: Audited, coins: np.ndarray) -> np.ndarray:
     records, shards = canary_data(audited, coins)
     scores = np.zeros(coins.shape)
     kinds, which = audited.plan.kinds()
-    for _, clients, sums in audited.releases(canary_model(width, audited.device), records, shards, width):
+    for _, clients, sums in audited.releases(
+        canary_model(width, audited.device), records, shards, width
+    ):
         shift, kind = along(sums, width), which[clients]
         for k in np.unique(kind):
             scores[np.asarray(clients)[kind == k]] += log_ratio(shift[kind == k], kinds[k])
@@ -201,10 +219,20 @@ def per_client(plan: Plan, canaries: int) -> int:
     return min(max(1, round(canaries / plan.clients)), int(plan.sizes.min()))
 
 
-def _report(audited: Audited, audit: Any, seen: Any, lower: float, confidence: float, coins: np.ndarray) -> Report:
+def _report(
+    audited: Audited, audit: Any, seen: Any, lower: float, confidence: float, coins: np.ndarray
+) -> Report:
     claimed = float(audited.epsilons().max())
     return Report(
-        audit, seen, lower, claimed, audited.delta, confidence, coins.size, audited.plan.clients, audited.steps
+        audit,
+        seen,
+        lower,
+        claimed,
+        audited.delta,
+        confidence,
+        coins.size,
+        audited.plan.clients,
+        audited.steps,
     )
 
 
@@ -226,7 +254,9 @@ def server_scores(job: Job, audited: Audited, coins: np.ndarray) -> np.ndarray:
     width, clients = coins.shape[1], audited.plan.clients
     model = canary_model(width, audited.device)
     records, shards = canary_data(audited, coins)
-    run = replace(job.config.run, rounds=audited.rounds, local_steps=audited.local_steps, fleet_size="auto")
+    run = replace(
+        job.config.run, rounds=audited.rounds, local_steps=audited.local_steps, fleet_size="auto"
+    )
     run = replace(run, allow_nan=True)  # a client that diverges scores zero
     stand_in = replace(
         job,
@@ -240,7 +270,7 @@ def server_scores(job: Job, audited: Audited, coins: np.ndarray) -> np.ndarray:
         records=records,
         streams=audited.streams,
         # Canaries are no images: all views of one are itself, averaged as those of any record.
-        view=job.view and Views(lambda inputs, keys: dict(inputs), job.view.count),
+        view=job.view and Augmentations(lambda inputs, keys: dict(inputs), job.view.count),
     )
     everyone = list(range(clients))
     fleet = Watched(stand_in)
@@ -272,7 +302,12 @@ class Noticed:
         return False
 
     def grads(
-        self, theta: Tensor, client: Tensor, inputs: Mapping[str, Tensor], labels: Tensor, keys: Tensor | None = None
+        self,
+        theta: Tensor,
+        client: Tensor,
+        inputs: Mapping[str, Tensor],
+        labels: Tensor,
+        keys: Tensor | None = None,
     ) -> list[Tensor]:
         self.included[self.first + client.cpu().numpy(), self.step, labels.cpu().numpy()] = True
         return self._model.grads(theta, client, inputs, labels, keys)
@@ -315,7 +350,9 @@ class Audit:
 def audit(job: Job, canaries: int = 1000, confidence: float = 0.95) -> Audit:
     """Every audit of a job. Where all steps of all clients would take too long, fewer clients or fewer rounds are run."""
     if not job.plan.private:
-        raise DpfedError("no privacy is claimed here (privacy.enabled is false or sigma is 0): nothing to audit")
+        raise DpfedError(
+            "no privacy is claimed here (privacy.enabled is false or sigma is 0): nothing to audit"
+        )
     if canaries < 8:
         raise DpfedError(f"--canaries {canaries} is too few to show anything: give at least 8")
     if not 0.5 <= confidence < 1:
@@ -329,7 +366,9 @@ def audit(job: Job, canaries: int = 1000, confidence: float = 0.95) -> Audit:
         many_draws(shorter(some, WORK // canaries), canaries, confidence),
         server_view(job, some, canaries, confidence),
     ]
-    return Audit(reports, list(laws(shorter(some, min(500, LAW_CELLS // (2 * int(some.plan.sizes.max())))))))
+    return Audit(
+        reports, list(laws(shorter(some, min(500, LAW_CELLS // (2 * int(some.plan.sizes.max()))))))
+    )
 
 
 def audited_job(job: Job) -> Audited:
@@ -342,7 +381,9 @@ def audited_job(job: Job) -> Audited:
 def spread_clients(epsilons: np.ndarray, most: int) -> np.ndarray:
     """At most so many clients: the worst, and others evenly over the rest."""
     order = np.argsort(-epsilons, kind="stable")
-    return np.sort(order[np.unique(np.linspace(0, len(order) - 1, min(most, len(order))).round().astype(int))])
+    return np.sort(
+        order[np.unique(np.linspace(0, len(order) - 1, min(most, len(order))).round().astype(int))]
+    )
 
 
 def shorter(audited: Audited, steps: int) -> Audited:

@@ -51,7 +51,8 @@ def class_scores(table: Tensor) -> list[Scores]:
     precision, recall = right / answered.clamp_min(1), right / there.clamp_min(1)
     f1 = 2 * right / (answered + there).clamp_min(1)
     return [
-        Scores(float(p), float(r), float(f), int(n)) for p, r, f, n in zip(precision, recall, f1, there, strict=True)
+        Scores(float(p), float(r), float(f), int(n))
+        for p, r, f, n in zip(precision, recall, f1, there, strict=True)
     ]
 
 

@@ -20,13 +20,17 @@ from safetensors.torch import load_file, save_file
 
 from dpfed.config import Config, load
 from dpfed.errors import DpfedError
-from dpfed.model.build import Assembled, assemble
+from dpfed.model.build import AssembledModel, assemble
 from dpfed.model.export_files import Companions, Reading
 from dpfed.model.task import InputSpec
 from dpfed.privacy.noise import Streams
 from dpfed.registry import registry
 from dpfed.training.budget.prior_spending import SPENDING, spending_of
-from dpfed.training.budget.recorded_spending import NO_PRIVACY, Accounts, read_accounts
+from dpfed.training.budget.recorded_spending import (
+    NO_PRIVACY,
+    RecordedSpending,
+    read_recorded_spending,
+)
 from dpfed.training.job.job import block_rules
 from dpfed.training.run_folder.atomic_file import write_file
 from dpfed.training.run_folder.embedded_record import embed
@@ -42,8 +46,8 @@ class Trained:
 
     config: Config
     result: dict[str, Any]
-    parts: Assembled
-    accounts: Accounts | None  # None without privacy
+    parts: AssembledModel
+    accounts: RecordedSpending | None  # None without privacy
 
     @cached_property
     def companions(self) -> Companions:
@@ -67,16 +71,23 @@ def read_run(folder: Path) -> Trained:
             f"the run in {folder} has no result yet: let it finish, or `dpfed run --resume {folder}`"
         ) from None
     streams = Streams(config.run.seed)
-    parts = assemble(config.model, spec, (streams.number("init"), streams.number("init", 1)), **block_rules(config))
+    parts = assemble(
+        config.model,
+        spec,
+        (streams.number("init"), streams.number("init", 1)),
+        **block_rules(config),
+    )
     _load_trained(parts, folder / MODEL)
-    return Trained(config, result, parts, read_accounts(folder) if private else None)
+    return Trained(config, result, parts, read_recorded_spending(folder) if private else None)
 
 
-def _load_trained(parts: Assembled, path: Path) -> None:
+def _load_trained(parts: AssembledModel, path: Path) -> None:
     try:
         trained = load_file(path)
     except (OSError, SafetensorError):
-        raise DpfedError(f"{path} is missing or damaged: the trained weights cannot be read") from None
+        raise DpfedError(
+            f"{path} is missing or damaged: the trained weights cannot be read"
+        ) from None
     shapes = dict(zip(parts.space.names, parts.space.shapes, strict=True))
     for name in [*shapes, *trained]:
         if name not in trained or shapes.get(name) != trained[name].shape:
@@ -91,7 +102,9 @@ def export(trained: Trained, out: Path, merge: bool = False) -> str:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DpfedError(f"{out} is not empty: choose a new folder")
     if merge and trained.config.model.train != "lora":
-        raise DpfedError(f'--merge joins an adapter with its base; train = "{trained.config.model.train}" has none')
+        raise DpfedError(
+            f'--merge joins an adapter with its base; train = "{trained.config.model.train}" has none'
+        )
     peft = trained.parts.adapted.peft
     record = json.dumps(spending_of(trained.result["release"], trained.accounts), indent=1)
     _configure(trained)
@@ -102,7 +115,11 @@ def export(trained: Trained, out: Path, merge: bool = False) -> str:
         if peft is not None and not merge:
             _save_adapter(peft, out, trained)
         else:
-            _save_whole(peft.merge_and_unload() if peft is not None else trained.parts.adapted.model, out, trained)
+            _save_whole(
+                peft.merge_and_unload() if peft is not None else trained.parts.adapted.model,
+                out,
+                trained,
+            )
         embed(out, record)
         _save_companions(trained.companions, out)
     except OSError as error:
@@ -158,7 +175,9 @@ def _save_whole(model: Any, out: Path, trained: Trained) -> None:
         model.save_pretrained(str(out))
     else:
         tensors = {name: value.contiguous().clone() for name, value in model.state_dict().items()}
-        save_file(tensors, out / "model.safetensors", metadata={"release": str(trained.result["release"])})
+        save_file(
+            tensors, out / "model.safetensors", metadata={"release": str(trained.result["release"])}
+        )
 
 
 def _save_companions(companions: Companions, out: Path) -> None:

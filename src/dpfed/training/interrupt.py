@@ -30,7 +30,10 @@ class Stop:
         if self.gently and self._asked is None:
             self._asked = asked
             # Not print: the signal may have come in the middle of one.
-            os.write(2, f"{asked.name}: stopping after this local step; once more to stop at once\n".encode())
+            os.write(
+                2,
+                f"{asked.name}: stopping after this local step; once more to stop at once\n".encode(),
+            )
         elif asked is signal.SIGINT:
             raise KeyboardInterrupt
         else:

@@ -29,7 +29,11 @@ class Backend(Protocol):
     """
 
     def run_cohort(
-        self, t: int, state: State, clients: Sequence[int], paid: Callable[[], None] = ...
+        self,
+        t: int,
+        state: State,
+        clients: Sequence[int],
+        wait_for_charge: Callable[[], None] = ...,
     ) -> tuple[Message, int]: ...
 
 
@@ -85,7 +89,9 @@ class Progress:
 
 def first_state(job: Job) -> State:
     """The server before round 1."""
-    state = State(job.algorithm.init(context(job, 1, range(job.schedule.clients)), job.theta), job.plan.clip)
+    state = State(
+        job.algorithm.init(context(job, 1, range(job.schedule.clients)), job.theta), job.plan.clip
+    )
     return state.averaging() if job.config.run.average else state
 
 
@@ -109,7 +115,9 @@ def train(
     if progress is None:
         progress = Progress(0, first_state(job))
         theta = progress.state.theta
-        observe(Round(0, *evaluate(job, theta), spending.server_max(), 0, 0, job.plan.clip, 0.0, theta))
+        observe(
+            Round(0, *evaluate(job, theta), spending.server_max(), 0, 0, job.plan.clip, 0.0, theta)
+        )
     state, started = progress.state, time.perf_counter() - progress.seconds
     untold: Callable[[], None] | None = None
     try:
@@ -118,9 +126,11 @@ def train(
             able = spending.enough(t)
             cohort = choose(job, t, able)
             scored = t % job.config.run.eval_every == 0 or t == job.config.run.rounds
-            paid = spending.begin_charge(t, cohort)  # waited for before anything of this round is released
+            wait_for_charge = spending.begin_charge(
+                t, cohort
+            )  # waited for before anything of this round is released
             spent = spending.begin_server_max() if scored else None
-            clip, state = state.clip, _next_state(job, backend, t, state, cohort, paid)
+            clip, state = state.clip, _next_state(job, backend, t, state, cohort, wait_for_charge)
             finite = begin_finite(state, t) if not job.config.run.allow_nan else lambda: None
             before, untold = untold, None
             if before is not None:
@@ -145,15 +155,20 @@ def train(
 
 
 def _next_state(
-    job: Job, backend: Backend, t: int, state: State, cohort: Sequence[int], paid: Callable[[], None]
+    job: Job,
+    backend: Backend,
+    t: int,
+    state: State,
+    cohort: Sequence[int],
+    wait_for_charge: Callable[[], None],
 ) -> State:
     try:
-        mean, answered = backend.run_cohort(t, state, cohort, paid)
+        mean, answered = backend.run_cohort(t, state, cohort, wait_for_charge)
         return aggregate(job, t, state, cohort, mean, answered)
     except LostRoundError:
         return state  # the backend has said why; what was charged stays charged
     finally:
-        paid()
+        wait_for_charge()
 
 
 def _tell(finite: Callable[[], None], observe: Observer, round: Round) -> None:
@@ -161,20 +176,28 @@ def _tell(finite: Callable[[], None], observe: Observer, round: Round) -> None:
     observe(round)
 
 
-def _scored(job: Job, state: State, round: Round, started: float, spent: Callable[[], float | None] | None) -> Round:
+def _scored(
+    job: Job, state: State, round: Round, started: float, spent: Callable[[], float | None] | None
+) -> Round:
     accuracy, loss = evaluate(job, state.result)
     last = evaluate(job, state.theta)[0] if state.average is not None else None
     seconds, epsilon = time.perf_counter() - started, spent() if spent else None
-    return replace(round, accuracy=accuracy, loss=loss, epsilon=epsilon, seconds=seconds, last_accuracy=last)
+    return replace(
+        round, accuracy=accuracy, loss=loss, epsilon=epsilon, seconds=seconds, last_accuracy=last
+    )
 
 
-def aggregate(job: Job, t: int, state: State, cohort: Sequence[int], mean: Message, answered: int) -> State:
+def aggregate(
+    job: Job, t: int, state: State, cohort: Sequence[int], mean: Message, answered: int
+) -> State:
     """The server's step: the algorithm's own, the clip norm's where it follows a quantile, and the average's."""
     mean = dict(mean)
     below = mean.pop("below", None)
     ctx = context(job, t, cohort, state.clip, answered)
     clip = state.clip if below is None else job.plan.clipping.next_clip(state.clip, float(below))
-    return state.after(job.algorithm.aggregate(ctx, state.server, mean), clip, job.config.run.average)
+    return state.after(
+        job.algorithm.aggregate(ctx, state.server, mean), clip, job.config.run.average
+    )
 
 
 def choose(job: Job, t: int, able: np.ndarray) -> list[int]:
@@ -189,7 +212,9 @@ def evaluate(job: Job, theta: Tensor) -> tuple[float | None, float | None]:
     test = job.test
     if len(test.labels) == 0:
         return None, None
-    sums = torch.zeros(2, dtype=torch.float64, device=job.device)  # read once: each reading waits for the device
+    sums = torch.zeros(
+        2, dtype=torch.float64, device=job.device
+    )  # read once: each reading waits for the device
     for scores, labels in scored_batches(job, theta):
         right, loss = job.model.correct(scores, labels), job.model.loss(scores, labels)
         sums += torch.stack([right.double().sum(), loss.double().sum()])
@@ -200,7 +225,9 @@ def evaluate(job: Job, theta: Tensor) -> tuple[float | None, float | None]:
 def begin_finite(state: State, t: int) -> Callable[[], None]:
     """Asks the device whether the state is finite. What it returns waits for the answer, and raises if it is not."""
     names, values = zip(*state.tensors().items(), strict=True)
-    flags = torch.stack([value.isfinite().all().to(state.theta.device, non_blocking=True) for value in values])
+    flags = torch.stack(
+        [value.isfinite().all().to(state.theta.device, non_blocking=True) for value in values]
+    )
     answered: torch.cuda.Event | None = None
     if flags.is_cuda:
         here = torch.empty(len(flags), dtype=torch.bool, pin_memory=True)

@@ -15,29 +15,44 @@ import numpy as np
 from dpfed.config import Config
 from dpfed.data.tables import Source
 from dpfed.errors import DivergedError, DpfedError, InterruptedRunError, StoppedError
-from dpfed.privacy.accounting.guarantee import Past, assumptions, refuse_large_delta
+from dpfed.privacy.accounting.guarantee import PriorSpending, assumptions, refuse_large_delta
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.noise import Streams
-from dpfed.training.backends.batched_runs import Place
-from dpfed.training.backends.client_state import ClientMemory
+from dpfed.training.backends.batched_runs import BatchedRun
+from dpfed.training.backends.client_state import ClientStates
 from dpfed.training.backends.fleet import Fleet
 from dpfed.training.backends.torchrun import Distributed, Group, agree, follow
-from dpfed.training.budget.prior_spending import past_of, served_past
+from dpfed.training.budget.prior_spending import prior_spending_of, served_prior_spending
 from dpfed.training.budget.recorded_spending import NO_PRIVACY, SEEDED
-from dpfed.training.budget.spending import Budget, Spending, Spent, budget_of, open_ledger, reopen_ledger, spent_before
+from dpfed.training.budget.spending import (
+    Budget,
+    Spending,
+    Spent,
+    budget_of,
+    open_ledger,
+    reopen_ledger,
+    spent_before,
+)
 from dpfed.training.callbacks.activity import OnActivity, ignore
 from dpfed.training.callbacks.diagnostics import Diagnostics, refuse_real_noise
 from dpfed.training.callbacks.trackers import Trackers, refuse_missing
 from dpfed.training.evaluation import task_metrics
 from dpfed.training.job.job import Job, client_names, prepare, prepare_server
-from dpfed.training.job.job_cache import Shared
+from dpfed.training.job.job_cache import JobCache
 from dpfed.training.job.message_size import traffic
 from dpfed.training.job.notes import result_warnings
 from dpfed.training.round_loop import Backend, Progress, RemoteBackend, Round, first_state, train
 from dpfed.training.run_folder.checkpoint import Checkpoints, Saved, job_hash
 from dpfed.training.run_folder.folder import RunFolder, fresh_folder, refuse_occupied
-from dpfed.training.run_folder.label_counts import write_holdings
-from dpfed.training.run_folder.resume import changes, fixed_settings, name_of, refuse_kind, refuse_other, result_in
+from dpfed.training.run_folder.label_counts import write_label_counts
+from dpfed.training.run_folder.resume import (
+    changes,
+    fixed_settings,
+    name_of,
+    refuse_kind,
+    refuse_other,
+    result_in,
+)
 
 Serve = Callable[[Job, str], RemoteBackend]
 SELDOM = 1.0  # seconds between checkpoints of a simulation on a GPU, whose rounds may take less than writing one
@@ -64,8 +79,8 @@ def run(
     stop: Callable[[], None] = lambda: None,
     group: Group | None = None,
     serve: Serve | None = None,
-    place: Place | None = None,
-    shared: Shared | None = None,
+    place: BatchedRun | None = None,
+    shared: JobCache | None = None,
     on_activity: OnActivity = ignore,
 ) -> dict[str, Any]:
     """Trains by the configuration and returns the result; the folder `out` holds all of it.
@@ -83,11 +98,16 @@ def run(
     refuse_missing(config)
     out = out or fresh_folder(config)
     _refuse_folder(out, config, force, resume, serve is not None)
-    past = served_past(config) if serve else past_of(config)
+    past = served_prior_spending(config) if serve else prior_spending_of(config)
     refuse_target(config, past)
     kept = place.shared if place else shared
     job = prepare_server(config) if serve else prepare(config, source, kept, on_activity)
-    job = replace(job, past=past, seat=place.sit(job) if place else None, on_activity=on_activity)
+    job = replace(
+        job,
+        past=past,
+        batched_sum=place.join_batch(job) if place else None,
+        on_activity=on_activity,
+    )
     job.notes.extend(past.notes)
     if group is not None:
         agree(job, group)
@@ -102,11 +122,15 @@ def run(
         else:
             folder.begin(name, note)
             if serve is None:
-                write_holdings(out, job)
+                write_label_counts(out, job)
         if serve:
-            job = replace(job, streams=Streams(config.run.seed, job.streams.secret, folder.cohort_key()))
+            job = replace(
+                job, streams=Streams(config.run.seed, job.streams.secret, folder.cohort_key())
+            )
         told = trackers.beside(observe)
-        return trackers.end(_train(job, budget, folder, name, note, begin, told, resume, stop, group, serve))
+        return trackers.end(
+            _train(job, budget, folder, name, note, begin, told, resume, stop, group, serve)
+        )
     finally:
         trackers.finish()
         folder.close()
@@ -171,7 +195,9 @@ def _train(
             observe(round)
 
         def finish(state: str, **more: Any) -> dict[str, Any]:
-            result = result_of(job, spending, seen, folder.path, note) | (remote.report() if remote else {})
+            result = result_of(job, spending, seen, folder.path, note) | (
+                remote.report() if remote else {}
+            )
             result["metrics"] = task_metrics(job, seen[-1].theta)
             result["notes"] = list(job.notes)
             result["warnings"] = [*job.warnings, *result_warnings(result)]
@@ -203,14 +229,16 @@ def _keeper(
     def keep(progress: Progress) -> None:
         known = remote.after(progress.t, progress.state) if remote else None
         # remote clients keep only their last messages: nothing may lag
-        checkpoints.save_beside(progress, spending.taken, known, folder.sync, wait=remote is not None)
+        checkpoints.save_beside(
+            progress, spending.taken, known, folder.sync, wait=remote is not None
+        )
 
     return keep
 
 
 def _backend(
     job: Job,
-    memory: ClientMemory,
+    memory: ClientStates,
     diagnostics: Diagnostics | None,
     stop: Callable[[], None],
     group: Group | None,
@@ -236,7 +264,9 @@ def checkpoints_due(job: Job, clock: Callable[[], float] = time.monotonic) -> Ca
     run, every = job.config.run, job.config.run.checkpoint_every
     if every != "auto":
         return lambda t: every > 0 and t % every == 0
-    if job.device.type != "cuda" or run.noise == "os":  # a round that is repeated would cost privacy again
+    if (
+        job.device.type != "cuda" or run.noise == "os"
+    ):  # a round that is repeated would cost privacy again
         return lambda t: True
     last = clock()
 
@@ -261,12 +291,18 @@ def _ledger(job: Job, budget: Budget, folder: RunFolder, name: str, resume: bool
     return open_ledger(job, budget, folder.ledger, name)
 
 
-def _memory(job: Job, folder: RunFolder) -> ClientMemory:
-    names = () if job.served else job.algorithm.remembers  # real clients keep their memory themselves
-    return ClientMemory(names, job.space.size, folder.checkpoints / "memory", job.config.run.memory_limit << 20)
+def _memory(job: Job, folder: RunFolder) -> ClientStates:
+    names = (
+        () if job.served else job.algorithm.remembers
+    )  # real clients keep their memory themselves
+    return ClientStates(
+        names, job.space.size, folder.checkpoints / "memory", job.config.run.memory_limit << 20
+    )
 
 
-def _go_on(job: Job, folder: RunFolder, checkpoints: Checkpoints, remote: RemoteBackend | None = None) -> Saved | None:
+def _go_on(
+    job: Job, folder: RunFolder, checkpoints: Checkpoints, remote: RemoteBackend | None = None
+) -> Saved | None:
     """The newest whole checkpoint, or None if the run had not come to its first."""
     saved, damaged = checkpoints.load(first_state(job))
     if saved is None and damaged:
@@ -286,7 +322,12 @@ def _amend(folder: RunFolder, job: Job, name: str, note: str, saved: Saved | Non
 
 
 def _interrupted(
-    error: InterruptedRunError, folder: RunFolder, name: str, note: str, seen: list[Round], served: bool
+    error: InterruptedRunError,
+    folder: RunFolder,
+    name: str,
+    note: str,
+    seen: list[Round],
+    served: bool,
 ) -> InterruptedRunError:
     after = f"after round {seen[-1].t}" if seen else "before round 1"
     command = "dpfed server --resume --out" if served else "dpfed run --resume"
@@ -295,7 +336,9 @@ def _interrupted(
     return InterruptedRunError(error.signal, error.number, sentence)
 
 
-def _spending(job: Job, budget: Budget | None, ledger: Ledger | None, saved: Saved | None) -> Spending:
+def _spending(
+    job: Job, budget: Budget | None, ledger: Ledger | None, saved: Saved | None
+) -> Spending:
     """What was spent before counts. Noise that never comes twice was spent for every attempt, seeded noise once."""
     kept = Spent(saved.taken, {}) if saved else None
     if ledger is None:
@@ -308,7 +351,7 @@ def _spending(job: Job, budget: Budget | None, ledger: Ledger | None, saved: Sav
     return Spending(job, budget, ledger, charged if job.config.run.noise == "os" else kept)
 
 
-def refuse_target(config: Config, past: Past) -> None:
+def refuse_target(config: Config, past: PriorSpending) -> None:
     if past.prior and config.privacy.target_epsilon is not None:
         raise DpfedError(
             "what the run starts from, or counts on held-out records, cost privacy too, and a target would be passed: give "
@@ -319,10 +362,17 @@ def refuse_target(config: Config, past: Past) -> None:
 def follows_from(job: Job) -> dict[str, Any]:
     """The settings and what else decides a run's numbers: seeded noise is drawn differently by another kind of device."""
     more = {"served": True} if job.served else {}
-    return {**fixed_settings(job.config), "sizes": job.plan.sizes.tolist(), "device": job.device.type, **more}
+    return {
+        **fixed_settings(job.config),
+        "sizes": job.plan.sizes.tolist(),
+        "device": job.device.type,
+        **more,
+    }
 
 
-def result_of(job: Job, spending: Spending, seen: list[Round], out: Path, note: str) -> dict[str, Any]:
+def result_of(
+    job: Job, spending: Spending, seen: list[Round], out: Path, note: str
+) -> dict[str, Any]:
     """The JSON object of `dpfed run --json`. Without privacy epsilon is null, never a number."""
     last = seen[-1]
     multipliers = job.plan.multipliers
@@ -334,7 +384,9 @@ def result_of(job: Job, spending: Spending, seen: list[Round], out: Path, note: 
         "start_accuracy": seen[0].accuracy,
         "epsilon": spending.figures(),
         "delta": job.config.privacy.delta if job.plan.private else None,
-        "sigma": [float(multipliers.min()), float(multipliers.max())] if np.ptp(multipliers) else float(multipliers[0]),
+        "sigma": [float(multipliers.min()), float(multipliers.max())]
+        if np.ptp(multipliers)
+        else float(multipliers[0]),
         "guarantee": guarantee(job),
         "release": note,
         "algorithm": job.algorithm.name,
@@ -359,4 +411,6 @@ def guarantee(job: Job) -> str:
     if not job.plan.private:
         return NO_PRIVACY
     past = job.past
-    return assumptions(job.plan.kinds()[0], job.config.privacy.delta, job.plan.unit, past.prior, past.uncounted)
+    return assumptions(
+        job.plan.kinds()[0], job.config.privacy.delta, job.plan.unit, past.prior, past.uncounted
+    )

@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-AVERAGE, WEIGHT = "run.average", "run.average.weight"  # no field of an algorithm's state has a point in its name
+AVERAGE, WEIGHT = (
+    "run.average",
+    "run.average.weight",
+)  # no field of an algorithm's state has a point in its name
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,10 @@ class State:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of the state by name: what a checkpoint holds."""
-        own = {field.name: getattr(self.server, field.name) for field in dataclasses.fields(self.server)}
+        own = {
+            field.name: getattr(self.server, field.name)
+            for field in dataclasses.fields(self.server)
+        }
         if self.average is None or self.weight is None:
             return own
         return {**own, AVERAGE: self.average, WEIGHT: self.weight}
@@ -68,7 +74,9 @@ class State:
             raise ValueError(f"the state has {sorted(mine)}, not {sorted(tensors)}")
         for name, value in mine.items():
             if value.shape != tensors[name].shape or value.dtype != tensors[name].dtype:
-                raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}, the state has {tuple(value.shape)}")
+                raise ValueError(
+                    f"{name} has shape {tuple(tensors[name].shape)}, the state has {tuple(value.shape)}"
+                )
         moved = {name: value.to(mine[name].device) for name, value in tensors.items()}
         average, weight = moved.pop(AVERAGE, None), moved.pop(WEIGHT, None)
         return State(dataclasses.replace(self.server, **moved), clip, average, weight)

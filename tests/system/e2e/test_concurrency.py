@@ -36,7 +36,11 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 def started(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+        [sys.executable, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
     )
 
 
@@ -48,12 +52,18 @@ def test_a_cache_that_two_processes_fill_at_once_is_whole_for_both(tmp_path: Pat
     for process in both:
         out, err = process.communicate(timeout=120)
         assert (process.returncode, out.strip()) == (0, "whole"), err
-    leftovers = [p.name for p in (tmp_path / "cache").iterdir() if p.name.startswith(".") or p.name.endswith(".part")]
+    leftovers = [
+        p.name
+        for p in (tmp_path / "cache").iterdir()
+        if p.name.startswith(".") or p.name.endswith(".part")
+    ]
     assert leftovers == []
 
 
 @pytest.mark.timeout(200)
-def test_of_two_studies_in_one_folder_one_waits_for_nobody_and_nothing_is_spoilt(tmp_path: Path) -> None:
+def test_of_two_studies_in_one_folder_one_waits_for_nobody_and_nothing_is_spoilt(
+    tmp_path: Path,
+) -> None:
     """One of them may find the folder taken, and says so; what is there in the end is one whole table."""
     out = tmp_path / "study"
     both = [started("-m", "dpfed", *STUDY, "--out", str(out)) for _ in range(2)]

@@ -11,7 +11,18 @@ SCRIPT = Path(__file__).parents[3] / "scripts" / "kill_chain.py"
 
 
 def test_a_run_killed_three_times_ends_as_if_nobody_had_killed_it() -> None:
-    command = [sys.executable, str(SCRIPT), "--kills", "3", "--lanes", "1", "--cases", "memory", "--seed", "2"]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--kills",
+        "3",
+        "--lanes",
+        "1",
+        "--cases",
+        "memory",
+        "--seed",
+        "2",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])

@@ -72,14 +72,21 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, i
     }
 
 
-@pytest.mark.parametrize(("name", "signal_name", "code"), [("term", "SIGTERM", 143), ("int", "SIGINT", 130)])
+@pytest.mark.parametrize(
+    ("name", "signal_name", "code"), [("term", "SIGTERM", 143), ("int", "SIGINT", 130)]
+)
 def test_a_signal_stops_after_the_local_step_and_the_run_goes_on(
     name: str, signal_name: str, code: int, stopped: Any, tmp_path: Path
 ) -> None:
     out, returned, err = stopped[name]
     assert returned == code
-    assert err[-1] == f"dpfed: stopped by {signal_name} after round 2; go on with `dpfed run --resume {out}`."
-    assert [line for line in err if line.startswith("step")][-1] == "step 3 2"  # this step was finished, no other begun
+    assert (
+        err[-1]
+        == f"dpfed: stopped by {signal_name} after round 2; go on with `dpfed run --resume {out}`."
+    )
+    assert [line for line in err if line.startswith("step")][
+        -1
+    ] == "step 3 2"  # this step was finished, no other begun
     assert "Traceback" not in "\n".join(err)
     assert json.loads((out / "run.json").read_text())["state"] == "interrupted"
     assert not list(out.rglob("*.part"))

@@ -19,7 +19,11 @@ import torch
 from hypothesis import strategies as st
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parents[1] / "helpers"), str(HERE.parents[1] / "unit"), str(HERE.parents[1] / "unit" / "data")]
+sys.path[:0] = [
+    str(HERE.parents[1] / "helpers"),
+    str(HERE.parents[1] / "unit"),
+    str(HERE.parents[1] / "unit" / "data"),
+]
 
 import export_case  # noqa: E402
 import makers  # noqa: E402
@@ -52,9 +56,9 @@ from dpfed.registry import registry  # noqa: E402
 from dpfed.studies.output import curves_of, search_csv, table_of  # noqa: E402
 from dpfed.studies.study import RUNS, STUDY, claim, conduct  # noqa: E402
 from dpfed.studies.tables import to_csv, to_json, to_latex, to_markdown  # noqa: E402
-from dpfed.training.backends.client_state import ClientMemory  # noqa: E402
-from dpfed.training.budget.prior_spending import past_of  # noqa: E402
-from dpfed.training.budget.recorded_spending import read_accounts  # noqa: E402
+from dpfed.training.backends.client_state import ClientStates  # noqa: E402
+from dpfed.training.budget.prior_spending import prior_spending_of  # noqa: E402
+from dpfed.training.budget.recorded_spending import read_recorded_spending  # noqa: E402
 from dpfed.training.callbacks.diagnostics import read_diagnostics  # noqa: E402
 from dpfed.training.export import read_run  # noqa: E402
 from dpfed.training.job.job import prepare, tokenised  # noqa: E402
@@ -96,7 +100,9 @@ def read_plainly(read: Callable[[Path], object], folder: Path) -> bool:
             read(folder)
     except DpfedError as error:
         sentence = str(error)
-    assert sentence is None or (sentence.strip() and "\n" not in sentence), f"not one sentence: {sentence!r}"
+    assert sentence is None or (sentence.strip() and "\n" not in sentence), (
+        f"not one sentence: {sentence!r}"
+    )
     return sentence is None
 
 
@@ -105,7 +111,10 @@ def read_plainly(read: Callable[[Path], object], folder: Path) -> bool:
 
 @cache
 def presets() -> Files:
-    return {f"{name.replace('/', '-')}.toml": to_toml(load(name, [], KNOWN)).encode() for name in sorted(KNOWN.presets)}
+    return {
+        f"{name.replace('/', '-')}.toml": to_toml(load(name, [], KNOWN)).encode()
+        for name in sorted(KNOWN.presets)
+    }
 
 
 def read_configuration(folder: Path) -> None:
@@ -115,7 +124,9 @@ def read_configuration(folder: Path) -> None:
 
 def override(rng: Random) -> bool:
     """`--set` with a key that there is, or nearly, and any text."""
-    section = rng.choice(("data", "model", "algorithm", "privacy", "run", "model.lora", "", "x", "data."))
+    section = rng.choice(
+        ("data", "model", "algorithm", "privacy", "run", "model.lora", "", "x", "data.")
+    )
     keys = (
         "name",
         "path",
@@ -161,7 +172,13 @@ def run_config() -> Any:
         "model": {"name": "linear"},
         "algorithm": {"name": "dp-scaffold", "lr": 0.1},
         "privacy": {"sigma": 1.0, "clip": 0.5, "batch": 4},
-        "run": {"rounds": 3, "local_steps": 1, "participation": 0.7, "device": "cpu", "diagnostics": True},
+        "run": {
+            "rounds": 3,
+            "local_steps": 1,
+            "participation": 0.7,
+            "device": "cpu",
+            "diagnostics": True,
+        },
     }
     return build(tables, KNOWN)
 
@@ -179,7 +196,12 @@ def stopped_run() -> tuple[Any, Files]:
 
     with tempfile.TemporaryDirectory() as folder:
         with contextlib.suppress(StopError):
-            run(run_config(), Path(folder) / "run", source=export_case.images(side=2, channels=1), observe=stop)
+            run(
+                run_config(),
+                Path(folder) / "run",
+                source=export_case.images(side=2, channels=1),
+                observe=stop,
+            )
         job = prepare(run_config(), export_case.images(side=2, channels=1))
         return job, read_folder(Path(folder) / "run")
 
@@ -202,7 +224,9 @@ def resume(folder: Path) -> None:
 
 def read_checkpoint(folder: Path) -> None:
     job = stopped_run()[0]
-    memory = ClientMemory(job.algorithm.remembers, job.space.size, folder / "checkpoint" / "memory", 1 << 20)
+    memory = ClientStates(
+        job.algorithm.remembers, job.space.size, folder / "checkpoint" / "memory", 1 << 20
+    )
     checkpoints = Checkpoints(folder / "checkpoint", job_hash(follows_from(job), job.theta), memory)
     saved, said = checkpoints.load(first_state(job))
     assert all("\n" not in sentence for sentence in said)
@@ -220,7 +244,9 @@ def read_resealed(folder: Path) -> None:
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
             index = json.loads(path.read_text())
             index.pop("sha256", None)
-            index["state"] = hashlib.sha256(path.with_suffix(".safetensors").read_bytes()).hexdigest()
+            index["state"] = hashlib.sha256(
+                path.with_suffix(".safetensors").read_bytes()
+            ).hexdigest()
             for entry in index["memory"].values():
                 file = folder / "checkpoint" / "memory" / str(entry[0])
                 if file.is_file():
@@ -243,7 +269,7 @@ def read_ledger(folder: Path) -> None:
 def read_results(folder: Path) -> None:
     read_diagnostics(folder)
     json.dumps(read_run(folder).result)
-    read_accounts(folder)
+    read_recorded_spending(folder)
 
 
 def occupied(folder: Path) -> None:
@@ -269,7 +295,9 @@ def adapter_files() -> Files:
 
 
 def vision(folder: Path, adapter: bool = True) -> AutoImage:
-    made = AutoImage(weights=str(folder / "base"), adapter=str(folder / "adapter") if adapter else None)
+    made = AutoImage(
+        weights=str(folder / "base"), adapter=str(folder / "adapter") if adapter else None
+    )
     return replace(made, lora=replace(made.lora, r=2))
 
 
@@ -277,7 +305,7 @@ def read_prior(folder: Path) -> None:
     config = export_case.settings(
         {"name": "auto-image", "weights": str(folder / "base"), "adapter": str(folder / "adapter")}
     )
-    past_of(config)
+    prior_spending_of(config)
 
 
 def read_adapter(folder: Path) -> None:
@@ -356,7 +384,9 @@ def study_files() -> Files:
     with tempfile.TemporaryDirectory() as folder:
         with claim(Path(folder), study(), force=False):
             conduct(study(), Path(folder), helpers.FakeRunner(score), KNOWN)
-        return {n: c for n, c in read_folder(Path(folder)).items() if n == STUDY or n.startswith(RUNS)}
+        return {
+            n: c for n, c in read_folder(Path(folder)).items() if n == STUDY or n.startswith(RUNS)
+        }
 
 
 def read_study(folder: Path) -> None:
@@ -383,7 +413,10 @@ TERMS = Terms(
 def wire_files() -> Files:
     request = pack(Request(TERMS, {"theta": torch.arange(5.0), "v": torch.zeros(0)}))
     receipt = Receipt("run-1", "clinic-0", 2, digest(request), 2, "ef")
-    return {"request": request, "reply": pack(Reply(receipt, {"delta": torch.ones(4), "v": torch.ones(2)}))}
+    return {
+        "request": request,
+        "reply": pack(Reply(receipt, {"delta": torch.ones(4), "v": torch.ones(2)})),
+    }
 
 
 def read_wire(folder: Path) -> None:
@@ -397,14 +430,27 @@ CASES: dict[str, Case] = {
     "configuration": Case(presets, read_configuration),
     **{f"data: {name}": source_case(*given) for name, given in SOURCES.items()},
     "checkpoint": Case(stopped_files, read_checkpoint, (".safetensors", ".npy", ".json")),
-    "checkpoint, hashes made to fit": Case(stopped_files, read_resealed, (".safetensors", ".npy", ".json")),
+    "checkpoint, hashes made to fit": Case(
+        stopped_files, read_resealed, (".safetensors", ".npy", ".json")
+    ),
     "ledger": Case(stopped_files, read_ledger, ("ledger.sqlite", "ledger.sqlite.head")),
     "run to be resumed": Case(stopped_files, resume),
-    "run to be replaced": Case(stopped_files, occupied, ("ledger.sqlite", "ledger.sqlite.head", "config.toml")),
+    "run to be replaced": Case(
+        stopped_files, occupied, ("ledger.sqlite", "ledger.sqlite.head", "config.toml")
+    ),
     "results of a run": Case(finished_files, read_results, odd=SMALL),
-    "spending of a start": Case(adapter_files, read_prior, ("dpfed.json", "adapter_model.safetensors")),
-    "adapter": Case(adapter_files, read_adapter, ("adapter_config.json", "adapter_model.safetensors"), SMALL),
-    "weights": Case(adapter_files, read_weights, ("base/model.safetensors", "base/preprocessor_config.json"), SMALL),
+    "spending of a start": Case(
+        adapter_files, read_prior, ("dpfed.json", "adapter_model.safetensors")
+    ),
+    "adapter": Case(
+        adapter_files, read_adapter, ("adapter_config.json", "adapter_model.safetensors"), SMALL
+    ),
+    "weights": Case(
+        adapter_files,
+        read_weights,
+        ("base/model.safetensors", "base/preprocessor_config.json"),
+        SMALL,
+    ),
     "shape of weights": Case(adapter_files, read_shape, ("base/config.json",), SMALL),
     "tokenizer": Case(tokenizer_files, read_tokenizer, odd=SMALL),
     "study": Case(study_files, read_study),

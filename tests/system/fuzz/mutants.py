@@ -73,7 +73,9 @@ def change_bytes(rng: Random, content: bytes) -> bytes:
         return content[:at] + content[at : at + 40] * rng.randrange(2, 5) + content[at:]
     if how == "swap":
         return (
-            content[:at] + rng.choice((*NESTED[4:], b'"', b"]", b"}", b"=", b"-", b"1e999", b"NaN")) + content[at + 1 :]
+            content[:at]
+            + rng.choice((*NESTED[4:], b'"', b"]", b"}", b"=", b"-", b"1e999", b"NaN"))
+            + content[at + 1 :]
         )
     out = bytearray(content)
     for _ in range(rng.randrange(1, 5)):
@@ -96,7 +98,13 @@ def change_value(rng: Random, content: bytes, odd: tuple[Any, ...]) -> bytes:
 
 
 def _changed(rng: Random, tree: Any, odd: tuple[Any, ...]) -> Any:
-    keys = list(tree) if isinstance(tree, dict) else list(range(len(tree))) if isinstance(tree, list) else []
+    keys = (
+        list(tree)
+        if isinstance(tree, dict)
+        else list(range(len(tree)))
+        if isinstance(tree, list)
+        else []
+    )
     if not keys or rng.random() < 0.05:
         return rng.choice(odd)
     key = rng.choice(keys)
@@ -113,7 +121,9 @@ def _changed(rng: Random, tree: Any, odd: tuple[Any, ...]) -> Any:
 
 
 def read_folder(folder: Path) -> Files:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
+    }
 
 
 def write_folder(folder: Path, files: Files) -> Path:

@@ -17,14 +17,16 @@ from dpfed.errors import DpfedError
 from dpfed.model.build import assemble
 from dpfed.model.zoo.pretrained import public_constants
 from dpfed.studies.outcomes import read_outcome
-from dpfed.training.budget.recorded_spending import read_accounts
+from dpfed.training.budget.recorded_spending import read_recorded_spending
 from dpfed.training.callbacks.diagnostics import read_diagnostics
 from dpfed.training.run_folder.folder import METRICS, RESULT, _round_of, versions
 
 DEEP = b"[" * 20_000
 
 
-@pytest.mark.parametrize("content", [b"a = " + DEEP, b"a = " + b"9" * 5000, b'extends = "\\u0000"', b"\xff"])
+@pytest.mark.parametrize(
+    "content", [b"a = " + DEEP, b"a = " + b"9" * 5000, b'extends = "\\u0000"', b"\xff"]
+)
 def test_configurations(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_bytes(content)
     with pytest.raises(DpfedError) as caught:
@@ -49,7 +51,14 @@ def change(folder: Path, **values: Any) -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [{"job": None}, {"clip": None}, {"round": 1e999}, {"seconds": "x"}, {"taken": {"-9": 1}}, {"clients": 10**15}],
+    [
+        {"job": None},
+        {"clip": None},
+        {"round": 1e999},
+        {"seconds": "x"},
+        {"taken": {"-9": 1}},
+        {"clients": 10**15},
+    ],
 )
 def test_checkpoints_whose_hashes_fit(values: dict[str, Any], tmp_path: Path) -> None:
     folder = write_folder(tmp_path, stopped_files())
@@ -72,13 +81,15 @@ def test_a_checkpoint_cannot_name_a_memory_outside_its_folder(tmp_path: Path) ->
     folder = write_folder(tmp_path / "run", stopped_files())
     for path in (folder / "checkpoint").glob("round-*.json"):
         index = json.loads(path.read_text())
-        index["memory"] = {i: [f"../../../{file}", sha] for i, (file, sha) in index["memory"].items()}
+        index["memory"] = {
+            i: [f"../../../{file}", sha] for i, (file, sha) in index["memory"].items()
+        }
         path.write_text(json.dumps(index))
     for file in (folder / "checkpoint" / "memory").iterdir():
         np.save(tmp_path / file.name, np.full_like(np.load(file), 7.0))
     from cases import stopped_run
 
-    from dpfed.training.backends.client_state import ClientMemory
+    from dpfed.training.backends.client_state import ClientStates
     from dpfed.training.round_loop import first_state
     from dpfed.training.run import follows_from
     from dpfed.training.run_folder.checkpoint import Checkpoints, _seal, job_hash
@@ -88,8 +99,12 @@ def test_a_checkpoint_cannot_name_a_memory_outside_its_folder(tmp_path: Path) ->
         index = json.loads(path.read_text())
         index.pop("sha256")
         path.write_text(json.dumps({**index, "sha256": _seal(index)}))
-    memory = ClientMemory(job.algorithm.remembers, job.space.size, folder / "checkpoint" / "memory", 1 << 20)
-    Checkpoints(folder / "checkpoint", job_hash(follows_from(job), job.theta), memory).load(first_state(job))
+    memory = ClientStates(
+        job.algorithm.remembers, job.space.size, folder / "checkpoint" / "memory", 1 << 20
+    )
+    Checkpoints(folder / "checkpoint", job_hash(follows_from(job), job.theta), memory).load(
+        first_state(job)
+    )
     assert not bool((memory.gather(range(3), job.device)[job.algorithm.remembers[0]] == 7.0).any())
 
 
@@ -104,7 +119,7 @@ def test_lines_of_metrics_and_diagnostics(tmp_path: Path) -> None:
 def test_results(tmp_path: Path) -> None:
     (tmp_path / RESULT).write_bytes(DEEP)
     with pytest.raises(DpfedError):
-        read_accounts(tmp_path)
+        read_recorded_spending(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +134,13 @@ def test_results(tmp_path: Path) -> None:
 def test_outcomes_that_no_run_can_have_left_are_done_again(
     result: dict[str, Any], row: dict[str, Any], tmp_path: Path
 ) -> None:
-    whole = {"state": "finished", "test_records": 9, "epsilon": {}, "guarantee": "sworn", "versions": versions()}
+    whole = {
+        "state": "finished",
+        "test_records": 9,
+        "epsilon": {},
+        "guarantee": "sworn",
+        "versions": versions(),
+    }
     rows = {"round": 1, "accuracy": 0.5, "loss": 1.0}
     for changes, line, good in (({}, {}, True), (result, row, False)):
         (tmp_path / RESULT).write_text(json.dumps({**whole, **changes}))

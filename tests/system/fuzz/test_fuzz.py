@@ -59,5 +59,8 @@ def test_a_reader_that_breaks_is_noticed() -> None:
 
 def test_a_seed_names_an_input() -> None:
     content = b'{"a": [1, 2, {"b": "c"}]}\n'
-    assert all(mutate(Random(i), "a.json", content) == mutate(Random(i), "a.json", content) for i in range(50))
+    assert all(
+        mutate(Random(i), "a.json", content) == mutate(Random(i), "a.json", content)
+        for i in range(50)
+    )
     assert len({mutate(Random(i), "a.json", content) for i in range(50)}) > 30

@@ -58,5 +58,7 @@ print("all")
 @pytest.mark.parametrize("pointer", ["*bf16", "*fp32"])
 def test_a_gpu_compiles_what_the_interpreter_runs(pointer: str, tmp_path: Path) -> None:
     env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", COMPILE, pointer], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, pointer], env=env, capture_output=True, text=True
+    )
     assert done.stdout.strip() == "all", done.stderr

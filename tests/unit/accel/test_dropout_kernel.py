@@ -10,13 +10,22 @@ from torch import nn
 
 from dpfed import accel
 from dpfed.model.per_sample import keyed_dropout
-from dpfed.model.per_sample.keyed_dropout import KEY, RULE, KeyedDropout, TwinDropout, install_keyed_dropout, rule_of
+from dpfed.model.per_sample.keyed_dropout import (
+    KEY,
+    RULE,
+    KeyedDropout,
+    TwinDropout,
+    install_keyed_dropout,
+    rule_of,
+)
 
 pytest.importorskip("triton")
 KEYS = torch.tensor([3, -(2**62), 0, 2**63 - 1, 77])
 
 
-def both(x: torch.Tensor, keys: torch.Tensor, drop: float, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def both(
+    x: torch.Tensor, keys: torch.Tensor, drop: float, monkeypatch: pytest.MonkeyPatch
+) -> list[Any]:
     """Values and gradients by torch's own operations, and by the kernel."""
     layer, calls, out = TwinDropout(drop), list[int](), []
     setattr(layer, KEY, keys)
@@ -33,7 +42,9 @@ def both(x: torch.Tensor, keys: torch.Tensor, drop: float, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("shape", "drop"), [((5, 7, 24), 0.1), ((10, 3), 0.5), ((5, 1100), 0.9), ((5,), 0.37)])
+@pytest.mark.parametrize(
+    ("shape", "drop"), [((5, 7, 24), 0.1), ((10, 3), 0.5), ((5, 1100), 0.9), ((5,), 0.37)]
+)
 def test_it_is_torchs_own(
     shape: tuple[int, ...], drop: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,7 +77,9 @@ def test_where_it_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     keyed_dropout._drop(x.double(), KEYS, rule, whole=False)
     keyed_dropout._drop(x.transpose(1, 2), KEYS, rule, whole=False)  # rows not one after another
     keyed_dropout._drop(x[:, :0], KEYS, rule, whole=False)
-    keyed_dropout._drop(x, KEYS, torch.stack([rule, rule], 1)[:, 0], whole=False)  # a rule with something in between
+    keyed_dropout._drop(
+        x, KEYS, torch.stack([rule, rule], 1)[:, 0], whole=False
+    )  # a rule with something in between
     model = nn.Sequential(nn.Dropout(0.5))
     install_keyed_dropout(model)
     assert torch.equal(model(x), x)  # no keys: evaluation
@@ -102,5 +115,7 @@ def test_rounding_of_the_scale_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
     from dpfed.accel import dropout
 
     drop = dropout.drop
-    monkeypatch.setattr(dropout, "drop", lambda x, key, rule: drop(x.float(), key, rule).to(x.dtype))
+    monkeypatch.setattr(
+        dropout, "drop", lambda x, key, rule: drop(x.float(), key, rule).to(x.dtype)
+    )
     assert not dropout.right(torch.device("cpu"))

@@ -31,10 +31,20 @@ def some(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tens
 @pytest.mark.parametrize(("samples", "n", "wide", "out", "r"), SHAPES)
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.float16, 2e-3)])
 def test_products(
-    kernels: ModuleType, samples: int, n: int, wide: int, out: int, r: int, dtype: torch.dtype, error: float
+    kernels: ModuleType,
+    samples: int,
+    n: int,
+    wide: int,
+    out: int,
+    r: int,
+    dtype: torch.dtype,
+    error: float,
 ) -> None:
     x, y = some(samples, n, wide, dtype=dtype), some(samples, n, out, seed=1, dtype=dtype)
-    a, b = some(samples, wide, r, seed=2, dtype=dtype), some(samples, out, r, seed=3, dtype=dtype).transpose(1, 2)
+    a, b = (
+        some(samples, wide, r, seed=2, dtype=dtype),
+        some(samples, out, r, seed=3, dtype=dtype).transpose(1, 2),
+    )
     low = 0.5 * x.double() @ a.double()
     expected = y.double() + 1.5 * low @ b.double()
     found = kernels.two_products(x, a, b, y, 0.5, 1.5)
@@ -59,11 +69,15 @@ def test_what_the_kernels_do_not_take(kernels: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("needs_x", [True, False])
-def test_the_product_is_the_same_with_them(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, needs_x: bool) -> None:
+def test_the_product_is_the_same_with_them(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, needs_x: bool
+) -> None:
     calls: list[str] = []
     for name in ("two_products", "outer"):
         old = getattr(kernels, name)
-        monkeypatch.setattr(kernels, name, lambda *args, name=name, old=old: calls.append(name) or old(*args))
+        monkeypatch.setattr(
+            kernels, name, lambda *args, name=name, old=old: calls.append(name) or old(*args)
+        )
     weight, bias = some(20, 12), some(20, seed=1)
     found = []
     for way in ("kernels", "plain"):
@@ -77,6 +91,8 @@ def test_the_product_is_the_same_with_them(kernels: ModuleType, monkeypatch: pyt
         y = LoraProduct.apply(x, weight, bias, a, b, 0.7)  # type: ignore[no-untyped-call]
         asked = [a, b, x] if needs_x else [a, b]
         found.append((y, *torch.autograd.grad(y.square().sum(), asked)))
-    assert calls == (["two_products", "two_products", "outer", "outer"] if needs_x else ["two_products"])
+    assert calls == (
+        ["two_products", "two_products", "outer", "outer"] if needs_x else ["two_products"]
+    )
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

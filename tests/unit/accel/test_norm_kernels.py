@@ -68,7 +68,9 @@ def test_inside_vmap_it_is_plain() -> None:
             self.head = nn.Linear(8, 3)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.norm(torch.cat([x, self.prompt.expand(len(x), -1, -1)], 1)).mean(1))  # type: ignore[no-any-return]
+            return self.head(
+                self.norm(torch.cat([x, self.prompt.expand(len(x), -1, -1)], 1)).mean(1)
+            )  # type: ignore[no-any-return]
 
     torch.manual_seed(0)
     model = Prompted()
@@ -78,5 +80,7 @@ def test_inside_vmap_it_is_plain() -> None:
     x, client, labels = torch.randn(4, 5, 8), torch.tensor([0, 0, 1, 1]), torch.arange(4) % 3
     together = torch.cat(ready.grads(theta, client, {"x": x}, labels), 1)
     for i in range(4):
-        alone = torch.cat(ready.grads(theta, client[i : i + 1], {"x": x[i : i + 1]}, labels[i : i + 1]), 1)
+        alone = torch.cat(
+            ready.grads(theta, client[i : i + 1], {"x": x[i : i + 1]}, labels[i : i + 1]), 1
+        )
         torch.testing.assert_close(together[i : i + 1], alone)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dpfed.model.fast_paths import patches as plain
-from dpfed.model.per_sample.batched_layers import TwinConv2d, install_twin
+from dpfed.model.per_sample.batched_layers import TwinConv2d, install_batched_layer
 
 pytest.importorskip("triton")
 import triton.language as tl
@@ -50,10 +50,24 @@ def by_torch(monkeypatch: pytest.MonkeyPatch, made: Callable[[], Any]) -> Any:
         return made()
 
 
-@given(st.integers(1, 3), st.integers(1, 7), SIDES, PAIRS, PAIRS, PADDING, st.sampled_from(patches.TYPES))
+@given(
+    st.integers(1, 3),
+    st.integers(1, 7),
+    SIDES,
+    PAIRS,
+    PAIRS,
+    PADDING,
+    st.sampled_from(patches.TYPES),
+)
 @settings(max_examples=60)
 def test_they_are_torchs_own(
-    count: int, channels: int, sides: Any, kernel: Any, stride: Any, padding: Any, dtype: torch.dtype
+    count: int,
+    channels: int,
+    sides: Any,
+    kernel: Any,
+    stride: Any,
+    padding: Any,
+    dtype: torch.dtype,
 ) -> None:
     """Copies are the same numbers; sums of whole numbers are exact in every type."""
     assume(fits(sides, kernel, padding))
@@ -64,7 +78,9 @@ def test_they_are_torchs_own(
     assert found.dtype == dtype
     assert torch.equal(found.float(), wanted)
     with pytest.MonkeyPatch.context() as patch:
-        assert torch.equal(by_torch(patch, lambda: plain._columns(x, kernel, stride, padding)), found)
+        assert torch.equal(
+            by_torch(patch, lambda: plain._columns(x, kernel, stride, padding)), found
+        )
     grad = drawn(wanted.shape).mul(4).round()
     back = patches.images(grad.to(dtype), shape, kernel, stride, padding)
     assert back.dtype == dtype
@@ -82,7 +98,9 @@ def test_sums_of_float32_have_the_plain_ways_bits(
     with pytest.MonkeyPatch.context() as patch:
         wanted = by_torch(patch, lambda: plain._images(grad, shape, kernel, stride, padding))
     assert torch.equal(found, wanted)
-    torch.testing.assert_close(found, F.fold(grad, sides, kernel, 1, padding, stride), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        found, F.fold(grad, sides, kernel, 1, padding, stride), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_half_precision_is_rounded_once() -> None:
@@ -122,7 +140,9 @@ def test_what_is_no_number_stays_in_its_plane() -> None:
 
 
 @pytest.mark.parametrize("back", [False, True])
-def test_planes_beyond_the_first_two_thousand_million_numbers(back: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planes_beyond_the_first_two_thousand_million_numbers(
+    back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last program's place does not fit in 32 bits. The interpreter runs it alone: the memory before is asked for, not
     touched."""
     planes, side = 2**19 + 2, 64
@@ -131,16 +151,27 @@ def test_planes_beyond_the_first_two_thousand_million_numbers(back: bool, monkey
     if DEVICE.type == "cpu":
         last = np.array([x.numel() // patches.BLOCK - 1], dtype=np.int32)
         handle = interpreter.TensorHandle(last, tl.int32)
-        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_get_program_id", lambda *_: handle)
+        monkeypatch.setattr(
+            interpreter.InterpreterBuilder, "create_get_program_id", lambda *_: handle
+        )
         monkeypatch.setattr(patches.triton, "cdiv", lambda *_: 1)
     shape, asked = (planes, 1, side, side), ((1, 1), (1, 1), (0, 0))
-    y = patches.images(x.view(planes, 1, -1), shape, *asked) if back else patches.columns(x.view(shape), *asked)
+    y = (
+        patches.images(x.view(planes, 1, -1), shape, *asked)
+        if back
+        else patches.columns(x.view(shape), *asked)
+    )
     assert torch.equal(y.view(-1)[-patches.BLOCK :], x[-patches.BLOCK :])
 
 
 def test_nothing_at_all_and_what_does_not_fit() -> None:
     assert patches.columns(drawn((0, 3, 4, 4)), (3, 3), (1, 1), (0, 0)).shape == (0, 27, 4)
-    assert patches.images(drawn((0, 27, 4)), (0, 3, 4, 4), (3, 3), (1, 1), (0, 0)).shape == (0, 3, 4, 4)
+    assert patches.images(drawn((0, 27, 4)), (0, 3, 4, 4), (3, 3), (1, 1), (0, 0)).shape == (
+        0,
+        3,
+        4,
+        4,
+    )
     with pytest.raises(ValueError, match="kernel of 5 x 5 does not fit images of 4 x 4"):
         plain.patches(drawn((2, 3, 4, 4)), (5, 5), (1, 1), (0, 0))
     assert patches.fits((1, 1, 2**15, 2**15), (1, 1), (1, 1), (0, 0))
@@ -160,7 +191,9 @@ def test_gradients_of_both_ways(by_kernel: bool, monkeypatch: pytest.MonkeyPatch
     (back,) = torch.autograd.grad((y * weights).sum(), x, create_graph=True)
     assert torch.equal(back, F.fold(weights, (6, 5), *asked[:1], 1, *asked[:0:-1]))
     assert torch.equal((y * weights).sum(), (x * back).sum())
-    twice = torch.autograd.grad((plain.patches(x.square(), *asked) * weights).sum(), x, create_graph=True)[0]
+    twice = torch.autograd.grad(
+        (plain.patches(x.square(), *asked) * weights).sum(), x, create_graph=True
+    )[0]
     torch.testing.assert_close(torch.autograd.grad(twice.sum(), x)[0], 2 * back)
     exact = drawn((1, 2, 4, 4)).double().requires_grad_()
     assert torch.autograd.gradcheck(lambda t: plain.patches(t, *asked), exact)
@@ -175,9 +208,11 @@ def test_a_kernel_of_one_is_no_copy() -> None:
 def test_compiled_they_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """One program, in which they are operators that a compiler does not look into."""
     monkeypatch.setattr(TwinConv2d, "_pays", lambda self, x: True)
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3, 2, 1), torch.nn.Tanh(), torch.nn.Conv2d(4, 2, 2)).to(DEVICE)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3, 2, 1), torch.nn.Tanh(), torch.nn.Conv2d(4, 2, 2)
+    ).to(DEVICE)
     for conv in (model[0], model[2]):
-        install_twin(conv, TwinConv2d)
+        install_batched_layer(conv, TwinConv2d)
     x = drawn((5, 3, 6, 6))
     copies = {n: drawn((5, *p.shape)).requires_grad_() for n, p in model.named_parameters()}
 
@@ -186,7 +221,9 @@ def test_compiled_they_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=False)
     wanted = torch.autograd.grad(loss(copies), list(copies.values()))
-    for one, other in zip(torch.autograd.grad(compiled(copies), list(copies.values())), wanted, strict=True):
+    for one, other in zip(
+        torch.autograd.grad(compiled(copies), list(copies.values())), wanted, strict=True
+    ):
         torch.testing.assert_close(one, other)
 
 

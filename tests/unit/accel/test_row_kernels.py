@@ -25,7 +25,9 @@ SIZES = [1, 63, 64, 4095, 4096, 4097, 3 * 4096 + 192]
 
 def drawn(count: int, size: int, dtype: torch.dtype) -> Tensor:
     g = torch.Generator().manual_seed(size)
-    return (torch.randn(count, size, generator=g) * 10.0 ** torch.arange(-4, count - 4).unsqueeze(1)).to(DEVICE, dtype)
+    return (
+        torch.randn(count, size, generator=g) * 10.0 ** torch.arange(-4, count - 4).unsqueeze(1)
+    ).to(DEVICE, dtype)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -37,18 +39,26 @@ def test_squares_of_pieces(size: int, dtype: torch.dtype) -> None:
     for piece in range(found.shape[1]):
         wanted = rows[:, piece * 4096 : (piece + 1) * 4096].double().square().sum(1)
         torch.testing.assert_close(found[:, piece].double(), wanted, rtol=24 * 2.0**-24, atol=0)
-    torch.testing.assert_close(fixed_shape_sum.row_norms(rows).double(), rows.double().norm(dim=1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        fixed_shape_sum.row_norms(rows).double(), rows.double().norm(dim=1), rtol=1e-6, atol=0
+    )
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("place", [0, 4095, 4096, 5000])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30, -3e38])
-def test_what_is_no_number_is_seen_wherever_it_is(value: float, place: int, dtype: torch.dtype) -> None:
+def test_what_is_no_number_is_seen_wherever_it_is(
+    value: float, place: int, dtype: torch.dtype
+) -> None:
     rows = drawn(3, 5001, dtype)
     rows[1, place] = value
     norm = fixed_shape_sum.row_norms(rows)
     assert norm.isfinite().tolist() == [True, False, True]
-    assert fixed_shape_sum.piece_squares(rows).sum(1).float().sqrt().isfinite().tolist() == [True, False, True]
+    assert fixed_shape_sum.piece_squares(rows).sum(1).float().sqrt().isfinite().tolist() == [
+        True,
+        False,
+        True,
+    ]
 
 
 def test_squares_that_overflow_only_together_have_no_norm_either() -> None:
@@ -63,7 +73,9 @@ def test_squares_that_overflow_only_together_have_no_norm_either() -> None:
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("size", [*SIZES, 9 * 4096 + 64])
-def test_rows_that_are_not_kept_are_zero_and_no_other_number_changes(size: int, dtype: torch.dtype) -> None:
+def test_rows_that_are_not_kept_are_zero_and_no_other_number_changes(
+    size: int, dtype: torch.dtype
+) -> None:
     rows = drawn(5, size, dtype)
     rows[1], rows[3, -1] = math.nan, math.inf
     keep = torch.tensor([True, False, True, False, False], device=DEVICE)
@@ -90,7 +102,9 @@ def test_numbers_beside_the_rows_are_neither_read_nor_written() -> None:
 def test_rows_beyond_the_first_two_thousand_million_numbers(dtype: torch.dtype) -> None:
     """The stride fits in 32 bits, the third row's place does not. The memory between is asked for, not touched."""
     stride = 2**30 + 64
-    rows = torch.empty(2 * stride + 128, dtype=dtype, device=DEVICE).as_strided((3, 128), (stride, 1))
+    rows = torch.empty(2 * stride + 128, dtype=dtype, device=DEVICE).as_strided(
+        (3, 128), (stride, 1)
+    )
     rows[0], rows[1], rows[2] = 1.0, 2.0, 3.0
     assert row_kernels.squares(rows).tolist() == [[128.0], [512.0], [1152.0]]
     row_kernels.zero_rows(rows, torch.tensor([True, True, False], device=DEVICE))
@@ -112,7 +126,9 @@ def test_rows_that_are_no_rows_are_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_the_trial_before_the_first_use(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_before_the_first_use(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert row_kernels.right(DEVICE, dtype)
     squares, zero_rows = row_kernels.squares, row_kernels.zero_rows
     monkeypatch.setattr(row_kernels, "squares", lambda rows: squares(rows.nan_to_num(0, 0, 0)))
@@ -148,4 +164,7 @@ def test_a_gpu_compiles_what_the_interpreter_runs(tmp_path: Path) -> None:
     env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert [int(n) for n in done.stdout.split()] == [2, 2]  # sixteen bytes at once: two for each thread of a program
+    assert [int(n) for n in done.stdout.split()] == [
+        2,
+        2,
+    ]  # sixteen bytes at once: two for each thread of a program

@@ -28,7 +28,9 @@ def test_not_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not accel.usable(torch.zeros(1))
 
 
-def test_without_triton_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_triton_one_sentence_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setitem(sys.modules, "dpfed.accel.lora", None)  # type: ignore[arg-type]
     monkeypatch.delattr("dpfed.accel.lora", raising=False)
     assert not accel.works(torch.device("cpu"))
@@ -49,7 +51,9 @@ def test_kernels_that_fail_or_err_are_none(
         pytest.skip("the interpreter is for machines without a GPU")
     assert accel.works(torch.device("cpu"))
     accel.works.cache_clear()
-    monkeypatch.setattr(*{"lora": (lora, "right"), "norm": (norm, "right")}[kind], lambda device: False)
+    monkeypatch.setattr(
+        *{"lora": (lora, "right"), "norm": (norm, "right")}[kind], lambda device: False
+    )
     assert not accel.works(torch.device("cpu"))
     assert "other numbers" in caplog.text
     accel.works.cache_clear()
@@ -106,7 +110,9 @@ def test_they_are_tried_with_gradients_wherever_they_are_asked_for() -> None:
     def ask(x: Tensor) -> Tensor:
         return x + float(accel.seen_right("kernels of a test", x.device, right))
 
-    inside = torch.library.custom_op("dpfed_test::ask", ask, mutates_args=(), schema="(Tensor x) -> Tensor")
+    inside = torch.library.custom_op(
+        "dpfed_test::ask", ask, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
     with pytest.raises(RuntimeError, match="does not require grad"), torch.no_grad():
         right()
     for mode in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):

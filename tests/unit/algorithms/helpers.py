@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfed.algorithms.base import Algorithm, Context, Facts, Memory
+from dpfed.algorithms.base import Algorithm, ClientState, Context, Facts
 from dpfed.model.parameter_vector import Space
 
 torch.set_num_threads(1)
@@ -28,10 +28,14 @@ def make_space(*sizes: int) -> Space:
 class FakeOracle:
     """Gradients from a plain function of θ `[S, P]`, plus Gaussian noise of the stated variance; it counts its calls."""
 
-    def __init__(self, gradient: Gradient, phi: Tensor, generator: torch.Generator | None = None) -> None:
+    def __init__(
+        self, gradient: Gradient, phi: Tensor, generator: torch.Generator | None = None
+    ) -> None:
         self.gradient, self.phi, self.generator = gradient, phi, generator
         self.calls, self.again_calls = 0, 0
-        self.given: list[tuple[Tensor, Tensor]] = []  # what was handed out, and a copy made at that moment
+        self.given: list[
+            tuple[Tensor, Tensor]
+        ] = []  # what was handed out, and a copy made at that moment
 
     def __call__(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         self.calls += 1
@@ -44,7 +48,9 @@ class FakeOracle:
     def _release(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         g = self.gradient(theta)
         if self.generator is not None:
-            g = g + self.phi.sqrt() * torch.randn(theta.shape, generator=self.generator, dtype=theta.dtype)
+            g = g + self.phi.sqrt() * torch.randn(
+                theta.shape, generator=self.generator, dtype=theta.dtype
+            )
         self.given.append((g, g.clone()))
         self.given = self.given[-4:]
         return g, self.phi
@@ -53,7 +59,9 @@ class FakeOracle:
 class Table:
     """Gradients read from a list, one `[S, P]` per call, whatever θ is: for examples worked out by hand."""
 
-    def __init__(self, gradients: Sequence[Tensor], phi: Tensor, second: Sequence[Tensor] | None = None) -> None:
+    def __init__(
+        self, gradients: Sequence[Tensor], phi: Tensor, second: Sequence[Tensor] | None = None
+    ) -> None:
         self._gradients, self._phi = iter(gradients), phi
         self._second = None if second is None else iter(second)
 
@@ -73,7 +81,9 @@ class History:
     means: list[dict[str, Tensor]] = field(default_factory=list)
     messages: list[dict[str, Tensor]] = field(default_factory=list)
     oracles: list[Any] = field(default_factory=list)
-    memories: list[Memory] = field(default_factory=list)  # {name: [N, P], "seen": [N]}, or {} where nothing is kept
+    memories: list[ClientState] = field(
+        default_factory=list
+    )  # {name: [N, P], "seen": [N]}, or {} where nothing is kept
 
     @property
     def theta(self) -> Tensor:
@@ -93,7 +103,14 @@ def cosine(base: float, t: int, T: int) -> float:
 
 
 def make_context(
-    algorithm: Algorithm, space: Space, t: int, T: int, K: int, phi: Tensor, *, schedule: str = "constant"
+    algorithm: Algorithm,
+    space: Space,
+    t: int,
+    T: int,
+    K: int,
+    phi: Tensor,
+    *,
+    schedule: str = "constant",
 ) -> Context:
     lr = algorithm.lr if schedule == "constant" else cosine(algorithm.lr, t, T)
 
@@ -101,7 +118,18 @@ def make_context(
         return torch.tensor(x, dtype=torch.float64)
 
     equal = bool((phi == phi[:1]).all())
-    return Context(space, len(phi), len(phi), T, K, scalar(t), scalar(lr), scalar(algorithm.lr), phi, equal_phi=equal)
+    return Context(
+        space,
+        len(phi),
+        len(phi),
+        T,
+        K,
+        scalar(t),
+        scalar(lr),
+        scalar(algorithm.lr),
+        phi,
+        equal_phi=equal,
+    )
 
 
 def run_rounds(
@@ -128,13 +156,17 @@ def run_rounds(
     ctx = make_context(algorithm, space, 1, T, K, phi, schedule=schedule)
     if checked:
         algorithm.check(Facts(equal_phi=ctx.equal_phi, private=True, allow_nan=False))
-    history = History([algorithm.init(ctx, theta)], memories=[blank_memory(algorithm, clients, theta)])
+    history = History(
+        [algorithm.init(ctx, theta)], memories=[blank_memory(algorithm, clients, theta)]
+    )
     for t in range(1, T + 1):
         chosen = torch.tensor(range(clients) if cohorts is None else cohorts[t - 1])
         ctx = make_context(algorithm, space, t, T, K, phi[chosen], schedule=schedule)
         ctx = replace(ctx, N=clients)
         server, oracle = history.servers[-1], oracle_factory(ctx)
-        local = algorithm.start(ctx, server, {name: kept[chosen] for name, kept in history.memories[-1].items()})
+        local = algorithm.start(
+            ctx, server, {name: kept[chosen] for name, kept in history.memories[-1].items()}
+        )
         for k in range(1, K + 1):
             after = algorithm.step(ctx, local, oracle, torch.tensor(k, dtype=torch.float64))
             if watch is not None:
@@ -142,7 +174,9 @@ def run_rounds(
             local = after
         message, memory = algorithm.finish(ctx, server, local)
         mean = {name: value.mean(0) for name, value in message.items()}
-        history.servers.append(algorithm.aggregate(replace(ctx, answered=len(chosen)), server, mean))
+        history.servers.append(
+            algorithm.aggregate(replace(ctx, answered=len(chosen)), server, mean)
+        )
         history.memories.append(remember(history.memories[-1], chosen, memory))
         history.means.append(mean)
         history.messages.append(message)
@@ -150,17 +184,21 @@ def run_rounds(
     return history
 
 
-def blank_memory(algorithm: Algorithm, clients: int, theta: Tensor) -> Memory:
+def blank_memory(algorithm: Algorithm, clients: int, theta: Tensor) -> ClientState:
     """What clients that were never drawn remember: zeros, and that they were not seen; {} where nothing is kept."""
     if not algorithm.remembers:
         return {}
-    blank: Memory = {name: theta.new_zeros(clients, len(theta)) for name in algorithm.remembers}
+    blank: ClientState = {
+        name: theta.new_zeros(clients, len(theta)) for name in algorithm.remembers
+    }
     return {**blank, "seen": torch.zeros(clients, dtype=torch.bool)}
 
 
-def remember(old: Memory, chosen: Tensor, new: Memory) -> Memory:
+def remember(old: ClientState, chosen: Tensor, new: ClientState) -> ClientState:
     """The memory of all clients after the chosen ones have taken part."""
-    assert set(new) | {"seen"} == set(old) | {"seen"}, "finish gives back the vectors that the algorithm names"
+    assert set(new) | {"seen"} == set(old) | {"seen"}, (
+        "finish gives back the vectors that the algorithm names"
+    )
     out = {name: kept.clone() for name, kept in old.items()}
     for name, value in new.items():
         out[name][chosen] = value
@@ -194,7 +232,9 @@ def curved(size: int, dtype: torch.dtype = torch.float32) -> Gradient:
 
 
 def start_point(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
+    return torch.randn(size, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(
+        dtype
+    )
 
 
 def relative(a: Tensor, b: Tensor) -> float:

@@ -16,10 +16,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dpfed.algorithms
 from dpfed.algorithms import REGISTRY
-from dpfed.algorithms.base import Algorithm, Facts, Memory, Releases, bias_correction, spread
+from dpfed.algorithms.base import Algorithm, ClientState, Facts, Releases, bias_correction, spread
 from dpfed.errors import DpfedError
 
-from .helpers import FakeOracle, blank_memory, curved, make_context, make_space, noisy, run_rounds, start_point
+from .helpers import (
+    FakeOracle,
+    blank_memory,
+    curved,
+    make_context,
+    make_space,
+    noisy,
+    run_rounds,
+    start_point,
+)
 
 PRINTED = "dp-fedadamw-printed"
 FOLDER = Path(dpfed.algorithms.__file__).parent
@@ -43,7 +52,11 @@ each = pytest.mark.parametrize("algorithm", VARIANTS, ids=lambda a: a.name)
 
 def tensors(value: Any) -> dict[str, Tensor]:
     """The tensors of a state or a message, by name; anything else in it is an error."""
-    items = value if isinstance(value, dict) else {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    items = (
+        value
+        if isinstance(value, dict)
+        else {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    )
     assert all(isinstance(x, Tensor) for x in items.values()), f"not only tensors: {items}"
     return items
 
@@ -57,7 +70,7 @@ def same(value: Any, kept: dict[str, Tensor]) -> bool:
     return now.keys() == kept.keys() and all(torch.equal(now[name], kept[name]) for name in kept)
 
 
-def memory_of(algorithm: Algorithm) -> Memory:
+def memory_of(algorithm: Algorithm) -> ClientState:
     """What three clients remember, the third of which was never drawn."""
     memory = blank_memory(algorithm, 3, start_point(6))
     generator = torch.Generator().manual_seed(2)
@@ -74,7 +87,9 @@ def middle(algorithm: Algorithm) -> tuple[Any, Any, Any]:
     history = run_rounds(algorithm, space, noisy(curved(6)), 2, 3, 3, theta=start_point(6), phi=phi)
     ctx = make_context(algorithm, space, 3, 5, 3, phi, schedule="cosine")
     local = algorithm.start(ctx, history.servers[-1], memory_of(algorithm))
-    local = algorithm.step(ctx, local, noisy(curved(6), seed=1)(ctx), torch.tensor(1.0, dtype=torch.float64))
+    local = algorithm.step(
+        ctx, local, noisy(curved(6), seed=1)(ctx), torch.tensor(1.0, dtype=torch.float64)
+    )
     return ctx, history.servers[-1], local
 
 
@@ -101,7 +116,9 @@ def test_algorithms_are_frozen_and_hold_only_their_keys(algorithm: Algorithm) ->
 
 
 @each
-def test_states_are_dataclasses_of_tensors_and_messages_have_a_row_per_client(algorithm: Algorithm) -> None:
+def test_states_are_dataclasses_of_tensors_and_messages_have_a_row_per_client(
+    algorithm: Algorithm,
+) -> None:
     ctx, server, local = middle(algorithm)
     for state in (server, local):
         assert dataclasses.is_dataclass(state)
@@ -118,19 +135,28 @@ def test_states_are_dataclasses_of_tensors_and_messages_have_a_row_per_client(al
     for name, value in tensors(message).items():
         assert value.shape[0] == 3, name
         assert value.dtype == torch.float32, name
-    after = algorithm.aggregate(ctx, server, {name: value.mean(0) for name, value in message.items()})
+    after = algorithm.aggregate(
+        ctx, server, {name: value.mean(0) for name, value in message.items()}
+    )
     for name, value in tensors(after).items():
         assert value.shape == getattr(server, name).shape, name
         assert value.dtype == torch.float32, name
 
 
 @each
-def test_the_five_methods_repeat_themselves_and_leave_their_inputs_alone(algorithm: Algorithm) -> None:
+def test_the_five_methods_repeat_themselves_and_leave_their_inputs_alone(
+    algorithm: Algorithm,
+) -> None:
     ctx, server, local = middle(algorithm)
     k, theta = torch.tensor(2.0, dtype=torch.float64), start_point(6)
     public = {name: getattr(ctx, name).clone() for name in ("t", "lr", "lr0", "phi")}
     memory = memory_of(algorithm)
-    kept_server, kept_local, kept_theta, kept_memory = copy(server), copy(local), theta.clone(), copy(memory)
+    kept_server, kept_local, kept_theta, kept_memory = (
+        copy(server),
+        copy(local),
+        theta.clone(),
+        copy(memory),
+    )
 
     assert same(algorithm.init(ctx, theta), copy(algorithm.init(ctx, theta)))
     assert same(algorithm.start(ctx, server, memory), copy(algorithm.start(ctx, server, memory)))
@@ -143,7 +169,9 @@ def test_the_five_methods_repeat_themselves_and_leave_their_inputs_alone(algorit
     assert same(one, copy(two))
     mean = {name: value.mean(0) for name, value in message.items()}
     kept_mean, kept_first, kept_message = copy(mean), copy(first), copy(message)
-    assert same(algorithm.aggregate(ctx, server, mean), copy(algorithm.aggregate(ctx, server, mean)))
+    assert same(
+        algorithm.aggregate(ctx, server, mean), copy(algorithm.aggregate(ctx, server, mean))
+    )
 
     assert same(server, kept_server)
     assert same(local, kept_local)
@@ -158,17 +186,25 @@ def test_the_five_methods_repeat_themselves_and_leave_their_inputs_alone(algorit
         assert all(torch.equal(g, copied) for g, copied in oracle.given)
 
 
-MOMENTS = [a for a in VARIANTS if a.name in {"dp-fedadamw", "dp-local-adamw", "dp-fedlada", "dp-adambc", "dp-fafed"}]
+MOMENTS = [
+    a
+    for a in VARIANTS
+    if a.name in {"dp-fedadamw", "dp-local-adamw", "dp-fedlada", "dp-adambc", "dp-fafed"}
+]
 
 
 @pytest.mark.parametrize("algorithm", MOMENTS, ids=lambda a: a.name)
-def test_a_square_that_is_no_number_holds_its_own_coordinate_and_no_more(algorithm: Algorithm) -> None:
+def test_a_square_that_is_no_number_holds_its_own_coordinate_and_no_more(
+    algorithm: Algorithm,
+) -> None:
     """v stays infinite there, so the step is zero; the difference of two infinities would be no number at all."""
     ctx, _, local = middle(algorithm)
     huge = torch.ones(ctx.S, ctx.space.size)
     huge[0, 1] = 1e25
     for k, gradient in ((1.0, huge), (2.0, torch.ones_like(huge)), (3.0, torch.ones_like(huge))):
-        local = algorithm.step(ctx, local, FakeOracle(lambda x, g=gradient: g, ctx.phi), torch.tensor(k))  # type: ignore[misc]
+        local = algorithm.step(
+            ctx, local, FakeOracle(lambda x, g=gradient: g, ctx.phi), torch.tensor(k)
+        )  # type: ignore[misc]
     assert local.v.isinf().nonzero().tolist() == [[0, 1]]
     assert not local.v.isnan().any()
     assert local.theta.isfinite().all()
@@ -177,7 +213,9 @@ def test_a_square_that_is_no_number_holds_its_own_coordinate_and_no_more(algorit
 @each
 def test_the_oracle_is_called_as_declared(algorithm: Algorithm) -> None:
     """B8: the ledger charges K·batches·releases per client and round, so that is what must be taken."""
-    history = run_rounds(algorithm, make_space(2, 4), noisy(curved(6)), 3, 4, 2, theta=start_point(6), phi=0.01)
+    history = run_rounds(
+        algorithm, make_space(2, 4), noisy(curved(6)), 3, 4, 2, theta=start_point(6), phi=0.01
+    )
     declared = algorithm.releases
     assert isinstance(declared, Releases)
     for oracle in history.oracles:
@@ -186,7 +224,9 @@ def test_the_oracle_is_called_as_declared(algorithm: Algorithm) -> None:
 
 
 @each
-def test_only_step_touches_the_oracle_and_it_asks_at_the_clients_own_point(algorithm: Algorithm) -> None:
+def test_only_step_touches_the_oracle_and_it_asks_at_the_clients_own_point(
+    algorithm: Algorithm,
+) -> None:
     ctx, _, local = middle(algorithm)
     asked: list[Tensor] = []
 
@@ -194,7 +234,9 @@ def test_only_step_touches_the_oracle_and_it_asks_at_the_clients_own_point(algor
         asked.append(theta.clone())
         return torch.ones_like(theta)
 
-    algorithm.step(ctx, local, FakeOracle(gradient, ctx.phi), torch.tensor(2.0, dtype=torch.float64))
+    algorithm.step(
+        ctx, local, FakeOracle(gradient, ctx.phi), torch.tensor(2.0, dtype=torch.float64)
+    )
     assert len(asked) == algorithm.releases.batches * algorithm.releases.releases
     assert torch.equal(asked[0], local.theta)
 
@@ -209,7 +251,9 @@ def test_a_client_alone_computes_what_it_computes_in_a_fleet(algorithm: Algorith
         """Every message and, beside it, what is remembered."""
         phi = ctx.phi[rows]
         here = dataclasses.replace(ctx, S=len(phi), phi=phi)
-        local = algorithm.start(here, server, {name: kept[rows] for name, kept in memory_of(algorithm).items()})
+        local = algorithm.start(
+            here, server, {name: kept[rows] for name, kept in memory_of(algorithm).items()}
+        )
         for k in range(1, 4):
             oracle = FakeOracle(lambda theta, k=k: g[k, rows], phi)
             local = algorithm.step(here, local, oracle, torch.tensor(k, dtype=torch.float64))
@@ -223,22 +267,32 @@ def test_a_client_alone_computes_what_it_computes_in_a_fleet(algorithm: Algorith
 
 
 @each
-def test_a_step_branches_on_no_tensor_so_that_one_graph_serves_every_step(algorithm: Algorithm) -> None:
+def test_a_step_branches_on_no_tensor_so_that_one_graph_serves_every_step(
+    algorithm: Algorithm,
+) -> None:
     """t, k, lr and the states have no values here: reading one (`if`, `float()`, `.item()`) is an error."""
     ctx, server, local = middle(algorithm)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # the space's block index stays real
 
         def fake(value: Any) -> Any:
-            return dataclasses.replace(value, **{name: mode.from_tensor(x) for name, x in tensors(value).items()})
+            return dataclasses.replace(
+                value, **{name: mode.from_tensor(x) for name, x in tensors(value).items()}
+            )
 
         names = ("t", "lr", "lr0", "phi")
-        ghost = dataclasses.replace(ctx, **{name: mode.from_tensor(getattr(ctx, name)) for name in names})
+        ghost = dataclasses.replace(
+            ctx, **{name: mode.from_tensor(getattr(ctx, name)) for name in names}
+        )
         memory = {name: mode.from_tensor(kept) for name, kept in memory_of(algorithm).items()}
         started = algorithm.start(ghost, fake(server), memory)
         oracle = FakeOracle(torch.ones_like, ghost.phi)
-        stepped = algorithm.step(ghost, started, oracle, mode.from_tensor(torch.tensor(2.0, dtype=torch.float64)))
+        stepped = algorithm.step(
+            ghost, started, oracle, mode.from_tensor(torch.tensor(2.0, dtype=torch.float64))
+        )
         message, _ = algorithm.finish(ghost, fake(server), stepped)
-        after = algorithm.aggregate(ghost, fake(server), {name: value.mean(0) for name, value in message.items()})
+        after = algorithm.aggregate(
+            ghost, fake(server), {name: value.mean(0) for name, value in message.items()}
+        )
     assert after.theta.shape == (6,)
     assert local.theta.shape == stepped.theta.shape
 
@@ -249,25 +303,33 @@ def test_in_a_step_the_learning_rate_may_be_given_per_client(algorithm: Algorith
     k = torch.tensor(2.0, dtype=torch.float64)
     rows = {name: getattr(ctx, name).float().expand(3, 1) for name in ("lr", "lr0")}
     one = algorithm.step(ctx, local, FakeOracle(torch.ones_like, ctx.phi), k).theta
-    two = algorithm.step(dataclasses.replace(ctx, **rows), local, FakeOracle(torch.ones_like, ctx.phi), k).theta
+    two = algorithm.step(
+        dataclasses.replace(ctx, **rows), local, FakeOracle(torch.ones_like, ctx.phi), k
+    ).theta
     assert two.dtype == torch.float32
     torch.testing.assert_close(two, one)
 
 
 @each
-def test_clients_read_of_the_servers_state_what_is_broadcast_all_of_it_and_nothing_else(algorithm: Algorithm) -> None:
+def test_clients_read_of_the_servers_state_what_is_broadcast_all_of_it_and_nothing_else(
+    algorithm: Algorithm,
+) -> None:
     ctx, server, _ = middle(algorithm)
     sent = {name: getattr(server, name) for name in algorithm.broadcast}
 
     def messages(seen: Any) -> dict[str, Tensor]:
         local = algorithm.start(ctx, seen, memory_of(algorithm))
         oracle = noisy(curved(6), seed=1)(ctx)
-        return algorithm.finish(ctx, seen, algorithm.step(ctx, local, oracle, torch.tensor(1.0).double()))[0]
+        return algorithm.finish(
+            ctx, seen, algorithm.step(ctx, local, oracle, torch.tensor(1.0).double())
+        )[0]
 
     assert same(messages(SimpleNamespace(**sent)), messages(server))
     for name in sent:
         with pytest.raises(AttributeError, match=name):
-            messages(SimpleNamespace(**{other: value for other, value in sent.items() if other != name}))
+            messages(
+                SimpleNamespace(**{other: value for other, value in sent.items() if other != name})
+            )
 
 
 @each
@@ -276,10 +338,12 @@ def test_what_a_client_remembers_reaches_its_own_message_only(algorithm: Algorit
     ctx, server, _ = middle(algorithm)
     memory = memory_of(algorithm)
 
-    def deltas(memory: Memory) -> Tensor:
+    def deltas(memory: ClientState) -> Tensor:
         local = algorithm.start(ctx, server, memory)
         oracle = noisy(curved(6), seed=1)(ctx)
-        return algorithm.finish(ctx, server, algorithm.step(ctx, local, oracle, torch.tensor(1.0).double()))[0]["delta"]
+        return algorithm.finish(
+            ctx, server, algorithm.step(ctx, local, oracle, torch.tensor(1.0).double())
+        )[0]["delta"]
 
     base = deltas(memory)
     for name in algorithm.remembers:
@@ -305,7 +369,11 @@ def test_spread_gives_every_client_its_own_copy() -> None:
     assert torch.equal(theta, start_point(4))
 
 
-NEEDS_EQUAL_NOISE = {"dp-fafed", "dp-fedlada", PRINTED}  # their first v̄ is Φ, one number for all: SPEC 4, unequal B_i
+NEEDS_EQUAL_NOISE = {
+    "dp-fafed",
+    "dp-fedlada",
+    PRINTED,
+}  # their first v̄ is Φ, one number for all: SPEC 4, unequal B_i
 
 
 @pytest.mark.parametrize("name", REGISTRY)
@@ -338,8 +406,13 @@ def imported(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda p: p.name)
 def test_an_algorithm_file_imports_only_torch_and_its_base(path: Path) -> None:
-    own = {"base.py": {"dpfed.errors"}, "__init__.py": {f"dpfed.algorithms.{p.stem}" for p in FOLDER.glob("*.py")}}
+    own = {
+        "base.py": {"dpfed.errors"},
+        "__init__.py": {f"dpfed.algorithms.{p.stem}" for p in FOLDER.glob("*.py")},
+    }
     allowed = own.get(path.name, {"dpfed.algorithms.base"})
     for name in imported(path):
         top = name.split(".")[0]
-        assert name in allowed or top in {"torch", "annotated_types"} or top in sys.stdlib_module_names, name
+        assert (
+            name in allowed or top in {"torch", "annotated_types"} or top in sys.stdlib_module_names
+        ), name

@@ -44,14 +44,25 @@ def test_two_steps_of_two_clients_by_hand() -> None:
     gradients = [[[[2, 0, 1], [0, 4, -1]], [[2, 2, -1], [2, 0, 1]]]]
     algorithm = DPAdamBC(lr=0.2, weight_decay=0.5, beta1=0.5, beta2=0.75, bc_floor_abs=0.25)
     theta = torch.tensor([1, -2, 0.5], dtype=F64)
-    history = run_rounds(algorithm, make_space(2, 1), tables(gradients), 1, 2, 2, theta=theta, phi=1.0)
+    history = run_rounds(
+        algorithm, make_space(2, 1), tables(gradients), 1, 2, 2, theta=theta, phi=1.0
+    )
     one, two = (theta + history.messages[0]["delta"]).tolist()
     r = (4 / 3) / math.sqrt(9 / 7)
     assert one == pytest.approx(
-        [0.9 * (0.9 - 0.4 / math.sqrt(3)) - 0.4 / math.sqrt(3), -1.62 - 0.2 * r, 0.045 + 0.2 * 2 / 3], abs=1e-12
+        [
+            0.9 * (0.9 - 0.4 / math.sqrt(3)) - 0.4 / math.sqrt(3),
+            -1.62 - 0.2 * r,
+            0.045 + 0.2 * 2 / 3,
+        ],
+        abs=1e-12,
     )
     assert two == pytest.approx(
-        [0.81 - 0.2 * r, 0.9 * (-1.8 - 0.8 / math.sqrt(15)) - 0.2 * (4 / 3) / math.sqrt(41 / 7), 0.765 - 0.2 * 2 / 3],
+        [
+            0.81 - 0.2 * r,
+            0.9 * (-1.8 - 0.8 / math.sqrt(15)) - 0.2 * (4 / 3) / math.sqrt(41 / 7),
+            0.765 - 0.2 * 2 / 3,
+        ],
         abs=1e-12,
     )
     assert history.theta.tolist() == pytest.approx([0.4730179, -1.8856335, 0.405], abs=1e-7)
@@ -75,7 +86,9 @@ def test_with_a_floor_that_is_phi_it_is_dp_fedadamw_without_eps(dtype: torch.dty
 
 def test_without_noise_and_floor_it_is_torch_adamw_without_eps() -> None:
     theta, gradient = start_point(8, F64), curved(8, F64)
-    got = run_rounds(DPAdamBC(lr=0.03, bc_floor_abs=1e-30), make_space(8), exact(gradient), 1, 7, theta=theta).theta
+    got = run_rounds(
+        DPAdamBC(lr=0.03, bc_floor_abs=1e-30), make_space(8), exact(gradient), 1, 7, theta=theta
+    ).theta
     parameter = torch.nn.Parameter(theta.clone())
     adamw = torch.optim.AdamW([parameter], lr=0.03, weight_decay=0.01, eps=0.0)
     for _ in range(7):
@@ -110,7 +123,9 @@ def test_the_floor_decides_the_step_where_the_noise_is_all_there_is() -> None:
         g = history.oracles[0].given[-1][0][0]
         below = g.square() < 4e-5
         assert below.double().mean().item() == pytest.approx(0.682, abs=0.02)
-        torch.testing.assert_close(history.theta[below], -g[below] / math.sqrt(floor), rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(
+            history.theta[below], -g[below] / math.sqrt(floor), rtol=1e-4, atol=1e-7
+        )
         sizes.append(history.theta.square().mean().sqrt().item())
     assert sizes[0] > 5 * sizes[1] > 25 * sizes[2]
 

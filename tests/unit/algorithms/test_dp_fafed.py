@@ -51,14 +51,18 @@ def test_two_steps_of_two_clients_by_hand() -> None:
     θ=(.64,−1.81,.405)   m̄=(1.25,1,0)   v̄=(2.75,3.25,1);   round 2 starts with H=√v̄+1
     """
     algorithm = DPFAFED(**BY_HAND)
-    history = run_rounds(algorithm, make_space(2, 1), tables(GRADIENTS), 1, 2, 2, theta=START, phi=1.0)
+    history = run_rounds(
+        algorithm, make_space(2, 1), tables(GRADIENTS), 1, 2, 2, theta=START, phi=1.0
+    )
     server = history.servers[-1]
     assert server.theta.tolist() == pytest.approx([0.64, -1.81, 0.405], abs=1e-12)
     assert server.m.tolist() == pytest.approx([1.25, 1, 0], abs=1e-12)
     assert server.v.tolist() == pytest.approx([2.75, 3.25, 1], abs=1e-12)
     ctx = make_context(algorithm, make_space(2, 1), 2, 5, 2, torch.ones(2, 1, dtype=F64))
     local = algorithm.start(ctx, server, {})
-    assert local.h.tolist() == pytest.approx([math.sqrt(2.75) + 1, math.sqrt(3.25) + 1, 2], abs=1e-12)
+    assert local.h.tolist() == pytest.approx(
+        [math.sqrt(2.75) + 1, math.sqrt(3.25) + 1, 2], abs=1e-12
+    )
     assert local.m.tolist() == [server.m.tolist()] * 2
     assert local.v.tolist() == [server.v.tolist()] * 2
 
@@ -74,7 +78,9 @@ def test_two_steps_with_variance_reduction_by_hand() -> None:
     """
     second = [[[[2, 2, 0], [0, 2, 2]], [[0, 2, 2], [2, 0, -2]]]]
     algorithm = DPFAFED(**BY_HAND, fafed_vr=True)
-    history = run_rounds(algorithm, make_space(2, 1), tables(GRADIENTS, second), 1, 2, 2, theta=START, phi=1.0)
+    history = run_rounds(
+        algorithm, make_space(2, 1), tables(GRADIENTS, second), 1, 2, 2, theta=START, phi=1.0
+    )
     server = history.servers[-1]
     assert server.theta.tolist() == pytest.approx([0.59, -1.81, 0.475], abs=1e-12)
     assert server.m.tolist() == pytest.approx([1.75, 1, -0.25], abs=1e-12)
@@ -91,7 +97,14 @@ def test_two_steps_with_variance_reduction_by_hand() -> None:
 def test_b6_all_weight_on_the_new_gradient_and_a_denominator_of_one_is_fedavg(vr: bool) -> None:
     """α=1, v frozen at 1 (Φ=1, β2=1), ρ=0: m = g and H = 1. With α=1 the second release has no weight either."""
     theta = start_point(6, F64)
-    settings: dict[str, Any] = {"T": 4, "K": 3, "clients": 2, "theta": theta, "phi": 1.0, "schedule": "cosine"}
+    settings: dict[str, Any] = {
+        "T": 4,
+        "K": 3,
+        "clients": 2,
+        "theta": theta,
+        "phi": 1.0,
+        "schedule": "cosine",
+    }
     algorithm = DPFAFED(lr=0.05, weight_decay=1e-3, alpha=1.0, beta2=1.0, rho=0.0, fafed_vr=vr)
     one = run_rounds(algorithm, make_space(6), exact(curved(6, F64)), **settings)
     two = run_rounds(DPFedAvg(lr=0.05), make_space(6), exact(curved(6, F64)), **settings)
@@ -110,7 +123,15 @@ def test_b6_the_denominator_is_constant_inside_a_round_and_moves_between_rounds(
 
     algorithm = DPFAFED(lr=0.05, weight_decay=0.1, beta2=0.9)
     history = run_rounds(
-        algorithm, make_space(6), noisy(curved(6, F64)), 3, 4, 2, theta=start_point(6, F64), phi=0.25, watch=watch
+        algorithm,
+        make_space(6),
+        noisy(curved(6, F64)),
+        3,
+        4,
+        2,
+        theta=start_point(6, F64),
+        phi=0.25,
+        watch=watch,
     )
     for t, hs in seen.items():
         want = history.servers[t - 1].v.sqrt() + 1e-3
@@ -243,7 +264,10 @@ def test_more_weight_on_new_gradients_and_a_smaller_rho_move_further_at_first() 
     def moved(**options: Any) -> Tensor:
         algorithm = DPFAFED(weight_decay=0.0, **options)
         return (
-            run_rounds(algorithm, make_space(6), exact(curved(6, F64)), 1, 1, theta=theta, phi=0.01).theta - theta
+            run_rounds(
+                algorithm, make_space(6), exact(curved(6, F64)), 1, 1, theta=theta, phi=0.01
+            ).theta
+            - theta
         ).abs()
 
     torch.testing.assert_close(moved(alpha=0.4), 4 * moved(alpha=0.1))

@@ -47,14 +47,18 @@ def adamw_steps(theta: Tensor, gradient: Any, steps: int, lr: float, decay: floa
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("options", [{}, {"bc": False}, {"bc_floor": 0.01}])
-def test_f1_one_client_one_round_without_noise_is_torch_adamw(dtype: torch.dtype, options: dict[str, Any]) -> None:
+def test_f1_one_client_one_round_without_noise_is_torch_adamw(
+    dtype: torch.dtype, options: dict[str, Any]
+) -> None:
     P, K = 12, 12
     algorithm = DPFedAdamW(lr=0.03, weight_decay=0.1, gamma=0.0, agg="off", **options)
     theta, gradient = start_point(P, dtype), curved(P, dtype)
     got = run_rounds(algorithm, make_space(5, 7), exact(gradient), T=1, K=K, theta=theta).theta
     want = adamw_steps(theta, gradient, K, 0.03, 0.1)
     assert relative(got, want) <= 1e-6
-    if dtype == torch.float64:  # the displacement too, which in single precision drowns in θ's rounding
+    if (
+        dtype == torch.float64
+    ):  # the displacement too, which in single precision drowns in θ's rounding
         assert relative(got - theta, want - theta) <= 1e-6
 
 
@@ -83,18 +87,29 @@ def test_f3_all_switches_off_is_dp_local_adamw_bit_for_bit() -> None:
     space, theta = make_space(4, 6), start_point(10)
     common = {"lr": 0.05, "weight_decay": 0.1, "beta1": 0.8, "beta2": 0.99, "eps": 1e-6}
     off = DPFedAdamW(agg="off", bc=False, gamma=0.0, **common)
-    settings: dict[str, Any] = {"T": 5, "K": 4, "clients": 3, "theta": theta, "phi": 0.04, "schedule": "cosine"}
+    settings: dict[str, Any] = {
+        "T": 5,
+        "K": 4,
+        "clients": 3,
+        "theta": theta,
+        "phi": 0.04,
+        "schedule": "cosine",
+    }
     one = run_rounds(off, space, noisy(curved(10), seed=5), **settings)
     two = run_rounds(DPLocalAdamW(**common), space, noisy(curved(10), seed=5), **settings)
     assert torch.equal(one.path(), two.path())
-    assert all(torch.equal(a["delta"], b["delta"]) for a, b in zip(one.messages, two.messages, strict=True))
+    assert all(
+        torch.equal(a["delta"], b["delta"]) for a, b in zip(one.messages, two.messages, strict=True)
+    )
 
 
 @pytest.mark.parametrize("agg", ["off", "mean", "full_v"])
 def test_f4_without_noise_the_correction_changes_nothing(agg: Any) -> None:
     space, theta = make_space(4, 6), start_point(10)
     paths = [
-        run_rounds(DPFedAdamW(lr=0.05, agg=agg, bc=bc), space, exact(curved(10)), 4, 5, 2, theta=theta).path()
+        run_rounds(
+            DPFedAdamW(lr=0.05, agg=agg, bc=bc), space, exact(curved(10)), 4, 5, 2, theta=theta
+        ).path()
         for bc in (True, False)
     ]
     assert torch.equal(*paths)
@@ -103,7 +118,9 @@ def test_f4_without_noise_the_correction_changes_nothing(agg: Any) -> None:
 # ------------------------------------------------------------------ F5, F6: pure noise
 
 
-def v_hat_over_phi(algorithm: Algorithm, at: set[tuple[int, int]], T: int, P: int = 40_000) -> dict[Any, Tensor]:
+def v_hat_over_phi(
+    algorithm: Algorithm, at: set[tuple[int, int]], T: int, P: int = 40_000
+) -> dict[Any, Tensor]:
     """v̂/Φ at these (t, k) under pure noise; the algorithm's own v̂, so that its exponent is what is measured."""
     seen: dict[Any, Tensor] = {}
 
@@ -111,7 +128,16 @@ def v_hat_over_phi(algorithm: Algorithm, at: set[tuple[int, int]], T: int, P: in
         if (int(ctx.t), k) in at:
             seen[int(ctx.t), k] = after.v_hat / ctx.phi
 
-    run_rounds(algorithm, make_space(P // 4, P - P // 4), noise(1), T=T, K=20, clients=2, phi=PHI, watch=watch)
+    run_rounds(
+        algorithm,
+        make_space(P // 4, P - P // 4),
+        noise(1),
+        T=T,
+        K=20,
+        clients=2,
+        phi=PHI,
+        watch=watch,
+    )
     return seen
 
 
@@ -120,7 +146,9 @@ def test_f5_the_corrected_second_moment_of_pure_noise_is_phi(options: dict[str, 
     at = {(t, k) for t in (1, 2, 10) for k in (1, 20)}
     seen = v_hat_over_phi(DPFedAdamW(**options), at, T=10)
     assert set(seen) == at
-    assert {where: v.mean().item() for where, v in seen.items()} == {where: pytest.approx(1, abs=0.02) for where in at}
+    assert {where: v.mean().item() for where, v in seen.items()} == {
+        where: pytest.approx(1, abs=0.02) for where in at
+    }
 
 
 def test_f5_fails_under_the_printed_exponent() -> None:
@@ -139,26 +167,38 @@ def test_f6_fifty_rounds_of_pure_noise_stay_finite_and_steps_are_bounded(level: 
     def watch(ctx: Any, k: int, before: Any, after: Any) -> None:
         nonlocal worst
         m_hat = after.m / (1 - 0.9**k)
-        bound = m_hat.abs() / (0.5 * ctx.phi).sqrt() + 0.5 * before.dg.abs() + 0.01 * before.theta.abs()
-        moved = (after.theta - before.theta).abs() - 1e-6 * (1 + before.theta.abs())  # less θ's own rounding
+        bound = (
+            m_hat.abs() / (0.5 * ctx.phi).sqrt() + 0.5 * before.dg.abs() + 0.01 * before.theta.abs()
+        )
+        moved = (after.theta - before.theta).abs() - 1e-6 * (
+            1 + before.theta.abs()
+        )  # less θ's own rounding
         worst = max(worst, float((moved / (ctx.lr * bound)).max()))
 
     theta = start_point(300)
-    history = run_rounds(algorithm, make_space(100, 200), noise(2), 50, 20, 2, theta=theta, phi=PHI, watch=watch)
+    history = run_rounds(
+        algorithm, make_space(100, 200), noise(2), 50, 20, 2, theta=theta, phi=PHI, watch=watch
+    )
     for server in history.servers:
-        assert all(torch.isfinite(getattr(server, f.name)).all() for f in dataclasses.fields(server))
+        assert all(
+            torch.isfinite(getattr(server, f.name)).all() for f in dataclasses.fields(server)
+        )
     assert 0.5 < worst <= 1.0  # a bound that is never approached would show nothing
 
 
 # ------------------------------------------------------------------ F7-F10: decay, alignment, server
 
 
-@pytest.mark.parametrize(("cls", "base"), [(DPFedAdamW, 1 - 0.1 * 0.2), (DPFedAdamWPrinted, 1 + 0.1 * 0.2)])
+@pytest.mark.parametrize(
+    ("cls", "base"), [(DPFedAdamW, 1 - 0.1 * 0.2), (DPFedAdamWPrinted, 1 + 0.1 * 0.2)]
+)
 def test_f7_weights_decay_by_exactly_one_minus_eta_lambda(cls: Any, base: float) -> None:
     """The printed sign lets weights grow instead."""
     algorithm = cls(lr=0.1, weight_decay=0.2, gamma=0.0)
     theta = start_point(8, torch.float64)
-    got = run_rounds(algorithm, make_space(8), exact(torch.zeros_like), T=3, K=7, clients=2, theta=theta)
+    got = run_rounds(
+        algorithm, make_space(8), exact(torch.zeros_like), T=3, K=7, clients=2, theta=theta
+    )
     for t, server in enumerate(got.servers):
         torch.testing.assert_close(server.theta, theta * base ** (7 * t), rtol=1e-12, atol=0)
 
@@ -169,7 +209,9 @@ def sign_descent(**options: Any) -> DPFedAdamW:
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.3, 0.6])
-def test_f8_alignment_amplifies_a_constant_displacement_by_one_over_one_minus_gamma(gamma: float) -> None:
+def test_f8_alignment_amplifies_a_constant_displacement_by_one_over_one_minus_gamma(
+    gamma: float,
+) -> None:
     c = torch.tensor([[0.3, -2.0, 5.0]], dtype=torch.float64)
     history = run_rounds(
         sign_descent(lr=0.01, gamma=gamma), make_space(3), exact(lambda x: c.expand_as(x)), 60, 4, 2,
@@ -179,7 +221,9 @@ def test_f8_alignment_amplifies_a_constant_displacement_by_one_over_one_minus_ga
     torch.testing.assert_close(history.means[-1]["delta"], u / (1 - gamma), rtol=1e-9, atol=0)
 
 
-def test_f8_under_cosine_the_pull_is_gamma_times_the_last_step_scaled_by_the_learning_rates() -> None:
+def test_f8_under_cosine_the_pull_is_gamma_times_the_last_step_scaled_by_the_learning_rates() -> (
+    None
+):
     """From round 2 on the gradient is zero, so all that moves θ is the alignment."""
     T, gamma, lr = 5, 0.7, 0.1
     c = torch.tensor([[0.3, -2.0, 5.0]], dtype=torch.float64)
@@ -213,20 +257,29 @@ def test_f9_the_server_starts_without_direction_and_without_second_moments() -> 
 
 def test_f10_the_server_is_linear_in_the_mean_message() -> None:
     space, algorithm = make_space(1, 2), DPFedAdamW(lr=0.1)
-    ctx = make_context(algorithm, space, 2, 4, 5, torch.zeros(2, 1, dtype=torch.float64), schedule="cosine")
+    ctx = make_context(
+        algorithm, space, 2, 4, 5, torch.zeros(2, 1, dtype=torch.float64), schedule="cosine"
+    )
     generator = torch.Generator().manual_seed(1)
 
     def mean() -> dict[str, Tensor]:
-        return {k: torch.randn(n, generator=generator, dtype=torch.float64) for k, n in (("delta", 3), ("v", 2))}
+        return {
+            k: torch.randn(n, generator=generator, dtype=torch.float64)
+            for k, n in (("delta", 3), ("v", 2))
+        }
 
     server = Server(
-        start_point(3, torch.float64), torch.rand(2).double(), torch.randn(3).double(), torch.zeros(0).double()
+        start_point(3, torch.float64),
+        torch.rand(2).double(),
+        torch.randn(3).double(),
+        torch.zeros(0).double(),
     )
     a, b = mean(), mean()
     mixed = algorithm.aggregate(ctx, server, {k: 0.25 * a[k] + 2 * b[k] for k in a})
     one, two = algorithm.aggregate(ctx, server, a), algorithm.aggregate(ctx, server, b)
     torch.testing.assert_close(
-        mixed.theta - server.theta, 0.25 * (one.theta - server.theta) + 2 * (two.theta - server.theta)
+        mixed.theta - server.theta,
+        0.25 * (one.theta - server.theta) + 2 * (two.theta - server.theta),
     )
     torch.testing.assert_close(mixed.dg, 0.25 * one.dg + 2 * two.dg)
     torch.testing.assert_close(mixed.v, 0.25 * one.v + 2 * two.v)
@@ -238,8 +291,12 @@ def test_f10_the_server_is_linear_in_the_mean_message() -> None:
 def rows(order: list[int], T: int, K: int, P: int, seed: int = 4) -> Any:
     """Clients with gradients of their own; row r of the fleet is client order[r]. Noise belongs to the client."""
     clients = max(order) + 1
-    noises = torch.randn(T, K, clients, P, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    target = torch.randn(clients, P, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
+    noises = torch.randn(
+        T, K, clients, P, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
+    target = torch.randn(
+        clients, P, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64
+    )
 
     def factory(ctx: Any) -> Table:
         at = noises[int(ctx.t) - 1]
@@ -253,7 +310,9 @@ def test_f10_permuting_or_duplicating_all_clients_changes_nothing(order: list[in
     theta, algorithm = start_point(5, torch.float64), DPFedAdamW(lr=0.05)
     settings: dict[str, Any] = {"T": 3, "K": 4, "theta": theta, "phi": 0.09, "schedule": "cosine"}
     one = run_rounds(algorithm, make_space(2, 3), rows([0, 1, 2], 3, 4, 5), clients=3, **settings)
-    two = run_rounds(algorithm, make_space(2, 3), rows(order, 3, 4, 5), clients=len(order), **settings)
+    two = run_rounds(
+        algorithm, make_space(2, 3), rows(order, 3, 4, 5), clients=len(order), **settings
+    )
     for name in ("theta", "v", "dg"):
         torch.testing.assert_close(
             getattr(two.servers[-1], name), getattr(one.servers[-1], name), rtol=1e-12, atol=1e-14
@@ -268,7 +327,9 @@ def test_f10_a_single_clients_model_becomes_the_servers() -> None:
         watch=lambda ctx, k, before, after: last.append(after.theta[0]),
     )  # fmt: skip
     for t in (1, 2, 3):
-        torch.testing.assert_close(history.servers[t].theta, last[4 * t - 1], rtol=1e-14, atol=1e-15)
+        torch.testing.assert_close(
+            history.servers[t].theta, last[4 * t - 1], rtol=1e-14, atol=1e-15
+        )
 
 
 # ------------------------------------------------------------------ F13-F15: uplink, unequal noise, floor
@@ -287,8 +348,12 @@ def test_what_is_sent_is_the_block_mean_of_the_raw_second_moment() -> None:
     g = torch.tensor([[1.0, 3.0, 2.0, 2.0, 5.0]], dtype=torch.float64)
     theta = torch.zeros(5, dtype=torch.float64)
     squares = torch.tensor([5.0, 11.0], dtype=torch.float64)  # (1+9)/2 and (4+4+25)/3
-    history = run_rounds(DPFedAdamW(), make_space(2, 3), exact(lambda x: g.expand_as(x)), 1, 20, theta=theta)
-    torch.testing.assert_close(history.messages[0]["v"][0], (1 - 0.999**20) * squares, rtol=1e-12, atol=0)
+    history = run_rounds(
+        DPFedAdamW(), make_space(2, 3), exact(lambda x: g.expand_as(x)), 1, 20, theta=theta
+    )
+    torch.testing.assert_close(
+        history.messages[0]["v"][0], (1 - 0.999**20) * squares, rtol=1e-12, atol=0
+    )
 
 
 class Centred(DPFedAdamW):
@@ -316,12 +381,16 @@ def test_f14_the_corrected_form_is_the_plain_one_when_noise_is_equal(agg: Any) -
     theta = start_point(6, torch.float64)
     settings: dict[str, Any] = {"T": 4, "K": 5, "clients": 3, "theta": theta, "phi": 0.01}
     plain, corrected = (
-        run_rounds(cls(lr=0.05, agg=agg), make_space(2, 4), noisy(curved(6, torch.float64)), **settings)
+        run_rounds(
+            cls(lr=0.05, agg=agg), make_space(2, 4), noisy(curved(6, torch.float64)), **settings
+        )
         for cls in (DPFedAdamW, Centred)
     )
     assert relative(corrected.path(), plain.path()) <= 1e-12
     share = (1 - 0.999**5) * 0.01  # the noise's share in v after one round
-    torch.testing.assert_close(corrected.messages[0]["v"], plain.messages[0]["v"] - share, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        corrected.messages[0]["v"], plain.messages[0]["v"] - share, rtol=1e-12, atol=1e-14
+    )
 
 
 def unequal_v_hat(algorithm: DPFedAdamW, ratios: list[float]) -> dict[Any, Tensor]:
@@ -331,11 +400,23 @@ def unequal_v_hat(algorithm: DPFedAdamW, ratios: list[float]) -> dict[Any, Tenso
     def watch(ctx: Any, k: int, before: Any, after: Any) -> None:
         seen[int(ctx.t), k] = (after.v_hat / ctx.phi).mean(1)
 
-    run_rounds(algorithm, make_space(15_000, 25_000), noise(8), 3, 20, len(ratios), phi=phi, watch=watch, checked=False)
+    run_rounds(
+        algorithm,
+        make_space(15_000, 25_000),
+        noise(8),
+        3,
+        20,
+        len(ratios),
+        phi=phi,
+        watch=watch,
+        checked=False,
+    )
     return seen
 
 
-@pytest.mark.parametrize(("agg", "ratios"), [("mean", [1.0, 4.0, 16.0]), ("full_v", [1.0, 1.3, 1.6])])
+@pytest.mark.parametrize(
+    ("agg", "ratios"), [("mean", [1.0, 4.0, 16.0]), ("full_v", [1.0, 1.3, 1.6])]
+)
 def test_f14_with_unequal_noise_every_client_starts_unbiased(agg: Any, ratios: list[float]) -> None:
     """E v̂_j = Φ_j. full_v is clamped per coordinate, so only ratios at which that is rare can be unbiased."""
     seen = unequal_v_hat(DPFedAdamW(agg=agg), ratios)
@@ -421,7 +502,15 @@ def test_two_rounds_of_two_steps_of_two_clients_by_hand() -> None:
         2: [[[1, -1, 2], [-3, 1, 0]], [[0, 2, 1], [1, 1, -2]]],
     }
     algorithm = DPFedAdamW(
-        lr=0.2, weight_decay=0.5, beta1=0.5, beta2=0.75, eps=1.0, gamma=0.5, agg="mean", bc=True, bc_floor=0.5
+        lr=0.2,
+        weight_decay=0.5,
+        beta1=0.5,
+        beta2=0.75,
+        eps=1.0,
+        gamma=0.5,
+        agg="mean",
+        bc=True,
+        bc_floor=0.5,
     )
     history = run_rounds(
         algorithm, make_space(2, 1),
@@ -430,12 +519,22 @@ def test_two_rounds_of_two_steps_of_two_clients_by_hand() -> None:
     )  # fmt: skip
     first, second = history.servers[1:]
     sent = history.messages[0]
-    assert sent["delta"][0].tolist() == pytest.approx([-0.468179306876, 0.255032808907, -0.161389129598], abs=1e-11)
-    assert sent["delta"][1].tolist() == pytest.approx([-0.314967191093, 0.154277360209, -0.028610870402], abs=1e-11)
+    assert sent["delta"][0].tolist() == pytest.approx(
+        [-0.468179306876, 0.255032808907, -0.161389129598], abs=1e-11
+    )
+    assert sent["delta"][1].tolist() == pytest.approx(
+        [-0.314967191093, 0.154277360209, -0.028610870402], abs=1e-11
+    )
     assert sent["v"].tolist() == [[1.375, 0.4375], [2.0, 0.4375]]
-    assert first.theta.tolist() == pytest.approx([0.608426751016, -1.795344915442, 0.405], abs=1e-11)
+    assert first.theta.tolist() == pytest.approx(
+        [0.608426751016, -1.795344915442, 0.405], abs=1e-11
+    )
     assert first.v.tolist() == [1.6875, 0.4375]
     assert first.dg.tolist() == pytest.approx([0.978933122461, -0.511637711395, 0.2375], abs=1e-11)
-    assert second.theta.tolist() == pytest.approx([0.473331732472, -1.615579926601, 0.297942756720], abs=1e-11)
+    assert second.theta.tolist() == pytest.approx(
+        [0.473331732472, -1.615579926601, 0.297942756720], abs=1e-11
+    )
     assert second.v.tolist() == [1.88671875, 1.24609375]
-    assert second.dg.tolist() == pytest.approx([0.675475092718, -0.898824944203, 0.535286216402], abs=1e-11)
+    assert second.dg.tolist() == pytest.approx(
+        [0.675475092718, -0.898824944203, 0.535286216402], abs=1e-11
+    )

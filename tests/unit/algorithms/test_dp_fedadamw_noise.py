@@ -27,11 +27,15 @@ PHIS = [1.0, 4.0, 0.25, 9.0, 0.04, 1.0]
 class Noisy:
     """A gradient of θ plus noise of this round's Φ."""
 
-    def __init__(self, gradient: Callable[[Tensor], Tensor], phi: Tensor, generator: torch.Generator) -> None:
+    def __init__(
+        self, gradient: Callable[[Tensor], Tensor], phi: Tensor, generator: torch.Generator
+    ) -> None:
         self._gradient, self._phi, self._generator = gradient, phi, generator
 
     def __call__(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        noise = self._phi.sqrt() * torch.randn(theta.shape, generator=self._generator, dtype=theta.dtype)
+        noise = self._phi.sqrt() * torch.randn(
+            theta.shape, generator=self._generator, dtype=theta.dtype
+        )
         return self._gradient(theta) + noise, self._phi
 
     def again(self, theta: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,11 +73,15 @@ def run(
             local = algorithm.step(ctx, local, oracle, torch.tensor(k, dtype=torch.float64))
             seen(t, k, local, ctx)
         message, _ = algorithm.finish(ctx, servers[-1], local)
-        servers.append(algorithm.aggregate(ctx, servers[-1], {name: x.mean(0) for name, x in message.items()}))
+        servers.append(
+            algorithm.aggregate(ctx, servers[-1], {name: x.mean(0) for name, x in message.items()})
+        )
     return servers
 
 
-def excess(algorithm: DPFedAdamW, space: Space) -> dict[tuple[int, int], tuple[Tensor, Tensor, float]]:
+def excess(
+    algorithm: DPFedAdamW, space: Space
+) -> dict[tuple[int, int], tuple[Tensor, Tensor, float]]:
     """Under pure noise, at some (t, k): the block means of v̂ and of what is subtracted, and this round's Φ."""
     found: dict[tuple[int, int], tuple[Tensor, Tensor, float]] = {}
     K = 4
@@ -92,7 +100,9 @@ def excess(algorithm: DPFedAdamW, space: Space) -> dict[tuple[int, int], tuple[T
 
 
 @pytest.mark.parametrize("agg", ["mean", "full_v"])
-def test_pure_noise_of_a_changing_level_leaves_nothing_and_this_rounds_level_would(agg: Any) -> None:
+def test_pure_noise_of_a_changing_level_leaves_nothing_and_this_rounds_level_would(
+    agg: Any,
+) -> None:
     for (t, k), (v, w, phi) in excess(DPFedAdamW(beta2=0.95, agg=agg), make_space(20_000)).items():
         assert float(v) == pytest.approx(float(w), rel=0.02), (t, k)
         if t > 1 and k == 1:
@@ -104,7 +114,15 @@ def test_with_a_constant_level_following_it_changes_nothing() -> None:
     for agg in ("mean", "full_v"):
         algorithm = DPFedAdamW(lr=0.05, agg=agg)  # type: ignore[arg-type]
         ends = [
-            run(algorithm, space, [0.3] * 4, 3, gradient=curved(8, torch.float64), theta=theta, varying=varying)[-1]
+            run(
+                algorithm,
+                space,
+                [0.3] * 4,
+                3,
+                gradient=curved(8, torch.float64),
+                theta=theta,
+                varying=varying,
+            )[-1]
             for varying in (True, False)
         ]
         assert relative(ends[0].theta - theta, ends[1].theta - theta) <= 1e-6
@@ -134,7 +152,12 @@ def test_changing_levels_by_a_loop_over_everything() -> None:
     got = run(algorithm, space, phis, K, gradient=gradient, theta=theta0)
 
     generator = torch.Generator().manual_seed(4)
-    theta, vbar, dg, w = theta0.clone(), torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64), 0.0
+    theta, vbar, dg, w = (
+        theta0.clone(),
+        torch.zeros(3, dtype=torch.float64),
+        torch.zeros(3, dtype=torch.float64),
+        0.0,
+    )
     for t in range(1, T + 1):
         x = theta.expand(C, 3).clone()
         m, v, own = torch.zeros_like(x), vbar.expand(C, 3).clone(), w
@@ -148,7 +171,9 @@ def test_changing_levels_by_a_loop_over_everything() -> None:
             )
             n = (t - 1) * K + k
             level = own / (1 - beta2**n)
-            u = torch.maximum(v / (1 - beta2**n) - level, torch.tensor(kappa * level, dtype=torch.float64))
+            u = torch.maximum(
+                v / (1 - beta2**n) - level, torch.tensor(kappa * level, dtype=torch.float64)
+            )
             x = x - lr * (m / (1 - beta1**k) / u.sqrt() + gamma * dg + decay * x)
         move = (x - theta).mean(0)
         theta, dg, w = theta + move, -move / (K * lr), own

@@ -66,12 +66,17 @@ def test_no_key_is_left_out_of_the_switch_test() -> None:
 
 def test_the_floor_is_relative_and_the_block_level_shares_one_denominator() -> None:
     """K=1, β1=0, so the step is −η g/√u: u read back from it."""
-    phi, g = torch.full((1, 1), 1.0, dtype=torch.float64), torch.tensor([[1.1, 2.0, 3.0]], dtype=torch.float64)
+    phi, g = (
+        torch.full((1, 1), 1.0, dtype=torch.float64),
+        torch.tensor([[1.1, 2.0, 3.0]], dtype=torch.float64),
+    )
 
     def u(**options: Any) -> list[float]:
         algorithm = DPFedAdamW(lr=1.0, weight_decay=0.0, beta1=0.0, eps=0.5, **options)
         theta = torch.zeros(3, dtype=torch.float64)
-        history = run_rounds(algorithm, make_space(1, 2), exact(lambda x: g), 1, 1, theta=theta, phi=phi)
+        history = run_rounds(
+            algorithm, make_space(1, 2), exact(lambda x: g), 1, 1, theta=theta, phi=phi
+        )
         return (-g[0] / history.theta - 0.5).square().tolist()
 
     assert u(bc=False) == pytest.approx([1.21, 4, 9])
@@ -98,7 +103,14 @@ def test_the_printed_form_takes_the_root_of_negative_numbers() -> None:
 def test_the_printed_form_without_noise_and_decay_is_one_round_of_the_default() -> None:
     theta = start_point(6, torch.float64)
     one, two = (
-        run_rounds(cls(weight_decay=0.0), make_space(2, 4), exact(curved(6, torch.float64)), 1, 5, theta=theta).theta
+        run_rounds(
+            cls(weight_decay=0.0),
+            make_space(2, 4),
+            exact(curved(6, torch.float64)),
+            1,
+            5,
+            theta=theta,
+        ).theta
         for cls in (DPFedAdamW, DPFedAdamWPrinted)
     )
     torch.testing.assert_close(one, two, rtol=1e-12, atol=0)
@@ -116,6 +128,19 @@ def test_without_alignment_no_direction_is_sent() -> None:
 
 def test_the_defaults_are_those_of_the_specification_and_say_nothing() -> None:
     a = DPFedAdamW()
-    assert (a.lr, a.weight_decay, a.gamma, a.beta1, a.beta2, a.eps) == (3e-4, 0.01, 0.5, 0.9, 0.999, 1e-8)
-    assert (a.agg, a.bc, a.bc_floor, a.bc_level, a.granularity) == ("mean", True, 0.5, "coordinate", "block")
+    assert (a.lr, a.weight_decay, a.gamma, a.beta1, a.beta2, a.eps) == (
+        3e-4,
+        0.01,
+        0.5,
+        0.9,
+        0.999,
+        1e-8,
+    )
+    assert (a.agg, a.bc, a.bc_floor, a.bc_level, a.granularity) == (
+        "mean",
+        True,
+        0.5,
+        "coordinate",
+        "block",
+    )
     assert a.check(FACTS) == []

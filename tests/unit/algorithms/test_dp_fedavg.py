@@ -10,7 +10,18 @@ import torch
 
 from dpfed.algorithms.dp_fedavg import DPFedAvg
 
-from .helpers import Table, cosine, curved, exact, make_space, noise, noisy, relative, run_rounds, start_point
+from .helpers import (
+    Table,
+    cosine,
+    curved,
+    exact,
+    make_space,
+    noise,
+    noisy,
+    relative,
+    run_rounds,
+    start_point,
+)
 
 
 def test_b1_one_local_step_of_all_clients_without_noise_is_gradient_descent() -> None:
@@ -24,11 +35,15 @@ def test_b1_one_local_step_of_all_clients_without_noise_is_gradient_descent() ->
 
     theta, T, lr, decay = start_point(6, torch.float64), 5, 0.1, 0.01
     algorithm = DPFedAvg(lr=lr, weight_decay=decay)
-    got = run_rounds(algorithm, make_space(6), exact(local), T, 1, 4, theta=theta, schedule="cosine").path()
+    got = run_rounds(
+        algorithm, make_space(6), exact(local), T, 1, 4, theta=theta, schedule="cosine"
+    ).path()
     want, flat_x, flat_y = [theta], x.reshape(40, 6), y.reshape(40)
     for t in range(1, T + 1):
         last = want[-1].clone().requires_grad_()
-        (0.5 * (flat_x @ last - flat_y).square().mean() + 0.5 * decay * last.square().sum()).backward()
+        (
+            0.5 * (flat_x @ last - flat_y).square().mean() + 0.5 * decay * last.square().sum()
+        ).backward()
         want.append(last.detach() - cosine(lr, t, T) * last.grad)  # type: ignore[operator]
     torch.testing.assert_close(got, torch.stack(want), rtol=1e-12, atol=1e-14)
 
@@ -50,7 +65,9 @@ def test_the_server_learning_rate_scales_the_mean_update() -> None:
     moves = []
     for server_lr in (1.0, 0.25):
         algorithm = DPFedAvg(lr=0.1, server_lr=server_lr)
-        history = run_rounds(algorithm, make_space(6), exact(curved(6, torch.float64)), 1, 3, 2, theta=theta)
+        history = run_rounds(
+            algorithm, make_space(6), exact(curved(6, torch.float64)), 1, 3, 2, theta=theta
+        )
         moves.append(history.theta - theta)
     torch.testing.assert_close(moves[1], 0.25 * moves[0])
 
@@ -71,7 +88,14 @@ def test_every_switch_changes_the_trajectory(switch: dict[str, Any]) -> None:
     theta, base = start_point(6, torch.float64), {"lr": 0.05, "weight_decay": 0.1}
     one, two = (
         run_rounds(
-            DPFedAvg(**options), make_space(6), noisy(curved(6, torch.float64), seed=11), 4, 3, 2, theta=theta, phi=0.25
+            DPFedAvg(**options),
+            make_space(6),
+            noisy(curved(6, torch.float64), seed=11),
+            4,
+            3,
+            2,
+            theta=theta,
+            phi=0.25,
         ).theta
         for options in (base, {**base, **switch})
     )

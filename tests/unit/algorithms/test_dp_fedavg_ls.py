@@ -41,7 +41,9 @@ CLIENT: dict[str, Any] = {"ls_where": "client_grad"}
     ],
     ids=["server", "client_grad"],
 )
-def test_two_steps_of_two_clients_by_hand(options: dict[str, Any], K: int, want: list[float]) -> None:
+def test_two_steps_of_two_clients_by_hand(
+    options: dict[str, Any], K: int, want: list[float]
+) -> None:
     """One tensor of three, σ_ls=1: I−L has 3 on the diagonal and −1 beside it, so x = ¾ mean(g) + ¼ g.
     θ=(1,−2,.5), η=.2, λ=½: θ' = .9 θ − .2 g.
 
@@ -55,7 +57,9 @@ def test_two_steps_of_two_clients_by_hand(options: dict[str, Any], K: int, want:
     gradients = [[[[2, 0, 1], [0, 4, -1]], [[2, 2, -1], [2, 0, 1]]]]
     algorithm = DPFedAvgLS(lr=0.2, weight_decay=0.5, **options)
     theta = torch.tensor([1, -2, 0.5], dtype=F64)
-    got = run_rounds(algorithm, make_space(3), tables(gradients), 1, K, 2, theta=theta, phi=1.0).theta
+    got = run_rounds(
+        algorithm, make_space(3), tables(gradients), 1, K, 2, theta=theta, phi=1.0
+    ).theta
     assert got.tolist() == pytest.approx(want, abs=1e-12)
 
 
@@ -73,7 +77,9 @@ def dense(m: int, sigma: float) -> Tensor:
 
 
 @given(m=st.integers(3, 40), sigma=st.floats(0, 10), seed=st.integers(0, 99))
-def test_b3_the_fft_is_the_dense_solve_keeps_the_mean_and_never_lengthens(m: int, sigma: float, seed: int) -> None:
+def test_b3_the_fft_is_the_dense_solve_keeps_the_mean_and_never_lengthens(
+    m: int, sigma: float, seed: int
+) -> None:
     g = torch.randn(2, m, generator=torch.Generator().manual_seed(seed), dtype=F64)
     x = smooth(make_space(m), g, sigma)
     want = torch.linalg.solve(dense(m, sigma), g.T).T
@@ -140,14 +146,22 @@ def test_b3_at_the_server_each_round_is_a_smoothed_round_of_fedavg() -> None:
 
 @pytest.mark.parametrize("options", [{}, CLIENT], ids=str)
 def test_b3_without_strength_it_is_fedavg(options: dict[str, Any]) -> None:
-    assert relative(small_run(DPFedAvgLS(lr=0.05, ls_sigma=0.0, **options)), small_run(DPFedAvg(lr=0.05))) < 1e-12
+    assert (
+        relative(
+            small_run(DPFedAvgLS(lr=0.05, ls_sigma=0.0, **options)), small_run(DPFedAvg(lr=0.05))
+        )
+        < 1e-12
+    )
 
 
 def test_in_the_client_the_smoothed_gradient_takes_the_place_of_the_gradient() -> None:
     """K=1, λ=0: Δ = −η smooth(g), as at the server (both are linear)."""
     space, theta, gradient = make_space(4, 6), start_point(10, F64), curved(10, F64)
     moves = [
-        run_rounds(DPFedAvgLS(lr=0.1, weight_decay=0.0, **o), space, exact(gradient), 1, 1, theta=theta).theta - theta
+        run_rounds(
+            DPFedAvgLS(lr=0.1, weight_decay=0.0, **o), space, exact(gradient), 1, 1, theta=theta
+        ).theta
+        - theta
         for o in ({}, CLIENT)
     ]
     x = smooth(space, gradient(theta), 1.0)
@@ -158,7 +172,12 @@ def test_in_the_client_the_smoothed_gradient_takes_the_place_of_the_gradient() -
 def test_in_a_round_stronger_smoothing_moves_less() -> None:
     theta, space = start_point(6, F64), make_space(6)
     lengths = [
-        (run_rounds(DPFedAvgLS(ls_sigma=s), space, exact(curved(6, F64)), 1, 3, theta=theta).theta - theta)
+        (
+            run_rounds(
+                DPFedAvgLS(ls_sigma=s), space, exact(curved(6, F64)), 1, 3, theta=theta
+            ).theta
+            - theta
+        )
         .norm()
         .item()
         for s in (0.0, 0.5, 2.0)
@@ -179,7 +198,9 @@ SWITCHES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("switch", SWITCHES, ids=str)
 def test_every_switch_changes_the_trajectory(switch: dict[str, Any]) -> None:
     base: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
-    assert relative(small_run(DPFedAvgLS(**{**base, **switch})), small_run(DPFedAvgLS(**base))) > 1e-4
+    assert (
+        relative(small_run(DPFedAvgLS(**{**base, **switch})), small_run(DPFedAvgLS(**base))) > 1e-4
+    )
 
 
 def test_no_key_is_left_out_of_the_switch_test() -> None:

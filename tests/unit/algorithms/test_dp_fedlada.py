@@ -53,7 +53,9 @@ def test_two_rounds_of_two_steps_of_two_clients_by_hand() -> None:
     gradients = [[[[2, 0, 1], [0, 4, -1]], [[2, 2, -1], [2, 0, 1]]], [zero, zero]]
     algorithm = DPFedLADA(lr=0.2, weight_decay=0.5, beta1=0.5, beta2=0.5, eps=1.0, a=0.5)
     theta = torch.tensor([1, -2, 0.5], dtype=F64)
-    history = run_rounds(algorithm, make_space(2, 1), tables(gradients), 2, 2, 2, theta=theta, phi=1.0)
+    history = run_rounds(
+        algorithm, make_space(2, 1), tables(gradients), 2, 2, 2, theta=theta, phi=1.0
+    )
     first, second = history.servers[1:]
     root = math.sqrt(8.5) + 1
     ends = [
@@ -65,7 +67,9 @@ def test_two_rounds_of_two_steps_of_two_clients_by_hand() -> None:
     assert first.theta.tolist() == pytest.approx([0.7458066, -1.6757555, 0.405], abs=1e-7)
     assert first.v.tolist() == [2.75, 5.375, 1]
     assert first.ga.tolist() == pytest.approx([0.6354834, -0.8106111, 0.2375], abs=1e-6)
-    torch.testing.assert_close(second.theta, 0.81 * first.theta - 0.19 * first.ga, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        second.theta, 0.81 * first.theta - 0.19 * first.ga, rtol=1e-12, atol=1e-14
+    )
     assert second.v.tolist() == [2.75, 5.375, 1]
 
 
@@ -80,13 +84,17 @@ def test_b7_with_all_weight_on_itself_and_a_constant_maximum_it_is_momentum_sgd(
     got = run_rounds(algorithm, make_space(6), exact(gradient), 3, 4, theta=theta, phi=phi)
     assert torch.equal(got.servers[-1].v, torch.full((6,), phi, dtype=F64))
     parameter = torch.nn.Parameter(theta.clone())
-    for _ in range(3):  # torch's first buffer is the gradient itself, undampened: so it is fed (1−β1)g
+    for _ in range(
+        3
+    ):  # torch's first buffer is the gradient itself, undampened: so it is fed (1−β1)g
         sgd = torch.optim.SGD([parameter], lr=lr / (20 + 1e-8), momentum=beta1)
         for _ in range(4):
             before = parameter.detach().clone()
             parameter.grad = (1 - beta1) * gradient(before)
             sgd.step()
-            parameter.data.sub_(lr * decay * before)  # decoupled, where torch's would enter the buffer
+            parameter.data.sub_(
+                lr * decay * before
+            )  # decoupled, where torch's would enter the buffer
     assert relative(got.theta - theta, parameter.detach() - theta) < 1e-12
 
 
@@ -101,9 +109,14 @@ def test_b7_the_maximum_never_falls_in_a_round_nor_over_rounds(amsgrad: bool) ->
         assert torch.equal(after.v_max, want)
 
     algorithm = DPFedLADA(lr=0.01, beta2=0.9, lada_amsgrad=amsgrad)
-    history = run_rounds(algorithm, make_space(6), noise(1), 5, 6, 2, phi=torch.full((2, 1), 0.04), watch=watch)
+    history = run_rounds(
+        algorithm, make_space(6), noise(1), 5, 6, 2, phi=torch.full((2, 1), 0.04), watch=watch
+    )
     assert (falls == 0) == amsgrad
-    rises = [(two.v >= one.v - 1e-9).all() for one, two in zip(history.servers[:-1], history.servers[1:], strict=True)]
+    rises = [
+        (two.v >= one.v - 1e-9).all()
+        for one, two in zip(history.servers[:-1], history.servers[1:], strict=True)
+    ]
     assert all(rises) == amsgrad
 
 
@@ -112,7 +125,10 @@ def test_the_ratchet_is_biased_upwards_under_pure_noise_and_plain_adam_is_not() 
     for amsgrad in (True, False):
         algorithm = DPFedLADA(beta2=0.99, lada_amsgrad=amsgrad)
         means[amsgrad] = (
-            run_rounds(algorithm, make_space(20_000), noise(1), 4, 20, 2, phi=0.04).servers[-1].v.mean().item()
+            run_rounds(algorithm, make_space(20_000), noise(1), 4, 20, 2, phi=0.04)
+            .servers[-1]
+            .v.mean()
+            .item()
         )
     assert means[False] == pytest.approx(0.04, rel=0.02)
     assert means[True] > 1.1 * 0.04
@@ -123,7 +139,13 @@ def test_no_bias_correction_and_a_warm_start() -> None:
     algorithm = DPFedLADA(lr=1.0, weight_decay=0.0, beta2=0.75, a=1.0, eps=0.0)
     theta = torch.zeros(2, dtype=F64)
     got = run_rounds(
-        algorithm, make_space(2), exact(lambda x: torch.full_like(x, 2.0)), 1, 1, theta=theta, phi=1.0
+        algorithm,
+        make_space(2),
+        exact(lambda x: torch.full_like(x, 2.0)),
+        1,
+        1,
+        theta=theta,
+        phi=1.0,
     ).theta
     assert got.tolist() == pytest.approx([-0.2 / math.sqrt(1.75)] * 2, rel=1e-12)
 
@@ -140,7 +162,15 @@ def test_the_server_starts_from_phi_or_from_eps_squared_without_noise() -> None:
 def test_the_global_direction_is_the_mean_update_per_step_of_the_round_that_made_it() -> None:
     algorithm = DPFedLADA(lr=0.1)
     history = run_rounds(
-        algorithm, make_space(6), noisy(curved(6, F64)), 3, 4, 2, theta=start_point(6, F64), phi=0.04, schedule="cosine"
+        algorithm,
+        make_space(6),
+        noisy(curved(6, F64)),
+        3,
+        4,
+        2,
+        theta=start_point(6, F64),
+        phi=0.04,
+        schedule="cosine",
     )
     for t in (1, 2, 3):
         want = -history.means[t - 1]["delta"] / (4 * cosine(0.1, t, 3))
@@ -156,7 +186,9 @@ def test_the_two_directions_share_the_step() -> None:
         ctx = make_context(algorithm, make_space(3), 2, 5, 4, torch.ones(1, 1, dtype=F64))
         server = Server(torch.zeros(3, dtype=F64), torch.ones(3, dtype=F64), ga)
         oracle = exact(torch.ones_like)(ctx)
-        return algorithm.step(ctx, algorithm.start(ctx, server, {}), oracle, torch.tensor(1.0, dtype=F64)).theta[0]
+        return algorithm.step(
+            ctx, algorithm.start(ctx, server, {}), oracle, torch.tensor(1.0, dtype=F64)
+        ).theta[0]
 
     assert torch.equal(moved(1.0, ga), moved(1.0, 0 * ga))
     torch.testing.assert_close(moved(0.3, 0 * ga), 0.3 * moved(1.0, ga))
@@ -179,7 +211,14 @@ def test_what_cannot_work_is_refused_and_what_is_odd_is_said() -> None:
 
 def test_the_defaults_are_those_of_the_specification() -> None:
     a = DPFedLADA()
-    assert (a.a, a.beta1, a.beta2, a.eps, a.weight_decay, a.lada_amsgrad) == (0.1, 0.9, 0.999, 1e-8, 0.01, True)
+    assert (a.a, a.beta1, a.beta2, a.eps, a.weight_decay, a.lada_amsgrad) == (
+        0.1,
+        0.9,
+        0.999,
+        1e-8,
+        0.01,
+        True,
+    )
 
 
 SWITCHES: list[dict[str, Any]] = [

@@ -34,7 +34,11 @@ F64 = torch.float64
 
 @pytest.mark.parametrize(
     ("opt", "v"),
-    [("adam", [0.75, 0.4375, 0.4375]), ("yogi", [0.8125, 0.5, 0.5]), ("adagrad", [2.5, 1.25, 1.25])],
+    [
+        ("adam", [0.75, 0.4375, 0.4375]),
+        ("yogi", [0.8125, 0.5, 0.5]),
+        ("adagrad", [2.5, 1.25, 1.25]),
+    ],
 )
 def test_two_steps_of_two_clients_by_hand(opt: Any, v: list[float]) -> None:
     """η=½, λ=0: Δ_A = −½((2,0,1)+(2,2,−1)) = (−2,−1,0);  Δ_B = −½((0,2,−1)+(2,0,5)) = (−1,−1,−2);  Δ̄=(−1.5,−1,−1).
@@ -46,15 +50,28 @@ def test_two_steps_of_two_clients_by_hand(opt: Any, v: list[float]) -> None:
     """
     gradients = [[[[2, 0, 1], [0, 2, -1]], [[2, 2, -1], [2, 0, 5]]]]
     beta2 = None if opt == "adagrad" else 0.75
-    algorithm = DPFedOpt(lr=0.5, weight_decay=0.0, server_opt=opt, server_lr=0.1, beta1=0.5, beta2=beta2, tau=0.5)
+    algorithm = DPFedOpt(
+        lr=0.5, weight_decay=0.0, server_opt=opt, server_lr=0.1, beta1=0.5, beta2=beta2, tau=0.5
+    )
     history = run_rounds(
-        algorithm, make_space(2, 1), tables(gradients), 1, 2, 2, theta=torch.zeros(3, dtype=F64), phi=1.0
+        algorithm,
+        make_space(2, 1),
+        tables(gradients),
+        1,
+        2,
+        2,
+        theta=torch.zeros(3, dtype=F64),
+        phi=1.0,
     )
     server = history.servers[-1]
     assert history.messages[0]["delta"].tolist() == [[-2, -1, 0], [-1, -1, -2]]
     assert server.m.tolist() == [-0.75, -0.5, -0.5]
     assert server.v.tolist() == pytest.approx(v, abs=1e-12)
-    moves = [-0.075 / (math.sqrt(v[0]) + 0.5), -0.05 / (math.sqrt(v[1]) + 0.5), -0.05 / (math.sqrt(v[2]) + 0.5)]
+    moves = [
+        -0.075 / (math.sqrt(v[0]) + 0.5),
+        -0.05 / (math.sqrt(v[1]) + 0.5),
+        -0.05 / (math.sqrt(v[2]) + 0.5),
+    ]
     assert server.theta.tolist() == pytest.approx(moves, abs=1e-12)
 
 
@@ -64,7 +81,10 @@ def test_the_second_round_goes_on_with_both_moments_by_hand() -> None:
     """
     algorithm = DPFedOpt(server_lr=0.1, beta1=0.5, beta2=0.75, tau=0.5)
     ctx = make_context(algorithm, make_space(3), 2, 5, 2, torch.zeros(2, 1))
-    m, v = torch.tensor([-0.75, -0.5, -0.5], dtype=F64), torch.tensor([0.75, 0.4375, 0.4375], dtype=F64)
+    m, v = (
+        torch.tensor([-0.75, -0.5, -0.5], dtype=F64),
+        torch.tensor([0.75, 0.4375, 0.4375], dtype=F64),
+    )
     zero = torch.zeros(3, dtype=F64)
     got = algorithm.aggregate(ctx, Server(zero, m, v), {"delta": zero})
     assert got.m.tolist() == [-0.375, -0.25, -0.25]
@@ -95,8 +115,17 @@ def huge_tau(**options: Any) -> DPFedOpt:
 def test_b5_with_v_from_zero_and_a_huge_tau_it_is_fedavg() -> None:
     """v starts at 0 in the authors' preset; then √v ≪ τ and θ ← θ + Δ̄."""
     theta = start_point(6, F64)
-    settings: dict[str, Any] = {"T": 4, "K": 3, "clients": 2, "theta": theta, "phi": 0.25, "schedule": "cosine"}
-    one = run_rounds(huge_tau(fedopt_preset="authors"), make_space(6), noisy(curved(6, F64)), **settings)
+    settings: dict[str, Any] = {
+        "T": 4,
+        "K": 3,
+        "clients": 2,
+        "theta": theta,
+        "phi": 0.25,
+        "schedule": "cosine",
+    }
+    one = run_rounds(
+        huge_tau(fedopt_preset="authors"), make_space(6), noisy(curved(6, F64)), **settings
+    )
     two = run_rounds(DPFedAvg(lr=0.05), make_space(6), noisy(curved(6, F64)), **settings)
     assert relative(one.path(), two.path()) < 1e-6
 
@@ -105,16 +134,24 @@ def test_b5_with_v_from_tau_squared_the_limit_is_smaller_and_grows_with_the_roun
     """√v → β2^{t/2} τ, so each round moves by Δ̄/(1+β2^{t/2})."""
     beta2, theta = 0.7, start_point(6, F64)
     algorithm = huge_tau(beta2=beta2)
-    history = run_rounds(algorithm, make_space(6), noisy(curved(6, F64)), 5, 3, 2, theta=theta, phi=0.25)
+    history = run_rounds(
+        algorithm, make_space(6), noisy(curved(6, F64)), 5, 3, 2, theta=theta, phi=0.25
+    )
     for t in range(1, 6):
         moved = history.servers[t].theta - history.servers[t - 1].theta
-        torch.testing.assert_close(moved, history.means[t - 1]["delta"] / (1 + beta2 ** (t / 2)), rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(
+            moved, history.means[t - 1]["delta"] / (1 + beta2 ** (t / 2)), rtol=1e-6, atol=1e-9
+        )
 
 
 def test_the_clients_are_those_of_fedavg() -> None:
     settings: dict[str, Any] = {"T": 1, "K": 3, "clients": 2, "theta": start_point(6), "phi": 0.25}
-    one = run_rounds(DPFedOpt(lr=0.05, weight_decay=0.1), make_space(6), noisy(curved(6)), **settings)
-    two = run_rounds(DPFedAvg(lr=0.05, weight_decay=0.1), make_space(6), noisy(curved(6)), **settings)
+    one = run_rounds(
+        DPFedOpt(lr=0.05, weight_decay=0.1), make_space(6), noisy(curved(6)), **settings
+    )
+    two = run_rounds(
+        DPFedAvg(lr=0.05, weight_decay=0.1), make_space(6), noisy(curved(6)), **settings
+    )
     assert torch.equal(one.messages[0]["delta"], two.messages[0]["delta"])
 
 
@@ -145,7 +182,9 @@ def test_a_preset_is_its_numbers_and_an_explicit_key_comes_before_it() -> None:
     assert DPFedOpt().server_lr == 0.01
     assert torch.equal(small_run(DPFedOpt()), small_run(DPFedOpt(beta2=0.99, tau=1e-3)))
     authors = DPFedOpt(fedopt_preset="authors")
-    assert torch.equal(small_run(authors), small_run(dataclasses.replace(authors, beta2=0.98, tau=0.01)))
+    assert torch.equal(
+        small_run(authors), small_run(dataclasses.replace(authors, beta2=0.98, tau=0.01))
+    )
     for key in ({"beta2": 0.5}, {"tau": 0.5}):
         assert relative(small_run(dataclasses.replace(authors, **key)), small_run(authors)) > 1e-4  # type: ignore[arg-type]
 
@@ -159,11 +198,18 @@ def test_what_would_be_silently_ignored_is_refused() -> None:
     DPFedOpt(server_opt="yogi", beta2=0.9, tau=0.1).check(FACTS)
 
 
-def test_a_round_moves_in_proportion_to_the_server_learning_rate_and_less_with_a_larger_tau() -> None:
+def test_a_round_moves_in_proportion_to_the_server_learning_rate_and_less_with_a_larger_tau() -> (
+    None
+):
     theta = start_point(6, F64)
 
     def moved(**options: Any) -> torch.Tensor:
-        return run_rounds(DPFedOpt(**options), make_space(6), exact(curved(6, F64)), 1, 3, theta=theta).theta - theta
+        return (
+            run_rounds(
+                DPFedOpt(**options), make_space(6), exact(curved(6, F64)), 1, 3, theta=theta
+            ).theta
+            - theta
+        )
 
     torch.testing.assert_close(moved(server_lr=0.03), 3 * moved(server_lr=0.01))
     assert (moved(tau=0.1).abs() < moved(tau=0.01).abs()).all()

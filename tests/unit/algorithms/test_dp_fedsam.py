@@ -34,13 +34,19 @@ def test_example_by_hand() -> None:
     factor = torch.tensor([[1.0], [2.0]], dtype=torch.float64)
     theta = torch.tensor([3.0, 4.0, 0.0], dtype=torch.float64)
     algorithm = DPFedSAM(lr=0.1, weight_decay=0.1, rho=0.5)
-    got = run_rounds(algorithm, make_space(3), exact(lambda x: factor * x), 1, 2, 2, theta=theta).theta
-    torch.testing.assert_close(got, torch.tensor([2.04225, 2.723, 0.0], dtype=torch.float64), rtol=1e-12, atol=1e-12)
+    got = run_rounds(
+        algorithm, make_space(3), exact(lambda x: factor * x), 1, 2, 2, theta=theta
+    ).theta
+    torch.testing.assert_close(
+        got, torch.tensor([2.04225, 2.723, 0.0], dtype=torch.float64), rtol=1e-12, atol=1e-12
+    )
 
 
 def test_b4_without_radius_and_noise_it_is_fedavg() -> None:
     theta, gradient = start_point(8), curved(8)
-    sam = run_rounds(DPFedSAM(lr=0.05, rho=0.0), make_space(8), exact(gradient), 3, 4, 2, theta=theta).path()
+    sam = run_rounds(
+        DPFedSAM(lr=0.05, rho=0.0), make_space(8), exact(gradient), 3, 4, 2, theta=theta
+    ).path()
     avg = run_rounds(DPFedAvg(lr=0.05), make_space(8), exact(gradient), 3, 4, 2, theta=theta).path()
     assert torch.equal(sam, avg)
 
@@ -60,11 +66,15 @@ def test_b4_the_perturbation_has_norm_rho_and_leaves_no_trace(batches: str) -> N
 
     algorithm = DPFedSAM(lr=0.1, weight_decay=0.0, rho=0.07, sam_batches=batches)  # type: ignore[arg-type]
     spy = Spy(curved(5), torch.full((2, 1), 0.01), torch.Generator().manual_seed(0))
-    history = run_rounds(algorithm, make_space(5), lambda ctx: spy, 1, 1, 2, theta=start_point(5), phi=0.01)
+    history = run_rounds(
+        algorithm, make_space(5), lambda ctx: spy, 1, 1, 2, theta=start_point(5), phi=0.01
+    )
     first, second = asked
     torch.testing.assert_close((second - first).norm(dim=1), torch.full((2,), 0.07))
     torch.testing.assert_close(history.messages[0]["delta"], -0.1 * answers[1])
-    assert not torch.equal(answers[0] - curved(5)(first), answers[1] - curved(5)(second))  # two draws of noise
+    assert not torch.equal(
+        answers[0] - curved(5)(first), answers[1] - curved(5)(second)
+    )  # two draws of noise
     assert (spy.calls, spy.again_calls) == ((1, 1) if batches == "shared" else (2, 0))
 
 
@@ -79,14 +89,19 @@ def test_b4_a_shared_batch_is_charged_as_sigma_over_root_two() -> None:
     mechanism = plan.mechanism(0)
     assert mechanism.effective_multiplier == pytest.approx(1 / math.sqrt(2))
     single = Mechanism("poisson", mechanism.rate, 1 / math.sqrt(2))
-    assert pld_epsilon([(mechanism, 60)], 1e-5) == pytest.approx(pld_epsilon([(single, 60)], 1e-5), rel=1e-9)
+    assert pld_epsilon([(mechanism, 60)], 1e-5) == pytest.approx(
+        pld_epsilon([(single, 60)], 1e-5), rel=1e-9
+    )
 
 
 def test_equal_eps_spends_what_the_others_spend() -> None:
     def plan(*keys: str) -> Mechanism:
         return plan_of(load("digits", [*keys, "privacy.sigma=1.0"], registry()))[0].mechanism(0)
 
-    sam, avg = plan("algorithm.name=dp-fedsam", "algorithm.equal_eps=true"), plan("algorithm.name=dp-fedavg")
+    sam, avg = (
+        plan("algorithm.name=dp-fedsam", "algorithm.equal_eps=true"),
+        plan("algorithm.name=dp-fedavg"),
+    )
     assert sam.noise_multiplier == pytest.approx(math.sqrt(2))
     assert pld_epsilon([(sam, 60)], 1e-5) == pytest.approx(pld_epsilon([(avg, 60)], 1e-5), rel=1e-6)
 
@@ -96,7 +111,9 @@ def test_what_equal_eps_cannot_do_is_refused() -> None:
     with pytest.raises(DpfedError, match="shared batch only"):
         DPFedSAM(equal_eps=True, sam_batches="independent").check(facts)
     with pytest.raises(DpfedError, match="no effect"):
-        DPFedSAM(equal_eps=True).check(Facts(equal_phi=True, private=True, allow_nan=False, calibrated=True))
+        DPFedSAM(equal_eps=True).check(
+            Facts(equal_phi=True, private=True, allow_nan=False, calibrated=True)
+        )
 
 
 def test_the_spec_factors_on_epsilon() -> None:

@@ -10,7 +10,17 @@ import torch
 
 from dpfed.algorithms.dp_local_adamw import DPLocalAdamW
 
-from .helpers import Table, cosine, curved, exact, make_space, noisy, relative, run_rounds, start_point
+from .helpers import (
+    Table,
+    cosine,
+    curved,
+    exact,
+    make_space,
+    noisy,
+    relative,
+    run_rounds,
+    start_point,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -18,10 +28,14 @@ def test_it_is_torch_adamw_made_afresh_each_round(dtype: torch.dtype) -> None:
     P, K, T = 12, 6, 4
     theta, gradient = start_point(P, dtype), curved(P, dtype)
     algorithm = DPLocalAdamW(lr=0.03, weight_decay=0.1, beta1=0.8, beta2=0.98, eps=1e-6)
-    got = run_rounds(algorithm, make_space(12), exact(gradient), T, K, theta=theta, schedule="cosine").theta
+    got = run_rounds(
+        algorithm, make_space(12), exact(gradient), T, K, theta=theta, schedule="cosine"
+    ).theta
     parameter = torch.nn.Parameter(theta.clone())
     for t in range(1, T + 1):
-        fresh = torch.optim.AdamW([parameter], lr=cosine(0.03, t, T), betas=(0.8, 0.98), eps=1e-6, weight_decay=0.1)
+        fresh = torch.optim.AdamW(
+            [parameter], lr=cosine(0.03, t, T), betas=(0.8, 0.98), eps=1e-6, weight_decay=0.1
+        )
         for _ in range(K):
             parameter.grad = gradient(parameter.detach())
             fresh.step()
@@ -35,7 +49,9 @@ def test_the_server_takes_the_mean_of_clients_that_each_ran_their_own_adamw() ->
     targets = torch.tensor([[1.0, -1, 2, 0], [3, 3, -3, 1], [0, 0, 5, -2]], dtype=torch.float64)
     theta = start_point(P, torch.float64)
     algorithm = DPLocalAdamW(lr=0.1, weight_decay=0.05)
-    got = run_rounds(algorithm, make_space(4), exact(lambda x: x - targets), 1, K, 3, theta=theta).theta
+    got = run_rounds(
+        algorithm, make_space(4), exact(lambda x: x - targets), 1, K, 3, theta=theta
+    ).theta
     ends = []
     for target in targets:
         parameter = torch.nn.Parameter(theta.clone())
@@ -47,7 +63,13 @@ def test_the_server_takes_the_mean_of_clients_that_each_ran_their_own_adamw() ->
     torch.testing.assert_close(got, torch.stack(ends).mean(0), rtol=1e-10, atol=1e-12)
 
 
-SWITCHES: list[dict[str, Any]] = [{"lr": 0.06}, {"weight_decay": 0.2}, {"beta1": 0.8}, {"beta2": 0.9}, {"eps": 1e-3}]
+SWITCHES: list[dict[str, Any]] = [
+    {"lr": 0.06},
+    {"weight_decay": 0.2},
+    {"beta1": 0.8},
+    {"beta2": 0.9},
+    {"eps": 1e-3},
+]
 
 
 @pytest.mark.parametrize("switch", SWITCHES, ids=str)
@@ -94,6 +116,12 @@ def test_two_steps_of_two_clients_by_hand() -> None:
         T=1, K=2, clients=2, theta=torch.tensor([1, -2, 0.5], dtype=torch.float64), phi=1.0,
     )  # fmt: skip
     delta = history.messages[0]["delta"]
-    assert delta[0].tolist() == pytest.approx([-0.443333333333, 0.273836881652, -0.151666666667], abs=1e-11)
-    assert delta[1].tolist() == pytest.approx([-0.296163118348, 0.162306973790, -0.038333333333], abs=1e-11)
-    assert history.theta.tolist() == pytest.approx([0.630251774159, -1.781928072279, 0.405], abs=1e-11)
+    assert delta[0].tolist() == pytest.approx(
+        [-0.443333333333, 0.273836881652, -0.151666666667], abs=1e-11
+    )
+    assert delta[1].tolist() == pytest.approx(
+        [-0.296163118348, 0.162306973790, -0.038333333333], abs=1e-11
+    )
+    assert history.theta.tolist() == pytest.approx(
+        [0.630251774159, -1.781928072279, 0.405], abs=1e-11
+    )

@@ -90,7 +90,9 @@ def test_b2_c_i_becomes_the_mean_of_the_clients_own_noised_gradients() -> None:
         3, 4, 2, theta=start_point(5, F64), phi=0.09, schedule="cosine",
     )  # fmt: skip
     for t in (1, 2, 3):
-        torch.testing.assert_close(history.memories[t]["c"], torch.stack(taken[4 * t - 4 : 4 * t]).mean(0))
+        torch.testing.assert_close(
+            history.memories[t]["c"], torch.stack(taken[4 * t - 4 : 4 * t]).mean(0)
+        )
 
 
 def test_b2_c_is_the_mean_of_all_c_i_once_all_took_part_and_ever_after() -> None:
@@ -103,7 +105,14 @@ def test_b2_c_is_the_mean_of_all_c_i_once_all_took_part_and_ever_after() -> None
         return FakeOracle(lambda theta: gradient(theta.new_zeros(5, 4))[chosen] + theta, ctx.phi)
 
     history = run_rounds(
-        DPScaffold(lr=0.05), make_space(4), factory, 5, 3, 5, theta=start_point(4, F64), cohorts=cohorts
+        DPScaffold(lr=0.05),
+        make_space(4),
+        factory,
+        5,
+        3,
+        5,
+        theta=start_point(4, F64),
+        cohorts=cohorts,
     )
     for server, memory in zip(history.servers, history.memories, strict=True):
         torch.testing.assert_close(server.c, memory["c"].mean(0), rtol=1e-12, atol=1e-14)
@@ -112,7 +121,9 @@ def test_b2_c_is_the_mean_of_all_c_i_once_all_took_part_and_ever_after() -> None
 
 
 @pytest.mark.parametrize(("answered", "S", "N"), [(2, 2, 8), (3, 5, 8), (1, 8, 8), (8, 8, 8)])
-def test_b2_the_server_adds_the_mean_change_times_answered_over_all_clients(answered: int, S: int, N: int) -> None:
+def test_b2_the_server_adds_the_mean_change_times_answered_over_all_clients(
+    answered: int, S: int, N: int
+) -> None:
     """Of the S clients that were asked some may not have answered, and their c_i have not changed."""
     algorithm = DPScaffold()
     ctx = make_context(algorithm, make_space(3), 1, 5, 2, torch.zeros(S, 1))
@@ -127,7 +138,13 @@ def test_b2_the_server_adds_the_mean_change_times_answered_over_all_clients(answ
 
 def test_b2_identical_clients_walk_as_in_fedavg() -> None:
     """Their c_i are all c, so that nothing is corrected."""
-    settings: dict[str, Any] = {"T": 4, "K": 3, "clients": 3, "theta": start_point(6, F64), "schedule": "cosine"}
+    settings: dict[str, Any] = {
+        "T": 4,
+        "K": 3,
+        "clients": 3,
+        "theta": start_point(6, F64),
+        "schedule": "cosine",
+    }
     one = run_rounds(DPScaffold(lr=0.05), make_space(6), exact(curved(6, F64)), **settings)
     two = run_rounds(DPFedAvg(lr=0.05), make_space(6), exact(curved(6, F64)), **settings)
     assert one.servers[-1].c.abs().max() > 0.01
@@ -144,7 +161,9 @@ def test_b2_c_and_c_i_move_a_step_by_exactly_their_difference() -> None:
     def stepped(c: Tensor, own: Tensor) -> Tensor:
         memory = {"c": own, "seen": torch.ones(2, dtype=torch.bool)}
         local = algorithm.start(ctx, Server(theta, c), memory)
-        return algorithm.step(ctx, local, FakeOracle(torch.ones_like, ctx.phi), torch.tensor(1.0, dtype=F64)).theta
+        return algorithm.step(
+            ctx, local, FakeOracle(torch.ones_like, ctx.phi), torch.tensor(1.0, dtype=F64)
+        ).theta
 
     zero, c = torch.zeros(3, dtype=F64), torch.tensor([2.0, 4, 6], dtype=F64)
     plain = stepped(zero, torch.zeros_like(own))
@@ -158,7 +177,15 @@ def test_with_drifting_clients_it_finds_the_optimum_that_fedavg_misses() -> None
     h, b = torch.tensor([[1.0], [4.0]], dtype=F64), torch.tensor([[1.0], [-1.0]], dtype=F64)
     theta = torch.zeros(1, dtype=F64)
     ends = [
-        run_rounds(cls(lr=0.1, weight_decay=0.0), make_space(1), exact(lambda x: h * (x - b)), 200, 10, 2, theta=theta)
+        run_rounds(
+            cls(lr=0.1, weight_decay=0.0),
+            make_space(1),
+            exact(lambda x: h * (x - b)),
+            200,
+            10,
+            2,
+            theta=theta,
+        )
         for cls in (DPScaffold, DPFedAvg)
     ]
     assert ends[0].theta.item() == pytest.approx(-0.6, abs=1e-6)
@@ -199,7 +226,11 @@ def test_displacement_carries_weight_decay_into_c_i_and_says_so() -> None:
     assert "agg_weights" in said
 
 
-SWITCHES: list[dict[str, Any]] = [{"lr": 0.06}, {"weight_decay": 0.2}, {"scaffold_c": "displacement"}]
+SWITCHES: list[dict[str, Any]] = [
+    {"lr": 0.06},
+    {"weight_decay": 0.2},
+    {"scaffold_c": "displacement"},
+]
 
 
 @pytest.mark.parametrize("switch", SWITCHES, ids=str)

@@ -25,14 +25,23 @@ TINY = Case(CASE.model, CASE.spec, clients=2, batch=2, rank=2)
 
 def test_every_way_runs_on_a_cpu() -> None:
     found = compare(TINY, torch.device("cpu"), repeats=1, warm=1)
-    assert [way.way for way in found.ways] == ["union", "private", "private, 8 slots", "one by one", "opacus"]
+    assert [way.way for way in found.ways] == [
+        "union",
+        "private",
+        "private, 8 slots",
+        "one by one",
+        "opacus",
+    ]
     assert [way.failed for way in found.ways] == [None] * 5
     assert all(way.milliseconds > 0 for way in found.ways)  # type: ignore[operator]
 
 
 def test_ratios() -> None:
     found = Comparison(
-        "m", 5, 16, (Measured("union", 10.0), Measured("private", 12.0), Measured("x", None, failed="no"))
+        "m",
+        5,
+        16,
+        (Measured("union", 10.0), Measured("private", 12.0), Measured("x", None, failed="no")),
     )
     assert found.ratio("private", "union") == pytest.approx(1.2)
     assert found.ratio("x", "union") is None
@@ -77,7 +86,9 @@ def test_each_step_is_timed_by_itself_and_the_median_counts() -> None:
         calls.append(None)
 
     calls: list[None] = []
-    idle, busy = measure_in_turn([("idle", lambda: slow), ("busy", lambda: burn)], repeats=3, warm=0)
+    idle, busy = measure_in_turn(
+        [("idle", lambda: slow), ("busy", lambda: burn)], repeats=3, warm=0
+    )
     assert idle.milliseconds is not None
     assert busy.processor is not None
     assert idle.milliseconds < 15  # the one slow step of three is not the median
@@ -100,13 +111,27 @@ def test_the_command_writes_json_and_refuses_unknown_cases(
         return int(stop.value.code or 0)
 
     monkeypatch.setattr("dpfed.bench.cases.CPU", (TINY,))
-    assert run("bench", "--device", "cpu", "--repeats", "1", "--out", str(tmp_path / "b.json"), "--json") == 0
+    assert (
+        run(
+            "bench",
+            "--device",
+            "cpu",
+            "--repeats",
+            "1",
+            "--out",
+            str(tmp_path / "b.json"),
+            "--json",
+        )
+        == 0
+    )
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert json.loads((tmp_path / "b.json").read_text()) == printed
     (case,) = printed["cases"]
     assert case["case"] == "glyph-vit"
     times = {way["way"]: way["milliseconds"] for way in case["ways"]}
-    assert case["times_private"]["opacus"]["clock"] == pytest.approx(times["opacus"] / times["private"])
+    assert case["times_private"]["opacus"]["clock"] == pytest.approx(
+        times["opacus"] / times["private"]
+    )
     assert printed["versions"]["opacus"].startswith("1.6")
     assert "benchmarks/peers/run.py" in printed["others"]
     assert run("bench", "--device", "cpu", "--case", "vit-huge") == 2

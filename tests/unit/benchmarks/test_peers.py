@@ -48,12 +48,18 @@ print(json.dumps({"tool": name, "seconds": 1.0}), flush=True)
 """
 
 
-def test_rounds_are_computed_in_turn_and_a_tool_that_fails_is_told(driver: ModuleType, tmp_path: Path) -> None:
+def test_rounds_are_computed_in_turn_and_a_tool_that_fails_is_told(
+    driver: ModuleType, tmp_path: Path
+) -> None:
     (tmp_path / "tool.py").write_text(TOOL)
     log = tmp_path / "log"
-    commands = {name: [sys.executable, str(tmp_path / "tool.py"), name, str(log), "3"] for name in "axb"}
+    commands = {
+        name: [sys.executable, str(tmp_path / "tool.py"), name, str(log), "3"] for name in "axb"
+    }
     found = driver.measure(commands, 3)
-    assert log.read_text() == "axb" + "ba" + "ba"  # x is gone after its first; then x would begin, then b does
+    assert (
+        log.read_text() == "axb" + "ba" + "ba"
+    )  # x is gone after its first; then x would begin, then b does
     assert [found[name].failed for name in "axb"] == [None, "this cannot be done", None]
     assert found["a"].result == {"tool": "a", "seconds": 1.0}
     assert found["x"].result is None
@@ -93,11 +99,16 @@ def test_an_environment_that_is_not_there_is_refused(
 
 
 def test_peers_that_are_missing_are_named_with_their_commands(
-    driver: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    driver: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     line = {"tool": "dpfed", "versions": {"dpfed": "1"}, "does": "all", "seconds": 1.0, "cpu_seconds": 1.0,
             "each": [[1.0, 1.0]], "parameters": 5}  # fmt: skip
-    monkeypatch.setattr(driver, "measure", lambda *_: {"dpfed": argparse.Namespace(result=line, failed=None)})
+    monkeypatch.setattr(
+        driver, "measure", lambda *_: {"dpfed": argparse.Namespace(result=line, failed=None)}
+    )
     monkeypatch.setattr(sys, "argv", ["run.py", "--out", str(tmp_path / "f.json")])
     driver.main()
     printed = capsys.readouterr().out
@@ -111,7 +122,9 @@ def test_peers_that_are_missing_are_named_with_their_commands(
     assert json.loads((tmp_path / "f.json").read_text())["tools"] == {"dpfed": line}
 
 
-def test_peers_train_the_model_of_the_default_run_and_hold_as_many_records(common: ModuleType) -> None:
+def test_peers_train_the_model_of_the_default_run_and_hold_as_many_records(
+    common: ModuleType,
+) -> None:
     from dpfed.config import load
     from dpfed.registry import registry
     from dpfed.training.job.job import prepare
@@ -130,7 +143,9 @@ def test_processor_time_of_children_counts_while_they_live(common: ModuleType) -
         pytest.skip("no /proc here")
     before = common.children_seconds()
     code = "import time\nwhile time.process_time() < 0.2: pass\nprint(flush=True)\nimport sys; sys.stdin.read()"
-    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert child.stdout is not None
     child.stdout.readline()
     alive = common.children_seconds() - before
@@ -147,7 +162,9 @@ def test_warm_rounds_are_not_counted_and_stdout_holds_one_line(common: ModuleTyp
         "for _ in range(4): r.tick()\n"
         "r.end('t', (), 'd', 7)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=PEERS, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=PEERS, capture_output=True, text=True, check=True
+    )
     (line,) = done.stdout.splitlines()
     said = json.loads(line)
     assert (said["rounds"], len(said["each"]), said["parameters"]) == (2, 2, 7)

@@ -62,16 +62,27 @@ def test_one_that_never_came_to_its_server_gives_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starts: list[Ended]
 ) -> None:
     texts(monkeypatch, starts, "ERROR : Failed to activate SuperNode.\n")
-    with pytest.raises(DpfedError, match=r"hub:1 does not take this client \(ERROR : Failed to activate"):
+    with pytest.raises(
+        DpfedError, match=r"hub:1 does not take this client \(ERROR : Failed to activate"
+    ):
         go(tmp_path)
     assert len(starts) == module.TRIES
     assert all(process.ended == 1 for process in starts)
 
 
 def test_one_that_was_there_once_never_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starts: list[Ended], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    starts: list[Ended],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    texts(monkeypatch, starts, "ERROR : not yet\n", f"INFO : {UP}: 7\nERROR : 401 Unauthorized\n", "ERROR : away\n")
+    texts(
+        monkeypatch,
+        starts,
+        "ERROR : not yet\n",
+        f"INFO : {UP}: 7\nERROR : 401 Unauthorized\n",
+        "ERROR : away\n",
+    )
     with pytest.raises(StopError):
         go(tmp_path)
     said = capsys.readouterr().err.splitlines()

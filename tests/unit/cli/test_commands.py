@@ -30,7 +30,12 @@ def test_json_is_the_last_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert result["rounds"] == 2
     assert {"start_accuracy", "delta", "seconds", "out"} <= set(result)
     assert "round 2/2" in printed.err
-    for words in ("delta = 1e-05", "add/remove one record of one client", "poisson", "PLD"):  # beside every epsilon
+    for words in (
+        "delta = 1e-05",
+        "add/remove one record of one client",
+        "poisson",
+        "PLD",
+    ):  # beside every epsilon
         assert words in printed.err
         assert words in result["guarantee"]
     assert "round" not in printed.out.splitlines()[-1].split("{")[0]
@@ -68,7 +73,9 @@ def test_a_run_is_never_overwritten(finished: Path, capsys: pytest.CaptureFixtur
     assert (finished / "run.json").read_bytes() == before
 
 
-def test_force_replaces_a_run_but_not_a_stranger_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_force_replaces_a_run_but_not_a_stranger_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "r"
     assert dpfed("run", *QUICK, "--out", str(out)) == 0
     assert dpfed("run", *QUICK, "--out", str(out), "--force") == 0
@@ -85,7 +92,10 @@ def test_force_replaces_a_run_but_not_a_stranger_folder(tmp_path: Path, capsys: 
         (["--set", "data.clients=100000"], "more than the"),
         (["--set", "privacy.batch=500"], "larger than client"),
         (["--set", "data.partition=natural"], "client_column"),
-        (["--set", "data.partition=dirichlet_classwise", "--set", "data.alpha=0.001"], "has no records"),
+        (
+            ["--set", "data.partition=dirichlet_classwise", "--set", "data.alpha=0.001"],
+            "has no records",
+        ),
         (["--set", "run.device=warp"], "run.device = 'warp'"),
         (["--set", "algorithm.align=off"], "no longer supported: set algorithm.gamma = 0"),
         (["nowhere.toml"], "there is no configuration"),
@@ -106,14 +116,25 @@ def test_nan_stops_with_a_sentence_and_keeps_what_was_computed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "r"
-    code = dpfed("run", *QUICK, "--set", "algorithm.lr=1e38", "--set", "algorithm.weight_decay=1e38", "--out", str(out))
+    code = dpfed(
+        "run",
+        *QUICK,
+        "--set",
+        "algorithm.lr=1e38",
+        "--set",
+        "algorithm.weight_decay=1e38",
+        "--out",
+        str(out),
+    )
     assert code == 3
     assert "no longer finite" in capsys.readouterr().err
     assert (out / "model.safetensors").exists()
     assert "stopped" in json.loads((out / "run.json").read_text())
 
 
-def test_without_privacy_every_artefact_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_privacy_every_artefact_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from safetensors import safe_open
 
     out = tmp_path / "r"
@@ -128,7 +149,9 @@ def test_without_privacy_every_artefact_says_so(tmp_path: Path, capsys: pytest.C
     assert not (out / "ledger.sqlite").exists()
 
 
-def test_a_budget_leaves_clients_out_and_then_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_budget_leaves_clients_out_and_then_ends_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "r"
     args = ["--set", "run.rounds=8", "--set", "privacy.budget=1.3", "--set", "run.min_clients=2"]
     assert dpfed("run", *QUICK, *args, "--out", str(out)) == 3
@@ -155,21 +178,41 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert dpfed("list", "nonsense") == 2
 
 
-SPEC_ROW = ["--records", "1000", "--batch", "16", "--rounds", "100", "--local-steps", "20", "--participation", "0.1"]
+SPEC_ROW = [
+    "--records",
+    "1000",
+    "--batch",
+    "16",
+    "--rounds",
+    "100",
+    "--local-steps",
+    "20",
+    "--participation",
+    "0.1",
+]
 
 
-def test_privacy_prints_the_numbers_of_the_specification(capsys: pytest.CaptureFixture[str]) -> None:
+def test_privacy_prints_the_numbers_of_the_specification(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert dpfed("privacy", *SPEC_ROW, "--sigma", "1", "--delta", "1e-5", "--json") == 0
     printed = capsys.readouterr().out
     figures = json.loads(printed.strip().splitlines()[-1])
-    expected = {"server_worst": 4.363, "server_expected": 1.476, "third_party": 1.563, "rdp_server_worst": 4.794}
+    expected = {
+        "server_worst": 4.363,
+        "server_expected": 1.476,
+        "third_party": 1.563,
+        "rdp_server_worst": 4.794,
+    }
     for name, value in expected.items():
         assert figures[name] == pytest.approx(value, rel=0.01)
     for word in ("PLD", "add/remove one record", "poisson", "delta = 1e-05"):
         assert word in printed
 
 
-def test_privacy_of_a_run_reads_its_ledger(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_privacy_of_a_run_reads_its_ledger(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert dpfed("privacy", str(finished), "--json") == 0
     figures = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     result = json.loads((finished / "run.json").read_text())
@@ -221,7 +264,21 @@ def test_privacy_refuses_the_ledger_of_another_run(
         ([*SPEC_ROW, "--sigma", "1", "--delta", "1"], "--delta 1"),
         ([*SPEC_ROW, "--sigma", "0"], "--sigma 0"),
         ([*SPEC_ROW], "exactly one of --sigma and --target-epsilon"),
-        (["--records", "10", "--batch", "16", "--rounds", "1", "--local-steps", "1", "--sigma", "1"], "--batch 16"),
+        (
+            [
+                "--records",
+                "10",
+                "--batch",
+                "16",
+                "--rounds",
+                "1",
+                "--local-steps",
+                "1",
+                "--sigma",
+                "1",
+            ],
+            "--batch 16",
+        ),
         (["--records", "10"], "--batch"),
         ([*SPEC_ROW, "--sigma", "1", "--algorithm", "dp-fedavgg"], "did you mean dp-fedavg"),
         ([*SPEC_ROW, "--sigma", "1", "--sampling", "shuffle"], "no other has accounting"),
@@ -229,7 +286,9 @@ def test_privacy_refuses_the_ledger_of_another_run(
         (["runs/nowhere"], "no run, client's folder or configuration runs/nowhere"),
     ],
 )
-def test_privacy_refuses_in_one_sentence(capsys: pytest.CaptureFixture[str], args: list[str], words: str) -> None:
+def test_privacy_refuses_in_one_sentence(
+    capsys: pytest.CaptureFixture[str], args: list[str], words: str
+) -> None:
     assert dpfed("privacy", *args) == 2
     err = capsys.readouterr().err.strip()
     assert words in err
@@ -237,8 +296,29 @@ def test_privacy_refuses_in_one_sentence(capsys: pytest.CaptureFixture[str], arg
 
 
 def test_privacy_plot_and_meaning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    row = ["--records", "500", "--batch", "10", "--rounds", "4", "--local-steps", "5", "--participation", "0.5"]
-    args = [*row, "--sigma", "1.5", "--meaning", "--tuning-runs", "3", "--asymptotic", "--clients", "10"]
+    row = [
+        "--records",
+        "500",
+        "--batch",
+        "10",
+        "--rounds",
+        "4",
+        "--local-steps",
+        "5",
+        "--participation",
+        "0.5",
+    ]
+    args = [
+        *row,
+        "--sigma",
+        "1.5",
+        "--meaning",
+        "--tuning-runs",
+        "3",
+        "--asymptotic",
+        "--clients",
+        "10",
+    ]
     assert dpfed("privacy", *args, "--plot", str(tmp_path / "e.svg"), "--json") == 0
     printed = capsys.readouterr().out
     figures = json.loads(printed.strip().splitlines()[-1])
@@ -273,7 +353,9 @@ def test_privacy_of_a_preset_with_a_folder_in_its_name(capsys: pytest.CaptureFix
     assert "the server, of a client in every round" in capsys.readouterr().out
 
 
-def test_no_shown_privacy_loss_is_below_the_computed_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_shown_privacy_loss_is_below_the_computed_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """The server's figure of this plan is 4.36220898, which rounds to nearest as 4.3622."""
     plan = "--records 1000 --batch 16 --rounds 100 --local-steps 20 --participation 0.1 --sigma 1.00005"
     assert dpfed("privacy", *plan.split(), "--meaning", "--json") == 0

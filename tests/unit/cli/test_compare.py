@@ -21,11 +21,18 @@ from dpfed.studies.outcomes import Task
 from dpfed.studies.output import write
 from dpfed.studies.pool import run_one, run_pack
 from dpfed.studies.study import conduct
-from dpfed.training.job.job_cache import Shared
+from dpfed.training.job.job_cache import JobCache
 
 KEYS = "model.name=linear run.rounds=2 run.local_steps=1 run.participation=0.5 privacy.batch=32 privacy.sigma=2"
 QUICK = [word for key in KEYS.split() for word in ("--set", key)]
-SMALL = ["--algorithms", "dp-fedavg,dp-fedadamw", "--lr", "dp-fedavg=0.3,3", "--lr", "dp-fedadamw=0.003,0.03"]
+SMALL = [
+    "--algorithms",
+    "dp-fedavg,dp-fedadamw",
+    "--lr",
+    "dp-fedavg=0.3,3",
+    "--lr",
+    "dp-fedadamw=0.003,0.03",
+]
 TABLES = ("table.csv", "table.json", "table.md", "table.tex", "search.csv", "curves.svg")
 
 
@@ -79,7 +86,9 @@ def test_killed_and_started_again_it_ends_with_the_same_table(
     assert result["out"] == str(out)
     assert [row["method"] for row in result["rows"]] == ["dp-fedavg", "dp-fedadamw"]
     assert len({row["tuning_runs"] for row in result["rows"]}) == 1
-    assert all(len(row["accuracies"]) == 2 and row["epsilon"]["server_worst"] > 0 for row in result["rows"])
+    assert all(
+        len(row["accuracies"]) == 2 and row["epsilon"]["server_worst"] > 0 for row in result["rows"]
+    )
     assert len(list(out.glob("runs/*/model.safetensors"))) == 4, "those of the reported runs"
 
     study = study_of("digits", KEYS.split(), SMALL[1], None, [SMALL[3], SMALL[5]], 2)
@@ -106,10 +115,12 @@ class Packing(Inline):
     def start_pack(self, pack: Sequence[tuple[Task, Path]]) -> None:
         self.sizes.append(len(pack))
         given = [(task.key, task.tables, str(folder), task.tuning) for task, folder in pack]
-        run_pack(given, {}, Shared(), lambda key, answer: self._ended.append((key, answer)))
+        run_pack(given, {}, JobCache(), lambda key, answer: self._ended.append((key, answer)))
 
 
-def test_a_packed_study_has_every_run_of_the_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_packed_study_has_every_run_of_the_plain_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "packed"
     monkeypatch.setattr("dpfed.studies.pool.Pool", Packing)
     monkeypatch.setattr("dpfed.studies.output.accuracy_over_rounds", lambda *anything: None)
@@ -121,7 +132,11 @@ def test_a_packed_study_has_every_run_of_the_plain_one(tmp_path: Path, monkeypat
     for row, result in zip(rows, results, strict=True):
         assert row["accuracies"] == pytest.approx([o.accuracy for o in result.reported], abs=0.02)
         assert row["epsilon"].items() <= result.reported[0].epsilon.items()
-    files = {p.relative_to(tmp_path / "plain") for p in (tmp_path / "plain" / "runs").rglob("*") if p.is_file()}
+    files = {
+        p.relative_to(tmp_path / "plain")
+        for p in (tmp_path / "plain" / "runs").rglob("*")
+        if p.is_file()
+    }
     assert {p.relative_to(out) for p in (out / "runs").rglob("*") if p.is_file()} == files
 
 

@@ -14,8 +14,17 @@ from dpfed.studies.study import ArmResult, EndedRun, Planned
 from dpfed.studies.tables import Row, Table, cells, shown_columns
 
 ACCURACIES = (0.9106, 0.9217, 0.8994)
-TRAFFIC = {"up_numbers": 1_006_090, "up_bytes": 4_024_360, "down_numbers": 2_012_116, "down_bytes": 8_048_464}
-LABELS = ("dp-fedavg", "dp-fedadamw", "dp-fedadamw:gamma=0;agg=off;bc=false;granularity=tensor;lr=0.01")
+TRAFFIC = {
+    "up_numbers": 1_006_090,
+    "up_bytes": 4_024_360,
+    "down_numbers": 2_012_116,
+    "down_bytes": 8_048_464,
+}
+LABELS = (
+    "dp-fedavg",
+    "dp-fedadamw",
+    "dp-fedadamw:gamma=0;agg=off;bc=false;granularity=tensor;lr=0.01",
+)
 
 
 def table() -> Table:
@@ -39,7 +48,9 @@ def ended(accuracy: float, loss: float, planned: Planned) -> EndedRun:
     return EndedRun(task, Outcome(accuracy, loss), True, 3, planned)
 
 
-def test_a_line_of_the_search_has_the_loss_and_a_true_count(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_of_the_search_has_the_loss_and_a_true_count(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with Watch() as watch:
         watch.run(ended(0.946, 0.19031, Planned(14, at_least=True)))
         watch.run(ended(0.946, 0.58027, Planned(16, at_least=False)))
@@ -51,9 +62,15 @@ def test_a_line_of_the_search_has_the_loss_and_a_true_count(capsys: pytest.Captu
 
 def test_the_choice_says_what_decided() -> None:
     arm = Arm("dp-fedavg", ("algorithm.name=dp-fedavg",), {"lr": (0.1, 1.0)})
-    close = {(0.1,): Score(0.946, 0.58, 0.02), (1.0,): Score(0.93, 0.37, 0.02), (9.0,): Score(0.1, 3.0, 0.02)}
+    close = {
+        (0.1,): Score(0.946, 0.58, 0.02),
+        (1.0,): Score(0.93, 0.37, 0.02),
+        (9.0,): Score(0.1, 3.0, 0.02),
+    }
     apart = {(0.1,): Score(0.946, 0.58, 0.001), (1.0,): Score(0.93, 0.37, 0.001)}
-    lines = choices([ArmResult(arm, (1.0,), close, False, ()), ArmResult(arm, (0.1,), apart, False, ())])
+    lines = choices(
+        [ArmResult(arm, (1.0,), close, False, ()), ArmResult(arm, (0.1,), apart, False, ())]
+    )
     assert lines == [
         "dp-fedavg  chosen lr=1: the lowest loss, 0.3700, of 2 tries within one standard error of the highest "
         "accuracy, 0.946",

@@ -43,7 +43,10 @@ def settings(*overrides: str) -> module.Config:
         ("privacy.sampling=uniform", ["privacy.sampling = 'uniform'", "'poisson', 'fixed_wor'"]),
         ("privacy.clip_mode=batch_tensor", ["privacy.clip_mode = 'batch_tensor'", "use flat"]),
         ("privacy.quantile=0.5", ["privacy.quantile has no effect", 'clip_mode = "quantile"']),
-        ("privacy.clip_stability=1.0", ["privacy.clip_stability has no effect", 'clip_mode = "automatic"']),
+        (
+            "privacy.clip_stability=1.0",
+            ["privacy.clip_stability has no effect", 'clip_mode = "automatic"'],
+        ),
         ("privacy.accounting=none", ["privacy.accounting = 'none'", "privacy.enabled = false"]),
         ("data.alpha=0", ["data.alpha = 0", "> 0"]),
         ("data.clients=0", ["data.clients = 0", ">= 1"]),
@@ -73,7 +76,9 @@ PAIRS = [("sigma", "target_epsilon"), ("batch", "rate")]
 
 
 @pytest.mark.parametrize(("one", "other"), [*PAIRS, *((b, a) for a, b in PAIRS)])
-def test_one_key_of_a_pair_replaces_the_other_of_the_file(one: str, other: str, tmp_path: Path) -> None:
+def test_one_key_of_a_pair_replaces_the_other_of_the_file(
+    one: str, other: str, tmp_path: Path
+) -> None:
     (tmp_path / "base.toml").write_text(f'extends = "digits"\n[privacy]\n{other} = 0.5\n')
     assert getattr(load(tmp_path / "base.toml", [], REGISTRY).privacy, other) == 0.5
     changed = load(tmp_path / "base.toml", [f"privacy.{one}=0.25"], REGISTRY).privacy
@@ -83,8 +88,12 @@ def test_one_key_of_a_pair_replaces_the_other_of_the_file(one: str, other: str, 
 
 
 @pytest.mark.parametrize(("one", "other"), [*PAIRS, *((b, a) for a, b in PAIRS)])
-def test_both_keys_of_a_pair_in_one_place_are_refused_alike(one: str, other: str, tmp_path: Path) -> None:
-    (tmp_path / "both.toml").write_text(f'extends = "digits"\n[privacy]\n{one} = 0.5\n{other} = 0.25\n')
+def test_both_keys_of_a_pair_in_one_place_are_refused_alike(
+    one: str, other: str, tmp_path: Path
+) -> None:
+    (tmp_path / "both.toml").write_text(
+        f'extends = "digits"\n[privacy]\n{one} = 0.5\n{other} = 0.25\n'
+    )
     sentences = []
     for source, overrides in (
         (tmp_path / "both.toml", []),
@@ -163,7 +172,9 @@ def test_a_budget_cannot_go_with_a_third_party_target() -> None:
 
 
 def test_several_views_need_views_that_differ() -> None:
-    with pytest.raises(DpfedError, match=r"^data\.views = 4 needs views that differ: give data\.augment"):
+    with pytest.raises(
+        DpfedError, match=r"^data\.views = 4 needs views that differ: give data\.augment"
+    ):
         settings("data.views=4")
     assert settings("data.views=4", "data.augment=flip").data.views == 4
     with pytest.raises(DpfedError, match=r"data\.views = 0 is not allowed"):
@@ -181,7 +192,9 @@ def test_another_algorithm_drops_the_keys_of_the_old_one() -> None:
 
 
 def test_a_configuration_survives_its_own_toml(tmp_path: Path) -> None:
-    first = settings("algorithm.bc_floor=0.25", 'model.lora.targets=["q_proj"]', "privacy.sigma=0.7")
+    first = settings(
+        "algorithm.bc_floor=0.25", 'model.lora.targets=["q_proj"]', "privacy.sigma=0.7"
+    )
     path = tmp_path / "again.toml"
     path.write_text(to_toml(first), encoding="utf-8")
     assert load(path, [], REGISTRY) == first
@@ -190,7 +203,9 @@ def test_a_configuration_survives_its_own_toml(tmp_path: Path) -> None:
 
 def test_files_extend_files(tmp_path: Path) -> None:
     (tmp_path / "base.toml").write_text('extends = "digits"\n[run]\nrounds = 7\n', encoding="utf-8")
-    (tmp_path / "child.toml").write_text('extends = "base.toml"\n[run]\nseed = 3\n', encoding="utf-8")
+    (tmp_path / "child.toml").write_text(
+        'extends = "base.toml"\n[run]\nseed = 3\n', encoding="utf-8"
+    )
     child = load(tmp_path / "child.toml", [], REGISTRY)
     assert (child.run.rounds, child.run.seed) == (7, 3)
     (tmp_path / "loop.toml").write_text('extends = "loop.toml"\n', encoding="utf-8")
@@ -210,7 +225,9 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_give_a_configuration_or_one_sentence(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+def test_any_bytes_give_a_configuration_or_one_sentence(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes
+) -> None:
     path = tmp_path_factory.mktemp("fuzz") / "x.toml"
     path.write_bytes(data)
     with pytest.raises(DpfedError):
@@ -221,7 +238,17 @@ _TEXT = st.text(alphabet=st.characters(codec="utf-8"), max_size=30)
 
 
 @given(
-    st.sampled_from(["privacy.sigma", "run.rounds", "algorithm.lr", "data.alpha", "model.train", "run.x", "a.b.c"]),
+    st.sampled_from(
+        [
+            "privacy.sigma",
+            "run.rounds",
+            "algorithm.lr",
+            "data.alpha",
+            "model.train",
+            "run.x",
+            "a.b.c",
+        ]
+    ),
     _TEXT,
 )
 def test_any_override_gives_a_configuration_or_one_sentence(key: str, value: str) -> None:
@@ -236,7 +263,13 @@ def test_overrides_read_toml_values_and_plain_strings() -> None:
 
 
 def test_every_key_has_a_sentence() -> None:
-    classes = [module.DataSection, module.ModelSection, module.LoraSection, module.PrivacySection, module.RunSection]
+    classes = [
+        module.DataSection,
+        module.ModelSection,
+        module.LoraSection,
+        module.PrivacySection,
+        module.RunSection,
+    ]
     for cls in [*classes, *REGISTRY.algorithm.values()]:
         for name, sentence, _ in module.keys(cls):
             assert re.search(r"\w", sentence) or name == "lora", (cls, name)

@@ -27,7 +27,9 @@ def test_the_table_is_that_of_the_run(capsys: pytest.CaptureFixture[str]) -> Non
     found = json.loads(out.strip().splitlines()[-1])
     source = Digits().load()
     shards = shards_for(load(DEFAULT, keys, registry()), source, Streams(3))
-    expected = [[int((source.train.labels[shards.of(i)] == c).sum()) for c in range(10)] for i in range(7)]
+    expected = [
+        [int((source.train.labels[shards.of(i)] == c).sum()) for c in range(10)] for i in range(7)
+    ]
     assert found["table"] == expected
     assert found["sizes"] == {"min": 204, "median": 204.0, "max": 204}
     assert found["unused"] == 1433 - 7 * 204
@@ -52,7 +54,9 @@ def test_what_a_person_reads(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert words in out
     rows = [
-        line for line in out.splitlines() if len(line.split()) == 12 and all(word.isdigit() for word in line.split())
+        line
+        for line in out.splitlines()
+        if len(line.split()) == 12 and all(word.isdigit() for word in line.split())
     ]
     assert len(rows) == 20
     assert all(sum(map(int, row.split()[1:-1])) == int(row.split()[-1]) == 47 for row in rows)
@@ -83,7 +87,9 @@ def test_the_plot_shows_the_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     shown = []
     real = Axes.imshow
-    monkeypatch.setattr(Axes, "imshow", lambda self, x, **k: shown.append((x, k)) or real(self, x, **k))
+    monkeypatch.setattr(
+        Axes, "imshow", lambda self, x, **k: shown.append((x, k)) or real(self, x, **k)
+    )
     counts = np.array([[1, 2], [3, 4]])
     label_table(counts, ("a", "b$"), "title", tmp_path / "x.png")
     assert np.array_equal(shown[0][0], counts)
@@ -105,8 +111,14 @@ def test_text_with_natural_clients(tmp_path: Path, capsys: pytest.CaptureFixture
     rows = "text,label,site\n" + "".join(f"t{i},{i % 2},{'xy'[i % 3 == 0]}\n" for i in range(9))
     (tmp_path / "t.csv").write_text(rows)
     (tmp_path / "u.csv").write_text("text,label\nq,1\n")
-    keys = ["data.name=text-table", f"data.path={tmp_path / 't.csv'}", f"data.test_path={tmp_path / 'u.csv'}"]
-    assert dpfed(*describe(*keys, "data.partition=natural", "data.client_column=site"), "--json") == 0
+    keys = [
+        "data.name=text-table",
+        f"data.path={tmp_path / 't.csv'}",
+        f"data.test_path={tmp_path / 'u.csv'}",
+    ]
+    assert (
+        dpfed(*describe(*keys, "data.partition=natural", "data.client_column=site"), "--json") == 0
+    )
     out = capsys.readouterr().out
     found = json.loads(out.strip().splitlines()[-1])
     assert found["table"] == [[3, 3], [2, 1]]
@@ -128,11 +140,18 @@ def natural(path: Path, labels: list[int]) -> list[str]:
     x = np.zeros((len(labels), 3), dtype=np.float32)
     owners = ["north", "south clinic"] * (len(labels) // 2)
     np.savez(path, x_train=x, y_train=labels, x_test=x, y_test=labels, train_hospital=owners)
-    keys = ("data.name=npz", f"data.path={path}", "data.partition=natural", "data.client_column=hospital")
+    keys = (
+        "data.name=npz",
+        f"data.path={path}",
+        "data.partition=natural",
+        "data.client_column=hospital",
+    )
     return describe(*keys)
 
 
-def test_natural_clients_are_shown_by_their_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_natural_clients_are_shown_by_their_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = natural(tmp_path / "a.npz", [0, 1, 1, 0])
     assert dpfed(*command, "--json", "--plot", str(tmp_path / "a.svg")) == 0
     out = capsys.readouterr().out
@@ -144,9 +163,14 @@ def test_natural_clients_are_shown_by_their_names(tmp_path: Path, capsys: pytest
     assert "south clinic" in (tmp_path / "a.svg").read_text()
 
 
-def test_classes_without_records_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_classes_without_records_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = natural(tmp_path / "a.npz", [0, 7, 7, 0])
     assert dpfed(*command) == 0
-    assert "warning: 6 of 8 classes have no training record (1, 2, 3, 4, 5, ...)" in capsys.readouterr().out
+    assert (
+        "warning: 6 of 8 classes have no training record (1, 2, 3, 4, 5, ...)"
+        in capsys.readouterr().out
+    )
     assert dpfed(*command, "--set", "data.classes=8") == 0
     assert "warning:" not in capsys.readouterr().out

@@ -34,7 +34,12 @@ def test_it_says_what_is_there() -> None:
 
 
 def test_it_says_what_is_missing_and_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    declared = ["torch>=2.6", "no-such-core>=1", "pyarrow>=15 ; extra == 'parquet'", "no-such-thing ; extra == 'odd'"]
+    declared = [
+        "torch>=2.6",
+        "no-such-core>=1",
+        "pyarrow>=15 ; extra == 'parquet'",
+        "no-such-thing ; extra == 'odd'",
+    ]
     monkeypatch.setattr(metadata, "requires", lambda name: declared)
     shown, found = asked()
     assert "package  no-such-core           MISSING" in shown
@@ -44,7 +49,11 @@ def test_it_says_what_is_missing_and_how_to_get_it(monkeypatch: pytest.MonkeyPat
 
 
 def test_tools_of_developers_are_not_missing_to_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    declared = ["torch>=2.6", "no-such-linter ; extra == 'dev'", "no-such-builder ; extra == 'docs'"]
+    declared = [
+        "torch>=2.6",
+        "no-such-linter ; extra == 'dev'",
+        "no-such-builder ; extra == 'docs'",
+    ]
     monkeypatch.setattr(metadata, "requires", lambda name: declared)
     shown, found = asked()
     assert "no-such" not in shown
@@ -91,7 +100,10 @@ def test_a_gpu_is_described(works: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     facts = SimpleNamespace(name="Some GPU", total_memory=24 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: facts)
     monkeypatch.setattr(accel, "works", lambda device: works)
-    assert doctor.devices()[1] == f"cuda:0: Some GPU, 24 GiB, kernels {'work' if works else 'do not work'}"
+    assert (
+        doctor.devices()[1]
+        == f"cuda:0: Some GPU, 24 GiB, kernels {'work' if works else 'do not work'}"
+    )
     with monkeypatch.context() as other:
         other.setenv("DPFED_KERNELS", "0")
         assert doctor.devices()[1].endswith("kernels are switched off")
@@ -127,7 +139,9 @@ def client_file(folder: Path, **policy: object) -> Path:
         (100, "is less than half of what is held"),
     ],
 )
-def test_it_compares_what_a_client_declares_with_what_it_holds(tmp_path: Path, records: int, what: str | None) -> None:
+def test_it_compares_what_a_client_declares_with_what_it_holds(
+    tmp_path: Path, records: int, what: str | None
+) -> None:
     path = client_file(tmp_path, records=records)
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "held-out.key").write_bytes(bytes(32))
@@ -137,14 +151,23 @@ def test_it_compares_what_a_client_declares_with_what_it_holds(tmp_path: Path, r
     assert [number["key"] for number in found] == ["policy.records", "policy.held_out"]
     held = found[0]["held"]
     assert sum(number["held"] for number in found) == 1433
-    assert f"client   policy.records = {records} declared, {held} held (unit: record)" in done.stdout
+    assert (
+        f"client   policy.records = {records} declared, {held} held (unit: record)" in done.stdout
+    )
     assert "keep this output on this machine" in done.stdout
     if what is None:
         assert found[0]["advice"] == ""
     else:
         assert what in done.stdout
         assert f"declare a rounded-down figure, such as {rounded_down(held)}" in found[0]["advice"]
-        assert [rounded_down(n) for n in (15, 57, 99, 100, 471, 1433)] == [10, 50, 90, 100, 470, 1400]
+        assert [rounded_down(n) for n in (15, 57, 99, 100, 471, 1433)] == [
+            10,
+            50,
+            90,
+            100,
+            470,
+            1400,
+        ]
     exact = CliRunner().invoke(app, ["doctor", str(client_file(tmp_path, records=held))])
     assert f"policy.records = {held} tells the server nearly the exact number" in exact.stdout
 

@@ -39,7 +39,9 @@ def says(*arguments: str) -> str:
 
 
 def test_keys_are_made_and_named(tmp_path: Path) -> None:
-    found = CliRunner().invoke(app, ["keys", str(tmp_path / "k"), "--server", "127.0.0.1", "--clients", "a, b"])
+    found = CliRunner().invoke(
+        app, ["keys", str(tmp_path / "k"), "--server", "127.0.0.1", "--clients", "a, b"]
+    )
     assert found.exit_code == 0, found.output
     named = [Path(line) for line in found.stdout.splitlines()[:-1]]
     assert len(named) == 10
@@ -63,10 +65,16 @@ def test_mistakes_of_a_server(tmp_path: Path) -> None:
     cfg.write_text(CFG)
     assert "--out" in says("server", str(cfg), "--insecure")
     assert "--keys" in says("server", str(cfg), "--out", out)
-    assert "not both" in says("server", str(cfg), "--out", out, "--insecure", "--keys", str(tmp_path))
-    assert "--insecure is for tests" in says("server", str(cfg), "--out", out, "--insecure", "--listen", "0.0.0.0:8000")
+    assert "not both" in says(
+        "server", str(cfg), "--out", out, "--insecure", "--keys", str(tmp_path)
+    )
+    assert "--insecure is for tests" in says(
+        "server", str(cfg), "--out", out, "--insecure", "--listen", "0.0.0.0:8000"
+    )
     assert "host:port" in says("server", str(cfg), "--out", out, "--insecure", "--listen", "hub")
-    assert "a.pub cannot be read" in says("server", str(cfg), "--out", out, "--keys", str(tmp_path / "none"))
+    assert "a.pub cannot be read" in says(
+        "server", str(cfg), "--out", out, "--keys", str(tmp_path / "none")
+    )
     assert "needs a configuration" in says("server", "--out", out, "--insecure")
     assert "not the folder of a run" in says("server", "--out", out, "--insecure", "--resume")
     cfg.write_text(CFG.replace("[federation.clients]\na = 700\nb = 700\n", ""))

@@ -40,7 +40,16 @@ def _size(shape: list[int]) -> int:
 
 
 def test_keys_of_algorithm_and_model_count() -> None:
-    cnn = ("--set", "model.name=gn-resnet18", "--set", "model.width=8", "--set", "model.groups=2", "--classes", "4")
+    cnn = (
+        "--set",
+        "model.name=gn-resnet18",
+        "--set",
+        "model.width=8",
+        "--set",
+        "model.groups=2",
+        "--classes",
+        "4",
+    )
     assert len(describe(*cnn)[1]["blocks"]) == 41
     frozen = describe("--set", "model.lora.freeze_a=true")[1]
     assert not any(".lora_A" in name for name in frozen["tensors"])
@@ -54,7 +63,9 @@ def test_options_replace_the_data() -> None:
     assert found["tensors"]["conv.weight"] == [8, 2, 3, 3]
     assert found["tensors"]["classifier.bias"] == [7]
     with pytest.raises(DpfedError, match="roberta-base reads text"):
-        describe("--set", "model.name=roberta-base", "--set", "model.weights=random", "--channels", "3")
+        describe(
+            "--set", "model.name=roberta-base", "--set", "model.weights=random", "--channels", "3"
+        )
 
 
 def test_without_data_the_usual_shapes_are_taken_and_said() -> None:
@@ -69,7 +80,14 @@ def test_published_data_need_not_be_here() -> None:
     found = describe(*cnn, "--set", "data.name=cifar100")[1]
     assert found["tensors"]["classifier.bias"] == [100]
     assert found["tensors"]["conv.weight"] == [8, 3, 3, 3]
-    found = describe("--set", "data.name=mnli", "--set", "model.name=roberta-base", "--set", "model.weights=random")[1]
+    found = describe(
+        "--set",
+        "data.name=mnli",
+        "--set",
+        "model.name=roberta-base",
+        "--set",
+        "model.weights=random",
+    )[1]
     assert found["tensors"]["classifier.modules_to_save.default.out_proj.bias"] == [3]
 
 
@@ -82,7 +100,9 @@ def test_roberta_base() -> None:
     assert "144 x  roberta.encoder.layer.*.attention.self.query.lora_B.head*  1,024" in text
 
 
-@pytest.mark.parametrize("name", [n for n in registry().presets if n.startswith("paper/") and "/_" not in n])
+@pytest.mark.parametrize(
+    "name", [n for n in registry().presets if n.startswith("paper/") and "/_" not in n]
+)
 def test_every_preset_of_the_paper_is_described_without_data_hub_or_weights(name: str) -> None:
     found = describe(name)[1]
     totals = {"roberta": 124e6, "resnet": 11e6, "vit": 85e6, "swin-tiny": 27e6, "swin-base": 86e6}
@@ -96,8 +116,14 @@ def test_every_preset_of_the_paper_is_described_without_data_hub_or_weights(name
     ("sets", "sentence"),
     [
         (["model.name=swin-tiny"], r"needs model\.weights"),
-        (["model.name=swin-tiny", "model.weights=random", "model.image_size=32"], "less than its window of 7"),
-        (["model.name=swin-tiny", "model.weights=random", "model.windw=4"], r"model\.windw is not a key.*window"),
+        (
+            ["model.name=swin-tiny", "model.weights=random", "model.image_size=32"],
+            "less than its window of 7",
+        ),
+        (
+            ["model.name=swin-tiny", "model.weights=random", "model.windw=4"],
+            r"model\.windw is not a key.*window",
+        ),
         (["model.qkv_layout=2HD"], r"model\.qkv_layout = '2HD' is not allowed"),
         (["model.attention=['nothing']"], "has no module called 'nothing'"),
     ],
@@ -109,5 +135,17 @@ def test_mistakes_are_one_sentence(sets: list[str], sentence: str) -> None:
 
 
 def test_gather_counts_what_differs_only_in_numbers() -> None:
-    table = {"a.0.b.head0": 2, "a.0.b.head1": 2, "a.1.b.head0": 2, "a.1.b.head1": 3, "conv1": 5, "conv2": 5}
-    assert gather(table) == {("a.*.b.head*", 2): 3, ("a.*.b.head*", 3): 1, ("conv1", 5): 1, ("conv2", 5): 1}
+    table = {
+        "a.0.b.head0": 2,
+        "a.0.b.head1": 2,
+        "a.1.b.head0": 2,
+        "a.1.b.head1": 3,
+        "conv1": 5,
+        "conv2": 5,
+    }
+    assert gather(table) == {
+        ("a.*.b.head*", 2): 3,
+        ("a.*.b.head*", 3): 1,
+        ("conv1", 5): 1,
+        ("conv2", 5): 1,
+    }

@@ -23,7 +23,9 @@ ROOT = Path(__file__).parents[3]
 SCREEN = typer.main.get_command(cli.app)
 
 
-def commands(group: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+def commands(
+    group: click.Command, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], click.Command]]:
     """Every command that does something, however deep; a new one is in the tests by being there."""
     inner = getattr(group, "commands", None)
     if inner is None:
@@ -82,13 +84,18 @@ def test_without_a_command_the_help_is_shown_alone(
 
 def test_a_first_sentence() -> None:
     assert first_sentence("Do it. At once. Example: dpfed do") == "Do it"
-    assert first_sentence("Do it: well\nand fast. Example: dpfed do\n\nMore.") == "Do it: well and fast"
+    assert (
+        first_sentence("Do it: well\nand fast. Example: dpfed do\n\nMore.")
+        == "Do it: well and fast"
+    )
 
 
 @each
 def test_every_help_has_an_example_that_parses(path: tuple[str, ...]) -> None:
     found = re.search(r"Example: (dpfed .*)", help_of(path))
-    assert found, f"the help of dpfed {' '.join(path)} has no line `Example: dpfed {' '.join(path)} ...`"
+    assert found, (
+        f"the help of dpfed {' '.join(path)} has no line `Example: dpfed {' '.join(path)} ...`"
+    )
     words = shlex.split(found.group(1))
     assert tuple(words[1 : len(path) + 1]) == path
     refused = ""
@@ -96,7 +103,9 @@ def test_every_help_has_an_example_that_parses(path: tuple[str, ...]) -> None:
         COMMANDS[path].make_context("dpfed", words[len(path) + 1 :])
     except click.BadParameter as error:
         refused = error.message
-    assert not refused or "does not exist" in refused  # the example may name a folder that its reader has
+    assert (
+        not refused or "does not exist" in refused
+    )  # the example may name a folder that its reader has
 
 
 @each
@@ -137,30 +146,49 @@ def test_help_shows_every_word_of_its_texts(
     ],
 )
 def test_a_wrong_command_gets_one_suggestion(
-    words: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert called(monkeypatch, *words) == 2
     assert capsys.readouterr().err == f"{sentence}\n"
 
 
-def test_the_version_has_one_source(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_has_one_source(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+(-[0-9A-Za-z.-]+)?", dpfed.__version__)
     assert called(monkeypatch, "--version") == 0
     assert capsys.readouterr().out == f"dpfed {dpfed.__version__}\n"
     assert 'path = "src/dpfed/__init__.py"' in (ROOT / "pyproject.toml").read_text()
     assert f"version: {dpfed.__version__}\n" in (ROOT / "CITATION.cff").read_text()
-    assert re.search(rf"^## \[{re.escape(dpfed.__version__)}\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert re.search(
+        rf"^## \[{re.escape(dpfed.__version__)}\]", (ROOT / "CHANGELOG.md").read_text(), re.M
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "wanted"),
-    [("dpfed pri", {"privacy"}), ("dpfed run --res", {"--resume"}), ("dpfed list pre", {"presets"})],
+    [
+        ("dpfed pri", {"privacy"}),
+        ("dpfed run --res", {"--resume"}),
+        ("dpfed list pre", {"presets"}),
+    ],
 )
 def test_the_shell_completes(words: str, wanted: set[str]) -> None:
-    ask = {"_DPFED_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+    ask = {
+        "_DPFED_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split()) - 1),
+    }
     code = "import sys; sys.argv = ['dpfed']; from dpfed.cli.main import main; main()"
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **ask}, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code],
+        env={**os.environ, **ask},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert set(done.stdout.split()) == wanted
 
@@ -168,7 +196,9 @@ def test_the_shell_completes(words: str, wanted: set[str]) -> None:
 def test_the_script_for_completion_can_be_shown() -> None:
     env = {**os.environ, "_DPFED_COMPLETE": "source_bash"}
     code = "import sys; sys.argv = ['dpfed']; from dpfed.cli.main import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
+    )
     assert "complete -o default -F" in done.stdout
 
 
@@ -183,7 +213,9 @@ ENDS: dict[int, BaseException | None] = {
 
 
 @pytest.mark.parametrize("code", ENDS)
-def test_exit_codes(code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes(
+    code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def end(**ignored: object) -> None:
         error = ENDS[code]
         if error is not None:

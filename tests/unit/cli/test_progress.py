@@ -43,7 +43,10 @@ def test_any_other_line_ends_the_silence(capsys: pytest.CaptureFixture[str]) -> 
         watch.activity(Activity("features of records", 1000, 12000))
         clock.now += progress.SILENCE_S
         watch.activity(Activity("features of records", 2000, 12000))
-    assert capsys.readouterr().err.splitlines() == ["something else", "features of records 2,000 of 12,000"]
+    assert capsys.readouterr().err.splitlines() == [
+        "something else",
+        "features of records 2,000 of 12,000",
+    ]
 
 
 def test_activity_goes_to_stderr_and_not_to_json(
@@ -64,7 +67,10 @@ def test_python_shows_activity_too(
     monkeypatch.setattr(progress, "SILENCE_S", 0.0)
     features = np.random.default_rng(0).normal(size=(80, 4)).astype(np.float32)
     labels = (features[:, 0] > 0).astype(int)
-    train, test = ({"features": features[part], "label": labels[part]} for part in (slice(0, 60), slice(60, None)))
+    train, test = (
+        {"features": features[part], "label": labels[part]}
+        for part in (slice(0, 60), slice(60, None))
+    )
     short = {"run.rounds": 1, "run.local_steps": 2}
     library.fine_tune("linear", train, test, clients=2, settings=short, out=tmp_path / "run")
     assert "round 1/1  local steps 2 of 4" in capsys.readouterr().err

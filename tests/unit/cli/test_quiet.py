@@ -23,7 +23,9 @@ warnings.warn("mine", FutureWarning)
 
 def stderr_of(*command: str, cwd: Path) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
-    done = subprocess.run([sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stderr
 

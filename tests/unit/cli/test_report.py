@@ -70,7 +70,10 @@ def test_a_study_becomes_a_page(study: Path) -> None:
     larger = {"lr": 0.949}  # than the lone value that the search begins with
     assert [(e.row.rates, e.row.tuning_runs) for e in listing.entries] == [(larger, 2)] * 2
     assert [entry.row.label for entry in listing.entries] == ["dp-fedavg", "dp-fedsam"]
-    assert [(group.label, len(group.runs)) for group in groups] == [("dp-fedavg", 2), ("dp-fedsam", 2)]
+    assert [(group.label, len(group.runs)) for group in groups] == [
+        ("dp-fedavg", 2),
+        ("dp-fedsam", 2),
+    ]
     table = json.loads((study / "table.json").read_text())
     for record, entry, group in zip(table["rows"], listing.entries, groups, strict=True):
         assert entry.row.mean == pytest.approx(record["accuracy"])
@@ -101,6 +104,8 @@ def test_a_study_without_its_runs_still_has_its_table(study: Path, tmp_path: Pat
         (["nowhere", "--watch", "--json"], "--watch serves the page and writes none"),
     ],
 )
-def test_mistakes_are_one_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_one_sentence(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert dpfed("report", *words) == 2
     assert said in capsys.readouterr().err

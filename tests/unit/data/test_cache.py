@@ -33,7 +33,9 @@ class Builder:
 
 
 def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
-    return a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
+    return a.keys() == b.keys() and all(
+        np.array_equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a
+    )
 
 
 def entry_of(folder: Path) -> Path:
@@ -48,7 +50,12 @@ def test_built_once_and_mapped_afterwards(own_cache: Path) -> None:
     assert same(first, Builder()())
     assert same(second, first)
     assert isinstance(second["x"], np.memmap)
-    assert {p.name for p in entry_of(own_cache).iterdir()} == {"manifest.json", "x.npy", "names.npy", "none.npy"}
+    assert {p.name for p in entry_of(own_cache).iterdir()} == {
+        "manifest.json",
+        "x.npy",
+        "names.npy",
+        "none.npy",
+    }
     cached("another key", build)
     assert build.calls == 2
 
@@ -68,7 +75,8 @@ def test_only_the_owner_can_look(own_cache: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", ["truncate", "grow", "missing", "manifest", "no manifest", "forged", "not json", "type"]
+    "damage",
+    ["truncate", "grow", "missing", "manifest", "no manifest", "forged", "not json", "type"],
 )
 def test_a_damaged_entry_is_built_again(own_cache: Path, damage: str) -> None:
     build = Builder()
@@ -110,7 +118,9 @@ def test_a_build_that_fails_leaves_nothing(own_cache: Path) -> None:
     assert not own_cache.exists() or not list(own_cache.iterdir())
 
 
-def test_a_full_disk_does_not_fail_the_run(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_does_not_fail_the_run(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved = np.save
 
     def full(out: object, array: np.ndarray, **rest: object) -> None:
@@ -128,13 +138,17 @@ def test_a_full_disk_does_not_fail_the_run(own_cache: Path, monkeypatch: pytest.
     assert build.calls == 2
 
 
-def test_a_folder_that_cannot_be_written_does_not_fail_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_does_not_fail_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("DPFED_CACHE", str(tmp_path / "file" / "deeper"))
     assert same(cached("k", Builder()), Builder()())
 
 
-def test_a_killed_writer_leaves_nothing_that_is_read(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_writer_leaves_nothing_that_is_read(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The process ends between the last file and the rename: the next one builds anew, and old remains are swept."""
 
     class Killed(BaseException):

@@ -15,7 +15,10 @@ from dpfed.data.sources import cifar
 from dpfed.data.sources.cifar import Cifar10, Cifar100
 from dpfed.errors import DpfedError
 
-FORMS = {"bin": ("cifar-10-batches-bin", makers.cifar10_binary), "py": ("cifar-10-batches-py", makers.cifar10_pickle)}
+FORMS = {
+    "bin": ("cifar-10-batches-bin", makers.cifar10_binary),
+    "py": ("cifar-10-batches-py", makers.cifar10_pickle),
+}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -36,7 +39,9 @@ def test_every_form_gives_the_same_images(tmp_path: Path, form: str, given: str)
         assert np.array_equal(source.train.inputs["pixel_values"], x)
         assert source.train.inputs["pixel_values"].dtype == np.uint8
         assert source.train.labels.tolist() == [y for b in batches[:5] for y in b[1].tolist()]
-        assert np.array_equal(source.test.inputs["pixel_values"], batches[5][0].reshape(-1, 3, 32, 32))
+        assert np.array_equal(
+            source.test.inputs["pixel_values"], batches[5][0].reshape(-1, 3, 32, 32)
+        )
         assert source.test.labels.tolist() == batches[5][1].tolist()
         assert source.classes == tuple(f"class{i}" for i in range(10))
         assert source.kind == "image"
@@ -73,14 +78,20 @@ def test_published_counts_are_asked_for(tmp_path: Path) -> None:
     path = makers.write(tmp_path / "cifar-10-batches-bin", makers.cifar10_binary())
     Cifar10(path=str(path), check=False).load()
     with pytest.raises(
-        DpfedError, match=r"data_batch_1.bin has 3 records, the published set 10,000.*data.check = false"
+        DpfedError,
+        match=r"data_batch_1.bin has 3 records, the published set 10,000.*data.check = false",
     ):
         Cifar10(path=str(path)).load()  # also not from what the looser setting has cached
 
 
-def test_an_archive_must_have_the_published_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_archive_must_have_the_published_checksum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = makers.tar(tmp_path / "a.tar.gz", makers.cifar10_binary(), "cifar-10-batches-bin")
-    with pytest.raises(DpfedError, match=r"has md5 [0-9a-f]{32}, the published file c32a1d4ab5d03f1284b67883e8d87530"):
+    with pytest.raises(
+        DpfedError,
+        match=r"has md5 [0-9a-f]{32}, the published file c32a1d4ab5d03f1284b67883e8d87530",
+    ):
         Cifar10(path=str(path)).load()
     monkeypatch.setattr(cifar, "check_md5", lambda *a: None)
     with pytest.raises(DpfedError, match="3 records"):
@@ -96,11 +107,15 @@ def test_published_checksums() -> None:
 @pytest.mark.parametrize("cls", [Cifar10, Cifar100])
 def test_missing_files_say_where_they_are(tmp_path: Path, cls: Any) -> None:
     for path in (None, str(tmp_path / "nothing"), str(tmp_path)):
-        with pytest.raises(DpfedError, match=r"https://www.cs.toronto.edu/~kriz/cifar-10.*data.path"):
+        with pytest.raises(
+            DpfedError, match=r"https://www.cs.toronto.edu/~kriz/cifar-10.*data.path"
+        ):
             cls(path=path).load()
 
 
-def load10(tmp_path: Path, change: dict[str, bytes | None], make: Any = makers.cifar10_binary) -> None:
+def load10(
+    tmp_path: Path, change: dict[str, bytes | None], make: Any = makers.cifar10_binary
+) -> None:
     files = {name: data for name, data in {**make(), **change}.items() if data is not None}
     Cifar10(path=str(makers.write(tmp_path / "c", files)), check=False).load()
 
@@ -147,7 +162,9 @@ def test_a_malicious_archive_runs_nothing(tmp_path: Path) -> None:
             name: pickle.dumps({"data": Evil(), "labels": [1], "label_names": Evil()}, 2),
         }
         path = makers.tar(tmp_path / "a.tar.gz", files, "../../etc")
-        with pytest.raises(DpfedError, match=rf"{name} is not a pickle of arrays and lists: .*open, which is code"):
+        with pytest.raises(
+            DpfedError, match=rf"{name} is not a pickle of arrays and lists: .*open, which is code"
+        ):
             Cifar10(path=str(path), check=False).load()
     assert not trace.exists()
 
@@ -157,7 +174,9 @@ def test_nothing_leaves_an_archive(tmp_path: Path) -> None:
     makers.tar(path, {"../../escaped": b"x", **makers.cifar10_binary()}, "../..")
     before = {p for p in tmp_path.rglob("*") if "cache" not in p.parts}
     Cifar10(path=str(path), check=False).load()
-    assert {p for p in tmp_path.rglob("*") if "cache" not in p.relative_to(tmp_path).parts} == before
+    assert {
+        p for p in tmp_path.rglob("*") if "cache" not in p.relative_to(tmp_path).parts
+    } == before
     assert not (tmp_path.parent / "escaped").exists()
 
 
@@ -170,12 +189,17 @@ def test_nothing_leaves_an_archive(tmp_path: Path) -> None:
         ),
         ({"data_batch_2.bin": b""}, "data_batch_2.bin ends inside record 0"),
         ({"data_batch_2.bin": None}, "has no data_batch_2.bin"),
-        ({"test_batch.bin": bytes([10]) + bytes(3072)}, "record 0 of .*test_batch.bin has label 10"),
+        (
+            {"test_batch.bin": bytes([10]) + bytes(3072)},
+            "record 0 of .*test_batch.bin has label 10",
+        ),
         ({"batches.meta.txt": b"cat\n"}, "batches.meta.txt does not name 10 classes"),
         ({"batches.meta.txt": b"\xff\n"}, "line 1 of .*batches.meta.txt is not UTF-8"),
     ],
 )
-def test_a_bad_binary_is_one_sentence(tmp_path: Path, own_cache: Path, change: Any, words: str) -> None:
+def test_a_bad_binary_is_one_sentence(
+    tmp_path: Path, own_cache: Path, change: Any, words: str
+) -> None:
     with pytest.raises(DpfedError, match=words):
         load10(tmp_path, change)
     assert not own_cache.exists() or list(own_cache.iterdir()) == []  # nothing half-written
@@ -189,10 +213,13 @@ def test_a_truncated_archive_is_one_sentence(tmp_path: Path, cut: int) -> None:
         Cifar10(path=str(path), check=False).load()
 
 
-def test_a_pickle_that_is_not_the_published_one_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pickle_that_is_not_the_published_one_is_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cifar, "loads", lambda data: pytest.fail("the pickle was opened"))
     folder = makers.write(tmp_path / "c", makers.cifar10_pickle())
     with pytest.raises(
-        DpfedError, match=r"data_batch_1 has md5 .*c99cafc152244af753f735de768cd75f.*data.check = false"
+        DpfedError,
+        match=r"data_batch_1 has md5 .*c99cafc152244af753f735de768cd75f.*data.check = false",
     ):
         Cifar10(path=str(folder)).load()

@@ -36,16 +36,25 @@ def zip_of(files: Files) -> Files:
 
 
 CSV = {"t.csv": b'text,label,site\n"a ""b""",0,x\nc,1,y\n', "test.csv": b"text,label\nd,1\n"}
-JSONL = {"t.jsonl": b'{"text": "a", "label": 0}\n{"text": "b", "label": "1"}\n', "test.csv": CSV["test.csv"]}
+JSONL = {
+    "t.jsonl": b'{"text": "a", "label": 0}\n{"text": "b", "label": "1"}\n',
+    "test.csv": CSV["test.csv"],
+}
 CASES: dict[str, tuple[Files, Callable[[str], Any]]] = {
     "cifar10 binary": (makers.cifar10_binary(), lambda p: Cifar10(path=p, check=False)),
     "cifar10 pickle": (makers.cifar10_pickle(), lambda p: Cifar10(path=p, check=False)),
-    "cifar10 archive": (archive(makers.cifar10_binary), lambda p: Cifar10(path=f"{p}/a.tar.gz", check=False)),
+    "cifar10 archive": (
+        archive(makers.cifar10_binary),
+        lambda p: Cifar10(path=f"{p}/a.tar.gz", check=False),
+    ),
     "cifar100 pickle": (makers.cifar100_pickle(), lambda p: Cifar100(path=p, check=False)),
     "mnist": (makers.mnist(), lambda p: Mnist(path=p, check=False)),
     "mnist plain": (makers.mnist(compress=False), lambda p: Mnist(path=p, check=False)),
     "tiny-imagenet": (makers.tiny_imagenet(), lambda p: TinyImagenet(path=p, check=False)),
-    "tiny-imagenet zip": (zip_of(makers.tiny_imagenet()), lambda p: TinyImagenet(path=f"{p}/a.zip", check=False)),
+    "tiny-imagenet zip": (
+        zip_of(makers.tiny_imagenet()),
+        lambda p: TinyImagenet(path=f"{p}/a.zip", check=False),
+    ),
     "sst2": (makers.glue("sst2"), lambda p: Sst2(path=p, check=False)),
     "qqp": (makers.glue("qqp"), lambda p: Qqp(path=p, check=False)),
     "mnli": (makers.glue("mnli"), lambda p: Mnli(path=p, check=False)),

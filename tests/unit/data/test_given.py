@@ -116,7 +116,9 @@ def test_labels_may_be_names() -> None:
     given = both(words, ["pos", "neg", "other"])
     assert (given.classes, given.declared) == (("pos", "neg", "other"), True)
     assert given.train.labels.tolist() == [0, 1, 0]
-    with pytest.raises(DpfedError, match=r"row 1 of train has label 'neg'; it must be one of .*classes"):
+    with pytest.raises(
+        DpfedError, match=r"row 1 of train has label 'neg'; it must be one of .*classes"
+    ):
         both(words, ["pos", "none"])
     assert source_of(words, {"text": ["x"], "label": ["new"]}).classes == ("neg", "new", "pos")
 
@@ -132,11 +134,15 @@ def test_labels_may_be_numbers_of_any_type(holder: Any) -> None:
 def test_categorical_columns() -> None:
     """Categories give names and order; pandas reads them off the labels, so they declare nothing."""
     column = Categorical(["high", "low", "high"], ["low", "high"])
-    found = both({"text": ["a", "b", "c"], "label": column, "ward": Categorical(["x", "y", "x"], ["x", "y"])})
+    found = both(
+        {"text": ["a", "b", "c"], "label": column, "ward": Categorical(["x", "y", "x"], ["x", "y"])}
+    )
     assert (found.classes, found.declared) == (("low", "high"), False)
     assert found.train.labels.tolist() == [1, 0, 1]
     assert found.train.column("ward").tolist() == ["x", "y", "x"]
-    assert both({"text": ["a", "b", "c"], "label": column}, ["high", "low"]).train.labels.tolist() == [0, 1, 0]
+    assert both(
+        {"text": ["a", "b", "c"], "label": column}, ["high", "low"]
+    ).train.labels.tolist() == [0, 1, 0]
     numbers = both({"text": ["a", "b"], "label": Categorical([0, 7], [0, 7])})
     assert (numbers.classes, numbers.train.labels.tolist()) == (("0", "7"), [0, 1])
     with pytest.raises(DpfedError, match="row 1 of train has no label"):
@@ -157,7 +163,9 @@ def test_classes_are_a_list_of_names_or_their_number(classes: Any) -> None:
 def test_the_number_of_classes_is_enough() -> None:
     found = both({"text": ["a", "b"], "label": [0, 7]}, 8)
     assert (len(found.classes), found.declared) == (8, True)
-    with pytest.raises(DpfedError, match="row 1 of train has label '7'; it must be a whole number from 0 to 6"):
+    with pytest.raises(
+        DpfedError, match="row 1 of train has label '7'; it must be a whole number from 0 to 6"
+    ):
         both({"text": ["a", "b"], "label": [0, 7]}, 7)
 
 
@@ -179,7 +187,9 @@ def test_pairs_of_texts_by_the_names_of_glue(one: str, two: str) -> None:
 
 
 def picture(mode: str, size: tuple[int, int] = (3, 2), value: int = 7) -> Image.Image:
-    return Image.new(mode, size, value if mode in ("L", "P") else (value, 0, 255) if mode == "RGB" else None)
+    return Image.new(
+        mode, size, value if mode in ("L", "P") else (value, 0, 255) if mode == "RGB" else None
+    )
 
 
 def test_pictures() -> None:
@@ -193,11 +203,15 @@ def test_pictures() -> None:
 
 
 def test_grey_pictures_among_colours_are_repeated() -> None:
-    x = both({"image": [picture("L"), picture("RGB")], "label": [0, 1]}).train.inputs["pixel_values"]
+    x = both({"image": [picture("L"), picture("RGB")], "label": [0, 1]}).train.inputs[
+        "pixel_values"
+    ]
     assert x[:, :, 0, 0].tolist() == [[7, 7, 7], [7, 0, 255]]
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 4, 5, 3), (2, 1, 4, 5), (2, 4, 5, 1), (2, 4, 5), (2, 3, 4, 3)])
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 4, 5), (2, 4, 5, 3), (2, 1, 4, 5), (2, 4, 5, 1), (2, 4, 5), (2, 3, 4, 3)]
+)
 def test_arrays_of_pixels_in_either_order(shape: tuple[int, ...]) -> None:
     x = np.arange(np.prod(shape), dtype=np.uint8).reshape(shape)
     want = {
@@ -213,7 +227,9 @@ def test_arrays_of_pixels_in_either_order(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", ["features", "x"])
-@pytest.mark.parametrize("rows", [[[1.0, 2.0], [3.0, 4.0]], [[1, 2], [3, 4]], np.eye(2), np.eye(2, dtype=np.int64)])
+@pytest.mark.parametrize(
+    "rows", [[[1.0, 2.0], [3.0, 4.0]], [[1, 2], [3, 4]], np.eye(2), np.eye(2, dtype=np.int64)]
+)
 def test_rows_of_numbers(name: str, rows: Any) -> None:
     source = both({name: rows, "y": np.array([0, 1])})
     assert source.kind == "features"
@@ -223,7 +239,9 @@ def test_rows_of_numbers(name: str, rows: Any) -> None:
 
 def test_columns_of_no_use_are_left_out() -> None:
     """Ragged lists and objects beside the records, as tokenised datasets have them, are nobody's client."""
-    source = both({**TEXT, "tokens": [[1], [1, 2], []], "object": [None, {}, []], "box": np.ones((3, 2))})
+    source = both(
+        {**TEXT, "tokens": [[1], [1, 2], []], "object": [None, {}, []], "box": np.ones((3, 2))}
+    )
     assert source.train.columns == {}
 
 
@@ -234,17 +252,29 @@ def test_columns_of_no_use_are_left_out() -> None:
         ([1, 2], "not list"),
         ({}, "no column called label or labels or y"),
         ({"text": ["a"]}, "no column called label .* it has: text"),
-        ({"label": [0]}, "no column that a model reads: call one 'text', 'image' or 'features'; it has: label"),
+        (
+            {"label": [0]},
+            "no column that a model reads: call one 'text', 'image' or 'features'; it has: label",
+        ),
         ({"text": [], "label": []}, "must be a non-empty list with one label for each record"),
         ({"text": ["a"], "label": [0.5]}, r"row 0 of train has no usable label: 0\.5"),
         ({"text": ["a", "b"], "label": ["good", None]}, "row 1 of train has no label"),
         ({"text": ["a", "b"], "label": [1, float("nan")]}, "row 1 of train has no label"),
-        ({"text": ["a", "b"], "label": [[0], [0, 1]]}, "must be a non-empty list with one label for each record"),
+        (
+            {"text": ["a", "b"], "label": [[0], [0, 1]]},
+            "must be a non-empty list with one label for each record",
+        ),
         ({"text": ["a"], "label": [-1]}, "row 0 of train has label -1: number the classes 0, 1, 2"),
         ({"text": ["a", "b"], "label": [0]}, "train has 1 labels and 2 of text"),
-        ({"text": ["a", None], "label": [0, 1]}, "row 1 of the column text of train is no text but NoneType"),
+        (
+            {"text": ["a", None], "label": [0, 1]},
+            "row 1 of the column text of train is no text but NoneType",
+        ),
         ({"text": ["a", float("nan")], "label": [0, 1]}, "row 1 .* float"),
-        ({"features": [[1.0], [1.0, 2.0]], "label": [0, 1]}, "must be finite numbers, one row for each record"),
+        (
+            {"features": [[1.0], [1.0, 2.0]], "label": [0, 1]},
+            "must be finite numbers, one row for each record",
+        ),
         ({"features": [[1.0], [np.inf]], "label": [0, 1]}, "must be finite numbers"),
         ({"features": [["a"], ["b"]], "label": [0, 1]}, "must be finite numbers"),
         ({"features": [1.0, 2.0], "label": [0, 1]}, "one row for each record"),
@@ -252,7 +282,10 @@ def test_columns_of_no_use_are_left_out() -> None:
         ({"pixel_values": np.zeros((2, 3, 4, 4), np.float32), "label": [0, 1]}, "is no picture"),
         ({"image": np.zeros((2, 5, 4, 7), np.uint8), "label": [0, 1]}, "1 or 3 channels"),
         ({"image": ["a.png", "b.png"], "label": [0, 1]}, "is no picture"),
-        ({"image": [picture("L"), picture("L", (4, 4))], "label": [0, 1]}, "row 1 .* 4 x 4 pixels and row 0 has 2 x 3"),
+        (
+            {"image": [picture("L"), picture("L", (4, 4))], "label": [0, 1]},
+            "row 1 .* 4 x 4 pixels and row 0 has 2 x 3",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_one_sentence(data: Any, words: str) -> None:

@@ -15,8 +15,14 @@ from dpfed.errors import DpfedError
 TASKS: dict[str, Any] = {"sst2": Sst2, "qqp": Qqp, "qnli": Qnli, "mnli": Mnli, "rte": Rte}
 
 
-def load(tmp_path: Path, task: str, change: dict[str, bytes | None] | None = None, **section: Any) -> Any:
-    files = {name: data for name, data in {**makers.glue(task), **(change or {})}.items() if data is not None}
+def load(
+    tmp_path: Path, task: str, change: dict[str, bytes | None] | None = None, **section: Any
+) -> Any:
+    files = {
+        name: data
+        for name, data in {**makers.glue(task), **(change or {})}.items()
+        if data is not None
+    }
     makers.write(tmp_path / "glue", files)
     return TASKS[task](path=str(tmp_path / "glue"), **{"check": False, **section}).load()
 
@@ -24,7 +30,11 @@ def load(tmp_path: Path, task: str, change: dict[str, bytes | None] | None = Non
 def test_quotes_are_characters_and_only_line_feeds_end_lines(tmp_path: Path) -> None:
     for _ in range(2):  # read, then from the cache
         source = load(tmp_path, "sst2")
-        assert source.train.inputs["text"].tolist() == ['"quoted at the start', "plain ", 'u2028\u2028inside " here']
+        assert source.train.inputs["text"].tolist() == [
+            '"quoted at the start',
+            "plain ",
+            'u2028\u2028inside " here',
+        ]
         assert source.train.inputs["text"].dtype == object
         assert source.train.labels.tolist() == [1, 0, 1]
         assert source.test.inputs["text"].tolist() == ["good"]
@@ -66,7 +76,9 @@ def test_pairs(tmp_path: Path, task: str) -> None:
 
 
 def test_windows_line_ends_and_a_byte_order_mark(tmp_path: Path) -> None:
-    change: dict[str, bytes | None] = {"SST-2/train.tsv": b"\xef\xbb\xbfsentence\tlabel\r\ngood\t1\r\nbad\t0"}
+    change: dict[str, bytes | None] = {
+        "SST-2/train.tsv": b"\xef\xbb\xbfsentence\tlabel\r\ngood\t1\r\nbad\t0"
+    }
     source = load(tmp_path, "sst2", change)
     assert source.train.inputs["text"].tolist() == ["good", "bad"]
     assert np.array_equal(source.train.labels, [1, 0])
@@ -75,9 +87,15 @@ def test_windows_line_ends_and_a_byte_order_mark(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"sentence\tlabel\ngood\t1\nstray\ttab\t0\n", r"line 3 of .*train.tsv has 3 columns, not 2"),
+        (
+            b"sentence\tlabel\ngood\t1\nstray\ttab\t0\n",
+            r"line 3 of .*train.tsv has 3 columns, not 2",
+        ),
         (b"sentence\tlabel\ngood\t1\nhalf a ro", r"line 3 of .*train.tsv has 1 columns, not 2"),
-        (b"sentence\tlabel\ngood\t2\n", r"line 2 of .*train.tsv has label '2'; it must be one of 0, 1"),
+        (
+            b"sentence\tlabel\ngood\t2\n",
+            r"line 2 of .*train.tsv has label '2'; it must be one of 0, 1",
+        ),
         (b"sentence\tlabel\ngood\t\n", r"line 2 of .*train.tsv has label ''"),
         (b"sentence\tlabel\nb\xe9d\t0\n", r"line 2 of .*train.tsv is not UTF-8"),
         (b"text\tlabel\ngood\t1\n", r"train.tsv has no column 'sentence'"),
@@ -85,7 +103,9 @@ def test_windows_line_ends_and_a_byte_order_mark(tmp_path: Path) -> None:
         (b"", r"train.tsv has no column 'sentence'"),
     ],
 )
-def test_a_bad_file_is_one_sentence(tmp_path: Path, own_cache: Path, data: bytes, words: str) -> None:
+def test_a_bad_file_is_one_sentence(
+    tmp_path: Path, own_cache: Path, data: bytes, words: str
+) -> None:
     with pytest.raises(DpfedError, match=words):
         load(tmp_path, "sst2", {"SST-2/train.tsv": data})
     assert not own_cache.exists() or list(own_cache.iterdir()) == []
@@ -105,12 +125,16 @@ def test_a_folder_without_training_data_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_missing_files_say_where_they_are(tmp_path: Path, task: str) -> None:
     for path in (None, str(tmp_path / "nothing"), str(tmp_path)):
-        with pytest.raises(DpfedError, match=r"https://dl.fbaipublicfiles.com/glue/data/.*\.zip.*data.path"):
+        with pytest.raises(
+            DpfedError, match=r"https://dl.fbaipublicfiles.com/glue/data/.*\.zip.*data.path"
+        ):
             TASKS[task](path=path).load()
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_published_counts_are_asked_for(tmp_path: Path, task: str) -> None:
     load(tmp_path, task)
-    with pytest.raises(DpfedError, match=r"train.tsv has \d records, the published set .*data.check = false"):
+    with pytest.raises(
+        DpfedError, match=r"train.tsv has \d records, the published set .*data.check = false"
+    ):
         load(tmp_path, task, check=True)

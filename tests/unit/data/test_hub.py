@@ -16,10 +16,12 @@ from dpfed.data.sources.hub import Hub
 from dpfed.errors import DpfedError
 
 
-class Split:
+class HeadSplit:
     """As much of a datasets.Dataset as is used."""
 
-    def __init__(self, columns: dict[str, list[Any]], names: list[str] | None = None, mark: str = "m") -> None:
+    def __init__(
+        self, columns: dict[str, list[Any]], names: list[str] | None = None, mark: str = "m"
+    ) -> None:
         self.columns = columns
         self.column_names = list(columns)
         label = types.SimpleNamespace(names=names) if names else types.SimpleNamespace()
@@ -32,16 +34,21 @@ class Split:
     def __getitem__(self, name: str) -> list[Any]:
         return self.columns[name]
 
-    def with_format(self, kind: None) -> Split:
+    def with_format(self, kind: None) -> HeadSplit:
         return self
 
-    def cast_column(self, column: str, feature: Any) -> Split:
+    def cast_column(self, column: str, feature: Any) -> HeadSplit:
         return self
 
 
-def text_split(n: int = 3, names: list[str] | None = None) -> Split:
-    return Split(
-        {"sentence": [f"s{i}" for i in range(n)], "label": [i % 2 for i in range(n)], "user": list("aab")[:n]}, names
+def text_split(n: int = 3, names: list[str] | None = None) -> HeadSplit:
+    return HeadSplit(
+        {
+            "sentence": [f"s{i}" for i in range(n)],
+            "label": [i % 2 for i in range(n)],
+            "user": list("aab")[:n],
+        },
+        names,
     )
 
 
@@ -51,7 +58,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Any:
     module.asked = []  # type: ignore[attr-defined]
     module.splits = {"train": text_split(3, ["neg", "pos"]), "test": text_split(2, ["neg", "pos"])}  # type: ignore[attr-defined]
 
-    def load_dataset(name: str, subset: str | None, split: str) -> Split:
+    def load_dataset(name: str, subset: str | None, split: str) -> HeadSplit:
         module.asked.append((name, subset, split))
         return module.splits[split]
 
@@ -77,22 +84,34 @@ def test_text(library: Any) -> None:
 
 def test_splits_and_a_second_text(library: Any) -> None:
     library.splits["validation"] = text_split(1)
-    source = Hub(dataset="d", text="sentence", text_pair="user", test_split="validation", classes=3).load()
+    source = Hub(
+        dataset="d", text="sentence", text_pair="user", test_split="validation", classes=3
+    ).load()
     assert source.test.inputs["text_pair"].tolist() == ["a"]
     assert len(source.classes) == 3
 
 
 def test_images(library: Any, tmp_path: Path) -> None:
     (tmp_path / "on_disk.png").write_bytes(makers.image(seed=2))
-    cells = [{"bytes": makers.image(seed=1), "path": None}, {"bytes": None, "path": str(tmp_path / "on_disk.png")}]
-    library.splits = {"train": Split({"img": cells, "label": [0, 1]}), "test": Split({"img": cells[:1], "label": [1]})}
+    cells = [
+        {"bytes": makers.image(seed=1), "path": None},
+        {"bytes": None, "path": str(tmp_path / "on_disk.png")},
+    ]
+    library.splits = {
+        "train": HeadSplit({"img": cells, "label": [0, 1]}),
+        "test": HeadSplit({"img": cells[:1], "label": [1]}),
+    }
     for _ in range(2):
         source = Hub(dataset="d", image="img").load()
         assert source.kind == "image"
         assert source.train.inputs["pixel_values"].shape == (2, 3, 6, 6)
-        assert np.array_equal(source.train.inputs["pixel_values"][0], source.test.inputs["pixel_values"][0])
+        assert np.array_equal(
+            source.train.inputs["pixel_values"][0], source.test.inputs["pixel_values"][0]
+        )
         assert not source.declared
-    assert Hub(dataset="d", image="img", size=4, colour="grey").load().test.inputs["pixel_values"].shape == (1, 1, 4, 4)
+    assert Hub(dataset="d", image="img", size=4, colour="grey").load().test.inputs[
+        "pixel_values"
+    ].shape == (1, 1, 4, 4)
     cells[0]["bytes"] = b"damaged"
     library.splits["train"]._fingerprint = "changed"
     with pytest.raises(DpfedError, match=r"row 1 of d \(train\) cannot be read as an image"):
@@ -120,9 +139,15 @@ def test_a_saved_folder(library: Any, tmp_path: Path) -> None:
         ),
         ({"dataset": "d", "image": "img"}, r"d \(train\) has no column 'img': set data.image"),
         ({"dataset": "d", "text": "sentence", "label": "y"}, "has no column 'y': set data.label"),
-        ({"dataset": "d", "text": "sentence", "test_split": "t"}, "cannot be loaded with splits 'train' and 't'"),
+        (
+            {"dataset": "d", "text": "sentence", "test_split": "t"},
+            "cannot be loaded with splits 'train' and 't'",
+        ),
         ({"dataset": "/no/such/folder", "text": "sentence"}, "there is no folder /no/such/folder"),
-        ({"dataset": "d", "text": "sentence", "client_column": "w"}, "has no column 'w': set data.client_column"),
+        (
+            {"dataset": "d", "text": "sentence", "client_column": "w"},
+            "has no column 'w': set data.client_column",
+        ),
         ({"dataset": "d", "text": "sentence", "test_split": "train"}, "must be other records"),
     ],
 )
@@ -163,8 +188,12 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_library_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets", reason="the hub extra is not installed")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    makers.write(tmp_path / "files", {f"{part}.csv": b"text,label\nx,1\ny,0\n" for part in ("train", "test")})
-    assert Hub(dataset=str(tmp_path / "files"), text="text").load().train.inputs["text"].tolist() == ["x", "y"]
+    makers.write(
+        tmp_path / "files", {f"{part}.csv": b"text,label\nx,1\ny,0\n" for part in ("train", "test")}
+    )
+    assert Hub(dataset=str(tmp_path / "files"), text="text").load().train.inputs[
+        "text"
+    ].tolist() == ["x", "y"]
     makers.write(tmp_path / "images", makers.image_folder())
     found = Hub(dataset=str(tmp_path / "images"), image="image").load()
     assert found.train.inputs["pixel_values"].shape == (4, 3, 6, 6)

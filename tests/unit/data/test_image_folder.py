@@ -24,13 +24,18 @@ def load(tmp_path: Path, change: dict[str, bytes] | None = None, **section: Any)
 def test_classes_are_the_folders(tmp_path: Path) -> None:
     for _ in range(2):
         source = load(tmp_path, {"test/ant/0.png": makers.image()})
-        assert source.classes == ("ant", "cat", "dog")  # sorted, also one that only the test set has
+        assert source.classes == (
+            "ant",
+            "cat",
+            "dog",
+        )  # sorted, also one that only the test set has
         assert not source.declared
         assert source.train.labels.tolist() == [1, 1, 2, 2]
         assert source.test.labels.tolist() == [0, 1, 1, 2, 2]
         data = (tmp_path / "i/train/dog/1.png").read_bytes()
         assert np.array_equal(
-            source.train.inputs["pixel_values"][3], np.asarray(Image.open(io.BytesIO(data))).transpose(2, 0, 1)
+            source.train.inputs["pixel_values"][3],
+            np.asarray(Image.open(io.BytesIO(data))).transpose(2, 0, 1),
         )
 
 
@@ -47,7 +52,9 @@ def test_declared_classes_keep_their_order(tmp_path: Path) -> None:
 
 def test_mixed_sizes_are_refused_without_a_size_and_fitted_with_one(tmp_path: Path) -> None:
     change = {"train/dog/1.png": makers.image(9, 6), "test/cat/0.png": makers.image(5, 20)}
-    with pytest.raises(DpfedError, match=r"train/dog/1.png is 9x6 pixels, .*train/cat/0.png 6x6.*data.size"):
+    with pytest.raises(
+        DpfedError, match=r"train/dog/1.png is 9x6 pixels, .*train/cat/0.png 6x6.*data.size"
+    ):
         load(tmp_path, change)
     assert load(tmp_path, change, size=4).train.inputs["pixel_values"].shape == (4, 3, 4, 4)
     assert load(tmp_path, change, size=11).test.inputs["pixel_values"].shape == (4, 3, 11, 11)
@@ -55,7 +62,9 @@ def test_mixed_sizes_are_refused_without_a_size_and_fitted_with_one(tmp_path: Pa
 
 def test_grey(tmp_path: Path) -> None:
     assert load(tmp_path, colour="grey").train.inputs["pixel_values"].shape == (4, 1, 6, 6)
-    assert load(tmp_path, {"train/cat/0.png": makers.image(mode="L")}).train.inputs["pixel_values"].shape == (
+    assert load(tmp_path, {"train/cat/0.png": makers.image(mode="L")}).train.inputs[
+        "pixel_values"
+    ].shape == (
         4,
         3,
         6,
@@ -104,7 +113,9 @@ def deep() -> bytes:
         ("train/cat/deeper/0.png", makers.image(), "deeper is a folder inside a class"),
     ],
 )
-def test_a_bad_file_is_one_sentence(tmp_path: Path, own_cache: Path, name: str, data: bytes, words: str) -> None:
+def test_a_bad_file_is_one_sentence(
+    tmp_path: Path, own_cache: Path, name: str, data: bytes, words: str
+) -> None:
     with pytest.raises(DpfedError, match=words) as caught:
         load(tmp_path, {name: data})
     assert "\n" not in str(caught.value)
@@ -120,7 +131,13 @@ def test_a_huge_image_is_refused_before_it_is_unpacked() -> None:
 
 def test_other_files_are_counted_and_hidden_ones_ignored(tmp_path: Path) -> None:
     source = load(
-        tmp_path, {"train/cat/list.txt": b"x", "train/cat/.hidden": b"x", "train/.git/x": b"", "train/notes.md": b""}
+        tmp_path,
+        {
+            "train/cat/list.txt": b"x",
+            "train/cat/.hidden": b"x",
+            "train/.git/x": b"",
+            "train/notes.md": b"",
+        },
     )
     assert source.notes == ("left out, no image by its ending: 1 file",)
     assert len(source.train) == 4

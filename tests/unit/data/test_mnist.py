@@ -34,7 +34,9 @@ def test_images_and_labels(tmp_path: Path, compress: bool, dots: bool, cls: Any)
 
 def test_published_counts_are_asked_for(tmp_path: Path) -> None:
     path = makers.write(tmp_path, makers.mnist())
-    with pytest.raises(DpfedError, match=r"train-images-idx3-ubyte.gz has 6 records, the published set 60,000"):
+    with pytest.raises(
+        DpfedError, match=r"train-images-idx3-ubyte.gz has 6 records, the published set 60,000"
+    ):
         Mnist(path=str(path)).load()
 
 
@@ -66,7 +68,11 @@ def images(n: int, side: int = 28) -> bytes:
         ("train-images-idx3-ubyte", images(5), "has 5 images and .* 6 labels"),
         ("train-images-idx3-ubyte", b"", "not an IDX file"),
         ("t10k-images-idx3-ubyte", images(4, 27), "different sizes"),
-        ("t10k-labels-idx1-ubyte", makers.idx(np.array([0, 1, 10, 2], dtype=np.uint8)), "record 2 of .* has label 10"),
+        (
+            "t10k-labels-idx1-ubyte",
+            makers.idx(np.array([0, 1, 10, 2], dtype=np.uint8)),
+            "record 2 of .* has label 10",
+        ),
         (
             "t10k-labels-idx1-ubyte",
             makers.idx(np.zeros((2, 2), dtype=np.uint8)),
@@ -75,7 +81,9 @@ def images(n: int, side: int = 28) -> bytes:
     ],
 )
 @pytest.mark.parametrize("compress", [True, False])
-def test_a_bad_file_is_one_sentence(tmp_path: Path, name: str, data: bytes, words: str, compress: bool) -> None:
+def test_a_bad_file_is_one_sentence(
+    tmp_path: Path, name: str, data: bytes, words: str, compress: bool
+) -> None:
     change = {f"{name}.gz": gzip.compress(data)} if compress else {name: data}
     path = makers.write(tmp_path / "m", {**makers.mnist(compress), **change})
     with pytest.raises(DpfedError, match=words) as caught:

@@ -20,14 +20,27 @@ def split(rule: str, labels: np.ndarray, clients: int, alpha: float = 0.5, seed:
 
 
 def check_disjoint(shards: Shards, records: int) -> None:
-    assert len(np.unique(shards.records)) == len(shards.records)  # nobody twice, at one client or at two
-    assert len(shards.records) == 0 or (shards.records.min() >= 0 and shards.records.max() < records)
-    assert np.array_equal(np.concatenate([shards.of(i) for i in range(len(shards))]), shards.records)
+    assert len(np.unique(shards.records)) == len(
+        shards.records
+    )  # nobody twice, at one client or at two
+    assert len(shards.records) == 0 or (
+        shards.records.min() >= 0 and shards.records.max() < records
+    )
+    assert np.array_equal(
+        np.concatenate([shards.of(i) for i in range(len(shards))]), shards.records
+    )
 
 
 def skew(shards: Shards, labels: np.ndarray) -> float:
     """Mean over clients of the share of the most frequent label."""
-    return float(np.mean([np.bincount(labels[shards.of(i)]).max() / len(shards.of(i)) for i in range(len(shards))]))
+    return float(
+        np.mean(
+            [
+                np.bincount(labels[shards.of(i)]).max() / len(shards.of(i))
+                for i in range(len(shards))
+            ]
+        )
+    )
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
@@ -35,7 +48,9 @@ def skew(shards: Shards, labels: np.ndarray) -> float:
 def test_disjoint_and_complete_for_any_alpha(rule: str, alpha: float) -> None:
     labels = labels_of(1003)
     if rule == "dirichlet_classwise" and alpha < 0.1:
-        labels = np.arange(1003) % 100  # one class to one client each: with few classes a client may stay empty
+        labels = (
+            np.arange(1003) % 100
+        )  # one class to one client each: with few classes a client may stay empty
     shards = split(rule, labels, 4, alpha)
     check_disjoint(shards, 1003)
     if rule == "dirichlet_classwise":
@@ -70,7 +85,9 @@ def test_classwise_uses_every_record_or_names_the_empty_client(
     owner = RULES["dirichlet_classwise"](labels, clients, alpha, np.random.default_rng(seed))
     assert owner.min() >= 0
     for c in range(classes):  # each class is dealt out whole
-        assert sum(((labels == c) & (owner == i)).sum() for i in range(clients)) == (labels == c).sum()
+        assert (
+            sum(((labels == c) & (owner == i)).sum() for i in range(clients)) == (labels == c).sum()
+        )
     empty = sorted(set(range(clients)) - set(owner.tolist()))
     if empty:
         with pytest.raises(DpfedError, match=f"client {empty[0]} has no records"):
@@ -82,7 +99,10 @@ def test_classwise_uses_every_record_or_names_the_empty_client(
 @pytest.mark.parametrize("rule", ["dirichlet_equal", "dirichlet_classwise"])
 def test_skew_grows_as_alpha_shrinks(rule: str) -> None:
     labels = labels_of(4000)
-    skews = [np.mean([skew(split(rule, labels, 8, a, seed), labels) for seed in range(3)]) for a in (0.1, 1.0, 100.0)]
+    skews = [
+        np.mean([skew(split(rule, labels, 8, a, seed), labels) for seed in range(3)])
+        for a in (0.1, 1.0, 100.0)
+    ]
     assert skews[0] > skews[1] + 0.1 > skews[2] + 0.2
     assert skews[2] < 0.2
 
@@ -90,7 +110,9 @@ def test_skew_grows_as_alpha_shrinks(rule: str) -> None:
 def test_tiny_alpha_gives_a_client_almost_one_class_while_it_lasts() -> None:
     labels = np.repeat(np.arange(10), 200)
     shards = split("dirichlet_equal", labels, 10, 1e-3)
-    assert np.bincount(labels[shards.of(0)]).max() == 200  # the first client can have all of one class
+    assert (
+        np.bincount(labels[shards.of(0)]).max() == 200
+    )  # the first client can have all of one class
 
 
 @pytest.mark.parametrize("alpha", [1e100, 1e308, float("inf")])
@@ -147,7 +169,9 @@ def test_an_empty_client_is_named() -> None:
 
 def test_natural_follows_the_column() -> None:
     column = np.array(["oslo", "bonn", "oslo", "lima", "bonn", "oslo"])
-    shards = partition(np.zeros(6, dtype=int), 99, "natural", 1.0, np.random.default_rng(0), owners=column)
+    shards = partition(
+        np.zeros(6, dtype=int), 99, "natural", 1.0, np.random.default_rng(0), owners=column
+    )
     assert len(shards) == 3  # data.clients has no say
     assert [shards.of(i).tolist() for i in range(3)] == [[1, 4], [3], [0, 2, 5]]
     with pytest.raises(DpfedError, match="client_column"):
@@ -177,9 +201,15 @@ def naive(owner: np.ndarray, clients: int, units: np.ndarray | None) -> list[lis
     return out
 
 
-@given(st.lists(st.tuples(st.integers(-1, 3), st.integers(0, 5)), min_size=4, max_size=60), st.booleans(), st.randoms())
+@given(
+    st.lists(st.tuples(st.integers(-1, 3), st.integers(0, 5)), min_size=4, max_size=60),
+    st.booleans(),
+    st.randoms(),
+)
 @settings(max_examples=150, deadline=None)
-def test_shards_and_slots_equal_a_naive_reference(pairs: list[tuple[int, int]], grouped: bool, random: object) -> None:
+def test_shards_and_slots_equal_a_naive_reference(
+    pairs: list[tuple[int, int]], grouped: bool, random: object
+) -> None:
     pairs = [*pairs, (0, 0), (1, 0), (2, 0), (3, 0)]
     owner = np.array([p[0] for p in pairs])
     units = np.array([p[1] for p in pairs]) if grouped else None
@@ -205,7 +235,9 @@ def test_a_unit_at_two_clients_is_one_unit_at_each() -> None:
 def test_every_unit_has_a_record() -> None:
     shards = split("dirichlet_equal", labels_of(300), 5)
     assert np.diff(shards.units).min() == 1
-    grouped = partition(labels_of(300), 5, "iid", 1.0, np.random.default_rng(0), units=labels_of(300, 40))
+    grouped = partition(
+        labels_of(300), 5, "iid", 1.0, np.random.default_rng(0), units=labels_of(300, 40)
+    )
     assert np.diff(grouped.units).min() >= 1
     assert grouped.units[-1] == 300
 
@@ -214,7 +246,9 @@ def test_every_unit_has_a_record() -> None:
 @pytest.mark.parametrize("missing", [None, float("nan")])
 def test_a_record_without_a_client_or_unit_is_named(kind: str, missing: object) -> None:
     column = np.array(["a", "b", missing, "a"], dtype=object)
-    with pytest.raises(DpfedError, match=r"record 2 has no (client|unit): data\.(client|unit)_column"):
+    with pytest.raises(
+        DpfedError, match=r"record 2 has no (client|unit): data\.(client|unit)_column"
+    ):
         partition(
             np.zeros(4, dtype=int),
             2,
@@ -230,7 +264,9 @@ def test_a_record_without_a_client_or_unit_is_named(kind: str, missing: object) 
 
 def test_natural_clients_have_names() -> None:
     owners = np.array(["b", "a", "b"], dtype=object)
-    shards = partition(np.zeros(3, dtype=int), 9, "natural", 1.0, np.random.default_rng(0), owners=owners)
+    shards = partition(
+        np.zeros(3, dtype=int), 9, "natural", 1.0, np.random.default_rng(0), owners=owners
+    )
     assert shards.names == ("a", "b")
     assert [shards.of(i).tolist() for i in range(2)] == [[1], [0, 2]]
     assert split("iid", labels_of(30), 3).names == ()

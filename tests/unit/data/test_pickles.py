@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from dpfed.data.pickles import RefusedError, loads
 
 PROTOCOLS = range(5)
-leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+leaves = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+)
 values = st.recursive(
     leaves,
     lambda inner: (
@@ -96,7 +98,12 @@ def test_programs_are_refused(program: bytes) -> None:
 
 @pytest.mark.parametrize(
     "array",
-    [np.array([1, None]), np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f4")]), np.array(["a"]), np.array([b"x"])],
+    [
+        np.array([1, None]),
+        np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f4")]),
+        np.array(["a"]),
+        np.array([b"x"]),
+    ],
 )
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_arrays_of_anything_but_numbers_are_refused(array: np.ndarray, protocol: int) -> None:
@@ -107,12 +114,22 @@ def test_arrays_of_anything_but_numbers_are_refused(array: np.ndarray, protocol:
 def test_memory_stays_within_the_file() -> None:
     text = "x" * 100_000
     encode = b"c_codecs\nencode\nq\x01"
-    bomb = b"\x80\x02" + pickle.dumps(text, 2)[2:-1] + b"q\x00" + encode + b"(" + b"h\x01h\x00\x85R" * 1000 + b"t."
+    bomb = (
+        b"\x80\x02"
+        + pickle.dumps(text, 2)[2:-1]
+        + b"q\x00"
+        + encode
+        + b"("
+        + b"h\x01h\x00\x85R" * 1000
+        + b"t."
+    )
     with pytest.raises(RefusedError, match="more than the size"):
         loads(bomb)
     with pytest.raises(RefusedError):
         loads(b"\x80\x04\x8e" + (1 << 40).to_bytes(8, "little") + b"abc.")  # a text of a terabyte
-    shape = pickle.dumps(np.zeros(3, dtype=np.uint8), 2).replace(b"K\x03\x85", b"J\xff\xff\xff\x7f\x85")
+    shape = pickle.dumps(np.zeros(3, dtype=np.uint8), 2).replace(
+        b"K\x03\x85", b"J\xff\xff\xff\x7f\x85"
+    )
     with pytest.raises(RefusedError):
         loads(shape)
     with pytest.raises(RefusedError, match="numbers more values"):
@@ -129,7 +146,9 @@ def test_any_bytes(data: bytes) -> None:
 @settings(max_examples=100)
 @given(st.data())
 def test_changed_bytes(data: st.DataObject) -> None:
-    good = bytearray(pickle.dumps({"data": np.arange(6, dtype=np.uint8), "labels": [1, 2], b"k": "text"}, 2))
+    good = bytearray(
+        pickle.dumps({"data": np.arange(6, dtype=np.uint8), "labels": [1, 2], b"k": "text"}, 2)
+    )
     for _ in range(data.draw(st.integers(1, 3))):
         good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(RefusedError):

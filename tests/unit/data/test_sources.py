@@ -47,9 +47,13 @@ def test_digits_split_is_disjoint_and_stratified() -> None:
 
     source = Digits().load()
     everything = load_digits().images.astype(np.uint8).reshape(1797, -1)
-    parts = np.concatenate([t.inputs["pixel_values"].reshape(len(t), -1) for t in (source.train, source.test)])
+    parts = np.concatenate(
+        [t.inputs["pixel_values"].reshape(len(t), -1) for t in (source.train, source.test)]
+    )
     assert sorted(map(bytes, parts)) == sorted(map(bytes, everything))  # each record once
-    share = np.bincount(source.test.labels) / np.bincount(np.concatenate([source.test.labels, source.train.labels]))
+    share = np.bincount(source.test.labels) / np.bincount(
+        np.concatenate([source.test.labels, source.train.labels])
+    )
     assert np.all(np.abs(share - 0.2) < 0.01)
 
 
@@ -70,7 +74,12 @@ def arrays(kind: str = "features", n: int = 12) -> dict[str, np.ndarray]:
             return rng.integers(0, 256, (count, 3, 4, 4)).astype(np.uint8)
         return rng.normal(size=(count, 5))
 
-    return {"x_train": inputs(n), "y_train": np.arange(n) % 3, "x_test": inputs(6), "y_test": np.arange(6) % 3}
+    return {
+        "x_train": inputs(n),
+        "y_train": np.arange(n) % 3,
+        "x_test": inputs(6),
+        "y_test": np.arange(6) % 3,
+    }
 
 
 def load(path: Path, parts: dict[str, Any], **section: Any) -> Source:
@@ -183,7 +192,10 @@ def test_pickles_are_never_opened(tmp_path: Path) -> None:
         def __reduce__(self) -> tuple[Any, ...]:
             return Path.touch, (marker,)
 
-    for extra in ({"y_train": np.array([Bomb()] * 12, dtype=object)}, {"train_note": np.array([Bomb()], dtype=object)}):
+    for extra in (
+        {"y_train": np.array([Bomb()] * 12, dtype=object)},
+        {"train_note": np.array([Bomb()], dtype=object)},
+    ):
         np.savez(tmp_path / "bomb.npz", **{**arrays(), **extra})
         with pytest.raises(DpfedError):
             Npz(path=str(tmp_path / "bomb.npz")).load()
@@ -207,8 +219,13 @@ def refused_or_loaded(path: Path) -> None:
         Npz(path=str(path)).load()
 
 
-@given(st.binary(max_size=300), st.sampled_from([b"", b"PK\x03\x04", b"PK\x05\x06", b"\x93NUMPY\x01\x00"]))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.binary(max_size=300),
+    st.sampled_from([b"", b"PK\x03\x04", b"PK\x05\x06", b"\x93NUMPY\x01\x00"]),
+)
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_garbage_is_refused(tmp_path: Path, data: bytes, magic: bytes) -> None:
     path = tmp_path / "garbage.npz"
     path.write_bytes(magic + data)
@@ -216,10 +233,16 @@ def test_garbage_is_refused(tmp_path: Path, data: bytes, magic: bytes) -> None:
 
 
 @given(
-    st.booleans(), st.integers(0, 10**6), st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), max_size=4)
+    st.booleans(),
+    st.integers(0, 10**6),
+    st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), max_size=4),
 )
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_damaged_archive_is_refused(tmp_path: Path, packed: bool, cut: int, flips: list[tuple[int, int]]) -> None:
+@settings(
+    max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_a_damaged_archive_is_refused(
+    tmp_path: Path, packed: bool, cut: int, flips: list[tuple[int, int]]
+) -> None:
     buffer = io.BytesIO()
     (np.savez_compressed if packed else np.savez)(buffer, **arrays())
     data = bytearray(buffer.getvalue())
@@ -239,7 +262,10 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, header: str) -> None:
     text = (header + "\n").encode()
     np.savez(path, **{k: v for k, v in arrays().items() if k != "x_train"})
     with zipfile.ZipFile(path, "a") as archive:
-        archive.writestr("x_train.npy", b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + b"\0" * 480)
+        archive.writestr(
+            "x_train.npy",
+            b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + b"\0" * 480,
+        )
     with pytest.raises(DpfedError):
         Npz(path=str(path)).load()
 
@@ -257,7 +283,14 @@ def test_a_source_checks_its_tables() -> None:
         Source(table(0), table(2), ("a",), "features")
     with pytest.raises(DpfedError, match="test set has no records"):
         Source(table(3), table(0), ("a",), "features")
-    with pytest.raises(DpfedError, match=r"record 0 of the test set has label 1; labels are 0 to 0"):
+    with pytest.raises(
+        DpfedError, match=r"record 0 of the test set has label 1; labels are 0 to 0"
+    ):
         Source(table(3), table(2, label=1), ("a",), "features")
     with pytest.raises(DpfedError, match="4 rows of features and 3 labels"):
-        Source(Table({"features": np.zeros((4, 2))}, np.zeros(3, dtype=int)), table(2), ("a",), "features")
+        Source(
+            Table({"features": np.zeros((4, 2))}, np.zeros(3, dtype=int)),
+            table(2),
+            ("a",),
+            "features",
+        )

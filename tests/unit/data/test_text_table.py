@@ -22,7 +22,9 @@ CSV = 'text,label,site,age\r\n"he said ""no"", twice",bad,x,3\r\n"two\nlines",go
 TEST = "text,label\nfine,good\n"
 
 
-def load(tmp_path: Path, content: str | bytes, suffix: str = ".csv", test: str = TEST, **section: Any) -> Any:
+def load(
+    tmp_path: Path, content: str | bytes, suffix: str = ".csv", test: str = TEST, **section: Any
+) -> Any:
     path, test_path = tmp_path / f"train{suffix}", tmp_path / "test.csv"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     test_path.write_bytes(test.encode())
@@ -53,7 +55,11 @@ def test_each_format_gives_the_same_records(tmp_path: Path, suffix: str) -> None
 @pytest.mark.parametrize(("separator", "name"), [(";", "semicolon"), ("\t", "tab")])
 def test_a_csv_may_have_other_separators(tmp_path: Path, separator: str, name: str) -> None:
     """Spreadsheets write semicolons wherever a comma is the decimal point."""
-    rows = [["text", "label", "site"], [f'"a, 1,5{separator} b"', "good", "x"], ["c, d", "bad", "y"]]
+    rows = [
+        ["text", "label", "site"],
+        [f'"a, 1,5{separator} b"', "good", "x"],
+        ["c, d", "bad", "y"],
+    ]
     content = "".join(separator.join(row) + "\r\n" for row in rows)
     source = load(tmp_path, b"\xef\xbb\xbf" + content.encode(), client_column="site")
     assert source.train.inputs["text"].tolist() == [f"a, 1,5{separator} b", "c, d"]
@@ -99,12 +105,19 @@ NUMBERS = "text,label\na,0\nb,2\n"
         (NUMBERS, 5, ("0", "1", "2", "3", "4"), [0, 2]),
         (NUMBERS, ("x", "y", "z"), ("x", "y", "z"), [0, 2]),  # numbers of the named classes
         ("text,label\na,z\nb,x\n", ("x", "y", "z"), ("x", "y", "z"), [2, 0]),
-        ("text,label\na,2\nb,0\n", ("2", "1", "0"), ("2", "1", "0"), [0, 2]),  # names that are numbers are names
+        (
+            "text,label\na,2\nb,0\n",
+            ("2", "1", "0"),
+            ("2", "1", "0"),
+            [0, 2],
+        ),  # names that are numbers are names
         ("text,label\na, good \nb,bad\n", None, ("bad", "good"), [1, 0]),
         ("text,label\na,01\nb,1\n", None, ("01", "1"), [0, 1]),
     ],
 )
-def test_labels(tmp_path: Path, rows: str, classes: Any, names: tuple[str, ...], labels: list[int]) -> None:
+def test_labels(
+    tmp_path: Path, rows: str, classes: Any, names: tuple[str, ...], labels: list[int]
+) -> None:
     source = load(tmp_path, rows, test=rows, classes=classes)
     assert source.classes == names
     assert source.train.labels.tolist() == labels
@@ -113,7 +126,11 @@ def test_labels(tmp_path: Path, rows: str, classes: Any, names: tuple[str, ...],
 
 def test_labels_of_json_may_be_numbers_or_truth_values(tmp_path: Path) -> None:
     rows = '{"text": "a", "label": true}\n{"text": "b", "label": 0}\n{"text": "c", "label": 1.0}\n'
-    assert load(tmp_path, rows, ".jsonl", test="text,label\na,1\n").train.labels.tolist() == [1, 0, 1]
+    assert load(tmp_path, rows, ".jsonl", test="text,label\na,1\n").train.labels.tolist() == [
+        1,
+        0,
+        1,
+    ]
 
 
 def test_no_labels_for_language_modelling(tmp_path: Path) -> None:
@@ -167,7 +184,9 @@ def test_the_fingerprint_follows_the_content(tmp_path: Path) -> None:
         (b"PAR1 no", ".parquet", {}, "train.parquet (cannot be read as Parquet|is a Parquet file: pip install)"),
     ],
 )  # fmt: skip
-def test_a_bad_table_is_one_sentence(tmp_path: Path, content: Any, suffix: str, section: Any, words: str) -> None:
+def test_a_bad_table_is_one_sentence(
+    tmp_path: Path, content: Any, suffix: str, section: Any, words: str
+) -> None:
     with pytest.raises(DpfedError, match=words) as caught:
         load(tmp_path, content, suffix, test="text,label\nfine,1\n", **section)
     assert "\n" not in str(caught.value)

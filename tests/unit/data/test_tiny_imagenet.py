@@ -35,7 +35,9 @@ def test_every_form_gives_the_same_images(tmp_path: Path, given: str) -> None:
         assert source.train.labels.tolist() == [0, 0, 1, 1]
         assert source.test.labels.tolist() == [1, 0]  # as val_annotations.txt says
         names = [f"train/{w}/images/{w}_{i}.JPEG" for w in ("n01", "n02") for i in range(2)]
-        assert np.array_equal(source.train.inputs["pixel_values"], np.stack([rgb(n) for n in names]))
+        assert np.array_equal(
+            source.train.inputs["pixel_values"], np.stack([rgb(n) for n in names])
+        )
         assert np.array_equal(source.test.inputs["pixel_values"][1], rgb("val/images/val_1.JPEG"))
     grey = source.train.inputs["pixel_values"][0]
     assert np.array_equal(grey[0], grey[2])
@@ -47,12 +49,16 @@ def test_a_changed_image_is_read_again(tmp_path: Path) -> None:
     (path / "val/images/val_0.JPEG").write_bytes(makers.image(64, 64, "RGB", "JPEG", 99))
     after = TinyImagenet(path=str(path), check=False).load()
     assert before.fingerprint != after.fingerprint
-    assert not np.array_equal(before.test.inputs["pixel_values"][0], after.test.inputs["pixel_values"][0])
+    assert not np.array_equal(
+        before.test.inputs["pixel_values"][0], after.test.inputs["pixel_values"][0]
+    )
 
 
 def test_missing_files_say_where_they_are(tmp_path: Path) -> None:
     for path in (None, str(tmp_path / "nothing"), str(tmp_path)):
-        with pytest.raises(DpfedError, match=r"cs231n.stanford.edu/tiny-imagenet-200.zip.*data.path"):
+        with pytest.raises(
+            DpfedError, match=r"cs231n.stanford.edu/tiny-imagenet-200.zip.*data.path"
+        ):
             TinyImagenet(path=path).load()
 
 
@@ -62,11 +68,26 @@ ANNOTATIONS = "val/val_annotations.txt"
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"train/n02/images/n02_1.JPEG": b"not an image"}, r"n02_1.JPEG cannot be read as an image"),
-        ({"val/images/val_1.JPEG": FILES["val/images/val_1.JPEG"][:300]}, r"val_1.JPEG cannot be read as an image"),
-        ({"train/n02/images/n02_1.JPEG": makers.image(64, 63)}, r"n02_1.JPEG is 64x63 pixels.*n01_0.JPEG 64x64"),
-        ({f"val/images/val_{i}.JPEG": makers.image(32, 32) for i in range(2)}, r"val_0.JPEG is 32x32 pixels"),
-        ({ANNOTATIONS: b"val_0.JPEG\tn02\t0\n"}, r"line 1 of .*val_annotations.txt has 3 columns, not 6"),
+        (
+            {"train/n02/images/n02_1.JPEG": b"not an image"},
+            r"n02_1.JPEG cannot be read as an image",
+        ),
+        (
+            {"val/images/val_1.JPEG": FILES["val/images/val_1.JPEG"][:300]},
+            r"val_1.JPEG cannot be read as an image",
+        ),
+        (
+            {"train/n02/images/n02_1.JPEG": makers.image(64, 63)},
+            r"n02_1.JPEG is 64x63 pixels.*n01_0.JPEG 64x64",
+        ),
+        (
+            {f"val/images/val_{i}.JPEG": makers.image(32, 32) for i in range(2)},
+            r"val_0.JPEG is 32x32 pixels",
+        ),
+        (
+            {ANNOTATIONS: b"val_0.JPEG\tn02\t0\n"},
+            r"line 1 of .*val_annotations.txt has 3 columns, not 6",
+        ),
         ({ANNOTATIONS: b"val_0.JPEG\tn77\t0\t0\t63\t63\n"}, r"line 1 of .* unknown class n77"),
         ({ANNOTATIONS: b"val_7.JPEG\tn02\t0\t0\t63\t63\n"}, r"has no val/images/val_7.JPEG"),
         ({ANNOTATIONS: b""}, r"val has 0 records"),
@@ -77,9 +98,15 @@ ANNOTATIONS = "val/val_annotations.txt"
     ],
 )
 @pytest.mark.parametrize("form", ["folder", "zip"])
-def test_a_bad_file_is_one_sentence(tmp_path: Path, own_cache: Path, change: Any, words: str, form: str) -> None:
+def test_a_bad_file_is_one_sentence(
+    tmp_path: Path, own_cache: Path, change: Any, words: str, form: str
+) -> None:
     files = {name: data for name, data in {**FILES, **change}.items() if data is not None}
-    path = makers.write(tmp_path / "t", files) if form == "folder" else makers.zipped(tmp_path / "t.zip", files, "r/")
+    path = (
+        makers.write(tmp_path / "t", files)
+        if form == "folder"
+        else makers.zipped(tmp_path / "t.zip", files, "r/")
+    )
     with pytest.raises(DpfedError, match=words):
         TinyImagenet(path=str(path), check=False).load()
     assert not own_cache.exists() or list(own_cache.iterdir()) == []

@@ -83,7 +83,9 @@ def test_records_are_computed_alone_unless_the_operator_says_otherwise(
         assert (max(passes) == 1) is alone
 
 
-def test_a_theta_beyond_the_policy_is_refused_before_anything_is_charged(job: Job, tmp_path: Path) -> None:
+def test_a_theta_beyond_the_policy_is_refused_before_anything_is_charged(
+    job: Job, tmp_path: Path
+) -> None:
     client = client_of(job, 0, tmp_path, **HELD, max_distance=3.0)
     near, far = torch.zeros_like(job.theta), torch.zeros_like(job.theta)
     near[5], far[5] = 2.9, 3.1
@@ -130,7 +132,9 @@ def test_a_client_that_holds_nothing_out_answers_with_noise(job: Job, tmp_path: 
     assert charged(tmp_path) == ["evaluate"]
 
 
-def test_neither_answer_nor_refusal_depends_on_the_declared_numbers_being_true(job: Job, tmp_path: Path) -> None:
+def test_neither_answer_nor_refusal_depends_on_the_declared_numbers_being_true(
+    job: Job, tmp_path: Path
+) -> None:
     """Declaring one record more or fewer than there are is the same to the server."""
     real = int(job.plan.sizes[0])
     held = len(client_of(job, 0, tmp_path / "count", **HELD)._scored[1].units) - 1  # type: ignore[index]

@@ -18,7 +18,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from dpfed.federation.flower.apps import app_files, client, client_app
 from dpfed.federation.flower.child import Guard
 from dpfed.federation.flower.envelope import REFUSED, TICKET, opened, parcel, slip
-from dpfed.federation.messages import WireError
+from dpfed.federation.messages import MessageError
 from dpfed.federation.policy import RefusedError
 
 
@@ -46,7 +46,7 @@ def test_bytes_go_through_as_they_are_and_the_ticket_comes_back() -> None:
     ("error", "said"),
     [
         (RefusedError("refused: sigma 0.1 is below policy.min_sigma = 0.5"), "refused: sigma 0.1"),
-        (WireError("the message has 9 bytes"), "the message has 9 bytes"),
+        (MessageError("the message has 9 bytes"), "the message has 9 bytes"),
         (ValueError("row 17 of patients.csv: Jane Doe"), "its own log says why"),
         (OSError(28, "No space left on device", "/home/clinic/ledger.db"), "its own log says why"),
     ],
@@ -74,8 +74,12 @@ def test_a_long_refusal_is_cut() -> None:
     assert len(slip(reply_of(answer).content, REFUSED)) == 300
 
 
-def test_under_flowers_own_supernode_the_client_says_which_file_is_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    context: Any = SimpleNamespace(node_config={}, run_config={"dpfed-client": "/the/servers/choice.toml"})
+def test_under_flowers_own_supernode_the_client_says_which_file_is_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    context: Any = SimpleNamespace(
+        node_config={}, run_config={"dpfed-client": "/the/servers/choice.toml"}
+    )
     reply = client(asked(), context)
     assert "its own log says why" in slip(reply.content, REFUSED)
     assert "--node-config" in capsys.readouterr().err
@@ -109,7 +113,13 @@ def status_of(path: str, headers: list[tuple[bytes, bytes]], kind: str = "http")
 def test_clients_reach_what_is_for_them_and_only_the_server_the_rest() -> None:
     right, wrong = [(b"x-dpfed-secret", b"s3cret")], [(b"x-dpfed-secret", b"guess")]
     assert status_of("/v1/fleet/pull-messages", []) == 200
-    for path in ("/v1/control/register-node", "/v1/control/start-run", "/v1/runtime/acquire-task", "/docs", "/"):
+    for path in (
+        "/v1/control/register-node",
+        "/v1/control/start-run",
+        "/v1/runtime/acquire-task",
+        "/docs",
+        "/",
+    ):
         assert status_of(path, []) == 404
         assert status_of(path, wrong) == 404
         assert status_of(path, right) == 200

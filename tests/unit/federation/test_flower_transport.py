@@ -33,7 +33,9 @@ class FakeGrid:
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
         self.handlers = {100 + i: handler for i, handler in enumerate(nodes.values())}
         self.nodes = {
-            100 + i: SimpleNamespace(node_id=100 + i, public_key=KEYS.get(name, b"?"), last_activated_at="1")
+            100 + i: SimpleNamespace(
+                node_id=100 + i, public_key=KEYS.get(name, b"?"), last_activated_at="1"
+            )
             for i, name in enumerate(nodes)
         }
         self.replies: dict[str, Message] = {}
@@ -83,7 +85,9 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ask(grid: FakeGrid, timeout: float = 0.2, **more: Any) -> dict[str, bytes | Exception]:
     transport: Any = GridTransport(grid, KEYS, **more)  # type: ignore[arg-type]
-    found: dict[str, bytes | Exception] = transport.send_all({"a": b"for a", "b": b"for b"}, timeout)
+    found: dict[str, bytes | Exception] = transport.send_all(
+        {"a": b"for a", "b": b"for b"}, timeout
+    )
     return found
 
 
@@ -95,7 +99,9 @@ def test_each_client_gets_its_own_bytes_and_answers_under_its_name() -> None:
     assert sent[101].content["dpfed.parcel"]["data"].data == b"for a"
     assert slip(sent[100].content, TICKET) != slip(sent[101].content, TICKET)
     assert len(slip(sent[100].content, TICKET)) == 64
-    assert {message.metadata.ttl for message in grid.sent} == {0.2}, "nobody is to work for a round that is over"
+    assert {message.metadata.ttl for message in grid.sent} == {0.2}, (
+        "nobody is to work for a round that is over"
+    )
 
 
 def test_a_node_with_an_unknown_key_is_never_asked() -> None:
@@ -107,7 +113,9 @@ def test_a_node_with_an_unknown_key_is_never_asked() -> None:
 @pytest.mark.parametrize("forged", ["ticket", "node", "nothing"])
 def test_an_answer_of_somebody_else_does_not_count(forged: str) -> None:
     def forger(message: Message) -> Message:
-        content = parcel(b"forged", slip(message.content, TICKET) if forged != "ticket" else "guessed")
+        content = parcel(
+            b"forged", slip(message.content, TICKET) if forged != "ticket" else "guessed"
+        )
         if forged == "nothing":
             content = RecordDict({SLIP: ConfigRecord({TICKET: 3})})
         reply = Message(content, reply_to=message)
@@ -171,7 +179,10 @@ def test_a_client_that_connects_again_is_asked_again_with_the_same_bytes() -> No
     grid.each_poll = restart
     assert ask(grid, 5.0) == {"a": b"of a", "b": b"of b"}
     both = [message for message in grid.sent if message.metadata.dst_node_id == 101]
-    assert [message.content["dpfed.parcel"]["data"].data for message in both] == [b"for b", b"for b"]
+    assert [message.content["dpfed.parcel"]["data"].data for message in both] == [
+        b"for b",
+        b"for b",
+    ]
 
 
 def test_a_request_that_went_away_with_its_node_is_sent_again() -> None:
@@ -206,7 +217,9 @@ def test_who_announces_a_reply_and_does_not_send_it_holds_up_nobody() -> None:
     real = grid.pull_messages
 
     def pull(ids: list[str]) -> list[Message]:
-        node = next(message for i, message in enumerate(grid.sent) if f"m{i}" == ids[0]).metadata.dst_node_id
+        node = next(
+            message for i, message in enumerate(grid.sent) if f"m{i}" == ids[0]
+        ).metadata.dst_node_id
         if node == 100:
             over.wait(30)  # as Flower does, for hours
         return real(ids)
@@ -217,7 +230,9 @@ def test_who_announces_a_reply_and_does_not_send_it_holds_up_nobody() -> None:
         assert transport.send_all({"a": b"for a", "b": b"for b"}, 0.7) == {"b": b"of b"}
     finally:
         over.set()
-    assert (transport._pulls._threads, transport._pulls._found) == ({}, {}), "what is late is not kept"
+    assert (transport._pulls._threads, transport._pulls._found) == ({}, {}), (
+        "what is late is not kept"
+    )
 
 
 def test_a_message_that_the_link_does_not_take_is_sent_again() -> None:
@@ -291,14 +306,19 @@ def app_as(app: Any) -> Handler:
 
 def test_without_keys_nodes_say_their_names() -> None:
     log: list[str] = []
-    apps = {name: app_as(client_app(lambda data: data[::-1], name, log.append, greets=True)) for name in ("ada", "bob")}
+    apps = {
+        name: app_as(client_app(lambda data: data[::-1], name, log.append, greets=True))
+        for name in ("ada", "bob")
+    }
     transport: Any = GridTransport(FakeGrid(**apps), None)  # type: ignore[arg-type]
     assert transport.send_all({"bob": b"123", "ada": b"456"}, 5.0) == {"bob": b"321", "ada": b"654"}
     assert len(log) == 2
 
 
 def test_with_keys_nodes_are_not_asked_for_their_names_and_do_not_say_them() -> None:
-    grid = FakeGrid(a=app_as(client_app(bytes, "b", print)), b=app_as(client_app(bytes, "a", print)))
+    grid = FakeGrid(
+        a=app_as(client_app(bytes, "b", print)), b=app_as(client_app(bytes, "a", print))
+    )
     assert ask(grid) == {"a": b"for a", "b": b"for b"}
     with pytest.raises(ValueError, match="No query function"):
         client_app(bytes, "a", print)(Message(parcel(b"", "t"), 1, "query"), SimpleNamespace())  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.noise import OsNoise
 from dpfed.privacy.record_batch import Records
 from dpfed.registry import registry
-from dpfed.training.budget.served_spending import served_accounts
+from dpfed.training.budget.served_spending import served_spending
 from dpfed.training.job.job import Job
 from dpfed.training.round_loop import first_state
 
@@ -72,18 +72,25 @@ def test_a_unit_is_held_out_by_itself_alone(tmp_path: Path) -> None:
     assert np.array_equal(split(settings, whole, tmp_path)[1], held)  # the next start of the client
     keep = np.arange(400) != held[3]  # one record less moves no other one
     less = Table({"pixel_values": whole.inputs["pixel_values"][keep]}, whole.labels[keep])
-    assert np.array_equal(np.flatnonzero(keep)[split(settings, less, tmp_path)[1]], np.delete(held, 3))
-    assert not np.array_equal(split(settings, whole, tmp_path / "other")[1], held)  # the key is the client's own
+    assert np.array_equal(
+        np.flatnonzero(keep)[split(settings, less, tmp_path)[1]], np.delete(held, 3)
+    )
+    assert not np.array_equal(
+        split(settings, whole, tmp_path / "other")[1], held
+    )  # the key is the client's own
 
 
 def test_whole_units_are_held_out(tmp_path: Path) -> None:
     settings = config(held_out_share=0.3)
-    settings = dataclasses.replace(settings, data=dataclasses.replace(settings.data, unit_column="patient"))
+    settings = dataclasses.replace(
+        settings, data=dataclasses.replace(settings.data, unit_column="patient")
+    )
     train, held = split(settings, table(), tmp_path)
     assert not set(table().columns["patient"][train]) & set(table().columns["patient"][held])
     assert len(held) % 4 == 0
     marked = dataclasses.replace(
-        settings, client=dataclasses.replace(settings.client, held_out_share=0.0, held_out_column="last")
+        settings,
+        client=dataclasses.replace(settings.client, held_out_share=0.0, held_out_column="last"),
     )
     with pytest.raises(DpfedError, match="a patient has records"):
         split(marked, table(), tmp_path)
@@ -94,17 +101,24 @@ def test_whole_units_are_held_out(tmp_path: Path) -> None:
 
 
 def test_a_unit_adds_its_share_of_right_answers_and_one_at_most() -> None:
-    correct = torch.tensor([1.0, 0.0, 1.0, 1.0, float("nan"), 7.0])  # a model's nonsense counts for 0 or 1
+    correct = torch.tensor(
+        [1.0, 0.0, 1.0, 1.0, float("nan"), 7.0]
+    )  # a model's nonsense counts for 0 or 1
     units = np.array(["p", "p", "q", "r", "r", "s"])
     model: Any = SimpleNamespace(
-        rows=4, scores=lambda theta, inputs: inputs["x"], correct=lambda scores, labels: correct[scores]
+        rows=4,
+        scores=lambda theta, inputs: inputs["x"],
+        correct=lambda scores, labels: correct[scores],
     )
     records = Records({"x": torch.arange(6)}, torch.zeros(6, dtype=torch.int64))
     shards = shards_of(np.zeros(6, dtype=np.int64), 1, units)
     count = lambda noise: noised_counts(model, torch.zeros(1), records, shards, 5.0, noise).tolist()  # noqa: E731
     assert count(Silent()) == [0.5 + 1 + 0.5 + 1, 0.5 + 0 + 0.5 + 0]
     assert count(Silent(2.0)) == [3.0 + 10.0, 1.0 + 10.0]
-    assert [x * 2**20 % 1 for x in count(Silent(1 / 3))] == [0, 0]  # the grid hides the last bits of count and noise
+    assert [x * 2**20 % 1 for x in count(Silent(1 / 3))] == [
+        0,
+        0,
+    ]  # the grid hides the last bits of count and noise
     found = torch.tensor([count(OsNoise(torch.device("cpu"))) for _ in range(2000)])
     assert found.std(0).tolist() == pytest.approx([5.0, 5.0], rel=0.08)
     assert found.mean(0).tolist() == pytest.approx([3.0, 1.0], abs=0.6)
@@ -113,14 +127,31 @@ def test_a_unit_adds_its_share_of_right_answers_and_one_at_most() -> None:
 
 def test_what_is_charged_is_a_gaussian_of_this_noise(job: Job, tmp_path: Path) -> None:
     client = client_of(job, 0, tmp_path, **HELD)
-    asked = Federation(job, Loopback({}), "run-1", "hub", names_of(job), held_out={"clinic-0": 80}, evaluate_sigma=6.0)
+    asked = Federation(
+        job,
+        Loopback({}),
+        "run-1",
+        "hub",
+        names_of(job),
+        held_out={"clinic-0": 80},
+        evaluate_sigma=6.0,
+    )
     for t in (1, 2):
-        counts = unpack(client.answer(pack(asked._scoring(t, first_state(job), 0)))).fields["counts"]
+        counts = unpack(client.answer(pack(asked._scoring(t, first_state(job), 0)))).fields[
+            "counts"
+        ]
         assert abs(float(counts.sum()) - 119) < 39 + 60
-    with Ledger.open(tmp_path / "clinic-0" / "ledger.db", client="clinic-0", readonly=True) as ledger:
+    with Ledger.open(
+        tmp_path / "clinic-0" / "ledger.db", client="clinic-0", readonly=True
+    ) as ledger:
         assert ledger.history("clinic-0") == [(mechanism_of(6.0), 2)]
         row = next(iter(ledger.rows()))
-        assert (row.charge.part, row.charge.steps, row.charge.noise, row.charge.void) == ("evaluate", 1, "os", False)
+        assert (row.charge.part, row.charge.steps, row.charge.noise, row.charge.void) == (
+            "evaluate",
+            1,
+            "os",
+            False,
+        )
 
 
 def unpack(data: bytes) -> Reply:
@@ -137,10 +168,14 @@ def test_what_is_scored_is_the_average_where_one_is_kept(job: Job) -> None:
     state = state.after(moved, 1.0, 0.5)
     sent = asked._scoring(2, state, 0).fields["theta"]
     torch.testing.assert_close(sent, job.theta + 2 / 3)
-    assert torch.equal(asked._request(2, state, 0).fields["theta"], job.theta + 1)  # and training goes on from the last
+    assert torch.equal(
+        asked._request(2, state, 0).fields["theta"], job.theta + 1
+    )  # and training goes on from the last
 
 
-def test_the_same_question_gets_the_stored_count_and_another_one_is_refused(job: Job, tmp_path: Path) -> None:
+def test_the_same_question_gets_the_stored_count_and_another_one_is_refused(
+    job: Job, tmp_path: Path
+) -> None:
     client = client_of(job, 0, tmp_path, **HELD)
     asked = Federation(job, Loopback({}), "run-1", "hub", names_of(job), held_out={"clinic-0": 80})
     data = pack(asked._scoring(2, first_state(job), 0))
@@ -150,16 +185,22 @@ def test_the_same_question_gets_the_stored_count_and_another_one_is_refused(job:
     assert isinstance(request, Scoring)
     for changed in ({"sigma": 7.0}, {"round": 1}):
         with pytest.raises(RefusedError, match="not after round 2"):
-            client.answer(pack(Scoring(dataclasses.replace(request.terms, **changed), request.fields)))
+            client.answer(
+                pack(Scoring(dataclasses.replace(request.terms, **changed), request.fields))
+            )
     with pytest.raises(RefusedError, match="not after round 2"):  # another model in the same round
         client.answer(pack(Scoring(request.terms, {"theta": request.fields["theta"] + 1})))
     client.answer(pack(training(job, 2)))  # training is not scoring
-    with Ledger.open(tmp_path / "clinic-0" / "ledger.db", client="clinic-0", readonly=True) as ledger:
+    with Ledger.open(
+        tmp_path / "clinic-0" / "ledger.db", client="clinic-0", readonly=True
+    ) as ledger:
         assert [row.charge.part for row in ledger.rows()] == ["evaluate", "train"]
 
 
 def training(job: Job, t: int) -> Any:
-    request = Federation(job, Loopback({}), "run-1", "hub", names_of(job))._request(t, first_state(job), 0)
+    request = Federation(job, Loopback({}), "run-1", "hub", names_of(job))._request(
+        t, first_state(job), 0
+    )
     terms = dataclasses.replace(request.terms, expected=request.terms.rate * 300)
     return dataclasses.replace(request, terms=terms)
 
@@ -231,7 +272,14 @@ def test_a_count_that_cannot_be_is_named_and_left_out(job: Job) -> None:
     clients = {"clinic-0": says(30.0), "clinic-1": says(1e6), "clinic-2": says(float("nan"))}
     held = dict.fromkeys(names_of(job), 40)
     federation = Federation(
-        job, Loopback(clients), "r", "hub", names_of(job), log=log.append, held_out=held, evaluate_every=2
+        job,
+        Loopback(clients),
+        "r",
+        "hub",
+        names_of(job),
+        log=log.append,
+        held_out=held,
+        evaluate_every=2,
     )
     federation.after(1, first_state(job))
     assert federation.scores == []
@@ -243,18 +291,33 @@ def test_a_count_that_cannot_be_is_named_and_left_out(job: Job) -> None:
     assert "accuracy 0.750 on about 40 held-out units of 1 clients, noise ±0.099" in log[2]
     for wrong in ({}, {"nobody": 3}):
         with pytest.raises(DpfedError, match=r"federation\.held_out"):
-            Federation(job, Loopback({}), "r", "hub", names_of(job), held_out=wrong, evaluate_every=1)
+            Federation(
+                job, Loopback({}), "r", "hub", names_of(job), held_out=wrong, evaluate_every=1
+            )
 
 
-def test_a_whole_run_with_counts_goes_on_after_a_kill_without_paying_twice(job: Job, tmp_path: Path) -> None:
+def test_a_whole_run_with_counts_goes_on_after_a_kill_without_paying_twice(
+    job: Job, tmp_path: Path
+) -> None:
     held = dict.fromkeys(names_of(job), 80)
     declared = dict.fromkeys(names_of(job), 300)
-    section = {"held_out": held, "evaluate_every": 1, "evaluate_sigma": 5.0, "clients": declared, "test_set": True}
+    section = {
+        "held_out": held,
+        "evaluate_every": 1,
+        "evaluate_sigma": 5.0,
+        "clients": declared,
+        "test_set": True,
+    }
     settings = config_of(
-        job, federation=section, run={"rounds": 4, "local_steps": 20}, algorithm={"name": "dp-fedavg", "lr": 1.0}
+        job,
+        federation=section,
+        run={"rounds": 4, "local_steps": 20},
+        algorithm={"name": "dp-fedavg", "lr": 1.0},
     )
     net = Net(job, tmp_path, seeded=False)
-    net.clients = {f"clinic-{i}": client_of(job, i, tmp_path, **HELD, max_epsilon=1e3).answer for i in range(3)}
+    net.clients = {
+        f"clinic-{i}": client_of(job, i, tmp_path, **HELD, max_epsilon=1e3).answer for i in range(3)
+    }
     net.kill_within = 4  # the counts of round 2 are on their way
     with pytest.raises(KilledError):
         serve(settings, tmp_path / "out", net, seeded=False)
@@ -273,6 +336,6 @@ def test_a_whole_run_with_counts_goes_on_after_a_kill_without_paying_twice(job: 
         assert spent <= result["epsilon"]["server_worst"] * (1 + 1e-6)
         assert spent > 0.99 * result["epsilon"]["server_worst"]
     assert "counts of held-out records" in result["guarantee"]
-    assert served_accounts(tmp_path / "out", seeded=False).server_max == pytest.approx(
+    assert served_spending(tmp_path / "out", seeded=False).server_max == pytest.approx(
         result["epsilon"]["server_worst"], rel=1e-6
     )

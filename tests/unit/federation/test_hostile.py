@@ -16,7 +16,7 @@ from safetensors.torch import save
 from dpfed.errors import DpfedError
 from dpfed.federation import policy as policy_module
 from dpfed.federation.client.client import Client
-from dpfed.federation.messages import ScoringTerms, Terms, WireError
+from dpfed.federation.messages import MessageError, ScoringTerms, Terms
 from dpfed.federation.policy import RefusedError, ToldError, told
 from dpfed.federation.server.server import Federation, Loopback
 from dpfed.privacy.ledger.ledger import Ledger
@@ -25,12 +25,30 @@ from dpfed.training.job.job import Job
 from dpfed.training.round_loop import first_state
 
 NAN, INF, HUGE = float("nan"), float("inf"), 10**400
-NUMBERS: list[Any] = [NAN, INF, -INF, -1, 0, HUGE, "1", None, True, [1], {}]  # wrong for every count of things
+NUMBERS: list[Any] = [
+    NAN,
+    INF,
+    -INF,
+    -1,
+    0,
+    HUGE,
+    "1",
+    None,
+    True,
+    [1],
+    {},
+]  # wrong for every count of things
 RATES: list[Any] = [NAN, INF, -1.0, 0.0, 1e300, 5e-324, "1", None, True, [1.0]]
 TEXTS: list[Any] = ["", "x" * 201, "a\nb", "\x1b[2J", 3, None, ["a"], "\ud800"]
 OFTEN: list[Any] = [*NUMBERS, 10**9 + 1, 2**63, 1.5]
 FLAGS: list[Any] = [1, 0, "true", None, []]
-GOOD_CLIPPING = {"mode": "flat", "stability": 0.01, "quantile": 0.5, "rate": 0.2, "count_noise": 10.0}
+GOOD_CLIPPING = {
+    "mode": "flat",
+    "stability": 0.01,
+    "quantile": 0.5,
+    "rate": 0.2,
+    "count_noise": 10.0,
+}
 
 
 def clipping(**changed: Any) -> dict[str, Any]:
@@ -86,7 +104,11 @@ def job() -> Job:
 
 
 def table_of(job: Job) -> dict[str, Any]:
-    terms = Federation(job, Loopback({}), "run-1", "hub", names_of(job))._request(1, first_state(job), 0).terms
+    terms = (
+        Federation(job, Loopback({}), "run-1", "hub", names_of(job))
+        ._request(1, first_state(job), 0)
+        .terms
+    )
     return {"format": 1, "kind": "request", **dataclasses.asdict(terms)}
 
 
@@ -100,7 +122,9 @@ def packed(job: Job, table: dict[str, Any], **fields: torch.Tensor) -> bytes:
 class Spy:
     """One client, whose data and ledger must stay untouched."""
 
-    def __init__(self, job: Job, folder: Path, monkeypatch: pytest.MonkeyPatch, **keys: Any) -> None:
+    def __init__(
+        self, job: Job, folder: Path, monkeypatch: pytest.MonkeyPatch, **keys: Any
+    ) -> None:
         def touched(*_: object, **__: object) -> None:
             raise AssertionError("a record was touched, or something charged")
 
@@ -112,7 +136,9 @@ class Spy:
     def refuses(self, data: bytes) -> str:
         with pytest.raises(DpfedError) as caught:
             self.client.answer(data)
-        assert isinstance(caught.value, RefusedError | WireError), f"not a refusal: {caught.value!r}"
+        assert isinstance(caught.value, RefusedError | MessageError), (
+            f"not a refusal: {caught.value!r}"
+        )
         text = told(caught.value)
         assert text == str(caught.value)
         return text
@@ -133,7 +159,9 @@ def test_no_hostile_value_of_any_field_is_charged_or_computed(
         assert str(tmp_path) not in text
     del good[field]
     assert field in spy.refuses(packed(job, good))
-    with pytest.raises(AssertionError, match="charged"):  # what was changed was the only thing wrong
+    with pytest.raises(
+        AssertionError, match="charged"
+    ):  # what was changed was the only thing wrong
         spy.client.answer(packed(job, table_of(job)))
 
 
@@ -143,11 +171,14 @@ def test_a_broadcast_of_numbers_that_would_overflow_is_refused(
 ) -> None:
     theta = job.theta.clone()
     theta[7] = value
-    assert "theta" in Spy(job, tmp_path, monkeypatch).refuses(packed(job, table_of(job), theta=theta))
+    assert "theta" in Spy(job, tmp_path, monkeypatch).refuses(
+        packed(job, table_of(job), theta=theta)
+    )
 
 
 SCORING: dict[str, list[Any]] = {
-    name: HOSTILE[name] for name in ("run", "server", "client", "seed", "seeded", "model", "rows", "head")
+    name: HOSTILE[name]
+    for name in ("run", "server", "client", "seed", "seeded", "model", "rows", "head")
 } | {
     "index": [NAN, -1, 10**10, HUGE, "0", None, True],
     "round": OFTEN,
@@ -158,7 +189,9 @@ SCORING: dict[str, list[Any]] = {
 
 
 def scoring_of(job: Job) -> dict[str, Any]:
-    federation = Federation(job, Loopback({}), "run-1", "hub", names_of(job), held_out={"clinic-0": 80})
+    federation = Federation(
+        job, Loopback({}), "run-1", "hub", names_of(job), held_out={"clinic-0": 80}
+    )
     terms = federation._scoring(1, first_state(job), 0).terms
     return {"format": 1, "kind": "scoring", **dataclasses.asdict(terms)}
 
@@ -167,7 +200,9 @@ def scoring_bytes(job: Job, table: dict[str, Any]) -> bytes:
     return save({"theta": job.theta.detach().clone()}, metadata={"dpfed": json.dumps(table)})
 
 
-def test_the_same_for_counts_on_held_out_records(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_for_counts_on_held_out_records(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert SCORING.keys() == {f.name for f in dataclasses.fields(ScoringTerms)}
     keys = {"evaluate": True, "held_out": 80, "held_out_share": 0.25, "records": 300}
     spy, good = Spy(job, tmp_path, monkeypatch, **keys), scoring_of(job)
@@ -180,7 +215,9 @@ def test_the_same_for_counts_on_held_out_records(job: Job, tmp_path: Path, monke
     assert "policy.evaluate is false" in off.refuses(scoring_bytes(job, good))
 
 
-@pytest.mark.parametrize("kind", [ZeroDivisionError, OSError, KeyError, DpfedError, MemoryError, AssertionError])
+@pytest.mark.parametrize(
+    "kind", [ZeroDivisionError, OSError, KeyError, DpfedError, MemoryError, AssertionError]
+)
 def test_of_any_other_error_the_server_learns_that_there_was_one(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
@@ -189,13 +226,17 @@ def test_of_any_other_error_the_server_learns_that_there_was_one(
 
     client = client_of(job, 0, tmp_path)
     monkeypatch.setattr(Client, "_compute", failing)
-    answer = Loopback({"clinic-0": client.answer}).send_all({"clinic-0": packed(job, table_of(job))}, 1.0)
+    answer = Loopback({"clinic-0": client.answer}).send_all(
+        {"clinic-0": packed(job, table_of(job))}, 1.0
+    )
     assert str(answer["clinic-0"]) == "it failed, and its own log says why"
     assert told(kind("Smith")) == "it failed, and its own log says why"
     assert told(ToldError("lr is too high")) == "lr is too high"
 
 
-def test_a_ledger_that_was_put_back_is_told_without_saying_where_it_lies(job: Job, tmp_path: Path) -> None:
+def test_a_ledger_that_was_put_back_is_told_without_saying_where_it_lies(
+    job: Job, tmp_path: Path
+) -> None:
     client = client_of(job, 0, tmp_path)
     data = packed(job, {**table_of(job), "rows": 5, "head": "ab"})
     with pytest.raises(RefusedError, match="row 1 is missing in its ledger") as caught:
@@ -203,7 +244,9 @@ def test_a_ledger_that_was_put_back_is_told_without_saying_where_it_lies(job: Jo
     assert str(tmp_path) not in str(caught.value)
 
 
-def test_no_rule_of_a_client_asks_what_time_it_is(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rule_of_a_client_asks_what_time_it_is(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows from the future, then rows from the past: what was spent and what comes next do not depend on it."""
     decade = 10 * 365 * 86400.0
     client, table = client_of(job, 0, tmp_path), table_of(job)
@@ -212,11 +255,15 @@ def test_no_rule_of_a_client_asks_what_time_it_is(job: Job, tmp_path: Path, monk
         client.answer(packed(job, {**table, "round": t}))
         with pytest.raises(RefusedError, match=f"not after round {t}"):
             client.answer(packed(job, {**table, "round": t, "lr": 0.005}))
-    with Ledger.open(tmp_path / "clinic-0" / "ledger.db", client="clinic-0", readonly=True) as ledger:
+    with Ledger.open(
+        tmp_path / "clinic-0" / "ledger.db", client="clinic-0", readonly=True
+    ) as ledger:
         assert ledger.verify().rows == 3
         assert ledger.history("clinic-0") == [(job.plan.mechanism(0), 6)]
         assert [row.time for row in ledger.rows()] == [1.8e9 + decade, 1.8e9 - decade, 1.8e9]
     for path in Path(policy_module.__file__).parent.glob("*.py"):
         text = path.read_text(encoding="utf-8")
         assert "time.time(" not in text, path.name
-        assert "datetime" not in text or path.name == "keys.py", path.name  # certificates have dates
+        assert "datetime" not in text or path.name == "keys.py", (
+            path.name
+        )  # certificates have dates

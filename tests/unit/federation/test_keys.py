@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_private_key
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_ssh_private_key,
+)
 
 from dpfed.errors import DpfedError
 from dpfed.federation.keys import check_private, make_all, make_client, public_key
@@ -68,7 +72,9 @@ def test_each_client_has_its_own_pair_and_only_its_own(folder: Path) -> None:
         own = private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
         assert public_key(folder / "clients" / f"{name}.pub") == own
         check_private(folder / name / "client.key")
-    assert public_key(folder / "clients" / "clinic-a.pub") != public_key(folder / "clients" / "clinic-b.pub")
+    assert public_key(folder / "clients" / "clinic-a.pub") != public_key(
+        folder / "clients" / "clinic-b.pub"
+    )
 
 
 def test_files_are_their_owners_alone(folder: Path) -> None:
@@ -98,14 +104,19 @@ def test_nothing_is_overwritten(folder: Path) -> None:
         ("https://hub", ["a"], "not a host name"),
     ],
 )
-def test_mistakes_leave_nothing_behind(host: str, clients: list[str], sentence: str, tmp_path: Path) -> None:
+def test_mistakes_leave_nothing_behind(
+    host: str, clients: list[str], sentence: str, tmp_path: Path
+) -> None:
     with pytest.raises(DpfedError, match=sentence):
         make_all(tmp_path / "keys", host, clients)
     assert not (tmp_path / "keys").exists()
 
 
 def test_a_client_makes_its_own_pair(tmp_path: Path) -> None:
-    assert [path.name for path in make_client(tmp_path / "own", "clinic-a")] == ["client.key", "clinic-a.pub"]
+    assert [path.name for path in make_client(tmp_path / "own", "clinic-a")] == [
+        "client.key",
+        "clinic-a.pub",
+    ]
     check_private(tmp_path / "own" / "client.key")
     assert public_key(tmp_path / "own" / "clinic-a.pub").startswith(b"-----BEGIN PUBLIC KEY")
 

@@ -57,7 +57,9 @@ def test_addresses(text: str, found: Address) -> None:
     assert str(found) == text
 
 
-@pytest.mark.parametrize("text", ["", "hub", ":80", "hub:", "hub:0", "hub:70000", "http://hub:80", "hub:8o"])
+@pytest.mark.parametrize(
+    "text", ["", "hub", ":80", "hub:", "hub:0", "hub:70000", "http://hub:80", "hub:8o"]
+)
 def test_what_is_no_address_is_said(text: str) -> None:
     with pytest.raises(DpfedError, match="host:port"):
         address_of(text)
@@ -68,7 +70,9 @@ def test_insecure_is_for_this_machine(text: str) -> None:
     refuse_insecure(address_of(text))
 
 
-@pytest.mark.parametrize("text", ["0.0.0.0:1", "[::]:1", "10.0.0.1:1", "hub.example.org:1", "localhost.evil.org:1"])
+@pytest.mark.parametrize(
+    "text", ["0.0.0.0:1", "[::]:1", "10.0.0.1:1", "hub.example.org:1", "localhost.evil.org:1"]
+)
 def test_and_for_no_other(text: str) -> None:
     with pytest.raises(DpfedError, match="--insecure is for tests"):
         refuse_insecure(address_of(text))
@@ -113,7 +117,10 @@ def test_mistakes_in_the_file_are_named(link: str, sentence: str, tmp_path: Path
 
 def test_tls_and_a_key_are_needed_unless_insecure(tmp_path: Path) -> None:
     keys.make_all(tmp_path / "keys", "127.0.0.1", ["clinic-a"])
-    ca, key = str(tmp_path / "keys" / "clinic-a" / "ca.crt"), str(tmp_path / "keys" / "clinic-a" / "client.key")
+    ca, key = (
+        str(tmp_path / "keys" / "clinic-a" / "ca.crt"),
+        str(tmp_path / "keys" / "clinic-a" / "client.key"),
+    )
     assert check_link(LinkSection("hub:1", ca, key), insecure=False) == Address("hub", 1)
     assert check_link(LinkSection("127.0.0.1:1"), insecure=True).loopback
     for link, sentence in (
@@ -149,7 +156,9 @@ def test_a_secret_is_its_owners_alone_and_new_each_time(tmp_path: Path) -> None:
 def test_the_reason_is_what_the_last_error_says(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert last_line(log) == "it wrote nothing"
-    log.write_text("\x1b[92mINFO \x1b[0m:  fine\n\x1b[91mERROR \x1b[0m:  Exit Code: 600\nno such key\n\nINFO: over\n")
+    log.write_text(
+        "\x1b[92mINFO \x1b[0m:  fine\n\x1b[91mERROR \x1b[0m:  Exit Code: 600\nno such key\n\nINFO: over\n"
+    )
     assert last_line(log) == "ERROR : Exit Code: 600 no such key"
     assert last_line(log, log.stat().st_size) == "it wrote nothing"
 

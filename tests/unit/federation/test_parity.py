@@ -22,10 +22,18 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "dp-fafed, vr": {"algorithm": {"name": "dp-fafed", "lr": 3e-3, "fafed_vr": True}},
     "dp-fedadamw, grid in both": {"privacy": {"grid": True}},
     "dp-fedadamw, exact in both": {"privacy": {"grid": True, "isolation": "exact"}},
-    "dp-fedadamw, an average of two views": {"data": {"augment": "flip", "views": 2}, "run": {"average": 0.5}},
+    "dp-fedadamw, an average of two views": {
+        "data": {"augment": "flip", "views": 2},
+        "run": {"average": 0.5},
+    },
     "dp-fedadamw, two of three": {"run": {"participation": 0.67}},
-    "dp-scaffold, two of three": {"algorithm": {"name": "dp-scaffold", "lr": 0.1}, "run": {"participation": 0.67}},
-    "dp-fedavg, weights by size": {"algorithm": {"name": "dp-fedavg", "lr": 0.1, "agg_weights": "size"}},
+    "dp-scaffold, two of three": {
+        "algorithm": {"name": "dp-scaffold", "lr": 0.1},
+        "run": {"participation": 0.67},
+    },
+    "dp-fedavg, weights by size": {
+        "algorithm": {"name": "dp-fedavg", "lr": 0.1, "agg_weights": "size"}
+    },
 }
 
 
@@ -38,10 +46,14 @@ def test_a_federation_in_test_mode_takes_the_simulations_way(case: str, tmp_path
     assert log == []
     assert float((expected - job.theta).norm()) > 1e-3
     assert float((found - expected).abs().max()) < 1e-5
-    assert [round.clip for round in seen] == pytest.approx([round.clip for round in rounds], rel=1e-5)
+    assert [round.clip for round in seen] == pytest.approx(
+        [round.clip for round in rounds], rel=1e-5
+    )
     if "quantile" in case:
         assert len({round.clip for round in seen}) > 1
-    with Ledger.open(tmp_path / "clinic-0" / "ledger.db", client="clinic-0", readonly=True) as ledger:
+    with Ledger.open(
+        tmp_path / "clinic-0" / "ledger.db", client="clinic-0", readonly=True
+    ) as ledger:
         rows = list(ledger.rows())
         assert rows
         assert all(row.charge.void and row.charge.noise == "seeded" for row in rows)
@@ -61,12 +73,17 @@ def test_real_noise_is_never_the_simulations(tmp_path: Path) -> None:
     expected, _ = simulated(job)
     found, _ = federated(job, federation_of(job, tmp_path)[0])
     assert float((found - expected).abs().max()) > 1e-3
-    with Ledger.open(tmp_path / "clinic-1" / "ledger.db", client="clinic-1", readonly=True) as ledger:
+    with Ledger.open(
+        tmp_path / "clinic-1" / "ledger.db", client="clinic-1", readonly=True
+    ) as ledger:
         assert ledger.history("clinic-1") == [(job.plan.mechanism(1), 6)]
         assert ledger.verify().rows == 3
 
 
 def test_the_grid_moves_a_run_by_its_rounding_and_no_more() -> None:
-    off, on = simulated(job_of(privacy={"grid": False}))[0], simulated(job_of(privacy={"grid": True}))[0]
+    off, on = (
+        simulated(job_of(privacy={"grid": False}))[0],
+        simulated(job_of(privacy={"grid": True}))[0],
+    )
     assert 0 < float((on - off).abs().max()) < 1e-5
     assert float((simulated(job_of())[0] - off).abs().max()) == 0  # auto: off in simulations

@@ -40,7 +40,10 @@ def terms(**keys: Any) -> Terms:
 
 def test_a_request_within_the_policy_is_not_refused() -> None:
     assert check(TERMS, policy(), STEP, []) is None
-    assert check(TERMS, policy(algorithms=("dp-fedavg",), max_local_steps=5, max_rate=0.05), STEP, []) is None
+    assert (
+        check(TERMS, policy(algorithms=("dp-fedavg",), max_local_steps=5, max_rate=0.05), STEP, [])
+        is None
+    )
     assert check(terms(grid=False), policy(require_grid=False), STEP, []) is None
 
 
@@ -57,7 +60,9 @@ def test_a_request_within_the_policy_is_not_refused() -> None:
         ({"expected": 4.9}, {}, "policy.records = 100"),
     ],
 )
-def test_a_request_outside_the_policy_is_refused(changed: dict[str, Any], keys: dict[str, Any], what: str) -> None:
+def test_a_request_outside_the_policy_is_refused(
+    changed: dict[str, Any], keys: dict[str, Any], what: str
+) -> None:
     assert what in str(check(terms(**changed), policy(**keys), STEP, []))
 
 
@@ -66,7 +71,9 @@ def test_epsilon_counts_the_whole_history_and_this_round() -> None:
     for margin, refused in ((1.001, False), (0.999, True)):
         reason = check(TERMS, policy(max_epsilon=after_three * margin), STEP, [(STEP, 10)])
         assert (reason is not None) is refused
-    assert "policy.max_epsilon" in str(check(TERMS, policy(max_epsilon=after_three * 0.999), STEP, [(STEP, 10)]))
+    assert "policy.max_epsilon" in str(
+        check(TERMS, policy(max_epsilon=after_three * 0.999), STEP, [(STEP, 10)])
+    )
     other = [(Mechanism("poisson", 0.05, 0.5), 40)]  # spent in another run
     assert check(TERMS, policy(max_epsilon=after_three * 1.001), STEP, other) is not None
 
@@ -104,7 +111,9 @@ def test_the_sender_and_the_model() -> None:
         ("model", "name", None, "model.name"),
     ],
 )
-def test_a_mistake_in_client_toml_is_one_sentence(section: str, key: str, value: Any, what: str) -> None:
+def test_a_mistake_in_client_toml_is_one_sentence(
+    section: str, key: str, value: Any, what: str
+) -> None:
     raw = {name: dict(table) for name, table in RAW.items()}
     raw[section].pop(key, None)
     if value is not None:
@@ -114,7 +123,9 @@ def test_a_mistake_in_client_toml_is_one_sentence(section: str, key: str, value:
 
 
 def test_a_mistyped_key_is_named_before_the_one_that_is_lacking_for_it() -> None:
-    with pytest.raises(DpfedError, match=r"policy\.max_epsilonn is not a key .* did you mean max_epsilon"):
+    with pytest.raises(
+        DpfedError, match=r"policy\.max_epsilonn is not a key .* did you mean max_epsilon"
+    ):
         build({**RAW, "policy": {"records": 10, "max_epsilonn": 3.0}}, registry())
 
 

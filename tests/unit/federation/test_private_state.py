@@ -32,14 +32,23 @@ def open_to_others(folder: Path) -> dict[str, str]:
 def test_a_servers_run_and_its_clients_states_are_private(tmp_path: Path) -> None:
     algorithm = {"name": "dp-scaffold", "lr": 0.1}
     job = job_of(algorithm=algorithm)
-    serve(config_of(job, algorithm=algorithm), tmp_path / "out", Net(job, tmp_path, seeded=False), seeded=False)
+    serve(
+        config_of(job, algorithm=algorithm),
+        tmp_path / "out",
+        Net(job, tmp_path, seeded=False),
+        seeded=False,
+    )
     for folder in ("out", "clinic-0", "clinic-1", "clinic-2"):
         assert open_to_others(tmp_path / folder) == {}
-    kept = {path.name.split("-")[0] for path in (tmp_path / "clinic-0").rglob("*") if path.is_file()}
+    kept = {
+        path.name.split("-")[0] for path in (tmp_path / "clinic-0").rglob("*") if path.is_file()
+    }
     assert {"ledger.db", "reply", "memory"} <= kept
 
 
-def test_a_state_folder_of_an_older_version_is_restricted_when_its_client_starts(tmp_path: Path) -> None:
+def test_a_state_folder_of_an_older_version_is_restricted_when_its_client_starts(
+    tmp_path: Path,
+) -> None:
     job = job_of()
     stored = tmp_path / "clinic-0" / "runs" / "abc" / "reply-1-x"
     stored.parent.mkdir(parents=True)
@@ -62,11 +71,17 @@ def test_keys_in_a_folder_that_was_open_to_others_are_private(tmp_path: Path) ->
 @pytest.mark.usefixtures("umask")
 def test_what_a_link_writes_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The child process of a link writes a file of its own beside the log."""
-    (tmp_path / "child.py").write_text("import pathlib, os; pathlib.Path(os.environ['FLWR_HOME'], 'state').touch()")
+    (tmp_path / "child.py").write_text(
+        "import pathlib, os; pathlib.Path(os.environ['FLWR_HOME'], 'state').touch()"
+    )
     monkeypatch.setattr(links, "CHILD", "child")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     process = links.start("supernode", [], tmp_path / "home")
     assert process.popen.wait(60) == 0
     links.secret_file(tmp_path / "home", "secret")
-    assert {path.name for path in (tmp_path / "home").iterdir()} == {"supernode.log", "state", "secret"}
+    assert {path.name for path in (tmp_path / "home").iterdir()} == {
+        "supernode.log",
+        "state",
+        "secret",
+    }
     assert open_to_others(tmp_path / "home") == {}

@@ -19,7 +19,7 @@ from dpfed.privacy.accounting.pld import epsilon
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.registry import registry
 from dpfed.training.budget.prior_spending import read_stored
-from dpfed.training.budget.recorded_spending import read_accounts
+from dpfed.training.budget.recorded_spending import read_recorded_spending
 from dpfed.training.export import export, read_run
 from dpfed.training.job.job import prepare, prepare_server
 from dpfed.training.run import run
@@ -30,7 +30,9 @@ def theta_in(out: Path) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["dp-fedadamw", "dp-scaffold"])
-def test_a_server_and_a_simulation_of_one_configuration_take_the_same_way(name: str, tmp_path: Path) -> None:
+def test_a_server_and_a_simulation_of_one_configuration_take_the_same_way(
+    name: str, tmp_path: Path
+) -> None:
     algorithm = {"name": name, "lr": 0.01}
     job = job_of(algorithm=algorithm)
     config = config_of(job, algorithm=algorithm, run={"participation": 0.67})
@@ -39,7 +41,9 @@ def test_a_server_and_a_simulation_of_one_configuration_take_the_same_way(name: 
     assert result["log"] == []
     from safetensors.torch import load_file
 
-    one, two = (load_file(tmp_path / folder / "model.safetensors") for folder in ("simulated", "served"))
+    one, two = (
+        load_file(tmp_path / folder / "model.safetensors") for folder in ("simulated", "served")
+    )
     assert max(float((one[k] - two[k]).abs().max()) for k in one) < 1e-5
     assert result["release"].startswith("simulation")
     assert not (tmp_path / "served" / "ledger.sqlite").exists()
@@ -57,7 +61,9 @@ def test_the_servers_job_has_no_private_record_and_the_simulations_plan() -> Non
     assert torch.equal(found.theta, job.theta)
     assert len(found.test.labels) == len(job.test.labels)
     assert not any("federation" in note for note in prepare(config).notes)
-    other = config_of(job, federation={"clients": {"a": 5, "b": 700}}, privacy={"batch": None, "rate": 0.1})
+    other = config_of(
+        job, federation={"clients": {"a": 5, "b": 700}}, privacy={"batch": None, "rate": 0.1}
+    )
     assert any("will not take the same way" in note for note in prepare(other).notes)
 
 
@@ -67,13 +73,23 @@ def test_clients_are_numbered_by_name_whatever_the_order_in_the_file() -> None:
     assert prepare_server(mixed).plan.sizes.tolist() == [300, 200, 100]
 
 
-def test_without_a_test_set_the_server_is_told_the_shapes_and_says_no_accuracy(tmp_path: Path) -> None:
+def test_without_a_test_set_the_server_is_told_the_shapes_and_says_no_accuracy(
+    tmp_path: Path,
+) -> None:
     job = job_of()
-    config = config_of(job, federation={"test_set": False, "shape": [1, 8, 8], "classes": 10, "white": 16.0})
+    config = config_of(
+        job, federation={"test_set": False, "shape": [1, 8, 8], "classes": 10, "white": 16.0}
+    )
     result = serve(config, tmp_path / "out", Net(job, tmp_path))
-    assert (result["test_accuracy"], result["start_accuracy"], result["test_records"]) == (None, None, 0)
+    assert (result["test_accuracy"], result["start_accuracy"], result["test_records"]) == (
+        None,
+        None,
+        0,
+    )
     assert result["rounds"] == 3
-    assert closing(result)[0].startswith("no accuracy, as the server has no test set, after 3 rounds")
+    assert closing(result)[0].startswith(
+        "no accuracy, as the server has no test set, after 3 rounds"
+    )
     with pytest.raises(DpfedError, match=r"federation\.shape"):
         prepare_server(config_of(job, federation={"test_set": False}))
 
@@ -99,7 +115,9 @@ def test_mistakes_in_the_section_are_one_sentence() -> None:
 
 @pytest.mark.parametrize("when", ["before", "within"])
 @pytest.mark.parametrize("at", [1, 2, 3])
-def test_a_killed_server_goes_on_with_the_same_bytes_and_nobody_pays_twice(when: str, at: int, tmp_path: Path) -> None:
+def test_a_killed_server_goes_on_with_the_same_bytes_and_nobody_pays_twice(
+    when: str, at: int, tmp_path: Path
+) -> None:
     algorithm = {"name": "dp-scaffold", "lr": 0.1}
     job = job_of(algorithm=algorithm)
     config = config_of(job, algorithm=algorithm, run={"participation": 0.67, "checkpoint_every": 2})
@@ -110,21 +128,30 @@ def test_a_killed_server_goes_on_with_the_same_bytes_and_nobody_pays_twice(when:
         serve(config, out, net, seeded=False)
     interrupted = net.sent[-1]
     result = serve(config, out, net, seeded=False, resume=True)
-    assert net.sent[at] == interrupted  # the round that was cut short is asked for again, byte by byte
+    assert (
+        net.sent[at] == interrupted
+    )  # the round that was cut short is asked for again, byte by byte
     assert len(net.sent) == 4
     assert (result["rounds"], result["log"]) == (3, [])
-    asked = {name: sum(name in requests for requests in [*net.sent[:at], *net.sent[at + 1 :]]) for name in net.clients}
+    asked = {
+        name: sum(name in requests for requests in [*net.sent[:at], *net.sent[at + 1 :]])
+        for name in net.clients
+    }
     for name, rounds in asked.items():
         path = tmp_path / name / "ledger.db"
         if rounds:
             with Ledger.open(path, client=name, readonly=True) as ledger:
                 assert ledger.verify().rows == rounds
-    assert result["epsilon"]["third_party"] == result["epsilon"]["server_worst"]  # who answers is not by chance alone
+    assert (
+        result["epsilon"]["third_party"] == result["epsilon"]["server_worst"]
+    )  # who answers is not by chance alone
     key = out / "cohorts.key"
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
 
 
-def test_a_server_does_not_go_on_in_a_simulations_folder_nor_the_other_way_round(tmp_path: Path) -> None:
+def test_a_server_does_not_go_on_in_a_simulations_folder_nor_the_other_way_round(
+    tmp_path: Path,
+) -> None:
     job = job_of()
     config = config_of(job)
     with pytest.raises(StoppedError):
@@ -140,7 +167,7 @@ def test_a_server_does_not_go_on_in_a_simulations_folder_nor_the_other_way_round
 def test_a_servers_run_is_accounted_for_and_exported_with_upper_bounds(tmp_path: Path) -> None:
     job = job_of()
     result = serve(config_of(job), tmp_path / "out", Net(job, tmp_path, seeded=False), seeded=False)
-    accounts = read_accounts(tmp_path / "out")
+    accounts = read_recorded_spending(tmp_path / "out")
     assert accounts.server_max == pytest.approx(epsilon([(job.plan.mechanism(0), 6)], 1e-5).value)
     assert accounts.server_worst == pytest.approx(result["epsilon"]["server_worst"])
     assert accounts.third_party == accounts.server_worst
@@ -160,7 +187,12 @@ def test_waiting_may_change_when_a_server_goes_on_and_the_clients_may_not(tmp_pa
     more = {f"clinic-{i}": int(size) - 1 for i, size in enumerate(job.plan.sizes)}
     with pytest.raises(DpfedError, match=r"federation\.clients was"):
         serve(config_of(job, federation={"clients": more}), tmp_path / "out", net, resume=True)
-    result = serve(config_of(job, federation={"timeout": 9.0, "patience": 7}), tmp_path / "out", net, resume=True)
+    result = serve(
+        config_of(job, federation={"timeout": 9.0, "patience": 7}),
+        tmp_path / "out",
+        net,
+        resume=True,
+    )
     assert result["rounds"] == 3
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpfed.model.augment import crop_flip, flip, view_of
+from dpfed.model.augment import augmentation_of, crop_flip, flip
 
 
 def images(count: int = 6, side: int = 16) -> Tensor:
@@ -53,5 +53,5 @@ def test_a_crop_is_a_shift_of_at_most_an_eighth_with_black_borders() -> None:
 
 
 def test_none_is_no_view() -> None:
-    assert view_of("none") is None
-    assert view_of("flip") is flip
+    assert augmentation_of("none") is None
+    assert augmentation_of("flip") is flip

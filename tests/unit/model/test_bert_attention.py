@@ -38,7 +38,9 @@ SHAPE = {"hidden_size": 16, "max_position_embeddings": 80}  # two layers, two he
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention alone: other kernels have tests of their own, and the interpreter is slow."""
-    monkeypatch.setattr(windows, "accel", SimpleNamespace(**{**vars(accel), "interpreted": not GPU}))
+    monkeypatch.setattr(
+        windows, "accel", SimpleNamespace(**{**vars(accel), "interpreted": not GPU})
+    )
 
 
 @pytest.fixture
@@ -70,12 +72,18 @@ def text(lengths: tuple[int, ...], n: int) -> dict[str, Tensor]:
     real = real_of(lengths, n)
     ids = torch.randint(2, 20, real.shape, generator=torch.Generator().manual_seed(n))
     places = torch.arange(n).expand(real.shape)
-    masked = {"input_ids": torch.where(real, ids, 0), "position_ids": places, "attention_mask": additive(real, False)}
+    masked = {
+        "input_ids": torch.where(real, ids, 0),
+        "position_ids": places,
+        "attention_mask": additive(real, False),
+    }
     return {name: x.to(WHERE) for name, x in masked.items()}
 
 
 def attention_of(model: nn.Module) -> Any:
-    return next(m for m in model.modules() if isinstance(m, BertSelfAttention | RobertaSelfAttention))
+    return next(
+        m for m in model.modules() if isinstance(m, BertSelfAttention | RobertaSelfAttention)
+    )
 
 
 # ---- the kernel
@@ -104,7 +112,11 @@ def test_attention_without_a_bias(n: int, heads: int, depth: int, mask: str) -> 
     want = y.transpose(1, 2).reshape(q.shape)
     got = window_attention(q, k, v, None, twins._added(real), 0.7, heads)
     pairs = [(got, want)]
-    pairs += zip(torch.autograd.grad(got, (q, k, v), grad), torch.autograd.grad(want, (q, k, v), grad), strict=True)
+    pairs += zip(
+        torch.autograd.grad(got, (q, k, v), grad),
+        torch.autograd.grad(want, (q, k, v), grad),
+        strict=True,
+    )
     for one, other in pairs:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     if mask == "bool":
@@ -113,16 +125,25 @@ def test_attention_without_a_bias(n: int, heads: int, depth: int, mask: str) -> 
 
 def test_operator_without_a_bias_is_what_it_says() -> None:
     q, k, v = (torch.randn(2, 4, 4, device=WHERE, requires_grad=True) for _ in range(3))
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    tests = (
+        "test_schema",
+        "test_autograd_registration",
+        "test_faketensor",
+        "test_aot_dispatch_static",
+    )
     for mask in (None, torch.zeros(2, 1, 4, device=WHERE)):
-        torch.library.opcheck(torch.ops.dpfed.window_attention, (q, k, v, None, mask, 0.5, 2), test_utils=tests)
+        torch.library.opcheck(
+            torch.ops.dpfed.window_attention, (q, k, v, None, mask, 0.5, 2), test_utils=tests
+        )
     for heads in (None, 0, 3):
         with pytest.raises(ValueError, match="does not fit"):
             window_attention(q, k, v, None, None, 0.5, heads)
     with pytest.raises(ValueError, match="does not fit"):
         window_attention(q, k, v, None, torch.zeros(2, 2, 4, device=WHERE), 0.5, 2)
     with pytest.raises(ValueError, match="no gradient"):
-        window_attention(q, k, v, None, torch.zeros(2, 1, 4, device=WHERE, requires_grad=True), 0.5, 2)
+        window_attention(
+            q, k, v, None, torch.zeros(2, 1, 4, device=WHERE, requires_grad=True), 0.5, 2
+        )
 
 
 # ---- whole models
@@ -142,7 +163,9 @@ def test_gradients_of_records_equal_the_plain_way(
     args = theta, client, text(lengths, n), labels_of(5).to(WHERE)
 
     def outcome() -> tuple[Tensor, Tensor]:
-        with sdpa_kernel(SDPBackend.MATH):  # torch's own for CPUs has other gradients where a record is padding alone
+        with sdpa_kernel(
+            SDPBackend.MATH
+        ):  # torch's own for CPUs has other gradients where a record is padding alone
             return torch.cat(case.ready.grads(*args), 1), case.ready.scores(theta[0], args[2])
 
     grads, scores = outcome()
@@ -157,11 +180,16 @@ def test_gradients_of_records_equal_the_plain_way(
 
 
 @pytest.mark.parametrize("build", [bert, roberta])
-def test_masks_as_transformers_makes_them(build: Any, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_as_transformers_makes_them(
+    build: Any, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From `[M, n]` numbers: booleans for torch's attention, to be added for the eager one; none where all is real."""
     model = build(**SHAPE).to(WHERE)
     twins.fuse_bert(model)
-    inputs = {"input_ids": text((5, 3, 4), 5)["input_ids"], "attention_mask": real_of((5, 3, 4), 5).long().to(WHERE)}
+    inputs = {
+        "input_ids": text((5, 3, 4), 5)["input_ids"],
+        "attention_mask": real_of((5, 3, 4), 5).long().to(WHERE),
+    }
     for way in ("sdpa", "eager"):
         model.set_attn_implementation(way)
         got = [model(**inputs).logits, model(input_ids=inputs["input_ids"]).logits]
@@ -175,19 +203,27 @@ def test_masks_as_transformers_makes_them(build: Any, calls: list[Any], monkeypa
 
 
 @pytest.mark.parametrize("lowest", [torch.finfo(torch.float32).min, float("-inf")])
-def test_unused_slots_add_exactly_nothing(lowest: float, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_slots_add_exactly_nothing(
+    lowest: float, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whether they hold a record or padding alone, whose rows may look nowhere; to the last bit. And clipped sums are
     those of the plain way."""
     case = Case(adapted(bert(**SHAPE), "lora"))
     case.ready.model.to(WHERE)
     inputs = text((5, 3, 0, 4), 5)
-    inputs["attention_mask"] = inputs["attention_mask"].masked_fill(inputs["attention_mask"] < 0, lowest)
+    inputs["attention_mask"] = inputs["attention_mask"].masked_fill(
+        inputs["attention_mask"] < 0, lowest
+    )
     records = Records(inputs, labels_of(4).to(WHERE))
-    sums = FixedSum(case.ready, records, Clipping("flat"), None, 2, 4, case.space.size, capture=False)
+    sums = FixedSum(
+        case.ready, records, Clipping("flat"), None, 2, 4, case.space.size, capture=False
+    )
 
     def total(rows: list[int], valid: list[int]) -> Tensor:
         zeros = torch.zeros(4, dtype=torch.int64)
-        packed = Pass.of(torch.tensor(rows), torch.tensor([0, 1, 0, 1]), torch.tensor(valid), zeros, zeros)
+        packed = Pass.of(
+            torch.tensor(rows), torch.tensor([0, 1, 0, 1]), torch.tensor(valid), zeros, zeros
+        )
         return sums(case.rows(2).to(WHERE), Pass(packed.packed.to(WHERE)), 1.0)[0].clone()
 
     padding = total([0, 1, 2, 2], [1, 1, 0, 0])
@@ -196,7 +232,9 @@ def test_unused_slots_add_exactly_nothing(lowest: float, calls: list[Any], monke
     assert torch.equal(padding, total([0, 1, 3, 0], [1, 1, 0, 0]))
     assert (total([2, 2, 2, 2], [0, 0, 0, 0]) == 0).all()
     blank, labels = records.take(torch.tensor([2], device=WHERE))
-    alone = torch.cat(case.ready.grads(case.rows(1).to(WHERE), torch.tensor([0], device=WHERE), blank, labels), 1)
+    alone = torch.cat(
+        case.ready.grads(case.rows(1).to(WHERE), torch.tensor([0], device=WHERE), blank, labels), 1
+    )
     assert alone.isfinite().all()
     assert used(calls) == 8
     monkeypatch.setattr(twins, "available", lambda x: False)
@@ -207,7 +245,9 @@ def test_unused_slots_add_exactly_nothing(lowest: float, calls: list[Any], monke
 # ---- where the kernel does not fit
 
 NONE = torch.zeros(2, 1, 1, 5)
-FALLBACKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings of the model, arguments of its attention
+FALLBACKS: dict[
+    str, tuple[dict[str, Any], dict[str, Any]]
+] = {  # settings of the model, arguments of its attention
     "past": ({}, {"past_key_values": "cache"}),
     "decoder": ({"is_decoder": True}, {"attention_mask": NONE}),
     "causal": ({}, {"is_causal": True}),
@@ -235,10 +275,16 @@ def test_the_plain_way_where_the_kernel_does_not_fit(
     twins.fuse_bert(model)
     attention = attention_of(model)
     went: list[str] = []
-    monkeypatch.setattr(BertSelfAttention, "forward", lambda *args, **kwargs: went.append("plain") or (args, kwargs))
+    monkeypatch.setattr(
+        BertSelfAttention, "forward", lambda *args, **kwargs: went.append("plain") or (args, kwargs)
+    )
     n = given.get("n", 5)
     x = torch.randn(2, n, attention.query.in_features, device=WHERE)
-    given = {name: y.to(WHERE) if isinstance(y, Tensor) else y for name, y in given.items() if name != "n"}
+    given = {
+        name: y.to(WHERE) if isinstance(y, Tensor) else y
+        for name, y in given.items()
+        if name != "n"
+    }
     if "past_key_values" in given:
         given["past_key_values"] = DynamicCache()
     args, kwargs = attention(x, **given)
@@ -246,21 +292,31 @@ def test_the_plain_way_where_the_kernel_does_not_fit(
     assert args[1] is x
     assert args[2] is given.get("attention_mask")
     assert args[3] is given.get("past_key_values")
-    assert kwargs == {name: y for name, y in given.items() if name not in ("attention_mask", "past_key_values")}
+    assert kwargs == {
+        name: y for name, y in given.items() if name not in ("attention_mask", "past_key_values")
+    }
     if not settings and n == 5:  # and it is for this reason alone
-        attention(x, is_causal=False, position_ids=x, encoder_hidden_states=None, output_attentions=False)
+        attention(
+            x, is_causal=False, position_ids=x, encoder_hidden_states=None, output_attentions=False
+        )
         assert (used(calls), went) == (1, ["plain"])
 
 
-@pytest.mark.parametrize("why", ["is_causal", "is_decoder", "dropout", "precision", "way", "config", "bool", "vmap"])
-def test_the_plain_way_in_other_states(why: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "why", ["is_causal", "is_decoder", "dropout", "precision", "way", "config", "bool", "vmap"]
+)
+def test_the_plain_way_in_other_states(
+    why: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = bert(**SHAPE, attention_probs_dropout_prob=0.5).to(WHERE).requires_grad_(False)
     twins.fuse_bert(model)
     attention = attention_of(model)
     went: list[str] = []
     known = BertSelfAttention.forward
     monkeypatch.setattr(
-        BertSelfAttention, "forward", lambda *args, **kwargs: went.append("plain") or known(*args, **kwargs)
+        BertSelfAttention,
+        "forward",
+        lambda *args, **kwargs: went.append("plain") or known(*args, **kwargs),
     )
     x, mask = torch.randn(2, 5, 16, device=WHERE), NONE.to(WHERE)
     attention(x, mask)
@@ -274,13 +330,17 @@ def test_the_plain_way_in_other_states(why: str, calls: list[Any], monkeypatch: 
         x, mask = x.double(), mask.double()
     elif why in ("way", "config", "bool"):
         model.set_attn_implementation("eager")
-        monkeypatch.setattr(attention.config, "_attn_implementation", "mine" if why == "way" else "eager")
+        monkeypatch.setattr(
+            attention.config, "_attn_implementation", "mine" if why == "way" else "eager"
+        )
         attention.config.output_attentions = why == "config"
         mask = mask.bool() if why == "bool" else mask
     if why == "vmap":
         torch.func.vmap(lambda x: attention(x.unsqueeze(0))[0])(x)
     else:
-        monkeypatch.setattr(twins, "window_attention", lambda *args: pytest.fail("it went by the kernel"))
+        monkeypatch.setattr(
+            twins, "window_attention", lambda *args: pytest.fail("it went by the kernel")
+        )
         if why == "way":
             with pytest.raises(KeyError, match="mine"):
                 attention(x, mask)

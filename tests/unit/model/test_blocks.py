@@ -18,7 +18,9 @@ from dpfed.model.parameter_vector import Space, space_of
 from dpfed.model.per_sample.gradients import trainable
 
 
-def partition(model: nn.Module, architecture: Architecture | None = None, **options: object) -> Space:
+def partition(
+    model: nn.Module, architecture: Architecture | None = None, **options: object
+) -> Space:
     shapes = {n: p.shape for n, p in trainable(model).items()}
     names, index = block_index(model, shapes, architecture or architecture_of(model), **options)  # type: ignore[arg-type]
     return space_of(trainable(model), names, index)
@@ -38,7 +40,9 @@ def blocks_of(space: Space, tensor: str) -> list[str]:
 @pytest.mark.parametrize("name", MODELS)
 def test_blocks_partition_the_vector(name: str, train: str, options: dict[str, object]) -> None:
     space = partition(adapted(MODELS[name][0](), train), **options)
-    assert space.blocks.shape == (space.size,)  # one block for each coordinate: complete, and disjoint by its form
+    assert space.blocks.shape == (
+        space.size,
+    )  # one block for each coordinate: complete, and disjoint by its form
     assert set(space.blocks.tolist()) == set(range(space.num_blocks))
     assert len(set(space.block_names)) == space.num_blocks
     values = torch.randn(2, space.num_blocks, generator=torch.Generator().manual_seed(0))
@@ -52,7 +56,14 @@ def test_full_training_by_the_rules(name: str) -> None:
     want: Counter[str] = Counter()
     for path, module in model.named_modules():
         own = [n for n, _ in module.named_parameters(recurse=False)]
-        if own and path.rpartition(".")[2] in ("q_proj", "k_proj", "v_proj", "query", "key", "value"):
+        if own and path.rpartition(".")[2] in (
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            "query",
+            "key",
+            "value",
+        ):
             heads = model.get_submodule(path.rpartition(".")[0]).num_attention_heads
             for h in range(heads):
                 want[f"{path}.head{h}"] = sum(p.numel() for p in module.parameters()) // heads
@@ -88,7 +99,11 @@ def test_swin_heads_differ_by_stage() -> None:
 def test_bias_joins_its_heads_block() -> None:
     space = partition(adapted(vit(), "full"))
     path = "vit.layers.0.attention.q_proj"
-    assert blocks_of(space, f"{path}.weight") == blocks_of(space, f"{path}.bias") == [f"{path}.head0", f"{path}.head1"]
+    assert (
+        blocks_of(space, f"{path}.weight")
+        == blocks_of(space, f"{path}.bias")
+        == [f"{path}.head0", f"{path}.head1"]
+    )
     norm = "vit.layers.0.layernorm_before"
     assert blocks_of(space, f"{norm}.weight") == blocks_of(space, f"{norm}.bias") == [norm]
 
@@ -139,7 +154,9 @@ def test_roberta_base_example_of_the_specification() -> None:
     with torch.device("meta"):
         model = RobertaForSequenceClassification(RobertaConfig())
         model = adapted(model, "lora", targets=("query", "key", "value"), r=16)
-    names, index = block_index(model, {n: p.shape for n, p in trainable(model).items()}, architecture_of(model))
+    names, index = block_index(
+        model, {n: p.shape for n, p in trainable(model).items()}, architecture_of(model)
+    )
     assert sum(".lora_" in n for n in names) == 468
     assert [n for n in names if ".lora_" not in n] == ["classifier.dense", "classifier.out_proj"]
     assert len(index) == 12 * 3 * 16 * 2 * 768 + (768 * 768 + 768) + (768 * 2 + 2)
@@ -166,7 +183,9 @@ class Fused(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (part.transpose(1, 2) for part in self.split(x))
-        return self.proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return self.proj(
+            nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        )
 
 
 class Separate(nn.Module):
@@ -177,9 +196,14 @@ class Separate(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = (p(x).unflatten(-1, (self.num_attention_heads, -1)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        parts = (
+            p(x).unflatten(-1, (self.num_attention_heads, -1))
+            for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
         q, k, v = (part.transpose(1, 2) for part in parts)
-        return self.proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return self.proj(
+            nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        )
 
 
 class Holder(nn.Module):
@@ -198,7 +222,9 @@ def fuse(separate: Separate, layout: str, heads: int) -> Fused:
     """The same attention with its weights converted."""
     fused = Fused(separate.proj.in_features, heads, layout)
     for name in ("weight", "bias"):
-        parts = torch.stack([getattr(m, name).data for m in (separate.q_proj, separate.k_proj, separate.v_proj)])
+        parts = torch.stack(
+            [getattr(m, name).data for m in (separate.q_proj, separate.k_proj, separate.v_proj)]
+        )
         if layout == "H3D":
             parts = parts.unflatten(1, (heads, -1)).transpose(0, 1)
         getattr(fused.qkv, name).data.copy_(parts.reshape(getattr(fused.qkv, name).shape))
@@ -212,7 +238,9 @@ def test_fused_blocks_equal_separate_blocks_after_conversion(layout: str, heads:
     separate = Separate(8, heads)
     fused = fuse(separate, layout, heads)
     x = torch.randn(2, 3, 8)
-    torch.testing.assert_close(fused(x), separate(x))  # the conversion is right, so the layout means what it says
+    torch.testing.assert_close(
+        fused(x), separate(x)
+    )  # the conversion is right, so the layout means what it says
     one, three = Holder(fused), Holder(separate)
     a, b = partition(one, Architecture({"qkv": layout})), partition(three, SEPARATE)  # type: ignore[dict-item]
     assert a.num_blocks == b.num_blocks == 3 * heads + 1
@@ -224,7 +252,9 @@ def test_fused_blocks_equal_separate_blocks_after_conversion(layout: str, heads:
     mine, want = means(a, one), means(b, three)
     for part in "qkv":
         for h in range(heads):
-            assert mine[f"attn.qkv.{part}.head{h}"] == pytest.approx(want[f"attn.{part}_proj.head{h}"], abs=1e-6)
+            assert mine[f"attn.qkv.{part}.head{h}"] == pytest.approx(
+                want[f"attn.{part}_proj.head{h}"], abs=1e-6
+            )
     assert mine["attn.proj"] == pytest.approx(want["attn.proj"], abs=1e-6)
 
 
@@ -251,7 +281,9 @@ def test_each_fused_row_belongs_to_the_head_it_feeds(layout: str) -> None:
 def test_swin_base_fused_example_of_the_specification() -> None:
     """LoRA on fused qkv and proj: 15*2 + 27*2 + 51*18 + 99*2 = 1200, + head. The widths are small, the heads real."""
     layers = [
-        Fused(heads, heads) for depth, heads in zip((2, 2, 18, 2), (4, 8, 16, 32), strict=True) for _ in range(depth)
+        Fused(heads, heads)
+        for depth, heads in zip((2, 2, 18, 2), (4, 8, 16, 32), strict=True)
+        for _ in range(depth)
     ]
 
     class Backbone(nn.Module):
@@ -265,8 +297,13 @@ def test_swin_base_fused_example_of_the_specification() -> None:
         space = partition(model, Architecture({"qkv": layout}))  # type: ignore[dict-item]
         assert space.num_blocks == 1200 + 1
         for i, layer in enumerate(layers):
-            assert blocks_of(space, f"layers.{i}.qkv.lora_A.default.weight") == [f"layers.{i}.qkv.lora_A"]
-            assert len(blocks_of(space, f"layers.{i}.qkv.lora_B.default.weight")) == 3 * layer.num_attention_heads
+            assert blocks_of(space, f"layers.{i}.qkv.lora_A.default.weight") == [
+                f"layers.{i}.qkv.lora_A"
+            ]
+            assert (
+                len(blocks_of(space, f"layers.{i}.qkv.lora_B.default.weight"))
+                == 3 * layer.num_attention_heads
+            )
 
 
 def test_rows_of_fused_projections_with_fewer_key_heads() -> None:
@@ -303,7 +340,9 @@ def test_permuting_rows_inside_a_head_and_swapping_heads(seed: int, layout: str)
     a, b = (space.block_names.index(f"{stem}.head{h}") for h in (0, 1))
     first, second = (torch.nonzero(owner == block).flatten() for block in (a, b))
     assert len(first) == len(second) == 3
-    assert torch.equal(first, torch.arange(int(first[0]), int(first[0]) + 3))  # a head is one stretch of rows
+    assert torch.equal(
+        first, torch.arange(int(first[0]), int(first[0]) + 3)
+    )  # a head is one stretch of rows
 
     rows[first] = rows[first[torch.randperm(3, generator=generator)]]
     torch.testing.assert_close(space.block_mean(vector), before)

@@ -76,7 +76,10 @@ def text(build: Callable[[], nn.Module]) -> Callable[[Path], tuple[ModelSection,
 
 
 def causal(build: Callable[[], nn.Module]) -> Callable[[Path], tuple[ModelSection, InputSpec]]:
-    return lambda folder: (AutoCausal(weights=save(build(), folder), max_length=8), text_spec(classes=1))
+    return lambda folder: (
+        AutoCausal(weights=save(build(), folder), max_length=8),
+        text_spec(classes=1),
+    )
 
 
 def qwen2() -> nn.Module:
@@ -125,7 +128,11 @@ def deit() -> nn.Module:
 # section and inputs; the blocks of one layer's q (or fused) projection; (heads of q, heads of k and v)
 SMALL: dict[str, tuple[Callable[[Path], tuple[ModelSection, InputSpec]], int, int]] = {
     "linear": (lambda folder: (Linear(), IMAGE), 0, 0),
-    "glyph-vit": (lambda folder: (GlyphViT(), InputSpec("image", "pixel_values", (1, 8, 8), 10)), 4, 4),
+    "glyph-vit": (
+        lambda folder: (GlyphViT(), InputSpec("image", "pixel_values", (1, 8, 8), 10)),
+        4,
+        4,
+    ),
     "gn-resnet": (lambda folder: (GNResNet18(width=4, groups=2), IMAGE), 0, 0),
     "swin": (image(tiny_swin), 2, 2),
     "vit": (image(tiny_vit), 2, 2),
@@ -189,7 +196,11 @@ def test_rows_inside_a_head_and_swapped_heads(name: str, tmp_path: Path) -> None
     generator = torch.Generator().manual_seed(1)
     vector = torch.randn(space.size, generator=generator)
     before = space.block_mean(vector)
-    pairs = [(b, space.block_names.index(n[:-1] + "1")) for b, n in enumerate(space.block_names) if _first(n, space)]
+    pairs = [
+        (b, space.block_names.index(n[:-1] + "1"))
+        for b, n in enumerate(space.block_names)
+        if _first(n, space)
+    ]
     assert pairs
     for a, b in pairs[:3]:
         one, two = (torch.nonzero(space.blocks == block).flatten() for block in (a, b))
@@ -211,7 +222,9 @@ def test_gpt_neox_interleaves_its_heads(tmp_path: Path) -> None:
     """Shown by the model: with its value rows at zero a head gives nothing to the projection."""
     model = neox().eval()
     folder = save(model, tmp_path)
-    space = describe_space(with_train(AutoCausal(weights=folder), "full"), text_spec(classes=1)).space
+    space = describe_space(
+        with_train(AutoCausal(weights=folder), "full"), text_spec(classes=1)
+    ).space
     attention = model.gpt_neox.layers[0].attention
     seen: list[torch.Tensor] = []
     attention.dense.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
@@ -230,7 +243,10 @@ def test_gpt_neox_interleaves_its_heads(tmp_path: Path) -> None:
 
 
 def test_gpt_neox_gradients_equal_the_loop(tmp_path: Path) -> None:
-    case = ZooCase(with_train(AutoCausal(weights=save(neox(), tmp_path), max_length=8), "full"), text_spec(classes=1))
+    case = ZooCase(
+        with_train(AutoCausal(weights=save(neox(), tmp_path), max_length=8), "full"),
+        text_spec(classes=1),
+    )
     case.check(tokens_of(3, 8, 20, 0), torch.zeros(3, dtype=torch.int64), alone_causal)
 
 
@@ -300,18 +316,27 @@ def test_phi3_rows_feed_the_heads_that_they_are_said_to(tmp_path: Path) -> None:
 
 def dinov2(folder: Path, **keys: Any) -> AutoImage:
     config = Dinov2Config(**{**PATCHES, "mlp_ratio": 2})
-    return AutoImage(weights=save(Dinov2ForImageClassification(config), folder), train="full", **keys)
+    return AutoImage(
+        weights=save(Dinov2ForImageClassification(config), folder), train="full", **keys
+    )
 
 
 def test_an_unknown_architecture_is_one_block_per_tensor_and_says_so(tmp_path: Path) -> None:
     parts = describe_space(dinov2(tmp_path), IMAGE)
     assert parts.space.block_names == parts.space.names
-    assert "Dinov2ForImageClassification has no block rules here: each tensor is one block" in parts.notes
+    assert (
+        "Dinov2ForImageClassification has no block rules here: each tensor is one block"
+        in parts.notes
+    )
 
 
 def test_the_user_may_name_the_projections(tmp_path: Path) -> None:
     names = tuple(
-        {n.split(".")[-2] for n in describe_space(dinov2(tmp_path), IMAGE).space.names if "q" in n.split(".")[-2]}
+        {
+            n.split(".")[-2]
+            for n in describe_space(dinov2(tmp_path), IMAGE).space.names
+            if "q" in n.split(".")[-2]
+        }
         & {"query", "q_proj"}
     )
     parts = describe_space(dinov2(tmp_path, attention=names), IMAGE)
@@ -332,13 +357,22 @@ def test_the_users_layout_wins(tmp_path: Path) -> None:
     stem = "gpt_neox.layers.0.attention.query_key_value"
 
     def rows(**keys: Any) -> list[str]:
-        space = describe_space(AutoCausal(weights=folder, train="full", **keys), text_spec(classes=1)).space
+        space = describe_space(
+            AutoCausal(weights=folder, train="full", **keys), text_spec(classes=1)
+        ).space
         part = space.unflatten(space.blocks)[f"{stem}.bias"]
         return [space.block_names[b].removeprefix(f"{stem}.") for b in part.tolist()]
 
     assert rows()[::4] == ["q.head0", "k.head0", "v.head0", "q.head1", "k.head1", "v.head1"]
     assert rows(qkv_layout="H3D") == rows()
-    assert rows(qkv_layout="3HD")[::4] == ["q.head0", "q.head1", "k.head0", "k.head1", "v.head0", "v.head1"]
+    assert rows(qkv_layout="3HD")[::4] == [
+        "q.head0",
+        "q.head1",
+        "k.head0",
+        "k.head1",
+        "v.head0",
+        "v.head1",
+    ]
     with pytest.raises(DpfedError, match="8 output rows cannot be divided among 6 heads"):
         rows(attention=("dense",), qkv_layout="3HD")
 

@@ -17,7 +17,9 @@ from dpfed.model.zoo.built import by_products, images, resize_matrix, resizing
 @pytest.mark.parametrize("smaller", [False, True])
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (2, 3), (8, 8), (28, 28), (33, 47)])
 @pytest.mark.parametrize("size", [1, 4, 17, 32, 56])
-def test_resizing_is_two_products(size: int, height: int, width: int, smaller: bool, mode: str) -> None:
+def test_resizing_is_two_products(
+    size: int, height: int, width: int, smaller: bool, mode: str
+) -> None:
     """Any image: one matrix for its columns and one for its rows, averaged or not."""
     x = torch.rand(3, 2, height, width, generator=torch.Generator().manual_seed(size))
     down, across = (resize_matrix(side, size, mode, smaller) for side in (height, width))

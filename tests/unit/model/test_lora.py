@@ -46,7 +46,10 @@ def test_update_is_alpha_over_r_times_b_a(r: int, alpha: float) -> None:
 def test_the_start_follows_from_the_seed_alone() -> None:
     def start(seed: int) -> dict[str, torch.Tensor]:
         section = ModelSection(train="lora", lora=LoraSection(r=2))
-        return {n: p.detach().clone() for n, p in trainable(adapt(vit(), section, "classifier", seed).model).items()}
+        return {
+            n: p.detach().clone()
+            for n, p in trainable(adapt(vit(), section, "classifier", seed).model).items()
+        }
 
     torch.manual_seed(1)
     first = start(5)
@@ -63,15 +66,28 @@ def test_the_start_follows_from_the_seed_alone() -> None:
 
 def test_targets_follow_peft() -> None:
     def paths(**lora: object) -> set[str]:
-        return {n.partition(".lora_")[0] for n in trainable(adapted(vit(), "lora", **lora)) if ".lora_" in n}
+        return {
+            n.partition(".lora_")[0]
+            for n in trainable(adapted(vit(), "lora", **lora))
+            if ".lora_" in n
+        }
 
     every = {
         f"vit.layers.{i}.{m}"
         for i in range(2)
-        for m in ("attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.o_proj", "mlp.fc1", "mlp.fc2")
+        for m in (
+            "attention.q_proj",
+            "attention.k_proj",
+            "attention.v_proj",
+            "attention.o_proj",
+            "mlp.fc1",
+            "mlp.fc2",
+        )
     }
     assert paths() == every  # auto: every linear layer but the head
-    assert paths(targets=("q_proj", "v_proj")) == {p for p in every if p.endswith(("q_proj", "v_proj"))}
+    assert paths(targets=("q_proj", "v_proj")) == {
+        p for p in every if p.endswith(("q_proj", "v_proj"))
+    }
     assert paths(targets=("0.attention.q_proj",)) == {"vit.layers.0.attention.q_proj"}
 
 
@@ -89,7 +105,9 @@ def test_the_head_is_trained_whole_and_never_adapted(targets: object) -> None:
 
 @pytest.mark.parametrize("targets", [("nothing",), ("classifier",)])
 def test_targets_that_fit_nothing_are_one_sentence(targets: tuple[str, ...]) -> None:
-    with pytest.raises(DpfedError, match=r"model\.lora\.targets.*ViTForImageClassification.*q_proj") as error:
+    with pytest.raises(
+        DpfedError, match=r"model\.lora\.targets.*ViTForImageClassification.*q_proj"
+    ) as error:
         adapted(vit(), "lora", targets=targets)
     assert "\n" not in str(error.value)
     assert targets[0] in str(error.value)
@@ -142,7 +160,9 @@ def test_freeze_a_trains_b_and_the_head_alone() -> None:
 
 def test_freeze_a_makes_the_mean_of_products_the_product_of_means() -> None:
     """What it is for: with one A for all, averaging B loses nothing."""
-    case = Case(adapt(vit(), ModelSection(lora=LoraSection(r=2, freeze_a=True)), "classifier", 0).model)
+    case = Case(
+        adapt(vit(), ModelSection(lora=LoraSection(r=2, freeze_a=True)), "classifier", 0).model
+    )
     rows = case.rows(3)
     name = "vit.layers.0.mlp.fc1.lora_B.default.weight"
     a = case.plain.get_parameter(name.replace("lora_B", "lora_A"))
@@ -197,13 +217,17 @@ def test_an_adapter_can_be_described_without_its_numbers(tmp_path: Path) -> None
     want = saved(tmp_path, targets=("q_proj",))
     with torch.device("meta"):
         back = adapt(vit().to("meta"), ModelSection(adapter=str(tmp_path)), "classifier", 1)
-    assert {n: p.shape for n, p in trainable(back.model).items()} == {n: p.shape for n, p in trainable(want).items()}
+    assert {n: p.shape for n, p in trainable(back.model).items()} == {
+        n: p.shape for n, p in trainable(want).items()
+    }
     assert any("r = 3, alpha = 6" in note for note in back.notes)
 
 
 def test_an_adapter_with_a_frozen(tmp_path: Path) -> None:
     want = saved(tmp_path)
-    back = adapt(vit(), ModelSection(adapter=str(tmp_path), lora=LoraSection(freeze_a=True)), "classifier", 1).model
+    back = adapt(
+        vit(), ModelSection(adapter=str(tmp_path), lora=LoraSection(freeze_a=True)), "classifier", 1
+    ).model
     assert not any(".lora_A." in n for n in trainable(back))
     name = "vit.layers.0.mlp.fc1.lora_A.default.weight"
     assert torch.equal(back.get_parameter(name), want.get_parameter(name))
@@ -244,7 +268,9 @@ def test_conv_and_embedding_adapters() -> None:
 
         def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
             return self.classifier(
-                torch.cat([self.conv(x).tanh().flatten(2).mean(2), self.words(ids).tanh().mean(1)], 1)
+                torch.cat(
+                    [self.conv(x).tanh().flatten(2).mean(2), self.words(ids).tanh().mean(1)], 1
+                )
             )
 
     case = Case(adapted(Model(), "lora", targets=("conv", "words")))

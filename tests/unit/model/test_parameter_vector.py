@@ -23,7 +23,9 @@ def blocks_of(size: int, seed: int) -> tuple[list[str], Tensor]:
     """Any partition: every block has a coordinate, in no order."""
     generator = torch.Generator().manual_seed(seed)
     count = int(torch.randint(1, size + 1, (1,), generator=generator))
-    index = torch.cat([torch.arange(count), torch.randint(0, count, (size - count,), generator=generator)])
+    index = torch.cat(
+        [torch.arange(count), torch.randint(0, count, (size - count,), generator=generator)]
+    )
     return [f"b{i}" for i in range(count)], index[torch.randperm(size, generator=generator)]
 
 
@@ -43,7 +45,9 @@ def test_flatten_and_unflatten_are_inverse(shapes: list[tuple[int, ...]], seed: 
 def test_unflatten_is_a_view(shapes: list[tuple[int, ...]], lead: tuple[int, ...]) -> None:
     space = space_of(tensors_of(shapes))
     vector = torch.zeros(*lead, space.size)
-    for i, (tensor, shape) in enumerate(zip(space.unflatten(vector).values(), shapes, strict=True), start=1):
+    for i, (tensor, shape) in enumerate(
+        zip(space.unflatten(vector).values(), shapes, strict=True), start=1
+    ):
         assert tensor.shape == (*lead, *shape)
         assert tensor.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
         tensor.fill_(i)  # writing to the view writes to the vector
@@ -53,7 +57,11 @@ def test_unflatten_is_a_view(shapes: list[tuple[int, ...]], lead: tuple[int, ...
 
 def test_flatten_orders_by_the_space_not_by_the_mapping() -> None:
     space = space_of({"a": torch.zeros(2), "b": torch.zeros(1)})
-    assert space.flatten({"b": torch.tensor([3.0]), "a": torch.tensor([1.0, 2.0])}).tolist() == [1.0, 2.0, 3.0]
+    assert space.flatten({"b": torch.tensor([3.0]), "a": torch.tensor([1.0, 2.0])}).tolist() == [
+        1.0,
+        2.0,
+        3.0,
+    ]
 
 
 def test_the_vector_is_float32_and_free_of_the_graph() -> None:
@@ -64,7 +72,9 @@ def test_the_vector_is_float32_and_free_of_the_graph() -> None:
 
 
 @given(SHAPES, SEEDS, st.sampled_from([(), (3,), (2, 3)]))
-def test_block_mean_and_expand(shapes: list[tuple[int, ...]], seed: int, lead: tuple[int, ...]) -> None:
+def test_block_mean_and_expand(
+    shapes: list[tuple[int, ...]], seed: int, lead: tuple[int, ...]
+) -> None:
     tensors = tensors_of(shapes)
     names, index = blocks_of(sum(t.numel() for t in tensors.values()), seed)
     space = space_of(tensors, names, index)
@@ -76,16 +86,28 @@ def test_block_mean_and_expand(shapes: list[tuple[int, ...]], seed: int, lead: t
     assert space.expand(values).shape == vector.shape
 
 
-@given(st.lists(st.integers(1, 150), min_size=1, max_size=8), SEEDS, st.sampled_from([(), (1,), (3,), (2, 3), (0,)]))
-def test_means_of_blocks_of_any_length(lengths: list[int], seed: int, lead: tuple[int, ...]) -> None:
+@given(
+    st.lists(st.integers(1, 150), min_size=1, max_size=8),
+    SEEDS,
+    st.sampled_from([(), (1,), (3,), (2, 3), (0,)]),
+)
+def test_means_of_blocks_of_any_length(
+    lengths: list[int], seed: int, lead: tuple[int, ...]
+) -> None:
     """Stretches that begin and end within chunks, blocks of several stretches; numbers that are exact in every order."""
     generator = torch.Generator().manual_seed(seed)
     which = torch.randint(0, 3, (len(lengths),), generator=generator)
-    index = torch.repeat_interleave(torch.unique(which, return_inverse=True)[1], torch.tensor(lengths))
+    index = torch.repeat_interleave(
+        torch.unique(which, return_inverse=True)[1], torch.tensor(lengths)
+    )
     names = [f"b{i}" for i in range(int(index.max()) + 1)]
     space = space_of({"a": torch.zeros(sum(lengths))}, names, index)
-    vector = torch.randint(-9, 10, (*lead, 2 * space.size), generator=generator).float()[..., ::2]  # with a stride
-    want = torch.stack([vector[..., index == b].double().mean(-1) for b in range(len(names))], -1).float()
+    vector = torch.randint(-9, 10, (*lead, 2 * space.size), generator=generator).float()[
+        ..., ::2
+    ]  # with a stride
+    want = torch.stack(
+        [vector[..., index == b].double().mean(-1) for b in range(len(names))], -1
+    ).float()
     assert torch.equal(space.block_mean(vector), want)
     assert torch.equal(space.to("cpu").block_mean(vector), want)
 

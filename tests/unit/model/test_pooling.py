@@ -25,7 +25,7 @@ from zoo_case import Inputs, ZooCase, save, text_spec, tokens_of, unpadded, with
 
 from dpfed.errors import DpfedError
 from dpfed.model.build import block_sizes, describe_space
-from dpfed.model.per_sample.head_features import FEATURES, Split, split
+from dpfed.model.per_sample.head_features import FEATURES, HeadSplit, split
 from dpfed.model.shipped.modeling_pooled import PooledForSequenceClassification
 from dpfed.model.zoo.pooling import Pooling, pooling_of
 from dpfed.model.zoo.text import AutoText, is_pooled
@@ -103,7 +103,7 @@ def test_a_head_on_features_equals_the_unpadded_loop(normalize: bool, tmp_path: 
     inputs, labels = tokens_of(4, 8, 20, 0), torch.tensor([0, 1, 2, 0])
     want = case.check(inputs, labels, alone("mean", normalize))
     parts = split(case.ready, case.theta, inputs)
-    assert isinstance(parts, Split)
+    assert isinstance(parts, HeadSplit)
     features = parts.frozen.scores(case.theta, inputs)
     if normalize:
         torch.testing.assert_close(features.norm(dim=1), torch.full((4,), 8**0.5))

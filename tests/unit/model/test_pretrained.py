@@ -55,7 +55,9 @@ def http(code: int) -> urllib.error.HTTPError:
         (http(503), "the hub answered with error 503"),
     ],
 )
-def test_the_hub_is_asked_once_and_shortly(outcome: Any, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_is_asked_once_and_shortly(
+    outcome: Any, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = answer(monkeypatch, outcome)
     with pytest.raises(DpfedError) as error:
         AutoImage(weights="somebody/some-model").build(SPEC)
@@ -68,7 +70,9 @@ def test_the_hub_is_asked_once_and_shortly(outcome: Any, sentence: str, monkeypa
 def test_offline_the_hub_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answer(monkeypatch, None)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(DpfedError, match="the configuration of 'somebody/some-model' cannot be used"):
+    with pytest.raises(
+        DpfedError, match="the configuration of 'somebody/some-model' cannot be used"
+    ):
         AutoImage(weights="somebody/some-model").build(SPEC)
     assert asked == []
 

@@ -25,7 +25,13 @@ def pixels(count: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("train", "keys"),
-    [("full", {}), ("head", {}), ("lora", {}), ("lora", {"freeze_a": True}), ("lora", {"targets": ("conv2",)})],
+    [
+        ("full", {}),
+        ("head", {}),
+        ("lora", {}),
+        ("lora", {"freeze_a": True}),
+        ("lora", {"targets": ("conv2",)}),
+    ],
     ids=str,
 )
 def test_gradients_equal_the_loop(train: str, keys: dict[str, object]) -> None:
@@ -58,7 +64,9 @@ def test_parameter_count_of_the_paper(classes: int) -> None:
         convs += (inside * w + 3 * w * w) * 9 + (inside * w if inside != w else 0)
         norms += 4 * w + (w if inside != w else 0)
         inside = w
-    described = describe_space(GNResNet18(), InputSpec("image", "pixel_values", (3, 32, 32), classes))
+    described = describe_space(
+        GNResNet18(), InputSpec("image", "pixel_values", (3, 32, 32), classes)
+    )
     assert described.total == described.space.size == convs + 2 * norms + 512 * classes + classes
     if classes == 10:
         assert described.total == 11_173_962

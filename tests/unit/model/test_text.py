@@ -28,7 +28,7 @@ from zoo_case import ZooCase, alone_causal, alone_text, lora, save, text_spec, t
 from dpfed.config import ModelSection
 from dpfed.errors import DpfedError
 from dpfed.model.build import block_sizes, describe_space
-from dpfed.model.per_sample.head_features import Split, split
+from dpfed.model.per_sample.head_features import HeadSplit, split
 from dpfed.model.task import NEXT_TOKEN, InputSpec
 from dpfed.model.zoo.text import (
     PACKAGE,
@@ -46,8 +46,12 @@ from dpfed.model.zoo.text import (
 
 @pytest.mark.parametrize("train", ["lora", "full", "head"])
 @pytest.mark.parametrize(("build", "pad"), [(bert, 0), (roberta, 1), (distilbert, 0)])
-def test_classifiers_equal_the_unpadded_loop(build: Any, pad: int, train: str, tmp_path: Path) -> None:
-    case = ZooCase(with_train(AutoText(weights=save(build(), tmp_path), max_length=8), train), text_spec())
+def test_classifiers_equal_the_unpadded_loop(
+    build: Any, pad: int, train: str, tmp_path: Path
+) -> None:
+    case = ZooCase(
+        with_train(AutoText(weights=save(build(), tmp_path), max_length=8), train), text_spec()
+    )
     for count in (1, 4):
         case.check(tokens_of(count, 8, 20, pad), torch.arange(count) % 3, alone_text)
     case.alive()
@@ -57,7 +61,10 @@ def test_classifiers_equal_the_unpadded_loop(build: Any, pad: int, train: str, t
 @pytest.mark.parametrize("build", [gpt2, llama, mistral])
 def test_language_models_equal_the_unpadded_loop(build: Any, train: str, tmp_path: Path) -> None:
     """The reference is transformers' own loss of the unpadded record. GPT-2's full training has tied embeddings."""
-    case = ZooCase(with_train(AutoCausal(weights=save(build(), tmp_path), max_length=8), train), text_spec(classes=1))
+    case = ZooCase(
+        with_train(AutoCausal(weights=save(build(), tmp_path), max_length=8), train),
+        text_spec(classes=1),
+    )
     for count in (1, 4):
         case.check(tokens_of(count, 8, 20, 0), torch.zeros(count, dtype=torch.int64), alone_causal)
     case.alive()
@@ -66,16 +73,23 @@ def test_language_models_equal_the_unpadded_loop(build: Any, train: str, tmp_pat
 def test_a_causal_body_with_a_head(tmp_path: Path) -> None:
     """GPT-2 as a classifier reads its last real token, and looks at no later one."""
     case = ZooCase(
-        with_train(AutoText(weights=save(gpt2(GPT2ForSequenceClassification), tmp_path), max_length=8), "lora"),
+        with_train(
+            AutoText(weights=save(gpt2(GPT2ForSequenceClassification), tmp_path), max_length=8),
+            "lora",
+        ),
         text_spec(),
     )
     case.check(tokens_of(4, 8, 20, 0), torch.tensor([0, 1, 2, 0]), alone_text)
 
 
 def test_token_types_of_pairs_reach_bert(tmp_path: Path) -> None:
-    case = ZooCase(with_train(AutoText(weights=save(bert(), tmp_path), max_length=8), "lora"), text_spec())
+    case = ZooCase(
+        with_train(AutoText(weights=save(bert(), tmp_path), max_length=8), "lora"), text_spec()
+    )
     inputs = tokens_of(3, 8, 20, 0)
-    inputs["token_type_ids"] = (torch.arange(8) > 1).expand(3, 8).to(torch.uint8) * inputs["attention_mask"]
+    inputs["token_type_ids"] = (torch.arange(8) > 1).expand(3, 8).to(torch.uint8) * inputs[
+        "attention_mask"
+    ]
     got = case.check(inputs, torch.tensor([0, 1, 2]), alone_text)
     without = {k: v for k, v in inputs.items() if k != "token_type_ids"}
     assert not torch.equal(case.check(without, torch.tensor([0, 1, 2]), alone_text), got)
@@ -107,7 +121,9 @@ def test_masks() -> None:
     real = torch.tensor([[True, True, False]])
     low = torch.finfo(torch.float32).min
     assert additive(real, ahead=False).tolist() == [[[[0.0, 0.0, low]]]]
-    assert additive(real, ahead=True).tolist() == [[[[0.0, low, low], [0.0, 0.0, low], [0.0, 0.0, low]]]]
+    assert additive(real, ahead=True).tolist() == [
+        [[[0.0, low, low], [0.0, 0.0, low], [0.0, 0.0, low]]]
+    ]
 
 
 # ---- the loss of a language model
@@ -117,14 +133,18 @@ def test_next_token_scores_by_hand() -> None:
     ids = torch.tensor([[2, 0, 1, 0], [1, 2, 0, 0], [3, 0, 0, 0]], dtype=torch.int32)
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]], dtype=torch.uint8)
     logits = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(0))
-    logits[0, 0, 0] = logits[0, 1, 1] = 9.0  # two of the three next tokens of the first record are guessed
+    logits[0, 0, 0] = logits[0, 1, 1] = (
+        9.0  # two of the three next tokens of the first record are guessed
+    )
     logits[0, 2, 3] = 9.0
     scores = NEXT_TOKEN.score(logits, {"input_ids": ids, "attention_mask": mask})
     logp = F.log_softmax(logits, -1)
     first = -(logp[0, 0, 0] + logp[0, 1, 1] + logp[0, 2, 0]) / 3
     second = -logp[1, 0, 2]
     labels = torch.zeros(3, dtype=torch.int64)
-    torch.testing.assert_close(NEXT_TOKEN.loss(scores, labels), torch.stack([first, second, torch.tensor(0.0)]))
+    torch.testing.assert_close(
+        NEXT_TOKEN.loss(scores, labels), torch.stack([first, second, torch.tensor(0.0)])
+    )
     assert float(NEXT_TOKEN.correct(scores, labels)[0]) == pytest.approx(2 / 3)
     assert float(NEXT_TOKEN.correct(scores, labels)[2]) == 0
 
@@ -140,7 +160,9 @@ def test_a_language_model_has_no_head(tmp_path: Path) -> None:
 
 
 def test_scores_in_pieces_are_the_same(tmp_path: Path) -> None:
-    case = ZooCase(with_train(AutoText(weights=save(bert(), tmp_path), max_length=8), "lora"), text_spec())
+    case = ZooCase(
+        with_train(AutoText(weights=save(bert(), tmp_path), max_length=8), "lora"), text_spec()
+    )
     inputs, theta = tokens_of(5, 8, 20, 0), case.rows(1)[0]
     whole = case.ready.scores(theta, inputs)
     case.ready.rows = 2
@@ -151,12 +173,16 @@ def test_scores_in_pieces_are_the_same(tmp_path: Path) -> None:
 
 
 def test_gpt2_heads_are_columns(tmp_path: Path) -> None:
-    space = describe_space(AutoCausal(weights=save(gpt2(), tmp_path), train="full"), text_spec(classes=1)).space
+    space = describe_space(
+        AutoCausal(weights=save(gpt2(), tmp_path), train="full"), text_spec(classes=1)
+    ).space
     at = space.names.index("transformer.h.0.attn.c_attn.weight")
     index = space.blocks[space.slices()[at]].view(8, 24)
     assert (index == index[0]).all()  # every input row of Conv1D has the same columns
     labels = [space.block_names[b] for b in index[0].tolist()]
-    assert labels == [f"transformer.h.0.attn.c_attn.{p}.head{h}" for p in "qkv" for h in (0, 1) for _ in range(4)]
+    assert labels == [
+        f"transformer.h.0.attn.c_attn.{p}.head{h}" for p in "qkv" for h in (0, 1) for _ in range(4)
+    ]
     sizes = block_sizes(space)
     assert sizes["transformer.h.0.attn.c_attn.k.head1"] == 8 * 4 + 4  # with its part of the bias
     assert sizes["transformer.h.0.mlp.c_fc"] == 8 * 32 + 32
@@ -194,7 +220,9 @@ def test_gpt2_adapters_follow_the_output_rows(tmp_path: Path) -> None:
 
 def test_grouped_keys_have_fewer_heads(tmp_path: Path) -> None:
     folder = save(llama(), tmp_path)
-    full = block_sizes(describe_space(AutoCausal(weights=folder, train="full"), text_spec(classes=1)).space)
+    full = block_sizes(
+        describe_space(AutoCausal(weights=folder, train="full"), text_spec(classes=1)).space
+    )
     for part, heads in (("q", 4), ("k", 2), ("v", 2)):
         names = [n for n in full if n.startswith(f"model.layers.0.self_attn.{part}_proj.head")]
         assert len(names) == heads
@@ -208,7 +236,9 @@ def test_roberta_base_of_the_paper() -> None:
     """124,647,170 by formula; LoRA r=16 on q, k, v: 468 blocks and the head's two."""
     d, layer = 768, 4 * (768 * 768 + 768) + (2 * 768 * 3072 + 3072 + 768) + 4 * 768
     formula = (50265 + 514 + 1 + 2) * d + 12 * layer + (d * d + d) + (2 * d + 2)
-    section = RobertaBase(weights="random", lora=lora(r=16, alpha=32.0, targets=("query", "key", "value")))
+    section = RobertaBase(
+        weights="random", lora=lora(r=16, alpha=32.0, targets=("query", "key", "value"))
+    )
     described = describe_space(section, text_spec(128, 2))
     assert described.total == formula == 124_647_170
     assert described.space.num_blocks == 468 + 2
@@ -226,10 +256,20 @@ def tokenizer(folder: Path, pairs: bool = True, pad: bool = True) -> str:
     raw = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
     raw.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
     )
-    names = ["input_ids", "token_type_ids", "attention_mask"] if pairs else ["input_ids", "attention_mask"]
-    special = {"unk_token": "[UNK]", "eos_token": "[SEP]", **({"pad_token": "[PAD]"} if pad else {})}
+    names = (
+        ["input_ids", "token_type_ids", "attention_mask"]
+        if pairs
+        else ["input_ids", "attention_mask"]
+    )
+    special = {
+        "unk_token": "[UNK]",
+        "eos_token": "[SEP]",
+        **({"pad_token": "[PAD]"} if pad else {}),
+    }
     fast = PreTrainedTokenizerFast(tokenizer_object=raw, model_input_names=names, **special)
     fast.save_pretrained(folder)
     return str(folder)
@@ -244,7 +284,9 @@ def section(folder: str, **keys: Any) -> AutoText:
 
 
 def test_encode_by_hand(tmp_path: Path) -> None:
-    out = section(tokenizer(tmp_path)).encode({"text": strings("a good film", "bad", "so so so so so so", "")})
+    out = section(tokenizer(tmp_path)).encode(
+        {"text": strings("a good film", "bad", "so so so so so so", "")}
+    )
     assert out["input_ids"].tolist() == [
         [2, 4, 7, 6, 3, 0], [2, 5, 3, 0, 0, 0], [2, 8, 8, 8, 8, 3], [2, 3, 0, 0, 0, 0]
     ]  # fmt: skip
@@ -308,7 +350,10 @@ def test_encoded_records_train(tmp_path: Path) -> None:
     folder = save(bert(), tmp_path)
     tokenizer(tmp_path)
     model = AutoText(weights=folder, max_length=6, lora=lora())
-    inputs = {k: torch.from_numpy(v) for k, v in model.encode({"text": strings("a good film", "bad", "so")}).items()}
+    inputs = {
+        k: torch.from_numpy(v)
+        for k, v in model.encode({"text": strings("a good film", "bad", "so")}).items()
+    }
     ZooCase(model, text_spec(6)).check(inputs, torch.tensor([0, 1, 2]), alone_text)
 
 
@@ -352,7 +397,10 @@ def test_mistakes_are_one_sentence(model: ModelSection, sentence: str) -> None:
 @pytest.mark.parametrize("build", [bert, roberta, distilbert, gpt2])
 def test_dropout_is_set_in_all_hidden_layers(build: Any, tmp_path: Path) -> None:
     model = build()
-    folder = save(type(model)(type(model.config)(**{**model.config.to_dict(), **_default_dropout(model)})), tmp_path)
+    folder = save(
+        type(model)(type(model.config)(**{**model.config.to_dict(), **_default_dropout(model)})),
+        tmp_path,
+    )
     kind = AutoCausal if build is gpt2 else AutoText
     rates = lambda **keys: {  # noqa: E731
         layer.p
@@ -381,17 +429,22 @@ def test_dropout_that_cannot_be_set_is_refused(tmp_path: Path) -> None:
     folder = save(bert(), tmp_path / "bert")
     model = AutoText(weights=folder, max_length=8).build(text_spec()).model
     model.bert.encoder.layer[1].output.dropout.p = 0.4  # type: ignore[union-attr, index]
-    with pytest.raises(DpfedError, match=r"model\.dropout = 0 does not reach bert\.encoder\.layer\.1\.output\.dropout"):
+    with pytest.raises(
+        DpfedError,
+        match=r"model\.dropout = 0 does not reach bert\.encoder\.layer\.1\.output\.dropout",
+    ):
         refuse_other_dropout(model, 0.0)
 
 
 @pytest.mark.parametrize("dropout", [None, 0.0])
 def test_without_dropout_a_head_has_features(dropout: float | None, tmp_path: Path) -> None:
     noisy = BertForSequenceClassification(BertConfig(**SMALL, max_position_embeddings=10))
-    model = with_train(AutoText(weights=save(noisy, tmp_path), max_length=8, dropout=dropout), "head")
+    model = with_train(
+        AutoText(weights=save(noisy, tmp_path), max_length=8, dropout=dropout), "head"
+    )
     case = ZooCase(model, text_spec())
     parts = split(case.ready, case.theta, tokens_of(2, 8, 20, 0))
-    assert isinstance(parts, Split) is (dropout == 0)
+    assert isinstance(parts, HeadSplit) is (dropout == 0)
     assert dropout == 0 or "model.dropout = 0" in str(parts)
 
 
@@ -405,7 +458,9 @@ def test_modules_that_the_weights_lack_are_trained(tmp_path: Path) -> None:
     folder = save(DistilBertModel(distilbert().config), tmp_path / "one")
     case = ZooCase(with_train(AutoText(weights=folder, max_length=8), "lora"), text_spec())
     assert any(n.startswith("pre_classifier.") for n in case.space.names)
-    whole = AutoText(weights=save(BertModel(bert().config), tmp_path / "two"), max_length=8).build(text_spec())
+    whole = AutoText(weights=save(BertModel(bert().config), tmp_path / "two"), max_length=8).build(
+        text_spec()
+    )
     assert (whole.head, whole.notes) == (("classifier",), ())
     folder = save(BertModel(bert().config, add_pooling_layer=False), tmp_path / "three")
     case = ZooCase(with_train(AutoText(weights=folder, max_length=8), "lora"), text_spec())
@@ -444,7 +499,10 @@ def test_minilm_is_found_in_its_package(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, PACKAGE, raising=False)
     model = MiniLM(max_length=8, lora=lora())
-    inputs = {k: torch.from_numpy(v) for k, v in model.encode({"text": strings("a good film", "bad")}).items()}
+    inputs = {
+        k: torch.from_numpy(v)
+        for k, v in model.encode({"text": strings("a good film", "bad")}).items()
+    }
     ZooCase(model, text_spec(8)).check(inputs, torch.tensor([0, 1]), alone_text)
 
 
@@ -454,7 +512,9 @@ def test_minilm_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
         MiniLM().build(text_spec())
 
 
-@pytest.mark.skipif(importlib.util.find_spec(PACKAGE) is None, reason="the extra `text` is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec(PACKAGE) is None, reason="the extra `text` is not installed"
+)
 def test_the_real_minilm_tells_praise_from_blame_apart() -> None:
     model = MiniLM(max_length=16)
     texts = ["a wonderful film", "a great movie", "the stock market fell", "shares dropped today"]

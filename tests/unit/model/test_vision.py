@@ -30,10 +30,6 @@ from dpfed.model.zoo.vision import AutoImage, SwinBase, SwinTiny, ViTBase, stage
 SPEC = InputSpec("image", "pixel_values", (3, 32, 32), 10)
 
 
-
-
-
-
 # ---- the paper's models, on the meta device
 
 
@@ -69,10 +65,15 @@ def test_parameter_counts_of_the_paper() -> None:
 def test_blocks_of_swin_base() -> None:
     """LoRA on q, k, v and o. SPEC counts 1,200 for a fused qkv with one A (3H + 1 + 2 per layer); three separate
     projections have three A, so 3H + 3 + 2: two more in each of the 24 layers."""
-    section = SwinBase(weights="random", lora=lora(r=16, targets=("q_proj", "k_proj", "v_proj", "o_proj")))
+    section = SwinBase(
+        weights="random", lora=lora(r=16, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
+    )
     space = describe_space(section, SPEC).space
     assert space.num_blocks == 1200 + 2 * 24 + 1
-    assert space.num_blocks == sum(d * (3 * h + 5) for d, h in zip((2, 2, 18, 2), (4, 8, 16, 32), strict=True)) + 1
+    assert (
+        space.num_blocks
+        == sum(d * (3 * h + 5) for d, h in zip((2, 2, 18, 2), (4, 8, 16, 32), strict=True)) + 1
+    )
     for stage, heads in enumerate((4, 8, 16, 32)):
         stem = f"swin.encoder.layers.{stage}.blocks.0.attention.k_proj.lora_B.head"
         sizes = [size for name, size in block_sizes(space).items() if name.startswith(stem)]
@@ -108,7 +109,11 @@ def test_gradients_equal_the_loop(build: object, train: str, tmp_path: Path) -> 
     section = with_train(AutoImage(weights=build(tmp_path)), train)  # type: ignore[operator]
     spec = InputSpec("image", "pixel_values", (1, 12, 12), 3)
     case = ZooCase(section, spec)
-    case.check(spec.synthetic(3, torch.Generator().manual_seed(1)), torch.tensor([0, 2, 1]), alone_image(case))
+    case.check(
+        spec.synthetic(3, torch.Generator().manual_seed(1)),
+        torch.tensor([0, 2, 1]),
+        alone_image(case),
+    )
     case.alive()
 
 
@@ -137,7 +142,11 @@ def test_drop_path_drops_whole_branches_of_a_record(tmp_path: Path) -> None:
         for salt, (name, m) in enumerate(case.ready.model.named_modules(), start=1)
         if type(m).__name__.endswith("DropPath")
     ]
-    assert [round(float(rate), 3) for _, _, rate in layers] == [0.2, 0.4, 0.6]  # rising with depth, none at the first
+    assert [round(float(rate), 3) for _, _, rate in layers] == [
+        0.2,
+        0.4,
+        0.6,
+    ]  # rising with depth, none at the first
     decisions = torch.cat([keep_mask(keys, rule_of(salt, rate), 1) for salt, _, rate in layers], 1)
     assert 0 < decisions.float().mean() < 1
     plain = case.at(theta[0])
@@ -148,7 +157,9 @@ def test_drop_path_drops_whole_branches_of_a_record(tmp_path: Path) -> None:
         plain.zero_grad(set_to_none=True)
         alone_image(case)(plain, {k: x[j : j + 1] for k, x in inputs.items()}, labels[j]).backward()
         grads = (plain.get_parameter(n) for n in case.space.names)
-        want = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in grads])
+        want = torch.cat(
+            [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in grads]
+        )
         torch.testing.assert_close(got[j], want, rtol=1e-3, atol=1e-5)
 
 
@@ -173,23 +184,40 @@ def test_stages_round_up() -> None:
 @pytest.mark.parametrize(
     ("keys", "ways"),
     [
-        ({"image_size": 64}, "model.image_size >= 193 or model.patch_size = 4 with model.window = 2 or"),
-        ({"image_size": 32}, "model.image_size >= 193 or model.patch_size = 2 with model.window = 2 or"),
-        ({"image_size": 32, "patch_size": 1}, "model.image_size >= 49 or model.patch_size = 1 with model.window = 4"),
+        (
+            {"image_size": 64},
+            "model.image_size >= 193 or model.patch_size = 4 with model.window = 2 or",
+        ),
+        (
+            {"image_size": 32},
+            "model.image_size >= 193 or model.patch_size = 2 with model.window = 2 or",
+        ),
+        (
+            {"image_size": 32, "patch_size": 1},
+            "model.image_size >= 49 or model.patch_size = 1 with model.window = 4",
+        ),
         ({"window": 8}, "model.image_size >= 225"),
     ],
 )
-def test_sizes_that_cannot_work_are_refused_with_some_that_do(keys: dict[str, int], ways: str) -> None:
+def test_sizes_that_cannot_work_are_refused_with_some_that_do(
+    keys: dict[str, int], ways: str
+) -> None:
     with pytest.raises(DpfedError, match="less than its window") as error:
         SwinTiny(weights="random", **keys)  # type: ignore[arg-type]
     assert ways in str(error.value)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("keys", [{}, {"image_size": 32, "patch_size": 1, "window": 4}, {"image_size": 193}], ids=str)
-def test_sizes_that_are_accepted_do_work(keys: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "keys", [{}, {"image_size": 32, "patch_size": 1, "window": 4}, {"image_size": 193}], ids=str
+)
+def test_sizes_that_are_accepted_do_work(
+    keys: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a narrow Swin with the same geometry: the promise of the check is a forward pass that runs."""
-    monkeypatch.setattr(SwinTiny, "shape", {"embed_dim": 4, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 1, 1)})
+    monkeypatch.setattr(
+        SwinTiny, "shape", {"embed_dim": 4, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 1, 1)}
+    )
     built = SwinTiny(weights="random", **keys).build(SPEC)  # type: ignore[arg-type]
     out = built.model(**built.prepare(SPEC.synthetic(1, torch.Generator().manual_seed(0))))
     assert out.logits.shape == (1, 10)
@@ -198,12 +226,20 @@ def test_sizes_that_are_accepted_do_work(keys: dict[str, int], monkeypatch: pyte
 def test_a_pretrained_swin_keeps_its_patch_and_window(tmp_path: Path) -> None:
     weights = tiny_swin(tmp_path)  # 2 stages, patch 2, window 2
     with pytest.raises(
-        DpfedError, match=r"auto-image at 3 pixels.*less than its window of 2: set model.image_size >= 5$"
+        DpfedError,
+        match=r"auto-image at 3 pixels.*less than its window of 2: set model.image_size >= 5$",
     ):
         AutoImage(weights=weights, image_size=3).build(SPEC)
     built = AutoImage(weights=weights, image_size=24).build(SPEC)
-    assert built.prepare(SPEC.synthetic(1, torch.Generator()))["pixel_values"].shape == (1, 3, 24, 24)
-    with pytest.raises(DpfedError, match=r"have embed_dim = 8, not 96: use model.name = 'auto-image'"):
+    assert built.prepare(SPEC.synthetic(1, torch.Generator()))["pixel_values"].shape == (
+        1,
+        3,
+        24,
+        24,
+    )
+    with pytest.raises(
+        DpfedError, match=r"have embed_dim = 8, not 96: use model.name = 'auto-image'"
+    ):
         SwinTiny(weights=weights).build(SPEC)
 
 
@@ -249,7 +285,8 @@ def test_constants_are_those_of_the_weights(tmp_path: Path) -> None:
     x = torch.full((1, 3, 8, 8), 255, dtype=torch.uint8)
     plain = AutoImage(weights=weights).build(spec).prepare({"pixel_values": x})["pixel_values"]
     torch.testing.assert_close(
-        plain[0, :, 0, 0], (1 - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
+        plain[0, :, 0, 0],
+        (1 - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225]),
     )
     (tmp_path / "preprocessor_config.json").write_text(
         json.dumps({"image_mean": [0, 0, 0.5], "image_std": [1, 2, 0.5]})
@@ -261,7 +298,9 @@ def test_constants_are_those_of_the_weights(tmp_path: Path) -> None:
         AutoImage(weights=weights).build(spec)
 
 
-@pytest.mark.parametrize("spec", [InputSpec("features", "features", (4,), 2), InputSpec("image", "x", (2, 8, 8), 2)])
+@pytest.mark.parametrize(
+    "spec", [InputSpec("features", "features", (4,), 2), InputSpec("image", "x", (2, 8, 8), 2)]
+)
 def test_other_data_is_refused(spec: InputSpec, tmp_path: Path) -> None:
     with pytest.raises(DpfedError, match="'auto-image' reads images"):
         AutoImage(weights=tiny_vit(tmp_path)).build(spec)
@@ -273,13 +312,20 @@ def test_other_data_is_refused(spec: InputSpec, tmp_path: Path) -> None:
 def test_any_image_classifier(tmp_path: Path) -> None:
     """DeiT has rules of its own; ResNet's BatchNorm is frozen by LoRA, and its classifier is a sequence of modules."""
     config = DeiTConfig(
-        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=8, patch_size=4
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        image_size=8,
+        patch_size=4,
     )
     weights = save(DeiTForImageClassification(config), tmp_path / "deit")
     spec = InputSpec("image", "pixel_values", (3, 8, 8), 3)
     case = ZooCase(with_train(AutoImage(weights=weights), "lora"), spec)
     assert case.notes == ()
-    case.check(spec.synthetic(2, torch.Generator().manual_seed(1)), torch.tensor([0, 2]), alone_image(case))
+    case.check(
+        spec.synthetic(2, torch.Generator().manual_seed(1)), torch.tensor([0, 2]), alone_image(case)
+    )
 
 
 def test_a_convolutional_classifier_with_frozen_norms(tmp_path: Path) -> None:
@@ -288,7 +334,9 @@ def test_a_convolutional_classifier_with_frozen_norms(tmp_path: Path) -> None:
     spec = InputSpec("image", "pixel_values", (3, 16, 16), 3)
     case = ZooCase(with_train(AutoImage(weights=weights, image_size=16), "lora"), spec)
     assert "classifier.modules_to_save.default.1.weight" in case.space.names
-    case.check(spec.synthetic(2, torch.Generator().manual_seed(1)), torch.tensor([0, 2]), alone_image(case))
+    case.check(
+        spec.synthetic(2, torch.Generator().manual_seed(1)), torch.tensor([0, 2]), alone_image(case)
+    )
     with pytest.raises(DpfedError, match="mixes the records of a batch"):
         ZooCase(with_train(AutoImage(weights=weights, image_size=16), "full"), spec)
 
@@ -301,14 +349,18 @@ def test_a_blur_weighs_neighbours_by_one_four_six_four_one() -> None:
     corner = torch.zeros(1, 1, 5, 5)
     corner[0, 0, 0, 0] = 256.0
     # mirrored without the border itself: the corner is met once from within, never from outside
-    torch.testing.assert_close(blurred(corner)[0, 0, 0], 6.0 * torch.tensor([6.0, 4.0, 1.0, 0.0, 0.0]))
+    torch.testing.assert_close(
+        blurred(corner)[0, 0, 0], 6.0 * torch.tensor([6.0, 4.0, 1.0, 0.0, 0.0])
+    )
 
 
 def test_sharpened_images_have_more_detail_and_stay_in_range() -> None:
     spec = InputSpec("image", "x", (1, 8, 8), 2, white=10.0)
     x = torch.full((2, 1, 8, 8), 4, dtype=torch.uint8)
     x[0, 0, :, 4:] = 6
-    plain, sharp = (images(spec, 8, 1, (0.0,), (1.0,), sharpen=s)({"x": x})["x"] for s in (0.0, 2.0))
+    plain, sharp = (
+        images(spec, 8, 1, (0.0,), (1.0,), sharpen=s)({"x": x})["x"] for s in (0.0, 2.0)
+    )
     want = (plain * 10 + 2.0 * (plain * 10 - blurred(plain * 10))).clamp(0, 10) / 10
     torch.testing.assert_close(sharp, want)
     assert sharp[0].max() > plain[0].max() + 0.05

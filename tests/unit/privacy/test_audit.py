@@ -55,7 +55,12 @@ BATCH = 12
 
 
 def plan_of(
-    clients: int, units: int = 16, batch: int = BATCH, sigma: float = 2.5, sampling: str = "poisson", **more: Any
+    clients: int,
+    units: int = 16,
+    batch: int = BATCH,
+    sigma: float = 2.5,
+    sampling: str = "poisson",
+    **more: Any,
 ) -> Plan:
     def all_of(value: float) -> np.ndarray:
         return np.full(clients, float(value))
@@ -95,8 +100,12 @@ class Findings:
 
 def findings(audited: Audited) -> Findings:
     longer = replace(audited, plan=plan_of(1, units=64, batch=16), rounds=2, local_steps=16)
-    quieter = replace(audited, plan=plan_of(240, sigma=4.0))  # a smaller claim: one run certifies less than many
-    return Findings(one_run(quieter, 480, CONFIDENCE), many_draws(audited, 3000, CONFIDENCE), *laws(longer))
+    quieter = replace(
+        audited, plan=plan_of(240, sigma=4.0)
+    )  # a smaller claim: one run certifies less than many
+    return Findings(
+        one_run(quieter, 480, CONFIDENCE), many_draws(audited, 3000, CONFIDENCE), *laws(longer)
+    )
 
 
 Clip = Callable[[Sequence[Tensor], Tensor, Tensor, int, float], Tensor]
@@ -113,20 +122,30 @@ def batch_means(grads: Sequence[Tensor], owner: Tensor, clients: int) -> list[Te
     return [g.new_zeros(clients, g.shape[1]).index_add_(0, owner, g) / counts for g in grads]
 
 
-def batch_mean(grads: Sequence[Tensor], unit: Tensor, owner: Tensor, clients: int, clip: float) -> Tensor:
+def batch_mean(
+    grads: Sequence[Tensor], unit: Tensor, owner: Tensor, clients: int, clip: float
+) -> Tensor:
     return BATCH * clipped(torch.cat(batch_means(grads, owner, clients), 1), clip)
 
 
-def batch_tensor(grads: Sequence[Tensor], unit: Tensor, owner: Tensor, clients: int, clip: float) -> Tensor:
+def batch_tensor(
+    grads: Sequence[Tensor], unit: Tensor, owner: Tensor, clients: int, clip: float
+) -> Tensor:
     """The released code of the paper (SPEC 0.1)."""
     return BATCH * torch.cat([clipped(g, clip) for g in batch_means(grads, owner, clients)], 1)
 
 
-def per_tensor(grads: Sequence[Tensor], unit: Tensor, owner: Tensor, clients: int, clip: float) -> Tensor:
-    return torch.cat([g.new_zeros(clients, g.shape[1]).index_add_(0, owner, clipped(g, clip)) for g in grads], 1)
+def per_tensor(
+    grads: Sequence[Tensor], unit: Tensor, owner: Tensor, clients: int, clip: float
+) -> Tensor:
+    return torch.cat(
+        [g.new_zeros(clients, g.shape[1]).index_add_(0, owner, clipped(g, clip)) for g in grads], 1
+    )
 
 
-def no_clip(grads: Sequence[Tensor], unit: Tensor, owner: Tensor, clients: int, clip: float) -> Tensor:
+def no_clip(
+    grads: Sequence[Tensor], unit: Tensor, owner: Tensor, clients: int, clip: float
+) -> Tensor:
     return TRUE_CLIP(grads, unit, owner, clients, math.inf, Clipping())[0]
 
 
@@ -153,7 +172,9 @@ class Shuffle:
         self._queues: dict[int, tuple[np.random.Generator, list[int]]] = {}
 
     def __call__(self, mechanism: Mechanism, units: int, rng: np.random.Generator) -> np.ndarray:
-        _, queue = self._queues.setdefault(id(rng), (rng, []))  # holding rng keeps its id from being used again
+        _, queue = self._queues.setdefault(
+            id(rng), (rng, [])
+        )  # holding rng keeps its id from being used again
         if not queue:
             queue.extend(rng.permutation(units).tolist())
         size = round(mechanism.rate * units)
@@ -177,7 +198,12 @@ Break = Callable[[pytest.MonkeyPatch], dict[str, Any]]
 
 def patch_clip(clip: Clip) -> Break:
     def broken(
-        grads: Sequence[Tensor], unit: Tensor, owner: Tensor, clients: int, norm: float, rule: Clipping
+        grads: Sequence[Tensor],
+        unit: Tensor,
+        owner: Tensor,
+        clients: int,
+        norm: float,
+        rule: Clipping,
     ) -> tuple[Tensor, Tensor]:
         return clip(grads, unit, owner, clients, norm), torch.zeros(clients, 1)
 
@@ -213,7 +239,10 @@ BROKEN: dict[str, tuple[Break, set[str]]] = {
     "batch-mean clipping per tensor": (patch_clip(batch_tensor), BOUNDS),
     "per-tensor clipping": (patch_clip(per_tensor), {"many draws"}),
     "no clipping": (patch_clip(no_clip), BOUNDS),
-    "noise σC²": (patch_noise(lambda plan, i: float(plan.multipliers[i]) * plan.clip**2), BOUNDS | {"noise"}),
+    "noise σC²": (
+        patch_noise(lambda plan, i: float(plan.multipliers[i]) * plan.clip**2),
+        BOUNDS | {"noise"},
+    ),
     "no noise": (patch_noise(lambda plan, i: 0.0), BOUNDS | {"noise"}),
     "noise divided by B twice": (use(TwiceDivided), BOUNDS | {"noise"}),
     "noise not divided by B": (use(NotDivided), {"noise"}),
@@ -241,7 +270,9 @@ def test_the_true_build_passes(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [{"sampling": "fixed_wor"}, {"batches": 2, "releases": 2}], ids=["fixed size", "releases"]
+    "more",
+    [{"sampling": "fixed_wor"}, {"batches": 2, "releases": 2}],
+    ids=["fixed size", "releases"],
 )
 def test_other_mechanisms_pass_and_their_broken_builds_do_not(
     more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -253,13 +284,21 @@ def test_other_mechanisms_pass_and_their_broken_builds_do_not(
     assert not any(law.broken for law in laws(audited))
     assert not one_run(audited, 480, CONFIDENCE).disproved
     monkeypatch.setattr(Plan, "noise_std", lambda plan, i: 0.0)
-    louder = replace(audited, plan=plan_of(30, sigma=20.0, **more))  # a small claim, so that few draws suffice
+    louder = replace(
+        audited, plan=plan_of(30, sigma=20.0, **more)
+    )  # a small claim, so that few draws suffice
     assert many_draws(louder, 1000, CONFIDENCE).disproved
 
 
 # --- a whole job and the command -------------------------------------------------------------------------------------
 
-SMALL = ["model.name=linear", "model.train=full", "run.rounds=2", "run.local_steps=4", "data.clients=4"]
+SMALL = [
+    "model.name=linear",
+    "model.train=full",
+    "run.rounds=2",
+    "run.local_steps=4",
+    "data.clients=4",
+]
 
 
 def job(*more: str) -> Job:
@@ -324,14 +363,18 @@ def test_the_audit_never_replays_the_runs_randomness() -> None:
         ([], 1000, math.nan, "not allowed"),
     ],
 )
-def test_what_cannot_be_audited_is_refused(more: list[str], canaries: int, confidence: float, sentence: str) -> None:
+def test_what_cannot_be_audited_is_refused(
+    more: list[str], canaries: int, confidence: float, sentence: str
+) -> None:
     with pytest.raises(DpfedError, match=sentence):
         audit(job(*more), canaries, confidence)
 
 
 def command(*more: str) -> tuple[int, str]:
     sets = [part for item in SMALL for part in ("--set", item)]
-    result = CliRunner().invoke(app, ["audit", *sets, "--canaries", "400", "--confidence", "0.999", *more])
+    result = CliRunner().invoke(
+        app, ["audit", *sets, "--canaries", "400", "--confidence", "0.999", *more]
+    )
     return result.exit_code, result.stdout
 
 
@@ -349,7 +392,9 @@ def test_the_command_prints_bounds_beside_the_claim() -> None:
     assert "nothing speaks against the claim" in out
 
 
-def test_the_command_says_plainly_that_a_claim_is_disproved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_says_plainly_that_a_claim_is_disproved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(Plan, "noise_std", lambda plan, i: 0.0)
     code, out = command("--set", "privacy.sigma=20.0")
     assert code == 4

@@ -53,7 +53,9 @@ def test_p_value_falls_with_correct_guesses_and_the_bound_grows() -> None:
     assert bounds == sorted(bounds)
     assert bounds[50] == 0.0
     assert (
-        one_run_p_value(200, 100, 95, bounds[95], 1e-5) < 0.05 <= one_run_p_value(200, 100, 95, bounds[95] + 2e-4, 1e-5)
+        one_run_p_value(200, 100, 95, bounds[95], 1e-5)
+        < 0.05
+        <= one_run_p_value(200, 100, 95, bounds[95] + 2e-4, 1e-5)
     )
 
 
@@ -67,7 +69,9 @@ def gaussian(epsilon: float, delta: float) -> float:
     low, high = 1e-2, 1e3
     for _ in range(100):
         s = math.sqrt(low * high)
-        spent = stats.norm.cdf(0.5 / s - epsilon * s) - math.exp(epsilon) * stats.norm.cdf(-0.5 / s - epsilon * s)
+        spent = stats.norm.cdf(0.5 / s - epsilon * s) - math.exp(epsilon) * stats.norm.cdf(
+            -0.5 / s - epsilon * s
+        )
         low, high = (s, high) if spent > delta else (low, s)
     return high
 
@@ -107,7 +111,9 @@ def test_bounds_hold_for_the_gaussian(bound: Bound, epsilon: float) -> None:
         found.append(bound(scores, coins, delta, 0.9))
     wrong = sum(b > epsilon for b in found)
     assert stats.binomtest(wrong, 100, 0.1, alternative="greater").pvalue > 1e-3
-    assert epsilon < 6 or np.median(found) > 0.2 * epsilon  # at a small epsilon 400 canaries show nothing
+    assert (
+        epsilon < 6 or np.median(found) > 0.2 * epsilon
+    )  # at a small epsilon 400 canaries show nothing
 
 
 def test_delta_is_paid_for() -> None:
@@ -119,7 +125,13 @@ def test_delta_is_paid_for() -> None:
         scores = np.where(rng.random(1000) < delta, 100.0, 1e-3) * np.where(coins, 1, -1)
         noise = rng.random(1000) < 0.5
         scores = np.where(np.abs(scores) < 1, np.where(noise, 1e-3, -1e-3), scores)
-        wrong += max(one_run_bound(scores, coins, delta, 0.95), many_draws_bound(scores, coins, delta, 0.95)) > 0
+        wrong += (
+            max(
+                one_run_bound(scores, coins, delta, 0.95),
+                many_draws_bound(scores, coins, delta, 0.95),
+            )
+            > 0
+        )
     assert wrong / 150 < 0.12
 
 
@@ -129,7 +141,9 @@ def test_an_open_book_is_found_out() -> None:
     assert many_draws_bound(scores, coins, DELTA, CONFIDENCE) > 4
     assert one_run_bound(scores, coins, 0.0, CONFIDENCE) > 4
     assert one_run_bound(scores, coins, DELTA, CONFIDENCE) > 2
-    assert many_draws_bound(scores, np.ones(2000, bool), DELTA, CONFIDENCE) == 0.0  # no "out": nothing is shown
+    assert (
+        many_draws_bound(scores, np.ones(2000, bool), DELTA, CONFIDENCE) == 0.0
+    )  # no "out": nothing is shown
 
 
 # --- the laws ------------------------------------------------------------------------------------------------------
@@ -162,7 +176,9 @@ def test_wrong_batches_fail() -> None:
     assert batch_law(law, np.repeat(poisson(rng, 0.25, (8, 20, 64)), 2, axis=1)).broken
     assert batch_law(law, np.repeat(poisson(rng, 0.25, (4, 40, 64)), 2, axis=0)).broken
     assert batch_law(Mechanism("fixed_wor", 0.25, 1.0), poisson(rng, 0.25, shape)).broken
-    assert batch_law(Mechanism("fixed_wor", 0.25, 1.0), np.repeat(fixed(rng, 16, (8, 1, 64)), 40, axis=1)).broken
+    assert batch_law(
+        Mechanism("fixed_wor", 0.25, 1.0), np.repeat(fixed(rng, 16, (8, 1, 64)), 40, axis=1)
+    ).broken
 
 
 def test_noise_law() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dpfed.privacy.batched_sums import Seat, SharedSum
+from dpfed.privacy.batched_sums import BatchedSum, BatchedSums
 from dpfed.privacy.clipping import Clipping
 from dpfed.privacy.fixed_shape_sum import FixedSum
 from dpfed.privacy.record_batch import Records
@@ -42,7 +42,9 @@ class Product:
     def ordered(self, raw: Tensor) -> Tensor:
         return raw
 
-    def raw_grads(self, theta: Tensor, client: Tensor, inputs: Mapping[str, Tensor], *rest: Any) -> list[Tensor]:
+    def raw_grads(
+        self, theta: Tensor, client: Tensor, inputs: Mapping[str, Tensor], *rest: Any
+    ) -> list[Tensor]:
         self.sizes.append((len(theta), len(client)))
         if self.fail:
             raise self.fail.pop()
@@ -55,11 +57,13 @@ class Product:
     grads = raw_grads
 
 
-def union(seats: int, slots: int = 8, model: Product | None = None) -> SharedSum:
+def union(seats: int, slots: int = 8, model: Product | None = None) -> BatchedSums:
     records = Records({"x": ROWS}, torch.zeros(len(ROWS), dtype=torch.int64))
     gradients = model or Product()
-    return SharedSum(
-        seats, CLIENTS, lambda n: FixedSum(gradients, records, Clipping(), None, n * CLIENTS, n * slots, SIZE)
+    return BatchedSums(
+        seats,
+        CLIENTS,
+        lambda n: FixedSum(gradients, records, Clipping(), None, n * CLIENTS, n * slots, SIZE),
     )
 
 
@@ -73,7 +77,9 @@ def arrays(row: list[int], client: list[int]) -> dict[str, np.ndarray]:
     }
 
 
-def reference(theta: Tensor, row: list[int], client: list[int], clip: float) -> tuple[Tensor, Tensor]:
+def reference(
+    theta: Tensor, row: list[int], client: list[int], clip: float
+) -> tuple[Tensor, Tensor]:
     """One record after another."""
     total, count = torch.zeros(len(theta), SIZE), torch.zeros(len(theta), 1)
     for r, c in zip(row, client, strict=True):
@@ -86,18 +92,18 @@ def reference(theta: Tensor, row: list[int], client: list[int], clip: float) -> 
     return total, count
 
 
-def together(shared: SharedSum, tasks: list[Callable[[Seat], Any]]) -> list[Any]:
+def together(shared: BatchedSums, tasks: list[Callable[[BatchedSum], Any]]) -> list[Any]:
     """Each task in a thread of its own; its result, or what it raised. A deadlock fails instead of hanging."""
     out: list[Any] = [None] * len(tasks)
 
     def work(i: int) -> None:
-        seat = shared.seat(i)
+        batched_sum = shared.batched_sum(i)
         try:
-            out[i] = tasks[i](seat)
+            out[i] = tasks[i](batched_sum)
         except Exception as error:
             out[i] = error
         finally:
-            seat.leave()
+            batched_sum.leave()
 
     threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(tasks))]
     for thread in threads:
@@ -110,7 +116,9 @@ def together(shared: SharedSum, tasks: list[Callable[[Seat], Any]]) -> list[Any]
 
 Batch = tuple[list[int], list[int], float]
 batch = st.lists(st.tuples(st.integers(0, 39), st.integers(0, CLIENTS - 1)), max_size=25).flatmap(
-    lambda pairs: st.tuples(st.just([p[0] for p in pairs]), st.just([p[1] for p in pairs]), st.floats(0.05, 5.0))
+    lambda pairs: st.tuples(
+        st.just([p[0] for p in pairs]), st.just([p[1] for p in pairs]), st.floats(0.05, 5.0)
+    )
 )
 
 
@@ -118,10 +126,16 @@ batch = st.lists(st.tuples(st.integers(0, 39), st.integers(0, CLIENTS - 1)), max
 @settings(max_examples=40)
 def test_every_seat_gets_what_it_would_get_alone(asked: list[list[Batch]], slots: int) -> None:
     """Seats ask different numbers of times, with different clip norms and batches that overflow the slots or are empty."""
-    thetas = [torch.randn(CLIENTS, SIZE, generator=torch.Generator().manual_seed(i)) for i in range(len(asked))]
+    thetas = [
+        torch.randn(CLIENTS, SIZE, generator=torch.Generator().manual_seed(i))
+        for i in range(len(asked))
+    ]
 
-    def task(i: int) -> Callable[[Seat], list[tuple[Tensor, Tensor]]]:
-        return lambda seat: [seat.sums(thetas[i] + k, arrays(r, c), clip) for k, (r, c, clip) in enumerate(asked[i])]
+    def task(i: int) -> Callable[[BatchedSum], list[tuple[Tensor, Tensor]]]:
+        return lambda batched_sum: [
+            batched_sum.sums(thetas[i] + k, arrays(r, c), clip)
+            for k, (r, c, clip) in enumerate(asked[i])
+        ]
 
     found = together(union(len(asked), slots), [task(i) for i in range(len(asked))])
     for i, answers in enumerate(found):
@@ -144,10 +158,12 @@ def test_an_answer_is_not_overwritten_by_the_next_pass() -> None:
             return same
 
     records = Records({"x": ROWS}, torch.zeros(len(ROWS), dtype=torch.int64))
-    shared = SharedSum(2, CLIENTS, lambda n: Reusing(Product(), records, Clipping(), None, n * CLIENTS, 8, SIZE))
+    shared = BatchedSums(
+        2, CLIENTS, lambda n: Reusing(Product(), records, Clipping(), None, n * CLIENTS, 8, SIZE)
+    )
 
-    def task(seat: Seat) -> list[Tensor]:
-        return [seat.sums(theta, arrays([k], [0]), 100.0)[0] for k in range(3)]
+    def task(batched_sum: BatchedSum) -> list[Tensor]:
+        return [batched_sum.sums(theta, arrays([k], [0]), 100.0)[0] for k in range(3)]
 
     for answers in together(shared, [task, task]):
         for k, total in enumerate(answers):
@@ -158,11 +174,11 @@ def test_whoever_writes_into_an_answer_writes_into_nobody_elses() -> None:
     """The oracle adds its noise in place: to its own rows, never to a neighbour's or to what the next pass starts from."""
     theta, one = torch.ones(CLIENTS, SIZE), arrays([3, 4], [0, 1])
 
-    def task(noise: float) -> Callable[[Seat], list[tuple[Tensor, Tensor]]]:
-        def ask(seat: Seat) -> list[tuple[Tensor, Tensor]]:
+    def task(noise: float) -> Callable[[BatchedSum], list[tuple[Tensor, Tensor]]]:
+        def ask(batched_sum: BatchedSum) -> list[tuple[Tensor, Tensor]]:
             answers = []
             for _ in range(3):
-                total, count = seat.sums(theta, one, 9.0)
+                total, count = batched_sum.sums(theta, one, 9.0)
                 answers.append((total.clone(), count.clone()))
                 total += noise
                 count += noise
@@ -181,7 +197,9 @@ def test_a_neighbour_that_is_not_finite_hurts_nobody() -> None:
     good = torch.ones(CLIENTS, SIZE)
     bad = torch.full((CLIENTS, SIZE), float("nan"))
     one = arrays([0, 1, 2], [0, 1, 1])
-    found = together(union(3), [lambda s, t=t: s.sums(t, one, 0.5) for t in (bad, good, good * float("inf"))])
+    found = together(
+        union(3), [lambda s, t=t: s.sums(t, one, 0.5) for t in (bad, good, good * float("inf"))]
+    )
     torch.testing.assert_close(found[1][0], reference(good, [0, 1, 2], [0, 1, 1], 0.5)[0])
     assert not found[0][0].any()
     assert not found[2][0].any()
@@ -197,14 +215,14 @@ def test_fewer_clients_than_a_seat_has_rows() -> None:
 def test_a_seat_that_fails_or_never_asks_is_not_waited_for() -> None:
     theta, one = torch.ones(CLIENTS, SIZE), arrays([0], [0])
 
-    def raises(seat: Seat) -> None:
-        seat.sums(theta, one, 1.0)
+    def raises(batched_sum: BatchedSum) -> None:
+        batched_sum.sums(theta, one, 1.0)
         raise ValueError("mine alone")
 
-    def asks(seat: Seat) -> int:
-        return len([seat.sums(theta, one, 1.0) for _ in range(5)])
+    def asks(batched_sum: BatchedSum) -> int:
+        return len([batched_sum.sums(theta, one, 1.0) for _ in range(5)])
 
-    found = together(union(4), [raises, asks, lambda seat: None, asks])
+    found = together(union(4), [raises, asks, lambda batched_sum: None, asks])
     assert isinstance(found[0], ValueError)
     assert found[1:] == [5, None, 5]
 
@@ -233,11 +251,11 @@ def test_after_a_failure_that_a_run_survives_the_next_pass_is_computed() -> None
     theta, one = torch.ones(CLIENTS, SIZE), arrays([5], [1])
     model = Product(fail=[ValueError("once") for _ in range(3)])
 
-    def asks(seat: Seat) -> Any:
+    def asks(batched_sum: BatchedSum) -> Any:
         try:
-            seat.sums(theta, one, 1.0)
+            batched_sum.sums(theta, one, 1.0)
         except ValueError as error:
-            return str(error), seat.sums(theta, one, 100.0)
+            return str(error), batched_sum.sums(theta, one, 100.0)
 
     for said, (total, _) in together(union(2, model=model), [asks] * 2):
         assert said == "once"
@@ -257,7 +275,9 @@ def test_where_a_pass_fails_fewer_runs_share_it(why: Exception) -> None:
     make = shared._make
     shared._make = lambda seats: made.append(seats) or make(seats)
     thetas = [torch.full((CLIENTS, SIZE), float(i + 1)) for i in range(5)]
-    found = together(shared, [lambda s, t=t: [s.sums(t, arrays([7], [1]), 99.0) for _ in "ab"] for t in thetas])
+    found = together(
+        shared, [lambda s, t=t: [s.sums(t, arrays([7], [1]), 99.0) for _ in "ab"] for t in thetas]
+    )
     for theta, answers in zip(thetas, found, strict=True):
         for total, _ in answers:
             torch.testing.assert_close(total[1], ROWS[7] * theta[1])
@@ -279,7 +299,9 @@ def test_a_union_that_was_made_smaller_is_not_tried_at_that_size_again() -> None
 
 def test_no_room_for_one_run_is_told_to_all_as_a_lack_of_memory() -> None:
     theta = torch.ones(CLIENTS, SIZE)
-    found = together(union(3, model=Product(too_many=1)), [lambda s: s.sums(theta, arrays([0], [0]), 1.0)] * 3)
+    found = together(
+        union(3, model=Product(too_many=1)), [lambda s: s.sums(theta, arrays([0], [0]), 1.0)] * 3
+    )
     assert all(isinstance(error, torch.OutOfMemoryError) for error in found)
 
 
@@ -287,8 +309,10 @@ def test_the_union_shrinks_with_those_that_are_left() -> None:
     """Seats ask 1, 2, 3, 4 times: the union is as large as four runs, then two, then one."""
     theta, model = torch.ones(CLIENTS, SIZE), Product()
 
-    def asks(times: int) -> Callable[[Seat], None]:
-        return lambda seat: [seat.sums(theta, arrays([0], [0]), 1.0) for _ in range(times)] and None
+    def asks(times: int) -> Callable[[BatchedSum], None]:
+        return lambda batched_sum: (
+            [batched_sum.sums(theta, arrays([0], [0]), 1.0) for _ in range(times)] and None
+        )
 
     together(union(4, slots=8, model=model), [asks(n) for n in (1, 2, 3, 4)])
     assert model.sizes == [(8, 32), (8, 32), (4, 16), (2, 8)]
@@ -296,8 +320,8 @@ def test_the_union_shrinks_with_those_that_are_left() -> None:
 
 def test_an_empty_seat_cannot_ask() -> None:
     shared = union(2)
-    seat = shared.seat(0)
-    seat.leave()
-    seat.leave()
+    batched_sum = shared.batched_sum(0)
+    batched_sum.leave()
+    batched_sum.leave()
     with pytest.raises(RuntimeError, match="seat 0"):
-        seat.sums(torch.ones(CLIENTS, SIZE), arrays([0], [0]), 1.0)
+        batched_sum.sums(torch.ones(CLIENTS, SIZE), arrays([0], [0]), 1.0)

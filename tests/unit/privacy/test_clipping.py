@@ -43,7 +43,11 @@ QUANTILE = Clipping("quantile")
 
 
 def added(
-    grads: Tensor, rule: Clipping, clip: float = 1.0, unit: list[int] | None = None, owner: list[int] | None = None
+    grads: Tensor,
+    rule: Clipping,
+    clip: float = 1.0,
+    unit: list[int] | None = None,
+    owner: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`clip_and_sum` on hand-made gradients `[M, P]`, cut into two tensors; each its own unit of client 0."""
     unit = list(range(len(grads))) if unit is None else unit
@@ -62,17 +66,31 @@ class Given:
         self._widths, self._by_theta = list(widths), by_theta
 
     def grads(
-        self, theta: Tensor, client: Tensor, inputs: Mapping[str, Tensor], labels: Tensor, keys: Tensor | None = None
+        self,
+        theta: Tensor,
+        client: Tensor,
+        inputs: Mapping[str, Tensor],
+        labels: Tensor,
+        keys: Tensor | None = None,
     ) -> list[Tensor]:
         g = inputs["g"] * theta[client, :1] if self._by_theta else inputs["g"]
         return list(g.split(self._widths, dim=1))
 
 
-def plan_of(sizes: list[int], batch: float, sigma: float, rule: Clipping, clip: float = 1.0, **more: Any) -> Plan:
+def plan_of(
+    sizes: list[int], batch: float, sigma: float, rule: Clipping, clip: float = 1.0, **more: Any
+) -> Plan:
     expected = np.full(len(sizes), float(batch))
     rates, multipliers = expected / np.array(sizes), np.full(len(sizes), float(sigma))
     keys = {"sampling": "poisson", "clipping": rule, **more}
-    return Plan(clip=clip, sizes=np.array(sizes), rates=rates, expected=expected, multipliers=multipliers, **keys)
+    return Plan(
+        clip=clip,
+        sizes=np.array(sizes),
+        rates=rates,
+        expected=expected,
+        multipliers=multipliers,
+        **keys,
+    )
 
 
 def oracle_of(
@@ -82,14 +100,25 @@ def oracle_of(
     records = Records({"g": grads}, torch.arange(len(grads)))
     clients = range(plan.clients)
     return FleetOracle(
-        model, records, shards_of(owner, plan.clients), plan, Streams(seed), 1, clients, steps, max_slots
+        model,
+        records,
+        shards_of(owner, plan.clients),
+        plan,
+        Streams(seed),
+        1,
+        clients,
+        steps,
+        max_slots,
     )
 
 
 def random_gradients(count: int, width: int = 5, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.logspace(-2, 1, count).unsqueeze(1)
-    return torch.randn(count, width, generator=generator) * sizes[torch.randperm(count, generator=generator)]
+    return (
+        torch.randn(count, width, generator=generator)
+        * sizes[torch.randperm(count, generator=generator)]
+    )
 
 
 def features(records: int = 120) -> Source:
@@ -106,9 +135,17 @@ def config_of(**sections: dict[str, Any]) -> Any:
         "model": {"name": "linear", "liveness": False},
         "algorithm": {"name": "dp-fedavg"},
         "privacy": {"sigma": 1.0, "clip": 0.5, "batch": 10},
-        "run": {"rounds": 3, "local_steps": 2, "participation": 0.5, "eval_every": 3, "device": "cpu"},
+        "run": {
+            "rounds": 3,
+            "local_steps": 2,
+            "participation": 0.5,
+            "eval_every": 3,
+            "device": "cpu",
+        },
     }
-    return build({name: {**table, **sections.get(name, {})} for name, table in raw.items()}, registry())
+    return build(
+        {name: {**table, **sections.get(name, {})} for name, table in raw.items()}, registry()
+    )
 
 
 def trained(job: Job, rounds: int = 3) -> tuple[Tensor, float]:
@@ -143,17 +180,23 @@ def test_automatic_does_not_blow_up_what_single_precision_takes_for_zero() -> No
     st.sampled_from([1e-12, 0.1, 1e6]),
     st.sampled_from([1e-12, 1e-6, 0.01, 10.0]),
 )
-def test_automatic_gives_every_gradient_less_than_c(values: list[float], clip: float, stability: float) -> None:
+def test_automatic_gives_every_gradient_less_than_c(
+    values: list[float], clip: float, stability: float
+) -> None:
     g = torch.tensor([values])
     total, _ = added(g, Clipping("automatic", stability=stability), clip)
     size = float(g.double().norm())
     assert float(total.double().norm()) <= clip * (1 + 1e-6)
-    assert float(total.double().norm()) == pytest.approx(clip * size / (size + stability), rel=1e-4, abs=1e-30)
+    assert float(total.double().norm()) == pytest.approx(
+        clip * size / (size + stability), rel=1e-4, abs=1e-30
+    )
     assert total.isfinite().all()
 
 
 @pytest.mark.parametrize("mode", PER_UNIT)
-def test_o3_removing_a_unit_moves_the_sum_by_at_most_c_and_the_count_by_half(mode: ClipMode) -> None:
+def test_o3_removing_a_unit_moves_the_sum_by_at_most_c_and_the_count_by_half(
+    mode: ClipMode,
+) -> None:
     """Units of one to three records, one of them with a NaN: computed on the whole vector."""
     grads = random_gradients(12) * 3
     unit = [0, 0, 0, 1, 2, 2, 3, 4, 5, 5, 5, 6]
@@ -175,7 +218,9 @@ def test_o3_removing_a_unit_moves_the_sum_by_at_most_c_and_the_count_by_half(mod
 
 
 @pytest.mark.parametrize("mode", PER_UNIT)
-def test_o2_making_one_record_a_million_times_larger_moves_the_sum_by_at_most_2c(mode: ClipMode) -> None:
+def test_o2_making_one_record_a_million_times_larger_moves_the_sum_by_at_most_2c(
+    mode: ClipMode,
+) -> None:
     grads = random_gradients(8)
     before, _ = added(grads, Clipping(mode))
     for j in range(8):
@@ -186,7 +231,9 @@ def test_o2_making_one_record_a_million_times_larger_moves_the_sum_by_at_most_2c
 
 @pytest.mark.parametrize("mode", ["flat", "quantile"])
 @pytest.mark.parametrize("clip", [1e-3, 1.0, 50.0])
-def test_a_gradient_just_above_c_is_cut_to_c_and_one_at_c_is_not_touched(mode: ClipMode, clip: float) -> None:
+def test_a_gradient_just_above_c_is_cut_to_c_and_one_at_c_is_not_touched(
+    mode: ClipMode, clip: float
+) -> None:
     direction = torch.tensor([[0.6, 0.0, 0.8]])
     for factor in (1.0, 1.0001, 1.005, 1.02, 2.0):
         total, _ = added(direction * clip * factor, Clipping(mode), clip)
@@ -316,11 +363,17 @@ def test_the_pair_loses_as_much_as_one_gaussian_of_the_charged_multiplier(
     assert float(np.linalg.norm(shift)) == pytest.approx(1 / charged, rel=1e-5)
     for epsilon in (0.3, 1.0):
         pair = delta_of_mixture(shift, 0.5, epsilon)
-        assert pair == pytest.approx(delta_of_mixture(np.array([1 / charged]), 0.5, epsilon), rel=2e-3)
+        assert pair == pytest.approx(
+            delta_of_mixture(np.array([1 / charged]), 0.5, epsilon), rel=2e-3
+        )
         if sampling == "poisson":
-            assert delta_at([(Mechanism("poisson", 0.5, sigma), 1)], epsilon) == pytest.approx(pair, rel=5e-3)
+            assert delta_at([(Mechanism("poisson", 0.5, sigma), 1)], epsilon) == pytest.approx(
+                pair, rel=5e-3
+            )
     careless = shift_of_a_canary(sampling, Clipping("quantile", count_noise=ratio), sigma, 0.5)
-    careless[0] *= Clipping("quantile", count_noise=ratio).sum_multiplier(sigma) / sigma  # a sum noised with σ alone
+    careless[0] *= (
+        Clipping("quantile", count_noise=ratio).sum_multiplier(sigma) / sigma
+    )  # a sum noised with σ alone
     assert float(np.linalg.norm(careless)) > 1.004 / charged
 
 
@@ -332,14 +385,24 @@ def test_next_clip_by_hand() -> None:
     assert rule.next_clip(2.0, 0.5) == 2.0
     assert rule.next_clip(2.0, 1.0) == pytest.approx(2.0 * math.exp(-0.1))
     assert rule.next_clip(2.0, 0.0) == pytest.approx(2.0 * math.exp(0.1))
-    assert rule.next_clip(2.0, 1e9) == pytest.approx(2.0 * math.exp(-0.2))  # noise moves it by e^rate at most
+    assert rule.next_clip(2.0, 1e9) == pytest.approx(
+        2.0 * math.exp(-0.2)
+    )  # noise moves it by e^rate at most
     assert rule.next_clip(2.0, -1e9) == pytest.approx(2.0 * math.exp(0.2))
     fast = Clipping("quantile", rate=1e6)
     assert (fast.next_clip(1.0, 0.0), fast.next_clip(1.0, 1.0)) == (CLIPS[1], CLIPS[0])
 
 
-@given(st.floats(0.05, 0.95), st.floats(0.01, 1e5), st.floats(*CLIPS), st.floats(-50, 50), st.floats(0, 10))
-def test_next_clip_is_monotone_and_bounded(q: float, rate: float, clip: float, below: float, more: float) -> None:
+@given(
+    st.floats(0.05, 0.95),
+    st.floats(0.01, 1e5),
+    st.floats(*CLIPS),
+    st.floats(-50, 50),
+    st.floats(0, 10),
+)
+def test_next_clip_is_monotone_and_bounded(
+    q: float, rate: float, clip: float, below: float, more: float
+) -> None:
     rule = Clipping("quantile", quantile=q, rate=rate)
     one, two = rule.next_clip(clip, below), rule.next_clip(clip, below + more)
     assert CLIPS[0] <= two <= one <= CLIPS[1]
@@ -377,7 +440,9 @@ def test_c_follows_the_norms_of_a_real_run() -> None:
 
 def test_a_quantile_run_is_charged_sigma_and_costs_what_a_flat_run_costs(tmp_path: Path) -> None:
     flat = run(config_of(), tmp_path / "flat", source=features())
-    moving = run(config_of(privacy={"clip_mode": "quantile"}), tmp_path / "moving", source=features())
+    moving = run(
+        config_of(privacy={"clip_mode": "quantile"}), tmp_path / "moving", source=features()
+    )
     assert moving["epsilon"] == flat["epsilon"]
     assert moving["sigma"] == flat["sigma"] == 1.0
     assert moving["guarantee"] == flat["guarantee"]

@@ -40,7 +40,13 @@ from dpfed.training.job.job import Job, prepare, repays
 from dpfed.training.round_loop import aggregate, choose, first_state
 
 torch.set_num_threads(1)
-SMALL = ["model.name=linear", "run.rounds=2", "run.participation=0.5", "run.device=cpu", "algorithm.lr=0.1"]
+SMALL = [
+    "model.name=linear",
+    "run.rounds=2",
+    "run.participation=0.5",
+    "run.device=cpu",
+    "algorithm.lr=0.1",
+]
 
 
 def job_of(*overrides: str) -> Job:
@@ -78,7 +84,12 @@ def test_slots_hold_the_mean_and_not_much_more(mean: float) -> None:
 
 
 def both(
-    sizes: Sequence[int], records: int, slots: int, clip: float, rule: Clipping, bad: int | None = None
+    sizes: Sequence[int],
+    records: int,
+    slots: int,
+    clip: float,
+    rule: Clipping,
+    bad: int | None = None,
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """(through slots, through clip_and_sum), for the same gradients of clients 0..2."""
     g = torch.Generator().manual_seed(1)
@@ -126,7 +137,9 @@ def test_what_is_no_number_or_not_used_adds_exactly_nothing(
     """Record for record: each has a client of its own, and one of them all others."""
     take(way, monkeypatch)
     g = torch.Generator().manual_seed(2)
-    grads = [torch.randn(12, n, generator=g).to(dtype) for n in (5, 4500)]  # neither fills whole lines of memory
+    grads = [
+        torch.randn(12, n, generator=g).to(dtype) for n in (5, 4500)
+    ]  # neither fills whole lines of memory
     grads[0][1, 0], grads[1][2, 4499], grads[1][3, 7] = math.nan, math.inf, -math.inf
     grads[1][4] = 1e30  # a number, its square is none in float32
     grads[1][5, ::600] = 1.2e19  # eight squares that are numbers, and their sum is none
@@ -141,13 +154,17 @@ def test_what_is_no_number_or_not_used_adds_exactly_nothing(
         if slot in (0, 7):
             wanted = every[slot] * min(1.0, float(clip[slot]) / float(every[slot].norm()))
             if mode == "automatic":
-                wanted = every[slot] * (float(clip[slot]) / (float(every[slot].norm()) + rule.stability))
+                wanted = every[slot] * (
+                    float(clip[slot]) / (float(every[slot].norm()) + rule.stability)
+                )
             torch.testing.assert_close(total[slot].double(), wanted, rtol=2e-6, atol=0)
             assert float(total[slot].double().norm()) <= float(clip[slot]) * (1 + 1e-6)
             assert count[slot].item() == -0.5
         else:
             assert total[slot].eq(0).all(), slot
-            assert count[slot].item() == (0.5 if slot == 6 else 0.0)  # a gradient of zeros is one below C
+            assert count[slot].item() == (
+                0.5 if slot == 6 else 0.0
+            )  # a gradient of zeros is one below C
     together, counted = clip_and_sum_slots(grads, torch.zeros_like(client), valid, 1, clip, rule)
     torch.testing.assert_close(together[0], total.sum(0))
     assert counted.item() == count.sum().item() == -0.5
@@ -165,9 +182,15 @@ def test_large_tensors_alone_give_what_all_give_together(
     g = torch.Generator().manual_seed(4)
     sizes = (5, 640, 70, 4160, 64, 300)
     grads = [torch.randn(8, n, generator=g).to(DEVICE, dtype) for n in sizes]
-    grads[1][1, 3], grads[3][2, 4159], grads[5][3, 0] = math.nan, math.inf, -math.inf  # alone, alone, together
+    grads[1][1, 3], grads[3][2, 4159], grads[5][3, 0] = (
+        math.nan,
+        math.inf,
+        -math.inf,
+    )  # alone, alone, together
     grads[1][4, ::80], grads[3][4, ::520] = 8e18, 8e18  # squares that are no number only together
-    grads[4] = torch.randn(64, 8, generator=g).to(DEVICE, dtype).t()  # large, but rows do not lie one after another
+    grads[4] = (
+        torch.randn(64, 8, generator=g).to(DEVICE, dtype).t()
+    )  # large, but rows do not lie one after another
     valid = torch.tensor([1, 1, 1, 1, 1, 1, 1, 0], device=DEVICE)
     client, clip = torch.arange(8, device=DEVICE), torch.linspace(0.5, 300.0, 8, device=DEVICE)
     found = []
@@ -213,7 +236,9 @@ def test_kernels_that_are_not_right_are_not_used(
     assert rows.tolist() == [[3.0, 4.0], [0.0, 1.0]]
     assert len(caplog.records) == 1
     assert "\n" not in caplog.text.strip()
-    assert {"wrong": "rows of gradients are not used", "failing": "C compiler"}[state] in caplog.text
+    assert {"wrong": "rows of gradients are not used", "failing": "C compiler"}[
+        state
+    ] in caplog.text
 
 
 def test_without_a_gpu_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,10 +248,14 @@ def test_without_a_gpu_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_half_precision_gradients_are_clipped_in_full_precision() -> None:
     g = torch.randn(8, 1000, generator=torch.Generator().manual_seed(0)).bfloat16() * 50
-    total, _ = clip_and_sum_slots([g], torch.arange(8), torch.ones(8).long(), 8, torch.tensor(0.1), Clipping())
+    total, _ = clip_and_sum_slots(
+        [g], torch.arange(8), torch.ones(8).long(), 8, torch.tensor(0.1), Clipping()
+    )
     assert total.dtype == torch.float32
     assert float(total.double().norm(dim=1).max()) <= 0.1 * (1 + 1e-6)
-    torch.testing.assert_close(total, g.float() * (0.1 / g.float().norm(dim=1, keepdim=True)), rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(
+        total, g.float() * (0.1 / g.float().norm(dim=1, keepdim=True)), rtol=1e-5, atol=1e-8
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -238,7 +267,9 @@ def test_long_gradients_are_clipped_as_exactly_as_short_ones(size: int, dtype: t
     g[1, :8] = 30.0
     g[2] = torch.randn(size, generator=torch.Generator().manual_seed(0))
     g = g.to(dtype)
-    total, _ = clip_and_sum_slots([g], torch.arange(3), torch.ones(3).long(), 3, torch.tensor(1e-3), Clipping())
+    total, _ = clip_and_sum_slots(
+        [g], torch.arange(3), torch.ones(3).long(), 3, torch.tensor(1e-3), Clipping()
+    )
     norm = total.double().norm(dim=1)
     assert float(norm.max()) <= 1e-3 * (1 + 1e-6)
     assert float(norm.min()) >= 1e-3 * (1 - 1e-6)
@@ -246,7 +277,9 @@ def test_long_gradients_are_clipped_as_exactly_as_short_ones(size: int, dtype: t
 
 def test_three_bfloat16_numbers_are_a_float32() -> None:
     """What the GPU's path multiplies with: the parts add up to the weight in all its digits."""
-    weights = torch.rand(3, 64, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.randint(-8, 3, (3, 64))
+    weights = torch.rand(3, 64, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.randint(
+        -8, 3, (3, 64)
+    )
     parts = fixed_module.three_parts(weights)
     assert parts.dtype == torch.bfloat16
     joined = parts.double().view(3, 3, 64).sum(0)
@@ -264,7 +297,9 @@ def test_passes_hold_every_record_once(count: int, slots: int) -> None:
     assert all(p.packed.shape == (5, slots) for p in passes)
     used = torch.cat([p.packed[2] for p in passes]).bool()
     for row in (0, 1, 3, 4):
-        assert torch.cat([p.packed[row] for p in passes])[used].tolist() == list(range(1, count + 1))
+        assert torch.cat([p.packed[row] for p in passes])[used].tolist() == list(
+            range(1, count + 1)
+        )
 
 
 # ------------------------------------------------------------------ through the oracle and the engine
@@ -311,7 +346,9 @@ def test_dropout_is_the_same_in_any_slot() -> None:
     ]
     options = [*base, "model.lora.dropout=0.3"]
     plain = after(job_of(*options), 1)
-    torch.testing.assert_close(after(job_of(*options, "run.slots=40"), 1), plain, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        after(job_of(*options, "run.slots=40"), 1), plain, rtol=1e-4, atol=1e-6
+    )
     without = after(job_of(*base), 1)
     assert float((plain - without).norm()) > 1e-3  # and it is on
 
@@ -329,11 +366,15 @@ def test_units_of_several_records_take_the_other_way() -> None:
 
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value")
 @pytest.mark.parametrize("way", WAYS)
-def test_sums_of_a_convolutional_network_trained_in_full(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_of_a_convolutional_network_trained_in_full(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As products and piece by piece, against each record alone, as one convolution with an index for each number."""
     options = ["model.name=gn-resnet18", "model.width=8", "model.groups=4", "run.slots=8"]
     job = job_of(*options)
-    theta = job.theta + 0.05 * torch.randn(2, job.space.size, generator=torch.Generator().manual_seed(0))
+    theta = job.theta + 0.05 * torch.randn(
+        2, job.space.size, generator=torch.Generator().manual_seed(0)
+    )
     rows, client = np.arange(5), np.array([0, 1, 1, 0, 1])
     monkeypatch.setattr(TwinConv2d, "_pays", lambda self, x: False)
     inputs, labels = job.records.take(torch.from_numpy(rows))
@@ -354,7 +395,9 @@ def test_sums_of_a_convolutional_network_trained_in_full(way: str, monkeypatch: 
     pass_ = FixedSum(again.model, again.records, Clipping(), None, 2, 8, again.space.size)
     arrays = {"row": rows, "client": client, "dropout": 0 * rows, "view": 0 * rows}
     grouped, groups = fixed_module.grouped, []
-    monkeypatch.setattr(fixed_module, "grouped", lambda grads: groups.append(grouped(grads)) or groups[-1])
+    monkeypatch.setattr(
+        fixed_module, "grouped", lambda grads: groups.append(grouped(grads)) or groups[-1]
+    )
     total, _ = pass_.sums(theta, arrays, clip)
     torch.testing.assert_close(total, wanted, rtol=1e-3, atol=1e-5 * clip)
     assert [len(g) > 10 for g in groups] == [True]
@@ -381,7 +424,9 @@ def test_a_compiled_model_gives_the_same_gradients() -> None:
     counted = CompileCounterWithBackend("aot_eager")
     compiled.model.compile(backend=counted)
     client, rows = torch.arange(24) % 3, torch.arange(24)
-    theta = plain.theta + 0.02 * torch.randn(3, plain.space.size, generator=torch.Generator().manual_seed(0))
+    theta = plain.theta + 0.02 * torch.randn(
+        3, plain.space.size, generator=torch.Generator().manual_seed(0)
+    )
     for _ in range(2):
         inputs, labels = plain.records.take(rows)
         for a, b in zip(
@@ -406,13 +451,19 @@ def test_a_model_that_does_not_compile_runs_without(
 
         return fail
 
-    options = ["run.slots=24"] if model == "linear" else ["model.name=glyph-vit", "model.lora.r=2", "run.slots=24"]
+    options = (
+        ["run.slots=24"]
+        if model == "linear"
+        else ["model.name=glyph-vit", "model.lora.r=2", "run.slots=24"]
+    )
     plain = after(job_of(*options), 1)
     monkeypatch.setattr(torch, "compile", broken)
     assert torch.equal(after(job_of(*options, "run.compile=true"), 1), plain)
     hows = ["as a whole"] if model == "linear" else ["layer by layer", "as a whole"]
     for how in hows:
-        assert caplog.text.count(f"cannot be compiled {how} and runs without it: no such kernel") == 1
+        assert (
+            caplog.text.count(f"cannot be compiled {how} and runs without it: no such kernel") == 1
+        )
 
 
 def test_compilation_is_left_to_runs_that_repay_it() -> None:
@@ -459,14 +510,27 @@ def test_a_pass_is_captured_on_the_device_of_its_tensors_and_whoever_else_is_at_
     assert ("graph", job.records.labels.device, "thread_local") in seen
 
 
-def test_a_captured_pass_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_pass_that_computes_something_else_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Compilers' guards are skipped while a pass is captured: the fourth computation is the captured one."""
     job = job_of("run.slots=16")
     fixed = FixedSum(job.model, job.records, job.plan.clipping, None, 1, 16, job.space.size)
-    for name in ("device", "Stream", "current_stream", "stream", "synchronize", "CUDAGraph", "graph"):
+    for name in (
+        "device",
+        "Stream",
+        "current_stream",
+        "stream",
+        "synchronize",
+        "CUDAGraph",
+        "graph",
+    ):
         monkeypatch.setattr(torch.cuda, name, MagicMock())
     rows = np.arange(16)
-    arrays = {name: rows if name == "row" else np.zeros_like(rows) for name in ("row", "client", "dropout", "view")}
+    arrays = {
+        name: rows if name == "row" else np.zeros_like(rows)
+        for name in ("row", "client", "dropout", "view")
+    }
     theta = job.theta.unsqueeze(0)
     wanted, _ = fixed.sums(theta, arrays, 1.0)
     plain, computed = fixed._compute, [0]
@@ -486,11 +550,16 @@ def test_a_captured_pass_that_computes_something_else_is_not_used(monkeypatch: p
 def test_three_parts_of_each_clients_weights_come_together_again() -> None:
     """As on a GPU, where parts are multiplied by matrix units: each client's sum is made of its own three parts."""
     generator = torch.Generator().manual_seed(0)
-    weights, rows = torch.rand(3, 7, generator=generator), torch.randn(7, 5, generator=generator).bfloat16()
+    weights, rows = (
+        torch.rand(3, 7, generator=generator),
+        torch.randn(7, 5, generator=generator).bfloat16(),
+    )
     parts = three_parts(weights)
     assert parts.dtype == torch.bfloat16
     torch.testing.assert_close(parts.float().view(3, 3, 7).sum(0), weights, rtol=2**-22, atol=0)
-    torch.testing.assert_close(whole(parts.float() @ rows.float()), weights @ rows.float(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        whole(parts.float() @ rows.float()), weights @ rows.float(), rtol=1e-6, atol=1e-6
+    )
 
 
 def test_squares_of_many_tensors_are_added_in_double_precision() -> None:

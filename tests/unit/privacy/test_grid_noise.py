@@ -18,7 +18,16 @@ from dpfed.config import build
 from dpfed.data.partition import shards_of
 from dpfed.errors import DpfedError
 from dpfed.privacy.clipping import Clipping, clip_and_sum
-from dpfed.privacy.grid_noise import COUNT_STEP, LOSS, Grid, grid_of, noised, noised_counts, rounded_sum, sensitivity
+from dpfed.privacy.grid_noise import (
+    COUNT_STEP,
+    LOSS,
+    Grid,
+    grid_of,
+    noised,
+    noised_counts,
+    rounded_sum,
+    sensitivity,
+)
 from dpfed.privacy.noise import OsNoise, Streams
 from dpfed.privacy.oracle import FleetOracle, Records
 from dpfed.privacy.plan import Plan
@@ -31,9 +40,14 @@ def alone(grads: Tensor, clip: float, step: float, rule: Clipping | None = None)
     """The rounded sum of these gradients, each its own unit of one client, in steps `[P]`."""
     number = torch.arange(len(grads))
     steps = torch.tensor([step], dtype=torch.float64)
-    return rounded_sum([grads[:, :2], grads[:, 2:]], number, torch.zeros_like(number), clip, rule or Clipping(), steps)[
-        0
-    ][0]
+    return rounded_sum(
+        [grads[:, :2], grads[:, 2:]],
+        number,
+        torch.zeros_like(number),
+        clip,
+        rule or Clipping(),
+        steps,
+    )[0][0]
 
 
 def test_every_unit_is_rounded_before_the_sum() -> None:
@@ -60,8 +74,12 @@ def test_the_step_costs_less_than_is_allowed(std: float, clip: float, size: int)
     assert grid.step <= std * 2**-20
     assert std <= grid.std * grid.step <= std * (1 + LOSS)
     # The multiplier against the true sensitivity is the one that is charged.
-    assert grid.std * grid.step / sensitivity(clip, grid.step, size) == pytest.approx(std / clip, rel=1e-12)
-    assert 1e6 * clip / grid.step + 40 * grid.std < 2**62  # a million units and any noise fit in 64 bits
+    assert grid.std * grid.step / sensitivity(clip, grid.step, size) == pytest.approx(
+        std / clip, rel=1e-12
+    )
+    assert (
+        1e6 * clip / grid.step + 40 * grid.std < 2**62
+    )  # a million units and any noise fit in 64 bits
 
 
 @pytest.mark.parametrize("size", [1, 650, 10**9])
@@ -89,7 +107,10 @@ def test_one_unit_moves_the_sum_by_no_more_than_the_sensitivity(
 ) -> None:
     others = torch.linspace(-1, 1, 18).reshape(3, 6)
     one = torch.tensor([values])
-    without, within = alone(others, clip, step, rule), alone(torch.cat([others, one]), clip, step, rule)
+    without, within = (
+        alone(others, clip, step, rule),
+        alone(torch.cat([others, one]), clip, step, rule),
+    )
     moved = float((within - without).double().norm()) * step
     assert moved <= sensitivity(clip, step, 6) * (1 + 1e-12)
 
@@ -125,7 +146,9 @@ def test_what_leaves_is_a_whole_number_of_steps_and_the_sums_residue_is_gone() -
         total = alone(grads, 0.1, grid.step)
         out = noised(total[None], [grid], [OsNoise(CPU)])
         assert torch.equal(torch.remainder(out, grid.step), torch.zeros_like(out))
-    count = noised_counts(torch.tensor([[1.5], [-2.0]], dtype=torch.float64), [3.0, 5.0], [OsNoise(CPU)] * 2)
+    count = noised_counts(
+        torch.tensor([[1.5], [-2.0]], dtype=torch.float64), [3.0, 5.0], [OsNoise(CPU)] * 2
+    )
     assert torch.equal(torch.remainder(count, COUNT_STEP), torch.zeros_like(count))
 
 
@@ -134,10 +157,14 @@ def test_the_noise_has_the_variance_that_is_said() -> None:
     out = noised(torch.zeros(1, 100_000, dtype=torch.int64), [grid], [OsNoise(CPU)])
     assert float(out.std()) == pytest.approx(0.3, rel=0.015)
     assert abs(float(out.mean())) < 5 * 0.3 / math.sqrt(100_000)
-    coarse = noised(torch.zeros(1, 50_000, dtype=torch.int64), [Grid(step=0.5, std=4.0)], [OsNoise(CPU)])
+    coarse = noised(
+        torch.zeros(1, 50_000, dtype=torch.int64), [Grid(step=0.5, std=4.0)], [OsNoise(CPU)]
+    )
     assert set(torch.remainder(coarse, 1.0).unique().tolist()) == {0.0, 0.5}
     assert float(coarse.std()) == pytest.approx(2.0, rel=0.02)
-    counts = noised_counts(torch.zeros(4000, 1, dtype=torch.float64), [3.0] * 4000, [OsNoise(CPU)] * 4000)
+    counts = noised_counts(
+        torch.zeros(4000, 1, dtype=torch.float64), [3.0] * 4000, [OsNoise(CPU)] * 4000
+    )
     assert float(counts.std()) == pytest.approx(3.0, rel=0.06)
 
 
@@ -155,7 +182,9 @@ class Fixed:
     space = SimpleNamespace(shapes=[torch.Size([6])])
     has_dropout = False
 
-    def grads(self, theta: Tensor, client: Tensor, inputs: Mapping[str, Tensor], *_: Any) -> list[Tensor]:
+    def grads(
+        self, theta: Tensor, client: Tensor, inputs: Mapping[str, Tensor], *_: Any
+    ) -> list[Tensor]:
         return [inputs["g"]]
 
 
@@ -164,9 +193,13 @@ def oracle_of(grid: bool, clipping: Clipping, secret: bool = False) -> FleetOrac
         sampling="poisson", clip=0.5, sizes=np.array([4, 8]), rates=np.array([0.5, 0.5]), expected=np.array([2.0, 4.0]),
         multipliers=np.array([1.0, 2.0]), clipping=clipping,
     )  # fmt: skip
-    records = Records({"g": torch.randn(12, 6, generator=torch.Generator().manual_seed(2))}, torch.arange(12))
+    records = Records(
+        {"g": torch.randn(12, 6, generator=torch.Generator().manual_seed(2))}, torch.arange(12)
+    )
     shards = shards_of(np.repeat([0, 1], [4, 8]), 2)
-    return FleetOracle(Fixed(), records, shards, plan, Streams(3, secret), 1, [0, 1], 3, max_slots=3, grid=grid)
+    return FleetOracle(
+        Fixed(), records, shards, plan, Streams(3, secret), 1, [0, 1], 3, max_slots=3, grid=grid
+    )
 
 
 @pytest.mark.parametrize("clipping", [Clipping(), Clipping("quantile")])

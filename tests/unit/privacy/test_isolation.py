@@ -23,7 +23,7 @@ from dpfed.privacy.clipping import clip_and_sum
 from dpfed.privacy.noise import Streams
 from dpfed.privacy.oracle import FleetOracle, Isolation, Slots
 from dpfed.privacy.plan import Plan
-from dpfed.privacy.record_batch import Records, Views
+from dpfed.privacy.record_batch import Augmentations, Records
 from dpfed.registry import registry
 from dpfed.training.job.job import Job, prepare
 
@@ -101,7 +101,7 @@ def clipped_sum(
     *,
     slots: Slots | None = None,
     units: np.ndarray | None = None,
-    view: Views | None = None,
+    view: Augmentations | None = None,
     grid: bool = True,
 ) -> tuple[Sum, Slots]:
     """Compute the sum of a whole data set (q = 1) as the oracle does, before noise is added."""
@@ -140,7 +140,9 @@ class Moved:
     others_equal: bool
 
 
-def moved(model: PerSample, records: Records, theta: Tensor, isolation: Isolation, **how: Any) -> Moved:
+def moved(
+    model: PerSample, records: Records, theta: Tensor, isolation: Isolation, **how: Any
+) -> Moved:
     """Delete the first unit from the data set, keep all other random draws, and compare."""
     units = how.pop("units", None)
     whole, drawn = clipped_sum(model, records, theta, isolation, units=units, **how)
@@ -156,7 +158,9 @@ def moved(model: PerSample, records: Records, theta: Tensor, isolation: Isolatio
         drawn.key[gone:],
     )
     rest = None if units is None else units[gone:]
-    less, _ = clipped_sum(model, Records(inputs, labels), theta, isolation, slots=slots, units=rest, **how)
+    less, _ = clipped_sum(
+        model, Records(inputs, labels), theta, isolation, slots=slots, units=rest, **how
+    )
     views = how["view"].count if how.get("view") is not None else 1
     by = float((whole.total - less.total).norm()) / CLIP
     return Moved(by, torch.equal(whole.grads[gone * views :], less.grads))
@@ -219,7 +223,9 @@ def test_augmentations_and_units_of_several_records_are_isolated(
     digits: tuple[PerSample, Tensor, Records], adversarial: tuple[Tensor, Moved]
 ) -> None:
     model, _, records = digits
-    view = Views(lambda inputs, keys: {name: flip(x, keys) for name, x in inputs.items()}, 3)
+    view = Augmentations(
+        lambda inputs, keys: {name: flip(x, keys) for name, x in inputs.items()}, 3
+    )
     units = np.repeat(np.arange(COUNT), [1, 2, 3, 2] * (COUNT // 4))[:COUNT]
     inputs, labels = records.take(torch.arange(12))
     few = Records(inputs, labels)
@@ -235,13 +241,17 @@ def test_a_pass_holds_one_record_and_its_augmentations(
     model, start, records = digits
     exact, _ = clipped_sum(model, records, start, "exact")
     assert exact.passes == [1] * COUNT
-    view = Views(lambda inputs, keys: {name: flip(x, keys) for name, x in inputs.items()}, 2)
+    view = Augmentations(
+        lambda inputs, keys: {name: flip(x, keys) for name, x in inputs.items()}, 2
+    )
     units = np.arange(COUNT) // 4
     exact, _ = clipped_sum(model, records, start, "exact", view=view, units=units)
     assert exact.passes == [2] * COUNT
     fast, _ = clipped_sum(model, records, start, "fast")
     assert fast.passes == [COUNT]
-    torch.testing.assert_close(clipped_sum(model, records, start, "exact")[0].total, fast.total, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        clipped_sum(model, records, start, "exact")[0].total, fast.total, rtol=1e-4, atol=1e-6
+    )
 
 
 def bert() -> tuple[PerSample, Tensor, Records]:
@@ -299,7 +309,9 @@ class Given:
     def space(self) -> Any:
         return SimpleNamespace(shapes=(torch.Size([3]),))
 
-    def grads(self, theta: Tensor, client: Tensor, inputs: Mapping[str, Tensor], *_: Any) -> list[Tensor]:
+    def grads(
+        self, theta: Tensor, client: Tensor, inputs: Mapping[str, Tensor], *_: Any
+    ) -> list[Tensor]:
         return [inputs["g"]]
 
 
@@ -345,7 +357,9 @@ def test_a_row_of_theta_alone_gives_the_gradient_that_a_fleet_gives(
     theta = torch.stack([start, start + 0.1])
 
     def total(clients: list[int], rows: Tensor) -> Tensor:
-        oracle = FleetOracle(model, records, both, plan, Streams(0), 1, clients, 1, grid=True, isolation="exact")
+        oracle = FleetOracle(
+            model, records, both, plan, Streams(0), 1, clients, 1, grid=True, isolation="exact"
+        )
         return oracle._clipped_sum(rows, oracle._draw())[0]
 
     fleet = total([0, 1], theta)

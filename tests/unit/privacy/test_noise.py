@@ -36,7 +36,10 @@ def test_streams_differ_by_seed_purpose_round_and_client() -> None:
     assert len(numbers) == len(names)
 
 
-@given(st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * 3), st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * 3))
+@given(
+    st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * 3),
+    st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * 3),
+)
 @settings(max_examples=100, deadline=None)
 def test_no_two_names_meet(a: tuple[int, int, int], b: tuple[int, int, int]) -> None:
     same = Streams(a[0]).key("noise", a[1], a[2]) == Streams(b[0]).key("noise", b[1], b[2])
@@ -94,7 +97,9 @@ def test_noise_of_neighbouring_streams_is_uncorrelated() -> None:
     for t, client in itertools.product((1, 2, 3), (0, 1, 2)):
         noise = Streams(5).noise(t, client, CPU)
         rows += [noise.normal(size), noise.normal(size)]
-    rows.append(torch.from_numpy(stats.norm.ppf(Streams(5).generator("batch", 1, 0).random(size))).float())
+    rows.append(
+        torch.from_numpy(stats.norm.ppf(Streams(5).generator("batch", 1, 0).random(size))).float()
+    )
     matrix = torch.corrcoef(torch.stack(rows))
     off = (matrix - torch.eye(len(rows))).abs().max()
     assert float(off) < 5.5 / math.sqrt(size)
@@ -141,7 +146,9 @@ def test_a_row_is_filled_with_the_very_numbers_that_would_be_given(kind: str, si
     assert matrix[2].eq(7).all()
 
 
-def test_os_uniform_numbers_exclude_zero_and_fill_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_os_uniform_numbers_exclude_zero_and_fill_the_interval(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     noise = OsNoise(CPU)
     u = noise.uniform(100_000)
     assert u.min() > 0
@@ -157,7 +164,9 @@ def test_os_uniform_numbers_exclude_zero_and_fill_the_interval(monkeypatch: pyte
     assert noise.normal(8).isfinite().all()
 
 
-def test_key_and_nonce_of_secret_noise_come_from_the_operating_system(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_and_nonce_of_secret_noise_come_from_the_operating_system(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A fixed key under a fresh nonce would give different numbers too, so the numbers alone do not show it."""
     given: list[bytes] = []
 

@@ -24,7 +24,7 @@ from dpfed.privacy.clipping import Clipping, clip_and_sum
 from dpfed.privacy.noise import OsNoise, Streams
 from dpfed.privacy.oracle import FleetOracle, Records, Slots
 from dpfed.privacy.plan import Plan
-from dpfed.privacy.record_batch import Views
+from dpfed.privacy.record_batch import Augmentations
 
 torch.set_num_threads(1)
 
@@ -54,7 +54,9 @@ def cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(scores, labels, reduction="none")
 
 
-def net(dropout: float = 0.0, loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy) -> tuple[PerSample, Tensor]:
+def net(
+    dropout: float = 0.0, loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
+) -> tuple[PerSample, Tensor]:
     with torch.random.fork_rng():
         torch.manual_seed(7)
         model = Net(dropout)
@@ -80,7 +82,12 @@ class Stub:
     has_dropout: bool = False
 
     def grads(
-        self, theta: Tensor, client: Tensor, inputs: Mapping[str, Tensor], labels: Tensor, keys: Tensor | None = None
+        self,
+        theta: Tensor,
+        client: Tensor,
+        inputs: Mapping[str, Tensor],
+        labels: Tensor,
+        keys: Tensor | None = None,
     ) -> list[Tensor]:
         self.calls += 1
         if self.rows is not None:
@@ -99,9 +106,17 @@ def stub_records(grads: Tensor) -> Records:
     return Records({"g": grads}, torch.arange(len(grads)))
 
 
-def plan_of(sizes: list[int], expected: list[float] | float, sigma: float = 0.0, clip: float = C, **more: Any) -> Plan:
+def plan_of(
+    sizes: list[int],
+    expected: list[float] | float,
+    sigma: float = 0.0,
+    clip: float = C,
+    **more: Any,
+) -> Plan:
     n = len(sizes)
-    wanted = np.full(n, float(expected)) if isinstance(expected, int | float) else np.array(expected)
+    wanted = (
+        np.full(n, float(expected)) if isinstance(expected, int | float) else np.array(expected)
+    )
     return Plan(
         **{"sampling": "poisson", "clip": clip, "sizes": np.array(sizes), "expected": wanted,
            "rates": wanted / np.array(sizes), "multipliers": np.full(n, float(sigma)), **more}
@@ -117,18 +132,28 @@ def make(
     clients: list[int] | None = None, steps: int = 1, max_slots: int = 512,
 ) -> FleetOracle:  # fmt: skip
     chosen = list(range(plan.clients)) if clients is None else clients
-    return FleetOracle(gradients, records, shards, plan, Streams(seed), round, chosen, steps, max_slots)
+    return FleetOracle(
+        gradients, records, shards, plan, Streams(seed), round, chosen, steps, max_slots
+    )
 
 
-def slots_of(rows: list[int], client: list[int] | None = None, unit: list[int] | None = None) -> Slots:
+def slots_of(
+    rows: list[int], client: list[int] | None = None, unit: list[int] | None = None
+) -> Slots:
     """A batch made by hand: these records, each its own unit of client 0 unless said otherwise."""
     c = np.array(client if client is not None else [0] * len(rows), dtype=np.int64)
     u = np.array(unit if unit is not None else range(len(rows)), dtype=np.int64)
-    owner = np.array([c[u == i][0] for i in range(u.max() + 1)], dtype=np.int64) if len(rows) else np.zeros(0, np.int64)
+    owner = (
+        np.array([c[u == i][0] for i in range(u.max() + 1)], dtype=np.int64)
+        if len(rows)
+        else np.zeros(0, np.int64)
+    )
     return Slots(np.array(rows, dtype=np.int64), c, u, owner, np.zeros(len(rows), dtype=np.int64))
 
 
-def summed(gradients: Any, records: Records, theta: Tensor, rows: list[int], clip: float = C, **slots: Any) -> Tensor:
+def summed(
+    gradients: Any, records: Records, theta: Tensor, rows: list[int], clip: float = C, **slots: Any
+) -> Tensor:
     """Σ of clipped gradients over a hand-made batch of one client, `[P]`."""
     shards = one_each([len(records.labels)])
     oracle = make(gradients, records, shards, plan_of([len(records.labels)], 1, clip=clip))
@@ -141,7 +166,9 @@ def loop_gradients(model: PerSample, theta: Tensor, records: Records) -> Tensor:
     for j in range(len(records.labels)):
         vector = theta.clone().requires_grad_(True)
         weights = model.space.unflatten(vector)
-        scores = torch.func.functional_call(model.model, weights, (), {"x": records.inputs["x"][j : j + 1]})
+        scores = torch.func.functional_call(
+            model.model, weights, (), {"x": records.inputs["x"][j : j + 1]}
+        )
         (grad,) = torch.autograd.grad(model.loss(scores, records.labels[j : j + 1]).sum(), vector)
         out.append(grad)
     return torch.stack(out)
@@ -237,15 +264,20 @@ def test_o3_catches_clipping_tensor_by_tensor(monkeypatch: pytest.MonkeyPatch) -
     records = net_records(6)
     everyone = summed(model, records, theta, list(range(6)))
     moved = [
-        float((everyone - summed(model, records, theta, [j for j in range(6) if j != i])).norm()) for i in range(6)
+        float((everyone - summed(model, records, theta, [j for j in range(6) if j != i])).norm())
+        for i in range(6)
     ]
     assert max(moved) > 1.5 * C  # up to C·sqrt(6 tensors)
 
 
 def test_clipping_is_per_record_not_of_the_batch_mean() -> None:
-    grads = torch.tensor([[10.0, 0, 0, 0, 0, 0, 0], [-10.0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0.01, 0, 0, 0]])
+    grads = torch.tensor(
+        [[10.0, 0, 0, 0, 0, 0, 0], [-10.0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0.01, 0, 0, 0]]
+    )
     found = summed(Stub(), stub_records(grads), torch.zeros(7), [0, 1, 2])
-    torch.testing.assert_close(found, torch.tensor([0, 0, 0, 0.01, 0, 0, 0]))  # the two cancel only after clipping
+    torch.testing.assert_close(
+        found, torch.tensor([0, 0, 0, 0.01, 0, 0, 0])
+    )  # the two cancel only after clipping
     one_sided = summed(Stub(), stub_records(grads), torch.zeros(7), [0, 2])
     torch.testing.assert_close(one_sided, torch.tensor([C, 0, 0, 0.01, 0, 0, 0]))
 
@@ -287,8 +319,12 @@ def test_o4_an_empty_batch_is_pure_noise_of_std_sigma_c_over_b() -> None:
     assert float(phi) == pytest.approx(std**2, rel=1e-6)
 
 
-@pytest.mark.parametrize(("clip", "sigma", "expected"), [(0.1, 1.0, 16.0), (2.0, 0.5, 3.0), (5.0, 3.0, 40.0)])
-def test_o5_variance_is_phi_and_mean_is_the_clipped_mean(clip: float, sigma: float, expected: float) -> None:
+@pytest.mark.parametrize(
+    ("clip", "sigma", "expected"), [(0.1, 1.0, 16.0), (2.0, 0.5, 3.0), (5.0, 3.0, 40.0)]
+)
+def test_o5_variance_is_phi_and_mean_is_the_clipped_mean(
+    clip: float, sigma: float, expected: float
+) -> None:
     width, draws = 1000, 200
     grads = gradients_of_size(40, width, size=0.1)
     plan = plan_of([40], expected, sigma=sigma, clip=clip)
@@ -322,7 +358,9 @@ def test_noise_is_each_clients_stream_times_its_own_level() -> None:
     for _ in range(2):
         z = torch.stack([noise.normal(grads.shape[1]) for noise in streams])
         mean = silent(theta)[0]
-        std = torch.tensor([[plan.noise_std(i) / plan.expected[i]] for i in (0, 1)], dtype=torch.float32)
+        std = torch.tensor(
+            [[plan.noise_std(i) / plan.expected[i]] for i in (0, 1)], dtype=torch.float32
+        )
         torch.testing.assert_close(noisy(theta)[0], mean + std * z, rtol=1e-6, atol=1e-7)
 
 
@@ -333,7 +371,9 @@ def test_o7_the_divisor_is_the_expected_batch_whatever_was_drawn(drawn: int) -> 
     oracle = make(Stub(), stub_records(grads), one_each([100]), plan_of([100], expected))
     slots = slots_of(list(range(drawn)))
     g, _ = oracle._release(torch.zeros(1, 7), slots)
-    torch.testing.assert_close(g[0].double(), reference_sum(grads[:drawn], C) / expected, rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(
+        g[0].double(), reference_sum(grads[:drawn], C) / expected, rtol=1e-5, atol=1e-9
+    )
 
 
 def test_o7_through_a_real_draw() -> None:
@@ -358,7 +398,9 @@ def test_each_client_has_its_own_noise_level_and_divisor() -> None:
     plan = plan_of([10, 10, 10], [1.0, 4.0, 10.0])
     plan = replace(plan, multipliers=np.array([1.0, 2.0, 0.5]))
     stub, records = Stub(widths=(width,)), stub_records(torch.zeros(30, width))
-    g, phi = make(stub, records, one_each([10, 10, 10]), plan, clients=[2, 0, 1])(torch.zeros(3, width))
+    g, phi = make(stub, records, one_each([10, 10, 10]), plan, clients=[2, 0, 1])(
+        torch.zeros(3, width)
+    )
     for row, client in enumerate([2, 0, 1]):
         std = plan.multipliers[client] * C / plan.expected[client]
         assert float(g[row].std()) == pytest.approx(std, rel=0.02)
@@ -383,14 +425,18 @@ def test_noise_is_added_once_not_for_every_micro_batch() -> None:
     width = 20_000
     records = stub_records(torch.zeros(16, width))
     plan = plan_of([16], 16, sigma=1.0)
-    whole, _ = make(Stub((width,)), records, one_each([16]), plan, max_slots=512)(torch.zeros(1, width))
+    whole, _ = make(Stub((width,)), records, one_each([16]), plan, max_slots=512)(
+        torch.zeros(1, width)
+    )
     cut, _ = make(Stub((width,)), records, one_each([16]), plan, max_slots=1)(torch.zeros(1, width))
     assert torch.equal(whole, cut)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), max_size=25), st.integers(1, 12))
 @settings(max_examples=150, deadline=None)
-def test_chunks_cover_everything_once_and_never_cut_a_unit(units: list[tuple[int, int]], limit: int) -> None:
+def test_chunks_cover_everything_once_and_never_cut_a_unit(
+    units: list[tuple[int, int]], limit: int
+) -> None:
     units = sorted(units)  # as the oracle builds them: client after client
     owner = np.array([client for client, _ in units], dtype=np.int64)
     counts = np.array([count for _, count in units], dtype=np.int64)
@@ -403,7 +449,9 @@ def test_chunks_cover_everything_once_and_never_cut_a_unit(units: list[tuple[int
         size = len(chunk.owner)
         assert size >= 1
         assert len(chunk.row) <= limit or size == 1  # only a single large unit may pass the limit
-        assert np.array_equal(np.bincount(chunk.unit, minlength=size), counts[first : first + size])  # whole units
+        assert np.array_equal(
+            np.bincount(chunk.unit, minlength=size), counts[first : first + size]
+        )  # whole units
         assert np.array_equal(chunk.owner[chunk.unit], chunk.client)
         first += size
     assert first == len(units)
@@ -414,9 +462,13 @@ def test_chunks_cover_everything_once_and_never_cut_a_unit(units: list[tuple[int
 
 def test_no_record_is_dropped_when_more_are_drawn_than_fit() -> None:
     stub = Stub(rows=[])
-    make(stub, stub_records(torch.zeros(50, 7)), one_each([30, 20]), plan_of([30, 20], [30.0, 20.0]), max_slots=4)(
-        torch.zeros(2, 7)
-    )
+    make(
+        stub,
+        stub_records(torch.zeros(50, 7)),
+        one_each([30, 20]),
+        plan_of([30, 20], [30.0, 20.0]),
+        max_slots=4,
+    )(torch.zeros(2, 7))
     assert sorted(stub.rows or []) == list(range(50))
     assert stub.calls > 1
 
@@ -454,7 +506,9 @@ def test_a_non_finite_record_inside_a_unit_silences_that_unit_only(clip: float) 
     grads[1, 3] = math.nan
     units = [0, 0, 1, 1, 1, 2]
     found = summed(Stub(), stub_records(grads), torch.zeros(7), list(range(6)), clip, unit=units)
-    rest = summed(Stub(), stub_records(grads), torch.zeros(7), [2, 3, 4, 5], clip, unit=[0, 0, 0, 1])
+    rest = summed(
+        Stub(), stub_records(grads), torch.zeros(7), [2, 3, 4, 5], clip, unit=[0, 0, 0, 1]
+    )
     torch.testing.assert_close(found, rest, rtol=1e-6, atol=1e-8)
     alone = summed(Stub(), stub_records(grads), torch.zeros(7), [0, 1], clip, unit=[0, 0])
     assert torch.equal(alone, torch.zeros(7))
@@ -505,7 +559,9 @@ def test_o3_removing_a_whole_unit_moves_the_sum_by_at_most_c(counts: list[int], 
     gone = seed % len(counts)
     left = [j for j in range(len(units)) if units[j] != gone]
     renumbered = [int(u) - int(u > gone) for u in units[left]]
-    everyone = summed(Stub(), stub_records(grads), torch.zeros(7), list(range(len(units))), unit=units.tolist())
+    everyone = summed(
+        Stub(), stub_records(grads), torch.zeros(7), list(range(len(units))), unit=units.tolist()
+    )
     without = summed(Stub(), stub_records(grads), torch.zeros(7), left, unit=renumbered)
     assert float((everyone - without).norm()) <= C * (1 + 1e-5)
 
@@ -525,7 +581,9 @@ def test_units_are_drawn_whole_and_by_their_number_not_by_records() -> None:
         got = np.bincount(names[(stub.rows or [])[start:]], minlength=8)
         assert np.all((got == 0) | (got == counts))  # all of a unit or nothing
         times += got > 0
-    assert np.abs(times / 2000 - 0.25).max() < 5 * math.sqrt(0.25 * 0.75 / 2000)  # large units no oftener
+    assert np.abs(times / 2000 - 0.25).max() < 5 * math.sqrt(
+        0.25 * 0.75 / 2000
+    )  # large units no oftener
 
 
 def test_a_unit_without_records_is_refused() -> None:
@@ -582,7 +640,10 @@ def test_o11_noise_differs_across_client_round_and_step() -> None:
 def test_the_second_release_has_fresh_noise() -> None:
     width = 20_000
     oracle = make(
-        Stub((width,)), stub_records(torch.zeros(3, width)), one_each([3]), plan_of([3], 1, sigma=1.0, releases=2)
+        Stub((width,)),
+        stub_records(torch.zeros(3, width)),
+        one_each([3]),
+        plan_of([3], 1, sigma=1.0, releases=2),
     )
     first, _ = oracle(torch.zeros(1, width))
     second, _ = oracle.again(torch.zeros(1, width))
@@ -602,7 +663,9 @@ def test_batches_and_noise_are_separate_streams() -> None:
     assert seen[0] == seen[1] == seen[2]
 
 
-def test_every_client_asks_for_one_batch_and_one_noise_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_client_asks_for_one_batch_and_one_noise_stream_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Two generators of one key would give the noise away to whoever learns who was drawn."""
     asked: list[tuple[str, int, int]] = []
     keys: list[bytes] = []
@@ -615,15 +678,27 @@ def test_every_client_asks_for_one_batch_and_one_noise_stream_of_its_own(monkeyp
 
     monkeypatch.setattr(Streams, "key", spied)
     model, _ = net(dropout=0.5)
-    make(model, net_records(30), one_each([10, 10, 10]), plan_of([10] * 3, 5, sigma=1.0), round=4, clients=[2, 0])
-    assert sorted(asked) == [(p, 4, client) for p in ("batch", "dropout", "noise") for client in (0, 2)]
+    make(
+        model,
+        net_records(30),
+        one_each([10, 10, 10]),
+        plan_of([10] * 3, 5, sigma=1.0),
+        round=4,
+        clients=[2, 0],
+    )
+    assert sorted(asked) == [
+        (p, 4, client) for p in ("batch", "dropout", "noise") for client in (0, 2)
+    ]
     assert len(set(keys)) == len(keys)
 
 
 def test_secret_streams_use_the_cryptographic_noise() -> None:
     plan = plan_of([4], 4, sigma=1.0)
     records = stub_records(torch.zeros(4, 7))
-    made = [FleetOracle(Stub(), records, one_each([4]), plan, Streams(0, secret=True), 1, [0], 1) for _ in range(2)]
+    made = [
+        FleetOracle(Stub(), records, one_each([4]), plan, Streams(0, secret=True), 1, [0], 1)
+        for _ in range(2)
+    ]
     assert all(isinstance(noise, OsNoise) for oracle in made for noise in oracle._noise)
     assert not torch.equal(made[0](torch.zeros(1, 7))[0], made[1](torch.zeros(1, 7))[0])
 
@@ -632,7 +707,9 @@ def test_secret_streams_use_the_cryptographic_noise() -> None:
 
 
 def test_again_is_refused_unless_declared() -> None:
-    oracle = make(Stub(), stub_records(torch.zeros(4, 7)), one_each([4]), plan_of([4], 4, sigma=1.0))
+    oracle = make(
+        Stub(), stub_records(torch.zeros(4, 7)), one_each([4]), plan_of([4], 4, sigma=1.0)
+    )
     with pytest.raises(RuntimeError, match="release"):
         oracle.again(torch.zeros(1, 7))
     oracle(torch.zeros(1, 7))
@@ -655,7 +732,9 @@ def test_again_is_the_same_batch_and_as_often_as_declared() -> None:
     assert plan.mechanism(0).releases == 2
 
 
-@pytest.mark.parametrize(("steps", "batches", "releases"), [(1, 1, 1), (3, 1, 1), (2, 2, 1), (2, 1, 3)])
+@pytest.mark.parametrize(
+    ("steps", "batches", "releases"), [(1, 1, 1), (3, 1, 1), (2, 2, 1), (2, 1, 3)]
+)
 def test_more_draws_than_charged_are_refused(steps: int, batches: int, releases: int) -> None:
     """Further releases of a batch are no further batches."""
     stub = Stub(rows=[])
@@ -683,7 +762,7 @@ def test_no_noised_value_is_given_out_before_the_charge_is_on_the_disk(grid: boo
     plan = plan_of([4], 4, sigma=1.0, releases=2)
     oracle = FleetOracle(
         Stub() if not grid else GridStub(), stub_records(torch.zeros(4, 7)), one_each([4]), plan, Streams(0), 1, [0], 2,
-        grid=grid, paid=wait,
+        grid=grid, wait_for_charge=wait,
     )  # fmt: skip
     oracle(torch.zeros(1, 7))
     oracle.again(torch.zeros(1, 7))
@@ -701,7 +780,9 @@ def test_a_clients_numbers_do_not_depend_on_the_fleet(dropout: float) -> None:
     records = net_records(30)
     shards, plan = one_each([10, 10, 10]), plan_of([10, 10, 10], 6, sigma=0.5)
     together = make(model, records, shards, plan, steps=2)
-    apart = {i: make(model, records, shards, plan, clients=[i], steps=2, max_slots=4) for i in range(3)}
+    apart = {
+        i: make(model, records, shards, plan, clients=[i], steps=2, max_slots=4) for i in range(3)
+    }
     backwards = make(model, records, shards, plan, clients=[2, 1, 0], steps=2)
     for _ in range(2):
         g, _ = together(theta.repeat(3, 1))
@@ -714,7 +795,9 @@ def test_a_clients_numbers_do_not_depend_on_the_fleet(dropout: float) -> None:
 
 def test_dropout_that_is_not_keyed_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     model, theta = net(0.5)
-    monkeypatch.setattr(type(model.model.drop), "forward", lambda self, x: F.dropout(x, self.p, training=True))
+    monkeypatch.setattr(
+        type(model.model.drop), "forward", lambda self, x: F.dropout(x, self.p, training=True)
+    )
     records, shards, plan = net_records(30), one_each([10, 10, 10]), plan_of([10, 10, 10], 10)
     g, _ = make(model, records, shards, plan)(theta.repeat(3, 1))
     alone, _ = make(model, records, shards, plan, clients=[1])(theta.unsqueeze(0))
@@ -736,13 +819,25 @@ def test_keys_differ_by_record_step_round_client_and_purpose() -> None:
 
     plain = model.grads
 
-    def grads(theta: Tensor, client: Tensor, inputs: Any, labels: Tensor, given: Tensor | None = None) -> list[Tensor]:
+    def grads(
+        theta: Tensor, client: Tensor, inputs: Any, labels: Tensor, given: Tensor | None = None
+    ) -> list[Tensor]:
         note(given)
         return plain(theta, client, inputs, labels, given)
 
     model.grads = grads  # type: ignore[method-assign]
     for t in (1, 2):
-        oracle = FleetOracle(model, net_records(100), shards, plan, Streams(0), t, [0, 1], 2, view=Views(view))
+        oracle = FleetOracle(
+            model,
+            net_records(100),
+            shards,
+            plan,
+            Streams(0),
+            t,
+            [0, 1],
+            2,
+            view=Augmentations(view),
+        )
         for _ in range(2):
             oracle(theta.repeat(2, 1))
     everything = np.concatenate(keys)
@@ -758,5 +853,9 @@ def test_a_view_is_what_the_gradient_is_taken_of() -> None:
     def view(inputs: Mapping[str, Tensor], keys: Tensor) -> dict[str, Tensor]:
         return {name: 2 * x for name, x in inputs.items()}
 
-    seen, _ = FleetOracle(model, records, shards, plan, Streams(0), 1, [0], 1, view=Views(view))(theta.unsqueeze(0))
-    torch.testing.assert_close(seen[0], loop_gradients(model, theta, doubled).mean(0), rtol=1e-5, atol=1e-7)
+    seen, _ = FleetOracle(
+        model, records, shards, plan, Streams(0), 1, [0], 1, view=Augmentations(view)
+    )(theta.unsqueeze(0))
+    torch.testing.assert_close(
+        seen[0], loop_gradients(model, theta, doubled).mean(0), rtol=1e-5, atol=1e-7
+    )

@@ -77,11 +77,15 @@ def test_a_batch_may_be_a_fraction_or_all_records() -> None:
 
 
 def test_a_batch_larger_than_a_client_is_refused_and_the_client_named() -> None:
-    with pytest.raises(DpfedError, match=r"privacy\.batch = 11 is larger than client 0, which has 10"):
+    with pytest.raises(
+        DpfedError, match=r"privacy\.batch = 11 is larger than client 0, which has 10"
+    ):
         plan_for([10] * 4, batch=11)
     with pytest.raises(DpfedError, match="client 2, which has 8"):
         plan_for([30, 30, 8, 30], batch=11, batch_per_client=True)
-    with pytest.raises(DpfedError, match=r"privacy\.batch = 60 is larger than the mean client, 55") as error:
+    with pytest.raises(
+        DpfedError, match=r"privacy\.batch = 60 is larger than the mean client, 55"
+    ) as error:
         plan_for([100, 10, 100, 10], batch=60)
     assert "client 0" not in str(error.value)  # which has 100, so that would be false
 
@@ -103,7 +107,9 @@ def test_fixed_wor_has_whole_batches() -> None:
     st.sampled_from(["poisson", "fixed_wor"]),
 )
 @settings(max_examples=150, deadline=None)
-def test_every_plan_is_consistent_or_refused(sizes: list[int], batch: float, each: bool, sampling: str) -> None:
+def test_every_plan_is_consistent_or_refused(
+    sizes: list[int], batch: float, each: bool, sampling: str
+) -> None:
     try:
         plan = plan_for(sizes, batch=batch, batch_per_client=each, sampling=sampling)
     except DpfedError:
@@ -113,7 +119,9 @@ def test_every_plan_is_consistent_or_refused(sizes: list[int], batch: float, eac
         mechanism = plan.mechanism(i)
         assert 0 < mechanism.rate <= 1
         assert plan.expected[i] == pytest.approx(mechanism.rate * size, rel=1e-12)
-        assert plan.phi(i) == pytest.approx((mechanism.noise_multiplier * plan.clip / plan.expected[i]) ** 2)
+        assert plan.phi(i) == pytest.approx(
+            (mechanism.noise_multiplier * plan.clip / plan.expected[i]) ** 2
+        )
         if sampling == "fixed_wor":
             assert plan.expected[i] == round(plan.expected[i]) >= 1
 
@@ -163,7 +171,9 @@ def test_noise_without_a_finite_clip_norm_is_refused() -> None:
 
 @pytest.mark.parametrize("releases", [1, 2])
 def test_a_target_is_kept_by_the_most_exposed_client(releases: int) -> None:
-    plan = plan_for([50, 100, 150, 300], releases, batch=15, batch_per_client=True, target_epsilon=2.0)
+    plan = plan_for(
+        [50, 100, 150, 300], releases, batch=15, batch_per_client=True, target_epsilon=2.0
+    )
     assert np.unique(plan.multipliers).size == 1
     spent = [server_epsilon(plan.mechanism(i), 2, 3, 1e-5) for i in range(4)]
     assert max(spent) == spent[0] <= 2.0
@@ -177,7 +187,13 @@ def test_more_releases_need_more_noise_by_a_root() -> None:
 
 
 def test_sigma_per_client_reaches_the_same_target_everywhere() -> None:
-    plan = plan_for([50, 100, 100, 300], batch=15, batch_per_client=True, target_epsilon=2.0, sigma_per_client=True)
+    plan = plan_for(
+        [50, 100, 100, 300],
+        batch=15,
+        batch_per_client=True,
+        target_epsilon=2.0,
+        sigma_per_client=True,
+    )
     spent = [server_epsilon(plan.mechanism(i), 2, 3, 1e-5) for i in range(4)]
     assert all(1.9 < e <= 2.0 for e in spent)
     assert plan.multipliers[0] > plan.multipliers[1] == plan.multipliers[2] > plan.multipliers[3]
@@ -186,7 +202,9 @@ def test_sigma_per_client_reaches_the_same_target_everywhere() -> None:
 
 def test_clients_of_nearly_the_same_rate_share_the_noise_that_the_highest_of_them_needs() -> None:
     sizes = [1010, 1012, 1014, 1016]
-    plan = plan_for(sizes, batch=15, batch_per_client=True, target_epsilon=2.0, sigma_per_client=True)
+    plan = plan_for(
+        sizes, batch=15, batch_per_client=True, target_epsilon=2.0, sigma_per_client=True
+    )
     spent = [server_epsilon(plan.mechanism(i), 2, 3, 1e-5) for i in range(4)]
     assert max(spent) <= 2.0
     assert np.unique(plan.multipliers).size == 1
@@ -196,7 +214,9 @@ def test_clients_of_nearly_the_same_rate_share_the_noise_that_the_highest_of_the
 
 def test_noise_at_the_least_level_is_taken_and_less_is_refused() -> None:
     assert plan_for([10] * 4, batch=2, sigma=0.01).multipliers.tolist() == [0.01] * 4
-    with pytest.raises(DpfedError, match=r"noise multiplier 0\.0099 protects nothing: use at least 0\.01"):
+    with pytest.raises(
+        DpfedError, match=r"noise multiplier 0\.0099 protects nothing: use at least 0\.01"
+    ):
         plan_for([10] * 4, batch=2, sigma=0.0099)
 
 
@@ -213,9 +233,12 @@ def test_the_protected_unit_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("clients", "share", "cohort"), [(50, 0.1, 5), (10, 0.001, 1), (10, 1.0, 10), (4, 0.6, 2), (10, 0.29, 3)]
+    ("clients", "share", "cohort"),
+    [(50, 0.1, 5), (10, 0.001, 1), (10, 1.0, 10), (4, 0.6, 2), (10, 0.29, 3)],
 )
-def test_the_cohort_is_the_rounded_share_and_at_least_one(clients: int, share: float, cohort: int) -> None:
+def test_the_cohort_is_the_rounded_share_and_at_least_one(
+    clients: int, share: float, cohort: int
+) -> None:
     schedule = Schedule.of(clients, 1, 1, share)
     assert schedule.cohort == cohort
     assert schedule.participation == cohort / clients
@@ -233,7 +256,12 @@ class Ones:
         self.width, self.value, self.seen = width, value, []
 
     def grads(
-        self, theta: Tensor, client: Tensor, inputs: Mapping[str, Tensor], labels: Tensor, keys: Tensor | None = None
+        self,
+        theta: Tensor,
+        client: Tensor,
+        inputs: Mapping[str, Tensor],
+        labels: Tensor,
+        keys: Tensor | None = None,
     ) -> list[Tensor]:
         self.seen.append(labels.numpy())
         out = torch.zeros(len(labels), self.width)
@@ -241,7 +269,9 @@ class Ones:
         return [out]
 
 
-def agreement(plan: Plan, steps: int = 1, width: int = 100_000) -> tuple[list[np.ndarray], Tensor, Tensor]:
+def agreement(
+    plan: Plan, steps: int = 1, width: int = 100_000
+) -> tuple[list[np.ndarray], Tensor, Tensor]:
     """Batches, noised means and Φ of client 0."""
     stub = Ones(width, plan.clip / 2)
     size = int(plan.sizes[0])
@@ -285,5 +315,7 @@ def test_poisson_draws_at_the_rate_that_is_charged() -> None:
     plan = plan_for([60] * 4, batch=12)
     batches, _, _ = agreement(plan, steps=500, width=4)
     total = sum(len(b) for b in batches)
-    assert total / 500 / 60 == pytest.approx(plan.mechanism(0).rate, abs=5 * math.sqrt(0.2 * 0.8 / 60 / 500))
+    assert total / 500 / 60 == pytest.approx(
+        plan.mechanism(0).rate, abs=5 * math.sqrt(0.2 * 0.8 / 60 / 500)
+    )
     assert len({len(b) for b in batches}) > 5

@@ -35,7 +35,9 @@ def test_a_private_file_has_its_mode_before_the_first_byte(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("kind", "left"), [("w", "new"), ("a", "oldnew")])
-def test_a_file_that_is_open_to_others_is_restricted_before_it_is_written(kind: str, left: str, tmp_path: Path) -> None:
+def test_a_file_that_is_open_to_others_is_restricted_before_it_is_written(
+    kind: str, left: str, tmp_path: Path
+) -> None:
     path = tmp_path / "f"
     path.write_text("old")
     path.chmod(0o666)
@@ -61,7 +63,12 @@ def test_a_whole_tree_is_restricted_but_no_link_is_followed(tmp_path: Path) -> N
     (inside / "f").chmod(0o644)
     (inside / "link").symlink_to(outside)
     restrict_tree(tmp_path / "run")
-    assert (mode(tmp_path / "run"), mode(inside), mode(inside / "f"), mode(outside)) == (0o700, 0o700, 0o600, 0o644)
+    assert (mode(tmp_path / "run"), mode(inside), mode(inside / "f"), mode(outside)) == (
+        0o700,
+        0o700,
+        0o600,
+        0o644,
+    )
 
 
 @pytest.mark.usefixtures("umask")
@@ -73,7 +80,9 @@ def test_a_ledger_and_every_file_beside_it_is_private_while_it_is_written(tmp_pa
     assert set(found.values()) == {0o600}
 
 
-def test_a_ledger_of_an_older_version_is_restricted_when_it_is_written_again(tmp_path: Path) -> None:
+def test_a_ledger_of_an_older_version_is_restricted_when_it_is_written_again(
+    tmp_path: Path,
+) -> None:
     Ledger.create(tmp_path / "l.sqlite", run="r").close()
     for path in tmp_path.iterdir():
         path.chmod(0o644)
@@ -86,7 +95,7 @@ def test_a_ledger_of_an_older_version_is_restricted_when_it_is_written_again(tmp
 # ------------------------------------------------------------------------ nothing is written in another way
 
 ROOT = Path(dpfed.__file__).parent
-WRITING = ("privacy", "engine", "federation")
+WRITING = ("privacy", "training", "federation")
 # Parents of a run's or a client's folder, and what is made for release: there the umask decides.
 BY_UMASK = {
     "training/run_folder/atomic_file.py": {"mkdir", "open"},
@@ -106,9 +115,15 @@ def by_umask(source: str) -> set[str]:
             continue
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
         given = [*node.args, *(word.value for word in node.keywords)]
-        texts = [arg.value for arg in given if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+        texts = [
+            arg.value
+            for arg in given
+            if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+        ]
         writes = any(set(text) & set("wax") and set(text) <= set("rwaxbt+") for text in texts)
-        variable_mode = name == "open" and not texts and len(node.args) > 1 and isinstance(node.func, ast.Name)
+        variable_mode = (
+            name == "open" and not texts and len(node.args) > 1 and isinstance(node.func, ast.Name)
+        )
         if name in ("write_text", "write_bytes", "mkdir", "makedirs", "touch") or (
             name == "open" and (writes or variable_mode)
         ):
@@ -134,5 +149,7 @@ def test_ways_around_the_private_ones_are_found(source: str, found: set[str]) ->
 
 def test_everything_that_is_not_for_release_is_written_privately() -> None:
     files = [path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] in WRITING]
-    found = {str(path.relative_to(ROOT)): by_umask(path.read_text(encoding="utf-8")) for path in files}
+    found = {
+        str(path.relative_to(ROOT)): by_umask(path.read_text(encoding="utf-8")) for path in files
+    }
     assert {name: calls for name, calls in found.items() if calls} == BY_UMASK

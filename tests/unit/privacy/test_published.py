@@ -33,7 +33,9 @@ DIGITS = st.integers(1, 12)
 
 
 @given(NUMBERS, PLACES, DIGITS)
-def test_losses_are_never_shown_smaller_than_they_are(value: float, places: int, digits: int) -> None:
+def test_losses_are_never_shown_smaller_than_they_are(
+    value: float, places: int, digits: int
+) -> None:
     assert float(show_loss(value, places)) >= value
     assert float(show_delta(value, digits)) >= value
     assert float(show_rate(value, digits)) >= value
@@ -41,13 +43,17 @@ def test_losses_are_never_shown_smaller_than_they_are(value: float, places: int,
 
 
 @given(NUMBERS, PLACES, DIGITS)
-def test_noise_and_lower_bounds_are_never_shown_larger(value: float, places: int, digits: int) -> None:
+def test_noise_and_lower_bounds_are_never_shown_larger(
+    value: float, places: int, digits: int
+) -> None:
     assert float(show_sigma(value, digits)) <= value
     assert float(show_lower_bound(value, places)) <= value
 
 
 @given(st.floats(0, 1e6), PLACES)
-def test_rounding_moves_a_figure_by_less_than_one_unit_of_the_last_place(value: float, places: int) -> None:
+def test_rounding_moves_a_figure_by_less_than_one_unit_of_the_last_place(
+    value: float, places: int
+) -> None:
     unit = 10.0**-places
     assert float(show_loss(value, places)) - value <= unit * (1 + 1e-6)
     assert value - float(show_lower_bound(value, places)) <= unit * (1 + 1e-6)
@@ -58,7 +64,12 @@ def test_rounding_moves_a_figure_by_less_than_one_unit_of_the_last_place(value: 
 def test_a_figure_that_fits_stays_itself(whole: int, places: int) -> None:
     text = f"{whole // 10**places}" + (f".{whole % 10**places:0{places}}" if places else "")
     value = float(text)
-    assert show_loss(value, places) == show_lower_bound(value, places) == show_score(value, places) == text
+    assert (
+        show_loss(value, places)
+        == show_lower_bound(value, places)
+        == show_score(value, places)
+        == text
+    )
     assert float(show_delta(value, 12)) == float(show_sigma(value, 12)) == value
 
 
@@ -160,12 +171,18 @@ def formats(source: str) -> Iterator[str]:
     """Yield every expression of a source that is turned into text with a float format of its own."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FormattedValue) and node.format_spec is not None:
-            spec = "".join(str(p.value) for p in ast.walk(node.format_spec) if isinstance(p, ast.Constant))
+            spec = "".join(
+                str(p.value) for p in ast.walk(node.format_spec) if isinstance(p, ast.Constant)
+            )
             if FLOAT_SPEC.fullmatch(spec):
                 yield ast.unparse(node.value)
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
             left = node.left
-            if isinstance(left, ast.Constant) and isinstance(left.value, str) and PERCENT_FORMAT.search(left.value):
+            if (
+                isinstance(left, ast.Constant)
+                and isinstance(left.value, str)
+                and PERCENT_FORMAT.search(left.value)
+            ):
                 yield ast.unparse(node.right)
         elif isinstance(node, ast.Call):
             name = node.func.id if isinstance(node.func, ast.Name) else ""
@@ -184,7 +201,11 @@ def words(node: ast.AST) -> set[str]:
         return {node.id}
     if isinstance(node, ast.Subscript):
         key = node.slice
-        return {key.value} if isinstance(key, ast.Constant) and isinstance(key.value, str) else words(node.value)
+        return (
+            {key.value}
+            if isinstance(key, ast.Constant) and isinstance(key.value, str)
+            else words(node.value)
+        )
     return set().union(*(words(child) for child in ast.iter_child_nodes(node)))
 
 
@@ -216,14 +237,22 @@ def test_a_format_beside_the_functions_is_found(source: str) -> None:
 
 @pytest.mark.parametrize(
     "source",
-    ['f"{seconds:.1f} s"', 'f"{config.algorithm.lr:g}"', 'f"{show_loss(epsilon):>8}"', 'f"{epsilon}"', "round(x)"],
+    [
+        'f"{seconds:.1f} s"',
+        'f"{config.algorithm.lr:g}"',
+        'f"{show_loss(epsilon):>8}"',
+        'f"{epsilon}"',
+        "round(x)",
+    ],
 )
 def test_harmless_formats_pass(source: str) -> None:
     assert bypasses(source) == []
 
 
 SOURCES = sorted(
-    path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] in SHOWING and path.name != "published.py"
+    path
+    for path in ROOT.rglob("*.py")
+    if path.relative_to(ROOT).parts[0] in SHOWING and path.name != "published.py"
 )
 
 

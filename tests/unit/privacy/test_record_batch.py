@@ -21,7 +21,14 @@ from dpfed.privacy.fixed_shape_sum import FixedSum
 from dpfed.privacy.noise import Streams
 from dpfed.privacy.oracle import FleetOracle
 from dpfed.privacy.plan import Plan
-from dpfed.privacy.record_batch import STEP, Records, Views, each_view, mean_of_views, view_keys
+from dpfed.privacy.record_batch import (
+    STEP,
+    Augmentations,
+    Records,
+    augmentation_keys,
+    each_augmentation,
+    mean_over_augmentations,
+)
 
 torch.set_num_threads(1)
 FEATURES, CLASSES = 5, 3
@@ -30,28 +37,42 @@ FEATURES, CLASSES = 5, 3
 def net(dropout: float = 0.0) -> tuple[PerSample, Tensor]:
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        layers = (torch.nn.Linear(FEATURES, 4), torch.nn.Tanh(), torch.nn.Dropout(dropout), torch.nn.Linear(4, CLASSES))
+        layers = (
+            torch.nn.Linear(FEATURES, 4),
+            torch.nn.Tanh(),
+            torch.nn.Dropout(dropout),
+            torch.nn.Linear(4, CLASSES),
+        )
     model = torch.nn.Sequential(*layers)
     tensors = trainable(model)
     space = space_of(tensors)
     theta = space.flatten(tensors)
 
-    def forward(model: torch.nn.Module, weights: dict[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
+    def forward(
+        model: torch.nn.Module, weights: dict[str, Tensor], inputs: Mapping[str, Tensor]
+    ) -> Tensor:
         return call(model, weights, {"input": inputs["x"]})
 
     return PerSample(
-        model, space, forward, lambda s, y: torch.nn.functional.cross_entropy(s, y, reduction="none")
+        model,
+        space,
+        forward,
+        lambda s, y: torch.nn.functional.cross_entropy(s, y, reduction="none"),
     ), theta
 
 
 def records_of(count: int) -> Records:
     g = torch.Generator().manual_seed(2)
-    return Records({"x": torch.randn(count, FEATURES, generator=g) * 3}, torch.arange(count) % CLASSES)
+    return Records(
+        {"x": torch.randn(count, FEATURES, generator=g) * 3}, torch.arange(count) % CLASSES
+    )
 
 
 def shaken(inputs: Mapping[str, Tensor], keys: Tensor) -> dict[str, Tensor]:
     """A view by the key alone: shifted by -8 to 7 quarters."""
-    return {name: x + (keys >> 40).remainder(16).sub(8).unsqueeze(1) / 4 for name, x in inputs.items()}
+    return {
+        name: x + (keys >> 40).remainder(16).sub(8).unsqueeze(1) / 4 for name, x in inputs.items()
+    }
 
 
 def plan_of(sizes: list[int], clip: float) -> Plan:
@@ -60,15 +81,33 @@ def plan_of(sizes: list[int], clip: float) -> Plan:
 
 
 def oracle_of(
-    model: Any, records: Records, shards: Shards, clip: float, views: Views, fixed: int = 0, max_slots: int = 512
+    model: Any,
+    records: Records,
+    shards: Shards,
+    clip: float,
+    views: Augmentations,
+    fixed: int = 0,
+    max_slots: int = 512,
 ) -> FleetOracle:
     """Every record in the batch, no noise; through passes of `fixed` slots, or of any size."""
     plan = plan_of(shards.sizes.tolist(), clip)
     clients = list(range(plan.clients))
     size = sum(shape.numel() for shape in model.space.shapes)
-    passes = FixedSum(model, records, Clipping(), views, len(clients), fixed, size) if fixed else None
+    passes = (
+        FixedSum(model, records, Clipping(), views, len(clients), fixed, size) if fixed else None
+    )
     return FleetOracle(
-        model, records, shards, plan, Streams(0), 1, clients, 1, max_slots=max_slots, view=views, fixed=passes
+        model,
+        records,
+        shards,
+        plan,
+        Streams(0),
+        1,
+        clients,
+        1,
+        max_slots=max_slots,
+        view=views,
+        fixed=passes,
     )
 
 
@@ -86,7 +125,7 @@ def keys_of(model: PerSample, records: Records, shards: Shards, theta: Tensor) -
         found.extend(keys.tolist())
         return dict(inputs)
 
-    sums_of(oracle_of(model, records, shards, 1.0, Views(note)), theta)
+    sums_of(oracle_of(model, records, shards, 1.0, Augmentations(note)), theta)
     return found
 
 
@@ -97,14 +136,18 @@ def loop_gradient(model: PerSample, theta: Tensor, x: Tensor, label: Tensor) -> 
     return grad.double()
 
 
-def loop_means(model: PerSample, theta: Tensor, records: Records, keys: list[int], count: int) -> Tensor:
+def loop_means(
+    model: PerSample, theta: Tensor, records: Records, keys: list[int], count: int
+) -> Tensor:
     """The reference: view after view of record after record, each with a forward and backward of its own."""
     means = []
     for row, key in enumerate(keys):
         grads = []
         for number in range(count):
             wrapped = (key + number * STEP + 2**63) % 2**64 - 2**63
-            seen = shaken({"x": records.inputs["x"][row : row + 1]}, torch.tensor([wrapped]))["x"][0]
+            seen = shaken({"x": records.inputs["x"][row : row + 1]}, torch.tensor([wrapped]))["x"][
+                0
+            ]
             grads.append(loop_gradient(model, theta, seen, records.labels[row]))
         means.append(sum(grads) / count)
     return torch.stack(means)  # type: ignore[arg-type]
@@ -124,9 +167,9 @@ def test_the_mean_over_views_is_clipped_once(way: dict[str, int]) -> None:
     means = loop_means(model, theta, records, keys_of(model, records, shards, theta), 3)
     clip = float(means.norm(dim=1).median())  # some are clipped, some are not
     expected = torch.stack([clipped(means[:5], clip).sum(0), clipped(means[5:], clip).sum(0)])
-    found = sums_of(oracle_of(model, records, shards, clip, Views(shaken, 3), **way), theta)
+    found = sums_of(oracle_of(model, records, shards, clip, Augmentations(shaken, 3), **way), theta)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    single = sums_of(oracle_of(model, records, shards, clip, Views(shaken), **way), theta)
+    single = sums_of(oracle_of(model, records, shards, clip, Augmentations(shaken), **way), theta)
     assert float((found - single).norm() / single.norm()) > 0.05  # the views differ
 
 
@@ -136,17 +179,26 @@ def test_one_record_moves_the_sum_by_c_at_most(way: dict[str, int], clip: float)
     """The last record of a client comes or goes: the others keep their keys, and the sum moves by one contribution."""
     model, theta = net()
     records = records_of(6)
-    everyone, others = shards_of(np.zeros(6, dtype=np.int64), 1), shards_of(np.zeros(5, dtype=np.int64), 1)
-    views = Views(shaken, 4)
+    everyone, others = (
+        shards_of(np.zeros(6, dtype=np.int64), 1),
+        shards_of(np.zeros(5, dtype=np.int64), 1),
+    )
+    views = Augmentations(shaken, 4)
     with_it = sums_of(oracle_of(model, records, everyone, clip, views, **way), theta)
     without = sums_of(oracle_of(model, records, others, clip, views, **way), theta)
     moved = float((with_it - without).norm())
     assert moved <= clip * (1 + 1e-5)
     alone = shards_of(np.zeros(1, dtype=np.int64), 1)
     for row in range(6):
-        one = Records({"x": records.inputs["x"][row : row + 1] * 1e3}, records.labels[row : row + 1])
-        assert float(sums_of(oracle_of(model, one, alone, clip, views, **way), theta).norm()) <= clip * (1 + 1e-6)
-    assert moved >= clip * (1 - 1e-5) or clip > 1e-3  # a small C is reached, so that the bound is a real one
+        one = Records(
+            {"x": records.inputs["x"][row : row + 1] * 1e3}, records.labels[row : row + 1]
+        )
+        assert float(
+            sums_of(oracle_of(model, one, alone, clip, views, **way), theta).norm()
+        ) <= clip * (1 + 1e-6)
+    assert (
+        moved >= clip * (1 - 1e-5) or clip > 1e-3
+    )  # a small C is reached, so that the bound is a real one
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -157,11 +209,14 @@ def test_one_view_that_is_no_number_loses_its_record_and_no_other(way: dict[str,
     bad = (bad + 2**63) % 2**64 - 2**63
 
     def broken(inputs: Mapping[str, Tensor], keys: Tensor) -> dict[str, Tensor]:
-        return {name: torch.where((keys == bad).unsqueeze(1), torch.nan, x) for name, x in shaken(inputs, keys).items()}
+        return {
+            name: torch.where((keys == bad).unsqueeze(1), torch.nan, x)
+            for name, x in shaken(inputs, keys).items()
+        }
 
-    found = sums_of(oracle_of(model, records, shards, 0.3, Views(broken, 3), **way), theta)
+    found = sums_of(oracle_of(model, records, shards, 0.3, Augmentations(broken, 3), **way), theta)
     three = shards_of(np.zeros(3, dtype=np.int64), 1)
-    expected = sums_of(oracle_of(model, records, three, 0.3, Views(shaken, 3)), theta)
+    expected = sums_of(oracle_of(model, records, three, 0.3, Augmentations(shaken, 3)), theta)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -176,28 +231,43 @@ def test_a_unit_is_the_mean_of_its_records_which_are_means_of_their_views(max_sl
     means = loop_means(model, theta, taken, keys, 2)
     whole = torch.stack([means[[units[row] == u for row in rows]].mean(0) for u in range(3)])
     clip = float(whole.norm(dim=1).median())
-    found = sums_of(oracle_of(model, records, shards, clip, Views(shaken, 2), max_slots=max_slots), theta)
+    found = sums_of(
+        oracle_of(model, records, shards, clip, Augmentations(shaken, 2), max_slots=max_slots),
+        theta,
+    )
     torch.testing.assert_close(found[0], clipped(whole, clip).sum(0), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("way", [{"max_slots": 512}, {"fixed": 3}], ids=str)
-def test_every_view_has_a_mask_of_its_own(way: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_view_has_a_mask_of_its_own(
+    way: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, theta = net(0.5)
     seen: list[int] = []
     for name in ("grads", "raw_grads"):
         right = getattr(PerSample, name)
 
-        def noted(self: Any, theta: Any, client: Any, inputs: Any, labels: Any, keys: Any, right: Any = right) -> Any:
+        def noted(
+            self: Any,
+            theta: Any,
+            client: Any,
+            inputs: Any,
+            labels: Any,
+            keys: Any,
+            right: Any = right,
+        ) -> Any:
             seen.extend(keys.tolist() if right.__name__ == "raw_grads" else [])
             return right(self, theta, client, inputs, labels, keys)
 
         monkeypatch.setattr(PerSample, name, noted)
     records, shards = records_of(6), shards_of(np.zeros(6, dtype=np.int64), 1)
-    sums_of(oracle_of(model, records, shards, 1.0, Views(shaken, 4), **way), theta)
+    sums_of(oracle_of(model, records, shards, 1.0, Augmentations(shaken, 4), **way), theta)
     assert len(set(seen)) == len(seen) == 24
 
 
-def test_views_count_as_rows_of_a_pass_and_those_of_a_record_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_views_count_as_rows_of_a_pass_and_those_of_a_record_stay_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, theta = net()
     records, shards = records_of(5), shards_of(np.zeros(5, dtype=np.int64), 1)
     right, rows = PerSample.grads, []
@@ -210,33 +280,42 @@ def test_views_count_as_rows_of_a_pass_and_those_of_a_record_stay_together(monke
 
     monkeypatch.setattr(PerSample, "grads", noted)
     room = 100
-    expected = sums_of(oracle_of(model, records, shards, 0.3, Views(shaken, 4), max_slots=9), theta)
+    expected = sums_of(
+        oracle_of(model, records, shards, 0.3, Augmentations(shaken, 4), max_slots=9), theta
+    )
     assert rows == [8, 8, 4]
     rows.clear()
     room = 4
-    found = sums_of(oracle_of(model, records, shards, 0.3, Views(shaken, 4), max_slots=16), theta)
+    found = sums_of(
+        oracle_of(model, records, shards, 0.3, Augmentations(shaken, 4), max_slots=16), theta
+    )
     assert rows == [16, 8, 4, 4, 4, 4, 4]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     rows.clear()
     room = 3
     with pytest.raises(torch.OutOfMemoryError):  # there is nothing left to halve
-        sums_of(oracle_of(model, records, shards, 0.3, Views(shaken, 4), max_slots=8), theta)
+        sums_of(
+            oracle_of(model, records, shards, 0.3, Augmentations(shaken, 4), max_slots=8), theta
+        )
     assert rows == [8, 4]
 
 
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(1, 40))
 def test_keys_of_views_are_all_different_and_begin_with_the_records(key: int, count: int) -> None:
-    found = view_keys(torch.tensor([key]), count).tolist()
+    found = augmentation_keys(torch.tensor([key]), count).tolist()
     assert found == [(key + number * STEP + 2**63) % 2**64 - 2**63 for number in range(count)]
     assert len(set(found)) == count
 
 
 def test_means_by_hand() -> None:
-    grads = [torch.tensor([[1.0], [3.0], [5.0], [-5.0], [1.0], [torch.inf]]), torch.ones(6, 2, dtype=torch.bfloat16)]
-    one, two = mean_of_views(grads, 2)
+    grads = [
+        torch.tensor([[1.0], [3.0], [5.0], [-5.0], [1.0], [torch.inf]]),
+        torch.ones(6, 2, dtype=torch.bfloat16),
+    ]
+    one, two = mean_over_augmentations(grads, 2)
     assert one.tolist() == [[2.0], [0.0], [torch.inf]]
     assert two.tolist() == [[1.0, 1.0]] * 3
     assert two.dtype == torch.float32  # the mean of two bfloat16 numbers is seldom one
-    assert mean_of_views(grads, 1)[1] is grads[1]
-    assert mean_of_views([torch.zeros(0, 4)], 3)[0].shape == (0, 4)
-    assert each_view(torch.tensor([7, 8]), 3).tolist() == [7, 7, 7, 8, 8, 8]
+    assert mean_over_augmentations(grads, 1)[1] is grads[1]
+    assert mean_over_augmentations([torch.zeros(0, 4)], 3)[0].shape == (0, 4)
+    assert each_augmentation(torch.tensor([7, 8]), 3).tolist() == [7, 7, 7, 8, 8, 8]

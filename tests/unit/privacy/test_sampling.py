@@ -40,7 +40,10 @@ def is_poisson(seen: np.ndarray, rate: float) -> dict[str, bool]:
         "frequency": bool(np.abs(x.mean(0)).max() < 5 / math.sqrt(steps)),
         "size": abs(sizes.mean() - units * rate) < 5 * math.sqrt(variance / steps),
         "size variance": abs(sizes.var() - variance) < 5 * error,
-        "steps": all(abs((x[lag:] * x[:-lag]).mean()) < 5 / math.sqrt(units * (steps - lag)) for lag in range(1, 12)),
+        "steps": all(
+            abs((x[lag:] * x[:-lag]).mean()) < 5 / math.sqrt(units * (steps - lag))
+            for lag in range(1, 12)
+        ),
         "records": bool(np.abs(pairs).max() < 6 / math.sqrt(steps)),
     }
 
@@ -88,9 +91,16 @@ def test_fixed_wor_is_b_distinct_records_redrawn_at_every_step() -> None:
     assert found["steps"]
 
 
-@given(st.integers(1, 400), st.floats(1e-6, 1.0), st.sampled_from(["poisson", "fixed_wor"]), st.integers(0, 2**32))
+@given(
+    st.integers(1, 400),
+    st.floats(1e-6, 1.0),
+    st.sampled_from(["poisson", "fixed_wor"]),
+    st.integers(0, 2**32),
+)
 @settings(max_examples=100, deadline=None)
-def test_positions_are_distinct_ascending_and_exist(units: int, rate: float, sampling: str, seed: int) -> None:
+def test_positions_are_distinct_ascending_and_exist(
+    units: int, rate: float, sampling: str, seed: int
+) -> None:
     positions = draw(Mechanism(sampling, rate, 1.0), units, np.random.default_rng(seed))  # type: ignore[arg-type]
     assert np.all(np.diff(positions) > 0)
     assert len(positions) == 0 or (positions[0] >= 0 and positions[-1] < units)

@@ -20,7 +20,7 @@ from dpfed.report.labels import apart, labels
 from dpfed.report.narrative import cards
 from dpfed.report.page import Report, body, inlined, read_report, render
 from dpfed.report.run_reader import Group, RunData, grouped, rounds_shown
-from dpfed.training.budget.recorded_spending import read_accounts
+from dpfed.training.budget.recorded_spending import read_recorded_spending
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'"
 
@@ -77,7 +77,7 @@ def test_a_run_that_stopped_early_does_not_cut_the_others_short() -> None:
 
 
 def test_epsilon_is_drawn_for_both_views_with_the_budget(report: Report, runs: list[Path]) -> None:
-    planned = read_accounts(runs[0]).planned
+    planned = read_recorded_spending(runs[0]).planned
     drawn = figure(report, "epsilon")
     server, third, spent = drawn["data"]
     assert server["y"] == [0.0, *(plotted_loss(planned.server(t)) for t in (1, 2, 3))]
@@ -88,7 +88,18 @@ def test_epsilon_is_drawn_for_both_views_with_the_budget(report: Report, runs: l
 
 
 def test_every_figure_has_labels_words_and_numbers(report: Report) -> None:
-    want = {"accuracy", "loss", "epsilon", "tradeoff", "clients", "labels", "traffic", "volume", "spread", "drift"}
+    want = {
+        "accuracy",
+        "loss",
+        "epsilon",
+        "tradeoff",
+        "clients",
+        "labels",
+        "traffic",
+        "volume",
+        "spread",
+        "drift",
+    }
     assert {f.id for f in report.figures} == want | {"sqrt-v", "abs-m"}
     for f in report.figures:
         assert f.x["title"]["text"]
@@ -96,7 +107,9 @@ def test_every_figure_has_labels_words_and_numbers(report: Report) -> None:
         assert all(len(row) == len(f.head) for row in f.rows)
         assert len(f.caption) > 20
         assert len(f.traces) == 1 or all("series" in t["meta"] for t in f.traces)
-    marks = [attrs for tag, attrs in Tags(body(report)).found if tag == "div" and "data-figure" in attrs]
+    marks = [
+        attrs for tag, attrs in Tags(body(report)).found if tag == "div" and "data-figure" in attrs
+    ]
     assert all(m["role"] == "img" and len(m["aria-label"] or "") > 40 for m in marks)
     assert len(marks) == len(report.figures)
 
@@ -109,7 +122,9 @@ def test_the_label_map_holds_what_clients_hold(report: Report, runs: list[Path])
 
 def test_the_clients_own_epsilon_is_that_of_the_ledger(report: Report, runs: list[Path]) -> None:
     rows = [row for row in figure(report, "clients")["rows"] if row[0] == "dp-fedadamw"]
-    assert [row[2] for row in rows] == [plotted_loss(each) for each in read_accounts(runs[0]).epsilons]
+    assert [row[2] for row in rows] == [
+        plotted_loss(each) for each in read_recorded_spending(runs[0]).epsilons
+    ]
 
 
 def test_the_best_on_equal_terms_is_bold(report: Report) -> None:
@@ -129,14 +144,33 @@ def test_a_single_run_has_its_figures_on_top(runs: list[Path]) -> None:
 
 
 def test_a_public_page_holds_nothing_of_single_clients(public: Report, runs: list[Path]) -> None:
-    assert {f.id for f in public.figures} == {"accuracy", "loss", "epsilon", "tradeoff", "traffic", "volume"}
+    assert {f.id for f in public.figures} == {
+        "accuracy",
+        "loss",
+        "epsilon",
+        "tradeoff",
+        "traffic",
+        "volume",
+    }
     text = body(public) + inlined([f.plain() for f in public.figures])
-    for word in [*SEEDS, "987654321", "spent most so far", 'cohort"', 'eligible"', str(runs[0].parent), "holdings"]:
+    for word in [
+        *SEEDS,
+        "987654321",
+        "spent most so far",
+        'cohort"',
+        'eligible"',
+        str(runs[0].parent),
+        "holdings",
+    ]:
         assert word not in text
     most = {row["epsilon_server_max"] for path in runs for row in lines_of(path)}
-    planned = read_accounts(runs[0]).planned
+    planned = read_recorded_spending(runs[0]).planned
     realised = most - {planned.server(t) for t in (1, 2, 3)} - {0.0}
-    shown = {word for value in realised for word in (show_loss(value), str(plotted_loss(value)), str(value))}
+    shown = {
+        word
+        for value in realised
+        for word in (show_loss(value), str(plotted_loss(value)), str(value))
+    }
     assert not [word for word in shown if word in text]
     assert all(not g.privacy.epsilons for g in public.groups if g.privacy)
 
@@ -148,7 +182,9 @@ def test_a_public_page_says_what_it_leaves_out_and_why(public: Report, report: R
     assert "For the operator only" not in body(public)
 
 
-def test_files_that_are_new_in_a_folder_do_not_reach_a_public_page(runs: list[Path], tmp_path: Path) -> None:
+def test_files_that_are_new_in_a_folder_do_not_reach_a_public_page(
+    runs: list[Path], tmp_path: Path
+) -> None:
     run = shutil.copytree(runs[0], tmp_path / "run")
     result = json.loads((run / "run.json").read_text())
     result |= {"clients_spent": "SECRET", "stopped": "SECRET", "out": "SECRET"}
@@ -165,7 +201,9 @@ def hostile(run: Path, folder: Path) -> Path:
     bad = shutil.copytree(run, folder / "bad")
     config = (bad / "config.toml").read_text()
     config = re.sub(r'name = "(digits|linear|dp-[a-z]+)"', f"name = {json.dumps(HOSTILE)}", config)
-    (bad / "config.toml").write_text(config.replace('clip_mode = "flat"', f"clip_mode = {json.dumps(HOSTILE)}"))
+    (bad / "config.toml").write_text(
+        config.replace('clip_mode = "flat"', f"clip_mode = {json.dumps(HOSTILE)}")
+    )
     result = json.loads((bad / "run.json").read_text())
     result |= {"versions": {HOSTILE: HOSTILE}, "python": HOSTILE, "state": HOSTILE}
     (bad / "run.json").write_text(json.dumps(result))
@@ -179,14 +217,18 @@ def hostile(run: Path, folder: Path) -> Path:
 def test_a_hostile_name_is_only_text(runs: list[Path], tmp_path: Path, public: bool) -> None:
     page = render(read_report([hostile(runs[0], tmp_path), runs[2]], public=public))
     tags = Tags(page).found
-    assert len([1 for tag, _ in tags if tag == "script"]) == 3  # figures, the library, the page's own
+    assert (
+        len([1 for tag, _ in tags if tag == "script"]) == 3
+    )  # figures, the library, the page's own
     assert not [tag for tag, _ in tags if tag == "img"]
     assert not [attrs for _, attrs in tags if any(name.startswith("on") for name in attrs)]
     data = page.split('id="figures">', 1)[1].split("</script>", 1)[0]
     assert "<" not in data
     figures = json.loads(data)
     names = [t.get("name", "") for f in figures.values() for t in f["data"]]
-    assert any("&lt;img" in name for name in names)  # what plotly would read as HTML is escaped for it
+    assert any(
+        "&lt;img" in name for name in names
+    )  # what plotly would read as HTML is escaped for it
     assert not any("<img" in name for name in names)
     assert any(HOSTILE in str(cell) for f in figures.values() for row in f["rows"] for cell in row)
 
@@ -194,7 +236,9 @@ def test_a_hostile_name_is_only_text(runs: list[Path], tmp_path: Path, public: b
 def test_the_page_runs_its_own_scripts_and_fetches_nothing(report: Report) -> None:
     page = render(report)
     tags = Tags(page).found
-    policy = next(a["content"] or "" for tag, a in tags if a.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        a["content"] or "" for tag, a in tags if a.get("http-equiv") == "Content-Security-Policy"
+    )
     assert "default-src 'none'" in policy
     assert "connect-src 'none'" in policy
     assert "unsafe-eval" not in policy
@@ -214,7 +258,10 @@ def test_runs_are_told_apart_by_what_differs() -> None:
     assert labels([one, {**one, "data.alpha": 0.1}]) == ["a, alpha 0.5", "a, alpha 0.1"]
     assert labels([one, {**one, "data.name": "x"}]) == ["a", "a, data x"]
     close = {**one, "algorithm.lr": 0.12345678}
-    assert labels([close, {**close, "algorithm.lr": 0.12345679}]) == ["a, lr 0.12345678", "a, lr 0.12345679"]
+    assert labels([close, {**close, "algorithm.lr": 0.12345679}]) == [
+        "a, lr 0.12345678",
+        "a, lr 0.12345679",
+    ]
     paths = [{**one, "model.weights": f"/{'long/' * 30}{name}"} for name in ("x", "y")]
     assert [label[-6:] for label in labels(paths)] == ["long/x", "long/y"]
 
@@ -238,7 +285,11 @@ def test_equal_methods_of_several_folders_are_told_apart() -> None:
     other = {**one, "algorithm.lr": 2.9, "run.seed": 5}
     places = ["given by itself", "in s1", "in s2"]
     three = [one, other, other]
-    assert apart(["a", "a", "a"], three, three, places) == ["a, lr 0.1", "a, lr 2.9, in s1", "a, lr 2.9, in s2"]
+    assert apart(["a", "a", "a"], three, three, places) == [
+        "a, lr 0.1",
+        "a, lr 2.9, in s1",
+        "a, lr 2.9, in s2",
+    ]
     assert apart(["a", "b"], [one, other], [one, other], places[:2]) == ["a", "b"]
     assert apart(["a", "a"], [one, one], [one, one]) == ["a, no. 1", "a, no. 2"]
 
@@ -274,7 +325,9 @@ def test_a_run_without_privacy_says_so(runs: list[Path], tmp_path: Path) -> None
     run = shutil.copytree(runs[2], tmp_path / "run")
     result = json.loads((run / "run.json").read_text())
     none = {"server_worst": None, "server_max": None, "third_party": None}
-    (run / "run.json").write_text(json.dumps({**result, "release": "no privacy", "epsilon": none, "delta": None}))
+    (run / "run.json").write_text(
+        json.dumps({**result, "release": "no privacy", "epsilon": none, "delta": None})
+    )
     shown = read_report([run])
     assert "No privacy" in body(shown)
     assert {"epsilon", "tradeoff", "clients"}.isdisjoint(f.id for f in shown.figures)

@@ -67,7 +67,9 @@ def test_news_come_as_lines_do(port: int, live: Path) -> None:
     assert get(port, f"/state.json?seen={state['version']}")[0] == 204
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "127.0.0.1:1", ""])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "127.0.0.1:1", ""]
+)
 def test_whoever_asks_by_another_name_is_refused(port: int, host: str) -> None:
     assert get(port, "/", host or "x")[0] == 403
 
@@ -76,7 +78,9 @@ def test_this_machine_by_its_other_name_is_answered(port: int) -> None:
     assert get(port, "/state.json?seen=", f"localhost:{port}")[0] == 200
 
 
-@pytest.mark.parametrize("path", ["/run.json", "/../run.json", "/ledger.sqlite", "/static/", "/%2e%2e/x"])
+@pytest.mark.parametrize(
+    "path", ["/run.json", "/../run.json", "/ledger.sqlite", "/static/", "/%2e%2e/x"]
+)
 def test_nothing_else_is_served(port: int, path: str) -> None:
     assert get(port, path)[0] == 404
 
@@ -92,12 +96,16 @@ def test_a_port_in_use_is_one_sentence(port: int, live: Path) -> None:
 
 def cards_of(page: str) -> dict[str, tuple[str, str]]:
     """Return value and note of every number of the headline, by its name."""
-    found = re.findall(r'<dt>(.*?)</dt><dd class="value">(.*?)</dd><dd class="under">(.*?)</dd>', page)
+    found = re.findall(
+        r'<dt>(.*?)</dt><dd class="value">(.*?)</dd><dd class="under">(.*?)</dd>', page
+    )
     return {name: (value, note) for name, value, note in found}
 
 
 @pytest.mark.parametrize("public", [False, True])
-def test_epsilon_spent_and_planned_are_apart_while_a_run_goes_on(live: Path, runs: list[Path], public: bool) -> None:
+def test_epsilon_spent_and_planned_are_apart_while_a_run_goes_on(
+    live: Path, runs: list[Path], public: bool
+) -> None:
     page = render(read_report([live], public))
     shown = cards_of(page)
     value, note = shown["Epsilon spent so far"]
@@ -121,4 +129,6 @@ def test_a_finished_run_has_spent_its_epsilon(runs: list[Path]) -> None:
 
 def test_the_table_of_runs_says_which_epsilon_is_planned(live: Path, runs: list[Path]) -> None:
     page = render(read_report([live, runs[2]]))
-    assert re.search(r"epsilon in the table is the planned one; [\d.]+ is spent after round 1 of 3", page)
+    assert re.search(
+        r"epsilon in the table is the planned one; [\d.]+ is spent after round 1 of 3", page
+    )

@@ -14,10 +14,18 @@ from dpfed.studies.outcomes import Task
 from dpfed.studies.study import Study
 from dpfed.training.run_folder.folder import METRICS, RESULT, versions
 
-BASE = ["model.name=linear", "run.rounds=2", "run.local_steps=1", "privacy.batch=32", "privacy.sigma=2"]
+BASE = [
+    "model.name=linear",
+    "run.rounds=2",
+    "run.local_steps=1",
+    "privacy.batch=32",
+    "privacy.sigma=2",
+]
 
 
-def study(algorithms: str = "dp-fedavg,dp-fedadamw", seeds: int = 2, sets: tuple[str, ...] = ()) -> Study:
+def study(
+    algorithms: str = "dp-fedavg,dp-fedadamw", seeds: int = 2, sets: tuple[str, ...] = ()
+) -> Study:
     base = load("digits", [*BASE, *sets], registry())
     return Study(to_dict(base), tuple(parse_arms(algorithms, base, registry(), {})), seeds)
 
@@ -42,7 +50,9 @@ def leave(folder: Path, accuracy: float, **more: Any) -> None:
 class FakeRunner:
     """Runs at once; scores by a function of the tables; may break down after so many runs."""
 
-    def __init__(self, score: Callable[[Mapping[str, Any]], float | str], dies_after: int | None = None) -> None:
+    def __init__(
+        self, score: Callable[[Mapping[str, Any]], float | str], dies_after: int | None = None
+    ) -> None:
         self.score, self.dies_after = score, dies_after
         self.ran: list[Task] = []
         self.packs: list[list[Task]] = []

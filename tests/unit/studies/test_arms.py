@@ -26,12 +26,22 @@ def configured(arm: Arm, config: Config) -> Config:
 def test_a_variant_changes_its_keys_and_keeps_the_base() -> None:
     config = base("algorithm.weight_decay=0.5", "data.alpha=0.2")
     plain, variant, other = parse_arms(
-        "dp-fedadamw, dp-fedadamw:gamma=0;privacy.clip=3 ,dp-fedavg", config, KNOWN, {"dp-fedavg": (0.7, 0.9)}
+        "dp-fedadamw, dp-fedadamw:gamma=0;privacy.clip=3 ,dp-fedavg",
+        config,
+        KNOWN,
+        {"dp-fedavg": (0.7, 0.9)},
     )
     assert variant.label == "dp-fedadamw:gamma=0;privacy.clip=3"
-    assert configured(plain, config).algorithm.weight_decay == 0.5, "the base's own method keeps its keys"
-    assert (configured(variant, config).algorithm.gamma, configured(variant, config).privacy.clip) == (0, 3)
-    assert configured(other, config).algorithm == dataclasses.replace(KNOWN.algorithm["dp-fedavg"](), lr=0.7)
+    assert configured(plain, config).algorithm.weight_decay == 0.5, (
+        "the base's own method keeps its keys"
+    )
+    assert (
+        configured(variant, config).algorithm.gamma,
+        configured(variant, config).privacy.clip,
+    ) == (0, 3)
+    assert configured(other, config).algorithm == dataclasses.replace(
+        KNOWN.algorithm["dp-fedavg"](), lr=0.7
+    )
     assert configured(other, config).data.alpha == 0.2
     assert other.grids == {"lr": (0.7, 0.9)}
 
@@ -56,7 +66,9 @@ def test_all_are_all_methods_with_the_reference_last() -> None:
     assert names[-1] == "dp-fedadamw"
     assert len(names) == len(set(names))
     assert EQUAL_EPS in names
-    assert EQUAL_EPS not in everything(base(), KNOWN), "a target epsilon is reached by every method alike"
+    assert EQUAL_EPS not in everything(base(), KNOWN), (
+        "a target epsilon is reached by every method alike"
+    )
     for arm in parse_arms("all", base("privacy.sigma=1"), KNOWN, {}):
         configured(arm, base("privacy.sigma=1"))
 
@@ -106,14 +118,22 @@ def test_every_preset_makes_valid_and_different_configurations(name: str) -> Non
 
 def test_sigma_and_epsilon_are_methods_by_values() -> None:
     config = base()
-    preset, arms = preset_arms("sigma", {"dp-fedavg": "dp-fedavg", "dp-fedadamw": "dp-fedadamw"}, config, KNOWN, {})
-    assert [(a.row, a.column) for a in arms[:4]] == [("dp-fedavg", c) for c in ("0.5", "1", "1.5", "2")]
+    preset, arms = preset_arms(
+        "sigma", {"dp-fedavg": "dp-fedavg", "dp-fedadamw": "dp-fedadamw"}, config, KNOWN, {}
+    )
+    assert [(a.row, a.column) for a in arms[:4]] == [
+        ("dp-fedavg", c) for c in ("0.5", "1", "1.5", "2")
+    ]
     assert preset.axis == "sigma"
     assert configured(arms[2], config).privacy.sigma == 1.5
     assert configured(arms[2], config).privacy.target_epsilon is None
     assert arms[2].reference == "dp-fedadamw | 1.5", "against the reference at the same noise"
     _, arms = preset_arms("epsilon", None, base("privacy.sigma=1"), KNOWN, {})
-    assert {configured(a, base("privacy.sigma=1")).privacy.target_epsilon for a in arms} == {1, 2, 3}
+    assert {configured(a, base("privacy.sigma=1")).privacy.target_epsilon for a in arms} == {
+        1,
+        2,
+        3,
+    }
 
 
 def test_ablations_switch_what_they_say() -> None:
@@ -130,7 +150,9 @@ def test_ablations_switch_what_they_say() -> None:
     _, arms = preset_arms("gamma", None, base(), KNOWN, {})
     assert [configured(a, base()).algorithm.gamma for a in arms] == [0, 0.25, 0.5, 0.75, 1]
     assert {a.reference for a in arms} == {"dp-fedadamw | 0.5"}, "the configuration as it stands"
-    _, arms = preset_arms("alpha", {"dp-fedavg": "dp-fedavg"}, base("data.partition=iid"), KNOWN, {})
+    _, arms = preset_arms(
+        "alpha", {"dp-fedavg": "dp-fedavg"}, base("data.partition=iid"), KNOWN, {}
+    )
     assert [configured(a, base()).data.partition for a in arms] == ["dirichlet_equal"] * 3 + ["iid"]
 
 

@@ -18,5 +18,12 @@ def test_curves_are_drawn_the_same_each_time(tmp_path: Path) -> None:
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
     text = (tmp_path / "a.svg").read_text()
-    for words in ("dp-fedavg", "dp-fedadamw", "sigma 1", "sigma 2", "round", "accuracy on the test half"):
+    for words in (
+        "dp-fedavg",
+        "dp-fedadamw",
+        "sigma 1",
+        "sigma 2",
+        "round",
+        "accuracy on the test half",
+    ):
         assert f"<!-- {words}" in text

@@ -19,7 +19,7 @@ from dpfed.config import load, to_dict
 from dpfed.registry import registry
 from dpfed.studies.outcomes import Task, key_of, read_outcome
 from dpfed.studies.pool import Pool, Worker, run_one, run_pack, visible_gpu
-from dpfed.training.job.job_cache import Shared
+from dpfed.training.job.job_cache import JobCache
 from dpfed.training.run_folder.folder import RESULT
 
 from .helpers import BASE
@@ -54,10 +54,17 @@ def test_a_worker_that_dies_is_replaced(tmp_path: Path) -> None:
     done = read_outcome(tmp_path / "three")
     assert done is not None
     supports = [
-        row["support"] for row in json.loads((tmp_path / "three" / RESULT).read_text())["metrics"]["per_class"].values()
+        row["support"]
+        for row in json.loads((tmp_path / "three" / RESULT).read_text())["metrics"][
+            "per_class"
+        ].values()
     ]
     shares = [count / done.records for count in supports]
-    assert done.score[3:] == done.blind == (max(shares), pytest.approx(-sum(p * math.log(p) for p in shares)))
+    assert (
+        done.score[3:]
+        == done.blind
+        == (max(shares), pytest.approx(-sum(p * math.log(p) for p in shares)))
+    )
     assert read_outcome(tmp_path / "one") is None
 
 
@@ -109,7 +116,7 @@ def test_a_pack_is_answered_run_by_run(tmp_path: Path) -> None:
     ]
     answers: dict[str, str | None] = {}
     given = [(t.key, t.tables, str(tmp_path / t.key), True) for t in pack]
-    run_pack(given, {}, Shared(), answers.__setitem__)
+    run_pack(given, {}, JobCache(), answers.__setitem__)
     assert set(answers) == {t.key for t in pack}
     assert answers[pack[0].key] is None
     assert answers[pack[1].key] is None
@@ -157,12 +164,18 @@ def test_runs_of_a_pack_that_died_are_done_one_by_one(tmp_path: Path) -> None:
         assert pool.free()
 
 
-@pytest.mark.parametrize("where", ["dpfed.model.per_sample.gradients.PerSample.raw_grads", "dpfed.training.round_loop.aggregate"])
+@pytest.mark.parametrize(
+    "where",
+    ["dpfed.model.per_sample.gradients.PerSample.raw_grads", "dpfed.training.round_loop.aggregate"],
+)
 def test_a_run_that_finds_no_room_beside_others_is_done_again_alone(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither stopped halfway, as one that has the device to itself would be, nor told as a failure."""
-    pack = [task("run.checkpoint_every=0", "model.liveness=false", f"run.seed={seed}") for seed in range(2)]
+    pack = [
+        task("run.checkpoint_every=0", "model.liveness=false", f"run.seed={seed}")
+        for seed in range(2)
+    ]
     original = resolve_name(where)
 
     def crowded(*given: Any, **named: Any) -> Any:
@@ -173,7 +186,7 @@ def test_a_run_that_finds_no_room_beside_others_is_done_again_alone(
     monkeypatch.setattr(where, crowded)
     answers: dict[str, str | None] = {}
     given = [(t.key, t.tables, str(tmp_path / t.key), True) for t in pack]
-    run_pack(given, {}, Shared(), answers.__setitem__)
+    run_pack(given, {}, JobCache(), answers.__setitem__)
     assert answers == {t.key: None for t in pack}
     for t in pack:
         result = json.loads((tmp_path / t.key / "run.json").read_text())
@@ -181,13 +194,15 @@ def test_a_run_that_finds_no_room_beside_others_is_done_again_alone(
 
 
 def test_a_run_by_itself_has_the_room_to_itself(tmp_path: Path) -> None:
-    shared, one = Shared(), task()
+    shared, one = JobCache(), task()
     shared.get("model", 1, object)
     run_pack([(one.key, one.tables, str(tmp_path), True)], {}, shared, lambda key, answer: None)
     assert shared.get("model", 1, lambda: "made anew") == "made anew"
 
 
-def test_features_outlive_a_run_of_the_head_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_outlive_a_run_of_the_head_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They take longer than the run itself. What the second run comes to is what it comes to with features of its own."""
     from dpfed.training.job import frozen_features
 
@@ -200,14 +215,25 @@ def test_features_outlive_a_run_of_the_head_alone(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(frozen_features, "_records", counted)
     both = [
-        task("model.name=glyph-vit", "model.train=head", "run.features=true", f"run.seed={seed}") for seed in (1, 2)
+        task("model.name=glyph-vit", "model.train=head", "run.features=true", f"run.seed={seed}")
+        for seed in (1, 2)
     ]
-    shared, sources, answers = Shared(), dict[Any, Any](), dict[str, Any]()
+    shared, sources, answers = JobCache(), dict[Any, Any](), dict[str, Any]()
     for one in both:
-        run_pack([(one.key, one.tables, str(tmp_path / one.key), False)], sources, shared, answers.__setitem__)
+        run_pack(
+            [(one.key, one.tables, str(tmp_path / one.key), False)],
+            sources,
+            shared,
+            answers.__setitem__,
+        )
     assert answers == {one.key: None for one in both}
     assert len(made) == 2  # of the training records and of those that score
-    run_pack([(both[1].key, both[1].tables, str(tmp_path / "alone"), False)], {}, Shared(), answers.__setitem__)
+    run_pack(
+        [(both[1].key, both[1].tables, str(tmp_path / "alone"), False)],
+        {},
+        JobCache(),
+        answers.__setitem__,
+    )
     assert len(made) == 4
     kept, own = (read_outcome(tmp_path / name) for name in (both[1].key, "alone"))
     assert kept is not None
@@ -222,22 +248,29 @@ def test_a_run_from_a_source_tree_names_its_version(tmp_path: Path) -> None:
 
     one = task()
     assert run_one(one.tables, tmp_path / "a", True, {}) is None
-    assert json.loads((tmp_path / "a" / "run.json").read_text())["versions"]["dpfed"] == dpfed.__version__
+    assert (
+        json.loads((tmp_path / "a" / "run.json").read_text())["versions"]["dpfed"]
+        == dpfed.__version__
+    )
 
 
 def test_what_was_kept_for_another_model_is_let_go(tmp_path: Path) -> None:
     """A run of the head alone needs the room that the pack before it had."""
-    shared, answers = Shared(), dict[str, Any]()
+    shared, answers = JobCache(), dict[str, Any]()
     for i, model in enumerate((("model.train=lora",), ("model.train=head", "run.features=true"))):
         one = task("model.name=glyph-vit", "run.rounds=1", *model)
-        run_pack([(one.key, one.tables, str(tmp_path / str(i)), True)], {}, shared, answers.__setitem__)
+        run_pack(
+            [(one.key, one.tables, str(tmp_path / str(i)), True)], {}, shared, answers.__setitem__
+        )
         if i == 0:
             shared.get("left over", 1, object)
     assert set(answers.values()) == {None}
     assert shared.get("left over", 1, lambda: "made anew") == "made anew"
 
 
-def test_a_broken_device_is_nobody_elses_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_device_is_nobody_elses_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A pack ends with its process and is done one by one elsewhere; a run alone is told, and its worker not used again."""
     pack = [task("run.checkpoint_every=0", f"run.seed={seed}") for seed in range(2)]
 
@@ -248,7 +281,7 @@ def test_a_broken_device_is_nobody_elses_failure(tmp_path: Path, monkeypatch: py
     answers: dict[str, str | None] = {}
     given = [(t.key, t.tables, str(tmp_path / t.key), True) for t in pack]
     with pytest.raises(RuntimeError, match="illegal memory"):
-        run_pack(given, {}, Shared(), answers.__setitem__)
+        run_pack(given, {}, JobCache(), answers.__setitem__)
     assert answers == {}
     said = run_one(pack[0].tables, tmp_path / "alone", True, {})
     assert said is not None

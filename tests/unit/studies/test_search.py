@@ -9,7 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpfed.studies.search import Point, Score, Space, at_edges, best, initial, lost, mean, next_points, propose, ratio
+from dpfed.studies.search import (
+    Point,
+    Score,
+    Space,
+    at_edges,
+    best,
+    initial,
+    lost,
+    mean,
+    next_points,
+    propose,
+    ratio,
+)
 
 
 def search(
@@ -44,7 +56,9 @@ def test_an_interior_best_is_refined_towards_its_better_neighbour() -> None:
 
 def test_a_best_at_the_edge_widens_by_the_grids_ratio() -> None:
     _, order = search([((0.01, 0.1, 1.0, 10.0),)], hill(1e6))
-    assert order[0][4:] == [(100.0,), (1e3,), (1e4,), (1e5,), (1e6,)], "five stages, still at the edge"
+    assert order[0][4:] == [(100.0,), (1e3,), (1e4,), (1e5,), (1e6,)], (
+        "five stages, still at the edge"
+    )
     _, order = search([((0.01, 0.1, 1.0, 10.0),)], hill(2e-4))
     assert order[0][4:] == [(1e-3,), (1e-4,), (1e-5,)], "below; the third stage brackets it"
 
@@ -66,10 +80,18 @@ def test_ties_go_to_the_smaller_rate_but_a_tie_at_the_edge_is_an_edge() -> None:
 
 def test_accuracies_within_a_standard_error_are_told_apart_by_loss() -> None:
     """A head that starts at zero is right as soon as it moves at all: only the loss knows that nothing was learned."""
-    plateau = {(0.1,): Score(0.95, 2.3, 0.02), (1.0,): Score(0.95, 1.5, 0.02), (10.0,): Score(0.94, 0.3, 0.02)}
+    plateau = {
+        (0.1,): Score(0.95, 2.3, 0.02),
+        (1.0,): Score(0.95, 1.5, 0.02),
+        (10.0,): Score(0.94, 0.3, 0.02),
+    }
     assert best(plateau) == (10.0,)
-    assert best({**plateau, (100.0,): Score(0.90, 0.1, 0.02)}) == (10.0,), "more than one standard error below"
-    assert best({**plateau, (100.0,): Score(0.98, 0.9, 0.01)}) == (100.0,), "clearly better, whatever its loss"
+    assert best({**plateau, (100.0,): Score(0.90, 0.1, 0.02)}) == (10.0,), (
+        "more than one standard error below"
+    )
+    assert best({**plateau, (100.0,): Score(0.98, 0.9, 0.01)}) == (100.0,), (
+        "clearly better, whatever its loss"
+    )
     assert best({p: s._replace(error=0.0) for p, s in plateau.items()}) == (1.0,)
 
 
@@ -93,12 +115,17 @@ def test_where_nothing_was_learned_both_ends_are_tried_whatever_the_loss() -> No
     found = {**scored, (3.16,): stuck(1.0, 0.77)}
     assert not lost(found)
     assert (at_edges(found), propose((grid,), found)) == ([True], (9.99,))
-    assert not lost({point: score._replace(blind_accuracy=0.0) for point, score in scored.items()}), "no classes"
+    assert not lost(
+        {point: score._replace(blind_accuracy=0.0) for point, score in scored.items()}
+    ), "no classes"
 
 
 def test_a_loss_that_fell_is_learning_though_the_accuracy_is_that_of_one_answer() -> None:
     """Nine records in ten are of one class."""
-    rare = {(rate,): Score(0.915, loss, 0.02, 0.9, 0.325) for rate, loss in ((0.1, 0.32), (0.3, 0.20), (1.0, 0.5))}
+    rare = {
+        (rate,): Score(0.915, loss, 0.02, 0.9, 0.325)
+        for rate, loss in ((0.1, 0.32), (0.3, 0.20), (1.0, 0.5))
+    }
     assert not lost(rare)
     assert (at_edges(rare), propose(((0.1, 0.3, 1.0),), rare)) == ([False], (0.173,))
 
@@ -142,7 +169,9 @@ def test_two_rates_share_the_same_number_of_runs() -> None:
     two: Space = ((0.01, 0.1, 1.0, 10.0), (0.001, 0.01, 0.1))
 
     def score(i: int, point: Point) -> float:
-        return -sum(abs(math.log(value / top)) for value, top in zip(point, (0.2, 0.3), strict=False))
+        return -sum(
+            abs(math.log(value / top)) for value, top in zip(point, (0.2, 0.3), strict=False)
+        )
 
     scored, order = search([one, two], score)
     assert len(scored[0]) == len(scored[1])
@@ -167,7 +196,9 @@ def test_what_is_asked_does_not_depend_on_the_order_of_arrival() -> None:
     assert next_points([space, space], [ahead, {}])[0] == next_points([space], [ahead])[0]
 
 
-@pytest.mark.parametrize(("grid", "expected"), [((1.0, 3.0, 9.0), 3.0), ((5.0,), math.sqrt(10)), ((1.0, 100.0), 100.0)])
+@pytest.mark.parametrize(
+    ("grid", "expected"), [((1.0, 3.0, 9.0), 3.0), ((5.0,), math.sqrt(10)), ((1.0, 100.0), 100.0)]
+)
 def test_ratio(grid: tuple[float, ...], expected: float) -> None:
     assert ratio(grid) == pytest.approx(expected)
 
@@ -178,7 +209,9 @@ spaces = st.lists(st.lists(grids, min_size=1, max_size=2).map(tuple), min_size=1
 
 
 @given(spaces, st.integers(0, 3), st.integers(0, 3), st.randoms(use_true_random=False))
-def test_every_arm_gets_the_same_number_of_runs(spaces: list[Space], extra: int, more: int, random: object) -> None:
+def test_every_arm_gets_the_same_number_of_runs(
+    spaces: list[Space], extra: int, more: int, random: object
+) -> None:
     seen: dict[tuple[int, Point], float] = {}
 
     def score(i: int, point: Point) -> float:
@@ -192,7 +225,9 @@ def test_every_arm_gets_the_same_number_of_runs(spaces: list[Space], extra: int,
 
 
 @given(grids, st.floats(1e-6, 1e3))
-def test_on_a_hill_the_best_is_bracketed_or_said_to_be_at_the_edge(grid: tuple[float, ...], top: float) -> None:
+def test_on_a_hill_the_best_is_bracketed_or_said_to_be_at_the_edge(
+    grid: tuple[float, ...], top: float
+) -> None:
     scored, _ = search([(grid,)], hill(top))
     found, values = best(scored[0])[0], sorted(p[0] for p in scored[0])
     if at_edges(scored[0]) == [False]:

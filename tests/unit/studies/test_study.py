@@ -26,7 +26,12 @@ def score(tables: Mapping[str, Any]) -> float:
     """A hill over the learning rate; the seed moves it a little."""
     algorithm, run = tables["algorithm"], tables["run"]
     gap = abs(math.log10(algorithm["lr"] / TOPS[algorithm["name"]]))
-    return 0.9 - 0.1 * gap + 0.01 * (run["seed"] % 7) - (0.02 if algorithm["name"] == "dp-fedavg" else 0)
+    return (
+        0.9
+        - 0.1 * gap
+        + 0.01 * (run["seed"] % 7)
+        - (0.02 if algorithm["name"] == "dp-fedavg" else 0)
+    )
 
 
 def test_tuning_and_reporting_share_neither_seed_nor_half(tmp_path: Path) -> None:
@@ -34,9 +39,16 @@ def test_tuning_and_reporting_share_neither_seed_nor_half(tmp_path: Path) -> Non
     results = conduct(study(), tmp_path, runner, registry())
     tuning = [t for t in runner.ran if t.tuning]
     reported = [t for t in runner.ran if not t.tuning]
-    assert {(t.tables["run"]["seed"], t.tables["run"]["eval_on"]) for t in tuning} == {(TUNING_SEED, "validation")}
-    assert {(t.tables["run"]["seed"], t.tables["run"]["eval_on"]) for t in reported} == {(0, "test"), (1, "test")}
-    assert len({len(result.tuned) for result in results}) == 1, "the same number of runs for every method"
+    assert {(t.tables["run"]["seed"], t.tables["run"]["eval_on"]) for t in tuning} == {
+        (TUNING_SEED, "validation")
+    }
+    assert {(t.tables["run"]["seed"], t.tables["run"]["eval_on"]) for t in reported} == {
+        (0, "test"),
+        (1, "test"),
+    }
+    assert len({len(result.tuned) for result in results}) == 1, (
+        "the same number of runs for every method"
+    )
     assert len(runner.ran) == len(tuning) + 4
     for result in results:
         rate = result.arm.overrides[0].removeprefix("algorithm.name=")
@@ -72,7 +84,11 @@ def test_with_several_seeds_the_search_goes_by_their_mean(tmp_path: Path) -> Non
     assert lucky.point[0] > 0.1
     assert results[0].point == (0.1,)
     tuning = [task for task in runner.ran if task.tuning]
-    assert {task.tables["run"]["seed"] for task in tuning} == {TUNING_SEED, TUNING_SEED + 1, TUNING_SEED + 2}
+    assert {task.tables["run"]["seed"] for task in tuning} == {
+        TUNING_SEED,
+        TUNING_SEED + 1,
+        TUNING_SEED + 2,
+    }
     assert len(tuning) == 3 * len(results[0].tuned)
     table = write(three, results, tmp_path / "three")
     assert table.rows[0].tuning_runs == len(tuning)
@@ -95,7 +111,9 @@ def test_interrupted_and_started_again_it_ends_with_the_same_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
     drawn: list[object] = []
-    monkeypatch.setattr("dpfed.studies.output.accuracy_over_rounds", lambda curves, *rest: drawn.append(curves))
+    monkeypatch.setattr(
+        "dpfed.studies.output.accuracy_over_rounds", lambda curves, *rest: drawn.append(curves)
+    )
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     calm = FakeRunner(score)
     write(study(), conduct(study(), whole, calm, registry()), whole)
@@ -123,7 +141,11 @@ def test_a_finished_study_runs_nothing(tmp_path: Path) -> None:
 
 def test_an_arm_that_fails_leaves_the_others(tmp_path: Path) -> None:
     def refuse(tables: Mapping[str, Any]) -> float | str:
-        return "not with these clients" if tables["algorithm"]["name"] == "dp-fedavg" else score(tables)
+        return (
+            "not with these clients"
+            if tables["algorithm"]["name"] == "dp-fedavg"
+            else score(tables)
+        )
 
     results = conduct(study(), tmp_path, FakeRunner(refuse), registry())
     assert [r.failed for r in results] == ["not with these clients", None]
@@ -131,7 +153,9 @@ def test_an_arm_that_fails_leaves_the_others(tmp_path: Path) -> None:
     assert table.rows[1].accuracies
     assert "not with these clients" in (tmp_path / "table.md").read_text()
     calm = FakeRunner(score)
-    assert [r.failed for r in conduct(study(), tmp_path, calm, registry())] == [None, None], "failures are tried again"
+    assert [r.failed for r in conduct(study(), tmp_path, calm, registry())] == [None, None], (
+        "failures are tried again"
+    )
 
 
 def test_an_arm_that_fails_does_not_change_the_effort_of_the_others(tmp_path: Path) -> None:
@@ -141,8 +165,13 @@ def test_an_arm_that_fails_does_not_change_the_effort_of_the_others(tmp_path: Pa
         return "no" if tables["algorithm"]["name"] == "dp-fedavg" else score(tables)
 
     base = study()
-    arms = (dataclasses.replace(base.arms[0], grids={"lr": (1e-3, 1e-2, 0.1, 1.0, 10.0, 100.0)}), base.arms[1])
-    results = conduct(dataclasses.replace(base, arms=arms), tmp_path, FakeRunner(refuse), registry())
+    arms = (
+        dataclasses.replace(base.arms[0], grids={"lr": (1e-3, 1e-2, 0.1, 1.0, 10.0, 100.0)}),
+        base.arms[1],
+    )
+    results = conduct(
+        dataclasses.replace(base, arms=arms), tmp_path, FakeRunner(refuse), registry()
+    )
     assert len(results[1].tuned) >= 6 + 2
 
 
@@ -161,7 +190,9 @@ def test_a_run_that_a_budget_ended_keeps_its_accuracy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("more", [{"state": "running"}, {"versions": {"torch": "0.1"}}])
-def test_unfinished_runs_and_those_of_other_versions_are_not_done(tmp_path: Path, more: dict[str, Any]) -> None:
+def test_unfinished_runs_and_those_of_other_versions_are_not_done(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
     leave(tmp_path / "r", 0.9, **more)
     assert read_outcome(tmp_path / "r") is None
 
@@ -219,7 +250,9 @@ def test_a_folder_is_one_studys(tmp_path: Path) -> None:
         ("dp-fedavg:gamma=1", (), "gamma is not a key"),
     ],
 )
-def test_what_is_refused_before_the_first_run(algorithms: str, sets: tuple[str, ...], words: str) -> None:
+def test_what_is_refused_before_the_first_run(
+    algorithms: str, sets: tuple[str, ...], words: str
+) -> None:
     with pytest.raises(DpfedError, match=words):
         check(study(algorithms, sets=sets), registry())
 
@@ -241,9 +274,17 @@ def tasks_of(count: int, *sets: str) -> list[Task]:
 
 @pytest.mark.parametrize(
     ("count", "most", "workers", "sizes"),
-    [(5, 1, 2, [1] * 5), (5, 16, 1, [5]), (33, 16, 1, [11, 11, 11]), (5, 16, 2, [3, 2]), (2, 16, 4, [1, 1])],
+    [
+        (5, 1, 2, [1] * 5),
+        (5, 16, 1, [5]),
+        (33, 16, 1, [11, 11, 11]),
+        (5, 16, 2, [3, 2]),
+        (2, 16, 4, [1, 1]),
+    ],
 )
-def test_packs_are_even_and_leave_no_worker_idle(count: int, most: int, workers: int, sizes: list[int]) -> None:
+def test_packs_are_even_and_leave_no_worker_idle(
+    count: int, most: int, workers: int, sizes: list[int]
+) -> None:
     tasks = tasks_of(count)
     packs = packs_of(tasks, most, workers, registry())
     assert [len(pack) for pack in packs] == sizes
@@ -282,7 +323,9 @@ def counts(runner: FakeRunner, asked: Study, folder: Path) -> list[tuple[int, in
 
 
 def test_the_count_says_at_least_while_the_search_can_grow(tmp_path: Path) -> None:
-    seen = counts(FakeRunner(lambda tables: min(1.0, float(tables["algorithm"]["lr"]))), study(), tmp_path)
+    seen = counts(
+        FakeRunner(lambda tables: min(1.0, float(tables["algorithm"]["lr"]))), study(), tmp_path
+    )
     assert [done for done, *_ in seen] == list(range(1, len(seen) + 1))
     assert seen[0][2], "the search begins with an open end"
     assert seen[-1] == (len(seen), len(seen), False)
@@ -294,7 +337,9 @@ def test_the_count_says_at_least_while_the_search_can_grow(tmp_path: Path) -> No
 
 def test_the_count_of_a_study_without_search_is_final(tmp_path: Path) -> None:
     asked = study("dp-fedavg:lr=0.1,dp-fedadamw:lr=0.1")
-    assert counts(FakeRunner(lambda tables: 0.5), asked, tmp_path) == [(i, 4, False) for i in range(1, 5)]
+    assert counts(FakeRunner(lambda tables: 0.5), asked, tmp_path) == [
+        (i, 4, False) for i in range(1, 5)
+    ]
 
 
 def test_arms_that_share_their_runs_are_counted_once(tmp_path: Path) -> None:

@@ -27,16 +27,49 @@ from dpfed.studies.tables import (
 
 OURS, THEIRS = (0.90, 0.92, 0.94), (0.89, 0.93, 0.90)
 EPS = {"server_worst": 2.0, "third_party": 1.0}
-TRAFFIC = {"up_numbers": 1000, "up_bytes": 4000, "down_numbers": 2_500_000, "down_bytes": 10_000_000}
+TRAFFIC = {
+    "up_numbers": 1000,
+    "up_bytes": 4000,
+    "down_numbers": 2_500_000,
+    "down_bytes": 10_000_000,
+}
 
 
 def table(**changes: object) -> Table:
     rows = (
-        Row("dp-fedavg", rates={"lr": 0.1}, tuning_runs=6, accuracies=THEIRS, reference=OURS, epsilon=EPS),
-        Row("dp-fedsam", tuning_runs=6, accuracies=(0.99, 0.99, 0.99), epsilon={"server_worst": 4.5, "third_party": 2}),
-        Row("dp-fedadamw", rates={"lr": 0.01}, tuning_runs=6, accuracies=OURS, epsilon=EPS, traffic=TRAFFIC),
+        Row(
+            "dp-fedavg",
+            rates={"lr": 0.1},
+            tuning_runs=6,
+            accuracies=THEIRS,
+            reference=OURS,
+            epsilon=EPS,
+        ),
+        Row(
+            "dp-fedsam",
+            tuning_runs=6,
+            accuracies=(0.99, 0.99, 0.99),
+            epsilon={"server_worst": 4.5, "third_party": 2},
+        ),
+        Row(
+            "dp-fedadamw",
+            rates={"lr": 0.01},
+            tuning_runs=6,
+            accuracies=OURS,
+            epsilon=EPS,
+            traffic=TRAFFIC,
+        ),
     )
-    return Table(**{"title": "t", "axis": "", "rows": rows, "reference": "dp-fedadamw", "notes": ("n",), **changes})  # type: ignore[arg-type]
+    return Table(
+        **{
+            "title": "t",
+            "axis": "",
+            "rows": rows,
+            "reference": "dp-fedadamw",
+            "notes": ("n",),
+            **changes,
+        }
+    )  # type: ignore[arg-type]
 
 
 def test_the_paired_interval_by_hand_and_by_scipy() -> None:
@@ -62,7 +95,8 @@ def test_nobody_is_the_best_of_one() -> None:
 def test_without_privacy_nobody_is_best_beside_private_arms() -> None:
     eight = {"server_worst": 8.0, "third_party": 2.0}
     rows = [
-        Row(name, accuracies=(a,), epsilon=e) for name, a, e in (("a", 0.5, eight), ("b", 0.6, eight), ("c", 0.9, {}))
+        Row(name, accuracies=(a,), epsilon=e)
+        for name, a, e in (("a", 0.5, eight), ("b", 0.6, eight), ("c", 0.9, {}))
     ]
     assert best_of(rows, set()) == {"b"}
     assert best_of(rows[2:], set(), least=1) == {"c"}
@@ -74,7 +108,9 @@ def test_without_privacy_nobody_is_best_beside_private_arms() -> None:
 def test_the_columns_of_one_method_are_compared_on_equal_terms_only() -> None:
     def words(epsilons: tuple[float, float]) -> list[list[str]]:
         both = zip(("1", "2"), (0.5, 0.6), epsilons, strict=True)
-        rows = tuple(Row(c, "a", c, accuracies=(x,), epsilon={"server_worst": e}) for c, x, e in both)
+        rows = tuple(
+            Row(c, "a", c, accuracies=(x,), epsilon={"server_worst": e}) for c, x, e in both
+        )
         laid_out = grid_words(Table("t", "axis", rows), lambda text: f"**{text}**")
         assert laid_out is not None
         return laid_out[1]
@@ -114,7 +150,9 @@ def test_equal_targets_reached_almost_equally_are_equal() -> None:
 
 
 def test_epsilons_are_compared_within_a_column() -> None:
-    rows = tuple(Row(f"a | {c}", "a", c, epsilon={"server_worst": e}) for c, e in (("0.5", 20.0), ("1", 4.0)))
+    rows = tuple(
+        Row(f"a | {c}", "a", c, epsilon={"server_worst": e}) for c, e in (("0.5", 20.0), ("1", 4.0))
+    )
     assert larger_epsilon(Table("t", "sigma", rows)) == set()
 
 
@@ -123,13 +161,19 @@ def test_json_and_csv_hold_the_same_numbers() -> None:
     lines = list(csv.DictReader(io.StringIO(to_csv(table()))))
     assert [line["method"] for line in lines] == [row["method"] for row in rows]
     assert rows[0]["difference"] == pytest.approx(-0.04 / 3)
-    assert float(lines[0]["interval_low"]) == rows[0]["interval"][0] == pytest.approx(-0.04 / 3 - 0.062516, abs=1e-5)
+    assert (
+        float(lines[0]["interval_low"])
+        == rows[0]["interval"][0]
+        == pytest.approx(-0.04 / 3 - 0.062516, abs=1e-5)
+    )
     assert lines[0]["rates"] == "lr=0.1"
     assert lines[0]["up_bytes"] == ""
     assert lines[2]["down_numbers"] == "2500000"
     assert rows[2]["interval"] is None
     assert rows[0]["epsilon"] == EPS
-    assert "server_max" not in to_json(table()), "realised figures of clients do not stand beside the third party's"
+    assert "server_max" not in to_json(table()), (
+        "realised figures of clients do not stand beside the third party's"
+    )
 
 
 def test_footnotes_say_what_is_wrong_with_a_row() -> None:
@@ -163,19 +207,26 @@ def test_a_preset_is_laid_out_by_its_axis() -> None:
 def test_latex_is_escaped_and_balanced() -> None:
     rows = (Row(r"a_b:x=1;y=50%&#${}~^\ |", accuracies=OURS), Row("c", accuracies=THEIRS))
     text = to_latex(Table("50% of _all_", "", rows, notes=("100 % & more",)))
-    assert r"\textbf{a\_b:x=1;y=50\%\&\#\$\{\}\textasciitilde{}\textasciicircum{}\textbackslash{} \textbar{}}" in text
+    assert (
+        r"\textbf{a\_b:x=1;y=50\%\&\#\$\{\}\textasciitilde{}\textasciicircum{}\textbackslash{} \textbar{}}"
+        in text
+    )
     assert r"\textbf{92.00 $\pm$ 2.00}" in text
     assert r"\caption{50\% of \_all\_}" in text
     assert text.count(r"\begin{") == text.count(r"\end{")
     bare = re.sub(r"\\[{}]", "", text)
     assert bare.count("{") == bare.count("}")
     body = [line for line in text.splitlines() if line.endswith(r"\\")]
-    assert len({line.replace(r"\&", "").count("&") for line in body}) == 1, "as many cells in every line"
+    assert len({line.replace(r"\&", "").count("&") for line in body}) == 1, (
+        "as many cells in every line"
+    )
     assert not re.search(r"(?<!\\)[_#]", text)
     assert "\x00" not in text
     assert escape("±") == r"$\pm$"
 
 
-@pytest.mark.parametrize(("count", "text"), [(999, "999 B"), (4000, "4 kB"), (24_360, "24.4 kB"), (3e9, "3 GB")])
+@pytest.mark.parametrize(
+    ("count", "text"), [(999, "999 B"), (4000, "4 kB"), (24_360, "24.4 kB"), (3e9, "3 GB")]
+)
 def test_sizes(count: float, text: str) -> None:
     assert size(count) == text

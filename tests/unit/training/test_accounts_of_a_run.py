@@ -13,13 +13,21 @@ import numpy as np
 import pytest
 
 from dpfed.errors import DpfedError, StoppedError
-from dpfed.privacy.accounting.guarantee import FEW, Past
+from dpfed.privacy.accounting.guarantee import FEW, PriorSpending
 from dpfed.privacy.accounting.pld import epsilon
 from dpfed.privacy.ledger.ledger import Charge, Ledger
 from dpfed.privacy.mechanism import Mechanism, Sampling
 from dpfed.privacy.plan import Plan, Schedule
-from dpfed.training.budget.recorded_spending import own_account, read_accounts
-from dpfed.training.budget.spending import MOST_KINDS, Spending, Spent, budget_of, coarser, open_ledger, spent_before
+from dpfed.training.budget.recorded_spending import own_spending, read_recorded_spending
+from dpfed.training.budget.spending import (
+    MOST_KINDS,
+    Spending,
+    Spent,
+    budget_of,
+    coarser,
+    open_ledger,
+    spent_before,
+)
 from dpfed.training.job.job import Job
 
 DELTA = 1e-5
@@ -29,28 +37,39 @@ PRIOR = ((Mechanism("poisson", 0.2, 1.5), 7),)
 
 
 def plan_of(
-    rates: Sequence[float], sampling: Sampling = "poisson", sigma: float = 1.0, batches: int = 1, releases: int = 1
+    rates: Sequence[float],
+    sampling: Sampling = "poisson",
+    sigma: float = 1.0,
+    batches: int = 1,
+    releases: int = 1,
 ) -> Plan:
     sizes = np.full(len(rates), 1000.0)
     found = np.asarray(rates, dtype=float)
     noise = np.full(len(rates), sigma)
-    return Plan(sampling, 1.0, sizes, found, found * sizes, noise, batches=batches, releases=releases)
+    return Plan(
+        sampling, 1.0, sizes, found, found * sizes, noise, batches=batches, releases=releases
+    )
 
 
 def job_of(plan: Plan, rounds: int = 4, budget: float | None = None, cohort: int = 1) -> Job:
     """The parts of a job that accounts are made of."""
     config = SimpleNamespace(
-        privacy=SimpleNamespace(delta=DELTA, budget=budget), run=SimpleNamespace(min_clients=None, noise="os")
+        privacy=SimpleNamespace(delta=DELTA, budget=budget),
+        run=SimpleNamespace(min_clients=None, noise="os"),
     )
     schedule = Schedule(plan.clients, cohort, rounds, STEPS)
     return cast(Job, SimpleNamespace(plan=plan, schedule=schedule, config=config))
 
 
 def spending_of(
-    job: Job, taken: Sequence[int], past: Past | None = None, attempts: dict[int, int] | None = None, **keys: Any
+    job: Job,
+    taken: Sequence[int],
+    past: PriorSpending | None = None,
+    attempts: dict[int, int] | None = None,
+    **keys: Any,
 ) -> Spending:
     privacy = job.config.privacy
-    budget = budget_of(job.plan, job.schedule, DELTA, privacy.budget, past=past or Past())
+    budget = budget_of(job.plan, job.schedule, DELTA, privacy.budget, past=past or PriorSpending())
     return Spending(job, budget, None, Spent(np.array(taken), attempts or {}), **keys)
 
 
@@ -70,7 +89,7 @@ def test_a_budget_allows_exactly_the_rounds_that_stay_within_it(rounds: int, pri
     plan, schedule = plan_of([0.1, 0.1]), Schedule(2, 1, 4, STEPS)
     exact = epsilon([*prior, (STEP, STEPS * rounds)], DELTA).value
     for budget, allowed in ((exact, rounds), (exact * (1 - 1e-9), rounds - 1)):
-        found = budget_of(plan, schedule, DELTA, budget, past=Past(prior))
+        found = budget_of(plan, schedule, DELTA, budget, past=PriorSpending(prior))
         assert found.limits is not None
         assert found.limits.tolist() == [allowed] * 2
 
@@ -91,7 +110,9 @@ def test_a_client_is_left_out_as_soon_as_its_limit_is_reached() -> None:
     assert spending.eligible().tolist() == [0]
     spending.charge(2, [0])
     spending.charge(3, [0])
-    with pytest.raises(StoppedError, match=r"before round 4 only 0 clients can stay within privacy\.budget"):
+    with pytest.raises(
+        StoppedError, match=r"before round 4 only 0 clients can stay within privacy\.budget"
+    ):
         spending.enough(4)
 
 
@@ -113,7 +134,11 @@ def test_the_grid_of_many_mechanisms_never_costs_less_than_the_clients_own() -> 
 # ------------------------------------------------------------------------------------------------ what was spent
 
 
-RATES = {"equal": [0.1, 0.1, 0.1], "few": [0.1, 0.3, 0.05], "many": [0.1 + 0.001 * i for i in range(FEW + 4)]}
+RATES = {
+    "equal": [0.1, 0.1, 0.1],
+    "few": [0.1, 0.3, 0.05],
+    "many": [0.1 + 0.001 * i for i in range(FEW + 4)],
+}
 
 
 @pytest.mark.parametrize("prior", [(), PRIOR], ids=["alone", "after another"])
@@ -124,20 +149,26 @@ def test_the_largest_epsilon_is_that_of_the_client_that_spent_most(
 ) -> None:
     batches, releases = released
     plan, taken = plan_of(RATES[rates], batches=batches, releases=releases), [4, 1, 3]
-    spending = spending_of(job_of(plan), taken, Past(prior))
+    spending = spending_of(job_of(plan), taken, PriorSpending(prior))
     assert spending.server_max() == pytest.approx(max(costs(plan, taken, prior)), rel=1e-9)
 
 
 def test_the_largest_epsilon_of_fixed_batches_is_that_of_the_client_that_spent_most() -> None:
     plan, taken = plan_of(RATES["few"], sampling="fixed_wor", releases=2), [4, 1, 3]
-    assert spending_of(job_of(plan), taken).server_max() == pytest.approx(max(costs(plan, taken)), rel=1e-9)
+    assert spending_of(job_of(plan), taken).server_max() == pytest.approx(
+        max(costs(plan, taken)), rel=1e-9
+    )
 
 
-@pytest.mark.parametrize(("sampling", "prior"), [("poisson", ()), ("poisson", PRIOR), ("fixed_wor", ())])
-def test_the_largest_epsilon_of_many_different_clients_is_never_too_small(sampling: Sampling, prior: Any) -> None:
+@pytest.mark.parametrize(
+    ("sampling", "prior"), [("poisson", ()), ("poisson", PRIOR), ("fixed_wor", ())]
+)
+def test_the_largest_epsilon_of_many_different_clients_is_never_too_small(
+    sampling: Sampling, prior: Any
+) -> None:
     plan = plan_of(RATES["many"], sampling=sampling)
     taken = [1] * (plan.clients - 1) + [4]
-    found = spending_of(job_of(plan), taken, Past(prior)).server_max()
+    found = spending_of(job_of(plan), taken, PriorSpending(prior)).server_max()
     assert found is not None
     costliest = [*prior, (plan.mechanism(plan.clients - 1), STEPS * 4)]
     assert found >= epsilon(costliest, DELTA).value * (1 - 1e-9)
@@ -150,11 +181,15 @@ def test_every_round_that_a_client_takes_part_in_is_counted() -> None:
     assert spending.taken.tolist() == [2, 0, 4]
 
 
-@pytest.mark.parametrize(("attempts", "by_choice", "void"), [({1: 1}, False, 0), ({1: 2}, False, 1), ({}, True, 1)])
+@pytest.mark.parametrize(
+    ("attempts", "by_choice", "void"), [({1: 1}, False, 0), ({1: 2}, False, 1), ({}, True, 1)]
+)
 def test_the_third_partys_figure_is_the_servers_where_who_took_part_is_not_by_chance(
     attempts: dict[int, int], by_choice: bool, void: bool
 ) -> None:
-    spending = spending_of(job_of(plan_of([0.1] * 8)), [1] * 8, attempts=attempts, by_choice=by_choice)
+    spending = spending_of(
+        job_of(plan_of([0.1] * 8)), [1] * 8, attempts=attempts, by_choice=by_choice
+    )
     figures = spending.figures()
     worst, third = figures["server_worst"], figures["third_party"]
     assert worst is not None
@@ -167,7 +202,11 @@ def test_the_worst_figure_is_never_below_what_was_spent() -> None:
     """Attempts that were repeated can have cost more than the plan foresaw."""
     plan, taken = plan_of([0.1] * 2), [9, 0]
     figures = spending_of(job_of(plan), taken, attempts={1: 6}).figures()
-    assert figures["server_worst"] == figures["server_max"] == pytest.approx(max(costs(plan, taken)), rel=1e-9)
+    assert (
+        figures["server_worst"]
+        == figures["server_max"]
+        == pytest.approx(max(costs(plan, taken)), rel=1e-9)
+    )
 
 
 def ledger_of(path: Path, cohorts: Sequence[tuple[int, Sequence[int]]]) -> Ledger:
@@ -189,11 +228,13 @@ def test_what_was_spent_before_counts_every_attempt_and_no_void_row(tmp_path: Pa
 # ------------------------------------------------------------------------------------------------ read back
 
 
-def folder_of(path: Path, plan: Plan, cohorts: Sequence[tuple[int, Sequence[int]]], prior: Any = ()) -> Path:
+def folder_of(
+    path: Path, plan: Plan, cohorts: Sequence[tuple[int, Sequence[int]]], prior: Any = ()
+) -> Path:
     """The parts of a run's folder that accounts are read from."""
     job = job_of(plan, cohort=2)
     job = cast(Job, SimpleNamespace(**vars(job), unit="record"))
-    budget = budget_of(plan, job.schedule, DELTA, past=Past(prior))
+    budget = budget_of(plan, job.schedule, DELTA, past=PriorSpending(prior))
     path.mkdir()
     (path / "run.json").write_text('{"run": "name", "release": "the model may be released"}')
     with open_ledger(job, budget, path / "ledger.sqlite", "name") as ledger:
@@ -204,17 +245,25 @@ def folder_of(path: Path, plan: Plan, cohorts: Sequence[tuple[int, Sequence[int]
 
 @pytest.mark.parametrize("prior", [(), PRIOR], ids=["alone", "after another"])
 @pytest.mark.parametrize("released", [(1, 1), (2, 1), (1, 3)])
-def test_accounts_read_back_are_those_of_the_definition(released: tuple[int, int], prior: Any, tmp_path: Path) -> None:
+def test_accounts_read_back_are_those_of_the_definition(
+    released: tuple[int, int], prior: Any, tmp_path: Path
+) -> None:
     plan = plan_of([0.1, 0.3, 0.05, 0.2], batches=released[0], releases=released[1])
-    found = read_accounts(folder_of(tmp_path / "r", plan, [(1, [0, 1]), (2, [1, 3])], prior))
+    found = read_recorded_spending(
+        folder_of(tmp_path / "r", plan, [(1, [0, 1]), (2, [1, 3])], prior)
+    )
     assert found.epsilons.tolist() == pytest.approx(costs(plan, [1, 2, 0, 1], prior), rel=1e-9)
     assert found.server_max == found.epsilons.max()
-    assert (found.void, found.seeded, found.most_rounds) == (None, False, 2 if not prior else found.most_rounds)
+    assert (found.void, found.seeded, found.most_rounds) == (
+        None,
+        False,
+        2 if not prior else found.most_rounds,
+    )
 
 
 def test_accounts_of_many_different_clients_count_every_release(tmp_path: Path) -> None:
     plan = plan_of(np.linspace(0.1, 0.11, 60).tolist(), releases=3)
-    found = read_accounts(folder_of(tmp_path / "r", plan, [(1, list(range(60)))]))
+    found = read_recorded_spending(folder_of(tmp_path / "r", plan, [(1, list(range(60)))]))
     for client in (0, 31, 59):
         exact = epsilon([(plan.mechanism(client), STEPS)], DELTA).value
         assert exact * (1 - 1e-9) <= found.epsilons[client] <= exact * 1.031
@@ -223,7 +272,7 @@ def test_accounts_of_many_different_clients_count_every_release(tmp_path: Path) 
 def test_a_repeated_attempt_voids_the_third_partys_figure_and_is_counted(tmp_path: Path) -> None:
     plan = plan_of([0.1] * 4)
     cohorts = [(1, [0, 1]), *[(2, [0, 2])] * 5]
-    found = read_accounts(folder_of(tmp_path / "r", plan, cohorts))
+    found = read_recorded_spending(folder_of(tmp_path / "r", plan, cohorts))
     assert found.void is not None
     assert (found.most_rounds, found.realised.rounds) == (6, 6)
     assert found.server_worst == found.third_party == found.server_max
@@ -235,7 +284,7 @@ def test_a_part_of_a_round_counts_as_a_whole_one(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "r", plan, [(t, [0, 1]) for t in range(1, 5)])
     with Ledger.open(folder / "ledger.sqlite", run="name") as ledger:
         ledger.charge([Charge(0, 4, 1, plan.mechanism(0), "os")])
-    assert read_accounts(folder).realised.chances == ((1.0, 5),)
+    assert read_recorded_spending(folder).realised.chances == ((1.0, 5),)
 
 
 def edit(path: Path, change: str) -> None:
@@ -247,24 +296,28 @@ def edit(path: Path, change: str) -> None:
         db.execute(trigger)
 
 
-def test_an_edited_row_of_a_clients_own_ledger_is_found_before_any_figure_is_given(tmp_path: Path) -> None:
+def test_an_edited_row_of_a_clients_own_ledger_is_found_before_any_figure_is_given(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "ledger.db"
     with Ledger.create(path, client="clinic", delta=DELTA) as ledger:
         for t in (1, 2, 3, 4):
             ledger.charge([Charge("clinic", t, STEPS, STEP, "os")], run="r")
-    before = own_account(path)
+    before = own_spending(path)
     assert before.epsilon == pytest.approx(epsilon([(STEP, 4 * STEPS)], DELTA).value)
     edit(path, "UPDATE charge SET steps = 0 WHERE seq = 1")
     with pytest.raises(DpfedError, match="row 1 was edited"):
-        own_account(path)
+        own_spending(path)
 
 
 def test_colluding_clients_make_the_third_partys_figure_larger(tmp_path: Path) -> None:
     """With all others colluding, the third party knows who took part, as the server does."""
     folder = folder_of(tmp_path / "r", plan_of([0.1] * 8), [(1, [0, 1])])
-    alone, some, all_others = (read_accounts(folder, colluding).third_party for colluding in (0, 3, 7))
-    assert alone < some < all_others == read_accounts(folder).server_worst
-    assert read_accounts(folder, 3).planned.chances == ((2 / 5, 4),)
+    alone, some, all_others = (
+        read_recorded_spending(folder, colluding).third_party for colluding in (0, 3, 7)
+    )
+    assert alone < some < all_others == read_recorded_spending(folder).server_worst
+    assert read_recorded_spending(folder, 3).planned.chances == ((2 / 5, 4),)
 
 
 def test_seeded_rows_make_the_accounts_those_of_a_simulation(tmp_path: Path) -> None:
@@ -272,7 +325,7 @@ def test_seeded_rows_make_the_accounts_those_of_a_simulation(tmp_path: Path) -> 
     folder = folder_of(tmp_path / "r", plan, [(1, [0, 1])])
     with Ledger.open(folder / "ledger.sqlite", run="name") as ledger:
         ledger.charge([Charge(0, 2, STEPS, plan.mechanism(0), "seeded")])
-    assert read_accounts(folder).seeded
+    assert read_recorded_spending(folder).seeded
 
 
 def test_more_kinds_than_a_statement_names_are_rounded_to_costlier_ones() -> None:

@@ -19,14 +19,18 @@ from dpfed.training.callbacks.activity import ignore
 from dpfed.training.evaluation import class_scores, confusion, task_metrics
 
 
-def job_of(labels: list[int], answers: list[int], classes: int, classifies: bool = True, batch: int = 1024) -> Any:
+def job_of(
+    labels: list[int], answers: list[int], classes: int, classifies: bool = True, batch: int = 1024
+) -> Any:
     """A job whose model answers as it is told: the inputs are the answers."""
     test = Records({"x": torch.tensor(answers)}, torch.tensor(labels))
 
     def scores(theta: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         return torch.nn.functional.one_hot(inputs["x"], classes).float()
 
-    model = SimpleNamespace(scores=scores, classifies=classifies, records_at_once=lambda device: batch)
+    model = SimpleNamespace(
+        scores=scores, classifies=classifies, records_at_once=lambda device: batch
+    )
     names = tuple(f"class {c}" for c in range(classes))
     device = torch.device("cpu")
     return SimpleNamespace(classes=names, model=model, test=test, device=device, on_activity=ignore)
@@ -41,10 +45,22 @@ def test_by_hand() -> None:
     table = confusion(job_of(labels, answers, 3, batch=4), THETA)
     assert table.tolist() == [[3, 1, 0], [1, 2, 1], [1, 0, 1]]
     zero, one, two = class_scores(table)
-    assert (zero.precision, zero.recall, zero.support) == (pytest.approx(3 / 5), pytest.approx(3 / 4), 4)
+    assert (zero.precision, zero.recall, zero.support) == (
+        pytest.approx(3 / 5),
+        pytest.approx(3 / 4),
+        4,
+    )
     assert zero.f1 == pytest.approx(2 * 0.6 * 0.75 / 1.35)
-    assert (one.precision, one.recall, one.f1) == (pytest.approx(2 / 3), pytest.approx(1 / 2), pytest.approx(4 / 7))
-    assert (two.precision, two.recall, two.f1) == (pytest.approx(1 / 2), pytest.approx(1 / 2), pytest.approx(1 / 2))
+    assert (one.precision, one.recall, one.f1) == (
+        pytest.approx(2 / 3),
+        pytest.approx(1 / 2),
+        pytest.approx(4 / 7),
+    )
+    assert (two.precision, two.recall, two.f1) == (
+        pytest.approx(1 / 2),
+        pytest.approx(1 / 2),
+        pytest.approx(1 / 2),
+    )
     found = task_metrics(job_of(labels, answers, 3), THETA)
     assert found["accuracy"] == 0.6
     assert found["macro_f1"] == pytest.approx((2 / 3 + 4 / 7 + 1 / 2) / 3)
@@ -55,7 +71,10 @@ def test_by_hand() -> None:
 @given(
     st.integers(2, 5).flatmap(
         lambda k: st.tuples(
-            st.just(k), st.lists(st.tuples(st.integers(0, k - 1), st.integers(0, k - 1)), min_size=1, max_size=30)
+            st.just(k),
+            st.lists(
+                st.tuples(st.integers(0, k - 1), st.integers(0, k - 1)), min_size=1, max_size=30
+            ),
         )
     ),
     st.integers(1, 7),
@@ -66,12 +85,16 @@ def test_as_scikit_learn(case: tuple[int, list[tuple[int, int]]], rows: int) -> 
     labels, answers = [a for a, _ in pairs], [b for _, b in pairs]
     job = job_of(labels, answers, classes, batch=rows)
     every = list(range(classes))
-    assert np.array_equal(confusion(job, THETA).numpy(), confusion_matrix(labels, answers, labels=every))
+    assert np.array_equal(
+        confusion(job, THETA).numpy(), confusion_matrix(labels, answers, labels=every)
+    )
     want = precision_recall_fscore_support(labels, answers, labels=every, zero_division=0)
     got = task_metrics(job, THETA)
     for c, name in enumerate(job.classes):
         row = got["per_class"][name]
-        assert [row["precision"], row["recall"], row["f1"], row["support"]] == pytest.approx([w[c] for w in want])
+        assert [row["precision"], row["recall"], row["f1"], row["support"]] == pytest.approx(
+            [w[c] for w in want]
+        )
     assert got["accuracy"] == pytest.approx(accuracy_score(labels, answers))
     assert got["macro_f1"] == pytest.approx(want[2].mean())
     if classes == 2:
@@ -82,7 +105,9 @@ def test_one_answer_for_all_is_said() -> None:
     found = task_metrics(job_of([0, 1, 1, 2], [1, 1, 1, 1], 3), THETA)
     assert found["one_answer"] == "class 1"
     assert "one_answer" not in task_metrics(job_of([0, 1, 1, 2], [1, 1, 1, 0], 3), THETA)
-    assert "one_answer" not in task_metrics(job_of([1, 1], [1, 1], 3), THETA)  # there is no other to tell it from
+    assert "one_answer" not in task_metrics(
+        job_of([1, 1], [1, 1], 3), THETA
+    )  # there is no other to tell it from
     result = {
         "metrics": found, "test_accuracy": 0.5, "start_accuracy": 0.25, "rounds": 1, "seconds": 1.0, "out": "here",
         "epsilon": {"server_worst": None}, "release": "no",

@@ -78,7 +78,13 @@ def test_a_language_adapter_loads_with_plain_peft(tmp_path: Path, kind: str) -> 
 @pytest.fixture(scope="module")
 def demonstration(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("digits") / "run"
-    keys = ["run.rounds=4", "run.local_steps=1", "privacy.sigma=1.0", "run.participation=0.2", "run.seed=987654321"]
+    keys = [
+        "run.rounds=4",
+        "run.local_steps=1",
+        "privacy.sigma=1.0",
+        "run.participation=0.2",
+        "run.seed=987654321",
+    ]
     run(load("digits", keys, registry()), folder)
     return folder
 
@@ -86,7 +92,9 @@ def demonstration(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_demonstration_as_adapter_and_merged(demonstration: Path, tmp_path: Path) -> None:
     assert write_export(demonstration, tmp_path / "adapter") == "adapter"
     assert write_export(demonstration, tmp_path / "merged", merge=True) == "model"
-    plain = AutoModelForImageClassification.from_pretrained(GLYPHS, num_labels=10, ignore_mismatched_sizes=True)
+    plain = AutoModelForImageClassification.from_pretrained(
+        GLYPHS, num_labels=10, ignore_mismatched_sizes=True
+    )
     loaded = PeftModel.from_pretrained(plain, str(tmp_path / "adapter"))
     inputs, scores = own_logits(demonstration)
     pixels = read_run(demonstration).parts.built.prepare(dict(inputs))
@@ -106,12 +114,16 @@ def test_adapters_of_a_cnn(tmp_path: Path) -> None:
     inputs, scores = own_logits(folder, images())
     trained = read_run(folder)
     pixels = trained.parts.built.prepare(dict(inputs))
-    torch.testing.assert_close(logits_of(trained.parts.adapted.model, pixels), scores, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        logits_of(trained.parts.adapted.model, pixels), scores, atol=1e-5, rtol=1e-5
+    )
     assert write_export(folder, tmp_path / "adapter") == "adapter"
     assert "only `--merge` exports" in (tmp_path / "adapter" / "README.md").read_text()
     assert write_export(folder, tmp_path / "whole", merge=True) == "model"
     whole = load(folder / "config.toml", ["model.train=full", "run.seed=99"], registry()).model
-    fresh = assemble(whole, trained.parts.built.spec or prepare(trained.config, images()).spec).built.model
+    fresh = assemble(
+        whole, trained.parts.built.spec or prepare(trained.config, images()).spec
+    ).built.model
     fresh.load_state_dict(load_file(tmp_path / "whole" / "model.safetensors"))
     torch.testing.assert_close(logits_of(fresh, pixels), scores, atol=1e-4, rtol=1e-4)
     assert "`model.safetensors`" in (tmp_path / "whole" / "README.md").read_text()
@@ -133,7 +145,12 @@ def test_without_an_adapter_the_whole_model_is_written(tmp_path: Path, train: st
 
 def test_an_adapter_trains_on_from_where_it_was(demonstration: Path, tmp_path: Path) -> None:
     write_export(demonstration, tmp_path / "adapter")
-    keys = ["privacy.sigma=1.0", f"model.adapter={tmp_path / 'adapter'}", "run.rounds=1", "run.local_steps=1"]
+    keys = [
+        "privacy.sigma=1.0",
+        f"model.adapter={tmp_path / 'adapter'}",
+        "run.rounds=1",
+        "run.local_steps=1",
+    ]
     job = prepare(load("digits", keys, registry()))
     stored = load_file(demonstration / "model.safetensors")
     begun = job.space.unflatten(job.theta)
@@ -146,7 +163,9 @@ def test_an_adapter_trains_on_from_where_it_was(demonstration: Path, tmp_path: P
 
 def test_a_run_that_was_stopped_is_exported_with_what_it_has(tmp_path: Path) -> None:
     with pytest.raises(StoppedError):
-        vit_run(tmp_path, run={"rounds": 6, "eval_every": 4, "min_clients": 2}, privacy={"budget": 8.0})
+        vit_run(
+            tmp_path, run={"rounds": 6, "eval_every": 4, "min_clients": 2}, privacy={"budget": 8.0}
+        )
     result = json.loads((tmp_path / "run" / "run.json").read_text())
     assert 0 < result["rounds"] < 6
     write_export(tmp_path / "run", tmp_path / "out")
@@ -162,7 +181,12 @@ def test_a_run_without_a_result_is_refused(tmp_path: Path) -> None:
     folder = vit_run(tmp_path)
     whole = json.loads((folder / "run.json").read_text())
     begun = {"run": whole["run"], "state": "running", "release": whole["release"]}
-    for text in (json.dumps(begun), "[]", "{", json.dumps({k: v for k, v in whole.items() if k != "release"})):
+    for text in (
+        json.dumps(begun),
+        "[]",
+        "{",
+        json.dumps({k: v for k, v in whole.items() if k != "release"}),
+    ):
         (folder / "run.json").write_text(text)
         with pytest.raises(DpfedError, match="has no result yet"):
             write_export(folder, tmp_path / "out")
@@ -184,7 +208,9 @@ def test_damaged_weights_are_never_exported(tmp_path: Path) -> None:
         {**tensors, "stranger": torch.zeros(1)},
     ):
         save_file(wrong, path)
-        with pytest.raises(DpfedError, match=r"does not fit the model of its own configuration: see"):
+        with pytest.raises(
+            DpfedError, match=r"does not fit the model of its own configuration: see"
+        ):
             read_run(folder)
     path.unlink()
     with pytest.raises(DpfedError, match="missing or damaged"):
@@ -206,7 +232,9 @@ def test_an_occupied_target_is_left_alone(tmp_path: Path) -> None:
     write_export(folder, tmp_path / "empty")
 
 
-def test_no_adapter_is_ever_without_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_adapter_is_ever_without_its_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A crash in the middle leaves the record of the spending, not an adapter that looks as if it had cost nothing."""
     trained = read_run(vit_run(tmp_path))
 
@@ -228,7 +256,9 @@ def exported_text(folder: Path, out: Path) -> str:
     return "\n".join(p.read_text() for p in sorted(out.iterdir()) if p.suffix in (".md", ".json"))
 
 
-def test_the_card_says_what_must_stand_beside_an_epsilon(demonstration: Path, tmp_path: Path) -> None:
+def test_the_card_says_what_must_stand_beside_an_epsilon(
+    demonstration: Path, tmp_path: Path
+) -> None:
     write_export(demonstration, tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
     result = json.loads((demonstration / "run.json").read_text())
@@ -271,7 +301,9 @@ def test_nothing_says_who_took_part(demonstration: Path, tmp_path: Path) -> None
         result["run"],
     ):
         assert secret not in text
-    assert most != result["epsilon"]["server_worst"]  # otherwise the search above would mean nothing
+    assert (
+        most != result["epsilon"]["server_worst"]
+    )  # otherwise the search above would mean nothing
     for path in (tmp_path / "out").iterdir():
         assert b"987654321" not in path.read_bytes()
 
@@ -283,7 +315,9 @@ def test_real_noise_may_be_released(tmp_path: Path) -> None:
     assert "seed" not in text
     assert "simulation" not in text
     # The path of the base is in one place, which the card names: a reader needs it, and a publisher can change it.
-    named = json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    named = json.loads((tmp_path / "out" / "adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ]
     assert named == str(tmp_path / "base")
     assert text.count(str(tmp_path)) == 1
     card = (tmp_path / "out" / "README.md").read_text()
@@ -292,9 +326,14 @@ def test_real_noise_may_be_released(tmp_path: Path) -> None:
         in card
     )
     assert "change it before you publish this folder" in card
-    assert "clients are simulated by partition = iid: the guarantee speaks of each client's records as dealt" in text
+    assert (
+        "clients are simulated by partition = iid: the guarantee speaks of each client's records as dealt"
+        in text
+    )
     write_export(folder, tmp_path / "whole", merge=True)
-    assert all(str(tmp_path).encode() not in path.read_bytes() for path in (tmp_path / "whole").iterdir())
+    assert all(
+        str(tmp_path).encode() not in path.read_bytes() for path in (tmp_path / "whole").iterdir()
+    )
 
 
 def test_the_base_is_what_the_user_gave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +350,9 @@ def test_the_base_is_what_the_user_gave(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def base_named(folder: Path) -> str | None:
-    found: str | None = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    found: str | None = json.loads((folder / "adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ]
     return found
 
 
@@ -392,9 +433,14 @@ def test_two_classes_have_an_f1_and_many_have_no_table(tmp_path: Path) -> None:
 def test_the_command(demonstration: Path, tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
-    result = CliRunner().invoke(app, ["export", str(demonstration), str(tmp_path / "out"), "--merge", "--json"])
+    result = CliRunner().invoke(
+        app, ["export", str(demonstration), str(tmp_path / "out"), "--merge", "--json"]
+    )
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout.splitlines()[-1]) == {"out": str(tmp_path / "out"), "kind": "model"}
+    assert json.loads(result.stdout.splitlines()[-1]) == {
+        "out": str(tmp_path / "out"),
+        "kind": "model",
+    }
     assert np.isfinite(load_file(tmp_path / "out" / "model.safetensors")["classifier.weight"]).all()
 
 
@@ -406,7 +452,10 @@ def test_the_head_first_and_adapters_after(tmp_path: Path) -> None:
     alone = vit_run(tmp_path, "alone")
     one, three = (json.loads((folder / "run.json").read_text()) for folder in (first, alone))
     two = json.loads((second / "run.json").read_text())
-    begun, new = (json.loads((f / "metrics.jsonl").read_text().splitlines()[0])["loss"] for f in (second, alone))
+    begun, new = (
+        json.loads((f / "metrics.jsonl").read_text().splitlines()[0])["loss"]
+        for f in (second, alone)
+    )
     assert begun == pytest.approx(one["test_loss"], rel=1e-5)
     assert abs(begun - new) > 1e-3
     assert two["epsilon"]["server_worst"] > three["epsilon"]["server_worst"] + 0.1

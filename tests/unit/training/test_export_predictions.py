@@ -53,7 +53,9 @@ def used(folder: Path, base: Path) -> Any:
 
 def scores_of(answers: list[list[dict[str, Any]]], classes: tuple[str, ...]) -> Tensor:
     """The answers of a pipeline as `[records, classes]`, found by the names of the classes."""
-    return torch.tensor([[{a["label"]: a["score"] for a in each}[name] for name in classes] for each in answers])
+    return torch.tensor(
+        [[{a["label"]: a["score"] for a in each}[name] for name in classes] for each in answers]
+    )
 
 
 def pictures(source: Source) -> list[Image.Image]:
@@ -61,7 +63,9 @@ def pictures(source: Source) -> list[Image.Image]:
     return [Image.fromarray(x[0] if len(x) == 1 else np.moveaxis(x, 0, -1)) for x in rows]
 
 
-def exported(tmp: Path, model: dict[str, Any], source: Source, merge: bool, **changes: Any) -> tuple[Any, Tensor]:
+def exported(
+    tmp: Path, model: dict[str, Any], source: Source, merge: bool, **changes: Any
+) -> tuple[Any, Tensor]:
     """(the card's pipeline, the run's own scores of the test records); the base's own head tells records apart."""
     plain = {"privacy": {"enabled": False}, "algorithm": {"lr": 0.02}, **changes}
     head = {} if model["name"] == "auto-causal" else {"head": "kept"}
@@ -76,11 +80,25 @@ def exported(tmp: Path, model: dict[str, Any], source: Source, merge: bool, **ch
 
 def image_base(folder: Path, channels: int = 3) -> str:
     torch.manual_seed(0)
-    config = ViTConfig(image_size=8, patch_size=4, num_labels=3, num_channels=channels, initializer_range=0.3, **SIZES)
+    config = ViTConfig(
+        image_size=8,
+        patch_size=4,
+        num_labels=3,
+        num_channels=channels,
+        initializer_range=0.3,
+        **SIZES,
+    )
     config.problem_type = "multi_label_classification"
     ViTForImageClassification(config).save_pretrained(folder)
-    constants = {"image_mean": [0.4] * channels, "image_std": [0.3] * channels, "do_resize": False, "resample": 0}
-    (folder / "preprocessor_config.json").write_text(json.dumps({**constants, "size": {"height": 4, "width": 4}}))
+    constants = {
+        "image_mean": [0.4] * channels,
+        "image_std": [0.3] * channels,
+        "do_resize": False,
+        "resample": 0,
+    }
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps({**constants, "size": {"height": 4, "width": 4}})
+    )
     return str(folder)
 
 
@@ -117,9 +135,18 @@ def test_an_image_pipeline_answers_as_the_run(tmp_path: Path, side: int, merge: 
     ],
 )
 def test_a_shipped_processor_does_the_rest(
-    tmp_path: Path, settings_of_model: dict[str, Any], side: int, channels: int, said: str, merge: bool
+    tmp_path: Path,
+    settings_of_model: dict[str, Any],
+    side: int,
+    channels: int,
+    said: str,
+    merge: bool,
 ) -> None:
-    model = {"name": "auto-image", "weights": image_base(tmp_path / "base", channels), **settings_of_model}
+    model = {
+        "name": "auto-image",
+        "weights": image_base(tmp_path / "base", channels),
+        **settings_of_model,
+    }
     source = image_source(side, channels)
     pipe, scores = exported(tmp_path, model, source, merge)
     assert said in (tmp_path / "out" / "README.md").read_text()
@@ -136,7 +163,10 @@ def test_the_demonstration_is_reproduced_by_its_export(tmp_path: Path) -> None:
     """Grey images of 17 levels."""
     from dpfed.model.zoo.glyph_vit import WEIGHTS
 
-    run(load("digits", ["run.rounds=1", "run.local_steps=1", "privacy.sigma=1.0"], registry()), tmp_path / "run")
+    run(
+        load("digits", ["run.rounds=1", "run.local_steps=1", "privacy.sigma=1.0"], registry()),
+        tmp_path / "run",
+    )
     write_export(tmp_path / "run", tmp_path / "out")
     inputs, scores = own_logits(tmp_path / "run")
     given = [Image.fromarray(x[0]) for x in inputs["pixel_values"][:20].numpy()]
@@ -170,7 +200,9 @@ def test_the_shipped_processor_equals_reading_and_preparing(
     else:
         wanted = entering(spec, size, channels, *constants, resize, sharpen)(raw)["pixel_values"]
     torch.testing.assert_close(processor(picture)["pixel_values"], wanted, atol=1e-6, rtol=0)
-    torch.testing.assert_close(processor([np.asarray(picture)])["pixel_values"], wanted, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        processor([np.asarray(picture)])["pixel_values"], wanted, atol=1e-6, rtol=0
+    )
 
 
 def test_how_files_were_read_is_a_part_of_the_export(tmp_path: Path) -> None:
@@ -197,7 +229,9 @@ def test_how_files_were_read_is_a_part_of_the_export(tmp_path: Path) -> None:
     _, scores = own_logits(tmp_path / "run")
     files = [str(p) for p in sorted((tmp_path / "data" / "test").rglob("*.png"))]
     answers = used(tmp_path / "out", tmp_path / "base")(files, top_k=2)
-    torch.testing.assert_close(scores_of(answers, ("cat", "dog")), scores.softmax(1), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        scores_of(answers, ("cat", "dog")), scores.softmax(1), atol=1e-5, rtol=0
+    )
     assert "data.size = 6" in (tmp_path / "out" / "README.md").read_text()
 
 
@@ -207,14 +241,25 @@ def test_how_files_were_read_is_a_part_of_the_export(tmp_path: Path) -> None:
 def tokenizer(**more: Any) -> PreTrainedTokenizerFast:
     raw = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    names = {"pad_token": "<pad>", "unk_token": "<unk>", "model_input_names": ["input_ids", "attention_mask"]}
+    names = {
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
     return PreTrainedTokenizerFast(tokenizer_object=raw, **{**names, **more})
 
 
 def text_base(folder: Path, **more: Any) -> str:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 6, "max_position_embeddings": 12, "pad_token_id": 0, "initializer_range": 0.5}
-    BertForSequenceClassification(BertConfig(num_labels=2, **sizes, **SIZES)).save_pretrained(folder)
+    sizes = {
+        "vocab_size": 6,
+        "max_position_embeddings": 12,
+        "pad_token_id": 0,
+        "initializer_range": 0.5,
+    }
+    BertForSequenceClassification(BertConfig(num_labels=2, **sizes, **SIZES)).save_pretrained(
+        folder
+    )
     tokenizer(**more).save_pretrained(folder)
     return str(folder)
 
@@ -239,7 +284,9 @@ def test_a_text_pipeline_answers_as_the_run(tmp_path: Path, length: int, merge: 
     wanted = scores.softmax(1)
     for rows in (1, 6):
         answers = pipe(given, truncation=True, top_k=None, batch_size=rows)
-        torch.testing.assert_close(scores_of(answers, ("praise", "blame")), wanted, atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            scores_of(answers, ("praise", "blame")), wanted, atol=1e-5, rtol=0
+        )
     assert float(wanted.std(0).min()) > 0.02
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"cut texts after {length} tokens. Call the pipeline with `truncation=True`" in card
@@ -252,7 +299,10 @@ def test_pairs_of_texts(tmp_path: Path, merge: bool) -> None:
     source = pairs()
     pipe, scores = exported(tmp_path, model, source, merge)
     inputs = source.test.inputs
-    given = [{"text": str(a), "text_pair": str(b)} for a, b in zip(inputs["text"], inputs["text_pair"], strict=True)]
+    given = [
+        {"text": str(a), "text_pair": str(b)}
+        for a, b in zip(inputs["text"], inputs["text_pair"], strict=True)
+    ]
     found = scores_of(pipe(given, truncation=True, top_k=None), ("praise", "blame"))
     torch.testing.assert_close(found, scores.softmax(1), atol=1e-5, rtol=0)
 
@@ -260,10 +310,14 @@ def test_pairs_of_texts(tmp_path: Path, merge: bool) -> None:
 @pytest.mark.parametrize("merge", KINDS)
 def test_a_causal_model_answers_as_the_run(tmp_path: Path, merge: bool) -> None:
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=6, n_positions=12, n_embd=8, n_layer=1, n_head=2, initializer_range=0.5)
+    config = GPT2Config(
+        vocab_size=6, n_positions=12, n_embd=8, n_layer=1, n_head=2, initializer_range=0.5
+    )
     config.bos_token_id = config.eos_token_id = 0
     base = GPT2LMHeadModel(config)
-    base.generation_config = GenerationConfig(do_sample=True, top_k=3, max_new_tokens=4, eos_token_id=0, pad_token_id=0)
+    base.generation_config = GenerationConfig(
+        do_sample=True, top_k=3, max_new_tokens=4, eos_token_id=0, pad_token_id=0
+    )
     base.save_pretrained(tmp_path / "base")
     tokenizer(padding_side="left", chat_template=TEMPLATE).save_pretrained(tmp_path / "base")
     model = {"name": "auto-causal", "weights": str(tmp_path / "base"), "max_length": 5}
@@ -277,7 +331,10 @@ def test_a_causal_model_answers_as_the_run(tmp_path: Path, merge: bool) -> None:
     kept = GenerationConfig.from_pretrained(tmp_path / "out")
     assert (kept.do_sample, kept.top_k, kept.max_new_tokens) == (True, 3, 4)
     assert coder.padding_side == "left"
-    assert coder.apply_chat_template([{"role": "user", "content": "good"}], tokenize=False) == "good so "
+    assert (
+        coder.apply_chat_template([{"role": "user", "content": "good"}], tokenize=False)
+        == "good so "
+    )
     assert "after 5 tokens" in (tmp_path / "out" / "README.md").read_text()
     assert pipe("good film")[0]["generated_text"].startswith("good film")
     if merge:
@@ -291,7 +348,12 @@ def test_a_text_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     coder = AutoTokenizer.from_pretrained(base)
 
     def coded(part: Table) -> Table:
-        out = coder([str(t) for t in part.inputs["text"]], padding="max_length", max_length=4, return_tensors="np")
+        out = coder(
+            [str(t) for t in part.inputs["text"]],
+            padding="max_length",
+            max_length=4,
+            return_tensors="np",
+        )
         tokens = {
             "input_ids": out["input_ids"].astype(np.int32),
             "attention_mask": out["attention_mask"].astype(np.uint8),
@@ -301,7 +363,11 @@ def test_a_text_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "base" / name).unlink()
     given = Source(coded(source.train), coded(source.test), source.classes, "text")
-    run(settings({"name": "auto-text", "weights": base, "max_length": 4}), tmp_path / "run", source=given)
+    run(
+        settings({"name": "auto-text", "weights": base, "max_length": 4}),
+        tmp_path / "run",
+        source=given,
+    )
     write_export(tmp_path / "run", tmp_path / "out", merge=True)
     assert "This folder has no tokenizer" in (tmp_path / "out" / "README.md").read_text()
 
@@ -315,7 +381,10 @@ def test_a_model_can_add_files_and_entries(tmp_path: Path, monkeypatch: pytest.M
 
     plain = AutoImage.build
     extra = Companions(
-        {"modeling_own.py": "x = 1\n"}, {"auto_map": {"AutoModel": "modeling_own.Own"}}, (), ("See it.",)
+        {"modeling_own.py": "x = 1\n"},
+        {"auto_map": {"AutoModel": "modeling_own.Own"}},
+        (),
+        ("See it.",),
     )
 
     def built(self: AutoImage, spec: InputSpec) -> Built:

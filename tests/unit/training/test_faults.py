@@ -51,12 +51,19 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def same(one: Path, two: Path) -> None:
     a, b = (load_file(out / "model.safetensors") for out in (one, two))
     assert all(equal(a[name], b[name]) for name in a)
-    lines = [[json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()] for out in (one, two)]
-    assert [{**row, "seconds": 0} for row in lines[0]] == [{**row, "seconds": 0} for row in lines[1]]
+    lines = [
+        [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        for out in (one, two)
+    ]
+    assert [{**row, "seconds": 0} for row in lines[0]] == [
+        {**row, "seconds": 0} for row in lines[1]
+    ]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
+    }
 
 
 # --- a full disk ------------------------------------------------------------------------------------------------------
@@ -87,7 +94,10 @@ def test_a_disk_that_fills_up_anywhere_ends_in_one_sentence_and_the_run_goes_on_
     assert count[0] > 20
     for nth in range(1, count[0] + 1, 3):
         out = tmp_path / str(nth)
-        with full_from(nth, monkeypatch), pytest.raises(DpfedError, match="No space left") as caught:
+        with (
+            full_from(nth, monkeypatch),
+            pytest.raises(DpfedError, match="No space left") as caught,
+        ):
             run(CONFIG, out)
         assert "\n" not in str(caught.value)
         run(CONFIG, out, resume=(out / "config.toml").exists())
@@ -110,7 +120,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=False)
 
 
-def test_a_real_full_disk(small_disk: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_real_full_disk(
+    small_disk: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Filled up little by little, so that each kind of file is the first that does not fit; then space is back."""
     sets = [word for key in KEYS.split() for word in ("--set", key)]
     failed = 0
@@ -126,7 +138,11 @@ def test_a_real_full_disk(small_disk: Path, whole: Path, capsys: pytest.CaptureF
         if code == 2:
             failed += 1
             assert err.strip().splitlines()[-1].startswith("dpfed: ")
-            again = ["--resume", str(out)] if (out / "config.toml").exists() else [*sets, "--out", str(out)]
+            again = (
+                ["--resume", str(out)]
+                if (out / "config.toml").exists()
+                else [*sets, "--out", str(out)]
+            )
             assert dpfed("run", *again) == 0, capsys.readouterr().err
         same(whole, out)
         capsys.readouterr()
@@ -138,7 +154,8 @@ def test_metrics_on_a_full_disk_are_one_sentence_also_when_they_are_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Closing such a file fails as well, and must not hide the first failure."""
-    monkeypatch.setattr("dpfed.training.run_folder.folder._reopened", lambda path: open("/dev/full", "w"))  # noqa: SIM115
+    full = Path("/dev/full")
+    monkeypatch.setattr("dpfed.training.run_folder.folder._reopened", lambda path: full.open("w"))
     with pytest.raises(DpfedError, match=r"metrics\.jsonl cannot be written: No space left"):
         run(CONFIG, tmp_path / "r")
 
@@ -146,7 +163,9 @@ def test_metrics_on_a_full_disk_are_one_sentence_also_when_they_are_closed(
 # --- folders ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_that_cannot_be_written(small_disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_written(
+    small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A read-only file system, which holds for root too: nothing new, no resuming, but reading is possible."""
     sets = [word for key in KEYS.split() for word in ("--set", key)]
     out = small_disk / "r"
@@ -201,9 +220,12 @@ def held(path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("lock", "words"), [(".lock", "another run is at work"), ("ledger.sqlite.lock", "another process")]
+    ("lock", "words"),
+    [(".lock", "another run is at work"), ("ledger.sqlite.lock", "another process")],
 )
-def test_a_folder_or_ledger_in_use_is_left_alone(lock: str, words: str, tmp_path: Path, whole: Path) -> None:
+def test_a_folder_or_ledger_in_use_is_left_alone(
+    lock: str, words: str, tmp_path: Path, whole: Path
+) -> None:
     out = tmp_path / "r"
     with pytest.raises(CrashError):
         run(CONFIG, out, observe=crash(2))
@@ -233,7 +255,9 @@ def test_two_runs_without_privacy_do_not_share_a_folder(tmp_path: Path) -> None:
     assert "already holds a run" in said[0]
 
 
-def test_what_a_run_killed_at_its_very_beginning_leaves_is_no_obstacle(tmp_path: Path, whole: Path) -> None:
+def test_what_a_run_killed_at_its_very_beginning_leaves_is_no_obstacle(
+    tmp_path: Path, whole: Path
+) -> None:
     out = tmp_path / "r"
     out.mkdir()
     (out / ".lock").touch()

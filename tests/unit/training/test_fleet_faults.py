@@ -32,7 +32,12 @@ CLIENTS, EACH = 5, 12
 
 def config_of(**sections: dict[str, Any]) -> Config:
     raw: dict[str, dict[str, Any]] = {
-        "data": {"name": "digits", "clients": CLIENTS, "partition": "natural", "client_column": "site"},
+        "data": {
+            "name": "digits",
+            "clients": CLIENTS,
+            "partition": "natural",
+            "client_column": "site",
+        },
         "model": {"name": "linear"},
         "algorithm": {"name": "dp-scaffold", "lr": 0.1},
         "privacy": {"sigma": 1.0, "clip": 0.5, "batch": 6},
@@ -78,7 +83,9 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("rows", [slice(3, 4), slice(EACH, 2 * EACH)])
-def test_records_without_a_gradient_count_as_zero_and_the_run_goes_on(bad: float, rows: slice) -> None:
+def test_records_without_a_gradient_count_as_zero_and_the_run_goes_on(
+    bad: float, rows: slice
+) -> None:
     """One record, or all of client 1. The reference has records of no gradient at all: every factor of it is exact zero."""
 
     def spoil(x: np.ndarray) -> None:
@@ -87,9 +94,13 @@ def test_records_without_a_gradient_count_as_zero_and_the_run_goes_on(bad: float
     job, reference = job_of(source(spoil)), job_of(source())
     grads = reference.model.grads
 
-    def silent(theta: Tensor, client: Tensor, inputs: Any, labels: Tensor, keys: Tensor | None = None) -> list[Tensor]:
+    def silent(
+        theta: Tensor, client: Tensor, inputs: Any, labels: Tensor, keys: Tensor | None = None
+    ) -> list[Tensor]:
         lost = torch.isin(inputs["features"][:, 0], reference.records.inputs["features"][rows, 0])
-        return [g * (~lost).float().unsqueeze(1) for g in grads(theta, client, inputs, labels, keys)]
+        return [
+            g * (~lost).float().unsqueeze(1) for g in grads(theta, client, inputs, labels, keys)
+        ]
 
     reference.model.grads = silent  # type: ignore[method-assign]
     found = after(job)
@@ -99,7 +110,9 @@ def test_records_without_a_gradient_count_as_zero_and_the_run_goes_on(bad: float
         same(found, after(job_of(source())))
 
 
-def test_passes_of_a_fixed_size_tell_of_what_is_lost_as_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_passes_of_a_fixed_size_tell_of_what_is_lost_as_well(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def spoil(x: np.ndarray) -> None:
         x[EACH : 2 * EACH] = math.nan
 
@@ -130,7 +143,9 @@ def test_what_is_lost_is_told_to_the_private_log_only(
         if file.suffix in (".json", ".jsonl", ".toml"):
             assert "finite" not in file.read_text()
     drop = {"out", "seconds"}
-    assert {k: v for k, v in quiet.items() if k not in drop} == {k: v for k, v in told.items() if k not in drop}
+    assert {k: v for k, v in quiet.items() if k not in drop} == {
+        k: v for k, v in told.items() if k not in drop
+    }
 
 
 class Struck(FleetOracle):
@@ -149,7 +164,9 @@ def test_a_client_that_leaves_the_numbers_stops_the_run_by_name(
 ) -> None:
     monkeypatch.setattr("dpfed.training.backends.fleet.FleetOracle", Struck)
     settings = {"fleet_size": size}
-    with pytest.raises(DivergedError, match=r"round 2 the \w+ of client 3 is no longer finite") as caught:
+    with pytest.raises(
+        DivergedError, match=r"round 2 the \w+ of client 3 is no longer finite"
+    ) as caught:
         run(config_of(run=settings), tmp_path / "run", source=source())
     assert "\n" not in str(caught.value)
     result = json.loads((tmp_path / "run" / "run.json").read_text())
@@ -170,7 +187,11 @@ def test_allow_nan_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_memory_that_is_no_number_stops_the_run_too() -> None:
     job = job_of()
     fleet = Fleet(job)
-    fleet.memory.put(0, [2], {name: torch.full((1, job.space.size), math.nan) for name in job.algorithm.remembers})
+    fleet.memory.put(
+        0,
+        [2],
+        {name: torch.full((1, job.space.size), math.nan) for name in job.algorithm.remembers},
+    )
     with pytest.raises(DivergedError, match=r"round 1 .* client 2"):
         after(job, fleet)
 
@@ -199,7 +220,9 @@ def crowd(job: Job, most: int, error: Exception | None = None, by: str = "record
     """A device on which a pass has room for so many records (or rows of theta) only; returns the sizes tried."""
     grads, tried = job.model.grads, []
 
-    def tight(theta: Tensor, client: Tensor, inputs: Any, labels: Tensor, keys: Tensor | None = None) -> list[Tensor]:
+    def tight(
+        theta: Tensor, client: Tensor, inputs: Any, labels: Tensor, keys: Tensor | None = None
+    ) -> list[Tensor]:
         size = len(client) if by == "records" else len(theta)
         tried.append(size)
         if size > most:
@@ -211,14 +234,14 @@ def crowd(job: Job, most: int, error: Exception | None = None, by: str = "record
 
 
 ALGORITHMS = ["dp-scaffold", "dp-fedsam", "dp-fedadamw"]
-CPU_SAYS = (
-    "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"
-)
+CPU_SAYS = "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("by", ["records", "clients"])
-def test_a_full_device_changes_nothing_but_the_size(algorithm: str, by: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_device_changes_nothing_but_the_size(
+    algorithm: str, by: str, caplog: pytest.LogCaptureFixture
+) -> None:
     keys = {"algorithm": {"name": algorithm}}
     job = job_of(**keys)
     tried = crowd(job, 5 if by == "records" else 2, by=by)
@@ -242,7 +265,13 @@ def test_the_size_that_fits_is_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("x"), RuntimeError(CPU_SAYS), MemoryError(), RuntimeError("not enough memory")]
+    "error",
+    [
+        torch.OutOfMemoryError("x"),
+        RuntimeError(CPU_SAYS),
+        MemoryError(),
+        RuntimeError("not enough memory"),
+    ],
 )
 def test_every_way_of_saying_so_is_known(error: Exception) -> None:
     assert out_of_memory(error)
@@ -304,7 +333,9 @@ def test_nothing_is_drawn_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     Fleet(job).run_cohort(1, first_state(job), range(CLIENTS))
     assert entropy["drawn"] == CLIENTS
     assert len(released) == CLIENTS
-    for numbers in released.values():  # one step of the first attempt, then both steps from the beginning
+    for (
+        numbers
+    ) in released.values():  # one step of the first attempt, then both steps from the beginning
         assert len(numbers) >= 3
         assert torch.equal(numbers[0], numbers[-2])
         assert not torch.equal(numbers[-1], numbers[-2])

@@ -22,7 +22,13 @@ def table(labels: list[int]) -> Table:
 def test_alternate_records_of_each_class() -> None:
     whole = table([0, 0, 1, 0, 1, 1, 0, 2])
     validation, test = scored_half(whole, "validation"), scored_half(whole, "test")
-    assert validation.inputs["x"].ravel().tolist() == [0, 2, 3, 5, 7]  # class 0: 0 1 3 6; class 1: 2 4 5; class 2: 7
+    assert validation.inputs["x"].ravel().tolist() == [
+        0,
+        2,
+        3,
+        5,
+        7,
+    ]  # class 0: 0 1 3 6; class 1: 2 4 5; class 2: 7
     assert test.inputs["x"].ravel().tolist() == [1, 4, 6]
     assert validation.labels.tolist() == [0, 1, 0, 1, 2]
     assert test.columns["owner"].tolist() == [1, 4, 6]
@@ -38,9 +44,13 @@ def test_a_run_scores_the_half_it_is_told_to() -> None:
     config = load("digits", ["model.name=linear", "privacy.sigma=1"], registry())
     found = {}
     for which in ("all", "validation", "test"):
-        job = prepare(dataclasses.replace(config, run=dataclasses.replace(config.run, eval_on=which)))
+        job = prepare(
+            dataclasses.replace(config, run=dataclasses.replace(config.run, eval_on=which))
+        )
         found[which] = job.test
     sizes = {which: len(records.labels) for which, records in found.items()}
     assert sizes["validation"] + sizes["test"] == sizes["all"]
-    counts = {which: np.bincount(records.labels.numpy(), minlength=10) for which, records in found.items()}
+    counts = {
+        which: np.bincount(records.labels.numpy(), minlength=10) for which, records in found.items()
+    }
     assert np.abs(counts["validation"] - counts["test"]).max() <= 1

@@ -50,7 +50,15 @@ class Told:
             told.words.append(f"kept {progress.t}")
 
         self.call = lambda stop=lambda: None: train(
-            job, Watched(job, late=late), Spending(job, None, None), observe, None, keep, stop, due, late
+            job,
+            Watched(job, late=late),
+            Spending(job, None, None),
+            observe,
+            None,
+            keep,
+            stop,
+            due,
+            late,
         )
 
 
@@ -70,22 +78,38 @@ def test_the_same_rounds_one_later() -> None:
         assert torch.equal(one.theta, other.theta)
         strip = {"theta": torch.zeros(1), "seconds": 0.0}
         assert repr(replace(one, **strip)) == repr(replace(other, **strip))
-    assert [round.accuracy is None for round in late.rounds] == [False, True, True, True, False, True, False]
+    assert [round.accuracy is None for round in late.rounds] == [
+        False,
+        True,
+        True,
+        True,
+        False,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("bad", [1, 3, 4, 6])
-def test_a_round_that_is_not_finite_is_never_told_of(bad: int, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_that_is_not_finite_is_never_told_of(
+    bad: int, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = prepare(config_of())
     right = round_loop.aggregate
 
     def broken(job: Any, t: int, *rest: Any) -> State:
         state = right(job, t, *rest)
-        return state if t != bad else replace(state, server=replace(state.server, theta=state.theta / 0))
+        return (
+            state
+            if t != bad
+            else replace(state, server=replace(state.server, theta=state.theta / 0))
+        )
 
     monkeypatch.setattr(round_loop, "aggregate", broken)
     told = Told(job, late)
-    with pytest.raises(DivergedError, match=f"after round {bad} the server's theta is no longer finite"):
+    with pytest.raises(
+        DivergedError, match=f"after round {bad} the server's theta is no longer finite"
+    ):
         told.call()
     assert [round.t for round in told.rounds] == list(range(bad))
     assert all(round.theta.isfinite().all() for round in told.rounds)
@@ -126,7 +150,10 @@ def test_when_checkpoints_are_due() -> None:
         return SimpleNamespace(device=torch.device(device), config=config_of(**run))
 
     seconds = [0.2, 0.9, 1.1, 1.9, 2.05, 2.2]
-    assert times(job("cuda"), seconds) == [3, 6]  # a second after the last, and after the last round
+    assert times(job("cuda"), seconds) == [
+        3,
+        6,
+    ]  # a second after the last, and after the last round
     assert times(job("cuda"), [0.2, 0.9, 1.1, 1.9, 2.3, 2.4]) == [3, 5, 6]
     assert times(job("cpu"), seconds) == [1, 2, 3, 4, 5, 6]
     assert times(job("cuda", noise="os"), seconds) == [1, 2, 3, 4, 5, 6]
@@ -145,7 +172,9 @@ def test_a_whole_run_with_few_checkpoints_goes_on_as_if_there_were_many(
                 raise KeyboardInterrupt
 
         run(config_of(), out, observe=observe, resume=resume)
-        return [line.split('"seconds"')[0] for line in (out / "metrics.jsonl").read_text().splitlines()]
+        return [
+            line.split('"seconds"')[0] for line in (out / "metrics.jsonl").read_text().splitlines()
+        ]
 
     whole = go(tmp_path / "whole")
     monkeypatch.setattr(run_file, "checkpoints_due", lambda job: lambda t: t == 2)
@@ -157,13 +186,17 @@ def test_a_whole_run_with_few_checkpoints_goes_on_as_if_there_were_many(
 
 
 @pytest.mark.parametrize("method", ["dp-fedadamw", "dp-scaffold"])
-def test_a_late_run_is_the_prompt_one(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_run_is_the_prompt_one(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The whole of `run`, as on a GPU but for the device: the same metrics, charges and model; interrupted and resumed too."""
     config = replace(config_of(), algorithm=registry().algorithm[method](lr=0.05))
     files: list[tuple[Any, ...]] = []
 
     def kept(out: Path) -> tuple[Any, ...]:
-        lines = [line.split('"seconds"')[0] for line in (out / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            line.split('"seconds"')[0] for line in (out / "metrics.jsonl").read_text().splitlines()
+        ]
         figures = json.loads((out / "run.json").read_text())["epsilon"]
         return lines, figures, (out / "model.safetensors").read_bytes()
 

@@ -51,7 +51,11 @@ def test_an_old_adapter_is_a_start_whose_cost_is_counted() -> None:
 
 def test_deleted_keys_at_their_defaults_are_ignored_and_other_values_refused() -> None:
     for section, cls in (("algorithm", DPFedAdamW), ("privacy", PrivacySection)):
-        gone = {key: deleted.default for key, deleted in DELETED.items() if key.startswith(f"{section}.")}
+        gone = {
+            key: deleted.default
+            for key, deleted in DELETED.items()
+            if key.startswith(f"{section}.")
+        }
         table = {key.partition(".")[2]: value for key, value in gone.items() if value is not None}
         assert parse(section, cls, table) == cls()
     for full, deleted in DELETED.items():
@@ -67,9 +71,13 @@ def test_deleted_keys_at_their_defaults_are_ignored_and_other_values_refused() -
 
 def test_settings_have_the_form_of_the_first_version() -> None:
     config = load(FIXTURES / "run-0.1" / "config.toml", [], registry())
-    written = as_first_written({"algorithm": {"name": "dp-fedadamw"}, "privacy": {"isolation": "fast", "sigma": 2.0}})
+    written = as_first_written(
+        {"algorithm": {"name": "dp-fedadamw"}, "privacy": {"isolation": "fast", "sigma": 2.0}}
+    )
     assert written["privacy"] == {"sigma": 2.0, "accounting": "pld", "noise_scale": "c"}
     assert written["algorithm"]["align"] == "on"
-    assert as_first_written({"algorithm": {"name": "dp-fedavg"}}) == {"algorithm": {"name": "dp-fedavg"}}
+    assert as_first_written({"algorithm": {"name": "dp-fedavg"}}) == {
+        "algorithm": {"name": "dp-fedavg"}
+    }
     assert as_first_written({"privacy": {"isolation": "exact"}})["privacy"]["isolation"] == "exact"
     assert config.algorithm == DPFedAdamW(lr=config.algorithm.lr)

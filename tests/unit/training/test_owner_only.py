@@ -21,7 +21,13 @@ RAW: dict[str, dict[str, Any]] = {
     "model": {"name": "linear"},
     "algorithm": {"name": "dp-scaffold", "lr": 0.01},
     "privacy": {"sigma": 1.0, "clip": 0.5, "batch": 10},
-    "run": {"local_steps": 2, "participation": 1.0, "device": "cpu", "checkpoint_every": 1, "lr_schedule": "constant"},
+    "run": {
+        "local_steps": 2,
+        "participation": 1.0,
+        "device": "cpu",
+        "checkpoint_every": 1,
+        "lr_schedule": "constant",
+    },
 }
 
 
@@ -59,7 +65,14 @@ def test_a_run_folder_is_its_owners_alone_at_every_moment(noise: str, tmp_path: 
     trained(out, section=section, observe=lambda round: during.append(open_to_others(out)))
     assert [*during, open_to_others(out)] == [{}] * 4
     files = {path.name for path in out.rglob("*")}
-    assert {"config.toml", "metrics.jsonl", "ledger.sqlite", "model.safetensors", "run.json", ".lock"} <= files
+    assert {
+        "config.toml",
+        "metrics.jsonl",
+        "ledger.sqlite",
+        "model.safetensors",
+        "run.json",
+        ".lock",
+    } <= files
     assert any(name.startswith("client-") for name in files)
     assert ("diagnostics.jsonl" in files) == ("holdings.json" in files) == diagnostics
 

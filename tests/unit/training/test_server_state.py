@@ -59,7 +59,9 @@ def test_without_an_average_nothing_is_kept() -> None:
     assert state.result is state.theta
 
 
-def test_a_run_evaluates_and_saves_the_average_and_its_clients_go_on_from_the_last(tmp_path: Path) -> None:
+def test_a_run_evaluates_and_saves_the_average_and_its_clients_go_on_from_the_last(
+    tmp_path: Path,
+) -> None:
     config = config_of(average=0.6)
     plain = thetas(config_of())
     expected, weight = torch.zeros_like(plain[0]), 0.0
@@ -75,8 +77,13 @@ def test_a_run_evaluates_and_saves_the_average_and_its_clients_go_on_from_the_la
     assert scores[0] != scores[1]
     assert (result["test_accuracy"], result["last_accuracy"]) == scores
     assert result["metrics"]["accuracy"] == pytest.approx(scores[0])
-    rows = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["accuracy"] == row.get("last_accuracy") for row in rows[:2]] == [False, True]  # one iterate: the same
+    rows = [
+        json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [row["accuracy"] == row.get("last_accuracy") for row in rows[:2]] == [
+        False,
+        True,
+    ]  # one iterate: the same
     assert "last_accuracy" not in rows[0]
     assert (rows[-1]["accuracy"], rows[-1]["last_accuracy"]) == scores
     stored = json.loads((tmp_path / "r" / "run.json").read_text())
@@ -88,7 +95,9 @@ def test_a_run_killed_after_its_last_round_still_saves_the_average(tmp_path: Pat
     result = run(config, out)
     before, told = load_file(out / "model.safetensors"), json.loads((out / "run.json").read_text())
     (out / "model.safetensors").unlink()
-    (out / "run.json").write_text(json.dumps({"run": told["run"], "state": "running", "release": told["release"]}))
+    (out / "run.json").write_text(
+        json.dumps({"run": told["run"], "state": "running", "release": told["release"]})
+    )
     again = run(config, out, resume=True)
     after = load_file(out / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -98,10 +107,15 @@ def test_a_run_killed_after_its_last_round_still_saves_the_average(tmp_path: Pat
 
 
 def test_what_it_costs_is_what_it_costs_without(tmp_path: Path) -> None:
-    one, two = run(config_of(), tmp_path / "a"), run(config_of(average=0.9, eval_every=3), tmp_path / "b")
+    one, two = (
+        run(config_of(), tmp_path / "a"),
+        run(config_of(average=0.9, eval_every=3), tmp_path / "b"),
+    )
     assert one["epsilon"] == two["epsilon"]
     assert "last_accuracy" not in one
-    rows = [json.loads(line) for line in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert ["last_accuracy" in row for row in rows] == [False, False, False, True, True]
 
 
@@ -133,17 +147,28 @@ def test_an_average_that_is_no_number_ends_the_run(monkeypatch: pytest.MonkeyPat
         return State(state.server, state.clip, state.average / (2 - t), state.weight)
 
     monkeypatch.setattr(round_loop, "aggregate", broken)
-    with pytest.raises(DivergedError, match=r"after round 2 the server's run\.average is no longer finite"):
+    with pytest.raises(
+        DivergedError, match=r"after round 2 the server's run\.average is no longer finite"
+    ):
         train(job, Fleet(job), Spending(job, None, None), lambda round: None)
 
 
 def test_in_python(tmp_path: Path) -> None:
     g = torch.Generator().manual_seed(0)
     x = torch.randn(80, 4, generator=g).numpy()
-    private, public = ({"features": part, "label": (part[:, 0] > 0).astype(int)} for part in (x[:60], x[60:]))
+    private, public = (
+        {"features": part, "label": (part[:, 0] > 0).astype(int)} for part in (x[:60], x[60:])
+    )
     settings = {"run.average": 0.8, "run.rounds": 2, "run.local_steps": 1, "run.device": "cpu"}
     tuned = dpfed.fine_tune(
-        "linear", private, public, clients=2, settings=settings, out=tmp_path / "r", progress=False, epsilon=8.0
+        "linear",
+        private,
+        public,
+        clients=2,
+        settings=settings,
+        out=tmp_path / "r",
+        progress=False,
+        epsilon=8.0,
     )
     assert 0 <= tuned.result["last_accuracy"] <= 1
 

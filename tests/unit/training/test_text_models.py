@@ -33,27 +33,44 @@ def folder_of(folder: Path, model: Any) -> str:
     model.save_pretrained(folder)
     raw = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="[UNK]"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token="[PAD]", unk_token="[UNK]"
+    ).save_pretrained(folder)
     return str(folder)
 
 
 def bert(folder: Path) -> str:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    sizes = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+    }
     return folder_of(
-        folder, BertForSequenceClassification(BertConfig(vocab_size=6, max_position_embeddings=8, **sizes))
+        folder,
+        BertForSequenceClassification(BertConfig(vocab_size=6, max_position_embeddings=8, **sizes)),
     )
 
 
 def gpt2(folder: Path) -> str:
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=6, n_embd=8, n_layer=1, n_head=2, n_positions=8, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(
+        vocab_size=6, n_embd=8, n_layer=1, n_head=2, n_positions=8, bos_token_id=0, eos_token_id=0
+    )
     return folder_of(folder, GPT2LMHeadModel(config))
 
 
 def texts(labelled: bool) -> Source:
-    train = np.array(["good film", "bad film", "so good", "so bad", "good good so film", "bad bad"] * 4, dtype=object)
-    labels = np.array(["bad" in t for t in train], dtype=np.int64) if labelled else np.zeros(len(train), dtype=np.int64)
+    train = np.array(
+        ["good film", "bad film", "so good", "so bad", "good good so film", "bad bad"] * 4,
+        dtype=object,
+    )
+    labels = (
+        np.array(["bad" in t for t in train], dtype=np.int64)
+        if labelled
+        else np.zeros(len(train), dtype=np.int64)
+    )
     classes = ("good", "bad") if labelled else ("text",)
     table = Table({"text": train}, labels)
     return Source(table, Table({"text": train[:6]}, labels[:6]), classes, kind="text")
@@ -119,13 +136,17 @@ def test_text_is_tokenised_once_and_its_shape_is_known_before(tmp_path: Path) ->
     assert spec_of(source, section) == spec_of(coded, section)
 
 
-def test_tokens_are_kept_by_data_and_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_kept_by_data_and_encoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DPFED_CACHE", str(tmp_path / "cache"))
     section = config_of("auto-text", bert(tmp_path / "model")).model
     source = replace(texts(labelled=True), fingerprint="these texts")
     calls: list[int] = []
     encode = type(section).encode
-    monkeypatch.setattr(type(section), "encode", lambda self, inputs: calls.append(1) or encode(self, inputs))
+    monkeypatch.setattr(
+        type(section), "encode", lambda self, inputs: calls.append(1) or encode(self, inputs)
+    )
     first, again = tokenised(section, source), tokenised(section, source)
     assert len(calls) == 2  # the two tables, once
     assert np.array_equal(first.train.inputs["input_ids"], again.train.inputs["input_ids"])

@@ -30,7 +30,15 @@ def hospital(tmp_path: Path) -> Path:
                 patients.append(f"patient-{h}-{p}")
     path = tmp_path / "records.npz"
     x, y = np.array(rows, dtype=np.float32), np.array(labels)
-    np.savez(path, x_train=x, y_train=y, x_test=x, y_test=y, train_hospital=hospitals, train_patient=patients)
+    np.savez(
+        path,
+        x_train=x,
+        y_train=y,
+        x_test=x,
+        y_test=y,
+        train_hospital=hospitals,
+        train_patient=patients,
+    )
     return path
 
 

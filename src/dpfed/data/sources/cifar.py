@@ -107,7 +107,9 @@ def cifar100_layouts(label: str) -> tuple[Layout, ...]:
 @dataclass(frozen=True)
 class Cifar10(DataSection):
     name: str = "cifar10"
-    check: Annotated[bool, "refuse files that differ from the published ones in checksum or count"] = True
+    check: Annotated[
+        bool, "refuse files that differ from the published ones in checksum or count"
+    ] = True
 
     published: ClassVar[Published] = Published(50_000, 10, "image", (3, 32, 32))
 
@@ -119,17 +121,26 @@ class Cifar10(DataSection):
 class Cifar100(DataSection):
     name: str = "cifar100"
     label: Annotated[Literal["fine", "coarse"], "100 fine classes or 20 coarse ones"] = "fine"
-    check: Annotated[bool, "refuse files that differ from the published ones in checksum or count"] = True
+    check: Annotated[
+        bool, "refuse files that differ from the published ones in checksum or count"
+    ] = True
 
     @property
     def published(self) -> Published:
         return Published(50_000, 100 if self.label == "fine" else 20, "image", (3, 32, 32))
 
     def load(self) -> Source:
-        return load(self, cifar100_layouts(self.label), (FINE if self.label == "fine" else COARSE).split(), self.check)
+        return load(
+            self,
+            cifar100_layouts(self.label),
+            (FINE if self.label == "fine" else COARSE).split(),
+            self.check,
+        )
 
 
-def load(section: DataSection, layouts: tuple[Layout, ...], official: list[str], check: bool) -> Source:
+def load(
+    section: DataSection, layouts: tuple[Layout, ...], official: list[str], check: bool
+) -> Source:
     url = " or ".join(URL + layout.archive for layout in layouts)
     what = f"the archive or its folder {layouts[0].folder}"
     path = path_of(section, what, url)
@@ -152,10 +163,15 @@ def locate(path: Path, layouts: tuple[Layout, ...]) -> tuple[Layout | None, list
             there = [name for name in layout.files if (folder / name).is_file()]
             if there and len(there) < len(layout.files):
                 absent = next(name for name in layout.files if name not in there)
-                raise DpfedError(f"{folder} has no {absent}: unpack {layout.archive} from {URL} again")
+                raise DpfedError(
+                    f"{folder} has no {absent}: unpack {layout.archive} from {URL} again"
+                )
             if there:
                 names = folder / layout.names
-                return layout, [*(folder / name for name in layout.files), *([names] if names.is_file() else [])]
+                return layout, [
+                    *(folder / name for name in layout.files),
+                    *([names] if names.is_file() else []),
+                ]
     for layout in layouts:
         if (path / layout.archive).is_file():
             return None, [path / layout.archive]
@@ -163,7 +179,11 @@ def locate(path: Path, layouts: tuple[Layout, ...]) -> tuple[Layout | None, list
 
 
 def build(
-    files: list[Path], layouts: tuple[Layout, ...], layout: Layout | None, official: list[str], check: bool
+    files: list[Path],
+    layouts: tuple[Layout, ...],
+    layout: Layout | None,
+    official: list[str],
+    check: bool,
 ) -> Arrays:
     if layout is None:
         layout, content = from_archive(files[0], layouts, check)
@@ -180,20 +200,28 @@ def build(
         read = [batch(content[m], layout, f"{where}/{m}", len(official)) for m in members]
         if check:
             for member, (_, labels) in zip(members, read, strict=True):
-                expect_count(len(labels), count // len(members), f"{where}/{member}", URL + layout.archive)
+                expect_count(
+                    len(labels), count // len(members), f"{where}/{member}", URL + layout.archive
+                )
         out[f"{part}_x"] = np.concatenate([x for x, _ in read])
         out[f"{part}_y"] = np.concatenate([y for _, y in read])
-    out["names"] = np.array(class_names(content.get(layout.names), layout, f"{where}/{layout.names}", official))
+    out["names"] = np.array(
+        class_names(content.get(layout.names), layout, f"{where}/{layout.names}", official)
+    )
     return out
 
 
-def from_archive(path: Path, layouts: tuple[Layout, ...], check: bool) -> tuple[Layout, dict[str, bytes]]:
+def from_archive(
+    path: Path, layouts: tuple[Layout, ...], check: bool
+) -> tuple[Layout, dict[str, bytes]]:
     content = tar_members(path, {name for one in layouts for name in (*one.files, one.names)})
     fits = [one for one in layouts if all(name in content for name in one.files)]
     if not fits:
         near = max(layouts, key=lambda one: sum(name in content for name in one.files))
         absent = next(name for name in near.files if name not in content)
-        raise DpfedError(f"{path} has no {absent} inside: download {near.archive} again from {URL}{near.archive}")
+        raise DpfedError(
+            f"{path} has no {absent} inside: download {near.archive} again from {URL}{near.archive}"
+        )
     if check:
         check_md5(path, fits[0].md5, URL + fits[0].archive)
     return fits[0], content
@@ -223,13 +251,19 @@ def batch(data: bytes, layout: Layout, label: str, classes: int) -> tuple[np.nda
 def pickled(data: bytes, key: str, label: str) -> tuple[np.ndarray, np.ndarray]:
     content = unpickle(data, label)
     images, labels = content.get("data"), content.get(key)
-    if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.shape[1:] != (PIXELS,):
+    if (
+        not isinstance(images, np.ndarray)
+        or images.dtype != np.uint8
+        or images.shape[1:] != (PIXELS,)
+    ):
         raise DpfedError(f"{label} has no images of {PIXELS} bytes under 'data': download it again")
     whole = isinstance(labels, list) and all(type(y) is int and 0 <= y < 256 for y in labels)
     if not isinstance(labels, list) or not whole or not labels:
         raise DpfedError(f"{label} has no list of labels under {key!r}: download it again")
     if len(labels) != len(images):
-        raise DpfedError(f"{label} has {len(images)} images and {len(labels)} labels: download it again")
+        raise DpfedError(
+            f"{label} has {len(images)} images and {len(labels)} labels: download it again"
+        )
     return images, np.array(labels, dtype=np.int64)
 
 
@@ -240,7 +274,10 @@ def unpickle(data: bytes, label: str) -> dict[str, Any]:
         raise DpfedError(f"{label} is not a pickle of arrays and lists: {error}") from None
     if not isinstance(content, dict):
         raise DpfedError(f"{label} is not a pickle of named arrays: download it again")
-    return {k.decode("latin-1") if isinstance(k, bytes) else str(k): value for k, value in content.items()}
+    return {
+        k.decode("latin-1") if isinstance(k, bytes) else str(k): value
+        for k, value in content.items()
+    }
 
 
 def class_names(data: bytes | None, layout: Layout, label: str, official: list[str]) -> list[str]:
@@ -251,7 +288,17 @@ def class_names(data: bytes | None, layout: Layout, label: str, official: list[s
         names: Any = [line.strip() for line in lines_of(data, label) if line.strip()]
     else:
         names = unpickle(data, label).get(layout.names_key)
-        names = [n.decode("latin-1") if isinstance(n, bytes) else n for n in names] if isinstance(names, list) else None
-    if not isinstance(names, list) or len(names) != len(official) or not all(isinstance(n, str) for n in names):
-        raise DpfedError(f"{label} does not name {len(official)} classes: download it again or delete it")
+        names = (
+            [n.decode("latin-1") if isinstance(n, bytes) else n for n in names]
+            if isinstance(names, list)
+            else None
+        )
+    if (
+        not isinstance(names, list)
+        or len(names) != len(official)
+        or not all(isinstance(n, str) for n in names)
+    ):
+        raise DpfedError(
+            f"{label} does not name {len(official)} classes: download it again or delete it"
+        )
     return names

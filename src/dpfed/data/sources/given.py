@@ -53,7 +53,9 @@ def source_of(train: Any, test: Any, classes: Sequence[str] | int | None = None)
     first, kind = _table(train, labels.parts[0], "train")
     second, other = _table(test, labels.parts[1], "test")
     if kind != other or first.inputs.keys() != second.inputs.keys():
-        raise DpfedError(f"train has {kind} {sorted(first.inputs)} and test has {other} {sorted(second.inputs)}")
+        raise DpfedError(
+            f"train has {kind} {sorted(first.inputs)} and test has {other} {sorted(second.inputs)}"
+        )
     for name, x in first.inputs.items():
         if x.shape[1:] != second.inputs[name].shape[1:]:
             raise DpfedError(
@@ -98,10 +100,14 @@ def _label_column(data: Any, part: str) -> tuple[Column, tuple[str, ...]]:
     columns = _columns(data, part)
     label = _pick(columns, LABELS)
     if label is None:
-        raise DpfedError(f"{part} has no column called {' or '.join(LABELS)}; it has: {', '.join(columns)}")
+        raise DpfedError(
+            f"{part} has no column called {' or '.join(LABELS)}; it has: {', '.join(columns)}"
+        )
     labels = _array(columns[label])
     if labels.ndim != 1 or len(labels) == 0:
-        raise DpfedError(f"the column {label} of {part} must be a non-empty list with one label for each record")
+        raise DpfedError(
+            f"the column {label} of {part} must be a non-empty list with one label for each record"
+        )
     places = [f"row {i} of {part}" for i in range(len(labels))]
     values = [None if is_missing(value) else value for value in labels.tolist()]
     return Column(values, places), _categories(columns[label])
@@ -128,7 +134,11 @@ def _table(data: Any, labels: np.ndarray, part: str) -> tuple[Table, Kind]:
         if len(values) != len(labels):
             raise DpfedError(f"{part} has {len(labels)} labels and {len(values)} of {name}")
     used |= {str(_pick(columns, LABELS))}
-    rest = {name: _array(values) for name, values in columns.items() if name not in used and _plain(values)}
+    rest = {
+        name: _array(values)
+        for name, values in columns.items()
+        if name not in used and _plain(values)
+    }
     flat = {name: values for name, values in rest.items() if values.shape == labels.shape}
     return Table(inputs, labels, flat), kind
 
@@ -168,7 +178,11 @@ def _inputs(columns: Mapping[str, Any], part: str) -> tuple[dict[str, np.ndarray
     text = _pick(columns, TEXTS)
     names = {"text": pair[0], "text_pair": pair[1]} if pair else {"text": text} if text else {}
     if names:
-        return {key: _strings(columns[name], name, part) for key, name in names.items()}, "text", set(names.values())
+        return (
+            {key: _strings(columns[name], name, part) for key, name in names.items()},
+            "text",
+            set(names.values()),
+        )
     picture = EITHER in columns and _is_picture(columns[EITHER])
     image = _pick(columns, (*IMAGES, EITHER) if picture else IMAGES)
     if image is not None:
@@ -178,7 +192,9 @@ def _inputs(columns: Mapping[str, Any], part: str) -> tuple[dict[str, np.ndarray
         values = _array(columns[plain])
         values = values.astype(np.float32) if values.dtype.kind in "iufb" else values
         if values.ndim != 2 or values.dtype != np.float32 or not np.isfinite(values).all():
-            raise DpfedError(f"the column {plain} of {part} must be finite numbers, one row for each record")
+            raise DpfedError(
+                f"the column {plain} of {part} must be finite numbers, one row for each record"
+            )
         return {"features": values}, "features", {plain}
     raise DpfedError(
         f"{part} has no column that a model reads: call one {TEXTS[0]!r}, {IMAGES[0]!r} or {FEATURES[0]!r}; it has: "
@@ -195,7 +211,9 @@ def _strings(values: Any, name: str, part: str) -> np.ndarray:
     out = np.empty(len(values), dtype=object)
     for i, value in enumerate(values):
         if not isinstance(value, str):
-            raise DpfedError(f"row {i} of the column {name} of {part} is no text but {type(value).__name__}")
+            raise DpfedError(
+                f"row {i} of the column {name} of {part} is no text but {type(value).__name__}"
+            )
         out[i] = value
     return out
 
@@ -220,7 +238,9 @@ def _pixels(values: Any, name: str, part: str) -> np.ndarray:
     if not rows:
         raise DpfedError(f"the column {name} of {part} is empty")
     channels = max(len(row) for row in rows)
-    return np.ascontiguousarray(np.stack([np.broadcast_to(row, (channels, *row.shape[1:])) for row in rows]))
+    return np.ascontiguousarray(
+        np.stack([np.broadcast_to(row, (channels, *row.shape[1:])) for row in rows])
+    )
 
 
 def _channels_first(picture: Any) -> np.ndarray | None:

@@ -45,7 +45,16 @@ class Task:
 
 
 TWO = ("entailment", "not_entailment")
-SST2 = Task("SST-2", "SST-2.zip", ("sentence",), "label", ("negative", "positive"), (67_349,), (872,), numbers=True)
+SST2 = Task(
+    "SST-2",
+    "SST-2.zip",
+    ("sentence",),
+    "label",
+    ("negative", "positive"),
+    (67_349,),
+    (872,),
+    numbers=True,
+)
 QQP = Task(
     "QQP", "QQP-clean.zip", ("question1", "question2"), "is_duplicate", ("not_duplicate", "duplicate"),
     (363_846, 363_847, 363_848, 363_849), (40_430, 40_431), numbers=True, broken_rows=True,
@@ -123,7 +132,8 @@ def load(section: DataSection, task: Task, check: bool) -> Source:
         key = key_of(section.name, VERSION, files, {"check": check})
     arrays = cached(key, lambda: build(files, task, check))
     train, test = (
-        Table(inputs(part, arrays, task), np.asarray(arrays[f"{part}.labels"])) for part in ("train", "test")
+        Table(inputs(part, arrays, task), np.asarray(arrays[f"{part}.labels"]))
+        for part in ("train", "test")
     )
     skipped = int(arrays["skipped"][0])
     notes = (f"{skipped} broken rows of {files[0]} are left out",) if skipped else ()
@@ -171,7 +181,9 @@ def read_tsv(file: Path, task: Task) -> tuple[list[list[str]], list[int], int]:
     header = next(lines, "").split("\t")
     for name in (*task.texts, task.label):
         if name not in header:
-            raise DpfedError(f"{file} has no column {name!r} in its first line: download {task.url} again")
+            raise DpfedError(
+                f"{file} has no column {name!r} in its first line: download {task.url} again"
+            )
     at, label_at = [header.index(name) for name in task.texts], header.index(task.label)
     number = {str(i) if task.numbers else name: i for i, name in enumerate(task.classes)}
     columns: list[list[str]] = [[] for _ in at]

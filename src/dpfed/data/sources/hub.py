@@ -43,10 +43,13 @@ class Hub(DataSection):
     text_pair: Annotated[str | None, "column with a second text, for pairs"] = None
     image: Annotated[str | None, "column with the image"] = None
     label: Annotated[str, "column with the label"] = "label"
-    size: Annotated[int | None, Ge(1), Le(4096), "images: resize the shorter side to this, cut out the middle"] = None
+    size: Annotated[
+        int | None, Ge(1), Le(4096), "images: resize the shorter side to this, cut out the middle"
+    ] = None
     colour: Annotated[Colour, "images: three channels or one"] = "rgb"
     classes: Annotated[
-        tuple[str, ...] | Count | None, "names of the classes, or how many; default: as the data set declares"
+        tuple[str, ...] | Count | None,
+        "names of the classes, or how many; default: as the data set declares",
     ] = None
 
     def load(self) -> Source:
@@ -56,9 +59,13 @@ class Hub(DataSection):
                 'data.name = "hub" loads a data set: set data.dataset to its name on the hub or to a folder'
             )
         if (self.text is None) == (self.image is None):
-            raise DpfedError("set exactly one of data.text and data.image to the column that the model reads")
+            raise DpfedError(
+                "set exactly one of data.text and data.image to the column that the model reads"
+            )
         if self.train_split == self.test_split:
-            raise DpfedError("data.test_split is data.train_split: the test set is public and must be other records")
+            raise DpfedError(
+                "data.test_split is data.train_split: the test set is public and must be other records"
+            )
         splits = fetch(wanted, self.subset, (self.train_split, self.test_split))
         return self._source(wanted, splits)
 
@@ -70,14 +77,25 @@ class Hub(DataSection):
         ]
         marks = [str(getattr(split, "_fingerprint", "")) for split in splits]
         options = [self.text, self.text_pair, self.image, self.size, self.colour]
-        fingerprint = key_of(self.name, VERSION, (), {"marks": marks, "options": options}) if all(marks) else ""
+        fingerprint = (
+            key_of(self.name, VERSION, (), {"marks": marks, "options": options})
+            if all(marks)
+            else ""
+        )
         names = self.classes or declared_names(splits[0], self.label)
         found = encode([Column(t.get(self.label, "data.label"), t.places()) for t in tables], names)
         kind: Kind = "text" if self.image is None else "image"
-        inputs = [self._texts(t) for t in tables] if kind == "text" else self._images(splits, tables, fingerprint)
+        inputs = (
+            [self._texts(t) for t in tables]
+            if kind == "text"
+            else self._images(splits, tables, fingerprint)
+        )
         extra = {n: plain_column(v) for n, v in tables[0].values.items() if n not in used}
         columns = {n: a for n, a in extra.items() if a is not None}
-        for key, name in (("data.client_column", self.client_column), ("data.unit_column", self.unit_column)):
+        for key, name in (
+            ("data.client_column", self.client_column),
+            ("data.unit_column", self.unit_column),
+        ):
             if name is not None:
                 columns[name] = tables[0].key_column(name, key)
         return Source(
@@ -95,13 +113,19 @@ class Hub(DataSection):
             out["text_pair"] = table.texts(self.text_pair, "data.text_pair")
         return out
 
-    def _images(self, splits: list[Any], tables: list[Columns], fingerprint: str) -> list[dict[str, np.ndarray]]:
+    def _images(
+        self, splits: list[Any], tables: list[Columns], fingerprint: str
+    ) -> list[dict[str, np.ndarray]]:
         def build() -> Arrays:
-            raw = [encoded_images(s, str(self.image), t) for s, t in zip(splits, tables, strict=True)]
+            raw = [
+                encoded_images(s, str(self.image), t) for s, t in zip(splits, tables, strict=True)
+            ]
             places = [place for t in tables for place in t.places()]
             everything = [data for part in raw for data in part]
             pixels = stack(
-                lambda i: decode(everything[i], places[i], self.colour, self.size), places, "set data.size to one size"
+                lambda i: decode(everything[i], places[i], self.colour, self.size),
+                places,
+                "set data.size to one size",
             )
             return {"train": pixels[: len(raw[0])], "test": pixels[len(raw[0]) :]}
 
@@ -114,10 +138,14 @@ def fetch(wanted: str, subset: str | None, splits: tuple[str, str]) -> list[Any]
     try:
         import datasets
     except ImportError:
-        raise DpfedError("data.name = \"hub\" needs the datasets library: pip install 'dpfed[hub]'") from None
+        raise DpfedError(
+            "data.name = \"hub\" needs the datasets library: pip install 'dpfed[hub]'"
+        ) from None
     folder = Path(wanted).expanduser()
     if wanted.startswith((".", "~", os.sep)) and not folder.exists():
-        raise DpfedError(f"there is no folder {wanted}: set data.dataset to a folder or a name on the hub")
+        raise DpfedError(
+            f"there is no folder {wanted}: set data.dataset to a folder or a name on the hub"
+        )
     try:
         datasets.disable_progress_bars()
         if (folder / "dataset_dict.json").is_file():
@@ -125,7 +153,9 @@ def fetch(wanted: str, subset: str | None, splits: tuple[str, str]) -> list[Any]
             return [saved[split] for split in splits]
         name = str(folder) if folder.exists() else wanted
         return [datasets.load_dataset(name, subset, split=split) for split in splits]
-    except Exception as error:  # the library hands on whatever the network, its parsers and its cache raise
+    except (
+        Exception
+    ) as error:  # the library hands on whatever the network, its parsers and its cache raise
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
         raise DpfedError(
             f"data.dataset = {wanted!r} cannot be loaded with splits {splits[0]!r} and {splits[1]!r}: {reason(error)}{offline}"
@@ -163,7 +193,9 @@ def encoded_images(split: Any, column: str, table: Columns) -> list[bytes]:
     try:
         cells = list(split.cast_column(column, datasets.Image(decode=False))[column])
     except Exception as error:
-        raise DpfedError(f"column {column!r} of {table.label} does not hold images: {reason(error)}") from None
+        raise DpfedError(
+            f"column {column!r} of {table.label} does not hold images: {reason(error)}"
+        ) from None
     for i, cell in enumerate(cells):
         data = cell.get("bytes") if isinstance(cell, dict) else None
         path = cell.get("path") if isinstance(cell, dict) else None

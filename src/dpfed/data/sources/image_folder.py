@@ -22,16 +22,22 @@ from dpfed.errors import DpfedError
 from dpfed.text import counted
 
 VERSION = 1
-ENDINGS = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pnm"))
+ENDINGS = frozenset(
+    (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pnm")
+)
 SHAPE = "a folder that holds train/CLASS/*.png and test/CLASS/*.png"
 
 
 @dataclass(frozen=True)
 class ImageFolder(DataSection):
     name: str = "image-folder"
-    size: Annotated[int | None, Ge(1), Le(4096), "resize the shorter side to this and cut out the middle"] = None
+    size: Annotated[
+        int | None, Ge(1), Le(4096), "resize the shorter side to this and cut out the middle"
+    ] = None
     colour: Annotated[Colour, "three channels or one"] = "rgb"
-    classes: Annotated[tuple[str, ...] | None, "names of the class folders; default: those that are there"] = None
+    classes: Annotated[
+        tuple[str, ...] | None, "names of the class folders; default: those that are there"
+    ] = None
 
     def load(self) -> Source:
         if self.path is None:
@@ -49,7 +55,9 @@ class ImageFolder(DataSection):
             options = {"size": self.size, "colour": self.colour, "names": names}
             key = key_of(self.name, VERSION, [*files["train"], *files["test"]], options)
         note = (f"left out, no image by its ending: {counted(others, 'file')}",) if others else ()
-        return image_source(key, lambda: self._build(files, labels, names), self.classes is not None, note)
+        return image_source(
+            key, lambda: self._build(files, labels, names), self.classes is not None, note
+        )
 
     def _names(self, found: dict[str, list[Path]]) -> list[str]:
         there = sorted({folder.name for folders in found.values() for folder in folders})
@@ -60,21 +68,31 @@ class ImageFolder(DataSection):
                 )
             return there
         if len(set(self.classes)) != len(self.classes) or len(self.classes) < 2:
-            raise DpfedError(f"data.classes = {list(self.classes)} must name at least two classes, each once")
+            raise DpfedError(
+                f"data.classes = {list(self.classes)} must name at least two classes, each once"
+            )
         for part, folders in found.items():
             for folder in folders:
                 if folder.name not in self.classes:
-                    raise DpfedError(f"{self.path}/{part}/{folder.name} is not one of data.classes: add or move it")
+                    raise DpfedError(
+                        f"{self.path}/{part}/{folder.name} is not one of data.classes: add or move it"
+                    )
         return list(self.classes)
 
-    def _build(self, files: dict[str, list[Path]], labels: dict[str, list[int]], names: list[str]) -> Arrays:
+    def _build(
+        self, files: dict[str, list[Path]], labels: dict[str, list[int]], names: list[str]
+    ) -> Arrays:
         everything = [*files["train"], *files["test"]]
 
         def read(i: int) -> bytes:
             with reading(everything[i]):
                 return everything[i].read_bytes()
 
-        hint = "set data.size to bring all images to one size" if self.size is None else "choose a smaller data.size"
+        hint = (
+            "set data.size to bring all images to one size"
+            if self.size is None
+            else "choose a smaller data.size"
+        )
         pixels = decode_all(read, [str(f) for f in everything], hint, self.colour, self.size)
         cut = len(files["train"])
         return {
@@ -101,7 +119,9 @@ def images_in(folders: list[Path], names: list[str]) -> tuple[list[Path], list[i
             if file.name.startswith("."):
                 continue
             if file.is_dir():
-                raise DpfedError(f"{file} is a folder inside a class: put its images directly into {folder}")
+                raise DpfedError(
+                    f"{file} is a folder inside a class: put its images directly into {folder}"
+                )
             if file.suffix.lower() not in ENDINGS:
                 others += 1
                 continue

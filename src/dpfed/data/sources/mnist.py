@@ -24,9 +24,22 @@ VERSION = 1
 MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 FASHION_URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
-FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
+FASHION = (
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
 PARTS = (("train", "train", 60_000), ("test", "t10k", 10_000))
-WHAT = "the folder with train-images-idx3-ubyte.gz, train-labels-idx1-ubyte.gz and the two t10k files"
+WHAT = (
+    "the folder with train-images-idx3-ubyte.gz, train-labels-idx1-ubyte.gz and the two t10k files"
+)
 
 
 @dataclass(frozen=True)
@@ -52,13 +65,19 @@ class FashionMnist(DataSection):
         if self.path is None and DEBIAN.is_dir():
             folder = DEBIAN
         else:
-            also = f"(or install the Debian package dataset-fashion-mnist, which has them in {DEBIAN})"
+            also = (
+                f"(or install the Debian package dataset-fashion-mnist, which has them in {DEBIAN})"
+            )
             folder = path_of(self, WHAT, f"the four files of {FASHION_URL} {also}")
         return load(self.name, folder, FASHION, self.check, FASHION_URL)
 
 
 def load(name: str, folder: Path, names: tuple[str, ...], check: bool, url: str) -> Source:
-    files = [find(folder, f"{stem}-{what}", url) for _, stem, _ in PARTS for what in ("images-idx3", "labels-idx1")]
+    files = [
+        find(folder, f"{stem}-{what}", url)
+        for _, stem, _ in PARTS
+        for what in ("images-idx3", "labels-idx1")
+    ]
     with reading(folder):
         key = key_of(name, VERSION, files, {"check": check})
 
@@ -67,15 +86,21 @@ def load(name: str, folder: Path, names: tuple[str, ...], check: bool, url: str)
         for (part, _, count), images, labels in zip(PARTS, files[::2], files[1::2], strict=True):
             x, y = read_idx(images, 3), read_idx(labels, 1)
             if len(x) != len(y):
-                raise DpfedError(f"{images} has {len(x)} images and {labels} {len(y)} labels: download both again")
+                raise DpfedError(
+                    f"{images} has {len(x)} images and {labels} {len(y)} labels: download both again"
+                )
             if check:
                 expect_count(len(y), count, str(images), url)
             bad = np.flatnonzero(y >= len(names))
             if len(bad):
-                raise DpfedError(f"record {bad[0]} of {labels} has label {y[bad[0]]}; labels are 0 to {len(names) - 1}")
+                raise DpfedError(
+                    f"record {bad[0]} of {labels} has label {y[bad[0]]}; labels are 0 to {len(names) - 1}"
+                )
             out[f"{part}_x"], out[f"{part}_y"] = x[:, None], y.astype(np.int64)
         if out["train_x"].shape[1:] != out["test_x"].shape[1:]:
-            raise DpfedError(f"{files[0]} and {files[2]} have images of different sizes: download both again")
+            raise DpfedError(
+                f"{files[0]} and {files[2]} have images of different sizes: download both again"
+            )
         return out
 
     return image_source(key, build)
@@ -87,7 +112,9 @@ def find(folder: Path, stem: str, url: str) -> Path:
         for suffix in (".gz", ""):
             if (folder / (name + suffix)).is_file():
                 return folder / (name + suffix)
-    raise DpfedError(f"{folder} has no {stem}-ubyte.gz: download it from {url} and set data.path to its folder")
+    raise DpfedError(
+        f"{folder} has no {stem}-ubyte.gz: download it from {url} and set data.path to its folder"
+    )
 
 
 def read_idx(path: Path, axes: int) -> np.ndarray:
@@ -102,6 +129,8 @@ def read_idx(path: Path, axes: int) -> np.ndarray:
     record = math.prod(shape[1:])
     if len(data) - head != shape[0] * record:
         there = (len(data) - head) // record
-        what = f"ends inside record {there}" if there < shape[0] else "goes on after its last record"
+        what = (
+            f"ends inside record {there}" if there < shape[0] else "goes on after its last record"
+        )
         raise DpfedError(f"{path} {what} of {shape[0]:,}: download it again")
     return np.frombuffer(data, dtype=np.uint8, offset=head).reshape(shape)

@@ -26,12 +26,15 @@ MOST_CLASSES = 100_000
 @dataclass(frozen=True)
 class Npz(DataSection):
     name: str = "npz"
-    classes: Annotated[int | None, Ge(2), "number of classes; default: as many as the labels show"] = None
+    classes: Annotated[
+        int | None, Ge(2), "number of classes; default: as many as the labels show"
+    ] = None
 
     def load(self) -> Source:
         if self.path is None:
             raise DpfedError(
-                'data.name = "npz" reads a file: set data.path to an .npz archive with ' + ", ".join(NEEDED)
+                'data.name = "npz" reads a file: set data.path to an .npz archive with '
+                + ", ".join(NEEDED)
             )
         arrays = self._read(Path(self.path))
         missing = [name for name in NEEDED if name not in arrays]
@@ -46,7 +49,11 @@ class Npz(DataSection):
         labels = {part: self._labels(arrays[f"y_{part}"], part) for part in ("train", "test")}
         name = "pixel_values" if image else "features"
         return Source(
-            train=Table({name: self._inputs(arrays, "train")}, labels["train"], self._columns(arrays, labels["train"])),
+            train=Table(
+                {name: self._inputs(arrays, "train")},
+                labels["train"],
+                self._columns(arrays, labels["train"]),
+            ),
             test=Table({name: self._inputs(arrays, "test")}, labels["test"]),
             classes=tuple(str(c) for c in range(self._count(labels))),
             kind="image" if image else "features",
@@ -60,7 +67,9 @@ class Npz(DataSection):
                 raise ValueError("it holds a single array; np.savez writes several")
             with archive:
                 arrays = {key: archive[key] for key in archive.files}
-        except Exception as error:  # for damaged files NumPy and zipfile raise a dozen kinds, down to TokenError
+        except (
+            Exception
+        ) as error:  # for damaged files NumPy and zipfile raise a dozen kinds, down to TokenError
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise DpfedError(f"{path} cannot be read as an .npz archive: {reason}") from None
         return {key: value for key, value in arrays.items() if isinstance(value, np.ndarray)}
@@ -74,13 +83,19 @@ class Npz(DataSection):
         if labels.ndim != 1 or labels.dtype.kind not in "iu" or len(labels) == 0:
             raise DpfedError(f"y_{part} of {self.path} must be a non-empty list of whole numbers")
         if labels.max() >= MOST_CLASSES:
-            raise DpfedError(f"y_{part} of {self.path} has label {labels.max()}: number the classes 0, 1, 2, ...")
+            raise DpfedError(
+                f"y_{part} of {self.path} has label {labels.max()}: number the classes 0, 1, 2, ..."
+            )
         return labels.astype(np.int64)
 
     def _inputs(self, arrays: dict[str, np.ndarray], part: str) -> np.ndarray:
         """`x_train` or `x_test`: of one kind and one shape, and finite."""
         x, like = arrays[f"x_{part}"], arrays["x_train"]
-        same = x.shape[1:] == like.shape[1:] and x.ndim == like.ndim and x.dtype.kind == like.dtype.kind
+        same = (
+            x.shape[1:] == like.shape[1:]
+            and x.ndim == like.ndim
+            and x.dtype.kind == like.dtype.kind
+        )
         wide = like.dtype == np.uint8 and x.dtype != np.uint8
         if not same or wide or 0 in x.shape[1:]:
             raise DpfedError(
@@ -92,14 +107,20 @@ class Npz(DataSection):
         with np.errstate(over="ignore"):
             x = x.astype(np.float32)
         bad = np.flatnonzero(~np.isfinite(x).all(axis=1))
-        if len(bad):  # such a record would silently add nothing to any round, or ruin the evaluation
+        if len(
+            bad
+        ):  # such a record would silently add nothing to any round, or ruin the evaluation
             raise DpfedError(
                 f"row {bad[0]} of x_{part} in {self.path} is not finite in single precision: mend or drop it"
             )
         return x
 
     def _columns(self, arrays: dict[str, np.ndarray], labels: np.ndarray) -> dict[str, np.ndarray]:
-        found = {key.removeprefix("train_"): value for key, value in arrays.items() if key.startswith("train_")}
+        found = {
+            key.removeprefix("train_"): value
+            for key, value in arrays.items()
+            if key.startswith("train_")
+        }
         for name in (self.client_column, self.unit_column):
             if name in found and found[name].shape != labels.shape:
                 raise DpfedError(

@@ -40,9 +40,12 @@ class TextTable(DataSection):
     test_path: Annotated[str | None, "table with the server's public test set"] = None
     text: Annotated[str, "column with the text"] = "text"
     text_pair: Annotated[str | None, "column with a second text, for pairs"] = None
-    label: Annotated[str, 'column with the label; "" where there is none, as for language modelling'] = "label"
+    label: Annotated[
+        str, 'column with the label; "" where there is none, as for language modelling'
+    ] = "label"
     classes: Annotated[
-        tuple[str, ...] | Count | None, "names of the classes, or how many; default: as the labels show"
+        tuple[str, ...] | Count | None,
+        "names of the classes, or how many; default: as the labels show",
     ] = None
 
     def load(self) -> Source:
@@ -54,7 +57,9 @@ class TextTable(DataSection):
         paths = [Path(p).expanduser() for p in (self.path, self.test_path)]
         with reading(paths[0]):
             if paths[0].exists() and paths[1].exists() and paths[0].samefile(paths[1]):
-                raise DpfedError("data.test_path is data.path: the test set is public and must be other records")
+                raise DpfedError(
+                    "data.test_path is data.path: the test set is public and must be other records"
+                )
         train, test = (read_columns(path) for path in paths)
         labels, classes, declared = self._labels(train, test)
         return Source(
@@ -71,9 +76,15 @@ class TextTable(DataSection):
             ),
         )
 
-    def _labels(self, train: Columns, test: Columns) -> tuple[tuple[np.ndarray, ...], tuple[str, ...], bool]:
+    def _labels(
+        self, train: Columns, test: Columns
+    ) -> tuple[tuple[np.ndarray, ...], tuple[str, ...], bool]:
         if not self.label:
-            return tuple(np.zeros(len(t.rows), dtype=np.int64) for t in (train, test)), ("text",), True
+            return (
+                tuple(np.zeros(len(t.rows), dtype=np.int64) for t in (train, test)),
+                ("text",),
+                True,
+            )
         parts = [Column(t.get(self.label, "data.label"), t.places()) for t in (train, test)]
         found = encode(parts, self.classes)
         return found.parts, found.names, found.declared
@@ -91,7 +102,10 @@ class TextTable(DataSection):
             array = plain_column(values) if name not in used else None
             if array is not None:
                 columns[name] = array
-        for key, wanted in (("data.client_column", self.client_column), ("data.unit_column", self.unit_column)):
+        for key, wanted in (
+            ("data.client_column", self.client_column),
+            ("data.unit_column", self.unit_column),
+        ):
             if wanted is not None:
                 columns[wanted] = table.key_column(wanted, key)
         return columns

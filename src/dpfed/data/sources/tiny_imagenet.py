@@ -18,7 +18,15 @@ import numpy as np
 
 from dpfed.config import DataSection
 from dpfed.data.cache import Arrays, key_of
-from dpfed.data.files import MOST_BYTES, expect_count, image_source, lines_of, missing, path_of, reading
+from dpfed.data.files import (
+    MOST_BYTES,
+    expect_count,
+    image_source,
+    lines_of,
+    missing,
+    path_of,
+    reading,
+)
 from dpfed.data.images import decode_all
 from dpfed.data.tables import Published, Source
 from dpfed.errors import DpfedError
@@ -78,7 +86,9 @@ def of_zip(path: Path, archive: zipfile.ZipFile) -> Files:
     def read(name: str) -> bytes:
         info = archive.getinfo(root + name)
         if info.file_size > MOST_BYTES:
-            raise DpfedError(f"{path}/{root}{name} unpacks to {info.file_size:,} bytes: download {URL} again")
+            raise DpfedError(
+                f"{path}/{root}{name} unpacks to {info.file_size:,} bytes: download {URL} again"
+            )
         try:
             return archive.read(info)
         except Exception as error:  # zipfile hands on what each decompressor raises
@@ -94,7 +104,11 @@ def of_folder(folder: Path) -> Files:
     names = []
     for part in ("", "val/", "val/images/", *(f"train/{wnid}/images/" for wnid in wnids)):
         if (folder / part).is_dir():
-            names += [part + name for name in os.listdir(folder / part) if name.upper().endswith((".TXT", ".JPEG"))]
+            names += [
+                part + name
+                for name in os.listdir(folder / part)
+                if name.upper().endswith((".TXT", ".JPEG"))
+            ]
     names.sort()
 
     def read(name: str) -> bytes:
@@ -111,12 +125,18 @@ def build(files: Files, check: bool) -> Arrays:
             f"{files.label}/wnids.txt names {len(set(wnids))} classes, not {CLASSES}: download {URL} again"
         )
     number = {wnid: i for i, wnid in enumerate(wnids)}
-    train = [n for n in files.names if n.startswith("train/") and "/images/" in n and n.upper().endswith(".JPEG")]
+    train = [
+        n
+        for n in files.names
+        if n.startswith("train/") and "/images/" in n and n.upper().endswith(".JPEG")
+    ]
     train_labels = []
     for name in train:
         wnid = name.split("/")[1]
         if wnid not in number:
-            raise DpfedError(f"{files.label}/train/{wnid} is not a class of wnids.txt: download {URL} again")
+            raise DpfedError(
+                f"{files.label}/train/{wnid} is not a class of wnids.txt: download {URL} again"
+            )
         train_labels.append(number[wnid])
     test, test_labels = annotated(files, number)
     out: Arrays = {"names": np.array(spoken(files, wnids))}
@@ -133,9 +153,13 @@ def build(files: Files, check: bool) -> Arrays:
 
 def images(files: Files, names: list[str]) -> np.ndarray:
     hint = f"all images are {SIDE}x{SIDE}, download {URL} again"
-    out = decode_all(lambda i: files.read(names[i]), [f"{files.label}/{name}" for name in names], hint)
+    out = decode_all(
+        lambda i: files.read(names[i]), [f"{files.label}/{name}" for name in names], hint
+    )
     if out.shape[1:] != (3, SIDE, SIDE):
-        raise DpfedError(f"{files.label}/{names[0]} is {out.shape[3]}x{out.shape[2]} pixels: {hint}")
+        raise DpfedError(
+            f"{files.label}/{names[0]} is {out.shape[3]}x{out.shape[2]} pixels: {hint}"
+        )
     return out
 
 
@@ -145,12 +169,18 @@ def annotated(files: Files, number: dict[str, int]) -> tuple[list[str], list[int
     for row, line in enumerate(files.lines("val/val_annotations.txt"), 1):
         cells = line.split("\t")
         if len(cells) != 6:
-            raise DpfedError(f"line {row} of {files.label}/val/val_annotations.txt has {len(cells)} columns, not 6")
+            raise DpfedError(
+                f"line {row} of {files.label}/val/val_annotations.txt has {len(cells)} columns, not 6"
+            )
         if cells[1] not in number:
-            raise DpfedError(f"line {row} of {files.label}/val/val_annotations.txt has the unknown class {cells[1]}")
+            raise DpfedError(
+                f"line {row} of {files.label}/val/val_annotations.txt has the unknown class {cells[1]}"
+            )
         name = f"val/images/{cells[0]}"
         if name not in there:
-            raise DpfedError(f"{files.label} has no {name}, which val_annotations.txt lists: download {URL} again")
+            raise DpfedError(
+                f"{files.label} has no {name}, which val_annotations.txt lists: download {URL} again"
+            )
         names.append(name)
         labels.append(number[cells[1]])
     return names, labels

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from dpfed.algorithms import REGISTRY as ALGORITHMS
-from dpfed.algorithms.base import Algorithm, Context, Facts, Memory, Message
+from dpfed.algorithms.base import Algorithm, ClientState, Context, Facts, Message
 from dpfed.config import Config, PrivacySection, RunSection, parse
 from dpfed.data.partition import Shards, shards_of
 from dpfed.data.tables import Source
@@ -67,13 +67,23 @@ from dpfed.privacy.plan import Plan
 from dpfed.privacy.published import show_loss, show_sigma
 from dpfed.privacy.record_batch import Records
 from dpfed.training.budget.recorded_spending import OWN_LEDGER
-from dpfed.training.job.job import build_model, device_of, records_of, refuse_unreleasable, spec_of, tokenised, view_for
-from dpfed.training.job.message_size import ghosts
+from dpfed.training.job.job import (
+    augmentations_for,
+    build_model,
+    device_of,
+    records_of,
+    refuse_unreleasable,
+    spec_of,
+    tokenised,
+)
+from dpfed.training.job.message_size import meta_message
 
 LOG = logging.getLogger("dpfed")
 LEDGER = OWN_LEDGER
 LARGEST = 1e4  # of the noise on a mean gradient: its square stays below `wire.FIELDS`
-MAX_EXACT_MECHANISMS = 8  # different mechanisms in a ledger whose exact epsilon takes about a second
+MAX_EXACT_MECHANISMS = (
+    8  # different mechanisms in a ledger whose exact epsilon takes about a second
+)
 
 
 @dataclass(frozen=True)
@@ -129,7 +139,9 @@ class Client:
         log: Callable[[str], None] | None = None,
     ) -> None:
         if config.client.allow_seeded and not insecure:
-            raise DpfedError("client.allow_seeded = true is for tests with --insecure on one machine: take it out")
+            raise DpfedError(
+                "client.allow_seeded = true is for tests with --insecure on one machine: take it out"
+            )
         self.config = config
         self._log = log
         self._device = device_of(config.client.device)
@@ -148,7 +160,7 @@ class Client:
         self._records, self._shards = self._holdings(trained)
         self._units = int(self._shards.sizes[0])
         self._scored = self._holdings(held_out) if config.policy.evaluate else None
-        self._view = view_for(self._as_run(None, "os"), self._source)
+        self._view = augmentations_for(self._as_run(None, "os"), self._source)
         self._built: tuple[tuple[Algorithm, int, bool], Built] | None = None
 
     @property
@@ -171,15 +183,26 @@ class Client:
     def _train(self, request: Request, asked: str) -> bytes:
         terms = request.terms
         store = Store(self._state, terms.run)
-        with self._ledger() as ledger:  # its lock also keeps a second answer out until this one is stored
+        with (
+            self._ledger() as ledger
+        ):  # its lock also keeps a second answer out until this one is stored
             stored = store.reply(terms.round, asked)
             if stored is not None:
-                self._say(f"round {terms.round} answered again with the stored message, nothing spent")
+                self._say(
+                    f"round {terms.round} answered again with the stored message, nothing spent"
+                )
                 return stored
             algorithm = algorithm_of(terms)
             plan = self._plan(terms, algorithm)
             refuse(check_base(terms, algorithm.lr, self.config.policy))
-            refuse(check(terms, self.config.policy, plan.mechanism(0), ledger.history(self.config.client.name)))
+            refuse(
+                check(
+                    terms,
+                    self.config.policy,
+                    plan.mechanism(0),
+                    ledger.history(self.config.client.name),
+                )
+            )
             self._check_place(terms, ledger, store)
             built = self._build(terms, algorithm)
             refuse(check_model(built.hash, terms, self.config.policy))
@@ -202,14 +225,18 @@ class Client:
         with self._ledger() as ledger:
             stored = store.reply(terms.round, asked, "score")
             if stored is not None:
-                self._say(f"round {terms.round} scored again with the stored message, nothing spent")
+                self._say(
+                    f"round {terms.round} scored again with the stored message, nothing spent"
+                )
                 return stored
             mechanism = mechanism_of(terms.sigma)
             refuse(check_scoring(terms, policy, mechanism, ledger.history(self.config.client.name)))
             check_head(terms, ledger)
             last = ledger.last_round(terms.run, PART)
             if terms.round <= last or store.last_reply("score") > last:
-                raise RefusedError(f"refused: round {terms.round} is not after round {last}, the last that was scored")
+                raise RefusedError(
+                    f"refused: round {terms.round} is not after round {last}, the last that was scored"
+                )
             built = self._build(terms, algorithm_of(terms))
             refuse(check_model(built.hash, terms, policy))
             check_fields(request.fields, {"theta": (built.model.space.size,)})
@@ -217,9 +244,15 @@ class Client:
             refuse(check_distance(theta, built.start, policy))
             if self._scored is None:
                 raise RefusedError("refused: there are no held-out records here")
-            ledger.charge([charge_of(terms, mechanism, 1, PART)], run=terms.run)  # from here on it is spent
-            noise = self._streams(terms).noise(-terms.round, 0, torch.device("cpu"))  # training's have positive names
-            counts = noised_counts(built.model, theta, *self._scored, terms.sigma, noise, policy.isolation)
+            ledger.charge(
+                [charge_of(terms, mechanism, 1, PART)], run=terms.run
+            )  # from here on it is spent
+            noise = self._streams(terms).noise(
+                -terms.round, 0, torch.device("cpu")
+            )  # training's have positive names
+            counts = noised_counts(
+                built.model, theta, *self._scored, terms.sigma, noise, policy.isolation
+            )
             reply = pack(Reply(receipt_of(terms, asked, ledger), {"counts": counts}))
             store.keep_reply(terms.round, asked, reply, "score")
             self._say_spent(f"round {terms.round} scored", terms, ledger)
@@ -256,7 +289,9 @@ class Client:
         if path.exists():
             return Ledger.open(path, client=name)
         if (self._state / "runs").exists():
-            raise DpfedError(f"the ledger {path} is gone, and with it what this client has spent: put it back")
+            raise DpfedError(
+                f"the ledger {path} is gone, and with it what this client has spent: put it back"
+            )
         return Ledger.create(path, client=name, delta=self.config.policy.delta)
 
     def _build(self, terms: Terms | ScoringTerms, algorithm: Algorithm) -> Built:
@@ -265,8 +300,10 @@ class Client:
         key = (algorithm, terms.seed, counts)
         if self._built is None or self._built[0] != key:
             config, streams = self._as_run(algorithm, "seeded"), Streams(terms.seed)
-            model, adapted, start = build_model(config, spec_of(self._source), streams, self._device, [])
-            _, down = ghosts(algorithm, model.space, varying_phi=counts)
+            model, adapted, start = build_model(
+                config, spec_of(self._source), streams, self._device, []
+            )
+            _, down = meta_message(algorithm, model.space, varying_phi=counts)
             shapes = {name: tuple(value.shape) for name, value in down.items()}
             hash_ = model_hash(adapted.model, model.space)
             self._built = (key, Built(algorithm, model, start, hash_, shapes))
@@ -274,7 +311,9 @@ class Client:
 
     def _as_run(self, algorithm: Any, noise: Any) -> Config:
         """This client's sections as the configuration of a run, for what is built from one."""
-        data = replace(self.config.data, partition="natural")  # its records are its own, nobody deals them
+        data = replace(
+            self.config.data, partition="natural"
+        )  # its records are its own, nobody deals them
         privacy = PrivacySection(isolation=self.config.policy.isolation)
         return Config(data, self.config.model, algorithm, privacy, RunSection(noise=noise))
 
@@ -298,11 +337,17 @@ class Client:
         check_head(terms, ledger)
         last = ledger.last_round(terms.run)
         if store.last_reply() > last:
-            raise RefusedError(f"the ledger lacks round {store.last_reply()}, which was answered: put back the newest")
+            raise RefusedError(
+                f"the ledger lacks round {store.last_reply()}, which was answered: put back the newest"
+            )
         if terms.round <= last:
-            raise RefusedError(f"refused: round {terms.round} is not after round {last}, the last one of this run")
+            raise RefusedError(
+                f"refused: round {terms.round} is not after round {last}, the last one of this run"
+            )
         if terms.round > terms.rounds or terms.used > last:
-            raise RefusedError(f"refused: round {terms.round} of {terms.rounds} with {terms.used} used was never due")
+            raise RefusedError(
+                f"refused: round {terms.round} of {terms.rounds} with {terms.used} used was never due"
+            )
 
     def _check_fields(self, request: Request, built: Built, plan: OwnPlan) -> None:
         """All that could go wrong because of the request is said before anything is charged."""
@@ -310,21 +355,27 @@ class Client:
         theta = request.fields["theta"].to(self._device)
         refuse(check_distance(theta, built.start, self.config.policy))
         try:
-            built.algorithm.check(Facts(request.terms.equal_phi, True, False, varying_phi=plan.clipping.counts))
+            built.algorithm.check(
+                Facts(request.terms.equal_phi, True, False, varying_phi=plan.clipping.counts)
+            )
             if request.terms.grid:
                 grid_of(plan.noise_std(0), plan.clip, built.model.space.size)
         except DpfedError as error:  # of the request's own numbers alone
             raise RefusedError(f"refused: {error}") from None
         if not plan.noise_std(0) / float(plan.expected[0]) <= LARGEST:
-            raise RefusedError(f"refused: sigma {show_sigma(request.terms.sigma)} makes noise beyond {LARGEST:g}")
+            raise RefusedError(
+                f"refused: sigma {show_sigma(request.terms.sigma)} makes noise beyond {LARGEST:g}"
+            )
 
-    def _memory(self, terms: Terms, built: Built, store: Store) -> Memory:
+    def _memory(self, terms: Terms, built: Built, store: Store) -> ClientState:
         names = built.algorithm.remembers
         if names:
             store.settle(terms.used)
         return store.memory(terms.used, names, built.model.space.size, self._device)
 
-    def _compute(self, request: Request, built: Built, plan: OwnPlan, memory: Memory) -> tuple[Message, Memory]:
+    def _compute(
+        self, request: Request, built: Built, plan: OwnPlan, memory: ClientState
+    ) -> tuple[Message, ClientState]:
         """The client's round, as a fleet of one; only noised values and public constants are in what it returns."""
         terms, algorithm = request.terms, built.algorithm
         ctx = self._context(terms, built, plan)
@@ -350,7 +401,9 @@ class Client:
             isolation=self.config.policy.isolation,
             admit=admit,
         )
-        server = SimpleNamespace(**{name: value.to(self._device) for name, value in request.fields.items()})
+        server = SimpleNamespace(
+            **{name: value.to(self._device) for name, value in request.fields.items()}
+        )
         local = algorithm.start(ctx, server, memory)
         for k in range(1, terms.local_steps + 1):
             local = algorithm.step(ctx, local, oracle, self._scalar(k))
@@ -359,11 +412,17 @@ class Client:
             message = message | {"below": oracle.below}
         for name, value in message.items():
             if not bool(value.isfinite().all()):
-                raise ToldError(f"round {terms.round} left the finite numbers in {name}: the server's lr is too high")
+                raise ToldError(
+                    f"round {terms.round} left the finite numbers in {name}: the server's lr is too high"
+                )
         return {name: value[0] for name, value in message.items()}, memory
 
     def _streams(self, terms: Terms | ScoringTerms) -> Streams:
-        return IndexedStreams(terms.seed, terms.index) if terms.seeded else Streams(terms.seed, secret=True)
+        return (
+            IndexedStreams(terms.seed, terms.index)
+            if terms.seeded
+            else Streams(terms.seed, secret=True)
+        )
 
     def _context(self, terms: Terms, built: Built, plan: OwnPlan) -> Context:
         phi = torch.tensor([[plan.phi(0)]], dtype=torch.float64).to(torch.float32)
@@ -417,7 +476,9 @@ def algorithm_of(terms: Terms | ScoringTerms) -> Algorithm:
     return algorithm
 
 
-def charge_of(terms: Terms | ScoringTerms, mechanism: Mechanism, steps: int, part: str = "train") -> Charge:
+def charge_of(
+    terms: Terms | ScoringTerms, mechanism: Mechanism, steps: int, part: str = "train"
+) -> Charge:
     """Repeatable noise protects nothing and is no spending: its row is void."""
     if terms.seeded:
         return Charge(terms.client, terms.round, steps, mechanism, "seeded", True, part)
@@ -432,15 +493,23 @@ def receipt_of(terms: Terms | ScoringTerms, asked: str, ledger: Ledger) -> Recei
 def check_head(terms: Terms | ScoringTerms, ledger: Ledger) -> None:
     """Refuses with an old copy of the ledger; where it lies is for this client's own log."""
     if not terms.head:
-        refuse(None if terms.rows == 0 else f"{terms.rows} rows without their hash are nobody's ledger")
+        refuse(
+            None if terms.rows == 0 else f"{terms.rows} rows without their hash are nobody's ledger"
+        )
         return
     try:
         ledger.check_head((terms.rows, terms.head))
     except DpfedError as error:
         LOG.error("%s", error)
         rows = ledger.head().rows
-        what = f"row {rows + 1} is missing" if rows < terms.rows else f"row {terms.rows} is not the row it was"
-        raise RefusedError(f"refused: {what} in its ledger, which does not go on from the one that is known") from None
+        what = (
+            f"row {rows + 1} is missing"
+            if rows < terms.rows
+            else f"row {terms.rows} is not the row it was"
+        )
+        raise RefusedError(
+            f"refused: {what} in its ledger, which does not go on from the one that is known"
+        ) from None
 
 
 def refuse(reason: str | None) -> None:

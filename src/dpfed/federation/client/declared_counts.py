@@ -40,7 +40,9 @@ class Declared:
                 f"but each step learns less than planned; {instead}"
             )
         if self.declared > rounded_down(self.held):
-            return f"{self.key} = {self.declared} tells the server nearly the exact number: {instead}"
+            return (
+                f"{self.key} = {self.declared} tells the server nearly the exact number: {instead}"
+            )
         if 2 * self.declared < self.held:
             return f"{self.key} = {self.declared} is less than half of what is held: {instead}"
         return ""
@@ -53,7 +55,9 @@ def compared(config: ClientConfig, source: Source | None = None) -> list[Declare
     unit = config.data.unit_column
     state = Path(config.client.state)
     if config.client.held_out_share and not (state / KEY).exists():
-        raise DpfedError("the held-out records are drawn at the client's first start: run this after it")
+        raise DpfedError(
+            "the held-out records are drawn at the client's first start: run this after it"
+        )
     trained, held_out = split(config, found.train, state)
 
     def units(rows: np.ndarray) -> int:

@@ -23,7 +23,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from dpfed.algorithms.base import Memory
+from dpfed.algorithms.base import ClientState
 from dpfed.errors import DpfedError
 from dpfed.federation.policy import RefusedError
 from dpfed.privacy.private_files import make_private_folder, restrict_file, restrict_tree
@@ -33,7 +33,9 @@ LOG = logging.getLogger("dpfed")
 Kind = Literal["reply", "score"]
 FOLDERS = ("runs", "flower")
 FILES = ("ledger.db*", "held-out.key*", ".held-out.key*")
-KEPT = 2  # a server that goes on from its last checkpoint may ask again for the round before the last
+KEPT = (
+    2  # a server that goes on from its last checkpoint may ask again for the round before the last
+)
 
 
 def own_folder(state: Path) -> Path:
@@ -51,7 +53,9 @@ def own_folder(state: Path) -> Path:
                 restrict_file(path)
     except OSError as error:
         why = error.strerror or error
-        raise DpfedError(f"client.state = {str(state)!r} cannot be restricted to its owner: {why}") from None
+        raise DpfedError(
+            f"client.state = {str(state)!r} cannot be restricted to its owner: {why}"
+        ) from None
     return state
 
 
@@ -68,7 +72,9 @@ class Store:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise DpfedError(f"the stored message of round {round} cannot be read: {error}") from None
+            raise DpfedError(
+                f"the stored message of round {round} cannot be read: {error}"
+            ) from None
 
     def keep_reply(self, round: int, request: str, data: bytes, kind: Kind = "reply") -> None:
         """On the disk when it returns."""
@@ -80,11 +86,13 @@ class Store:
         replies = self._replies(kind)
         return _round_of(replies[-1]) if replies else 0
 
-    def keep_memory(self, round: int, memory: Memory) -> None:
+    def keep_memory(self, round: int, memory: ClientState) -> None:
         """Pending: what it becomes is for the next request to say."""
         if not memory:
             return
-        blob = save_tensors({name: value.detach().float().cpu().contiguous() for name, value in memory.items()})
+        blob = save_tensors(
+            {name: value.detach().float().cpu().contiguous() for name, value in memory.items()}
+        )
         write_file(self.folder / f"memory-{round}.pending", lambda file: file.write(blob))
 
     def settle(self, used: int) -> None:
@@ -97,14 +105,18 @@ class Store:
             )
         if used and not kept.exists():
             if not pending.exists():
-                raise RefusedError(f"the memory of round {used} is gone: this client cannot go on in this run")
+                raise RefusedError(
+                    f"the memory of round {used} is gone: this client cannot go on in this run"
+                )
             os.replace(pending, kept)
             sync_folder(self.folder)
         for other in self.folder.glob("memory-*"):
             if other != kept:
                 other.unlink(missing_ok=True)
 
-    def memory(self, used: int, names: Sequence[str], size: int, device: torch.device) -> Memory:
+    def memory(
+        self, used: int, names: Sequence[str], size: int, device: torch.device
+    ) -> ClientState:
         """The committed vectors `[1, P]` with `seen`, zero where there are none yet; `{}` without names."""
         if not names:
             return {}

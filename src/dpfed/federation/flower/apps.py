@@ -86,7 +86,9 @@ def train(message: Message, context: Context) -> Message:
     ticket = slip(message.content, TICKET)
     try:
         if not isinstance(path, str):
-            raise DpfedError(f"""start flower-supernode with --node-config '{CLIENT}="/path/to/client.toml"'""")
+            raise DpfedError(
+                f"""start flower-supernode with --node-config '{CLIENT}="/path/to/client.toml"'"""
+            )
         app = _client_of(path)
     except Exception as error:
         _to_stderr(str(error))
@@ -103,9 +105,13 @@ def main(grid: Grid, context: Context) -> None:
     from dpfed.federation.server.serving import serve
 
     given = {key: context.run_config.get(key) for key in (CONFIG, OUT, KEYS)}
-    config, out, keys = (value if isinstance(value, str) and value else None for value in given.values())
+    config, out, keys = (
+        value if isinstance(value, str) and value else None for value in given.values()
+    )
     if config is None or out is None or keys is None:
-        raise DpfedError(f"the run configuration must give {CONFIG}, {OUT} and {KEYS}: `flwr run --run-config`")
+        raise DpfedError(
+            f"the run configuration must give {CONFIG}, {OUT} and {KEYS}: `flwr run --run-config`"
+        )
     resume = (Path(out) / "config.toml").exists()
     serve(config, [], Path(out), resume, grid, Path(keys), _to_stderr)
 

@@ -69,7 +69,11 @@ class Guard:
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> int:
         """The status that a request is turned away with, 0 for none."""
         if not path.startswith(OPEN_PATHS) or ".." in path:
-            return 0 if hmac.compare_digest(headers.get(SECRET_HEADER.encode(), b""), self._secret) else 404
+            return (
+                0
+                if hmac.compare_digest(headers.get(SECRET_HEADER.encode(), b""), self._secret)
+                else 404
+            )
         length = headers.get(b"content-length", b"0")
         long = not length.isdigit() or int(length) > LARGEST or b"transfer-encoding" in headers
         return 413 if long else 0

@@ -10,10 +10,17 @@ from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-from dpfed.federation.messages import WireError
+from dpfed.federation.messages import MessageError
 from dpfed.federation.policy import RefusedError
 
-PARCEL, SLIP, DATA, TICKET, REFUSED, NAME = "dpfed.parcel", "dpfed.slip", "data", "ticket", "refused", "name"
+PARCEL, SLIP, DATA, TICKET, REFUSED, NAME = (
+    "dpfed.parcel",
+    "dpfed.slip",
+    "data",
+    "ticket",
+    "refused",
+    "name",
+)
 BYTES = "dpfed.bytes"
 LONGEST = 300
 
@@ -47,7 +54,9 @@ def opened(content: RecordDict) -> bytes:
     try:
         data = content.array_records[PARCEL][DATA].data
     except (KeyError, AttributeError):
-        raise WireError("the message holds no bytes of dpfed: both sides need the same dpfed") from None
+        raise MessageError(
+            "the message holds no bytes of dpfed: both sides need the same dpfed"
+        ) from None
     if not isinstance(data, bytes):
-        raise WireError("the message holds no bytes of dpfed: both sides need the same dpfed")
+        raise MessageError("the message holds no bytes of dpfed: both sides need the same dpfed")
     return data

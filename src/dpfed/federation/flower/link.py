@@ -27,7 +27,11 @@ from flwr.supercore.interceptors import (
     RuntimeVersionHttpInterceptor,
     SuperExecAuthHttpInterceptor,
 )
-from flwr.supercore.protobuf.client import ProtobufCall, ProtobufClientInterceptor, ProtobufRequestContext
+from flwr.supercore.protobuf.client import (
+    ProtobufCall,
+    ProtobufClientInterceptor,
+    ProtobufRequestContext,
+)
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
@@ -63,22 +67,33 @@ class OwnGrid(HttpGrid):
             RuntimeTokenHttpInterceptor(token),
             Secret(secret),
         ]
-        self._client = RuntimeHttpClient.from_server_address(str(address), authority is None, authority, speakers)
+        self._client = RuntimeHttpClient.from_server_address(
+            str(address), authority is None, authority, speakers
+        )
 
     def client(self) -> RuntimeHttpClient:
         return self._runtime_client
 
 
 @contextmanager
-def own_grid(address: Address, authority: Path | None, secret: str, keys: Mapping[str, bytes]) -> Iterator[HttpGrid]:
+def own_grid(
+    address: Address, authority: Path | None, secret: str, keys: Mapping[str, bytes]
+) -> Iterator[HttpGrid]:
     """The Grid of a new run in which exactly the clients with these keys can take part."""
     root = authority.read_bytes() if authority else None
-    base: list[ProtobufClientInterceptor] = [RuntimeVersionHttpInterceptor("flwr-serverapp"), Secret(secret)]
+    base: list[ProtobufClientInterceptor] = [
+        RuntimeVersionHttpInterceptor("flwr-serverapp"),
+        Secret(secret),
+    ]
     with _plainly(address):
         control = ControlHttpClient.from_server_address(str(address), root is None, root, base)
         _patiently(lambda: _open_run(control, keys))
-        signed = SuperExecAuthHttpInterceptor(master_secret=secret.encode(), protected_methods=ACQUIRE)
-        executor = RuntimeHttpClient.from_server_address(str(address), root is None, root, [*base, signed])
+        signed = SuperExecAuthHttpInterceptor(
+            master_secret=secret.encode(), protected_methods=ACQUIRE
+        )
+        executor = RuntimeHttpClient.from_server_address(
+            str(address), root is None, root, [*base, signed]
+        )
         task = executor.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP]))
         executor.close()
         control.close()
@@ -96,7 +111,9 @@ def own_grid(address: Address, authority: Path | None, secret: str, keys: Mappin
     finally:
         beat.stop()
         with suppress(httpx.HTTPError):
-            grid.client().PushTaskOutput(PushTaskOutputRequest(sub_status=SubStatus.COMPLETED, details=""))
+            grid.client().PushTaskOutput(
+                PushTaskOutputRequest(sub_status=SubStatus.COMPLETED, details="")
+            )
         grid.close()
 
 
@@ -127,4 +144,6 @@ def _plainly(address: Address) -> Iterator[None]:
     try:
         yield
     except httpx.HTTPError as error:
-        raise DpfedError(f"the server cannot speak to its SuperLink at {address}: {error}") from None
+        raise DpfedError(
+            f"the server cannot speak to its SuperLink at {address}: {error}"
+        ) from None

@@ -33,13 +33,20 @@ class Tasks:
 
     def __init__(self, address: Address, secret: str, app: ClientApp) -> None:
         self._address, self._app = str(address), app
-        signed = SuperExecAuthHttpInterceptor(master_secret=secret.encode(), protected_methods=ACQUIRE)
-        speakers: list[ProtobufClientInterceptor] = [RuntimeVersionHttpInterceptor("SuperExec"), signed]
+        signed = SuperExecAuthHttpInterceptor(
+            master_secret=secret.encode(), protected_methods=ACQUIRE
+        )
+        speakers: list[ProtobufClientInterceptor] = [
+            RuntimeVersionHttpInterceptor("SuperExec"),
+            signed,
+        ]
         self._executor = RuntimeHttpClient.from_server_address(self._address, True, None, speakers)
 
     def next(self) -> bool:
         """Whether there was one. httpx.HTTPError: the SuperNode is not there, or not yet."""
-        found = self._executor.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP]))
+        found = self._executor.AcquireTask(
+            AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
+        )
         if not found.HasField("task") or not found.token:
             return False
         speakers: list[ProtobufClientInterceptor] = [

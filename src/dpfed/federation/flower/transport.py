@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 
 from dpfed.errors import DpfedError, StoppedError
 from dpfed.federation.flower.envelope import NAME, TICKET, hello, opened, parcel, slip
-from dpfed.federation.messages import WireError
+from dpfed.federation.messages import MessageError
 from dpfed.federation.policy import RefusedError
 
 TRAIN, HELLO = "train", "query"
@@ -25,7 +25,7 @@ FAILED = "it failed, and its own log says why"
 
 
 @dataclass(frozen=True)
-class Place:
+class BatchedRun:
     """Where a client is: its node, and since when it is connected, as a new connection knows nothing of the old one."""
 
     node: int
@@ -105,12 +105,16 @@ class GridTransport:
         self._names = None if keys is None else {key: name for name, key in keys.items()}
         self._greeted: dict[str, Asked] = {}  # greetings under way, by message
         self._known: dict[int, str] = {}  # names that nodes have said
-        self._gone: set[str] = set()  # waited for in vain last time: a round is not held up by them again
+        self._gone: set[str] = (
+            set()
+        )  # waited for in vain last time: a round is not held up by them again
 
-    def send_all(self, requests: Mapping[str, bytes], timeout: float) -> dict[str, bytes | Exception]:
+    def send_all(
+        self, requests: Mapping[str, bytes], timeout: float
+    ) -> dict[str, bytes | Exception]:
         """A client that connects again in the meantime is asked again; answers to earlier calls are never looked at."""
         answers: dict[str, bytes | Exception] = {}
-        places: dict[str, Place] = {}
+        places: dict[str, BatchedRun] = {}
         asked: dict[str, Asked] = {}
         now = time.monotonic()
         end, heard = now + timeout, now
@@ -138,7 +142,9 @@ class GridTransport:
         self._pulls.forget(asked)
         return answers
 
-    def wait_for(self, names: Iterable[str], enough: int, limit: float, say: Callable[[str], None]) -> None:
+    def wait_for(
+        self, names: Iterable[str], enough: int, limit: float, say: Callable[[str], None]
+    ) -> None:
         """Until so many of these clients are connected."""
         wanted, end, told = set(names), time.monotonic() + limit, -1
         while True:
@@ -151,7 +157,9 @@ class GridTransport:
             if here >= enough:
                 return
             if here != told:
-                say(f"waiting for clients: {here} of {len(wanted)} are connected, {enough} are needed")
+                say(
+                    f"waiting for clients: {here} of {len(wanted)} are connected, {enough} are needed"
+                )
                 told = here
             if time.monotonic() > end:
                 raise StoppedError(
@@ -159,12 +167,12 @@ class GridTransport:
                 )
             time.sleep(POLL)
 
-    def connected(self) -> dict[str, Place]:
+    def connected(self) -> dict[str, BatchedRun]:
         """Who can be asked now."""
-        here: dict[str, Place] = {}
+        here: dict[str, BatchedRun] = {}
         for node in self._grid.get_nodes():
             name = self._name_of(node)
-            place = Place(int(node.node_id), str(node.last_activated_at))
+            place = BatchedRun(int(node.node_id), str(node.last_activated_at))
             if name is not None and (name not in here or here[name].since < place.since):
                 here[name] = place
         if self._names is None:
@@ -175,24 +183,39 @@ class GridTransport:
         if self._names is not None:
             return self._names.get(bytes(node.public_key))
         number = int(node.node_id)
-        if number not in self._known and number not in {asked.node for asked in self._greeted.values()}:
+        if number not in self._known and number not in {
+            asked.node for asked in self._greeted.values()
+        }:
             self._greeted |= self._push("", number, HELLO, hello, 60.0)
         return self._known.get(number)
 
     def _hear(self) -> None:
         for key, reply in self._pull(self._greeted):
             asked = self._greeted.pop(key)
-            if reply is not None and not reply.has_error() and _brings_back(reply, asked) and slip(reply.content, NAME):
+            if (
+                reply is not None
+                and not reply.has_error()
+                and _brings_back(reply, asked)
+                and slip(reply.content, NAME)
+            ):
                 self._known[asked.node] = slip(reply.content, NAME)
 
-    def _ask(self, name: str, place: Place, data: bytes, timeout: float) -> dict[str, Asked]:
-        return self._push(name, place.node, self._kind, lambda ticket: parcel(data, ticket), timeout)
+    def _ask(self, name: str, place: BatchedRun, data: bytes, timeout: float) -> dict[str, Asked]:
+        return self._push(
+            name, place.node, self._kind, lambda ticket: parcel(data, ticket), timeout
+        )
 
-    def _push(self, name: str, node: int, kind: str, content: Callable[[str], Any], ttl: float) -> dict[str, Asked]:
+    def _push(
+        self, name: str, node: int, kind: str, content: Callable[[str], Any], ttl: float
+    ) -> dict[str, Asked]:
         """What Flower still holds when its time is over is never delivered: nobody spends for a round that is past."""
         ticket = secrets.token_hex(32)
         message = Message(content(ticket), node, kind, ttl=ttl)
-        return {str(key): Asked(name, node, ticket) for key in self._grid.push_messages([message]) if key}
+        return {
+            str(key): Asked(name, node, ticket)
+            for key in self._grid.push_messages([message])
+            if key
+        }
 
     def _pull(self, asked: Mapping[str, Asked]) -> list[tuple[str, Message | None]]:
         """Replies by what they reply to; None where Flower cannot put together what a client has sent."""
@@ -203,21 +226,28 @@ class GridTransport:
             if isinstance(replies, Exception):
                 found.append((key, None))
             else:
-                found += [(key, reply) for reply in replies if reply.metadata.reply_to_message_id == key]
+                found += [
+                    (key, reply) for reply in replies if reply.metadata.reply_to_message_id == key
+                ]
         return found
 
     def _collect(
-        self, asked: dict[str, Asked], answers: dict[str, bytes | Exception], places: dict[str, Place]
+        self,
+        asked: dict[str, Asked],
+        answers: dict[str, bytes | Exception],
+        places: dict[str, BatchedRun],
     ) -> None:
         waiting = {key: each for key, each in asked.items() if each.name not in answers}
         for key, reply in self._pull(waiting):
             each = asked.pop(key)
             if reply is None:
-                answers[each.name] = WireError("what it sent is no message of Flower's")
+                answers[each.name] = MessageError("what it sent is no message of Flower's")
             elif not reply.has_error():
                 answers[each.name] = _answer(reply, each)
             elif _is_from_link(reply):
-                places.pop(each.name, None)  # it went away with the request: it is asked again when it is back
+                places.pop(
+                    each.name, None
+                )  # it went away with the request: it is asked again when it is back
             else:
                 answers[each.name] = RefusedError(
                     FAILED
@@ -227,7 +257,7 @@ class GridTransport:
 def _answer(reply: Message, asked: Asked) -> bytes | Exception:
     try:
         if reply.metadata.src_node_id != asked.node or not _brings_back(reply, asked):
-            raise WireError("the answer does not come from the node that was asked")
+            raise MessageError("the answer does not come from the node that was asked")
         return opened(reply.content)
     except DpfedError as error:
         return error
@@ -241,5 +271,9 @@ def _is_from_link(reply: Message) -> bool:
     """The SuperLink's own word that a node or its message is not to be had, as opposed to an error of a client."""
     from flwr.common.constant import ErrorCode
 
-    gone = (ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
+    gone = (
+        ErrorCode.NODE_UNAVAILABLE,
+        ErrorCode.MESSAGE_UNAVAILABLE,
+        ErrorCode.REPLY_MESSAGE_UNAVAILABLE,
+    )
     return reply.error.code in gone

@@ -25,12 +25,12 @@ from dpfed.errors import DpfedError, StoppedError
 from dpfed.federation.held_out import Score, as_json, bounds, score_of
 from dpfed.federation.messages import (
     ClippingTerms,
+    MessageError,
     Reply,
     Request,
     Scoring,
     ScoringTerms,
     Terms,
-    WireError,
     digest,
     pack,
     unpack_reply,
@@ -41,7 +41,7 @@ from dpfed.text import counted
 from dpfed.training.backends.fleet import learning_rate
 from dpfed.training.budget.spending import Spending, budget_of
 from dpfed.training.job.job import Job, client_names
-from dpfed.training.job.message_size import ghosts
+from dpfed.training.job.message_size import meta_message
 from dpfed.training.round_loop import LostRoundError
 from dpfed.training.server_state import State
 
@@ -49,7 +49,9 @@ from dpfed.training.server_state import State
 class Transport(Protocol):
     """Brings requests to clients and their answers back, by name; who is silent until the timeout is left out."""
 
-    def send_all(self, requests: Mapping[str, bytes], timeout: float) -> Mapping[str, bytes | Exception]: ...
+    def send_all(
+        self, requests: Mapping[str, bytes], timeout: float
+    ) -> Mapping[str, bytes | Exception]: ...
 
 
 class Loopback:
@@ -58,8 +60,12 @@ class Loopback:
     def __init__(self, clients: Mapping[str, Callable[[bytes], bytes]]) -> None:
         self.clients = dict(clients)
 
-    def send_all(self, requests: Mapping[str, bytes], timeout: float) -> dict[str, bytes | Exception]:
-        return {name: self._ask(name, data) for name, data in requests.items() if name in self.clients}
+    def send_all(
+        self, requests: Mapping[str, bytes], timeout: float
+    ) -> dict[str, bytes | Exception]:
+        return {
+            name: self._ask(name, data) for name, data in requests.items() if name in self.clients
+        }
 
     def _ask(self, name: str, data: bytes) -> bytes | Exception:
         try:
@@ -93,7 +99,11 @@ class Federation:
     ) -> None:
         refuse_unsendable(job, names)
         self._retries, self._patience, self._lost = retries, patience, 0
-        self._held_out, self._every, self._sigma = dict(held_out or {}), evaluate_every, evaluate_sigma
+        self._held_out, self._every, self._sigma = (
+            dict(held_out or {}),
+            evaluate_every,
+            evaluate_sigma,
+        )
         if evaluate_every and not (self._held_out and self._held_out.keys() <= set(names)):
             raise DpfedError(
                 "federation.held_out must say how many units which of the clients hold out, and is not told"
@@ -102,25 +112,35 @@ class Federation:
         self._job, self._transport, self._run, self._server = job, transport, run, server
         self._names, self._timeout, self._seeded, self._log = list(names), timeout, seeded, log
         self._model = model_hash(job.adapted.model, job.space)
-        up, _ = ghosts(job.algorithm, job.space, varying_phi=job.plan.clipping.counts)
-        self._shapes: dict[str, tuple[int, ...]] = {name: tuple(value.shape[1:]) for name, value in up.items()}
+        up, _ = meta_message(job.algorithm, job.space, varying_phi=job.plan.clipping.counts)
+        self._shapes: dict[str, tuple[int, ...]] = {
+            name: tuple(value.shape[1:]) for name, value in up.items()
+        }
         if job.plan.clipping.counts:
             self._shapes["below"] = (1,)
         self.heads: dict[int, tuple[int, str]] = {}
         self.used: dict[int, int] = {}
 
     def run_cohort(
-        self, t: int, state: State, clients: Sequence[int], paid: Callable[[], None] = lambda: None
+        self,
+        t: int,
+        state: State,
+        clients: Sequence[int],
+        wait_for_charge: Callable[[], None] = lambda: None,
     ) -> tuple[Message, int]:
         """The mean of the messages that are good, and how many they are. The clients pay for themselves."""
         requests = {i: self._request(t, state, i) for i in clients}
         needed = min(self._job.config.run.min_clients or self._job.schedule.cohort, len(clients))
         good: dict[int, Reply] = {}
         for _ in range(1 + self._retries):
-            good |= self._ask(t, {i: request for i, request in requests.items() if i not in good}, state)
+            good |= self._ask(
+                t, {i: request for i, request in requests.items() if i not in good}, state
+            )
             if len(good) >= needed:
                 break
-        good = {i: good[i] for i in clients if i in good}  # who answered late does not change the sum's last bits
+        good = {
+            i: good[i] for i in clients if i in good
+        }  # who answered late does not change the sum's last bits
         for i, reply in good.items():
             self.heads[i] = (reply.receipt.rows, reply.receipt.head)
         if len(good) < needed:
@@ -132,14 +152,18 @@ class Federation:
     def _ask(self, t: int, requests: Mapping[int, Request], state: State) -> dict[int, Reply]:
         """The good replies; who sent none is named."""
         packed = {i: pack(request) for i, request in requests.items()}
-        answers = self._transport.send_all({self._names[i]: data for i, data in packed.items()}, self._timeout)
+        answers = self._transport.send_all(
+            {self._names[i]: data for i, data in packed.items()}, self._timeout
+        )
         limit, good = norm_limit(self._job, t, state), {}
         for i, request in requests.items():
             try:
                 found = self._answer(answers.get(self._names[i]))
                 good[i] = unpack_reply(found, self._shapes, request.terms, digest(packed[i]), limit)
             except DpfedError as error:
-                self._log(f"round {t}: client {self._names[i]!r} is left out: {one_line(str(error))}")
+                self._log(
+                    f"round {t}: client {self._names[i]!r} is left out: {one_line(str(error))}"
+                )
         return good
 
     def _too_few(self, t: int, answered: int, needed: int) -> DpfedError:
@@ -158,9 +182,15 @@ class Federation:
 
     def _score(self, t: int, state: State) -> None:
         """Asks for noised counts of right answers; who does not answer is left out."""
-        asked = {i: self._scoring(t, state, i) for i, name in enumerate(self._names) if name in self._held_out}
+        asked = {
+            i: self._scoring(t, state, i)
+            for i, name in enumerate(self._names)
+            if name in self._held_out
+        }
         packed = {i: pack(request) for i, request in asked.items()}
-        answers = self._transport.send_all({self._names[i]: data for i, data in packed.items()}, self._timeout)
+        answers = self._transport.send_all(
+            {self._names[i]: data for i, data in packed.items()}, self._timeout
+        )
         counts: dict[str, tuple[float, float]] = {}
         for i, request in asked.items():
             try:
@@ -169,13 +199,15 @@ class Federation:
                 right, wrong = (float(x) for x in reply.fields["counts"])
                 least, most = bounds(request.terms)
                 if not (least <= right <= most and least <= wrong <= most):
-                    raise WireError(
+                    raise MessageError(
                         f"{right:g} right and {wrong:g} wrong are no answers of {request.terms.held_out} units"
                     )
                 counts[self._names[i]] = right, wrong
                 self.heads[i] = (reply.receipt.rows, reply.receipt.head)
             except DpfedError as error:
-                self._log(f"round {t}: client {self._names[i]!r} is not scored: {one_line(str(error))}")
+                self._log(
+                    f"round {t}: client {self._names[i]!r} is not scored: {one_line(str(error))}"
+                )
         score = score_of(t, counts, self._sigma, t // self._every, self._job.config.privacy.delta)
         if score is not None:
             self.scores.append(score)
@@ -194,11 +226,15 @@ class Federation:
 
     def restore(self, remembered: Mapping[str, Any]) -> None:
         try:
-            self.heads = {int(i): (int(rows), str(hash_)) for i, (rows, hash_) in remembered["heads"].items()}
+            self.heads = {
+                int(i): (int(rows), str(hash_)) for i, (rows, hash_) in remembered["heads"].items()
+            }
             self.used = {int(i): int(t) for i, t in remembered["used"].items()}
             self.scores = [Score(**score) for score in remembered["scores"]]
         except (KeyError, TypeError, ValueError, AttributeError):
-            raise DpfedError("the checkpoint does not say how the clients' ledgers stood: it is no server's") from None
+            raise DpfedError(
+                "the checkpoint does not say how the clients' ledgers stood: it is no server's"
+            ) from None
 
     def _request(self, t: int, state: State, client: int) -> Request:
         job, plan = self._job, self._job.plan
@@ -215,7 +251,9 @@ class Federation:
             local_steps=job.config.run.local_steps,
             clients=job.schedule.clients,
             cohort=job.schedule.cohort,
-            lr=learning_rate(job.algorithm.lr, job.config.run.lr_schedule, t, job.config.run.rounds),
+            lr=learning_rate(
+                job.algorithm.lr, job.config.run.lr_schedule, t, job.config.run.rounds
+            ),
             algorithm=to_dict(job.config)["algorithm"],
             model=self._model,
             rate=float(plan.rates[client]),
@@ -229,7 +267,9 @@ class Federation:
             head=head,
             used=self.used.get(client, 0),
         )
-        return Request(terms, {name: getattr(state.server, name) for name in job.algorithm.broadcast})
+        return Request(
+            terms, {name: getattr(state.server, name) for name in job.algorithm.broadcast}
+        )
 
     def _scoring(self, t: int, state: State, client: int) -> Scoring:
         rows, head = self.heads.get(client, (0, ""))
@@ -252,15 +292,19 @@ class Federation:
 
     def _answer(self, found: bytes | Exception | None) -> bytes:
         if found is None:
-            raise WireError(f"no answer within {self._timeout:g} seconds")
+            raise MessageError(f"no answer within {self._timeout:g} seconds")
         if isinstance(found, Exception):
-            raise WireError(str(found) or type(found).__name__)
+            raise MessageError(str(found) or type(found).__name__)
         return found
 
     def _mean(self, good: Mapping[int, Reply]) -> Message:
         """Weighted by public constants that sum to one over those who answered."""
         sizes = [float(self._job.plan.sizes[i]) for i in good]
-        weights = torch.tensor(sizes) if self._job.algorithm.agg_weights == "size" else torch.ones(len(good))
+        weights = (
+            torch.tensor(sizes)
+            if self._job.algorithm.agg_weights == "size"
+            else torch.ones(len(good))
+        )
         weights = (weights / weights.sum()).to(self._job.device)
 
         def stacked(name: str) -> Tensor:
@@ -277,7 +321,9 @@ def one_line(text: str) -> str:
 def served(config: Config, seeded: bool = False) -> Config:
     """The configuration under which a server runs: the clients' noise is real, except in test mode."""
     client_names(config)
-    return replace(config, run=replace(config.run, noise="seeded" if seeded else "os", diagnostics=False))
+    return replace(
+        config, run=replace(config.run, noise="seeded" if seeded else "os", diagnostics=False)
+    )
 
 
 def federation_of(
@@ -305,14 +351,20 @@ def federation_of(
 def refuse_unsendable(job: Job, names: Sequence[str]) -> None:
     plan = job.plan
     if len(set(names)) != len(names) or len(names) != plan.clients:
-        raise DpfedError(f"the federation has {plan.clients} clients, so it needs as many different names of clients")
+        raise DpfedError(
+            f"the federation has {plan.clients} clients, so it needs as many different names of clients"
+        )
     if not plan.private or plan.sampling != "poisson":
-        raise DpfedError('real clients answer with noise only: privacy needs sigma > 0 and sampling = "poisson"')
+        raise DpfedError(
+            'real clients answer with noise only: privacy needs sigma > 0 and sampling = "poisson"'
+        )
 
 
 def spending_of(job: Job) -> Spending:
     """The loop's accounts without a ledger: whom privacy.budget still allows, and figures that bound this run's."""
-    budget = budget_of(job.plan, job.schedule, job.config.privacy.delta, job.config.privacy.budget, past=job.past)
+    budget = budget_of(
+        job.plan, job.schedule, job.config.privacy.delta, job.config.privacy.budget, past=job.past
+    )
     budget.check()
     return Spending(job, budget, None, by_choice=True)
 

@@ -23,18 +23,26 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 
 
-def config_for(config: str | None, overrides: Sequence[str], out: Path, resume: bool, seeded: bool) -> Config:
+def config_for(
+    config: str | None, overrides: Sequence[str], out: Path, resume: bool, seeded: bool
+) -> Config:
     """The configuration of a server; one that goes on has it in its folder."""
     if resume and not (out / "config.toml").exists():
-        raise DpfedError(f"{out} is not the folder of a run: --resume needs one that `dpfed server` has made")
+        raise DpfedError(
+            f"{out} is not the folder of a run: --resume needs one that `dpfed server` has made"
+        )
     if config is None and not resume:
-        raise DpfedError("a server needs a configuration with [federation.clients]: dpfed server cfg.toml --out DIR")
+        raise DpfedError(
+            "a server needs a configuration with [federation.clients]: dpfed server cfg.toml --out DIR"
+        )
     return served(load(config or str(out / "config.toml"), list(overrides), registry()), seeded)
 
 
 def wants_seeded(config: str | None, overrides: Sequence[str], out: Path) -> bool:
     """Whether the configuration asks for repeatable noise, as a simulation does by default."""
-    return load(config or str(out / "config.toml"), list(overrides), registry()).run.noise == "seeded"
+    return (
+        load(config or str(out / "config.toml"), list(overrides), registry()).run.noise == "seeded"
+    )
 
 
 def serve_over(

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from dpfed.accel import TRITON
-from dpfed.model.fast_paths.windows import DEEPEST, LARGEST, TYPES, available, declare_cost, window_attention
+from dpfed.model.fast_paths.windows import (
+    DEEPEST,
+    LARGEST,
+    TYPES,
+    available,
+    declare_cost,
+    window_attention,
+)
 from dpfed.model.per_sample.keyed_dropout import once
 
 HOMES = {
@@ -43,7 +50,9 @@ def _attention_twin(cls: type[nn.Module]) -> type[nn.Module]:
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> Any:
-        asked = [name for name, x in kwargs.items() if not (x is None or x is False or name in UNREAD)]
+        asked = [
+            name for name, x in kwargs.items() if not (x is None or x is False or name in UNREAD)
+        ]
         if (
             asked
             or past_key_values is not None
@@ -52,7 +61,9 @@ def _attention_twin(cls: type[nn.Module]) -> type[nn.Module]:
         ):
             return cls.forward(self, hidden_states, attention_mask, past_key_values, **kwargs)
         q, k, v = self.query(hidden_states), self.key(hidden_states), self.value(hidden_states)
-        return window_attention(q, k, v, None, _added(attention_mask), self.scaling, self.num_attention_heads), None
+        return window_attention(
+            q, k, v, None, _added(attention_mask), self.scaling, self.num_attention_heads
+        ), None
 
     return type(f"Fused{cls.__name__}", (cls,), {"forward": forward, "__module__": __name__})
 

@@ -39,7 +39,13 @@ class FusedLayerNorm(nn.LayerNorm):
 
     def _fits(self, x: Tensor) -> bool:
         weight, bias = self.weight, self.bias
-        if weight is None or bias is None or weight.dim() != 1 or weight.requires_grad or bias.requires_grad:
+        if (
+            weight is None
+            or bias is None
+            or weight.dim() != 1
+            or weight.requires_grad
+            or bias.requires_grad
+        ):
             return False
         if not usable(x):
             return False

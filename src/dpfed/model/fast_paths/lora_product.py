@@ -29,7 +29,14 @@ def product(
 
 
 def gradients(
-    grad: Tensor, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, low: Tensor, scale: float, first: bool
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    a: Tensor,
+    b: Tensor,
+    low: Tensor,
+    scale: float,
+    first: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """With respect to x (not made where it is the `first` layer's, which nobody asks for), A and B."""
     kernels = None if first else kernels_for(x, a.shape[1])
@@ -42,11 +49,17 @@ def gradients(
     down = _scaled_bmm(grad, b, scale)
     grad_b = _scaled_bmm(low.transpose(1, 2), grad, scale).transpose(1, 2)
     grad_a = torch.bmm(x.transpose(1, 2), down).transpose(1, 2)
-    return grad.new_empty(0) if first else torch.matmul(grad, weight).baddbmm_(down, a), grad_a, grad_b
+    return (
+        grad.new_empty(0) if first else torch.matmul(grad, weight).baddbmm_(down, a),
+        grad_a,
+        grad_b,
+    )
 
 
 def _scaled_bmm(one: Tensor, other: Tensor, scale: float) -> Tensor:
-    return torch.baddbmm(one.new_empty(1, 1, 1), one, other, beta=0, alpha=scale)  # with beta 0 it is not read
+    return torch.baddbmm(
+        one.new_empty(1, 1, 1), one, other, beta=0, alpha=scale
+    )  # with beta 0 it is not read
 
 
 def kernels_for(x: Tensor, rank: int) -> Any | None:
@@ -62,7 +75,9 @@ class LoraProduct(torch.autograd.Function):
     """`product` with its own backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
+    ) -> Tensor:
         y, low = product(x, weight, bias, a, b, scale)
         ctx.save_for_backward(x, weight, a, b, low)
         ctx.scale = scale
@@ -78,24 +93,41 @@ class LoraProduct(torch.autograd.Function):
 
 # A compiler is given the same two functions as operators that it does not look into: it fuses what is around them.
 
-_SCHEMA = "(Tensor x, Tensor weight, Tensor? bias, Tensor a, Tensor b, float scale) -> (Tensor, Tensor)"
+_SCHEMA = (
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor a, Tensor b, float scale) -> (Tensor, Tensor)"
+)
 _BACK = "(Tensor grad, Tensor x, Tensor weight, Tensor a, Tensor b, Tensor low, float scale, bool first) -> (Tensor, Tensor, Tensor)"
 _opaque = torch.library.custom_op("dpfed::lora_product", product, mutates_args=(), schema=_SCHEMA)
-_opaque_back = torch.library.custom_op("dpfed::lora_gradients", gradients, mutates_args=(), schema=_BACK)
+_opaque_back = torch.library.custom_op(
+    "dpfed::lora_gradients", gradients, mutates_args=(), schema=_BACK
+)
 
 
 @_opaque.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     return x.new_empty(*x.shape[:2], weight.shape[0]), x.new_empty(*x.shape[:2], a.shape[1])
 
 
 @_opaque_back.register_fake
 def _(
-    grad: Tensor, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, low: Tensor, scale: float, first: bool
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    a: Tensor,
+    b: Tensor,
+    low: Tensor,
+    scale: float,
+    first: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     (samples, rank, wide), out = a.shape, b.shape[1]
     grad_a = x.new_empty(samples, wide, rank).transpose(1, 2)
-    return x.new_empty(0 if first else x.shape), grad_a, x.new_empty(samples, rank, out).transpose(1, 2)
+    return (
+        x.new_empty(0 if first else x.shape),
+        grad_a,
+        x.new_empty(samples, rank, out).transpose(1, 2),
+    )
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -106,7 +138,9 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
     first = not ctx.needs_input_grad[0]
-    grad_x, grad_a, grad_b = torch.ops.dpfed.lora_gradients(grad, *ctx.saved_tensors, ctx.scale, first)
+    grad_x, grad_a, grad_b = torch.ops.dpfed.lora_gradients(
+        grad, *ctx.saved_tensors, ctx.scale, first
+    )
     return None if first else grad_x, None, None, grad_a, grad_b, None
 
 
@@ -115,10 +149,18 @@ _opaque.register_autograd(_backward, setup_context=_setup)
 
 def declare_cost() -> None:
     """A compiler that weighs memory against time would take what it cannot look into for nothing, and compute it twice."""
-    from torch.utils.flop_counter import flop_registry, register_flop_formula  # imports triton, so not at the top
+    from torch.utils.flop_counter import (
+        flop_registry,
+        register_flop_formula,
+    )  # imports triton, so not at the top
 
     def operations(
-        x: tuple[int, ...], weight: tuple[int, ...], bias: Any, a: tuple[int, ...], *_: Any, **others: Any
+        x: tuple[int, ...],
+        weight: tuple[int, ...],
+        bias: Any,
+        a: tuple[int, ...],
+        *_: Any,
+        **others: Any,
     ) -> int:
         (samples, n, wide), out, rank = x, weight[0], a[1]
         return 2 * samples * n * (wide * out + rank * (wide + out))
@@ -153,7 +195,9 @@ def _twin(cls: type[nn.Module]) -> type[nn.Module]:
         if torch.compiler.is_compiling():
             if not x.is_cuda:
                 return cls.forward(self, x, *args, **kwargs)
-            y, _ = torch.ops.dpfed.lora_product(rows.contiguous(), base.weight, base.bias, a, b, scale)
+            y, _ = torch.ops.dpfed.lora_product(
+                rows.contiguous(), base.weight, base.bias, a, b, scale
+            )
         else:
             y = LoraProduct.apply(rows.contiguous(), base.weight, base.bias, a, b, scale)  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], y.shape[-1])

@@ -33,12 +33,18 @@ def _columns(x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
     if kernels is not None and kernels.fits(x.shape, kernel, stride, padding):
         return kernels.columns(x, kernel, stride, padding)  # type: ignore[no-any-return]
     padded = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
-    seen = padded.unfold(2, kernel[0], stride[0]).unfold(3, kernel[1], stride[1])  # [M, c, down, across, h, w]
+    seen = padded.unfold(2, kernel[0], stride[0]).unfold(
+        3, kernel[1], stride[1]
+    )  # [M, c, down, across, h, w]
     seen = seen.permute(0, 1, 4, 5, 2, 3)
-    return seen.reshape(len(x), seen.shape[1] * kernel[0] * kernel[1], seen.shape[4] * seen.shape[5])
+    return seen.reshape(
+        len(x), seen.shape[1] * kernel[0] * kernel[1], seen.shape[4] * seen.shape[5]
+    )
 
 
-def _images(columns: Tensor, shape: Sequence[int], kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
+def _images(
+    columns: Tensor, shape: Sequence[int], kernel: Pair, stride: Pair, padding: Pair
+) -> Tensor:
     """The adjoint: the sum of all entries that a pixel was copied to."""
     kernels = kernels_for(columns)
     if kernels is not None and kernels.fits(shape, kernel, stride, padding):
@@ -50,7 +56,9 @@ def _images(columns: Tensor, shape: Sequence[int], kernel: Pair, stride: Pair, p
     for i in range(kernel[0]):
         rows = slice(i, i + (down - 1) * stride[0] + 1, stride[0])
         for j in range(kernel[1]):
-            x[:, :, rows, slice(j, j + (across - 1) * stride[1] + 1, stride[1])] += parts[:, :, i, j]
+            x[:, :, rows, slice(j, j + (across - 1) * stride[1] + 1, stride[1])] += parts[
+                :, :, i, j
+            ]
     return x[:, :, padding[0] : padding[0] + height, padding[1] : padding[1] + width].contiguous()
 
 
@@ -61,7 +69,9 @@ def kernels_for(x: Tensor) -> ModuleType | None:
     if (x.device, x.dtype) not in _ASKED and x.is_cuda and torch.cuda.is_current_stream_capturing():
         return None  # nothing can be tried now
     found = _checked_kernels(x.device, x.dtype)
-    _ASKED.add((x.device, x.dtype))  # only now: another thread may be capturing while they are tried
+    _ASKED.add(
+        (x.device, x.dtype)
+    )  # only now: another thread may be capturing while they are tried
     return found
 
 
@@ -75,7 +85,11 @@ def _checked_kernels(device: torch.device, dtype: torch.dtype) -> ModuleType | N
 
     if dtype not in kernels.TYPES:
         return None
-    return kernels if seen_right("kernels for convolutions", device, lambda: kernels.right(device, dtype)) else None
+    return (
+        kernels
+        if seen_right("kernels for convolutions", device, lambda: kernels.right(device, dtype))
+        else None
+    )
 
 
 def _define() -> None:
@@ -84,7 +98,10 @@ def _define() -> None:
         "dpfed::patches", _columns, mutates_args=(), schema=f"(Tensor x, {sizes}) -> Tensor"
     )
     back = torch.library.custom_op(
-        "dpfed::patches_back", _images, mutates_args=(), schema=f"(Tensor columns, int[] shape, {sizes}) -> Tensor"
+        "dpfed::patches_back",
+        _images,
+        mutates_args=(),
+        schema=f"(Tensor columns, int[] shape, {sizes}) -> Tensor",
     )
     there.register_fake(_like_columns)
     back.register_fake(lambda columns, shape, *_: columns.new_empty(shape))

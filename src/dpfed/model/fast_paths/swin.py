@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from dpfed.accel import TRITON
-from dpfed.model.fast_paths.windows import DEEPEST, LARGEST, available, declare_cost, reorder, window_attention
+from dpfed.model.fast_paths.windows import (
+    DEEPEST,
+    LARGEST,
+    available,
+    declare_cost,
+    reorder,
+    window_attention,
+)
 from dpfed.model.per_sample.keyed_dropout import once
 
 Size = tuple[int, int]
@@ -32,7 +39,9 @@ def fuse_windows(model: nn.Module) -> None:
 
 @once
 def _attention_twin(cls: type[nn.Module]) -> type[nn.Module]:
-    def forward(self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> Any:
         if kwargs.get("output_attentions") or not _fits(self, hidden_states):
             return cls.forward(self, hidden_states, attention_mask, **kwargs)
         q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
@@ -64,25 +73,44 @@ def _bias(attention: Any) -> Tensor:
         return bias()[0]  # type: ignore[no-any-return]
     kept = attention.__dict__.get("_kept_bias")
     # the kept alias holds the table's memory, so that no other table can be at its address
-    if kept and kept[0].data_ptr() == table.data_ptr() and kept[0].dtype == table.dtype and kept[1] == table._version:
+    if (
+        kept
+        and kept[0].data_ptr() == table.data_ptr()
+        and kept[0].dtype == table.dtype
+        and kept[1] == table._version
+    ):
         return kept[2]  # type: ignore[no-any-return]
     if _capturing(table.device):
         return bias()[0]  # type: ignore[no-any-return]
-    attention._kept_bias = (table.detach(), table._version, _settled(lambda: bias()[0], table.device))
+    attention._kept_bias = (
+        table.detach(),
+        table._version,
+        _settled(lambda: bias()[0], table.device),
+    )
     return attention._kept_bias[2]  # type: ignore[no-any-return]
 
 
 @once
 def _layer_twin(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(
-        self: Any, hidden_states: Tensor, input_dimensions: Size, always_partition: bool = False, **kwargs: Any
+        self: Any,
+        hidden_states: Tensor,
+        input_dimensions: Size,
+        always_partition: bool = False,
+        **kwargs: Any,
     ) -> Any:
         if not always_partition:
             self.set_shift_and_window_size(input_dimensions)
         # a compiler makes one pass of norm, shift and windows by itself
-        orders = None if torch.compiler.is_compiling() else _orders(self, hidden_states, input_dimensions)
+        orders = (
+            None
+            if torch.compiler.is_compiling()
+            else _orders(self, hidden_states, input_dimensions)
+        )
         if orders is None:
-            return cls.forward(self, hidden_states, input_dimensions, always_partition=always_partition, **kwargs)
+            return cls.forward(
+                self, hidden_states, input_dimensions, always_partition=always_partition, **kwargs
+            )
         inward, outward = orders
         x = reorder(self.layernorm_before(hidden_states), inward, outward)
         mask = self.get_attn_mask(*input_dimensions, dtype=x.dtype, device=x.device)
@@ -92,18 +120,24 @@ def _layer_twin(cls: type[nn.Module]) -> type[nn.Module]:
         y = self.mlp(self.layernorm_after(hidden_states))
         return self.dropout(y) + hidden_states, weights
 
-    def maybe_pad(self: Any, hidden_states: Tensor, height: int, width: int) -> tuple[Tensor, tuple[int, ...]]:
+    def maybe_pad(
+        self: Any, hidden_states: Tensor, height: int, width: int
+    ) -> tuple[Tensor, tuple[int, ...]]:
         if height % self.window_size or width % self.window_size:
             return cls.maybe_pad(self, hidden_states, height, width)  # type: ignore[attr-defined,no-any-return]
         return hidden_states, (0,) * 6
 
-    def get_attn_mask(self: Any, height: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    def get_attn_mask(
+        self: Any, height: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor | None:
         def make() -> Tensor:
             return cls.get_attn_mask(self, height, width, dtype=dtype, device=device)  # type: ignore[attr-defined,no-any-return]
 
         if self.shift_size <= 0 or torch.compiler.is_compiling():
             return make()
-        mask = _kept(("mask", height, width, self.window_size, self.shift_size, dtype), make, device)
+        mask = _kept(
+            ("mask", height, width, self.window_size, self.shift_size, dtype), make, device
+        )
         return make() if mask is None else mask
 
     return _named(cls, {"forward": forward, "maybe_pad": maybe_pad, "get_attn_mask": get_attn_mask})
@@ -146,7 +180,12 @@ def _stage_twin(cls: type[nn.Module]) -> type[nn.Module]:
 def _orders(layer: Any, x: Tensor, size: Size) -> tuple[Tensor, Tensor] | None:
     """Where each position of the windows comes from in the image, and the inverse; None where the plain way is to be gone."""
     window, shift, (height, width) = layer.window_size, layer.shift_size, size
-    if height % window or width % window or not available(x) or (shift == 0 and height == width == window):
+    if (
+        height % window
+        or width % window
+        or not available(x)
+        or (shift == 0 and height == width == window)
+    ):
         return None
 
     def windows(raster: Tensor) -> Tensor:
@@ -178,7 +217,9 @@ def _kept(key: tuple[Any, ...], make: Callable[[], Any], device: torch.device) -
     if (key, device) not in _KEPT:
         if _capturing(device):
             return None
-        return _KEPT.setdefault((key, device), _settled(make, device))  # whoever was first has perhaps captured it
+        return _KEPT.setdefault(
+            (key, device), _settled(make, device)
+        )  # whoever was first has perhaps captured it
     return _KEPT[key, device]
 
 

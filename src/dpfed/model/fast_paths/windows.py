@@ -17,7 +17,9 @@ from torch import Tensor
 from dpfed import accel
 
 LOG = logging.getLogger("dpfed")
-LARGEST = 64  # positions of a window, or tokens of a text; a side of more would not stay in registers
+LARGEST = (
+    64  # positions of a window, or tokens of a text; a side of more would not stay in registers
+)
 DEEPEST = 32  # columns of a head, as all known Swins and MiniLM have; more may not fit the memory of smaller GPUs
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -41,11 +43,13 @@ def _tried(index: int) -> bool:
                 _try(device)
         except torch.OutOfMemoryError:
             raise
-        except (
-            Exception
-        ) as error:  # a compiler of programs for GPUs fails in many ways, and none of them is worth a run
+        except Exception as error:  # a compiler of programs for GPUs fails in many ways, and none of them is worth a run
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
-            LOG.warning("attention has no kernel of its own on %s and goes the plain way: %s", device, reason)
+            LOG.warning(
+                "attention has no kernel of its own on %s and goes the plain way: %s",
+                device,
+                reason,
+            )
             works = False
         _WORKING[index] = works
     return _WORKING[index]
@@ -63,7 +67,9 @@ def _try(device: torch.device) -> None:
     """
     g = torch.Generator().manual_seed(0)
     numbers = [torch.randn(3, 5, 16, generator=g) for _ in range(4)]
-    bias, full, row = (torch.randn(shape, generator=g).to(device) for shape in ((2, 5, 5), (3, 5, 5), (3, 1, 5)))
+    bias, full, row = (
+        torch.randn(shape, generator=g).to(device) for shape in ((2, 5, 5), (3, 5, 5), (3, 1, 5))
+    )
     full[1, 2] = float("-inf")  # who may look nowhere
     order = torch.tensor([2, 0, 4, 1, 3], device=device)
     x = numbers[0].to(device)
@@ -76,19 +82,35 @@ def _try(device: torch.device) -> None:
             a, b, c = (t.double().requires_grad_() for t in (q, k, v))
             wanted = _plain(a, b, c, added, mask, 0.5, 2)
             back = torch.autograd.grad(wanted, (a, b, c), grad.double())
-        found = [_attend(q, k, v, added, mask, 0.5, 2), *_attend_backward(grad, q, k, v, added, mask, 0.5, 2)]
-        good &= all(accel.alike(one, other) for one, other in zip(found, (wanted.detach(), *back), strict=True))
+        found = [
+            _attend(q, k, v, added, mask, 0.5, 2),
+            *_attend_backward(grad, q, k, v, added, mask, 0.5, 2),
+        ]
+        good &= all(
+            accel.alike(one, other)
+            for one, other in zip(found, (wanted.detach(), *back), strict=True)
+        )
     if not good:
         raise RuntimeError("its kernel gives other numbers")
 
 
 def _plain(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, scale: float, heads: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    scale: float,
+    heads: int,
 ) -> Tensor:
     """What the kernels compute, by products."""
     windows, n, width = q.shape
     q, k, v = (t.view(windows, n, heads, width // heads).transpose(1, 2) for t in (q, k, v))
-    score = scale * q @ k.mT + (0 if mask is None else mask.unsqueeze(1)) + (0 if bias is None else bias)
+    score = (
+        scale * q @ k.mT
+        + (0 if mask is None else mask.unsqueeze(1))
+        + (0 if bias is None else bias)
+    )
     nowhere = (score == float("-inf")).all(-1, keepdim=True)
     p = score.masked_fill(nowhere, 0.0).softmax(-1).masked_fill(nowhere, 0.0)
     return (p @ v).transpose(1, 2).reshape(windows, n, width)
@@ -96,7 +118,10 @@ def _plain(
 
 def declare_cost() -> None:
     """A compiler that weighs memory against time would take attention for nothing, and compute it twice."""
-    from torch.utils.flop_counter import flop_registry, register_flop_formula  # imports triton, so not at the top
+    from torch.utils.flop_counter import (
+        flop_registry,
+        register_flop_formula,
+    )  # imports triton, so not at the top
 
     def operations(q: tuple[int, ...], *_: Any, **others: Any) -> int:
         windows, n, width = q
@@ -107,7 +132,13 @@ def declare_cost() -> None:
 
 
 def window_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, scale: float, heads: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    scale: float,
+    heads: int | None = None,
 ) -> Tensor:
     """Softmax attention for q, k, v `[windows, n, heads * d]`, of the same shape.
 
@@ -155,7 +186,9 @@ def _side(count: int) -> int:
     return max(16, 1 << (count - 1).bit_length())
 
 
-def _shape(q: Tensor, bias: Tensor | None, mask: Tensor | None, heads: int) -> tuple[tuple[int], dict[str, Any]]:
+def _shape(
+    q: Tensor, bias: Tensor | None, mask: Tensor | None, heads: int
+) -> tuple[tuple[int], dict[str, Any]]:
     n, depth = q.shape[1], q.shape[2] // heads
     side = _side(n)
     warps = (
@@ -170,14 +203,22 @@ def _shape(q: Tensor, bias: Tensor | None, mask: Tensor | None, heads: int) -> t
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, scale: float, heads: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    scale: float,
+    heads: int,
 ) -> Tensor:
     out = q.new_empty(q.shape)
     if out.numel():
         from dpfed.accel.windows import attend
 
         q, k, v = (x.contiguous() for x in (q, k, v))
-        added = (q if x is None else x.contiguous() for x in (bias, mask))  # what is not there is not read
+        added = (
+            q if x is None else x.contiguous() for x in (bias, mask)
+        )  # what is not there is not read
         grid, options = _shape(q, bias, mask, heads)
         with accel.on(q):
             attend[grid](q, k, v, *added, out, scale, **options)
@@ -185,7 +226,14 @@ def _attend(
 
 
 def _attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, scale: float, heads: int
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    scale: float,
+    heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     outs = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     if grad.numel():
@@ -208,13 +256,24 @@ def _reorder(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
         rows, columns = 16, min(128, _side(width))
         grid = (-(-count // rows), -(-width // columns))
         with accel.on(x):
-            reorder[grid](x.contiguous(), index, out, count, N=x.shape[1], WIDTH=width, ROWS=rows, COLUMNS=columns)
+            reorder[grid](
+                x.contiguous(),
+                index,
+                out,
+                count,
+                N=x.shape[1],
+                WIDTH=width,
+                ROWS=rows,
+                COLUMNS=columns,
+            )
     return out
 
 
 def _define() -> None:
     inputs = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, float scale, int heads"
-    op = torch.library.custom_op("dpfed::window_attention", _attend, mutates_args=(), schema=f"({inputs}) -> Tensor")
+    op = torch.library.custom_op(
+        "dpfed::window_attention", _attend, mutates_args=(), schema=f"({inputs}) -> Tensor"
+    )
     back = torch.library.custom_op(
         "dpfed::window_attention_backward",
         _attend_backward,
@@ -222,10 +281,15 @@ def _define() -> None:
         schema=f"(Tensor grad, {inputs}) -> (Tensor, Tensor, Tensor)",
     )
     rows = torch.library.custom_op(
-        "dpfed::reorder", _reorder, mutates_args=(), schema="(Tensor x, Tensor index, Tensor inverse) -> Tensor"
+        "dpfed::reorder",
+        _reorder,
+        mutates_args=(),
+        schema="(Tensor x, Tensor index, Tensor inverse) -> Tensor",
     )
     op.register_fake(lambda q, *_: q.new_empty(q.shape))
-    back.register_fake(lambda grad, q, k, v, *_: (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)))
+    back.register_fake(
+        lambda grad, q, k, v, *_: (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
+    )
     rows.register_fake(lambda x, index, inverse: x.new_empty(x.shape))
     op.register_autograd(_gradient, setup_context=_keep)
     rows.register_autograd(_order_back, setup_context=_keep_order)
@@ -237,7 +301,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradient(ctx: Any, grad: Tensor) -> Any:
-    grads = torch.ops.dpfed.window_attention_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.heads)
+    grads = torch.ops.dpfed.window_attention_backward(
+        grad, *ctx.saved_tensors, ctx.scale, ctx.heads
+    )
     return *grads, None, None, None, None
 
 

@@ -38,7 +38,7 @@ def per_sample(x: Tensor, samples: int, module: nn.Module) -> Tensor:
     return x.reshape(samples, x.shape[0] // samples, *x.shape[1:])
 
 
-class TwinLinear(nn.Linear):
+class BatchedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.dim() == 2:
             return super().forward(x)
@@ -77,7 +77,9 @@ class TwinGroupNorm(nn.GroupNorm):
         weight = self.weight
         if weight is None or weight.dim() == 1:
             return super().forward(x)
-        y = per_sample(F.group_norm(x, self.num_groups, None, None, self.eps), weight.shape[0], self)
+        y = per_sample(
+            F.group_norm(x, self.num_groups, None, None, self.eps), weight.shape[0], self
+        )
         spread = (weight.shape[0], 1, self.num_channels, *([1] * (x.dim() - 2)))
         y = y * weight.view(spread) + self.bias.view(spread)
         return y.flatten(0, 1)
@@ -107,7 +109,9 @@ class TwinConv2d(nn.Conv2d):
         samples = self.weight.shape[0]
         per = per_sample(x, samples, self)
         if self.padding_mode != "zeros":
-            per = F.pad(per.flatten(0, 1), self._reversed_padding_repeated_twice, self.padding_mode).view(
+            per = F.pad(
+                per.flatten(0, 1), self._reversed_padding_repeated_twice, self.padding_mode
+            ).view(
                 *per.shape[:2], per.shape[2], *_padded(per, self._reversed_padding_repeated_twice)
             )
         padding: Any = self.padding if self.padding_mode == "zeros" else 0
@@ -118,21 +122,30 @@ class TwinConv2d(nn.Conv2d):
         inner = per.transpose(0, 1).flatten(1, 2).to(dtype)  # [k, M*c, h, w]: one group per sample
         weight = self.weight.flatten(0, 1).to(dtype)
         bias = None if self.bias is None else self.bias.reshape(-1).to(dtype)
-        y = F.conv2d(inner, weight, bias, self.stride, padding, self.dilation, samples * self.groups)
+        y = F.conv2d(
+            inner, weight, bias, self.stride, padding, self.dilation, samples * self.groups
+        )
         y = y.view(y.shape[0], samples, self.out_channels, *y.shape[2:]).transpose(0, 1)
         return y.flatten(0, 1).to(x.dtype)
 
     def _as_product(self, per: Tensor) -> bool:
         """Whether the convolution is plain enough for a product for each sample, and quicker as one."""
         plain = self.groups == 1 and per.shape[1] == 1 and max(self.dilation) == 1
-        return plain and self.padding_mode == "zeros" and not isinstance(self.padding, str) and self._pays(per)
+        return (
+            plain
+            and self.padding_mode == "zeros"
+            and not isinstance(self.padding, str)
+            and self._pays(per)
+        )
 
     def _pays(self, x: Tensor) -> bool:
         """A convolution with a group for each sample finds no good kernel on a GPU, and matrix units want products. A CPU's is
         good where there are many places or few weights (measured on one and two threads)."""
         if x.device.type != "cpu" or _short_on_cpu(x) or self.kernel_size == (1, 1):
             return True
-        return max(prod(places(x.shape, *self._sizes)), 100) < min(self.in_channels, self.out_channels)
+        return max(prod(places(x.shape, *self._sizes)), 100) < min(
+            self.in_channels, self.out_channels
+        )
 
     @property
     def _sizes(self) -> Any:
@@ -141,7 +154,11 @@ class TwinConv2d(nn.Conv2d):
     def _product(self, x: Tensor) -> Tensor:
         """Weights `[M, o, c*h*w]` times the patches that they see, as columns `[M, c*h*w, places]`."""
         columns, weight = patches(x, *self._sizes), self.weight.flatten(2)
-        y = torch.bmm(weight, columns) if self.bias is None else torch.baddbmm(self.bias.unsqueeze(2), weight, columns)
+        y = (
+            torch.bmm(weight, columns)
+            if self.bias is None
+            else torch.baddbmm(self.bias.unsqueeze(2), weight, columns)
+        )
         return y.view(*y.shape[:2], *places(x.shape, *self._sizes))
 
 
@@ -154,7 +171,7 @@ def _padded(per: Tensor, pad: list[int]) -> tuple[int, int]:
 
 
 TWINS: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Linear: TwinLinear,
+    nn.Linear: BatchedLinear,
     nn.LayerNorm: TwinLayerNorm,
     nn.GroupNorm: TwinGroupNorm,
     nn.Embedding: TwinEmbedding,
@@ -164,13 +181,13 @@ TWINS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 @once
-def vmap_twin(cls: type[nn.Module]) -> type[nn.Module]:
+def vmap_layer(cls: type[nn.Module]) -> type[nn.Module]:
     """The general way: any module, by `vmap` of its own forward over samples and weight copies."""
     return _mapped_twin(cls, lambda one, axes: torch.vmap(one, (0, *axes), randomness="different"))
 
 
 @once
-def loop_twin(cls: type[nn.Module]) -> type[nn.Module]:
+def loop_layer(cls: type[nn.Module]) -> type[nn.Module]:
     """Return the slow way: one call of the module for each record, with that record's weights."""
     return _mapped_twin(cls, _by_loop)
 
@@ -193,7 +210,9 @@ def _mapped_twin(cls: type[nn.Module], mapped: Mapping) -> type[nn.Module]:
     """Return a class whose forward is `mapped` over samples and weight copies."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        batched: dict[str, Tensor] = {n: p for n, p in self.named_parameters() if p.dim() > self._plain_dims[n]}  # type: ignore[index]
+        batched: dict[str, Tensor] = {
+            n: p for n, p in self.named_parameters() if p.dim() > self._plain_dims[n]
+        }  # type: ignore[index]
         if not batched:
             return cls.forward(self, *args, **kwargs)
         samples = next(iter(batched.values())).shape[0]
@@ -202,9 +221,14 @@ def _mapped_twin(cls: type[nn.Module], mapped: Mapping) -> type[nn.Module]:
         # found, while a shared argument could look batched at some later number of records.
         known: dict[int, list[int | None]] = self.__dict__.setdefault("_axes", {})
         axes = known.get(len(flat)) or [0 if _is_batched(leaf, samples) else None for leaf in flat]
-        if samples > 1:  # with a single record everything looks batched, and either reading is right
+        if (
+            samples > 1
+        ):  # with a single record everything looks batched, and either reading is right
             known[len(flat)] = axes
-        split = [per_sample(leaf, samples, self) if axis == 0 else leaf for leaf, axis in zip(flat, axes, strict=True)]
+        split = [
+            per_sample(leaf, samples, self) if axis == 0 else leaf
+            for leaf, axis in zip(flat, axes, strict=True)
+        ]
 
         # a dropout inside drops by its own record's key
         keys = {n: b for n, b in self.named_buffers() if n.rpartition(".")[2] == KEY and b.numel()}
@@ -213,7 +237,9 @@ def _mapped_twin(cls: type[nn.Module], mapped: Mapping) -> type[nn.Module]:
 
         def single(weights: dict[str, Tensor], *leaves: Any) -> Any:
             one_args, one_kwargs = torch.utils._pytree.tree_unflatten(list(leaves), spec)
-            form[:] = torch.utils._pytree.tree_flatten(torch.func.functional_call(self, weights, one_args, one_kwargs))
+            form[:] = torch.utils._pytree.tree_flatten(
+                torch.func.functional_call(self, weights, one_args, one_kwargs)
+            )
             return [y for y in form[0] if isinstance(y, Tensor)]  # vmap returns nothing but tensors
 
         tensors = iter(mapped(single, axes)(batched, *split))
@@ -227,19 +253,19 @@ def _is_batched(leaf: Any, samples: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] % samples == 0
 
 
-def install_twin(module: nn.Module, twin: type[nn.Module]) -> None:
+def install_batched_layer(module: nn.Module, twin: type[nn.Module]) -> None:
     """Exchanges the class in place; the module keeps its name, its parameters and its hooks."""
     module.__class__ = twin
 
 
-def special_twin(module: nn.Module, parent: nn.Module | None) -> bool:
+def special_batched_layer(module: nn.Module, parent: nn.Module | None) -> bool:
     """Modules whose parameter is used by the module above them. Swin's position bias takes no input: the number of
     windows that each record was folded into is known only to the attention that asks for it."""
     if type(module).__name__ != "SwinRelativePositionBias" or parent is None:
         return False
-    install_twin(module, _swin_bias_twin(type(module)))
+    install_batched_layer(module, _swin_bias_twin(type(module)))
     module._windows = 1  # type: ignore[assignment]
-    install_twin(parent, _swin_attention_twin(type(parent)))
+    install_batched_layer(parent, _swin_attention_twin(type(parent)))
     return True
 
 
@@ -249,7 +275,9 @@ def _swin_bias_twin(cls: type[nn.Module]) -> type[nn.Module]:
         table = self.relative_position_bias_table
         if table.dim() == 2:
             return cls.forward(self)  # type: ignore[no-any-return]
-        bias = table[:, self.relative_position_index].unflatten(1, (self.window_area, self.window_area))
+        bias = table[:, self.relative_position_index].unflatten(
+            1, (self.window_area, self.window_area)
+        )
         return bias.permute(0, 3, 1, 2).repeat_interleave(self._windows, 0)  # type: ignore[no-any-return]
 
     return type(f"Twin{cls.__name__}", (cls,), {"forward": forward, "__module__": __name__})

@@ -25,8 +25,15 @@ class Compiled:
     def __init__(self, plain: Callable[..., Tensor], model: nn.Module, **options: Any) -> None:
         # Each kind of layer in each stage is a version of one function, of which eight are allowed by default.
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-        self._plain, self._layers, self._options = plain, repeated(model), {"dynamic": False, **options}
-        self._ways = [*([("layer by layer", self._by_layers)] if self._layers else []), ("as a whole", self._whole)]
+        self._plain, self._layers, self._options = (
+            plain,
+            repeated(model),
+            {"dynamic": False, **options},
+        )
+        self._ways = [
+            *([("layer by layer", self._by_layers)] if self._layers else []),
+            ("as a whole", self._whole),
+        ]
         self._now: Callable[..., Tensor] | None = None
 
     def __call__(self, *arguments: Any) -> Tensor:
@@ -37,7 +44,9 @@ class Compiled:
                     return self._now(*arguments)
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # compilers fail in many ways, and none of them is worth a run
+            except (
+                Exception
+            ) as error:  # compilers fail in many ways, and none of them is worth a run
                 self._give_up(error)
         return self._plain(*arguments)
 
@@ -55,12 +64,16 @@ class Compiled:
         self._now = None
         for layer in self._layers:
             layer._compiled_call_impl = None
-        LOG.warning("the model cannot be compiled %s and runs without it: %s", how, reason_of(error))
+        LOG.warning(
+            "the model cannot be compiled %s and runs without it: %s", how, reason_of(error)
+        )
 
 
 def reason_of(error: Exception) -> str:
     """The first words of an error that say something; compilers begin with who has raised it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
+        type(error).__name__
+    ]
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:240]
 
 
@@ -68,7 +81,11 @@ def repeated(model: nn.Module) -> list[nn.Module]:
     """The layers that a model has rows of: members of the innermost lists whose members are of one kind."""
 
     def is_row(module: nn.Module) -> bool:
-        return isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(layer) for layer in module}) == 1
+        return (
+            isinstance(module, nn.ModuleList)
+            and len(module) > 1
+            and len({type(layer) for layer in module}) == 1
+        )
 
     def is_innermost(row: nn.Module) -> bool:
         return not any(is_row(inner) for layer in row.children() for inner in layer.modules())

@@ -21,7 +21,13 @@ from dpfed.model.fast_paths.layer_norm import fuse_norms
 from dpfed.model.fast_paths.lora_product import fuse_lora
 from dpfed.model.fast_paths.swin import fuse_windows
 from dpfed.model.parameter_vector import Space
-from dpfed.model.per_sample.batched_layers import TWINS, TwinLinear, install_twin, special_twin, vmap_twin
+from dpfed.model.per_sample.batched_layers import (
+    TWINS,
+    BatchedLinear,
+    install_batched_layer,
+    special_batched_layer,
+    vmap_layer,
+)
 from dpfed.model.per_sample.compiled import Compiled
 from dpfed.model.per_sample.keyed_dropout import install_keyed_dropout
 from dpfed.model.per_sample.row_layout import Layout
@@ -62,7 +68,9 @@ class PerSample:
         self.correct = correct
         self.rows = rows
         self._many = 16.0
-        self._alone = threading.Lock()  # weights are exchanged inside the modules: one thread at a time
+        self._alone = (
+            threading.Lock()
+        )  # weights are exchanged inside the modules: one thread at a time
         self.dtype = torch.float32
         self._turned = _turned(model, space)
         self._copied, self._raw = Layout(space, self._turned, step=64), Layout(space, self._turned)
@@ -92,7 +100,9 @@ class PerSample:
             weights.update(dict.fromkeys(self._keys, keys))
         losses = self.loss(self.forward(self.model, weights, inputs), labels)
         if losses.shape != labels.shape[:1]:
-            raise ValueError(f"the loss has shape {tuple(losses.shape)} for {len(labels)} records: one each is needed")
+            raise ValueError(
+                f"the loss has shape {tuple(losses.shape)} for {len(labels)} records: one each is needed"
+            )
         return losses.sum()
 
     @property
@@ -110,7 +120,12 @@ class PerSample:
         return tuple(key.rpartition(".")[0] for key in self._keys)
 
     def grads(
-        self, theta: Tensor, client: Tensor, inputs: Batch, labels: Tensor, keys: Tensor | None = None
+        self,
+        theta: Tensor,
+        client: Tensor,
+        inputs: Batch,
+        labels: Tensor,
+        keys: Tensor | None = None,
     ) -> list[Tensor]:
         """Per-sample gradients `[M, n]`, one for each trainable tensor in the order of the space.
 
@@ -120,17 +135,27 @@ class PerSample:
             return [theta.new_zeros(0, shape.numel()) for shape in self.space.shapes]
         grads = self.raw_grads(theta, client, inputs, labels, keys)
         return [
-            grad.view(len(client), shape[1], shape[0]).transpose(1, 2).reshape(len(client), -1) if turned else grad
+            grad.view(len(client), shape[1], shape[0]).transpose(1, 2).reshape(len(client), -1)
+            if turned
+            else grad
             for grad, shape, turned in zip(grads, self.space.shapes, self._turned, strict=True)
         ]
 
     def raw_grads(
-        self, theta: Tensor, client: Tensor, inputs: Batch, labels: Tensor, keys: Tensor | None = None
+        self,
+        theta: Tensor,
+        client: Tensor,
+        inputs: Batch,
+        labels: Tensor,
+        keys: Tensor | None = None,
     ) -> list[Tensor]:
         """`grads` as the backward pass leaves them, without a copy; `ordered` is for what is made of them."""
         copies = self._copies(theta, client)
         with torch.enable_grad():
-            weights = [c.transpose(1, 2) if turned else c for c, turned in zip(copies, self._turned, strict=True)]
+            weights = [
+                c.transpose(1, 2) if turned else c
+                for c, turned in zip(copies, self._turned, strict=True)
+            ]
             with self._alone:
                 total = self._losses(weights, keys, dict(inputs), labels)
             grads = torch.autograd.grad(total, copies, allow_unused=True)
@@ -166,7 +191,9 @@ class PerSample:
         count, step = len(next(iter(inputs.values()))), max(1, int(rows))
         with torch.no_grad(), self._alone:
             parts = [
-                self.forward(self.model, dict(weights), {name: x[i : i + step] for name, x in inputs.items()})
+                self.forward(
+                    self.model, dict(weights), {name: x[i : i + step] for name, x in inputs.items()}
+                )
                 for i in range(0, max(count, 1), step)
             ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -175,13 +202,17 @@ class PerSample:
         """Each record's own copy of every trainable tensor, gathered in one go into rows whose pieces are aligned for matrix
         units."""
         rows = self._copied.rows(theta, self.dtype)
-        spread = rows.expand(len(client), -1) if theta.shape[0] == 1 else rows.index_select(0, client)
+        spread = (
+            rows.expand(len(client), -1) if theta.shape[0] == 1 else rows.index_select(0, client)
+        )
         return [
             spread[:, at : at + shape.numel()]
             .view(len(client), *(reversed(shape) if turned else shape))
             .detach()
             .requires_grad_(True)
-            for at, shape, turned in zip(self._copied.starts, self.space.shapes, self._turned, strict=False)
+            for at, shape, turned in zip(
+                self._copied.starts, self.space.shapes, self._turned, strict=False
+            )
         ]
 
 
@@ -190,7 +221,7 @@ def _turned(model: nn.Module, space: Space) -> list[bool]:
     its gradient comes out transposed: held this way it needs no copy."""
     modules = dict(model.named_modules(remove_duplicate=False))
     return [
-        type(modules.get(name.rpartition(".")[0])) is TwinLinear and len(shape) == 2
+        type(modules.get(name.rpartition(".")[0])) is BatchedLinear and len(shape) == 2
         for name, shape in zip(space.names, space.shapes, strict=True)
     ]
 
@@ -200,7 +231,9 @@ def call(model: nn.Module, weights: dict[str, Tensor], inputs: Batch) -> Tensor:
     out = torch.func.functional_call(model, weights, (), dict(inputs))
     logits = getattr(out, "logits", out)
     if not isinstance(logits, Tensor):
-        raise DpfedError(f"{type(model).__name__} returns {type(out).__name__} without logits, so it has no loss here")
+        raise DpfedError(
+            f"{type(model).__name__} returns {type(out).__name__} without logits, so it has no loss here"
+        )
     return logits
 
 
@@ -229,7 +262,9 @@ def refuse_batch_norm(model: nn.Module) -> None:
         if not isinstance(module, _BatchNorm):
             continue
         learns = any(p.requires_grad for p in module.parameters())
-        if module.training or learns or module.running_mean is None:  # without running statistics it mixes in eval too
+        if (
+            module.training or learns or module.running_mean is None
+        ):  # without running statistics it mixes in eval too
             raise DpfedError(
                 f"{name} is a {type(module).__name__} that mixes the records of a batch, so no record's gradient is its "
                 "own: replace it by GroupNorm, or keep it frozen in eval mode (model.eval() and train = lora or head)"
@@ -246,17 +281,27 @@ def install_twins(model: nn.Module, space: Space) -> None:
         if id(parameter) not in trained:
             continue
         owner = tensor.rpartition(".")[0]
-        while isinstance(modules[owner], nn.ParameterDict | nn.ParameterList | nn.ModuleDict | nn.ModuleList):
-            owner = owner.rpartition(".")[0]  # containers have no forward: the module above reads the tensor
+        while isinstance(
+            modules[owner], nn.ParameterDict | nn.ParameterList | nn.ModuleDict | nn.ModuleList
+        ):
+            owner = owner.rpartition(".")[
+                0
+            ]  # containers have no forward: the module above reads the tensor
         module = modules[owner]
-        if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
+        if isinstance(module, nn.Embedding) and (
+            module.max_norm is not None or module.scale_grad_by_freq
+        ):
             raise DpfedError(
                 f"{owner} is an Embedding with max_norm or scale_grad_by_freq, which mix records: switch them off"
             )
-        if hasattr(module, "_plain_dims") or hasattr(module, "_windows") or type(module) in TWINS.values():
+        if (
+            hasattr(module, "_plain_dims")
+            or hasattr(module, "_windows")
+            or type(module) in TWINS.values()
+        ):
             continue
         if type(module) in TWINS and all(id(p) in trained for p in module.parameters()):
-            install_twin(module, TWINS[type(module)])
-        elif not special_twin(module, modules.get(owner.rpartition(".")[0])):
+            install_batched_layer(module, TWINS[type(module)])
+        elif not special_batched_layer(module, modules.get(owner.rpartition(".")[0])):
             module._plain_dims = {n: p.dim() for n, p in module.named_parameters()}
-            install_twin(module, vmap_twin(type(module)))
+            install_batched_layer(module, vmap_layer(type(module)))

@@ -25,7 +25,7 @@ class _WholeError(Exception):
 
 
 @dataclass(frozen=True)
-class Split:
+class HeadSplit:
     """frozen: its scores are the features. head: takes features for records. size: bytes of one record's features."""
 
     frozen: PerSample
@@ -33,20 +33,23 @@ class Split:
     size: int
 
 
-def split(model: PerSample, theta: Tensor, blank: Batch) -> Split | str:
+def split(model: PerSample, theta: Tensor, blank: Batch) -> HeadSplit | str:
     """The two parts, tried on blank records; or why there are none, as the end of a sentence."""
-    found: Split | str = "what is trained is not one module behind a frozen part"
+    found: HeadSplit | str = "what is trained is not one module behind a frozen part"
     for name in heads_of(model.model, model.space.names):
         found = _split_at(name, model, theta, blank)
-        if isinstance(found, Split):
+        if isinstance(found, HeadSplit):
             break
     return found
 
 
-def _split_at(name: str, model: PerSample, theta: Tensor, blank: Batch) -> Split | str:
+def _split_at(name: str, model: PerSample, theta: Tensor, blank: Batch) -> HeadSplit | str:
     if any(not layer.startswith(f"{name}.") for layer in model.dropout):
         return f"{DROPOUT} before {name} (model.drop_path = 0 switches it off for images, model.dropout = 0 for texts)"
-    frozen, head = model.through(_up_to(name, model.forward), name), model.through(_from(name), name)
+    frozen, head = (
+        model.through(_up_to(name, model.forward), name),
+        model.through(_from(name), name),
+    )
     head.rows = max(ROWS, model.rows)
     moved = theta + torch.linspace(
         -0.1, 0.1, len(theta), device=theta.device
@@ -55,13 +58,15 @@ def _split_at(name: str, model: PerSample, theta: Tensor, blank: Batch) -> Split
         features, begun = frozen.scores(moved, blank), frozen.scores(theta, blank)
         size = features[0].numel() * features.element_size()
         alone, within = head.scores(moved, {FEATURES: features}), model.scores(moved, blank)
-    except Exception:  # a model of any make is tried here, and without features it is computed as a whole
+    except (
+        Exception
+    ):  # a model of any make is tried here, and without features it is computed as a whole
         return f"the output of {type(model.model).__name__} is not that of {name} for one tensor of numbers"
     if alone.shape != within.shape or not torch.allclose(alone, within, *_rounding(within.dtype)):
         return f"{name} gives another output by itself than in {type(model.model).__name__}"
     if not torch.allclose(features, begun, *_rounding(features.dtype)):
         return f"what enters {name} follows from its own weights too"
-    return Split(frozen, head, size)
+    return HeadSplit(frozen, head, size)
 
 
 def _rounding(dtype: torch.dtype) -> tuple[float, float]:
@@ -97,7 +102,12 @@ def _up_to(name: str, forward: Forward) -> Forward:
         left: list[Any] = []
 
         def before(module: nn.Module, args: tuple[Any, ...], keys: dict[str, Any]) -> None:
-            if len(args) != 1 or keys or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+            if (
+                len(args) != 1
+                or keys
+                or not isinstance(args[0], Tensor)
+                or not args[0].is_floating_point()
+            ):
                 raise _WholeError
             entered.append(args[0].detach().clone())  # a head may begin with an operation in place
 
@@ -105,14 +115,22 @@ def _up_to(name: str, forward: Forward) -> Forward:
             left.append(out)
 
         head = model.get_submodule(name)
-        hooks = [head.register_forward_pre_hook(before, with_kwargs=True), head.register_forward_hook(after)]
+        hooks = [
+            head.register_forward_pre_hook(before, with_kwargs=True),
+            head.register_forward_hook(after),
+        ]
         try:
             scores = forward(model, weights, inputs)
         finally:
             for hook in hooks:
                 hook.remove()
         records = len(next(iter(inputs.values())))
-        if len(left) != 1 or left[0] is not scores or entered[0].dim() < 2 or len(entered[0]) != records:
+        if (
+            len(left) != 1
+            or left[0] is not scores
+            or entered[0].dim() < 2
+            or len(entered[0]) != records
+        ):
             raise _WholeError
         return entered[0]
 
@@ -124,7 +142,9 @@ def _from(name: str) -> Forward:
 
     def scores(model: nn.Module, weights: dict[str, Tensor], inputs: Batch) -> Tensor:
         own = {tensor.removeprefix(f"{name}."): w for tensor, w in weights.items()}
-        out: Tensor = torch.func.functional_call(model.get_submodule(name), own, (inputs[FEATURES],))
+        out: Tensor = torch.func.functional_call(
+            model.get_submodule(name), own, (inputs[FEATURES],)
+        )
         return out
 
     return scores

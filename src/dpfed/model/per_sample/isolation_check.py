@@ -20,12 +20,18 @@ from dpfed.errors import DpfedError
 from dpfed.model.per_sample.gradients import Batch, PerSample
 
 RECORDS = 3
-TOLERANCE, JUMP, EXACT = 1e-3, 0.1, 1e-7  # of a tensor's gradient: rounding; what a ReLU may add; double precision
+TOLERANCE, JUMP, EXACT = (
+    1e-3,
+    0.1,
+    1e-7,
+)  # of a tensor's gradient: rounding; what a ReLU may add; double precision
 DRAWS = 16  # of other weights; deep networks have a ReLU near zero with most of them
 ROUNDING = 1e-6  # of the whole gradient: a key's bias has gradient zero behind a softmax, and only rounding is left
 
 
-def check_alive(model: PerSample, theta: Tensor, inputs: Batch, classes: int, generator: torch.Generator) -> None:
+def check_alive(
+    model: PerSample, theta: Tensor, inputs: Batch, classes: int, generator: torch.Generator
+) -> None:
     """Raises DpfedError that names the tensor; costs a handful of forward passes on `RECORDS` synthetic records."""
     buffers = {name: b.clone() for name, b in model.model.named_buffers()}
     rows, client, labels = _wiggled(theta, generator), _clients(theta), _labels(theta, classes)
@@ -77,7 +83,9 @@ def _way_out(model: PerSample) -> str:
     return "choose another model"
 
 
-def check_apart(model: PerSample, theta: Tensor, inputs: Batch, classes: int, generator: torch.Generator) -> None:
+def check_apart(
+    model: PerSample, theta: Tensor, inputs: Batch, classes: int, generator: torch.Generator
+) -> None:
     """In the run's own precision: a record whose numbers are no numbers must leave those of the others as they are."""
     rows, client, labels = _wiggled(theta, generator), _clients(theta), _labels(theta, classes)
     keys = torch.arange(RECORDS, device=theta.device) if model.has_dropout else None
@@ -91,7 +99,9 @@ def check_apart(model: PerSample, theta: Tensor, inputs: Batch, classes: int, ge
             f"{here} a record that is not finite stops the pass of all: {_first_line(error)}; freeze the module named there"
         ) from error
     if not all(bool(g.isfinite().all()) for g in sound):
-        raise DpfedError(f"{here} gradients near the initial weights are not finite: take another precision")
+        raise DpfedError(
+            f"{here} gradients near the initial weights are not finite: take another precision"
+        )
     name, off = _farthest(model, beside, sound, max(ROUNDING, torch.finfo(model.dtype).eps))
     # Whatever NaN reaches is NaN too; the rest may be added up in another order.
     if not off <= JUMP:
@@ -114,14 +124,20 @@ def _labels(theta: Tensor, classes: int) -> Tensor:
     return (torch.arange(RECORDS) % classes).to(theta.device)
 
 
-def _one_by_one(model: PerSample, rows: Tensor, client: Tensor, inputs: Batch, labels: Tensor) -> list[Tensor]:
+def _one_by_one(
+    model: PerSample, rows: Tensor, client: Tensor, inputs: Batch, labels: Tensor
+) -> list[Tensor]:
     """The records' gradients `[M, n]` for each tensor, each by itself with its own client's plain weights: no twin, no copies."""
     records = [_single(model, rows, client, inputs, labels, j) for j in range(RECORDS)]
     return [torch.stack(of_tensor) for of_tensor in zip(*records, strict=True)]
 
 
-def _single(model: PerSample, rows: Tensor, client: Tensor, inputs: Batch, labels: Tensor, j: int) -> list[Tensor]:
-    weights = {n: w.clone().requires_grad_() for n, w in model.space.unflatten(rows[client[j]]).items()}
+def _single(
+    model: PerSample, rows: Tensor, client: Tensor, inputs: Batch, labels: Tensor, j: int
+) -> list[Tensor]:
+    weights = {
+        n: w.clone().requires_grad_() for n, w in model.space.unflatten(rows[client[j]]).items()
+    }
     one = {name: x[j : j + 1] for name, x in inputs.items()}
     with torch.enable_grad():
         loss = model.loss(model.forward(model.model, dict(weights), one), labels[j : j + 1]).sum()
@@ -133,7 +149,10 @@ def _single(model: PerSample, rows: Tensor, client: Tensor, inputs: Batch, label
 
 
 def _farthest(
-    model: PerSample, together: Sequence[Tensor], alone: Sequence[Tensor], rounding: float = ROUNDING
+    model: PerSample,
+    together: Sequence[Tensor],
+    alone: Sequence[Tensor],
+    rounding: float = ROUNDING,
 ) -> tuple[str, float]:
     """The tensor whose gradients differ most, and by which share of their size."""
     floor = rounding * torch.cat(list(alone), dim=1).norm()
@@ -153,14 +172,19 @@ def _each_agrees_once(
         alone = _one_by_one(model, rows, client, inputs, labels)
         for j in sorted(left):
             one = slice(j, j + 1)
-            if _farthest(model, [g[one] for g in together], [g[one] for g in alone])[1] <= TOLERANCE:
+            if (
+                _farthest(model, [g[one] for g in together], [g[one] for g in alone])[1]
+                <= TOLERANCE
+            ):
                 left.remove(j)
         if not left:
             return True
     return False
 
 
-def _agrees_in_double(model: PerSample, rows: Tensor, client: Tensor, inputs: Batch, labels: Tensor) -> bool:
+def _agrees_in_double(
+    model: PerSample, rows: Tensor, client: Tensor, inputs: Batch, labels: Tensor
+) -> bool:
     """Not all devices have it, and not all models can: then it does not."""
     before = model.dtype
     numbers = {name: p.data for name, p in model.model.named_parameters()}
@@ -169,7 +193,12 @@ def _agrees_in_double(model: PerSample, rows: Tensor, client: Tensor, inputs: Ba
         model.to(torch.float64)
         rows = rows.double()
         together = model.grads(rows, client, inputs, labels)
-        return _farthest(model, together, _one_by_one(model, rows, client, inputs, labels), ROUNDING**2)[1] <= EXACT
+        return (
+            _farthest(
+                model, together, _one_by_one(model, rows, client, inputs, labels), ROUNDING**2
+            )[1]
+            <= EXACT
+        )
     except Exception:  # models fail in their own ways
         return False
     finally:  # what was there before, not a copy of it: that would take room, and other types would not come back

@@ -48,7 +48,9 @@ def mix(x: Tensor) -> Tensor:
 def rule_of(salt: int, drop: float) -> Tensor:
     """Where a layer's stream starts, and how many of 2^24 draws it drops. A tensor, so that layers which differ in nothing
     else are one compilation."""
-    start = (salt * _GOLDEN + 2**63) % 2**64 - 2**63  # wrapped by hand: a Python number must fit int64
+    start = (
+        salt * _GOLDEN + 2**63
+    ) % 2**64 - 2**63  # wrapped by hand: a Python number must fit int64
     return torch.tensor([start, math.ceil(drop * 2**24)])
 
 
@@ -56,7 +58,9 @@ def keep_mask(key: Tensor, rule: Tensor, width: int) -> Tensor:
     """`[M]` keys -> `[M, width]` booleans that are true with probability 1 - drop."""
     start, dropped = rule
     stream = mix(key + start).unsqueeze(1)
-    bits = mix(stream ^ torch.arange(width, device=key.device))  # not a product: compilers fold it into huge constants
+    bits = mix(
+        stream ^ torch.arange(width, device=key.device)
+    )  # not a product: compilers fold it into huge constants
     kept: Tensor = ((bits >> 40) & 0xFFFFFF) >= dropped
     return kept
 
@@ -73,7 +77,9 @@ def drop_path_twin(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         return _drop(x, getattr(self, KEY, None), getattr(self, RULE, None), whole=True)
 
-    return type(f"Keyed{cls.__name__}", (cls,), {"forward": forward, "_keyed": True, "__module__": __name__})
+    return type(
+        f"Keyed{cls.__name__}", (cls,), {"forward": forward, "_keyed": True, "__module__": __name__}
+    )
 
 
 def _drop(x: Tensor, key: Tensor | None, rule: Tensor | None, whole: bool) -> Tensor:
@@ -81,13 +87,17 @@ def _drop(x: Tensor, key: Tensor | None, rule: Tensor | None, whole: bool) -> Te
         return x
     samples = key.shape[0]
     if x.shape[0] % samples:
-        raise ValueError(f"dropout got a leading axis of {x.shape[0]} for {samples} records, which is no multiple")
+        raise ValueError(
+            f"dropout got a leading axis of {x.shape[0]} for {samples} records, which is no multiple"
+        )
     if not whole and not torch.compiler.is_compiling() and _fits(x, key, rule):
         y: Tensor = KeyedDropout.apply(x, key, rule)  # type: ignore[no-untyped-call]
         return y
     keep = keep_mask(key, rule, 1 if whole else x.numel() // samples)
     scale = 1 / (1 - rule[1].float() * 2.0**-24)
-    mask = torch.where(keep, scale, 0.0).to(x.dtype)  # a product would be no number where all are dropped
+    mask = torch.where(keep, scale, 0.0).to(
+        x.dtype
+    )  # a product would be no number where all are dropped
     if whole:
         return x * mask.repeat_interleave(x.shape[0] // samples, 0).view(-1, *([1] * (x.dim() - 1)))
     return x * mask.view(x.shape)
@@ -130,7 +140,9 @@ def install_keyed_dropout(model: nn.Module) -> list[str]:
         rate = module.p if isinstance(module, TwinDropout) else module.drop_prob
         if rate:
             module.register_buffer(KEY, torch.empty(0, dtype=torch.int64), persistent=False)
-            module.register_buffer(RULE, rule_of(salt, float(rate)).to(_device(model)), persistent=False)
+            module.register_buffer(
+                RULE, rule_of(salt, float(rate)).to(_device(model)), persistent=False
+            )
             keys.append(f"{name}.{KEY}")
     return keys
 

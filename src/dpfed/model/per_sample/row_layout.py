@@ -10,7 +10,9 @@ from torch import Tensor
 
 from dpfed.model.parameter_vector import Space
 
-LARGE = 2**15  # numbers that a copy of their own is worth; an index for each number costs more than it moves
+LARGE = (
+    2**15
+)  # numbers that a copy of their own is worth; an index for each number costs more than it moves
 
 
 @dataclass
@@ -54,7 +56,9 @@ class Layout:
         places = [torch.arange(0)]
         for piece in self.pieces:
             within = piece.row + torch.arange(piece.size)
-            places.append(within if piece.sides is None else within.view(piece.sides[::-1]).t().reshape(-1))
+            places.append(
+                within if piece.sides is None else within.view(piece.sides[::-1]).t().reshape(-1)
+            )
         return torch.cat(places)
 
     def rows(self, vectors: Tensor, dtype: torch.dtype) -> Tensor:

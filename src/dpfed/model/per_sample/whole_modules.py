@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpfed.model.per_sample.batched_layers import install_twin, loop_twin, vmap_twin
+from dpfed.model.per_sample.batched_layers import install_batched_layer, loop_layer, vmap_layer
 from dpfed.model.per_sample.keyed_dropout import once
 
 
@@ -23,7 +23,7 @@ def map_whole_modules(model: nn.Module, trained: set[int]) -> None:
             continue
         mapped: Any = module
         mapped._plain_dims = {name: p.dim() for name, p in module.named_parameters()}
-        install_twin(module, make(type(module)))
+        install_batched_layer(module, make(type(module)))
 
 
 @once
@@ -35,7 +35,7 @@ def _relative_twin(cls: type[nn.Module]) -> type[nn.Module]:
             rel_embeddings = rel_embeddings[0]
         return cls.forward(self, *args, rel_embeddings=rel_embeddings, **kwargs)
 
-    mapped = vmap_twin(type(cls.__name__, (cls,), {"forward": single, "__module__": __name__}))
+    mapped = vmap_layer(type(cls.__name__, (cls,), {"forward": single, "__module__": __name__}))
 
     def forward(self: Any, *args: Any, rel_embeddings: Tensor | None = None, **kwargs: Any) -> Any:
         if rel_embeddings is not None and rel_embeddings.dim() == 2:
@@ -66,10 +66,10 @@ def _mpnet_twin(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 WHOLE = {
-    "modeling_longformer.LongformerSelfAttention": loop_twin,
+    "modeling_longformer.LongformerSelfAttention": loop_layer,
     "modeling_deberta.DisentangledSelfAttention": _relative_twin,
     "modeling_deberta_v2.DisentangledSelfAttention": _relative_twin,
     "modeling_mpnet.MPNetEncoder": _mpnet_twin,
     # `vmap` would give the padding row of its table a gradient.
-    "quant_modules.QuantEmbedding": loop_twin,
+    "quant_modules.QuantEmbedding": loop_layer,
 }

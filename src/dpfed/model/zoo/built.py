@@ -53,19 +53,25 @@ def zero_head(head: nn.Module, name: str) -> None:
     """Its last linear layer starts at zero, whatever lies before it."""
     linear = [module for module in head.modules() if isinstance(module, nn.Linear)]
     if not linear:
-        raise DpfedError(f"the head {name} is a {type(head).__name__} without a linear layer: use another model")
+        raise DpfedError(
+            f"the head {name} is a {type(head).__name__} without a linear layer: use another model"
+        )
     zero(linear[-1])
 
 
 def normalise(name: str, white: float, mean: tuple[float, ...], std: tuple[float, ...]) -> Prepare:
     """uint8 images -> float, with public constants; record by record, so nothing is learnt from the data."""
 
-    made: dict[torch.device, tuple[Tensor, Tensor]] = {}  # a captured step cannot bring numbers to the device
+    made: dict[
+        torch.device, tuple[Tensor, Tensor]
+    ] = {}  # a captured step cannot bring numbers to the device
 
     def prepare(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         x = inputs[name]
         if x.device not in made:
-            made[x.device] = tuple(torch.tensor(v, device=x.device).view(-1, 1, 1) for v in (mean, std))  # type: ignore[assignment]
+            made[x.device] = tuple(
+                torch.tensor(v, device=x.device).view(-1, 1, 1) for v in (mean, std)
+            )  # type: ignore[assignment]
         m, s = made[x.device]
         return {name: (x.float() / white - m) / s}
 
@@ -105,7 +111,9 @@ def resizing(size: int, mode: str) -> Callable[[Tensor], Tensor]:
     Torch's kernel for small images on a GPU takes longer than two products with the matrices that it stands for. A compiler
     has fusions of its own and gets the plain form.
     """
-    made: dict[tuple[torch.device, int, bool], Tensor] = {}  # a captured step cannot bring numbers to the device
+    made: dict[
+        tuple[torch.device, int, bool], Tensor
+    ] = {}  # a captured step cannot bring numbers to the device
 
     def resized(x: Tensor) -> Tensor:
         smaller = size < max(x.shape[-2:])
@@ -113,7 +121,9 @@ def resizing(size: int, mode: str) -> Callable[[Tensor], Tensor]:
             return F.interpolate(x, (size, size), mode=mode, align_corners=False, antialias=smaller)
         for side in x.shape[-2:]:
             if (x.device, side, smaller) not in made:
-                made.setdefault((x.device, side, smaller), resize_matrix(side, size, mode, smaller).to(x.device))
+                made.setdefault(
+                    (x.device, side, smaller), resize_matrix(side, size, mode, smaller).to(x.device)
+                )
         down, across = (made[x.device, side, smaller] for side in x.shape[-2:])
         return by_products(x, down, across)
 
@@ -127,7 +137,9 @@ def takes_products(x: Tensor) -> bool:
 def resize_matrix(side: int, size: int, mode: str, smaller: bool) -> Tensor:
     """What resizing does to a column of pixels, `[size, side]`: its own effect on each single pixel."""
     each = torch.eye(side).view(1, 1, side, side)
-    return F.interpolate(each, (size, side), mode=mode, align_corners=False, antialias=smaller).view(size, side)
+    return F.interpolate(
+        each, (size, side), mode=mode, align_corners=False, antialias=smaller
+    ).view(size, side)
 
 
 def by_products(x: Tensor, down: Tensor, across: Tensor) -> Tensor:
@@ -146,7 +158,9 @@ def blurred(x: Tensor) -> Tensor:
 
 def expect_images(name: str, spec: InputSpec, channels: int) -> None:
     if spec.kind != "image":
-        raise DpfedError(f"model.name = {name!r} reads images, this data has {spec.kind}: choose another model or data")
+        raise DpfedError(
+            f"model.name = {name!r} reads images, this data has {spec.kind}: choose another model or data"
+        )
     if spec.shape[0] not in (1, channels):
         raise DpfedError(
             f"model.name = {name!r} reads images of {channels} channels (grey ones are repeated), this data has "

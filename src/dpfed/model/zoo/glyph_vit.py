@@ -38,7 +38,9 @@ class GlyphViT(ModelSection):
                 f"glyph-vit reads grey images of 8x8 pixels, this data has {spec.kind} of shape {spec.shape}"
             )
         weights = self.chosen()
-        model, heads, notes = model_of(AutoModelForImageClassification, config_of(weights), weights, spec.classes)
+        model, heads, notes = model_of(
+            AutoModelForImageClassification, config_of(weights), weights, spec.classes
+        )
         mean, std = public_constants(weights) or ((0.5,), (0.5,))
         enter = normalise(spec.name, spec.white, mean, std)
         entry = ImageInput(spec, None, 1, mean, std)

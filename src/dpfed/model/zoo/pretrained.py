@@ -31,10 +31,19 @@ def folder_of(weights: str, key: str = "model.weights") -> Path | None:
     path = Path(weights).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file() and key == "model.weights":
-            raise DpfedError(f"{key} = {weights!r} has no config.json: give a folder written by save_pretrained")
+            raise DpfedError(
+                f"{key} = {weights!r} has no config.json: give a folder written by save_pretrained"
+            )
         return path
-    if path.exists() or path.is_absolute() or weights.startswith((".", "~")) or weights.count("/") > 1:
-        raise DpfedError(f"{key} = {weights!r} is not a folder: give one with config.json and model.safetensors")
+    if (
+        path.exists()
+        or path.is_absolute()
+        or weights.startswith((".", "~"))
+        or weights.count("/") > 1
+    ):
+        raise DpfedError(
+            f"{key} = {weights!r} is not a folder: give one with config.json and model.safetensors"
+        )
     return None
 
 
@@ -72,7 +81,9 @@ def reach(name: str, key: str) -> None:
                 f"{key} = {name!r}: the hub answered with error {error.code}; try a local folder"
             ) from None
         if error.code == 404 or not os.environ.get("HF_TOKEN"):
-            raise DpfedError(f"{key} = {name!r} is neither a folder here nor a public model on the hub") from None
+            raise DpfedError(
+                f"{key} = {name!r} is neither a folder here nor a public model on the hub"
+            ) from None
     except (OSError, ValueError) as error:
         reason = str(getattr(error, "reason", error))[:80]
         raise DpfedError(
@@ -87,9 +98,13 @@ def config_of(weights: str, **changes: Any) -> Any:
     know_pooled()
     name, local = source_of(weights)
     try:
-        return AutoConfig.from_pretrained(name, local_files_only=local, trust_remote_code=False, **changes)
+        return AutoConfig.from_pretrained(
+            name, local_files_only=local, trust_remote_code=False, **changes
+        )
     except Exception as error:  # values of another type or out of range raise a dozen kinds
-        raise DpfedError(f"the configuration of {weights!r} cannot be used: {first_line(error)}") from None
+        raise DpfedError(
+            f"the configuration of {weights!r} cannot be used: {first_line(error)}"
+        ) from None
 
 
 def know_pooled() -> None:
@@ -119,7 +134,9 @@ def model_of(
 ) -> tuple[nn.Module, tuple[str, ...], tuple[str, ...]]:
     """(the model in float32, its heads, notes). Without weights: random. The head is new and starts at zero, unless kept."""
     if keep_head and (weights is None or classes is None):
-        raise DpfedError('model.head = "kept" needs model.weights with a classifier in them: leave it out')
+        raise DpfedError(
+            'model.head = "kept" needs model.weights with a classifier in them: leave it out'
+        )
     if classes is not None:
         config.num_labels = classes
     if weights is None or on_meta():
@@ -144,7 +161,9 @@ def model_of(
             f"the weights in {weights!r} do not fit {type(model).__name__}: {len(wrong) or len(lacking)} tensors are "
             f"missing or of another shape, such as {example}"
         )
-    notes = (f"the weights lack {', '.join(sorted(fresh))}: trained like the head",) if fresh else ()
+    notes = (
+        (f"the weights lack {', '.join(sorted(fresh))}: trained like the head",) if fresh else ()
+    )
     return model.eval(), (*heads, *sorted(fresh)), notes
 
 
@@ -179,7 +198,9 @@ def _load(auto: Any, config: Any, weights: str) -> tuple[nn.Module, set[str], se
             output_loading_info=True,
         )
     except Exception as error:  # damaged files raise a dozen kinds
-        raise DpfedError(f"the weights in {weights!r} cannot be loaded: {first_line(error)}") from None
+        raise DpfedError(
+            f"the weights in {weights!r} cannot be loaded: {first_line(error)}"
+        ) from None
     finally:
         logging.set_verbosity(before)
     misfit = {entry if isinstance(entry, str) else entry[0] for entry in info["mismatched_keys"]}
@@ -211,7 +232,11 @@ def public_constants(weights: str | None) -> tuple[tuple[float, ...], tuple[floa
     try:
         public = json.loads(path.read_text(encoding="utf-8"))
         mean, std = (tuple(float(v) for v in public[k]) for k in ("image_mean", "image_std"))
-        if len(mean) != len(std) or not all(map(math.isfinite, (*mean, *std))) or not all(s > 0 for s in std):
+        if (
+            len(mean) != len(std)
+            or not all(map(math.isfinite, (*mean, *std)))
+            or not all(s > 0 for s in std)
+        ):
             raise ValueError(
                 "image_mean and image_std must be numbers, one of each for a channel, and image_std above 0"
             )
@@ -250,9 +275,14 @@ def hub_file(name: str, file: str) -> Path | None:
         RepositoryNotFoundError,
     )
 
-    silent = HubSilentError(f"the hub does not say whether {name} has {file}: try again with a network")
+    silent = HubSilentError(
+        f"the hub does not say whether {name} has {file}: try again with a network"
+    )
     try:
-        here, model = try_to_load_from_cache(name, file), try_to_load_from_cache(name, "config.json")
+        here, model = (
+            try_to_load_from_cache(name, file),
+            try_to_load_from_cache(name, "config.json"),
+        )
         if here is not None:
             return Path(here) if isinstance(here, str) else None
         if os.environ.get("HF_HUB_OFFLINE") == "1":
@@ -282,7 +312,9 @@ def hub_metadata(name: str) -> dict[str, dict[str, str]]:
     from huggingface_hub.errors import NotASafetensorsRepoError
     from safetensors import safe_open
 
-    silent = HubSilentError(f"the hub does not say what the weights of {name} are: try again with a network")
+    silent = HubSilentError(
+        f"the hub does not say what the weights of {name} are: try again with a network"
+    )
 
     try:
         model = try_to_load_from_cache(name, "config.json")
@@ -316,7 +348,9 @@ def padded_right(tokenizer: Any, name: str, key: str) -> Any:
     """Return the tokenizer, changed so that it pads and cuts on the right."""
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
-            raise DpfedError(f"the tokenizer of {key} = {name!r} has neither a padding nor an end token: add one")
+            raise DpfedError(
+                f"the tokenizer of {key} = {name!r} has neither a padding nor an end token: add one"
+            )
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = tokenizer.truncation_side = "right"
     return tokenizer
@@ -328,17 +362,26 @@ def plain_tokenizer(name: str, key: str) -> Any:
 
     source, local = source_of(name, key)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local, trust_remote_code=False)
-        size, special = len(tokenizer), len(tokenizer.all_special_ids)  # a damaged one may fail only here
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, local_files_only=local, trust_remote_code=False
+        )
+        size, special = (
+            len(tokenizer),
+            len(tokenizer.all_special_ids),
+        )  # a damaged one may fail only here
     except Exception as error:  # missing, damaged or unknown files raise a dozen kinds
         raise DpfedError(
             f"{key} = {name!r} has no tokenizer that can be loaded ({first_line(error)}): set model.tokenizer to a folder "
             "with tokenizer.json"
         ) from None
     if size <= special:  # made up by the library where the files are missing
-        raise DpfedError(f"{key} = {name!r} has no tokenizer: set model.tokenizer to a folder with tokenizer.json")
+        raise DpfedError(
+            f"{key} = {name!r} has no tokenizer: set model.tokenizer to a folder with tokenizer.json"
+        )
     if not tokenizer.is_fast:
-        raise DpfedError(f"{key} = {name!r} has only a slow tokenizer: convert it to one with tokenizer.json")
+        raise DpfedError(
+            f"{key} = {name!r} has only a slow tokenizer: convert it to one with tokenizer.json"
+        )
     return tokenizer
 
 
@@ -355,15 +398,21 @@ def load_tensors(model: nn.Module, weights: str, name: str, new_head: str | None
 
     path = Path(weights).expanduser()
     if not path.exists():
-        raise DpfedError(f"model.weights = {weights!r} is not a file or folder: {name} takes no names of a hub")
+        raise DpfedError(
+            f"model.weights = {weights!r} is not a file or folder: {name} takes no names of a hub"
+        )
     try:
         stored = load_file(path / "model.safetensors" if path.is_dir() else path)
         state = {key: value.float() for key, value in stored.items()}
         if new_head is not None:
             start = f"{new_head}."
-            kept = {key: value for key, value in model.state_dict().items() if key.startswith(start)}
+            kept = {
+                key: value for key, value in model.state_dict().items() if key.startswith(start)
+            }
             state = {key: value for key, value in state.items() if not key.startswith(start)} | kept
         model.load_state_dict(state)
     except Exception as error:
         # Missing and damaged files and other shapes raise kinds of their own.
-        raise DpfedError(f"model.weights = {weights!r} cannot be loaded into {name}: {first_line(error)}") from None
+        raise DpfedError(
+            f"model.weights = {weights!r} cannot be loaded into {name}: {first_line(error)}"
+        ) from None

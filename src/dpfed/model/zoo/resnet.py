@@ -75,9 +75,13 @@ class ResNet(nn.Module):
 @dataclass(frozen=True)
 class GNResNet18(ModelSection):
     name: str = "gn-resnet18"
-    train: Annotated[Literal["lora", "full", "head"], "what is trained: adapters and head, all, the head"] = "full"
+    train: Annotated[
+        Literal["lora", "full", "head"], "what is trained: adapters and head, all, the head"
+    ] = "full"
     groups: Annotated[int, Ge(1), "groups of every GroupNorm"] = 32
-    width: Annotated[int, Ge(1), "channels of the first stage; the others have 2, 4 and 8 times as many"] = 64
+    width: Annotated[
+        int, Ge(1), "channels of the first stage; the others have 2, 4 and 8 times as many"
+    ] = 64
 
     def __post_init__(self) -> None:
         if self.width % self.groups:
@@ -88,7 +92,9 @@ class GNResNet18(ModelSection):
 
     def build(self, spec: InputSpec) -> Built:
         if spec.kind != "image":
-            raise DpfedError(f"gn-resnet18 reads images, this data has {spec.kind}: choose another model or data")
+            raise DpfedError(
+                f"gn-resnet18 reads images, this data has {spec.kind}: choose another model or data"
+            )
         channels = spec.shape[0]
         model = ResNet(channels, spec.classes, self.width, self.groups)
         if self.weights not in (None, "random") and not on_meta():

@@ -56,9 +56,15 @@ DROPOUT = (
 class TextSection(ModelSection):
     """What language models share: `encode` turns texts into tokens, `encoding` names that for a cache."""
 
-    max_length: Annotated[int, Ge(2), "tokens of a record; longer texts are cut, shorter ones padded"] = 128
-    tokenizer: Annotated[str | None, "folder or hub name of the tokenizer; default: that of the weights"] = None
-    head: Annotated[Head, "new: starts at zero; kept: that of the weights, which must be for these classes"] = "new"
+    max_length: Annotated[
+        int, Ge(2), "tokens of a record; longer texts are cut, shorter ones padded"
+    ] = 128
+    tokenizer: Annotated[
+        str | None, "folder or hub name of the tokenizer; default: that of the weights"
+    ] = None
+    head: Annotated[
+        Head, "new: starts at zero; kept: that of the weights, which must be for these classes"
+    ] = "new"
     dropout: Annotated[
         float | None,
         Ge(0),
@@ -174,7 +180,9 @@ class TextSection(ModelSection):
         from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
         if spec.kind != "text":
-            raise DpfedError(f"model.name = {self.name!r} reads text, this data has {spec.kind}: choose another")
+            raise DpfedError(
+                f"model.name = {self.name!r} reads text, this data has {spec.kind}: choose another"
+            )
         auto = AutoModelForCausalLM if causal else AutoModelForSequenceClassification
         inner = inner_config(config)
         if getattr(inner, "pad_token_id", None) is None and not causal:
@@ -199,7 +207,9 @@ class TextSection(ModelSection):
         offset = position_offset(model)
         most = (getattr(inner, "max_position_embeddings", None) or length + offset + 1) - offset - 1
         if length > most:
-            raise DpfedError(f"model.max_length = {length} is more than the {most} positions of {self.name}: lower it")
+            raise DpfedError(
+                f"model.max_length = {length} is more than the {most} positions of {self.name}: lower it"
+            )
         forms = tokens(model, causal)
         return Built(
             model,
@@ -244,10 +254,14 @@ def set_dropout(config: Any, rate: float) -> None:
 
 def refuse_other_dropout(model: nn.Module, rate: float) -> None:
     """A model may have another name for it, or none at all."""
-    found = {name: layer.p for name, layer in model.named_modules() if isinstance(layer, nn.Dropout)}
+    found = {
+        name: layer.p for name, layer in model.named_modules() if isinstance(layer, nn.Dropout)
+    }
     other = next((name for name, p in found.items() if p not in (rate, 0.0)), None)
     if other is not None:
-        raise DpfedError(f"model.dropout = {rate:g} does not reach {other} of {type(model).__name__}: leave it out")
+        raise DpfedError(
+            f"model.dropout = {rate:g} does not reach {other} of {type(model).__name__}: leave it out"
+        )
     if rate and rate not in found.values():
         raise DpfedError(f"model.dropout: {type(model).__name__} has no dropout, leave it out")
 
@@ -311,8 +325,13 @@ def additive(real: Tensor, ahead: bool) -> Tensor:
     """`[M, L]` -> `[M, 1, 1 or L, L]`: 0 where a token may be looked at, the lowest number where not."""
     seen = real[:, None, None, :]
     if ahead:
-        seen = seen & torch.ones(real.shape[1], real.shape[1], dtype=torch.bool, device=real.device).tril()
-    return torch.zeros(seen.shape, device=real.device).masked_fill(~seen, torch.finfo(torch.float32).min)
+        seen = (
+            seen
+            & torch.ones(real.shape[1], real.shape[1], dtype=torch.bool, device=real.device).tril()
+        )
+    return torch.zeros(seen.shape, device=real.device).masked_fill(
+        ~seen, torch.finfo(torch.float32).min
+    )
 
 
 @dataclass(frozen=True)
@@ -329,7 +348,12 @@ class RobertaBase(TextSection):
         from transformers import RobertaConfig
 
         weights = self.chosen()
-        published = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+        published = {
+            "vocab_size": 50265,
+            "max_position_embeddings": 514,
+            "type_vocab_size": 1,
+            "layer_norm_eps": 1e-5,
+        }
         known = shape_suffices(weights)
         config = RobertaConfig(**self.shape, **published) if known else config_of(str(weights))
         refuse_other(self.name, config, {"model_type": "roberta", **self.shape}, "auto-text")
@@ -340,13 +364,17 @@ class RobertaBase(TextSection):
 class MiniLM(TextSection):
     """A pretrained language Transformer that comes by pip, for machines without a hub."""
 
-    summary: ClassVar[str] = "all-MiniLM-L6-v2, a small pretrained BERT that comes by pip (extra `text`)"
+    summary: ClassVar[str] = (
+        "all-MiniLM-L6-v2, a small pretrained BERT that comes by pip (extra `text`)"
+    )
 
     name: str = "minilm"
 
     def chosen(self) -> str:
         if self.weights == "random":
-            raise DpfedError('model.name = "minilm" comes with its weights: leave model.weights unset or give a folder')
+            raise DpfedError(
+                'model.name = "minilm" comes with its weights: leave model.weights unset or give a folder'
+            )
         return self.weights or str(package_folder())
 
     def build(self, spec: InputSpec) -> Built:

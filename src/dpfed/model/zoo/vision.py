@@ -35,7 +35,9 @@ def check_swin(name: str, image: int, patch: int, window: int, count: int, fixed
     sides = stages(image, patch, count)
     if min(sides) >= window:
         return
-    least = next(size for size in range(image, 100_000) if min(stages(size, patch, count)) >= window)
+    least = next(
+        size for size in range(image, 100_000) if min(stages(size, patch, count)) >= window
+    )
     ways = [f"model.image_size >= {least}"]
     if not fixed:
         fits = [(p, min(window, stages(image, p, count)[-1])) for p in (4, 2, 1) if p <= patch]
@@ -65,9 +67,13 @@ class VisionSection(ModelSection):
     ] = None
     resize: Annotated[Literal["bilinear", "bicubic"], "how images are resized"] = "bilinear"
     sharpen: Annotated[
-        float, Ge(0), "unsharp mask after resizing: so many times the detail that a blur takes away; 0: none"
+        float,
+        Ge(0),
+        "unsharp mask after resizing: so many times the detail that a blur takes away; 0: none",
     ] = 0.0
-    head: Annotated[Head, "new: starts at zero; kept: that of the weights, which must be for these classes"] = "new"
+    head: Annotated[
+        Head, "new: starts at zero; kept: that of the weights, which must be for these classes"
+    ] = "new"
 
     def usual_spec(self) -> InputSpec:
         side = self.image_size or USUAL
@@ -96,7 +102,9 @@ class VisionSection(ModelSection):
             mean, std = (0.5,) * channels, (0.25,) * channels
         size = self.image_size or _side(config)
         if self.sharpen and size < 3:
-            raise DpfedError("model.sharpen needs images of at least 3 pixels a side: leave it at 0")
+            raise DpfedError(
+                "model.sharpen needs images of at least 3 pixels a side: leave it at 0"
+            )
         enter = images(spec, size, channels, mean, std, self.resize, self.sharpen)
         entry = ImageInput(spec, size, channels, mean, std, self.resize, self.sharpen)
         companions = image_companions(entry)
@@ -145,22 +153,35 @@ class ViTBase(VisionSection):
                 "model.image_size unset, images are resized to that"
             )
         if _side(config) % 16:
-            raise DpfedError(f"model.image_size = {_side(config)} must be a multiple of the patch of 16 pixels")
+            raise DpfedError(
+                f"model.image_size = {_side(config)} must be a multiple of the patch of 16 pixels"
+            )
         return self.finish(config, spec)
 
 
 @dataclass(frozen=True)
 class SwinSection(VisionSection):
-    drop_path: Annotated[float, Ge(0), Lt(1), "stochastic depth of the last layer; less below, none at the first"] = 0.1
+    drop_path: Annotated[
+        float, Ge(0), Lt(1), "stochastic depth of the last layer; less below, none at the first"
+    ] = 0.1
     patch_size: Annotated[int | None, Ge(1), "side of a patch; default: 4"] = None
-    window: Annotated[int | None, Ge(2), "side of an attention window in patches; default: 7"] = None
+    window: Annotated[int | None, Ge(2), "side of an attention window in patches; default: 7"] = (
+        None
+    )
 
     shape: ClassVar[dict[str, Any]] = {}
 
     def __post_init__(self) -> None:
         if self.weights in (None, "random"):
             count = len(self.shape.get("depths", (2, 2, 2, 2)))
-            check_swin(self.name, self.image_size or USUAL, self.patch_size or 4, self.window or 7, count, fixed=False)
+            check_swin(
+                self.name,
+                self.image_size or USUAL,
+                self.patch_size or 4,
+                self.window or 7,
+                count,
+                fixed=False,
+            )
 
     def build(self, spec: InputSpec) -> Built:
         from transformers import SwinConfig
@@ -177,21 +198,28 @@ class SwinSection(VisionSection):
             config = config_of(str(weights))
             refuse_other(self.name, config, {"model_type": "swin", **self.shape}, "auto-image")
             own = {"patch_size": self.patch_size, "window_size": self.window}
-            refuse_other(self.name, config, {k: v for k, v in own.items() if v is not None}, "auto-image")
+            refuse_other(
+                self.name, config, {k: v for k, v in own.items() if v is not None}, "auto-image"
+            )
         config.drop_path_rate = self.drop_path
         return self.finish(sized(config, self.name, self.image_size, weights is not None), spec)
 
 
-SMALL_WINDOW = (
-    32  # positions; fused attention computes 64 at least, so that smaller windows are faster as plain products
-)
+SMALL_WINDOW = 32  # positions; fused attention computes 64 at least, so that smaller windows are faster as plain products
 
 
 def sized(config: Any, name: str, image_size: int | None, pretrained: bool) -> Any:
     """A Swin for another image size: it has no table of absolute positions, so any size its windows fit will do."""
     if image_size is not None and not getattr(config, "use_absolute_embeddings", False):
         config.image_size = image_size
-    check_swin(name, image_size or _side(config), config.patch_size, config.window_size, len(config.depths), pretrained)
+    check_swin(
+        name,
+        image_size or _side(config),
+        config.patch_size,
+        config.window_size,
+        len(config.depths),
+        pretrained,
+    )
     if config.window_size**2 <= SMALL_WINDOW:
         config._attn_implementation = "eager"
     return config
@@ -203,7 +231,11 @@ class SwinTiny(SwinSection):
 
     name: str = "swin-tiny"
 
-    shape: ClassVar[dict[str, Any]] = {"embed_dim": 96, "depths": (2, 2, 6, 2), "num_heads": (3, 6, 12, 24)}
+    shape: ClassVar[dict[str, Any]] = {
+        "embed_dim": 96,
+        "depths": (2, 2, 6, 2),
+        "num_heads": (3, 6, 12, 24),
+    }
 
 
 @dataclass(frozen=True)
@@ -212,7 +244,11 @@ class SwinBase(SwinSection):
 
     name: str = "swin-base"
 
-    shape: ClassVar[dict[str, Any]] = {"embed_dim": 128, "depths": (2, 2, 18, 2), "num_heads": (4, 8, 16, 32)}
+    shape: ClassVar[dict[str, Any]] = {
+        "embed_dim": 128,
+        "depths": (2, 2, 18, 2),
+        "num_heads": (4, 8, 16, 32),
+    }
 
 
 @dataclass(frozen=True)
@@ -229,11 +265,15 @@ class AutoImage(VisionSection):
     def build(self, spec: InputSpec) -> Built:
         weights = self.chosen()
         if weights is None:
-            raise DpfedError('model.name = "auto-image" takes its shape from model.weights: give a folder or hub name')
+            raise DpfedError(
+                'model.name = "auto-image" takes its shape from model.weights: give a folder or hub name'
+            )
         config = config_of(weights)
         if self.drop_path is not None:
             if not hasattr(config, "drop_path_rate"):
-                raise DpfedError(f"model.drop_path: {config.model_type} has no stochastic depth, leave it out")
+                raise DpfedError(
+                    f"model.drop_path: {config.model_type} has no stochastic depth, leave it out"
+                )
             config.drop_path_rate = self.drop_path
         if config.model_type == "swin":
             config = sized(config, self.name, self.image_size, pretrained=True)

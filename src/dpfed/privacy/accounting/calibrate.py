@@ -49,7 +49,9 @@ def calibrate_sigma(
     check_delta(delta)
     _check_target(target_epsilon)
     if view not in ("server_worst", "server_expected", "third_party"):
-        raise DpfedError(f"there is no view {view!r}; use server_worst, server_expected or third_party.")
+        raise DpfedError(
+            f"there is no view {view!r}; use server_worst, server_expected or third_party."
+        )
 
     def plan(sigma: float) -> Rounds:
         try:
@@ -71,13 +73,17 @@ def calibrate_sigma(
 
     checked = plan(1.0)  # refuses a bad plan before anything is computed
     if local_steps * rounds * checked.probability == 0:
-        raise DpfedError("a plan without any local step spends nothing, so there is no sigma to calibrate.")
+        raise DpfedError(
+            "a plan without any local step spends nothing, so there is no sigma to calibrate."
+        )
     return smallest_sigma(exact, target_epsilon, coarse if sampling == "poisson" else exact)
 
 
 def _check_target(target_epsilon: float) -> None:
     if not (target_epsilon > 0 and math.isfinite(target_epsilon)):
-        raise DpfedError(f"a target epsilon must be a number above 0, not {show_setting(target_epsilon)}.")
+        raise DpfedError(
+            f"a target epsilon must be a number above 0, not {show_setting(target_epsilon)}."
+        )
 
 
 def _coarse_epsilon(part: Rounds, target: float, delta: float) -> float:
@@ -87,11 +93,15 @@ def _coarse_epsilon(part: Rounds, target: float, delta: float) -> float:
     """
     step = part.step
     steps = part.local_steps * step.batches
-    terms = canonical([Term(step.rate, step.effective_multiplier, steps, part.probability, part.rounds)])
+    terms = canonical(
+        [Term(step.rate, step.effective_multiplier, steps, part.probability, part.rounds)]
+    )
     rough = rough_epsilon(terms, delta)
     if rough > 20 * target + 2:
         return rough
-    interval = max(interval_for(target, terms), min(8 * interval_for(target), loss_spread(terms) / 20))
+    interval = max(
+        interval_for(target, terms), min(8 * interval_for(target), loss_spread(terms) / 20)
+    )
     return float(compose(terms, interval).get_epsilon_for_delta(delta - rounding(terms)))
 
 
@@ -143,7 +153,9 @@ def _root(estimate: Callable[[float], float], target: float) -> float:
     bounds = math.log(_SMALLEST_SIGMA), math.log(LARGEST_SIGMA)
     left = right = 0.0
     left_gap = right_gap = gap(0.0)
-    while left_gap < 0 and left > bounds[0]:  # too much noise: go down, by what epsilon ~ 1/sigma suggests
+    while (
+        left_gap < 0 and left > bounds[0]
+    ):  # too much noise: go down, by what epsilon ~ 1/sigma suggests
         right, right_gap = left, left_gap
         left = max(bounds[0], left - min(1.5, max(0.05, -0.8 * left_gap)))
         left_gap = gap(left)

@@ -36,17 +36,19 @@ PUBLIC = (
     "number of clients, their sizes and sampling rates, clip norm, noise multiplier, architecture, initial weights, "
     "learning rates and every other setting"
 )
-NOT_COVERED = (
-    "choosing settings by looking at results on private data, floating-point effects, timing and other side channels"
+NOT_COVERED = "choosing settings by looking at results on private data, floating-point effects, timing and other side channels"
+UNCOUNTED = (
+    "epsilon holds only if what training started from was not trained on these clients' records"
 )
-UNCOUNTED = "epsilon holds only if what training started from was not trained on these clients' records"
 FEW = 8  # so many different mechanisms are accounted for one by one; for more, one that costs at least as much as each
 
 Chances = tuple[tuple[float, int], ...]
 """(probability that a client is drawn in a round, for how many rounds), an upper bound known in advance."""
 
 
-def fewest_eligible(clients: int, cohort: int, rounds: int, limits: Sequence[int] | None) -> list[tuple[int, int]]:
+def fewest_eligible(
+    clients: int, cohort: int, rounds: int, limits: Sequence[int] | None
+) -> list[tuple[int, int]]:
     """(fewest clients that a round can be drawn from, for how many rounds).
 
     `limits` says how many rounds each client's budget allows. Before round t there were S(t-1) participations, and they
@@ -77,7 +79,9 @@ def chances(cohort: int, eligible: Sequence[tuple[int, int]], colluding: int = 0
     )
 
 
-def delta_warning(delta: float, largest: int, unit: str = "record", section: str = "privacy") -> str | None:
+def delta_warning(
+    delta: float, largest: int, unit: str = "record", section: str = "privacy"
+) -> str | None:
     """Return a warning if delta is at least 1 / (10 R); `largest` is R, the largest client's units."""
     if delta < 1 / (10 * largest):
         return None
@@ -99,7 +103,9 @@ def is_large_delta(delta: float, largest: int) -> bool:
     return delta >= 1 / largest
 
 
-def refuse_large_delta(delta: float, largest: int, unit: str, allowed: bool, section: str = "privacy") -> None:
+def refuse_large_delta(
+    delta: float, largest: int, unit: str, allowed: bool, section: str = "privacy"
+) -> None:
     """Refuse a delta of at least 1 / R, unless `section` allows it."""
     if is_large_delta(delta, largest) and not allowed:
         why = delta_warning(delta, largest, unit, section)
@@ -111,7 +117,7 @@ Prior = tuple[tuple[Mechanism, int], ...]
 
 
 @dataclass(frozen=True)
-class Past:
+class PriorSpending:
     """What was spent before on what a run starts from.
 
     prior      counted for every client
@@ -124,7 +130,7 @@ class Past:
     notes: tuple[str, ...] = ()
 
 
-NOTHING = Past()
+NO_PRIOR_SPENDING = PriorSpending()
 
 
 @dataclass(frozen=True)
@@ -161,7 +167,10 @@ class Planned:
         """The mechanism with the largest epsilon (one that costs at least as much, where there are many)."""
         if len(self._few) == 1:
             return self._few[0]
-        return max(self.kinds, key=lambda kind: server_epsilon(kind, self.local_steps, self.rounds, self.delta))
+        return max(
+            self.kinds,
+            key=lambda kind: server_epsilon(kind, self.local_steps, self.rounds, self.delta),
+        )
 
     @property
     def bound(self) -> list[tuple[Mechanism, int]]:
@@ -193,7 +202,9 @@ class Planned:
         """The server's figure for the costliest client after it took part in so many rounds."""
         first, steps = self.kinds[0], self.local_steps * rounds
         if self.prior:
-            return max(epsilon([*self.prior, (kind, steps)], self.delta).value for kind in self._few)
+            return max(
+                epsilon([*self.prior, (kind, steps)], self.delta).value for kind in self._few
+            )
         if first.sampling == "poisson":
             return largest_epsilon(
                 [kind.rate for kind in self.kinds],
@@ -204,7 +215,9 @@ class Planned:
                 batches=first.batches,
                 releases=first.releases,
             )
-        return max(server_epsilon(kind, self.local_steps, rounds, self.delta) for kind in self.kinds)
+        return max(
+            server_epsilon(kind, self.local_steps, rounds, self.delta) for kind in self.kinds
+        )
 
     @cached_property
     def third_party(self) -> float:
@@ -218,7 +231,9 @@ class Planned:
             left -= parts[-1][1]
         before = [Rounds(kind, steps) for kind, steps in self.prior]
         found = max(
-            third_party_rounds_epsilon([*before, *(Rounds(kind, self.local_steps, n, p) for p, n in parts)], self.delta)
+            third_party_rounds_epsilon(
+                [*before, *(Rounds(kind, self.local_steps, n, p) for p, n in parts)], self.delta
+            )
             for kind in self._few
         )
         return min(found, self.server(rounds))
@@ -247,7 +262,9 @@ class Planned:
         """What people ask of an epsilon: the replace-one figure and the largest advantage in guessing membership."""
         out = {"membership_advantage": max(map(membership_advantage, self.histories))}
         if self.kinds[0].sampling == "poisson":
-            out["replace_one"] = max(replace_one_epsilon(history, self.delta) for history in self.histories)
+            out["replace_one"] = max(
+                replace_one_epsilon(history, self.delta) for history in self.histories
+            )
         return out
 
     def curve(self, epsilons: Sequence[float]) -> list[tuple[float, float]]:
@@ -259,7 +276,9 @@ class Planned:
         return max(tuning_epsilon(history, self.delta, runs) for history in self.histories)
 
 
-def assumptions(kinds: Sequence[Mechanism], delta: float, unit: str, prior: Prior = (), uncounted: bool = False) -> str:
+def assumptions(
+    kinds: Sequence[Mechanism], delta: float, unit: str, prior: Prior = (), uncounted: bool = False
+) -> str:
     """What stands beside every epsilon: delta, neighbouring relation, unit, sampling, noise, accountant."""
     first = kinds[0]
     accountant = "PLD" if first.sampling == "poisson" else "RDP"

@@ -47,9 +47,13 @@ class Rounds:
 
     def __post_init__(self) -> None:
         if self.local_steps < 0 or self.rounds < 0:
-            raise DpfedError(f"{self.rounds} rounds of {self.local_steps} local steps cannot be accounted for.")
+            raise DpfedError(
+                f"{self.rounds} rounds of {self.local_steps} local steps cannot be accounted for."
+            )
         if not 0 <= self.probability <= 1:
-            raise DpfedError(f"the probability of taking part lies in [0, 1], not {show_setting(self.probability)}.")
+            raise DpfedError(
+                f"the probability of taking part lies in [0, 1], not {show_setting(self.probability)}."
+            )
 
 
 def participation_probability(cohort: int, clients: int, colluding: int = 0) -> float:
@@ -75,7 +79,9 @@ def third_party_epsilon(
     step: Mechanism, local_steps: int, rounds: int, participation_prob: float, delta: float
 ) -> float:
     """Smallest epsilon with sum_n Bin(n; T, S/N) delta_{nK}(epsilon) <= delta (SPEC 6.2 b)."""
-    return third_party_rounds_epsilon([Rounds(step, local_steps, rounds, participation_prob)], delta)
+    return third_party_rounds_epsilon(
+        [Rounds(step, local_steps, rounds, participation_prob)], delta
+    )
 
 
 def third_party_rounds_epsilon(history: Sequence[Rounds], delta: float) -> float:
@@ -85,12 +91,19 @@ def third_party_rounds_epsilon(history: Sequence[Rounds], delta: float) -> float
     is valid and looser.
     """
     check_delta(delta)
-    taken = [part for part in history if part.probability > 0 and part.rounds > 0 and part.local_steps > 0]
+    taken = [
+        part
+        for part in history
+        if part.probability > 0 and part.rounds > 0 and part.local_steps > 0
+    ]
     # The server's figure is needed as the check, and it refuses histories that no one epsilon covers.
     bound = rdp_epsilon([(part.step, part.local_steps * part.rounds) for part in taken], delta)
     if taken and taken[0].step.sampling == "fixed_wor":
         curves = [
-            mixed_rdp_curve(rdp_curve([(part.step, part.local_steps)]), part.probability, part.rounds) for part in taken
+            mixed_rdp_curve(
+                rdp_curve([(part.step, part.local_steps)]), part.probability, part.rounds
+            )
+            for part in taken
         ]
         return rdp_curve_epsilon(np.sum(curves, axis=0), delta)
     value = epsilon_of_terms(canonical(_term(part) for part in taken), delta)

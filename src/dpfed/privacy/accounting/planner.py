@@ -72,7 +72,13 @@ def plan_from_numbers(
 
 
 def _refuse(
-    records: int, batch: float, rounds: int, local_steps: int, participation: float, delta: float, sampling: str
+    records: int,
+    batch: float,
+    rounds: int,
+    local_steps: int,
+    participation: float,
+    delta: float,
+    sampling: str,
 ) -> None:
     checks = (
         (records >= 1, f"--records {records} must be at least 1"),

@@ -36,7 +36,9 @@ Relation = Literal["add/remove one", "replace one"]
 Repeats = Literal["fixed", "geometric", "logarithmic", "poisson"]
 Floats = npt.NDArray[np.float64]
 
-SMALLEST_DELTA = 1e-10  # below it, rounding in the Fourier transforms is no longer small beside delta
+SMALLEST_DELTA = (
+    1e-10  # below it, rounding in the Fourier transforms is no longer small beside delta
+)
 _LOG_TAIL = -50.0  # ln of the probability of one step's noise that is counted as an infinite loss
 _COARSEST_EPSILON = 200.0  # above it the grid grows with epsilon, so that memory stays bounded
 _RDP_ROUNDING = 2e-16  # allowance for rounding in one step's Renyi divergence; it errs upwards
@@ -133,7 +135,9 @@ def canonical(terms: Iterable[Term]) -> tuple[Term, ...]:
 
 def _poisson_only(spent: list[tuple[Mechanism, int]]) -> list[tuple[Mechanism, int]]:
     if any(mechanism.sampling != "poisson" for mechanism, _ in spent):
-        raise DpfedError("privacy-loss distributions are used for Poisson sampling only; use rdp_epsilon instead.")
+        raise DpfedError(
+            "privacy-loss distributions are used for Poisson sampling only; use rdp_epsilon instead."
+        )
     return spent
 
 
@@ -159,7 +163,11 @@ def _residual(losses: Floats, rate: float, multiplier: float) -> Floats:
     residual = np.zeros_like(losses)
     above = inner > -1
     # log1p(inner) without overflow at losses of several hundred
-    plain = np.where(losses[above] > 500, losses[above] - math.log(rate), np.log1p(np.minimum(inner[above], 1e300)))
+    plain = np.where(
+        losses[above] > 500,
+        losses[above] - math.log(rate),
+        np.log1p(np.minimum(inner[above], 1e300)),
+    )
     residual[above] = rate * _gaussian_residual(plain, multiplier)
     return residual
 
@@ -182,7 +190,9 @@ def _loss_range(rate: float, multiplier: float, log_tail: float) -> tuple[float,
     """Smallest and largest loss of removing a record from one step, but for noise of probability e^log_tail."""
     reach = (0.5 - multiplier * special.ndtri_exp(log_tail - math.log(2))) / multiplier**2
     stay = math.log1p(-rate) if rate < 1 else -math.inf
-    return float(np.logaddexp(stay, math.log(rate) - reach)), float(np.logaddexp(stay, math.log(rate) + reach))
+    return float(np.logaddexp(stay, math.log(rate) - reach)), float(
+        np.logaddexp(stay, math.log(rate) + reach)
+    )
 
 
 def _one_step(rate: float, multiplier: float, interval: float, log_tail: float) -> Any:
@@ -215,7 +225,10 @@ def _one_step_replace(rate: float, multiplier: float, interval: float) -> Any:
 
 @lru_cache(maxsize=2)  # of the order of 50 MB each at a large epsilon
 def compose(
-    terms: tuple[Term, ...], interval: float, relation: Relation = "add/remove one", log_tail: float = _LOG_TAIL
+    terms: tuple[Term, ...],
+    interval: float,
+    relation: Relation = "add/remove one",
+    log_tail: float = _LOG_TAIL,
 ) -> Any:
     """The privacy-loss distribution of all `terms` together on a grid of width `interval`.
 
@@ -244,7 +257,9 @@ def interval_for(epsilon: float, terms: tuple[Term, ...] = ()) -> float:
     pessimistic. Very many very small steps need more: each rounding adds variance h^2/6, which stays below 0.7 % of
     the variance of one step's loss when h is a fifth of it.
     """
-    finest = max([1e-6, *(_loss_range(term.rate, term.multiplier, _LOG_TAIL)[1] / 5e5 for term in terms)])
+    finest = max(
+        [1e-6, *(_loss_range(term.rate, term.multiplier, _LOG_TAIL)[1] / 5e5 for term in terms)]
+    )
     wanted = max(finest, min(1e-4, epsilon / 2000, loss_spread(terms) / 5))
     if epsilon > _COARSEST_EPSILON and wanted >= 1e-4:
         wanted = max(wanted, min(epsilon / 2e6, loss_spread(terms) / 5))
@@ -255,19 +270,29 @@ def loss_spread(terms: tuple[Term, ...]) -> float:
     """Root mean square privacy loss of one step, to second order in the rate: q sqrt(e^(1/s^2) - 1)."""
     counts = [term.steps * term.rounds * term.probability for term in terms]
     squares = [term.rate**2 * math.expm1(min(50.0, term.multiplier**-2)) for term in terms]
-    return math.sqrt(sum(c * s for c, s in zip(counts, squares, strict=True)) / sum(counts)) if terms else math.inf
+    return (
+        math.sqrt(sum(c * s for c, s in zip(counts, squares, strict=True)) / sum(counts))
+        if terms
+        else math.inf
+    )
 
 
 @lru_cache(maxsize=4096)
-def epsilon_of_terms(terms: tuple[Term, ...], delta: float, relation: Relation = "add/remove one") -> float:
+def epsilon_of_terms(
+    terms: tuple[Term, ...], delta: float, relation: Relation = "add/remove one"
+) -> float:
     """Smallest epsilon with delta(epsilon) <= delta, on a grid at least as fine as `interval_for` that epsilon."""
     if not terms:
         return 0.0
     if any(term.multiplier == 0 for term in terms):
         return math.inf
-    interval = max(1e-4, interval_for(rough_epsilon(terms, delta)))  # RDP tells nothing about a small epsilon
+    interval = max(
+        1e-4, interval_for(rough_epsilon(terms, delta))
+    )  # RDP tells nothing about a small epsilon
     while True:
-        value = float(compose(terms, interval, relation).get_epsilon_for_delta(delta - rounding(terms)))
+        value = float(
+            compose(terms, interval, relation).get_epsilon_for_delta(delta - rounding(terms))
+        )
         wanted = interval_for(value, terms)
         if value == 0 or not math.isfinite(value) or interval <= wanted:  # 0 cannot become smaller
             return value
@@ -282,7 +307,8 @@ def rounding(terms: tuple[Term, ...]) -> float:
 def rough_epsilon(terms: tuple[Term, ...], delta: float) -> float:
     """An RDP estimate that only chooses the first grid: one far too fine for a huge epsilon would exhaust memory."""
     curve = sum(
-        (t.steps * t.rounds * _rdp_step("poisson", t.rate, t.multiplier) for t in terms), np.zeros(len(_orders()))
+        (t.steps * t.rounds * _rdp_step("poisson", t.rate, t.multiplier) for t in terms),
+        np.zeros(len(_orders())),
     )
     return min(_rdp_to_epsilon(curve, delta), 1e12)
 
@@ -332,14 +358,18 @@ def _rdp_event(sampling: str, rate: float, multiplier: float) -> dpa.DpEvent:
     if sampling == "poisson":
         return dpa.PoissonSampledDpEvent(rate, gaussian)
     # The event takes two integers; the rate is rounded up to a multiple of 1e-12.
-    return dpa.SampledWithoutReplacementDpEvent(10**12, min(10**12, math.ceil(rate * 10**12)), gaussian)
+    return dpa.SampledWithoutReplacementDpEvent(
+        10**12, min(10**12, math.ceil(rate * 10**12)), gaussian
+    )
 
 
 def _rdp_accountant(sampling: str) -> Any:
     relation = dpa.NeighboringRelation
     return dpa_rdp.RdpAccountant(
         orders=_orders(),
-        neighboring_relation=relation.ADD_OR_REMOVE_ONE if sampling == "poisson" else relation.REPLACE_ONE,
+        neighboring_relation=relation.ADD_OR_REMOVE_ONE
+        if sampling == "poisson"
+        else relation.REPLACE_ONE,
     )
 
 
@@ -352,13 +382,17 @@ def _rdp_step(sampling: str, rate: float, multiplier: float) -> Floats:
     accountant = _rdp_accountant(sampling)
     with _orders_may_fail():
         accountant.compose(_rdp_event(sampling, rate, multiplier))
-    return cast(Floats, np.maximum(accountant.rdp, 0) + _RDP_ROUNDING * (orders + 10) / (orders - 1))
+    return cast(
+        Floats, np.maximum(accountant.rdp, 0) + _RDP_ROUNDING * (orders + 10) / (orders - 1)
+    )
 
 
 def rdp_curve(history: History) -> Floats:
     """Renyi divergence of a history at dp_accounting's default orders."""
     curves = (
-        steps * mechanism.batches * _rdp_step(mechanism.sampling, mechanism.rate, mechanism.effective_multiplier)
+        steps
+        * mechanism.batches
+        * _rdp_step(mechanism.sampling, mechanism.rate, mechanism.effective_multiplier)
         for mechanism, steps in _spent(history)
     )
     return sum(curves, np.zeros(len(_orders())))
@@ -397,7 +431,9 @@ def rdp_epsilon(history: History, delta: float) -> float:
 def check_against_rdp(value: float, bound: float) -> None:
     """Stop when PLD exceeds RDP: both bound the same truth and RDP is the looser, so one of them is broken."""
     if value > bound * (1 + _RDP_SLACK) + 1e-9:
-        raise AccountingError(f"the PLD epsilon {value!r} exceeds its RDP check {bound!r}; neither may be used.")
+        raise AccountingError(
+            f"the PLD epsilon {value!r} exceeds its RDP check {bound!r}; neither may be used."
+        )
 
 
 def epsilon(history: History, delta: float) -> Epsilon:
@@ -426,7 +462,10 @@ def delta_curve(history: History, epsilons: Sequence[float]) -> list[float]:
         return [float(dpa_rdp_curve.compute_delta(_orders(), curve, at)[0]) for at in epsilons]
     terms = terms_of(spent)
     distribution, extra = _for_deltas(terms), rounding(terms)
-    return [min(1.0, max(0.0, float(distribution.get_delta_for_epsilon(float(at)))) + extra) for at in epsilons]
+    return [
+        min(1.0, max(0.0, float(distribution.get_delta_for_epsilon(float(at)))) + extra)
+        for at in epsilons
+    ]
 
 
 def _for_deltas(terms: tuple[Term, ...]) -> Any:
@@ -435,7 +474,9 @@ def _for_deltas(terms: tuple[Term, ...]) -> Any:
     while True:
         distribution = compose(terms, interval)
         wanted = interval_for(4 * float(distribution.get_delta_for_epsilon(0.0)), terms)
-        if interval <= wanted or interval > 1e-4:  # above 1e-4 epsilon is over 200, and delta(0) is 1
+        if (
+            interval <= wanted or interval > 1e-4
+        ):  # above 1e-4 epsilon is over 200, and delta(0) is 1
             return distribution
         interval = wanted
 
@@ -477,7 +518,9 @@ def tuning_epsilon(history: History, delta: float, runs: int, repeats: Repeats =
         return math.inf
     shape = {"geometric": 1.0, "logarithmic": 0.0, "poisson": math.inf}[repeats]
     events = [
-        dpa.SelfComposedDpEvent(_rdp_event(m.sampling, m.rate, m.effective_multiplier), steps * m.batches)
+        dpa.SelfComposedDpEvent(
+            _rdp_event(m.sampling, m.rate, m.effective_multiplier), steps * m.batches
+        )
         for m, steps in spent
     ]
     accountant = _rdp_accountant(spent[0][0].sampling)

@@ -23,7 +23,9 @@ from dpfed.privacy.mechanism import Mechanism
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-_FINEST_WIDTH = 1e-3  # a grid so fine that only an epsilon next to 0 can still differ between neighbours
+_FINEST_WIDTH = (
+    1e-3  # a grid so fine that only an epsilon next to 0 can still differ between neighbours
+)
 
 
 @dataclass
@@ -51,10 +53,18 @@ class _Point:
             if self.one_round is None:
                 self.interval = self.interval or 1e-2
                 term = Term(self.rate, self.multiplier, self.steps)
-                log_tail = math.log(1e-6 * self.delta / (self.steps * rounds))  # the rest counts as infinite loss
-                self.one_round = compose.__wrapped__((term,), self.interval, "add/remove one", log_tail)
+                log_tail = math.log(
+                    1e-6 * self.delta / (self.steps * rounds)
+                )  # the rest counts as infinite loss
+                self.one_round = compose.__wrapped__(
+                    (term,), self.interval, "add/remove one", log_tail
+                )
             total = self.one_round.self_compose(rounds) if rounds > 1 else self.one_round
-            value = float(total.get_epsilon_for_delta(self.delta - rounding((Term(0, 0, self.steps * rounds),))))
+            value = float(
+                total.get_epsilon_for_delta(
+                    self.delta - rounding((Term(0, 0, self.steps * rounds),))
+                )
+            )
             wanted = min(1e-2, max(value, 2e-3) / 500)
             if self.interval <= wanted * 1.05:
                 return value
@@ -65,7 +75,13 @@ class _Grid:
     """Grid points by their level (rate index, sigma index) at the current width; halving the width keeps old ones."""
 
     def __init__(self, rate: float, sigma: float, steps: int, releases: int, delta: float) -> None:
-        self.rate, self.sigma, self.steps, self.releases, self.delta = rate, sigma, steps, releases, delta
+        self.rate, self.sigma, self.steps, self.releases, self.delta = (
+            rate,
+            sigma,
+            steps,
+            releases,
+            delta,
+        )
         self.points: dict[tuple[float, float], _Point] = {}
 
     def epsilon(self, rate_level: float, sigma_level: float, rounds: int) -> float:
@@ -73,7 +89,9 @@ class _Grid:
         key = (rate_level, sigma_level)
         if key not in self.points:
             rate, sigma = self.rate * math.exp(-rate_level), self.sigma * math.exp(sigma_level)
-            multiplier = Mechanism("poisson", rate, sigma, releases=self.releases).effective_multiplier
+            multiplier = Mechanism(
+                "poisson", rate, sigma, releases=self.releases
+            ).effective_multiplier
             self.points[key] = _Point(rate, multiplier, self.steps, self.delta)
         return self.points[key].epsilon(rounds)
 
@@ -97,13 +115,24 @@ def population_epsilon(
     check_delta(delta)
     rate, taken, noise = _clients(rates, rounds, sigma)
     if local_steps < 0 or not tolerance > 0:
-        raise DpfedError("population accounting needs a number of local steps >= 0 and a tolerance above 0.")
+        raise DpfedError(
+            "population accounting needs a number of local steps >= 0 and a tolerance above 0."
+        )
     epsilons = np.zeros(rate.shape)
     epsilons[(taken > 0) & (noise == 0)] = math.inf
-    pending = np.flatnonzero((taken > 0) & (noise > 0)) if local_steps > 0 else np.zeros(0, dtype=np.int64)
+    pending = (
+        np.flatnonzero((taken > 0) & (noise > 0))
+        if local_steps > 0
+        else np.zeros(0, dtype=np.int64)
+    )
     if len(pending):
-        grid = _Grid(rate[pending].max(), noise[pending].min(), local_steps * batches, releases, delta)
-        levels = np.log(grid.rate / rate), np.log(np.where(noise > 0, noise, grid.sigma) / grid.sigma)
+        grid = _Grid(
+            rate[pending].max(), noise[pending].min(), local_steps * batches, releases, delta
+        )
+        levels = (
+            np.log(grid.rate / rate),
+            np.log(np.where(noise > 0, noise, grid.sigma) / grid.sigma),
+        )
         everyone, width = pending, 0.75 * math.log1p(tolerance)
         while len(pending):
             pending = _settle(grid, pending, levels, taken, width, tolerance, epsilons)
@@ -116,7 +145,9 @@ def population_epsilon(
     return epsilons
 
 
-def _clients(rates: npt.ArrayLike, rounds: npt.ArrayLike, sigma: npt.ArrayLike) -> tuple[Floats, Ints, Floats]:
+def _clients(
+    rates: npt.ArrayLike, rounds: npt.ArrayLike, sigma: npt.ArrayLike
+) -> tuple[Floats, Ints, Floats]:
     rate = np.atleast_1d(np.asarray(rates, dtype=np.float64))
     taken = np.broadcast_to(np.asarray(rounds, dtype=np.int64), rate.shape)
     noise = np.broadcast_to(np.asarray(sigma, dtype=np.float64), rate.shape)
@@ -130,7 +161,13 @@ def _clients(rates: npt.ArrayLike, rounds: npt.ArrayLike, sigma: npt.ArrayLike) 
 
 
 def _settle(
-    grid: _Grid, clients: Ints, levels: tuple[Floats, Floats], taken: Ints, width: float, tolerance: float, out: Floats
+    grid: _Grid,
+    clients: Ints,
+    levels: tuple[Floats, Floats],
+    taken: Ints,
+    width: float,
+    tolerance: float,
+    out: Floats,
 ) -> Ints:
     """Round `clients` to the worse corner of their cell; return those whose cell is not yet small enough.
 
@@ -178,12 +215,15 @@ def largest_epsilon(
     clients = np.flatnonzero(taken > 0) if local_steps > 0 else np.zeros(0, dtype=np.int64)
     steps = local_steps * taken
     figures = [
-        _exact(rate[i], steps[i], noise[i], batches, releases, delta) for i in _front(clients, rate, taken, noise)
+        _exact(rate[i], steps[i], noise[i], batches, releases, delta)
+        for i in _front(clients, rate, taken, noise)
     ]
     return max(figures, default=0.0)
 
 
-def _exact(rate: float, steps: int, sigma: float, batches: int, releases: int, delta: float) -> float:
+def _exact(
+    rate: float, steps: int, sigma: float, batches: int, releases: int, delta: float
+) -> float:
     """The figure one would report for a single client, RDP check included."""
     step = Mechanism("poisson", float(rate), float(sigma), batches, releases)
     return epsilon([(step, int(steps))], delta).value
@@ -196,7 +236,11 @@ def _front(clients: Ints, rate: Floats, taken: Ints, noise: Floats) -> list[int]
         # Among the rest, one with the most rounds, of those the least noise, of those the highest rate, is on the front.
         first = clients[np.lexsort((-rate[clients], noise[clients], -taken[clients]))[0]]
         front.append(int(first))
-        worse = (rate[clients] > rate[first]) | (taken[clients] > taken[first]) | (noise[clients] < noise[first])
+        worse = (
+            (rate[clients] > rate[first])
+            | (taken[clients] > taken[first])
+            | (noise[clients] < noise[first])
+        )
         clients = clients[worse]
     return front
 
@@ -216,6 +260,10 @@ def _exact_worst(
             return
         figure = exact(client)
         # No client that this one exceeds in every respect can truly have more.
-        below = (rate[clients] <= rate[client]) & (taken[clients] <= taken[client]) & (noise[clients] >= noise[client])
+        below = (
+            (rate[clients] <= rate[client])
+            & (taken[clients] <= taken[client])
+            & (noise[clients] >= noise[client])
+        )
         out[clients[below]] = np.minimum(out[clients[below]], figure)
         largest = max(largest, figure)

@@ -78,12 +78,18 @@ class Charge:
         # Exact types: a bool or a numpy number would not be read back as it was hashed.
         numbers = (self.round, self.steps, self.mechanism.batches, self.mechanism.releases)
         if any(type(n) is not int or not 0 <= n < 2**63 for n in numbers) or self.steps == 0:
-            raise ValueError("rounds count from 0; steps, batches and releases are whole numbers >= 1")
+            raise ValueError(
+                "rounds count from 0; steps, batches and releases are whole numbers >= 1"
+            )
         number = type(self.client) is int and -(2**63) <= self.client < 2**63
         if not (number or nameable(self.client)) or not nameable(self.part):
-            raise ValueError(f"{self.client!r}, {self.part!r} cannot name a client and a part in the ledger")
+            raise ValueError(
+                f"{self.client!r}, {self.part!r} cannot name a client and a part in the ledger"
+            )
         if self.noise != "seeded" and (self.noise != "os" or self.void):
-            raise ValueError("noise is 'seeded' or 'os', and noise of the operating system is never void")
+            raise ValueError(
+                "noise is 'seeded' or 'os', and noise of the operating system is never void"
+            )
 
 
 @dataclass(frozen=True)
@@ -103,21 +109,33 @@ class Row:
 class Ledger:
     """Made by `create` or `open`; a context manager, to be used by one thread at a time."""
 
-    def __init__(self, path: Path, db: sqlite3.Connection, lock: IO[bytes] | None, meta: str) -> None:
+    def __init__(
+        self, path: Path, db: sqlite3.Connection, lock: IO[bytes] | None, meta: str
+    ) -> None:
         self.path, self._db, self._lock = path, db, lock
         self.meta: dict[str, Any] = json.loads(meta)
         self._genesis = hashlib.sha256(meta.encode()).hexdigest()  # what the first row follows
-        self._synced: Head | None = None  # what the head file says; None: find out before the next charge
+        self._synced: Head | None = (
+            None  # what the head file says; None: find out before the next charge
+        )
 
     @classmethod
-    def create(cls, path: Pathlike, *, run: str | None = None, client: str | None = None, **meta: object) -> Self:
+    def create(
+        cls, path: Pathlike, *, run: str | None = None, client: str | None = None, **meta: object
+    ) -> Self:
         """A new ledger of one `run` (with all its clients) or of one real `client` (with all its runs).
 
         meta: anything JSON can hold that should stand in it for good, such as delta or the plan's hash.
         """
         path = Path(path).resolve()
         kind, owner = owner_of(run, client)
-        meta |= {"format": FORMAT, "kind": kind, "owner": owner, "created": time.time(), "dpfed": "unknown"}
+        meta |= {
+            "format": FORMAT,
+            "kind": kind,
+            "owner": owner,
+            "created": time.time(),
+            "dpfed": "unknown",
+        }
         with suppress(metadata.PackageNotFoundError):
             meta["dpfed"] = metadata.version("dpfed")
         text = canonical(meta)
@@ -147,7 +165,9 @@ class Ledger:
             head = read_head(path)
             with closing(connect(path, "mode=ro" if pending(path) else "immutable=1")) as look:
                 cls(path, look, None, meta)._check_rows(head, not readonly, accept_missing_head)
-            db = on_failure.enter_context(closing(connect(path, "mode=ro" if readonly else "mode=rw")))
+            db = on_failure.enter_context(
+                closing(connect(path, "mode=ro" if readonly else "mode=rw"))
+            )
             ledger = cls(path, db, lock, meta)
             if not readonly:
                 restrict(path)
@@ -180,7 +200,9 @@ class Ledger:
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 if self._last() != before:
-                    raise ledger_error(self.path, "something else has written to it while it was in use")
+                    raise ledger_error(
+                        self.path, "something else has written to it while it was in use"
+                    )
                 rows = self._append(charges, run)
                 head = self._last()
                 self._db.execute("COMMIT")
@@ -201,7 +223,9 @@ class Ledger:
         run = owner if run is None and kind == "run" else run
         once = len({(c.client, c.round, c.part) for c in charges}) == len(charges)
         if run is None or not nameable(run) or not once:
-            raise ValueError("a cohort names its run, and charges each client's part of a round once")
+            raise ValueError(
+                "a cohort names its run, and charges each client's part of a round once"
+            )
         if run != owner if kind == "run" else any(c.client != owner for c in charges):
             raise ledger_error(self.path, f"it takes charges of {kind} {owner!r} only")
         return run
@@ -219,11 +243,22 @@ class Ledger:
                 rows.append(self._row(found))
                 if rows[-1].charge != c:
                     what = f"row {found[0]} charges client {c.client} in round {c.round} otherwise than now"
-                    raise ledger_error(self.path, f"{what}, it was written with another configuration")
+                    raise ledger_error(
+                        self.path, f"{what}, it was written with another configuration"
+                    )
                 continue
-            m, attempt = c.mechanism, 1 + self._value(f"SELECT COALESCE(MAX(attempt), 0) {same}", *key)
+            m, attempt = (
+                c.mechanism,
+                1 + self._value(f"SELECT COALESCE(MAX(attempt), 0) {same}", *key),
+            )
             # As floats without the sign of -0.0, because that is how SQLite gives them back to be hashed.
-            mechanism = (m.sampling, float(m.rate), float(m.noise_multiplier) + 0.0, m.batches, m.releases)
+            mechanism = (
+                m.sampling,
+                float(m.rate),
+                float(m.noise_multiplier) + 0.0,
+                m.batches,
+                m.releases,
+            )
             spent = (c.steps, *mechanism, c.noise, int(c.void))
             row = (head.rows + 1, txn, *key, attempt, *spent, now, head.hash)
             head = Head(head.rows + 1, row_hash(row))
@@ -236,7 +271,9 @@ class Ledger:
             # Rows of a killed process may not be on the disk yet, and a replay that finds them relies on them.
             fsync(beside(self.path, "-wal"))
         if self._value("PRAGMA journal_mode = WAL") != "wal":
-            raise ledger_error(self.path, "the file system does not support SQLite's write-ahead log")
+            raise ledger_error(
+                self.path, "the file system does not support SQLite's write-ahead log"
+            )
         self._settle(accept_missing_head)
         _writers.add(self)
 
@@ -258,7 +295,9 @@ class Ledger:
             last, (rows, hash_) = self._last(), head
             if last.rows < rows:
                 what = f"row {last.rows + 1} is missing, it has had {rows} rows"
-                raise ledger_error(self.path, f"{what}; an old copy forgets what was spent, put back the newest")
+                raise ledger_error(
+                    self.path, f"{what}; an old copy forgets what was spent, put back the newest"
+                )
             if self._hash_at(rows) != hash_:
                 raise ledger_error(self.path, f"row {rows} is not the row that its head remembers")
 
@@ -271,7 +310,9 @@ class Ledger:
                 head = self._walk(after=0)
                 self.check_head(remembered or head)
                 if self._value("PRAGMA integrity_check(1)") != "ok":
-                    raise ledger_error(self.path, "the file is damaged, put back the newest copy of it")
+                    raise ledger_error(
+                        self.path, "the file is damaged, put back the newest copy of it"
+                    )
             finally:
                 self._db.execute("ROLLBACK")
         return head
@@ -279,12 +320,17 @@ class Ledger:
     def rows(self, after: int = 0) -> Iterator[Row]:
         """Rows in order, read as they are asked for, beginning after the given row number."""
         with plainly(self.path):
-            for row in self._db.execute("SELECT * FROM charge WHERE seq > ? ORDER BY seq", (after,)):
+            for row in self._db.execute(
+                "SELECT * FROM charge WHERE seq > ? ORDER BY seq", (after,)
+            ):
                 yield self._row(row)
 
     def clients(self) -> list[Client]:
         """Everyone with at least one row, void or not, in order of the first."""
-        return [row[0] for row in self._query("SELECT client FROM charge GROUP BY client ORDER BY MIN(seq)")]
+        return [
+            row[0]
+            for row in self._query("SELECT client FROM charge GROUP BY client ORDER BY MIN(seq)")
+        ]
 
     def last_round(self, run: str, part: str = "train") -> int:
         """The last round of a run that this part was charged for, void or not; 0 for none."""
@@ -293,8 +339,14 @@ class Ledger:
 
     def participation(self, *, void: bool = False) -> dict[Client, int]:
         """In how many rounds each client was charged; a repeated round counts once here."""
-        rounds = "SELECT client, MIN(seq) AS s FROM charge WHERE void = ? GROUP BY client, run, round"
-        return dict(self._query(f"SELECT client, COUNT(*) FROM ({rounds}) GROUP BY client ORDER BY MIN(s)", void))
+        rounds = (
+            "SELECT client, MIN(seq) AS s FROM charge WHERE void = ? GROUP BY client, run, round"
+        )
+        return dict(
+            self._query(
+                f"SELECT client, COUNT(*) FROM ({rounds}) GROUP BY client ORDER BY MIN(s)", void
+            )
+        )
 
     def history(self, client: Client, *, void: bool = False) -> History:
         """What the client has spent: each mechanism with its number of steps, all attempts counted."""
@@ -305,7 +357,9 @@ class Ledger:
         return self._merged("", void)
 
     def _merged(self, where: str, *values: object) -> dict[Client, History]:
-        groups = f"FROM charge WHERE void = ? {where} GROUP BY client, {MECHANISM} ORDER BY MIN(seq)"
+        groups = (
+            f"FROM charge WHERE void = ? {where} GROUP BY client, {MECHANISM} ORDER BY MIN(seq)"
+        )
         found: dict[Client, History] = {}
         for seq, client, *fields, steps in self._query(
             f"SELECT MIN(seq), client, {MECHANISM}, SUM(steps) {groups}", *values
@@ -323,7 +377,22 @@ class Ledger:
         return None if row is None else row[0]
 
     def _row(self, row: tuple[Any, ...]) -> Row:
-        seq, txn, run, client, round_, part, attempt, steps, *fields, noise, void, when, prev, hash_ = row
+        (
+            seq,
+            txn,
+            run,
+            client,
+            round_,
+            part,
+            attempt,
+            steps,
+            *fields,
+            noise,
+            void,
+            when,
+            prev,
+            hash_,
+        ) = row
         with trusted(self.path, seq):
             charge = Charge(client, round_, steps, Mechanism(*fields), noise, bool(void), part)
         return Row(seq, txn, run, attempt, charge, when, prev, hash_)
@@ -338,15 +407,21 @@ class Ledger:
     def _walk(self, after: int) -> Head:
         """Recomputes the chain from the row after `after` to the end."""
         head = Head(after, self._hash_at(after))
-        start = after + 1 if after else -(2**63)  # rows below number 1 can only be forged, and must not hide
+        start = (
+            after + 1 if after else -(2**63)
+        )  # rows below number 1 can only be forged, and must not hide
         for row in self._db.execute("SELECT * FROM charge WHERE seq >= ? ORDER BY seq", (start,)):
             seq = head.rows + 1
             if row[0] != seq:
                 raise ledger_error(self.path, f"row {min(seq, row[0])} is missing or out of place")
             if row_hash(row[:-1]) != row[-1]:
-                raise ledger_error(self.path, f"row {seq} was edited, its hash does not fit its content")
+                raise ledger_error(
+                    self.path, f"row {seq} was edited, its hash does not fit its content"
+                )
             if row[-2] != head.hash:
-                raise ledger_error(self.path, f"row {seq} does not follow the row before it, the chain is broken")
+                raise ledger_error(
+                    self.path, f"row {seq} does not follow the row before it, the chain is broken"
+                )
             head = Head(seq, row[-1])
         return head
 
@@ -356,13 +431,17 @@ class Ledger:
         if head is None:
             if self._last().rows and not accept_missing_head:
                 what = "its head file is missing, so an old copy could not be told from the newest"
-                raise ledger_error(self.path, f"{what}; put it back, or accept the ledger as it is with {accept}")
+                raise ledger_error(
+                    self.path, f"{what}; put it back, or accept the ledger as it is with {accept}"
+                )
             return self._walk(after=0)
         self.check_head(head)
         ahead = self._value("SELECT COUNT(DISTINCT txn) FROM charge WHERE seq > ?", head.rows)
         if writing and ahead > 1:  # a reader may find more, made after it had read the head file
             what = f"its head file is {ahead} transactions behind, which no crash explains"
-            raise ledger_error(self.path, f"{what}; if the ledger is the newest, delete that file and use {accept}")
+            raise ledger_error(
+                self.path, f"{what}; if the ledger is the newest, delete that file and use {accept}"
+            )
         return self._walk(after=max(head.rows - 1, 0))
 
 

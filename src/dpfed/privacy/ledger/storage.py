@@ -56,7 +56,9 @@ def owner_of(run: str | None, client: str | None) -> tuple[str, str]:
     if owner is None or None not in (run, client):
         raise ValueError("a ledger belongs to a run or to a client")
     if not nameable(owner):
-        raise DpfedError(f"{owner!r} cannot be the name of a {kind}: use up to 200 printable characters.")
+        raise DpfedError(
+            f"{owner!r} cannot be the name of a {kind}: use up to 200 printable characters."
+        )
     return kind, owner
 
 
@@ -79,8 +81,14 @@ def plainly(path: Path) -> Iterator[None]:
         yield
     except sqlite3.ProgrammingError:  # a mistake in this program, such as use after close
         raise
-    except (sqlite3.Error, OSError, UnicodeDecodeError) as error:  # the last: SQLite quoting a damaged schema
-        name = getattr(error, "sqlite_errorname", "SQLITE_IOERR" if isinstance(error, OSError) else "")
+    except (
+        sqlite3.Error,
+        OSError,
+        UnicodeDecodeError,
+    ) as error:  # the last: SQLite quoting a damaged schema
+        name = getattr(
+            error, "sqlite_errorname", "SQLITE_IOERR" if isinstance(error, OSError) else ""
+        )
         if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
             what = "another process is using it, wait for that or stop it"
         elif name.startswith(("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")):
@@ -124,7 +132,9 @@ def read_head(path: Path) -> Head | None:
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ledger_error(path, f"its head file {file.name} is damaged, put back the newest copy of it") from error
+        raise ledger_error(
+            path, f"its head file {file.name} is damaged, put back the newest copy of it"
+        ) from error
     return head
 
 
@@ -144,14 +154,18 @@ def take_lock(path: Path) -> IO[bytes]:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         lock.close()
-        raise ledger_error(path, "another process is writing to it, wait for that or stop it") from error
+        raise ledger_error(
+            path, "another process is writing to it, wait for that or stop it"
+        ) from error
     return lock
 
 
 def connect(path: Path, mode: str) -> sqlite3.Connection:
     # Only SQLite may open the file: closing it ourselves drops the locks of our other connections to it.
     # A run charges on a thread of its own and waits for it before the next call: never two threads at once.
-    db = sqlite3.connect(f"{path.as_uri()}?{mode}", uri=True, isolation_level=None, check_same_thread=False)
+    db = sqlite3.connect(
+        f"{path.as_uri()}?{mode}", uri=True, isolation_level=None, check_same_thread=False
+    )
     try:
         for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "synchronous = FULL"):
             db.execute(f"PRAGMA {pragma}")
@@ -161,7 +175,9 @@ def connect(path: Path, mode: str) -> sqlite3.Connection:
         db.close()
         unwritable = mode == "mode=ro" and not os.access(path.parent, os.W_OK)
         if isinstance(error, sqlite3.OperationalError) and unwritable:
-            return connect(path, "immutable=1")  # SQLite wants to make a file for shared memory, and cannot
+            return connect(
+                path, "immutable=1"
+            )  # SQLite wants to make a file for shared memory, and cannot
         raise
     return db
 
@@ -209,17 +225,27 @@ def read_meta(path: Path, owner: tuple[str, str] | None) -> str:
         if application != _APPLICATION_ID:
             raise ledger_error(path, "this is not a privacy ledger")
         if version > FORMAT:
-            raise ledger_error(path, f"a newer dpfed wrote it (format {version}, not {FORMAT}), update dpfed")
+            raise ledger_error(
+                path, f"a newer dpfed wrote it (format {version}, not {FORMAT}), update dpfed"
+            )
         tables = {sql for (sql,) in db.execute("SELECT sql FROM sqlite_master")}
         found = db.execute("SELECT json FROM meta").fetchall() if tables == set(_TABLES) else []
     try:
         ((text,),) = found
         meta = json.loads(text)
         belongs = (meta["kind"], meta["owner"])
-        if meta["format"] != version or meta["kind"] not in ("run", "client") or not nameable(meta["owner"]):
+        if (
+            meta["format"] != version
+            or meta["kind"] not in ("run", "client")
+            or not nameable(meta["owner"])
+        ):
             raise ValueError("not a description")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ledger_error(path, "damaged, its description cannot be read; put back the newest copy") from error
+        raise ledger_error(
+            path, "damaged, its description cannot be read; put back the newest copy"
+        ) from error
     if owner not in (None, belongs):
-        raise ledger_error(path, f"it belongs to {belongs[0]} {belongs[1]!r}, not to {owner[0]} {owner[1]!r}")
+        raise ledger_error(
+            path, f"it belongs to {belongs[0]} {belongs[1]!r}, not to {owner[0]} {owner[1]!r}"
+        )
     return str(text)

@@ -15,18 +15,18 @@ import torch
 
 from dpfed.config import Config
 from dpfed.errors import DpfedError
-from dpfed.privacy.batched_sums import Seat, SharedSum
+from dpfed.privacy.batched_sums import BatchedSum, BatchedSums
 from dpfed.privacy.fixed_shape_sum import FixedSum, slots_for
 from dpfed.training.backends.memory_fit import fits, most_that_fit, slots_of
 from dpfed.training.job.job import Job, block_rules
-from dpfed.training.job.job_cache import Shared
+from dpfed.training.job.job_cache import JobCache
 
 Answer = TypeVar("Answer")
 BLOCKS = {"granularity": "block"}  # of a method that has none
 MOST = 16  # more runs in a pass bring little more, and take their memory
 
 
-class UnpackableError(Exception):
+class UnbatchableError(Exception):
     """This run differs from its pack in something that a pass shares, or finds no room beside it: it has to run by itself."""
 
 
@@ -40,16 +40,35 @@ def pack_key(config: Config) -> Hashable | None:
     data, privacy, run = config.data, config.privacy, config.run
     grouped = data.unit_column is not None  # not record by record
     split = run.fleet_size != "auto"
-    beside = run.diagnostics or run.trackers or run.checkpoint_every  # others at work in this process, or on its device
+    beside = (
+        run.diagnostics or run.trackers or run.checkpoint_every
+    )  # others at work in this process, or on its device
     alone = privacy.isolation == "exact"
     if grouped or split or beside or alone or privacy.grid is True or run.noise == "os":
         return None
-    computed = (run.device, run.precision, run.threads, run.slots, run.compile, run.graphs, run.features)
+    computed = (
+        run.device,
+        run.precision,
+        run.threads,
+        run.slots,
+        run.compile,
+        run.graphs,
+        run.features,
+    )
     blocks = sorted({**BLOCKS, **block_rules(config)}.items())
     model = config.model
-    seeded = (model.weights == "random" and model.train != "full") or (model.lora.freeze_a and model.train == "lora")
+    seeded = (model.weights == "random" and model.train != "full") or (
+        model.lora.freeze_a and model.train == "lora"
+    )
     drawn = run.seed if seeded else None  # frozen weights that follow from the seed: another model
-    asked = (run.rounds, run.local_steps, run.participation, privacy.batch, privacy.rate, privacy.batch_per_client)
+    asked = (
+        run.rounds,
+        run.local_steps,
+        run.participation,
+        privacy.batch,
+        privacy.rate,
+        privacy.batch_per_client,
+    )
     clipping = (privacy.clip_mode, privacy.clip_stability) if privacy.enabled else ("flat", None)
     return repr((data, config.model, drawn, blocks, clipping, computed, asked))
 
@@ -57,32 +76,37 @@ def pack_key(config: Config) -> Hashable | None:
 class Pack:
     """So many runs side by side. Each is given a `Place`, and all of them are waited for until they leave it."""
 
-    def __init__(self, runs: int, shared: Shared | None = None) -> None:
-        self.shared = shared or Shared()
+    def __init__(self, runs: int, shared: JobCache | None = None) -> None:
+        self.shared = shared or JobCache()
         self._runs, self._lock = runs, threading.Lock()
         self._gone: set[int] = set()
         self._first: Job | None = None
-        self._sum: SharedSum | None = None
+        self._sum: BatchedSums | None = None
 
-    def place(self, number: int) -> Place:
-        return Place(self, number)
+    def place(self, number: int) -> BatchedRun:
+        return BatchedRun(self, number)
 
-    def sit(self, job: Job, number: int) -> Seat:
+    def join_batch(self, job: Job, number: int) -> BatchedSum:
         with self._lock:
             if self._sum is None:
-                self._first, self._sum = job, SharedSum(self._runs, job.schedule.cohort, self._union)
+                self._first, self._sum = (
+                    job,
+                    BatchedSums(self._runs, job.schedule.cohort, self._union),
+                )
                 for gone in self._gone:
                     self._sum.leave(gone)
             assert self._first is not None
             if not together(self._first, job):
-                raise UnpackableError
-            return self._sum.seat(number)
+                raise UnbatchableError
+            return self._sum.batched_sum(number)
 
     def leave(self, number: int) -> None:
         with self._lock:
             self._gone.add(number)
             shared = self._sum
-        if shared is not None:  # outside the lock: whoever leaves last may have to compute for the others
+        if (
+            shared is not None
+        ):  # outside the lock: whoever leaves last may have to compute for the others
             shared.leave(number)
 
     def end(self) -> None:
@@ -110,18 +134,18 @@ class Pack:
         )
 
 
-class Place:
+class BatchedRun:
     """One run's place in a pack."""
 
     def __init__(self, pack: Pack, number: int) -> None:
         self._pack, self._number = pack, number
 
     @property
-    def shared(self) -> Shared:
+    def shared(self) -> JobCache:
         return self._pack.shared
 
-    def sit(self, job: Job) -> Seat:
-        return self._pack.sit(job, self._number)
+    def join_batch(self, job: Job) -> BatchedSum:
+        return self._pack.join_batch(job, self._number)
 
     def leave(self) -> None:
         self._pack.leave(self._number)
@@ -129,7 +153,10 @@ class Place:
 
 def together(one: Job, other: Job) -> bool:
     """Whether one pass can serve both: the very same model and records, which equal settings alone do not promise."""
-    rules, keys = (one.plan.clipping, other.plan.clipping), (pack_key(one.config), pack_key(other.config))
+    rules, keys = (
+        (one.plan.clipping, other.plan.clipping),
+        (pack_key(one.config), pack_key(other.config)),
+    )
     return (
         one.model is other.model
         and one.records is other.records
@@ -152,9 +179,9 @@ def union_slots(job: Job, runs: int) -> int:
     return slots_for(runs * float(job.plan.expected.mean()) * cohort)
 
 
-def side_by_side(
-    tasks: Sequence[Callable[[Place | None], Answer]],
-    shared: Shared | None = None,
+def run_batched(
+    tasks: Sequence[Callable[[BatchedRun | None], Answer]],
+    shared: JobCache | None = None,
     ended: Callable[[int, Answer], None] = lambda number, answer: None,
 ) -> list[Answer]:
     """Runs every task in a thread of its own, with a place in one pack; those that do not fit in run alone afterwards.
@@ -173,20 +200,23 @@ def side_by_side(
             with telling:
                 answers[number] = answer
                 ended(number, answer)
-        except UnpackableError as error:
+        except UnbatchableError as error:
             errors[number] = error.with_traceback(None)  # which would hold the run's model
         except BaseException as error:  # raised again below, in the thread that waits
             errors[number] = error
         finally:
             place.leave()
 
-    threads = [threading.Thread(target=work, args=(i,), name=f"dpfed-run-{i}", daemon=True) for i in range(len(tasks))]
+    threads = [
+        threading.Thread(target=work, args=(i,), name=f"dpfed-run-{i}", daemon=True)
+        for i in range(len(tasks))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     for _, error in sorted(errors.items()):
-        if not isinstance(error, UnpackableError):
+        if not isinstance(error, UnbatchableError):
             raise error
     if errors:
         pack.end()

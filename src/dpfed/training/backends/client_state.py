@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dpfed.algorithms.base import Memory
+from dpfed.algorithms.base import ClientState
 from dpfed.errors import DpfedError
 from dpfed.training.run_folder.atomic_file import write_file
 
@@ -30,12 +30,14 @@ class Entry:
     sha256: str
 
 
-class ClientMemory:
+class ClientStates:
     """`names` vectors of `size` numbers for each client that took part."""
 
     def __init__(self, names: Sequence[str], size: int, folder: Path, limit: int) -> None:
         self._names, self._size, self._folder, self._limit = tuple(names), size, folder, limit
-        self._held: OrderedDict[int, np.ndarray] = OrderedDict()  # the one used longest ago comes first
+        self._held: OrderedDict[int, np.ndarray] = (
+            OrderedDict()
+        )  # the one used longest ago comes first
         self._files: dict[int, Entry] = {}
         self._made: dict[int, int] = {}  # the round that made what is held
         self._changed: set[int] = set()
@@ -49,7 +51,7 @@ class ClientMemory:
     def held_bytes(self) -> int:
         return len(self._held) * len(self._names) * self._size * 4
 
-    def gather(self, clients: Sequence[int], device: torch.device) -> Memory:
+    def gather(self, clients: Sequence[int], device: torch.device) -> ClientState:
         """The vectors of these clients, stacked `[S, P]`, with `seen`; `{}` for algorithms that remember nothing."""
         if not self._names:
             return {}
@@ -57,15 +59,23 @@ class ClientMemory:
             seen = torch.tensor([i in self._held or i in self._files for i in clients])
             rows = np.stack([self._of(i) for i in clients])
         stacked = torch.from_numpy(rows).to(device)
-        return {name: stacked[:, j] for j, name in enumerate(self._names)} | {"seen": seen.to(device)}
+        return {name: stacked[:, j] for j, name in enumerate(self._names)} | {
+            "seen": seen.to(device)
+        }
 
-    def put(self, t: int, clients: Sequence[int], memory: Memory) -> None:
+    def put(self, t: int, clients: Sequence[int], memory: ClientState) -> None:
         """Keeps what `finish` gave back in round t."""
         if set(memory) != set(self._names):
             raise ValueError(f"the algorithm remembers {self._names} and gave back {tuple(memory)}")
         if not self._names:
             return
-        rows = torch.stack([memory[name] for name in self._names], dim=1).detach().float().cpu().numpy()
+        rows = (
+            torch.stack([memory[name] for name in self._names], dim=1)
+            .detach()
+            .float()
+            .cpu()
+            .numpy()
+        )
         with self._lock:
             for client, row in zip(clients, rows, strict=True):
                 self._held[client] = (
@@ -84,9 +94,13 @@ class ClientMemory:
     def begin_save(self) -> Callable[[], dict[int, Entry]]:
         """`save` of what is held now; the writing is done by the call of what it returns, on any thread, before the next."""
         with self._lock:
-            changed = {i: (self._made[i], self._held[i]) for i in sorted(self._changed & self._held.keys())}
+            changed = {
+                i: (self._made[i], self._held[i]) for i in sorted(self._changed & self._held.keys())
+            }
             before = dict(self._files)
-            self._named |= {entry.file for entry in before.values()} | {_file(i, t) for i, (t, _) in changed.items()}
+            self._named |= {entry.file for entry in before.values()} | {
+                _file(i, t) for i, (t, _) in changed.items()
+            }
 
         def write() -> dict[int, Entry]:
             return {**before, **{i: self._keep(i, t, row) for i, (t, row) in changed.items()}}
@@ -124,7 +138,9 @@ class ClientMemory:
             except OSError:
                 good = False
             if not good:
-                raise DpfedError(f"{path} is missing or damaged: the memory of client {client} is lost")
+                raise DpfedError(
+                    f"{path} is missing or damaged: the memory of client {client} is lost"
+                )
         self._held.clear()
         self._changed.clear()
         self._files = dict(entries)
@@ -140,8 +156,12 @@ class ClientMemory:
             mapped: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
             if mapped.shape != (len(self._names), self._size) or mapped.dtype != np.float32:
                 raise ValueError
-        except Exception:  # for bytes that are no array NumPy raises a dozen kinds, down to TokenError
-            raise DpfedError(f"{path} is missing or damaged: the memory of client {client} is lost") from None
+        except (
+            Exception
+        ):  # for bytes that are no array NumPy raises a dozen kinds, down to TokenError
+            raise DpfedError(
+                f"{path} is missing or damaged: the memory of client {client} is lost"
+            ) from None
         return mapped
 
     def _spill(self) -> None:

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpfed.algorithms.base import Context, Memory, Message
+from dpfed.algorithms.base import ClientState, Context, Message
 from dpfed.errors import DivergedError, StoppedError
 from dpfed.privacy.fixed_shape_sum import FixedSum, Sums
 from dpfed.privacy.noise import Noise
 from dpfed.privacy.oracle import FleetOracle, free, out_of_memory
-from dpfed.training.backends.batched_runs import UnpackableError
-from dpfed.training.backends.client_state import ClientMemory
+from dpfed.training.backends.batched_runs import UnbatchableError
+from dpfed.training.backends.client_state import ClientStates
 from dpfed.training.backends.memory_fit import fleet_size, slots_of
 from dpfed.training.callbacks.activity import Activity
 from dpfed.training.job.job import Job
@@ -35,18 +35,28 @@ LOG = logging.getLogger("dpfed")
 
 def learning_rate(base: float, schedule: str, t: int, rounds: int) -> float:
     """η_t, constant within a round; the cosine never reaches zero, so that dividing by it is safe (SPEC 1.2)."""
-    return base if schedule == "constant" else 0.5 * base * (1 + math.cos(math.pi * (t - 1) / rounds))
+    return (
+        base if schedule == "constant" else 0.5 * base * (1 + math.cos(math.pi * (t - 1) / rounds))
+    )
 
 
-def context(job: Job, t: int, clients: Sequence[int], clip: float | None = None, answered: int = 0) -> Context:
+def context(
+    job: Job, t: int, clients: Sequence[int], clip: float | None = None, answered: int = 0
+) -> Context:
     """The public facts of round t, with this clip norm, for these clients."""
 
-    def scalar(x: float) -> Tensor:  # filled in on the device: bringing a number there waits for all that it has to do
+    def scalar(
+        x: float,
+    ) -> Tensor:  # filled in on the device: bringing a number there waits for all that it has to do
         return torch.full((), x, dtype=torch.float64, device=job.device)
 
     run, base = job.config.run, job.algorithm.lr
     plan = job.plan if clip is None else job.plan.at(clip)
-    phi = torch.from_numpy(plan.phis(np.asarray(clients, dtype=np.int64))).to(torch.float32).unsqueeze(1)
+    phi = (
+        torch.from_numpy(plan.phis(np.asarray(clients, dtype=np.int64)))
+        .to(torch.float32)
+        .unsqueeze(1)
+    )
     return Context(
         space=job.space,
         N=job.schedule.clients,
@@ -73,7 +83,7 @@ class Fleet:
     def __init__(
         self,
         job: Job,
-        memory: ClientMemory | None = None,
+        memory: ClientStates | None = None,
         watch: LocalWatch | None = None,
         stop: Callable[[], None] = lambda: None,
         late: bool = False,
@@ -81,7 +91,7 @@ class Fleet:
         """`late`: whether messages are finite is found out by what the server's state becomes, not here and at once."""
         self._job, self._stop, self._late = job, stop, late
         if memory is None:  # an empty one is false, and must not be replaced
-            memory = ClientMemory(job.algorithm.remembers, job.space.size, Path(), sys.maxsize)
+            memory = ClientStates(job.algorithm.remembers, job.space.size, Path(), sys.maxsize)
         self.memory = memory
         self._watch = watch
         self._size = fleet_size(job)
@@ -95,13 +105,19 @@ class Fleet:
         self._steps_wanted = 0
 
     def run_cohort(
-        self, t: int, state: State, clients: Sequence[int], paid: Callable[[], None] = lambda: None
+        self,
+        t: int,
+        state: State,
+        clients: Sequence[int],
+        wait_for_charge: Callable[[], None] = lambda: None,
     ) -> tuple[Message, int]:
         """The mean of the clients' messages, and how many answered."""
-        self._paid = paid
+        self._paid = wait_for_charge
         return self.weighted_sum(t, state, clients, self.weights(clients)), len(clients)
 
-    def weighted_sum(self, t: int, state: State, clients: Sequence[int], weights: Tensor) -> Message:
+    def weighted_sum(
+        self, t: int, state: State, clients: Sequence[int], weights: Tensor
+    ) -> Message:
         """The clients' messages times their weights, summed: what these clients add to the mean of a cohort."""
         total: Message = {}
         self._steps_done = 0
@@ -119,7 +135,9 @@ class Fleet:
         """The clients' messages `[S, ...]`."""
         return self._attempt(t, state, clients, None)
 
-    def _attempt(self, t: int, state: State, clients: Sequence[int], noise: Sequence[Noise] | None) -> Message:
+    def _attempt(
+        self, t: int, state: State, clients: Sequence[int], noise: Sequence[Noise] | None
+    ) -> Message:
         """The clients' messages, and their memory kept; of an attempt that found no room nothing is."""
         job = self._job
         ctx = context(job, t, clients, state.clip)
@@ -140,7 +158,9 @@ class Fleet:
             self._watch(ctx, clients, local)
         return message | {"below": oracle.below} if job.plan.clipping.counts else message
 
-    def _oracle(self, t: int, state: State, clients: Sequence[int], noise: Sequence[Noise] | None) -> FleetOracle:
+    def _oracle(
+        self, t: int, state: State, clients: Sequence[int], noise: Sequence[Noise] | None
+    ) -> FleetOracle:
         job = self._job
         return FleetOracle(
             job.model,
@@ -156,13 +176,13 @@ class Fleet:
             fixed=self._fixed_sum(clients),
             noise=noise,
             grid=job.config.privacy.grid is True,
-            paid=self._paid,
+            wait_for_charge=self._paid,
             isolation=job.config.privacy.isolation,
         )
 
     def _steps(
         self, t: int, ctx: Context, state: State, clients: Sequence[int], oracle: FleetOracle
-    ) -> tuple[Any, Message, Memory] | None:
+    ) -> tuple[Any, Message, ClientState] | None:
         """The clients' states, messages and memory after K local steps; None where there is no room for so many."""
         job = self._job
         steps_before = self._steps_done
@@ -180,10 +200,12 @@ class Fleet:
         self._steps_done = steps_before
         return None
 
-    def _halves(self, t: int, state: State, clients: Sequence[int], noise: Sequence[Noise]) -> Message:
+    def _halves(
+        self, t: int, state: State, clients: Sequence[int], noise: Sequence[Noise]
+    ) -> Message:
         """The same steps by two fleets of half the size."""
-        if len(clients) == 1 and self._job.seat is not None:
-            raise UnpackableError  # others take room too
+        if len(clients) == 1 and self._job.batched_sum is not None:
+            raise UnbatchableError  # others take room too
         if len(clients) == 1:
             raise StoppedError(
                 f"round {t} does not fit into the memory of {self._job.device}, not even one record of one client at a "
@@ -192,9 +214,14 @@ class Fleet:
         free(self._job.device)
         half = (len(clients) + 1) // 2
         self._size = min(self._size, half)
-        self._max_slots = self._job.config.run.max_slots  # with fewer rows there may be room for whole passes
+        self._max_slots = (
+            self._job.config.run.max_slots
+        )  # with fewer rows there may be room for whole passes
         self._say_once()
-        parts = [self._attempt(t, state, clients[p], noise[p]) for p in (slice(0, half), slice(half, None))]
+        parts = [
+            self._attempt(t, state, clients[p], noise[p])
+            for p in (slice(0, half), slice(half, None))
+        ]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def _say_once(self) -> None:
@@ -213,10 +240,10 @@ class Fleet:
         job, run = self._job, self._job.config.run
         if self._no_fixed:
             self._fixed.clear()
-        if job.seat is not None:
+        if job.batched_sum is not None:
             if not self._no_fixed:
-                return job.seat
-            job.seat.leave()  # it will not ask again, and nobody is to wait for it
+                return job.batched_sum
+            job.batched_sum.leave()  # it will not ask again, and nobody is to wait for it
         if self._no_fixed or (run.slots == "auto" and job.device.type != "cuda"):
             return None
         if job.config.privacy.isolation == "exact":

@@ -22,8 +22,10 @@ COPIES = 3  # of the clients' states: before a step, after it, and what lies bet
 def fleet_size(job: Job) -> int:
     """The configured number of clients side by side, or the most that fit."""
     given, cohort = job.config.run.fleet_size, job.schedule.cohort
-    if job.seat is not None:
-        return cohort  # how many runs fit beside one another is found by the union (engine/packed.py)
+    if job.batched_sum is not None:
+        return (
+            cohort  # how many runs fit beside one another is found by the union (engine/packed.py)
+        )
     if given != "auto":
         return given
     if job.device.type != "cuda":
@@ -68,11 +70,19 @@ def blank_pass(job: Job, clients: int, slots: int) -> None:
     """One clipped sum over records of zeros."""
     device, records = job.device, job.records
     blank = Records(
-        {name: torch.zeros_like(x[:1]).expand(slots, *x.shape[1:]) for name, x in records.inputs.items()},
+        {
+            name: torch.zeros_like(x[:1]).expand(slots, *x.shape[1:])
+            for name, x in records.inputs.items()
+        },
         torch.zeros(slots, dtype=records.labels.dtype, device=device),
     )
     rule = job.plan.clipping
-    pass_ = FixedSum(job.model, blank, rule, job.view, clients, slots, job.space.size, capture=False)
-    rows, zeros = torch.arange(slots, device=device), torch.zeros(slots, dtype=torch.int64, device=device)
+    pass_ = FixedSum(
+        job.model, blank, rule, job.view, clients, slots, job.space.size, capture=False
+    )
+    rows, zeros = (
+        torch.arange(slots, device=device),
+        torch.zeros(slots, dtype=torch.int64, device=device),
+    )
     filling = Pass.of(rows, rows * clients // slots, torch.ones_like(rows), zeros, zeros)
     pass_(job.theta.expand(clients, -1), filling, job.plan.clip)

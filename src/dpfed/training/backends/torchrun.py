@@ -38,7 +38,7 @@ from torch import Tensor
 from dpfed.algorithms.base import Message
 from dpfed.config import Config
 from dpfed.errors import DpfedError, StoppedError
-from dpfed.training.backends.client_state import ClientMemory
+from dpfed.training.backends.client_state import ClientStates
 from dpfed.training.backends.fleet import Fleet
 from dpfed.training.job.job import Job
 from dpfed.training.round_loop import first_state
@@ -55,12 +55,16 @@ GO_ON = "start it again with --resume and it goes on from its last checkpoint"
 class Group:
     """The processes of a run. All of them make the same calls in the same order."""
 
-    def __init__(self, rank: int, world: int, timeout: int, backend: str = "gloo", init: str = "env://") -> None:
+    def __init__(
+        self, rank: int, world: int, timeout: int, backend: str = "gloo", init: str = "env://"
+    ) -> None:
         self.rank, self.world, self.timeout = rank, world, timeout
         self.broken = False  # some process is gone, or is in the middle of a round: there is no more talking to them
         wait = timedelta(seconds=timeout)
         try:
-            dist.init_process_group(backend, init_method=init, rank=rank, world_size=world, timeout=wait)
+            dist.init_process_group(
+                backend, init_method=init, rank=rank, world_size=world, timeout=wait
+            )
             self._control = dist.new_group(backend="gloo", timeout=PATIENCE if rank else wait)
         except (RuntimeError, ValueError) as error:
             raise DpfedError(
@@ -129,7 +133,9 @@ class Group:
         def told(signum: int, frame: FrameType | None) -> None:
             if not self.broken:
                 self.broken = True
-                raise StoppedError(f"the run was told to stop, by torchrun when another process was lost: {GO_ON}")
+                raise StoppedError(
+                    f"the run was told to stop, by torchrun when another process was lost: {GO_ON}"
+                )
 
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, told)
@@ -141,21 +147,29 @@ def join(config: Config) -> Group | None:
     if world <= 1:
         return None
     if not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        raise DpfedError(f"WORLD_SIZE = {world} without RANK, MASTER_ADDR and MASTER_PORT: start the run by torchrun")
+        raise DpfedError(
+            f"WORLD_SIZE = {world} without RANK, MASTER_ADDR and MASTER_PORT: start the run by torchrun"
+        )
     rank, device = int(os.environ["RANK"]), config.run.device
     if config.run.diagnostics:
         raise DpfedError(
             "run.diagnostics reads the clients' states in one process: leave it out, or leave out torchrun"
         )
     if device.startswith("cuda:"):
-        raise DpfedError(f'run.device = "{device}" would put all processes on one GPU: use "cuda" or "auto"')
+        raise DpfedError(
+            f'run.device = "{device}" would put all processes on one GPU: use "cuda" or "auto"'
+        )
     backend = "gloo"
     if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
         local = int(os.environ.get("LOCAL_RANK", rank))
         if local >= torch.cuda.device_count():
-            raise DpfedError(f"process {local} of this machine has no GPU: start as many as it has GPUs")
+            raise DpfedError(
+                f"process {local} of this machine has no GPU: start as many as it has GPUs"
+            )
         torch.cuda.set_device(local)
-        os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a lost process is an error here, not the end of us
+        os.environ.setdefault(
+            "TORCH_NCCL_BLOCKING_WAIT", "1"
+        )  # a lost process is an error here, not the end of us
         backend = "cpu:gloo,cuda:nccl"
     group = Group(rank, world, config.run.timeout, backend)
     if rank == 0:
@@ -172,13 +186,17 @@ def agree(job: Job, group: Group) -> None:
 class Distributed:
     """The backend that computes a cohort on all processes; rank 0 has it."""
 
-    def __init__(self, job: Job, group: Group, memory: ClientMemory) -> None:
+    def __init__(self, job: Job, group: Group, memory: ClientStates) -> None:
         self._job, self._group, self._fleet = job, group, Fleet(job, memory)
 
     def run_cohort(
-        self, t: int, state: State, clients: Sequence[int], paid: Callable[[], None] = lambda: None
+        self,
+        t: int,
+        state: State,
+        clients: Sequence[int],
+        wait_for_charge: Callable[[], None] = lambda: None,
     ) -> tuple[Message, int]:
-        paid()  # the others cannot see the ledger
+        wait_for_charge()  # the others cannot see the ledger
         group = self._group
         group.header(ROUND, t, len(clients), struct.unpack("<q", struct.pack("<d", state.clip))[0])
         try:
@@ -192,13 +210,17 @@ class Distributed:
         names = job.algorithm.remembers
         group.broadcast(torch.tensor(clients, dtype=torch.int64, device=job.device))
         group.broadcast(packed(sent(job, state)))
-        others = [(r, part) for r in range(1, group.world) if (part := list(clients[r :: group.world]))]
+        others = [
+            (r, part) for r in range(1, group.world) if (part := list(clients[r :: group.world]))
+        ]
         for r, part in others if names else []:
             held = memory.gather(part, torch.device("cpu"))
             group.send(held["seen"].to(torch.int64), r)
             group.send(torch.stack([held[name] for name in names], dim=1), r)
         mine = list(clients[:: group.world])
-        message = self._fleet.weighted_sum(t, state, mine, self._fleet.weights(clients)[:: group.world])
+        message = self._fleet.weighted_sum(
+            t, state, mine, self._fleet.weights(clients)[:: group.world]
+        )
         flat = torch.cat([value.reshape(-1) for value in message.values()])
         group.header(flat.numel())
         group.total(flat)
@@ -207,7 +229,9 @@ class Distributed:
             group.receive(rows, r)
             memory.put(t, part, {name: rows[:, j] for j, name in enumerate(names)})
         pieces = torch.split(flat, [value.numel() for value in message.values()])
-        return {name: x.reshape(message[name].shape) for name, x in zip(message, pieces, strict=True)}
+        return {
+            name: x.reshape(message[name].shape) for name, x in zip(message, pieces, strict=True)
+        }
 
 
 def follow(job: Job, group: Group) -> None:
@@ -224,7 +248,9 @@ def follow(job: Job, group: Group) -> None:
             _share(job, group, fleet, first, t, count, clip)
 
 
-def _share(job: Job, group: Group, fleet: Fleet, first: State, t: int, count: int, clip: float) -> None:
+def _share(
+    job: Job, group: Group, fleet: Fleet, first: State, t: int, count: int, clip: float
+) -> None:
     names, size = job.algorithm.remembers, job.space.size
     cohort = torch.empty(count, dtype=torch.int64, device=job.device)
     group.broadcast(cohort)
@@ -234,9 +260,12 @@ def _share(job: Job, group: Group, fleet: Fleet, first: State, t: int, count: in
     group.broadcast(flat)
     state = first.with_tensors({**first.tensors(), **unpacked(flat, wanted)}, clip)
     part = clients[group.rank :: group.world]
-    fleet.memory = ClientMemory(names, size, Path(), int(1e18))  # lent for this round
+    fleet.memory = ClientStates(names, size, Path(), int(1e18))  # lent for this round
     if names and part:
-        seen, rows = torch.empty(len(part), dtype=torch.int64), torch.empty(len(part), len(names), size)
+        seen, rows = (
+            torch.empty(len(part), dtype=torch.int64),
+            torch.empty(len(part), len(names), size),
+        )
         group.receive(seen, 0)
         group.receive(rows, 0)
         known = seen.bool()
@@ -244,9 +273,15 @@ def _share(job: Job, group: Group, fleet: Fleet, first: State, t: int, count: in
         fleet.memory.put(t - 1, before, {name: rows[known, j] for j, name in enumerate(names)})
     message: Message = {}
     if part:
-        message = fleet.weighted_sum(t, state, part, fleet.weights(clients)[group.rank :: group.world])
+        message = fleet.weighted_sum(
+            t, state, part, fleet.weights(clients)[group.rank :: group.world]
+        )
     numbers = group.header()[0]  # a process without clients has no message to learn the length from
-    sums = torch.cat([x.reshape(-1) for x in message.values()]) if part else torch.zeros(numbers, device=job.device)
+    sums = (
+        torch.cat([x.reshape(-1) for x in message.values()])
+        if part
+        else torch.zeros(numbers, device=job.device)
+    )
     group.total(sums)
     if names and part:
         held = fleet.memory.gather(part, torch.device("cpu"))
@@ -261,7 +296,9 @@ def sent(job: Job, state: State) -> dict[str, Tensor]:
 
 def packed(tensors: Mapping[str, Tensor]) -> Tensor:
     """All tensors as one row of bytes: one message, whatever their types."""
-    return torch.cat([x.detach().reshape(-1).contiguous().view(torch.uint8) for x in tensors.values()])
+    return torch.cat(
+        [x.detach().reshape(-1).contiguous().view(torch.uint8) for x in tensors.values()]
+    )
 
 
 def unpacked(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -275,13 +312,19 @@ def unpacked(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def fingerprint(job: Job) -> str:
     """A hash of all that a client's message follows from: settings, records and who holds them, weights."""
-    from dpfed.training.run import follows_from  # the run knows what may differ, and calls this module
+    from dpfed.training.run import (
+        follows_from,
+    )  # the run knows what may differ, and calls this module
 
     found = hashlib.sha256(repr(follows_from(job)).encode())
-    inputs = job.records.inputs if job.given is None else job.given  # features are each process's own, to rounding
+    inputs = (
+        job.records.inputs if job.given is None else job.given
+    )  # features are each process's own, to rounding
     arrays: list[Any] = [job.shards.records, job.theta, job.records.labels, *inputs.values()]
     for x in [*arrays, *job.adapted.model.state_dict().values()]:
-        tensor = torch.from_numpy(np.ascontiguousarray(x)) if isinstance(x, np.ndarray) else x.detach()
+        tensor = (
+            torch.from_numpy(np.ascontiguousarray(x)) if isinstance(x, np.ndarray) else x.detach()
+        )
         found.update(tensor.reshape(-1).contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return found.hexdigest()
 

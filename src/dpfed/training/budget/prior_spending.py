@@ -17,15 +17,18 @@ from typing import Any
 from dpfed.config import Config
 from dpfed.errors import DpfedError
 from dpfed.model.zoo.pretrained import HubSilentError, hub_file, hub_metadata
-from dpfed.privacy.accounting.guarantee import UNCOUNTED, Past, Prior
+from dpfed.privacy.accounting.guarantee import UNCOUNTED, Prior, PriorSpending
 from dpfed.privacy.mechanism import Mechanism
-from dpfed.training.budget.recorded_spending import NO_PRIVACY, SEEDED, Accounts
+from dpfed.training.budget.recorded_spending import NO_PRIVACY, SEEDED, RecordedSpending
 from dpfed.training.run_folder.atomic_file import write_file
 from dpfed.training.run_folder.embedded_record import METADATA, embed, embedded
 
 SPENDING = "dpfed.json"
 FORMAT = 1
-LEAST_NOISE, MOST_NOISE = 1e-3, 1e9  # beyond, an epsilon overflows, so no run that was accounted for can have had it
+LEAST_NOISE, MOST_NOISE = (
+    1e-3,
+    1e9,
+)  # beyond, an epsilon overflows, so no run that was accounted for can have had it
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Stored:
     text: str = field(compare=False)
 
 
-def spending_of(release: str, accounts: Accounts | None) -> dict[str, Any]:
+def spending_of(release: str, accounts: RecordedSpending | None) -> dict[str, Any]:
     """The content of the record; `accounts` is None for a run without privacy."""
     history = [] if accounts is None else accounts.realised.bound
     return {
@@ -52,7 +55,7 @@ def spending_of(release: str, accounts: Accounts | None) -> dict[str, Any]:
     }
 
 
-def past_of(config: Config) -> Past:
+def prior_spending_of(config: Config) -> PriorSpending:
     """What was spent on the adapter and on the weights that a configuration starts from."""
     prior: list[tuple[Mechanism, int]] = []
     uncounted, notes = False, []
@@ -68,10 +71,16 @@ def past_of(config: Config) -> Past:
             stored = None
             known = False
         if stored is None:
-            subject = _unrecorded(config, given, what) if known else f"the {what} {given}, as far as is known,"
+            subject = (
+                _unrecorded(config, given, what)
+                if known
+                else f"the {what} {given}, as far as is known,"
+            )
             if subject is not None:
                 uncounted = True
-                notes.append(f"{subject} has no record of what was spent on it ({SPENDING}): {UNCOUNTED}")
+                notes.append(
+                    f"{subject} has no record of what was spent on it ({SPENDING}): {UNCOUNTED}"
+                )
             continue
         refuse_unfit(config, given, stored)
         prior += stored.prior
@@ -81,7 +90,7 @@ def past_of(config: Config) -> Past:
         if stored.uncounted:
             cause = "or what it came from was trained without privacy or has no record"
             notes.append(f"the {what} {given} {cause}: {UNCOUNTED}")
-    return Past(tuple(prior), uncounted, tuple(notes))
+    return PriorSpending(tuple(prior), uncounted, tuple(notes))
 
 
 def _refuse_no_adapter(given: str) -> None:
@@ -104,16 +113,18 @@ def _unrecorded(config: Config, given: str, what: str) -> str | None:
     return None
 
 
-def served_past(config: Config) -> Past:
+def served_prior_spending(config: Config) -> PriorSpending:
     """For a server's run: with all noised counts on held-out records that it will ask for. Training and held-out records are
     disjoint, but who holds which is a client's own affair: both are counted for every record, as clients' ledgers do."""
-    past, section = past_of(config), config.federation
-    counts = config.run.rounds // section.evaluate_every if section and section.evaluate_every else 0
+    past, section = prior_spending_of(config), config.federation
+    counts = (
+        config.run.rounds // section.evaluate_every if section and section.evaluate_every else 0
+    )
     if section is None or not counts:
         return past
     asked = (Mechanism("poisson", 1.0, section.evaluate_sigma), counts)
     note = f"epsilon counts {counts} noised counts on held-out records as well (federation.evaluate_every)"
-    return Past((*past.prior, asked), past.uncounted, (*past.notes, note))
+    return PriorSpending((*past.prior, asked), past.uncounted, (*past.notes, note))
 
 
 def record_of(given: str) -> Stored | None:
@@ -200,7 +211,9 @@ def checked(text: str, where: str) -> Stored:
         stored = json.loads(text)
         release, unit, uncounted = stored["release"], stored["unit"], stored["uncounted"]
         rows = [(Mechanism(*kind), steps) for *kind, steps in stored["history"]]
-        whole = [n for mechanism, steps in rows for n in (mechanism.batches, mechanism.releases, steps)]
+        whole = [
+            n for mechanism, steps in rows for n in (mechanism.batches, mechanism.releases, steps)
+        ]
         real = [(mechanism.rate, mechanism.noise_multiplier) for mechanism, _ in rows]
         private = release != NO_PRIVACY
         fine = (

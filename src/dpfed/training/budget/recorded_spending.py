@@ -28,7 +28,7 @@ FEW = 50  # so many different histories are accounted for one by one, more by th
 
 
 @dataclass(frozen=True)
-class Accounts:
+class RecordedSpending:
     """Spending of a run: one epsilon per client (of all N), and the statement it was made under.
 
     void  why the third-party figure does not hold, or None
@@ -65,7 +65,7 @@ class Accounts:
 
 
 @dataclass(frozen=True)
-class OwnAccount:
+class OwnSpending:
     """What one real client has spent, over all its runs. Rows of test mode are void and cost nothing."""
 
     client: str
@@ -82,7 +82,7 @@ def own_ledger(path: Path) -> Path | None:
     return path if path.is_file() and path.name == OWN_LEDGER else None
 
 
-def own_account(path: Path) -> OwnAccount:
+def own_spending(path: Path) -> OwnSpending:
     """Verifies the ledger's whole chain first; may be asked while the client is at work."""
     with Ledger.open(path, readonly=True) as ledger:
         ledger.verify()
@@ -90,26 +90,32 @@ def own_account(path: Path) -> OwnAccount:
             raise DpfedError(f"{path} is not the ledger of a client: give a client's state folder")
         name, delta = str(ledger.meta["owner"]), float(ledger.meta["delta"])
         rows = list(ledger.rows())
-        spent = epsilon(ledger.history(name), delta).value if any(not row.charge.void for row in rows) else 0.0
+        spent = (
+            epsilon(ledger.history(name), delta).value
+            if any(not row.charge.void for row in rows)
+            else 0.0
+        )
     void = sum(row.charge.void for row in rows)
-    return OwnAccount(name, spent, delta, len({row.run for row in rows}), len(rows), void)
+    return OwnSpending(name, spent, delta, len({row.run for row in rows}), len(rows), void)
 
 
 def is_run(path: Path) -> bool:
     return path.is_dir() and (path / CONFIG).exists()
 
 
-def read_accounts(folder: Path, colluding: int = 0) -> Accounts:
+def read_recorded_spending(folder: Path, colluding: int = 0) -> RecordedSpending:
     """Verifies the ledger's whole chain, then accounts for every client."""
     result = _result(folder)
     if result.get("release") == NO_PRIVACY:
-        raise DpfedError(f"{folder} is a run without privacy: nothing in it is protected, so there is no epsilon")
+        raise DpfedError(
+            f"{folder} is a run without privacy: nothing in it is protected, so there is no epsilon"
+        )
     if (folder / COHORTS).exists():
         from dpfed.training.budget.served_spending import (
-            served_accounts,  # it puts together what this module is a part of
+            served_spending,  # it puts together what this module is a part of
         )
 
-        return served_accounts(folder, str(result.get("release")).startswith(SEEDED), colluding)
+        return served_spending(folder, str(result.get("release")).startswith(SEEDED), colluding)
     with Ledger.open(folder / LEDGER, run=str(result["run"]), readonly=True) as ledger:
         head = ledger.verify()
         meta = ledger.meta
@@ -120,22 +126,30 @@ def read_accounts(folder: Path, colluding: int = 0) -> Accounts:
         for row in ledger.rows():
             if row.charge.void:
                 continue
-            cohorts.add((row.charge.round, row.txn))  # two attempts at a round may have no client in common
+            cohorts.add(
+                (row.charge.round, row.txn)
+            )  # two attempts at a round may have no client in common
             seeded = seeded or row.charge.noise == "seeded"
         repeated = len(cohorts) > len({t for t, _ in cohorts})
     if not histories:
         raise DpfedError(f"{folder} has an empty ledger: nothing was released yet")
-    planned = replace(_planned(folder, meta, eligible, colluding), largest=_largest(folder, result, meta))
+    planned = replace(
+        _planned(folder, meta, eligible, colluding), largest=_largest(folder, result, meta)
+    )
     clients = int(meta["clients"])
     epsilons = _epsilons(histories, taken, planned, clients)
-    return Accounts(
+    return RecordedSpending(
         planned=planned,
         clients=clients,
         epsilons=epsilons,
-        most_rounds=math.ceil(max(sum(n for _, n in h) for h in histories.values()) / planned.local_steps),
+        most_rounds=math.ceil(
+            max(sum(n for _, n in h) for h in histories.values()) / planned.local_steps
+        ),
         rows=head.rows,
         seeded=seeded,
-        void="a round was attempted more than once, so it equals the server's figure" if repeated else None,
+        void="a round was attempted more than once, so it equals the server's figure"
+        if repeated
+        else None,
     )
 
 
@@ -146,7 +160,9 @@ def _result(folder: Path) -> dict[str, Any]:
             return dict(found)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
-    raise DpfedError(f"{folder / RESULT} does not name the run, so its ledger cannot be trusted to be its own")
+    raise DpfedError(
+        f"{folder / RESULT} does not name the run, so its ledger cannot be trusted to be its own"
+    )
 
 
 def _largest(folder: Path, result: Mapping[str, Any], meta: Mapping[str, Any]) -> int | None:
@@ -171,19 +187,28 @@ def _eligible(folder: Path, ledger: Ledger) -> list[tuple[int, int]]:
 
 
 def _no_plan(folder: Path) -> DpfedError:
-    return DpfedError(f"the ledger of {folder} does not state its plan: it was not written by a run")
+    return DpfedError(
+        f"the ledger of {folder} does not state its plan: it was not written by a run"
+    )
 
 
-def _planned(folder: Path, meta: Mapping[str, Any], eligible: list[tuple[int, int]], colluding: int) -> Planned:
+def _planned(
+    folder: Path, meta: Mapping[str, Any], eligible: list[tuple[int, int]], colluding: int
+) -> Planned:
     """The statement as it was fixed before round 1, with the rounds that were added since; the ledger's chain protects it from being edited."""
     try:
-        kinds = [Mechanism(meta["sampling"], q, s, meta["batches"], meta["releases"]) for q, s in meta["kinds"]]
+        kinds = [
+            Mechanism(meta["sampling"], q, s, meta["batches"], meta["releases"])
+            for q, s in meta["kinds"]
+        ]
         cohort, clients = int(meta["cohort"]), int(meta["clients"])
         share = participation_probability(cohort, clients)
         odds = chances(cohort, eligible, colluding)
         prior = tuple((Mechanism(*kind), int(steps)) for *kind, steps in meta["prior"])
         steps, delta, unit = int(meta["local_steps"]), float(meta["delta"]), str(meta["unit"])
-        return Planned(tuple(kinds), steps, share, odds, delta, unit, prior, bool(meta["uncounted"]))
+        return Planned(
+            tuple(kinds), steps, share, odds, delta, unit, prior, bool(meta["uncounted"])
+        )
     except (KeyError, TypeError, ValueError):
         raise _no_plan(folder) from None
 
@@ -198,7 +223,9 @@ def _epsilons(
     keys = [(*prior, *history) for history in histories.values()]
     rounds = [taken[client] for client in histories]
     steps = planned.local_steps
-    simple = all(len(key) == 1 and key[0][1] == steps * n for key, n in zip(keys, rounds, strict=True))
+    simple = all(
+        len(key) == 1 and key[0][1] == steps * n for key, n in zip(keys, rounds, strict=True)
+    )
     first = keys[0][0][0]
     if len(set(keys)) > FEW and simple and first.sampling == "poisson":
         kinds = [key[0][0] for key in keys]

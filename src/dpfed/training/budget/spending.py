@@ -14,7 +14,15 @@ from typing import Any
 import numpy as np
 
 from dpfed.errors import DpfedError, StoppedError
-from dpfed.privacy.accounting.guarantee import FEW, NOTHING, Past, Planned, Prior, chances, fewest_eligible
+from dpfed.privacy.accounting.guarantee import (
+    FEW,
+    NO_PRIOR_SPENDING,
+    Planned,
+    Prior,
+    PriorSpending,
+    chances,
+    fewest_eligible,
+)
 from dpfed.privacy.accounting.pld import epsilon
 from dpfed.privacy.accounting.population import largest_epsilon
 from dpfed.privacy.ledger.ledger import Charge, Ledger
@@ -24,9 +32,7 @@ from dpfed.privacy.published import show_setting
 from dpfed.text import counted
 from dpfed.training.job.job import Job
 
-EXTENSION = (
-    "statement"  # whose void rows say how many rounds were added: `round` clients to draw from, for `steps` rounds
-)
+EXTENSION = "statement"  # whose void rows say how many rounds were added: `round` clients to draw from, for `steps` rounds
 MOST_KINDS = 500  # a statement names so many different mechanisms; more are rounded up to a grid
 
 
@@ -41,7 +47,9 @@ class Budget:
     def check(self) -> None:
         """A plan that cannot be accounted for is refused before anything is written or released."""
         if not all(map(math.isfinite, (self.planned.server_worst, self.planned.third_party))):
-            raise DpfedError("this plan has no finite epsilon: more noise, fewer steps or a smaller rate are needed")
+            raise DpfedError(
+                "this plan has no finite epsilon: more noise, fewer steps or a smaller rate are needed"
+            )
 
 
 def budget_of(
@@ -50,7 +58,7 @@ def budget_of(
     delta: float,
     budget: float | None = None,
     colluding: int = 0,
-    past: Past = NOTHING,
+    past: PriorSpending = NO_PRIOR_SPENDING,
 ) -> Budget:
     """Everything that can be said of a plan's spending in advance."""
     kinds, which = plan.kinds()
@@ -59,7 +67,9 @@ def budget_of(
     limits = None
     if budget is not None:
         some, where = (kinds, which) if len(kinds) <= FEW else coarser(plan)
-        limits = np.array([_rounds_within(kind, schedule, delta, budget, past.prior) for kind in some])[where]
+        limits = np.array(
+            [_rounds_within(kind, schedule, delta, budget, past.prior) for kind in some]
+        )[where]
     eligible = fewest_eligible(schedule.clients, schedule.cohort, schedule.rounds, limits)
     planned = Planned(
         tuple(kinds),
@@ -81,11 +91,15 @@ def coarser(plan: Plan) -> tuple[list[Mechanism], np.ndarray]:
     rate = np.minimum(1.0, np.exp(np.ceil(np.log(plan.rates) / step) * step))
     noise = np.exp(np.floor(np.log(plan.multipliers) / step) * step)
     pairs, which = np.unique(np.stack([rate, noise]), axis=1, return_inverse=True)
-    made = [replace(plan.mechanism(0), rate=float(q), noise_multiplier=float(s)) for q, s in pairs.T]
+    made = [
+        replace(plan.mechanism(0), rate=float(q), noise_multiplier=float(s)) for q, s in pairs.T
+    ]
     return made, np.asarray(which).reshape(-1)
 
 
-def _rounds_within(kind: Mechanism, schedule: Schedule, delta: float, budget: float, prior: Prior) -> int:
+def _rounds_within(
+    kind: Mechanism, schedule: Schedule, delta: float, budget: float, prior: Prior
+) -> int:
     low, high = 0, schedule.rounds + 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -131,7 +145,9 @@ def reopen_ledger(job: Job, budget: Budget, path: Path, name: str) -> Ledger:
             del statement["uncounted"]
         for key, value in statement.items():
             if ledger.meta.get(key) != value:
-                raise DpfedError(f"the ledger {path} was written for another {key}: this is not the run it belongs to")
+                raise DpfedError(
+                    f"the ledger {path} was written for another {key}: this is not the run it belongs to"
+                )
         _extend(job, budget, ledger)
     except BaseException:
         ledger.close()
@@ -154,19 +170,28 @@ def _extend(job: Job, budget: Budget, ledger: Ledger) -> None:
     try:
         before = stated_rounds(ledger)
     except (KeyError, TypeError, ValueError):
-        raise DpfedError(f"the ledger {ledger.path} does not state its plan: it was not written by a run") from None
+        raise DpfedError(
+            f"the ledger {ledger.path} does not state its plan: it was not written by a run"
+        ) from None
     if before == budget.eligible:
         return
-    old, new = (np.repeat([n for n, _ in pairs], [count for _, count in pairs]) for pairs in (before, budget.eligible))
+    old, new = (
+        np.repeat([n for n, _ in pairs], [count for _, count in pairs])
+        for pairs in (before, budget.eligible)
+    )
     if len(new) < len(old):
         raise DpfedError(
             f"the ledger {ledger.path} states {counted(len(old), 'round')}: go on with --set run.rounds={len(old)} or more"
         )
     if len(new) == len(old) or not np.array_equal(new[: len(old)], old):
-        raise DpfedError(f"the ledger {ledger.path} was written for another plan: this is not the run it belongs to")
+        raise DpfedError(
+            f"the ledger {ledger.path} was written for another plan: this is not the run it belongs to"
+        )
     # Void rows: they are hashed and kept like charges, and nobody's spending. Killed here, the same rows are found again.
     part, kind = f"of {len(new)} rounds", job.plan.mechanism(0)
-    ledger.charge([Charge(EXTENSION, n, count, kind, "seeded", True, part) for n, count in budget.eligible])
+    ledger.charge(
+        [Charge(EXTENSION, n, count, kind, "seeded", True, part) for n, count in budget.eligible]
+    )
 
 
 @dataclass(frozen=True)
@@ -203,7 +228,9 @@ class Spending:
         self._job, self._budget, self._ledger, self._by_choice = job, budget, ledger, by_choice
         before = before or Spent(np.zeros(job.plan.clients, dtype=np.int64), {})
         self.taken, self._attempts = before.taken.copy(), dict(before.attempts)
-        self._beside = ThreadPoolExecutor(1, thread_name_prefix="dpfed-accounts")  # its thread ends with this object
+        self._beside = ThreadPoolExecutor(
+            1, thread_name_prefix="dpfed-accounts"
+        )  # its thread ends with this object
 
     def eligible(self) -> np.ndarray:
         """Clients whose next round stays within their budget."""
@@ -232,7 +259,11 @@ class Spending:
         and raises if the charge cannot be written; nothing else may touch the ledger before."""
         charges: list[Charge] = []
         if self._ledger is not None:
-            plan, steps, noise = self._job.plan, self._job.schedule.local_steps, self._job.config.run.noise
+            plan, steps, noise = (
+                self._job.plan,
+                self._job.schedule.local_steps,
+                self._job.config.run.noise,
+            )
             charges = [Charge(i, t, steps, plan.mechanism(i), noise) for i in cohort]
         self.taken[list(cohort)] += 1
         self._attempts[t] = self._attempts.get(t, 0) + 1
@@ -240,10 +271,10 @@ class Spending:
             return lambda: None
         written = self._beside.submit(self._ledger.charge, charges)
 
-        def paid() -> None:
+        def wait_for_charge() -> None:
             written.result()
 
-        return paid
+        return wait_for_charge
 
     def begin_server_max(self) -> Callable[[], float | None]:
         """`server_max` of the rounds charged so far, on the same thread."""
@@ -253,18 +284,29 @@ class Spending:
         """The largest epsilon of any client, for the rounds it really took part in."""
         if self._budget is None:
             return None
-        plan, steps, delta = self._job.plan, self._job.schedule.local_steps, self._job.config.privacy.delta
+        plan, steps, delta = (
+            self._job.plan,
+            self._job.schedule.local_steps,
+            self._job.config.privacy.delta,
+        )
         prior = self._budget.planned.prior
         if plan.sampling == "poisson" and not prior:
             releases = {"batches": plan.batches, "releases": plan.releases}
-            return largest_epsilon(plan.rates, self.taken, steps, plan.multipliers, delta, **releases)
+            return largest_epsilon(
+                plan.rates, self.taken, steps, plan.multipliers, delta, **releases
+            )
         kinds, which = plan.kinds()
         if len(kinds) > FEW and prior:
-            return self._budget.planned.server(int(self.taken.max()))  # a grid's figure might pass server_worst
+            return self._budget.planned.server(
+                int(self.taken.max())
+            )  # a grid's figure might pass server_worst
         if len(kinds) > FEW:
             kinds, which = coarser(plan)
         most = [int(self.taken[which == k].max()) for k in range(len(kinds))]
-        return max(epsilon([*prior, (kind, steps * n)], delta).value for kind, n in zip(kinds, most, strict=True))
+        return max(
+            epsilon([*prior, (kind, steps * n)], delta).value
+            for kind, n in zip(kinds, most, strict=True)
+        )
 
     def figures(self) -> dict[str, float | None]:
         """server_worst and third_party of the plan, server_max of what was spent; None without privacy."""
@@ -272,7 +314,9 @@ class Spending:
             return {"server_worst": None, "server_max": None, "third_party": None}
         planned, most = self._budget.planned, self.server_max()
         worst = max(planned.server_worst, most or 0.0)
-        repeated = any(n > 1 for n in self._attempts.values())  # then who took part is no longer by the plan's chances
+        repeated = any(
+            n > 1 for n in self._attempts.values()
+        )  # then who took part is no longer by the plan's chances
         return {
             "server_worst": worst,
             "server_max": most,

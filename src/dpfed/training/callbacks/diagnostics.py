@@ -34,7 +34,9 @@ POINTS = 5  # rounds whose histograms are kept, evenly spread
 def refuse_real_noise(config: Config) -> None:
     """Called before anything is written, so that the refusal leaves no folder behind."""
     if config.run.diagnostics and config.run.noise == "os":
-        raise DpfedError('run.diagnostics reads the clients\' states and cannot be released: not with run.noise = "os"')
+        raise DpfedError(
+            'run.diagnostics reads the clients\' states and cannot be released: not with run.noise = "os"'
+        )
 
 
 class Diagnostics:
@@ -57,7 +59,10 @@ class Diagnostics:
         """Adds a fleet at the end of its round."""
         self._count += len(clients)
         self._phi += float(ctx.phi.double().sum())
-        found = {"m": getattr(local, "m", None), "v": getattr(local, "v_hat", getattr(local, "v", None))}
+        found = {
+            "m": getattr(local, "m", None),
+            "v": getattr(local, "v_hat", getattr(local, "v", None)),
+        }
         moments = {name: value.detach() for name, value in found.items() if value is not None}
         for name, value in {"theta": local.theta.detach(), **moments}.items():
             value = value.double()
@@ -66,7 +71,9 @@ class Diagnostics:
         if int(ctx.t) in self._shown:
             for name, value in moments.items():
                 size = value.clamp_min(0).sqrt() if name == "v" else value.abs()
-                logs = size.double().log10().clamp(*DECADES).flatten().float().cpu()  # the outer bins hold the rest
+                logs = (
+                    size.double().log10().clamp(*DECADES).flatten().float().cpu()
+                )  # the outer bins hold the rest
                 bins = torch.histc(logs, BINS, *DECADES)
                 self._bins[name] = self._bins[name] + bins if name in self._bins else bins
 
@@ -74,19 +81,28 @@ class Diagnostics:
         """The line of round t. A resumed run may write a round again: the last line of a round counts."""
         if self._count == 0:
             return
-        row: dict[str, Any] = {"round": t, "release": "not private: simulated clients only", "clients": self._count}
+        row: dict[str, Any] = {
+            "round": t,
+            "release": "not private: simulated clients only",
+            "clients": self._count,
+        }
         row["drift"] = math.sqrt(float(self._variance("theta").sum()))
         row["noise_std"] = math.sqrt(self._phi / self._count)
         if "v" in self._sums:
             mean = self._sums["v"] / self._count
             row["v_variance"] = float(self._variance("v").mean())
             row["v_mean"] = float(mean.mean())
-            row["v_relative_variance"] = float(self._variance("v").mean() / mean.square().mean().clamp_min(1e-300))
+            row["v_relative_variance"] = float(
+                self._variance("v").mean() / mean.square().mean().clamp_min(1e-300)
+            )
         for name, counts in self._bins.items():
             row[f"{'sqrt_v' if name == 'v' else 'abs_m'}_histogram"] = counts.long().tolist()
             row["histogram_log10"] = [*DECADES]
         with open_private(self._path, "a") as file:
-            file.write(json.dumps({k: None if v != v or v == math.inf else v for k, v in row.items()}) + "\n")
+            file.write(
+                json.dumps({k: None if v != v or v == math.inf else v for k, v in row.items()})
+                + "\n"
+            )
         self._clear()
 
     def _add(self, name: str, value: Tensor) -> None:

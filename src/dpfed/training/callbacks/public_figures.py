@@ -83,7 +83,11 @@ def _is_place(key: str, value: Any) -> bool:
     if not isinstance(value, str) or not value:
         return False
     try:
-        return value[0] in "/~." or "\\" in value or (len(Path(value).parts) > 1 and Path(value).exists())
+        return (
+            value[0] in "/~."
+            or "\\" in value
+            or (len(Path(value).parts) > 1 and Path(value).exists())
+        )
     except (OSError, ValueError):
         return True
 
@@ -102,7 +106,15 @@ def public_result(result: Mapping[str, Any]) -> dict[str, Any]:
 
 def public_metrics(round: Round, planned: Planned | None) -> dict[str, float]:
     """What a tracker is told of a round: the test set is the server's own, epsilon is the plan's."""
-    found: dict[str, float | None] = {"accuracy": round.accuracy, "loss": round.loss, "clip": round.clip}
+    found: dict[str, float | None] = {
+        "accuracy": round.accuracy,
+        "loss": round.loss,
+        "clip": round.clip,
+    }
     if planned is not None and round.accuracy is not None and 0 < round.t <= planned.rounds:
         found["epsilon_planned"] = planned.server(round.t)
-    return {key: float(value) for key, value in found.items() if value is not None and math.isfinite(value)}
+    return {
+        key: float(value)
+        for key, value in found.items()
+        if value is not None and math.isfinite(value)
+    }

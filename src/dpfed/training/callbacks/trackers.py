@@ -47,7 +47,9 @@ class TensorBoard:
 
     def log(self, t: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, t, walltime=float(t))  # times of rounds depend on private batches
+            self._writer.add_scalar(
+                name, value, t, walltime=float(t)
+            )  # times of rounds depend on private batches
         self._writer.flush()
 
     def finish(self) -> None:
@@ -58,11 +60,15 @@ class Mlflow:
     """A run in the store that MLFLOW_TRACKING_URI names, or in the run's folder `mlruns`."""
 
     def __init__(self, folder: Path) -> None:
-        self._store = os.environ.get("MLFLOW_TRACKING_URI") or (folder / "mlruns").resolve().as_uri()
+        self._store = (
+            os.environ.get("MLFLOW_TRACKING_URI") or (folder / "mlruns").resolve().as_uri()
+        )
 
     def start(self, settings: Settings) -> None:
         if self._store.startswith("file:"):
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # newer versions ask whether files are meant
+            os.environ.setdefault(
+                "MLFLOW_ALLOW_FILE_STORE", "true"
+            )  # newer versions ask whether files are meant
         from mlflow.tracking import MlflowClient
 
         self._client = MlflowClient(tracking_uri=self._store)
@@ -91,11 +97,18 @@ class Wandb:
         import wandb
 
         quiet = wandb.Settings(
-            silent=True, console="off", disable_git=True, save_code=False, x_disable_stats=True, x_disable_meta=True
+            silent=True,
+            console="off",
+            disable_git=True,
+            save_code=False,
+            x_disable_stats=True,
+            x_disable_meta=True,
         )
         mode: Any = os.environ.get("WANDB_MODE", "offline")
         project = os.environ.get("WANDB_PROJECT", "dpfed")
-        self._run = wandb.init(project=project, dir=str(self._folder), mode=mode, config=dict(settings), settings=quiet)
+        self._run = wandb.init(
+            project=project, dir=str(self._folder), mode=mode, config=dict(settings), settings=quiet
+        )
 
     def log(self, t: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=t)
@@ -143,7 +156,9 @@ class Trackers:
 
     def log(self, round: Round) -> None:
         if not self._begun:
-            settings = {k: json.dumps(v) for k, v in flat(public_settings(to_dict(self._config))).items()}
+            settings = {
+                k: json.dumps(v) for k, v in flat(public_settings(to_dict(self._config))).items()
+            }
             self._each(lambda tracker: tracker.start(settings))
             self._begun = True
         metrics = public_metrics(round, self._planned)
@@ -166,9 +181,7 @@ class Trackers:
         for name, tracker in list(self._live.items()):
             try:
                 call(tracker)
-            except (
-                Exception
-            ) as error:  # whatever a service raises: a training that has been paid for does not end by it
+            except Exception as error:  # whatever a service raises: a training that has been paid for does not end by it
                 del self._live[name]
                 reason = " ".join(str(error).split())[:200] or type(error).__name__
                 print(

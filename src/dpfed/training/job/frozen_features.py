@@ -16,11 +16,11 @@ from dpfed.config import Config
 from dpfed.data.tables import Table
 from dpfed.errors import DpfedError
 from dpfed.model.per_sample.gradients import PerSample
-from dpfed.model.per_sample.head_features import DROPOUT, FEATURES, Split, split
+from dpfed.model.per_sample.head_features import DROPOUT, FEATURES, HeadSplit, split
 from dpfed.privacy.oracle import free, out_of_memory
 from dpfed.privacy.record_batch import Records
 from dpfed.training.callbacks.activity import Activity, OnActivity, ignore
-from dpfed.training.job.job_cache import Shared
+from dpfed.training.job.job_cache import JobCache
 
 NOTE = "the frozen part of the model was computed once for all records"
 ON_GPU = 4096  # MiB of features on a GPU; elsewhere run.memory_limit
@@ -42,7 +42,7 @@ def features_of(
     theta: Tensor,
     tables: tuple[Table, Table],
     uses: float,
-    kept: Shared,
+    kept: JobCache,
     which: tuple[Hashable, Hashable],
     named: object,
     notes: list[str],
@@ -57,10 +57,12 @@ def features_of(
     on_activity  is called with the number of records whose features are done
     """
     asked = config.run.features
-    if asked is False or (asked == "auto" and (config.model.train != "head" or uses < len(tables[0]))):
+    if asked is False or (
+        asked == "auto" and (config.model.train != "head" or uses < len(tables[0]))
+    ):
         return None
     parts = _parts(config, model, theta, tables)
-    if isinstance(parts, Split):
+    if isinstance(parts, HeadSplit):
         found = _kept(parts, model, theta, tables, kept, which, named, on_activity)
         if found is not None:
             notes.append(NOTE)
@@ -68,18 +70,22 @@ def features_of(
         free(theta.device)
         parts = f"there is no room for the features on {theta.device}"
     if asked is True:
-        raise DpfedError(f'run.features = true cannot be done, as {parts}: set run.features = "auto"')
-    if parts.startswith(DROPOUT):  # which is often not wanted, only left on by those who saved the weights
+        raise DpfedError(
+            f'run.features = true cannot be done, as {parts}: set run.features = "auto"'
+        )
+    if parts.startswith(
+        DROPOUT
+    ):  # which is often not wanted, only left on by those who saved the weights
         notes.append(f"the frozen part of the model is computed at every step, as {parts}")
     return None
 
 
 def _kept(
-    parts: Split,
+    parts: HeadSplit,
     model: PerSample,
     theta: Tensor,
     tables: tuple[Table, Table],
-    kept: Shared,
+    kept: JobCache,
     which: tuple[Hashable, Hashable],
     named: object,
     on_activity: OnActivity,
@@ -98,14 +104,18 @@ def _kept(
             for kind, mark, table in zip(("features", "test features"), which, tables, strict=True)
         )
         given = {name: torch.from_numpy(x) for name, x in tables[0].inputs.items()}
-        return Basis(head, train, test, given)  # the same head for all jobs on these features: they can be packed
+        return Basis(
+            head, train, test, given
+        )  # the same head for all jobs on these features: they can be packed
     except Exception as error:
         if not out_of_memory(error):
             raise
     return None
 
 
-def _parts(config: Config, model: PerSample, theta: Tensor, tables: tuple[Table, Table]) -> Split | str:
+def _parts(
+    config: Config, model: PerSample, theta: Tensor, tables: tuple[Table, Table]
+) -> HeadSplit | str:
     """The two parts of the model; or why it must stay whole. Nothing private is read for it."""
     if config.model.train != "head":
         return f'model.train = "{config.model.train}" trains more than the head'
@@ -113,7 +123,10 @@ def _parts(config: Config, model: PerSample, theta: Tensor, tables: tuple[Table,
         return 'privacy.isolation = "exact" computes no two records in one pass'
     if config.data.augment != "none":
         return f'data.augment = "{config.data.augment}" changes a record each time it is used'
-    blank = {name: torch.from_numpy(x[:0]).new_zeros(2, *x.shape[1:]) for name, x in tables[0].inputs.items()}
+    blank = {
+        name: torch.from_numpy(x[:0]).new_zeros(2, *x.shape[1:])
+        for name, x in tables[0].inputs.items()
+    }
     if "attention_mask" in blank:
         # Pooled features of a text without tokens are zero and would hide a difference.
         blank["attention_mask"].fill_(1)
@@ -128,7 +141,7 @@ def _parts(config: Config, model: PerSample, theta: Tensor, tables: tuple[Table,
 
 
 def _made(
-    parts: Split, named: object, theta: Tensor, on_activity: OnActivity, table: Table
+    parts: HeadSplit, named: object, theta: Tensor, on_activity: OnActivity, table: Table
 ) -> tuple[object, PerSample, Records]:
     return named, parts.head, _records(parts.frozen, theta, table, on_activity)
 
@@ -139,7 +152,10 @@ def _records(frozen: PerSample, theta: Tensor, table: Table, on_activity: OnActi
     found = []
     for first in range(0, max(len(table), 1), step):
         on_activity(Activity("features of records", first, len(table)))
-        piece = {n: torch.from_numpy(x[first : first + step]).to(theta.device) for n, x in table.inputs.items()}
+        piece = {
+            n: torch.from_numpy(x[first : first + step]).to(theta.device)
+            for n, x in table.inputs.items()
+        }
         found.append(frozen.scores(theta, piece))
     features = found[0] if len(found) == 1 else torch.cat(found)
     return Records({FEATURES: features}, torch.from_numpy(table.labels).to(theta.device))

@@ -12,27 +12,27 @@ import torch
 from torch import Tensor
 
 from dpfed.algorithms.base import Algorithm, Facts
-from dpfed.config import Config, ModelSection, refuse_idle_views
+from dpfed.config import Config, ModelSection, refuse_idle_augmentations
 from dpfed.data.cache import cached, key_of
 from dpfed.data.partition import Shards, partition
 from dpfed.data.tables import Published, Source, Table
 from dpfed.errors import DpfedError, phrase
-from dpfed.model.augment import view_of
-from dpfed.model.build import Assembled, assemble
+from dpfed.model.augment import augmentation_of
+from dpfed.model.build import AssembledModel, assemble
 from dpfed.model.lora import Adapted
 from dpfed.model.parameter_vector import Space
 from dpfed.model.per_sample.forward_check import faithful_form, faithful_model, plain_outputs
 from dpfed.model.per_sample.gradients import PerSample, trainable
 from dpfed.model.per_sample.isolation_check import RECORDS, check_alive, check_apart
 from dpfed.model.task import InputSpec
-from dpfed.privacy.accounting.guarantee import NOTHING, Past
-from dpfed.privacy.batched_sums import Seat
+from dpfed.privacy.accounting.guarantee import NO_PRIOR_SPENDING, PriorSpending
+from dpfed.privacy.batched_sums import BatchedSum
 from dpfed.privacy.noise import Streams
 from dpfed.privacy.plan import Plan, Schedule, make_plan
-from dpfed.privacy.record_batch import Records, Views
+from dpfed.privacy.record_batch import Augmentations, Records
 from dpfed.training.callbacks.activity import OnActivity, ignore
 from dpfed.training.job.frozen_features import Basis, features_of
-from dpfed.training.job.job_cache import Shared, frozen_digest
+from dpfed.training.job.job_cache import JobCache, frozen_digest
 from dpfed.training.job.notes import data_notes, data_warnings, plan_warnings
 from dpfed.training.job.threads import set_threads
 
@@ -65,18 +65,21 @@ class Job:
     streams: Streams
     device: torch.device
     adapted: Adapted
-    view: Views | None = None
-    past: Past = NOTHING
+    view: Augmentations | None = None
+    past: PriorSpending = NO_PRIOR_SPENDING
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     served: bool = False
-    seat: Seat | None = None
+    batched_sum: BatchedSum | None = None
     given: Mapping[str, Tensor] | None = None
     on_activity: OnActivity = ignore
 
 
 def prepare(
-    config: Config, source: Source | None = None, shared: Shared | None = None, on_activity: OnActivity = ignore
+    config: Config,
+    source: Source | None = None,
+    shared: JobCache | None = None,
+    on_activity: OnActivity = ignore,
 ) -> Job:
     """Builds the job of a configuration; `source` replaces the configured data source.
 
@@ -86,8 +89,10 @@ def prepare(
         return _prepare(config, source, shared, on_activity)
 
 
-def _prepare(config: Config, source: Source | None, shared: Shared | None, on_activity: OnActivity) -> Job:
-    kept = shared or Shared()
+def _prepare(
+    config: Config, source: Source | None, shared: JobCache | None, on_activity: OnActivity
+) -> Job:
+    kept = shared or JobCache()
     device = device_of(config.run.device)
     streams = Streams(config.run.seed, secret=config.run.noise == "os")
     algorithm: Algorithm = config.algorithm
@@ -95,7 +100,9 @@ def _prepare(config: Config, source: Source | None, shared: Shared | None, on_ac
     raw = source or kept.get("raw", config.data, loader.load)
     refuse_unreleasable(config, raw)
     # What a key names by its identity is kept with what was made of it, so that nothing else can come to have that identity.
-    _, source = kept.get("source", (id(raw), config.model), lambda: (raw, tokenised(config.model, raw)))
+    _, source = kept.get(
+        "source", (id(raw), config.model), lambda: (raw, tokenised(config.model, raw))
+    )
     which = (id(source), device)
     shards = shards_for(config, source, streams)
     plan, schedule = plan_for(config, shards.sizes)
@@ -110,7 +117,9 @@ def _prepare(config: Config, source: Source | None, shared: Shared | None, on_ac
     spec = spec_of(source)
     model, adapted, theta = build_model(config, spec, streams, device, notes, shared)
     scored, tested = scored_half(source.test, config.run.eval_on), (*which, config.run.eval_on)
-    uses = config.run.rounds * config.run.local_steps * schedule.cohort * float(plan.expected.mean())
+    uses = (
+        config.run.rounds * config.run.local_steps * schedule.cohort * float(plan.expected.mean())
+    )
     tables, marks = (source.train, scored), (which, tested)
     basis = features_of(config, model, theta, tables, uses, kept, marks, source, notes, on_activity)
     if basis is None:
@@ -135,7 +144,7 @@ def _prepare(config: Config, source: Source | None, shared: Shared | None, on_ac
         streams=streams,
         device=device,
         adapted=adapted,
-        view=view_for(config, source),
+        view=augmentations_for(config, source),
         notes=[*notes, *data_notes(config, source, shards), *federation_note(config, plan)],
         warnings=[*data_warnings(config, source, shards), *plan_warnings(config, plan)],
         given=basis.given,
@@ -150,7 +159,9 @@ def prepare_server(config: Config) -> Job:
     device, algorithm = device_of(config.run.device), config.algorithm
     streams = Streams(config.run.seed, secret=config.run.noise == "os")
     plan, schedule = plan_for(config, declared_sizes(config))
-    notes = algorithm.check(Facts(plan.equal_phi, plan.private, config.run.allow_nan, varying_phi=plan.clipping.counts))
+    notes = algorithm.check(
+        Facts(plan.equal_phi, plan.private, config.run.allow_nan, varying_phi=plan.clipping.counts)
+    )
     spec, classes, test = public_facts(config, device)
     model, adapted, theta = build_model(config, spec, streams, device, notes)
     nothing = np.zeros(0, dtype=np.int64)
@@ -164,7 +175,9 @@ def prepare_server(config: Config) -> Job:
         theta=theta,
         plan=plan,
         schedule=schedule,
-        shards=Shards(np.zeros(plan.clients + 1, dtype=np.int64), np.zeros(1, dtype=np.int64), nothing),
+        shards=Shards(
+            np.zeros(plan.clients + 1, dtype=np.int64), np.zeros(1, dtype=np.int64), nothing
+        ),
         records=Records({}, torch.zeros(0, dtype=torch.int64)),
         test=test,
         streams=streams,
@@ -187,17 +200,26 @@ def client_names(config: Config) -> list[str]:
 
 def declared_sizes(config: Config) -> np.ndarray:
     names = client_names(config)
-    return np.array([config.federation.clients[name] for name in names] if config.federation else [], dtype=np.int64)
+    return np.array(
+        [config.federation.clients[name] for name in names] if config.federation else [],
+        dtype=np.int64,
+    )
 
 
-def public_facts(config: Config, device: torch.device) -> tuple[InputSpec, tuple[str, ...], Records]:
+def public_facts(
+    config: Config, device: torch.device
+) -> tuple[InputSpec, tuple[str, ...], Records]:
     """What a model is built from and evaluated on at the server: its public test set, or what is stated of the data."""
     section, loader = config.federation, config.data
     if section is None or section.test_set:
         source: Source = loader.load()  # type: ignore[attr-defined]
         # The file's training part is dropped unseen, and cached tokens of it are not to be mixed up with the test's.
         source = tokenised(config.model, replace(source, train=source.test, fingerprint=""))
-        return spec_of(source), source.classes, records_of(scored_half(source.test, config.run.eval_on), device)
+        return (
+            spec_of(source),
+            source.classes,
+            records_of(scored_half(source.test, config.run.eval_on), device),
+        )
     published: Published | None = getattr(loader, "published", None)
     if section.classes is not None and section.shape:
         name = "pixel_values" if section.kind == "image" else "features"
@@ -209,18 +231,26 @@ def public_facts(config: Config, device: torch.device) -> tuple[InputSpec, tuple
             "without a test set a server must be told what the clients' records are: give federation.shape and "
             "federation.classes, or federation.test_set = true"
         )
-    return spec, tuple(str(c) for c in range(spec.classes)), Records({}, torch.zeros(0, dtype=torch.int64))
+    return (
+        spec,
+        tuple(str(c) for c in range(spec.classes)),
+        Records({}, torch.zeros(0, dtype=torch.int64)),
+    )
 
 
-def view_for(config: Config, source: Source) -> Views | None:
+def augmentations_for(config: Config, source: Source) -> Augmentations | None:
     """The random views that a record is given each time it is in a batch."""
-    refuse_idle_views(config.data)
-    view = view_of(config.data.augment)
+    refuse_idle_augmentations(config.data)
+    view = augmentation_of(config.data.augment)
     if view is None:
         return None
     if source.kind != "image":
-        raise DpfedError(f'data.augment = "{config.data.augment}" is for images, this data has {source.kind}')
-    return Views(lambda inputs, keys: {name: view(x, keys) for name, x in inputs.items()}, config.data.views)
+        raise DpfedError(
+            f'data.augment = "{config.data.augment}" is for images, this data has {source.kind}'
+        )
+    return Augmentations(
+        lambda inputs, keys: {name: view(x, keys) for name, x in inputs.items()}, config.data.views
+    )
 
 
 def plan_for(config: Config, sizes: np.ndarray) -> tuple[Plan, Schedule]:
@@ -229,7 +259,9 @@ def plan_for(config: Config, sizes: np.ndarray) -> tuple[Plan, Schedule]:
     if privacy.sigma is not None:
         privacy = replace(privacy, sigma=privacy.sigma * config.algorithm.noise_factor)
     if (run.min_clients or 0) > len(sizes):
-        raise DpfedError(f"run.min_clients = {run.min_clients} is more than the {len(sizes)} clients there are")
+        raise DpfedError(
+            f"run.min_clients = {run.min_clients} is more than the {len(sizes)} clients there are"
+        )
     schedule = Schedule.of(len(sizes), run.rounds, run.local_steps, run.participation)
     unit = config.data.unit_column
     return make_plan(privacy, sizes, schedule, releases.batches, releases.releases, unit), schedule
@@ -260,7 +292,9 @@ def published_sizes(config: Config) -> np.ndarray | None:
     ):
         return None
     if data.clients > published.records:
-        raise DpfedError(f"data.clients = {data.clients} is more than the {published.records} records there are")
+        raise DpfedError(
+            f"data.clients = {data.clients} is more than the {published.records} records there are"
+        )
     return np.full(data.clients, published.records // data.clients)
 
 
@@ -271,7 +305,9 @@ def device_of(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise DpfedError(f"run.device = {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+        raise DpfedError(
+            f"run.device = {name!r} cannot be used: {str(error).splitlines()[0]}"
+        ) from None
     return exact(device)
 
 
@@ -341,12 +377,18 @@ def tokenised(section: ModelSection, source: Source) -> Source:
         return source
     coder: Any = section
     if not hasattr(section, "encode"):
-        raise DpfedError(f"model.name = {section.name!r} does not read text: choose a language model for this data")
+        raise DpfedError(
+            f"model.name = {section.name!r} does not read text: choose a language model for this data"
+        )
 
     def table(part: str, raw: Table) -> Table:
         if not source.fingerprint:
             return replace(raw, inputs=coder.encode(raw.inputs))
-        key = key_of("tokens", 1, options={"data": source.fingerprint, "part": part, "encoding": coder.encoding})
+        key = key_of(
+            "tokens",
+            1,
+            options={"data": source.fingerprint, "part": part, "encoding": coder.encoding},
+        )
         return replace(raw, inputs=cached(key, lambda: coder.encode(raw.inputs)))
 
     return replace(source, train=table("train", source.train), test=table("test", source.test))
@@ -355,7 +397,9 @@ def tokenised(section: ModelSection, source: Source) -> Source:
 def published_spec(published: Published, section: ModelSection) -> InputSpec:
     """The public facts about a published data set, without its files."""
     if published.kind == "text":
-        return InputSpec("text", "input_ids", (getattr(section, "max_length", 0),), published.classes)
+        return InputSpec(
+            "text", "input_ids", (getattr(section, "max_length", 0),), published.classes
+        )
     return InputSpec(published.kind, "pixel_values", published.shape, published.classes)
 
 
@@ -363,7 +407,9 @@ def spec_of(source: Source, section: ModelSection | None = None) -> InputSpec:
     """The public facts about a source; texts need not be tokenised for it."""
     name, x = next(iter(source.train.inputs.items()))
     if name == "text":
-        return InputSpec("text", "input_ids", (getattr(section, "max_length", 0),), len(source.classes))
+        return InputSpec(
+            "text", "input_ids", (getattr(section, "max_length", 0),), len(source.classes)
+        )
     kind: Any = "text" if name == "input_ids" else source.kind
     return InputSpec(kind, name, tuple(x.shape[1:]), len(source.classes), source.white)
 
@@ -377,9 +423,13 @@ def scored_half(table: Table, which: str) -> Table:
         first[np.flatnonzero(table.labels == label)[::2]] = True
     rows = first if which == "validation" else ~first
     if not rows.any():
-        raise DpfedError("the server's test set is too small to be halved: give it two records of a class at least")
+        raise DpfedError(
+            "the server's test set is too small to be halved: give it two records of a class at least"
+        )
     inputs = {name: x[rows] for name, x in table.inputs.items()}
-    return Table(inputs, table.labels[rows], {name: column[rows] for name, column in table.columns.items()})
+    return Table(
+        inputs, table.labels[rows], {name: column[rows] for name, column in table.columns.items()}
+    )
 
 
 def records_of(table: Table, device: torch.device) -> Records:
@@ -393,7 +443,7 @@ def build_model(
     streams: Streams,
     device: torch.device,
     notes: list[str],
-    shared: Shared | None = None,
+    shared: JobCache | None = None,
 ) -> tuple[PerSample, Adapted, Tensor]:
     """The model, and the start of its trainable vector, which follows from the run's own seed."""
     seeds = (streams.number("init"), streams.number("init", 1))
@@ -416,7 +466,12 @@ def build_model(
 
 
 def ready_model(
-    config: Config, spec: InputSpec, streams: Streams, device: torch.device, parts: Assembled, theta: Tensor
+    config: Config,
+    spec: InputSpec,
+    streams: Streams,
+    device: torch.device,
+    parts: AssembledModel,
+    theta: Tensor,
 ) -> PerSample:
     """The model on the device, checked on synthetic records, in its precision and compiled if that is asked."""
     built, adapted, space = parts.built, parts.adapted, parts.space.to(device)
@@ -450,4 +505,8 @@ def repays(config: Config, device: torch.device) -> bool:
 
 def block_rules(config: Config) -> dict[str, Any]:
     """Return the keys of an algorithm that shape its blocks; empty for one without blocks."""
-    return {"granularity": config.algorithm.granularity} if hasattr(config.algorithm, "granularity") else {}
+    return (
+        {"granularity": config.algorithm.granularity}
+        if hasattr(config.algorithm, "granularity")
+        else {}
+    )

@@ -13,7 +13,7 @@ from torch import nn
 Thing = TypeVar("Thing")
 
 
-class Shared:
+class JobCache:
     """The newest of each kind of thing; another is made when it is asked for by another key.
 
     lock  held while a job is prepared: initial weights are drawn through torch's one global generator

@@ -32,11 +32,13 @@ class Traffic:
 
 def traffic(algorithm: Algorithm, space: Space) -> Traffic:
     """Sizes of what `broadcast` names and of the message that `finish` makes."""
-    up, down = ghosts(algorithm, space)
+    up, down = meta_message(algorithm, space)
     return Traffic(*_size(list(up.values())), *_size(list(down.values())))
 
 
-def ghosts(algorithm: Algorithm, space: Space, varying_phi: bool = False) -> tuple[Message, Message]:
+def meta_message(
+    algorithm: Algorithm, space: Space, varying_phi: bool = False
+) -> tuple[Message, Message]:
     """The message `[1, ...]` of one client and the fields of the broadcast, as tensors without values."""
     server, _, message = _played(algorithm, space, varying_phi)
     return message, {name: getattr(server, name) for name in algorithm.broadcast}
@@ -48,7 +50,9 @@ def local_bytes(algorithm: Algorithm, space: Space) -> int:
     return _size([x for x in vars(local).values() if isinstance(x, Tensor)])[1]
 
 
-def _played(algorithm: Algorithm, space: Space, varying_phi: bool = False) -> tuple[Any, Any, Message]:
+def _played(
+    algorithm: Algorithm, space: Space, varying_phi: bool = False
+) -> tuple[Any, Any, Message]:
     """Server, state of one client after a step, and its message, all without values."""
     ctx, ghost = _context(space, varying_phi), torch.empty(space.size, device=META)
     server = algorithm.init(ctx, ghost)
@@ -66,7 +70,9 @@ def _context(space: Space, varying_phi: bool) -> Context:
         return torch.ones((), dtype=torch.float64, device=META)
 
     phi = torch.empty(1, 1, device=META)
-    return Context(_GhostSpace(space), 1, 1, 1, 1, scalar(), scalar(), scalar(), phi, varying_phi=varying_phi)
+    return Context(
+        _GhostSpace(space), 1, 1, 1, 1, scalar(), scalar(), scalar(), phi, varying_phi=varying_phi
+    )
 
 
 class _GhostSpace:

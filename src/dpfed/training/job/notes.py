@@ -27,19 +27,25 @@ def data_notes(config: Config, source: Source, shards: Shards) -> list[str]:
             f"partition = {rule} may scatter the records of one {unit} over clients: protected at each, costs add up"
         )
     if not source.declared:
-        notes.append(f"the number of classes was read off the labels; a real federation declares {phrase('classes')}")
+        notes.append(
+            f"the number of classes was read off the labels; a real federation declares {phrase('classes')}"
+        )
     if rule == "natural":
         notes.append(natural_note(config, shards))
     notes += dealt_note(config)
     if not config.model.liveness:
-        notes.append("the liveness check is off: nothing has tested that records do not mix inside the model")
+        notes.append(
+            "the liveness check is off: nothing has tested that records do not mix inside the model"
+        )
     return notes
 
 
 def unused_note(source: Source, shards: Shards) -> list[str]:
     unused = len(source.train) - len(shards.records)
     return (
-        [f"{unused} of {len(source.train)} training records are not used: all clients have equal sizes"]
+        [
+            f"{unused} of {len(source.train)} training records are not used: all clients have equal sizes"
+        ]
         if unused
         else []
     )
@@ -50,12 +56,16 @@ def dealt_note(config: Config) -> list[str]:
     rule = config.data.partition
     if config.run.noise != "os" or rule == "natural":
         return []
-    return [f"clients are simulated by partition = {rule}: the guarantee speaks of each client's records as dealt"]
+    return [
+        f"clients are simulated by partition = {rule}: the guarantee speaks of each client's records as dealt"
+    ]
 
 
 def natural_note(config: Config, shards: Shards) -> str:
     """Return who the clients of a natural partition are, and that data.clients is not used."""
-    said = f"the clients are the {len(shards)} of data.client_column = {config.data.client_column!r}"
+    said = (
+        f"the clients are the {len(shards)} of data.client_column = {config.data.client_column!r}"
+    )
     named = f"{said}: {shortened(shards.names)}" if shards.names else said
     if config.data.clients == len(shards):
         return named
@@ -97,7 +107,9 @@ def result_warnings(result: Mapping[str, Any]) -> list[str]:
         remedy = "try another algorithm.lr, more rounds, or a larger privacy.clip"
         if not result["release"].startswith("simulation"):
             remedy += " (each try spends epsilon again)"
-    return [f"every test record is taken for {answer!r}, so the model does not tell classes apart; {remedy}"]
+    return [
+        f"every test record is taken for {answer!r}, so the model does not tell classes apart; {remedy}"
+    ]
 
 
 def shortened(names: tuple[str, ...] | list[str]) -> str:

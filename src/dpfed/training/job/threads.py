@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-SMALL = 1_000_000  # models with fewer parameters are computed by one CPU thread unless told otherwise
+SMALL = (
+    1_000_000  # models with fewer parameters are computed by one CPU thread unless told otherwise
+)
 _usual: list[int] = []  # threads of this process before a small model was given one
 
 

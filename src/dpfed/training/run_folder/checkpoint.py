@@ -28,7 +28,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from dpfed.errors import DpfedError
-from dpfed.training.backends.client_state import ClientMemory, Entry
+from dpfed.training.backends.client_state import ClientStates, Entry
 from dpfed.training.round_loop import Progress
 from dpfed.training.run_folder.atomic_file import write_file
 from dpfed.training.server_state import State
@@ -66,7 +66,7 @@ class Saved:
 class Checkpoints:
     """The checkpoints of one run, in `folder`; `job` is a hash of what must not change between them."""
 
-    def __init__(self, folder: Path, job: str, memory: ClientMemory) -> None:
+    def __init__(self, folder: Path, job: str, memory: ClientStates) -> None:
         self._folder, self._job, self._memory = folder, job, memory
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="dpfed-checkpoint")
         self._writing: Future[None] | None = None
@@ -77,7 +77,9 @@ class Checkpoints:
     def __exit__(self, *_: object) -> None:
         self.wait()
 
-    def save(self, progress: Progress, taken: np.ndarray, backend: dict[str, Any] | None = None) -> None:
+    def save(
+        self, progress: Progress, taken: np.ndarray, backend: dict[str, Any] | None = None
+    ) -> None:
         """On disk when it returns."""
         self.save_beside(progress, taken, backend, wait=True)
 
@@ -93,7 +95,9 @@ class Checkpoints:
         with the one before is raised here."""
         self.wait()
         # Copies, because two fields of a state may be the same tensor, which safetensors refuses.
-        state = {k: v.detach().cpu().contiguous().clone() for k, v in progress.state.tensors().items()}
+        state = {
+            k: v.detach().cpu().contiguous().clone() for k, v in progress.state.tensors().items()
+        }
         memory, taken = self._memory.begin_save(), taken.copy()
 
         def write() -> None:
@@ -160,7 +164,10 @@ class Checkpoints:
             taken = np.zeros(int(index["clients"]), dtype=np.int64)
             for client, count in index["taken"].items():
                 taken[int(client)] = count
-            memory = {int(i): Entry(Path(file).name, str(sha)) for i, (file, sha) in index["memory"].items()}
+            memory = {
+                int(i): Entry(Path(file).name, str(sha))
+                for i, (file, sha) in index["memory"].items()
+            }
             job, clip = index["job"], float(index["clip"])
             t, seconds = int(index["round"]), float(index["seconds"])
             backend = dict(index.get("backend", {}))
@@ -171,12 +178,18 @@ class Checkpoints:
         try:
             state = first.with_tensors(tensors, clip)
         except ValueError as error:
-            raise DpfedError(f"the checkpoint {path} was written by another version of dpfed: {error}") from None
+            raise DpfedError(
+                f"the checkpoint {path} was written by another version of dpfed: {error}"
+            ) from None
         return Saved(Progress(t, state, seconds), taken, memory, backend)
 
     def _indexes(self) -> list[Path]:
         """Newest first."""
-        found = [p for p in self._folder.glob("round-*.json") if p.stem.removeprefix("round-").isdecimal()]
+        found = [
+            p
+            for p in self._folder.glob("round-*.json")
+            if p.stem.removeprefix("round-").isdecimal()
+        ]
         return sorted(found, key=lambda p: -int(p.stem.removeprefix("round-")))
 
     def _forget(self) -> None:
@@ -189,7 +202,10 @@ class Checkpoints:
         wanted: set[str] = set()
         for path in indexes[:KEPT]:
             try:
-                wanted |= {str(file) for file, _ in json.loads(path.read_text(encoding="utf-8"))["memory"].values()}
+                wanted |= {
+                    str(file)
+                    for file, _ in json.loads(path.read_text(encoding="utf-8"))["memory"].values()
+                }
             except DAMAGE:
                 return  # a damaged neighbour: better keep too much
         with suppress(OSError):

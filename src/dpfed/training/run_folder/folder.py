@@ -38,14 +38,19 @@ CONFIG, METRICS, LEDGER, MODEL, RESULT, CHECKPOINTS = (
 )
 LOCK = ".lock"
 COHORTS = "cohorts.key"
-UNFINISHED = {LOCK, f".{CONFIG}.part"}  # all that is left of a run killed before it had a configuration
+UNFINISHED = {
+    LOCK,
+    f".{CONFIG}.part",
+}  # all that is left of a run killed before it had a configuration
 PACKAGES = ("dpfed", "torch", "transformers", "peft", "dp-accounting", "numpy")
 
 
 class RunFolder:
     """Made once at the start of a run; everything a run leaves behind is written through it."""
 
-    def __init__(self, path: Path, config: Config, note: str, force: bool = False, resume: bool = False) -> None:
+    def __init__(
+        self, path: Path, config: Config, note: str, force: bool = False, resume: bool = False
+    ) -> None:
         self.path, self._note = path, note
         self._lock = _locked(path)
         try:
@@ -127,7 +132,9 @@ class RunFolder:
 
     def rounds(self, t: int, theta: torch.Tensor) -> list[Round]:
         """Rounds 0 and t, the first and the last in the metrics, with the vector that the last one left."""
-        lost = DpfedError(f"{self.path / METRICS} does not hold rounds 0 to {t}: put back the file that the run wrote")
+        lost = DpfedError(
+            f"{self.path / METRICS} does not hold rounds 0 to {t}: put back the file that the run wrote"
+        )
         rows = [json.loads(line) for line in self._lines()]
         if [row["round"] for row in rows] != list(range(t + 1)):
             raise lost
@@ -142,7 +149,10 @@ class RunFolder:
             os.fsync(self._metrics.fileno())
 
     def save_model(self, theta: torch.Tensor, space: Space, release: str) -> None:
-        tensors = {name: t.contiguous().cpu() for name, t in space.unflatten(theta.detach().clone()).items()}
+        tensors = {
+            name: t.contiguous().cpu()
+            for name, t in space.unflatten(theta.detach().clone()).items()
+        }
         blob = save(tensors, metadata={"release": release})
         write_file(self.path / MODEL, lambda file: file.write(blob))
 
@@ -151,12 +161,19 @@ class RunFolder:
         self.save_result({"run": run, "state": "running", "release": note})
 
     def save_result(self, result: dict[str, Any]) -> None:
-        full = {**result, "versions": versions(), "python": platform.python_version(), "written": time.time()}
+        full = {
+            **result,
+            "versions": versions(),
+            "python": platform.python_version(),
+            "written": time.time(),
+        }
         text = json.dumps(full, indent=2, allow_nan=False) + "\n"
         write_file(self.path / RESULT, lambda file: file.write(text.encode()))
 
     def close(self) -> None:
-        with suppress(OSError):  # on a full disk closing fails once more, and would hide why the run ended
+        with suppress(
+            OSError
+        ):  # on a full disk closing fails once more, and would hide why the run ended
             self._metrics.close()
         self._lock.close()
 
@@ -177,7 +194,9 @@ def _locked(path: Path) -> IO[bytes]:
             raise DpfedError(
                 f"another run is at work in {path}: wait for it, stop it or {phrase('another out')}"
             ) from None
-        raise DpfedError(f"the run folder {path} cannot be written: {error.strerror or error}") from None
+        raise DpfedError(
+            f"the run folder {path} cannot be written: {error.strerror or error}"
+        ) from None
 
 
 def _clear(path: Path) -> None:
@@ -232,7 +251,9 @@ def refuse_occupied(path: Path, force: bool) -> None:
     """Called before anything is computed as well, so that nobody waits for a refusal."""
     if (path / CONFIG).exists():
         if not force:
-            raise DpfedError(f"{path} already holds a run: {phrase('another out')}{phrase('replace')}")
+            raise DpfedError(
+                f"{path} already holds a run: {phrase('another out')}{phrase('replace')}"
+            )
         if spent_for_good(path):
             raise DpfedError(
                 f"{path} holds the ledger of a run with real noise, which is kept: {phrase('another out')}"

@@ -25,10 +25,12 @@ def label_counts(job: Job) -> np.ndarray:
     shards, count = job.shards, len(job.classes)
     labels = job.records.labels.cpu().numpy()[shards.records]
     owner = np.repeat(np.arange(len(shards)), np.diff(shards.units[shards.clients]))
-    return np.bincount(owner * count + labels, minlength=len(shards) * count).reshape(len(shards), count)
+    return np.bincount(owner * count + labels, minlength=len(shards) * count).reshape(
+        len(shards), count
+    )
 
 
-def write_holdings(folder: Path, job: Job) -> None:
+def write_label_counts(folder: Path, job: Job) -> None:
     """Nothing is written for real noise, for tasks without classes, and for tables that nobody could look at."""
     cells = len(job.shards) * len(job.classes)
     if job.config.run.noise == "os" or not job.model.classifies or not 0 < cells <= MOST:

@@ -16,12 +16,18 @@ from dpfed.training.run_folder.folder import CHECKPOINTS, COHORTS, CONFIG, LEDGE
 # of [run], when a run goes on
 MAY_CHANGE = ("eval_every", "checkpoint_every", "memory_limit", "threads", "timeout", "trackers")
 LARGE_DELTA = "allow_large_delta"  # of [privacy]: only a new run asks for it
-WAITING = ("timeout", "retries", "patience")  # of [federation]: how long a server waits changes no number
+WAITING = (
+    "timeout",
+    "retries",
+    "patience",
+)  # of [federation]: how long a server waits changes no number
 
 
 def extendable(config: Config) -> bool:
     """Whether rounds may be added: only where no round that is over would have been another one with more to come."""
-    return config.run.lr_schedule == "constant" and (not config.privacy.enabled or config.privacy.sigma is not None)
+    return config.run.lr_schedule == "constant" and (
+        not config.privacy.enabled or config.privacy.sigma is not None
+    )
 
 
 def fixed_settings(config: Config) -> dict[str, Any]:
@@ -31,7 +37,9 @@ def fixed_settings(config: Config) -> dict[str, Any]:
     tables["run"] = {key: value for key, value in tables["run"].items() if key not in free}
     tables["privacy"].pop(LARGE_DELTA, None)
     if "federation" in tables:
-        tables["federation"] = {key: value for key, value in tables["federation"].items() if key not in WAITING}
+        tables["federation"] = {
+            key: value for key, value in tables["federation"].items() if key not in WAITING
+        }
     return tables
 
 
@@ -40,9 +48,13 @@ def changes(out: Path, config: Config) -> list[tuple[str, Any, Any]]:
     try:
         stored = tomllib.loads((out / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        raise DpfedError(f"{out} is not the folder of a run: --resume needs one that `dpfed run` has made") from None
+        raise DpfedError(
+            f"{out} is not the folder of a run: --resume needs one that `dpfed run` has made"
+        ) from None
     found = []
-    earlier = as_first_written({name: table for name, table in stored.items() if isinstance(table, dict)})
+    earlier = as_first_written(
+        {name: table for name, table in stored.items() if isinstance(table, dict)}
+    )
     for section, table in as_first_written(to_dict(config)).items():
         before = earlier.get(section, {})
         for key in sorted({*table, *before}):
@@ -60,7 +72,9 @@ def refuse_other(out: Path, config: Config) -> None:
     wrong = [(key, old, new) for key, old, new in changed if not _allowed(key, old, new, config)]
     if not wrong:
         return
-    shown = ", ".join(f"{key} was {old!r} when the run began and is {new!r} now" for key, old, new in wrong)
+    shown = ", ".join(
+        f"{key} was {old!r} when the run began and is {new!r} now" for key, old, new in wrong
+    )
     if [key for key, _, _ in wrong] == ["run.rounds"] and extendable(config):
         raise DpfedError(f"{shown}: rounds may be added but not taken away")
     raise DpfedError(
@@ -87,7 +101,9 @@ def _allowed(key: str, old: Any, new: Any, config: Config) -> bool:
         return True
     if key == "run.rounds":
         return extendable(config) and isinstance(old, int) and new > old
-    return (section == "run" and name in MAY_CHANGE) or (section == "federation" and name in WAITING)
+    return (section == "run" and name in MAY_CHANGE) or (
+        section == "federation" and name in WAITING
+    )
 
 
 def name_of(out: Path) -> str:
@@ -97,9 +113,13 @@ def name_of(out: Path) -> str:
         return name
     metrics = out / METRICS
     begun = [out / RESULT, out / LEDGER, out / f"{LEDGER}.head", out / CHECKPOINTS]
-    if not any(path.exists() for path in begun) and not (metrics.exists() and metrics.stat().st_size):
+    if not any(path.exists() for path in begun) and not (
+        metrics.exists() and metrics.stat().st_size
+    ):
         return uuid.uuid4().hex
-    raise DpfedError(f"{out / RESULT} does not name the run, so its ledger cannot be trusted to be its own")
+    raise DpfedError(
+        f"{out / RESULT} does not name the run, so its ledger cannot be trusted to be its own"
+    )
 
 
 def result_in(out: Path) -> dict[str, Any]:

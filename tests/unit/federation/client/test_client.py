@@ -16,14 +16,22 @@ from dpfed.errors import DpfedError
 from dpfed.federation.client import client as client_module
 from dpfed.federation.client import storage as store_module
 from dpfed.federation.client.client import Client
-from dpfed.federation.messages import Reply, Request, WireError, digest, pack, unpack_reply, unpack_request
+from dpfed.federation.messages import (
+    MessageError,
+    Reply,
+    Request,
+    digest,
+    pack,
+    unpack_reply,
+    unpack_request,
+)
 from dpfed.federation.policy import RefusedError
 from dpfed.federation.server.server import Federation, Loopback
 from dpfed.privacy.accounting.pld import epsilon
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.oracle import FleetOracle
 from dpfed.privacy.published import show_loss
-from dpfed.training.budget.recorded_spending import own_account, own_ledger
+from dpfed.training.budget.recorded_spending import own_ledger, own_spending
 from dpfed.training.job.job import Job
 from dpfed.training.round_loop import first_state
 
@@ -42,7 +50,9 @@ def scaffold() -> Job:
     return job_of(algorithm={"name": "dp-scaffold", "lr": 0.1})
 
 
-def request_of(job: Job, t: int = 1, head: tuple[int, str] = (0, ""), used: int = 0, **changed: Any) -> bytes:
+def request_of(
+    job: Job, t: int = 1, head: tuple[int, str] = (0, ""), used: int = 0, **changed: Any
+) -> bytes:
     federation = Federation(job, Loopback({}), "run-1", "hub", names_of(job))
     request = federation._request(t, first_state(job), 0)
     terms = dataclasses.replace(request.terms, rows=head[0], head=head[1], used=used, **changed)
@@ -64,14 +74,18 @@ def opened(data: bytes, request: bytes, job: Job) -> Reply:
     return unpack_reply(data, shapes, unpack_request(request, 1 << 24).terms, digest(request), 1e9)
 
 
-def test_the_same_request_gets_the_stored_bytes_and_is_charged_once(job: Job, tmp_path: Path) -> None:
+def test_the_same_request_gets_the_stored_bytes_and_is_charged_once(
+    job: Job, tmp_path: Path
+) -> None:
     client, asked = client_of(job, 0, tmp_path), request_of(job)
     first = client.answer(asked)
     assert client.answer(asked) == first
     assert client_of(job, 0, tmp_path).answer(asked) == first  # another process, the same disk
     assert rows_in(tmp_path) == 1
     reply = opened(first, asked, job)
-    with Ledger.open(tmp_path / "clinic-0" / "ledger.db", client="clinic-0", readonly=True) as ledger:
+    with Ledger.open(
+        tmp_path / "clinic-0" / "ledger.db", client="clinic-0", readonly=True
+    ) as ledger:
         assert (reply.receipt.rows, reply.receipt.head) == tuple(ledger.head())
         (row,) = ledger.rows()
         assert (row.run, row.charge.noise, row.charge.void) == ("run-1", "os", False)
@@ -85,7 +99,9 @@ def test_a_round_cannot_be_had_twice_with_other_noise(job: Job, tmp_path: Path) 
         with pytest.raises(RefusedError, match="not after round 2"):
             client.answer(request_of(job, t, **changed))
     assert rows_in(tmp_path) == 1
-    client.answer(request_of(job, 1, run="run-2"))  # another run has its own rounds, in the same ledger
+    client.answer(
+        request_of(job, 1, run="run-2")
+    )  # another run has its own rounds, in the same ledger
     assert rows_in(tmp_path) == 2
 
 
@@ -116,7 +132,12 @@ def test_a_round_cannot_be_had_twice_with_other_noise(job: Job, tmp_path: Path) 
     ],
 )
 def test_what_is_refused_spends_nothing_and_touches_no_record(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], keys: dict[str, Any], what: str
+    job: Job,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changed: dict[str, Any],
+    keys: dict[str, Any],
+    what: str,
 ) -> None:
     def touched(*_: object) -> None:
         raise AssertionError("a record was touched")
@@ -133,9 +154,9 @@ def test_what_is_refused_spends_nothing_and_touches_no_record(
 def test_a_theta_that_is_not_finite_or_of_another_size_is_refused(job: Job, tmp_path: Path) -> None:
     client, request = client_of(job, 0, tmp_path), unpack_request(request_of(job), 1 << 24)
     for theta in (torch.full_like(request.fields["theta"], float("nan")), torch.zeros(3)):
-        with pytest.raises(WireError, match="theta"):
+        with pytest.raises(MessageError, match="theta"):
             client.answer(pack(Request(request.terms, {**request.fields, "theta": theta})))
-    with pytest.raises(WireError, match="at most 1048576 are read"):
+    with pytest.raises(MessageError, match="at most 1048576 are read"):
         client_of(job, 0, tmp_path, max_message=1).answer(bytes(1 << 21))
     assert rows_in(tmp_path) == 0
 
@@ -178,7 +199,9 @@ POINTS: list[tuple[Any, str, bool, int, bool]] = [
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "after", "rows", "stored"), POINTS, ids=lambda x: str(getattr(x, "__name__", x))
+    ("owner", "name", "after", "rows", "stored"),
+    POINTS,
+    ids=lambda x: str(getattr(x, "__name__", x)),
 )
 def test_a_kill_between_any_two_operations_neither_loses_nor_repeats_a_charge(
     scaffold: Job, tmp_path: Path, owner: Any, name: str, after: bool, rows: int, stored: bool
@@ -205,7 +228,10 @@ def test_a_kill_between_any_two_operations_neither_loses_nor_repeats_a_charge(
     third = request_of(scaffold, 3, head, used=1)  # round 2 never came to be used
     assert opened(again.answer(third), third, scaffold).receipt.rows == 3
     folder = next((tmp_path / "clinic-0" / "runs").iterdir())
-    assert sorted(path.name for path in folder.glob("memory-*")) == ["memory-1.kept", "memory-3.pending"]
+    assert sorted(path.name for path in folder.glob("memory-*")) == [
+        "memory-1.kept",
+        "memory-3.pending",
+    ]
 
 
 def test_an_old_copy_of_the_ledger_is_noticed(job: Job, tmp_path: Path) -> None:
@@ -264,7 +290,9 @@ def test_memory_is_committed_only_when_its_message_was_used(scaffold: Job, tmp_p
     assert rows_in(tmp_path) == 3
 
 
-def test_a_client_may_declare_fewer_records_and_every_one_keeps_its_coin(job: Job, tmp_path: Path) -> None:
+def test_a_client_may_declare_fewer_records_and_every_one_keeps_its_coin(
+    job: Job, tmp_path: Path
+) -> None:
     real = int(job.plan.sizes[0])
     client = client_of(job, 0, tmp_path, records=real - 100)
     rate = float(job.plan.rates[0])
@@ -280,7 +308,14 @@ def test_a_reply_holds_noised_values_and_public_constants_only(job: Job, tmp_pat
     asked = request_of(job)
     reply = opened(client_of(job, 0, tmp_path).answer(asked), asked, job)
     assert set(reply.fields) == {"delta", "v"}
-    assert {f.name for f in dataclasses.fields(reply.receipt)} == {"run", "client", "round", "request", "rows", "head"}
+    assert {f.name for f in dataclasses.fields(reply.receipt)} == {
+        "run",
+        "client",
+        "round",
+        "request",
+        "rows",
+        "head",
+    }
 
 
 def test_classes_read_off_private_labels_are_refused_with_real_noise_even_where_test_mode_is_allowed(
@@ -293,7 +328,9 @@ def test_classes_read_off_private_labels_are_refused_with_real_noise_even_where_
     with pytest.raises(DpfedError, match=r"declare data\.classes"):
         client.answer(request_of(job))
     client.answer(request_of(job, seeded=True))
-    with Ledger.open(tmp_path / "clinic-0" / "ledger.db", client="clinic-0", readonly=True) as ledger:
+    with Ledger.open(
+        tmp_path / "clinic-0" / "ledger.db", client="clinic-0", readonly=True
+    ) as ledger:
         assert [row.charge.void for row in ledger.rows()] == [True]
 
 
@@ -306,15 +343,19 @@ def test_repeatable_noise_needs_a_link_on_this_machine_as_well(tmp_path: Path) -
     Client(config, source_of(job, 0), insecure=True)
 
 
-def test_a_client_can_ask_what_it_has_spent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_client_can_ask_what_it_has_spent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = job_of()
     client, state = client_of(job, 0, tmp_path), first_state(job)
     federation = Federation(
         job, Loopback({"clinic-0": client.answer}), "r", "hub", names_of(job), log=lambda line: None
     )
     client.answer(pack(federation._request(1, state, 0)))
-    account = own_account(tmp_path / "clinic-0" / "ledger.db")
-    with Ledger.open(tmp_path / "clinic-0" / "ledger.db", client="clinic-0", readonly=True) as ledger:
+    account = own_spending(tmp_path / "clinic-0" / "ledger.db")
+    with Ledger.open(
+        tmp_path / "clinic-0" / "ledger.db", client="clinic-0", readonly=True
+    ) as ledger:
         spent = epsilon(ledger.history("clinic-0"), account.delta).value
     assert (account.client, account.runs, account.rows, account.void) == ("clinic-0", 1, 1, 0)
     assert account.epsilon == pytest.approx(spent)

@@ -30,7 +30,9 @@ def say(delta: torch.Tensor | list[float], **changed: Any) -> Any:
     def answer(data: bytes) -> bytes:
         terms = unpack_request(data, 1 << 24).terms
         receipt = Receipt(terms.run, terms.client, terms.round, digest(data), 1, "ab")
-        return pack(Reply(dataclasses.replace(receipt, **changed), {"delta": torch.as_tensor(delta)}))
+        return pack(
+            Reply(dataclasses.replace(receipt, **changed), {"delta": torch.as_tensor(delta)})
+        )
 
     return answer
 
@@ -39,8 +41,12 @@ def faulty(job: Job, answer: Any) -> tuple[Federation, list[str]]:
     """Clients 0 and 1 are good, the third is what is given."""
     ones = torch.ones(job.space.size)
     log: list[str] = []
-    clients = {"clinic-0": say(ones), "clinic-1": say(3 * ones)} | ({"clinic-2": answer} if answer else {})
-    return Federation(job, Loopback(clients), "run-1", "hub", names_of(job), 5.0, False, log.append), log
+    clients = {"clinic-0": say(ones), "clinic-1": say(3 * ones)} | (
+        {"clinic-2": answer} if answer else {}
+    )
+    return Federation(
+        job, Loopback(clients), "run-1", "hub", names_of(job), 5.0, False, log.append
+    ), log
 
 
 def raising(error: Exception) -> Any:
@@ -115,7 +121,9 @@ def test_who_is_missing_is_asked_again_with_the_same_bytes_before_a_round_is_los
             asked.append(sorted(requests))
             return super().send_all(requests, timeout)
 
-    federation = Federation(job, Watched(clients), "run-1", "hub", names_of(job), 5.0, False, log.append, retries=1)
+    federation = Federation(
+        job, Watched(clients), "run-1", "hub", names_of(job), 5.0, False, log.append, retries=1
+    )
     mean, answered = federation.run_cohort(1, first_state(job), [0, 1, 2])
     assert (answered, mean["delta"][0]) == (3, 3.0)
     assert asked == [["clinic-0", "clinic-1", "clinic-2"], ["clinic-1"]]
@@ -174,7 +182,10 @@ def test_the_next_request_echoes_the_head_and_what_was_used(tmp_path: Path) -> N
     assert seen["clinic-1"] == [(1, 0, 0), (2, 1, 1), (3, 1, 1)]
     assert log == ["round 2: client 'clinic-1' is left out: too slow"]
     folder = next((tmp_path / "clinic-1" / "runs").iterdir())
-    assert sorted(path.name for path in folder.glob("memory-*")) == ["memory-1.kept", "memory-3.pending"]
+    assert sorted(path.name for path in folder.glob("memory-*")) == [
+        "memory-1.kept",
+        "memory-3.pending",
+    ]
 
 
 def test_a_server_that_starts_again_within_a_round_gets_the_stored_messages(tmp_path: Path) -> None:
@@ -212,7 +223,9 @@ def test_what_cannot_be_sent_is_refused_before_the_first_round() -> None:
     with pytest.raises(DpfedError, match="real clients answer with noise only"):
         Federation(job_of(privacy={"sigma": 0.0}), Loopback({}), "run-1", "hub", names_of(job))
     with pytest.raises(DpfedError, match="poisson"):
-        Federation(job_of(privacy={"sampling": "fixed_wor"}), Loopback({}), "run-1", "hub", names_of(job))
+        Federation(
+            job_of(privacy={"sampling": "fixed_wor"}), Loopback({}), "run-1", "hub", names_of(job)
+        )
 
 
 def test_the_norm_limit_is_public_and_far_from_honest_messages() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dpfed.model.fast_paths.lora_product import LoraProduct, fuse_lora
-from dpfed.model.per_sample.batched_layers import TwinLinear, install_twin
+from dpfed.model.per_sample.batched_layers import BatchedLinear, install_batched_layer
 
 
 def test_gradients_by_differences() -> None:
@@ -20,8 +20,12 @@ def test_gradients_by_differences() -> None:
 
     x, a, b = (t.requires_grad_() for t in (make(3, 4, 5), make(3, 2, 5), make(3, 6, 2)))
     weight, bias = make(6, 5), make(6)
-    torch.autograd.gradcheck(lambda x, a, b: LoraProduct.apply(x, weight, bias, a, b, 1.7), (x, a, b))
-    torch.autograd.gradcheck(lambda a, b: LoraProduct.apply(x.detach(), weight, None, a, b, 0.3), (a, b))
+    torch.autograd.gradcheck(
+        lambda x, a, b: LoraProduct.apply(x, weight, bias, a, b, 1.7), (x, a, b)
+    )
+    torch.autograd.gradcheck(
+        lambda a, b: LoraProduct.apply(x.detach(), weight, None, a, b, 0.3), (a, b)
+    )
 
 
 def adapted(dropout: float = 0.0, bias: bool = True) -> nn.Module:
@@ -36,7 +40,7 @@ def adapted(dropout: float = 0.0, bias: bool = True) -> nn.Module:
             nn.init.normal_(p, std=0.5)
     for module in model.modules():
         if type(module) is nn.Linear and module.weight.requires_grad:
-            install_twin(module, TwinLinear)
+            install_batched_layer(module, BatchedLinear)
     return model.eval()
 
 
@@ -91,12 +95,16 @@ def test_compilers_are_given_the_same_function(needs_x: bool) -> None:
         return torch.randn(shape, generator=g)
 
     x = make(3, 4, 5).requires_grad_(needs_x)
-    a, b = make(3, 5, 2).transpose(1, 2).requires_grad_(), make(3, 2, 6).transpose(1, 2).requires_grad_()
+    a, b = (
+        make(3, 5, 2).transpose(1, 2).requires_grad_(),
+        make(3, 2, 6).transpose(1, 2).requires_grad_(),
+    )
     weight, bias = make(6, 5), make(6)
     torch.library.opcheck(torch.ops.dpfed.lora_product.default, (x, weight, bias, a, b, 1.7))
     asked = [a, b, x] if needs_x else [a, b]
     whole = torch.compile(
-        lambda x, a, b: torch.ops.dpfed.lora_product(x, weight, bias, a, b, 1.7)[0], backend="aot_eager"
+        lambda x, a, b: torch.ops.dpfed.lora_product(x, weight, bias, a, b, 1.7)[0],
+        backend="aot_eager",
     )
     one = torch.autograd.grad(whole(x, a, b).square().sum(), asked)
     other = torch.autograd.grad(LoraProduct.apply(x, weight, bias, a, b, 1.7).square().sum(), asked)
@@ -109,7 +117,12 @@ def test_compilers_are_told_what_it_costs() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     fuse_lora(adapted())
-    x, weight, a, b = torch.zeros(3, 4, 5), torch.zeros(6, 5), torch.zeros(3, 2, 5), torch.zeros(3, 6, 2)
+    x, weight, a, b = (
+        torch.zeros(3, 4, 5),
+        torch.zeros(6, 5),
+        torch.zeros(3, 2, 5),
+        torch.zeros(3, 6, 2),
+    )
     with FlopCounterMode(display=False) as counter:
         torch.ops.dpfed.lora_product(x, weight, None, a, b, 1.0)
     assert counter.get_total_flops() == 2 * 3 * 4 * (5 * 6 + 2 * 5 + 2 * 6)

@@ -47,7 +47,9 @@ def test_masks_are_made_once_for_all_layers_of_a_size(monkeypatch: pytest.Monkey
         return plain(self, height, width, **kwargs)
 
     monkeypatch.setattr(SwinLayer, "get_attn_mask", counted)
-    model = swin(depths=[4, 2])  # shifted: the second and fourth layer at 8 x 8, the second at 4 x 4
+    model = swin(
+        depths=[4, 2]
+    )  # shifted: the second and fourth layer at 8 x 8, the second at 4 x 4
     fuse_windows(model)
     for layer in layers(model):
         if layer.shift_size == 0:
@@ -101,13 +103,22 @@ def test_nothing_is_copied_where_nothing_is_padded() -> None:
 def test_merged_patches_and_their_gradients(size: tuple[int, int]) -> None:
     model = swin()
     plain = next(m for m in model.modules() if isinstance(m, SwinPatchMerging))
-    x = torch.randn(3, size[0] * size[1], 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    x = torch.randn(
+        3, size[0] * size[1], 8, generator=torch.Generator().manual_seed(0)
+    ).requires_grad_()
     out = []
     for fused in (False, True):
         if fused:
             fuse_windows(model)
         y = plain(x, size)
-        out.append((y, *torch.autograd.grad(y.square().sum(), [x, plain.norm.weight, plain.reduction.weight])))
+        out.append(
+            (
+                y,
+                *torch.autograd.grad(
+                    y.square().sum(), [x, plain.norm.weight, plain.reduction.weight]
+                ),
+            )
+        )
     assert type(plain).__name__ == "FusedSwinPatchMerging"
     for one, other in zip(*out, strict=True):
         torch.testing.assert_close(one, other)

@@ -47,16 +47,26 @@ def honest_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     def rounded(self: Any, x: Any, kind: Any) -> Any:
         if (x.dtype.scalar, kind.scalar) != (tl.float32, tl.bfloat16):
             return cast(self, x, kind)
-        bits = torch.from_numpy(np.ascontiguousarray(x.data)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+        bits = (
+            torch.from_numpy(np.ascontiguousarray(x.data))
+            .bfloat16()
+            .view(torch.int16)
+            .numpy()
+            .view(np.uint16)
+        )
         return TensorHandle(bits, tl.bfloat16)
 
     monkeypatch.setattr(
-        InterpreterBuilder, "create_dot", lambda self, a, b, *rest: dot(self, number(a), number(b), *rest)
+        InterpreterBuilder,
+        "create_dot",
+        lambda self, a, b, *rest: dot(self, number(a), number(b), *rest),
     )
     monkeypatch.setattr(InterpreterBuilder, "cast_impl", rounded)
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
     """As it is written in textbooks, window after window and head after head."""
     heads = len(bias)
     depth = q.shape[2] // heads
@@ -82,7 +92,11 @@ def case(
         return torch.randn(shape, generator=g).to(WHERE, dtype)
 
     tensors = [make(4, n, heads * depth) for _ in range(3)] + [make(heads, n, n)]
-    mask = torch.where(torch.rand(2, n, n, generator=g) < 0.3, -100.0, 0.0).to(WHERE, dtype) if masked else None
+    mask = (
+        torch.where(torch.rand(2, n, n, generator=g) < 0.3, -100.0, 0.0).to(WHERE, dtype)
+        if masked
+        else None
+    )
     return tensors, mask, make(4, n, heads * depth)
 
 
@@ -98,7 +112,9 @@ SHAPES = [(16, 3, 32), (16, 1, 32), (49, 3, 32), (49, 1, 16), (9, 3, 4), (4, 2, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("n", "heads", "depth"), SHAPES)
-def test_attention_and_its_gradients(n: int, heads: int, depth: int, masked: bool, dtype: torch.dtype) -> None:
+def test_attention_and_its_gradients(
+    n: int, heads: int, depth: int, masked: bool, dtype: torch.dtype
+) -> None:
     tensors, mask, grad = case(n, heads, depth, masked, dtype)
     assert available(tensors[0])
     got = outcome(window_attention, tensors, mask, grad)
@@ -157,11 +173,15 @@ def test_what_has_no_kernel_is_refused() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["scale", "bias", "mask", "window", "masks", "head"])
-def test_a_kernel_is_tried_before_it_is_trusted(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_is_tried_before_it_is_trusted(
+    wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     windows._try(torch.device(WHERE))
     right = windows._attend
 
-    def other(q: Tensor, k: Tensor, v: Tensor, bias: Any, mask: Any, scale: float, heads: int) -> Tensor:
+    def other(
+        q: Tensor, k: Tensor, v: Tensor, bias: Any, mask: Any, scale: float, heads: int
+    ) -> Tensor:
         added = None if wrong == "bias" else bias, None if wrong == "mask" else mask
         if wrong == "window":  # another record's
             return right(q, k.roll(1, 0), v, *added, scale, heads)
@@ -178,7 +198,10 @@ def test_a_kernel_is_tried_before_it_is_trusted(wrong: str, monkeypatch: pytest.
 
 @pytest.mark.parametrize(("error", "works"), [(None, True), (RuntimeError("no C compiler"), False)])
 def test_a_gpu_without_kernels_is_known_by_one_failure(
-    error: Exception | None, works: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception | None,
+    works: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     tried: list[torch.device] = []
 
@@ -220,8 +243,15 @@ def test_operators_are_what_they_say() -> None:
     """Fake results, schemas and gradients, checked as `torch` checks operators of its own."""
     (q, k, v, bias), mask, _ = case(4, 1, 4, True, torch.float32)
     q, k, v = (t.requires_grad_() for t in (q, k, v))
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(torch.ops.dpfed.window_attention, (q, k, v, bias, mask, 0.5, 1), test_utils=tests)
+    tests = (
+        "test_schema",
+        "test_autograd_registration",
+        "test_faketensor",
+        "test_aot_dispatch_static",
+    )
+    torch.library.opcheck(
+        torch.ops.dpfed.window_attention, (q, k, v, bias, mask, 0.5, 1), test_utils=tests
+    )
     for _ in range(2):
         windows.declare_cost()
     with FlopCounterMode(display=False) as counter:
@@ -252,7 +282,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     twins._KEPT.clear()
 
 
-ONE = {"image_size": 8, "depths": [2], "num_heads": [2]}  # one stage of 4 x 4 patches in windows of 2
+ONE = {
+    "image_size": 8,
+    "depths": [2],
+    "num_heads": [2],
+}  # one stage of 4 x 4 patches in windows of 2
 
 
 def used(calls: list[str]) -> tuple[int, int]:
@@ -265,7 +299,12 @@ def grads_of(case: Case, side: int, dtype: torch.dtype = torch.float32) -> Tenso
     case.ready.model.to(WHERE)
     case.ready.to(dtype)
     inputs = {"pixel_values": images(side)(2)["pixel_values"].to(WHERE, dtype)}
-    args = case.rows(2).to(WHERE), torch.tensor([0, 1], device=WHERE), inputs, labels_of(2).to(WHERE)
+    args = (
+        case.rows(2).to(WHERE),
+        torch.tensor([0, 1], device=WHERE),
+        inputs,
+        labels_of(2).to(WHERE),
+    )
     return torch.cat(case.ready.grads(*args), 1).double().cpu()
 
 
@@ -274,13 +313,21 @@ def grads_of(case: Case, side: int, dtype: torch.dtype = torch.float32) -> Tenso
     [
         (16, {}, 9),  # 8 x 8 and 4 x 4 patches in windows of 2, merged once
         (20, {"window_size": 4}, 1),  # 10 x 10 and 5 x 5 patches, padded, but merged
-        (16, {"window_size": 4, "embed_dim": 12, "num_heads": [3, 6]}, 5),  # the second stage is one window
+        (
+            16,
+            {"window_size": 4, "embed_dim": 12, "num_heads": [3, 6]},
+            5,
+        ),  # the second stage is one window
         (16, {"window_size": 4, "hidden_dropout_prob": 0.3, "drop_path_rate": 0.5}, 5),
     ],
     ids=["windows", "padded", "heads", "dropout"],
 )
 def test_gradients_of_records_equal_the_plain_way(
-    side: int, other: dict[str, Any], reordered: int, calls: list[str], monkeypatch: pytest.MonkeyPatch
+    side: int,
+    other: dict[str, Any],
+    reordered: int,
+    calls: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     case = Case(adapted(swin(image_size=side, **other), "lora"))
     args = case.rows(2), torch.tensor([1, 0]), images(side)(2), labels_of(2)
@@ -291,7 +338,9 @@ def test_gradients_of_records_equal_the_plain_way(
         theta, client, inputs, labels = args
         moved = {name: x.to(WHERE) for name, x in inputs.items()}
         drawn = None if keys is None else keys.to(WHERE)
-        return torch.cat(case.ready.grads(theta.to(WHERE), client.to(WHERE), moved, labels.to(WHERE), drawn), 1)
+        return torch.cat(
+            case.ready.grads(theta.to(WHERE), client.to(WHERE), moved, labels.to(WHERE), drawn), 1
+        )
 
     got = grads()
     assert used(calls) == (4, reordered)
@@ -301,7 +350,9 @@ def test_gradients_of_records_equal_the_plain_way(
     assert (got - want).norm() < 2e-5 * want.norm()
 
 
-def test_low_precision_is_as_near_as_the_plain_way(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_low_precision_is_as_near_as_the_plain_way(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = Case(adapted(swin(window_size=4), "lora"))
     exact = grads_of(case, 16)
     calls.clear()
@@ -374,7 +425,9 @@ def test_the_bias_follows_its_table(calls: list[str], monkeypatch: pytest.Monkey
         with monkeypatch.context() as off:
             off.setattr(twins, "available", lambda x: False)
             want = model(pixel_values=x.to(next(model.parameters()).dtype)).logits
-        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 if got.dtype == torch.bfloat16 else 1e-5)
+        torch.testing.assert_close(
+            got, want, rtol=2e-2, atol=2e-2 if got.dtype == torch.bfloat16 else 1e-5
+        )
 
     check(2)
     check(0)
@@ -386,7 +439,9 @@ def test_the_bias_follows_its_table(calls: list[str], monkeypatch: pytest.Monkey
     state = {name: 2 * value for name, value in model.state_dict().items() if "bias_table" in name}
     model.load_state_dict(state, strict=False)
     check(2)
-    model.load_state_dict({name: -value for name, value in state.items()}, strict=False, assign=True)
+    model.load_state_dict(
+        {name: -value for name, value in state.items()}, strict=False, assign=True
+    )
     check(2)
     model.to(torch.bfloat16)
     check(2)
@@ -394,11 +449,15 @@ def test_the_bias_follows_its_table(calls: list[str], monkeypatch: pytest.Monkey
     assert not [name for name in model.state_dict() if "kept" in name]
 
 
-def test_a_compiled_layer_takes_the_operator(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_layer_takes_the_operator(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In one graph, shifted windows and all; nothing is kept or read while tracing."""
     model = swin(**ONE).requires_grad_(False).to(WHERE)
     twins.fuse_windows(model)
-    layer = next(m for m in model.modules() if type(m).__name__ == "FusedSwinLayer" and m.shift_size)
+    layer = next(
+        m for m in model.modules() if type(m).__name__ == "FusedSwinLayer" and m.shift_size
+    )
     x = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(0)).to(WHERE).requires_grad_()
 
     def outcome(call: Any) -> list[Tensor]:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from dpfed.model.fast_paths.layer_norm import FusedLayerNorm
 from dpfed.model.parameter_vector import space_of
-from dpfed.model.per_sample.gradients import PerSample, batched_layers, call, trainable
+from dpfed.model.per_sample import batched_layers
+from dpfed.model.per_sample.gradients import PerSample, call, trainable
 from dpfed.model.task import per_record_loss
 
 RECORDS = st.sampled_from([0, 1, 2, 5])
@@ -30,7 +31,9 @@ class Around(nn.Module):
         super().__init__()
         self.leaf = leaf
         generator = torch.Generator().manual_seed(7)
-        self.register_buffer("read", torch.randn(outputs, CLASSES, generator=generator) / outputs**0.5)
+        self.register_buffer(
+            "read", torch.randn(outputs, CLASSES, generator=generator) / outputs**0.5
+        )
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         y = self.leaf(x.flatten(0, 1))
@@ -38,7 +41,9 @@ class Around(nn.Module):
         return torch.tanh(y).flatten(1) @ self.read
 
 
-def folded(leaf: nn.Module, shape: tuple[int, ...], n: int, s: int, k: int, seed: int, ids: int = 0) -> None:
+def folded(
+    leaf: nn.Module, shape: tuple[int, ...], n: int, s: int, k: int, seed: int, ids: int = 0
+) -> None:
     """Checks `leaf` on N records of k stretches of `shape`: whole, with padding, and with one NaN record."""
     generator = torch.Generator().manual_seed(seed)
     spread(leaf, seed)
@@ -47,7 +52,9 @@ def folded(leaf: nn.Module, shape: tuple[int, ...], n: int, s: int, k: int, seed
     else:
         x = torch.randn(n, k, *shape, generator=generator)
     with torch.no_grad():
-        outputs = k * leaf(x.flatten(0, 1) if n else x.new_zeros(k, *shape)).numel() // max(n * k, k)
+        outputs = (
+            k * leaf(x.flatten(0, 1) if n else x.new_zeros(k, *shape)).numel() // max(n * k, k)
+        )
     case = Case(Around(leaf, outputs))
     labels = torch.randint(0, CLASSES, (n,), generator=generator)
     mask = torch.ones(n, k)
@@ -71,7 +78,15 @@ def test_linear(n: int, s: int, k: int, seed: int, middle: tuple[int, ...], bias
 
 
 @often
-@given(RECORDS, CLIENTS, FOLDS, SEEDS, st.sampled_from([(4,), (2, 3)]), st.sampled_from([(), (3,)]), st.booleans())
+@given(
+    RECORDS,
+    CLIENTS,
+    FOLDS,
+    SEEDS,
+    st.sampled_from([(4,), (2, 3)]),
+    st.sampled_from([(), (3,)]),
+    st.booleans(),
+)
 def test_layer_norm(
     n: int, s: int, k: int, seed: int, shape: tuple[int, ...], middle: tuple[int, ...], bias: bool
 ) -> None:
@@ -85,8 +100,17 @@ def test_group_norm(n: int, s: int, k: int, seed: int, groups: int, rest: tuple[
 
 
 @often
-@given(RECORDS, CLIENTS, FOLDS, SEEDS, st.sampled_from([None, 0, 3, -1]), st.sampled_from([(), (4,), (2, 3)]))
-def test_embedding(n: int, s: int, k: int, seed: int, padding_idx: int | None, rest: tuple[int, ...]) -> None:
+@given(
+    RECORDS,
+    CLIENTS,
+    FOLDS,
+    SEEDS,
+    st.sampled_from([None, 0, 3, -1]),
+    st.sampled_from([(), (4,), (2, 3)]),
+)
+def test_embedding(
+    n: int, s: int, k: int, seed: int, padding_idx: int | None, rest: tuple[int, ...]
+) -> None:
     """Few ids and many places, so that ids repeat inside a record; the padding row gets no gradient."""
     folded(nn.Embedding(5, 3, padding_idx=padding_idx), rest, n, s, k, seed, ids=5)
 
@@ -95,17 +119,21 @@ def test_embedding(n: int, s: int, k: int, seed: int, padding_idx: int | None, r
 def test_embedding_refuses_ids_beyond_its_table(bad: int) -> None:
     """In the table of all copies such an id would be a row of another record's copy."""
     leaf = nn.Embedding(3, 2)
-    batched_layers.install_twin(leaf, batched_layers.TwinEmbedding)
+    batched_layers.install_batched_layer(leaf, batched_layers.TwinEmbedding)
     copies = {"weight": leaf.weight.expand(2, 3, 2)}
     torch.func.functional_call(leaf, copies, (torch.tensor([[2], [1]]),))
     with pytest.raises(IndexError):
-        torch.func.functional_call(leaf, copies, (torch.tensor([[1 if bad < 0 else bad], [bad if bad < 0 else 1]]),))
+        torch.func.functional_call(
+            leaf, copies, (torch.tensor([[1 if bad < 0 else bad], [bad if bad < 0 else 1]]),)
+        )
 
 
 def test_embedding_padding_row_has_no_gradient() -> None:
     case = Case(Around(spread(nn.Embedding(5, 3, padding_idx=2)), 4 * 3))
     ids = torch.tensor([[[2, 2, 1, 0]], [[2, 3, 2, 2]]])
-    got = case.check({"x": ids, "mask": torch.ones(2, 1)}, torch.tensor([0, 1]), clients=2).view(2, 5, 3)
+    got = case.check({"x": ids, "mask": torch.ones(2, 1)}, torch.tensor([0, 1]), clients=2).view(
+        2, 5, 3
+    )
     assert (got[:, 2] == 0).all()
     assert (got[0, 1] != 0).any()
     assert (got[1, 3] != 0).any()
@@ -137,7 +165,15 @@ def test_conv2d(
 ) -> None:
     """As a product for each record, where it can be one, and as one convolution with a group for each."""
     conv = nn.Conv2d(
-        4, 4, (3, 2), stride=stride, padding=padding, dilation=dilation, groups=groups, bias=bias, padding_mode=mode
+        4,
+        4,
+        (3, 2),
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        bias=bias,
+        padding_mode=mode,
     )  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batched_layers.TwinConv2d, "_pays", lambda self, x: product)
@@ -154,7 +190,9 @@ def test_conv2d_is_a_product_only_where_that_is_the_same(
     made: list[int] = []
     product = batched_layers.TwinConv2d._product
     monkeypatch.setattr(batched_layers.TwinConv2d, "_pays", lambda self, x: True)
-    monkeypatch.setattr(batched_layers.TwinConv2d, "_product", lambda self, x: made.append(1) or product(self, x))
+    monkeypatch.setattr(
+        batched_layers.TwinConv2d, "_product", lambda self, x: made.append(1) or product(self, x)
+    )
     conv = nn.Conv2d(2, 2, 3, padding=1, dilation=dilation, groups=groups, padding_mode=mode)
     folded(conv, (2, 6, 6), n=3, s=2, k=fold, seed=0)
     assert bool(made) == (groups == fold == dilation == 1 and mode == "zeros")
@@ -165,12 +203,14 @@ def test_conv2d_on_a_cpu_goes_the_quicker_way() -> None:
 
     def pays(channels: int, side: int, kernel: int = 3, outs: int | None = None) -> bool:
         conv = nn.Conv2d(channels, outs or channels, kernel, padding=kernel // 2)
-        batched_layers.install_twin(conv, batched_layers.TwinConv2d)
+        batched_layers.install_batched_layer(conv, batched_layers.TwinConv2d)
         x = torch.empty(4, 1, channels, side, side)
         assert conv._pays(x.to("meta"))
         return conv._pays(x)
 
-    assert [pays(c, side) for c, side in ((64, 32), (128, 16), (64, 4), (256, 8), (512, 4))] == [False] * 3 + [True] * 2
+    assert [pays(c, side) for c, side in ((64, 32), (128, 16), (64, 4), (256, 8), (512, 4))] == [
+        False
+    ] * 3 + [True] * 2
     assert not pays(256, 8, outs=64)
     assert pays(8, 32, kernel=1)
 
@@ -204,7 +244,9 @@ class Dictionary(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts = nn.ParameterDict({"a": nn.Parameter(torch.ones(4)), "b": nn.Parameter(torch.ones(4, 4))})
+        self.parts = nn.ParameterDict(
+            {"a": nn.Parameter(torch.ones(4)), "b": nn.Parameter(torch.ones(4, 4))}
+        )
         self.more = nn.ParameterList([nn.Parameter(torch.zeros(4))])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -218,7 +260,9 @@ class OddLinear(nn.Linear):
         return super().forward(x) * self.weight.sum()
 
 
-@pytest.mark.parametrize("build", [Gate, Dictionary, lambda: OddLinear(4, 4)], ids=["raw", "dict", "subclass"])
+@pytest.mark.parametrize(
+    "build", [Gate, Dictionary, lambda: OddLinear(4, 4)], ids=["raw", "dict", "subclass"]
+)
 @often
 @given(n=RECORDS, s=CLIENTS, k=FOLDS, seed=SEEDS, middle=st.sampled_from([(), (3,)]))
 def test_general_way(
@@ -233,7 +277,9 @@ def test_parameters_of_the_model_itself() -> None:
     class Root(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.table = nn.Parameter(torch.randn(4, CLASSES, generator=torch.Generator().manual_seed(0)))
+            self.table = nn.Parameter(
+                torch.randn(4, CLASSES, generator=torch.Generator().manual_seed(0))
+            )
             self.after = nn.Linear(CLASSES, CLASSES)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -254,7 +300,9 @@ def test_parameters_of_the_model_itself() -> None:
     ],
     ids=["linear", "layer_norm", "group_norm", "conv2d"],
 )
-def test_half_frozen_modules(build: Callable[[], nn.Module], shape: tuple[int, ...], frozen: str) -> None:
+def test_half_frozen_modules(
+    build: Callable[[], nn.Module], shape: tuple[int, ...], frozen: str
+) -> None:
     """Only the bias trains, or only the weight."""
     leaf = build()
     leaf.get_parameter(frozen).requires_grad_(False)
@@ -306,7 +354,10 @@ class Tied(nn.Module):
 def test_tied_weights_get_the_summed_gradient(n: int, s: int, seed: int, bias: bool) -> None:
     ids = torch.randint(0, 6, (n, 3), generator=torch.Generator().manual_seed(seed))
     case = Case(spread(Tied(bias), seed))
-    assert case.space.names == ("words.weight", *(["out.bias"] if bias else []))  # one tensor, once in the vector
+    assert case.space.names == (
+        "words.weight",
+        *(["out.bias"] if bias else []),
+    )  # one tensor, once in the vector
     got = case.check({"ids": ids}, torch.arange(n) % 6, s)
     if n:  # both uses are in it: rows of words that are absent still get the output's gradient
         assert (got[0].view(-1)[: 6 * 4].view(6, 4) != 0).all()
@@ -351,13 +402,19 @@ def test_ordinary_behaviour_is_unchanged(leaf: nn.Module, x: Tensor) -> None:
 
 @pytest.mark.parametrize("cls", batched_layers.TWINS)
 def test_only_what_trains_is_exchanged(cls: type[nn.Module]) -> None:
-    args = {nn.Linear: (3, 3), nn.LayerNorm: (3,), nn.GroupNorm: (1, 3), nn.Embedding: (3, 3), nn.Conv2d: (3, 3, 1)}[
-        cls
-    ]
+    args = {
+        nn.Linear: (3, 3),
+        nn.LayerNorm: (3,),
+        nn.GroupNorm: (1, 3),
+        nn.Embedding: (3, 3),
+        nn.Conv2d: (3, 3, 1),
+    }[cls]
     model = nn.Sequential(cls(*args).requires_grad_(False), nn.Linear(3, 3))
     PerSample(model, space_of(trainable(model)), call, per_record_loss)
-    assert type(model[0]) is (FusedLayerNorm if cls is nn.LayerNorm else cls)  # a frozen norm may go by a kernel
-    assert type(model[1]) is batched_layers.TwinLinear
+    assert type(model[0]) is (
+        FusedLayerNorm if cls is nn.LayerNorm else cls
+    )  # a frozen norm may go by a kernel
+    assert type(model[1]) is batched_layers.BatchedLinear
 
 
 def test_a_leading_axis_that_fits_no_record_is_an_error() -> None:
@@ -372,5 +429,8 @@ def test_a_leading_axis_that_fits_no_record_is_an_error() -> None:
     case = Case(spread(Flat()))
     with pytest.raises(ValueError, match="leading axis of 5 for 3 records"):
         case.ready.grads(
-            case.rows(1), torch.zeros(3, dtype=torch.long), {"x": torch.ones(3, 5, 2)}, torch.zeros(3).long()
+            case.rows(1),
+            torch.zeros(3, dtype=torch.long),
+            {"x": torch.ones(3, 5, 2)},
+            torch.zeros(3).long(),
         )

@@ -44,7 +44,12 @@ from zoo_case import (
 from dpfed.errors import DpfedError
 from dpfed.model.build import assemble
 from dpfed.model.parameter_vector import space_of
-from dpfed.model.per_sample.forward_check import PlainOutputs, faithful_form, faithful_model, plain_outputs
+from dpfed.model.per_sample.forward_check import (
+    PlainOutputs,
+    faithful_form,
+    faithful_model,
+    plain_outputs,
+)
 from dpfed.model.per_sample.gradients import trainable
 from dpfed.model.per_sample.isolation_check import RECORDS, check_apart
 from dpfed.model.task import InputSpec

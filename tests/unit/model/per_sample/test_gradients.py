@@ -29,35 +29,7 @@ from dpfed.model.task import per_record_loss
 # ---- the reference, which knows nothing of twins
 
 
-
-
-
-
-
-
 # ---- tiny models
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
 
 
 # ---- whole models
@@ -91,7 +63,9 @@ def test_a_nan_text_stays_alone(train: str) -> None:
     inputs = {"inputs_embeds": vectors, "attention_mask": texts(0)(5)["attention_mask"]}
     got = case.check(inputs, labels_of(5), clients=2, nan=3)
     if train == "full":
-        words = case.space.slices()[case.space.names.index("bert.embeddings.word_embeddings.weight")]
+        words = case.space.slices()[
+            case.space.names.index("bert.embeddings.word_embeddings.weight")
+        ]
         assert (got[:, words] == 0).all()
 
 
@@ -101,7 +75,9 @@ def test_padding_records_change_no_other(name: str) -> None:
     build, make = MODELS[name]
     case = Case(adapted(build(), "lora"))
     inputs, theta, client = make(5), case.rows(2), torch.tensor([0, 1, 1, 0, 1])
-    alone = torch.cat(case.ready.grads(theta, client[:3], {k: v[:3] for k, v in inputs.items()}, labels_of(3)), 1)
+    alone = torch.cat(
+        case.ready.grads(theta, client[:3], {k: v[:3] for k, v in inputs.items()}, labels_of(3)), 1
+    )
     padded = torch.cat(case.ready.grads(theta, client, inputs, labels_of(5)), 1)
     close(padded[:3], alone, case.space)
 
@@ -163,7 +139,10 @@ def test_frozen_weights_are_not_in_the_space(name: str) -> None:
         elif train == "head":
             assert all(n.startswith("classifier.") for n in case.space.names)
         else:
-            assert all("lora_" in n or n.startswith("classifier.modules_to_save.") for n in case.space.names)
+            assert all(
+                "lora_" in n or n.startswith("classifier.modules_to_save.")
+                for n in case.space.names
+            )
             assert case.space.size < whole
 
 
@@ -208,7 +187,9 @@ def test_batch_norm_is_refused_with_the_fix() -> None:
     learning = WithBatchNorm().eval()
     without_statistics = adapted(WithBatchNorm(track_running_stats=False), "head").eval()
     for model in (training, learning, without_statistics):
-        with pytest.raises(DpfedError, match=r"norm is a BatchNorm1d .*GroupNorm.*eval mode") as error:
+        with pytest.raises(
+            DpfedError, match=r"norm is a BatchNorm1d .*GroupNorm.*eval mode"
+        ) as error:
             ready(model)
         assert "\n" not in str(error.value)
 
@@ -219,7 +200,11 @@ def test_frozen_batch_norm_in_eval_mode_works() -> None:
         model.norm(torch.randn(20, 4) * 3 + 1)  # has seen something
     case = Case(adapted(model.eval(), "head"))
     assert all(n.startswith("classifier") for n in case.space.names)
-    case.check({"x": torch.randn(5, 4, generator=torch.Generator().manual_seed(0))}, labels_of(5), clients=2)
+    case.check(
+        {"x": torch.randn(5, 4, generator=torch.Generator().manual_seed(0))},
+        labels_of(5),
+        clients=2,
+    )
 
 
 def test_instance_norm_mixes_nothing_and_is_allowed() -> None:
@@ -239,10 +224,18 @@ def test_instance_norm_mixes_nothing_and_is_allowed() -> None:
 def test_a_loss_that_is_averaged_is_refused() -> None:
     model = nn.Linear(4, CLASSES)
     space = space_of(trainable(model))
-    broken = PerSample(model, space, lambda m, w, x: torch.func.functional_call(m, w, (x["x"],)), nn.CrossEntropyLoss())
+    broken = PerSample(
+        model,
+        space,
+        lambda m, w, x: torch.func.functional_call(m, w, (x["x"],)),
+        nn.CrossEntropyLoss(),
+    )
     with pytest.raises(ValueError, match="one each is needed"):
         broken.grads(
-            torch.zeros(1, space.size), torch.zeros(2, dtype=torch.long), {"x": torch.ones(2, 4)}, labels_of(2)
+            torch.zeros(1, space.size),
+            torch.zeros(2, dtype=torch.long),
+            {"x": torch.ones(2, 4)},
+            labels_of(2),
         )
 
 

@@ -11,14 +11,16 @@ from torch import Tensor, nn
 
 from dpfed.model.parameter_vector import space_of
 from dpfed.model.per_sample.gradients import PerSample, call, trainable
-from dpfed.model.per_sample.head_features import FEATURES, Split, heads_of, split
+from dpfed.model.per_sample.head_features import FEATURES, HeadSplit, heads_of, split
 from dpfed.model.task import per_record_loss
 
 
 class Net(nn.Module):
     """Two layers; `body` is frozen. `how` is what the forward does around its head."""
 
-    def __init__(self, how: str = "plain", drop: float = 0.0, head: nn.Module | None = None) -> None:
+    def __init__(
+        self, how: str = "plain", drop: float = 0.0, head: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.body, self.drop, self.how = nn.Linear(4, 3), nn.Dropout(drop), how
         self.head = head or nn.Linear(3, 2)
@@ -68,17 +70,21 @@ def test_both_parts_are_the_whole(head: nn.Module | None, batch: dict[str, Tenso
     torch.manual_seed(0)
     model, theta = ready(Net(head=head))
     parts = split(model, theta, {"x": torch.zeros(2, 4)})
-    assert isinstance(parts, Split)
+    assert isinstance(parts, HeadSplit)
     assert parts.size == 3 * 4
     body = model.model.body  # type: ignore[union-attr]
     features = parts.frozen.scores(theta, batch)
     torch.testing.assert_close(features, F.relu(body(batch["x"])))  # type: ignore[operator]
-    torch.testing.assert_close(parts.head.scores(theta, {FEATURES: features.clone()}), model.scores(theta, batch))
+    torch.testing.assert_close(
+        parts.head.scores(theta, {FEATURES: features.clone()}), model.scores(theta, batch)
+    )
     rows, client = torch.stack([theta, 2 * theta]), torch.tensor([0, 1, 1, 0, 1])
     labels, keys = torch.tensor([0, 1, 0, 1, 1]), torch.arange(5) + 7
     whole = model.grads(rows, client, batch, labels, keys)
     for ours, theirs in zip(
-        parts.head.grads(rows, client, {FEATURES: features.clone()}, labels, keys), whole, strict=True
+        parts.head.grads(rows, client, {FEATURES: features.clone()}, labels, keys),
+        whole,
+        strict=True,
     ):
         torch.testing.assert_close(ours, theirs)
     assert parts.head.has_dropout is (head is not None)
@@ -97,7 +103,10 @@ def test_what_follows_from_trained_weights_is_no_feature() -> None:
     """It would be another at the next step."""
     torch.manual_seed(0)
     model, theta = ready(Net("before"))
-    assert split(model, theta, {"x": torch.zeros(2, 4)}) == "what enters head follows from its own weights too"
+    assert (
+        split(model, theta, {"x": torch.zeros(2, 4)})
+        == "what enters head follows from its own weights too"
+    )
 
 
 def test_dropout_before_the_head_stays_whole() -> None:
@@ -107,11 +116,16 @@ def test_dropout_before_the_head_stays_whole() -> None:
 
 def test_the_module_that_holds_what_is_trained() -> None:
     net: Any = nn.ModuleDict(
-        {"body": nn.Linear(2, 2), "head": nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})}
+        {
+            "body": nn.Linear(2, 2),
+            "head": nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}),
+        }
     )
     assert heads_of(net, ("head.a.weight", "head.a.bias")) == ["head.a", "head"]
     assert heads_of(net, ("head.a.weight", "head.b.bias")) == ["head"]
     assert heads_of(net, ("body.weight", "head.b.bias")) == []
-    assert heads_of(nn.ModuleDict({"head": nn.Linear(2, 2)}), ("head.weight", "head.bias")) == []  # nothing is frozen
+    assert (
+        heads_of(nn.ModuleDict({"head": nn.Linear(2, 2)}), ("head.weight", "head.bias")) == []
+    )  # nothing is frozen
     net["body"].weight = net["head"]["a"].weight  # used before the head too
     assert heads_of(net, ("head.a.weight", "head.a.bias")) == []

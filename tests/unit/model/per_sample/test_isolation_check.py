@@ -59,7 +59,10 @@ def refused(model: nn.Module, match: str) -> None:
 
 
 def test_the_base_of_these_models_is_alive() -> None:
-    check(Case(spread(Base())), {"x": torch.randn(RECORDS, 4, generator=torch.Generator().manual_seed(0))})
+    check(
+        Case(spread(Base())),
+        {"x": torch.randn(RECORDS, 4, generator=torch.Generator().manual_seed(0))},
+    )
 
 
 def test_a_dead_adapter_is_named() -> None:
@@ -153,7 +156,9 @@ def test_a_jump_by_rounding_is_told_from_an_error() -> None:
     check(case, some())
     after = case.ready.model.state_dict()
     assert case.ready.dtype == torch.float32
-    assert all(torch.equal(before[n], after[n]) and after[n].dtype == before[n].dtype for n in before)
+    assert all(
+        torch.equal(before[n], after[n]) and after[n].dtype == before[n].dtype for n in before
+    )
     assert {(1, torch.float64), (RECORDS, torch.float64)} <= model.seen, (
         "the judge works in double precision throughout"
     )
@@ -196,7 +201,9 @@ def test_a_large_difference_is_never_rounding() -> None:
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError])
-def test_where_double_precision_is_not_to_be_had_a_difference_is_an_error(kind: type[Exception]) -> None:
+def test_where_double_precision_is_not_to_be_had_a_difference_is_an_error(
+    kind: type[Exception],
+) -> None:
     class Single(Jumping):
         def between(self, y: Tensor) -> Tensor:
             if y.dtype == torch.float64:
@@ -214,7 +221,9 @@ def apart(case: Case, inputs: dict[str, Tensor], precision: torch.dtype) -> None
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("train", TRAIN)
 @pytest.mark.parametrize("name", MODELS)
-def test_in_tiny_models_no_number_stays_alone(name: str, train: str, precision: torch.dtype) -> None:
+def test_in_tiny_models_no_number_stays_alone(
+    name: str, train: str, precision: torch.dtype
+) -> None:
     build, make = MODELS[name]
     inputs = {k: x.to(precision) if x.is_floating_point() else x for k, x in make(RECORDS).items()}
     apart(Case(adapted(build(), train)), inputs, precision)
@@ -229,7 +238,9 @@ def test_what_carries_no_number_to_others_is_refused() -> None:
 
     case = Case(spread(Touching()))
     check(case, some())
-    with pytest.raises(DpfedError, match=r"run.precision = 'float32' a record .* changes that of another"):
+    with pytest.raises(
+        DpfedError, match=r"run.precision = 'float32' a record .* changes that of another"
+    ):
         apart(case, some(), torch.float32)
 
 
@@ -240,7 +251,9 @@ def test_what_no_number_stops_is_refused_in_a_sentence() -> None:
                 raise ArithmeticError("no number")
             return y
 
-    with pytest.raises(DpfedError, match=r"a record that is not finite stops the pass of all: no number"):
+    with pytest.raises(
+        DpfedError, match=r"a record that is not finite stops the pass of all: no number"
+    ):
         apart(Case(spread(Stopping())), some(), torch.float32)
 
 
@@ -256,14 +269,19 @@ def test_a_precision_without_finite_gradients_is_refused() -> None:
 def test_rounding_of_half_precision_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient that is zero but for rounding may be anything when it is computed again: a GPU's additions have no order."""
     build, make = MODELS["vit"]
-    inputs = {k: x.to(torch.bfloat16) if x.is_floating_point() else x for k, x in make(RECORDS).items()}
+    inputs = {
+        k: x.to(torch.bfloat16) if x.is_floating_point() else x for k, x in make(RECORDS).items()
+    }
     case = Case(adapted(build(), "full"))
     grads, generator = case.ready.grads, torch.Generator().manual_seed(3)
 
     def jittered(*given: Any) -> list[Tensor]:
         found = grads(*given)
         size = torch.cat([g.float() for g in found], 1).norm(dim=1, keepdim=True)
-        return [g + 1e-3 * size * torch.randn(g.shape, generator=generator) / g.shape[1] ** 0.5 for g in found]
+        return [
+            g + 1e-3 * size * torch.randn(g.shape, generator=generator) / g.shape[1] ** 0.5
+            for g in found
+        ]
 
     monkeypatch.setattr(case.ready, "grads", jittered)
     apart(case, inputs, torch.bfloat16)
@@ -275,7 +293,9 @@ class Strided(nn.Module):
     def __init__(self, mode: str) -> None:
         super().__init__()
         sizes = ((3, 1), (7, 2), (7, 2), (7, 2))
-        self.convs = nn.Sequential(*[nn.Conv2d(c, 7, 3, stride=s, padding=1, padding_mode=mode) for c, s in sizes])
+        self.convs = nn.Sequential(
+            *[nn.Conv2d(c, 7, 3, stride=s, padding=1, padding_mode=mode) for c, s in sizes]
+        )
         self.classifier = nn.Linear(7, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -347,4 +367,10 @@ def test_weights_that_never_reach_the_model_are_named() -> None:
     space = space_of(trainable(model))
     ready = PerSample(model, space, lambda m, w, x: m(x["x"]).requires_grad_(), per_record_loss)
     with pytest.raises(DpfedError, match="weight has no gradient"):
-        check_alive(ready, torch.zeros(space.size), {"x": torch.randn(RECORDS, 4)}, CLASSES, torch.Generator())
+        check_alive(
+            ready,
+            torch.zeros(space.size),
+            {"x": torch.randn(RECORDS, 4)},
+            CLASSES,
+            torch.Generator(),
+        )

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gradient_case import CLASSES, MODELS, Case, adapted, images, labels_of, spread, swin, texts, vit
+from gradient_case import (
+    CLASSES,
+    MODELS,
+    Case,
+    adapted,
+    images,
+    labels_of,
+    spread,
+    swin,
+    texts,
+    vit,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -30,12 +41,19 @@ def test_mix_is_splitmix64(value: int) -> None:
     assert mix(torch.tensor([value])).item() % 2**64 == x
 
 
-@given(st.lists(INT64, min_size=1, max_size=5), st.integers(0, 10**6), st.integers(1, 9), st.floats(0.05, 0.95))
+@given(
+    st.lists(INT64, min_size=1, max_size=5),
+    st.integers(0, 10**6),
+    st.integers(1, 9),
+    st.floats(0.05, 0.95),
+)
 def test_mask_depends_on_the_key_alone(keys: list[int], salt: int, width: int, drop: float) -> None:
     together = keep_mask(torch.tensor(keys), rule_of(salt, drop), width)
     for key, row in zip(keys, together, strict=True):
         assert torch.equal(keep_mask(torch.tensor([key]), rule_of(salt, drop), width)[0], row)
-    assert torch.equal(keep_mask(torch.tensor(keys), rule_of(salt, drop), width + 4)[:, :width], together)
+    assert torch.equal(
+        keep_mask(torch.tensor(keys), rule_of(salt, drop), width + 4)[:, :width], together
+    )
 
 
 @pytest.mark.parametrize("drop", [0.1, 0.5, 0.9])
@@ -45,7 +63,12 @@ def test_keep_rate(drop: float) -> None:
     for kept in (
         keep_mask(torch.tensor([17]), rule_of(3, drop), n),
         keep_mask(torch.arange(n), rule_of(3, drop), 1),
-        torch.stack([keep_mask(torch.tensor([17]), rule_of(salt, drop), 100) for salt in range(1, n // 100 + 1)]),
+        torch.stack(
+            [
+                keep_mask(torch.tensor([17]), rule_of(salt, drop), 100)
+                for salt in range(1, n // 100 + 1)
+            ]
+        ),
     ):
         assert abs(kept.float().mean() - (1 - drop)) < 5 * (drop * (1 - drop) / n) ** 0.5
 
@@ -54,7 +77,12 @@ def test_keys_layers_and_places_are_unrelated() -> None:
     n = 40_000
     a = keep_mask(torch.tensor([1, 2]), rule_of(1, 0.5), n).float()
     b = keep_mask(torch.tensor([1, 2]), rule_of(2, 0.5), n).float()
-    pairs = {"keys": (a[0], a[1]), "layers": (a[0], b[0]), "both": (a[0], b[1]), "places": (a[0, 1:], a[0, :-1])}
+    pairs = {
+        "keys": (a[0], a[1]),
+        "layers": (a[0], b[0]),
+        "both": (a[0], b[1]),
+        "places": (a[0, 1:], a[0, :-1]),
+    }
     for name, (x, y) in pairs.items():
         assert abs(torch.corrcoef(torch.stack([x, y]))[0, 1]) < 5 / n**0.5, name
 
@@ -111,7 +139,9 @@ def test_an_activation_that_fits_no_record_is_an_error() -> None:
 def dropping(name: str) -> Case:
     if name == "swin":
         return Case(adapted(swin(hidden_dropout_prob=0.2, drop_path_rate=0.4), "full"))
-    if name == "vit-full":  # its embeddings own raw parameters and a dropout: the general way carries the keys
+    if (
+        name == "vit-full"
+    ):  # its embeddings own raw parameters and a dropout: the general way carries the keys
         return Case(adapted(vit(hidden_dropout_prob=0.3), "full"))
     if name == "vit-lora":
         return Case(adapted(vit(), "lora", dropout=0.3))
@@ -130,7 +160,10 @@ def test_a_record_drops_the_same_in_any_fleet(name: str) -> None:
         part = torch.tensor(order)
         chosen = None if keys is None else keys[part]
         return torch.cat(
-            case.ready.grads(theta, client[part], {k: v[part] for k, v in inputs.items()}, labels[part], chosen), 1
+            case.ready.grads(
+                theta, client[part], {k: v[part] for k, v in inputs.items()}, labels[part], chosen
+            ),
+            1,
         )
 
     want = grads([0, 1, 2, 3, 4], keys)
@@ -174,20 +207,30 @@ def test_drop_path_is_one_decision_per_record() -> None:
     def watch(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
         given, out = args[0].flatten(1), out.flatten(1)
         factor = out.norm(dim=1) / given.norm(dim=1)
-        torch.testing.assert_close(out, given * factor.unsqueeze(1))  # all of the record, or nothing of it
+        torch.testing.assert_close(
+            out, given * factor.unsqueeze(1)
+        )  # all of the record, or nothing of it
         seen.append((float(module.drop_prob), factor.detach()))
 
     paths = [m for m in case.ready.model.modules() if type(m).__name__.endswith("DropPath")]
     for module in paths:
         module.register_forward_hook(watch)
     count = 64
-    case.ready.grads(case.rows(1), torch.zeros(count).long(), images(16)(count), labels_of(count), torch.arange(count))
+    case.ready.grads(
+        case.rows(1),
+        torch.zeros(count).long(),
+        images(16)(count),
+        labels_of(count),
+        torch.arange(count),
+    )
     rates = {rate for rate, _ in seen}
     assert max(rates) == pytest.approx(0.6)
     for rate, factor in seen:
         kept = factor > 0
         torch.testing.assert_close(factor[kept], torch.full_like(factor[kept], 1 / (1 - rate)))
-        assert abs(kept.float().mean() - (1 - rate)) <= 5 * (rate * (1 - rate) / count) ** 0.5 + 1e-6
+        assert (
+            abs(kept.float().mean() - (1 - rate)) <= 5 * (rate * (1 - rate) / count) ** 0.5 + 1e-6
+        )
     strong = [factor for rate, factor in seen if rate == max(rates)]
     assert len(strong) < 2 or not torch.equal(strong[0], strong[1])  # layers decide by themselves
 

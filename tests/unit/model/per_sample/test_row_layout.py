@@ -12,7 +12,9 @@ from dpfed.model.per_sample import row_layout
 from dpfed.model.per_sample.row_layout import Layout
 
 SHAPES = st.lists(
-    st.one_of(st.tuples(st.integers(1, 5), st.integers(1, 5)), st.tuples(st.integers(1, 9)), st.just(())),
+    st.one_of(
+        st.tuples(st.integers(1, 5), st.integers(1, 5)), st.tuples(st.integers(1, 9)), st.just(())
+    ),
     min_size=1,
     max_size=6,
 )
@@ -33,8 +35,15 @@ def both(space: Space, turned: list[bool], step: int) -> tuple[Layout, Layout]:
     return made[0], made[1]
 
 
-@given(SHAPES, st.lists(st.booleans(), min_size=6, max_size=6), st.sampled_from([1, 4, 64]), st.sampled_from([1, 3]))
-def test_both_ways_are_the_same(shapes: list[tuple[int, ...]], turn: list[bool], step: int, count: int) -> None:
+@given(
+    SHAPES,
+    st.lists(st.booleans(), min_size=6, max_size=6),
+    st.sampled_from([1, 4, 64]),
+    st.sampled_from([1, 3]),
+)
+def test_both_ways_are_the_same(
+    shapes: list[tuple[int, ...]], turn: list[bool], step: int, count: int
+) -> None:
     space = spaced(shapes)
     turned = [t and len(shape) == 2 for t, shape in zip(turn, shapes, strict=False)]
     vectors = torch.randn(count, space.size, generator=torch.Generator().manual_seed(0))
@@ -44,7 +53,9 @@ def test_both_ways_are_the_same(shapes: list[tuple[int, ...]], turn: list[bool],
         assert rows.dtype == dtype
         assert torch.equal(rows, index.rows(vectors, dtype))
         assert rows.data_ptr() != vectors.data_ptr()
-        for part, start, shape, is_turned in zip(space.slices(), pieces.starts, shapes, turned, strict=False):
+        for part, start, shape, is_turned in zip(
+            space.slices(), pieces.starts, shapes, turned, strict=False
+        ):
             assert start % step == 0
             found = rows[:, start : start + part.stop - part.start]
             wanted = vectors[:, part].to(dtype)

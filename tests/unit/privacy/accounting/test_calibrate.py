@@ -16,7 +16,14 @@ PLAN = {"rate": 0.016, "local_steps": 20, "rounds": 100, "delta": 1e-5}
 
 @pytest.mark.parametrize(
     ("rounds", "target", "sigma"),
-    [(100, 1, 2.796), (100, 2, 1.619), (100, 3, 1.234), (20, 1, 1.458), (20, 3, 0.841), (10, 2, 0.889)],
+    [
+        (100, 1, 2.796),
+        (100, 2, 1.619),
+        (100, 3, 1.234),
+        (20, 1, 1.458),
+        (20, 3, 0.841),
+        (10, 2, 0.889),
+    ],
 )
 def test_noise_levels_of_spec_6_4(rounds: int, target: float, sigma: float) -> None:
     found = calibrate_sigma(**{**PLAN, "rounds": rounds}, target_epsilon=target)  # type: ignore[arg-type]
@@ -35,7 +42,9 @@ GRID = [
 ]
 
 
-@pytest.mark.parametrize(("view", "sampling", "rate", "steps", "rounds", "part", "target", "batches", "releases"), GRID)
+@pytest.mark.parametrize(
+    ("view", "sampling", "rate", "steps", "rounds", "part", "target", "batches", "releases"), GRID
+)
 def test_round_trip_never_overshoots_and_is_minimal(  # type: ignore[no-untyped-def]
     view, sampling, rate, steps, rounds, part, target, batches, releases
 ) -> None:
@@ -53,7 +62,9 @@ def test_round_trip_never_overshoots_and_is_minimal(  # type: ignore[no-untyped-
     )
 
     def spent(noise: float) -> float:
-        return view_epsilon(view, Mechanism(sampling, rate, noise, batches, releases), steps, rounds, part, 1e-5)
+        return view_epsilon(
+            view, Mechanism(sampling, rate, noise, batches, releases), steps, rounds, part, 1e-5
+        )
 
     assert spent(sigma) <= target
     assert spent(sigma * (1 - 1.001e-3)) > target
@@ -74,7 +85,9 @@ def test_a_poor_estimate_only_costs_time() -> None:
 
 
 def test_a_floor_below_which_epsilon_cannot_go_is_named() -> None:
-    with pytest.raises(DpfedError, match=r"smallest epsilon possible for this plan is 0\.700; take fewer rounds"):
+    with pytest.raises(
+        DpfedError, match=r"smallest epsilon possible for this plan is 0\.700; take fewer rounds"
+    ):
         smallest_sigma(lambda sigma: 0.7 + 1 / (1 + sigma) - 1 / (1 + LARGEST_SIGMA), 0.5)
     with pytest.raises(DpfedError, match=r"smallest epsilon possible for this plan is 0\.04"):
         calibrate_sigma(rate=1.0, local_steps=20, rounds=1000, delta=1e-5, target_epsilon=0.01)

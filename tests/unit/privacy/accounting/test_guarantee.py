@@ -5,17 +5,27 @@ from __future__ import annotations
 import pytest
 
 from dpfed.errors import DpfedError
-from dpfed.privacy.accounting.guarantee import Planned, assumptions, delta_warning, refuse_large_delta
+from dpfed.privacy.accounting.guarantee import (
+    Planned,
+    assumptions,
+    delta_warning,
+    refuse_large_delta,
+)
 from dpfed.privacy.accounting.pld import delta_at, epsilon
 from dpfed.privacy.mechanism import Mechanism
 
 # Both cost about 4 at delta 1e-5 over 200 steps, the first a little more; at a smaller delta the second is far dearer.
-KINDS = (Mechanism("poisson", 0.5, 7.7220742643420905), Mechanism("poisson", 0.01, 0.6219306499559979))
+KINDS = (
+    Mechanism("poisson", 0.5, 7.7220742643420905),
+    Mechanism("poisson", 0.01, 0.6219306499559979),
+)
 PLANNED = Planned(KINDS, 10, 1.0, ((1.0, 20),), 1e-5)
 
 
 def test_the_case_is_one() -> None:
-    first, second = ([epsilon([(kind, 200)], delta).value for kind in KINDS] for delta in (1e-5, 1e-6))
+    first, second = (
+        [epsilon([(kind, 200)], delta).value for kind in KINDS] for delta in (1e-5, 1e-6)
+    )
     assert first[0] > first[1]
     assert second[0] + 0.4 < second[1]
 
@@ -38,8 +48,13 @@ def test_the_curve_holds_for_every_client() -> None:
 
 
 def test_an_uncounted_start_is_said_beside_every_epsilon() -> None:
-    plain, open_ended = (assumptions(KINDS, 1e-5, "record", uncounted=flag) for flag in (False, True))
-    assert "epsilon holds only if what training started from was not trained on these clients' records" in open_ended
+    plain, open_ended = (
+        assumptions(KINDS, 1e-5, "record", uncounted=flag) for flag in (False, True)
+    )
+    assert (
+        "epsilon holds only if what training started from was not trained on these clients' records"
+        in open_ended
+    )
     assert plain in open_ended
     assert "holds only if" not in plain
 
@@ -60,10 +75,14 @@ def test_an_uncounted_start_is_said_beside_every_epsilon() -> None:
         (0.1, 1, True, False),
     ],
 )
-def test_delta_is_compared_with_the_largest_client(delta: float, records: int, warned: bool, refused: bool) -> None:
+def test_delta_is_compared_with_the_largest_client(
+    delta: float, records: int, warned: bool, refused: bool
+) -> None:
     sentence = delta_warning(delta, records)
     assert (sentence is not None) is warned
-    assert Planned(KINDS, 1, 1.0, ((1.0, 1),), delta, largest=records).warnings == [sentence] * warned
+    assert (
+        Planned(KINDS, 1, 1.0, ((1.0, 1),), delta, largest=records).warnings == [sentence] * warned
+    )
     refuse_large_delta(delta, records, "record", allowed=True)
     if not refused:
         refuse_large_delta(delta, records, "record", allowed=False)

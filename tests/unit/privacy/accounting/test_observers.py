@@ -24,7 +24,9 @@ from dpfed.privacy.mechanism import Mechanism
 CIFAR = Mechanism("poisson", 0.016, 1.0)
 
 
-def planned(step: Mechanism, local_steps: int, rounds: int, participation: float, delta: float) -> Planned:
+def planned(
+    step: Mechanism, local_steps: int, rounds: int, participation: float, delta: float
+) -> Planned:
     return Planned((step,), local_steps, participation, ((participation, rounds),), delta)
 
 
@@ -75,9 +77,9 @@ def test_third_party_lies_between_no_round_and_all_rounds() -> None:
 
 
 def test_colluding_clients_raise_the_probability() -> None:
-    assert third_party_epsilon(CIFAR, 20, 100, participation_probability(5, 50, 1), 1e-5) == pytest.approx(
-        1.575, rel=0.01
-    )
+    assert third_party_epsilon(
+        CIFAR, 20, 100, participation_probability(5, 50, 1), 1e-5
+    ) == pytest.approx(1.575, rel=0.01)
     assert participation_probability(5, 50, 49) == 1.0
     assert participation_probability(4, 4) == 1.0
 
@@ -88,7 +90,9 @@ def test_shared_batches_count_in_every_view() -> None:
         third_party_epsilon(CIFAR, 5, 10, 0.3, 1e-5), rel=1e-6
     )
     pair = Mechanism("poisson", 0.016, 1.0, batches=2)
-    assert third_party_epsilon(pair, 5, 10, 0.3, 1e-5) == third_party_epsilon(CIFAR, 10, 10, 0.3, 1e-5)
+    assert third_party_epsilon(pair, 5, 10, 0.3, 1e-5) == third_party_epsilon(
+        CIFAR, 10, 10, 0.3, 1e-5
+    )
 
 
 def test_fixed_size_views_are_ordered() -> None:
@@ -97,14 +101,16 @@ def test_fixed_size_views_are_ordered() -> None:
     assert found.server_expected < found.third_party < found.server_worst
     assert "RDP" in found.assumptions()
     assert "replace one" in found.assumptions()
-    assert third_party_epsilon(Mechanism("fixed_wor", 0.016, 2.0), 20, 100, 1.0, 1e-5) == pytest.approx(
-        found.server_worst, rel=1e-9
-    )
+    assert third_party_epsilon(
+        Mechanism("fixed_wor", 0.016, 2.0), 20, 100, 1.0, 1e-5
+    ) == pytest.approx(found.server_worst, rel=1e-9)
 
 
 def test_expected_rounds_are_rounded_up() -> None:
     assert [expected_rounds(100, p) for p in (0.1, 0.101, 1.0)] == [10, 11, 100]
-    assert view_epsilon("server_expected", CIFAR, 5, 10, 0.31, 1e-5) == server_epsilon(CIFAR, 5, 4, 1e-5)
+    assert view_epsilon("server_expected", CIFAR, 5, 10, 0.31, 1e-5) == server_epsilon(
+        CIFAR, 5, 4, 1e-5
+    )
 
 
 def test_the_run_is_as_bad_as_its_worst_client() -> None:
@@ -132,4 +138,6 @@ def test_bad_plans_are_refused_in_one_sentence() -> None:
     with pytest.raises(DpfedError, match="collude"):
         participation_probability(2, 4, 4)
     with pytest.raises(DpfedError, match="mixes"):
-        third_party_rounds_epsilon([Rounds(CIFAR, 1), Rounds(Mechanism("fixed_wor", 0.1, 1.0), 1)], 1e-5)
+        third_party_rounds_epsilon(
+            [Rounds(CIFAR, 1), Rounds(Mechanism("fixed_wor", 0.1, 1.0), 1)], 1e-5
+        )

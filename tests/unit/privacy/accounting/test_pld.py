@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from scipy import optimize, special
 
 from dpfed.errors import DpfedError
+from dpfed.privacy.accounting import pld as pld_module
 from dpfed.privacy.accounting.pld import (
     AccountingError,
     Term,
@@ -22,7 +23,6 @@ from dpfed.privacy.accounting.pld import (
     epsilon,
     interval_for,
     membership_advantage,
-    pld,
     pld_epsilon,
     rdp_epsilon,
     replace_one_epsilon,
@@ -33,7 +33,9 @@ from dpfed.privacy.mechanism import Mechanism, Sampling
 CIFAR = Mechanism("poisson", 0.016, 1.0)
 
 
-def poisson(rate: float, steps: int, sigma: float = 1.0, **kind: int) -> list[tuple[Mechanism, int]]:
+def poisson(
+    rate: float, steps: int, sigma: float = 1.0, **kind: int
+) -> list[tuple[Mechanism, int]]:
     return [(Mechanism("poisson", rate, sigma, **kind), steps)]
 
 
@@ -56,16 +58,27 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
 @pytest.mark.parametrize(
     ("sigma", "steps", "delta"),
-    [(1, 1, 1e-5), (20, 100, 1e-5), (45, 2000, 1e-10), (3, 500, 1e-8), (1, 200, 1e-6), (1000, 10**6, 1e-5)],
+    [
+        (1, 1, 1e-5),
+        (20, 100, 1e-5),
+        (45, 2000, 1e-10),
+        (3, 500, 1e-8),
+        (1, 200, 1e-6),
+        (1000, 10**6, 1e-5),
+    ],
 )
-def test_full_batches_equal_the_analytic_gaussian_and_never_fall_below(sigma: float, steps: int, delta: float) -> None:
+def test_full_batches_equal_the_analytic_gaussian_and_never_fall_below(
+    sigma: float, steps: int, delta: float
+) -> None:
     exact = gaussian_epsilon(math.sqrt(steps) / sigma, delta)
     found = pld_epsilon(poisson(1.0, steps, sigma), delta)
     assert exact <= found <= exact * 1.002
 
 
 @pytest.mark.parametrize(("sigma", "steps"), [(2.0, 1), (30.0, 400)])
-def test_delta_curve_and_membership_advantage_equal_the_analytic_gaussian(sigma: float, steps: int) -> None:
+def test_delta_curve_and_membership_advantage_equal_the_analytic_gaussian(
+    sigma: float, steps: int
+) -> None:
     mu = math.sqrt(steps) / sigma
     points = [0.0, 0.1, 0.5, 1.0, 2.0]
     found = delta_curve(poisson(1.0, steps, sigma), points)
@@ -108,19 +121,29 @@ def test_other_figures_of_spec_6() -> None:
     assert replace_one_epsilon(poisson(0.016, 2000), 1e-5) == pytest.approx(7.22, rel=0.01)
 
 
-@pytest.mark.parametrize(("rate", "steps", "delta"), [(0.016, 2000, 1e-5), (16 / 98175, 2000, 1e-6), (0.3, 3, 1e-5)])
-def test_halving_the_grid_moves_epsilon_by_less_than_half_a_percent(rate: float, steps: int, delta: float) -> None:
+@pytest.mark.parametrize(
+    ("rate", "steps", "delta"), [(0.016, 2000, 1e-5), (16 / 98175, 2000, 1e-6), (0.3, 3, 1e-5)]
+)
+def test_halving_the_grid_moves_epsilon_by_less_than_half_a_percent(
+    rate: float, steps: int, delta: float
+) -> None:
     found = pld_epsilon(poisson(rate, steps), delta)
-    terms = pld.terms_of(poisson(rate, steps))
+    terms = pld_module.terms_of(poisson(rate, steps))
     assert interval_for(found, terms) <= min(1e-4, found / 2000)
-    finer = pld.compose.__wrapped__(terms, interval_for(found, terms) / 2).get_epsilon_for_delta(delta)
+    finer = pld_module.compose.__wrapped__(
+        terms, interval_for(found, terms) / 2
+    ).get_epsilon_for_delta(delta)
     assert finer * (1 - 1e-6) <= found <= finer * 1.005
 
 
-@pytest.mark.parametrize(("rate", "sigma", "interval"), [(0.016, 1.0, 1e-3), (0.9, 0.3, 1e-3), (1e-3, 20.0, 1e-5)])
+@pytest.mark.parametrize(
+    ("rate", "sigma", "interval"), [(0.016, 1.0, 1e-3), (0.9, 0.3, 1e-3), (1e-3, 20.0, 1e-5)]
+)
 def test_one_step_is_dp_accountings(rate: float, sigma: float, interval: float) -> None:
-    ours = pld._one_step(rate, sigma, interval, -50.0)
-    theirs = dpa_pld.from_gaussian_mechanism(sigma, value_discretization_interval=interval, sampling_prob=rate)
+    ours = pld_module._one_step(rate, sigma, interval, -50.0)
+    theirs = dpa_pld.from_gaussian_mechanism(
+        sigma, value_discretization_interval=interval, sampling_prob=rate
+    )
     for name in ("_pmf_remove", "_pmf_add"):
         one, other = getattr(ours, name).to_dense_pmf(), getattr(theirs, name).to_dense_pmf()
         assert one._lower_loss == other._lower_loss
@@ -131,7 +154,12 @@ def test_one_step_is_dp_accountings(rate: float, sigma: float, interval: float) 
 def test_memory_stays_bounded_when_there_is_hardly_any_noise() -> None:
     found = pld_epsilon(poisson(0.1, 200, 0.1), 1e-5)
     assert 100 < found < rdp_epsilon(poisson(0.1, 200, 0.1), 1e-5)
-    assert pld.compose(pld.terms_of(poisson(0.1, 200, 0.1)), interval_for(found))._pmf_remove.size < 2e7
+    assert (
+        pld_module.compose(
+            pld_module.terms_of(poisson(0.1, 200, 0.1)), interval_for(found)
+        )._pmf_remove.size
+        < 2e7
+    )
 
 
 # ------------------------------------------------------------------------------------------ A3, A4: order relations
@@ -152,7 +180,7 @@ def test_epsilon_rises_with_rate_and_steps_and_falls_with_sigma_and_delta(
 
 
 def test_an_rdp_figure_below_pld_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pld, "rdp_epsilon", lambda history, delta: 1.0)
+    monkeypatch.setattr(pld_module, "rdp_epsilon", lambda history, delta: 1.0)
     with pytest.raises(AccountingError, match="exceeds"):
         epsilon(poisson(0.016, 2000), 1e-5)
 
@@ -165,7 +193,9 @@ def test_two_releases_of_one_batch_are_one_at_sigma_over_root_two() -> None:
     assert sam == pytest.approx(epsilon(poisson(0.016, 2000), 1e-5).value, rel=1e-9)
     plain = pld_epsilon(poisson(0.016, 2000, 1.0, releases=2), 1e-5)
     assert plain / 4.363 == pytest.approx(2.26, rel=0.01)  # SPEC 2.4
-    assert pld_epsilon(poisson(0.016, 2000, 1.0, batches=2), 1e-5) == pld_epsilon(poisson(0.016, 4000), 1e-5)
+    assert pld_epsilon(poisson(0.016, 2000, 1.0, batches=2), 1e-5) == pld_epsilon(
+        poisson(0.016, 4000), 1e-5
+    )
 
 
 def test_changing_rates_and_noise_compose_as_dp_accounting_composes_them() -> None:
@@ -178,8 +208,8 @@ def test_changing_rates_and_noise_compose_as_dp_accounting_composes_them() -> No
     for rate, sigma, count in [(0.02, 1.0, 500), (0.05, 1.5 / math.sqrt(2), 100)]:
         accountant.compose(dpa.PoissonSampledDpEvent(rate, dpa.GaussianDpEvent(sigma)), count)
     assert pld_epsilon(history, 1e-5) == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-5)
-    assert pld.terms_of(history) == pld.terms_of(history[::-1])
-    assert len(pld.terms_of(history)) == 2
+    assert pld_module.terms_of(history) == pld_module.terms_of(history[::-1])
+    assert len(pld_module.terms_of(history)) == 2
     assert epsilon(history, 1e-5).value > max(pld_epsilon([part], 1e-5) for part in history)
 
 
@@ -195,7 +225,9 @@ def theorem_9(rate: float, multiplier: float, steps: int, delta: float) -> float
         pair = min(math.log(4) + rho[2] + math.log1p(-math.exp(-rho[2])), math.log(2) + rho[2])
         logs.append(2 * math.log(rate) + math.log(math.comb(order, 2)) + pair)
         for j in range(3, order + 1):
-            logs.append(math.log(2) + j * math.log(rate) + math.log(math.comb(order, j)) + (j - 1) * rho[j])
+            logs.append(
+                math.log(2) + j * math.log(rate) + math.log(math.comb(order, j)) + (j - 1) * rho[j]
+            )
         curve = steps * float(special.logsumexp(logs)) / (order - 1)
         best = min(best, curve + math.log1p(-1 / order) - math.log(delta * order) / (order - 1))
     return best
@@ -206,7 +238,11 @@ def test_fixed_size_batches_by_theorem_9_with_sensitivity_2c(sigma: float, expec
     found = epsilon([(Mechanism("fixed_wor", 0.016, sigma), 2000)], 1e-5)
     assert found.value == pytest.approx(expected, rel=1e-3)
     assert found.value == pytest.approx(theorem_9(0.016, sigma / 2, 2000, 1e-5), rel=1e-2)
-    assert (found.accountant, found.adjacency, found.sampling) == ("RDP", "replace one", "fixed_wor")
+    assert (found.accountant, found.adjacency, found.sampling) == (
+        "RDP",
+        "replace one",
+        "fixed_wor",
+    )
     assert replace_one_epsilon([(Mechanism("fixed_wor", 0.016, sigma), 2000)], 1e-5) == found.value
     assert 0 < delta_at([(Mechanism("fixed_wor", 0.016, sigma), 2000)], found.value) <= 1.001e-5
 
@@ -218,7 +254,9 @@ def test_nothing_released_costs_nothing_and_no_noise_costs_everything() -> None:
     assert pld_epsilon([], 1e-5) == rdp_epsilon([], 1e-5) == epsilon([(CIFAR, 0)], 1e-5).value == 0
     assert delta_at([], 0.0) == tuning_epsilon([], 1e-5, 7) == 0
     bare = poisson(0.016, 1, 0.0)
-    assert pld_epsilon(bare, 1e-5) == rdp_epsilon(bare, 1e-5) == epsilon(bare, 1e-5).value == math.inf
+    assert (
+        pld_epsilon(bare, 1e-5) == rdp_epsilon(bare, 1e-5) == epsilon(bare, 1e-5).value == math.inf
+    )
     assert pld_epsilon([*bare, (CIFAR, 5)], 1e-5) == math.inf
     assert membership_advantage(bare) == 1
     assert pld_epsilon(poisson(1e-5, 2, 5.0), 1e-3) == 0
@@ -261,9 +299,12 @@ def test_tuning_costs() -> None:
     assert tuning_epsilon(history, 1e-5, 1) == epsilon(history, 1e-5).value
     assert tuning_epsilon(history, 1e-5, 10) == pld_epsilon(poisson(0.016, 2000), 1e-5)
     # Papernot and Steinke, Theorem 6 (Poisson), written out: rho + mean * delta_hat + log(mean)/(order - 1).
-    orders, curve = pld._orders(), pld.rdp_curve(history)
+    orders, curve = pld_module._orders(), pld_module.rdp_curve(history)
     hats = [
-        np.min((orders - 1) * (curve - math.log1p(1 / (o - 1)) + np.log1p(-1 / orders)) - np.log(orders))
+        np.min(
+            (orders - 1) * (curve - math.log1p(1 / (o - 1)) + np.log1p(-1 / orders))
+            - np.log(orders)
+        )
         for o in orders
     ]
     tuned = curve + 10 * np.exp(hats) + math.log(10) / (orders - 1)
@@ -279,7 +320,10 @@ def test_tuning_costs() -> None:
 @pytest.mark.parametrize("sampling", ["poisson", "fixed_wor"])
 def test_a_step_of_two_batches_costs_what_two_steps_cost(sampling: Sampling) -> None:
     """In every figure: the reported one, its check, the whole curve and the cost of tuning."""
-    twice, two_steps = [(Mechanism(sampling, 0.1, 2.0, batches=2), 5)], [(Mechanism(sampling, 0.1, 2.0), 10)]
+    twice, two_steps = (
+        [(Mechanism(sampling, 0.1, 2.0, batches=2), 5)],
+        [(Mechanism(sampling, 0.1, 2.0), 10)],
+    )
     assert epsilon(twice, 1e-5) == epsilon(two_steps, 1e-5)
     assert rdp_epsilon(twice, 1e-5) == pytest.approx(rdp_epsilon(two_steps, 1e-5), rel=1e-12)
     assert delta_at(twice, 0.5) == pytest.approx(delta_at(two_steps, 0.5), rel=1e-12)
@@ -289,5 +333,10 @@ def test_a_step_of_two_batches_costs_what_two_steps_cost(sampling: Sampling) -> 
 
 
 def test_equal_terms_are_joined() -> None:
-    terms = [Term(0.1, 1.0, 3), Term(0.1, 1.0, 2, 1.0, 4), Term(0.1, 1.0, 5, 0.5, 2), Term(0.1, 1.0, 5, 0.0, 9)]
-    assert pld.canonical(terms) == (Term(0.1, 1.0, 5, 0.5, 2), Term(0.1, 1.0, 11, 1.0, 1))
+    terms = [
+        Term(0.1, 1.0, 3),
+        Term(0.1, 1.0, 2, 1.0, 4),
+        Term(0.1, 1.0, 5, 0.5, 2),
+        Term(0.1, 1.0, 5, 0.0, 9),
+    ]
+    assert pld_module.canonical(terms) == (Term(0.1, 1.0, 5, 0.5, 2), Term(0.1, 1.0, 11, 1.0, 1))

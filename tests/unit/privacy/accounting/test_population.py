@@ -14,7 +14,9 @@ from dpfed.privacy.mechanism import Mechanism
 
 
 def exact(rate: float, rounds: int, sigma: float, steps: int = 20, releases: int = 1) -> float:
-    return pld_epsilon([(Mechanism("poisson", rate, sigma, releases=releases), steps * int(rounds))], 1e-5)
+    return pld_epsilon(
+        [(Mechanism("poisson", rate, sigma, releases=releases), steps * int(rounds))], 1e-5
+    )
 
 
 def test_unequal_clients_are_bounded_within_three_percent_and_the_largest_is_exact() -> None:
@@ -79,6 +81,8 @@ def test_no_rounds_and_no_noise() -> None:
         ([0.1], [1], 1.0, 1.0, "delta"),
     ],
 )
-def test_bad_values_are_refused(rates: list[float], rounds: list[int], sigma: float, delta: float, word: str) -> None:
+def test_bad_values_are_refused(
+    rates: list[float], rounds: list[int], sigma: float, delta: float, word: str
+) -> None:
     with pytest.raises(DpfedError, match=word):
         population_epsilon(rates, rounds, 20, sigma, delta)

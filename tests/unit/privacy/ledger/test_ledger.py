@@ -29,7 +29,9 @@ from dpfed.privacy.mechanism import Mechanism
 
 A = Mechanism("poisson", 0.016, 1.0)
 B = Mechanism("fixed_wor", 0.1, 0.7, batches=2, releases=2)
-MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # thousands of synced writes are slow on a disk
+MEMORY = (
+    "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+)  # thousands of synced writes are slow on a disk
 SRC = str(Path(module.__file__).parents[2])
 
 
@@ -68,7 +70,9 @@ def image(path: Path, to: Path) -> Path:
 
 def tamper(path: Path, *statements: str) -> None:
     with contextlib.closing(sqlite3.connect(path)) as db:
-        triggers = db.execute("SELECT name, sql FROM sqlite_master WHERE type = 'trigger'").fetchall()
+        triggers = db.execute(
+            "SELECT name, sql FROM sqlite_master WHERE type = 'trigger'"
+        ).fetchall()
         for name, _ in triggers:
             db.execute(f"DROP TRIGGER {name}")
         for statement in statements:
@@ -98,7 +102,9 @@ def refused(path: Path, match: str):
 def python(script: str, *args: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", "import sys, os, signal\n" + script, *map(str, args)]
     env = {**os.environ, "PYTHONPATH": SRC}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    )
 
 
 def output(script: str, *args: object) -> str:
@@ -114,9 +120,15 @@ def output(script: str, *args: object) -> str:
 def test_charges_are_read_back(tmp_path: Path) -> None:
     path = tmp_path / "ledger.db"
     with Ledger.create(path, run="r", delta=1e-5, plan="abc") as ledger:
-        assert (ledger.meta["delta"], ledger.meta["plan"], ledger.meta["owner"]) == (1e-5, "abc", "r")
+        assert (ledger.meta["delta"], ledger.meta["plan"], ledger.meta["owner"]) == (
+            1e-5,
+            "abc",
+            "r",
+        )
         made = ledger.charge([Charge(7, 0, 20, A, "seeded"), Charge("seven", 0, 20, B, "seeded")])
-        made += ledger.charge([Charge(7, 1, 5, A, "seeded"), Charge(7, 1, 1, B, "seeded", part="evaluate")])
+        made += ledger.charge(
+            [Charge(7, 1, 5, A, "seeded"), Charge(7, 1, 1, B, "seeded", part="evaluate")]
+        )
         made += ledger.charge([Charge(7, 2, 9, A, "seeded", void=True)])
         assert ledger.history(7) == [(A, 25), (B, 1)]
         assert ledger.histories() == {7: [(A, 25), (B, 1)], "seven": [(B, 20)]}
@@ -231,7 +243,13 @@ def test_a_clients_ledger_spans_runs(tmp_path: Path) -> None:
      {"void": True, "noise": "os"}],
 )  # fmt: skip
 def test_bad_charges_are_not_made(bad: dict[str, object]) -> None:
-    good: dict[str, object] = {"client": 1, "round": 0, "steps": 1, "mechanism": A, "noise": "seeded"}
+    good: dict[str, object] = {
+        "client": 1,
+        "round": 0,
+        "steps": 1,
+        "mechanism": A,
+        "noise": "seeded",
+    }
     Charge(**good)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"cannot name|rounds count|noise is"):
         Charge(**(good | bad))  # type: ignore[arg-type]
@@ -275,7 +293,10 @@ def test_verify_names_the_row(tmp_path: Path, row: int, statements: list[str]) -
     with Ledger.open(path) as ledger:
         assert ledger.verify().rows == 20
     tamper(path, *statements)
-    with pytest.raises(DpfedError, match=rf"row {row} "), Ledger.open(path, readonly=True) as ledger:
+    with (
+        pytest.raises(DpfedError, match=rf"row {row} "),
+        Ledger.open(path, readonly=True) as ledger,
+    ):
         ledger.verify()
 
 
@@ -316,7 +337,9 @@ def test_the_file_itself_forbids_edits_and_foreign_triggers(tmp_path: Path) -> N
         for statement in ("UPDATE charge SET steps = 1", "DELETE FROM charge"):
             with pytest.raises(sqlite3.IntegrityError, match="append-only"):
                 db.execute(statement)
-    tamper(path, "CREATE TRIGGER forget AFTER INSERT ON charge BEGIN UPDATE meta SET json = ''; END")
+    tamper(
+        path, "CREATE TRIGGER forget AFTER INSERT ON charge BEGIN UPDATE meta SET json = ''; END"
+    )
     with refused(path, "description cannot be read"):
         Ledger.open(path)
 
@@ -355,7 +378,10 @@ def test_an_old_copy_is_refused(tmp_path: Path, pending: bool) -> None:
     with Ledger.open(path) as ledger:
         ledger.check_head(head)  # an earlier head is continued, a later or foreign one is not
         ledger.check_head((0, ledger._genesis))
-        for rows, hash_, match in ((31, head.hash, "row 31 is missing"), (24, head.hash, "row 24 is not")):
+        for rows, hash_, match in (
+            (31, head.hash, "row 31 is missing"),
+            (24, head.hash, "row 24 is not"),
+        ):
             with pytest.raises(DpfedError, match=match):
                 ledger.check_head((rows, hash_))
 
@@ -369,7 +395,9 @@ def test_another_ledger_of_the_same_run_is_refused(tmp_path: Path) -> None:
         Ledger.open(tmp_path / "b" / "l")
 
 
-def test_a_crash_between_commit_and_head_is_healed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_between_commit_and_head_is_healed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a").mkdir()
     path = filled(tmp_path / "a" / "l")
 
@@ -396,7 +424,9 @@ def test_a_crash_between_commit_and_head_is_healed(tmp_path: Path, monkeypatch: 
     ledger.close()
 
 
-def test_rows_of_a_killed_process_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_killed_process_are_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They can be in memory only; a replay that reuses them releases values, and then the power may fail."""
     (tmp_path / "a").mkdir()
     with Ledger.open(filled(tmp_path / "a" / "l")) as ledger:
@@ -521,7 +551,7 @@ def test_a_damaged_head_file_is_refused(tmp_path: Path, content: bytes) -> None:
 
 # --- processes, disks ---
 
-OPEN = "from dpfed.errors import DpfedError; from dpfed.privacy.ledger.ledger import *; from dpfed.privacy import ledger as module, ledger_file as files; m = Mechanism('poisson', .1, 1.)\n"
+OPEN = "from dpfed.errors import DpfedError; from dpfed.privacy.ledger.ledger import *; from dpfed.privacy.ledger import ledger as module, storage as files; m = Mechanism('poisson', .1, 1.)\n"
 LOOP = """
 with Ledger.open(sys.argv[1], run="r") as ledger:
     for t in range(int(sys.argv[2]), 10**6):
@@ -555,7 +585,9 @@ def test_one_writer_many_readers(tmp_path: Path) -> None:
             Ledger.open(path)
         with pytest.raises(DpfedError, match="exists already"):
             Ledger.create(path, run="r")
-        with Ledger.open(path, readonly=True) as reader:  # in the same process, and closed before the writer
+        with Ledger.open(
+            path, readonly=True
+        ) as reader:  # in the same process, and closed before the writer
             first.charge(cohort(10**7))
             assert reader.head() == first.head()
         assert first.charge(cohort(10**7 + 1))
@@ -589,7 +621,9 @@ def test_kill_9(tmp_path: Path, noise: str) -> None:
         assert ledger.verify().rows % 20 == 0
 
 
-@pytest.mark.parametrize("moment", ["module.write_head", "os.fsync", "module.Path.replace", "files.fsync"])
+@pytest.mark.parametrize(
+    "moment", ["module.write_head", "os.fsync", "module.Path.replace", "files.fsync"]
+)
 def test_kill_9_at_each_step_of_a_charge(tmp_path: Path, moment: str) -> None:
     """After the commit; after the new head was written, before its sync; before the rename; after the rename."""
     path = filled(tmp_path / "l", rounds=1)
@@ -603,7 +637,9 @@ def test_kill_9_at_each_step_of_a_charge(tmp_path: Path, moment: str) -> None:
     with Ledger.open(path) as ledger:
         assert ledger.verify().rows == 6
         assert files.read_head(path) == ledger.head()
-        assert ledger.charge([Charge(0, 1, 1, Mechanism("poisson", 0.1, 1.0), "seeded")])[0].seq == 6
+        assert (
+            ledger.charge([Charge(0, 1, 1, Mechanism("poisson", 0.1, 1.0), "seeded")])[0].seq == 6
+        )
 
 
 @pytest.mark.parametrize("call", range(4))
@@ -698,7 +734,9 @@ for attempt in (lambda: Ledger.open(sys.argv[1]), lambda: Ledger.create(sys.argv
     except DpfedError as error: print(error)
 with Ledger.open(sys.argv[1], readonly=True) as ledger: print(ledger.verify().rows)
 """
-    with tempfile.TemporaryDirectory(prefix="dpfed-ledger-") as name:  # pytest's own folder is closed to others
+    with tempfile.TemporaryDirectory(
+        prefix="dpfed-ledger-"
+    ) as name:  # pytest's own folder is closed to others
         path = filled(Path(name) / "l")
         for file in path.parent.iterdir():
             file.chmod(0o644)
@@ -744,7 +782,9 @@ def images() -> list[dict[str, bytes]]:
         found = [{f.name: f.read_bytes() for f in folder.iterdir()}]
         with Ledger.open(path) as ledger:
             ledger.charge(cohort(6))
-            found.append({f.name: f.read_bytes() for f in folder.iterdir() if not f.name.endswith("-shm")})
+            found.append(
+                {f.name: f.read_bytes() for f in folder.iterdir() if not f.name.endswith("-shm")}
+            )
     assert set(found[1]) - set(found[0]) == {"l-wal"}
     return found
 
@@ -760,11 +800,19 @@ def try_everything(files: dict[str, bytes], original: dict[str, bytes]) -> None:
         with Ledger.open(true / "l", readonly=True) as ledger:
             expected = list(ledger.rows())
         for readonly in (True, False):
-            with contextlib.suppress(DpfedError), Ledger.open(folder / "l", run="r", readonly=readonly) as ledger:
+            with (
+                contextlib.suppress(DpfedError),
+                Ledger.open(folder / "l", run="r", readonly=readonly) as ledger,
+            ):
                 with contextlib.suppress(DpfedError):
                     ledger.verify()
                     assert list(ledger.rows()) == expected
-                for read in (ledger.histories, ledger.participation, ledger.clients, lambda: list(ledger.rows())):
+                for read in (
+                    ledger.histories,
+                    ledger.participation,
+                    ledger.clients,
+                    lambda: list(ledger.rows()),
+                ):
                     with contextlib.suppress(DpfedError):
                         read()
                 if not readonly:
@@ -814,10 +862,16 @@ def test_truncated_or_foreign_files(data: st.DataObject) -> None:
     content = original[name]
     cut = st.integers(0, len(content) - 1).map(lambda n: content[:n])
     pages = st.tuples(*[st.integers(0, max(len(content) // 4096 - 1, 0))] * 2).map(
-        lambda p: content[: p[0] * 4096] + content[p[1] * 4096 : (p[1] + 1) * 4096] + content[(p[0] + 1) * 4096 :]
+        lambda p: (
+            content[: p[0] * 4096]
+            + content[p[1] * 4096 : (p[1] + 1) * 4096]
+            + content[(p[0] + 1) * 4096 :]
+        )
     )
     changed = data.draw(
-        st.one_of(cut, pages, st.binary(max_size=200), st.binary(max_size=99).map(content[:100].__add__))
+        st.one_of(
+            cut, pages, st.binary(max_size=200), st.binary(max_size=99).map(content[:100].__add__)
+        )
     )
     if changed != content:
         try_everything({**original, name: changed}, original)

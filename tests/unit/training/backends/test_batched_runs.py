@@ -21,24 +21,24 @@ from torch import Tensor
 from dpfed.config import Config, load
 from dpfed.errors import DivergedError, DpfedError
 from dpfed.model.build import assemble
-from dpfed.privacy.batched_sums import SharedSum
+from dpfed.privacy.batched_sums import BatchedSums
 from dpfed.privacy.fixed_shape_sum import FixedSum
 from dpfed.registry import registry
 from dpfed.training.backends.batched_runs import (
     BLOCKS,
+    BatchedRun,
     Pack,
-    Place,
-    UnpackableError,
+    UnbatchableError,
     pack_key,
     pack_size,
-    side_by_side,
+    run_batched,
     together,
     union_slots,
 )
 from dpfed.training.backends.fleet import Fleet
 from dpfed.training.job import job as job_module
 from dpfed.training.job.job import prepare
-from dpfed.training.job.job_cache import Shared, frozen_digest
+from dpfed.training.job.job_cache import JobCache, frozen_digest
 from dpfed.training.run import run
 
 torch.set_num_threads(1)
@@ -59,11 +59,11 @@ def config_of(*overrides: str) -> Config:
     return load("digits", [*SMALL, *overrides], registry())
 
 
-def packed(configs: list[Config], out: Path, shared: Shared | None = None) -> list[Any]:
+def packed(configs: list[Config], out: Path, shared: JobCache | None = None) -> list[Any]:
     """Each run's result, or what it raised."""
 
-    def task(number: int) -> Callable[[Place | None], Any]:
-        def work(place: Place | None) -> Any:
+    def task(number: int) -> Callable[[BatchedRun | None], Any]:
+        def work(place: BatchedRun | None) -> Any:
             try:
                 return run(configs[number], out / str(number), place=place)
             except (DpfedError, ValueError) as error:
@@ -71,21 +71,35 @@ def packed(configs: list[Config], out: Path, shared: Shared | None = None) -> li
 
         return work
 
-    return side_by_side([task(i) for i in range(len(configs))], shared)
+    return run_batched([task(i) for i in range(len(configs))], shared)
 
 
 def theta_of(folder: Path) -> Tensor:
-    return torch.cat([x.flatten() for _, x in sorted(load_file(folder / "model.safetensors").items())])
+    return torch.cat(
+        [x.flatten() for _, x in sorted(load_file(folder / "model.safetensors").items())]
+    )
 
 
 # ------------------------------------------------------------------ the same numbers
 
 MIXED = [
     ["algorithm.name=dp-fedadamw", "algorithm.lr=0.01"],
-    ["algorithm.name=dp-fedadamw", "algorithm.lr=0.03", "run.seed=5", "privacy.sigma=0.5", "privacy.clip=0.7"],
+    [
+        "algorithm.name=dp-fedadamw",
+        "algorithm.lr=0.03",
+        "run.seed=5",
+        "privacy.sigma=0.5",
+        "privacy.clip=0.7",
+    ],
     ["algorithm.name=dp-scaffold", "algorithm.lr=0.2", "run.seed=2"],
     ["algorithm.name=dp-fedsam", "algorithm.lr=0.3"],
-    ["algorithm.name=dp-fedavg", "algorithm.lr=0.3", "run.eval_every=2", "privacy.enabled=false", "privacy.sigma=0"],
+    [
+        "algorithm.name=dp-fedavg",
+        "algorithm.lr=0.3",
+        "run.eval_every=2",
+        "privacy.enabled=false",
+        "privacy.sigma=0",
+    ],
 ]
 
 
@@ -94,8 +108,12 @@ def test_a_packed_run_is_the_run_alone(tmp_path: Path, monkeypatch: pytest.Monke
     configs = [config_of(*keys) for keys in MIXED]
     assert len({pack_key(config) for config in configs}) == 1
     sizes: list[int] = []
-    original = SharedSum._together
-    monkeypatch.setattr(SharedSum, "_together", lambda self, asked: sizes.append(len(asked)) or original(self, asked))
+    original = BatchedSums._together
+    monkeypatch.setattr(
+        BatchedSums,
+        "_together",
+        lambda self, asked: sizes.append(len(asked)) or original(self, asked),
+    )
     results = packed(configs, tmp_path / "packed")
     assert sizes == [5] * 6 + [1] * 6, "dp-fedsam asks twice as often"
     for i, config in enumerate(configs):
@@ -111,7 +129,10 @@ def test_a_packed_run_is_the_run_alone(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_quantile_clipping_keeps_its_own_clip_norms(tmp_path: Path) -> None:
     keys = ["privacy.clip_mode=quantile", "algorithm.name=dp-fedavg", "algorithm.lr=0.3"]
-    configs = [config_of(*keys, f"privacy.clip={clip}", f"run.seed={seed}") for clip, seed in ((0.1, 0), (5.0, 1))]
+    configs = [
+        config_of(*keys, f"privacy.clip={clip}", f"run.seed={seed}")
+        for clip, seed in ((0.1, 0), (5.0, 1))
+    ]
     packed(configs, tmp_path / "packed")
     clips = []
     for i, config in enumerate(configs):
@@ -119,7 +140,10 @@ def test_quantile_clipping_keeps_its_own_clip_norms(tmp_path: Path) -> None:
         torch.testing.assert_close(
             theta_of(tmp_path / "packed" / str(i)), theta_of(tmp_path / str(i)), rtol=0, atol=1e-6
         )
-        lines = [(tmp_path / where / str(i) / "metrics.jsonl").read_text().splitlines() for where in ("packed", ".")]
+        lines = [
+            (tmp_path / where / str(i) / "metrics.jsonl").read_text().splitlines()
+            for where in ("packed", ".")
+        ]
         mine, alone = ([json.loads(line)["clip"] for line in part] for part in lines)
         assert mine == pytest.approx(alone, rel=1e-6)
         clips.append(mine[-1])
@@ -127,11 +151,21 @@ def test_quantile_clipping_keeps_its_own_clip_norms(tmp_path: Path) -> None:
 
 
 def test_augmented_views_and_automatic_slots(tmp_path: Path) -> None:
-    keys = ["data.augment=crop_flip", "data.views=2", "run.slots=auto", "algorithm.lr=0.01", "run.rounds=2"]
-    configs = [config_of(*keys, f"run.seed={s}", f"run.average={a}") for s, a in enumerate((0.0, 0.5))]
+    keys = [
+        "data.augment=crop_flip",
+        "data.views=2",
+        "run.slots=auto",
+        "algorithm.lr=0.01",
+        "run.rounds=2",
+    ]
+    configs = [
+        config_of(*keys, f"run.seed={s}", f"run.average={a}") for s, a in enumerate((0.0, 0.5))
+    ]
     packed(configs, tmp_path / "packed")
     run(configs[1], tmp_path / "alone")
-    torch.testing.assert_close(theta_of(tmp_path / "packed" / "1"), theta_of(tmp_path / "alone"), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        theta_of(tmp_path / "packed" / "1"), theta_of(tmp_path / "alone"), rtol=0, atol=1e-6
+    )
 
 
 def test_a_run_that_diverges_is_its_own_affair(tmp_path: Path) -> None:
@@ -142,12 +176,18 @@ def test_a_run_that_diverges_is_its_own_affair(tmp_path: Path) -> None:
     assert isinstance(found[0], DivergedError)
     assert isinstance(found[2], DpfedError)
     run(calm, tmp_path / "alone")
-    torch.testing.assert_close(theta_of(tmp_path / "packed" / "1"), theta_of(tmp_path / "alone"), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        theta_of(tmp_path / "packed" / "1"), theta_of(tmp_path / "alone"), rtol=0, atol=1e-6
+    )
     assert json.loads((tmp_path / "packed" / "0" / "run.json").read_text())["diverged"] is True
 
 
-def test_without_room_for_any_union_each_run_goes_on_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    configs = [config_of("algorithm.name=dp-fedavg", "algorithm.lr=0.3", f"run.seed={s}") for s in range(3)]
+def test_without_room_for_any_union_each_run_goes_on_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs = [
+        config_of("algorithm.name=dp-fedavg", "algorithm.lr=0.3", f"run.seed={s}") for s in range(3)
+    ]
     for i, config in enumerate(configs):
         run(config, tmp_path / "alone" / str(i))
 
@@ -166,7 +206,8 @@ def test_threads_that_share_a_model_do_not_meet_inside_it() -> None:
     """The weights are exchanged inside the modules while a forward runs."""
     job = prepare(config_of("model.name=glyph-vit", "model.lora.r=2", "model.liveness=false"))
     thetas = [
-        job.theta + 0.1 * torch.randn(job.theta.shape, generator=torch.Generator().manual_seed(i)) for i in range(4)
+        job.theta + 0.1 * torch.randn(job.theta.shape, generator=torch.Generator().manual_seed(i))
+        for i in range(4)
     ]
     inputs, labels = job.records.take(torch.arange(8))
     client = torch.zeros(8, dtype=torch.int64)
@@ -192,7 +233,7 @@ def test_a_second_job_shares_records_and_model_and_starts_from_its_own_weights(
     original = job_module.check_alive
     monkeypatch.setattr(job_module, "check_alive", lambda *given: checks.append(original(*given)))
     keys = ["model.name=glyph-vit", "model.lora.r=2"]
-    shared, configs = Shared(), [config_of(*keys, f"run.seed={s}") for s in (0, 1)]
+    shared, configs = JobCache(), [config_of(*keys, f"run.seed={s}") for s in (0, 1)]
     one, two = (prepare(config, shared=shared) for config in configs)
     assert len(checks) == 1
     assert one.model is two.model
@@ -207,7 +248,7 @@ def test_a_second_job_shares_records_and_model_and_starts_from_its_own_weights(
 def test_jobs_prepared_at_the_same_time_start_as_they_do_alone() -> None:
     """Initial weights come from torch's one global generator."""
     keys = ["model.name=glyph-vit", "model.lora.r=2", "model.liveness=false"]
-    configs, shared = [config_of(*keys, f"run.seed={s}") for s in range(6)], Shared()
+    configs, shared = [config_of(*keys, f"run.seed={s}") for s in range(6)], JobCache()
     with ThreadPoolExecutor(6) as threads:
         found = list(threads.map(lambda config: prepare(config, shared=shared).theta, configs))
     for config, theta in zip(configs, found, strict=True):
@@ -217,26 +258,34 @@ def test_jobs_prepared_at_the_same_time_start_as_they_do_alone() -> None:
 def test_a_fleet_that_gives_up_its_seat_leaves_it() -> None:
     job = prepare(config_of())
     pack = Pack(2)
-    seated = replace(job, seat=pack.sit(job, 0))
+    seated = replace(job, batched_sum=pack.join_batch(job, 0))
     fleet = Fleet(seated)
-    assert fleet._fixed_sum([0, 1]) is seated.seat
+    assert fleet._fixed_sum([0, 1]) is seated.batched_sum
     fleet._no_fixed = True
     assert fleet._fixed_sum([0, 1]) is None
     with pytest.raises(RuntimeError, match="left"):
-        seated.seat.sums(job.theta.unsqueeze(0), {}, 1.0)
+        seated.batched_sum.sums(job.theta.unsqueeze(0), {}, 1.0)
 
 
 @pytest.mark.parametrize(
     "other",
-    [["model.lora.freeze_a=true", "run.seed=1"], ["model.lora.r=3"], ["run.precision=bf16"], ["data.alpha=0.3"]],
+    [
+        ["model.lora.freeze_a=true", "run.seed=1"],
+        ["model.lora.r=3"],
+        ["run.precision=bf16"],
+        ["data.alpha=0.3"],
+    ],
     ids=str,
 )
 def test_another_model_or_other_data_are_not_shared(other: list[str]) -> None:
     """A frozen at a start that follows from the seed (FFA-LoRA) is another model for each seed."""
     keys = ["model.name=glyph-vit", "model.lora.r=2", "model.liveness=false"]
     first = [*keys, "model.lora.freeze_a=true"] if "freeze_a" in other[0] else keys
-    shared = Shared()
-    one, two = prepare(config_of(*first), shared=shared), prepare(config_of(*keys, *other), shared=shared)
+    shared = JobCache()
+    one, two = (
+        prepare(config_of(*first), shared=shared),
+        prepare(config_of(*keys, *other), shared=shared),
+    )
     assert not together(one, two)
     if "alpha" not in other[0]:
         assert one.model is not two.model
@@ -267,12 +316,18 @@ def test_the_digest_sees_frozen_weights_alone() -> None:
 
 def test_a_run_that_does_not_fit_in_runs_alone_afterwards(tmp_path: Path) -> None:
     """Frozen weights that follow from the seed: found out before anything is written."""
-    keys = ["model.name=glyph-vit", "model.lora.r=2", "model.lora.freeze_a=true", "run.rounds=1", "algorithm.lr=0.01"]
+    keys = [
+        "model.name=glyph-vit",
+        "model.lora.r=2",
+        "model.lora.freeze_a=true",
+        "run.rounds=1",
+        "algorithm.lr=0.01",
+    ]
     configs = [config_of(*keys, f"run.seed={s}") for s in (0, 1)]
     threads: list[str] = []
 
-    def task(config: Config) -> Callable[[Place | None], Any]:
-        def work(place: Place | None) -> Any:
+    def task(config: Config) -> Callable[[BatchedRun | None], Any]:
+        def work(place: BatchedRun | None) -> Any:
             result = run(config, tmp_path / str(config.run.seed), place=place)
             threads.append(threading.current_thread().name)
             return result["seed"]
@@ -280,13 +335,15 @@ def test_a_run_that_does_not_fit_in_runs_alone_afterwards(tmp_path: Path) -> Non
         return work
 
     ended: list[tuple[int, Any]] = []
-    assert side_by_side([task(c) for c in configs], ended=lambda i, answer: ended.append((i, answer))) == [0, 1]
+    assert run_batched(
+        [task(c) for c in configs], ended=lambda i, answer: ended.append((i, answer))
+    ) == [0, 1]
     assert sorted(ended) == [(0, 0), (1, 1)]
     assert threads.count(threading.current_thread().name) == 1
-    pack, shared = Pack(2), Shared()
-    pack.sit(prepare(configs[0], shared=shared), 0)
-    with pytest.raises(UnpackableError):
-        pack.sit(prepare(configs[1], shared=shared), 1)
+    pack, shared = Pack(2), JobCache()
+    pack.join_batch(prepare(configs[0], shared=shared), 0)
+    with pytest.raises(UnbatchableError):
+        pack.join_batch(prepare(configs[1], shared=shared), 1)
 
 
 def test_a_run_that_has_to_run_alone_holds_nothing_until_then() -> None:
@@ -295,15 +352,15 @@ def test_a_run_that_has_to_run_alone_holds_nothing_until_then() -> None:
 
     alive: list[weakref.ref[Model]] = []
 
-    def task(place: Place | None) -> int:
+    def task(place: BatchedRun | None) -> int:
         if place is None:
             return sum(model() is not None for model in alive)
         mine = Model()
         alive.append(weakref.ref(mine))
         place.shared.get("model", len(alive), lambda: mine)
-        raise UnpackableError
+        raise UnbatchableError
 
-    assert side_by_side([task, task]) == [0, 0]
+    assert run_batched([task, task]) == [0, 0]
 
 
 def test_records_are_never_those_of_a_source_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +373,7 @@ def test_records_are_never_those_of_a_source_that_is_gone(monkeypatch: pytest.Mo
         return other
 
     monkeypatch.setattr(job_module, "tokenised", fresh)
-    shared = Shared()
+    shared = JobCache()
     prepare(config_of("run.eval_on=test"), shared=shared)
     assert len(made) == 1
     shared.get("source", "another", lambda: (None, None))
@@ -328,16 +385,16 @@ def test_records_are_never_those_of_a_source_that_is_gone(monkeypatch: pytest.Mo
 
 
 def test_an_error_of_a_task_is_raised_when_all_have_ended() -> None:
-    def fails(place: Place | None) -> int:
+    def fails(place: BatchedRun | None) -> int:
         raise OSError("the disk is full")
 
-    def elsewhere(place: Place | None) -> int:
+    def elsewhere(place: BatchedRun | None) -> int:
         assert place is not None, "this process is about to end"
-        raise UnpackableError
+        raise UnbatchableError
 
     ended: list[int] = []
     with pytest.raises(OSError, match="disk"):
-        side_by_side([elsewhere, fails, lambda place: 1], ended=lambda i, answer: ended.append(i))
+        run_batched([elsewhere, fails, lambda place: 1], ended=lambda i, answer: ended.append(i))
     assert ended == [2]
 
 
@@ -363,7 +420,9 @@ def test_an_error_of_a_task_is_raised_when_all_have_ended() -> None:
     ids=str,
 )
 def test_what_is_a_runs_own(keys: list[str]) -> None:
-    assert pack_key(config_of("algorithm.lr=0.01", *keys)) == pack_key(config_of("algorithm.lr=0.01"))
+    assert pack_key(config_of("algorithm.lr=0.01", *keys)) == pack_key(
+        config_of("algorithm.lr=0.01")
+    )
 
 
 @pytest.mark.parametrize(
@@ -416,23 +475,29 @@ def test_what_runs_by_itself(keys: list[str]) -> None:
 def test_runs_without_a_key_are_never_together() -> None:
     job = prepare(config_of("privacy.grid=true"))
     assert not together(job, job)
-    with pytest.raises(UnpackableError):
-        Pack(2).sit(job, 0)
+    with pytest.raises(UnbatchableError):
+        Pack(2).join_batch(job, 0)
 
 
 @pytest.mark.parametrize("keys", [["model.lora.freeze_a=true"], ["model.weights=random"]], ids=str)
 def test_frozen_weights_that_follow_from_the_seed_make_another_key(keys: list[str]) -> None:
     keys = ["model.name=glyph-vit", *keys]
     assert pack_key(config_of(*keys, "run.seed=1")) != pack_key(config_of(*keys, "run.seed=2"))
-    assert pack_key(config_of(*keys, "run.seed=1", "algorithm.lr=1")) == pack_key(config_of(*keys, "run.seed=1"))
+    assert pack_key(config_of(*keys, "run.seed=1", "algorithm.lr=1")) == pack_key(
+        config_of(*keys, "run.seed=1")
+    )
     trained = [*keys, "model.train=full"]
-    assert pack_key(config_of(*trained, "run.seed=1")) == pack_key(config_of(*trained, "run.seed=2"))
+    assert pack_key(config_of(*trained, "run.seed=1")) == pack_key(
+        config_of(*trained, "run.seed=2")
+    )
 
 
 def test_without_privacy_nothing_is_clipped_whatever_the_mode_says() -> None:
     plain = config_of("privacy.enabled=false", "privacy.clip_mode=automatic")
     assert pack_key(plain) == pack_key(config_of())
-    assert together(prepare(plain, shared=(shared := Shared())), prepare(config_of(), shared=shared))
+    assert together(
+        prepare(plain, shared=(shared := JobCache())), prepare(config_of(), shared=shared)
+    )
 
 
 def test_a_method_without_blocks_has_those_of_a_model_by_itself() -> None:
@@ -453,7 +518,12 @@ def test_slots_of_a_union() -> None:
 
 
 def test_the_size_of_a_pack() -> None:
-    assert [pack_size("auto", 0), pack_size("auto", 1), pack_size("3", 0), pack_size("40", 2)] == [1, 16, 3, 40]
+    assert [pack_size("auto", 0), pack_size("auto", 1), pack_size("3", 0), pack_size("40", 2)] == [
+        1,
+        16,
+        3,
+        40,
+    ]
     for wrong in ("0", "-1", "x", "1.5", ""):
         with pytest.raises(DpfedError, match="--pack"):
             pack_size(wrong, 0)

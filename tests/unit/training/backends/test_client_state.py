@@ -17,15 +17,15 @@ from torch import Tensor
 
 from dpfed.errors import DpfedError
 from dpfed.training.backends import client_state as memory_module
-from dpfed.training.backends.client_state import ClientMemory, Entry
+from dpfed.training.backends.client_state import ClientStates, Entry
 
 SIZE = 5
 CPU = torch.device("cpu")
 ONE = 2 * SIZE * 4  # bytes of one client: two vectors
 
 
-def made(folder: Path, limit: int = 10**9, names: Sequence[str] = ("c", "x")) -> ClientMemory:
-    return ClientMemory(names, SIZE, folder / "memory", limit)
+def made(folder: Path, limit: int = 10**9, names: Sequence[str] = ("c", "x")) -> ClientStates:
+    return ClientStates(names, SIZE, folder / "memory", limit)
 
 
 def vectors(*values: float) -> dict[str, Tensor]:
@@ -34,7 +34,7 @@ def vectors(*values: float) -> dict[str, Tensor]:
     return {"c": rows, "x": -rows}
 
 
-def held(memory: ClientMemory, *clients: int) -> list[float]:
+def held(memory: ClientStates, *clients: int) -> list[float]:
     got = memory.gather(clients, CPU)
     assert torch.equal(got["c"], -got["x"])
     assert got["c"].shape == (len(clients), SIZE)
@@ -42,10 +42,16 @@ def held(memory: ClientMemory, *clients: int) -> list[float]:
 
 
 def files(folder: Path) -> set[str]:
-    return {path.name for path in (folder / "memory").iterdir()} if (folder / "memory").exists() else set()
+    return (
+        {path.name for path in (folder / "memory").iterdir()}
+        if (folder / "memory").exists()
+        else set()
+    )
 
 
-def test_what_was_put_is_gathered_and_who_was_never_drawn_is_zero_and_not_seen(tmp_path: Path) -> None:
+def test_what_was_put_is_gathered_and_who_was_never_drawn_is_zero_and_not_seen(
+    tmp_path: Path,
+) -> None:
     memory = made(tmp_path)
     memory.put(1, [4, 2], vectors(1.5, 2.5))
     got = memory.gather([2, 3, 4], CPU)
@@ -78,7 +84,9 @@ def test_an_algorithm_gives_back_what_it_says_it_remembers(tmp_path: Path) -> No
         made(tmp_path).put(1, [0], {"c": torch.zeros(1, SIZE)})
 
 
-def test_beyond_the_limit_the_ones_used_longest_ago_go_to_files_and_come_back(tmp_path: Path) -> None:
+def test_beyond_the_limit_the_ones_used_longest_ago_go_to_files_and_come_back(
+    tmp_path: Path,
+) -> None:
     memory = made(tmp_path, limit=3 * ONE)
     for t in range(1, 5):
         memory.put(t, [2 * t, 2 * t + 1], vectors(t, t + 0.5))
@@ -109,7 +117,9 @@ def test_files_that_no_checkpoint_names_do_not_pile_up(tmp_path: Path) -> None:
     assert held(memory, 0, 1, 2) == [40.0] * 3
 
 
-def test_save_writes_only_who_changed_and_never_over_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_writes_only_who_changed_and_never_over_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written: list[str] = []
     write = memory_module.write_file
 
@@ -212,7 +222,9 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def checkpoint(self) -> None:
         self.saved = [*self.saved, (self.memory.save(), dict(self.truth), self.t)][-2:]
-        self.memory.prune({entry.file for entries, _, _ in self.saved for entry in entries.values()})
+        self.memory.prune(
+            {entry.file for entries, _, _ in self.saved for entry in entries.values()}
+        )
 
     @precondition(lambda self: self.saved)
     @rule(newest=st.booleans())
@@ -247,7 +259,9 @@ def test_what_is_spilled_while_a_checkpoint_is_written_is_not_lost(tmp_path: Pat
     memory.put(4, [0], vectors(4.0))
     write_later = memory.begin_save()
     memory.put(5, [0], vectors(5.0))
-    assert write_later()[0].file == "client-0.round-4.npy"  # the checkpoint's own round, not what came after
+    assert (
+        write_later()[0].file == "client-0.round-4.npy"
+    )  # the checkpoint's own round, not what came after
     assert held(memory, 0) == [5.0]
     assert memory.save()[0].file == "client-0.round-5.npy"
     fresh = made(tmp_path)

@@ -59,11 +59,15 @@ class DropSection(ModelSection):
 
     def build(self, spec: InputSpec) -> Built:
         model = DropNet(math.prod(spec.shape), spec.classes)
-        return Built(model, "classifier", lambda inputs: {spec.name: inputs[spec.name].float() / spec.white})
+        return Built(
+            model, "classifier", lambda inputs: {spec.name: inputs[spec.name].float() / spec.white}
+        )
 
 
 def accounts(job: Job, ledger: Ledger | None) -> Spending:
-    budget = budget_of(job.plan, job.schedule, job.config.privacy.delta) if job.plan.private else None
+    budget = (
+        budget_of(job.plan, job.schedule, job.config.privacy.delta) if job.plan.private else None
+    )
     return Spending(job, budget, ledger)
 
 
@@ -129,7 +133,12 @@ def test_the_fleet_size_changes_nothing(algorithm: str, model: str) -> None:
 @pytest.mark.parametrize("size", [1, 2, "auto"])
 def test_the_same_fleet_size_is_bitwise_the_same(algorithm: str, size: int | str) -> None:
     first, second = (
-        after(job_of(algorithm={"name": algorithm}, model={"name": "dropnet"}, run={"fleet_size": size}), rounds=2)
+        after(
+            job_of(
+                algorithm={"name": algorithm}, model={"name": "dropnet"}, run={"fleet_size": size}
+            ),
+            rounds=2,
+        )
         for _ in range(2)
     )
     assert all(torch.equal(first[k], second[k]) for k in first)
@@ -151,9 +160,14 @@ def test_dropout_without_keys_would_depend_on_the_fleet(monkeypatch: pytest.Monk
     generator = torch.Generator()
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        return x * torch.bernoulli(torch.full_like(x, 1 - self.p), generator=generator) / (1 - self.p)
+        return (
+            x * torch.bernoulli(torch.full_like(x, 1 - self.p), generator=generator) / (1 - self.p)
+        )
 
-    common: dict[str, Any] = {"algorithm": {"name": "dp-fedavg"}, "model": {"name": "dropnet", "liveness": False}}
+    common: dict[str, Any] = {
+        "algorithm": {"name": "dp-fedavg"},
+        "model": {"name": "dropnet", "liveness": False},
+    }
     states = []
     for size in (1, 5):
         job = job_of(**common, run={"fleet_size": size})
@@ -264,13 +278,15 @@ def test_every_release_was_charged_before_and_all_that_was_charged_is_drawn(
     charged: dict[tuple[int, int], int] = {(c.client, c.round): c.steps for c in rows}
     assert all(c.mechanism == job.plan.mechanism(int(c.client)) for c in rows)
     released: dict[tuple[int, int], int] = {}
-    paid: set[tuple[int, int]] = set()
+    wait_for_charge: set[tuple[int, int]] = set()
     for kind, t, clients in spy.events:
         for client in clients:
             if kind == "charged":
-                paid.add((client, t))
+                wait_for_charge.add((client, t))
             else:
-                assert (client, t) in paid, f"client {client} released in round {t} before it was charged"
+                assert (client, t) in wait_for_charge, (
+                    f"client {client} released in round {t} before it was charged"
+                )
                 released[client, t] = released.get((client, t), 0) + 1
     assert released == charged
     assert all(oracle.drawn == job.schedule.local_steps for oracle in spy.oracles)
@@ -291,7 +307,9 @@ class FullDiskError(Exception):
     pass
 
 
-def test_nothing_is_released_when_the_charge_fails(spy: Spy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_released_when_the_charge_fails(
+    spy: Spy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> None:
         raise FullDiskError
 
@@ -303,7 +321,9 @@ def test_nothing_is_released_when_the_charge_fails(spy: Spy, tmp_path: Path, mon
     assert spy.events == []
 
 
-def test_an_algorithm_that_takes_more_than_it_declares_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_algorithm_that_takes_more_than_it_declares_is_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     job = job_of(algorithm={"name": "dp-fedavg"})
     cls = type(job.algorithm)
     step = cls.step
@@ -342,7 +362,9 @@ def test_without_privacy_nothing_is_charged_or_noised() -> None:
 
 def test_a_state_that_is_no_longer_finite_stops_the_run() -> None:
     class Broken(Fleet):
-        def run_cohort(self, t: int, state: State, clients: Sequence[int], paid: Any = None) -> tuple[Message, int]:
+        def run_cohort(
+            self, t: int, state: State, clients: Sequence[int], wait_for_charge: Any = None
+        ) -> tuple[Message, int]:
             mean, answered = super().run_cohort(t, state, clients)
             return {k: v * (math.nan if t == 2 else 1) for k, v in mean.items()}, answered
 
@@ -359,7 +381,9 @@ def test_a_state_that_is_no_longer_finite_stops_the_run() -> None:
 def features(units: int = 0) -> Source:
     rng = np.random.default_rng(0)
     columns = {"patient": np.arange(80) % units, "hospital": np.arange(80) % 4} if units else {}
-    train_ = Table({"features": rng.normal(size=(80, 5)).astype(np.float32)}, rng.integers(0, 3, 80), columns)
+    train_ = Table(
+        {"features": rng.normal(size=(80, 5)).astype(np.float32)}, rng.integers(0, 3, 80), columns
+    )
     test = Table({"features": rng.normal(size=(20, 5)).astype(np.float32)}, rng.integers(0, 3, 20))
     return Source(train_, test, ("a", "b", "c"), "features")
 
@@ -385,7 +409,10 @@ def test_more_clients_needed_than_there_are_is_refused_at_the_start() -> None:
 def test_records_left_over_are_told() -> None:
     job = job_of(features(), data={"clients": 3}, privacy={"batch": 5})
     assert any("2 of 80 training records are not used" in note for note in job.notes)
-    assert not any("not used" in note for note in job_of(features(), data={"clients": 4}, privacy={"batch": 5}).notes)
+    assert not any(
+        "not used" in note
+        for note in job_of(features(), data={"clients": 4}, privacy={"batch": 5}).notes
+    )
 
 
 def test_a_batch_larger_than_a_client_is_refused_before_anything_runs() -> None:

@@ -14,7 +14,14 @@ from dpfed.privacy.plan import Plan
 from dpfed.registry import registry
 from dpfed.training.backends import memory_fit
 from dpfed.training.backends.fleet import context
-from dpfed.training.backends.memory_fit import COPIES, blank_pass, fits, fleet_size, most_that_fit, slots_of
+from dpfed.training.backends.memory_fit import (
+    COPIES,
+    blank_pass,
+    fits,
+    fleet_size,
+    most_that_fit,
+    slots_of,
+)
 from dpfed.training.job.job import Job, prepare
 from dpfed.training.job.message_size import local_bytes
 from dpfed.training.round_loop import first_state
@@ -28,14 +35,26 @@ def job_of(**sections: dict[str, Any]) -> Job:
         "privacy": {"sigma": 1.0, "clip": 0.5, "batch": 8},
         "run": {"rounds": 1, "local_steps": 1, "participation": 0.5, "device": "cpu"},
     }
-    return prepare(build({name: {**table, **sections.get(name, {})} for name, table in raw.items()}, registry()))
+    return prepare(
+        build(
+            {name: {**table, **sections.get(name, {})} for name, table in raw.items()}, registry()
+        )
+    )
 
 
 @pytest.mark.parametrize(
     ("cohort", "room", "found", "tried"),
-    [(5, 5, 5, [5]), (5, 4, 3, [5, 3]), (50, 7, 7, [50, 25, 13, 7]), (5, 0, 1, [5, 3, 2]), (1, 0, 1, [])],
+    [
+        (5, 5, 5, [5]),
+        (5, 4, 3, [5, 3]),
+        (50, 7, 7, [50, 25, 13, 7]),
+        (5, 0, 1, [5, 3, 2]),
+        (1, 0, 1, []),
+    ],
 )
-def test_a_cohort_is_halved_until_it_fits(cohort: int, room: int, found: int, tried: list[int]) -> None:
+def test_a_cohort_is_halved_until_it_fits(
+    cohort: int, room: int, found: int, tried: list[int]
+) -> None:
     asked: list[int] = []
 
     def fit(clients: int) -> bool:
@@ -51,7 +70,9 @@ def test_on_a_cpu_the_cohort_is_one_fleet_and_a_given_size_is_kept() -> None:
     assert fleet_size(job_of(run={"fleet_size": 2})) == 2
 
 
-def test_what_is_tried_has_the_shape_of_the_run_and_reads_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_tried_has_the_shape_of_the_run_and_reads_no_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     job, seen = job_of(), []
 
     def call(self: FixedSum, theta: torch.Tensor, filling: Any, clip: float) -> None:
@@ -81,7 +102,9 @@ def test_what_is_tried_has_all_views_of_a_record(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("graphs", [False, "auto"])
-def test_what_fits_is_a_pass_and_the_states_of_the_clients(graphs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fits_is_a_pass_and_the_states_of_the_clients(
+    graphs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = job_of(run={"graphs": graphs})
     assert local_bytes(job.algorithm, job.space) == 4 * 650  # DP-FedAvg's client has θ alone
     needed = 1000 * (1 if graphs is False else 2) + COPIES * 3 * 4 * 650
@@ -124,7 +147,10 @@ def test_the_noise_of_many_clients_is_that_of_each(privacy: dict[str, Any]) -> N
     one_by_one = [job.plan.phi(i) for i in chosen]
     assert job.plan.phis(chosen).tolist() == one_by_one
     assert len(set(one_by_one)) == (3 if job.plan.private else 1)
-    assert context(job, 1, chosen.tolist()).phi.tolist() == torch.tensor(one_by_one).unsqueeze(1).tolist()
+    assert (
+        context(job, 1, chosen.tolist()).phi.tolist()
+        == torch.tensor(one_by_one).unsqueeze(1).tolist()
+    )
 
 
 def test_the_first_state_asks_no_client_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

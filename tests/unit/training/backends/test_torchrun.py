@@ -28,14 +28,20 @@ pytestmark = pytest.mark.timeout(1000)
 ROUNDS = 3
 HANG = 900  # seconds; only what hangs takes so long
 CASES: dict[str, dict[str, dict[str, Any]]] = {
-    "fedadamw": {"algorithm": {"name": "dp-fedadamw", "lr": 0.05}, "run": {"participation": 0.5}},  # S = 5: 3 and 2
+    "fedadamw": {
+        "algorithm": {"name": "dp-fedadamw", "lr": 0.05},
+        "run": {"participation": 0.5},
+    },  # S = 5: 3 and 2
     "scaffold": {"algorithm": {"name": "dp-scaffold", "lr": 0.3}, "run": {"participation": 0.5}},
     "quantile": {
         "algorithm": {"name": "dp-fedavg", "lr": 0.3},
         "privacy": {"clip_mode": "quantile"},
         "run": {"average": 0.5},
     },
-    "one": {"algorithm": {"name": "dp-fedavg", "lr": 0.3}, "run": {"participation": 0.1}},  # S = 1: rank 1 is idle
+    "one": {
+        "algorithm": {"name": "dp-fedavg", "lr": 0.3},
+        "run": {"participation": 0.1},
+    },  # S = 1: rank 1 is idle
     "weights": {
         "data": {"partition": "dirichlet_classwise", "alpha": 5.0},
         "algorithm": {"name": "dp-scaffold", "lr": 0.3, "agg_weights": "size"},
@@ -43,7 +49,10 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 
-SECRET: dict[str, dict[str, Any]] = {"model": {"liveness": True}, "run": {"noise": "os", "rounds": 2}}
+SECRET: dict[str, dict[str, Any]] = {
+    "model": {"liveness": True},
+    "run": {"noise": "os", "rounds": 2},
+}
 
 
 def config_of(**sections: dict[str, Any]) -> Config:
@@ -52,9 +61,17 @@ def config_of(**sections: dict[str, Any]) -> Config:
         "model": {"name": "linear", "liveness": False},
         "algorithm": {"name": "dp-fedadamw", "lr": 0.05},
         "privacy": {"sigma": 1.0, "clip": 0.5, "batch": 8},
-        "run": {"rounds": ROUNDS, "local_steps": 2, "participation": 0.5, "device": "cpu", "timeout": HANG},
+        "run": {
+            "rounds": ROUNDS,
+            "local_steps": 2,
+            "participation": 0.5,
+            "device": "cpu",
+            "timeout": HANG,
+        },
     }
-    return build({name: {**table, **sections.get(name, {})} for name, table in raw.items()}, registry())
+    return build(
+        {name: {**table, **sections.get(name, {})} for name, table in raw.items()}, registry()
+    )
 
 
 # What each process runs: all cases one after another, so that the price of starting is paid once.
@@ -106,7 +123,9 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("together")
     here = str(Path(__file__).parent)
     both = [
-        subprocess.Popen([sys.executable, "-c", RANK, here, str(r), str(out)], stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, here, str(r), str(out)], stderr=subprocess.PIPE, text=True
+        )
         for r in (0, 1)
     ]
     said = [process.communicate(timeout=HANG)[1] for process in both]
@@ -120,7 +139,9 @@ def test_two_processes_compute_what_one_does(case: str, together: Path, tmp_path
     found = json.loads((together / case / "run.json").read_text())
     assert found["state"] == "finished"
     assert found["epsilon"] == alone["epsilon"]
-    one, two = (load_file(folder / "model.safetensors") for folder in (tmp_path / "alone", together / case))
+    one, two = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "alone", together / case)
+    )
     assert all(float((one[k] - two[k]).abs().max()) < 1e-5 for k in one)
     rows = [
         [json.loads(line)["clip"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -131,7 +152,9 @@ def test_two_processes_compute_what_one_does(case: str, together: Path, tmp_path
 
 
 @pytest.mark.parametrize("case", ["scaffold", "weights"])
-def test_the_checkpoint_holds_the_memory_of_every_client(case: str, together: Path, tmp_path: Path) -> None:
+def test_the_checkpoint_holds_the_memory_of_every_client(
+    case: str, together: Path, tmp_path: Path
+) -> None:
     """And all of it is what one process would have written, whoever computed it."""
     run(config_of(**CASES[case]), tmp_path / "alone")
     folders = [folder / "checkpoint" for folder in (tmp_path / "alone", together / case)]
@@ -145,7 +168,9 @@ def test_the_checkpoint_holds_the_memory_of_every_client(case: str, together: Pa
         assert np.abs(a - b).max() < 1e-5
 
 
-def test_noise_that_cannot_be_repeated_is_drawn_by_each_process_for_its_own_clients(together: Path) -> None:
+def test_noise_that_cannot_be_repeated_is_drawn_by_each_process_for_its_own_clients(
+    together: Path,
+) -> None:
     """Rank 0 alone draws the cohort and charges it, so the two streams of secrets need not agree on anything."""
     found = json.loads((together / "secret" / "run.json").read_text())
     assert found["state"] == "finished"
@@ -156,7 +181,9 @@ def test_noise_that_cannot_be_repeated_is_drawn_by_each_process_for_its_own_clie
     assert {row.charge.noise for row in rows} == {"os"}
 
 
-def test_processes_with_different_jobs_are_refused_before_anything_is_written(together: Path) -> None:
+def test_processes_with_different_jobs_are_refused_before_anything_is_written(
+    together: Path,
+) -> None:
     for rank in (0, 1):
         assert "different settings" in (together / f"other-{rank}.txt").read_text()
     assert not (together / "other").exists()
@@ -177,7 +204,7 @@ FREEZING = """
 import datetime, os, signal, sys, time
 from pathlib import Path
 from dpfed.cli.main import main
-from dpfed.training import distributed
+from dpfed.training.backends import torchrun as distributed
 from dpfed.training.backends.fleet import Fleet
 where, frozen = sys.argv.pop(1), Path(sys.argv.pop(1))
 leads = os.environ["RANK"] == "0"
@@ -225,7 +252,12 @@ sys.exit(main())
 
 
 def _start(rank: int, port: int, call: list[str]) -> subprocess.Popen[str]:
-    where = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    where = {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     return subprocess.Popen(
         [sys.executable, *call],
         env={**os.environ, **where},
@@ -235,7 +267,9 @@ def _start(rank: int, port: int, call: list[str]) -> subprocess.Popen[str]:
     )
 
 
-def test_a_killed_process_ends_the_run_and_another_process_can_go_on(together: Path, tmp_path: Path) -> None:
+def test_a_killed_process_ends_the_run_and_another_process_can_go_on(
+    together: Path, tmp_path: Path
+) -> None:
     """Round 3 was begun and never done: what was known after round 2 is kept, and the rest can be done by one process."""
     assert "another process of the run was lost" in (together / "killed.txt").read_text()
     stopped = json.loads((together / "killed" / "run.json").read_text())
@@ -246,14 +280,21 @@ def test_a_killed_process_ends_the_run_and_another_process_can_go_on(together: P
         json.loads((together / "killed" / "run.json").read_text())["epsilon"]["server_max"]
         == alone["epsilon"]["server_max"]
     )
-    one, two = (load_file(folder / "model.safetensors") for folder in (together / "killed", tmp_path / "alone"))
+    one, two = (
+        load_file(folder / "model.safetensors")
+        for folder in (together / "killed", tmp_path / "alone")
+    )
     assert all(float((one[k] - two[k]).abs().max()) < 1e-5 for k in one)
 
 
 @pytest.mark.parametrize("where", ["beginning", "computing", "summing", "remembering"])
-def test_a_frozen_process_is_given_up_with_one_sentence_and_exit_code_3(where: str, tmp_path: Path) -> None:
+def test_a_frozen_process_is_given_up_with_one_sentence_and_exit_code_3(
+    where: str, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
-    config = config_of(algorithm={"name": "dp-scaffold", "lr": 0.3}, run={"rounds": 30, "timeout": HANG})
+    config = config_of(
+        algorithm={"name": "dp-scaffold", "lr": 0.3}, run={"rounds": 30, "timeout": HANG}
+    )
     file = tmp_path / "config.toml"
     file.write_text(to_toml(config))
     port, arguments = _free_port(), ["run", str(file), "--out", str(out)]
@@ -315,7 +356,10 @@ def test_without_torchrun_there_is_no_group(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_what_cannot_run_on_several_processes_is_refused(
-    sections: dict[str, Any], environment: dict[str, str], sentence: str, monkeypatch: pytest.MonkeyPatch
+    sections: dict[str, Any],
+    environment: dict[str, str],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     for key in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -328,7 +372,9 @@ def test_what_cannot_run_on_several_processes_is_refused(
         join(config_of(**sections))
 
 
-def test_another_process_says_which_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_process_says_which_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setattr(sys, "argv", ["dpfed", "run", "no-such-file.toml"])
     with pytest.raises(SystemExit):

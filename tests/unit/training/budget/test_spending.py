@@ -21,7 +21,7 @@ from dpfed.privacy.ledger.ledger import Charge, Ledger
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.plan import Plan, Schedule
 from dpfed.registry import registry
-from dpfed.training.budget.recorded_spending import read_accounts
+from dpfed.training.budget.recorded_spending import read_recorded_spending
 from dpfed.training.budget.spending import budget_of, coarser
 from dpfed.training.job.job import plan_of, prepare
 from dpfed.training.run import run
@@ -57,14 +57,18 @@ def test_a_client_that_was_not_drawn_is_not_forgotten(unequal: list[str], tmp_pa
     keys = [*unequal, "privacy.sigma=1.0"]
     config = load("digits", [*keys, f"run.seed={absent_seed(keys)}"], registry())
     result = run(config, tmp_path / "r")
-    accounts = read_accounts(tmp_path / "r")
+    accounts = read_recorded_spending(tmp_path / "r")
     assert accounts.epsilons[0] == 0
     assert accounts.server_worst == pytest.approx(result["epsilon"]["server_worst"])
     assert accounts.third_party == pytest.approx(result["epsilon"]["third_party"])
-    assert accounts.server_worst == pytest.approx(server_epsilon(Mechanism("poisson", 0.4, 1.0), 2, 2, 1e-5))
+    assert accounts.server_worst == pytest.approx(
+        server_epsilon(Mechanism("poisson", 0.4, 1.0), 2, 2, 1e-5)
+    )
 
 
-def test_a_sigma_for_each_client_is_reported_as_what_each_has(unequal: list[str], tmp_path: Path) -> None:
+def test_a_sigma_for_each_client_is_reported_as_what_each_has(
+    unequal: list[str], tmp_path: Path
+) -> None:
     keys = [*unequal, "privacy.target_epsilon=2", "privacy.sigma_per_client=true"]
     plan, schedule = plan_of(load("digits", keys, registry()))
     assert len(plan.kinds()[0]) == 2
@@ -91,8 +95,12 @@ def exhaustion(limits: list[int], cohort: int, rounds: int) -> list[int]:
 
 
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=4), st.integers(1, 2), st.integers(1, 4))
-def test_the_fewest_eligible_clients_are_a_bound(limits: list[int], cohort: int, rounds: int) -> None:
-    bound = [n for n, count in fewest_eligible(len(limits), cohort, rounds, limits) for _ in range(count)]
+def test_the_fewest_eligible_clients_are_a_bound(
+    limits: list[int], cohort: int, rounds: int
+) -> None:
+    bound = [
+        n for n, count in fewest_eligible(len(limits), cohort, rounds, limits) for _ in range(count)
+    ]
     assert len(bound) == rounds
     assert all(b <= true for b, true in zip(bound, exhaustion(limits, cohort, rounds), strict=True))
 
@@ -147,17 +155,23 @@ def test_limits_of_many_kinds_of_clients_are_never_too_generous() -> None:
 
 
 def test_attempts_that_were_repeated_count_and_void_the_third_party_figure(tmp_path: Path) -> None:
-    keys = ["model.name=linear", "run.rounds=1", "run.local_steps=2", "run.participation=0.5", "run.noise=os"]
+    keys = [
+        "model.name=linear",
+        "run.rounds=1",
+        "run.local_steps=2",
+        "run.participation=0.5",
+        "run.noise=os",
+    ]
     folder = tmp_path / "r"
     run(load("digits", [*keys, "privacy.sigma=1.0"], registry()), folder)
-    before = read_accounts(folder)
+    before = read_recorded_spending(folder)
     assert before.void is None
     name = json.loads((folder / "run.json").read_text())["run"]
     with Ledger.open(folder / "ledger.sqlite", run=name) as ledger:
         first = next(iter(ledger.rows())).charge
         for _ in range(4):
             ledger.charge([Charge(first.client, 1, 2, first.mechanism, "os")])
-    after = read_accounts(folder)
+    after = read_recorded_spending(folder)
     assert after.server_max == pytest.approx(epsilon([(first.mechanism, 10)], 1e-5).value)
     assert after.server_worst >= after.server_max > before.server_worst
     assert after.void is not None
@@ -168,10 +182,10 @@ def test_a_ledger_of_real_noise_is_never_deleted(tmp_path: Path) -> None:
     keys = ["model.name=linear", "run.rounds=1", "run.local_steps=1", "privacy.sigma=2.0"]
     folder = tmp_path / "r"
     run(load("digits", [*keys, "run.noise=os"], registry()), folder)
-    rows = read_accounts(folder).rows
+    rows = read_recorded_spending(folder).rows
     with pytest.raises(DpfedError, match="real noise"):
         run(load("digits", keys, registry()), folder, force=True)
-    assert read_accounts(folder).rows == rows
+    assert read_recorded_spending(folder).rows == rows
 
 
 def test_real_noise_needs_declared_classes_and_whole_units(unequal: list[str]) -> None:
@@ -185,7 +199,13 @@ def test_real_noise_needs_declared_classes_and_whole_units(unequal: list[str]) -
     with pytest.raises(DpfedError, match="natural"):
         prepare(load("digits", scattered, registry()))
     unit = [key for key in unequal if "client_column" not in key]
-    unit += ["data.partition=iid", "data.unit_column=owner", "privacy.sigma=1.0", "run.noise=os", "data.clients=3"]
+    unit += [
+        "data.partition=iid",
+        "data.unit_column=owner",
+        "privacy.sigma=1.0",
+        "run.noise=os",
+        "data.clients=3",
+    ]
     with pytest.raises(DpfedError, match="scatter"):
         prepare(load("digits", unit, registry()))
 
@@ -195,7 +215,10 @@ def test_real_noise_needs_declared_classes_and_whole_units(unequal: list[str]) -
     [
         (["privacy.delta=1e-12", "privacy.sigma=1"], "delta"),
         (["privacy.sigma=1e-6"], "protects nothing"),
-        (["privacy.rate=0.1", "privacy.sigma=1", "privacy.batch_per_client=true"], "batch_per_client"),
+        (
+            ["privacy.rate=0.1", "privacy.sigma=1", "privacy.batch_per_client=true"],
+            "batch_per_client",
+        ),
         (["privacy.enabled=false", "privacy.budget=1"], "budget"),
     ],
 )

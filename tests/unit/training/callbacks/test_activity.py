@@ -19,7 +19,13 @@ from dpfed.training.round_loop import first_state
 from dpfed.training.run import run
 
 torch.set_num_threads(1)
-SMALL = ["data.clients=4", "run.participation=1.0", "run.rounds=2", "run.local_steps=3", "model.name=linear"]
+SMALL = [
+    "data.clients=4",
+    "run.participation=1.0",
+    "run.rounds=2",
+    "run.local_steps=3",
+    "model.name=linear",
+]
 
 
 def activities(folder: Path, *keys: str) -> list[Activity]:
@@ -64,10 +70,17 @@ def test_steps_of_an_attempt_without_room_are_not_counted(monkeypatch: pytest.Mo
 
 
 def test_features_are_counted_by_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpfed.model.per_sample.gradients.PerSample.records_at_once", lambda self, device: 10)
+    monkeypatch.setattr(
+        "dpfed.model.per_sample.gradients.PerSample.records_at_once", lambda self, device: 10
+    )
     seen: list[Activity] = []
     model = {"name": "auto-image", "weights": base("vit", tmp_path / "base"), "train": "head"}
-    run(settings(model, run={"features": True}), tmp_path / "run", source=images(), on_activity=seen.append)
+    run(
+        settings(model, run={"features": True}),
+        tmp_path / "run",
+        source=images(),
+        on_activity=seen.append,
+    )
     features = [a for a in seen if a.name == "features of records"]
     assert [(a.done, a.total, a.round) for a in features] == [
         (0, 24, None),

@@ -41,9 +41,17 @@ def config_of(**sections: dict[str, Any]) -> Config:
         "model": {"name": "linear", "liveness": sections.get("run", {}).get("noise") == "os"},
         "algorithm": {"name": "dp-fedadamw", "lr": 0.05},
         "privacy": {"sigma": 1.0, "clip": 0.5, "batch": 8},
-        "run": {"rounds": 3, "local_steps": 3, "participation": 1.0, "diagnostics": True, "device": "cpu"},
+        "run": {
+            "rounds": 3,
+            "local_steps": 3,
+            "participation": 1.0,
+            "diagnostics": True,
+            "device": "cpu",
+        },
     }
-    return build({name: {**table, **sections.get(name, {})} for name, table in raw.items()}, registry())
+    return build(
+        {name: {**table, **sections.get(name, {})} for name, table in raw.items()}, registry()
+    )
 
 
 def clients_of(job: Job) -> list[Any]:
@@ -61,7 +69,9 @@ def clients_of(job: Job) -> list[Any]:
 
 @pytest.mark.parametrize("algorithm", ["dp-fedadamw", "dp-local-adamw", "dp-fedavg"])
 @pytest.mark.parametrize("size", [1, 4, "auto"])
-def test_values_by_a_loop_whatever_the_fleet(algorithm: str, size: int | str, tmp_path: Path) -> None:
+def test_values_by_a_loop_whatever_the_fleet(
+    algorithm: str, size: int | str, tmp_path: Path
+) -> None:
     config = config_of(algorithm={"name": algorithm}, run={"fleet_size": size})
     job = prepare(config, features())
     diagnostics = Diagnostics(tmp_path, job)
@@ -70,7 +80,9 @@ def test_values_by_a_loop_whatever_the_fleet(algorithm: str, size: int | str, tm
     (row,) = read_diagnostics(tmp_path)
     each = clients_of(job)
     thetas = np.stack([local.theta[0].double().numpy() for local in each])
-    drift = math.sqrt(sum(float(np.sum((theta - thetas.mean(0)) ** 2)) for theta in thetas) / CLIENTS)
+    drift = math.sqrt(
+        sum(float(np.sum((theta - thetas.mean(0)) ** 2)) for theta in thetas) / CLIENTS
+    )
     assert row["drift"] == pytest.approx(drift, rel=1e-4)
     assert row["clients"] == CLIENTS
     assert row["noise_std"] == pytest.approx(1.0 * 0.5 / 8)
@@ -78,12 +90,19 @@ def test_values_by_a_loop_whatever_the_fleet(algorithm: str, size: int | str, tm
         assert not {"v_mean", "sqrt_v_histogram", "abs_m_histogram"} & set(row)
         return
     v = np.stack([local.v_hat[0].double().numpy() for local in each])
-    variance = [float(np.mean([(one - two) ** 2 for one in column for two in column])) / 2 for column in v.T]
+    variance = [
+        float(np.mean([(one - two) ** 2 for one in column for two in column])) / 2 for column in v.T
+    ]
     assert row["v_mean"] == pytest.approx(v.mean(), rel=1e-5)
     assert row["v_variance"] == pytest.approx(np.mean(variance), rel=1e-4)
-    assert row["v_relative_variance"] == pytest.approx(np.mean(variance) / np.mean(v.mean(0) ** 2), rel=1e-4)
+    assert row["v_relative_variance"] == pytest.approx(
+        np.mean(variance) / np.mean(v.mean(0) ** 2), rel=1e-4
+    )
     width = (DECADES[1] - DECADES[0]) / BINS
-    for name, values in (("sqrt_v", np.sqrt(v)), ("abs_m", np.abs(np.stack([local.m[0].numpy() for local in each])))):
+    for name, values in (
+        ("sqrt_v", np.sqrt(v)),
+        ("abs_m", np.abs(np.stack([local.m[0].numpy() for local in each]))),
+    ):
         wanted = np.zeros(BINS, dtype=int)
         for value in values.flatten():
             wanted[int((math.log10(max(value, 1e-9)) - DECADES[0]) / width)] += 1
@@ -109,7 +128,9 @@ def test_the_noise_of_unequal_clients_does_not_depend_on_the_fleet(tmp_path: Pat
         Fleet(job, watch=diagnostics.watch).run_cohort(1, first_state(job), range(CLIENTS))
         diagnostics.write(1)
         found.append(read_diagnostics(folder)[0]["noise_std"])
-        assert found[-1] == pytest.approx(math.sqrt(np.mean([job.plan.phi(i) for i in range(CLIENTS)])))
+        assert found[-1] == pytest.approx(
+            math.sqrt(np.mean([job.plan.phi(i) for i in range(CLIENTS)]))
+        )
     assert found[0] == pytest.approx(found[1], rel=1e-9)
     assert found[0] == pytest.approx(found[2], rel=1e-9)
 
@@ -122,7 +143,9 @@ def test_noise_alone_puts_the_root_of_v_at_its_own_level(tmp_path: Path) -> None
         assert row["noise_std"] == pytest.approx(50 * 0.5 / 8)
         assert math.sqrt(row["v_mean"]) == pytest.approx(row["noise_std"], rel=0.05)
         counts = np.array(row["sqrt_v_histogram"])
-        middle = DECADES[0] + (np.searchsorted(np.cumsum(counts), counts.sum() / 2) + 0.5) * 10 / BINS
+        middle = (
+            DECADES[0] + (np.searchsorted(np.cumsum(counts), counts.sum() / 2) + 0.5) * 10 / BINS
+        )
         assert middle == pytest.approx(math.log10(row["noise_std"]), abs=0.1)
 
 
@@ -141,11 +164,18 @@ def test_real_noise_refuses_them_before_anything_is_written(tmp_path: Path) -> N
     with pytest.raises(DpfedError, match=r"run\.diagnostics"):
         run(config_of(run={"noise": "os"}), tmp_path / "r", source=features())
     assert not (tmp_path / "r").exists()
-    run(config_of(run={"noise": "os", "diagnostics": False, "rounds": 1}), tmp_path / "r", source=features())
+    run(
+        config_of(run={"noise": "os", "diagnostics": False, "rounds": 1}),
+        tmp_path / "r",
+        source=features(),
+    )
 
 
 def test_they_change_nothing_of_the_run(tmp_path: Path) -> None:
-    results = [run(config_of(run={"diagnostics": on}), tmp_path / str(on), source=features()) for on in (True, False)]
+    results = [
+        run(config_of(run={"diagnostics": on}), tmp_path / str(on), source=features())
+        for on in (True, False)
+    ]
     models = [(tmp_path / str(on) / "model.safetensors").read_bytes() for on in (True, False)]
     assert models[0] == models[1]
     assert results[0]["epsilon"] == results[1]["epsilon"]
@@ -159,15 +189,24 @@ def test_values_off_the_scale_are_in_the_outer_bins_and_nonsense_is_null(tmp_pat
     diagnostics = Diagnostics(tmp_path, job)
     diagnostics.watch(context(job, 1, [0]), [0], dataclasses.replace(local, v_hat=v))
     diagnostics.write(1)
-    diagnostics.watch(context(job, 2, [0]), [0], dataclasses.replace(local, theta=local.theta * math.nan))
+    diagnostics.watch(
+        context(job, 2, [0]), [0], dataclasses.replace(local, theta=local.theta * math.nan)
+    )
     diagnostics.write(2)
     lines = (tmp_path / "diagnostics.jsonl").read_text().splitlines()
-    first, second = (json.loads(line, parse_constant=lambda word: pytest.fail(word)) for line in lines)
+    first, second = (
+        json.loads(line, parse_constant=lambda word: pytest.fail(word)) for line in lines
+    )
     assert (first["sqrt_v_histogram"][0], first["sqrt_v_histogram"][-1]) == (1, v.numel() - 1)
     assert second["drift"] is None
 
 
 def test_of_a_round_that_was_run_again_the_last_line_counts(tmp_path: Path) -> None:
-    lines = ['{"round": 1, "drift": 1}', '{"round": 2, "drift": 5}', '{"round": 2, "drift": 2}', '{"round": 3, "dr']
+    lines = [
+        '{"round": 1, "drift": 1}',
+        '{"round": 2, "drift": 5}',
+        '{"round": 2, "drift": 2}',
+        '{"round": 3, "dr',
+    ]
     (tmp_path / "diagnostics.jsonl").write_text("\n".join(lines))
     assert [(row["round"], row["drift"]) for row in read_diagnostics(tmp_path)] == [(1, 1), (2, 2)]

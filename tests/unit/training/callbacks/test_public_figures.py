@@ -9,12 +9,26 @@ import torch
 
 from dpfed.privacy.accounting.guarantee import Planned
 from dpfed.privacy.mechanism import Mechanism
-from dpfed.training.callbacks.public_figures import flat, public_metrics, public_result, public_row, public_settings
+from dpfed.training.callbacks.public_figures import (
+    flat,
+    public_metrics,
+    public_result,
+    public_row,
+    public_settings,
+)
 from dpfed.training.round_loop import Round
 
 
 def test_a_line_of_metrics_loses_who_took_part_and_when() -> None:
-    row = {"round": 3, "accuracy": 0.5, "loss": 1.0, "clip": 0.1, "cohort": 5, "eligible": 9, "seconds": 2.0}
+    row = {
+        "round": 3,
+        "accuracy": 0.5,
+        "loss": 1.0,
+        "clip": 0.1,
+        "cohort": 5,
+        "eligible": 9,
+        "seconds": 2.0,
+    }
     row |= {"epsilon_server_max": 1.5, "something_new": 1}
     assert public_row(row) == {"round": 3, "accuracy": 0.5, "loss": 1.0, "clip": 0.1}
 
@@ -46,7 +60,9 @@ def test_a_result_loses_what_single_clients_spent() -> None:
         ({"model": {"lora": {"r": 2}}}, {"model.lora.r": 2}),
     ],
 )
-def test_settings_lose_the_seed_and_places(tables: dict[str, object], left: dict[str, object]) -> None:
+def test_settings_lose_the_seed_and_places(
+    tables: dict[str, object], left: dict[str, object]
+) -> None:
     assert flat(public_settings(tables)) == left
 
 

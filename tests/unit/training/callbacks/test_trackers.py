@@ -66,11 +66,18 @@ def test_a_tracker_that_fails_is_named_once_and_the_run_goes_on(
 
     monkeypatch.setattr(Spy, broken, fail)
     make_run(tmp_path / "r", "dp-fedavg", 0, *FEW, 'run.trackers=["wandb"]')
-    assert capsys.readouterr().err.count("the tracker wandb failed and is left out from here on: no route to the") == 1
+    assert (
+        capsys.readouterr().err.count(
+            "the tracker wandb failed and is left out from here on: no route to the"
+        )
+        == 1
+    )
     assert (tmp_path / "r" / "model.safetensors").exists()
 
 
-def test_a_missing_package_is_said_before_anything_is_charged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_said_before_anything_is_charged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(trackers.KINDS, "mlflow", (Spy, "there_is_no_such_package"))
     with pytest.raises(DpfedError, match=r"pip install 'dpfed\[mlflow\]'"):
         make_run(tmp_path / "r", "dp-fedavg", 0, *FEW, 'run.trackers=["mlflow"]')
@@ -84,7 +91,9 @@ def test_wandb_tells_times_and_is_not_for_real_noise(tmp_path: Path) -> None:
 
 
 def test_an_unknown_tracker_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DpfedError, match=r"run.trackers = .* must be one of 'tensorboard', 'mlflow', 'wandb'"):
+    with pytest.raises(
+        DpfedError, match=r"run.trackers = .* must be one of 'tensorboard', 'mlflow', 'wandb'"
+    ):
         make_run(tmp_path / "r", "dp-fedavg", 0, 'run.trackers=["neptune"]')
 
 
@@ -95,9 +104,15 @@ def test_tensorboard_reads_the_event_files(tmp_path: Path) -> None:
 
     events = EventAccumulator(str(tmp_path / "r" / "tensorboard"))
     events.Reload()
-    assert {"accuracy", "loss", "epsilon_planned", "epsilon_third_party"} <= set(events.Tags()["scalars"])
+    assert {"accuracy", "loss", "epsilon_planned", "epsilon_third_party"} <= set(
+        events.Tags()["scalars"]
+    )
     assert [e.step for e in events.Scalars("accuracy")] == [0, 1, 2]
-    assert [e.wall_time for e in events.Scalars("accuracy")] == [0, 1, 2]  # no times of rounds, which are private
+    assert [e.wall_time for e in events.Scalars("accuracy")] == [
+        0,
+        1,
+        2,
+    ]  # no times of rounds, which are private
 
 
 def test_mlflow_keeps_a_run_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

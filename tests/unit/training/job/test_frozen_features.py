@@ -26,13 +26,13 @@ from dpfed.data.tables import Source
 from dpfed.errors import DpfedError
 from dpfed.model.per_sample.gradients import PerSample
 from dpfed.report.model_card import write_export
-from dpfed.training.backends.batched_runs import Place, side_by_side
+from dpfed.training.backends.batched_runs import BatchedRun, run_batched
 from dpfed.training.backends.torchrun import fingerprint
 from dpfed.training.export import read_run
 from dpfed.training.job import frozen_features
 from dpfed.training.job.frozen_features import NOTE
 from dpfed.training.job.job import prepare
-from dpfed.training.job.job_cache import Shared
+from dpfed.training.job.job_cache import JobCache
 from dpfed.training.round_loop import evaluate
 from dpfed.training.run import run
 
@@ -45,7 +45,9 @@ def weights(kind: str, folder: Path) -> dict[str, Any]:
     found = base(kind, folder)
     torch.manual_seed(0)
     if kind == "bert":
-        BertForSequenceClassification(BertConfig(num_labels=5, **TEXT, **SIZES, **NONE)).save_pretrained(folder)
+        BertForSequenceClassification(
+            BertConfig(num_labels=5, **TEXT, **SIZES, **NONE)
+        ).save_pretrained(folder)
     if kind == "roberta":
         config = RobertaConfig(num_labels=5, classifier_dropout=0.4, **TEXT, **SIZES, **NONE)
         RobertaForSequenceClassification(config).save_pretrained(folder)
@@ -90,7 +92,9 @@ def test_the_same_vector_with_and_without(kind: str, tmp_path: Path) -> None:
     assert once["test_loss"] == pytest.approx(whole["test_loss"], abs=1e-6)
     same = ("epsilon", "input", "parameters", "blocks", "classes", "test_records", "start_accuracy")
     assert {key: once[key] for key in same} == {key: whole[key] for key in same}
-    assert [NOTE in prepare(config_of(kind, tmp_path / "base", a), source).notes for a in (True, False)] == [
+    assert [
+        NOTE in prepare(config_of(kind, tmp_path / "base", a), source).notes for a in (True, False)
+    ] == [
         True,
         False,
     ]
@@ -104,7 +108,9 @@ def test_the_export_is_a_whole_model(kind: str, tmp_path: Path) -> None:
     result = run(config, tmp_path / "run", source=source)
     assert write_export(tmp_path / "run", tmp_path / "out") == "model"
     job = prepare(config, source)
-    own = job.model.scores(job.space.flatten(load_file(tmp_path / "run" / "model.safetensors")), job.test.inputs)
+    own = job.model.scores(
+        job.space.flatten(load_file(tmp_path / "run" / "model.safetensors")), job.test.inputs
+    )
     raw = prepare(config_of(kind, tmp_path / "base", False), source).test
     auto = AutoModelForImageClassification if kind == "vit" else AutoModelForSequenceClassification
     plain = auto.from_pretrained(tmp_path / "out").eval()
@@ -115,18 +121,25 @@ def test_the_export_is_a_whole_model(kind: str, tmp_path: Path) -> None:
     with torch.no_grad():
         logits = plain(**given).logits
     torch.testing.assert_close(logits, own, atol=1e-5, rtol=1e-5)
-    assert (logits.argmax(1) == raw.labels).float().mean().item() == pytest.approx(result["test_accuracy"])
+    assert (logits.argmax(1) == raw.labels).float().mean().item() == pytest.approx(
+        result["test_accuracy"]
+    )
 
 
 def test_bf16_features_are_bf16_and_give_the_same_numbers(tmp_path: Path) -> None:
-    jobs = [prepare(config_of("vit", tmp_path, a, run={"precision": "bf16"}), images()) for a in (True, False)]
+    jobs = [
+        prepare(config_of("vit", tmp_path, a, run={"precision": "bf16"}), images())
+        for a in (True, False)
+    ]
     assert jobs[0].records.inputs["features"].dtype == torch.bfloat16
     theta = torch.linspace(-1, 1, jobs[0].space.size)
     mine, theirs = (job.model.scores(theta, job.test.inputs) for job in jobs)
     torch.testing.assert_close(mine, theirs, rtol=0.02, atol=0.02)
 
 
-def test_every_record_goes_through_the_frozen_part_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_record_goes_through_the_frozen_part_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = counted(monkeypatch)
     job = prepare(config_of("vit", tmp_path), images())
     assert made == [24, 6]
@@ -135,11 +148,15 @@ def test_every_record_goes_through_the_frozen_part_once(tmp_path: Path, monkeypa
     calls: list[int] = []
     job.adapted.model.get_submodule("vit").register_forward_hook(lambda *_: calls.append(1))
     evaluate(job, job.theta)
-    job.model.grads(job.theta[None], torch.zeros(3, dtype=torch.int64), *job.records.take(torch.arange(3)))
+    job.model.grads(
+        job.theta[None], torch.zeros(3, dtype=torch.int64), *job.records.take(torch.arange(3))
+    )
     assert not calls
 
 
-def test_pieces_of_a_table_are_its_records_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_of_a_table_are_its_records_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = prepare(config_of("vit", tmp_path), images())
     original = frozen_features.split
 
@@ -161,7 +178,9 @@ def test_auto_is_where_it_saves_work(tmp_path: Path) -> None:
     assert prepare(config_of("vit", tmp_path, "auto"), images()).given is not None
     assert prepare(config_of("vit", tmp_path, "auto", run={"rounds": 1}), images()).given is None
     assert prepare(config_of("vit", tmp_path, True, run={"rounds": 1}), images()).given is not None
-    assert prepare(config_of("vit", tmp_path, "auto", model={"train": "lora"}), images()).given is None
+    assert (
+        prepare(config_of("vit", tmp_path, "auto", model={"train": "lora"}), images()).given is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,16 +191,24 @@ def test_auto_is_where_it_saves_work(tmp_path: Path) -> None:
     ],
     ids=["lora", "augment"],
 )
-def test_true_is_refused_where_it_cannot_be_done(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+def test_true_is_refused_where_it_cannot_be_done(
+    changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
     with pytest.raises(
-        DpfedError, match=f'^run.features = true cannot be done, as {reason}.*set run.features = "auto"$'
+        DpfedError,
+        match=f'^run.features = true cannot be done, as {reason}.*set run.features = "auto"$',
     ):
         prepare(config_of("vit", tmp_path, True, **changes), images())
     assert prepare(config_of("vit", tmp_path, "auto", **changes), images()).given is None
 
 
 def test_a_model_with_dropout_before_its_head_stays_whole(tmp_path: Path) -> None:
-    section = {"name": "auto-text", "weights": base("bert", tmp_path), "max_length": 5, "train": "head"}
+    section = {
+        "name": "auto-text",
+        "weights": base("bert", tmp_path),
+        "max_length": 5,
+        "train": "head",
+    }
     job = prepare(settings(section), texts())
     assert job.given is None
     assert any("computed at every step, as the model has dropout" in note for note in job.notes)
@@ -199,13 +226,23 @@ def test_features_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return parts
 
     monkeypatch.setattr(frozen_features, "split", heavy)
-    assert prepare(config_of("vit", tmp_path, True, run={"memory_limit": 30}), images()).given is not None
-    assert prepare(config_of("vit", tmp_path, "auto", run={"memory_limit": 29}), images()).given is None
-    with pytest.raises(DpfedError, match=r"the features take 30 MiB and run\.memory_limit gives them 29"):
+    assert (
+        prepare(config_of("vit", tmp_path, True, run={"memory_limit": 30}), images()).given
+        is not None
+    )
+    assert (
+        prepare(config_of("vit", tmp_path, "auto", run={"memory_limit": 29}), images()).given
+        is None
+    )
+    with pytest.raises(
+        DpfedError, match=r"the features take 30 MiB and run\.memory_limit gives them 29"
+    ):
         prepare(config_of("vit", tmp_path, True, run={"memory_limit": 29}), images())
 
 
-def test_without_room_the_whole_model_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_room_the_whole_model_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*given: Any) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
@@ -219,7 +256,7 @@ def test_without_room_the_whole_model_is_used(tmp_path: Path, monkeypatch: pytes
 
 
 def test_jobs_share_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, shared, source = counted(monkeypatch), Shared(), images()
+    made, shared, source = counted(monkeypatch), JobCache(), images()
 
     def job(**keys: Any) -> Any:
         return prepare(config_of("vit", tmp_path, run=keys), source, shared)
@@ -237,7 +274,7 @@ def test_jobs_share_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_shared_features_keep_the_data_that_names_them(tmp_path: Path) -> None:
     """Other data could come to have the identity of data that is gone, and would be given its features."""
-    shared, config = Shared(), config_of("bert", tmp_path)
+    shared, config = JobCache(), config_of("bert", tmp_path)
     raw = texts()
     job = prepare(config, raw, shared)
     assert NOTE in job.notes
@@ -249,21 +286,28 @@ def test_shared_features_keep_the_data_that_names_them(tmp_path: Path) -> None:
     assert named() is not None
 
 
-def test_a_pack_on_features_is_the_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pack_on_features_is_the_runs_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, source = counted(monkeypatch), images()
-    configs = [config_of("vit", tmp_path / "base", run={"seed": seed, "slots": 16}) for seed in (0, 4)]
+    configs = [
+        config_of("vit", tmp_path / "base", run={"seed": seed, "slots": 16}) for seed in (0, 4)
+    ]
 
     def task(number: int) -> Any:
-        def work(place: Place | None) -> Any:
+        def work(place: BatchedRun | None) -> Any:
             return run(configs[number], tmp_path / f"packed-{number}", source=source, place=place)
 
         return work
 
-    side_by_side([task(0), task(1)])
+    run_batched([task(0), task(1)])
     assert made == [24, 6]
     for number, config in enumerate(configs):
         run(config, tmp_path / f"alone-{number}", source=source)
-        mine, alone = (load_file(tmp_path / f"{way}-{number}" / "model.safetensors") for way in ("packed", "alone"))
+        mine, alone = (
+            load_file(tmp_path / f"{way}-{number}" / "model.safetensors")
+            for way in ("packed", "alone")
+        )
         for name in alone:
             torch.testing.assert_close(mine[name], alone[name], rtol=0, atol=1e-6)
 

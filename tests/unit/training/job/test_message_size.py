@@ -62,13 +62,17 @@ def job_of(algorithm: dict[str, Any]) -> Job:
      {"name": "dp-fedadamw", "agg": "off"}, {"name": "dp-fedadamw", "bc_level": "block"}],
     ids=str,
 )  # fmt: skip
-def test_it_is_the_size_of_real_messages_and_of_what_real_clients_read(algorithm: dict[str, Any]) -> None:
+def test_it_is_the_size_of_real_messages_and_of_what_real_clients_read(
+    algorithm: dict[str, Any],
+) -> None:
     job = job_of(algorithm)
     said = traffic(job.algorithm, job.space)
     state = first_state(job)
     message = Fleet(job)._fleet(1, state, [0, 3])
     assert said.up_numbers == sum(value[0].numel() for value in message.values())
-    assert said.up_bytes == sum(value[0].numel() * value.element_size() for value in message.values())
+    assert said.up_bytes == sum(
+        value[0].numel() * value.element_size() for value in message.values()
+    )
     read: set[str] = set()
 
     class Watched:

@@ -48,7 +48,10 @@ def image_folder(folder: Path) -> dict[str, Any]:
 
 
 def warned(data: dict[str, Any]) -> list[str]:
-    tables = {"data": {"clients": 2, "partition": "iid", **data}, "privacy": {"sigma": 1.0, "batch": 1.0}}
+    tables = {
+        "data": {"clients": 2, "partition": "iid", **data},
+        "privacy": {"sigma": 1.0, "batch": 1.0},
+    }
     config = build(tables, registry())
     source = config.data.load()  # type: ignore[attr-defined]
     return data_warnings(config, source, shards_for(config, source, Streams(0)))
@@ -61,7 +64,9 @@ def test_gaps_between_labels_are_said_unless_declared(source: Any, tmp_path: Pat
     assert warned({**section, "classes": 8}) == []
 
 
-def test_an_empty_class_folder_is_said_unless_declared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_class_folder_is_said_unless_declared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DPFED_CACHE", str(tmp_path / "cache"))
     section = image_folder(tmp_path / "images")
     (said,) = warned(section)

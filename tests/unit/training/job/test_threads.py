@@ -39,10 +39,14 @@ def test_one_thread_that_somebody_chose_stays() -> None:
     assert torch.get_num_threads() == 2
 
 
-def test_a_head_on_features_is_a_small_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_on_features_is_a_small_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However large the model is that it was taken from."""
     section = {"name": "auto-image", "weights": base("vit", tmp_path), "train": "head"}
-    monkeypatch.setattr(threads, "SMALL", 100)  # the model has more parameters than that, its head has 27
+    monkeypatch.setattr(
+        threads, "SMALL", 100
+    )  # the model has more parameters than that, its head has 27
     torch.set_num_threads(2)
     assert prepare(settings(section, run={"features": False}), images()).space.size == 27
     assert torch.get_num_threads() == 2

@@ -19,14 +19,23 @@ from command import dpfed
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dpfed.algorithms.base import Algorithm, Averaging, Context, Memory, Message, Oracle, Point, spread
+from dpfed.algorithms.base import (
+    Algorithm,
+    Averaging,
+    ClientState,
+    Context,
+    Message,
+    Oracle,
+    Point,
+    spread,
+)
 from dpfed.config import Config, Registry, build
 from dpfed.data.tables import Source, Table
 from dpfed.errors import DpfedError
 from dpfed.privacy.ledger.ledger import Charge, Ledger
 from dpfed.registry import registry
-from dpfed.training.backends.client_state import ClientMemory
-from dpfed.training.budget.recorded_spending import read_accounts
+from dpfed.training.backends.client_state import ClientStates
+from dpfed.training.budget.recorded_spending import read_recorded_spending
 from dpfed.training.job.job import Job
 from dpfed.training.round_loop import Progress, Round
 from dpfed.training.run import follows_from, run
@@ -73,7 +82,7 @@ class Remembering(Averaging):
     def init(self, ctx: Context, theta: Tensor) -> Any:
         return Server(theta, theta)
 
-    def start(self, ctx: Context, server: Any, memory: Memory) -> Any:
+    def start(self, ctx: Context, server: Any, memory: ClientState) -> Any:
         zero = torch.zeros_like(memory["c"])
         return Local(spread(server.theta, ctx.S), memory["c"], zero, memory["seen"])
 
@@ -82,7 +91,7 @@ class Remembering(Averaging):
         step = g - torch.where(local.seen.unsqueeze(1), 0.5 * local.c, 0.0)
         return dataclasses.replace(local, theta=local.theta - ctx.lr * step, total=local.total + g)
 
-    def finish(self, ctx: Context, server: Any, local: Local) -> tuple[Message, Memory]:
+    def finish(self, ctx: Context, server: Any, local: Local) -> tuple[Message, ClientState]:
         return {"delta": local.theta - server.theta}, {"c": local.total / ctx.K}
 
     def aggregate(self, ctx: Context, server: Any, mean: Message) -> Any:
@@ -104,7 +113,9 @@ def config_of(name: str = "dp-fedadamw", **sections: dict[str, Any]) -> Config:
         "privacy": {"sigma": 1.0, "clip": 0.5, "batch": 8},
         "run": {"rounds": ROUNDS, "local_steps": 2, "participation": 0.4, "device": "cpu"},
     }
-    return build({section: {**table, **sections.get(section, {})} for section, table in raw.items()}, known())
+    return build(
+        {section: {**table, **sections.get(section, {})} for section, table in raw.items()}, known()
+    )
 
 
 def features() -> Source:
@@ -112,7 +123,10 @@ def features() -> Source:
     x = rng.normal(size=(140, 4)).astype(np.float32)
     y = (x @ rng.normal(size=(4, 3))).argmax(1)
     return Source(
-        Table({"features": x[:100]}, y[:100]), Table({"features": x[100:]}, y[100:]), ("a", "b", "c"), "features"
+        Table({"features": x[:100]}, y[:100]),
+        Table({"features": x[100:]}, y[100:]),
+        ("a", "b", "c"),
+        "features",
     )
 
 
@@ -149,7 +163,9 @@ def metrics(out: Path) -> list[dict[str, Any]]:
 
 
 def taken_in(out: Path) -> dict[str, int]:
-    newest = max((out / "checkpoint").glob("round-*.json"), key=lambda p: int(p.stem.removeprefix("round-")))
+    newest = max(
+        (out / "checkpoint").glob("round-*.json"), key=lambda p: int(p.stem.removeprefix("round-"))
+    )
     taken: dict[str, int] = json.loads(newest.read_text())["taken"]
     return taken
 
@@ -184,7 +200,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dic
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("t", [0, 1, ROUNDS - 1, ROUNDS])
-def test_a_stopped_run_goes_on_as_if_nothing_had_been(name: str, t: int, whole: Any, tmp_path: Path) -> None:
+def test_a_stopped_run_goes_on_as_if_nothing_had_been(
+    name: str, t: int, whole: Any, tmp_path: Path
+) -> None:
     config = config_of(name, **KINDS[name])
     out = crashed(config, tmp_path / "r", t)
     assert json.loads((out / "run.json").read_text())["state"] == "running"
@@ -193,7 +211,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(name: str, t: int, whole: 
     same(reference, out)
     for key in ("epsilon", "test_accuracy", "test_loss", "start_accuracy", "rounds", "guarantee"):
         assert result[key] == wanted[key], key
-    rows = [read_accounts(folder).rows for folder in (reference, out)]
+    rows = [read_recorded_spending(folder).rows for folder in (reference, out)]
     assert rows[0] == rows[1]  # seeded noise comes again: the same rows
     assert json.loads((out / "run.json").read_text())["state"] == "finished"
 
@@ -222,10 +240,14 @@ def test_without_checkpoints_a_run_begins_again(tmp_path: Path, whole: Any) -> N
     assert metrics(out) == metrics(whole["dp-fedadamw"][0])
 
 
-def test_a_memory_in_files_is_the_same_memory(tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    init = ClientMemory.__init__
+def test_a_memory_in_files_is_the_same_memory(
+    tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init = ClientStates.__init__
     monkeypatch.setattr(
-        ClientMemory, "__init__", lambda self, names, size, folder, limit: init(self, names, size, folder, 1)
+        ClientStates,
+        "__init__",
+        lambda self, names, size, folder, limit: init(self, names, size, folder, 1),
     )
     config = config_of("remembering", **KINDS["remembering"])
     out = crashed(config, tmp_path / "r", 3)
@@ -237,7 +259,9 @@ def test_two_checkpoints_are_kept_and_what_they_name(whole: Any) -> None:
     folder = whole["remembering"][0] / "checkpoint"
     assert {p.stem for p in folder.glob("round-*")} == {f"round-{ROUNDS - 1}", f"round-{ROUNDS}"}
     named = {
-        file for path in folder.glob("round-*.json") for file, _ in json.loads(path.read_text())["memory"].values()
+        file
+        for path in folder.glob("round-*.json")
+        for file, _ in json.loads(path.read_text())["memory"].values()
     }
     assert {p.name for p in (folder / "memory").iterdir()} == named
 
@@ -251,8 +275,12 @@ def flip(path: Path, at: int = -3) -> None:
     path.write_bytes(bytes(data))
 
 
-@pytest.mark.parametrize("what", ["round-3.json", "round-3.safetensors", "memory", "cut", "not JSON", "list"])
-def test_a_damaged_newest_checkpoint_leaves_the_one_before_it(what: str, whole: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "what", ["round-3.json", "round-3.safetensors", "memory", "cut", "not JSON", "list"]
+)
+def test_a_damaged_newest_checkpoint_leaves_the_one_before_it(
+    what: str, whole: Any, tmp_path: Path
+) -> None:
     config = config_of("remembering", **KINDS["remembering"])
     out = crashed(config, tmp_path / "r", ROUNDS)
     folder = out / "checkpoint"
@@ -266,14 +294,21 @@ def test_a_damaged_newest_checkpoint_leaves_the_one_before_it(what: str, whole: 
         flip(folder / what, 90)
     said: list[str] = []
     seen: list[int] = []
-    resumed(config, out, begin=lambda job: said.extend(job.notes), observe=lambda round: seen.append(round.t))
+    resumed(
+        config,
+        out,
+        begin=lambda job: said.extend(job.notes),
+        observe=lambda round: seen.append(round.t),
+    )
     assert seen == [3, 4]
     (note,) = [line for line in said if "the one before it is used" in line]
     assert "round-3" in note
     same(whole["remembering"][0], out)
 
 
-def test_with_all_of_them_damaged_there_is_one_sentence_and_nothing_is_changed(tmp_path: Path) -> None:
+def test_with_all_of_them_damaged_there_is_one_sentence_and_nothing_is_changed(
+    tmp_path: Path,
+) -> None:
     config = config_of()
     out = crashed(config, tmp_path / "r", 3)
     for path in (out / "checkpoint").glob("*.safetensors"):
@@ -307,10 +342,14 @@ def test_metrics_that_are_gone_are_not_made_up(tmp_path: Path) -> None:
 
 def test_a_state_of_another_form_is_refused_in_one_sentence(tmp_path: Path) -> None:
     """As after an update of the program that added a field."""
-    memory = ClientMemory((), 3, tmp_path / "memory", 1)
+    memory = ClientStates((), 3, tmp_path / "memory", 1)
     checkpoints = Checkpoints(tmp_path, "job", memory)
     checkpoints.save(Progress(1, State(Point(torch.ones(3)), 1.0)), np.array([1, 0]))
-    for form in (Server(torch.ones(3), torch.ones(3)), Point(torch.ones(4)), Point(torch.ones(3, dtype=torch.float64))):
+    for form in (
+        Server(torch.ones(3), torch.ones(3)),
+        Point(torch.ones(4)),
+        Point(torch.ones(3, dtype=torch.float64)),
+    ):
         saved, said = checkpoints.load(State(form, 1.0))
         assert saved is None
         assert len(said) == 1
@@ -321,14 +360,18 @@ def test_a_state_of_another_form_is_refused_in_one_sentence(tmp_path: Path) -> N
 
 
 def test_what_is_read_back_is_what_was_saved(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, "job", ClientMemory((), 3, tmp_path / "memory", 1))
+    checkpoints = Checkpoints(tmp_path, "job", ClientStates((), 3, tmp_path / "memory", 1))
     shared = torch.tensor([1e-30, -0.0, 3.0])
     state = State(Server(shared, shared), 0.1 + 0.2)  # one tensor in two fields
     checkpoints.save(Progress(7, state, 1.25), np.array([0, 3, 0]))
     saved, said = checkpoints.load(State(Server(torch.zeros(3), torch.zeros(3)), 1.0))
     assert saved is not None
     assert said == []
-    assert (saved.progress.t, saved.progress.seconds, saved.progress.state.clip) == (7, 1.25, 0.1 + 0.2)
+    assert (saved.progress.t, saved.progress.seconds, saved.progress.state.clip) == (
+        7,
+        1.25,
+        0.1 + 0.2,
+    )
     assert saved.taken.tolist() == [0, 3, 0]
     for value in saved.progress.state.tensors().values():
         assert value.numpy().tobytes() == shared.numpy().tobytes()
@@ -358,17 +401,22 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("algorithm", "gamma", 0.1),
     ],
 )
-def test_another_configuration_is_refused_by_name(half: Path, section: str, key: str, value: Any) -> None:
+def test_another_configuration_is_refused_by_name(
+    half: Path, section: str, key: str, value: Any
+) -> None:
     more = {"clip_mode": "quantile"} if key == "quantile" else {}
     with pytest.raises(
-        DpfedError, match=rf"{section}\.{'clip_mode' if more else key} was .* {value if not more else ''}"
+        DpfedError,
+        match=rf"{section}\.{'clip_mode' if more else key} was .* {value if not more else ''}",
     ):
         resumed(config_of(**{section: {key: value, **more}}), half)
 
 
 def test_what_may_change_may_change(half: Path, tmp_path: Path, whole: Any) -> None:
     out = Path(shutil.copytree(half, tmp_path / "r"))
-    config = config_of(run={"eval_every": 4, "checkpoint_every": 3, "memory_limit": 1, "threads": 1})
+    config = config_of(
+        run={"eval_every": 4, "checkpoint_every": 3, "memory_limit": 1, "threads": 1}
+    )
     resumed(config, out)
     a, b = (load_file(folder / "model.safetensors") for folder in (whole["dp-fedadamw"][0], out))
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -405,17 +453,23 @@ def test_a_run_without_a_name_is_refused(half: Path, tmp_path: Path) -> None:
         resumed(config_of(), out)
 
 
-def test_another_kind_of_device_is_another_run(half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_kind_of_device_is_another_run(
+    half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its generators give other numbers for the same seed, so a round would be repeated with other noise."""
     out = shutil.copytree(half, tmp_path / "r")
     told = follows_from
-    monkeypatch.setattr("dpfed.training.run.follows_from", lambda job: {**told(job), "device": "cuda"})
+    monkeypatch.setattr(
+        "dpfed.training.run.follows_from", lambda job: {**told(job), "device": "cuda"}
+    )
     with pytest.raises(DpfedError, match="another configuration"):
         resumed(config_of(), out)
     monkeypatch.undo()
     jobs: list[Job] = []
     resumed(config_of(), out, begin=jobs.append)
-    assert follows_from(dataclasses.replace(jobs[0], device=torch.device("meta")))["device"] == "meta"
+    assert (
+        follows_from(dataclasses.replace(jobs[0], device=torch.device("meta")))["device"] == "meta"
+    )
 
 
 # --- the ledger -------------------------------------------------------------------------------------------------------
@@ -424,14 +478,18 @@ def test_another_kind_of_device_is_another_run(half: Path, tmp_path: Path, monke
 def test_real_noise_is_spent_for_every_attempt(tmp_path: Path) -> None:
     config = config_of(run={"noise": "os"})
     out = crashed(config, tmp_path / "r", 3)  # round 3 was charged, and will be again
-    before = read_accounts(out)
+    before = read_recorded_spending(out)
     assert (before.rows, before.void) == (6, None)
     result = resumed(config, out)
-    after = read_accounts(out)
+    after = read_recorded_spending(out)
     assert after.rows == 10
     assert sum(taken_in(out).values()) == 10
     assert result["epsilon"]["server_max"] == pytest.approx(after.server_max, rel=1e-6)
-    assert result["epsilon"]["third_party"] == result["epsilon"]["server_worst"] == pytest.approx(after.server_worst)
+    assert (
+        result["epsilon"]["third_party"]
+        == result["epsilon"]["server_worst"]
+        == pytest.approx(after.server_worst)
+    )
     assert after.third_party == after.server_worst
     assert after.void is not None
 
@@ -447,8 +505,8 @@ def test_an_attempt_with_quite_other_clients_is_an_attempt_too(tmp_path: Path) -
         drawn = {int(row.charge.client) for row in ledger.rows()}
         others = sorted(set(range(5)) - drawn)[:2]
         ledger.charge([Charge(i, 1, 2, jobs[0].plan.mechanism(i), "os") for i in others])
-    assert read_accounts(out).void is not None
-    assert read_accounts(out).third_party == read_accounts(out).server_worst
+    assert read_recorded_spending(out).void is not None
+    assert read_recorded_spending(out).third_party == read_recorded_spending(out).server_worst
 
 
 def test_a_round_that_was_not_begun_is_no_second_attempt(tmp_path: Path) -> None:
@@ -467,9 +525,11 @@ def test_a_round_that_was_not_begun_is_no_second_attempt(tmp_path: Path) -> None
         with pytest.raises(CrashError):
             run(config, out, source=SOURCE)
     result = resumed(config, out)
-    assert read_accounts(out).rows == 8
+    assert read_recorded_spending(out).rows == 8
     assert result["epsilon"]["third_party"] < result["epsilon"]["server_worst"]
-    assert result["epsilon"]["third_party"] == pytest.approx(read_accounts(out).third_party)
+    assert result["epsilon"]["third_party"] == pytest.approx(
+        read_recorded_spending(out).third_party
+    )
 
 
 @pytest.mark.parametrize("noise", ["seeded", "os"])
@@ -531,7 +591,9 @@ def test_a_write_that_fails_midway_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_it_is_replaced_only_when_it_is_on_the_disk(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_replaced_only_when_it_is_on_the_disk(
+    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "state.json"
     write_file(path, lambda file: file.write(b"old"))
 
@@ -589,7 +651,9 @@ def test_a_disk_that_is_full_for_the_metrics_is_one_sentence(tmp_path: Path, cal
     folders: list[RunFolder] = []
     init = RunFolder.__init__
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunFolder, "__init__", lambda self, *args: (folders.append(self), init(self, *args))[1])
+        patch.setattr(
+            RunFolder, "__init__", lambda self, *args: (folders.append(self), init(self, *args))[1]
+        )
         with pytest.raises(DpfedError, match=r"metrics\.jsonl cannot be written: No space left"):
             run(config_of(), tmp_path / "r", source=SOURCE, begin=fill)
 

@@ -11,7 +11,7 @@ import numpy as np
 from dpfed.config import load
 from dpfed.registry import registry
 from dpfed.training.job.job import Job, prepare
-from dpfed.training.run_folder.label_counts import FILE, label_counts, write_holdings
+from dpfed.training.run_folder.label_counts import FILE, label_counts, write_label_counts
 
 
 def job_of(*keys: str) -> Job:
@@ -25,7 +25,7 @@ def test_the_table_is_that_of_a_loop(tmp_path: Path) -> None:
         for record in job.shards.of(client):
             by_hand[client, int(job.records.labels[record])] += 1
     np.testing.assert_array_equal(label_counts(job), by_hand)
-    write_holdings(tmp_path, job)
+    write_label_counts(tmp_path, job)
     kept = json.loads((tmp_path / FILE).read_text())
     assert kept["labels"] == by_hand.tolist()
     assert kept["classes"] == [str(i) for i in range(10)]
@@ -34,5 +34,5 @@ def test_the_table_is_that_of_a_loop(tmp_path: Path) -> None:
 def test_real_noise_leaves_no_table(tmp_path: Path) -> None:
     job = job_of()
     real = dataclasses.replace(job.config, run=dataclasses.replace(job.config.run, noise="os"))
-    write_holdings(tmp_path, dataclasses.replace(job, config=real))
+    write_label_counts(tmp_path, dataclasses.replace(job, config=real))
     assert not (tmp_path / FILE).exists()

@@ -19,7 +19,7 @@ from dpfed.privacy.accounting.pld import epsilon
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.registry import registry
-from dpfed.training.budget.recorded_spending import read_accounts
+from dpfed.training.budget.recorded_spending import read_recorded_spending
 from dpfed.training.budget.spending import EXTENSION
 from dpfed.training.round_loop import Round
 from dpfed.training.run import run
@@ -30,7 +30,14 @@ def config_of(**run: Any) -> Config:
     privacy = {"sigma": 2.0, "batch": 4, **run.pop("privacy", {})}
     if "target_epsilon" in privacy or privacy.get("enabled") is False:
         del privacy["sigma"]
-    table = {"rounds": 3, "local_steps": 2, "participation": 0.4, "lr_schedule": "constant", "device": "cpu", **run}
+    table = {
+        "rounds": 3,
+        "local_steps": 2,
+        "participation": 0.4,
+        "lr_schedule": "constant",
+        "device": "cpu",
+        **run,
+    }
     return build(
         {
             "data": {"name": "digits", "clients": 5},
@@ -48,7 +55,10 @@ def features() -> Source:
     x = rng.normal(size=(140, 4)).astype(np.float32)
     y = (x @ rng.normal(size=(4, 3))).argmax(1)
     return Source(
-        Table({"features": x[:100]}, y[:100]), Table({"features": x[100:]}, y[100:]), ("a", "b", "c"), "features"
+        Table({"features": x[:100]}, y[:100]),
+        Table({"features": x[100:]}, y[100:]),
+        ("a", "b", "c"),
+        "features",
     )
 
 
@@ -91,13 +101,15 @@ def same_model(one: Path, two: Path) -> bool:
     return all(equal(a[name], b[name]) for name in a)
 
 
-def test_added_rounds_give_the_run_that_was_planned_so_and_its_figures(short: Path, long: Any, tmp_path: Path) -> None:
+def test_added_rounds_give_the_run_that_was_planned_so_and_its_figures(
+    short: Path, long: Any, tmp_path: Path
+) -> None:
     out = Path(shutil.copytree(short, tmp_path / "r"))
-    before = read_accounts(out)
+    before = read_recorded_spending(out)
     result = go(config_of(rounds=5), out, resume=True)
     assert same_model(out, long[0])
     assert result["epsilon"] == long[1]["epsilon"]
-    after, planned = read_accounts(out), read_accounts(long[0])
+    after, planned = read_recorded_spending(out), read_recorded_spending(long[0])
     assert (after.server_worst, after.third_party) == (planned.server_worst, planned.third_party)
     # By hand: 20 records each, batch 4, five rounds of two steps at noise 2.
     kind = Mechanism("poisson", 0.2, 2.0)
@@ -112,7 +124,9 @@ def test_added_rounds_give_the_run_that_was_planned_so_and_its_figures(short: Pa
         go(config_of(rounds=5), out, resume=True)
 
 
-def test_the_larger_figure_stands_before_a_round_more_is_charged(short: Path, long: Any, tmp_path: Path) -> None:
+def test_the_larger_figure_stands_before_a_round_more_is_charged(
+    short: Path, long: Any, tmp_path: Path
+) -> None:
     """Stopped anywhere, `dpfed privacy RUN` never goes back to the old figure; and the rows are found again, not doubled."""
     out = Path(shutil.copytree(short, tmp_path / "r"))
     charge = Ledger.charge
@@ -127,9 +141,9 @@ def test_the_larger_figure_stands_before_a_round_more_is_charged(short: Path, lo
         patch.setattr(Ledger, "charge", killed)
         with pytest.raises(CrashError):
             go(config_of(rounds=5), out, resume=True)
-    assert read_accounts(out).server_worst == read_accounts(long[0]).server_worst
+    assert read_recorded_spending(out).server_worst == read_recorded_spending(long[0]).server_worst
     go(config_of(rounds=5), out, resume=True)
-    assert read_accounts(out).server_worst == read_accounts(long[0]).server_worst
+    assert read_recorded_spending(out).server_worst == read_recorded_spending(long[0]).server_worst
     with Ledger.open(out / "ledger.sqlite", readonly=True) as ledger:
         assert sum(row.charge.void for row in ledger.rows()) == 1
 
@@ -140,10 +154,12 @@ def test_a_ledger_that_states_more_is_not_cut_back(short: Path, tmp_path: Path) 
     old = (out / "config.toml").read_bytes()
     go(config_of(rounds=5), out, resume=True, crash=4)
     (out / "config.toml").write_bytes(old)
-    with pytest.raises(DpfedError, match=r"states 5 rounds: go on with --set run\.rounds=5 or more"):
+    with pytest.raises(
+        DpfedError, match=r"states 5 rounds: go on with --set run\.rounds=5 or more"
+    ):
         go(config_of(rounds=3), out, resume=True)
     assert go(config_of(rounds=6), out, resume=True)["rounds"] == 6
-    assert read_accounts(out).planned.rounds == 6
+    assert read_recorded_spending(out).planned.rounds == 6
 
 
 def test_extended_twice_with_a_budget_and_real_noise(tmp_path: Path) -> None:
@@ -153,7 +169,7 @@ def test_extended_twice_with_a_budget_and_real_noise(tmp_path: Path) -> None:
     go(config_of(**keys, rounds=6), out, resume=True, crash=5)
     result = go(config_of(**keys, rounds=12), out, resume=True)
     whole = go(config_of(**keys, rounds=12), tmp_path / "whole")
-    accounts, planned = read_accounts(out), read_accounts(tmp_path / "whole")
+    accounts, planned = read_recorded_spending(out), read_recorded_spending(tmp_path / "whole")
     assert accounts.planned.chances == planned.planned.chances
     assert len(planned.planned.chances) > 1  # the budget leaves fewer clients to draw from
     assert result["epsilon"]["server_worst"] == whole["epsilon"]["server_worst"]
@@ -168,12 +184,18 @@ def test_without_privacy_rounds_may_be_added_too(tmp_path: Path) -> None:
     assert same_model(tmp_path / "r", tmp_path / "whole")
 
 
-def test_rounds_are_not_taken_away_and_not_added_where_they_would_change_what_was(short: Path, tmp_path: Path) -> None:
+def test_rounds_are_not_taken_away_and_not_added_where_they_would_change_what_was(
+    short: Path, tmp_path: Path
+) -> None:
     (tmp_path / "r").mkdir()
     shutil.copy(short / "config.toml", tmp_path / "r")
-    with pytest.raises(DpfedError, match=r"run\.rounds was 3 .* is 2 now: rounds may be added but not taken away"):
+    with pytest.raises(
+        DpfedError, match=r"run\.rounds was 3 .* is 2 now: rounds may be added but not taken away"
+    ):
         go(config_of(rounds=2), tmp_path / "r", resume=True)
-    for number, keys in enumerate(({"lr_schedule": "cosine"}, {"privacy": {"target_epsilon": 4.0}})):
+    for number, keys in enumerate(
+        ({"lr_schedule": "cosine"}, {"privacy": {"target_epsilon": 4.0}})
+    ):
         out = tmp_path / f"fixed{number}"
         assert not extendable(config_of(**keys))
         go(config_of(**keys), out)
@@ -185,13 +207,18 @@ def test_every_difference_is_shown_and_what_may_change_is_recorded(tmp_path: Pat
     out = tmp_path / "r"
     go(config_of(), out, crash=2)
     with pytest.raises(
-        DpfedError, match=r"run\.local_steps was 2 .* is 3 now, run\.seed was 0 .* is 4 now: .*eval_every"
+        DpfedError,
+        match=r"run\.local_steps was 2 .* is 3 now, run\.seed was 0 .* is 4 now: .*eval_every",
     ):
         go(config_of(local_steps=3, seed=4), out, resume=True)
     assert (out / "config.toml").read_text().count("#") == 1
     go(config_of(eval_every=2), out, resume=True, crash=3)
     go(config_of(eval_every=2, checkpoint_every=2), out, resume=True)
-    assert [line for line in (out / "config.toml").read_text().splitlines() if line.startswith("# after")] == [
+    assert [
+        line
+        for line in (out / "config.toml").read_text().splitlines()
+        if line.startswith("# after")
+    ] == [
         "# after round 1: run.eval_every was 1, is 2",
         "# after round 2: run.checkpoint_every was 'auto', is 2",
     ]
@@ -207,10 +234,14 @@ def test_a_run_killed_before_it_had_a_name_is_given_one(tmp_path: Path, long: An
     assert json.loads((out / "run.json").read_text())["state"] == "finished"
 
 
-def test_a_new_run_refuses_a_large_delta_and_an_old_one_goes_on_with_a_warning(tmp_path: Path) -> None:
+def test_a_new_run_refuses_a_large_delta_and_an_old_one_goes_on_with_a_warning(
+    tmp_path: Path,
+) -> None:
     out = tmp_path / "run"
     large = config_of(privacy={"delta": 0.05, "rate": 0.2, "batch": None})
-    with pytest.raises(DpfedError, match=r"privacy\.delta = 0\.05 is at least 1 / 20.*allow_large_delta = true"):
+    with pytest.raises(
+        DpfedError, match=r"privacy\.delta = 0\.05 is at least 1 / 20.*allow_large_delta = true"
+    ):
         run(large, out, source=SOURCE)
     assert not out.exists()
     allowed = config_of(privacy={"delta": 0.05, "allow_large_delta": True})
@@ -227,11 +258,15 @@ def test_a_new_run_refuses_a_large_delta_and_an_old_one_goes_on_with_a_warning(t
     before = config_of(privacy={"delta": 0.05})
     result = run(before, out, source=SOURCE, resume=True)
     assert any("privacy.delta = 0.05 is at least 1 / 20" in said for said in result["warnings"])
-    assert any("is at least 1 / 20" in said for said in read_accounts(out).planned.warnings)
+    assert any(
+        "is at least 1 / 20" in said for said in read_recorded_spending(out).planned.warnings
+    )
     stored = json.loads((out / "run.json").read_text())
     assert stored.pop("largest_client") == 20
     (out / "run.json").write_text(json.dumps(stored))
-    assert any("is at least 1 / 20" in said for said in read_accounts(out).planned.warnings)
+    assert any(
+        "is at least 1 / 20" in said for said in read_recorded_spending(out).planned.warnings
+    )
 
 
 def test_the_configuration_of_a_run_without_new_keys_has_none_of_them() -> None:
