@@ -69,7 +69,7 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=name)
 
 
 def script(file: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(file, ROOT / "scripts" / f"{file}.py")
+    spec = importlib.util.spec_from_file_location(file, ROOT / "docs" / "tools" / f"{file}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -219,7 +219,7 @@ def maker() -> ModuleType:
     return script("make_docs")
 
 
-AGAIN = "run python scripts/make_docs.py"
+AGAIN = "run python docs/tools/make_docs.py"
 
 
 @pytest.mark.parametrize("page", ["configuration", "command-line", "api"])

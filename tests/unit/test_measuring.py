@@ -44,7 +44,7 @@ def script(path: str) -> Any:
 
 
 def test_one_pass_is_every_record_by_hand() -> None:
-    equality = script("scripts/gpu_equality.py")
+    equality = script("tests/gpu/test_equality.py")
     expected = equality.Setting(SMALL, HERE).by_hand(torch.float32)
     found = equality.Setting(SMALL, HERE).by_pass(torch.float32, captured=False, compiled=False)
     assert equality.difference(found, expected) < equality.FLOAT32

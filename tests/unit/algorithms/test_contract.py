@@ -11,15 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-
-import dpfed.algorithms
-from dpfed.algorithms import REGISTRY
-from dpfed.algorithms.base import Algorithm, ClientState, Facts, Releases, bias_correction, spread
-from dpfed.errors import DpfedError
-
-from .helpers import (
+from algorithm_case import (
     FakeOracle,
     blank_memory,
     curved,
@@ -29,6 +21,13 @@ from .helpers import (
     run_rounds,
     start_point,
 )
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import dpfed.algorithms
+from dpfed.algorithms import REGISTRY
+from dpfed.algorithms.base import Algorithm, ClientState, Facts, Releases, bias_correction, spread
+from dpfed.errors import DpfedError
 
 PRINTED = "dp-fedadamw-printed"
 FOLDER = Path(dpfed.algorithms.__file__).parent

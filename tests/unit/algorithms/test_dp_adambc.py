@@ -7,11 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from dpfed.algorithms.dp_adambc import DPAdamBC
-from dpfed.algorithms.dp_fedadamw import DPFedAdamW
-
-from .helpers import (
+from algorithm_case import (
     curved,
     exact,
     keys_of,
@@ -24,6 +20,9 @@ from .helpers import (
     start_point,
     tables,
 )
+
+from dpfed.algorithms.dp_adambc import DPAdamBC
+from dpfed.algorithms.dp_fedadamw import DPFedAdamW
 
 F64 = torch.float64
 

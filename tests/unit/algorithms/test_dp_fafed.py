@@ -8,17 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from dpfed.algorithms.base import Facts, Releases
-from dpfed.algorithms.dp_fafed import DPFAFED
-from dpfed.algorithms.dp_fedavg import DPFedAvg
-from dpfed.config import load
-from dpfed.errors import DpfedError
-from dpfed.registry import registry
-from dpfed.training.job.job import plan_of
-
-from .helpers import (
+from algorithm_case import (
     FakeOracle,
     curved,
     exact,
@@ -33,6 +23,15 @@ from .helpers import (
     start_point,
     tables,
 )
+from torch import Tensor
+
+from dpfed.algorithms.base import Facts, Releases
+from dpfed.algorithms.dp_fafed import DPFAFED
+from dpfed.algorithms.dp_fedavg import DPFedAvg
+from dpfed.config import load
+from dpfed.errors import DpfedError
+from dpfed.registry import registry
+from dpfed.training.job.job import plan_of
 
 FACTS = Facts(equal_phi=True, private=True, allow_nan=False)
 F64 = torch.float64

@@ -8,14 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from dpfed.algorithms.base import Algorithm
-from dpfed.algorithms.dp_fedadamw import DPFedAdamW, Server
-from dpfed.algorithms.dp_fedadamw_printed import DPFedAdamWPrinted
-from dpfed.algorithms.dp_local_adamw import DPLocalAdamW
-
-from .helpers import (
+from algorithm_case import (
     FakeOracle,
     Table,
     cosine,
@@ -29,6 +22,12 @@ from .helpers import (
     run_rounds,
     start_point,
 )
+from torch import Tensor
+
+from dpfed.algorithms.base import Algorithm
+from dpfed.algorithms.dp_fedadamw import DPFedAdamW, Server
+from dpfed.algorithms.dp_fedadamw_printed import DPFedAdamWPrinted
+from dpfed.algorithms.dp_local_adamw import DPLocalAdamW
 
 PHI = (0.1 / 16) ** 2  # σ=1, C=0.1, B=16
 

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from algorithm_case import curved, make_context, make_space, relative, start_point
 from torch import Tensor
 
 from dpfed.algorithms.base import Facts
 from dpfed.algorithms.dp_fedadamw import DPFedAdamW, Local, Server
 from dpfed.errors import DpfedError
 from dpfed.model.parameter_vector import Space
-
-from .helpers import curved, make_context, make_space, relative, start_point
 
 FACTS = Facts(equal_phi=True, private=True, allow_nan=False)
 PHIS = [1.0, 4.0, 0.25, 9.0, 0.04, 1.0]

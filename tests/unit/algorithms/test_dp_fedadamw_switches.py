@@ -7,14 +7,22 @@ from typing import Any
 
 import pytest
 import torch
+from algorithm_case import (
+    curved,
+    exact,
+    make_space,
+    noise,
+    noisy,
+    relative,
+    run_rounds,
+    start_point,
+)
 from torch import Tensor
 
 from dpfed.algorithms.base import Facts
 from dpfed.algorithms.dp_fedadamw import DPFedAdamW
 from dpfed.algorithms.dp_fedadamw_printed import DPFedAdamWPrinted
 from dpfed.errors import DpfedError
-
-from .helpers import curved, exact, make_space, noise, noisy, relative, run_rounds, start_point
 
 FACTS = Facts(equal_phi=True, private=True, allow_nan=False)
 PHI = (0.1 / 16) ** 2  # σ=1, C=0.1, B=16

@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from dpfed.algorithms.dp_fedavg import DPFedAvg
-
-from .helpers import (
+from algorithm_case import (
     Table,
     cosine,
     curved,
@@ -22,6 +19,8 @@ from .helpers import (
     run_rounds,
     start_point,
 )
+
+from dpfed.algorithms.dp_fedavg import DPFedAvg
 
 
 def test_b1_one_local_step_of_all_clients_without_noise_is_gradient_descent() -> None:

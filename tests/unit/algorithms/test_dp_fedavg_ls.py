@@ -6,15 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import Tensor
-
-from dpfed.algorithms.base import Facts
-from dpfed.algorithms.dp_fedavg import DPFedAvg
-from dpfed.algorithms.dp_fedavg_ls import DPFedAvgLS, smooth
-
-from .helpers import (
+from algorithm_case import (
     curved,
     exact,
     keys_of,
@@ -27,6 +19,13 @@ from .helpers import (
     start_point,
     tables,
 )
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dpfed.algorithms.base import Facts
+from dpfed.algorithms.dp_fedavg import DPFedAvg
+from dpfed.algorithms.dp_fedavg_ls import DPFedAvgLS, smooth
 
 FACTS = Facts(equal_phi=True, private=True, allow_nan=False)
 F64 = torch.float64

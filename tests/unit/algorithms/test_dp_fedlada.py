@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from dpfed.algorithms.base import Facts
-from dpfed.algorithms.dp_fedlada import DPFedLADA, Server
-from dpfed.errors import DpfedError
-
-from .helpers import (
+from algorithm_case import (
     cosine,
     curved,
     exact,
@@ -29,6 +23,11 @@ from .helpers import (
     start_point,
     tables,
 )
+from torch import Tensor
+
+from dpfed.algorithms.base import Facts
+from dpfed.algorithms.dp_fedlada import DPFedLADA, Server
+from dpfed.errors import DpfedError
 
 FACTS = Facts(equal_phi=True, private=True, allow_nan=False)
 F64 = torch.float64

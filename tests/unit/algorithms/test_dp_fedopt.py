@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from dpfed.algorithms.base import Facts
-from dpfed.algorithms.dp_fedavg import DPFedAvg
-from dpfed.algorithms.dp_fedopt import DPFedOpt, Server
-from dpfed.errors import DpfedError
-
-from .helpers import (
+from algorithm_case import (
     curved,
     exact,
     keys_of,
@@ -27,6 +21,11 @@ from .helpers import (
     start_point,
     tables,
 )
+
+from dpfed.algorithms.base import Facts
+from dpfed.algorithms.dp_fedavg import DPFedAvg
+from dpfed.algorithms.dp_fedopt import DPFedOpt, Server
+from dpfed.errors import DpfedError
 
 FACTS = Facts(equal_phi=True, private=True, allow_nan=False)
 F64 = torch.float64

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from algorithm_case import FakeOracle, curved, exact, make_space, run_rounds, start_point
 from torch import Tensor
 
 from dpfed.algorithms.base import Facts
@@ -17,8 +18,6 @@ from dpfed.privacy.accounting.pld import pld_epsilon
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.registry import registry
 from dpfed.training.job.job import plan_of
-
-from .helpers import FakeOracle, curved, exact, make_space, run_rounds, start_point
 
 
 def test_example_by_hand() -> None:

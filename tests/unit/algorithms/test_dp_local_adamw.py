@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from dpfed.algorithms.dp_local_adamw import DPLocalAdamW
-
-from .helpers import (
+from algorithm_case import (
     Table,
     cosine,
     curved,
@@ -21,6 +18,8 @@ from .helpers import (
     run_rounds,
     start_point,
 )
+
+from dpfed.algorithms.dp_local_adamw import DPLocalAdamW
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -6,13 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from dpfed.algorithms.base import Facts
-from dpfed.algorithms.dp_fedavg import DPFedAvg
-from dpfed.algorithms.dp_scaffold import DPScaffold, Server
-
-from .helpers import (
+from algorithm_case import (
     FakeOracle,
     curved,
     exact,
@@ -25,6 +19,11 @@ from .helpers import (
     start_point,
     tables,
 )
+from torch import Tensor
+
+from dpfed.algorithms.base import Facts
+from dpfed.algorithms.dp_fedavg import DPFedAvg
+from dpfed.algorithms.dp_scaffold import DPScaffold, Server
 
 FACTS = Facts(equal_phi=True, private=True, allow_nan=False)
 F64 = torch.float64

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from algorithms.helpers import curved, make_space, noisy, run_rounds, start_point, tables
+from algorithm_case import curved, make_space, noisy, run_rounds, start_point, tables
 
 from dpfed.algorithms import REGISTRY
 from dpfed.algorithms.dp_fedavg import DPFedAvg

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from study_case import BASE
 
 from dpfed.config import load, to_dict
 from dpfed.registry import registry
@@ -21,8 +22,6 @@ from dpfed.studies.outcomes import Task, key_of, read_outcome
 from dpfed.studies.pool import Pool, Worker, run_one, run_pack, visible_gpu
 from dpfed.training.job.job_cache import JobCache
 from dpfed.training.run_folder.folder import RESULT
-
-from .helpers import BASE
 
 
 def task(*sets: str) -> Task:

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from study_case import FakeRunner, leave, study
 
 from dpfed.errors import DpfedError
 from dpfed.registry import registry
 from dpfed.studies.outcomes import Task, read_outcome
 from dpfed.studies.output import FILES, write
 from dpfed.studies.study import TUNING_SEED, Study, check, claim, conduct, make_task, packs_of
-
-from .helpers import FakeRunner, leave, study
 
 TOPS = {"dp-fedavg": 0.05, "dp-fedadamw": 0.02, "dp-fedsam": 0.05}
 

@@ -1,6 +1,6 @@
 """kill -9 at many moments: every chain of killed and resumed runs must end as the run that nobody killed.
 
-    python scripts/kill_chain.py --kills 50 --lanes 2 --seed 0
+    python tests/helpers/kill_chain.py --kills 50 --lanes 2 --seed 0
 
 A chain is one run: begun, killed, resumed, killed again, ... and at last left to finish. Kills come while it starts, by
 the clock while it works, just before the n-th time that it touches a file in its folder, and before or after it computes

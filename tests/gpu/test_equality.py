@@ -1,16 +1,13 @@
-"""Whether every way to compute a clipped sum gives the same numbers: one record at a time, in one pass, captured, compiled.
+"""Every way to compute a clipped sum on a GPU gives the same numbers.
 
-Models with random weights, adapters or all of their numbers trained, three clients with weights of their own, 24 records and
-8 unused slots. In float32 each way is compared with ordinary autograd, one record after another; in bf16 with the same in bf16,
-to the precision that bf16 has.
-Run: python scripts/gpu_equality.py [--device cuda] [--no-compile] [--only MODEL ...]; exits with 1 where a way differs.
+The ways: one record at a time by plain autograd, in one pass, captured in a CUDA graph, compiled.
+Models have random weights; three clients have weights of their own, 24 records and 8 unused slots.
+Float32 results are compared with float32 autograd, bf16 results with bf16 autograd.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-
+import pytest
 import torch
 from torch import Tensor
 
@@ -109,7 +106,7 @@ class Setting:
 
 
 def smooth(model: torch.nn.Module) -> None:
-    """A ReLU's slope jumps at zero, and rounding decides on which side a number is: another function takes its place."""
+    """Replace ReLU by SiLU: rounding decides the slope of a ReLU at zero."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, torch.nn.ReLU):
@@ -120,41 +117,20 @@ def difference(found: Tensor, expected: Tensor) -> float:
     return float(((found - expected).norm(dim=1) / expected.norm(dim=1)).max())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument(
-        "--only", nargs="+", choices=sorted({case.model for case in CASES}), metavar="MODEL"
-    )
-    args = parser.parse_args()
-    device, worst = device_of(args.device), 0
-    for case in CASES:
-        if args.only and case.model not in args.only:
-            continue
-        for dtype, bound in ((torch.float32, FLOAT32), (torch.bfloat16, BF16)):
-            expected = Setting(case, device).by_hand(dtype)
-            ways = [("one pass", False, False)]
-            ways += [("captured", True, False)] if device.type == "cuda" else []
-            ways += [] if args.no_compile else [("compiled", False, True)]
-            ways += (
-                [("compiled, captured", True, True)]
-                if device.type == "cuda" and not args.no_compile
-                else []
-            )
-            for name, captured, compiled in ways:
-                torch._dynamo.reset()
-                off = difference(Setting(case, device).by_pass(dtype, captured, compiled), expected)
-                verdict = "equal" if off <= bound else "DIFFERENT"
-                worst = max(worst, int(off > bound))
-                print(
-                    f"{case.model:13} {case.train:5} {str(dtype)[6:]:9} {name:20} {off:9.2e}  {verdict}",
-                    flush=True,
-                )
-    sys.exit(worst)
+WAYS = {"one pass": (False, False), "captured": (True, False), "compiled": (False, True)}
+WAYS["compiled and captured"] = (True, True)
 
 
-if __name__ == "__main__":
-    main()
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.model}-{case.train}")
+def test_the_clipped_sum_is_that_of_plain_autograd(
+    case: Case, way: str, dtype: torch.dtype
+) -> None:
+    device = device_of("cuda")
+    captured, compiled = WAYS[way]
+    expected = Setting(case, device).by_hand(dtype)
+    found = Setting(case, device).by_pass(dtype, captured, compiled)
+    bound = FLOAT32 if dtype == torch.float32 else BF16
+    assert difference(found, expected) <= bound

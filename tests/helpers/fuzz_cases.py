@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,29 +13,21 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import data_files_case
+import export_case
+import makers
 import numpy as np
+import study_case
 import torch
+from fuzz_mutants import ODD, SMALL, Files, mutate, read_folder, write_folder
 from hypothesis import strategies as st
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [
-    str(HERE.parents[1] / "helpers"),
-    str(HERE.parents[1] / "unit"),
-    str(HERE.parents[1] / "unit" / "data"),
-]
-
-import export_case  # noqa: E402
-import makers  # noqa: E402
-import test_damage  # noqa: E402
-from mutants import ODD, SMALL, Files, mutate, read_folder, write_folder  # noqa: E402
-from studies import helpers  # noqa: E402
-
-from dpfed.config import build, load, to_toml  # noqa: E402
-from dpfed.data.sources.glue import Qnli, Rte  # noqa: E402
-from dpfed.data.sources.npz import Npz  # noqa: E402
-from dpfed.data.sources.text_table import TextTable  # noqa: E402
-from dpfed.errors import DpfedError  # noqa: E402
-from dpfed.federation.messages import (  # noqa: E402
+from dpfed.config import build, load, to_toml
+from dpfed.data.sources.glue import Qnli, Rte
+from dpfed.data.sources.npz import Npz
+from dpfed.data.sources.text_table import TextTable
+from dpfed.errors import DpfedError
+from dpfed.federation.messages import (
     ClippingTerms,
     Receipt,
     Reply,
@@ -47,25 +38,25 @@ from dpfed.federation.messages import (  # noqa: E402
     unpack_reply,
     unpack_request,
 )
-from dpfed.model.build import assemble, describe_space  # noqa: E402
-from dpfed.model.task import InputSpec  # noqa: E402
-from dpfed.model.zoo.text import AutoText  # noqa: E402
-from dpfed.model.zoo.vision import AutoImage  # noqa: E402
-from dpfed.privacy.ledger.ledger import Ledger  # noqa: E402
-from dpfed.registry import registry  # noqa: E402
-from dpfed.studies.output import curves_of, search_csv, table_of  # noqa: E402
-from dpfed.studies.study import RUNS, STUDY, claim, conduct  # noqa: E402
-from dpfed.studies.tables import to_csv, to_json, to_latex, to_markdown  # noqa: E402
-from dpfed.training.backends.client_state import ClientStates  # noqa: E402
-from dpfed.training.budget.prior_spending import prior_spending_of  # noqa: E402
-from dpfed.training.budget.recorded_spending import read_recorded_spending  # noqa: E402
-from dpfed.training.callbacks.diagnostics import read_diagnostics  # noqa: E402
-from dpfed.training.export import read_run  # noqa: E402
-from dpfed.training.job.job import prepare, tokenised  # noqa: E402
-from dpfed.training.round_loop import first_state  # noqa: E402
-from dpfed.training.run import follows_from, run  # noqa: E402
-from dpfed.training.run_folder.checkpoint import Checkpoints, _seal, job_hash  # noqa: E402
-from dpfed.training.run_folder.folder import refuse_occupied  # noqa: E402
+from dpfed.model.build import assemble, describe_space
+from dpfed.model.task import InputSpec
+from dpfed.model.zoo.text import AutoText
+from dpfed.model.zoo.vision import AutoImage
+from dpfed.privacy.ledger.ledger import Ledger
+from dpfed.registry import registry
+from dpfed.studies.output import curves_of, search_csv, table_of
+from dpfed.studies.study import RUNS, STUDY, claim, conduct
+from dpfed.studies.tables import to_csv, to_json, to_latex, to_markdown
+from dpfed.training.backends.client_state import ClientStates
+from dpfed.training.budget.prior_spending import prior_spending_of
+from dpfed.training.budget.recorded_spending import read_recorded_spending
+from dpfed.training.callbacks.diagnostics import read_diagnostics
+from dpfed.training.export import read_run
+from dpfed.training.job.job import prepare, tokenised
+from dpfed.training.round_loop import first_state
+from dpfed.training.run import follows_from, run
+from dpfed.training.run_folder.checkpoint import Checkpoints, _seal, job_hash
+from dpfed.training.run_folder.folder import refuse_occupied
 
 KNOWN = registry()
 CPU = torch.device("cpu")
@@ -350,7 +341,7 @@ def npz_files() -> Files:
 
 TSV = {"t.tsv": b"text\tlabel\nab\t0\nc\t1\n", "test.csv": b"text,label\nd,1\n"}
 SOURCES: dict[str, tuple[Files, Callable[[str], Any]]] = {
-    **test_damage.CASES,
+    **data_files_case.CASES,
     "npz": (npz_files(), lambda p: Npz(path=f"{p}/a.npz", client_column="site")),
     "tsv": (TSV, lambda p: TextTable(path=f"{p}/t.tsv", test_path=f"{p}/test.csv")),
     "qnli": (makers.glue("qnli"), lambda p: Qnli(path=p, check=False)),
@@ -372,7 +363,7 @@ def source_case(files: Files, section: Callable[[str], Any]) -> Case:
 
 @cache
 def study() -> Any:
-    return helpers.study("dp-fedavg", seeds=1)
+    return study_case.study("dp-fedavg", seeds=1)
 
 
 def score(tables: Any) -> float:
@@ -383,7 +374,7 @@ def score(tables: Any) -> float:
 def study_files() -> Files:
     with tempfile.TemporaryDirectory() as folder:
         with claim(Path(folder), study(), force=False):
-            conduct(study(), Path(folder), helpers.FakeRunner(score), KNOWN)
+            conduct(study(), Path(folder), study_case.FakeRunner(score), KNOWN)
         return {
             n: c for n, c in read_folder(Path(folder)).items() if n == STUDY or n.startswith(RUNS)
         }
@@ -391,7 +382,7 @@ def study_files() -> Files:
 
 def read_study(folder: Path) -> None:
     with claim(folder, study(), force=False):
-        results = conduct(study(), folder, helpers.FakeRunner(score), KNOWN)
+        results = conduct(study(), folder, study_case.FakeRunner(score), KNOWN)
         table = table_of(study(), results)  # all that is written but the plots, which take a second
         for form in (to_csv, to_json, to_markdown, to_latex):
             form(table).encode()

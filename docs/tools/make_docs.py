@@ -1,7 +1,7 @@
 """Writes what the documentation says of the program out of the program: keys, commands, functions, and outputs of commands.
 
-    python scripts/make_docs.py            writes
-    python scripts/make_docs.py --check    writes nothing, exits with 1 and names what is not up to date
+    python docs/tools/make_docs.py            writes
+    python docs/tools/make_docs.py --check    writes nothing, exits with 1 and names what is not up to date
 
 In the pages, `<!-- output of: dpfed ... -->` is followed by a block that holds what that command prints,
 `<!-- text of: FILE -->` by a block that holds a file, and `<!-- table of: NAME -->` by a table that a function here makes.
@@ -31,8 +31,8 @@ from dpfed.cli.main import app
 from dpfed.config import Config, DataSection, LoraSection, ModelSection, keys
 from dpfed.registry import registry
 
-DOCS = Path(__file__).parents[1] / "docs"
-NOTE = "<!-- written by scripts/make_docs.py: change the program, not this page -->\n"
+DOCS = Path(__file__).parents[1]
+NOTE = "<!-- written by docs/tools/make_docs.py: change the program, not this page -->\n"
 
 
 # ------------------------------------------------------------------ every configuration key

@@ -1,6 +1,6 @@
 """Fails when a page of the built documentation would load anything from elsewhere: fonts, scripts, styles, pictures.
 
-    mkdocs build --strict && python scripts/check_site.py site
+    mkdocs build --strict && python docs/tools/check_site.py site
 
 Links that a reader may follow are fine; what a browser fetches by itself is not.
 """

@@ -1,4 +1,4 @@
-"""A few inputs for every reader in each run of the tests; scripts/fuzz.py tries many (docs/reliability.md has the counts)."""
+"""A few inputs for every reader in each run of the tests; tests/helpers/fuzz_loop.py tries many (docs/reliability.md has the counts)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from cases import CASES, SEEDS, Case, attempt, override, read_plainly
+from fuzz_cases import CASES, SEEDS, Case, attempt, override, read_plainly
+from fuzz_mutants import mutate, write_folder
 from hypothesis import given, settings
-from mutants import mutate, write_folder
 
 from dpfed.errors import DpfedError
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import CASES, KNOWN, SPEC, adapter_files, read_resealed, stopped_files, vision
-from mutants import write_folder
+from fuzz_cases import CASES, KNOWN, SPEC, adapter_files, read_resealed, stopped_files, vision
+from fuzz_mutants import write_folder
 
 from dpfed.config import load
 from dpfed.config.parsing import overrides_layer
@@ -87,7 +87,7 @@ def test_a_checkpoint_cannot_name_a_memory_outside_its_folder(tmp_path: Path) ->
         path.write_text(json.dumps(index))
     for file in (folder / "checkpoint" / "memory").iterdir():
         np.save(tmp_path / file.name, np.full_like(np.load(file), 7.0))
-    from cases import stopped_run
+    from fuzz_cases import stopped_run
 
     from dpfed.training.backends.client_state import ClientStates
     from dpfed.training.round_loop import first_state

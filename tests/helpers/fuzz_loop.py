@@ -1,4 +1,4 @@
-"""Tries changed files on every reader of foreign bytes, for so many minutes: python scripts/fuzz.py --minutes 8
+"""Tries changed files on every reader of foreign bytes, for so many minutes: python tests/helpers/fuzz_loop.py --minutes 8
 
 Each input follows from the reader's name and a number, from 0 on; what is found can be tried again with --only and --from.
 """
@@ -21,7 +21,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "system" / "fuzz"))
 PATIENCE = 60  # seconds for one input
 ROOM = (
     6 << 30
@@ -64,7 +63,7 @@ def main() -> int:
     given = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     warnings.simplefilter("ignore")
-    from cases import CASES, attempt, override
+    from fuzz_cases import CASES, attempt, override
 
     readers: dict[str, Any] = {
         name: lambda rng, case=case: attempt(case, rng) for name, case in CASES.items()
