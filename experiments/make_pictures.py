@@ -28,17 +28,41 @@ GROWTH = IMAGES / "growth.json"  # written by benchmarks/fleet_growth.py --out o
 SEEDS = 5
 METHODS = ("dp-fedavg", "dp-local-adamw", "dp-fedadamw")
 STUDY = [
-    "compare", "digits", "--preset", "epsilon", "--algorithms", ",".join(METHODS), "--seeds", str(SEEDS),
-    "--set", "run.eval_every=30", "--set", "run.checkpoint_every=0",
-]  # fmt: skip
+    "compare",
+    "digits",
+    "--preset",
+    "epsilon",
+    "--algorithms",
+    ",".join(METHODS),
+    "--seeds",
+    str(SEEDS),
+    "--set",
+    "run.eval_every=30",
+    "--set",
+    "run.checkpoint_every=0",
+]
 
 # Okabe and Ito's colours (2008), the lighter of each pair on dark pages: apart with any colour vision; markers differ too.
 COLOURS = {
-    "light": {"ink": "#1f2328", "soft": "#59636e", "grid": "#dde3e9", "dp-fedadamw": "#0072B2", "dp-fedavg": "#B85A00",
-              "dp-local-adamw": "#00785A", "budget": "#59636e"},
-    "dark": {"ink": "#f0f6fc", "soft": "#9198a1", "grid": "#2b323a", "dp-fedadamw": "#56B4E9", "dp-fedavg": "#E69F00",
-             "dp-local-adamw": "#33C79A", "budget": "#9198a1"},
-}  # fmt: skip
+    "light": {
+        "ink": "#1f2328",
+        "soft": "#59636e",
+        "grid": "#dde3e9",
+        "dp-fedadamw": "#0072B2",
+        "dp-fedavg": "#B85A00",
+        "dp-local-adamw": "#00785A",
+        "budget": "#59636e",
+    },
+    "dark": {
+        "ink": "#f0f6fc",
+        "soft": "#9198a1",
+        "grid": "#2b323a",
+        "dp-fedadamw": "#56B4E9",
+        "dp-fedavg": "#E69F00",
+        "dp-local-adamw": "#33C79A",
+        "budget": "#9198a1",
+    },
+}
 MARKERS = {"dp-fedadamw": "o", "dp-fedavg": "s", "dp-local-adamw": "^"}
 NAMES = {"dp-fedadamw": "DP-FedAdamW", "dp-fedavg": "DP-FedAvg", "dp-local-adamw": "DP-LocalAdamW"}
 
@@ -153,9 +177,13 @@ def draw_run(runs: list[dict[str, Any]], theme: str, path: Path) -> None:
     )
     for i, where in ((0, (16, -40)), (9, (0, -42)), (29, (-86, 24))):
         axes.annotate(
-            f"round {i + 1}: {mean[i]:.1f} %", (epsilon[i], mean[i]), xytext=where, textcoords="offset points",
-            color=colours["ink"], fontsize=9.5,
-        )  # fmt: skip
+            f"round {i + 1}: {mean[i]:.1f} %",
+            (epsilon[i], mean[i]),
+            xytext=where,
+            textcoords="offset points",
+            color=colours["ink"],
+            fontsize=9.5,
+        )
     axes.set(
         xlim=(1.9, 9.0),
         ylim=(88, 98),
@@ -163,10 +191,12 @@ def draw_run(runs: list[dict[str, Any]], theme: str, path: Path) -> None:
     )
     axes.set_ylabel("accuracy on the test set, %")
     titled(
-        axes, colours, "Handwritten digits at ten clients, every record protected",
+        axes,
+        colours,
+        "Handwritten digits at ten clients, every record protected",
         f"dpfed run · 30 rounds · mean and range of {len(runs)} seeds · before training: "
         f"{100 * sum(r['accuracy'][0] for r in runs) / len(runs):.0f} %",
-    )  # fmt: skip
+    )
     finish(figure, axes, colours, path)
 
 
@@ -182,9 +212,17 @@ def draw_compare(table: list[dict[str, Any]], theme: str, path: Path) -> None:
         low = [m - 100 * min(row["accuracies"]) for m, row in zip(means, rows, strict=True)]
         high = [100 * max(row["accuracies"]) - m for m, row in zip(means, rows, strict=True)]
         axes.errorbar(
-            [row["epsilon"] + shift for row in rows], means, yerr=[low, high], fmt=f"-{MARKERS[method]}",
-            color=colours[method], linewidth=2, markersize=7, capsize=3, elinewidth=1.3, label=NAMES[method],
-        )  # fmt: skip
+            [row["epsilon"] + shift for row in rows],
+            means,
+            yerr=[low, high],
+            fmt=f"-{MARKERS[method]}",
+            color=colours[method],
+            linewidth=2,
+            markersize=7,
+            capsize=3,
+            elinewidth=1.3,
+            label=NAMES[method],
+        )
     axes.set_xticks(budgets, [f"{value:g}" for value in budgets])
     axes.set(
         xlim=(budgets[0] - 0.35, budgets[-1] + 0.35),
@@ -193,9 +231,11 @@ def draw_compare(table: list[dict[str, Any]], theme: str, path: Path) -> None:
     axes.set_ylabel("accuracy on the test half, %")
     axes.legend(loc="lower right", frameon=False, labelcolor=colours["ink"], fontsize=10)
     titled(
-        axes, colours, "Three optimizers on the digits, each at its own best learning rate",
+        axes,
+        colours,
+        "Three optimizers on the digits, each at its own best learning rate",
         f"dpfed compare --preset epsilon · mean and range of {len(table[0]['accuracies'])} seeds",
-    )  # fmt: skip
+    )
     finish(figure, axes, colours, path)
 
 
@@ -222,9 +262,14 @@ def draw_growth(found: dict[str, Any], theme: str, path: Path) -> None:
         for row in chosen:
             text = f"{row['peak_gib']:.1f} GiB" + (f"\n{row['trained']}" if x == "P" else "")
             axes.annotate(
-                text, (row[x], row[y]), xytext=(0, 8), textcoords="offset points", ha="center", color=colours["soft"],
+                text,
+                (row[x], row[y]),
+                xytext=(0, 8),
+                textcoords="offset points",
+                ha="center",
+                color=colours["soft"],
                 fontsize=8.5,
-            )  # fmt: skip
+            )
         axes.set(xscale="log", ylim=(0, 1.3 * max(row[y] for row in chosen)))
         axes.margins(x=0.12)
     left.set_xticks([row["clients"] for row in cohorts], [str(row["clients"]) for row in cohorts])

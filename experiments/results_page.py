@@ -79,10 +79,16 @@ def as_table(about: Cells, arms: Rows, runs: Rows) -> Table:
         }
         rows.append(
             Row(
-                arm["arm"], arm["row"], arm["column"], at_edge=arm["inside_grid"] == "no", accuracies=tuple(mine),
-                diverged=int(arm["diverged"] or 0), epsilon=epsilon, failed=arm["failed"] or None,
+                arm["arm"],
+                arm["row"],
+                arm["column"],
+                at_edge=arm["inside_grid"] == "no",
+                accuracies=tuple(mine),
+                diverged=int(arm["diverged"] or 0),
+                epsilon=epsilon,
+                failed=arm["failed"] or None,
             )
-        )  # fmt: skip
+        )
     return Table(about["title"], about["axis"], tuple(rows))
 
 

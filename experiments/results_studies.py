@@ -25,18 +25,60 @@ RATES = ("lr", "server_lr")
 TRAFFIC = ("up_numbers", "up_bytes", "down_numbers", "down_bytes")
 EPSILONS = ("server_worst", "third_party")
 COLUMNS = {
-    "studies": ("study", "title", "question", "axis", "done", "missing", "searching", "seeds", "machine", "versions", "command"),
+    "studies": (
+        "study",
+        "title",
+        "question",
+        "axis",
+        "done",
+        "missing",
+        "searching",
+        "seeds",
+        "machine",
+        "versions",
+        "command",
+    ),
     "arms": (
-        "study", "arm", "row", "column", "reference", *RATES, "grid", "tried", "inside_grid", "tuning_runs", "n", "mean",
-        "std", "diverged", "difference", "interval_low", "interval_high", *(f"epsilon_{view}" for view in EPSILONS),
-        *TRAFFIC, "failed",
+        "study",
+        "arm",
+        "row",
+        "column",
+        "reference",
+        *RATES,
+        "grid",
+        "tried",
+        "inside_grid",
+        "tuning_runs",
+        "n",
+        "mean",
+        "std",
+        "diverged",
+        "difference",
+        "interval_low",
+        "interval_high",
+        *(f"epsilon_{view}" for view in EPSILONS),
+        *TRAFFIC,
+        "failed",
     ),
     "runs": (
-        "study", "arm", "phase", "seed", *RATES, "accuracy", "loss", "diverged", *(f"epsilon_{view}" for view in EPSILONS),
-        "delta", "sigma", "rounds", "seconds", *TRAFFIC, "run",
+        "study",
+        "arm",
+        "phase",
+        "seed",
+        *RATES,
+        "accuracy",
+        "loss",
+        "diverged",
+        *(f"epsilon_{view}" for view in EPSILONS),
+        "delta",
+        "sigma",
+        "rounds",
+        "seconds",
+        *TRAFFIC,
+        "run",
     ),
     "curves": ("study", "arm", "seed", "round", "accuracy"),
-}  # fmt: skip
+}
 
 
 class Spec(Protocol):
@@ -180,10 +222,18 @@ def tables_of(spec: Spec, folder: Path) -> dict[str, Rows]:
         {" ".join(f"{k} {v}" for k, v in d["versions"].items()) for d in found.details.values()}
     )
     about = {
-        "study": spec.name, "title": spec.title, "question": spec.question, "axis": study.axis, "done": found.done,
-        "missing": found.missing, "searching": "yes" if found.searching else "", "seeds": study.seeds,
-        "machine": "; ".join(asked["machines"]), "versions": "; ".join(made), "command": asked["command"],
-    }  # fmt: skip
+        "study": spec.name,
+        "title": spec.title,
+        "question": spec.question,
+        "axis": study.axis,
+        "done": found.done,
+        "missing": found.missing,
+        "searching": "yes" if found.searching else "",
+        "seeds": study.seeds,
+        "machine": "; ".join(asked["machines"]),
+        "versions": "; ".join(made),
+        "command": asked["command"],
+    }
     out: dict[str, Rows] = {"studies": [words(about)], "arms": [], "runs": [], "curves": []}
     labels = [arm.label for arm in study.arms]
     for i in range(len(labels)):
@@ -219,13 +269,20 @@ def arm_rows(name: str, found: Survey, i: int, labels: Sequence[str]) -> tuple[C
         outcome, result = progress.outcomes[task.key], found.details[task.key]
         seed = task.tables["run"]["seed"]
         row = {
-            "study": name, "arm": arm.label, "phase": phase, "seed": seed, **dict(zip(arm.grids, at, strict=True)),
-            "accuracy": outcome.accuracy, "loss": outcome.loss if math.isfinite(outcome.loss) else None,
+            "study": name,
+            "arm": arm.label,
+            "phase": phase,
+            "seed": seed,
+            **dict(zip(arm.grids, at, strict=True)),
+            "accuracy": outcome.accuracy,
+            "loss": outcome.loss if math.isfinite(outcome.loss) else None,
             "diverged": "yes" if outcome.diverged else "",
-            **{f"epsilon_{view}": outcome.epsilon.get(view) for view in EPSILONS}, **(outcome.traffic or {}),
-            **{key: result.get(key) for key in ("delta", "sigma", "rounds")}, "run": task.key,
+            **{f"epsilon_{view}": outcome.epsilon.get(view) for view in EPSILONS},
+            **(outcome.traffic or {}),
+            **{key: result.get(key) for key in ("delta", "sigma", "rounds")},
+            "run": task.key,
             "seconds": round(result["seconds"], 1),
-        }  # fmt: skip
+        }
         runs.append(words({key: row.get(key) for key in COLUMNS["runs"]}))
         if phase == "reported":
             curves += [
@@ -241,13 +298,18 @@ def arm_rows(name: str, found: Survey, i: int, labels: Sequence[str]) -> tuple[C
                 for t, accuracy in outcome.curve
             ]
     about = {
-        "study": name, "arm": arm.label, "row": arm.row or arm.label, "column": arm.column,
-        "reference": reference_of(arm.reference, labels), **dict(zip(arm.grids, point, strict=False)),
-        "grid": listed(arm.grids, arm.space), "failed": failed,
+        "study": name,
+        "arm": arm.label,
+        "row": arm.row or arm.label,
+        "column": arm.column,
+        "reference": reference_of(arm.reference, labels),
+        **dict(zip(arm.grids, point, strict=False)),
+        "grid": listed(arm.grids, arm.space),
+        "failed": failed,
         "tuning_runs": progress.study.search_seeds * len(scored),
         "tried": listed(arm.grids, [sorted({p[k] for p in scored}) for k in range(len(arm.grids))]),
         "inside_grid": "" if not over or not scored else "no" if any(at_edges(scored)) else "yes",
-    }  # fmt: skip
+    }
     return words({key: about.get(key) for key in COLUMNS["arms"]}), runs, curves
 
 
@@ -292,12 +354,19 @@ def with_statistics(arms: Rows, runs: Rows) -> None:
         first = next(iter(mine.values()))
         arm |= words(
             {
-                "mean": found.mean, "std": found.std, "diverged": sum(bool(row["diverged"]) for row in mine.values()),
-                "difference": difference, "interval_low": low, "interval_high": high,
-                **{f"epsilon_{v}": max((row[f"epsilon_{v}"] for row in mine.values()), key=_number) for v in EPSILONS},
+                "mean": found.mean,
+                "std": found.std,
+                "diverged": sum(bool(row["diverged"]) for row in mine.values()),
+                "difference": difference,
+                "interval_low": low,
+                "interval_high": high,
+                **{
+                    f"epsilon_{v}": max((row[f"epsilon_{v}"] for row in mine.values()), key=_number)
+                    for v in EPSILONS
+                },
                 **{key: first[key] for key in TRAFFIC},
             }
-        )  # fmt: skip
+        )
 
 
 def _number(text: str) -> float:

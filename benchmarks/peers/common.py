@@ -77,11 +77,18 @@ class Rounds:
         """The one line that a script prints. `parameters`: trained numbers, which must be the same for all."""
         timed = self.seen[self.warm : self.total]
         clock, processor = zip(*timed, strict=True)
-        self._say({
-            "tool": tool, "versions": {name: metadata.version(name) for name in packages}, "does": does,
-            "rounds": len(timed), "seconds": statistics.median(clock), "cpu_seconds": statistics.median(processor),
-            "each": [[round(a, 4), round(b, 4)] for a, b in timed], "parameters": parameters,
-        })  # fmt: skip
+        self._say(
+            {
+                "tool": tool,
+                "versions": {name: metadata.version(name) for name in packages},
+                "does": does,
+                "rounds": len(timed),
+                "seconds": statistics.median(clock),
+                "cpu_seconds": statistics.median(processor),
+                "each": [[round(a, 4), round(b, 4)] for a, b in timed],
+                "parameters": parameters,
+            }
+        )
 
     def _say(self, line: dict[str, Any]) -> None:
         print(json.dumps(line), file=self._out, flush=True)

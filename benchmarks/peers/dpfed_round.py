@@ -24,10 +24,18 @@ def main() -> None:
     rounds = Rounds(given)
     last = rounds.total + 1  # evaluates and asks for epsilon, which no peer does: it is not timed
     settings = (
-        f"data.clients={CLIENTS}", f"run.participation={COHORT / CLIENTS}", f"run.local_steps={STEPS}",
-        f"privacy.batch={BATCH}", f"privacy.clip={CLIP}", f"privacy.sigma={SIGMA}", f"algorithm.lr={LR}",
-        f"run.rounds={last}", f"run.eval_every={last}", f"run.threads={given.threads}", "run.device=cpu",
-    )  # fmt: skip
+        f"data.clients={CLIENTS}",
+        f"run.participation={COHORT / CLIENTS}",
+        f"run.local_steps={STEPS}",
+        f"privacy.batch={BATCH}",
+        f"privacy.clip={CLIP}",
+        f"privacy.sigma={SIGMA}",
+        f"algorithm.lr={LR}",
+        f"run.rounds={last}",
+        f"run.eval_every={last}",
+        f"run.threads={given.threads}",
+        "run.device=cpu",
+    )
 
     def observe(round: Round) -> None:
         if round.t < last:

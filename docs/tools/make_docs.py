@@ -372,9 +372,20 @@ def cell(sigma: float, records: int) -> float:
     from dpfed.privacy.accounting.planner import plan_from_numbers
 
     plan = plan_from_numbers(
-        records=records, batch=16, rounds=100, local_steps=10, participation=1.0, sigma=sigma, delta=1e-5,
-        sampling="poisson", target_epsilon=None, view="server_worst", clients=None, releases=Releases(), colluding=0,
-    )  # fmt: skip
+        records=records,
+        batch=16,
+        rounds=100,
+        local_steps=10,
+        participation=1.0,
+        sigma=sigma,
+        delta=1e-5,
+        sampling="poisson",
+        target_epsilon=None,
+        view="server_worst",
+        clients=None,
+        releases=Releases(),
+        colluding=0,
+    )
     return plan.server_worst
 
 
