@@ -1,13 +1,12 @@
-"""Differentially private federated fine-tuning of large models. `dpfed.fine_tune` is the Python interface (api.py)."""
+"""Differentially private federated fine-tuning of large models; start with `dpfed.fine_tune`."""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
-__version__ = (
-    "0.1.0"  # the one place: packaging, `dpfed --version` and the documentation read it here
-)
+# The one place of the version: packaging, `dpfed --version` and the documentation read it.
+__version__ = "0.1.0"
 __all__ = ["DpfedError", "DpfedWarning", "Tuned", "fine_tune"]
 _HOMES = {"DpfedError": "dpfed.errors", "DpfedWarning": "dpfed.errors"}
 

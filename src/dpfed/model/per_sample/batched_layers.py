@@ -210,9 +210,10 @@ def _mapped_twin(cls: type[nn.Module], mapped: Mapping) -> type[nn.Module]:
     """Return a class whose forward is `mapped` over samples and weight copies."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        plain_dims: dict[str, int] = self._plain_dims  # type: ignore[assignment]
         batched: dict[str, Tensor] = {
-            n: p for n, p in self.named_parameters() if p.dim() > self._plain_dims[n]
-        }  # type: ignore[index]
+            n: p for n, p in self.named_parameters() if p.dim() > plain_dims[n]
+        }
         if not batched:
             return cls.forward(self, *args, **kwargs)
         samples = next(iter(batched.values())).shape[0]
