@@ -24,6 +24,7 @@ from dpfed.training.backends.fleet import Fleet
 from dpfed.training.backends.torchrun import Distributed, Group, agree, follow
 from dpfed.training.budget.prior_spending import prior_spending_of, served_prior_spending
 from dpfed.training.budget.recorded_spending import NO_PRIVACY, SEEDED
+from dpfed.training.budget.run_ledger import with_recorded_noise
 from dpfed.training.budget.spending import (
     Budget,
     Spending,
@@ -43,7 +44,7 @@ from dpfed.training.job.message_size import traffic
 from dpfed.training.job.notes import result_warnings
 from dpfed.training.round_loop import Backend, Progress, RemoteBackend, Round, first_state, train
 from dpfed.training.run_folder.checkpoint import Checkpoints, Saved, job_hash
-from dpfed.training.run_folder.folder import RunFolder, fresh_folder, refuse_occupied
+from dpfed.training.run_folder.folder import LEDGER, RunFolder, fresh_folder, refuse_occupied
 from dpfed.training.run_folder.label_counts import write_label_counts
 from dpfed.training.run_folder.resume import (
     changes,
@@ -109,6 +110,8 @@ def run(
         on_activity=on_activity,
     )
     job.notes.extend(past.notes)
+    if resume and not serve:
+        job = with_recorded_noise(job, out / LEDGER)
     if group is not None:
         agree(job, group)
     budget = _checked_budget(job, resume) if job.plan.private else None

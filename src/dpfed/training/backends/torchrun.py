@@ -25,6 +25,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -178,9 +179,17 @@ def join(config: Config) -> Group | None:
 
 
 def agree(job: Job, group: Group) -> None:
-    """Rank 0 asks whether all have the same job, before anything is written or released."""
+    """Rank 0 compares all jobs and sends its noise multipliers, before anything is released."""
     digest = fingerprint(job)
     group.agree(digest, group.header(AGREE, *words_of(digest))[1:])
+    group.broadcast(torch.from_numpy(job.plan.multipliers.copy()))
+
+
+def with_received_noise(job: Job, group: Group) -> Job:
+    """Return the job with rank 0's noise multipliers: a resumed run has those of its ledger."""
+    multipliers = torch.empty(job.plan.clients, dtype=torch.float64)
+    group.broadcast(multipliers)
+    return replace(job, plan=replace(job.plan, multipliers=multipliers.numpy()))
 
 
 class Distributed:
@@ -243,6 +252,8 @@ def follow(job: Job, group: Group) -> None:
             return
         if command == AGREE:
             group.agree(fingerprint(job), words)
+            job = with_received_noise(job, group)
+            fleet = Fleet(job)
         else:
             t, count, clip = words[0], words[1], struct.unpack("<d", struct.pack("<q", words[2]))[0]
             _share(job, group, fleet, first, t, count, clip)

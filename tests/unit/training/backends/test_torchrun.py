@@ -19,9 +19,14 @@ from safetensors.torch import load_file
 from dpfed.cli.main import main
 from dpfed.config import Config, build, to_toml
 from dpfed.errors import DpfedError
+from dpfed.privacy import plan
+from dpfed.privacy.accounting.calibrate import calibrate_sigma
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.registry import registry
+from dpfed.training.backends import torchrun
 from dpfed.training.backends.torchrun import join, packed, unpacked, words_of
+from dpfed.training.job.job import Job, plan_of
+from dpfed.training.round_loop import Round
 from dpfed.training.run import fixed_settings, run
 
 pytestmark = pytest.mark.timeout(1000)
@@ -69,9 +74,49 @@ def config_of(**sections: dict[str, Any]) -> Config:
             "timeout": HANG,
         },
     }
-    return build(
-        {name: {**table, **sections.get(name, {})} for name, table in raw.items()}, registry()
-    )
+    tables = {name: {**table, **sections.get(name, {})} for name, table in raw.items()}
+    given = {
+        name: {key: value for key, value in table.items() if value is not None}
+        for name, table in tables.items()
+    }
+    return build(given, registry())
+
+
+TARGET: dict[str, dict[str, Any]] = {
+    "algorithm": {"name": "dp-fedavg", "lr": 0.3},
+    "privacy": {"sigma": None, "target_epsilon": 2.0},
+    "run": {"rounds": 2},
+}
+
+
+class CrashError(Exception):
+    """The process was killed."""
+
+
+def begin_with_other_noise(config: Config, out: Path) -> None:
+    """Crash after round 1 of a run whose calibration differs from today's by 1e-5."""
+
+    def crash(round: Round) -> None:
+        if round.t == 1:
+            raise CrashError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "calibrate_sigma", lambda **keys: (1 + 1e-5) * calibrate_sigma(**keys))
+        with pytest.raises(CrashError):
+            run(config, out, observe=crash)
+
+
+def write_received_noise(path: Path) -> None:
+    """Make this process write the multipliers that it receives first from rank 0."""
+    received = torchrun.with_received_noise
+
+    def written(job: Job, group: torchrun.Group) -> Job:
+        job = received(job, group)
+        if not path.exists():
+            path.write_text(json.dumps(job.plan.multipliers.tolist()))
+        return job
+
+    torchrun.with_received_noise = written
 
 
 # What each process runs: all cases one after another, so that the price of starting is paid once.
@@ -97,6 +142,16 @@ for name, sections in {**here.CASES, "secret": here.SECRET}.items():
     else:
         assist(config, group)
     group.close()
+# Rank 0 resumes a run whose recorded noise differs from the noise that both calibrate.
+config = here.config_of(**here.TARGET)
+group = Group(rank, 2, here.HANG, init=f"file://{out}/meet-target")
+if rank == 0:
+    here.begin_with_other_noise(config, out / "target")
+    run(config, out / "target", resume=True, group=group)
+else:
+    here.write_received_noise(out / "target-1.json")
+    assist(config, group)
+group.close()
 group = Group(rank, 2, here.HANG, init=f"file://{out}/meet-other")
 try:
     config = here.config_of(run={"seed": rank})
@@ -179,6 +234,16 @@ def test_noise_that_cannot_be_repeated_is_drawn_by_each_process_for_its_own_clie
         rows = list(ledger.rows())
     assert [sum(row.charge.round == t for row in rows) for t in (1, 2)] == [5, 5]
     assert {row.charge.noise for row in rows} == {"os"}
+
+
+def test_all_processes_add_the_noise_that_the_ledger_records(together: Path) -> None:
+    with Ledger.open(together / "target" / "ledger.sqlite", readonly=True) as ledger:
+        ((_, recorded),) = ledger.meta["kinds"]
+        charged = {row.charge.mechanism.noise_multiplier for row in ledger.rows()}
+    received = json.loads((together / "target-1.json").read_text())
+    assert charged == set(received) == {recorded}
+    today, _ = plan_of(config_of(**TARGET))
+    assert today.multipliers[0] == pytest.approx(recorded / (1 + 1e-5), rel=1e-12)
 
 
 def test_processes_with_different_jobs_are_refused_before_anything_is_written(
