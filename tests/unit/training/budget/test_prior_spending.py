@@ -566,7 +566,7 @@ def test_a_run_of_an_earlier_version_goes_on(
     keys = {"checkpoint_every": 1, "lr_schedule": "constant"}
     config = settings(model, run=keys)
     with monkeypatch.context() as earlier:
-        earlier.setattr("dpfed.training.run.past_of", lambda config: PriorSpending())
+        earlier.setattr("dpfed.training.run.prior_spending_of", lambda config: PriorSpending())
         run(config, tmp_path / "r", source=images())
     longer = settings(model, run={**keys, "rounds": 3})
     assert UNCOUNTED in run(longer, tmp_path / "r", source=images(), resume=True)["guarantee"]

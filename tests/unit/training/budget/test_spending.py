@@ -25,6 +25,7 @@ from dpfed.privacy.plan import Plan, Schedule
 from dpfed.registry import registry
 from dpfed.training.budget.recorded_spending import read_recorded_spending
 from dpfed.training.budget.run_ledger import recorded_multipliers
+from dpfed.training.budget.served_spending import with_least_noise
 from dpfed.training.budget.spending import budget_of, coarser
 from dpfed.training.job.job import Job, plan_of, prepare
 from dpfed.training.round_loop import Round
@@ -300,3 +301,15 @@ def test_recorded_noise_is_found_in_the_rows_where_the_statement_is_a_grid(tmp_p
         assert recorded_multipliers(new, ledger).tolist() == new.multipliers.tolist()
         ledger.charge([Charge(3, 1, 2, old.mechanism(3), "os")])
         assert recorded_multipliers(new, ledger).tolist() == old.multipliers.tolist()
+
+
+def test_a_report_on_a_server_counts_the_smaller_of_recorded_and_calibrated_noise() -> None:
+    sizes = np.array([100, 200])
+    expected = np.array([10.0, 20.0])
+    plan = Plan("poisson", 1.0, sizes, expected / sizes, expected, np.array([2.0, 4.0]))
+    assert with_least_noise(plan, None) is plan
+    assert with_least_noise(plan, [2.0001, 4.0001]) is plan
+    lower = with_least_noise(plan, [2.0, 4.0 * (1 - 1e-5)]).multipliers
+    assert lower == pytest.approx([2.0 * (1 - 1e-5), 4.0 * (1 - 1e-5)], rel=1e-12)
+    equal = replace(plan, multipliers=np.array([2.0, 2.0]))
+    assert with_least_noise(equal, 1.99999).multipliers == pytest.approx([1.99999] * 2, rel=1e-12)
