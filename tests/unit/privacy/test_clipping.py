@@ -30,7 +30,8 @@ from dpfed.privacy.plan import Plan
 from dpfed.registry import registry
 from dpfed.training.backends.fleet import Fleet
 from dpfed.training.job.job import Job, prepare
-from dpfed.training.round_loop import aggregate, choose, first_state
+from dpfed.training.round_context import first_state
+from dpfed.training.round_loop import aggregate, choose
 from dpfed.training.run import run
 
 torch.set_num_threads(1)

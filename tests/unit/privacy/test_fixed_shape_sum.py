@@ -29,7 +29,8 @@ from dpfed.privacy.fixed_shape_sum import FixedSum, passes_of, slots_for
 from dpfed.registry import registry
 from dpfed.training.backends.fleet import Fleet
 from dpfed.training.job.job import Job, prepare, repays
-from dpfed.training.round_loop import aggregate, choose, first_state
+from dpfed.training.round_context import first_state
+from dpfed.training.round_loop import aggregate, choose
 
 torch.set_num_threads(1)
 SMALL = [

@@ -23,7 +23,8 @@ from dpfed.privacy.oracle import FleetOracle, out_of_memory
 from dpfed.registry import registry
 from dpfed.training.backends.fleet import Fleet
 from dpfed.training.job.job import Job, prepare
-from dpfed.training.round_loop import aggregate, choose, first_state
+from dpfed.training.round_context import first_state
+from dpfed.training.round_loop import aggregate, choose
 from dpfed.training.run import run
 
 torch.set_num_threads(1)
@@ -174,7 +175,7 @@ def test_a_client_that_leaves_the_numbers_stops_the_run_by_name(
     assert (tmp_path / "run" / "checkpoint" / "round-1.json").exists()
     monkeypatch.undo()
     whole = run(config_of(run=settings), tmp_path / "whole", source=source())
-    again = run(config_of(run=settings), tmp_path / "run", source=source(), resume=True)
+    again = run(config_of(run=settings), tmp_path / "run", source=source(), mode="resume")
     assert again["test_loss"] == whole["test_loss"]
 
 

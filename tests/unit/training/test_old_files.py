@@ -32,7 +32,7 @@ def old_run(tmp_path: Path) -> Path:
 
 def test_an_old_run_resumes_as_if_nothing_had_changed(old_run: Path, tmp_path: Path) -> None:
     config = load(old_run / "config.toml", ["run.rounds=4"], registry())
-    run(config, old_run, resume=True)
+    run(config, old_run, mode="resume")
     run(config, tmp_path / "whole")
     resumed = load_file(old_run / "model.safetensors")
     for name, whole in load_file(tmp_path / "whole" / "model.safetensors").items():
@@ -43,7 +43,7 @@ def test_an_old_calibrated_run_resumes_with_its_recorded_noise(tmp_path: Path) -
     """Version 0.1 had another root search, so its sigma differs from today's in the sixth digit."""
     out = shutil.copytree(FIXTURES / "run-0.1-target", tmp_path / "run")
     config = load(out / "config.toml", [], registry())
-    result = run(config, out, resume=True)
+    result = run(config, out, "resume")
     with Ledger.open(out / "ledger.sqlite", readonly=True) as ledger:
         recorded = dict(ledger.meta["kinds"])
         charged = [row.charge.mechanism for row in ledger.rows()]

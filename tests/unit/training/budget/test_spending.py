@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from callback_case import Watcher
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -189,7 +190,7 @@ def test_a_ledger_of_real_noise_is_never_deleted(tmp_path: Path) -> None:
     run(load("digits", [*keys, "run.noise=os"], registry()), folder)
     rows = read_recorded_spending(folder).rows
     with pytest.raises(DpfedError, match="real noise"):
-        run(load("digits", keys, registry()), folder, force=True)
+        run(load("digits", keys, registry()), folder, "replace")
     assert read_recorded_spending(folder).rows == rows
 
 
@@ -259,7 +260,7 @@ def interrupted(keys: list[str], folder: Path, noise_factor: float) -> list[floa
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dpfed.privacy.plan.calibrate_sigma", other_root)
         with pytest.raises(CrashError):
-            run(load("digits", keys, registry()), folder, observe=crash)
+            run(load("digits", keys, registry()), folder, callbacks=[Watcher(on_round=crash)])
         return plan_of(load("digits", keys, registry()))[0].multipliers.tolist()
 
 
@@ -274,7 +275,12 @@ def test_a_resumed_run_adds_and_charges_the_noise_that_its_ledger_records(
     folder = tmp_path / "r"
     recorded = interrupted(keys, folder, noise_factor)
     jobs: list[Job] = []
-    result = run(load("digits", keys, registry()), folder, resume=True, begin=jobs.append)
+    result = run(
+        load("digits", keys, registry()),
+        folder,
+        "resume",
+        callbacks=[Watcher(on_start=jobs.append)],
+    )
     assert jobs[0].plan.multipliers.tolist() == recorded
     with Ledger.open(folder / "ledger.sqlite", readonly=True) as ledger:
         assert ledger.last_round(ledger.meta["owner"]) == 4
@@ -287,7 +293,7 @@ def test_a_ledger_with_quite_other_noise_is_refused(unequal: list[str], tmp_path
     keys = [*unequal, "privacy.target_epsilon=2", "run.rounds=4"]
     interrupted(keys, tmp_path / "r", 1 + 2e-4)
     with pytest.raises(DpfedError, match="written for another kinds"):
-        run(load("digits", keys, registry()), tmp_path / "r", resume=True)
+        run(load("digits", keys, registry()), tmp_path / "r", "resume")
 
 
 def test_recorded_noise_is_found_in_the_rows_where_the_statement_is_a_grid(tmp_path: Path) -> None:
