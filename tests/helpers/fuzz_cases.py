@@ -52,7 +52,8 @@ from dpfed.training.budget.prior_spending import prior_spending_of
 from dpfed.training.budget.recorded_spending import read_recorded_spending
 from dpfed.training.callbacks.diagnostics import read_diagnostics
 from dpfed.training.export import read_run
-from dpfed.training.job.job import prepare, tokenised
+from dpfed.training.job.data import tokenised
+from dpfed.training.job.job import prepare
 from dpfed.training.round_loop import first_state
 from dpfed.training.run import follows_from, run
 from dpfed.training.run_folder.checkpoint import Checkpoints, _seal, job_hash

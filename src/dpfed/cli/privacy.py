@@ -186,7 +186,7 @@ def from_config(target: str, overrides: list[str], colluding: int) -> tuple[Plan
     from dpfed.registry import registry
     from dpfed.training.budget.prior_spending import prior_spending_of
     from dpfed.training.budget.spending import budget_of
-    from dpfed.training.job.job import plan_of
+    from dpfed.training.job.plan import plan_of
     from dpfed.training.run import refuse_target
 
     config = load(target, overrides, registry())

@@ -262,7 +262,6 @@ def server_scores(job: Job, audited: Audited, coins: np.ndarray) -> np.ndarray:
         job,
         config=replace(job.config, run=run),
         model=model,
-        space=model.space,
         theta=torch.zeros(model.space.size, device=audited.device),
         plan=audited.plan,
         schedule=Schedule(clients, clients, audited.rounds, audited.local_steps),

@@ -31,7 +31,7 @@ from dpfed.training.budget.recorded_spending import (
     RecordedSpending,
     read_recorded_spending,
 )
-from dpfed.training.job.job import block_rules
+from dpfed.training.job.model import block_rules
 from dpfed.training.run_folder.atomic_file import write_file
 from dpfed.training.run_folder.embedded_record import embed
 from dpfed.training.run_folder.folder import CONFIG, MODEL, RESULT

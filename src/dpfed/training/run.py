@@ -37,10 +37,11 @@ from dpfed.training.callbacks.activity import OnActivity, ignore
 from dpfed.training.callbacks.diagnostics import Diagnostics, refuse_real_noise
 from dpfed.training.callbacks.trackers import Trackers, refuse_missing
 from dpfed.training.evaluation import task_metrics
-from dpfed.training.job.job import Job, client_names, prepare, prepare_server
+from dpfed.training.job.job import Job, prepare, prepare_server
 from dpfed.training.job.job_cache import JobCache
 from dpfed.training.job.message_size import traffic
 from dpfed.training.job.notes import result_warnings
+from dpfed.training.job.plan import client_names
 from dpfed.training.round_loop import Backend, Progress, RemoteBackend, Round, first_state, train
 from dpfed.training.run_folder.checkpoint import Checkpoints, Saved, job_hash
 from dpfed.training.run_folder.folder import RunFolder, fresh_folder, refuse_occupied

@@ -11,7 +11,8 @@ from dpfed.config import load
 from dpfed.data.tables import Table
 from dpfed.errors import DpfedError
 from dpfed.registry import registry
-from dpfed.training.job.job import prepare, scored_half
+from dpfed.training.job.data import scored_half
+from dpfed.training.job.job import prepare
 
 
 def table(labels: list[int]) -> Table:

@@ -13,7 +13,8 @@ from dpfed.federation.server.server import federation_of, served
 from dpfed.privacy.published import show_score
 from dpfed.registry import registry
 from dpfed.training.callbacks.activity import OnActivity, ignore
-from dpfed.training.job.job import Job, client_names
+from dpfed.training.job.job import Job
+from dpfed.training.job.plan import client_names
 from dpfed.training.round_loop import RemoteBackend, Round
 from dpfed.training.run import run
 

@@ -38,6 +38,7 @@ from torch import Tensor
 from dpfed.algorithms.base import Message
 from dpfed.config import Config
 from dpfed.errors import DpfedError, StoppedError
+from dpfed.model.model_hash import model_hash
 from dpfed.training.backends.client_state import ClientStates
 from dpfed.training.backends.fleet import Fleet
 from dpfed.training.job.job import Job
@@ -317,11 +318,11 @@ def fingerprint(job: Job) -> str:
     )  # the run knows what may differ, and calls this module
 
     found = hashlib.sha256(repr(follows_from(job)).encode())
-    inputs = (
-        job.records.inputs if job.given is None else job.given
-    )  # features are each process's own, to rounding
+    found.update(model_hash(job.adapted.model, job.space).encode())
+    # Features differ between processes by rounding, so the inputs before them are compared.
+    inputs = job.records.inputs if job.raw_inputs is None else job.raw_inputs
     arrays: list[Any] = [job.shards.records, job.theta, job.records.labels, *inputs.values()]
-    for x in [*arrays, *job.adapted.model.state_dict().values()]:
+    for x in arrays:
         tensor = (
             torch.from_numpy(np.ascontiguousarray(x)) if isinstance(x, np.ndarray) else x.detach()
         )

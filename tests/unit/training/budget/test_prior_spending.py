@@ -32,7 +32,7 @@ from dpfed.report.model_card import write_export
 from dpfed.training.budget.prior_spending import SPENDING, prior_spending_of, spending_of
 from dpfed.training.budget.recorded_spending import read_recorded_spending
 from dpfed.training.budget.spending import Spending, budget_of
-from dpfed.training.job.job import plan_of
+from dpfed.training.job.plan import plan_of
 from dpfed.training.run import NO_PRIVACY, RELEASABLE, SIMULATION, run
 from dpfed.training.run_folder.embedded_record import METADATA, embed
 

@@ -23,7 +23,8 @@ from dpfed.privacy.plan import Plan, Schedule
 from dpfed.registry import registry
 from dpfed.training.budget.recorded_spending import read_recorded_spending
 from dpfed.training.budget.spending import budget_of, coarser
-from dpfed.training.job.job import plan_of, prepare
+from dpfed.training.job.job import prepare
+from dpfed.training.job.plan import plan_of
 from dpfed.training.run import run
 
 

@@ -32,7 +32,7 @@ from dpfed.training.export import read_run
 from dpfed.training.job import frozen_features
 from dpfed.training.job.frozen_features import NOTE
 from dpfed.training.job.job import prepare
-from dpfed.training.job.job_cache import JobCache
+from dpfed.training.job.job_cache import Identity, JobCache
 from dpfed.training.round_loop import evaluate
 from dpfed.training.run import run
 
@@ -175,11 +175,17 @@ def test_pieces_of_a_table_are_its_records_in_order(
 
 def test_auto_is_where_it_saves_work(tmp_path: Path) -> None:
     """2 rounds of 2 steps with batches of 6 take 24 records, of which there are 24."""
-    assert prepare(config_of("vit", tmp_path, "auto"), images()).given is not None
-    assert prepare(config_of("vit", tmp_path, "auto", run={"rounds": 1}), images()).given is None
-    assert prepare(config_of("vit", tmp_path, True, run={"rounds": 1}), images()).given is not None
+    assert prepare(config_of("vit", tmp_path, "auto"), images()).raw_inputs is not None
     assert (
-        prepare(config_of("vit", tmp_path, "auto", model={"train": "lora"}), images()).given is None
+        prepare(config_of("vit", tmp_path, "auto", run={"rounds": 1}), images()).raw_inputs is None
+    )
+    assert (
+        prepare(config_of("vit", tmp_path, True, run={"rounds": 1}), images()).raw_inputs
+        is not None
+    )
+    assert (
+        prepare(config_of("vit", tmp_path, "auto", model={"train": "lora"}), images()).raw_inputs
+        is None
     )
 
 
@@ -199,7 +205,7 @@ def test_true_is_refused_where_it_cannot_be_done(
         match=f'^run.features = true cannot be done, as {reason}.*set run.features = "auto"$',
     ):
         prepare(config_of("vit", tmp_path, True, **changes), images())
-    assert prepare(config_of("vit", tmp_path, "auto", **changes), images()).given is None
+    assert prepare(config_of("vit", tmp_path, "auto", **changes), images()).raw_inputs is None
 
 
 def test_a_model_with_dropout_before_its_head_stays_whole(tmp_path: Path) -> None:
@@ -210,7 +216,7 @@ def test_a_model_with_dropout_before_its_head_stays_whole(tmp_path: Path) -> Non
         "train": "head",
     }
     job = prepare(settings(section), texts())
-    assert job.given is None
+    assert job.raw_inputs is None
     assert any("computed at every step, as the model has dropout" in note for note in job.notes)
     with pytest.raises(DpfedError, match="depth before classifier"):
         prepare(settings(section, run={"features": True}), texts())
@@ -227,11 +233,11 @@ def test_features_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(frozen_features, "split", heavy)
     assert (
-        prepare(config_of("vit", tmp_path, True, run={"memory_limit": 30}), images()).given
+        prepare(config_of("vit", tmp_path, True, run={"memory_limit": 30}), images()).raw_inputs
         is not None
     )
     assert (
-        prepare(config_of("vit", tmp_path, "auto", run={"memory_limit": 29}), images()).given
+        prepare(config_of("vit", tmp_path, "auto", run={"memory_limit": 29}), images()).raw_inputs
         is None
     )
     with pytest.raises(
@@ -247,7 +253,7 @@ def test_without_room_the_whole_model_is_used(
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(frozen_features, "_records", full)
-    assert prepare(config_of("vit", tmp_path, "auto"), images()).given is None
+    assert prepare(config_of("vit", tmp_path, "auto"), images()).raw_inputs is None
     with pytest.raises(DpfedError, match="no room for the features on cpu"):
         prepare(config_of("vit", tmp_path, True), images())
 
@@ -273,15 +279,15 @@ def test_jobs_share_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_shared_features_keep_the_data_that_names_them(tmp_path: Path) -> None:
-    """Other data could come to have the identity of data that is gone, and would be given its features."""
+    """Otherwise new data could get the `id` of deleted data, and with it the features."""
     shared, config = JobCache(), config_of("bert", tmp_path)
     raw = texts()
     job = prepare(config, raw, shared)
     assert NOTE in job.notes
-    named = weakref.ref(shared.get("source", (id(raw), config.model), lambda: None)[1])  # type: ignore[index]
-    del job, raw
-    other = texts()
-    shared.get("source", (id(other), config.model), lambda: None)
+    source: Any = shared.get("source", (Identity(raw), config.model), lambda: None)
+    named = weakref.ref(source)
+    del job, raw, source
+    shared.get("source", (Identity(texts()), config.model), lambda: None)
     gc.collect()
     assert named() is not None
 
@@ -318,7 +324,7 @@ def test_processes_compare_the_records_and_not_their_features(tmp_path: Path) ->
     before = fingerprint(job)
     job.records.inputs["features"].mul_(1 + 1e-6)
     assert fingerprint(job) == before
-    assert job.given is not None
+    assert job.raw_inputs is not None
     changed = images()
     changed.train.inputs["pixel_values"][0, 0, 0, 0] += 1
     assert fingerprint(prepare(config_of("vit", tmp_path), changed)) != before
