@@ -56,7 +56,7 @@ from dpfed.training.job.data import tokenised
 from dpfed.training.job.job import prepare
 from dpfed.training.round_loop import first_state
 from dpfed.training.run import follows_from, run
-from dpfed.training.run_folder.checkpoint import Checkpoints, _seal, job_hash
+from dpfed.training.run_folder.checkpoint import Checkpoints, index_hash, job_hash
 from dpfed.training.run_folder.folder import refuse_occupied
 
 KNOWN = registry()
@@ -225,7 +225,7 @@ def read_checkpoint(folder: Path) -> None:
     if saved is None:
         raise DpfedError("; ".join(said))
     memory.gather(range(3), CPU)
-    checkpoints.save(saved.progress, saved.taken)
+    checkpoints.save_beside(saved.progress, saved.taken, wait=True)
 
 
 def read_resealed(folder: Path) -> None:
@@ -243,7 +243,7 @@ def read_resealed(folder: Path) -> None:
                 file = folder / "checkpoint" / "memory" / str(entry[0])
                 if file.is_file():
                     entry[1] = hashlib.sha256(file.read_bytes()).hexdigest()
-            path.write_text(json.dumps({**index, "sha256": _seal(index)}))
+            path.write_text(json.dumps({**index, "sha256": index_hash(index)}))
     read_checkpoint(folder)
 
 

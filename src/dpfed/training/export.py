@@ -34,7 +34,7 @@ from dpfed.training.budget.recorded_spending import (
 from dpfed.training.job.model import block_rules
 from dpfed.training.run_folder.atomic_file import write_file
 from dpfed.training.run_folder.embedded_record import embed
-from dpfed.training.run_folder.folder import CONFIG, MODEL, RESULT
+from dpfed.training.run_folder.files import CONFIG, MODEL, read_result
 
 # Not config.json: with that name transformers takes the folder of an adapter for a whole model.
 ADAPTED_CONFIG = "model_config.json"
@@ -62,11 +62,11 @@ def read_run(folder: Path) -> Trained:
     if not (folder / CONFIG).is_file():
         raise DpfedError(f"{folder} is not the folder of a run: give one that `dpfed run` has made")
     config = load(folder / CONFIG, [], registry())
+    result = read_result(folder)
     try:
-        result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
         private = result["release"] != NO_PRIVACY
         spec = InputSpec(**{**result["input"], "shape": tuple(result["input"]["shape"])})
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (KeyError, TypeError):
         raise DpfedError(
             f"the run in {folder} has no result yet: let it finish, or `dpfed run --resume {folder}`"
         ) from None

@@ -44,6 +44,7 @@ from dpfed.training.job.notes import result_warnings
 from dpfed.training.job.plan import client_names
 from dpfed.training.round_loop import Backend, Progress, RemoteBackend, Round, first_state, train
 from dpfed.training.run_folder.checkpoint import Checkpoints, Saved, job_hash
+from dpfed.training.run_folder.files import read_result
 from dpfed.training.run_folder.folder import RunFolder, fresh_folder, refuse_occupied
 from dpfed.training.run_folder.label_counts import write_label_counts
 from dpfed.training.run_folder.resume import (
@@ -52,7 +53,6 @@ from dpfed.training.run_folder.resume import (
     name_of,
     refuse_kind,
     refuse_other,
-    result_in,
 )
 
 Serve = Callable[[Job, str], RemoteBackend]
@@ -318,7 +318,7 @@ def _go_on(
 def _amend(folder: RunFolder, job: Job, name: str, note: str, saved: Saved | None) -> None:
     """Records what changed. After the ledger: killed in between, the run has stated too much and not too little."""
     folder.amend(job.config, changes(folder.path, job.config), saved.progress.t if saved else 0)
-    if result_in(folder.path).get("state") != "running":
+    if read_result(folder.path).get("state") != "running":
         folder.begin(name, note)
 
 

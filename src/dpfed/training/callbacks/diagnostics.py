@@ -24,6 +24,7 @@ from dpfed.config import Config
 from dpfed.errors import DpfedError
 from dpfed.privacy.private_files import open_private
 from dpfed.training.job.job import Job
+from dpfed.training.run_folder.files import read_rows
 
 FILE = "diagnostics.jsonl"
 BINS = 120
@@ -116,13 +117,4 @@ class Diagnostics:
 
 def read_diagnostics(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run by round, the last of each round."""
-    if not (folder / FILE).exists():
-        return []
-    rows: dict[int, dict[str, Any]] = {}
-    for line in (folder / FILE).read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-            rows[int(row["round"])] = row
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            continue  # a line cut short by a crash, or damaged
-    return [rows[t] for t in sorted(rows)]
+    return read_rows(folder / FILE)

@@ -551,7 +551,7 @@ def test_a_damaged_head_file_is_refused(tmp_path: Path, content: bytes) -> None:
 
 # --- processes, disks ---
 
-OPEN = "from dpfed.errors import DpfedError; from dpfed.privacy.ledger.ledger import *; from dpfed.privacy.ledger import ledger as module, storage as files; m = Mechanism('poisson', .1, 1.)\n"
+OPEN = "from dpfed.errors import DpfedError; from dpfed.privacy.ledger.ledger import *; from dpfed.privacy.ledger import ledger as module, storage as files; from dpfed.privacy import private_files; m = Mechanism('poisson', .1, 1.)\n"
 LOOP = """
 with Ledger.open(sys.argv[1], run="r") as ledger:
     for t in range(int(sys.argv[2]), 10**6):
@@ -622,7 +622,7 @@ def test_kill_9(tmp_path: Path, noise: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "moment", ["module.write_head", "os.fsync", "module.Path.replace", "files.fsync"]
+    "moment", ["module.write_head", "os.fsync", "os.replace", "private_files.fsync"]
 )
 def test_kill_9_at_each_step_of_a_charge(tmp_path: Path, moment: str) -> None:
     """After the commit; after the new head was written, before its sync; before the rename; after the rename."""
@@ -633,7 +633,7 @@ def test_kill_9_at_each_step_of_a_charge(tmp_path: Path, moment: str) -> None:
     assert out == ""
     head = files.read_head(path)
     assert head is not None
-    assert head.rows == (6 if moment == "files.fsync" else 5)
+    assert head.rows == (6 if moment == "private_files.fsync" else 5)
     with Ledger.open(path) as ledger:
         assert ledger.verify().rows == 6
         assert files.read_head(path) == ledger.head()
@@ -654,7 +654,7 @@ def tick(real):
         left[0] -= 1
         return real(*a)
     return wrapped
-module.Path.rename, module.Path.replace = tick(module.Path.rename), tick(module.Path.replace)
+module.Path.rename, os.replace = tick(module.Path.rename), tick(os.replace)
 os.fsync = tick(os.fsync)
 Ledger.create(sys.argv[1], run="r")
 """
@@ -664,7 +664,7 @@ Ledger.create(sys.argv[1], run="r")
     with Ledger.open(path, run="r") if path.exists() else Ledger.create(path, run="r") as ledger:
         ledger.charge(cohort(0))
         assert ledger.verify() == files.read_head(path)
-    assert {f.name for f in tmp_path.iterdir()} <= {"l", "l.head", "l.lock", "l.head.new"}
+    assert {f.name for f in tmp_path.iterdir()} <= {"l", "l.head", "l.lock", ".l.head.part"}
 
 
 def test_a_forked_worker_does_not_keep_the_lock(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import io
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ from dpfed.training.budget.recorded_spending import read_recorded_spending
 from dpfed.training.job.job import Job
 from dpfed.training.round_loop import Progress, Round
 from dpfed.training.run import follows_from, run
-from dpfed.training.run_folder import atomic_file, checkpoint
+from dpfed.training.run_folder import checkpoint
 from dpfed.training.run_folder.atomic_file import write_file
 from dpfed.training.run_folder.checkpoint import Checkpoints
 from dpfed.training.run_folder.folder import RunFolder
@@ -344,7 +345,9 @@ def test_a_state_of_another_form_is_refused_in_one_sentence(tmp_path: Path) -> N
     """As after an update of the program that added a field."""
     memory = ClientStates((), 3, tmp_path / "memory", 1)
     checkpoints = Checkpoints(tmp_path, "job", memory)
-    checkpoints.save(Progress(1, State(Point(torch.ones(3)), 1.0)), np.array([1, 0]))
+    checkpoints.save_beside(
+        Progress(1, State(Point(torch.ones(3)), 1.0)), np.array([1, 0]), wait=True
+    )
     for form in (
         Server(torch.ones(3), torch.ones(3)),
         Point(torch.ones(4)),
@@ -363,7 +366,7 @@ def test_what_is_read_back_is_what_was_saved(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, "job", ClientStates((), 3, tmp_path / "memory", 1))
     shared = torch.tensor([1e-30, -0.0, 3.0])
     state = State(Server(shared, shared), 0.1 + 0.2)  # one tensor in two fields
-    checkpoints.save(Progress(7, state, 1.25), np.array([0, 3, 0]))
+    checkpoints.save_beside(Progress(7, state, 1.25), np.array([0, 3, 0]), wait=True)
     saved, said = checkpoints.load(State(Server(torch.zeros(3), torch.zeros(3)), 1.0))
     assert saved is not None
     assert said == []
@@ -375,7 +378,8 @@ def test_what_is_read_back_is_what_was_saved(tmp_path: Path) -> None:
     assert saved.taken.tolist() == [0, 3, 0]
     for value in saved.progress.state.tensors().values():
         assert value.numpy().tobytes() == shared.numpy().tobytes()
-    checkpoints.save(Progress(8, State(state.server, float("inf"))), np.zeros(3, dtype=np.int64))
+    progress = Progress(8, State(state.server, float("inf")))
+    checkpoints.save_beside(progress, np.zeros(3, dtype=np.int64), wait=True)
     again, _ = checkpoints.load(state)
     assert again is not None
     assert again.progress.state.clip == float("inf")
@@ -602,7 +606,7 @@ def test_it_is_replaced_only_when_it_is_on_the_disk(
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(atomic_file.os, call, broken)
+        patch.setattr(os, call, broken)
         with pytest.raises(DpfedError, match="cannot be written"):
             write_file(path, lambda file: file.write(b"new"))
     assert path.read_bytes() == b"old"
