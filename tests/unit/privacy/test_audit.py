@@ -19,11 +19,7 @@ from dpfed.config import load
 from dpfed.errors import DpfedError
 from dpfed.privacy import oracle as oracle_module
 from dpfed.privacy import sampling as sampling_module
-from dpfed.privacy.audit import (
-    Law,
-    Report,
-    disproofs,
-)
+from dpfed.privacy.audit import Law, Report, disproofs
 from dpfed.privacy.clipping import Clipping
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.noise import Streams
@@ -31,15 +27,14 @@ from dpfed.privacy.oracle import FleetOracle
 from dpfed.privacy.plan import Plan
 from dpfed.registry import registry
 from dpfed.training.audit import (
-    Audited,
+    AuditSetting,
     audit,
-    audited_job,
-    laws,
-    many_draws,
-    one_run,
-    server_view,
-    shorter,
-    spread_clients,
+    audit_laws,
+    audit_many_draws,
+    audit_one_run,
+    audit_server,
+    chosen_clients,
+    setting_of,
 )
 from dpfed.training.job.job import Job, prepare
 
@@ -76,8 +71,10 @@ def plan_of(
     )
 
 
-def setting(seed: int = 0, clients: int = 30, **more: Any) -> Audited:
-    return Audited(plan_of(clients, **more), DELTA, rounds=3, local_steps=1, streams=Streams(seed))
+def setting_with(seed: int = 0, clients: int = 30, **more: Any) -> AuditSetting:
+    return AuditSetting(
+        plan_of(clients, **more), DELTA, rounds=3, local_steps=1, streams=Streams(seed)
+    )
 
 
 @dataclass(frozen=True)
@@ -98,13 +95,15 @@ class Findings:
         return {name for name, is_caught in found.items() if is_caught}
 
 
-def findings(audited: Audited) -> Findings:
-    longer = replace(audited, plan=plan_of(1, units=64, batch=16), rounds=2, local_steps=16)
+def findings(setting: AuditSetting) -> Findings:
+    longer = replace(setting, plan=plan_of(1, units=64, batch=16), rounds=2, local_steps=16)
     quieter = replace(
-        audited, plan=plan_of(240, sigma=4.0)
+        setting, plan=plan_of(240, sigma=4.0)
     )  # a smaller claim: one run certifies less than many
     return Findings(
-        one_run(quieter, 480, CONFIDENCE), many_draws(audited, 3000, CONFIDENCE), *laws(longer)
+        audit_one_run(quieter, 480, CONFIDENCE),
+        audit_many_draws(setting, 3000, CONFIDENCE),
+        *audit_laws(longer),
     )
 
 
@@ -255,7 +254,7 @@ BROKEN: dict[str, tuple[Break, set[str]]] = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_each_broken_build_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     breaks, catchers = BROKEN[name]
-    found = findings(replace(setting(), **breaks(monkeypatch)))
+    found = findings(replace(setting_with(), **breaks(monkeypatch)))
     assert found.caught_by >= catchers
     sentences = list(disproofs([found.single, found.many], [found.batches, found.noise]))
     assert len(sentences) == len(found.caught_by)
@@ -263,7 +262,7 @@ def test_each_broken_build_is_caught(name: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_true_build_passes(seed: int) -> None:
-    found = findings(setting(seed))
+    found = findings(setting_with(seed))
     assert found.caught_by == set()
     assert found.many.claimed == pytest.approx(2.301, rel=0.01)
     assert found.many.lower > 0.05 * found.many.claimed  # it saw the canaries
@@ -278,16 +277,16 @@ def test_other_mechanisms_pass_and_their_broken_builds_do_not(
     more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under replace-one the canary is exchanged for its opposite; several releases of one batch are scored together."""
-    audited = replace(setting(**more), rounds=1)
-    true = many_draws(audited, 1000, CONFIDENCE)
+    setting = replace(setting_with(**more), rounds=1)
+    true = audit_many_draws(setting, 1000, CONFIDENCE)
     assert 0 < true.lower <= true.claimed
-    assert not any(law.broken for law in laws(audited))
-    assert not one_run(audited, 480, CONFIDENCE).disproved
+    assert not any(law.broken for law in audit_laws(setting))
+    assert not audit_one_run(setting, 480, CONFIDENCE).disproved
     monkeypatch.setattr(Plan, "noise_std", lambda plan, i: 0.0)
     louder = replace(
-        audited, plan=plan_of(30, sigma=20.0, **more)
+        setting, plan=plan_of(30, sigma=20.0, **more)
     )  # a small claim, so that few draws suffice
-    assert many_draws(louder, 1000, CONFIDENCE).disproved
+    assert audit_many_draws(louder, 1000, CONFIDENCE).disproved
 
 
 # --- a whole job and the command -------------------------------------------------------------------------------------
@@ -309,20 +308,20 @@ def job(*more: str) -> Job:
 def test_the_server_sees_no_more_than_claimed(algorithm: str) -> None:
     """Δ_i of the true build stays below the claim; without noise the same score gives the canaries away."""
     prepared = job(f"algorithm.name={algorithm}", "privacy.sigma=4.0")
-    audited = audited_job(prepared)
-    true = server_view(prepared, audited, 400, CONFIDENCE)
+    setting = setting_of(prepared)
+    true = audit_server(prepared, setting, 400, CONFIDENCE)
     assert not true.disproved
     assert (true.canaries, true.clients, true.steps) == (400, 4, 8)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Plan, "noise_std", lambda plan, i: 0.0)
-        assert server_view(prepared, audited, 400, CONFIDENCE).lower > true.lower
+        assert audit_server(prepared, setting, 400, CONFIDENCE).lower > true.lower
 
 
 def test_canaries_pass_through_views_as_records_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """And views that were clipped one by one and then added, each with its own C, would be seen."""
     prepared = job("algorithm.name=dp-fedavg", "data.augment=flip", "data.views=4")
-    audited = shorter(audited_job(prepared), 8)
-    true = server_view(prepared, audited, 400, CONFIDENCE)
+    setting = setting_of(prepared).shortened(8)
+    true = audit_server(prepared, setting, 400, CONFIDENCE)
     assert true.lower <= true.claimed
     right = oracle_module.clip_and_sum
 
@@ -331,27 +330,27 @@ def test_canaries_pass_through_views_as_records_do(monkeypatch: pytest.MonkeyPat
         return 4 * total, count
 
     monkeypatch.setattr(oracle_module, "clip_and_sum", each_its_own)
-    assert server_view(prepared, audited, 400, CONFIDENCE).lower > true.lower
+    assert audit_server(prepared, setting, 400, CONFIDENCE).lower > true.lower
 
 
 def test_the_claim_is_the_worst_clients_for_the_steps_audited() -> None:
     sizes = np.array([64, 32, 128])
     plan = Plan("poisson", CLIP, sizes, 8 / sizes, np.full(3, 8.0), np.full(3, 2.0))
-    audited = Audited(plan, DELTA, 3, 5, Streams(0))
-    each = audited.epsilons()
+    setting = AuditSetting(plan, DELTA, 3, 5, Streams(0))
+    each = setting.epsilons()
     assert each.argmax() == 1
-    assert one_run(audited, 60, 0.95).claimed == each.max()
-    assert many_draws(audited, 64, 0.95).claimed == each.max()
-    fewer = shorter(audited, 7)
+    assert audit_one_run(setting, 60, 0.95).claimed == each.max()
+    assert audit_many_draws(setting, 64, 0.95).claimed == each.max()
+    fewer = setting.shortened(7)
     assert (fewer.rounds, fewer.local_steps) == (1, 5)
     assert fewer.epsilons().max() < each.max()
-    assert list(spread_clients(each, 1)) == [1]
-    assert 1 in spread_clients(each, 2)
+    assert list(chosen_clients(each, 1)) == [1]
+    assert 1 in chosen_clients(each, 2)
 
 
 def test_the_audit_never_replays_the_runs_randomness() -> None:
     prepared = job()
-    assert audited_job(prepared).streams.key("noise", 1, 0) != prepared.streams.key("noise", 1, 0)
+    assert setting_of(prepared).streams.key("noise", 1, 0) != prepared.streams.key("noise", 1, 0)
 
 
 @pytest.mark.parametrize(

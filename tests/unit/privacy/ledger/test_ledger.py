@@ -32,7 +32,7 @@ B = Mechanism("fixed_wor", 0.1, 0.7, batches=2, releases=2)
 MEMORY = (
     "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 )  # thousands of synced writes are slow on a disk
-SRC = str(Path(module.__file__).parents[2])
+SRC = str(Path(module.__file__).parents[3])
 
 
 def cohort(round_: int, clients: int = 5, noise: str = "seeded", steps: int = 20) -> list[Charge]:
