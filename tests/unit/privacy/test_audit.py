@@ -1,4 +1,4 @@
-"""The audit: production's oracle passes, and every deliberately broken build is caught (SPEC A10), at 99.9 % confidence."""
+"""The audit passes the true oracle and catches every broken one, at 99.9 % confidence."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CLIP = 0.1
 BATCH = 12
 
 
-# --- production's oracle, whole and broken --------------------------------------------------------------------------
+# --- production's oracle, whole and broken ---
 
 
 def plan_of(
@@ -97,9 +97,8 @@ class Findings:
 
 def findings(setting: AuditSetting) -> Findings:
     longer = replace(setting, plan=plan_of(1, units=64, batch=16), rounds=2, local_steps=16)
-    quieter = replace(
-        setting, plan=plan_of(240, sigma=4.0)
-    )  # a smaller claim: one run certifies less than many
+    # One run can certify a small epsilon alone, so its claim is smaller.
+    quieter = replace(setting, plan=plan_of(240, sigma=4.0))
     return Findings(
         audit_one_run(quieter, 480, CONFIDENCE),
         audit_many_draws(setting, 3000, CONFIDENCE),
@@ -130,7 +129,7 @@ def batch_mean(
 def batch_tensor(
     grads: Sequence[Tensor], unit: Tensor, owner: Tensor, clients: int, clip: float
 ) -> Tensor:
-    """The released code of the paper (SPEC 0.1)."""
+    """Clip as the released code of the paper does."""
     return BATCH * torch.cat([clipped(g, clip) for g in batch_means(grads, owner, clients)], 1)
 
 
@@ -149,7 +148,7 @@ def no_clip(
 
 
 class TwiceDivided(FleetOracle):
-    """Noise σC/B added to the sum, which is then divided by B."""
+    """Noise σC/B on the sum, which is then divided by B."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -157,7 +156,7 @@ class TwiceDivided(FleetOracle):
 
 
 class NotDivided(FleetOracle):
-    """Noise σC added to the mean: too much of it."""
+    """Noise σC on the mean, which is too much."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -165,15 +164,14 @@ class NotDivided(FleetOracle):
 
 
 class Shuffle:
-    """Every record exactly once in an epoch of equal batches, a new order for each epoch."""
+    """Every record exactly once in an epoch of equal batches, in a new order each epoch."""
 
     def __init__(self) -> None:
         self._queues: dict[int, tuple[np.random.Generator, list[int]]] = {}
 
     def __call__(self, mechanism: Mechanism, units: int, rng: np.random.Generator) -> np.ndarray:
-        _, queue = self._queues.setdefault(
-            id(rng), (rng, [])
-        )  # holding rng keeps its id from being used again
+        # The stored rng keeps its id from being used again.
+        _, queue = self._queues.setdefault(id(rng), (rng, []))
         if not queue:
             queue.extend(rng.permutation(units).tolist())
         size = round(mechanism.rate * units)
@@ -265,7 +263,8 @@ def test_the_true_build_passes(seed: int) -> None:
     found = findings(setting_with(seed))
     assert found.caught_by == set()
     assert found.many.claimed == pytest.approx(2.301, rel=0.01)
-    assert found.many.lower > 0.05 * found.many.claimed  # it saw the canaries
+    # The audit saw the canaries.
+    assert found.many.lower > 0.05 * found.many.claimed
 
 
 @pytest.mark.parametrize(
@@ -276,20 +275,19 @@ def test_the_true_build_passes(seed: int) -> None:
 def test_other_mechanisms_pass_and_their_broken_builds_do_not(
     more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under replace-one the canary is exchanged for its opposite; several releases of one batch are scored together."""
+    """Replace-one exchanges the canary for its opposite; releases of a batch are averaged."""
     setting = replace(setting_with(**more), rounds=1)
     true = audit_many_draws(setting, 1000, CONFIDENCE)
     assert 0 < true.lower <= true.claimed
     assert not any(law.broken for law in audit_laws(setting))
     assert not audit_one_run(setting, 480, CONFIDENCE).disproved
     monkeypatch.setattr(Plan, "noise_std", lambda plan, i: 0.0)
-    louder = replace(
-        setting, plan=plan_of(30, sigma=20.0, **more)
-    )  # a small claim, so that few draws suffice
+    # A small claim, so that few draws suffice.
+    louder = replace(setting, plan=plan_of(30, sigma=20.0, **more))
     assert audit_many_draws(louder, 1000, CONFIDENCE).disproved
 
 
-# --- a whole job and the command -------------------------------------------------------------------------------------
+# --- a whole job and the command ---
 
 SMALL = [
     "model.name=linear",
@@ -306,7 +304,7 @@ def job(*more: str) -> Job:
 
 @pytest.mark.parametrize("algorithm", ["dp-fedavg", "dp-fedadamw"])
 def test_the_server_sees_no_more_than_claimed(algorithm: str) -> None:
-    """Δ_i of the true build stays below the claim; without noise the same score gives the canaries away."""
+    """Without noise the same score reveals the canaries."""
     prepared = job(f"algorithm.name={algorithm}", "privacy.sigma=4.0")
     setting = setting_of(prepared)
     true = audit_server(prepared, setting, 400, CONFIDENCE)
@@ -318,7 +316,7 @@ def test_the_server_sees_no_more_than_claimed(algorithm: str) -> None:
 
 
 def test_canaries_pass_through_views_as_records_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And views that were clipped one by one and then added, each with its own C, would be seen."""
+    """Augmentations that are clipped one by one and then added must be noticed."""
     prepared = job("algorithm.name=dp-fedavg", "data.augment=flip", "data.views=4")
     setting = setting_of(prepared).shortened(8)
     true = audit_server(prepared, setting, 400, CONFIDENCE)

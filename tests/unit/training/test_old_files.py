@@ -1,4 +1,4 @@
-"""Files that version 0.1 wrote keep working: run folders resume and report, exports load, deleted keys are ignored."""
+"""Files of version 0.1 still work: runs resume and report, exports load, old keys are ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text from strings to a trained vector: the model's tokenizer, its loss and its score in one small run each."""
+"""Texts to a trained vector: tokenizer, loss and score of the model in one small run each."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_text_classifier_runs(tmp_path: Path) -> None:
 
 
 def test_a_text_classifier_learns_without_noise(tmp_path: Path) -> None:
-    """All of it, from random weights: praise and blame are one word apart."""
+    """The whole path from random weights: the classes differ in one word."""
     config = config_of("auto-text", bert(tmp_path / "model"), enabled=False, batch=12.0)
     run_keys = replace(config.run, rounds=6, local_steps=10, lr_schedule="constant")
     config = replace(

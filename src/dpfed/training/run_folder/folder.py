@@ -72,7 +72,7 @@ class RunFolder:
         write_file(self.path / name, lambda file: file.write(text.encode()))
 
     def cohort_key(self) -> bytes:
-        """Return the secret key from which a server draws its cohorts; a resumed run has the same."""
+        """Return the secret key of a server's cohorts; a resumed run has the same key."""
         path = self.path / COHORTS
         with short_errors(path):
             if not path.exists():

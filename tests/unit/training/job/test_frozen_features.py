@@ -1,4 +1,4 @@
-"""Frozen features in a run: the same vector as without them, shared by runs, bounded, and refused where they cannot be."""
+"""Frozen features: equal results, reuse by other runs, memory limits and refusals."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NONE = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def weights(kind: str, folder: Path) -> dict[str, Any]:
-    """A small model's section. The text models have no dropout before their head, RoBERTa has some inside it."""
+    """Return a small model's section. Text models have dropout inside the head at most."""
     found = base(kind, folder)
     torch.manual_seed(0)
     if kind == "bert":
@@ -66,7 +66,7 @@ def source_of(kind: str) -> Source:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of records of every frozen pass."""
+    """Record the number of records of every frozen pass."""
     made: list[int] = []
     original = frozen_features._records
 
@@ -102,7 +102,7 @@ def test_the_same_vector_with_and_without(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["vit", "bert", "roberta"])
 def test_the_export_is_a_whole_model(kind: str, tmp_path: Path) -> None:
-    """Plain transformers gives the logits that the run had, and so its accuracy."""
+    """Plain transformers gives the logits of the run, and so its accuracy."""
     source = source_of(kind)
     config = config_of(kind, tmp_path / "base")
     result = run(config, tmp_path / "run", source=source)
@@ -223,7 +223,7 @@ def test_a_model_with_dropout_before_its_head_stays_whole(tmp_path: Path) -> Non
 
 
 def test_features_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """30 records that are said to take a MiB each."""
+    """30 records whose features take one MiB each."""
     original = frozen_features.split
 
     def heavy(*given: Any) -> Any:
@@ -319,7 +319,7 @@ def test_a_pack_on_features_is_the_runs_alone(
 
 
 def test_processes_compare_the_records_and_not_their_features(tmp_path: Path) -> None:
-    """Features differ in their last digits from one processor to the next."""
+    """Features differ in their last digits between processors."""
     job = prepare(config_of("vit", tmp_path), images())
     before = fingerprint(job)
     job.records.inputs["features"].mul_(1 + 1e-6)
