@@ -91,7 +91,8 @@ def settings(model: dict[str, Any], **changes: dict[str, Any]) -> Config:
         },
     }
     if changes.get("run", {}).get("noise") == "os":
-        tables["model"]["liveness"] = True  # real noise needs the check
+        # Real noise needs the check.
+        tables["model"]["liveness"] = True
     for section, keys in changes.items():
         tables[section] = {k: v for k, v in {**tables[section], **keys}.items() if v is not None}
     return build(tables, registry())
@@ -116,5 +117,6 @@ def own_logits(folder: Path, source: Any = None) -> tuple[dict[str, Tensor], Ten
     theta = job.space.flatten(stored)
     inputs, _ = job.test.take(torch.arange(len(job.test.labels)))
     scores = job.model.scores(theta, inputs)
-    assert not torch.equal(scores, job.model.scores(job.theta, inputs))  # something was trained
+    # The weights have changed.
+    assert not torch.equal(scores, job.model.scores(job.theta, inputs))
     return inputs, scores

@@ -212,7 +212,8 @@ def killed(args: list[str], out: Path, log: Path, rng: random.Random, usual: Usu
             os.kill(os.getpid(), signal.SIGKILL)
 
     pid = start(args, out, log, act)
-    os.close(write)  # so that the end of a link ends the wait as well
+    # Otherwise the read would not end with the link.
+    os.close(write)
     if how == "clock":
         select.select([read], [], [], TIMEOUT)
     status = wait(pid, delay)

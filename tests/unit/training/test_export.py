@@ -203,7 +203,8 @@ def test_damaged_weights_are_never_exported(tmp_path: Path) -> None:
         with pytest.raises(DpfedError, match="missing or damaged"):
             read_run(folder)
     for wrong in (
-        {n: t for n, t in tensors.items() if n != first},  # the rest would stay at its random start
+        # Without a tensor the rest would stay random.
+        {n: t for n, t in tensors.items() if n != first},
         {**tensors, first: torch.zeros(1)},
         {**tensors, "stranger": torch.zeros(1)},
     ):
@@ -283,7 +284,8 @@ def test_the_card_says_what_must_stand_beside_an_epsilon(
         "glyph-vit as it comes with dpfed",
     ):
         assert words in card
-    assert "base_model:" not in card  # it has no name that means anything on a hub
+    # The base has no name on a hub.
+    assert "base_model:" not in card
 
 
 def test_nothing_says_who_took_part(demonstration: Path, tmp_path: Path) -> None:
@@ -301,9 +303,8 @@ def test_nothing_says_who_took_part(demonstration: Path, tmp_path: Path) -> None
         result["run"],
     ):
         assert secret not in text
-    assert (
-        most != result["epsilon"]["server_worst"]
-    )  # otherwise the search above would mean nothing
+    # Otherwise the search above would find nothing.
+    assert most != result["epsilon"]["server_worst"]
     for path in (tmp_path / "out").iterdir():
         assert b"987654321" not in path.read_bytes()
 

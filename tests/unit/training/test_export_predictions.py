@@ -107,8 +107,9 @@ def image_source(side: int, channels: int = 3) -> Source:
     source = images(side, channels)
     rng = np.random.default_rng(1)
     x = rng.integers(0, 256, source.train.inputs["pixel_values"].shape).astype(np.uint8)
-    return Source(Table({"pixel_values": x}, source.train.labels), Table({"pixel_values": x[:6]}, source.train.labels[:6]),
-                  source.classes, "image")  # fmt: skip
+    labels = source.train.labels
+    train = Table({"pixel_values": x}, labels)
+    return Source(train, Table({"pixel_values": x[:6]}, labels[:6]), source.classes, "image")
 
 
 @pytest.mark.parametrize("merge", KINDS)

@@ -91,7 +91,8 @@ def config_of(name: str, weights: str, **privacy: Any) -> Any:
 def test_a_text_classifier_runs(tmp_path: Path) -> None:
     config = config_of("auto-text", bert(tmp_path / "model"))
     result = run(config, tmp_path / "out", source=texts(labelled=True))
-    assert result["start_accuracy"] == pytest.approx(0.5)  # a head of zeros says class 0
+    # A head of zeros answers class 0.
+    assert result["start_accuracy"] == pytest.approx(0.5)
     assert 0 <= result["test_accuracy"] <= 1
     assert result["epsilon"]["server_worst"] > 0
 
@@ -124,7 +125,8 @@ def test_a_language_model_runs_and_is_scored_by_its_tokens(tmp_path: Path) -> No
     assert loss == pytest.approx(np.mean(losses), rel=1e-5)
     assert accuracy == pytest.approx(np.mean(right), abs=1e-6)
     result = run(config, tmp_path / "out", source=texts(labelled=False))
-    assert result["test_loss"] != pytest.approx(loss, rel=1e-4)  # something was trained
+    # The weights have changed.
+    assert result["test_loss"] != pytest.approx(loss, rel=1e-4)
 
 
 def test_text_is_tokenised_once_and_its_shape_is_known_before(tmp_path: Path) -> None:
@@ -149,7 +151,8 @@ def test_tokens_are_kept_by_data_and_encoding(
         type(section), "encode", lambda self, inputs: calls.append(1) or encode(self, inputs)
     )
     first, again = tokenised(section, source), tokenised(section, source)
-    assert len(calls) == 2  # the two tables, once
+    # Each of the two tables once.
+    assert len(calls) == 2
     assert np.array_equal(first.train.inputs["input_ids"], again.train.inputs["input_ids"])
     assert first.test.inputs["input_ids"].shape == (6, 5)
     tokenised(replace(section, max_length=6), source)

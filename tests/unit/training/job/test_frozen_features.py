@@ -162,7 +162,8 @@ def test_pieces_of_a_table_are_its_records_in_order(
 
     def narrow(*given: Any) -> Any:
         parts = original(*given)
-        parts.frozen.rows = 1  # pieces of 16 records, one at a time
+        # Pieces of 16 records.
+        parts.frozen.rows = 1
         return parts
 
     monkeypatch.setattr(frozen_features, "split", narrow)
@@ -275,7 +276,8 @@ def test_jobs_share_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert job(precision="bf16").records is not first.records
     assert made == [24, 6, 24, 6]
     job(precision="bf16", eval_on="test")
-    assert made == [24, 6, 24, 6, 3]  # the other half of the test set, the same training records
+    # Another half of the test set, with the same training records.
+    assert made == [24, 6, 24, 6, 3]
 
 
 def test_shared_features_keep_the_data_that_names_them(tmp_path: Path) -> None:
