@@ -86,7 +86,7 @@ class Clipping:
 
 
 @dataclass(frozen=True)
-class Units:
+class UnitRows:
     """The rows of a matrix of gradients, one for each protected unit.
 
     client   `[U]` the client that owns each unit, as a row of the sums
@@ -101,7 +101,7 @@ class Units:
 
 def clip_and_sum(
     grads: Sequence[Tensor],
-    units: Units,
+    units: UnitRows,
     clip: float | Tensor,
     rule: Clipping,
     grid_steps: Tensor | None = None,
@@ -135,7 +135,7 @@ def clip_and_sum(
     return total, member @ below.unsqueeze(1)
 
 
-def _sum_of_steps(rows: Tensor, scale: Tensor, units: Units) -> Tensor:
+def _sum_of_steps(rows: Tensor, scale: Tensor, units: UnitRows) -> Tensor:
     """Round every scaled row before the sum: each is then a whole number of steps."""
     steps = (rows * scale.unsqueeze(1)).round().to(torch.int64)
     return steps.new_zeros(units.clients, rows.shape[1]).index_add_(0, units.client, steps)

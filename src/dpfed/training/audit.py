@@ -33,7 +33,7 @@ from dpfed.privacy.audit import (
     one_run_bound,
 )
 from dpfed.privacy.noise import Streams
-from dpfed.privacy.oracle import FleetOracle
+from dpfed.privacy.oracle import FleetOracle, PassLimits, PrivateData, RoundTerms
 from dpfed.privacy.plan import Plan, Schedule
 from dpfed.privacy.published import show_setting
 from dpfed.privacy.record_batch import Augmentations, Records
@@ -101,15 +101,9 @@ class Audited:
             step = 0
             for t in range(1, self.rounds + 1):
                 oracle = self.oracle(
-                    model,
-                    records,
-                    shards,
-                    self.plan,
-                    self.streams,
-                    t,
-                    clients,
-                    self.local_steps,
-                    self.max_slots,
+                    PrivateData(model, records, shards),
+                    RoundTerms(self.plan, self.streams, t, clients, self.local_steps),
+                    PassLimits(self.max_slots),
                 )
                 for _ in range(self.local_steps * self.plan.batches):
                     seen = [oracle(theta)[0]] + [

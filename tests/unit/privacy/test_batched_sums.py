@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dpfed.privacy.batched_sums import BatchedSum, BatchedSums
 from dpfed.privacy.clipping import Clipping
-from dpfed.privacy.fixed_shape_sum import FixedSum
+from dpfed.privacy.fixed_shape_sum import FixedSum, PassShape
 from dpfed.privacy.record_batch import Records
 
 SIZE, CLIENTS, UNLUCKY = 3, 2, 13.0
@@ -63,7 +63,9 @@ def union(seats: int, slots: int = 8, model: Product | None = None) -> BatchedSu
     return BatchedSums(
         seats,
         CLIENTS,
-        lambda n: FixedSum(gradients, records, Clipping(), None, n * CLIENTS, n * slots, SIZE),
+        lambda n: FixedSum(
+            gradients, records, Clipping(), None, PassShape(n * CLIENTS, n * slots, SIZE)
+        ),
     )
 
 
@@ -73,7 +75,7 @@ def arrays(row: list[int], client: list[int]) -> dict[str, np.ndarray]:
         "row": np.array(row, dtype=np.int64),
         "client": np.array(client, dtype=np.int64),
         "dropout": zeros,
-        "view": zeros,
+        "augment": zeros,
     }
 
 
@@ -159,7 +161,9 @@ def test_an_answer_is_not_overwritten_by_the_next_pass() -> None:
 
     records = Records({"x": ROWS}, torch.zeros(len(ROWS), dtype=torch.int64))
     shared = BatchedSums(
-        2, CLIENTS, lambda n: Reusing(Product(), records, Clipping(), None, n * CLIENTS, 8, SIZE)
+        2,
+        CLIENTS,
+        lambda n: Reusing(Product(), records, Clipping(), None, PassShape(n * CLIENTS, 8, SIZE)),
     )
 
     def task(batched_sum: BatchedSum) -> list[Tensor]:

@@ -20,9 +20,16 @@ from torch import Tensor
 
 from dpfed.algorithms.base import ClientState, Context, Message
 from dpfed.errors import DivergedError, StoppedError
-from dpfed.privacy.fixed_shape_sum import FixedSum, Sums
+from dpfed.privacy.fixed_shape_sum import FixedSum, PassShape, Sums
 from dpfed.privacy.noise import Noise
-from dpfed.privacy.oracle import FleetOracle, free, out_of_memory
+from dpfed.privacy.oracle import (
+    FleetOracle,
+    PassLimits,
+    PrivateData,
+    RoundTerms,
+    free,
+    out_of_memory,
+)
 from dpfed.training.backends.batched_runs import UnbatchableError
 from dpfed.training.backends.client_state import ClientStates
 from dpfed.training.backends.memory_fit import fleet_size, slots_of
@@ -163,21 +170,19 @@ class Fleet:
     ) -> FleetOracle:
         job = self._job
         return FleetOracle(
-            job.model,
-            job.records,
-            job.shards,
-            job.plan.at(state.clip),
-            job.streams,
-            t,
-            clients,
-            steps=job.config.run.local_steps,
-            max_slots=self._max_slots,
-            view=job.view,
-            fixed=self._fixed_sum(clients),
+            PrivateData(job.model, job.records, job.shards, job.view),
+            RoundTerms(
+                job.plan.at(state.clip),
+                job.streams,
+                t,
+                clients,
+                steps=job.config.run.local_steps,
+                grid=job.config.privacy.grid is True,
+                isolation=job.config.privacy.isolation,
+            ),
+            PassLimits(self._max_slots, self._fixed_sum(clients)),
             noise=noise,
-            grid=job.config.privacy.grid is True,
             wait_for_charge=self._paid,
-            isolation=job.config.privacy.isolation,
         )
 
     def _steps(
@@ -255,9 +260,7 @@ class Fleet:
                 job.records,
                 job.plan.clipping,
                 job.view,
-                len(clients),
-                slots,
-                job.space.size,
+                PassShape(len(clients), slots, job.space.size),
                 capture=run.graphs is not False,
             )
         return self._fixed[len(clients)]

@@ -253,7 +253,7 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
     def spied_init(self: FleetOracle, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         seen.oracles.append(self)
-        self.spied_round = args[5]  # type: ignore[attr-defined]
+        self.spied_round = args[1].round  # type: ignore[attr-defined]
 
     def spied_release(self: FleetOracle, *args: Any) -> Any:
         released = release(self, *args)
