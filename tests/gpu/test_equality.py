@@ -15,7 +15,7 @@ from dpfed.bench.cases import Case
 from dpfed.model.per_sample.gradients import Batch, PerSample, call, cast, trainable
 from dpfed.model.task import InputSpec
 from dpfed.privacy.clipping import Clipping
-from dpfed.privacy.fixed_shape_sum import FixedSum, Pass
+from dpfed.privacy.fixed_shape_sum import FixedSum, Pass, PassShape
 from dpfed.training.job.device import device_of
 
 IMAGE, SMALL = (InputSpec("image", "pixel_values", (3, size, size), 10) for size in (224, 32))
@@ -96,9 +96,7 @@ class Setting:
             self.records,
             Clipping(),
             None,
-            self.case.clients,
-            self.slots,
-            self.space.size,
+            PassShape(self.case.clients, self.slots, self.space.size),
             capture=captured,
         )
         summed, _ = total(self.theta, self.filling, CLIP)

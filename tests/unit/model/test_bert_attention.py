@@ -27,7 +27,7 @@ from dpfed.model.fast_paths import windows
 from dpfed.model.fast_paths.windows import window_attention
 from dpfed.model.zoo.text import additive
 from dpfed.privacy.clipping import Clipping
-from dpfed.privacy.fixed_shape_sum import FixedSum, Pass
+from dpfed.privacy.fixed_shape_sum import FixedSum, Pass, PassShape
 from dpfed.privacy.record_batch import Records
 
 GPU = torch.cuda.is_available()
@@ -215,9 +215,8 @@ def test_unused_slots_add_exactly_nothing(
         inputs["attention_mask"] < 0, lowest
     )
     records = Records(inputs, labels_of(4).to(WHERE))
-    sums = FixedSum(
-        case.ready, records, Clipping("flat"), None, 2, 4, case.space.size, capture=False
-    )
+    shape = PassShape(2, 4, case.space.size)
+    sums = FixedSum(case.ready, records, Clipping("flat"), None, shape, capture=False)
 
     def total(rows: list[int], valid: list[int]) -> Tensor:
         zeros = torch.zeros(4, dtype=torch.int64)

@@ -62,10 +62,10 @@ from dpfed.privacy.grid_noise import grid_of
 from dpfed.privacy.ledger.ledger import Charge, Ledger
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.noise import Purpose, Streams
-from dpfed.privacy.oracle import FleetOracle
+from dpfed.privacy.oracle import FleetOracle, PassLimits, RoundTerms
 from dpfed.privacy.plan import Plan
 from dpfed.privacy.published import show_loss, show_sigma
-from dpfed.privacy.record_batch import Records
+from dpfed.privacy.record_batch import PrivateData, Records
 from dpfed.training.budget.recorded_spending import OWN_LEDGER
 from dpfed.training.job.data import (
     augmentations_for,
@@ -386,18 +386,17 @@ class Client:
                 raise ToldError(f"round {terms.round} was stopped and stays charged: {reason}")
 
         oracle = FleetOracle(
-            built.model,
-            self._records,
-            self._shards,
-            plan,
-            self._streams(terms),
-            terms.round,
-            [0],
-            steps=terms.local_steps,
-            max_slots=self.config.client.max_slots,
-            view=self._view,
-            grid=terms.grid,
-            isolation=self.config.policy.isolation,
+            PrivateData(built.model, self._records, self._shards, self._view),
+            RoundTerms(
+                plan,
+                self._streams(terms),
+                terms.round,
+                [0],
+                steps=terms.local_steps,
+                grid=terms.grid,
+                isolation=self.config.policy.isolation,
+            ),
+            PassLimits(self.config.client.max_slots),
             admit=admit,
         )
         server = SimpleNamespace(
