@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from dpfed import accel
-from dpfed.model.per_sample import keyed_dropout
+from dpfed.accel.operators.dropout import DropoutFunction, drop, drop_records
 from dpfed.model.per_sample.keyed_dropout import (
     KEY,
     RULE,
-    KeyedDropout,
     TwinDropout,
     install_keyed_dropout,
     rule_of,
@@ -24,14 +23,14 @@ KEYS = torch.tensor([3, -(2**62), 0, 2**63 - 1, 77])
 
 
 def both(
-    x: torch.Tensor, keys: torch.Tensor, drop: float, monkeypatch: pytest.MonkeyPatch
+    x: torch.Tensor, keys: torch.Tensor, rate: float, monkeypatch: pytest.MonkeyPatch
 ) -> list[Any]:
     """Values and gradients by torch's own operations, and by the kernel."""
-    layer, calls, out = TwinDropout(drop), list[int](), []
+    layer, calls, out = TwinDropout(rate), list[int](), []
     setattr(layer, KEY, keys)
-    setattr(layer, RULE, rule_of(9, drop))
-    apply = KeyedDropout.apply
-    monkeypatch.setattr(KeyedDropout, "apply", lambda *given: calls.append(1) or apply(*given))
+    setattr(layer, RULE, rule_of(9, rate))
+    apply = DropoutFunction.apply
+    monkeypatch.setattr(DropoutFunction, "apply", lambda *given: calls.append(1) or apply(*given))
     for by_kernel in (False, True):
         monkeypatch.setattr(accel, "interpreted", by_kernel)
         given = x.clone().requires_grad_()
@@ -60,26 +59,27 @@ def test_a_mask_is_the_records_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever company it is in."""
     x = torch.ones(5, 40)
     monkeypatch.setattr(accel, "interpreted", True)
-    whole = keyed_dropout._drop(x, KEYS, rule_of(1, 0.5), whole=False)
+    whole = drop(x, KEYS, rule_of(1, 0.5))
     for i in range(5):
-        alone = keyed_dropout._drop(x[i : i + 1], KEYS[i : i + 1], rule_of(1, 0.5), whole=False)
+        alone = drop(x[i : i + 1], KEYS[i : i + 1], rule_of(1, 0.5))
         assert torch.equal(alone, whole[i : i + 1])
     assert not torch.equal(whole[0], whole[1])
 
 
 def test_where_it_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KeyedDropout, "apply", lambda *given: pytest.fail("the kernel was called"))
+    monkeypatch.setattr(
+        DropoutFunction, "apply", lambda *given: pytest.fail("the kernel was called")
+    )
     rule, x = rule_of(1, 0.5), torch.ones(5, 6, 4)
     monkeypatch.setattr(accel, "interpreted", False)
-    keyed_dropout._drop(x, KEYS, rule, whole=False)  # no GPU
+    drop(x, KEYS, rule)  # no GPU
     monkeypatch.setattr(accel, "interpreted", True)
-    keyed_dropout._drop(x, KEYS, rule, whole=True)  # a decision for each record
-    keyed_dropout._drop(x.double(), KEYS, rule, whole=False)
-    keyed_dropout._drop(x.transpose(1, 2), KEYS, rule, whole=False)  # rows not one after another
-    keyed_dropout._drop(x[:, :0], KEYS, rule, whole=False)
-    keyed_dropout._drop(
-        x, KEYS, torch.stack([rule, rule], 1)[:, 0], whole=False
-    )  # a rule with something in between
+    drop_records(x, KEYS, rule)
+    drop(x.double(), KEYS, rule)
+    drop(x.transpose(1, 2), KEYS, rule)  # rows not one after another
+    drop(x[:, :0], KEYS, rule)
+    # A rule that is not contiguous.
+    drop(x, KEYS, torch.stack([rule, rule], 1)[:, 0])
     model = nn.Sequential(nn.Dropout(0.5))
     install_keyed_dropout(model)
     assert torch.equal(model(x), x)  # no keys: evaluation
@@ -90,8 +90,8 @@ def test_wrong_numbers_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     here = torch.device("cpu")
     assert dropout.right(here)
-    drop = dropout.drop
-    monkeypatch.setattr(dropout, "drop", lambda x, key, rule: drop(x, key + 1, rule))
+    known = dropout.drop
+    monkeypatch.setattr(dropout, "drop", lambda x, key, rule: known(x, key + 1, rule))
     assert not dropout.right(here)
 
 
@@ -104,7 +104,7 @@ def test_all_may_be_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gradients_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accel, "interpreted", True)
     x = torch.full((5, 8), 1.5, requires_grad=True)
-    y = keyed_dropout._drop(x.square(), KEYS, rule_of(1, 0.25), whole=False)
+    y = drop(x.square(), KEYS, rule_of(1, 0.25))
     kept = (y.detach() != 0).float() / 0.75
     (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
@@ -114,8 +114,8 @@ def test_gradients_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rounding_of_the_scale_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     from dpfed.accel import dropout
 
-    drop = dropout.drop
+    known = dropout.drop
     monkeypatch.setattr(
-        dropout, "drop", lambda x, key, rule: drop(x.float(), key, rule).to(x.dtype)
+        dropout, "drop", lambda x, key, rule: known(x.float(), key, rule).to(x.dtype)
     )
     assert not dropout.right(torch.device("cpu"))

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpfed.model.fast_paths import lora_product
-from dpfed.model.fast_paths.lora_product import LoraProduct
+from dpfed.accel.operators import lora as operators
+from dpfed.accel.operators.lora import LoraProduct
 
 pytest.importorskip("triton")
 
@@ -82,9 +82,9 @@ def test_the_product_is_the_same_with_them(
     found = []
     for way in ("kernels", "plain"):
         if way == "plain":
-            monkeypatch.setattr(lora_product, "kernels_for", lambda x, rank: None)
+            monkeypatch.setattr(operators, "kernels_for", lambda name, x: None)
         x = some(3, 7, 12, seed=2).requires_grad_(needs_x)
-        # held transposed, as `per_sample.py` holds them
+        # held transposed, as `per_sample.gradients` stores them
         a, b = some(3, 12, 4, seed=3).transpose(1, 2), some(3, 4, 20, seed=4).transpose(1, 2)
         a.requires_grad_()
         b.requires_grad_()

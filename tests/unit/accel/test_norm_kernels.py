@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from dpfed import accel
-from dpfed.model.fast_paths.layer_norm import FrozenNorm, FusedLayerNorm, fuse_norms
+from dpfed.accel.operators.norm import FrozenLayerNorm
+from dpfed.model.fast_paths.layer_norm import FusedLayerNorm, fuse_norms
 from dpfed.model.parameter_vector import space_of
 from dpfed.model.per_sample.gradients import PerSample, call, trainable
 from dpfed.model.task import per_record_loss
@@ -26,8 +27,8 @@ def test_it_is_torchs_own(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatc
     fused[0].load_state_dict(layer.state_dict())
     fuse_norms(fused)
     calls: list[int] = []
-    apply = FrozenNorm.apply
-    monkeypatch.setattr(FrozenNorm, "apply", lambda *args: calls.append(1) or apply(*args))
+    apply = FrozenLayerNorm.apply
+    monkeypatch.setattr(FrozenLayerNorm, "apply", lambda *args: calls.append(1) or apply(*args))
     x = (3 + torch.randn(shape, generator=g)).requires_grad_()
     weights = torch.randn(shape, generator=g)
     found = []
@@ -40,7 +41,9 @@ def test_it_is_torchs_own(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatc
 
 
 def test_where_it_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FrozenNorm, "apply", lambda *args: pytest.fail("the kernel was called"))
+    monkeypatch.setattr(
+        FrozenLayerNorm, "apply", lambda *args: pytest.fail("the kernel was called")
+    )
     monkeypatch.setattr(accel, "interpreted", False)
     layer = nn.LayerNorm(4)
     fuse_norms(layer)

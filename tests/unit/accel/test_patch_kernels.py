@@ -13,7 +13,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dpfed.model.fast_paths import patches as plain
+from dpfed import accel
+from dpfed.accel import FLOATS
+from dpfed.accel.operators import patches as plain
 from dpfed.model.per_sample.batched_layers import TwinConv2d, install_batched_layer
 
 pytest.importorskip("triton")
@@ -30,7 +32,7 @@ SIDES = st.tuples(st.integers(1, 9), st.integers(1, 9))
 
 @pytest.fixture(autouse=True)
 def afresh() -> Iterator[None]:
-    checked = plain._checked_kernels
+    checked = accel._checked_kernels
     checked.cache_clear()
     yield
     checked.cache_clear()
@@ -46,7 +48,7 @@ def fits(sides: tuple[int, int], kernel: tuple[int, int], padding: tuple[int, in
 
 def by_torch(monkeypatch: pytest.MonkeyPatch, made: Callable[[], Any]) -> Any:
     with monkeypatch.context() as patch:
-        patch.setattr(plain, "kernels_for", lambda x: None)
+        patch.setattr(plain, "kernels_for", lambda name, x: None)
         return made()
 
 
@@ -57,7 +59,7 @@ def by_torch(monkeypatch: pytest.MonkeyPatch, made: Callable[[], Any]) -> Any:
     PAIRS,
     PAIRS,
     PADDING,
-    st.sampled_from(patches.TYPES),
+    st.sampled_from(FLOATS),
 )
 @settings(max_examples=60)
 def test_they_are_torchs_own(
@@ -183,7 +185,7 @@ def test_nothing_at_all_and_what_does_not_fit() -> None:
 def test_gradients_of_both_ways(by_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is the other's adjoint, in whole numbers; and in float64, where there is no kernel, by differences."""
     if not by_kernel:
-        monkeypatch.setattr(plain, "kernels_for", lambda x: None)
+        monkeypatch.setattr(plain, "kernels_for", lambda name, x: None)
     asked = (3, 2), (2, 1), (1, 0)
     x = drawn((2, 3, 6, 5)).mul(4).round().requires_grad_()
     y = plain.patches(x, *asked)
@@ -207,7 +209,7 @@ def test_a_kernel_of_one_is_no_copy() -> None:
 
 def test_compiled_they_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """One program, in which they are operators that a compiler does not look into."""
-    monkeypatch.setattr(TwinConv2d, "_pays", lambda self, x: True)
+    monkeypatch.setattr(TwinConv2d, "_product_is_faster", lambda self, x: True)
     model = torch.nn.Sequential(
         torch.nn.Conv2d(3, 4, 3, 2, 1), torch.nn.Tanh(), torch.nn.Conv2d(4, 2, 2)
     ).to(DEVICE)
@@ -227,7 +229,7 @@ def test_compiled_they_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("dtype", patches.TYPES)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_wrong_numbers_are_noticed(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     columns, images = patches.columns, patches.images
     assert patches.right(DEVICE, dtype)
@@ -264,13 +266,13 @@ def test_kernels_that_are_not_right_are_not_used(
 
 def test_where_they_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     x = drawn((2, 3, 4, 4))
-    assert plain.kernels_for(x) is patches
-    assert plain.kernels_for(x.double()) is None
-    monkeypatch.setattr(plain, "_ASKED", set())
-    monkeypatch.setattr(plain, "_checked_kernels", lambda *given: pytest.fail("it was tried"))
-    monkeypatch.setattr(plain, "usable", lambda x: True)
+    assert accel.kernels_for("patches", x) is patches
+    assert accel.kernels_for("patches", x.double()) is None
+    monkeypatch.setattr(accel, "_tried", set())
+    monkeypatch.setattr(accel, "_checked_kernels", lambda *given: pytest.fail("it was tried"))
+    monkeypatch.setattr(accel, "usable", lambda x: True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert plain.kernels_for(x) is None  # while a step is captured
-    monkeypatch.setattr(plain, "usable", lambda x: False)
-    assert plain.kernels_for(x) is None
+    assert accel.kernels_for("patches", x) is None  # while a step is captured
+    monkeypatch.setattr(accel, "usable", lambda x: False)
+    assert accel.kernels_for("patches", x) is None

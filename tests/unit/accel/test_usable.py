@@ -132,7 +132,7 @@ def test_nothing_is_tried_while_a_step_is_captured(monkeypatch: pytest.MonkeyPat
     gpu = torch.device("cuda", 0)
     there = SimpleNamespace(is_cuda=True, device=gpu, dtype=torch.float32)
     monkeypatch.setattr(accel, "interpreted", False)
-    monkeypatch.setattr(accel, "_ASKED", set())
+    monkeypatch.setattr(accel, "_tried", set())
     monkeypatch.setattr(accel, "works", lambda device: not tried.append(device))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert not accel.usable(there)  # type: ignore[arg-type]

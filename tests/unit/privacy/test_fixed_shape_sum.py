@@ -21,7 +21,7 @@ from dpfed import accel
 from dpfed.config import load
 from dpfed.model.per_sample import row_layout as layout_module
 from dpfed.model.per_sample.batched_layers import TwinConv2d
-from dpfed.model.per_sample.compiled import repeated
+from dpfed.model.per_sample.compiled import repeated_layers
 from dpfed.privacy import fixed_shape_sum as fixed_module
 from dpfed.privacy.clipping import Clipping, clip_and_sum
 from dpfed.privacy.fixed_shape_sum import (
@@ -376,7 +376,7 @@ def test_sums_of_a_convolutional_network_trained_in_full(
         2, job.space.size, generator=torch.Generator().manual_seed(0)
     )
     rows, client = np.arange(5), np.array([0, 1, 1, 0, 1])
-    monkeypatch.setattr(TwinConv2d, "_pays", lambda self, x: False)
+    monkeypatch.setattr(TwinConv2d, "_product_is_faster", lambda self, x: False)
     inputs, labels = job.records.take(torch.from_numpy(rows))
     alone = [
         torch.cat(job.model.grads(theta[c : c + 1], torch.tensor([0]), {k: x[i : i + 1] for k, x in inputs.items()}, labels[i : i + 1]), 1)[0]
@@ -386,7 +386,7 @@ def test_sums_of_a_convolutional_network_trained_in_full(
     wanted = torch.zeros_like(theta)
     for c, grad in zip(client, alone, strict=True):
         wanted[c] += grad * min(1.0, clip / float(grad.norm()))
-    monkeypatch.setattr(TwinConv2d, "_pays", lambda self, x: True)
+    monkeypatch.setattr(TwinConv2d, "_product_is_faster", lambda self, x: True)
     monkeypatch.setattr(layout_module, "LARGE", 100)
     monkeypatch.setattr(fixed_module, "LARGE", 1000)
     take(way, monkeypatch)
@@ -435,7 +435,7 @@ def test_a_compiled_model_gives_the_same_gradients() -> None:
             strict=True,
         ):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-    layers = len(repeated(compiled.model.model))
+    layers = len(repeated_layers(compiled.model.model))
     assert (
         1 <= counted.frame_count <= 2 < layers
     )  # layers of one kind are one program; the first has inputs without gradient

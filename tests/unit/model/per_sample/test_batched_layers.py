@@ -119,7 +119,7 @@ def test_embedding(
 def test_embedding_refuses_ids_beyond_its_table(bad: int) -> None:
     """In the table of all copies such an id would be a row of another record's copy."""
     leaf = nn.Embedding(3, 2)
-    batched_layers.install_batched_layer(leaf, batched_layers.TwinEmbedding)
+    batched_layers.install_batched_layer(leaf, batched_layers.BatchedEmbedding)
     copies = {"weight": leaf.weight.expand(2, 3, 2)}
     torch.func.functional_call(leaf, copies, (torch.tensor([[2], [1]]),))
     with pytest.raises(IndexError):
@@ -176,7 +176,7 @@ def test_conv2d(
         padding_mode=mode,
     )  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batched_layers.TwinConv2d, "_pays", lambda self, x: product)
+        patch.setattr(batched_layers.TwinConv2d, "_product_is_faster", lambda self, x: product)
         folded(conv, (4, 7, 6), n, s, k, seed)
 
 
@@ -189,7 +189,7 @@ def test_conv2d_is_a_product_only_where_that_is_the_same(
 ) -> None:
     made: list[int] = []
     product = batched_layers.TwinConv2d._product
-    monkeypatch.setattr(batched_layers.TwinConv2d, "_pays", lambda self, x: True)
+    monkeypatch.setattr(batched_layers.TwinConv2d, "_product_is_faster", lambda self, x: True)
     monkeypatch.setattr(
         batched_layers.TwinConv2d, "_product", lambda self, x: made.append(1) or product(self, x)
     )

@@ -307,7 +307,7 @@ class Strided(nn.Module):
 def test_strided_convolutions_in_half_precision_keep_no_number_apart(
     mode: str, product: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TwinConv2d, "_pays", lambda self, x: product)
+    monkeypatch.setattr(TwinConv2d, "_product_is_faster", lambda self, x: product)
     model = Strided(mode)
     x = torch.randn(RECORDS, 3, 31, 31, generator=torch.Generator().manual_seed(0)).bfloat16()
     apart(Case(spread(model)), {"x": x}, torch.bfloat16)

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dpfed.model.per_sample.keyed_dropout import KEY, install_keyed_dropout, keep_mask, mix, rule_of
+from dpfed.accel.operators.dropout import keep_mask, mix
+from dpfed.model.per_sample.keyed_dropout import KEY, install_keyed_dropout, rule_of
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 

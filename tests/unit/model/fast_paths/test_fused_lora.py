@@ -8,7 +8,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dpfed.model.fast_paths.lora_product import LoraProduct, fuse_lora
+from dpfed.accel.operators.lora import LoraProduct
+from dpfed.model.fast_paths.lora import fuse_lora
 from dpfed.model.per_sample.batched_layers import BatchedLinear, install_batched_layer
 
 
