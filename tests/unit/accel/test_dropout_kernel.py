@@ -1,4 +1,4 @@
-"""Dropout by keys in Triton, tried by its interpreter: bit by bit what torch's own operations give."""
+"""The dropout kernel gives the bits of PyTorch's own operations, tested in triton's interpreter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEYS = torch.tensor([3, -(2**62), 0, 2**63 - 1, 77])
 def both(
     x: torch.Tensor, keys: torch.Tensor, rate: float, monkeypatch: pytest.MonkeyPatch
 ) -> list[Any]:
-    """Values and gradients by torch's own operations, and by the kernel."""
+    """Return values and gradients of the plain path, then of the kernel."""
     layer, calls, out = TwinDropout(rate), list[int](), []
     setattr(layer, KEY, keys)
     setattr(layer, RULE, rule_of(9, rate))
@@ -56,7 +56,7 @@ def test_it_is_torchs_own(
 
 
 def test_a_mask_is_the_records_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever company it is in."""
+    """A record's mask does not depend on the other records."""
     x = torch.ones(5, 40)
     monkeypatch.setattr(accel, "interpreted", True)
     whole = drop(x, KEYS, rule_of(1, 0.5))

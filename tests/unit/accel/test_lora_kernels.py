@@ -1,4 +1,4 @@
-"""The thin products in Triton, tried by its interpreter: against plain sums, and in place of the products of torch."""
+"""The LoRA kernels agree with plain sums and with PyTorch's products, in triton's interpreter."""
 
 from __future__ import annotations
 

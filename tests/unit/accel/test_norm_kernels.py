@@ -1,4 +1,4 @@
-"""Frozen layer normalisation in Triton, tried by its interpreter: values and gradients of torch's own."""
+"""The layer norm kernels give PyTorch's values and gradients, in triton's interpreter."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_where_it_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_inside_vmap_it_is_plain() -> None:
-    """A module that owns a trained tensor and holds a frozen norm is computed by vmap."""
+    """vmap computes a module that owns a trained tensor and holds a frozen norm."""
 
     class Prompted(nn.Module):
         def __init__(self) -> None:

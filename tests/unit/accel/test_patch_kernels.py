@@ -1,4 +1,7 @@
-"""Patches of images in Triton, on a GPU or by its interpreter: what torch's `unfold` and `fold` give, and its plain operations."""
+"""The patch kernels agree with `unfold`, `fold` and the plain path.
+
+Without a GPU they run in the interpreter.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,7 @@ def test_they_are_torchs_own(
     padding: Any,
     dtype: torch.dtype,
 ) -> None:
-    """Copies are the same numbers; sums of whole numbers are exact in every type."""
+    """Copies are equal, and sums of whole numbers are exact in every type."""
     assume(fits(sides, kernel, padding))
     shape = (count, channels, *sides)
     x = drawn(shape, dtype)
@@ -106,7 +109,7 @@ def test_sums_of_float32_have_the_plain_ways_bits(
 
 
 def test_half_precision_is_rounded_once() -> None:
-    """256 and nine ones: one after another in bfloat16 they would stay 256."""
+    """Summing 256 and eight ones in bfloat16 would give 256."""
     grad = torch.ones(1, 9, 9, device=DEVICE)
     grad[0, 0] = 256.0
     found = patches.images(grad.bfloat16(), (1, 1, 3, 3), (3, 3), (1, 1), (1, 1))
@@ -115,7 +118,7 @@ def test_half_precision_is_rounded_once() -> None:
 
 @pytest.mark.parametrize("shape", [(5, 70, 4, 4), (2, 3, 32, 32), (1, 1, 40, 60), (2, 130, 2, 2)])
 def test_images_of_many_sizes(shape: tuple[int, ...]) -> None:
-    """Several planes for each program, and several programs for each plane."""
+    """The sizes give several planes for a program, or several programs for a plane."""
     x = drawn(shape)
     wanted = F.unfold(x, 3, 1, 1)
     assert torch.equal(patches.columns(x, (3, 3), (1, 1), (1, 1)), wanted)
@@ -145,8 +148,11 @@ def test_what_is_no_number_stays_in_its_plane() -> None:
 def test_planes_beyond_the_first_two_thousand_million_numbers(
     back: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last program's place does not fit in 32 bits. The interpreter runs it alone: the memory before is asked for, not
-    touched."""
+    """The last program's place exceeds 32 bits.
+
+    The interpreter runs that program alone, and the memory before it is reserved but not
+    touched.
+    """
     planes, side = 2**19 + 2, 64
     x = torch.empty(planes * side * side, dtype=torch.float16, device=DEVICE)
     x[-patches.BLOCK :] = torch.arange(patches.BLOCK)
@@ -183,7 +189,7 @@ def test_nothing_at_all_and_what_does_not_fit() -> None:
 
 @pytest.mark.parametrize("by_kernel", [False, True])
 def test_gradients_of_both_ways(by_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is the other's adjoint, in whole numbers; and in float64, where there is no kernel, by differences."""
+    """Each is the other's adjoint: exactly for whole numbers, by differences in float64."""
     if not by_kernel:
         monkeypatch.setattr(plain, "kernels_for", lambda name, x: None)
     asked = (3, 2), (2, 1), (1, 0)
@@ -208,7 +214,7 @@ def test_a_kernel_of_one_is_no_copy() -> None:
 
 
 def test_compiled_they_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One program, in which they are operators that a compiler does not look into."""
+    """The operators stay opaque inside one compiled program."""
     monkeypatch.setattr(TwinConv2d, "_product_is_faster", lambda self, x: True)
     model = torch.nn.Sequential(
         torch.nn.Conv2d(3, 4, 3, 2, 1), torch.nn.Tanh(), torch.nn.Conv2d(4, 2, 2)

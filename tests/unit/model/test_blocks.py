@@ -1,4 +1,4 @@
-"""The partition into blocks (SPEC 5; F11, F12): by the architecture alone, complete and disjoint."""
+"""The partition into blocks follows from the architecture alone, complete and disjoint."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def partition(
 
 
 def blocks_of(space: Space, tensor: str) -> list[str]:
-    """The blocks that a tensor's coordinates lie in, in order of appearance."""
+    """Return the blocks of a tensor's coordinates in order of appearance."""
     part = space.slices()[space.names.index(tensor)]
     return [space.block_names[b] for b in dict.fromkeys(space.blocks[part].tolist())]
 
 
-# ---- F11: a partition, for every model
+# ---- a partition, for every model
 
 
 @pytest.mark.parametrize("options", [{}, {"granularity": "tensor"}], ids=str)
@@ -51,7 +51,7 @@ def test_blocks_partition_the_vector(name: str, train: str, options: dict[str, o
 
 @pytest.mark.parametrize("name", MODELS)
 def test_full_training_by_the_rules(name: str) -> None:
-    """Counted by hand from the module tree: H blocks for each of Q, K, V, one for every other module or loose tensor."""
+    """The module tree gives H blocks each for Q, K, V and one for any other module."""
     model = adapted(MODELS[name][0](), "full")
     want: Counter[str] = Counter()
     for path, module in model.named_modules():
@@ -92,7 +92,8 @@ def test_swin_heads_differ_by_stage() -> None:
         for stage, heads in enumerate((2, 4)):
             for block in range(2):
                 for part in "qkv":
-                    stem = f"swin.encoder.layers.{stage}.blocks.{block}.attention.{part}_proj{factor}.head"
+                    layer = f"swin.encoder.layers.{stage}.blocks.{block}"
+                    stem = f"{layer}.attention.{part}_proj{factor}.head"
                     assert sum(n.startswith(stem) for n in space.block_names) == heads
 
 
@@ -137,7 +138,7 @@ def test_granularity_tensor_is_one_block_per_tensor() -> None:
 
 
 def test_unknown_architecture_is_one_block_per_tensor() -> None:
-    """Never guessed from names: this one is called q_proj and stays whole."""
+    """Names are not used to guess: this module is called q_proj and is one block."""
 
     class Mine(nn.Module):
         def __init__(self) -> None:
@@ -150,7 +151,7 @@ def test_unknown_architecture_is_one_block_per_tensor() -> None:
 
 
 def test_roberta_base_example_of_the_specification() -> None:
-    """LoRA on q, k, v: 12 layers x 3 x (12 heads of B + A) = 468, and the head's two modules. No memory is used."""
+    """LoRA on q, k, v gives 12 layers x 3 x (12 heads of B + A) = 468, and two head modules."""
     with torch.device("meta"):
         model = RobertaForSequenceClassification(RobertaConfig())
         model = adapted(model, "lora", targets=("query", "key", "value"), r=16)
@@ -219,7 +220,7 @@ SEPARATE = Architecture(dict.fromkeys(("q_proj", "k_proj", "v_proj"), "separate"
 
 
 def fuse(separate: Separate, layout: str, heads: int) -> Fused:
-    """The same attention with its weights converted."""
+    """The attention with its weights converted to the other layout."""
     fused = Fused(separate.proj.in_features, heads, layout)
     for name in ("weight", "bias"):
         parts = torch.stack(
@@ -260,7 +261,7 @@ def test_fused_blocks_equal_separate_blocks_after_conversion(layout: str, heads:
 
 @pytest.mark.parametrize("layout", ["3HD", "H3D"])
 def test_each_fused_row_belongs_to_the_head_it_feeds(layout: str) -> None:
-    """Shown by the module's own use of the rows: a row is moved, and one head of one part answers."""
+    """Changing a row changes one head of one part in the module's own attention."""
     heads, fused = 2, Fused(4, 2, layout)
     labels = list(head_rows(layout, 12, heads))  # type: ignore[arg-type]
     x = torch.randn(1, 1, 4)
@@ -279,7 +280,10 @@ def test_each_fused_row_belongs_to_the_head_it_feeds(layout: str) -> None:
 
 
 def test_swin_base_fused_example_of_the_specification() -> None:
-    """LoRA on fused qkv and proj: 15*2 + 27*2 + 51*18 + 99*2 = 1200, + head. The widths are small, the heads real."""
+    """LoRA on fused qkv and proj gives 15*2 + 27*2 + 51*18 + 99*2 = 1200 blocks, and the head's.
+
+    The widths are small, the numbers of heads are real.
+    """
     layers = [
         Fused(heads, heads)
         for depth, heads in zip((2, 2, 18, 2), (4, 8, 16, 32), strict=True)
@@ -321,7 +325,7 @@ def test_rows_that_heads_do_not_divide_are_an_error() -> None:
         head_rows("3HD", 8, 2)
 
 
-# ---- F12
+# ---- order inside a block
 
 
 @given(st.integers(0, 2**16), st.sampled_from(["separate", "3HD", "H3D"]))

@@ -15,6 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from torch.utils.flop_counter import FlopCounterMode
+from triton_interpreter import round_bfloat16
 
 from dpfed import accel
 from dpfed.accel.operators import attention
@@ -28,47 +29,13 @@ WHERE = "cuda" if GPU else "cpu"
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accel, "interpreted", not GPU)
     if not GPU:
-        honest_bfloat16(monkeypatch)
-
-
-def honest_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the interpreter round bfloat16 as a GPU does.
-
-    By itself it multiplies the bits of bfloat16 numbers and truncates instead of rounding.
-    """
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    dot, cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
-
-    def number(x: Any) -> Any:
-        return cast(None, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x
-
-    def rounded(self: Any, x: Any, kind: Any) -> Any:
-        if (x.dtype.scalar, kind.scalar) != (tl.float32, tl.bfloat16):
-            return cast(self, x, kind)
-        bits = (
-            torch.from_numpy(np.ascontiguousarray(x.data))
-            .bfloat16()
-            .view(torch.int16)
-            .numpy()
-            .view(np.uint16)
-        )
-        return TensorHandle(bits, tl.bfloat16)
-
-    monkeypatch.setattr(
-        InterpreterBuilder,
-        "create_dot",
-        lambda self, a, b, *rest: dot(self, number(a), number(b), *rest),
-    )
-    monkeypatch.setattr(InterpreterBuilder, "cast_impl", rounded)
+        round_bfloat16(monkeypatch)
 
 
 def plain(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """As it is written in textbooks, window after window and head after head."""
+    """Textbook attention, window after window and head after head."""
     heads = len(bias)
     depth = q.shape[2] // heads
     out = []
@@ -128,7 +95,7 @@ def test_attention_and_its_gradients(
 
 
 def test_rows_of_other_layouts() -> None:
-    """Neither side need be contiguous."""
+    """Neither the inputs nor the gradient need be contiguous."""
     tensors, mask, grad = case(9, 2, 4, True, torch.float32)
     want = outcome(window_attention, tensors, mask, grad)
     turned = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors]
@@ -240,7 +207,7 @@ def test_rows_reordered(count: int, n: int, width: int, dtype: torch.dtype) -> N
 
 
 def test_operators_are_what_they_say() -> None:
-    """Fake results, schemas and gradients, checked as `torch` checks operators of its own."""
+    """The operators pass PyTorch's own checks of fake results, schemas and gradients."""
     (q, k, v, bias), mask, _ = case(4, 1, 4, True, torch.float32)
     q, k, v = (t.requires_grad_() for t in (q, k, v))
     tests = (

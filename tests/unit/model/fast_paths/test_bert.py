@@ -38,7 +38,7 @@ SHAPE = {"hidden_size": 16, "max_position_embeddings": 80}  # two layers, two he
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention alone: other kernels have tests of their own, and the interpreter is slow."""
+    """Interpret the attention kernel alone: the others have their own tests, and it is slow."""
     monkeypatch.setattr(
         operators, "accel", SimpleNamespace(**{**vars(accel), "interpreted": not GPU})
     )
@@ -46,7 +46,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Shapes of the masks that the kernel was given, one for each call."""
+    """Return the shapes of the masks that the kernel got, one for each call."""
     seen: list[Any] = []
     known = fast_bert.window_attention
 
@@ -69,7 +69,7 @@ def real_of(lengths: tuple[int, ...], n: int) -> Tensor:
 
 
 def text(lengths: tuple[int, ...], n: int) -> dict[str, Tensor]:
-    """As `zoo/text.py` makes them ready."""
+    """Return inputs as the zoo's text models prepare them."""
     real = real_of(lengths, n)
     ids = torch.randint(2, 20, real.shape, generator=torch.Generator().manual_seed(n))
     places = torch.arange(n).expand(real.shape)
@@ -184,7 +184,10 @@ def test_gradients_of_records_equal_the_plain_way(
 def test_masks_as_transformers_makes_them(
     build: Any, calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From `[M, n]` numbers: booleans for torch's attention, to be added for the eager one; none where all is real."""
+    """transformers makes booleans of a 2-D mask for sdpa and numbers for eager attention.
+
+    It makes no mask if all tokens are real.
+    """
     model = build(**SHAPE).to(WHERE)
     fast_bert.fuse_bert(model)
     inputs = {
@@ -207,8 +210,10 @@ def test_masks_as_transformers_makes_them(
 def test_unused_slots_add_exactly_nothing(
     lowest: float, calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether they hold a record or padding alone, whose rows may look nowhere; to the last bit. And clipped sums are
-    those of the plain way."""
+    """Unused slots change no bit, also if they hold padding alone.
+
+    The clipped sums are those of the plain path.
+    """
     case = Case(adapted(bert(**SHAPE), "lora"))
     case.ready.model.to(WHERE)
     inputs = text((5, 3, 0, 4), 5)

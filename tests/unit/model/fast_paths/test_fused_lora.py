@@ -1,4 +1,4 @@
-"""The adapter as one operation: the same numbers as peft's own layer, in value and in every gradient."""
+"""The fused adapter gives peft's values and gradients."""
 
 from __future__ import annotations
 

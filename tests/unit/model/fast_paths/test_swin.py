@@ -1,7 +1,4 @@
-"""Swin's layers with fewer passes over memory give equal numbers, and the model stays usable.
-
-These tests run without kernels; test_swin_kernels.py has those.
-"""
+"""Swin's layers with fewer passes over memory give equal numbers."""
 
 from __future__ import annotations
 
@@ -160,7 +157,7 @@ def test_other_models_are_left_alone() -> None:
 
 
 def test_compiled_layers_give_the_same() -> None:
-    """Nothing kept is made or read while tracing, so that it is no reason to compile anew."""
+    """Tracing makes and reads no stored tensor, so none causes a recompilation."""
     case = Case(adapted(swin(depths=[2], num_heads=[2]), "lora"))
     args = case.rows(2), torch.tensor([0, 1]), images(16)(2), labels_of(2)
     want = case.ready.grads(*args)

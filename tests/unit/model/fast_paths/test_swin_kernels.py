@@ -16,6 +16,7 @@ from torch import Tensor, nn
 pytest.importorskip("triton")
 
 from gradient_case import Case, adapted, images, labels_of, swin
+from triton_interpreter import round_bfloat16
 
 from dpfed import accel
 from dpfed.accel import windows as kernels
@@ -29,46 +30,12 @@ WHERE = "cuda" if GPU else "cpu"
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accel, "interpreted", not GPU)
     if not GPU:
-        honest_bfloat16(monkeypatch)
-
-
-def honest_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the interpreter round bfloat16 as a GPU does.
-
-    By itself it multiplies the bits of bfloat16 numbers and truncates instead of rounding.
-    """
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    dot, cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
-
-    def number(x: Any) -> Any:
-        return cast(None, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x
-
-    def rounded(self: Any, x: Any, kind: Any) -> Any:
-        if (x.dtype.scalar, kind.scalar) != (tl.float32, tl.bfloat16):
-            return cast(self, x, kind)
-        bits = (
-            torch.from_numpy(np.ascontiguousarray(x.data))
-            .bfloat16()
-            .view(torch.int16)
-            .numpy()
-            .view(np.uint16)
-        )
-        return TensorHandle(bits, tl.bfloat16)
-
-    monkeypatch.setattr(
-        InterpreterBuilder,
-        "create_dot",
-        lambda self, a, b, *rest: dot(self, number(a), number(b), *rest),
-    )
-    monkeypatch.setattr(InterpreterBuilder, "cast_impl", rounded)
+        round_bfloat16(monkeypatch)
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Names of the operations that Swin's layers have used."""
+    """Return the names of the operators that Swin's layers have called."""
     seen: list[str] = []
 
     def counted(name: str) -> Any:
@@ -164,7 +131,7 @@ def test_low_precision_is_as_near_as_the_plain_way(
 
 
 def test_scores_and_trained_tables(calls: list[str]) -> None:
-    """Evaluation goes by the kernel; a table that is trained gets its gradient the plain way."""
+    """Evaluation uses the kernel; a trained table gets its gradient on the plain path."""
     case = Case(adapted(swin(**ONE), "lora"))
     case.ready.model.to(WHERE)
     inputs = {name: x.to(WHERE) for name, x in images(8)(2).items()}
@@ -252,7 +219,7 @@ def test_the_bias_follows_its_table(calls: list[str], monkeypatch: pytest.Monkey
 def test_a_compiled_layer_takes_the_operator(
     calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one graph, shifted windows and all; nothing is kept or read while tracing."""
+    """One graph holds the shifted windows, and tracing stores and reads nothing."""
     model = swin(**ONE).requires_grad_(False).to(WHERE)
     fast_swin.fuse_windows(model)
     layer = next(

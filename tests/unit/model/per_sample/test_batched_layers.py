@@ -1,4 +1,7 @@
-"""Each twin against a plain loop of single-record backwards: any number of records and clients, padding, a NaN record."""
+"""Each batched layer agrees with a loop of single-record backward passes.
+
+The cases cover any number of records and clients, padding and a NaN record.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ often = settings(max_examples=60)
 
 
 class Around(nn.Module):
-    """leaf -> mask -> tanh -> a fixed read-out. A record `[k, ...]` is folded into the leading axis before the leaf."""
+    """A model of leaf, mask, tanh and a fixed read-out.
+
+    A record `[k, ...]` is folded into the leading axis before the leaf.
+    """
 
     def __init__(self, leaf: nn.Module, outputs: int) -> None:
         super().__init__()
@@ -44,7 +50,7 @@ class Around(nn.Module):
 def folded(
     leaf: nn.Module, shape: tuple[int, ...], n: int, s: int, k: int, seed: int, ids: int = 0
 ) -> None:
-    """Checks `leaf` on N records of k stretches of `shape`: whole, with padding, and with one NaN record."""
+    """Check `leaf` on N records of k parts of `shape`: all, with padding, with one NaN record."""
     generator = torch.Generator().manual_seed(seed)
     spread(leaf, seed)
     if isinstance(leaf, nn.Embedding):
@@ -73,7 +79,7 @@ def folded(
 @often
 @given(RECORDS, CLIENTS, FOLDS, SEEDS, st.sampled_from([(), (3,), (2, 3)]), st.booleans())
 def test_linear(n: int, s: int, k: int, seed: int, middle: tuple[int, ...], bias: bool) -> None:
-    """2-D, 3-D and 4-D activations."""
+    """The activations have two, three and four dimensions."""
     folded(nn.Linear(4, 3, bias=bias), (*middle, 4), n, s, k, seed)
 
 
@@ -111,13 +117,13 @@ def test_group_norm(n: int, s: int, k: int, seed: int, groups: int, rest: tuple[
 def test_embedding(
     n: int, s: int, k: int, seed: int, padding_idx: int | None, rest: tuple[int, ...]
 ) -> None:
-    """Few ids and many places, so that ids repeat inside a record; the padding row gets no gradient."""
+    """Ids repeat inside a record, and the padding row gets no gradient."""
     folded(nn.Embedding(5, 3, padding_idx=padding_idx), rest, n, s, k, seed, ids=5)
 
 
 @pytest.mark.parametrize("bad", [3, -1])
 def test_embedding_refuses_ids_beyond_its_table(bad: int) -> None:
-    """In the table of all copies such an id would be a row of another record's copy."""
+    """In the table of all copies such an id would address another record's copy."""
     leaf = nn.Embedding(3, 2)
     batched_layers.install_batched_layer(leaf, batched_layers.BatchedEmbedding)
     copies = {"weight": leaf.weight.expand(2, 3, 2)}
@@ -163,7 +169,7 @@ def test_conv2d(
     bias: bool,
     product: bool,
 ) -> None:
-    """As a product for each record, where it can be one, and as one convolution with a group for each."""
+    """The convolution is computed as one product per record and as one with a group per record."""
     conv = nn.Conv2d(
         4,
         4,
@@ -199,7 +205,7 @@ def test_conv2d_is_a_product_only_where_that_is_the_same(
 
 
 def test_conv2d_on_a_cpu_goes_the_quicker_way() -> None:
-    """Products where weights are many and places few."""
+    """Convolutions with many weights and few places are products."""
 
     def pays(channels: int, side: int, kernel: int = 3, outs: int | None = None) -> bool:
         conv = nn.Conv2d(channels, outs or channels, kernel, padding=kernel // 2)
@@ -227,7 +233,10 @@ def test_conv2d_padding_by_name(padding: str, mode: str) -> None:
 
 
 class Gate(nn.Module):
-    """Has no twin of its own: raw parameters, one of them a single number, and a child that has a twin."""
+    """A module without a batched class.
+
+    It has raw parameters, one of them a single number, and a child with a batched class.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +249,7 @@ class Gate(nn.Module):
 
 
 class Dictionary(nn.Module):
-    """Its parameters sit in containers, which have no forward."""
+    """A module whose parameters are in containers, which have no forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +263,7 @@ class Dictionary(nn.Module):
 
 
 class OddLinear(nn.Linear):
-    """A subclass may do something else, so it never gets the twin of its parent."""
+    """A subclass may compute something else, so it never gets its parent's batched class."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * self.weight.sum()
@@ -272,7 +281,7 @@ def test_general_way(
 
 
 def test_parameters_of_the_model_itself() -> None:
-    """The owner is the root: the whole forward goes through vmap."""
+    """The root module owns the parameter, so vmap maps the whole forward pass."""
 
     class Root(nn.Module):
         def __init__(self) -> None:
@@ -303,7 +312,7 @@ def test_parameters_of_the_model_itself() -> None:
 def test_half_frozen_modules(
     build: Callable[[], nn.Module], shape: tuple[int, ...], frozen: str
 ) -> None:
-    """Only the bias trains, or only the weight."""
+    """Only the bias or only the weight is trained."""
     leaf = build()
     leaf.get_parameter(frozen).requires_grad_(False)
     folded(leaf, shape, n=5, s=2, k=2, seed=3)
@@ -313,7 +322,7 @@ def test_half_frozen_modules(
 
 
 class Positions(nn.Module):
-    """BERT's way: position ids `[1, L]` that all records share; and a shared activation through norm and linear."""
+    """All records share position ids `[1, L]`, or an activation through norm and linear."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -400,7 +409,7 @@ def test_ordinary_behaviour_is_unchanged(leaf: nn.Module, x: Tensor) -> None:
     assert len(seen) == 2  # the hook is still there
 
 
-@pytest.mark.parametrize("cls", batched_layers.TWINS)
+@pytest.mark.parametrize("cls", batched_layers.BATCHED_LAYERS)
 def test_only_what_trains_is_exchanged(cls: type[nn.Module]) -> None:
     args = {
         nn.Linear: (3, 3),

@@ -1,4 +1,4 @@
-"""Dropout by key: the mask is a function of the record's key, the layer and the place, and of nothing else."""
+"""The dropout mask depends on the record's key, the layer and the place alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def keyed(model: nn.Module, x: Tensor, keys: Tensor) -> Tensor:
 
 @given(INT64)
 def test_mix_is_splitmix64(value: int) -> None:
-    """Against Python's unbounded integers."""
+    """The hash agrees with one on Python's unbounded integers."""
     x = value % 2**64
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
@@ -59,7 +59,7 @@ def test_mask_depends_on_the_key_alone(keys: list[int], salt: int, width: int, d
 
 @pytest.mark.parametrize("drop", [0.1, 0.5, 0.9])
 def test_keep_rate(drop: float) -> None:
-    """Within five standard deviations: over places, over keys that follow each other, over layers."""
+    """Shares lie within five standard deviations over places, successive keys and layers."""
     n = 100_000
     for kept in (
         keep_mask(torch.tensor([17]), rule_of(3, drop), n),
@@ -99,7 +99,7 @@ def test_layers_differ_and_values_are_scaled() -> None:
 
 
 def test_windows_of_a_record_follow_its_key() -> None:
-    """A leading axis of M*k, batch-major: the same record gets the same mask in any company."""
+    """A record with k rows gets the same mask in any batch."""
     model, x = nn.Sequential(nn.Dropout(0.4)), torch.ones(6, 5, 2)
     out = keyed(model, x, torch.tensor([8, 9, 10])).view(3, 2, 5, 2)
     alone = keyed(model, x[:2], torch.tensor([9]))
@@ -177,7 +177,7 @@ def test_a_record_drops_the_same_in_any_fleet(name: str) -> None:
 
 
 def test_gradients_with_dropout_equal_masks_written_out() -> None:
-    """The loop again, on a model that multiplies by the masks of its records itself."""
+    """A model that multiplies by its records' masks gives the same gradients."""
 
     class Masked(nn.Module):
         def __init__(self) -> None:
