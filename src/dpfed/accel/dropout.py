@@ -82,7 +82,6 @@ def right(device: torch.device) -> bool:
 
 
 def _hash(x: int) -> int:
-    """Return `mix` of a whole number of any size."""
     ones = 2**64 - 1
     x &= ones
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & ones

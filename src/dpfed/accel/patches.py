@@ -63,7 +63,7 @@ def _images(
     KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
     PH: tl.constexpr, PW: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Add the columns `x` up to the images `y`.
+    """Sum the columns `x` into the images `y`.
 
     A pixel is row i of the patch that starts i rows above it. Patches start at multiples of the
     stride, so only every SH-th i counts; columns of pixels likewise.

@@ -57,7 +57,7 @@ def zero_rows(rows: Tensor, keep: Tensor) -> None:
 
 
 def right(device: torch.device, dtype: torch.dtype) -> bool:
-    """Compare both kernels with exact numbers on rows with every special value; wait for them."""
+    """Compare both kernels with exact numbers on rows with special values; wait for the device."""
     size = 2 * PIECE + 64
     rows = torch.zeros(8, size, dtype=dtype, device=device)
     rows[0] = 0.5

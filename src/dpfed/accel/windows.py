@@ -105,7 +105,7 @@ def reorder(
     x, index, out, count,
     N: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write row `index[i]` of each block `[N, WIDTH]` to its row i; `count` rows in all blocks."""
+    """Set row i of each block `[N, WIDTH]` to its row `index[i]`; all blocks have `count` rows."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     known = row < count

@@ -96,7 +96,7 @@ def image_companions(entry: ImageInput) -> MakeCompanions:
 
 
 def beyond_transformers(entry: ImageInput, reading: Reading) -> list[str]:
-    """Return the steps that no image processor of transformers takes in the same way."""
+    """Return the steps that image processors of transformers cannot do in the same way."""
     enlarged = entry.size is not None and entry.size > max(entry.spec.shape[1:])
     lacking = []
     if entry.sharpen:

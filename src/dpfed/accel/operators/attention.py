@@ -113,8 +113,6 @@ def plain_attention(
 
 
 def declare_attention_cost() -> None:
-    """Tell torch.compile the cost of attention."""
-
     def operations(q: tuple[int, ...], *_: Any, **others: Any) -> int:
         windows, n, width = q
         return 4 * windows * n * n * width
@@ -155,7 +153,7 @@ def window_attention(
         and q.dtype in accel.FLOATS
     )
     if not fits:
-        sizes = [None if x is None else tuple(x.shape) for x in (bias, mask)]
+        sizes = [x if x is None else tuple(x.shape) for x in (bias, mask)]
         raise ValueError(
             f"attention of {tuple(q.shape)} in {heads} heads with a bias of {sizes[0]} and a mask "
             f"of {sizes[1]} does not fit its kernel"

@@ -142,17 +142,7 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
 _opaque.register_autograd(_backward, setup_context=_save)
 
 
-def compilable_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
-) -> Tensor:
-    """Return the first result of `product`, as an operator that a compiler does not look into."""
-    y: Tensor = torch.ops.dpfed.lora_product(x, weight, bias, a, b, scale)[0]
-    return y
-
-
 def declare_product_cost() -> None:
-    """Tell torch.compile the cost of `product`."""
-
     def operations(x: Any, weight: Any, bias: Any, a: Any, *_: Any, **others: Any) -> int:
         samples, n, wide = x
         out, rank = weight[0], a[1]

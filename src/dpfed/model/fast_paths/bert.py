@@ -31,7 +31,6 @@ UNREAD = {"encoder_hidden_states", "position_ids"}
 
 
 def fuse_bert(model: nn.Module) -> None:
-    """Replace the classes of self-attention layers."""
     for module in model.modules():
         cls = type(module)
         if f"{cls.__module__}.{cls.__name__}" in LAYERS:

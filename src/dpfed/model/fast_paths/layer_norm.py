@@ -26,7 +26,6 @@ class FusedLayerNorm(nn.LayerNorm):
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Replace the class of every plain layer norm."""
     for module in model.modules():
         if type(module) is nn.LayerNorm:
             module.__class__ = FusedLayerNorm

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpfed.accel.operators.lora import LoraProduct, compilable_product, declare_product_cost
+from dpfed.accel.operators.lora import LoraProduct, declare_product_cost
 from dpfed.model.per_sample.derived_class import derived, once_per_class
 
 
@@ -38,7 +38,7 @@ def _fused_adapter(cls: type[nn.Module]) -> type[nn.Module]:
         rows = x.reshape(len(b), -1, x.shape[-1]).contiguous()
         operands = rows, self.base_layer.weight, self.base_layer.bias, a, b, self.scaling[names[0]]
         if torch.compiler.is_compiling():
-            y = compilable_product(*operands)
+            y, _ = torch.ops.dpfed.lora_product(*operands)
         else:
             y = LoraProduct.apply(*operands)  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], y.shape[-1])

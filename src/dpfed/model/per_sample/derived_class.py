@@ -12,7 +12,7 @@ MakeClass = Callable[[type[nn.Module]], type[nn.Module]]
 
 
 def once_per_class(make: MakeClass) -> MakeClass:
-    """Return `make` with a cache: layers of one class must get one class, or each is compiled."""
+    """Cache `make`: layers of one class share a derived class, so each kind is compiled once."""
     cached: MakeClass = functools.cache(make)  # type: ignore[assignment]
     return cached
 

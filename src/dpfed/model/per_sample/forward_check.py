@@ -144,5 +144,4 @@ def farthest(model: PerSample, plain: PlainOutputs, form: Prepare) -> float:
 
 
 def first_words(error: Exception) -> str:
-    """Return the start of an error's first line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:160].rstrip(".")

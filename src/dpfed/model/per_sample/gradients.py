@@ -160,11 +160,8 @@ class PerSample:
             ]
             with self._lock:
                 total = self._losses(weights, keys, dict(inputs), labels)
-            grads = torch.autograd.grad(total, copies, allow_unused=True)
-        return [
-            (torch.zeros_like(own) if grad is None else grad).reshape(len(client), -1)
-            for own, grad in zip(copies, grads, strict=True)
-        ]
+            grads = torch.autograd.grad(total, copies, materialize_grads=True)
+        return [grad.reshape(len(client), -1) for grad in grads]
 
     def ordered(self, raw: Tensor) -> Tensor:
         """Return `[S, P]` in the order of the space, from the order of `raw_grads`.

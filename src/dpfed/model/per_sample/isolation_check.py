@@ -61,11 +61,8 @@ class _Records:
         with torch.enable_grad():
             scores = model.forward(model.model, dict(weights), inputs)
             loss = model.loss(scores, self.labels[j : j + 1]).sum()
-            grads = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
-        return [
-            torch.zeros_like(w).flatten() if g is None else g.flatten()
-            for w, g in zip(weights.values(), grads, strict=True)
-        ]
+            grads = torch.autograd.grad(loss, list(weights.values()), materialize_grads=True)
+        return [grad.flatten() for grad in grads]
 
 
 def _records_near(
