@@ -34,7 +34,8 @@ CASES = (
     Case("gn-resnet18", SMALL, clients=3, batch=8, train="full"),
 )
 CLIP, UNUSED = 0.05, 8
-FLOAT32, BF16 = 1e-4, 5e-2  # largest difference of a client's sum over its norm
+# Largest difference of a client's sum over its norm.
+FLOAT32, BF16 = 1e-4, 5e-2
 
 
 class Setting:

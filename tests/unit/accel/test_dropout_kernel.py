@@ -36,7 +36,8 @@ def both(
         given = x.clone().requires_grad_()
         y = layer(given)
         out.append((y.detach(), *torch.autograd.grad((y.float().pow(2) / 2).sum(), given)))
-        assert len(calls) == 2 * by_kernel  # and the gradient's
+        # Forward and backward.
+        assert len(calls) == 2 * by_kernel
     return out
 
 
@@ -72,17 +73,20 @@ def test_where_it_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     rule, x = rule_of(1, 0.5), torch.ones(5, 6, 4)
     monkeypatch.setattr(accel, "interpreted", False)
-    drop(x, KEYS, rule)  # no GPU
+    # No GPU.
+    drop(x, KEYS, rule)
     monkeypatch.setattr(accel, "interpreted", True)
     drop_records(x, KEYS, rule)
     drop(x.double(), KEYS, rule)
-    drop(x.transpose(1, 2), KEYS, rule)  # rows not one after another
+    # Not contiguous.
+    drop(x.transpose(1, 2), KEYS, rule)
     drop(x[:, :0], KEYS, rule)
     # A rule that is not contiguous.
     drop(x, KEYS, torch.stack([rule, rule], 1)[:, 0])
     model = nn.Sequential(nn.Dropout(0.5))
     install_keyed_dropout(model)
-    assert torch.equal(model(x), x)  # no keys: evaluation
+    # Evaluation has no keys.
+    assert torch.equal(model(x), x)
 
 
 def test_wrong_numbers_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

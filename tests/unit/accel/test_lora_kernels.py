@@ -61,7 +61,8 @@ def test_products(
 def test_what_the_kernels_do_not_take(kernels: ModuleType) -> None:
     x = some(2, 8, 6)
     assert kernels.fits(x, 64)
-    assert not kernels.fits(x, 65)  # more float32 numbers than a block of a small GPU holds
+    # More float32 numbers than a block of a small GPU holds.
+    assert not kernels.fits(x, 65)
     assert kernels.fits(x.half(), 128)
     assert not kernels.fits(x.half(), 129)
     assert not kernels.fits(x.double(), 16)

@@ -49,11 +49,14 @@ def test_where_it_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     fuse_norms(layer)
     assert type(layer) is FusedLayerNorm
     x = torch.randn(2, 4)
-    layer.requires_grad_(False)(x)  # no GPU
+    # No GPU.
+    layer.requires_grad_(False)(x)
     monkeypatch.setattr(accel, "interpreted", True)
-    layer(x.double().to(torch.float64)[:0].float())  # nothing to do
+    # No numbers at all.
+    layer(x.double().to(torch.float64)[:0].float())
     with pytest.raises(RuntimeError, match="shape"):
-        layer(torch.randn(2, 8))  # another width
+        # Another width.
+        layer(torch.randn(2, 8))
     layer.requires_grad_(True)(x)
     plain = nn.LayerNorm(4, elementwise_affine=False)
     fuse_norms(plain)

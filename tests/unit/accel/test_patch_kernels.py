@@ -279,6 +279,7 @@ def test_where_they_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accel, "usable", lambda x: True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert accel.kernels_for("patches", x) is None  # while a step is captured
+    # During a capture nothing is tried.
+    assert accel.kernels_for("patches", x) is None
     monkeypatch.setattr(accel, "usable", lambda x: False)
     assert accel.kernels_for("patches", x) is None

@@ -65,7 +65,8 @@ def test_what_is_no_number_is_seen_wherever_it_is(
 def test_squares_that_overflow_only_together_have_no_norm_either() -> None:
     """Each piece has a finite sum in float32, but the row has none."""
     rows = torch.zeros(2, 3 * 4096, device=DEVICE)
-    rows[0, ::4096] = 1.5e19  # 2.25e38 each
+    # The squares are 2.25e38 each.
+    rows[0, ::4096] = 1.5e19
     rows[1, ::4096] = 1e19
     assert row_kernels.squares(rows).isfinite().all()
     assert row_norms([rows]).isfinite().tolist() == [False, True]
@@ -172,7 +173,8 @@ def test_a_gpu_compiles_what_the_interpreter_runs(tmp_path: Path) -> None:
     env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    # Sixteen bytes at once: two for each thread of a program.
     assert [int(n) for n in done.stdout.split()] == [
         2,
         2,
-    ]  # sixteen bytes at once: two for each thread of a program
+    ]

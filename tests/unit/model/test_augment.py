@@ -50,8 +50,10 @@ def test_a_crop_is_a_shift_of_at_most_an_eighth_with_black_borders() -> None:
             shifted = padded[..., dy : dy + 16, dx : dx + 16]
             for mirrored, wanted in enumerate((shifted, shifted.flip(-1))):
                 found[dy, dx, mirrored] = (seen == wanted).flatten(1).all(1).sum()
-    assert int(found.sum()) == count  # every view is exactly one of them
-    assert int(found.min()) > 0.4 * count / 50  # and all of them occur
+    # Every augmentation is exactly one of them.
+    assert int(found.sum()) == count
+    # All of them occur.
+    assert int(found.min()) > 0.4 * count / 50
     assert int(found.max()) < 2 * count / 50
 
 

@@ -40,9 +40,8 @@ def blocks_of(space: Space, tensor: str) -> list[str]:
 @pytest.mark.parametrize("name", MODELS)
 def test_blocks_partition_the_vector(name: str, train: str, options: dict[str, object]) -> None:
     space = partition(adapted(MODELS[name][0](), train), **options)
-    assert space.blocks.shape == (
-        space.size,
-    )  # one block for each coordinate: complete, and disjoint by its form
+    # One block for each coordinate: complete, and disjoint by its form.
+    assert space.blocks.shape == (space.size,)
     assert set(space.blocks.tolist()) == set(range(space.num_blocks))
     assert len(set(space.block_names)) == space.num_blocks
     values = torch.randn(2, space.num_blocks, generator=torch.Generator().manual_seed(0))
@@ -239,9 +238,8 @@ def test_fused_blocks_equal_separate_blocks_after_conversion(layout: str, heads:
     separate = Separate(8, heads)
     fused = fuse(separate, layout, heads)
     x = torch.randn(2, 3, 8)
-    torch.testing.assert_close(
-        fused(x), separate(x)
-    )  # the conversion is right, so the layout means what it says
+    # The conversion is right, so the layout has the meaning that its name says.
+    torch.testing.assert_close(fused(x), separate(x))
     one, three = Holder(fused), Holder(separate)
     a, b = partition(one, Architecture({"qkv": layout})), partition(three, SEPARATE)  # type: ignore[dict-item]
     assert a.num_blocks == b.num_blocks == 3 * heads + 1
@@ -339,14 +337,14 @@ def test_permuting_rows_inside_a_head_and_swapping_heads(seed: int, layout: str)
         space = partition(model, Architecture({"qkv": layout}))  # type: ignore[dict-item]
     vector = torch.randn(space.size, generator=generator)
     before = space.block_mean(vector)
-    rows = space.unflatten(vector)[tensor]  # a view
+    # It shares memory with the vector.
+    rows = space.unflatten(vector)[tensor]
     owner = space.unflatten(space.blocks)[tensor][:, 0]
     a, b = (space.block_names.index(f"{stem}.head{h}") for h in (0, 1))
     first, second = (torch.nonzero(owner == block).flatten() for block in (a, b))
     assert len(first) == len(second) == 3
-    assert torch.equal(
-        first, torch.arange(int(first[0]), int(first[0]) + 3)
-    )  # a head is one stretch of rows
+    # A head is one stretch of rows.
+    assert torch.equal(first, torch.arange(int(first[0]), int(first[0]) + 3))
 
     rows[first] = rows[first[torch.randperm(3, generator=generator)]]
     torch.testing.assert_close(space.block_mean(vector), before)

@@ -156,7 +156,8 @@ SMALL: dict[str, tuple[Callable[[Path], tuple[ModelSection, InputSpec]], int, in
 
 
 def test_every_known_architecture_is_tried_here() -> None:
-    assert set(ARCHITECTURES) - {"resnet"} <= set(SMALL)  # ResNet: in test_vision
+    # test_vision.py tests ResNet.
+    assert set(ARCHITECTURES) - {"resnet"} <= set(SMALL)
 
 
 @pytest.mark.parametrize("train", ["lora", "full"])
@@ -327,21 +328,13 @@ def dinov2(folder: Path, **keys: Any) -> AutoImage:
 def test_an_unknown_architecture_is_one_block_per_tensor_and_says_so(tmp_path: Path) -> None:
     parts = describe_space(dinov2(tmp_path), IMAGE)
     assert parts.space.block_names == parts.space.names
-    assert (
-        "Dinov2ForImageClassification has no block rules here: each tensor is one block"
-        in parts.notes
-    )
+    note = "Dinov2ForImageClassification has no block rules here: each tensor is one block"
+    assert note in parts.notes
 
 
 def test_the_user_may_name_the_projections(tmp_path: Path) -> None:
-    names = tuple(
-        {
-            n.split(".")[-2]
-            for n in describe_space(dinov2(tmp_path), IMAGE).space.names
-            if "q" in n.split(".")[-2]
-        }
-        & {"query", "q_proj"}
-    )
+    modules = {n.split(".")[-2] for n in describe_space(dinov2(tmp_path), IMAGE).space.names}
+    names = tuple(modules & {"query", "q_proj"})
     parts = describe_space(dinov2(tmp_path, attention=names), IMAGE)
     heads = {n: size for n, size in block_sizes(parts.space).items() if ".head" in n}
     assert list(heads.values()) == [8 * 4 + 4] * 2
@@ -360,22 +353,15 @@ def test_the_users_layout_wins(tmp_path: Path) -> None:
     stem = "gpt_neox.layers.0.attention.query_key_value"
 
     def rows(**keys: Any) -> list[str]:
-        space = describe_space(
-            AutoCausal(weights=folder, train="full", **keys), text_spec(classes=1)
-        ).space
+        section = AutoCausal(weights=folder, train="full", **keys)
+        space = describe_space(section, text_spec(classes=1)).space
         part = space.unflatten(space.blocks)[f"{stem}.bias"]
         return [space.block_names[b].removeprefix(f"{stem}.") for b in part.tolist()]
 
     assert rows()[::4] == ["q.head0", "k.head0", "v.head0", "q.head1", "k.head1", "v.head1"]
     assert rows(qkv_layout="H3D") == rows()
-    assert rows(qkv_layout="3HD")[::4] == [
-        "q.head0",
-        "q.head1",
-        "k.head0",
-        "k.head1",
-        "v.head0",
-        "v.head1",
-    ]
+    in_order = [f"{part}.head{h}" for part in "qkv" for h in (0, 1)]
+    assert rows(qkv_layout="3HD")[::4] == in_order
     with pytest.raises(DpfedError, match="8 output rows cannot be divided among 6 heads"):
         rows(attention=("dense",), qkv_layout="3HD")
 

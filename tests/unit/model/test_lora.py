@@ -54,7 +54,8 @@ def test_the_start_follows_from_the_seed_alone() -> None:
     torch.manual_seed(1)
     first = start(5)
     torch.manual_seed(2)
-    model = vit()  # building draws; adapting must not
+    # Building draws random numbers; adapting must not.
+    model = vit()
     state = torch.get_rng_state()
     adapt(model, ModelSection(train="lora"), "classifier", 9)
     assert torch.equal(torch.get_rng_state(), state)
@@ -84,7 +85,8 @@ def test_targets_follow_peft() -> None:
             "mlp.fc2",
         )
     }
-    assert paths() == every  # auto: every linear layer but the head
+    # "auto" means every linear layer but the head.
+    assert paths() == every
     assert paths(targets=("q_proj", "v_proj")) == {
         p for p in every if p.endswith(("q_proj", "v_proj"))
     }
@@ -197,7 +199,8 @@ def test_an_adapter_makes_the_round_trip(tmp_path: Path) -> None:
         torch.testing.assert_close(back.model.eval()(**x).logits, want.eval()(**x).logits)
     assert any("r = 3, alpha = 6" in note for note in back.notes)
     Case(back.model).check(images(8)(3), labels_of(3), clients=2)
-    back.peft.save_pretrained(tmp_path / "again")  # and it can be exported as it came
+    # It can be exported again.
+    back.peft.save_pretrained(tmp_path / "again")
     again = adapt(vit(), ModelSection(adapter=str(tmp_path / "again")), "classifier", 2)
     assert all(torch.equal(p, mine[n]) for n, p in trainable(again.model).items())
 

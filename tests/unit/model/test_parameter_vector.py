@@ -50,7 +50,8 @@ def test_unflatten_is_a_view(shapes: list[tuple[int, ...]], lead: tuple[int, ...
     ):
         assert tensor.shape == (*lead, *shape)
         assert tensor.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
-        tensor.fill_(i)  # writing to the view writes to the vector
+        # Writing to the tensor writes to the vector.
+        tensor.fill_(i)
     for i, part in enumerate(space.slices(), start=1):
         assert (vector[..., part] == i).all()
 
@@ -105,9 +106,8 @@ def test_means_of_blocks_of_any_length(
     )
     names = [f"b{i}" for i in range(int(index.max()) + 1)]
     space = space_of({"a": torch.zeros(sum(lengths))}, names, index)
-    vector = torch.randint(-9, 10, (*lead, 2 * space.size), generator=generator).float()[
-        ..., ::2
-    ]  # with a stride
+    # A vector with a stride.
+    vector = torch.randint(-9, 10, (*lead, 2 * space.size), generator=generator).float()[..., ::2]
     want = torch.stack(
         [vector[..., index == b].double().mean(-1) for b in range(len(names))], -1
     ).float()
@@ -179,6 +179,8 @@ def test_a_block_index_that_does_not_fit_is_an_error() -> None:
     with pytest.raises(ValueError, match="the block index has shape"):
         Space(("a",), shapes, ("x",), torch.zeros(2, dtype=torch.long))
     with pytest.raises(ValueError, match="every block needs"):
-        Space(("a",), shapes, ("x", "y"), torch.zeros(3, dtype=torch.long))  # y is empty
+        # Block y is empty.
+        Space(("a",), shapes, ("x", "y"), torch.zeros(3, dtype=torch.long))
     with pytest.raises(ValueError, match="every block needs"):
-        Space(("a",), shapes, ("x",), torch.tensor([0, 1, 0]))  # 1 has no name
+        # Block 1 has no name.
+        Space(("a",), shapes, ("x",), torch.tensor([0, 1, 0]))

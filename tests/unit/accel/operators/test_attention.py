@@ -23,6 +23,12 @@ from dpfed.accel.operators.attention import available, reorder, window_attention
 
 GPU = torch.cuda.is_available()
 WHERE = "cuda" if GPU else "cpu"
+CHECKS = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_static",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -150,7 +156,8 @@ def test_a_kernel_is_tried_before_it_is_trusted(
         q: Tensor, k: Tensor, v: Tensor, bias: Any, mask: Any, scale: float, heads: int
     ) -> Tensor:
         added = None if wrong == "bias" else bias, None if wrong == "mask" else mask
-        if wrong == "window":  # another record's
+        # The keys of another record.
+        if wrong == "window":
             return right(q, k.roll(1, 0), v, *added, scale, heads)
         if wrong == "masks":
             added = bias, None if mask is None else mask.roll(1, 0)
@@ -210,14 +217,8 @@ def test_operators_are_what_they_say() -> None:
     """The operators pass PyTorch's own checks of fake results, schemas and gradients."""
     (q, k, v, bias), mask, _ = case(4, 1, 4, True, torch.float32)
     q, k, v = (t.requires_grad_() for t in (q, k, v))
-    tests = (
-        "test_schema",
-        "test_autograd_registration",
-        "test_faketensor",
-        "test_aot_dispatch_static",
-    )
     torch.library.opcheck(
-        torch.ops.dpfed.window_attention, (q, k, v, bias, mask, 0.5, 1), test_utils=tests
+        torch.ops.dpfed.window_attention, (q, k, v, bias, mask, 0.5, 1), test_utils=CHECKS
     )
     for _ in range(2):
         attention.declare_attention_cost()
@@ -226,4 +227,21 @@ def test_operators_are_what_they_say() -> None:
     # Two products of two operations, in four windows of 4 x 4 x 4.
     assert counter.get_total_flops() == 2 * 2 * 4 * 4 * 4 * 4
     index = torch.tensor([2, 0, 3, 1], device=WHERE)
-    torch.library.opcheck(torch.ops.dpfed.reorder, (q, index, index.argsort()), test_utils=tests)
+    torch.library.opcheck(torch.ops.dpfed.reorder, (q, index, index.argsort()), test_utils=CHECKS)
+
+
+def test_operator_without_a_bias_is_what_it_says() -> None:
+    q, k, v = (torch.randn(2, 4, 4, device=WHERE, requires_grad=True) for _ in range(3))
+    for mask in (None, torch.zeros(2, 1, 4, device=WHERE)):
+        torch.library.opcheck(
+            torch.ops.dpfed.window_attention, (q, k, v, None, mask, 0.5, 2), test_utils=CHECKS
+        )
+    for heads in (None, 0, 3):
+        with pytest.raises(ValueError, match="does not fit"):
+            window_attention(q, k, v, None, None, 0.5, heads)
+    with pytest.raises(ValueError, match="does not fit"):
+        window_attention(q, k, v, None, torch.zeros(2, 2, 4, device=WHERE), 0.5, 2)
+    with pytest.raises(ValueError, match="no gradient"):
+        window_attention(
+            q, k, v, None, torch.zeros(2, 1, 4, device=WHERE, requires_grad=True), 0.5, 2
+        )

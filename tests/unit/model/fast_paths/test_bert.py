@@ -33,7 +33,8 @@ from dpfed.privacy.record_batch import Records
 
 GPU = torch.cuda.is_available()
 WHERE = "cuda" if GPU else "cpu"
-SHAPE = {"hidden_size": 16, "max_position_embeddings": 80}  # two layers, two heads of 8 columns
+# Two layers, two heads of 8 columns.
+SHAPE = {"hidden_size": 16, "max_position_embeddings": 80}
 
 
 @pytest.fixture(autouse=True)
@@ -124,29 +125,6 @@ def test_attention_without_a_bias(n: int, heads: int, depth: int, mask: str) -> 
         assert (got[2] == 0).all(), "who may look nowhere sees nothing"
 
 
-def test_operator_without_a_bias_is_what_it_says() -> None:
-    q, k, v = (torch.randn(2, 4, 4, device=WHERE, requires_grad=True) for _ in range(3))
-    tests = (
-        "test_schema",
-        "test_autograd_registration",
-        "test_faketensor",
-        "test_aot_dispatch_static",
-    )
-    for mask in (None, torch.zeros(2, 1, 4, device=WHERE)):
-        torch.library.opcheck(
-            torch.ops.dpfed.window_attention, (q, k, v, None, mask, 0.5, 2), test_utils=tests
-        )
-    for heads in (None, 0, 3):
-        with pytest.raises(ValueError, match="does not fit"):
-            window_attention(q, k, v, None, None, 0.5, heads)
-    with pytest.raises(ValueError, match="does not fit"):
-        window_attention(q, k, v, None, torch.zeros(2, 2, 4, device=WHERE), 0.5, 2)
-    with pytest.raises(ValueError, match="no gradient"):
-        window_attention(
-            q, k, v, None, torch.zeros(2, 1, 4, device=WHERE, requires_grad=True), 0.5, 2
-        )
-
-
 # ---- whole models
 
 
@@ -164,9 +142,8 @@ def test_gradients_of_records_equal_the_plain_way(
     args = theta, client, text(lengths, n), labels_of(5).to(WHERE)
 
     def outcome() -> tuple[Tensor, Tensor]:
-        with sdpa_kernel(
-            SDPBackend.MATH
-        ):  # torch's own for CPUs has other gradients where a record is padding alone
+        # The CPU's own kernel gives other gradients for a record of padding alone.
+        with sdpa_kernel(SDPBackend.MATH):
             return torch.cat(case.ready.grads(*args), 1), case.ready.scores(theta[0], args[2])
 
     grads, scores = outcome()
@@ -251,9 +228,8 @@ def test_unused_slots_add_exactly_nothing(
 # ---- where the kernel does not fit
 
 NONE = torch.zeros(2, 1, 1, 5)
-FALLBACKS: dict[
-    str, tuple[dict[str, Any], dict[str, Any]]
-] = {  # settings of the model, arguments of its attention
+# Settings of the model, arguments of its attention.
+FALLBACKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "past": ({}, {"past_key_values": "cache"}),
     "decoder": ({"is_decoder": True}, {"attention_mask": NONE}),
     "causal": ({}, {"is_causal": True}),
@@ -301,7 +277,8 @@ def test_the_plain_way_where_the_kernel_does_not_fit(
     assert kwargs == {
         name: y for name, y in given.items() if name not in ("attention_mask", "past_key_values")
     }
-    if not settings and n == 5:  # and it is for this reason alone
+    # Without that argument the kernel runs.
+    if not settings and n == 5:
         attention(
             x, is_causal=False, position_ids=x, encoder_hidden_states=None, output_attentions=False
         )
@@ -371,7 +348,8 @@ def test_probabilities_are_there_for_who_asks(calls: list[Any]) -> None:
 def test_the_model_stays_what_it_was(build: Any, calls: list[Any]) -> None:
     model = adapted(build(**SHAPE), "lora").to(WHERE)
     names = list(model.state_dict())
-    for _ in range(2):  # twice does no harm
+    # A second call changes nothing.
+    for _ in range(2):
         fast_bert.fuse_bert(model)
     inputs = text((5, 3), 5)
     want = model(**inputs).logits

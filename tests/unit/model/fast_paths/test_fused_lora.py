@@ -78,7 +78,8 @@ def test_is_used_where_it_can_be_and_only_there(monkeypatch: pytest.MonkeyPatch)
     x = torch.randn(3, 5, 6)
     for model, weights, expected in (
         (adapted(), True, 2),
-        (adapted(), False, 0),  # its own weights, not copies: evaluation
+        # Evaluation uses the own weights, not copies.
+        (adapted(), False, 0),
         (adapted(dropout=0.5), True, 0),
     ):
         fuse_lora(model)

@@ -23,16 +23,16 @@ def layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, SwinLayer)]
 
 
-@pytest.mark.parametrize(
-    "side", [16, 20, 18]
-)  # 8 x 8 patches; 10 x 10, padded to windows; 9 x 9, padded to be merged too
+# 8 x 8 patches; 10 x 10, padded to windows; 9 x 9, padded to be merged too.
+@pytest.mark.parametrize("side", [16, 20, 18])
 def test_same_numbers_with_and_without_padding(side: int) -> None:
     model = swin(image_size=side, window_size=4)
     want = model(**images(side)(2)).logits
     fuse_windows(model)
     assert all(type(layer).__name__ == "FusedSwinLayer" for layer in layers(model))
     assert all(type(layer.attention).__name__ == "FusedSwinAttention" for layer in layers(model))
-    for _ in range(2):  # the second time by what was kept
+    # The second pass uses stored tensors.
+    for _ in range(2):
         assert torch.equal(model(**images(side)(2)).logits, want)
 
 
@@ -45,9 +45,8 @@ def test_masks_are_made_once_for_all_layers_of_a_size(monkeypatch: pytest.Monkey
         return plain(self, height, width, **kwargs)
 
     monkeypatch.setattr(SwinLayer, "get_attn_mask", counted)
-    model = swin(
-        depths=[4, 2]
-    )  # shifted: the second and fourth layer at 8 x 8, the second at 4 x 4
+    # Shifted: the second and fourth layer at 8 x 8, the second at 4 x 4.
+    model = swin(depths=[4, 2])
     fuse_windows(model)
     for layer in layers(model):
         if layer.shift_size == 0:
@@ -141,7 +140,8 @@ def test_the_model_stays_what_it_was() -> None:
     names = list(model.state_dict())
     fuse_windows(model)
     want = model(**images(16)(2)).logits
-    fuse_windows(model)  # twice does no harm
+    # A second call changes nothing.
+    fuse_windows(model)
     assert list(model.state_dict()) == names
     assert torch.equal(copy.deepcopy(model)(**images(16)(2)).logits, want)
     assert all(isinstance(layer.attention, SwinAttention) for layer in layers(model))

@@ -49,11 +49,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     fast_swin._STORED.clear()
 
 
-ONE = {
-    "image_size": 8,
-    "depths": [2],
-    "num_heads": [2],
-}  # one stage of 4 x 4 patches in windows of 2
+# One stage of 4 x 4 patches in windows of 2.
+ONE = {"image_size": 8, "depths": [2], "num_heads": [2]}
 
 
 def used(calls: list[str]) -> tuple[int, int]:
@@ -78,13 +75,12 @@ def grads_of(case: Case, side: int, dtype: torch.dtype = torch.float32) -> Tenso
 @pytest.mark.parametrize(
     ("side", "other", "reordered"),
     [
-        (16, {}, 9),  # 8 x 8 and 4 x 4 patches in windows of 2, merged once
-        (20, {"window_size": 4}, 1),  # 10 x 10 and 5 x 5 patches, padded, but merged
-        (
-            16,
-            {"window_size": 4, "embed_dim": 12, "num_heads": [3, 6]},
-            5,
-        ),  # the second stage is one window
+        # 8 x 8 and 4 x 4 patches in windows of 2, merged once.
+        (16, {}, 9),
+        # 10 x 10 and 5 x 5 patches, padded, but merged.
+        (20, {"window_size": 4}, 1),
+        # The second stage is one window.
+        (16, {"window_size": 4, "embed_dim": 12, "num_heads": [3, 6]}, 5),
         (16, {"window_size": 4, "hidden_dropout_prob": 0.3, "drop_path_rate": 0.5}, 5),
     ],
     ids=["windows", "padded", "heads", "dropout"],
@@ -153,7 +149,8 @@ def test_what_was_kept_without_gradients_serves_a_pass_with_them(calls: list[str
         case.ready.model.to(WHERE)(pixel_values=images(8)(1)["pixel_values"].to(WHERE))
     grads_of(case, 8)
     assert used(calls) == (4, 8)
-    assert len(fast_swin._STORED) == 3  # a mask and two orders
+    # A mask and two orders.
+    assert len(fast_swin._STORED) == 3
 
 
 @pytest.mark.parametrize("why", ["gradient", "dropout", "weights", "large", "deep", "precision"])
@@ -233,7 +230,8 @@ def test_a_compiled_layer_takes_the_operator(
 
     want = outcome(layer)
     fast_swin._STORED.clear()
-    monkeypatch.undo()  # operations as they are, not counted
+    # From here on calls are not counted.
+    monkeypatch.undo()
     monkeypatch.setattr(accel, "interpreted", not GPU)
     ran: list[str] = []
     for name in ("attend", "attend_backward", "reorder"):

@@ -87,7 +87,8 @@ def test_padding_tokens_change_nothing(name: str) -> None:
     """Padding has no effect. RoBERTa reads positions from ids, so only its length changes."""
     build, make = MODELS[name]
     case = Case(adapted(build(), "lora"))
-    short = {k: v[:, :4] for k, v in make(1).items()}  # the first record has four tokens
+    # The first record has four tokens.
+    short = {k: v[:, :4] for k, v in make(1).items()}
     args = case.rows(1), torch.tensor([0])
     a = torch.cat(case.ready.grads(*args, make(1), labels_of(1)), 1)
     b = torch.cat(case.ready.grads(*args, short, labels_of(1)), 1)
@@ -197,7 +198,8 @@ def test_batch_norm_is_refused_with_the_fix() -> None:
 def test_frozen_batch_norm_in_eval_mode_works() -> None:
     model = WithBatchNorm()
     with torch.no_grad():
-        model.norm(torch.randn(20, 4) * 3 + 1)  # has seen something
+        # The running statistics change.
+        model.norm(torch.randn(20, 4) * 3 + 1)
     case = Case(adapted(model.eval(), "head"))
     assert all(n.startswith("classifier") for n in case.space.names)
     case.check(

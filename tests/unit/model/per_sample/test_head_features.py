@@ -124,8 +124,8 @@ def test_the_module_that_holds_what_is_trained() -> None:
     assert heads_of(net, ("head.a.weight", "head.a.bias")) == ["head.a", "head"]
     assert heads_of(net, ("head.a.weight", "head.b.bias")) == ["head"]
     assert heads_of(net, ("body.weight", "head.b.bias")) == []
-    assert (
-        heads_of(nn.ModuleDict({"head": nn.Linear(2, 2)}), ("head.weight", "head.bias")) == []
-    )  # nothing is frozen
-    net["body"].weight = net["head"]["a"].weight  # used before the head too
+    # Nothing is frozen.
+    assert heads_of(nn.ModuleDict({"head": nn.Linear(2, 2)}), ("head.weight", "head.bias")) == []
+    # The weight is used before the head too.
+    net["body"].weight = net["head"]["a"].weight
     assert heads_of(net, ("head.a.weight", "head.a.bias")) == []

@@ -104,7 +104,8 @@ def test_windows_of_a_record_follow_its_key() -> None:
     out = keyed(model, x, torch.tensor([8, 9, 10])).view(3, 2, 5, 2)
     alone = keyed(model, x[:2], torch.tensor([9]))
     assert torch.equal(out[1].reshape(2, 5, 2), alone)
-    assert not torch.equal(out[1][0], out[1][1])  # two windows, two parts of the mask
+    # Two windows, two parts of the mask.
+    assert not torch.equal(out[1][0], out[1][1])
 
 
 def test_identity_without_keys() -> None:
@@ -112,7 +113,8 @@ def test_identity_without_keys() -> None:
     install_keyed_dropout(model)
     assert torch.equal(model(x), x)
     model.train()
-    assert torch.equal(model(x), x)  # the mode of the module plays no part
+    # The mode of the module does not matter.
+    assert torch.equal(model(x), x)
 
 
 def test_expectation_is_preserved() -> None:
@@ -140,9 +142,8 @@ def test_an_activation_that_fits_no_record_is_an_error() -> None:
 def dropping(name: str) -> Case:
     if name == "swin":
         return Case(adapted(swin(hidden_dropout_prob=0.2, drop_path_rate=0.4), "full"))
-    if (
-        name == "vit-full"
-    ):  # its embeddings own raw parameters and a dropout: the general way carries the keys
+    # Its embeddings own raw parameters and a dropout, so vmap maps the keys.
+    if name == "vit-full":
         return Case(adapted(vit(hidden_dropout_prob=0.3), "full"))
     if name == "vit-lora":
         return Case(adapted(vit(), "lora", dropout=0.3))
@@ -208,9 +209,8 @@ def test_drop_path_is_one_decision_per_record() -> None:
     def watch(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
         given, out = args[0].flatten(1), out.flatten(1)
         factor = out.norm(dim=1) / given.norm(dim=1)
-        torch.testing.assert_close(
-            out, given * factor.unsqueeze(1)
-        )  # all of the record, or nothing of it
+        # A record is kept or dropped as a whole.
+        torch.testing.assert_close(out, given * factor.unsqueeze(1))
         seen.append((float(module.drop_prob), factor.detach()))
 
     paths = [m for m in case.ready.model.modules() if type(m).__name__.endswith("DropPath")]
@@ -233,7 +233,8 @@ def test_drop_path_is_one_decision_per_record() -> None:
             abs(kept.float().mean() - (1 - rate)) <= 5 * (rate * (1 - rate) / count) ** 0.5 + 1e-6
         )
     strong = [factor for rate, factor in seen if rate == max(rates)]
-    assert len(strong) < 2 or not torch.equal(strong[0], strong[1])  # layers decide by themselves
+    # Layers draw independently.
+    assert len(strong) < 2 or not torch.equal(strong[0], strong[1])
 
 
 def test_drop_path_keeps_the_windows_of_a_record_together() -> None:

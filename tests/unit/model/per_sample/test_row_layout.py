@@ -62,7 +62,8 @@ def test_both_ways_are_the_same(
             if is_turned:
                 wanted = wanted.view(count, *shape).transpose(1, 2).reshape(count, -1)
             assert torch.equal(found, wanted)
-        assert int((rows != 0).sum()) == vectors.numel()  # and zeros in between
+        # The gaps are zeros.
+        assert int((rows != 0).sum()) == vectors.numel()
     rows = pieces.rows(vectors, torch.float32)
     assert torch.equal(pieces.vectors(rows), vectors)
     assert torch.equal(index.vectors(rows), vectors)
