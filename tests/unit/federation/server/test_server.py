@@ -13,9 +13,9 @@ from federation_case import federated, federation_of, job_of, names_of
 
 from dpfed.errors import DpfedError, StoppedError
 from dpfed.federation.messages import Receipt, Reply, digest, pack, unpack_request
-from dpfed.federation.model_hash import model_hash
 from dpfed.federation.policy import RefusedError
 from dpfed.federation.server.server import Federation, Loopback, norm_limit, spending_of
+from dpfed.model.model_hash import model_hash
 from dpfed.training.job.job import Job
 from dpfed.training.round_context import first_state
 from dpfed.training.round_loop import RoundLoop
