@@ -23,7 +23,7 @@ from dpfed.accel.gradient_matrices import sum_of_parts, three_parts, weighted_su
 from dpfed.config import load
 from dpfed.model.per_sample import row_layout as layout_module
 from dpfed.model.per_sample.batched_layers import TwinConv2d
-from dpfed.model.per_sample.compiled import repeated
+from dpfed.model.per_sample.compiled import repeated_layers
 from dpfed.privacy.clipping import Clipping, UnitRows, clip_and_sum, row_norms
 from dpfed.privacy.fixed_shape_sum import FixedSum, PassShape, passes_of, slots_for
 from dpfed.registry import registry
@@ -371,7 +371,7 @@ def test_sums_of_a_convolutional_network_trained_in_full(
         2, job.space.size, generator=torch.Generator().manual_seed(0)
     )
     rows, client = np.arange(5), np.array([0, 1, 1, 0, 1])
-    monkeypatch.setattr(TwinConv2d, "_pays", lambda self, x: False)
+    monkeypatch.setattr(TwinConv2d, "_product_is_faster", lambda self, x: False)
     inputs, labels = job.records.take(torch.from_numpy(rows))
     alone = [
         torch.cat(job.model.grads(theta[c : c + 1], torch.tensor([0]), {k: x[i : i + 1] for k, x in inputs.items()}, labels[i : i + 1]), 1)[0]
@@ -381,15 +381,14 @@ def test_sums_of_a_convolutional_network_trained_in_full(
     wanted = torch.zeros_like(theta)
     for c, grad in zip(client, alone, strict=True):
         wanted[c] += grad * min(1.0, clip / float(grad.norm()))
-    monkeypatch.setattr(TwinConv2d, "_pays", lambda self, x: True)
+    monkeypatch.setattr(TwinConv2d, "_product_is_faster", lambda self, x: True)
     monkeypatch.setattr(layout_module, "LARGE", 100)
     monkeypatch.setattr(matrices_module, "LARGE", 1000)
     take(way, monkeypatch)
     again = job_of(*options)
-    assert again.model._raw.by_pieces
-    shape = PassShape(2, 8, again.space.size)
-    pass_ = FixedSum(again.model, again.records, Clipping(), None, shape)
-    arrays = {"row": rows, "client": client, "dropout": 0 * rows, "augment": 0 * rows}
+    assert again.model._gradient_layout.by_pieces
+    pass_ = FixedSum(again.model, again.records, Clipping(), None, 2, 8, again.space.size)
+    arrays = {"row": rows, "client": client, "dropout": 0 * rows, "view": 0 * rows}
     grouped, groups = matrices_module.grouped, []
     monkeypatch.setattr(
         matrices_module, "grouped", lambda grads: groups.append(grouped(grads)) or groups[-1]
@@ -431,7 +430,7 @@ def test_a_compiled_model_gives_the_same_gradients() -> None:
             strict=True,
         ):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-    layers = len(repeated(compiled.model.model))
+    layers = len(repeated_layers(compiled.model.model))
     assert (
         1 <= counted.frame_count <= 2 < layers
     )  # layers of one kind are one program; the first has inputs without gradient
