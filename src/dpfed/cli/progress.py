@@ -1,86 +1,150 @@
-"""Progress of a run: a bar with accuracy, epsilon and time left on a terminal, plain lines anywhere else."""
+"""Progress on stderr: a bar on a terminal, plain lines anywhere else; stdout is for results."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column
 
 from dpfed.privacy.published import show_loss, show_score
-from dpfed.training.callbacks.activity import Activity
-from dpfed.training.round_loop import Round
+from dpfed.text import counted
 
-Clock = Callable[[], float]
-SILENCE_S = 10.0  # seconds without a line after which a plain log shows what is going on
+if TYPE_CHECKING:
+    from dpfed.studies.study import EndedRun, Planned
+    from dpfed.training.callbacks.activity import Activity
+    from dpfed.training.round_loop import Round
+
+# A plain log shows progress inside a round after this many seconds without a line.
+SILENCE_S = 10.0
+# A plain log of a run has about this many lines of rounds.
+ROUND_LINES = 10
 
 
-class Watch:
-    """Shows rounds, and the work inside them, on stderr; stdout is kept for results."""
+class Display:
+    """A bar with named fields on a terminal; elsewhere only `say` prints."""
 
-    def __init__(self, rounds: int, lines: int = 10, clock: Clock = time.monotonic) -> None:
-        self._rounds = rounds
-        self._every = max(1, rounds // lines)
-        self._clock = clock
-        self._last_line = clock()
-        self._console = Console(stderr=True)
+    def __init__(self, columns: list[ProgressColumn], total: int | None, **fields: str) -> None:
+        console = Console(stderr=True)
         self._bar: Progress | None = None
-        if self._console.is_terminal:
-            self._bar = Progress(
-                TextColumn("round"),
-                MofNCompleteColumn(),
-                BarColumn(),
-                TextColumn("accuracy {task.fields[accuracy]}  epsilon {task.fields[epsilon]}"),
-                TimeRemainingColumn(),
-                TextColumn("[dim]{task.fields[activity]}"),
-                console=self._console,
-            )
-            empty: dict[str, Any] = {"accuracy": "", "epsilon": "", "activity": ""}
-            self._task = self._bar.add_task("round", total=rounds, **empty)
+        if console.is_terminal:
+            self._bar = Progress(*columns, console=console)
+            shown: dict[str, Any] = dict(fields)
+            self._task = self._bar.add_task("", total=total, **shown)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Self:
         if self._bar is not None:
             self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._bar is not None:
-            self._bar.update(self._task, activity="")
             self._bar.stop()
 
-    def say(self, line: str) -> None:
+    def say(self, *lines: str) -> None:
+        """Print lines, above the bar if there is one."""
+        for line in lines:
+            if self._bar is not None:
+                self._bar.console.print(line, highlight=False, markup=False)
+            else:
+                print(line, file=sys.stderr, flush=True)
+
+    def _update(self, **fields: Any) -> bool:
+        """Change fields of the bar; return False if there is no bar."""
+        if self._bar is None:
+            return False
+        self._bar.update(self._task, **fields)
+        return True
+
+
+class Watch(Display):
+    """Rounds of a run, and the progress inside a round."""
+
+    def __init__(self, rounds: int, clock: Callable[[], float] = time.monotonic) -> None:
+        columns = [
+            TextColumn("round"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("accuracy {task.fields[accuracy]}  epsilon {task.fields[epsilon]}"),
+            TimeRemainingColumn(),
+            TextColumn("[dim]{task.fields[activity]}"),
+        ]
+        super().__init__(columns, rounds, accuracy="", epsilon="", activity="")
+        self._rounds = rounds
+        self._clock = clock
+        self._last_line = clock()
+
+    def __exit__(self, *error: object) -> None:
+        self._update(activity="")
+        super().__exit__(*error)
+
+    def say(self, *lines: str) -> None:
+        """Print lines; on a plain log a new silence begins."""
         self._last_line = self._clock()
-        if self._bar is not None:
-            self._bar.console.print(line, highlight=False, markup=False)
-        else:
-            print(line, file=sys.stderr, flush=True)
+        super().say(*lines)
 
     def activity(self, activity: Activity) -> None:
         """Show progress inside a round: at once on a terminal, elsewhere after a silence."""
-        if self._bar is not None:
-            self._bar.update(self._task, activity=str(activity))
-        elif self._clock() - self._last_line >= SILENCE_S:
-            round = "" if activity.round is None else f"round {activity.round}/{self._rounds}  "
-            self.say(f"{round}{activity}")
+        if self._update(activity=str(activity)):
+            return
+        if self._clock() - self._last_line >= SILENCE_S:
+            place = "" if activity.round is None else f"round {activity.round}/{self._rounds}  "
+            self.say(f"{place}{activity}")
 
     def round(self, round: Round) -> None:
-        accuracy = None if round.accuracy is None else show_score(round.accuracy)
-        epsilon = None if round.epsilon is None else show_loss(round.epsilon, 2)
-        if self._bar is not None:
-            shown: dict[str, Any] = {"accuracy": accuracy, "epsilon": epsilon}
-            self._bar.update(
-                self._task, completed=round.t, **{k: v for k, v in shown.items() if v is not None}
-            )
-        elif round.t % self._every == 0 or round.t == self._rounds:
-            self.say(
-                f"round {round.t}/{self._rounds}  accuracy {accuracy or '-'}  epsilon {epsilon or '-'}  {round.seconds:.1f} s"
-            )
+        """Show a completed round; a plain log shows about every tenth of the run."""
+        shown = {}
+        if round.accuracy is not None:
+            shown["accuracy"] = show_score(round.accuracy)
+        if round.epsilon is not None:
+            shown["epsilon"] = show_loss(round.epsilon, 2)
+        if self._update(completed=round.t, **shown):
+            return
+        if round.t % max(1, self._rounds // ROUND_LINES) == 0 or round.t == self._rounds:
+            figures = f"accuracy {shown.get('accuracy', '-')}  epsilon {shown.get('epsilon', '-')}"
+            self.say(f"round {round.t}/{self._rounds}  {figures}  {round.seconds:.1f} s")
+
+
+class StudyWatch(Display):
+    """Runs of a study, as they end."""
+
+    def __init__(self) -> None:
+        columns = [
+            TextColumn("{task.fields[count]}", table_column=Column(no_wrap=True, min_width=24)),
+            BarColumn(bar_width=10),
+            TextColumn("{task.description}", markup=False),
+            TimeRemainingColumn(),
+        ]
+        super().__init__(columns, None, count="runs")
+
+    def run(self, ended: EndedRun) -> None:
+        """Show a run that has ended, and how many runs have."""
+        outcome = ended.outcome
+        if outcome.failed is not None:
+            score = f"could not be run: {outcome.failed}"
+        elif outcome.diverged:
+            score = "diverged"
+        else:
+            score = f"accuracy {show_score(outcome.accuracy)}  loss {show_score(outcome.loss, 4)}"
+        line = f"{ended.task.label}  {score}" + ("" if ended.fresh else "  (was done)")
+        count = f"{ended.done} of {runs_in_words(ended.planned)}"
+        bar = {"completed": ended.done, "total": ended.planned.runs}
+        if not self._update(**bar, description=line, count=count) or outcome.failed is not None:
+            self.say(f"{count}  {line}")
+
+
+def runs_in_words(planned: Planned) -> str:
+    """Return the number of runs, as a lower bound while a search can still grow."""
+    bound = "at least " if planned.at_least else ""
+    return bound + counted(planned.runs, "run")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dpfed.cli import client as module
-from dpfed.cli.client import UP, keep_going
+from dpfed.cli.client import ACCEPTED, keep_going
 from dpfed.errors import DpfedError
 from dpfed.federation import links
 from dpfed.federation.links import Address
@@ -38,7 +38,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[Ended]:
     """Processes in the order of their start; each writes the next text, the last one for ever."""
     started: list[Ended] = []
     monkeypatch.setattr(module, "work", lambda *given: None)
-    monkeypatch.setattr(module, "LONGEST_WAIT", 0.0)
+    monkeypatch.setattr(module, "LONGEST_WAIT_S", 0.0)
     return started
 
 
@@ -80,7 +80,7 @@ def test_one_that_was_there_once_never_does(
         monkeypatch,
         starts,
         "ERROR : not yet\n",
-        f"INFO : {UP}: 7\nERROR : 401 Unauthorized\n",
+        f"INFO : {ACCEPTED.decode()}: 7\nERROR : 401 Unauthorized\n",
         "ERROR : away\n",
     )
     with pytest.raises(StopError):
