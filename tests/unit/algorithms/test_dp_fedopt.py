@@ -22,9 +22,9 @@ from algorithm_case import (
     tables,
 )
 
-from dpfed.algorithms.base import Facts
+from dpfed.algorithms.base import Facts, Moments
 from dpfed.algorithms.dp_fedavg import DPFedAvg
-from dpfed.algorithms.dp_fedopt import DPFedOpt, Server
+from dpfed.algorithms.dp_fedopt import DPFedOpt
 from dpfed.errors import DpfedError
 
 FACTS = Facts(equal_phi=True, private=True, allow_nan=False)
@@ -85,7 +85,7 @@ def test_the_second_round_goes_on_with_both_moments_by_hand() -> None:
         torch.tensor([0.75, 0.4375, 0.4375], dtype=F64),
     )
     zero = torch.zeros(3, dtype=F64)
-    got = algorithm.aggregate(ctx, Server(zero, m, v), {"delta": zero})
+    got = algorithm.aggregate(ctx, Moments(zero, m, v), {"delta": zero})
     assert got.m.tolist() == [-0.375, -0.25, -0.25]
     assert got.v.tolist() == [0.5625, 0.328125, 0.328125]
     last = -0.025 / (math.sqrt(0.328125) + 0.5)
@@ -99,7 +99,7 @@ def test_yogi_falls_by_the_square_where_adam_would_fall_by_its_share_of_v() -> N
     for opt in ("adam", "yogi"):
         algorithm = DPFedOpt(server_opt=opt, beta2=0.75)  # type: ignore[arg-type]
         ctx = make_context(algorithm, make_space(2), 2, 5, 2, torch.zeros(2, 1))
-        got[opt] = algorithm.aggregate(ctx, Server(v, v, v), {"delta": delta}).v.tolist()
+        got[opt] = algorithm.aggregate(ctx, Moments(v, v, v), {"delta": delta}).v.tolist()
     assert got == {"adam": [3.25, 1.0], "yogi": [3.75, 1.0]}
 
 
