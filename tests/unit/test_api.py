@@ -1,4 +1,4 @@
-"""The Python interface: a model and a data set in, an adapter out; and the lines of the README as they stand there."""
+"""The Python interface, including the lines of the README."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def tune(model: Any, train: Any, test: Any, **keys: Any) -> dpfed.Tuned:
 
 
 def test_the_lines_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As shown, with small stand-ins for the folder and the data, and fewer rounds than a person would want."""
+    """The lines run as shown, with a small model, small data and one round."""
     block = next(
         b for b in re.findall(r"```python\n(.*?)```", README.read_text(), re.S) if "fine_tune" in b
     )
@@ -153,9 +153,14 @@ def test_pictures_and_a_model_by_name(tmp_path: Path) -> None:
         small = {"model.width": 4, "model.groups": 2} if model == "gn-resnet18" else {}
         quick = {k: v for k, v in QUICK.items() if k != "model.max_length"}
         tuned = dpfed.fine_tune(
-            model, data, dict(data), clients=2, epsilon=None, out=tmp_path / f"run{len(small)}",
+            model,
+            data,
+            dict(data),
+            clients=2,
+            epsilon=None,
+            out=tmp_path / f"run{len(small)}",
             settings={**quick, **small, "privacy.sigma": 1.0},
-        )  # fmt: skip
+        )
         assert tuned.result["classes"] == ["0", "1", "2"]
 
 
@@ -167,10 +172,20 @@ def test_rows_of_numbers_and_natural_clients(tmp_path: Path) -> None:
         "hospital": ["a"] * 10 + ["b"] * 20,
     }
     tuned = dpfed.fine_tune(
-        "linear", data, dict(data), epsilon=None, out=tmp_path / "run",
-        settings={"data.partition": "natural", "data.client_column": "hospital", "privacy.rate": 0.3, "privacy.sigma": 1.0,
-                  "run.rounds": 1, "run.local_steps": 1},
-    )  # fmt: skip
+        "linear",
+        data,
+        dict(data),
+        epsilon=None,
+        out=tmp_path / "run",
+        settings={
+            "data.partition": "natural",
+            "data.client_column": "hospital",
+            "privacy.rate": 0.3,
+            "privacy.sigma": 1.0,
+            "run.rounds": 1,
+            "run.local_steps": 1,
+        },
+    )
     assert tuned.result["clients"] == 2
     assert "rate 0.3" in tuned.result["guarantee"]
 

@@ -1,4 +1,4 @@
-"""DP-FedAdamW against SPEC 4: the property tests F1-F10, F13-F15, and one example worked out by hand."""
+"""Properties of DP-FedAdamW, and one example worked out by hand."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_f4_without_noise_the_correction_changes_nothing(agg: Any) -> None:
 def v_hat_over_phi(
     algorithm: Algorithm, at: set[tuple[int, int]], T: int, P: int = 40_000
 ) -> dict[Any, Tensor]:
-    """v̂/Φ at these (t, k) under pure noise; the algorithm's own v̂, so that its exponent is what is measured."""
+    """Return v̂/Φ at these (t, k) under pure noise, from the algorithm's own v̂."""
     seen: dict[Any, Tensor] = {}
 
     def watch(ctx: Any, k: int, before: Any, after: Any) -> None:
@@ -151,7 +151,10 @@ def test_f5_the_corrected_second_moment_of_pure_noise_is_phi(options: dict[str, 
 
 
 def test_f5_fails_under_the_printed_exponent() -> None:
-    """E v̂/Φ at (2,1) is (β2(1−β2^20) + 1−β2)/(1−β2) = 20.8, at (2,20) (1−β2^40)/(1−β2^20) = 1.98."""
+    """E v̂/Φ is (β2(1−β2^20) + 1−β2)/(1−β2) = 20.8 at (2,1).
+
+    At (2,20) it is (1−β2^40)/(1−β2^20) = 1.98.
+    """
     seen = v_hat_over_phi(DPFedAdamWPrinted(), {(1, 20), (2, 1), (2, 20)}, T=2)
     assert seen[1, 20].mean().item() == pytest.approx(1, abs=0.02)
     assert seen[2, 1].mean().item() == pytest.approx(20.8, rel=0.02)
@@ -185,7 +188,7 @@ def test_f6_fifty_rounds_of_pure_noise_stay_finite_and_steps_are_bounded(level: 
     assert 0.5 < worst <= 1.0  # a bound that is never approached would show nothing
 
 
-# ------------------------------------------------------------------ F7-F10: decay, alignment, server
+# ------------------------------------------------------------------ decay, alignment, server
 
 
 @pytest.mark.parametrize(
@@ -203,7 +206,7 @@ def test_f7_weights_decay_by_exactly_one_minus_eta_lambda(cls: Any, base: float)
 
 
 def sign_descent(**options: Any) -> DPFedAdamW:
-    """With ϵ=0, no warm start and a constant gradient c, AdamW's step is sign(c): every round moves by −Kη sign(c)."""
+    """With ϵ=0, no warm start and a constant gradient c, a round moves θ by −Kη sign(c)."""
     return DPFedAdamW(agg="off", bc=False, eps=0.0, weight_decay=0.0, **options)
 
 
@@ -213,9 +216,14 @@ def test_f8_alignment_amplifies_a_constant_displacement_by_one_over_one_minus_ga
 ) -> None:
     c = torch.tensor([[0.3, -2.0, 5.0]], dtype=torch.float64)
     history = run_rounds(
-        sign_descent(lr=0.01, gamma=gamma), make_space(3), exact(lambda x: c.expand_as(x)), 60, 4, 2,
+        sign_descent(lr=0.01, gamma=gamma),
+        make_space(3),
+        exact(lambda x: c.expand_as(x)),
+        60,
+        4,
+        2,
         theta=torch.zeros(3, dtype=torch.float64),
-    )  # fmt: skip
+    )
     u = -4 * 0.01 * c[0].sign()
     torch.testing.assert_close(history.means[-1]["delta"], u / (1 - gamma), rtol=1e-9, atol=0)
 
@@ -228,9 +236,15 @@ def test_f8_under_cosine_the_pull_is_gamma_times_the_last_step_scaled_by_the_lea
     c = torch.tensor([[0.3, -2.0, 5.0]], dtype=torch.float64)
     algorithm = dataclasses.replace(sign_descent(lr=lr, gamma=gamma), eps=1e-8)
     history = run_rounds(
-        algorithm, make_space(3), lambda ctx: FakeOracle(lambda x: c * (ctx.t == 1) + 0 * x, ctx.phi), T, 4, 2,
-        theta=torch.zeros(3, dtype=torch.float64), schedule="cosine",
-    )  # fmt: skip
+        algorithm,
+        make_space(3),
+        lambda ctx: FakeOracle(lambda x: c * (ctx.t == 1) + 0 * x, ctx.phi),
+        T,
+        4,
+        2,
+        theta=torch.zeros(3, dtype=torch.float64),
+        schedule="cosine",
+    )
     assert float(history.means[0]["delta"].abs().min()) > 0.39
     for t in range(1, T):  # the move of round t+1 from that of round t
         ratio = cosine(lr, t + 1, T) / cosine(lr, t, T)
@@ -288,7 +302,7 @@ def test_f10_the_server_is_linear_in_the_mean_message() -> None:
 
 
 def rows(order: list[int], T: int, K: int, P: int, seed: int = 4) -> Any:
-    """Clients with gradients of their own; row r of the fleet is client order[r]. Noise belongs to the client."""
+    """Clients with their own gradients and noise; row r of the fleet is client order[r]."""
     clients = max(order) + 1
     noises = torch.randn(
         T, K, clients, P, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
@@ -322,16 +336,23 @@ def test_f10_a_single_clients_model_becomes_the_servers() -> None:
     last: list[Tensor] = []
     theta = start_point(5, torch.float64)
     history = run_rounds(
-        DPFedAdamW(lr=0.05), make_space(2, 3), rows([0], 3, 4, 5), 3, 4, 1, theta=theta, phi=0.09,
+        DPFedAdamW(lr=0.05),
+        make_space(2, 3),
+        rows([0], 3, 4, 5),
+        3,
+        4,
+        1,
+        theta=theta,
+        phi=0.09,
         watch=lambda ctx, k, before, after: last.append(after.theta[0]),
-    )  # fmt: skip
+    )
     for t in (1, 2, 3):
         torch.testing.assert_close(
             history.servers[t].theta, last[4 * t - 1], rtol=1e-14, atol=1e-15
         )
 
 
-# ------------------------------------------------------------------ F13-F15: uplink, unequal noise, floor
+# ------------------------------------------------------------------ uplink, unequal noise, floor
 
 
 @pytest.mark.parametrize(("agg", "numbers"), [("mean", 10 + 3), ("off", 10), ("full_v", 20)])
@@ -343,7 +364,7 @@ def test_f13_uplink_is_the_parameters_and_one_number_per_block(agg: Any, numbers
 
 
 def test_what_is_sent_is_the_block_mean_of_the_raw_second_moment() -> None:
-    """After one round of constant gradient g it is (1−β2^K) g²; the corrected v̂ would be g² itself."""
+    """After one round of constant gradient g, v is (1−β2^K) g² and v̂ would be g²."""
     g = torch.tensor([[1.0, 3.0, 2.0, 2.0, 5.0]], dtype=torch.float64)
     theta = torch.zeros(5, dtype=torch.float64)
     squares = torch.tensor([5.0, 11.0], dtype=torch.float64)  # (1+9)/2 and (4+4+25)/3
@@ -417,14 +438,14 @@ def unequal_v_hat(algorithm: DPFedAdamW, ratios: list[float]) -> dict[Any, Tenso
     ("agg", "ratios"), [("mean", [1.0, 4.0, 16.0]), ("full_v", [1.0, 1.3, 1.6])]
 )
 def test_f14_with_unequal_noise_every_client_starts_unbiased(agg: Any, ratios: list[float]) -> None:
-    """E v̂_j = Φ_j. full_v is clamped per coordinate, so only ratios at which that is rare can be unbiased."""
+    """E v̂_j = Φ_j, for ratios at which full_v is rarely clamped."""
     seen = unequal_v_hat(DPFedAdamW(agg=agg), ratios)
     for where in ((1, 1), (1, 20), (2, 1), (2, 20), (3, 1), (3, 20)):
         assert seen[where].tolist() == [pytest.approx(1, abs=0.02)] * 3, where
 
 
 def test_f14_the_plain_form_would_give_every_client_the_others_noise() -> None:
-    """So the test above has power: the mean of Φ is 7 times the smallest and 7/16 of the largest."""
+    """The test above has power: the mean of Φ is 7 times the smallest, 7/16 of the largest."""
     plain = unequal_v_hat(PlainMean(), [1.0, 4.0, 16.0])[2, 1]
     assert plain[0].item() == pytest.approx(7, rel=0.1)
     assert plain[2].item() == pytest.approx(7 / 16, rel=0.2)
@@ -471,29 +492,39 @@ def test_f15_at_floor_one_a_second_moment_below_twice_phi_means_a_constant_denom
 
 
 def test_two_rounds_of_two_steps_of_two_clients_by_hand() -> None:
-    """Blocks {1,2} and {3}; θ=(1,−2,.5); β1=½, β2=¾, ϵ=1, κ=½, Φ=1, γ=λ=½; cosine: η_1=.2, η_2=.1.
+    """Blocks {1,2} and {3}; θ=(1,−2,.5); β1=½, β2=¾, ϵ=1, κ=½, Φ=1, γ=λ=½;
+        cosine: η_1=.2, η_2=.1.
 
     Round 1 (v̄=0, Δ_G=0), θ' = .9 θ − .2 step:
-      client 1, k=1: g=(2,0,1)   m=g/2          v=g²/4            m̂=g               v̂=(4,0,1)       u=(3,.5,.5)
-                     step=(2/(√3+1), 0, 1/(√.5+1))=(.7320508,0,.5857864)             θ=(.7535898,−1.8,.3328427)
-                k=2: g=(2,2,−1)  m=(1.5,1,−.25) v=(1.75,1,.4375)  m̂=(2,4/3,−1/3)    v̂=(4,16/7,1)    u=(3,9/7,.5)
-                     step=(.7320508,.6248360,−.1952621)                              θ=(.5318207,−1.7449672,.3386109)
-      client 2, k=1: g=(0,4,−1)  m=(0,2,−.5)    v=(0,4,.25)       m̂=(0,4,−1)        v̂=(0,16,1)      u=(.5,15,.5)
-                     step=(0,.8208524,−.5857864)                                     θ=(.9,−1.9641705,.5671573)
-                k=2: g=(2,0,1)   m=(1,1,.25)    v=(1,3,.4375)     m̂=(4/3,4/3,1/3)   v̂=(16/7,48/7,1) u=(9/7,41/7,.5)
-                     step=(.6248360,.3898461,.1952621)                               θ=(.6850328,−1.8457226,.4713891)
+      client 1, k=1: g=(2,0,1)  m=g/2  v=g²/4  m̂=g  v̂=(4,0,1)  u=(3,.5,.5)
+                     step=(2/(√3+1), 0, 1/(√.5+1))=(.7320508,0,.5857864)
+                         θ=(.7535898,−1.8,.3328427)
+                k=2: g=(2,2,−1)  m=(1.5,1,−.25) v=(1.75,1,.4375)  m̂=(2,4/3,−1/3)
+                    v̂=(4,16/7,1)  u=(3,9/7,.5)
+                     step=(.7320508,.6248360,−.1952621)  θ=(.5318207,−1.7449672,.3386109)
+      client 2, k=1: g=(0,4,−1)  m=(0,2,−.5)  v=(0,4,.25)  m̂=(0,4,−1)  v̂=(0,16,1)  u=(.5,15,.5)
+                     step=(0,.8208524,−.5857864)  θ=(.9,−1.9641705,.5671573)
+                k=2: g=(2,0,1)  m=(1,1,.25)  v=(1,3,.4375)  m̂=(4/3,4/3,1/3)
+                    v̂=(16/7,48/7,1) u=(9/7,41/7,.5)
+                     step=(.6248360,.3898461,.1952621)  θ=(.6850328,−1.8457226,.4713891)
       v̄_1=((1.75+1)/2,.4375)=(1.375,.4375)  v̄_2=((1+3)/2,.4375)=(2,.4375)  v̄=(1.6875,.4375)
-      Δ̄=(−.3915732,.2046551,−.095)   Δ_G=−Δ̄/(2·.2)=(.9789331,−.5116377,.2375)
-    Round 2 (v starts at (1.6875,1.6875,.4375)), θ' = .95 θ − .1 step − .05 Δ_G; 1−β2^3=37/64, 1−β2^4=175/256:
-      client 1, k=1: g=(1,−1,2)  v=(1.515625,1.515625,1.328125)  v̂=(97/37,97/37,85/37)  u=v̂−1  m̂=g
-                     step=(.4398642,−.4398642,.9350209)                              θ=(.4850723,−1.6360094,.2793729)
-                k=2: g=(0,2,1)   v=(1.13671875,2.13671875,1.24609375)  u=(.6628571,2.1257143,.8228571)  m̂=(1/3,1,4/3)
-                     step=(.1837397,.4068376,.6991364)                               θ=(.3934981,−1.5693108,.1836156)
-      client 2, k=1: g=(−3,1,0)  v=(3.515625,1.515625,.328125)   u=(5.0810811,1.6216216,.5)  (v̂_3=21/37: the floor)
-                     step=(−.9219067,.4398642,0)                                     θ=(.6212494,−1.7239822,.372875)
-                k=2: g=(1,1,−2)  v=(2.88671875,1.38671875,1.24609375)  u=(3.2228571,1.0285714,.8228571)
-                     m̂=(−1/3,1,−4/3)  step=(−.1192507,.4964787,−.6991364)            θ=(.5531654,−1.6618491,.4122699)
-      v̄=((1.63671875+2.13671875)/2, 1.24609375)   Δ_G=−Δ̄/(2·.1)
+      Δ̄=(−.3915732,.2046551,−.095)  Δ_G=−Δ̄/(2·.2)=(.9789331,−.5116377,.2375)
+    Round 2 (v starts at (1.6875,1.6875,.4375)), θ' = .95 θ − .1 step − .05 Δ_G;
+        1−β2^3=37/64, 1−β2^4=175/256:
+      client 1, k=1: g=(1,−1,2)  v=(1.515625,1.515625,1.328125)  v̂=(97/37,97/37,85/37)  u=v̂−1
+          m̂=g
+                     step=(.4398642,−.4398642,.9350209)  θ=(.4850723,−1.6360094,.2793729)
+                k=2: g=(0,2,1)  v=(1.13671875,2.13671875,1.24609375)
+                    u=(.6628571,2.1257143,.8228571)  m̂=(1/3,1,4/3)
+                     step=(.1837397,.4068376,.6991364)  θ=(.3934981,−1.5693108,.1836156)
+      client 2, k=1: g=(−3,1,0)  v=(3.515625,1.515625,.328125)  u=(5.0810811,1.6216216,.5)
+          (v̂_3=21/37: the floor)
+                     step=(−.9219067,.4398642,0)  θ=(.6212494,−1.7239822,.372875)
+                k=2: g=(1,1,−2)  v=(2.88671875,1.38671875,1.24609375)
+                    u=(3.2228571,1.0285714,.8228571)
+                     m̂=(−1/3,1,−4/3)  step=(−.1192507,.4964787,−.6991364)
+                         θ=(.5531654,−1.6618491,.4122699)
+      v̄=((1.63671875+2.13671875)/2, 1.24609375)  Δ_G=−Δ̄/(2·.1)
     """
     f64 = torch.float64
     gradients = {
@@ -512,10 +543,16 @@ def test_two_rounds_of_two_steps_of_two_clients_by_hand() -> None:
         bc_floor=0.5,
     )
     history = run_rounds(
-        algorithm, make_space(2, 1),
+        algorithm,
+        make_space(2, 1),
         lambda ctx: Table([torch.tensor(g, dtype=f64) for g in gradients[int(ctx.t)]], ctx.phi),
-        T=2, K=2, clients=2, theta=torch.tensor([1, -2, 0.5], dtype=f64), phi=1.0, schedule="cosine",
-    )  # fmt: skip
+        T=2,
+        K=2,
+        clients=2,
+        theta=torch.tensor([1, -2, 0.5], dtype=f64),
+        phi=1.0,
+        schedule="cosine",
+    )
     first, second = history.servers[1:]
     sent = history.messages[0]
     assert sent["delta"][0].tolist() == pytest.approx(

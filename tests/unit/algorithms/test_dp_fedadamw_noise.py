@@ -81,7 +81,7 @@ def run(
 def excess(
     algorithm: DPFedAdamW, space: Space
 ) -> dict[tuple[int, int], tuple[Tensor, Tensor, float]]:
-    """Under pure noise, at some (t, k): the block means of v̂ and of what is subtracted, and this round's Φ."""
+    """Return block means of v̂, of the subtracted noise, and Φ, at some (t, k) of pure noise."""
     found: dict[tuple[int, int], tuple[Tensor, Tensor, float]] = {}
     K = 4
 

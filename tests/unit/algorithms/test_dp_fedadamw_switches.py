@@ -1,4 +1,4 @@
-"""DP-FedAdamW's switches (SPEC 4, 8, 13): each changes something, and what cannot work is refused or warned about."""
+"""The keys of DP-FedAdamW: each has an effect; combinations that cannot work are refused."""
 
 from __future__ import annotations
 
@@ -32,9 +32,18 @@ PHI = (0.1 / 16) ** 2  # σ=1, C=0.1, B=16
 
 BASE: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1, "beta2": 0.9}
 SWITCHES: list[dict[str, Any]] = [
-    {"lr": 0.06}, {"weight_decay": 0.2}, {"beta1": 0.8}, {"beta2": 0.95}, {"eps": 1e-3}, {"gamma": 0.3},
-    {"agg": "off"}, {"agg": "full_v"}, {"bc": False}, {"bc_floor": 0.1}, {"bc_level": "block"},
-]  # fmt: skip
+    {"lr": 0.06},
+    {"weight_decay": 0.2},
+    {"beta1": 0.8},
+    {"beta2": 0.95},
+    {"eps": 1e-3},
+    {"gamma": 0.3},
+    {"agg": "off"},
+    {"agg": "full_v"},
+    {"bc": False},
+    {"bc_floor": 0.1},
+    {"bc_level": "block"},
+]
 # The model's blocks and the backend's mean read these two.
 ELSEWHERE = {"granularity", "agg_weights"}
 
@@ -93,7 +102,7 @@ def test_the_floor_is_relative_and_the_block_level_shares_one_denominator() -> N
     assert u(bc_level="block") == pytest.approx([0.5, 5.5, 5.5])  # (4+9)/2 − 1
 
 
-# ------------------------------------------------------------------ the printed form, and what is warned about
+# ------------------------------------------------------------------ the printed form, warnings
 
 
 def test_the_printed_form_takes_the_root_of_negative_numbers() -> None:

@@ -1,4 +1,4 @@
-"""What `dpfed compare` prints: the score that decides, a true count, and a table that fits."""
+"""The output of `dpfed compare`: the deciding score, a correct count, a table that fits."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def test_the_choice_says_what_decided() -> None:
         [ArmResult(arm, (1.0,), close, False, ()), ArmResult(arm, (0.1,), apart, False, ())]
     )
     assert lines == [
-        "dp-fedavg  chosen lr=1: the lowest loss, 0.3700, of 2 tries within one standard error of the highest "
-        "accuracy, 0.946",
+        "dp-fedavg  chosen lr=1: the lowest loss, 0.3700, of 2 tries "
+        "within one standard error of the highest accuracy, 0.946",
         "dp-fedavg  chosen lr=0.1: the highest accuracy, 0.946",
     ]
 

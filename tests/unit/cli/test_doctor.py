@@ -1,4 +1,4 @@
-"""`dpfed doctor` says what is there and what is missing, and comes to an end whatever is broken."""
+"""`dpfed doctor` describes the installation and never fails, however broken it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dpfed report` as a person meets it, for runs and for studies."""
+"""`dpfed report` for runs and for studies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from dpfed.studies.output import write
 from dpfed.studies.study import Study, claim, conduct
 from dpfed.training.run import run
 
-KEYS = "model.name=linear run.rounds=2 run.local_steps=1 run.participation=0.5 privacy.batch=32 privacy.sigma=2"
+KEYS = (
+    "model.name=linear run.rounds=2 run.local_steps=1 run.participation=0.5 "
+    "privacy.batch=32 privacy.sigma=2"
+)
 QUICK = [word for key in KEYS.split() for word in ("--set", key)]
 
 

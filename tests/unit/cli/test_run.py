@@ -1,4 +1,4 @@
-"""`dpfed run` as a process: what it does around the run itself."""
+"""`dpfed run` around the run itself: the garbage collector."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_garbage_is_left_alone_until_the_rounds_begin() -> None:
         started()
         assert gc.isenabled()
         assert gc.get_freeze_count() > 0
-        started()  # once more changes nothing
+        started()
         assert gc.isenabled()
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
@@ -55,6 +55,7 @@ def test_a_run_collects_again_before_round_1(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("dpfed.training.run.run", train)
     monkeypatch.setattr("dpfed.cli.run.opening", lambda job: [])
-    run()  # the train above has no result, as in a process that only helps
+    # A result of None is that of a torchrun process other than the first.
+    run()
     assert seen == [False, True]
     assert gc.get_freeze_count() == 0
