@@ -70,7 +70,7 @@ def same(value: Any, kept: dict[str, Tensor]) -> bool:
 
 
 def memory_of(algorithm: Algorithm) -> ClientState:
-    """What three clients remember, the third of which was never drawn."""
+    """Return a memory of three clients, the third of which never took part."""
     memory = blank_memory(algorithm, 3, start_point(6))
     generator = torch.Generator().manual_seed(2)
     for name in algorithm.remembers:
@@ -271,7 +271,8 @@ def test_a_step_branches_on_no_tensor_so_that_one_graph_serves_every_step(
 ) -> None:
     """t, k, lr and the states have no values here, so `if`, `float()` and `.item()` fail."""
     ctx, server, local = middle(algorithm)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # the space's block index stays real
+    # The block index of the space has real values.
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
 
         def fake(value: Any) -> Any:
             return dataclasses.replace(
@@ -368,11 +369,8 @@ def test_spread_gives_every_client_its_own_copy() -> None:
     assert torch.equal(theta, start_point(4))
 
 
-NEEDS_EQUAL_NOISE = {
-    "dp-fafed",
-    "dp-fedlada",
-    PRINTED,
-}  # their first v̄ is Φ, one number for all: SPEC 4, unequal B_i
+# Their first v̄ is Φ, one number for all clients.
+NEEDS_EQUAL_NOISE = {"dp-fafed", "dp-fedlada", PRINTED}
 
 
 @pytest.mark.parametrize("name", REGISTRY)

@@ -68,7 +68,7 @@ def test_two_steps_of_two_clients_by_hand() -> None:
 
 
 def test_two_steps_with_variance_reduction_by_hand() -> None:
-    """The same with m ← g + ½(m − g'), where g' is the second release:
+    """As above with m ← g + ½(m − g'), where g' is the second release:
 
     A: g=(2,0,1)  g'=(2,2,0)  m=(1,−1,1)  θ=(.9,−1.8,.45)−.1m=(.8,−1.7,.35)
        g=(2,2,−1)  g'=(0,2,2)  m=(2.5,.5,−1.5)  θ=(.72,−1.53,.315)−.1m=(.47,−1.58,.465)
@@ -200,7 +200,8 @@ def test_the_second_gradient_is_asked_at_the_previous_iterate_over_rounds_and_ab
         phi=0.04,
         cohorts=cohorts,
     )
-    last_start: dict[int, Tensor] = {}  # where each client's last step began
+    # The start of each client's last step.
+    last_start: dict[int, Tensor] = {}
     for t, cohort in enumerate(cohorts):
         for row, client in enumerate(cohort):
             want = last_start.get(client, history.servers[t].theta)
@@ -232,7 +233,8 @@ def test_without_noise_the_estimate_of_a_linear_gradient_is_exact_once_it_is_rig
             watch=watch,
         )
         errors[vr] = lag
-    for k in range(1, 60):  # the error of the estimate shrinks by 1−α, whatever θ does
+    # The error of the estimate shrinks by 1−α, for any θ.
+    for k in range(1, 60):
         assert errors[True][k] == pytest.approx(0.9 * errors[True][k - 1], rel=1e-9)
     assert errors[True][-1] < 0.05 * errors[False][-1]
 
@@ -281,7 +283,8 @@ def test_more_weight_on_new_gradients_and_a_smaller_rho_move_further_at_first() 
         ).abs()
 
     torch.testing.assert_close(moved(alpha=0.4), 4 * moved(alpha=0.1))
-    torch.testing.assert_close(moved(rho=0.4), moved(rho=0.0) / 5)  # (√.01+.4)/√.01
+    # The ratio is (√.01+.4)/√.01.
+    torch.testing.assert_close(moved(rho=0.4), moved(rho=0.0) / 5)
 
 
 def test_the_defaults_are_those_of_the_specification() -> None:

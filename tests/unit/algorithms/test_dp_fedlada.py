@@ -86,17 +86,15 @@ def test_b7_with_all_weight_on_itself_and_a_constant_maximum_it_is_momentum_sgd(
     got = run_rounds(algorithm, make_space(6), exact(gradient), 3, 4, theta=theta, phi=phi)
     assert torch.equal(got.servers[-1].v, torch.full((6,), phi, dtype=F64))
     parameter = torch.nn.Parameter(theta.clone())
-    for _ in range(
-        3
-    ):  # torch's first buffer is the gradient itself, undampened: so it is fed (1−β1)g
+    # torch's momentum adds the whole gradient, so it gets (1−β1)g.
+    for _ in range(3):
         sgd = torch.optim.SGD([parameter], lr=lr / (20 + 1e-8), momentum=beta1)
         for _ in range(4):
             before = parameter.detach().clone()
             parameter.grad = (1 - beta1) * gradient(before)
             sgd.step()
-            parameter.data.sub_(
-                lr * decay * before
-            )  # decoupled, where torch's would enter the buffer
+            # Decoupled weight decay; torch's would enter the buffer.
+            parameter.data.sub_(lr * decay * before)
     assert relative(got.theta - theta, parameter.detach() - theta) < 1e-12
 
 

@@ -75,9 +75,8 @@ def test_b4_the_perturbation_has_norm_rho_and_leaves_no_trace(batches: str) -> N
     first, second = asked
     torch.testing.assert_close((second - first).norm(dim=1), torch.full((2,), 0.07))
     torch.testing.assert_close(history.messages[0]["delta"], -0.1 * answers[1])
-    assert not torch.equal(
-        answers[0] - curved(5)(first), answers[1] - curved(5)(second)
-    )  # two draws of noise
+    noises = [answer - curved(5)(at) for answer, at in zip(answers, asked, strict=True)]
+    assert not torch.equal(*noises)
     assert (spy.calls, spy.again_calls) == ((1, 1) if batches == "shared" else (2, 0))
 
 
@@ -120,7 +119,7 @@ def test_what_equal_eps_cannot_do_is_refused() -> None:
 
 
 def test_the_spec_factors_on_epsilon() -> None:
-    """SPEC 2.4: ε×2.26 for a shared batch and ×1.46 for independent ones, in the CIFAR setting."""
+    """ε×2.26 for a shared batch and ×1.46 for independent ones, in the CIFAR setting."""
     one = pld_epsilon([(Mechanism("poisson", 0.016, 1.0), 2000)], 1e-5)
     shared = pld_epsilon([(Mechanism("poisson", 0.016, 1.0, releases=2), 2000)], 1e-5)
     independent = pld_epsilon([(Mechanism("poisson", 0.016, 1.0, batches=2), 2000)], 1e-5)

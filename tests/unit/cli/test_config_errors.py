@@ -231,7 +231,8 @@ def test_any_bytes_give_a_configuration_or_one_sentence(
     path = tmp_path_factory.mktemp("fuzz") / "x.toml"
     path.write_bytes(data)
     with pytest.raises(DpfedError):
-        load(path, [], REGISTRY)  # no bytes of this length hold a sigma and a batch
+        # No bytes of this length hold a sigma and a batch.
+        load(path, [], REGISTRY)
 
 
 _TEXT = st.text(alphabet=st.characters(codec="utf-8"), max_size=30)

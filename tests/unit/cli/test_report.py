@@ -70,7 +70,8 @@ def test_a_run_becomes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_a_study_becomes_a_page(study: Path) -> None:
     listing, groups = read_study(study, public=False)
-    larger = {"lr": 0.949}  # than the lone value that the search begins with
+    # Larger than the only value that the search begins with.
+    larger = {"lr": 0.949}
     assert [(e.row.rates, e.row.tuning_runs) for e in listing.entries] == [(larger, 2)] * 2
     assert [entry.row.label for entry in listing.entries] == ["dp-fedavg", "dp-fedsam"]
     assert [(group.label, len(group.runs)) for group in groups] == [
@@ -82,7 +83,8 @@ def test_a_study_becomes_a_page(study: Path) -> None:
         assert entry.row.mean == pytest.approx(record["accuracy"])
         assert sorted(group.accuracies) == sorted(entry.row.accuracies)
     shown = body(read_report([study]))
-    assert "spends a larger epsilon than others" in shown  # dp-fedsam releases twice
+    # dp-fedsam releases each batch twice.
+    assert "spends a larger epsilon than others" in shown
     assert "is in bold" not in shown, "one alone is compared with nobody"
     assert "<strong>dp-" not in shown
     assert "linear on digits" in shown
