@@ -82,7 +82,7 @@ def table(found: Audit, reasons: list[str]) -> list[str]:
 
 
 def plain(found: Audit, reasons: list[str]) -> dict[str, Any]:
-    """Return the audit as JSON holds it."""
+    """Return the report as an object for JSON."""
     return {
         "disproved": bool(reasons),
         "reasons": reasons,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dpfed.cli.options import AsJson, Debug, show
+from dpfed.errors import DpfedError
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +37,6 @@ def bench(
     Example: dpfed bench --case vit-6x192
     """
     from dpfed.bench.run import OTHERS, compare, plain
-    from dpfed.errors import DpfedError
     from dpfed.training.job.job import device_of
 
     where = device_of(device)
@@ -60,23 +60,17 @@ def _chosen(cases: list[str] | None, ways: list[str], where: torch.device) -> li
     from dpfed.bench.run import ways_of
 
     known = {case.model: case for case in (GPU if where.type == "cuda" else CPU)}
-    chosen = []
-    for name in cases or known:
-        _refuse_unknown("--case", name, name, list(known))
-        chosen.append(known[name])
+    names = cases or list(known)
+    asked = [(f"--case {name}", name, list(known)) for name in names]
+    for name in set(names) & known.keys():
         measured = [way for way, _ in ways_of(known[name], where)]
-        for way in ways:
-            _refuse_unknown("--way", way, repr(way), measured)
-    return chosen
-
-
-def _refuse_unknown(option: str, name: str, shown: str, known: list[str]) -> None:
-    from dpfed.errors import DpfedError
-
-    if name not in known:
-        raise DpfedError(
-            f"{option} {shown} is not measured on this device: choose from {', '.join(known)}"
-        )
+        asked += [(f"--way {way!r}", way, measured) for way in ways]
+    for option, name, choices in asked:
+        if name not in choices:
+            raise DpfedError(
+                f"{option} is not measured on this device: choose from {', '.join(choices)}"
+            )
+    return [known[name] for name in names]
 
 
 def lines(comparison: Any) -> list[str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from dpfed.cli.options import AsJson, Debug, Overrides, Target, show
+from dpfed.errors import DpfedError, StoppedError
 from dpfed.privacy.published import show_setting
 from dpfed.text import counted
 
@@ -52,7 +53,7 @@ Pack = Annotated[
 Force = Annotated[
     bool, typer.Option(help="replace another study in the folder; equal runs are kept")
 ]
-# Some variants exist only if the noise is given in a certain way, which these presets change.
+# These presets set the noise; which variants exist depends on how the noise is set.
 NOISE_OF_PRESET = {"sigma": ["privacy.sigma=1"], "epsilon": ["privacy.target_epsilon=1"]}
 
 
@@ -120,7 +121,6 @@ def study_of(
     """Return the study that the options of `dpfed compare` describe."""
     from dpfed.config import build, load, overlay, to_dict
     from dpfed.config.parsing import overrides_layer
-    from dpfed.errors import DpfedError
     from dpfed.registry import registry
     from dpfed.studies.arms import parse_arms, parse_grids, parse_names
     from dpfed.studies.presets import preset_arms
@@ -154,8 +154,6 @@ def study_of(
 
 def report_failures(results: Sequence[ArmResult]) -> None:
     """Raise StoppedError if an arm could not be run; the other arms have their results."""
-    from dpfed.errors import StoppedError
-
     failed = [f"{result.arm.label}: {result.failed}" for result in results if result.failed]
     if failed:
         arms = counted(len(results), "arm")

@@ -90,7 +90,6 @@ def label_counts(source: Source, shards: Shards) -> np.ndarray:
 
 
 def rule(settings: Config) -> str:
-    """Return the partition rule in words."""
     section = settings.data
     if section.partition == "natural":
         return f"natural partition by {section.client_column}"
@@ -145,7 +144,7 @@ def sizes_line(sizes: dict[str, Any], clients: int, unit: str) -> str:
 
 
 def plain(settings: Config, source: Source, shards: Shards, counts: np.ndarray) -> dict[str, Any]:
-    """Return the description as JSON holds it, without notes and warnings."""
+    """Return the description as an object for JSON, without notes and warnings."""
     import numpy as np
 
     inputs = {name: f"{x.dtype}{list(x.shape[1:])}" for name, x in source.train.inputs.items()}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from enum import StrEnum
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -26,25 +27,21 @@ def list_names(
     from dpfed.registry import registry
 
     known = registry()
-    if what == What.presets:
-        first_lines = {
-            name: path.read_text(encoding="utf-8").splitlines()[0]
-            for name, path in known.presets.items()
-        }
-        table = {name: line.lstrip("# ") for name, line in first_lines.items()}
-    else:
-        classes = {
-            What.algorithms: known.algorithm,
-            What.models: known.model,
-            What.datasets: known.data,
-        }[what]
-        table = {name: _sentence(cls) for name, cls in classes.items()}
+    named: dict[str, Any] = {
+        What.algorithms: known.algorithm,
+        What.models: known.model,
+        What.datasets: known.data,
+        What.presets: known.presets,
+    }[what]
+    table = {name: _sentence(thing) for name, thing in named.items()}
     width = max(map(len, table))
     lines = [f"{name:{width}}  {sentence}" for name, sentence in table.items()]
     show([] if as_json else lines, {"names": list(table)}, as_json)
 
 
-def _sentence(cls: type) -> str:
-    """Return the summary of a class, or the first line of its module's docstring."""
-    text = getattr(cls, "summary", "") or sys.modules[cls.__module__].__doc__ or ""
+def _sentence(thing: Any) -> str:
+    """Return a class's summary, or the first line of its module or of a preset's file."""
+    if isinstance(thing, Path):
+        return thing.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+    text = getattr(thing, "summary", "") or sys.modules[thing.__module__].__doc__ or ""
     return text.strip().split("\n")[0]

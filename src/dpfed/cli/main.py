@@ -63,7 +63,6 @@ app.add_typer(model)
 
 
 def show_version(wanted: bool) -> None:
-    """Print the version and exit if `--version` was given."""
     if wanted:
         import dpfed
 
@@ -103,7 +102,6 @@ def main() -> None:
 
 
 def fail(sentence: str, code: int) -> NoReturn:
-    """Print one sentence to stderr and exit with the code."""
     # torchrun sets RANK in each of its processes.
     rank = os.environ.get("RANK", "0")
     process = "" if rank == "0" else f", process {rank}"

@@ -103,7 +103,6 @@ def spec_of_options(
 
 
 def lines(found: dict[str, Any], spec: InputSpec) -> list[str]:
-    """Return the description of a model as lines."""
     shapes = {name: "x".join(map(str, s)) or "1" for name, s in found["tensors"].items()}
     sizes = {name: f"{size:,}" for name, size in found["blocks"].items()}
     return [
@@ -135,7 +134,7 @@ def gather(table: Mapping[str, Any]) -> Counter[tuple[str, Any]]:
 
 
 def plain(config: Config, parts: AssembledModel, notes: list[str]) -> dict[str, Any]:
-    """Return the description as JSON holds it."""
+    """Return the description as an object for JSON."""
     from dpfed.model.build import block_sizes
 
     space = parts.space

@@ -29,7 +29,7 @@ class Command(typer.core.TyperCommand):
 
 
 class Group(typer.core.TyperGroup):
-    """A group of commands that suggests the nearest name for a wrong one, once."""
+    """A group of commands that suggests the nearest name for a wrong one."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -45,7 +45,7 @@ class Group(typer.core.TyperGroup):
 
 @contextmanager
 def escaped_help(described: list[Any]) -> Iterator[None]:
-    """Escape rich's markup in the help texts of a command and its parameters for a while."""
+    """Escape rich's markup in the help texts of a command until the context ends."""
     texts = [(thing, thing.help) for thing in described if getattr(thing, "help", None)]
     for thing, text in texts:
         thing.help = escape(text)

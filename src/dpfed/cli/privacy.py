@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dpfed.cli.options import AsJson, Debug, Overrides, show
+from dpfed.errors import DpfedError
 from dpfed.privacy.published import show_delta, show_loss, show_setting
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ VIEWS = (
     "server_min",
     "server_median",
 )
-# The sentence and the decimals of each further figure.
+# Text and number of decimals for each optional figure.
 EXTRAS = {
     "membership_advantage": (
         "largest advantage (true minus false positive rate) "
@@ -166,7 +167,6 @@ def asked_for(
     target: str | None, overrides: list[str], numbers: dict[str, Any], colluding: int
 ) -> tuple[Planned, RecordedSpending | None, int | None]:
     """Return the plan, the spending if the target is a run, and the number of clients if known."""
-    from dpfed.errors import DpfedError
     from dpfed.registry import registry
     from dpfed.training.budget.recorded_spending import is_run, read_recorded_spending
 
@@ -187,8 +187,6 @@ def asked_for(
 
 def refuse_given(flags: dict[str, Any], why: str) -> None:
     """Refuse flags that have no effect here, so that no figure answers another question."""
-    from dpfed.errors import DpfedError
-
     for name, value in flags.items():
         if value is not None:
             raise DpfedError(f"--{name.replace('_', '-')} {why}")
@@ -198,7 +196,6 @@ def from_flags(numbers: dict[str, Any], colluding: int) -> Planned:
     """Return a plan from numbers alone, checked by the rules of a configuration."""
     from dpfed.algorithms import REGISTRY
     from dpfed.config import nearest
-    from dpfed.errors import DpfedError
     from dpfed.privacy.accounting.planner import plan_from_numbers
 
     chosen = {name: value for name, value in numbers.items() if value is not None}
@@ -214,9 +211,7 @@ def from_flags(numbers: dict[str, Any], colluding: int) -> Planned:
 
 
 def from_config(target: str, overrides: list[str], colluding: int) -> tuple[Planned, int]:
-    """Return the plan of a configuration and its number of clients."""
     from dpfed.config import load
-    from dpfed.errors import DpfedError
     from dpfed.registry import registry
     from dpfed.training.budget.prior_spending import prior_spending_of
     from dpfed.training.budget.spending import budget_of
@@ -238,7 +233,7 @@ def from_config(target: str, overrides: list[str], colluding: int) -> tuple[Plan
 
 
 def figures_of(planned: Planned, spending: RecordedSpending | None, public: bool) -> dict[str, Any]:
-    """Return the figures as JSON holds them; `public` leaves out the figures of single clients."""
+    """Return the figures for JSON; `public` leaves out the figures of single clients."""
     import numpy as np
 
     noise = [kind.noise_multiplier for kind in planned.kinds]
@@ -265,7 +260,6 @@ def figures_of(planned: Planned, spending: RecordedSpending | None, public: bool
 
 
 def extras_of(planned: Planned, meaning: bool, tuning_runs: int | None) -> dict[str, Any]:
-    """Return the further figures that options ask for."""
     out: dict[str, Any] = {}
     if meaning:
         out |= planned.meaning()
@@ -309,7 +303,7 @@ def table(
 
 
 def notes(spending: RecordedSpending | None, public: bool) -> list[str]:
-    """Return sentences on when the figures hold."""
+    """Return sentences on the conditions under which the figures hold."""
     lines = []
     if spending is not None and spending.void:
         lines.append(f"third party: {spending.void}.")
@@ -325,7 +319,6 @@ def notes(spending: RecordedSpending | None, public: bool) -> list[str]:
 
 
 def extra_lines(extras: dict[str, Any]) -> list[str]:
-    """Return the further figures as lines."""
     lines = [
         sentence + show_loss(extras[key], places)
         for key, (sentence, places) in EXTRAS.items()

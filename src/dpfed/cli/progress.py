@@ -90,12 +90,12 @@ class Watch(Display):
         super().__exit__(*error)
 
     def say(self, *lines: str) -> None:
-        """Print lines; on a plain log a new silence begins."""
+        """Print lines, and restart the timer of `activity`."""
         self._last_line = self._clock()
         super().say(*lines)
 
     def activity(self, activity: Activity) -> None:
-        """Show progress inside a round: at once on a terminal, elsewhere after a silence."""
+        """Show progress inside a round: on a plain log only after SILENCE_S without a line."""
         if self._update(activity=str(activity)):
             return
         if self._clock() - self._last_line >= SILENCE_S:
@@ -103,7 +103,7 @@ class Watch(Display):
             self.say(f"{place}{activity}")
 
     def round(self, round: Round) -> None:
-        """Show a completed round; a plain log shows about every tenth of the run."""
+        """Show a completed round; a plain log shows about ROUND_LINES of them."""
         shown = {}
         if round.accuracy is not None:
             shown["accuracy"] = show_score(round.accuracy)

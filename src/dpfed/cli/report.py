@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from dpfed.cli.options import AsJson, Debug, show
+from dpfed.errors import DpfedError
 from dpfed.text import counted
 
 
@@ -36,7 +37,6 @@ def report(
     Example: dpfed report runs/a runs/b --out page.html
     """
     if watch:
-        from dpfed.errors import DpfedError
         from dpfed.report.watch import serve
 
         if out is not None or as_json:

@@ -97,7 +97,7 @@ def _serve(
     authority = keys / AUTHORITY if keys else None
     if not resume:
         refuse_occupied(out, force=False)
-    # Beside the run: the folder of a run holds only the files of a run.
+    # Flower's files are beside the run, whose folder holds only the files of the run.
     home = out.parent / f".{out.name}.flower"
     with ExitStack() as stack:
         watch = stack.enter_context(Watch(settings.run.rounds))
