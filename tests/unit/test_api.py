@@ -75,7 +75,7 @@ def test_the_lines_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "## Privacy" in (tmp_path / "my-adapter" / "README.md").read_text()
 
 
-def test_a_folder_and_what_comes_back(tmp_path: Path) -> None:
+def test_a_model_folder_gives_a_tuned_model(tmp_path: Path) -> None:
     model = base("roberta", tmp_path / "base")
     tuned = tune(Path(model), texts(), texts(8), out=tmp_path / "run")
     assert tuned.out == tmp_path / "run"
@@ -189,7 +189,7 @@ def test_rows_of_numbers_and_natural_clients(tmp_path: Path) -> None:
     assert "rate 0.3" in tuned.result["guarantee"]
 
 
-def test_rounds_are_shown_as_they_pass_unless_not_wanted(
+def test_progress_is_shown_unless_disabled(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = {"features": np.eye(20), "label": np.arange(20) % 2}
@@ -209,7 +209,7 @@ def test_rounds_are_shown_as_they_pass_unless_not_wanted(
         assert said.out == ""
 
 
-def test_a_target_and_the_absence_of_privacy(tmp_path: Path) -> None:
+def test_a_target_epsilon_and_no_privacy(tmp_path: Path) -> None:
     data = {"features": np.eye(20), "label": np.arange(20) % 2}
     keys = {"run.rounds": 1, "run.local_steps": 1, "privacy.batch": 4.0}
     aimed = dpfed.fine_tune(

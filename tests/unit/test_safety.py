@@ -77,12 +77,12 @@ def _unsafe_call(node: ast.Call) -> list[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_nothing_foreign_is_run_or_unpacked(path: Path) -> None:
+def test_no_file_content_is_run_or_unpacked(path: Path) -> None:
     allowed = ALLOWED.get(str(path.relative_to(ROOT)), [])
     assert unsafe(path.read_text(encoding="utf-8")) == allowed
 
 
-def test_the_one_process_that_is_started_is_our_own() -> None:
+def test_the_only_started_process_is_a_module_of_this_package() -> None:
     """links.py starts Flower as a module of this package in this Python, without a shell."""
     from dpfed.federation import links
 
@@ -127,7 +127,7 @@ def _names(node: ast.Assign) -> list[str]:
         ("import pickletools, zipfile", False),
     ],
 )
-def test_the_rule_finds_what_it_should(source: str, wrong: bool) -> None:
+def test_the_rule_finds_unsafe_calls(source: str, wrong: bool) -> None:
     assert bool(unsafe(source)) is wrong
 
 
@@ -144,7 +144,7 @@ class Bomb:
 SPEC = InputSpec("image", "pixel_values", (3, 8, 8), 3)
 
 
-def test_the_bomb_goes_off_where_pickles_are_trusted(tmp_path: Path) -> None:
+def test_the_test_pickle_runs_code_when_it_is_trusted(tmp_path: Path) -> None:
     pickle.loads(pickle.dumps(Bomb(tmp_path / "mark"))).close()
     assert (tmp_path / "mark").exists()
 

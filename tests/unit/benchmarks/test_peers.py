@@ -48,7 +48,7 @@ print(json.dumps({"tool": name, "seconds": 1.0}), flush=True)
 """
 
 
-def test_rounds_are_computed_in_turn_and_a_tool_that_fails_is_told(
+def test_rounds_are_computed_in_turn_and_failures_are_reported(
     driver: ModuleType, tmp_path: Path
 ) -> None:
     (tmp_path / "tool.py").write_text(TOOL)
@@ -87,7 +87,7 @@ def test_ratios_are_of_medians_and_within_turns(driver: ModuleType) -> None:
     assert lines[-1] == "dpfed 1, pfl 2"
 
 
-def test_an_environment_that_is_not_there_is_refused(
+def test_a_missing_environment_is_refused(
     driver: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["run.py", "--venv", "pfl=nowhere"])

@@ -38,7 +38,7 @@ def test_the_table_is_that_of_the_run(capsys: pytest.CaptureFixture[str]) -> Non
     assert "never for release" in found["release"]
 
 
-def test_what_a_person_reads(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_printed_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert dpfed(*describe("data.clients=30", "data.alpha=0.1")) == 0
     out = capsys.readouterr().out
     for words in (

@@ -90,7 +90,7 @@ def test_a_study_becomes_a_page(study: Path) -> None:
     assert "linear on digits" in shown
 
 
-def test_a_study_without_its_runs_still_has_its_table(study: Path, tmp_path: Path) -> None:
+def test_a_study_without_its_runs_has_its_table(study: Path, tmp_path: Path) -> None:
     alone = tmp_path / "alone"
     alone.mkdir()
     for name in ("study.json", "table.json"):

@@ -19,7 +19,7 @@ def as_before() -> Iterator[None]:
     gc.enable()
 
 
-def test_garbage_is_left_alone_until_the_rounds_begin() -> None:
+def test_no_garbage_collection_before_the_first_round() -> None:
     with starting() as started:
         assert not gc.isenabled()
         started()
@@ -31,13 +31,13 @@ def test_garbage_is_left_alone_until_the_rounds_begin() -> None:
     assert gc.get_freeze_count() == 0
 
 
-def test_a_start_that_fails_leaves_the_collector_on() -> None:
+def test_a_failed_start_enables_the_collector() -> None:
     with pytest.raises(DpfedError), starting():
         raise DpfedError("a mistake")
     assert gc.isenabled()
 
 
-def test_a_collector_that_was_off_stays_off() -> None:
+def test_a_disabled_collector_stays_disabled() -> None:
     gc.disable()
     with starting() as started:
         started()
