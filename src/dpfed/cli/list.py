@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,7 +28,7 @@ def list_names(
     from dpfed.registry import registry
 
     known = registry()
-    named: dict[str, Any] = {
+    named: Mapping[str, Any] = {
         What.algorithms: known.algorithm,
         What.models: known.model,
         What.datasets: known.data,
