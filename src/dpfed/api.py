@@ -13,7 +13,6 @@ import shutil
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -21,8 +20,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dpfed.cli.progress import Watch
-from dpfed.cli.run import summary
 from dpfed.config import Config, build, overlay
 from dpfed.config.parsing import layer_of
 from dpfed.data.sources.given import source_of
@@ -33,10 +30,12 @@ from dpfed.model.zoo.text import is_pooled
 from dpfed.registry import registry
 from dpfed.report.model_card import write_export
 from dpfed.training.budget.prior_spending import record_of, write_record
-from dpfed.training.job.job import Job
+from dpfed.training.callbacks.base import OnStart
+from dpfed.training.callbacks.progress import ProgressDisplay
 from dpfed.training.job.notes import result_warnings
 from dpfed.training.run import run
-from dpfed.training.run_folder.folder import CONFIG, fresh_folder, refuse_occupied
+from dpfed.training.run_folder.files import CONFIG
+from dpfed.training.run_folder.folder import fresh_folder, refuse_occupied
 
 CLIENTS = 10
 EPSILON = 8.0
@@ -224,18 +223,12 @@ def _plain(value: Any) -> Any:
 
 
 def _trained(config: Config, folder: Path, source: Source, progress: bool) -> Tuned:
-    callbacks: dict[str, Any] = {}
-    with ExitStack() as stack:
-        if progress:
-            watch = stack.enter_context(Watch(config.run.rounds))
-            callbacks = {"observe": watch.round, "on_activity": watch.activity}
-
-        def begin(job: Job) -> None:
-            if progress:
-                watch.say(*summary(job), *(f"note: {note}" for note in job.notes))
-            _warn(job.warnings)
-
-        result = run(config, folder, source=source, begin=begin, **callbacks)
+    on_start = OnStart(lambda job: _warn(job.warnings))
+    if progress:
+        with ProgressDisplay(config.run.rounds, show_warnings=False) as display:
+            result = run(config, folder, source=source, callbacks=[display, on_start])
+    else:
+        result = run(config, folder, source=source, callbacks=[on_start])
     _warn(result_warnings(result))
     return Tuned(folder, result)
 

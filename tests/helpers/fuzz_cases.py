@@ -19,6 +19,7 @@ import makers
 import numpy as np
 import study_case
 import torch
+from callback_case import Watcher
 from fuzz_mutants import ODD, SMALL, Files, mutate, read_folder, write_folder
 from hypothesis import strategies as st
 
@@ -52,11 +53,13 @@ from dpfed.training.budget.prior_spending import prior_spending_of
 from dpfed.training.budget.recorded_spending import read_recorded_spending
 from dpfed.training.callbacks.diagnostics import read_diagnostics
 from dpfed.training.export import read_run
-from dpfed.training.job.job import prepare, tokenised
-from dpfed.training.round_loop import first_state
-from dpfed.training.run import follows_from, run
-from dpfed.training.run_folder.checkpoint import Checkpoints, _seal, job_hash
+from dpfed.training.job.data import tokenised
+from dpfed.training.job.job import prepare
+from dpfed.training.round_context import first_state
+from dpfed.training.run import run
+from dpfed.training.run_folder.checkpoint import Checkpoints, index_hash, job_hash
 from dpfed.training.run_folder.folder import refuse_occupied
+from dpfed.training.run_identity import run_identity
 
 KNOWN = registry()
 CPU = torch.device("cpu")
@@ -191,7 +194,7 @@ def stopped_run() -> tuple[Any, Files]:
                 run_config(),
                 Path(folder) / "run",
                 source=export_case.images(side=2, channels=1),
-                observe=stop,
+                callbacks=[Watcher(on_round=stop)],
             )
         job = prepare(run_config(), export_case.images(side=2, channels=1))
         return job, read_folder(Path(folder) / "run")
@@ -210,7 +213,7 @@ def finished_files() -> Files:
 
 
 def resume(folder: Path) -> None:
-    run(run_config(), folder, source=export_case.images(side=2, channels=1), resume=True)
+    run(run_config(), folder, source=export_case.images(side=2, channels=1), mode="resume")
 
 
 def read_checkpoint(folder: Path) -> None:
@@ -218,13 +221,13 @@ def read_checkpoint(folder: Path) -> None:
     memory = ClientStates(
         job.algorithm.remembers, job.space.size, folder / "checkpoint" / "memory", 1 << 20
     )
-    checkpoints = Checkpoints(folder / "checkpoint", job_hash(follows_from(job), job.theta), memory)
+    checkpoints = Checkpoints(folder / "checkpoint", job_hash(run_identity(job), job.theta), memory)
     saved, said = checkpoints.load(first_state(job))
     assert all("\n" not in sentence for sentence in said)
     if saved is None:
         raise DpfedError("; ".join(said))
     memory.gather(range(3), CPU)
-    checkpoints.save(saved.progress, saved.taken)
+    checkpoints.save_beside(saved.progress, saved.taken, wait=True)
 
 
 def read_resealed(folder: Path) -> None:
@@ -242,7 +245,7 @@ def read_resealed(folder: Path) -> None:
                 file = folder / "checkpoint" / "memory" / str(entry[0])
                 if file.is_file():
                     entry[1] = hashlib.sha256(file.read_bytes()).hexdigest()
-            path.write_text(json.dumps({**index, "sha256": _seal(index)}))
+            path.write_text(json.dumps({**index, "sha256": index_hash(index)}))
     read_checkpoint(folder)
 
 

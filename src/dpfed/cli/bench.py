@@ -37,7 +37,7 @@ def bench(
     Example: dpfed bench --case vit-6x192
     """
     from dpfed.bench.run import OTHERS, compare, plain
-    from dpfed.training.job.job import device_of
+    from dpfed.training.job.device import device_of
 
     where = device_of(device)
     found = []

@@ -76,7 +76,7 @@ def compare(
 
     Example: dpfed compare --algorithms dp-fedavg,dp-fedadamw,"dp-fedadamw:gamma=0" --seeds 3
     """
-    from dpfed.cli.progress import StudyWatch, runs_in_words
+    from dpfed.cli.study_watch import StudyWatch, runs_in_words
     from dpfed.registry import DEFAULT, registry
     from dpfed.studies.output import FILES, write
     from dpfed.studies.pool import Pool, default_workers

@@ -50,7 +50,7 @@ def describe(
     """
     settings = settings_of(config, overrides)
     from dpfed.privacy.noise import Streams
-    from dpfed.training.job.job import shards_for
+    from dpfed.training.job.data import shards_for
     from dpfed.training.job.notes import data_notes, data_warnings
 
     loader: Any = settings.data

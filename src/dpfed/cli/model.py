@@ -52,7 +52,7 @@ def describe(
     """
     settings = settings_of(config, overrides)
     from dpfed.model.build import describe_space
-    from dpfed.training.job.job import block_rules
+    from dpfed.training.job.model import block_rules
 
     notes: list[str] = []
     if (classes, image_size, channels) == (None, None, None):
@@ -67,7 +67,7 @@ def describe(
 
 def spec_of_data(config: Config) -> tuple[InputSpec, list[str]]:
     """Return the inputs of the configured data, or the model's usual ones with a note."""
-    from dpfed.training.job.job import published_spec, spec_of
+    from dpfed.training.job.data import published_spec, spec_of
 
     section: Any = config.model
     loader: Any = config.data

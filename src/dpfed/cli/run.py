@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dpfed.config import Config
     from dpfed.training.interrupt import Stop
     from dpfed.training.job.job import Job
+    from dpfed.training.open_run import Mode
 
 Out = Annotated[Path | None, typer.Option(help="folder of the run; default: a new one under runs/")]
 Resume = Annotated[Path | None, typer.Option(help="resume the run in this folder")]
@@ -37,13 +38,15 @@ def run(
     """Train by a configuration. Example: dpfed run --set run.rounds=10 --set algorithm.gamma=0.3"""
     from dpfed.training.interrupt import on_signals
 
+    mode: Mode = "replace" if force else "new"
     with on_signals() as stop, starting() as started:
         if resume is not None:
             if out is not None or force:
                 raise DpfedError("--resume goes on in its own folder: leave out --out and --force")
             config = config or _config_of(resume)
+            mode = "resume"
         settings = settings_of(config, overrides)
-        result = _train(settings, resume or out, force, resume is not None, stop, started)
+        result = _train(settings, resume or out, mode, stop, started)
     if result is not None:
         show(closing(result), result, as_json)
 
@@ -58,16 +61,13 @@ def _config_of(folder: Path) -> str:
 
 
 def _train(
-    settings: Config,
-    out: Path | None,
-    force: bool,
-    resume: bool,
-    stop: Stop,
-    started: Callable[[], None],
+    settings: Config, out: Path | None, mode: Mode, stop: Stop, started: Callable[[], None]
 ) -> dict[str, Any] | None:
     """Train and return the result; None in every torchrun process but the first."""
-    from dpfed.cli.progress import Watch
+    from dpfed.training.backends.execution import InProcess, Torchrun
     from dpfed.training.backends.torchrun import join
+    from dpfed.training.callbacks.base import OnStart
+    from dpfed.training.callbacks.progress import ProgressDisplay
     from dpfed.training.run import assist
     from dpfed.training.run import run as train
 
@@ -79,23 +79,18 @@ def _train(
                 started()
                 assist(settings, group)
                 return None
-        watch = stack.enter_context(Watch(settings.run.rounds))
+        display = stack.enter_context(ProgressDisplay(settings.run.rounds))
 
-        def begin(job: Job) -> None:
+        def on_start(job: Job) -> None:
             started()
             stop.gently = True
-            watch.say(*opening(job))
 
         return train(
             settings,
             out,
-            force,
-            begin=begin,
-            observe=watch.round,
-            resume=resume,
-            stop=stop,
-            group=group,
-            on_activity=watch.activity,
+            mode,
+            callbacks=[OnStart(on_start), display],
+            execution=Torchrun(group, stop) if group else InProcess(stop),
         )
 
 
@@ -124,39 +119,9 @@ def starting() -> Iterator[Callable[[], None]]:
             gc.enable()
 
 
-def opening(job: Job) -> list[str]:
-    """Return the lines shown before round 1: summary, notes and warnings."""
-    return [*summary(job), *(f"note: {note}" for note in job.notes), *warning_lines(job.warnings)]
-
-
-def summary(job: Job) -> list[str]:
-    """Return a few lines on the sizes, the traffic and the privacy of a run."""
-    from dpfed.training.job.message_size import traffic
-    from dpfed.training.run import guarantee
-
-    plan, schedule = job.plan, job.schedule
-    sent = traffic(job.algorithm, job.space)
-    privacy = "NO PRIVACY: noise is off, nothing that leaves a client is protected"
-    if plan.private:
-        privacy = f"privacy: {guarantee(job)}; clip norm {plan.clip:g}"
-    return [
-        f"{job.algorithm.name} on {job.config.data.name}: "
-        f"{counted(schedule.clients, 'client')}, {schedule.cohort} per round, "
-        f"{counted(schedule.rounds, 'round')} of {counted(schedule.local_steps, 'local step')}; "
-        f"{job.config.model.name} with {counted(job.space.size, 'trainable number')} in "
-        f"{counted(job.space.num_blocks, 'block')}",
-        f"each client and round: {sent.up_numbers:,} numbers up ({sent.up_bytes / 1e6:.2f} MB), "
-        f"{sent.down_numbers:,} down ({sent.down_bytes / 1e6:.2f} MB)",
-        privacy,
-    ]
-
-
-def warning_lines(sentences: Sequence[str]) -> list[str]:
-    return [f"warning: {sentence}" for sentence in sentences]
-
-
 def closing(result: dict[str, Any]) -> list[str]:
     """Return the lines shown after the last round: accuracy, warnings, epsilon and the folder."""
+    from dpfed.training.callbacks.progress import warning_lines
     from dpfed.training.job.notes import result_warnings
 
     accuracy = "no accuracy, as the server has no test set,"

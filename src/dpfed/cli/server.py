@@ -84,13 +84,14 @@ def _serve(
     wait: float,
     stop: Stop,
 ) -> dict[str, Any]:
-    from dpfed.cli.progress import Watch
-    from dpfed.cli.run import opening
     from dpfed.federation.flower.link import own_grid
     from dpfed.federation.keys import AUTHORITY
     from dpfed.federation.links import client_keys, superlink
     from dpfed.federation.server.serving import serve_over
-    from dpfed.training.job.job import Job, client_names
+    from dpfed.training.callbacks.base import OnStart
+    from dpfed.training.callbacks.progress import ProgressDisplay
+    from dpfed.training.job.job import Job
+    from dpfed.training.job.plan import client_names
     from dpfed.training.run_folder.folder import refuse_occupied
 
     known = client_keys(keys, client_names(settings)) if keys else None
@@ -100,15 +101,14 @@ def _serve(
     # Flower's files are beside the run, whose folder holds only the files of the run.
     home = out.parent / f".{out.name}.flower"
     with ExitStack() as stack:
-        watch = stack.enter_context(Watch(settings.run.rounds))
+        display = stack.enter_context(ProgressDisplay(settings.run.rounds))
         process, secret = stack.enter_context(superlink(listen, home, keys))
         grid = stack.enter_context(own_grid(listen.own, authority, secret, known or {}))
-        watch.say(f"clients connect to {listen}; Flower's log is {process.log}")
-        watch.say(*warnings(settings, keys is None))
+        display.say(f"clients connect to {listen}; Flower's log is {process.log}")
+        display.say(*warnings(settings, keys is None))
 
-        def begin(job: Job) -> None:
+        def on_start(job: Job) -> None:
             stop.gently = True
-            watch.say(*opening(job))
 
         return serve_over(
             settings,
@@ -116,13 +116,11 @@ def _serve(
             resume,
             grid,
             known,
-            watch.say,
+            display.say,
             wait=wait,
             stop=stop,
             alive=process.alive,
-            begin=begin,
-            observe=watch.round,
-            on_activity=watch.activity,
+            callbacks=[OnStart(on_start), display],
         )
 
 

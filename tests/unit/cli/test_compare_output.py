@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dpfed.cli.compare import PLAIN_WIDTH, choices, show_table
-from dpfed.cli.progress import StudyWatch
+from dpfed.cli.study_watch import StudyWatch
 from dpfed.studies.arms import Arm
 from dpfed.studies.outcomes import Outcome, Task
 from dpfed.studies.search import Score

@@ -48,13 +48,12 @@ def test_a_disabled_collector_stays_disabled() -> None:
 def test_a_run_collects_again_before_round_1(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def train(*_: Any, begin: Any, **__: Any) -> None:
+    def train(*_: Any, callbacks: Any, **__: Any) -> None:
         seen.append(gc.isenabled())
-        begin(None)
+        callbacks[0].on_start(None)
         seen.append(gc.isenabled())
 
     monkeypatch.setattr("dpfed.training.run.run", train)
-    monkeypatch.setattr("dpfed.cli.run.opening", lambda job: [])
     # A result of None is that of a torchrun process other than the first.
     run()
     assert seen == [False, True]

@@ -1,4 +1,4 @@
-"""What a run writes is its owner's alone, whatever the umask; what is made for release is as the umask says."""
+"""Run files are readable by their owner alone; files for release follow the umask."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from callback_case import Watcher
 
 from dpfed.config import build
 from dpfed.registry import registry
@@ -39,17 +40,17 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def trained(out: Path, rounds: int = 2, **keys: Any) -> None:
-    """A run that leaves checkpoints and clients' memories."""
+    """Train a run that leaves checkpoints and clients' memory."""
     section = {**RAW["run"], "rounds": rounds, **keys.pop("section", {})}
     config = build({**RAW, "run": section}, registry())
     run(config, out, **keys)
 
 
 def open_to_others(folder: Path) -> dict[str, str]:
-    """Return the files and folders of a tree that others can read, write or enter, with their modes."""
+    """Return the modes of files and folders of a tree that others can read, write or enter."""
     modes = {}
     for path in (folder, *folder.rglob("*")):
-        # A checkpoint is written beside the rounds, so a file may be renamed in the meantime.
+        # A checkpoint is written in the background, so a file may be renamed in the meantime.
         with suppress(FileNotFoundError):
             modes[str(path.relative_to(folder))] = path.lstat().st_mode & 0o777
     return {name: oct(mode) for name, mode in modes.items() if mode & 0o077}
@@ -62,7 +63,11 @@ def test_a_run_folder_is_its_owners_alone_at_every_moment(noise: str, tmp_path: 
     during: list[dict[str, str]] = []
     diagnostics = noise == "seeded"
     section = {"noise": noise, "diagnostics": diagnostics}
-    trained(out, section=section, observe=lambda round: during.append(open_to_others(out)))
+    trained(
+        out,
+        section=section,
+        callbacks=[Watcher(on_round=lambda round: during.append(open_to_others(out)))],
+    )
     assert [*during, open_to_others(out)] == [{}] * 4
     files = {path.name for path in out.rglob("*")}
     assert {
@@ -82,7 +87,7 @@ def test_a_run_folder_of_an_older_version_is_restricted_when_it_goes_on(tmp_path
     trained(out, section={"noise": "os"})
     for path in (out, *out.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
-    trained(out, rounds=3, section={"noise": "os"}, resume=True)
+    trained(out, rounds=3, section={"noise": "os"}, mode="resume")
     assert open_to_others(out) == {}
 
 

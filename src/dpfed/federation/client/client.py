@@ -43,7 +43,6 @@ from dpfed.federation.messages import (
     pack,
     unpack_any,
 )
-from dpfed.federation.model_hash import model_hash
 from dpfed.federation.policy import (
     ClientConfig,
     History,
@@ -56,6 +55,7 @@ from dpfed.federation.policy import (
     check_scoring,
     check_sender,
 )
+from dpfed.model.model_hash import model_hash
 from dpfed.model.per_sample.gradients import PerSample
 from dpfed.privacy.accounting.pld import epsilon, rdp_epsilon
 from dpfed.privacy.grid_noise import grid_of
@@ -67,16 +67,16 @@ from dpfed.privacy.plan import Plan
 from dpfed.privacy.published import show_loss, show_sigma
 from dpfed.privacy.record_batch import Records
 from dpfed.training.budget.recorded_spending import OWN_LEDGER
-from dpfed.training.job.job import (
+from dpfed.training.job.data import (
     augmentations_for,
-    build_model,
-    device_of,
     records_of,
     refuse_unreleasable,
     spec_of,
     tokenised,
 )
+from dpfed.training.job.device import device_of
 from dpfed.training.job.message_size import meta_message
+from dpfed.training.job.model import build_model
 
 LOG = logging.getLogger("dpfed")
 LEDGER = OWN_LEDGER
@@ -300,9 +300,8 @@ class Client:
         key = (algorithm, terms.seed, counts)
         if self._built is None or self._built[0] != key:
             config, streams = self._as_run(algorithm, "seeded"), Streams(terms.seed)
-            model, adapted, start = build_model(
-                config, spec_of(self._source), streams, self._device, []
-            )
+            spec = spec_of(self._source)
+            model, adapted, start, _ = build_model(config, spec, streams, self._device)
             _, down = meta_message(algorithm, model.space, varying_phi=counts)
             shapes = {name: tuple(value.shape) for name, value in down.items()}
             hash_ = model_hash(adapted.model, model.space)

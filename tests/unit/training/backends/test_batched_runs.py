@@ -29,16 +29,18 @@ from dpfed.training.backends.batched_runs import (
     BatchedRun,
     Pack,
     UnbatchableError,
+    can_share_pass,
     pack_key,
     pack_size,
     run_batched,
-    together,
     union_slots,
 )
+from dpfed.training.backends.execution import InProcess
 from dpfed.training.backends.fleet import Fleet
-from dpfed.training.job import job as job_module
+from dpfed.training.job import data as job_data
+from dpfed.training.job import model as job_model
 from dpfed.training.job.job import prepare
-from dpfed.training.job.job_cache import JobCache, frozen_digest
+from dpfed.training.job.job_cache import JobCache
 from dpfed.training.run import run
 
 torch.set_num_threads(1)
@@ -65,7 +67,7 @@ def packed(configs: list[Config], out: Path, shared: JobCache | None = None) -> 
     def task(number: int) -> Callable[[BatchedRun | None], Any]:
         def work(place: BatchedRun | None) -> Any:
             try:
-                return run(configs[number], out / str(number), place=place)
+                return run(configs[number], out / str(number), execution=InProcess(batch=place))
             except (DpfedError, ValueError) as error:
                 return error
 
@@ -230,8 +232,8 @@ def test_a_second_job_shares_records_and_model_and_starts_from_its_own_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     checks: list[Any] = []
-    original = job_module.check_alive
-    monkeypatch.setattr(job_module, "check_alive", lambda *given: checks.append(original(*given)))
+    original = job_model.check_alive
+    monkeypatch.setattr(job_model, "check_alive", lambda *given: checks.append(original(*given)))
     keys = ["model.name=glyph-vit", "model.lora.r=2"]
     shared, configs = JobCache(), [config_of(*keys, f"run.seed={s}") for s in (0, 1)]
     one, two = (prepare(config, shared=shared) for config in configs)
@@ -239,7 +241,7 @@ def test_a_second_job_shares_records_and_model_and_starts_from_its_own_weights(
     assert one.model is two.model
     assert one.records is two.records
     assert one.test is two.test
-    assert together(one, two)
+    assert can_share_pass(one, two)
     assert not torch.equal(one.theta, two.theta)
     for job, config in zip((one, two), configs, strict=True):
         assert torch.equal(job.theta, prepare(config).theta)
@@ -261,7 +263,7 @@ def test_a_fleet_that_gives_up_its_seat_leaves_it() -> None:
     seated = replace(job, batched_sum=pack.join_batch(job, 0))
     fleet = Fleet(seated)
     assert fleet._fixed_sum([0, 1]) is seated.batched_sum
-    fleet._no_fixed = True
+    fleet._fixed_fits = False
     assert fleet._fixed_sum([0, 1]) is None
     with pytest.raises(RuntimeError, match="left"):
         seated.batched_sum.sums(job.theta.unsqueeze(0), {}, 1.0)
@@ -286,32 +288,9 @@ def test_another_model_or_other_data_are_not_shared(other: list[str]) -> None:
         prepare(config_of(*first), shared=shared),
         prepare(config_of(*keys, *other), shared=shared),
     )
-    assert not together(one, two)
+    assert not can_share_pass(one, two)
     if "alpha" not in other[0]:
         assert one.model is not two.model
-
-
-def test_the_digest_sees_frozen_weights_alone() -> None:
-    def model() -> torch.nn.Sequential:
-        torch.manual_seed(0)
-        made = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2).bfloat16())
-        made[0].weight.requires_grad_(False)
-        made[1].weight.requires_grad_(False)
-        made.register_buffer("flag", torch.tensor(True))
-        return made
-
-    one, other = model(), model()
-    with torch.no_grad():
-        other[0].bias += 1
-    assert frozen_digest(one) == frozen_digest(other)
-    for name in ("0.weight", "1.weight"):
-        changed = model()
-        with torch.no_grad():
-            changed.get_parameter(name).view(-1)[1] += 1
-        assert frozen_digest(changed) != frozen_digest(one)
-    changed = model()
-    changed.flag = torch.tensor(False)
-    assert frozen_digest(changed) != frozen_digest(one)
 
 
 def test_a_run_that_does_not_fit_in_runs_alone_afterwards(tmp_path: Path) -> None:
@@ -328,7 +307,7 @@ def test_a_run_that_does_not_fit_in_runs_alone_afterwards(tmp_path: Path) -> Non
 
     def task(config: Config) -> Callable[[BatchedRun | None], Any]:
         def work(place: BatchedRun | None) -> Any:
-            result = run(config, tmp_path / str(config.run.seed), place=place)
+            result = run(config, tmp_path / str(config.run.seed), execution=InProcess(batch=place))
             threads.append(threading.current_thread().name)
             return result["seed"]
 
@@ -372,7 +351,7 @@ def test_records_are_never_those_of_a_source_that_is_gone(monkeypatch: pytest.Mo
         made.append(weakref.ref(other))
         return other
 
-    monkeypatch.setattr(job_module, "tokenised", fresh)
+    monkeypatch.setattr(job_data, "tokenised", fresh)
     shared = JobCache()
     prepare(config_of("run.eval_on=test"), shared=shared)
     assert len(made) == 1
@@ -474,7 +453,7 @@ def test_what_runs_by_itself(keys: list[str]) -> None:
 
 def test_runs_without_a_key_are_never_together() -> None:
     job = prepare(config_of("privacy.grid=true"))
-    assert not together(job, job)
+    assert not can_share_pass(job, job)
     with pytest.raises(UnbatchableError):
         Pack(2).join_batch(job, 0)
 
@@ -495,7 +474,7 @@ def test_frozen_weights_that_follow_from_the_seed_make_another_key(keys: list[st
 def test_without_privacy_nothing_is_clipped_whatever_the_mode_says() -> None:
     plain = config_of("privacy.enabled=false", "privacy.clip_mode=automatic")
     assert pack_key(plain) == pack_key(config_of())
-    assert together(
+    assert can_share_pass(
         prepare(plain, shared=(shared := JobCache())), prepare(config_of(), shared=shared)
     )
 

@@ -1,11 +1,11 @@
-"""Progress on stderr: a bar on a terminal, plain lines anywhere else; stdout is for results."""
+"""Show progress on stderr: a bar on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import (
@@ -16,17 +16,17 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Column
 
 from dpfed.privacy.published import show_loss, show_score
 from dpfed.text import counted
+from dpfed.training.callbacks.activity import Activity
+from dpfed.training.callbacks.base import Callback
+from dpfed.training.job.job import Job
+from dpfed.training.job.message_size import traffic
+from dpfed.training.result import guarantee
+from dpfed.training.rounds import Round
 
-if TYPE_CHECKING:
-    from dpfed.studies.study import EndedRun, Planned
-    from dpfed.training.callbacks.activity import Activity
-    from dpfed.training.round_loop import Round
-
-# A plain log shows progress inside a round after this many seconds without a line.
+# A plain log shows the current activity after this many seconds without a line.
 SILENCE_S = 10.0
 # A plain log of a run has about this many lines of rounds.
 ROUND_LINES = 10
@@ -68,10 +68,18 @@ class Display:
         return True
 
 
-class Watch(Display):
-    """Rounds of a run, and the progress inside a round."""
+class ProgressDisplay(Display, Callback):
+    """Show rounds and the work inside them on stderr; stdout is for results.
 
-    def __init__(self, rounds: int, clock: Callable[[], float] = time.monotonic) -> None:
+    show_warnings  print the job's warnings before round 1
+    """
+
+    def __init__(
+        self,
+        rounds: int,
+        clock: Callable[[], float] = time.monotonic,
+        show_warnings: bool = True,
+    ) -> None:
         columns = [
             TextColumn("round"),
             MofNCompleteColumn(),
@@ -81,6 +89,7 @@ class Watch(Display):
             TextColumn("[dim]{task.fields[activity]}"),
         ]
         super().__init__(columns, rounds, accuracy="", epsilon="", activity="")
+        self._show_warnings = show_warnings
         self._rounds = rounds
         self._clock = clock
         self._last_line = clock()
@@ -90,11 +99,16 @@ class Watch(Display):
         super().__exit__(*error)
 
     def say(self, *lines: str) -> None:
-        """Print lines, and restart the timer of `activity`."""
+        """Print lines, and restart the timer of `on_activity`."""
         self._last_line = self._clock()
         super().say(*lines)
 
-    def activity(self, activity: Activity) -> None:
+    def on_start(self, job: Job) -> None:
+        self.say(*summary(job), *(f"note: {note}" for note in job.notes))
+        if self._show_warnings:
+            self.say(*warning_lines(job.warnings))
+
+    def on_activity(self, activity: Activity) -> None:
         """Show progress inside a round: on a plain log only after SILENCE_S without a line."""
         if self._update(activity=str(activity)):
             return
@@ -102,7 +116,7 @@ class Watch(Display):
             place = "" if activity.round is None else f"round {activity.round}/{self._rounds}  "
             self.say(f"{place}{activity}")
 
-    def round(self, round: Round) -> None:
+    def on_round(self, round: Round) -> None:
         """Show a completed round; a plain log shows about ROUND_LINES of them."""
         shown = {}
         if round.accuracy is not None:
@@ -112,39 +126,28 @@ class Watch(Display):
         if self._update(completed=round.t, **shown):
             return
         if round.t % max(1, self._rounds // ROUND_LINES) == 0 or round.t == self._rounds:
-            figures = f"accuracy {shown.get('accuracy', '-')}  epsilon {shown.get('epsilon', '-')}"
-            self.say(f"round {round.t}/{self._rounds}  {figures}  {round.seconds:.1f} s")
+            scores = f"accuracy {shown.get('accuracy', '-')}  epsilon {shown.get('epsilon', '-')}"
+            self.say(f"round {round.t}/{self._rounds}  {scores}  {round.seconds:.1f} s")
 
 
-class StudyWatch(Display):
-    """Runs of a study, as they end."""
-
-    def __init__(self) -> None:
-        columns = [
-            TextColumn("{task.fields[count]}", table_column=Column(no_wrap=True, min_width=24)),
-            BarColumn(bar_width=10),
-            TextColumn("{task.description}", markup=False),
-            TimeRemainingColumn(),
-        ]
-        super().__init__(columns, None, count="runs")
-
-    def run(self, ended: EndedRun) -> None:
-        """Show a run that has ended, and how many runs have."""
-        outcome = ended.outcome
-        if outcome.failed is not None:
-            score = f"could not be run: {outcome.failed}"
-        elif outcome.diverged:
-            score = "diverged"
-        else:
-            score = f"accuracy {show_score(outcome.accuracy)}  loss {show_score(outcome.loss, 4)}"
-        line = f"{ended.task.label}  {score}" + ("" if ended.fresh else "  (was done)")
-        count = f"{ended.done} of {runs_in_words(ended.planned)}"
-        bar = {"completed": ended.done, "total": ended.planned.runs}
-        if not self._update(**bar, description=line, count=count) or outcome.failed is not None:
-            self.say(f"{count}  {line}")
+def summary(job: Job) -> list[str]:
+    """Return a few lines on the sizes, the traffic and the privacy of a run."""
+    plan, schedule = job.plan, job.schedule
+    sent = traffic(job.algorithm, job.space)
+    privacy = "NO PRIVACY: noise is off, nothing that leaves a client is protected"
+    if plan.private:
+        privacy = f"privacy: {guarantee(job)}; clip norm {plan.clip:g}"
+    return [
+        f"{job.algorithm.name} on {job.config.data.name}: "
+        f"{counted(schedule.clients, 'client')}, {schedule.cohort} per round, "
+        f"{counted(schedule.rounds, 'round')} of {counted(schedule.local_steps, 'local step')}; "
+        f"{job.config.model.name} with {counted(job.space.size, 'trainable number')} in "
+        f"{counted(job.space.num_blocks, 'block')}",
+        f"each client and round: {sent.up_numbers:,} numbers up ({sent.up_bytes / 1e6:.2f} MB), "
+        f"{sent.down_numbers:,} down ({sent.down_bytes / 1e6:.2f} MB)",
+        privacy,
+    ]
 
 
-def runs_in_words(planned: Planned) -> str:
-    """Return the number of runs, as a lower bound while a search can still grow."""
-    bound = "at least " if planned.at_least else ""
-    return bound + counted(planned.runs, "run")
+def warning_lines(sentences: Sequence[str]) -> list[str]:
+    return [f"warning: {sentence}" for sentence in sentences]
