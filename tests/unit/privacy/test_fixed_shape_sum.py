@@ -387,8 +387,9 @@ def test_sums_of_a_convolutional_network_trained_in_full(
     take(way, monkeypatch)
     again = job_of(*options)
     assert again.model._gradient_layout.by_pieces
-    pass_ = FixedSum(again.model, again.records, Clipping(), None, 2, 8, again.space.size)
-    arrays = {"row": rows, "client": client, "dropout": 0 * rows, "view": 0 * rows}
+    shape = PassShape(2, 8, again.space.size)
+    pass_ = FixedSum(again.model, again.records, Clipping(), None, shape)
+    arrays = {"row": rows, "client": client, "dropout": 0 * rows, "augment": 0 * rows}
     grouped, groups = matrices_module.grouped, []
     monkeypatch.setattr(
         matrices_module, "grouped", lambda grads: groups.append(grouped(grads)) or groups[-1]
