@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dpfed.errors import DpfedError
-from dpfed.studies.tables import Row, paired
+from dpfed.report.tables import Row, paired
 
 if TYPE_CHECKING:
     from dpfed.studies.outcomes import Outcome

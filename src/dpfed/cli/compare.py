@@ -15,8 +15,8 @@ from dpfed.privacy.published import show_score, show_setting
 from dpfed.text import counted
 
 if TYPE_CHECKING:
+    from dpfed.report.tables import Table
     from dpfed.studies.study import ArmResult, EndedRun, Planned, Study
-    from dpfed.studies.tables import Table
 
 PLAIN_WIDTH = 100  # columns of a table that goes to a file or a pipe
 PRESET_HELP = (
@@ -245,7 +245,7 @@ def show(table: Table, folder: Path) -> None:
     from rich.console import Console
     from rich.table import Table as Drawn
 
-    from dpfed.studies.tables import best_of, cells, footnotes, larger_epsilon, shown_columns
+    from dpfed.report.tables import best_of, cells, footnotes, larger_epsilon, shown_columns
 
     console = Console()
     if not console.is_terminal:

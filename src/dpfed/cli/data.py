@@ -68,7 +68,7 @@ def describe(
         print(f"warning: {warning}")
     print(f"NOTE: {WARNING}")
     if plot is not None:
-        from dpfed.studies.plots import label_table
+        from dpfed.report.plots import label_table
 
         label_table(
             counts,

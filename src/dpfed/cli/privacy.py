@@ -98,7 +98,7 @@ def privacy(
     for line in table(planned, accounts, figures, extras, public):
         print(line)
     if plot is not None:
-        from dpfed.studies.plots import epsilon_over_rounds
+        from dpfed.report.plots import epsilon_over_rounds
 
         epsilon_over_rounds(planned, plot)
         print(f"plot written to {plot}")

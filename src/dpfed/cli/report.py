@@ -34,23 +34,26 @@ def report(
     ] = False,
 ) -> None:
     """One HTML page of runs, seeds grouped; it needs no network. Example: dpfed report runs/a runs/b --out page.html"""
+    from dpfed.studies.study_reader import read_study
+
     if watch:
         from dpfed.errors import DpfedError
-        from dpfed.report.watch import serve
+        from dpfed.report.live_page import serve
+        from dpfed.report.page import read_report
 
         if out is not None or as_json:
             raise DpfedError("--watch serves the page and writes none: leave out --out and --json")
         serve(
             folders,
-            public,
             port,
+            lambda: read_report(folders, public, read_study),
             lambda address: print(f"watching on {address}  (Ctrl-C ends it)", flush=True),
         )
         return
     from dpfed.report.page import write_page
 
     page = out or folders[0] / ("public.html" if public else "report.html")
-    made = write_page(folders, page, public)
+    made = write_page(folders, page, public, read_study)
     size = page.stat().st_size / 1e6
     print(f"written to {page}: {counted(len(made.figures), 'figure')}, {size:.1f} MB")
     if as_json:

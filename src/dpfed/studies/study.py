@@ -13,6 +13,7 @@ from typing import Any, Protocol, TextIO
 from dpfed.config import Config, Registry, build, to_dict
 from dpfed.config.key_history import as_first_written
 from dpfed.errors import DpfedError
+from dpfed.report.run_reader import STUDY_FILE
 from dpfed.studies.arms import Arm
 from dpfed.studies.outcomes import Outcome, Task, clear, key_of, read_outcome
 from dpfed.studies.search import (
@@ -32,7 +33,9 @@ from dpfed.training.backends.batched_runs import pack_key
 from dpfed.training.run_folder.folder import MODEL
 
 TUNING_SEED = 1_000_003  # so far from the reported ones that no study reaches it
-STUDY, RUNS, LOCK = "study.json", "runs", ".lock"
+STUDY = STUDY_FILE
+RUNS = "runs"
+LOCK = ".lock"
 
 
 @dataclass(frozen=True)

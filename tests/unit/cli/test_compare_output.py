@@ -11,7 +11,7 @@ from dpfed.studies.arms import Arm
 from dpfed.studies.outcomes import Outcome, Task
 from dpfed.studies.search import Score
 from dpfed.studies.study import ArmResult, EndedRun, Planned
-from dpfed.studies.tables import Row, Table, cells, shown_columns
+from dpfed.report.tables import Row, Table, cells, shown_columns
 
 ACCURACIES = (0.9106, 0.9217, 0.8994)
 TRAFFIC = {
@@ -34,7 +34,7 @@ def table() -> Table:
             rates={"lr": 0.00932, "server_lr": 0.0316},
             tuning_runs=7,
             accuracies=ACCURACIES,
-            reference=ACCURACIES,
+            difference=(0.0, 0.0),
             epsilon={"server_worst": 8.0, "third_party": 7.99},
             traffic=TRAFFIC,
         )
