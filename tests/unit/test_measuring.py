@@ -1,4 +1,7 @@
-"""Scripts that measure or make weights, most of them on a GPU, tried on a CPU with small models: that they run, and that they can tell a difference."""
+"""Scripts that measure or make weights, with small models on a CPU.
+
+The scripts must run, and must notice a difference.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ def test_a_row_of_growth() -> None:
 
 
 def public(folder: Path) -> str:
-    """A small model and six images of its size; the model's folder."""
+    """Write a small model and six images of its size; return the model's folder."""
     folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
     shape = {
@@ -121,7 +124,7 @@ def test_a_cnn_learns_a_teachers_answers(
     assert all(torch.equal(trained[0].state_dict()[name], value) for name, value in saved.items())
 
 
-def test_views_are_crops_and_mixtures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_augmentations_are_crops_and_mixtures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "experiments"))
     distill = script("experiments/distill_cnn.py")
     across = torch.arange(8.0).expand(2, 3, 8, 8).contiguous()
@@ -171,7 +174,7 @@ def test_divergence_is_from_the_teachers_answers(monkeypatch: pytest.MonkeyPatch
         (["--teacher", "HEADLESS"], "no classifier of its own"),
     ],
 )
-def test_what_cannot_be_distilled_is_said(
+def test_distillation_refuses_wrong_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: list[str], said: str
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "experiments"))
@@ -205,7 +208,7 @@ def test_what_cannot_be_distilled_is_said(
     assert not list(tmp_path.glob("*.safetensors"))
 
 
-def test_sharpening_is_chosen_by_answers_that_stay(
+def test_sharpening_is_chosen_by_unchanged_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = public(tmp_path)
@@ -220,7 +223,7 @@ def test_sharpening_is_chosen_by_answers_that_stay(
     assert len(said) == 1 + len(choose.WAYS)
 
     def answers(weights: str, x: torch.Tensor, resize: str, sharpen: float) -> torch.Tensor:
-        """Those for shrunk images are right where they are sharpened by 2, and for half of them otherwise."""
+        """Answer shrunk images correctly if they are sharpened by 2, else only half of them."""
         return torch.arange(6) % (2 if x.shape[-1] == 16 or sharpen == 2 else 1)
 
     monkeypatch.setattr(choose, "answers", answers)
@@ -229,7 +232,7 @@ def test_sharpening_is_chosen_by_answers_that_stay(
     assert shares == ["100.0" if sharpen == 2 else "50.0" for _, sharpen in choose.WAYS]
 
 
-def test_pauses_of_a_gpu_are_told_from_its_work() -> None:
+def test_pauses_of_a_gpu_are_measured() -> None:
     waiting = script("benchmarks/waiting.py")
     kernels = [
         waiting.Kernel(0.0, 10.0, 1),
@@ -256,8 +259,8 @@ def test_pauses_of_a_gpu_are_told_from_its_work() -> None:
     assert waiting.pauses([]) == (0.0, [])
 
 
-def test_rounds_of_a_run_are_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it but the GPU, whose profile is made up."""
+def test_rounds_of_a_run_are_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole script, with an invented profile of a GPU."""
     waiting = script("benchmarks/waiting.py")
     made = {"cat": "kernel", "ts": 5.0, "dur": 1e3, "args": {"correlation": 7}}
     others = [
@@ -302,14 +305,15 @@ def test_waiting_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_challenges_are_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two arms for real; the others are copies, so that the test is short."""
+    """Two arms really run; the others are copies, so that the test is short."""
     monkeypatch.syspath_prepend(str(ROOT / "experiments"))
     mechanism = script("experiments/mechanism.py")
     here = lambda command, **how: SimpleNamespace(returncode=dpfed(*command[3:]))  # noqa: E731
     monkeypatch.setattr(mechanism.subprocess, "run", here)
     config, out = tmp_path / "tiny.toml", tmp_path / "runs"
     config.write_text(
-        '[data]\nname = "digits"\n[model]\nname = "linear"\n[privacy]\nclip = 0.1\nsigma = 1.0\nbatch = 16\n'
+        '[data]\nname = "digits"\n[model]\nname = "linear"\n'
+        "[privacy]\nclip = 0.1\nsigma = 1.0\nbatch = 16\n"
         "[run]\nrounds = 3\nlocal_steps = 2\nparticipation = 0.5\n"
     )
     arms, mechanism.ARMS = (

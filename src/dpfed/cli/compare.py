@@ -74,6 +74,7 @@ def compare(
     """
     from dpfed.registry import DEFAULT, registry
     from dpfed.studies.output import FILES, write
+    from dpfed.studies.packs import Packing
     from dpfed.studies.pool import Pool, default_workers
     from dpfed.studies.study import Progress, check, claim, conduct
     from dpfed.training.backends.batched_runs import pack_size
@@ -91,7 +92,7 @@ def compare(
         arms = counted(len(study.arms), "arm")
         watch.say(f"{arms}, {planned}, {count} at a time, into {folder}")
         try:
-            results = conduct(study, folder, pool, registry(), watch.run, together, count)
+            results = conduct(study, folder, pool, registry(), watch.run, Packing(together, count))
         except KeyboardInterrupt:
             watch.say("stopped: the same command goes on from here, finished runs are kept")
             raise

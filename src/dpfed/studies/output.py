@@ -1,4 +1,4 @@
-"""The files of a finished study: its table in four formats, curves, and every point of the search."""
+"""The files of a finished study: its table in four formats, curves, the points of the search."""
 
 from __future__ import annotations
 

@@ -13,11 +13,10 @@ from dpfed.registry import registry
 from dpfed.report.run_reader import Group, group_of, number, read_run_data
 from dpfed.report.tables import Row, Table
 from dpfed.studies.arms import Arm
+from dpfed.studies.outcomes import DAMAGED
 from dpfed.studies.study import RUNS, STUDY, Study, make_task
 from dpfed.training.budget.recorded_spending import is_run
 from dpfed.training.callbacks.public_figures import FIGURES
-
-DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 def read_study(folder: Path, public: bool) -> tuple[Table, list[Group]]:
