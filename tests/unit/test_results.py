@@ -263,9 +263,8 @@ def test_an_arm_that_could_not_be_run_does_not_hide_the_others(
 
 
 def test_a_study_starts_from_the_model_of_a_first_run(results: Any, tmp_path: Path) -> None:
-    (tmp_path / "small.toml").write_text(
-        BASE.replace('"linear"', '"auto-image"')
-    )  # it has a head that can be kept
+    # This model has a head that can be kept.
+    (tmp_path / "small.toml").write_text(BASE.replace('"linear"', '"auto-image"'))
     start = 'start = ["model.weights=random", "run.rounds=1", "run.seed=9"]'
     (tmp_path / "s.toml").write_text(
         STUDIES[STUDIES.index('[[study]]\nname = "later"') :] + start + "\nset = ['run.rounds=3']"
@@ -312,9 +311,8 @@ def test_a_study_starts_from_the_model_of_a_first_run(results: Any, tmp_path: Pa
         "export",
         "compare",
     ]
-    with pytest.raises(
-        DpfedError, match="give the same one"
-    ):  # another start is another path of weights
+    # Another start has another path of weights.
+    with pytest.raises(DpfedError, match="give the same one"):
         calls(sitting)
     (tmp_path / "s.toml").write_text(written.replace("run.seed=9", "run.sed=9"))
     with pytest.raises(DpfedError, match=r"run\.sed"):
@@ -354,11 +352,12 @@ def test_the_time_is_over_and_a_study_is_interrupted(results: Any, tmp_path: Pat
     assert log.read_text() == "begun\nin good order\n"
     assert results.interruptible([sys.executable, "-c", "raise SystemExit(3)"], log, 60) == 3
     log.unlink()
-    deaf = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a script's background
+    # As in the background of a script.
+    old = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         assert results.interruptible([sys.executable, "-c", code], log, 1.5) is None
     finally:
-        signal.signal(signal.SIGINT, deaf)
+        signal.signal(signal.SIGINT, old)
     assert log.read_text() == "begun\nin good order\n"
 
 
@@ -435,7 +434,8 @@ def test_a_difference_is_taken_over_the_seeds_that_both_have(results: Any) -> No
     assert float(arms[0]["mean"]) == pytest.approx(0.7)
     assert float(arms[0]["std"]) == pytest.approx(0.2)
     assert float(arms[0]["difference"]) == pytest.approx(0.15), "of 0.1 and 0.2"
-    half = 12.7062047 * 0.0707106781 / 2**0.5  # Student's t with one degree of freedom
+    # Student's t with one degree of freedom.
+    half = 12.7062047 * 0.0707106781 / 2**0.5
     assert float(arms[0]["interval_high"]) == pytest.approx(0.15 + half)
     assert arms[1]["difference"] == ""
 

@@ -80,19 +80,9 @@ def measure(
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    started = time.perf_counter()
     try:
-        step = make()
-        for _ in range(warm):
-            step()
-        _wait(cuda)
-        setup = time.perf_counter() - started
-        times = []
-        for _ in range(repeats):
-            begun = time.perf_counter()
-            step()
-            _wait(cuda)
-            times.append(1e3 * (time.perf_counter() - begun))
+        step, setup = _prepared(make, warm, cuda)
+        times = [_timed(step, cuda)[0] for _ in range(repeats)]
         peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
         return Measured(way, median(times), peak, setup)
     except Exception as error:
@@ -108,35 +98,42 @@ def measure(
 
 def measure_in_turn(ways: Sequence[Way], repeats: int, warm: int) -> tuple[Measured, ...]:
     """Time one step of each way per turn; the order rotates, so that all begin equally often."""
-    ready: dict[str, Step] = {}
-    setup: dict[str, float] = {}
-    failed: dict[str, Measured] = {}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name, _ in ways}
+    ready: dict[str, tuple[Step, float]] = {}
+    found: dict[str, Measured] = {}
     for name, make in ways:
-        started = time.perf_counter()
         try:
-            step = make()
-            for _ in range(warm):
-                step()
+            ready[name] = _prepared(make, warm, cuda=False)
         except Exception as error:
-            failed[name] = failure(name, error)
-            continue
-        ready[name], setup[name] = step, time.perf_counter() - started
+            found[name] = failure(name, error)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in ready}
     order = list(ready)
     for turn in range(repeats):
         first = turn % max(len(order), 1)
         for name in order[first:] + order[:first]:
-            clock, processor = time.perf_counter(), time.process_time()
-            ready[name]()
-            times[name].append(
-                (1e3 * (time.perf_counter() - clock), 1e3 * (time.process_time() - processor))
-            )
+            times[name].append(_timed(ready[name][0], cuda=False))
+    for name, (_, setup) in ready.items():
+        clock, processor = map(median, zip(*times[name], strict=True))
+        found[name] = Measured(name, clock, setup=setup, processor=processor)
+    return tuple(found[name] for name, _ in ways)
 
-    def found(name: str) -> Measured:
-        clock, processor = (median(column) for column in zip(*times[name], strict=True))
-        return Measured(name, clock, setup=setup[name], processor=processor)
 
-    return tuple(failed[name] if name in failed else found(name) for name, _ in ways)
+def _prepared(make: Callable[[], Step], warm: int, cuda: bool) -> tuple[Step, float]:
+    """Return a step after its first calls, and the seconds until then."""
+    started = time.perf_counter()
+    step = make()
+    for _ in range(warm):
+        step()
+    _wait(cuda)
+    return step, time.perf_counter() - started
+
+
+def _timed(step: Step, cuda: bool) -> tuple[float, float]:
+    """Return the milliseconds of one step by the wall clock and of processor time."""
+    clock = time.perf_counter()
+    processor = time.process_time()
+    step()
+    _wait(cuda)
+    return 1e3 * (time.perf_counter() - clock), 1e3 * (time.process_time() - processor)
 
 
 def failure(way: str, error: Exception) -> Measured:

@@ -40,7 +40,7 @@ def all_figures(groups: Sequence[Group], tables: Sequence[Table]) -> list[Figure
         histogram(groups, "sqrt_v_histogram", "sqrt-v", "√v"),
         histogram(groups, "abs_m_histogram", "abs-m", "|m|"),
     ]
-    return [figure for figure in found if figure is not None]
+    return [figure for figure in found if figure is not None and figure.rows]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ DIAGNOSTICS = (
 )
 
 
-def over_rounds(groups: Sequence[Group], curve: Measured) -> Figure | None:
+def over_rounds(groups: Sequence[Group], curve: Measured) -> Figure:
     """Draw the mean over seeds with a band from the lowest to the highest seed."""
     is_training = curve.section == "training"
     traces, rows = [], []
@@ -101,8 +101,6 @@ def over_rounds(groups: Sequence[Group], curve: Measured) -> Figure | None:
         traces.append(line(at, mean, group.label, i))
         columns = [mean, values.min(0).tolist(), values.max(0).tolist()][: 3 if is_training else 1]
         rows += [[group.label, *row] for row in zip(at, *columns, strict=True)]
-    if not traces:
-        return None
     caption = curve.caption
     y_axis = axis(curve.unit, rangemode="tozero")
     head = ["method", "round", curve.unit]
@@ -205,7 +203,7 @@ def bytes_per_round(known: Traffic) -> Figure | None:
     )
 
 
-def accuracy_against_bytes(known: Traffic) -> Figure | None:
+def accuracy_against_bytes(known: Traffic) -> Figure:
     traces, rows = [], []
     for i, group, traffic in known:
         at, values = group.bands("accuracy")
@@ -220,8 +218,6 @@ def accuracy_against_bytes(known: Traffic) -> Figure | None:
         y = (100 * values.mean(0)).tolist()
         traces.append(line(x, y, group.label, i))
         rows += [[group.label, *row] for row in zip(at, x, y, strict=True)]
-    if not traces:
-        return None
     return Figure(
         id="volume",
         section="communication",
@@ -251,8 +247,6 @@ def along_axis(table: Table, number_of: int) -> Figure | None:
         error = {"type": "data", "array": spread, "thickness": 1, "width": 4}
         traces.append({**trace, "marker": {"maxdisplayed": 0}, "error_y": error})
         rows += [[name, r.column, m, s] for r, m, s in zip(mine, means, spread, strict=True)]
-    if not rows:
-        return None
     categories = [inert(column) for column in columns]
     return Figure(
         id=f"axis-{number_of}",
@@ -269,7 +263,7 @@ def along_axis(table: Table, number_of: int) -> Figure | None:
     )
 
 
-def histogram(groups: Sequence[Group], key: str, id: str, unit: str) -> Figure | None:
+def histogram(groups: Sequence[Group], key: str, id: str, unit: str) -> Figure:
     """Draw the last recorded histogram of each group; of a single group, all recorded rounds."""
     recorded = [(i, g) for i, g in enumerate(groups) if any(run.diagnostics for run in g.runs)]
     is_alone = len(recorded) == 1
@@ -288,8 +282,6 @@ def histogram(groups: Sequence[Group], key: str, id: str, unit: str) -> Figure |
             noise = number(row.get("noise_std"))
             if noise and key.startswith("sqrt_v") and not marks:
                 marks.append({"value": noise, "text": "noise alone", "way": "x"})
-    if not traces:
-        return None
     return Figure(
         id=id,
         section="diagnostics",

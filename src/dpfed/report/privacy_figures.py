@@ -110,7 +110,7 @@ def _before_round_1(privacy: Privacy) -> float:
     return plotted_loss(privacy.planned.server(0)) if privacy.planned.prior else 0.0
 
 
-def accuracy_against_epsilon(groups: Sequence[Group]) -> Figure | None:
+def accuracy_against_epsilon(groups: Sequence[Group]) -> Figure:
     traces, rows = [], []
     for i, group in enumerate(groups):
         at, values = group.bands("accuracy")
@@ -124,8 +124,6 @@ def accuracy_against_epsilon(groups: Sequence[Group]) -> Figure | None:
             text = [f"round {t}" for t in shown]
             traces.append({**line(epsilons, accuracies, group.label, i), "text": text})
             rows += [[group.label, *point] for point in points]
-    if not traces:
-        return None
     return Figure(
         id="tradeoff",
         section="privacy",
