@@ -45,9 +45,9 @@ from dpfed.model.zoo.text import AutoText
 from dpfed.model.zoo.vision import AutoImage
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.registry import registry
+from dpfed.report.table_files import to_csv, to_json, to_latex, to_markdown
 from dpfed.studies.output import curves_of, search_csv, table_of
 from dpfed.studies.study import RUNS, STUDY, claim, conduct
-from dpfed.studies.tables import to_csv, to_json, to_latex, to_markdown
 from dpfed.training.backends.client_state import ClientStates
 from dpfed.training.budget.prior_spending import prior_spending_of
 from dpfed.training.budget.recorded_spending import read_recorded_spending
