@@ -157,10 +157,9 @@ def digits() -> Digits:
     parts = assemble(
         GlyphViT(lora=LoraSection(**{**lora, "targets": tuple(lora["targets"])})), spec
     )
-    table = Source().load().train
-    shards = partition(
-        table.labels, CLIENTS, deal["partition"], deal["alpha"], np.random.default_rng(0)
-    )
+    source = Source(clients=CLIENTS, partition=deal["partition"], alpha=deal["alpha"])
+    table = source.load().train
+    shards = partition(source, table, np.random.default_rng(0))
     pixels = parts.built.prepare({"pixel_values": torch.from_numpy(table.inputs["pixel_values"])})[
         "pixel_values"
     ]

@@ -28,7 +28,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from dpfed.algorithms import base as contract
 from dpfed.cli.main import app
-from dpfed.config import Config, DataSection, LoraSection, ModelSection, keys
+from dpfed.config import Config, DataSection, LoraSection, ModelSection
 from dpfed.registry import registry
 
 DOCS = Path(__file__).parents[1]
@@ -87,10 +87,12 @@ def key_table(cls: type[Any], leave_out: set[str] | frozenset[str] = frozenset()
         name: make() for name, make in factories.items() if make is not dataclasses.MISSING
     }
     rows = []
-    for name, sentence, default in keys(cls):
+    for field in dataclasses.fields(cls):
+        name = field.name
         if name in leave_out or dataclasses.is_dataclass(hints[name]):
             continue
-        made = made_anew.get(name, default)
+        sentence = next((a for a in get_args(hints[name])[1:] if isinstance(a, str)), "")
+        made = made_anew.get(name, field.default)
         shown = (
             "required"
             if made is dataclasses.MISSING

@@ -24,7 +24,7 @@ from dpfed.cli.progress import Watch
 from dpfed.cli.run import summary
 from dpfed.config import Config, build, overlay
 from dpfed.config.parsing import layer_of
-from dpfed.data.sources.given import source_of
+from dpfed.data.sources.in_memory import source_of
 from dpfed.data.tables import Source
 from dpfed.errors import DpfedError, DpfedWarning, python_phrases
 from dpfed.model.zoo.pretrained import HubSilentError

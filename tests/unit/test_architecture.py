@@ -31,7 +31,6 @@ LEVELS = {
     "config": 2,
     "accel": 2,
     "errors": 1,
-    "text": 1,
 }
 
 

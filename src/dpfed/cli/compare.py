@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from dpfed.errors import counted
 from dpfed.privacy.published import show_score, show_setting
-from dpfed.text import counted
 
 if TYPE_CHECKING:
     from dpfed.studies.study import ArmResult, EndedRun, Planned, Study

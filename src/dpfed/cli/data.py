@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dpfed.cli.overview import Command, Group
-from dpfed.text import counted
+from dpfed.errors import counted
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dpfed.cli.overview import Command, Group
-from dpfed.errors import DpfedError
-from dpfed.text import counted
+from dpfed.errors import DpfedError, counted
 
 if TYPE_CHECKING:
     from dpfed.config import Config

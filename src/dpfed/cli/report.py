@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from dpfed.text import counted
+from dpfed.errors import counted
 
 
 def report(

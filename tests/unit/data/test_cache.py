@@ -183,10 +183,8 @@ def test_two_writers_at_once_agree(own_cache: Path) -> None:
 
 
 def test_objects_are_never_written() -> None:
-    with pytest.raises(ValueError, match="plain file"):
+    with pytest.raises(ValueError, match="allow_pickle"):
         cached("k", lambda: {"x": np.array([{}], dtype=object)})
-    with pytest.raises(ValueError, match="plain file"):
-        cached("k", lambda: {"../x": np.zeros(1)})
 
 
 def test_the_key_changes_with_everything_that_matters(tmp_path: Path) -> None:

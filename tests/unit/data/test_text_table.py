@@ -89,9 +89,9 @@ def test_pairs(tmp_path: Path) -> None:
 def test_a_natural_partition_by_a_column(tmp_path: Path) -> None:
     from dpfed.data.partition import partition
 
+    section = TextTable(partition="natural", client_column="site")
     source = load(tmp_path, CSV, client_column="site", partition="natural")
-    rng = np.random.default_rng(0)
-    shards = partition(source.train.labels, 1, "natural", 1.0, rng, source.train.column("site"))
+    shards = partition(section, source.train, np.random.default_rng(0))
     assert [shards.of(i).tolist() for i in range(2)] == [[0, 2], [1]]
 
 

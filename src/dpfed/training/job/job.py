@@ -320,16 +320,7 @@ def exact(device: torch.device) -> torch.device:
 
 
 def shards_for(config: Config, source: Source, streams: Streams) -> Shards:
-    data = config.data
-    return partition(
-        source.train.labels,
-        data.clients,
-        data.partition,
-        data.alpha,
-        streams.generator("partition"),
-        owners=source.train.column(data.client_column),
-        units=source.train.column(data.unit_column),
-    )
+    return partition(config.data, source.train, streams.generator("partition"))
 
 
 def refuse_unreleasable(config: Config, source: Source) -> None:

@@ -58,7 +58,7 @@ def settings(*overrides: str) -> module.Config:
         ("run.participation=1.5", ["run.participation = 1.5", "<= 1"]),
         ("run.rounds=1.5", ["run.rounds = 1.5", "whole number"]),
         ("run.rounds=true", ["run.rounds = True", "whole number"]),
-        ("run.fleet_size=0", ["run.fleet_size = 0", "at least 1"]),
+        ("run.fleet_size=0", ["run.fleet_size = 0", ">= 1", "auto"]),
         ("runn.rounds=1", ["[runn]", "did you mean run"]),
         ("run=3", ["run = 3", "table"]),
         ("rounds", ["rounds", "section.key=value"]),

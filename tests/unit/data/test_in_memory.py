@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from dpfed.data.sources import REGISTRY
-from dpfed.data.sources.given import source_of
+from dpfed.data.sources.in_memory import source_of
 from dpfed.data.tables import Source
 from dpfed.errors import DpfedError
 
