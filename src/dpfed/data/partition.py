@@ -131,7 +131,8 @@ def _dirichlet(rng: np.random.Generator, alpha: float, length: int) -> np.ndarra
         return p
     if alpha > 1:
         return np.full(length, 1 / length)
-    return np.eye(1, length, int(rng.integers(length)))[0]
+    one_class: np.ndarray = np.eye(length)[rng.integers(length)]
+    return one_class
 
 
 RULES: dict[str, Callable[[np.ndarray, int, float, np.random.Generator], np.ndarray]] = {

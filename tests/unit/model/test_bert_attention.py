@@ -25,7 +25,7 @@ import dpfed.model.fast_paths.bert as twins
 from dpfed import accel
 from dpfed.model.fast_paths import windows
 from dpfed.model.fast_paths.windows import window_attention
-from dpfed.model.zoo.text import additive
+from dpfed.model.zoo.text_inputs import additive
 from dpfed.privacy.clipping import Clipping
 from dpfed.privacy.fixed_shape_sum import FixedSum, Pass
 from dpfed.privacy.record_batch import Records

@@ -36,10 +36,9 @@ from dpfed.model.zoo.text import (
     AutoText,
     MiniLM,
     RobertaBase,
-    additive,
     refuse_other_dropout,
-    tokens,
 )
+from dpfed.model.zoo.text_inputs import additive, tokens
 
 # ---- gradients: the padded batch against each record alone, unpadded
 
@@ -311,7 +310,7 @@ def test_encode_in_chunks_and_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     model = section(tokenizer(tmp_path))
     texts = {"text": strings("a", "good", "bad film", "so", "a film")}
     whole = model.encode(texts)
-    monkeypatch.setattr("dpfed.model.zoo.text.CHUNK", 2)
+    monkeypatch.setattr("dpfed.model.zoo.text.TEXTS_PER_CALL", 2)
     again = model.encode(texts)
     assert all(np.array_equal(whole[k], again[k]) for k in whole)
     assert {k: v.shape for k, v in model.encode({"text": strings()}).items()} == {

@@ -14,7 +14,7 @@ from gradient_case import vit
 
 from dpfed.errors import DpfedError
 from dpfed.model.task import InputSpec
-from dpfed.model.zoo import pretrained
+from dpfed.model.zoo import hub
 from dpfed.model.zoo.vision import AutoImage
 
 SPEC = InputSpec("image", "pixel_values", (1, 8, 8), 4)
@@ -22,7 +22,7 @@ SPEC = InputSpec("image", "pixel_values", (1, 8, 8), 4)
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretrained.reach.cache_clear()
+    hub.reach.cache_clear()
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.delenv("HF_TOKEN", raising=False)
 

@@ -23,8 +23,9 @@ from zoo_case import ZooCase, alone_image, lora, save, with_train
 from dpfed.errors import DpfedError
 from dpfed.model.build import block_sizes, describe_space
 from dpfed.model.per_sample.keyed_dropout import keep_mask, rule_of
+from dpfed.model.export_files import ImageInput
 from dpfed.model.task import InputSpec
-from dpfed.model.zoo.built import blurred, images
+from dpfed.model.zoo.image_inputs import blurred, images
 from dpfed.model.zoo.vision import AutoImage, SwinBase, SwinTiny, ViTBase, stages
 
 SPEC = InputSpec("image", "pixel_values", (3, 32, 32), 10)
@@ -258,7 +259,7 @@ def test_positions_of_a_pretrained_vit_are_fixed(tmp_path: Path) -> None:
 
 def test_images_are_repeated_resized_and_normalised_one_by_one() -> None:
     spec = InputSpec("image", "x", (1, 2, 2), 2, white=10.0)
-    prepare = images(spec, 4, 3, (0.5, 0.0, 0.0), (0.5, 1.0, 2.0))
+    prepare = images(ImageInput(spec, 4, 3, (0.5, 0.0, 0.0), (0.5, 1.0, 2.0)))
     x = torch.tensor([[[[0, 10], [0, 10]]], [[[5, 5], [5, 5]]]], dtype=torch.uint8)
     got = prepare({"x": x})["x"]
     # bilinear between the centres of two pixels: 0, a quarter, three quarters, 1
@@ -273,7 +274,7 @@ def test_smaller_images_are_averaged_not_picked() -> None:
     spec = InputSpec("image", "x", (1, 8, 8), 2, white=1.0)
     x = torch.zeros(1, 1, 8, 8, dtype=torch.uint8)
     x[..., 0::2] = 1
-    got = images(spec, 2, 1, (0.0,), (1.0,))({"x": x})["x"]
+    got = images(ImageInput(spec, 2, 1, (0.0,), (1.0,)))({"x": x})["x"]
     want = F.interpolate(x.float(), (2, 2), mode="bilinear", align_corners=False, antialias=True)
     torch.testing.assert_close(got, want)
     assert (got - 0.5).abs().max() < 0.1
@@ -359,13 +360,13 @@ def test_sharpened_images_have_more_detail_and_stay_in_range() -> None:
     x = torch.full((2, 1, 8, 8), 4, dtype=torch.uint8)
     x[0, 0, :, 4:] = 6
     plain, sharp = (
-        images(spec, 8, 1, (0.0,), (1.0,), sharpen=s)({"x": x})["x"] for s in (0.0, 2.0)
+        images(ImageInput(spec, 8, 1, (0.0,), (1.0,), sharpen=s))({"x": x})["x"] for s in (0.0, 2.0)
     )
     want = (plain * 10 + 2.0 * (plain * 10 - blurred(plain * 10))).clamp(0, 10) / 10
     torch.testing.assert_close(sharp, want)
     assert sharp[0].max() > plain[0].max() + 0.05
     torch.testing.assert_close(sharp[1], plain[1])  # without detail nothing changes
-    loud = images(spec, 8, 1, (0.0,), (1.0,), sharpen=50.0)({"x": x})["x"]
+    loud = images(ImageInput(spec, 8, 1, (0.0,), (1.0,), sharpen=50.0))({"x": x})["x"]
     assert loud.min() == 0
     assert loud.max() == 1
 
@@ -373,7 +374,7 @@ def test_sharpened_images_have_more_detail_and_stay_in_range() -> None:
 def test_bicubic_is_torchs_own_cut_to_the_range() -> None:
     spec = InputSpec("image", "x", (1, 4, 4), 2, white=1.0)
     x = (torch.rand(3, 1, 4, 4, generator=torch.Generator().manual_seed(0)) > 0.5).to(torch.uint8)
-    got = images(spec, 8, 1, (0.0,), (1.0,), resize="bicubic")({"x": x})["x"]
+    got = images(ImageInput(spec, 8, 1, (0.0,), (1.0,), resize="bicubic"))({"x": x})["x"]
     raw = F.interpolate(x.float(), (8, 8), mode="bicubic", align_corners=False)
     assert raw.max() > 1
     torch.testing.assert_close(got, raw.clamp(0, 1))
