@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
 from pathlib import Path
 
 import pytest
@@ -260,16 +259,3 @@ def test_overrides_read_toml_values_and_plain_strings() -> None:
     items = ["a.number=1e-3", "a.flag=true", "a.path=some/where", 'a.list=["x", "y"]']
     expected = {"number": 1e-3, "flag": True, "path": "some/where", "list": ["x", "y"]}
     assert overrides_layer(items) == {"a": expected}
-
-
-def test_every_key_has_a_sentence() -> None:
-    classes = [
-        module.DataSection,
-        module.ModelSection,
-        module.LoraSection,
-        module.PrivacySection,
-        module.RunSection,
-    ]
-    for cls in [*classes, *REGISTRY.algorithm.values()]:
-        for name, sentence, _ in module.keys(cls):
-            assert re.search(r"\w", sentence) or name == "lora", (cls, name)

@@ -149,7 +149,7 @@ def test_a_folder_that_cannot_be_written_does_not_fail_the_run(
 def test_a_killed_writer_leaves_nothing_that_is_read(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process ends between the last file and the rename: the next one builds anew, and old remains are swept."""
+    """A process killed before the rename leaves a folder that is ignored and later removed."""
 
     class Killed(BaseException):
         pass

@@ -71,8 +71,14 @@ def test_disjoint_and_complete_for_any_alpha(rule: str, alpha: float) -> None:
         assert shards.sizes.tolist() == [250] * 4  # floor(n/N), 3 left over
 
 
-@given(st.sampled_from(["iid", "dirichlet_equal"]), st.integers(1, 200), st.integers(1, 30), st.integers(1, 12),
-       st.sampled_from([1e-3, 0.1, 1.0, 100.0]), st.integers(0, 2**31))  # fmt: skip
+@given(
+    st.sampled_from(["iid", "dirichlet_equal"]),
+    st.integers(1, 200),
+    st.integers(1, 30),
+    st.integers(1, 12),
+    st.sampled_from([1e-3, 0.1, 1.0, 100.0]),
+    st.integers(0, 2**31),
+)
 @settings(max_examples=120, deadline=None)
 def test_equal_sizes_for_any_shape(
     rule: str, records: int, clients: int, classes: int, alpha: float, seed: int
@@ -87,8 +93,13 @@ def test_equal_sizes_for_any_shape(
     assert shards.sizes.tolist() == [records // clients] * clients
 
 
-@given(st.integers(20, 300), st.integers(1, 6), st.integers(1, 12), st.sampled_from([0.05, 1.0, 100.0]),
-       st.integers(0, 2**31))  # fmt: skip
+@given(
+    st.integers(20, 300),
+    st.integers(1, 6),
+    st.integers(1, 12),
+    st.sampled_from([0.05, 1.0, 100.0]),
+    st.integers(0, 2**31),
+)
 @settings(max_examples=80, deadline=None)
 def test_classwise_uses_every_record_or_names_the_empty_client(
     records: int, clients: int, classes: int, alpha: float, seed: int
@@ -129,7 +140,7 @@ def test_tiny_alpha_gives_a_client_almost_one_class_while_it_lasts() -> None:
 
 @pytest.mark.parametrize("alpha", [1e100, 1e308, float("inf")])
 def test_a_huge_alpha_is_even_not_one_hot(alpha: float) -> None:
-    """Its gamma draws overflow; falling back to a single class would be the opposite of what was asked for."""
+    """Its gamma draws overflow; equal shares are the limit, not a single class."""
     labels = np.repeat(np.arange(10), 200)
     assert skew(split("dirichlet_equal", labels, 10, alpha), labels) < 0.2
     assert skew(split("dirichlet_classwise", labels, 10, alpha), labels) < 0.2

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from dpfed.config import ModelSection
 from dpfed.errors import DpfedError
 from dpfed.model.zoo.built import zero_head
 from dpfed.model.zoo.hub import first_line, folder_of, json_beside, source_of
@@ -23,11 +25,9 @@ HEADS = ("classifier", "score", "head", "cls_classifier")
 MAX_FRESH_MODULES = 4
 
 
-class NeedsWeights:
-    """Part of a `[model]` section that cannot be built without a choice of weights."""
-
-    name: str
-    weights: str | None
+@dataclass(frozen=True)
+class PretrainedSection(ModelSection):
+    """A `[model]` section that cannot be built without a choice of weights."""
 
     def chosen(self) -> str | None:
         """Return the folder or hub name of the weights, or None for random ones."""

@@ -32,7 +32,7 @@ from dpfed.model.zoo.pooling import (
 )
 from dpfed.model.zoo.pretrained import (
     Head,
-    NeedsWeights,
+    PretrainedSection,
     config_of,
     model_of,
     refuse_other,
@@ -65,7 +65,7 @@ DROPOUT = (
 
 
 @dataclass(frozen=True)
-class TextSection(NeedsWeights, ModelSection):
+class TextSection(PretrainedSection):
     """Keys and steps that all language models share."""
 
     causal: ClassVar[bool] = False

@@ -11,7 +11,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Lt
 
-from dpfed.config import ModelSection
 from dpfed.errors import DpfedError
 from dpfed.model.export_files import ImageInput, image_companions
 from dpfed.model.task import InputSpec
@@ -19,7 +18,7 @@ from dpfed.model.zoo.built import Built
 from dpfed.model.zoo.image_inputs import IMAGENET, expect_images, images
 from dpfed.model.zoo.pretrained import (
     Head,
-    NeedsWeights,
+    PretrainedSection,
     config_of,
     model_of,
     public_constants,
@@ -64,7 +63,7 @@ def check_swin(name: str, image: int, patch: int, window: int, count: int, fixed
 
 
 @dataclass(frozen=True)
-class VisionSection(NeedsWeights, ModelSection):
+class VisionSection(PretrainedSection):
     """Keys and steps that all image classifiers of `transformers` share."""
 
     image_size: Annotated[

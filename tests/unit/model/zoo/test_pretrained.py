@@ -120,7 +120,8 @@ def test_the_head_is_new_even_where_the_classes_agree(tmp_path: Path) -> None:
 
 def test_code_that_comes_with_weights_is_never_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
-        '{"model_type": "mine", "auto_map": {"AutoConfig": "evil.Config", "AutoModelForImageClassification": "evil.M"}}'
+        '{"model_type": "mine", "auto_map": {"AutoConfig": "evil.Config", '
+        '"AutoModelForImageClassification": "evil.M"}}'
     )
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     with pytest.raises(DpfedError, match="cannot be used"):

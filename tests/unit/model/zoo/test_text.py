@@ -1,4 +1,4 @@
-"""Language models: tokens, masks with real padding, per-sample gradients, causal loss, MiniLM from its package."""
+"""Language models: tokens, padding, per-sample gradients, causal loss, and MiniLM's package."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_classifiers_equal_the_unpadded_loop(
 @pytest.mark.parametrize("train", ["lora", "full"])
 @pytest.mark.parametrize("build", [gpt2, llama, mistral])
 def test_language_models_equal_the_unpadded_loop(build: Any, train: str, tmp_path: Path) -> None:
-    """The reference is transformers' own loss of the unpadded record. GPT-2's full training has tied embeddings."""
+    """The reference is transformers' own loss of the unpadded record; GPT-2 ties embeddings."""
     case = ZooCase(
         with_train(AutoCausal(weights=save(build(), tmp_path), max_length=8), train),
         text_spec(classes=1),

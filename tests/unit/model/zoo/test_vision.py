@@ -1,4 +1,4 @@
-"""Vision Transformers: the paper's shapes and counts, gradients of small versions, sizes, resizing, weights."""
+"""Vision Transformers: shapes and counts of the paper, gradients, image sizes, weights."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from zoo_case import ZooCase, alone_image, lora, save, with_train
 
 from dpfed.errors import DpfedError
 from dpfed.model.build import block_sizes, describe_space
-from dpfed.model.per_sample.keyed_dropout import keep_mask, rule_of
 from dpfed.model.export_files import ImageInput
+from dpfed.model.per_sample.keyed_dropout import keep_mask, rule_of
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo.image_inputs import blurred, images
 from dpfed.model.zoo.vision import AutoImage, SwinBase, SwinTiny, ViTBase, stages
@@ -52,7 +52,7 @@ def vit_count(d: int, layers: int, mlp: int, classes: int) -> int:
 
 
 def test_parameter_counts_of_the_paper() -> None:
-    """Formulae from the table of architectures; the figures are those published for ImageNet less 990 classes."""
+    """The counts are those published for ImageNet, less 990 classes."""
     counts = {
         ViTBase: (vit_count(768, 12, 3072, 10), 85_806_346),
         SwinTiny: (swin_count(96, (2, 2, 6, 2), (3, 6, 12, 24), 10), 27_527_044),
@@ -64,8 +64,7 @@ def test_parameter_counts_of_the_paper() -> None:
 
 
 def test_blocks_of_swin_base() -> None:
-    """LoRA on q, k, v and o. SPEC counts 1,200 for a fused qkv with one A (3H + 1 + 2 per layer); three separate
-    projections have three A, so 3H + 3 + 2: two more in each of the 24 layers."""
+    """LoRA on q, k, v and o: three separate projections have three A, so 3H + 3 + 2 per layer."""
     section = SwinBase(
         weights="random", lora=lora(r=16, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
     )
@@ -119,7 +118,7 @@ def test_gradients_equal_the_loop(build: object, train: str, tmp_path: Path) -> 
 
 
 class Fixed(nn.Module):
-    """Stochastic depth with its decision made: the branch of this record is kept (and scaled) or not."""
+    """Stochastic depth for a given draw: the branch of this record is scaled or dropped."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -215,7 +214,7 @@ def test_sizes_that_cannot_work_are_refused_with_some_that_do(
 def test_sizes_that_are_accepted_do_work(
     keys: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a narrow Swin with the same geometry: the promise of the check is a forward pass that runs."""
+    """A narrow Swin of the same geometry runs its forward pass if the check accepts it."""
     monkeypatch.setattr(
         SwinTiny, "shape", {"embed_dim": 4, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 1, 1)}
     )
@@ -311,7 +310,7 @@ def test_other_data_is_refused(spec: InputSpec, tmp_path: Path) -> None:
 
 
 def test_any_image_classifier(tmp_path: Path) -> None:
-    """DeiT has rules of its own; ResNet's BatchNorm is frozen by LoRA, and its classifier is a sequence of modules."""
+    """DeiT has its own rules. LoRA freezes ResNet's BatchNorm; its head is a sequence."""
     config = DeiTConfig(
         hidden_size=8,
         num_hidden_layers=1,
