@@ -46,6 +46,13 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{plural}"
 
 
+def reason(error: BaseException) -> str:
+    """Return the first line of an error's message, or its class name."""
+    text = getattr(error, "strerror", None) or str(error).strip()
+    lines = text.splitlines() or [type(error).__name__]
+    return str(lines[0][:200].rstrip("."))
+
+
 class DpfedWarning(UserWarning):
     """A warning of `dpfed.fine_tune` about a setting to change or a limit of the result."""
 

@@ -152,7 +152,7 @@ LISTED_AS = {"data": "datasets", "model": "models", "algorithm": "algorithms"}
 def _named(
     section: str, raw: Mapping[str, Any], known: Mapping[str, type[Any]], default: str
 ) -> Any:
-    """Return the section's dataclass that its `name` selects."""
+    """Parse a section with the dataclass that its `name` selects."""
     table = dict(raw.get(section, {}))
     name = table.pop("name", default)
     if not isinstance(name, str) or name not in known:

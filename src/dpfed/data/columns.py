@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from dpfed.data.cache import text_array
-from dpfed.data.files import lines_of, read_bytes, reading, reason
-from dpfed.errors import DpfedError
+from dpfed.data.files import lines_of, read_bytes, reading
+from dpfed.errors import DpfedError, reason
 
 LONGEST_FIELD = 1 << 27
 LONGEST_HEADER = 1 << 16
@@ -119,7 +119,7 @@ def plain_column(column: list[Any]) -> np.ndarray | None:
 
 
 def read_columns(path: Path) -> Columns:
-    """Return the table of a file by the reader of its suffix."""
+    """Read a table with the reader for the suffix of its file."""
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise DpfedError(f"{path} must end in {', '.join(READERS)}")

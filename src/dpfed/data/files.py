@@ -18,7 +18,7 @@ import numpy as np
 from dpfed.config import DataSection
 from dpfed.data.cache import Arrays, cached
 from dpfed.data.tables import Source, Table
-from dpfed.errors import DpfedError
+from dpfed.errors import DpfedError, reason
 
 # Largest size of an archive member: above every published file, below the memory of a machine.
 MOST_BYTES = 1 << 30
@@ -65,12 +65,6 @@ def reading(path: Path | str) -> Iterator[None]:
         raise
     except DAMAGE as error:
         raise DpfedError(f"{path} cannot be read: {reason(error)}") from None
-
-
-def reason(error: BaseException) -> str:
-    """Return the first line of an error's message, or its class name."""
-    text = getattr(error, "strerror", None) or str(error)
-    return text.splitlines()[0][:200] if text.strip() else type(error).__name__
 
 
 def read_bytes(path: Path) -> bytes:

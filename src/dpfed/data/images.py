@@ -12,8 +12,7 @@ from typing import Literal
 import numpy as np
 from PIL import Image, ImageOps
 
-from dpfed.data.files import reason
-from dpfed.errors import DpfedError
+from dpfed.errors import DpfedError, reason
 
 Colour = Literal["rgb", "grey"]
 # Largest image before resizing; a larger one is a mistake or an attack.
@@ -81,11 +80,10 @@ def decode_all(
     read  returns the content of the i-th file
     hint  remedy in the message about the first image of another shape
     """
-    return stack(lambda i: decode(read(i), labels[i], colour, size), labels, hint)
 
+    def image_of(i: int) -> np.ndarray:
+        return decode(read(i), labels[i], colour, size)
 
-def stack(image_of: Callable[[int], np.ndarray], labels: Sequence[str], hint: str) -> np.ndarray:
-    """Return the images of `image_of(i)` in one array; refuse images of different shapes."""
     with warnings.catch_warnings():
         # Pillow warns about unusual metadata, which is not used.
         warnings.simplefilter("ignore")

@@ -96,7 +96,7 @@ def _is_number(text: str) -> bool:
 
 
 def _text(value: Any, place: str) -> str:
-    """Return one spelling for 1, 1.0, true and "1"."""
+    """Return a label as text; 1, 1.0, true and "1" give the same text."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool | int):

@@ -84,7 +84,7 @@ class Source:
 
 
 def expect_labels(labels: np.ndarray, classes: int, label: str, remedy: str = "") -> None:
-    """Raise DpfedError for the first label that is not a class number."""
+    """Raise DpfedError for the first label outside 0 to classes - 1."""
     bad = np.flatnonzero((labels < 0) | (labels >= classes))
     if len(bad):
         raise DpfedError(

@@ -23,11 +23,10 @@ from annotated_types import Ge, Le
 from dpfed.config import DataSection
 from dpfed.data.cache import Arrays, cached, key_of
 from dpfed.data.columns import Columns
-from dpfed.data.files import reason
 from dpfed.data.images import Colour, decode_all
 from dpfed.data.labels import Column, encode
 from dpfed.data.tables import Kind, Source, Table
-from dpfed.errors import DpfedError
+from dpfed.errors import DpfedError, reason
 
 VERSION = 1
 Count = Annotated[int, Ge(2)]
@@ -156,7 +155,7 @@ def fetch(wanted: str, subset: str | None, splits: tuple[str, str]) -> list[Any]
 
 
 def columns_of(split: Any, label: str, without: str | None) -> Columns:
-    """Return all columns but that of the images, which are decoded one by one."""
+    """Return all columns of a split except the images, which are decoded later."""
     try:
         names = [name for name in split.column_names if name != without]
         values = {name: list(split.with_format(None)[name]) for name in names}

@@ -17,10 +17,9 @@ import numpy as np
 from annotated_types import Ge
 
 from dpfed.config import DataSection
-from dpfed.data.files import reason
 from dpfed.data.labels import MOST_CLASSES
 from dpfed.data.tables import Source, Table
-from dpfed.errors import DpfedError
+from dpfed.errors import DpfedError, reason
 
 NEEDED = ("x_train", "y_train", "x_test", "y_test")
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from dpfed.errors import DpfedError
+from dpfed.errors import DpfedError, reason
 
 # Seconds to wait for the hub's first answer.
 SECONDS = 5.0
@@ -82,9 +82,9 @@ def reach(name: str, key: str) -> None:
                 f"{key} = {name!r} is neither a folder here nor a public model on the hub"
             ) from None
     except (OSError, ValueError) as error:
-        reason = str(getattr(error, "reason", error))[:80]
+        cause = str(getattr(error, "reason", error))[:80]
         raise DpfedError(
-            f"{key} = {name!r} is not a folder here, and the hub cannot be reached ({reason}): "
+            f"{key} = {name!r} is not a folder here, and the hub cannot be reached ({cause}): "
             "download the model elsewhere and give its folder"
         ) from None
 
@@ -176,8 +176,4 @@ def json_beside(weights: str, name: str) -> tuple[Path, Any] | None:
     try:
         return path, json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise DpfedError(f"{path} cannot be read: {first_line(error)}") from None
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160].rstrip(".")
+        raise DpfedError(f"{path} cannot be read: {reason(error)}") from None

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from dpfed.config import ModelSection
-from dpfed.errors import DpfedError
+from dpfed.errors import DpfedError, reason
 from dpfed.model.zoo.built import zero_head
-from dpfed.model.zoo.hub import first_line, folder_of, json_beside, source_of
+from dpfed.model.zoo.hub import folder_of, json_beside, source_of
 
 Head = Literal["new", "kept"]
 HEADS = ("classifier", "score", "head", "cls_classifier")
@@ -72,7 +72,7 @@ def config_of(weights: str, **changes: Any) -> Any:
     except Exception as error:
         # Values of wrong types or out of range raise errors of many classes.
         raise DpfedError(
-            f"the configuration of {weights!r} cannot be used: {first_line(error)}"
+            f"the configuration of {weights!r} cannot be used: {reason(error)}"
         ) from None
 
 
@@ -153,7 +153,7 @@ def _shaped(auto: Any, config: Any, weights: str | None) -> nn.Module:
     except Exception as error:
         # Sizes that do not fit together fail anywhere inside a model.
         what = "of this shape" if weights is None else f"of {weights!r}"
-        raise DpfedError(f"a model {what} cannot be built: {first_line(error)}") from None
+        raise DpfedError(f"a model {what} cannot be built: {reason(error)}") from None
     return model
 
 
@@ -178,9 +178,7 @@ def _load(auto: Any, config: Any, weights: str) -> tuple[nn.Module, set[str], se
         )
     except Exception as error:
         # Damaged files raise errors of many classes.
-        raise DpfedError(
-            f"the weights in {weights!r} cannot be loaded: {first_line(error)}"
-        ) from None
+        raise DpfedError(f"the weights in {weights!r} cannot be loaded: {reason(error)}") from None
     finally:
         logging.set_verbosity(before)
     misfit = {entry if isinstance(entry, str) else entry[0] for entry in info["mismatched_keys"]}
@@ -221,7 +219,7 @@ def public_constants(weights: str | None) -> tuple[tuple[float, ...], tuple[floa
     except KeyError:
         return None
     except (ValueError, TypeError, OverflowError) as error:
-        raise DpfedError(f"{path} cannot be read: {first_line(error)}") from None
+        raise DpfedError(f"{path} cannot be read: {reason(error)}") from None
     return mean, std
 
 
@@ -248,5 +246,5 @@ def load_tensors(model: nn.Module, weights: str, name: str, new_head: str | None
     except Exception as error:
         # Missing or damaged files and other shapes raise errors of many classes.
         raise DpfedError(
-            f"model.weights = {weights!r} cannot be loaded into {name}: {first_line(error)}"
+            f"model.weights = {weights!r} cannot be loaded into {name}: {reason(error)}"
         ) from None

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpfed.errors import DpfedError
+from dpfed.errors import DpfedError, reason
 from dpfed.model.blocks import inner_config
 from dpfed.model.zoo.built import Prepare
-from dpfed.model.zoo.hub import first_line, source_of
+from dpfed.model.zoo.hub import source_of
 
 
 @lru_cache(maxsize=4)
@@ -47,7 +47,7 @@ def plain_tokenizer(name: str, key: str) -> Any:
     except Exception as error:
         # Missing, damaged or unknown files raise errors of many classes.
         raise DpfedError(
-            f"{key} = {name!r} has no tokenizer that can be loaded ({first_line(error)}): "
+            f"{key} = {name!r} has no tokenizer that can be loaded ({reason(error)}): "
             "set model.tokenizer to a folder with tokenizer.json"
         ) from None
     if made_up:
@@ -103,7 +103,7 @@ def _form(model: nn.Module, ahead: bool | None) -> Prepare:
 
 
 def _arguments(model: nn.Module) -> set[str]:
-    """Return the arguments of the forward, and of the body if the head passes others on."""
+    """Return the arguments of the model, and of its body if the model passes any on."""
     found = set(inspect.signature(model.forward).parameters)
     body = getattr(model, str(getattr(model, "base_model_prefix", "")), None)
     if "kwargs" in found and isinstance(body, nn.Module):

@@ -34,7 +34,7 @@ SMALL_WINDOW = 32
 
 
 def stages(image: int, patch: int, count: int) -> list[int]:
-    """Return the patches along a side in each stage of a Swin; odd numbers are padded to halve."""
+    """Return the patches per side in each stage of a Swin; a stage halves them, rounded up."""
     out = [-(-image // patch)]
     for _ in range(count - 1):
         out.append(-(-out[-1] // 2))
@@ -177,7 +177,7 @@ class SwinSection(VisionSection):
             check_swin(self.name, image, patch, window, count, fixed=False)
 
     def _sizes(self) -> tuple[int, int, int]:
-        """Return the sides of an image, a patch and a window of random weights."""
+        """Return the sides of an image, a patch and a window for random weights."""
         return (
             self.image_size or USUAL_SIDE,
             self.patch_size or USUAL_PATCH,
