@@ -31,7 +31,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from dpfed.cli.main import app
 from dpfed.cli.main import main as dpfed
-from dpfed.config import Config, DataSection, LoraSection, ModelSection, keys
+from dpfed.config import Config, DataSection, LoraSection, ModelSection
 from dpfed.registry import registry
 
 DOCS = Path(__file__).parents[1]
@@ -83,14 +83,14 @@ def _toml(value: Any) -> str:
 def key_table(cls: type[Any], leave_out: frozenset[str] = frozenset()) -> list[str]:
     """Return a table of the keys of a section; tables of their own are left out."""
     hints = get_type_hints(cls, include_extras=True)
-    fields = {field.name: field for field in dataclasses.fields(cls)}
     rows = []
-    for name, sentence, default in keys(cls):
+    for field in dataclasses.fields(cls):
+        name, default = field.name, field.default
         if name in leave_out or dataclasses.is_dataclass(hints[name]):
             continue
-        factory = fields[name].default_factory
-        if factory is not dataclasses.MISSING:
-            default = factory()
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        sentence = next((a for a in get_args(hints[name])[1:] if isinstance(a, str)), "")
         shown = f"`{_toml(default)}`"
         if default is dataclasses.MISSING:
             shown = "required"

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from dpfed.config import LoraSection, ModelSection
 from dpfed.model.build import AssembledModel, assemble
+from dpfed.model.export_files import ImageInput
 from dpfed.model.per_sample.gradients import call, cast
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo import REGISTRY
-from dpfed.model.zoo.built import Built, fresh_head, normalise
+from dpfed.model.zoo.built import Built, fresh_head
+from dpfed.model.zoo.image_inputs import images
 from dpfed.privacy.record_batch import Records
 
 # The least number of synthetic records; larger cohorts have two for each of their records.
@@ -91,8 +93,8 @@ class _Small(ModelSection):
     case: str = ""
 
     def build(self, spec: InputSpec) -> Built:
-        prepare = normalise(spec.name, spec.white, (0.5,) * 3, (0.25,) * 3)
-        return Built(SMALL[self.case](spec), "classifier", prepare)
+        inputs = images(ImageInput(spec, None, 3, (0.5,) * 3, (0.25,) * 3))
+        return Built(SMALL[self.case](spec), "classifier", inputs)
 
 
 GPU = (

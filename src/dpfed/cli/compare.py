@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from dpfed.cli.options import AsJson, Debug, Overrides, Target, show
-from dpfed.errors import DpfedError, StoppedError
+from dpfed.errors import DpfedError, StoppedError, counted
 from dpfed.privacy.published import show_setting
-from dpfed.text import counted
 
 if TYPE_CHECKING:
     from dpfed.report.tables import Table

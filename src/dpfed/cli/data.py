@@ -9,7 +9,7 @@ import typer
 
 from dpfed.cli.options import AsJson, Debug, Overrides, Target, settings_of, show
 from dpfed.cli.overview import Command, Group
-from dpfed.text import counted
+from dpfed.errors import counted
 
 if TYPE_CHECKING:
     import numpy as np

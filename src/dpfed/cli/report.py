@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from dpfed.cli.options import AsJson, Debug, show
-from dpfed.errors import DpfedError
-from dpfed.text import counted
+from dpfed.errors import DpfedError, counted
 
 
 def report(

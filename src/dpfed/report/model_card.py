@@ -12,10 +12,10 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 
 from dpfed.config import Config
+from dpfed.errors import counted
 from dpfed.model.export_files import Companions
 from dpfed.privacy.accounting.guarantee import NOT_COVERED, PUBLIC
 from dpfed.privacy.published import show_delta, show_loss, show_score
-from dpfed.text import counted
 from dpfed.training.budget.recorded_spending import NO_PRIVACY, SEEDED, RecordedSpending
 from dpfed.training.export import ADAPTED_CONFIG, base_of, export, read_run
 from dpfed.training.job.notes import dealt_note

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dpfed.errors import counted
 from dpfed.privacy.accounting.guarantee import NOT_COVERED, PUBLIC
 from dpfed.privacy.published import show_loss, show_percent
 from dpfed.report.figure import joined, short
 from dpfed.report.run_reader import Group, RunData, number
 from dpfed.report.tables import Row, Table, best_of, larger_epsilon, size
-from dpfed.text import counted
 from dpfed.training.budget.recorded_spending import NO_PRIVACY, SEEDED
 
 NO_PRIVACY_BANNER = "No privacy: runs on this page were trained without differential privacy."

@@ -16,7 +16,7 @@ from typing import Any
 
 from dpfed.config import Config
 from dpfed.errors import DpfedError
-from dpfed.model.zoo.pretrained import HubSilentError, hub_file, hub_metadata
+from dpfed.model.zoo.hub import HubSilentError, hub_file, hub_metadata
 from dpfed.privacy.accounting.guarantee import UNCOUNTED, Prior, PriorSpending
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.training.budget.recorded_spending import NO_PRIVACY, SEEDED, RecordedSpending

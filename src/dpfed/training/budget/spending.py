@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dpfed.errors import DpfedError, StoppedError
+from dpfed.errors import DpfedError, StoppedError, counted
 from dpfed.privacy.accounting.guarantee import (
     FEW,
     NO_PRIOR_SPENDING,
@@ -29,7 +29,6 @@ from dpfed.privacy.ledger.ledger import Charge, Ledger
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.plan import Plan, Schedule
 from dpfed.privacy.published import show_setting
-from dpfed.text import counted
 from dpfed.training.job.job import Job
 
 EXTENSION = "statement"  # whose void rows say how many rounds were added: `round` clients to draw from, for `steps` rounds
