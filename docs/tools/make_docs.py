@@ -251,7 +251,7 @@ def api() -> str:
     import dpfed
     from dpfed import errors
     from dpfed.config import load
-    from dpfed.privacy.accounting.planner import plan_from_numbers
+    from dpfed.privacy.accounting.planner import PlanNumbers
     from dpfed.training.run import run
 
     lines = [
@@ -267,7 +267,7 @@ def api() -> str:
         "",
         *described("dpfed.config.load", load, 3),
         *described("dpfed.training.run.run", run, 3),
-        *described("dpfed.privacy.accounting.planner.plan_from_numbers", plan_from_numbers, 3),
+        *described("dpfed.privacy.accounting.planner.PlanNumbers", PlanNumbers, 3),
         "## The contract of an algorithm",
         "",
         "What [Add an algorithm](../guides/add-an-algorithm.md) builds on.",
@@ -369,9 +369,9 @@ SIGMAS, RECORDS = (0.6, 0.8, 1.0, 1.5, 2.0, 4.0), (250, 1000, 4000, 16000)
 def cell(sigma: float, records: int) -> float:
     """Epsilon of a client in every round: batch 16, 100 rounds of 10 local steps, delta 1e-5."""
     from dpfed.algorithms.base import Releases
-    from dpfed.privacy.accounting.planner import plan_from_numbers
+    from dpfed.privacy.accounting.planner import PlanNumbers
 
-    plan = plan_from_numbers(
+    plan = PlanNumbers(
         records=records,
         batch=16,
         rounds=100,
@@ -385,7 +385,7 @@ def cell(sigma: float, records: int) -> float:
         clients=None,
         releases=Releases(),
         colluding=0,
-    )
+    ).planned()
     return plan.server_worst
 
 

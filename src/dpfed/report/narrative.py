@@ -12,7 +12,7 @@ from dpfed.report.figures import joined, short
 from dpfed.report.run_reader import Group, RunData, number
 from dpfed.studies.tables import Row, Table, best_of, larger_epsilon, size
 from dpfed.text import counted
-from dpfed.training.budget.recorded_spending import NO_PRIVACY, SEEDED
+from dpfed.training.budget.release import NO_PRIVACY, SEEDED
 from dpfed.training.callbacks.public_figures import LEFT_OUT
 
 OPERATOR = (
