@@ -242,9 +242,9 @@ RECORDS = (250, 1000, 4000, 16000)
 def cell(sigma: float, records: int) -> float:
     """Return epsilon of a client in every round: batch 16, 100 rounds of 10 steps, delta 1e-5."""
     from dpfed.algorithms.base import Releases
-    from dpfed.privacy.accounting.planner import plan_from_numbers
+    from dpfed.privacy.accounting.planner import PlanNumbers
 
-    plan = plan_from_numbers(
+    numbers = PlanNumbers(
         records=records,
         batch=16,
         rounds=100,
@@ -259,7 +259,7 @@ def cell(sigma: float, records: int) -> float:
         releases=Releases(),
         colluding=0,
     )
-    return plan.server_worst
+    return numbers.planned().server_worst
 
 
 def epsilon_table() -> str:

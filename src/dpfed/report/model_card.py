@@ -16,7 +16,8 @@ from dpfed.errors import counted
 from dpfed.model.export_files import Companions
 from dpfed.privacy.accounting.guarantee import NOT_COVERED, PUBLIC
 from dpfed.privacy.published import show_delta, show_loss, show_score
-from dpfed.training.budget.recorded_spending import NO_PRIVACY, SEEDED, RecordedSpending
+from dpfed.training.budget.recorded_spending import RecordedSpending
+from dpfed.training.budget.release import NO_PRIVACY, SEEDED
 from dpfed.training.export import ADAPTED_CONFIG, base_of, export, read_run
 from dpfed.training.job.notes import dealt_note
 from dpfed.training.run_folder.atomic_file import write_file

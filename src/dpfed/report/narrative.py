@@ -12,7 +12,7 @@ from dpfed.privacy.published import show_loss, show_percent
 from dpfed.report.figure import joined, short
 from dpfed.report.run_reader import Group, RunData, number
 from dpfed.report.tables import Row, Table, best_of, larger_epsilon, size
-from dpfed.training.budget.recorded_spending import NO_PRIVACY, SEEDED
+from dpfed.training.budget.release import NO_PRIVACY, SEEDED
 
 NO_PRIVACY_BANNER = "No privacy: runs on this page were trained without differential privacy."
 SEEDED_BANNER = (

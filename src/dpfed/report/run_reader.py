@@ -15,7 +15,8 @@ import numpy as np
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting.guarantee import Planned
 from dpfed.report.labels import ALIKE, labels
-from dpfed.training.budget.recorded_spending import NO_PRIVACY, is_run, read_recorded_spending
+from dpfed.training.budget.recorded_spending import is_run, read_recorded_spending
+from dpfed.training.budget.release import NO_PRIVACY
 from dpfed.training.callbacks.diagnostics import read_diagnostics
 from dpfed.training.callbacks.public_figures import (
     FIGURES,

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import dpfed
-from dpfed.privacy.ledger.ledger import Charge, Ledger
+from dpfed.privacy.ledger.charge import Charge
+from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.private_files import make_private_folder, open_private, restrict_tree
 

@@ -26,7 +26,8 @@ from safetensors.torch import load_file
 
 from dpfed.data.tables import Source, Table
 from dpfed.errors import DpfedError
-from dpfed.privacy.ledger.ledger import Charge, Ledger
+from dpfed.privacy.ledger.charge import Charge
+from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.training.budget.recorded_spending import read_recorded_spending
 from dpfed.training.callbacks.progress import ProgressDisplay
 from dpfed.training.job.job import Job
