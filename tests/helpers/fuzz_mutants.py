@@ -1,6 +1,6 @@
 """Valid files changed at random: bytes of any file, and values of those that are JSON or TOML.
 
-Everything follows from the generator that is handed over: Hypothesis's own in the tests, a seeded one in scripts/fuzz.py.
+Everything follows from the generator that is handed over: Hypothesis's own in the tests, a seeded one in tests/helpers/fuzz_loop.py.
 """
 
 from __future__ import annotations

@@ -92,9 +92,10 @@ def _serve(
     from dpfed.cli.progress import Watch
     from dpfed.cli.run import opening
     from dpfed.federation.flower.link import own_grid
+    from dpfed.federation.flower.transport import GridTransport
     from dpfed.federation.keys import AUTHORITY
     from dpfed.federation.links import client_keys, superlink
-    from dpfed.federation.server.serving import serve_over
+    from dpfed.federation.server.serving import Hooks, serve_over
     from dpfed.training.job.job import Job, client_names
     from dpfed.training.run_folder.folder import refuse_occupied
 
@@ -117,20 +118,9 @@ def _serve(
             for line in opening(job):
                 watch.say(line)
 
-        return serve_over(
-            settings,
-            out,
-            resume,
-            grid,
-            known,
-            watch.say,
-            wait=wait,
-            stop=stop,
-            alive=process.alive,
-            begin=begin,
-            observe=watch.round,
-            on_activity=watch.activity,
-        )
+        transport = GridTransport(grid, known, stop=stop, alive=process.alive)
+        hooks = Hooks(watch.say, stop, begin, watch.round, watch.activity)
+        return serve_over(settings, out, resume, transport, hooks, wait)
 
 
 def flower_home(out: Path) -> Path:

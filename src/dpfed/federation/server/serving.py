@@ -1,15 +1,16 @@
-"""A server's whole run over Flower's Grid: the one round loop, with clients on a network."""
+"""A server's whole run: the round loop with clients that Flower's Grid reaches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpfed.config import Config, load
 from dpfed.errors import DpfedError
 from dpfed.federation.links import client_keys
-from dpfed.federation.server.server import federation_of, served
+from dpfed.federation.server.server import Log, federation_of, served
 from dpfed.privacy.published import show_score
 from dpfed.registry import registry
 from dpfed.training.callbacks.activity import OnActivity, ignore
@@ -20,72 +21,94 @@ from dpfed.training.run import run
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
-Say = Callable[[str], None]
+    from dpfed.federation.flower.transport import GridTransport
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """Functions that a server's run calls.
+
+    say          with a line for the log
+    stop         while waiting; it may raise to end the run
+    begin        with the job, before the first round
+    observe      after each round
+    on_activity  with progress inside a round
+    """
+
+    say: Log
+    stop: Callable[[], None] = lambda: None
+    begin: Callable[[Job], None] = lambda job: None
+    observe: Callable[[Round], None] = lambda round: None
+    on_activity: OnActivity = ignore
 
 
 def config_for(
     config: str | None, overrides: Sequence[str], out: Path, resume: bool, seeded: bool
 ) -> Config:
-    """The configuration of a server; one that goes on has it in its folder."""
+    """Return the configuration of a server; a resumed run has it in its folder."""
     if resume and not (out / "config.toml").exists():
         raise DpfedError(
             f"{out} is not the folder of a run: --resume needs one that `dpfed server` has made"
         )
     if config is None and not resume:
         raise DpfedError(
-            "a server needs a configuration with [federation.clients]: dpfed server cfg.toml --out DIR"
+            "a server needs a configuration with [federation.clients]: "
+            "dpfed server cfg.toml --out DIR"
         )
-    return served(load(config or str(out / "config.toml"), list(overrides), registry()), seeded)
+    return served(_load(config, overrides, out), seeded)
 
 
 def wants_seeded(config: str | None, overrides: Sequence[str], out: Path) -> bool:
-    """Whether the configuration asks for repeatable noise, as a simulation does by default."""
-    return (
-        load(config or str(out / "config.toml"), list(overrides), registry()).run.noise == "seeded"
-    )
+    """Return True if the configuration asks for repeatable noise, the default of a simulation."""
+    return _load(config, overrides, out).run.noise == "seeded"
+
+
+def _load(config: str | None, overrides: Sequence[str], out: Path) -> Config:
+    return load(config or str(out / "config.toml"), list(overrides), registry())
 
 
 def serve_over(
     config: Config,
     out: Path,
     resume: bool,
-    grid: Grid,
-    keys: dict[str, bytes] | None,
-    say: Say,
-    *,
+    transport: GridTransport,
+    hooks: Hooks,
     wait: float = 600.0,
-    stop: Callable[[], None] = lambda: None,
-    alive: Callable[[], None] = lambda: None,
-    begin: Callable[[Job], None] = lambda job: None,
-    observe: Callable[[Round], None] = lambda round: None,
-    on_activity: OnActivity = ignore,
 ) -> dict[str, Any]:
-    """Trains with the clients that this Grid reaches. `wait`: seconds until enough of them must be connected."""
-    from dpfed.federation.flower.transport import GridTransport
+    """Train with the clients that the transport reaches; return the run's result.
 
-    transport = GridTransport(grid, keys, stop=stop, alive=alive)
+    Enough of them must connect within `wait` seconds.
+    """
 
     def backend(job: Job, name: str) -> RemoteBackend:
-        return federation_of(job, name, transport, say)
+        return federation_of(job, name, transport, hooks.say)
 
-    def begun(job: Job) -> None:
-        begin(job)
+    def begin(job: Job) -> None:
+        hooks.begin(job)
         enough = job.config.run.min_clients or job.schedule.cohort
-        transport.wait_for(client_names(config), enough, wait, say)
+        transport.wait_for(client_names(config), enough, wait, hooks.say)
 
-    watchers: dict[str, Any] = {"begin": begun, "observe": observe, "on_activity": on_activity}
-    return run(config, out, resume=resume, stop=stop, serve=backend, **watchers)
+    watchers: dict[str, Any] = {
+        "begin": begin,
+        "observe": hooks.observe,
+        "on_activity": hooks.on_activity,
+    }
+    return run(config, out, resume=resume, stop=hooks.stop, serve=backend, **watchers)
 
 
-def serve(
-    config: str, overrides: Sequence[str], out: Path, resume: bool, grid: Grid, keys: Path, say: Say
-) -> dict[str, Any]:
-    """For Flower's own commands: real noise always, and clients known by their keys."""
-    settings = config_for(config, overrides, out, resume, seeded=False)
+def serve(config: str, out: Path, grid: Grid, keys: Path, say: Log) -> dict[str, Any]:
+    """Run a server under Flower's own commands: real noise, and clients identified by keys.
+
+    A run that exists in `out` is resumed.
+    """
+    from dpfed.federation.flower.transport import GridTransport
+
+    resume = (out / "config.toml").exists()
+    settings = config_for(config, [], out, resume, seeded=False)
 
     def observe(round: Round) -> None:
         accuracy = "-" if round.accuracy is None else show_score(round.accuracy)
         say(f"round {round.t}/{settings.run.rounds}  accuracy {accuracy}  {round.seconds:.1f} s")
 
-    known = client_keys(keys, client_names(settings))
-    return serve_over(settings, out, resume, grid, known, say, observe=observe)
+    transport = GridTransport(grid, client_keys(keys, client_names(settings)))
+    return serve_over(settings, out, resume, transport, Hooks(say, observe=observe))
