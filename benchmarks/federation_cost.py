@@ -1,8 +1,9 @@
-"""What dpfed adds to a round of Flower: two clients and a server on this machine, the model of the digits demonstration.
+"""Measure the time that dpfed adds to a round of Flower: two clients and a server on this machine.
 
-Rounds of the federation are interleaved with empty ones: the same messages of the same sizes over the same SuperLink and
-SuperNodes, answered at once with as many bytes and without dpfed. Medians of 10, and their ratio; and the milliseconds of a
-client's round that are not training (message, policy, ledger, storing). TLS is off: it costs both alike.
+Rounds of a federation with the model of the digits demonstration alternate with empty rounds.
+An empty round sends messages of the same sizes over the same SuperLink and SuperNodes, without
+dpfed. The result is both medians of 10 rounds and their ratio. It also gives the milliseconds of a
+client's round outside training: message, policy, ledger, storage. TLS is off in both.
 
     python benchmarks/federation_cost.py [--rounds 10]
 """
@@ -99,9 +100,9 @@ def rounds(trial: Trial, job: Job, count: int) -> tuple[list[float], list[float]
 
 
 def guarding(path: Path, job: Job, trial: Trial, count: int) -> tuple[float, float]:
-    """Seconds of a client's answer when training takes no time, and those of them that are computing.
+    """Return the seconds of a client's answer without training, by the clock and on the processor.
 
-    The best of five medians: other work on the machine only adds.
+    Each is the best of five medians, since other work on the machine only adds.
     """
     config, _ = load_client(path, registry())
     own: Any = Client(config, insecure=True)
@@ -175,11 +176,13 @@ def main() -> None:
         )
     print(f"{job.config.model.name}, {job.space.size:,} trainable numbers, {steps} local steps")
     print(
-        f"a round of 2 clients: {median(full):.2f} s; an empty round of Flower: {median(empty):.2f} s"
+        f"a round of 2 clients: {median(full):.2f} s; "
+        f"an empty round of Flower: {median(empty):.2f} s"
     )
     print(f"ratio {median(full) / median(empty):.2f}")
     print(
-        f"message, policy, ledger and storing at a client: {1000 * guard:.0f} ms, {1000 * busy:.0f} of it computing"
+        "message, policy, ledger and storing at a client: "
+        f"{1000 * guard:.0f} ms, {1000 * busy:.0f} of it computing"
     )
 
 

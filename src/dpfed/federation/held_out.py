@@ -201,7 +201,7 @@ def score_of(
 
 
 def bounds(terms: ScoringTerms) -> tuple[float, float]:
-    """Return limits of honest counts: a client declares at least half of its held-out units."""
+    """Return the range of honest counts; a client declares at least half of its held-out units."""
     return -20 * terms.sigma, 2 * terms.held_out + 20 * terms.sigma
 
 

@@ -16,6 +16,8 @@ from dpfed.privacy.published import show_loss, show_setting
 # The mechanisms that a ledger was charged for, with their numbers of releases.
 History = Sequence[tuple[Mechanism, int]]
 Rule = tuple[bool, str]
+# The text that a server gets for every error whose own text is not public.
+FAILURE = "it failed, and its own log says why"
 
 
 class PublicError(DpfedError):
@@ -33,7 +35,7 @@ def public_text(error: BaseException) -> str:
     """Return the text of an error for the server; other errors could contain a record or a path."""
     if isinstance(error, PublicError | MessageError):
         return str(error)
-    return "it failed, and its own log says why"
+    return FAILURE
 
 
 def check_sender(terms: AnyTerms, config: ClientConfig) -> str | None:

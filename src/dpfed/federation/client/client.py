@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,13 +34,16 @@ from dpfed.federation.client.request_checks import (
     check_training_values,
     refuse,
 )
-from dpfed.federation.client.request_model import (
+from dpfed.federation.client.round_setup import (
     ModelBuilder,
+    OwnPlan,
     RequestModel,
     algorithm_of,
+    context_of,
+    plan_of,
     run_config,
+    streams_of,
 )
-from dpfed.federation.client.round_setup import OwnPlan, context_of, plan_of, streams_of
 from dpfed.federation.client.storage import Store, own_folder
 from dpfed.federation.client_config import ClientConfig
 from dpfed.federation.held_out import (
@@ -97,7 +100,7 @@ MAX_EXACT_MECHANISMS = 8
 
 @dataclass(frozen=True)
 class Prepared:
-    """An accepted request: its charge, and the computation that may run after the charge.
+    """An accepted request. Its `charge` must be in the ledger before `compute` runs.
 
     `compute` returns the tensors of the reply, and the memory to keep.
     """
@@ -281,7 +284,7 @@ class Client:
         return streams_of(terms)
 
     def _on_device(self, table: Table) -> tuple[Records, Shards]:
-        """Return these records and the units that they belong to; there may be none."""
+        """Return the records on the device, and their protected units. The table may be empty."""
         records = records_of(table, self._device)
         if len(table):
             units = table.column(self.config.data.unit_column)
@@ -334,8 +337,15 @@ def spent_of(history: History, delta: float) -> str:
 
 def charge_of(terms: AnyTerms, mechanism: Mechanism, steps: int, part: str) -> Charge:
     """Return the charge of a round; in test mode it is void, as repeatable noise is no release."""
-    noise: Literal["seeded", "os"] = "seeded" if terms.seeded else "os"
-    return Charge(terms.client, terms.round, steps, mechanism, noise, terms.seeded, part)
+    return Charge(
+        terms.client,
+        terms.round,
+        steps,
+        mechanism,
+        noise="seeded" if terms.seeded else "os",
+        void=terms.seeded,
+        part=part,
+    )
 
 
 def receipt_of(terms: AnyTerms, request: str, ledger: Ledger) -> Receipt:

@@ -8,8 +8,7 @@ import torch
 
 from dpfed.algorithms.base import Facts
 from dpfed.errors import DpfedError
-from dpfed.federation.client.request_model import RequestModel
-from dpfed.federation.client.round_setup import OwnPlan
+from dpfed.federation.client.round_setup import OwnPlan, RequestModel
 from dpfed.federation.client.storage import Store
 from dpfed.federation.client_config import Policy
 from dpfed.federation.held_out import PART
@@ -30,7 +29,7 @@ def refuse(reason: str | None) -> None:
 
 
 def check_training_round(terms: Terms, ledger: Ledger, store: Store) -> None:
-    """Check that the ledger is the newest copy and that the round follows all charged ones."""
+    """Refuse if the ledger is an old copy, or if the round or a later one was charged before."""
     check_head(terms, ledger)
     last = ledger.last_round(terms.run)
     if store.last_reply() > last:
@@ -44,7 +43,7 @@ def check_training_round(terms: Terms, ledger: Ledger, store: Store) -> None:
 
 
 def check_scoring_round(terms: AnyTerms, ledger: Ledger, store: Store) -> None:
-    """Check that the ledger is the newest copy and that the round follows all scored ones."""
+    """Refuse if the ledger is an old copy, or if the round or a later one was scored before."""
     check_head(terms, ledger)
     last = ledger.last_round(terms.run, PART)
     if terms.round <= last or store.last_reply() > last:
@@ -74,7 +73,7 @@ def check_head(terms: AnyTerms, ledger: Ledger) -> None:
 def check_training_values(
     request: Request, built: RequestModel, plan: OwnPlan, policy: Policy, device: torch.device
 ) -> None:
-    """Find every error that the request's own tensors and numbers could cause later."""
+    """Check all tensors and numbers of a request, so that they cause no error after the charge."""
     check_fields(request.fields, built.shapes)
     refuse(check_distance(request.fields["theta"].to(device), built.start, policy))
     terms = request.terms

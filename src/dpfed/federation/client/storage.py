@@ -59,7 +59,7 @@ def own_folder(state: Path) -> Path:
 
 
 class Store:
-    """The replies of one kind, and the memory, of one run."""
+    """The stored replies of one kind, and the algorithm's memory, of one run."""
 
     def __init__(self, state: Path, run: str, kind: Kind = "reply") -> None:
         self.folder = state / "runs" / hashlib.sha256(run.encode()).hexdigest()[:32]

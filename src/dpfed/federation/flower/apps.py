@@ -121,7 +121,7 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def app_files() -> dict[str, bytes]:
-    """Return the app folder for `flwr run`; it has no code, as both sides use their own dpfed."""
+    """Return the app folder for `flwr run`. It has no code: both sides use their own dpfed."""
     project = f"""\
 [project]
 name = "dpfed-federation"

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 from flwr.app import Message
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from dpfed.errors import DpfedError, StoppedError
@@ -24,15 +25,18 @@ from dpfed.federation.flower.envelope import (
     payload_of,
 )
 from dpfed.federation.messages import MessageError
-from dpfed.federation.policy import RefusedError
+from dpfed.federation.policy import FAILURE, RefusedError
 
-TRAIN = "train"
-QUERY = "query"
 POLL_S = 0.2
-# Longest wait for the replies that are announced, per poll.
+# Longest wait for replies in one poll.
 PULL_S = 0.5
 GREETING_TIMEOUT_S = 60.0
-FAILED = "it failed, and its own log says why"
+# Errors of the SuperLink itself: a node or its message is not available.
+UNAVAILABLE = (
+    ErrorCode.NODE_UNAVAILABLE,
+    ErrorCode.MESSAGE_UNAVAILABLE,
+    ErrorCode.REPLY_MESSAGE_UNAVAILABLE,
+)
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ class Pulls:
         return [(key, self._found.pop(key)) for key in done if key in self._found]
 
     def forget(self, keys: Iterable[str]) -> None:
-        """Discard what arrives later for these messages."""
+        """Discard replies to these messages that arrive later."""
         for key in keys:
             self._threads.pop(key, None)
             self._found.pop(key, None)
@@ -133,7 +137,7 @@ class GridTransport:
         absent: float = 30.0,
         stop: Callable[[], None] = lambda: None,
         alive: Callable[[], None] = lambda: None,
-        kind: str = TRAIN,
+        kind: str = "train",
     ) -> None:
         self._grid = grid
         self._absent = absent
@@ -142,9 +146,9 @@ class GridTransport:
         self._kind = kind
         self._pulls = Pulls(grid)
         self._names = None if keys is None else {key: name for name, key in keys.items()}
-        # Greetings under way, by message id, and the names that nodes have told.
+        # Greetings under way, by message id, and the names in their replies, by node.
         self._greetings: dict[str, Sent] = {}
-        self._told_names: dict[int, str] = {}
+        self._greeted_names: dict[int, str] = {}
         # Clients that never connected in the last exchange; they do not delay the next one.
         self._gone: set[str] = set()
 
@@ -174,7 +178,7 @@ class GridTransport:
         return exchange.replies
 
     def _step(self, exchange: Exchange) -> set[str]:
-        """Send what is not yet sent and collect replies; return the connected clients."""
+        """Send requests on new connections and collect replies; return the connected clients."""
         try:
             connected = self.connected()
             for name in exchange.missing & connected.keys():
@@ -231,11 +235,11 @@ class GridTransport:
         if self._names is not None:
             return self._names.get(bytes(node.public_key))
         number = int(node.node_id)
-        greeted = {sent.node for sent in self._greetings.values()} | self._told_names.keys()
+        greeted = {sent.node for sent in self._greetings.values()} | self._greeted_names.keys()
         if number not in greeted:
             sent = Sent("", number, secrets.token_hex(32))
-            self._greetings |= self._push(sent, QUERY, greeting(sent.nonce), GREETING_TIMEOUT_S)
-        return self._told_names.get(number)
+            self._greetings |= self._push(sent, "query", greeting(sent.nonce), GREETING_TIMEOUT_S)
+        return self._greeted_names.get(number)
 
     def _read_greetings(self) -> None:
         for key, reply in self._pull(self._greetings):
@@ -244,7 +248,7 @@ class GridTransport:
                 continue
             name = header_value(reply.content, NAME)
             if name:
-                self._told_names[sent.node] = name
+                self._greeted_names[sent.node] = name
 
     def _send(self, exchange: Exchange, name: str, connection: Connection) -> None:
         sent = Sent(name, connection.node, secrets.token_hex(32))
@@ -255,7 +259,7 @@ class GridTransport:
             exchange.connections[name] = connection
 
     def _push(self, sent: Sent, kind: str, content: Any, timeout: float) -> dict[str, Sent]:
-        """Send one message; Flower drops it after `timeout`, so that nobody works in vain."""
+        """Send one message. Flower drops it after `timeout`: no client works on an old round."""
         message = Message(content, sent.node, kind, ttl=timeout)
         return {str(key): sent for key in self._grid.push_messages([message]) if key}
 
@@ -281,12 +285,12 @@ class GridTransport:
                 exchange.replies[sent.name] = error
             elif not reply.has_error():
                 exchange.replies[sent.name] = _checked_payload(reply, sent)
-            elif _is_from_link(reply):
+            elif reply.error.code in UNAVAILABLE:
                 # The client disconnected with the request. It gets it again when it is back.
                 exchange.connections.pop(sent.name, None)
             else:
                 # Flower's text could contain a record, so it goes no further.
-                exchange.replies[sent.name] = RefusedError(FAILED)
+                exchange.replies[sent.name] = RefusedError(FAILURE)
 
 
 def _checked_payload(reply: Message, sent: Sent) -> bytes | Exception:
@@ -300,15 +304,3 @@ def _checked_payload(reply: Message, sent: Sent) -> bytes | Exception:
 
 def _has_nonce(reply: Message, sent: Sent) -> bool:
     return hmac.compare_digest(header_value(reply.content, NONCE).encode(), sent.nonce.encode())
-
-
-def _is_from_link(reply: Message) -> bool:
-    """Return True if the SuperLink itself reports that a node or its message is not available."""
-    from flwr.common.constant import ErrorCode
-
-    gone = (
-        ErrorCode.NODE_UNAVAILABLE,
-        ErrorCode.MESSAGE_UNAVAILABLE,
-        ErrorCode.REPLY_MESSAGE_UNAVAILABLE,
-    )
-    return reply.error.code in gone

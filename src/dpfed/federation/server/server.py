@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -52,10 +52,6 @@ Log = Callable[[str], None]
 Requests = Mapping[int, Request] | Mapping[int, ScoringRequest]
 
 
-def no_log(line: str) -> None:
-    pass
-
-
 class Transport(Protocol):
     """Carries requests to clients, and their replies back, by name.
 
@@ -85,7 +81,7 @@ class Federation:
         run: str,
         section: FederationSection,
         seeded: bool = False,
-        log: Log = no_log,
+        log: Log = lambda line: None,
     ) -> None:
         self._names = sorted(section.clients)
         refuse_unsendable(job, self._names)
@@ -306,11 +302,13 @@ def one_line(text: str) -> str:
 def served(config: Config, seeded: bool = False) -> Config:
     """Return the configuration of a server: real noise at the clients, except in test mode."""
     client_names(config)
-    noise: Literal["seeded", "os"] = "seeded" if seeded else "os"
-    return replace(config, run=replace(config.run, noise=noise, diagnostics=False))
+    run = replace(config.run, noise="seeded" if seeded else "os", diagnostics=False)
+    return replace(config, run=run)
 
 
-def federation_of(job: Job, run: str, transport: Transport, log: Log = no_log) -> Federation:
+def federation_of(
+    job: Job, run: str, transport: Transport, log: Log = lambda line: None
+) -> Federation:
     """Return the backend of a job that `prepare_server` made from a `served` configuration."""
     section = job.config.federation or FederationSection()
     return Federation(job, transport, run, section, job.config.run.noise == "seeded", log)

@@ -23,8 +23,7 @@ from dpfed.errors import DpfedError
 from dpfed.federation.client import client as client_module
 from dpfed.federation.client import storage as store_module
 from dpfed.federation.client.client import Client
-from dpfed.federation.client.request_model import ModelBuilder
-from dpfed.federation.client.round_setup import plan_of
+from dpfed.federation.client.round_setup import ModelBuilder, plan_of
 from dpfed.federation.messages import (
     MessageError,
     Reply,
