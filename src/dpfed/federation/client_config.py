@@ -118,10 +118,11 @@ def load_client(path: Path, registry: Registry) -> tuple[ClientConfig, LinkSecti
     """Read a client.toml; relative paths in it start at its own folder."""
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise DpfedError(f"{path} cannot be read: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise DpfedError(f"{path} is not valid TOML: {error}") from None
+    # ValueError: not UTF-8, or a number of thousands of digits.
+    except (OSError, ValueError, RecursionError) as error:
+        raise DpfedError(f"{path} cannot be read: {error}") from None
     table = raw.pop("link", {})
     if not isinstance(table, dict):
         raise DpfedError(f"link = {table!r} must be a table, [link]")

@@ -18,7 +18,7 @@ import hashlib
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +203,3 @@ def score_of(
 def bounds(terms: ScoringTerms) -> tuple[float, float]:
     """Return the range of honest counts; a client declares at least half of its held-out units."""
     return -20 * terms.sigma, 2 * terms.held_out + 20 * terms.sigma
-
-
-def as_json(scores: list[Score]) -> list[dict[str, Any]]:
-    return [asdict(score) for score in scores]

@@ -39,7 +39,7 @@ from dpfed.federation.client.round_setup import (
     OwnPlan,
     RequestModel,
     algorithm_of,
-    context_of,
+    figures_of,
     plan_of,
     run_config,
     streams_of,
@@ -91,7 +91,7 @@ from dpfed.training.job.job import (
     spec_of,
     tokenised,
 )
-from dpfed.training.local_steps import run_local_steps
+from dpfed.training.local_steps import round_context, run_local_steps
 
 LOG = logging.getLogger("dpfed")
 # Different mechanisms in a ledger whose exact epsilon takes about a second.
@@ -270,8 +270,10 @@ class Client:
             admit=admit,
         )
         fields = {name: value.to(self._device) for name, value in request.fields.items()}
-        ctx = context_of(terms, built, plan, self._device)
-        result = run_local_steps(built.algorithm, ctx, SimpleNamespace(**fields), memory, oracle)
+        figures = figures_of(terms, built.algorithm)
+        ctx = round_context(built.model.space, plan, [0], figures, self._device)
+        server = SimpleNamespace(**fields)
+        result = run_local_steps(built.algorithm, ctx, server, memory, oracle)
         for name, value in result.message.items():
             if not bool(value.isfinite().all()):
                 raise PublicError(

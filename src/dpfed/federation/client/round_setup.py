@@ -1,4 +1,4 @@
-"""The model, plan, random streams and context of one client's round, built from a request."""
+"""The model, plan, figures and random streams of one client's round, built from a request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dpfed.algorithms import REGISTRY as ALGORITHMS
-from dpfed.algorithms.base import Algorithm, Context
+from dpfed.algorithms.base import Algorithm
 from dpfed.config import Config, PrivacySection, RunSection, parse
 from dpfed.errors import DpfedError
 from dpfed.federation.client_config import ClientConfig
@@ -23,6 +23,7 @@ from dpfed.privacy.noise import Purpose, Streams
 from dpfed.privacy.plan import Plan
 from dpfed.training.job.job import build_model
 from dpfed.training.job.message_size import meta_message
+from dpfed.training.local_steps import RoundFigures
 
 
 @dataclass(frozen=True)
@@ -135,21 +136,13 @@ def plan_of(terms: Terms, algorithm: Algorithm, units: int, unit: str) -> OwnPla
     )
 
 
-def context_of(terms: Terms, built: RequestModel, plan: OwnPlan, device: torch.device) -> Context:
-    def scalar(x: float) -> Tensor:
-        return torch.tensor(x, dtype=torch.float64, device=device)
-
-    phi = torch.tensor([[plan.phi(0)]], dtype=torch.float64).to(torch.float32)
-    return Context(
-        space=built.model.space,
-        N=terms.clients,
-        S=1,
-        T=terms.rounds,
-        K=terms.local_steps,
-        t=scalar(terms.round),
-        lr=scalar(terms.lr),
-        lr0=scalar(built.algorithm.lr),
-        phi=phi.to(device),
-        equal_phi=terms.equal_phi,
-        varying_phi=plan.clipping.counts,
+def figures_of(terms: Terms, algorithm: Algorithm) -> RoundFigures:
+    return RoundFigures(
+        terms.round,
+        terms.rounds,
+        terms.local_steps,
+        terms.clients,
+        terms.lr,
+        algorithm.lr,
+        terms.equal_phi,
     )

@@ -26,7 +26,7 @@ from torch import Tensor
 from dpfed.algorithms.base import Message
 from dpfed.config import Config, FederationSection, to_dict
 from dpfed.errors import DpfedError, StoppedError
-from dpfed.federation.held_out import Score, as_json, bounds, score_of
+from dpfed.federation.held_out import Score, bounds, score_of
 from dpfed.federation.messages import (
     ClippingTerms,
     MessageError,
@@ -200,14 +200,15 @@ class Federation:
             self._log(str(score))
 
     def report(self) -> dict[str, Any]:
-        return {"held_out": as_json(self.scores)} if self._section.evaluate_every else {}
+        scores = [asdict(score) for score in self.scores]
+        return {"held_out": scores} if self._section.evaluate_every else {}
 
     def remembered(self) -> dict[str, Any]:
         """Return the part of a checkpoint besides the state, as JSON values."""
         return {
             "heads": {str(i): list(head) for i, head in sorted(self.heads.items())},
             "used": {str(i): t for i, t in sorted(self.used.items())},
-            "scores": as_json(self.scores),
+            "scores": [asdict(score) for score in self.scores],
         }
 
     def restore(self, remembered: Mapping[str, Any]) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +27,7 @@ from dpfed.training.backends.client_state import ClientStates
 from dpfed.training.backends.memory_fit import fleet_size, slots_of
 from dpfed.training.callbacks.activity import Activity
 from dpfed.training.job.job import Job
+from dpfed.training.local_steps import RoundFigures, round_context
 from dpfed.training.server_state import State
 
 LOG = logging.getLogger("dpfed")
@@ -43,34 +43,20 @@ def learning_rate(base: float, schedule: str, t: int, rounds: int) -> float:
 def context(
     job: Job, t: int, clients: Sequence[int], clip: float | None = None, answered: int = 0
 ) -> Context:
-    """The public facts of round t, with this clip norm, for these clients."""
-
-    def scalar(
-        x: float,
-    ) -> Tensor:  # filled in on the device: bringing a number there waits for all that it has to do
-        return torch.full((), x, dtype=torch.float64, device=job.device)
-
+    """Return the context of round t with this clip norm for these clients."""
     run, base = job.config.run, job.algorithm.lr
+    figures = RoundFigures(
+        t,
+        run.rounds,
+        run.local_steps,
+        job.schedule.clients,
+        learning_rate(base, run.lr_schedule, t, run.rounds),
+        base,
+        job.plan.equal_phi,
+        answered,
+    )
     plan = job.plan if clip is None else job.plan.at(clip)
-    phi = (
-        torch.from_numpy(plan.phis(np.asarray(clients, dtype=np.int64)))
-        .to(torch.float32)
-        .unsqueeze(1)
-    )
-    return Context(
-        space=job.space,
-        N=job.schedule.clients,
-        S=len(clients),
-        T=run.rounds,
-        K=run.local_steps,
-        t=scalar(t),
-        lr=scalar(learning_rate(base, run.lr_schedule, t, run.rounds)),
-        lr0=scalar(base),
-        phi=phi.to(job.device, non_blocking=True),
-        equal_phi=job.plan.equal_phi,
-        varying_phi=job.plan.clipping.counts,
-        answered=answered,
-    )
+    return round_context(job.space, plan, clients, figures, job.device)
 
 
 LocalWatch = Callable[[Context, Sequence[int], Any], None]
