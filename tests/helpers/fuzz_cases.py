@@ -19,6 +19,7 @@ import makers
 import numpy as np
 import study_case
 import torch
+from callback_case import Watcher
 from fuzz_mutants import ODD, SMALL, Files, mutate, read_folder, write_folder
 from hypothesis import strategies as st
 
@@ -53,10 +54,11 @@ from dpfed.training.budget.recorded_spending import read_recorded_spending
 from dpfed.training.callbacks.diagnostics import read_diagnostics
 from dpfed.training.export import read_run
 from dpfed.training.job.job import prepare, tokenised
-from dpfed.training.round_loop import first_state
-from dpfed.training.run import follows_from, run
+from dpfed.training.round_context import first_state
+from dpfed.training.run import run
 from dpfed.training.run_folder.checkpoint import Checkpoints, _seal, job_hash
 from dpfed.training.run_folder.folder import refuse_occupied
+from dpfed.training.run_identity import run_identity
 
 KNOWN = registry()
 CPU = torch.device("cpu")
@@ -191,7 +193,7 @@ def stopped_run() -> tuple[Any, Files]:
                 run_config(),
                 Path(folder) / "run",
                 source=export_case.images(side=2, channels=1),
-                observe=stop,
+                callbacks=[Watcher(on_round=stop)],
             )
         job = prepare(run_config(), export_case.images(side=2, channels=1))
         return job, read_folder(Path(folder) / "run")
@@ -210,7 +212,7 @@ def finished_files() -> Files:
 
 
 def resume(folder: Path) -> None:
-    run(run_config(), folder, source=export_case.images(side=2, channels=1), resume=True)
+    run(run_config(), folder, source=export_case.images(side=2, channels=1), mode="resume")
 
 
 def read_checkpoint(folder: Path) -> None:
@@ -218,7 +220,7 @@ def read_checkpoint(folder: Path) -> None:
     memory = ClientStates(
         job.algorithm.remembers, job.space.size, folder / "checkpoint" / "memory", 1 << 20
     )
-    checkpoints = Checkpoints(folder / "checkpoint", job_hash(follows_from(job), job.theta), memory)
+    checkpoints = Checkpoints(folder / "checkpoint", job_hash(run_identity(job), job.theta), memory)
     saved, said = checkpoints.load(first_state(job))
     assert all("\n" not in sentence for sentence in said)
     if saved is None:

@@ -1,18 +1,15 @@
-"""The context and the K local steps of some clients, for simulations and network clients alike."""
+"""The K local steps of some clients: the one loop that simulations and network clients share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from dpfed.algorithms.base import Algorithm, ClientState, Context, Message, Space
+from dpfed.algorithms.base import Algorithm, ClientState, Context, Message
 from dpfed.privacy.oracle import FleetOracle
-from dpfed.privacy.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -22,51 +19,6 @@ class LocalResult:
     states: Any
     message: Message
     memory: ClientState
-
-
-@dataclass(frozen=True)
-class RoundFigures:
-    """The public figures of round `t` besides the plan.
-
-    clients      number of clients N of the run
-    lr, base_lr  learning rate of this round, and the algorithm's own
-    answered     number of messages in the mean, for the server's step
-    """
-
-    t: int
-    rounds: int
-    local_steps: int
-    clients: int
-    lr: float
-    base_lr: float
-    equal_phi: bool
-    answered: int = 0
-
-
-def round_context(
-    space: Space, plan: Plan, cohort: Sequence[int], figures: RoundFigures, device: torch.device
-) -> Context:
-    """Return the context of a round for these clients of the plan."""
-
-    def scalar(x: float) -> Tensor:
-        # Filled on the device: a copy from the host waits for all queued work.
-        return torch.full((), x, dtype=torch.float64, device=device)
-
-    phi = torch.from_numpy(plan.phis(np.asarray(cohort, dtype=np.int64))).to(torch.float32)
-    return Context(
-        space=space,
-        N=figures.clients,
-        S=len(cohort),
-        T=figures.rounds,
-        K=figures.local_steps,
-        t=scalar(figures.t),
-        lr=scalar(figures.lr),
-        lr0=scalar(figures.base_lr),
-        phi=phi.unsqueeze(1).to(device, non_blocking=True),
-        equal_phi=figures.equal_phi,
-        varying_phi=plan.clipping.counts,
-        answered=figures.answered,
-    )
 
 
 def run_local_steps(

@@ -25,6 +25,7 @@ from dpfed.privacy.oracle import FleetOracle, Isolation, Slots
 from dpfed.privacy.plan import Plan
 from dpfed.privacy.record_batch import Augmentations, Records
 from dpfed.registry import registry
+from dpfed.training.callbacks.base import Callback
 from dpfed.training.job.job import Job, prepare
 
 COUNT = 48
@@ -371,7 +372,7 @@ def test_simulations_take_no_other_way_when_exact(monkeypatch: pytest.MonkeyPatc
     from dpfed.training.backends.batched_runs import pack_key
     from dpfed.training.backends.fleet import Fleet
     from dpfed.training.budget.spending import Spending
-    from dpfed.training.round_loop import train
+    from dpfed.training.round_loop import RoundLoop
 
     passes: list[int] = []
     grads = PerSample.raw_grads
@@ -389,7 +390,7 @@ def test_simulations_take_no_other_way_when_exact(monkeypatch: pytest.MonkeyPatc
     assert pack_key(exact.config) is None
     exact = job_of(**head, run={"slots": 8}, privacy={"isolation": "exact"})
     monkeypatch.setattr(PerSample, "raw_grads", noted)
-    train(exact, Fleet(exact), Spending(exact, None, None), lambda round: None)
+    RoundLoop(exact, Fleet(exact), Spending(exact, None, None), Callback()).run()
     assert set(passes) == {1}
     for keys, what in (({"features": True}, "features"), ({"compile": True}, "compile")):
         with pytest.raises(DpfedError, match=what):

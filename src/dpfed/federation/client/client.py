@@ -91,7 +91,8 @@ from dpfed.training.job.job import (
     spec_of,
     tokenised,
 )
-from dpfed.training.local_steps import round_context, run_local_steps
+from dpfed.training.local_steps import run_local_steps
+from dpfed.training.round_context import build_context
 
 LOG = logging.getLogger("dpfed")
 # Different mechanisms in a ledger whose exact epsilon takes about a second.
@@ -271,7 +272,7 @@ class Client:
         )
         fields = {name: value.to(self._device) for name, value in request.fields.items()}
         figures = figures_of(terms, built.algorithm)
-        ctx = round_context(built.model.space, plan, [0], figures, self._device)
+        ctx = build_context(built.model.space, plan, [0], figures, self._device)
         server = SimpleNamespace(**fields)
         result = run_local_steps(built.algorithm, ctx, server, memory, oracle)
         for name, value in result.message.items():

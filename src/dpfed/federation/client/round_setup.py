@@ -23,7 +23,7 @@ from dpfed.privacy.noise import Purpose, Streams
 from dpfed.privacy.plan import Plan
 from dpfed.training.job.job import build_model
 from dpfed.training.job.message_size import meta_message
-from dpfed.training.local_steps import RoundFigures
+from dpfed.training.round_context import RoundFigures
 
 
 @dataclass(frozen=True)

@@ -41,10 +41,10 @@ from dpfed.federation.messages import (
 )
 from dpfed.federation.model_hash import model_hash
 from dpfed.text import counted
-from dpfed.training.backends.fleet import learning_rate
+from dpfed.training.backends.base import LostRoundError, WaitForCharge, no_charge
 from dpfed.training.job.job import Job, client_names
 from dpfed.training.job.message_size import meta_message
-from dpfed.training.round_loop import LostRoundError
+from dpfed.training.round_context import learning_rate
 from dpfed.training.server_state import State
 
 Log = Callable[[str], None]
@@ -112,7 +112,7 @@ class Federation:
         t: int,
         state: State,
         clients: Sequence[int],
-        wait_for_charge: Callable[[], None] = lambda: None,
+        wait_for_charge: WaitForCharge = no_charge,
     ) -> tuple[Message, int]:
         """Return the mean of the good messages and their number; clients charge themselves."""
         requests = {i: self.training_request(t, state, i) for i in clients}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +13,12 @@ from dpfed.federation.links import client_keys
 from dpfed.federation.server.server import Log, federation_of, served
 from dpfed.privacy.published import show_score
 from dpfed.registry import registry
-from dpfed.training.callbacks.activity import OnActivity, ignore
+from dpfed.training.backends.base import RemoteBackend
+from dpfed.training.backends.execution import Served, Stop, never_stop
+from dpfed.training.callbacks.base import Callback, OnStart
 from dpfed.training.job.job import Job, client_names
-from dpfed.training.round_loop import RemoteBackend, Round
+from dpfed.training.open_run import Mode
+from dpfed.training.rounds import Round
 from dpfed.training.run import run
 
 if TYPE_CHECKING:
@@ -25,21 +28,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Hooks:
-    """Functions that a server's run calls.
+class Network:
+    """A server's connection to its clients.
 
-    say          with a line for the log
-    stop         while waiting; it may raise to end the run
-    begin        with the job, before the first round
-    observe      after each round
-    on_activity  with progress inside a round
+    say   writes a line to the log
+    stop  called while waiting; may raise to end the run
+    wait  seconds within which enough clients must connect
     """
 
+    transport: GridTransport
     say: Log
-    stop: Callable[[], None] = lambda: None
-    begin: Callable[[Job], None] = lambda job: None
-    observe: Callable[[Round], None] = lambda round: None
-    on_activity: OnActivity = ignore
+    stop: Stop = never_stop
+    wait: float = 600.0
 
 
 def config_for(
@@ -68,32 +68,32 @@ def _load(config: str | None, overrides: Sequence[str], out: Path) -> Config:
 
 
 def serve_over(
-    config: Config,
-    out: Path,
-    resume: bool,
-    transport: GridTransport,
-    hooks: Hooks,
-    wait: float = 600.0,
+    config: Config, out: Path, resume: bool, network: Network, callbacks: Sequence[Callback]
 ) -> dict[str, Any]:
-    """Train with the clients that the transport reaches; return the run's result.
-
-    Enough of them must connect within `wait` seconds.
-    """
+    """Train with the clients of a network; return the run's result."""
 
     def backend(job: Job, name: str) -> RemoteBackend:
-        return federation_of(job, name, transport, hooks.say)
+        return federation_of(job, name, network.transport, network.say)
 
-    def begin(job: Job) -> None:
-        hooks.begin(job)
+    def wait_for_clients(job: Job) -> None:
         enough = job.config.run.min_clients or job.schedule.cohort
-        transport.wait_for(client_names(config), enough, wait, hooks.say)
+        network.transport.wait_for(client_names(config), enough, network.wait, network.say)
 
-    watchers: dict[str, Any] = {
-        "begin": begin,
-        "observe": hooks.observe,
-        "on_activity": hooks.on_activity,
-    }
-    return run(config, out, resume=resume, stop=hooks.stop, serve=backend, **watchers)
+    watchers = [*callbacks, OnStart(wait_for_clients)]
+    mode: Mode = "resume" if resume else "new"
+    return run(config, out, mode, callbacks=watchers, execution=Served(backend, network.stop))
+
+
+class RoundLines(Callback):
+    """Write one line per round with `say`."""
+
+    def __init__(self, rounds: int, say: Log) -> None:
+        self._rounds = rounds
+        self._say = say
+
+    def on_round(self, round: Round) -> None:
+        accuracy = "-" if round.accuracy is None else show_score(round.accuracy)
+        self._say(f"round {round.t}/{self._rounds}  accuracy {accuracy}  {round.seconds:.1f} s")
 
 
 def serve(config: str, out: Path, grid: Grid, keys: Path, say: Log) -> dict[str, Any]:
@@ -105,10 +105,6 @@ def serve(config: str, out: Path, grid: Grid, keys: Path, say: Log) -> dict[str,
 
     resume = (out / "config.toml").exists()
     settings = config_for(config, [], out, resume, seeded=False)
-
-    def observe(round: Round) -> None:
-        accuracy = "-" if round.accuracy is None else show_score(round.accuracy)
-        say(f"round {round.t}/{settings.run.rounds}  accuracy {accuracy}  {round.seconds:.1f} s")
-
     transport = GridTransport(grid, client_keys(keys, client_names(settings)))
-    return serve_over(settings, out, resume, transport, Hooks(say, observe=observe))
+    lines = RoundLines(settings.run.rounds, say)
+    return serve_over(settings, out, resume, Network(transport, say), [lines])

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from dpfed.errors import DpfedError
 from dpfed.training.backends.client_state import ClientStates, Entry
-from dpfed.training.round_loop import Progress
+from dpfed.training.rounds import Progress
 from dpfed.training.run_folder.atomic_file import write_file
 from dpfed.training.server_state import State
 

@@ -20,7 +20,7 @@ from dpfed.privacy.accounting.pld import epsilon
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.published import show_loss
 from dpfed.training.job.job import Job
-from dpfed.training.round_loop import first_state
+from dpfed.training.round_context import first_state
 
 HELD: dict[str, Any] = {"evaluate": True, "held_out": 80, "held_out_share": 0.25}
 

@@ -20,7 +20,7 @@ from dpfed.federation.policy import PublicError, RefusedError, public_text
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.oracle import FleetOracle
 from dpfed.training.job.job import Job
-from dpfed.training.round_loop import first_state
+from dpfed.training.round_context import first_state
 
 NAN, INF, HUGE = float("nan"), float("inf"), 10**400
 # Wrong for every number of things.

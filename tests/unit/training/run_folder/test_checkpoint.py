@@ -15,6 +15,7 @@ from typing import IO, Any
 import numpy as np
 import pytest
 import torch
+from callback_case import Watcher
 from command import dpfed
 from safetensors.torch import load_file
 from torch import Tensor
@@ -37,12 +38,13 @@ from dpfed.registry import registry
 from dpfed.training.backends.client_state import ClientStates
 from dpfed.training.budget.recorded_spending import read_recorded_spending
 from dpfed.training.job.job import Job
-from dpfed.training.round_loop import Progress, Round
-from dpfed.training.run import follows_from, run
+from dpfed.training.rounds import Progress, Round
+from dpfed.training.run import run
 from dpfed.training.run_folder import atomic_file, checkpoint
 from dpfed.training.run_folder.atomic_file import write_file
 from dpfed.training.run_folder.checkpoint import Checkpoints
 from dpfed.training.run_folder.folder import RunFolder
+from dpfed.training.run_identity import run_identity
 from dpfed.training.server_state import State
 
 ROUNDS = 4
@@ -149,12 +151,12 @@ def stop_after(t: int) -> Callable[[Round], None]:
 
 def crashed(config: Config, out: Path, t: int) -> Path:
     with pytest.raises(CrashError):
-        run(config, out, source=SOURCE, observe=stop_after(t))
+        run(config, out, source=SOURCE, callbacks=[Watcher(on_round=stop_after(t))])
     return out
 
 
 def resumed(config: Config, out: Path, **more: Any) -> dict[str, Any]:
-    return run(config, out, source=SOURCE, resume=True, **more)
+    return run(config, out, source=SOURCE, mode="resume", **more)
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
@@ -226,7 +228,7 @@ def test_a_run_stopped_twice_and_with_rare_checkpoints(tmp_path: Path, whole: An
     config = config_of("remembering", run={**KINDS["remembering"]["run"], "checkpoint_every": 2})
     out = crashed(config, tmp_path / "r", 4)
     with pytest.raises(CrashError):
-        resumed(config, out, observe=stop_after(3))  # rounds 3 and 4 again
+        resumed(config, out, callbacks=[Watcher(on_round=stop_after(3))])  # rounds 3 and 4 again
     assert [row["round"] for row in metrics(out)] == [0, 1, 2, 3]
     resumed(config, out)
     same(whole["remembering"][0], out)
@@ -297,8 +299,7 @@ def test_a_damaged_newest_checkpoint_leaves_the_one_before_it(
     resumed(
         config,
         out,
-        begin=lambda job: said.extend(job.notes),
-        observe=lambda round: seen.append(round.t),
+        callbacks=[Watcher(lambda job: said.extend(job.notes), lambda round: seen.append(round.t))],
     )
     assert seen == [3, 4]
     (note,) = [line for line in said if "the one before it is used" in line]
@@ -430,10 +431,10 @@ def test_other_data_under_the_same_settings_are_refused(half: Path, tmp_path: Pa
         SOURCE.test, SOURCE.classes, "features",
     )  # fmt: skip
     with pytest.raises(DpfedError):
-        run(config_of(), out, source=fewer, resume=True)
+        run(config_of(), out, source=fewer, mode="resume")
     plain = crashed(config_of(privacy={"enabled": False}), tmp_path / "plain", 2)
     with pytest.raises(DpfedError, match="another configuration"):
-        run(config_of(privacy={"enabled": False}), plain, source=fewer, resume=True)
+        run(config_of(privacy={"enabled": False}), plain, source=fewer, mode="resume")
 
 
 def test_a_finished_run_and_a_folder_that_is_none(whole: Any, tmp_path: Path) -> None:
@@ -458,17 +459,17 @@ def test_another_kind_of_device_is_another_run(
 ) -> None:
     """Its generators give other numbers for the same seed, so a round would be repeated with other noise."""
     out = shutil.copytree(half, tmp_path / "r")
-    told = follows_from
+    told = run_identity
     monkeypatch.setattr(
-        "dpfed.training.run.follows_from", lambda job: {**told(job), "device": "cuda"}
+        "dpfed.training.open_run.run_identity", lambda job: {**told(job), "device": "cuda"}
     )
     with pytest.raises(DpfedError, match="another configuration"):
         resumed(config_of(), out)
     monkeypatch.undo()
     jobs: list[Job] = []
-    resumed(config_of(), out, begin=jobs.append)
+    resumed(config_of(), out, callbacks=[Watcher(on_start=jobs.append)])
     assert (
-        follows_from(dataclasses.replace(jobs[0], device=torch.device("meta")))["device"] == "meta"
+        run_identity(dataclasses.replace(jobs[0], device=torch.device("meta")))["device"] == "meta"
     )
 
 
@@ -499,7 +500,7 @@ def test_an_attempt_with_quite_other_clients_is_an_attempt_too(tmp_path: Path) -
     config = config_of(run={"noise": "os", "rounds": 1})
     out = tmp_path / "r"
     jobs: list[Job] = []
-    run(config, out, source=SOURCE, begin=jobs.append)
+    run(config, out, source=SOURCE, callbacks=[Watcher(on_start=jobs.append)])
     name = json.loads((out / "run.json").read_text())["run"]
     with Ledger.open(out / "ledger.sqlite", run=name) as ledger:
         drawn = {int(row.charge.client) for row in ledger.rows()}
@@ -655,7 +656,7 @@ def test_a_disk_that_is_full_for_the_metrics_is_one_sentence(tmp_path: Path, cal
             RunFolder, "__init__", lambda self, *args: (folders.append(self), init(self, *args))[1]
         )
         with pytest.raises(DpfedError, match=r"metrics\.jsonl cannot be written: No space left"):
-            run(config_of(), tmp_path / "r", source=SOURCE, begin=fill)
+            run(config_of(), tmp_path / "r", source=SOURCE, callbacks=[Watcher(on_start=fill)])
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -676,10 +677,10 @@ def test_the_command_resumes_and_refuses_in_one_sentence(
 ) -> None:
     out = tmp_path / "r"
     sets = [word for key in QUICK for word in ("--set", key)]
-    from dpfed.cli.progress import Watch
+    from dpfed.training.callbacks.progress import ProgressDisplay
 
     with monkeypatch.context() as patch:
-        patch.setattr(Watch, "round", lambda self, round: stop_after(2)(round))
+        patch.setattr(ProgressDisplay, "on_round", lambda self, round: stop_after(2)(round))
         with pytest.raises(CrashError):
             dpfed("run", *sets, "--out", str(out))
     for args, words in (
