@@ -314,7 +314,7 @@ def test_a_whole_run_with_counts_goes_on_after_a_kill_without_paying_twice(
     net.kill_within = 4
     with pytest.raises(KilledError):
         serve(settings, tmp_path / "out", net, seeded=False)
-    result = serve(settings, tmp_path / "out", net, seeded=False, resume=True)
+    result = serve(settings, tmp_path / "out", net, seeded=False, mode="resume")
     assert net.sent[4] == net.sent[2]
     assert net.sent[5] == net.sent[3]
     assert [score["round"] for score in result["held_out"]] == [1, 2, 3, 4]

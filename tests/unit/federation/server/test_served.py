@@ -185,7 +185,7 @@ def test_waiting_may_change_when_a_server_goes_on_and_the_clients_may_not(tmp_pa
         config_of(job, federation={"timeout": 9.0, "patience": 7}),
         tmp_path / "out",
         net,
-        resume=True,
+        mode="resume",
     )
     assert result["rounds"] == 3
 
