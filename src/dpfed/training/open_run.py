@@ -77,11 +77,6 @@ class OpenRun:
     def job(self) -> Job:
         return self.loop.job
 
-    def run_rounds(self) -> None:
-        """Run the rounds that are left; the last checkpoint is on disk when this returns."""
-        with self.checkpoints:
-            self.loop.run(self.saved.progress if self.saved else None)
-
     def finish(self, state: str, **more: Any) -> dict[str, Any]:
         """Write the trained vector and the result, and return the result."""
         folder, rounds = self.place.folder, self.metrics.rounds

@@ -24,6 +24,7 @@ from dpfed.errors import DpfedError
 from dpfed.privacy.private_files import open_private
 from dpfed.training.callbacks.base import Callback
 from dpfed.training.job.job import Job
+from dpfed.training.local_steps import LocalResult
 from dpfed.training.rounds import Round
 
 FILE = "diagnostics.jsonl"
@@ -58,8 +59,9 @@ class Diagnostics(Callback):
         self._bins: dict[str, Tensor] = {}
         self._phi = 0.0
 
-    def watch(self, ctx: Context, clients: Sequence[int], local: Any) -> None:
+    def watch(self, ctx: Context, clients: Sequence[int], result: LocalResult) -> None:
         """Add the states of a fleet at the end of its round."""
+        local = result.states
         self._count += len(clients)
         self._phi += float(ctx.phi.double().sum())
         found = {
