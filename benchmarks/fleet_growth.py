@@ -19,7 +19,7 @@ import torch
 from dpfed.bench.cases import CPU, GPU, Case
 from dpfed.bench.run import measure
 from dpfed.bench.steps import private
-from dpfed.training.job.job import device_of
+from dpfed.training.job.device import device_of
 
 COHORTS, RANKS = (1, 2, 5, 10, 20, 50), (4, 16, 64)
 

@@ -35,7 +35,8 @@ from dpfed.training.callbacks.progress import ProgressDisplay
 from dpfed.training.job.job import Job
 from dpfed.training.job.notes import result_warnings
 from dpfed.training.run import run
-from dpfed.training.run_folder.folder import CONFIG, fresh_folder, refuse_occupied
+from dpfed.training.run_folder.files import CONFIG
+from dpfed.training.run_folder.folder import fresh_folder, refuse_occupied
 
 CLIENTS = 10
 EPSILON = 8.0

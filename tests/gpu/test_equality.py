@@ -16,7 +16,7 @@ from dpfed.model.per_sample.gradients import Batch, PerSample, call, cast, train
 from dpfed.model.task import InputSpec
 from dpfed.privacy.clipping import Clipping
 from dpfed.privacy.fixed_shape_sum import FixedSum, Pass
-from dpfed.training.job.job import device_of
+from dpfed.training.job.device import device_of
 
 IMAGE, SMALL = (InputSpec("image", "pixel_values", (3, size, size), 10) for size in (224, 32))
 CASES = (

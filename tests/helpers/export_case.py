@@ -1,4 +1,4 @@
-"""Small models saved by transformers, small data, and short runs: what the tests of export and of prior spending share."""
+"""Small saved models, small data and short runs for the tests of export and prior spending."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TEXT = {"vocab_size": 6, "max_position_embeddings": 12, "pad_token_id": 0}
 
 
 def base(kind: str, folder: Path) -> str:
-    """A pretrained model of one layer, with another head than the one that is needed."""
+    """Save a pretrained model of one layer with a head for other classes."""
     torch.manual_seed(0)
     made: Any = {
         "vit": lambda: ViTForImageClassification(
@@ -76,7 +76,7 @@ def texts() -> Source:
 
 
 def settings(model: dict[str, Any], **changes: dict[str, Any]) -> Config:
-    """Two clients, one of them in each of two rounds."""
+    """Return settings of two clients, with one of them in each of two rounds."""
     tables: dict[str, Any] = {
         "data": {"clients": 2, "partition": "iid"},
         "model": {"lora": {"r": 2}, "liveness": False, **model},
@@ -91,7 +91,8 @@ def settings(model: dict[str, Any], **changes: dict[str, Any]) -> Config:
         },
     }
     if changes.get("run", {}).get("noise") == "os":
-        tables["model"]["liveness"] = True  # real noise needs the check
+        # Real noise needs the check.
+        tables["model"]["liveness"] = True
     for section, keys in changes.items():
         tables[section] = {k: v for k, v in {**tables[section], **keys}.items() if v is not None}
     return build(tables, registry())
@@ -100,7 +101,7 @@ def settings(model: dict[str, Any], **changes: dict[str, Any]) -> Config:
 def vit_run(
     tmp: Path, name: str = "run", model: dict[str, Any] | None = None, **changes: dict[str, Any]
 ) -> Path:
-    """A short run of the small ViT."""
+    """Run the small ViT for two rounds."""
     if not (tmp / "base").exists():
         base("vit", tmp / "base")
     weights = {"name": "auto-image", "weights": str(tmp / "base"), **(model or {})}
@@ -109,12 +110,13 @@ def vit_run(
 
 
 def own_logits(folder: Path, source: Any = None) -> tuple[dict[str, Tensor], Tensor]:
-    """What the run itself computes with its trained vector: through the engine's model, not through the exporter."""
+    """Compute the run's own test scores with its trained vector, without the exporter."""
     job = prepare(load(folder / "config.toml", ["run.features=false"], registry()), source)
     stored = load_file(folder / "model.safetensors")
     assert set(stored) == set(job.space.names)
     theta = job.space.flatten(stored)
     inputs, _ = job.test.take(torch.arange(len(job.test.labels)))
     scores = job.model.scores(theta, inputs)
-    assert not torch.equal(scores, job.model.scores(job.theta, inputs))  # something was trained
+    # The weights have changed.
+    assert not torch.equal(scores, job.model.scores(job.theta, inputs))
     return inputs, scores

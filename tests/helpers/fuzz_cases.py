@@ -53,10 +53,11 @@ from dpfed.training.budget.prior_spending import prior_spending_of
 from dpfed.training.budget.recorded_spending import read_recorded_spending
 from dpfed.training.callbacks.diagnostics import read_diagnostics
 from dpfed.training.export import read_run
-from dpfed.training.job.job import prepare, tokenised
+from dpfed.training.job.data import tokenised
+from dpfed.training.job.job import prepare
 from dpfed.training.round_context import first_state
 from dpfed.training.run import run
-from dpfed.training.run_folder.checkpoint import Checkpoints, _seal, job_hash
+from dpfed.training.run_folder.checkpoint import Checkpoints, index_hash, job_hash
 from dpfed.training.run_folder.folder import refuse_occupied
 from dpfed.training.run_identity import run_identity
 
@@ -226,7 +227,7 @@ def read_checkpoint(folder: Path) -> None:
     if saved is None:
         raise DpfedError("; ".join(said))
     memory.gather(range(3), CPU)
-    checkpoints.save(saved.progress, saved.taken)
+    checkpoints.save_beside(saved.progress, saved.taken, wait=True)
 
 
 def read_resealed(folder: Path) -> None:
@@ -244,7 +245,7 @@ def read_resealed(folder: Path) -> None:
                 file = folder / "checkpoint" / "memory" / str(entry[0])
                 if file.is_file():
                     entry[1] = hashlib.sha256(file.read_bytes()).hexdigest()
-            path.write_text(json.dumps({**index, "sha256": _seal(index)}))
+            path.write_text(json.dumps({**index, "sha256": index_hash(index)}))
     read_checkpoint(folder)
 
 

@@ -1,13 +1,13 @@
-"""kill -9 at many moments: every chain of killed and resumed runs must end as the run that nobody killed.
+"""kill -9 at many moments: killed and resumed runs must end like an undisturbed run.
 
     python tests/helpers/kill_chain.py --kills 50 --lanes 2 --seed 0
 
-A chain is one run: begun, killed, resumed, killed again, ... and at last left to finish. Kills come while it starts, by
-the clock while it works, just before the n-th time that it touches a file in its folder, and before or after it computes
-a cohort, so that start-up, rounds, ledger, metrics and checkpoints are all hit. Each link is `dpfed run` in a forked process, which saves importing torch each time.
+A chain is one run that is started, killed and resumed until it may finish. Kills come during
+start-up, by the clock, before the n-th access to a file of the folder, and before or after a
+cohort is computed. Each link is `dpfed run` in a forked process, which saves importing torch.
 
-With seeded noise, model, checkpoint, metrics (without seconds), ledger and result must be bitwise those of the reference.
-With noise of the operating system every cohort that began to compute must stand in the ledger, as often as it did.
+With seeded noise, all files must be bitwise those of the reference, except for times. With real
+noise, the ledger must list every cohort as often as it was started.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.training.backends.fleet import Fleet
 from dpfed.training.budget.recorded_spending import read_recorded_spending
 
-FEATURES, CLASSES, CLIENTS = (
-    3000,
-    8,
-    20,
-)  # what 11 clients remember is more than 1 MiB, and moves to files
+# The memory of 11 clients is more than 1 MiB, so it moves to files.
+FEATURES = 3000
+CLASSES = 8
+CLIENTS = 20
 ROUNDS = 8
-PATIENCE = 120.0  # seconds for one link
+# Seconds for one link.
+TIMEOUT = 120.0
 
 COMMON = {
     "data.name": "npz",
@@ -75,7 +75,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Usual:
-    """A run that nobody killed: seconds until it first touched its folder, seconds after that, how often it did."""
+    """Timing of an undisturbed run: seconds before and after it touched its folder, and touches."""
 
     start: float
     work: float
@@ -84,11 +84,11 @@ class Usual:
 
 
 Act = Callable[[str, int], None]
-"""Is told of each moment of a run: its kind, "file" or "cohort", and its number among those of its kind."""
+"""Called at each moment of a run with its kind, "file" or "cohort", and its number."""
 
 
 class WrongError(Exception):
-    """A chain did not end as it should."""
+    """A chain ended in another state than the undisturbed run."""
 
 
 def make_data(path: Path) -> None:
@@ -100,7 +100,7 @@ def make_data(path: Path) -> None:
 
 
 def arguments(case: str, data: Path, out: Path) -> list[str]:
-    """The first link begins the run, later ones resume it; one killed before it had a configuration begins again."""
+    """Return the command of a link: start the run, or resume it if it has a configuration."""
     if (out / "config.toml").exists():
         return ["run", "--resume", str(out), "--json"]
     keys = {**COMMON, "data.path": json.dumps(str(data)), **CASES[case]}
@@ -109,8 +109,10 @@ def arguments(case: str, data: Path, out: Path) -> list[str]:
 
 
 def watch(out: Path, act: Act) -> None:
-    """Calls `act` before something is done to a file of the folder, and when a cohort begins and ends. A witness outside
-    the folder has a line for every cohort that began."""
+    """Call `act` before each access to a file of the folder, and at the ends of each cohort.
+
+    A file outside the folder gets a line for every cohort that started.
+    """
     files, cohorts = itertools.count(1), itertools.count(1)
     fsync, run_cohort, folder = os.fsync, Fleet.run_cohort, str(out)
     witness = os.open(out.with_suffix(".cohorts"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -134,7 +136,8 @@ def watch(out: Path, act: Act) -> None:
 
         def released() -> None:
             wait_for_charge()
-            if not told:  # from here on noised values are given out
+            # From here on noised values are released.
+            if not told:
                 told.append(os.write(witness, (json.dumps([t, list(clients)]) + "\n").encode()))
 
         act("cohort", next(cohorts))
@@ -148,7 +151,7 @@ def watch(out: Path, act: Act) -> None:
 
 
 def start(args: list[str], out: Path, log: Path, act: Act) -> int:
-    """Forks a link and returns its process id."""
+    """Fork a link and return its process id."""
     pid = os.fork()
     if pid:
         return pid
@@ -168,7 +171,7 @@ def start(args: list[str], out: Path, log: Path, act: Act) -> int:
 
 
 def wait(pid: int, seconds: float) -> int | None:
-    """The exit status, or None if it is still running then."""
+    """Return the exit status, or None if the link is still running after the time."""
     end = time.monotonic() + seconds
     while True:
         done, status = os.waitpid(pid, os.WNOHANG)
@@ -180,9 +183,9 @@ def wait(pid: int, seconds: float) -> int | None:
 
 
 def whole(args: list[str], out: Path, log: Path, act: Act = lambda kind, n: None) -> None:
-    """A link that is left alone."""
+    """Run a link to its end."""
     pid = start(args, out, log, act)
-    status = wait(pid, PATIENCE)
+    status = wait(pid, TIMEOUT)
     if status is None:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -193,12 +196,12 @@ def whole(args: list[str], out: Path, log: Path, act: Act = lambda kind, n: None
 
 
 def killed(args: list[str], out: Path, log: Path, rng: random.Random, usual: Usual) -> str | None:
-    """A link that is to be killed: how it was, or None if it came to its end first."""
+    """Run a link and kill it; return its status, or None if it ended first."""
     how = rng.choices(["start", "clock", "file", "cohort"], [1, 2, 2, 1])[0]
     # Of a run that has gone some way less is left: aim at the part that there is.
     at = rng.randint(1, int(0.6 * (2 * ROUNDS if how == "cohort" else usual.files)))
     delay = {"start": rng.uniform(0, usual.start), "clock": rng.uniform(0, usual.work * 0.6)}.get(
-        how, PATIENCE
+        how, TIMEOUT
     )
     read, write = os.pipe()
 
@@ -209,9 +212,10 @@ def killed(args: list[str], out: Path, log: Path, rng: random.Random, usual: Usu
             os.kill(os.getpid(), signal.SIGKILL)
 
     pid = start(args, out, log, act)
-    os.close(write)  # so that the end of a link ends the wait as well
+    # Otherwise the read would not end with the link.
+    os.close(write)
     if how == "clock":
-        select.select([read], [], [], PATIENCE)
+        select.select([read], [], [], TIMEOUT)
     status = wait(pid, delay)
     os.close(read)
     if status is None:
@@ -225,7 +229,7 @@ def killed(args: list[str], out: Path, log: Path, rng: random.Random, usual: Usu
 
 
 def outcome(out: Path) -> dict[str, Any]:
-    """All that a run leaves, but for times, its random name and its place."""
+    """Return all that a run leaves except times, its random name and its path."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     result = json.loads((out / "run.json").read_text())
     with Ledger.open(out / "ledger.sqlite", readonly=True) as ledger:
@@ -262,7 +266,7 @@ def compare(out: Path, wanted: dict[str, Any]) -> None:
 
 
 def at_least_released(out: Path) -> None:
-    """Every cohort that began to compute was charged before, as often as it began."""
+    """Check that every cohort was charged before it started, and as often as it started."""
     lines = out.with_suffix(".cohorts").read_text().splitlines()
     released = Counter((t, tuple(clients)) for t, clients in map(json.loads, lines))
     cohorts: dict[tuple[int, int], list[int]] = {}
@@ -286,7 +290,7 @@ def at_least_released(out: Path) -> None:
 
 
 def references(cases: list[str], data: Path, folder: Path) -> dict[str, Usual]:
-    """Each case once, undisturbed."""
+    """Run each case once, undisturbed."""
     found = {}
     for case in cases:
         out, times = folder / f"reference-{case}", folder / f"{case}.times"
@@ -307,7 +311,7 @@ def references(cases: list[str], data: Path, folder: Path) -> dict[str, Usual]:
 def chains(
     lane: int, kills: int, seed: int, data: Path, folder: Path, known: dict[str, Usual]
 ) -> Iterator[dict[str, Any]]:
-    """Chains of one lane until it has killed so often; each is one line of the report."""
+    """Run chains of one lane until it has killed often enough; each prints one line."""
     rng = random.Random(f"{seed}-{lane}")
     done = 0
     for number, case in enumerate(itertools.cycle(known)):
@@ -339,7 +343,7 @@ def chains(
 def run_lane(
     lane: int, kills: int, seed: int, data: Path, folder: Path, known: dict[str, Usual]
 ) -> int:
-    """A lane in a process of its own; its chains go to a file."""
+    """Run a lane in its own process; its chains go to a file."""
     pid = os.fork()
     if pid:
         return pid

@@ -12,7 +12,8 @@ from dpfed.registry import registry
 from dpfed.studies.arms import parse_arms
 from dpfed.studies.outcomes import Task
 from dpfed.studies.study import Study
-from dpfed.training.run_folder.folder import METRICS, RESULT, versions
+from dpfed.training.run_folder.files import METRICS, RESULT
+from dpfed.training.run_folder.folder import versions
 
 BASE = [
     "model.name=linear",

@@ -19,7 +19,8 @@ from dpfed.model.zoo.pretrained import public_constants
 from dpfed.studies.outcomes import read_outcome
 from dpfed.training.budget.recorded_spending import read_recorded_spending
 from dpfed.training.callbacks.diagnostics import read_diagnostics
-from dpfed.training.run_folder.folder import METRICS, RESULT, _round_of, versions
+from dpfed.training.run_folder.files import METRICS, RESULT, read_rows
+from dpfed.training.run_folder.folder import versions
 
 DEEP = b"[" * 20_000
 
@@ -91,14 +92,14 @@ def test_a_checkpoint_cannot_name_a_memory_outside_its_folder(tmp_path: Path) ->
 
     from dpfed.training.backends.client_state import ClientStates
     from dpfed.training.round_context import first_state
-    from dpfed.training.run_folder.checkpoint import Checkpoints, _seal, job_hash
+    from dpfed.training.run_folder.checkpoint import Checkpoints, index_hash, job_hash
     from dpfed.training.run_identity import run_identity
 
     job = stopped_run()[0]
     for path in (folder / "checkpoint").glob("round-*.json"):
         index = json.loads(path.read_text())
         index.pop("sha256")
-        path.write_text(json.dumps({**index, "sha256": _seal(index)}))
+        path.write_text(json.dumps({**index, "sha256": index_hash(index)}))
     memory = ClientStates(
         job.algorithm.remembers, job.space.size, folder / "checkpoint" / "memory", 1 << 20
     )
@@ -109,8 +110,9 @@ def test_a_checkpoint_cannot_name_a_memory_outside_its_folder(tmp_path: Path) ->
 
 
 def test_lines_of_metrics_and_diagnostics(tmp_path: Path) -> None:
-    for line in ('{"round": 1e999}', '{"round": NaN}', DEEP.decode()):
-        assert _round_of(line) == float("inf")
+    lines = ['{"round": 1e999}', '{"round": NaN}', DEEP.decode(), '{"round": 4}']
+    (tmp_path / METRICS).write_text("\n".join(lines))
+    assert read_rows(tmp_path / METRICS) == [{"round": 4}]
     good = b'{"round": 1, "x": 2}\n'
     (tmp_path / "diagnostics.jsonl").write_bytes(b'\x8f\n{"round": 1e999}\n' + DEEP + b"\n" + good)
     assert read_diagnostics(tmp_path) == [{"round": 1, "x": 2}]

@@ -15,7 +15,9 @@ from dpfed.model.build import AssembledModel, describe_space
 from dpfed.privacy.accounting.guarantee import Planned
 from dpfed.registry import CONFIGS, registry
 from dpfed.training.budget.spending import budget_of
-from dpfed.training.job.job import block_rules, plan_of, published_spec
+from dpfed.training.job.data import published_spec
+from dpfed.training.job.model import block_rules
+from dpfed.training.job.plan import plan_of
 
 PRESETS = [name for name in registry().presets if name.startswith("paper/")]
 NINE = [

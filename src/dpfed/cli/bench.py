@@ -30,7 +30,7 @@ def bench(
     from dpfed.bench.cases import CPU, GPU
     from dpfed.bench.run import OTHERS, Comparison, compare, plain, ways_of
     from dpfed.errors import DpfedError
-    from dpfed.training.job.job import device_of
+    from dpfed.training.job.device import device_of
 
     where = device_of(device)
     known = {case.model: case for case in (GPU if where.type == "cuda" else CPU)}

@@ -52,7 +52,7 @@ def describe(
 
     settings = load(config or DEFAULT, overrides or [], registry())
     from dpfed.privacy.noise import Streams
-    from dpfed.training.job.job import shards_for
+    from dpfed.training.job.data import shards_for
     from dpfed.training.job.notes import data_notes, data_warnings
 
     loader: Any = settings.data

@@ -57,7 +57,7 @@ def describe(
 
     settings = load(config or DEFAULT, overrides or [], registry())
     from dpfed.model.build import describe_space
-    from dpfed.training.job.job import block_rules
+    from dpfed.training.job.model import block_rules
 
     spec, said = input_spec(settings, classes, image_size, channels)
     parts = describe_space(settings.model, spec, **block_rules(settings))
@@ -71,7 +71,7 @@ def input_spec(
     config: Config, classes: int | None, image_size: int | None, channels: int | None
 ) -> tuple[InputSpec, list[str]]:
     """The inputs as the options say, as the data says, or as is usual for the model; and what had to be assumed."""
-    from dpfed.training.job.job import published_spec, spec_of
+    from dpfed.training.job.data import published_spec, spec_of
 
     section: Any = config.model
     usual: InputSpec = section.usual_spec()

@@ -186,7 +186,7 @@ def from_config(target: str, overrides: list[str], colluding: int) -> tuple[Plan
     from dpfed.registry import registry
     from dpfed.training.budget.prior_spending import prior_spending_of, refuse_target
     from dpfed.training.budget.spending import budget_of
-    from dpfed.training.job.job import plan_of
+    from dpfed.training.job.plan import plan_of
 
     config = load(target, overrides, registry())
     past = prior_spending_of(config)

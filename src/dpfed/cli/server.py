@@ -96,7 +96,8 @@ def _serve(
     from dpfed.federation.server.serving import Network, serve_over
     from dpfed.training.callbacks.base import OnStart
     from dpfed.training.callbacks.progress import ProgressDisplay
-    from dpfed.training.job.job import Job, client_names
+    from dpfed.training.job.job import Job
+    from dpfed.training.job.plan import client_names
     from dpfed.training.run_folder.folder import refuse_occupied
 
     known = client_keys(keys, client_names(settings)) if keys else None

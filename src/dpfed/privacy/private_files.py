@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,6 +40,36 @@ def open_private(path: Path, mode: str) -> IO[Any]:
         return descriptor
 
     return open(path, mode, encoding=None if "b" in mode else "utf-8", opener=opener)
+
+
+def replace_file(path: Path, write: Callable[[IO[bytes]], object], private: bool = True) -> None:
+    """Write a file in one step: after a crash it has either the old or the new content.
+
+    Only its owner can read it; without `private` the umask decides.
+    """
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with open_private(part, "wb") if private else part.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError:
+        # On a full or broken disk the removal may fail too.
+        with suppress(OSError):
+            part.unlink()
+        raise
+    # The rename is on the disk only when its folder is.
+    fsync(path.parent)
+
+
+def fsync(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def restrict_tree(folder: Path) -> None:

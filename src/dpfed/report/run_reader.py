@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,8 +18,15 @@ from dpfed.report.labels import ALIKE, labels
 from dpfed.training.budget.recorded_spending import NO_PRIVACY, is_run, read_recorded_spending
 from dpfed.training.callbacks.diagnostics import read_diagnostics
 from dpfed.training.callbacks.public_figures import flat, public_result, public_row, public_settings
-from dpfed.training.run_folder.folder import CONFIG, METRICS, RESULT
-from dpfed.training.run_folder.label_counts import FILE as HOLDINGS
+from dpfed.training.run_folder.files import (
+    CONFIG,
+    LABEL_COUNTS,
+    METRICS,
+    read_object,
+    read_result,
+    read_rows,
+    read_settings,
+)
 
 POINTS = (
     12  # rounds at which epsilon is computed for a curve; a query of the accountant takes a while
@@ -187,13 +193,11 @@ def _advantage(planned: Planned) -> float:
 
 def read_run_data(path: Path, public: bool) -> RunData:
     """Whatever of a run is there; one that is going on has no result yet."""
-    try:
-        settings = tomllib.loads((path / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        raise DpfedError(
-            f"{path / CONFIG} cannot be read: give the folder of a run or of a study"
-        ) from None
-    result, rows = _json(path / RESULT), _rows(path / METRICS)
+    settings = read_settings(path)
+    if settings is None:
+        raise DpfedError(f"{path / CONFIG} cannot be read: give the folder of a run or of a study")
+    result = read_result(path)
+    rows = tuple(read_rows(path / METRICS))
     if public:
         kept = tuple(public_row(row) for row in rows)
         return RunData("", public_settings(settings), public_result(result), kept)
@@ -201,32 +205,8 @@ def read_run_data(path: Path, public: bool) -> RunData:
     return RunData(name, settings, result, rows, tuple(read_diagnostics(path)), _holdings(path))
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _rows(path: Path) -> tuple[dict[str, Any], ...]:
-    """Lines of metrics by round; one that is being written, or damaged, is left out."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ()
-    found: dict[int, dict[str, Any]] = {}
-    for line in lines:
-        try:
-            row = json.loads(line)
-            found[int(row["round"])] = row
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            continue
-    return tuple(found[t] for t in sorted(found))
-
-
 def _holdings(path: Path) -> dict[str, Any] | None:
-    found = _json(path / HOLDINGS)
+    found = read_object(path / LABEL_COUNTS)
     classes, labels = found.get("classes"), found.get("labels")
     if not isinstance(classes, list) or not isinstance(labels, list):
         return None
@@ -272,7 +252,7 @@ def grouped(paths: Sequence[Path], public: bool) -> list[Group]:
     for path in paths:
         data = read_run_data(path, public)
         # What is hidden still tells runs apart: the same settings on other data are another method's row.
-        whole = flat(tomllib.loads((path / CONFIG).read_text(encoding="utf-8")))
+        whole = flat(read_settings(path) or {})
         key = json.dumps(
             {k: v for k, v in whole.items() if k not in ALIKE}, sort_keys=True, default=str
         )

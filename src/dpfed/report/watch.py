@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 from dpfed.errors import DpfedError
 from dpfed.report.page import body, plain_figures, read_report, render
 from dpfed.training.callbacks.diagnostics import FILE as DIAGNOSTICS
-from dpfed.training.run_folder.folder import CONFIG, METRICS, RESULT
+from dpfed.training.run_folder.files import CONFIG, METRICS, RESULT
 
 HOST = "127.0.0.1"
 TRACES = (CONFIG, METRICS, RESULT, DIAGNOSTICS, "table.json")

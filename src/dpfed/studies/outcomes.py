@@ -14,7 +14,8 @@ from typing import Any
 
 from dpfed.errors import DpfedError
 from dpfed.studies.search import Score
-from dpfed.training.run_folder.folder import METRICS, RESULT, versions
+from dpfed.training.run_folder.files import METRICS, read_result, read_rows
+from dpfed.training.run_folder.folder import versions
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,12 @@ def blind_of(result: Mapping[str, Any]) -> tuple[float, float]:
 def read_outcome(folder: Path) -> Outcome | None:
     """The outcome of a run that is done; None when it is not, or was made by other versions of what computes it."""
     try:
-        result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+        result = read_result(folder)
         if result["state"] not in ("finished", "stopped") or result["versions"] != versions():
             return None
-        rows = [
-            json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()
-        ]
+        rows = read_rows(folder / METRICS)
+        if [row["round"] for row in rows] != list(range(result["rounds"] + 1)):
+            return None
         rows = [row for row in rows if row["accuracy"] is not None]
         curve = tuple((int(row["round"]), float(row["accuracy"])) for row in rows)
         loss = rows[-1]["loss"]

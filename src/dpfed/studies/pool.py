@@ -237,7 +237,7 @@ def run_one(
     from dpfed.training.backends.batched_runs import UnbatchableError
     from dpfed.training.backends.execution import InProcess
     from dpfed.training.run import run
-    from dpfed.training.run_folder.folder import MODEL
+    from dpfed.training.run_folder.files import MODEL
 
     try:
         config = build(tables, registry())

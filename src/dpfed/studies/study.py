@@ -29,7 +29,7 @@ from dpfed.studies.search import (
     points_per_arm,
 )
 from dpfed.training.backends.batched_runs import pack_key
-from dpfed.training.run_folder.folder import MODEL
+from dpfed.training.run_folder.files import MODEL
 
 TUNING_SEED = 1_000_003  # so far from the reported ones that no study reaches it
 STUDY, RUNS, LOCK = "study.json", "runs", ".lock"

@@ -1,9 +1,9 @@
-"""`dpfed audit`: canaries through the production oracle and the production fleet, scored and held against the claim.
+"""Audit a job: run canaries through its oracle and fleet and compare with the claimed epsilon.
 
-The plan, its rates, noise and number of steps are the job's own; only the data are replaced. The model is a sum of
-bias-free linear layers whose loss is its output, so that a record's gradient is the record itself, repeated in every
-layer: canary j is 1e3·B·C in direction j, spread over all tensors, and clipping must make exactly C of it (SPEC A10).
-Every other record is zero.
+Plan, rates, noise and steps are the job's own; only model and data are replaced. The model is a
+sum of bias-free linear layers whose loss is its output, so a record's gradient is the record
+itself, repeated in every layer. Canary j is 1e3·B·C in direction j, spread over all layers;
+clipping must reduce it to norm C. All other records are zero.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpfed.algorithms.base import Message
+from dpfed.algorithms.base import Context
 from dpfed.data.partition import Shards
 from dpfed.errors import DpfedError
 from dpfed.model.parameter_vector import space_of
@@ -32,27 +32,31 @@ from dpfed.privacy.audit import (
     noise_law,
     one_run_bound,
 )
-from dpfed.privacy.noise import Noise, Streams
+from dpfed.privacy.noise import Streams
 from dpfed.privacy.oracle import FleetOracle
 from dpfed.privacy.plan import Plan, Schedule
 from dpfed.privacy.published import show_setting
 from dpfed.privacy.record_batch import Augmentations, Records
 from dpfed.training.backends.fleet import Fleet
 from dpfed.training.job.job import Job
+from dpfed.training.local_steps import LocalResult
 from dpfed.training.round_context import first_state, learning_rate
 from dpfed.training.round_loop import aggregate
-from dpfed.training.server_state import State
 
 CPU = torch.device("cpu")
-TENSORS = 16  # tensors of the model: clipping each of them by itself would let a canary through at sqrt(16) times C
-FLEET = 32  # clients side by side
-WORK = 30_000  # client-steps of one audit: about 5 s on one core
-LAW_CELLS = 4_000_000  # (client, step, record) looked at by the test of the batches
+# Layers of the canary model. Clipping each layer alone would let a canary through at 4 times C.
+LAYERS = 16
+# Clients that train side by side.
+FLEET = 32
+# Client-steps of one audit, about 5 s on one core.
+MAX_CLIENT_STEPS = 30_000
+# Cells (client, step, record) of the test of the batches.
+MAX_LAW_CELLS = 4_000_000
 
 
 @dataclass(frozen=True)
-class Audited:
-    """What is audited: these clients, for these rounds, through this oracle."""
+class AuditSetting:
+    """The clients, steps and oracle that an audit runs."""
 
     plan: Plan
     delta: float
@@ -68,241 +72,234 @@ class Audited:
         return self.rounds * self.local_steps
 
     def epsilons(self) -> np.ndarray:
-        """The claim of each client, for exactly the steps that are audited."""
+        """Return the claim for each client after the audited steps."""
         kinds, which = self.plan.kinds()
         each = np.array([epsilon([(kind, self.steps)], self.delta).value for kind in kinds])
         return np.asarray(each[which])
 
-    def only(self, clients: Sequence[int] | np.ndarray) -> Audited:
-        """The same for some of the clients; one may be repeated, and then each is an independent draw."""
-        plan, at = self.plan, np.asarray(clients)
-        return replace(
-            self,
-            plan=replace(
-                plan,
-                sizes=plan.sizes[at],
-                rates=plan.rates[at],
-                expected=plan.expected[at],
-                multipliers=plan.multipliers[at],
-            ),
+    def only(self, clients: np.ndarray) -> AuditSetting:
+        """Return the setting of some clients; a repeated client is drawn independently."""
+        plan = replace(
+            self.plan,
+            sizes=self.plan.sizes[clients],
+            rates=self.plan.rates[clients],
+            expected=self.plan.expected[clients],
+            multipliers=self.plan.multipliers[clients],
         )
+        return replace(self, plan=plan)
+
+    def shortened(self, steps: int) -> AuditSetting:
+        """Return the setting with at most about so many steps; its claim is smaller too."""
+        local = min(self.local_steps, max(1, steps))
+        rounds = min(self.rounds, max(1, steps // local))
+        return replace(self, local_steps=local, rounds=rounds)
 
     def releases(
-        self, model: Any, records: Records, shards: Shards, width: int
-    ) -> Iterator[tuple[int, list[int], Tensor]]:
-        """(step, clients, mean released sum `[S, P]` in units of C) of every batch that the plan declares."""
-        for first in range(0, self.plan.clients, FLEET):
-            clients = list(range(first, min(first + FLEET, self.plan.clients)))
-            theta = torch.zeros(len(clients), TENSORS * width, device=self.device)
-            unit = torch.tensor(
-                self.plan.expected[clients] / self.plan.clip,
-                dtype=torch.float32,
-                device=self.device,
-            )
+        self, model: Any, records: Records, shards: Shards
+    ) -> Iterator[tuple[int, np.ndarray, Tensor]]:
+        """Run all steps; yield step, clients and mean released sum `[S, P]` in units of C."""
+        plan = self.plan
+        for first in range(0, plan.clients, FLEET):
+            clients = np.arange(first, min(first + FLEET, plan.clients))
+            theta = torch.zeros(len(clients), model.space.size, device=self.device)
+            unit = torch.from_numpy(plan.expected[clients] / plan.clip).float().to(self.device)
             step = 0
             for t in range(1, self.rounds + 1):
                 oracle = self.oracle(
                     model,
                     records,
                     shards,
-                    self.plan,
+                    plan,
                     self.streams,
                     t,
-                    clients,
+                    clients.tolist(),
                     self.local_steps,
                     self.max_slots,
                 )
-                for _ in range(self.local_steps * self.plan.batches):
-                    seen = [oracle(theta)[0]] + [
-                        oracle.again(theta)[0] for _ in range(self.plan.releases - 1)
-                    ]
-                    yield step, clients, torch.stack(seen).mean(0) * unit.unsqueeze(1)
+                for _ in range(self.local_steps * plan.batches):
+                    sums = [oracle(theta)[0]]
+                    sums += [oracle.again(theta)[0] for _ in range(plan.releases - 1)]
+                    yield step, clients, torch.stack(sums).mean(0) * unit.unsqueeze(1)
                     step += 1
 
 
-# ------------------------------------------------------------------------------------------------- the canaries
+# ------------------------------------------------------------------ canaries
 
 
-class Layers(nn.Module):
-    """The sum of TENSORS linear forms."""
+class LinearSum(nn.Module):
+    """The sum of LAYERS linear forms."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, 1, bias=False) for _ in range(TENSORS))
+        self.layers = nn.ModuleList(nn.Linear(width, 1, bias=False) for _ in range(LAYERS))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([layer(x) for layer in self.layers]).sum(0)
 
 
 def canary_model(width: int, device: torch.device) -> PerSample:
-    model = Layers(width).to(device)
-    tensors = trainable(model)
-    return PerSample(model, space_of(tensors).to(device), call, lambda scores, labels: scores[:, 0])
+    model = LinearSum(width).to(device)
+    space = space_of(trainable(model)).to(device)
+    return PerSample(model, space, call, lambda scores, labels: scores[:, 0])
 
 
-def canary_data(audited: Audited, coins: np.ndarray) -> tuple[Records, Shards]:
-    """The first units of client i are its canaries, switched by `coins[i]`; all other records are zero.
+def canary_data(setting: AuditSetting, coins: np.ndarray) -> tuple[Records, Shards]:
+    """Make the first units of client i its canaries, present where `coins[i]` is True.
 
-    Off means that the record contributes nothing where adjacency is add/remove, and its opposite under replace-one.
+    An absent canary is zero where adjacency is add/remove, and its opposite under replace-one.
     """
-    plan, width = audited.plan, coins.shape[1]
-    size = 1e3 * float(plan.expected.max()) * plan.clip / sqrt(TENSORS)
-    off = 0.0 if plan.mechanism(0).adjacency == "add/remove one" else -size
-    directions = torch.eye(width, device=audited.device)
-    x = torch.cat(
-        [size * directions, off * directions, torch.zeros(1, width, device=audited.device)]
-    )
+    plan = setting.plan
+    width = coins.shape[1]
+    size = 1e3 * float(plan.expected.max()) * plan.clip / sqrt(LAYERS)
+    absent_size = 0.0 if plan.mechanism(0).adjacency == "add/remove one" else -size
+    directions = torch.eye(width, device=setting.device)
+    x = torch.cat([size * directions, absent_size * directions, 0 * directions[:1]])
     rows = []
     for coin, units in zip(coins, plan.sizes, strict=True):
         row = np.full(int(units), 2 * width)
         row[:width] = np.where(coin, np.arange(width), width + np.arange(width))
         rows.append(row)
     starts = np.concatenate([[0], np.cumsum(plan.sizes)]).astype(np.int64)
-    records = Records({"x": x}, torch.zeros(len(x), dtype=torch.int64, device=audited.device))
+    records = Records({"x": x}, torch.zeros(len(x), dtype=torch.int64, device=setting.device))
     return records, Shards(starts, np.arange(starts[-1] + 1), np.concatenate(rows))
 
 
-def toss(audited: Audited, per_client: int, number: int) -> np.ndarray:
-    """Fair coins `[clients, per_client]` from a stream of their own."""
-    rng = audited.streams.generator("check", number)
-    return rng.random((audited.plan.clients, per_client)) < 0.5
+def fair_coins(setting: AuditSetting, per_client: int, stream: int) -> np.ndarray:
+    """Draw coins `[clients, per_client]` from a stream of their own."""
+    rng = setting.streams.generator("check", stream)
+    return rng.random((setting.plan.clients, per_client)) < 0.5
 
 
-def along(sums: Tensor, width: int) -> np.ndarray:
-    """<sum, canary direction> for every canary, `[S, width]`."""
-    parts = sums.reshape(len(sums), TENSORS, width).sum(1) / sqrt(TENSORS)
+def canary_components(sums: Tensor, width: int) -> np.ndarray:
+    """Return <sum, canary direction> for every canary, `[S, width]`."""
+    parts = sums.reshape(len(sums), LAYERS, width).sum(1) / sqrt(LAYERS)
     return np.asarray(parts.double().cpu().numpy())
 
 
-def oracle_scores(audited: Audited, coins: np.ndarray) -> np.ndarray:
-    """How much all released gradients together speak for each canary, `[clients, canaries]`."""
+def oracle_scores(setting: AuditSetting, coins: np.ndarray) -> np.ndarray:
+    """Score each canary by all released gradients, `[clients, canaries]`; high means present."""
     width = coins.shape[1]
-    records, shards = canary_data(audited, coins)
+    model = canary_model(width, setting.device)
     scores = np.zeros(coins.shape)
-    kinds, which = audited.plan.kinds()
-    for _, clients, sums in audited.releases(
-        canary_model(width, audited.device), records, shards, width
-    ):
-        shift, kind = along(sums, width), which[clients]
+    kinds, which = setting.plan.kinds()
+    for _, clients, sums in setting.releases(model, *canary_data(setting, coins)):
+        shift = canary_components(sums, width)
+        kind = which[clients]
         for k in np.unique(kind):
-            scores[np.asarray(clients)[kind == k]] += log_ratio(shift[kind == k], kinds[k])
+            scores[clients[kind == k]] += log_ratio(shift[kind == k], kinds[k])
     return scores
 
 
-# --------------------------------------------------------------------------------------------------- the audits
+# ------------------------------------------------------------------ lower bounds
 
 
-def one_run(audited: Audited, canaries: int, confidence: float) -> Report:
-    """Many canaries spread over the clients, all steps of one run, seen at the oracle."""
-    coins = toss(audited, per_client(audited.plan, canaries), 1)
-    lower = one_run_bound(oracle_scores(audited, coins), coins, audited.delta, confidence)
-    return _report(audited, "one run", "oracle", lower, confidence, coins)
+def audit_one_run(setting: AuditSetting, canaries: int, confidence: float) -> Report:
+    """Audit the oracle with many canaries, spread over the clients of one run."""
+    coins = fair_coins(setting, per_client(setting.plan, canaries), 1)
+    lower = one_run_bound(oracle_scores(setting, coins), coins, setting.delta, confidence)
+    return _report(setting, "one run", "oracle", lower, confidence, coins.size)
 
 
-def many_draws(audited: Audited, draws: int, confidence: float) -> Report:
-    """The worst client again and again with fresh randomness, one canary each, seen at the oracle."""
-    worst = int(audited.epsilons().argmax())
-    repeated = audited.only(np.full(draws, worst))
-    coins = toss(repeated, 1, 2)
-    lower = many_draws_bound(oracle_scores(repeated, coins), coins, audited.delta, confidence)
-    return _report(repeated, "many draws", "oracle", lower, confidence, coins)
+def audit_many_draws(setting: AuditSetting, draws: int, confidence: float) -> Report:
+    """Audit the oracle with one canary in each of many independent copies of the worst client."""
+    worst = int(setting.epsilons().argmax())
+    copies = setting.only(np.full(draws, worst))
+    coins = fair_coins(copies, 1, 2)
+    lower = many_draws_bound(oracle_scores(copies, coins), coins, setting.delta, confidence)
+    return _report(copies, "many draws", "oracle", lower, confidence, coins.size)
 
 
-def server_view(job: Job, audited: Audited, canaries: int, confidence: float) -> Report:
-    """Many canaries in one run of the job's algorithm, seen in the clients' messages by the server."""
-    coins = toss(audited, per_client(audited.plan, canaries), 3)
-    lower = one_run_bound(server_scores(job, audited, coins), coins, audited.delta, confidence)
-    return _report(audited, "one run", "server", lower, confidence, coins)
+def audit_server(job: Job, setting: AuditSetting, canaries: int, confidence: float) -> Report:
+    """Audit what the server sees: the clients' messages in one run of the job's algorithm."""
+    coins = fair_coins(setting, per_client(setting.plan, canaries), 3)
+    lower = one_run_bound(server_scores(job, setting, coins), coins, setting.delta, confidence)
+    return _report(setting, "one run", "server", lower, confidence, coins.size)
 
 
 def per_client(plan: Plan, canaries: int) -> int:
-    """Canaries of each client, so that there are about as many in all; no client has more of them than records."""
+    """Divide canaries among clients; no client has more of them than records."""
     return min(max(1, round(canaries / plan.clients)), int(plan.sizes.min()))
 
 
 def _report(
-    audited: Audited, audit: Any, seen: Any, lower: float, confidence: float, coins: np.ndarray
+    setting: AuditSetting, audit: Any, seen: Any, lower: float, confidence: float, canaries: int
 ) -> Report:
-    claimed = float(audited.epsilons().max())
     return Report(
-        audit,
-        seen,
-        lower,
-        claimed,
-        audited.delta,
-        confidence,
-        coins.size,
-        audited.plan.clients,
-        audited.steps,
+        audit=audit,
+        seen=seen,
+        lower=lower,
+        claimed=float(setting.epsilons().max()),
+        delta=setting.delta,
+        confidence=confidence,
+        canaries=canaries,
+        clients=setting.plan.clients,
+        steps=setting.steps,
     )
 
 
-class Watched(Fleet):
-    """The production fleet, with an eye on every client's message."""
+def server_scores(job: Job, setting: AuditSetting, coins: np.ndarray) -> np.ndarray:
+    """Score each canary by -<Δ_i, canary> over the learning rate, summed over the rounds."""
+    canary_job = _canary_job(job, setting, coins)
+    run = canary_job.config.run
+    everyone = list(range(setting.plan.clients))
+    deltas: list[Tensor] = []
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        self.deltas: list[Tensor] = []
+    def record(ctx: Context, clients: Sequence[int], result: LocalResult) -> None:
+        deltas.append(result.message["delta"])
 
-    def messages(
-        self, t: int, state: State, clients: Sequence[int], noise: Sequence[Noise] | None = None
-    ) -> Message:
-        message = super().messages(t, state, clients, noise)
-        self.deltas.append(message["delta"])
-        return message
-
-
-def server_scores(job: Job, audited: Audited, coins: np.ndarray) -> np.ndarray:
-    """-<Δ_i, canary>, each round's in units of its learning rate, summed over the rounds."""
-    width, clients = coins.shape[1], audited.plan.clients
-    model = canary_model(width, audited.device)
-    records, shards = canary_data(audited, coins)
-    run = replace(
-        job.config.run, rounds=audited.rounds, local_steps=audited.local_steps, fleet_size="auto"
-    )
-    run = replace(run, allow_nan=True)  # a client that diverges scores zero
-    stand_in = replace(
-        job,
-        config=replace(job.config, run=run),
-        model=model,
-        space=model.space,
-        theta=torch.zeros(model.space.size, device=audited.device),
-        plan=audited.plan,
-        schedule=Schedule(clients, clients, audited.rounds, audited.local_steps),
-        shards=shards,
-        records=records,
-        streams=audited.streams,
-        # Canaries are no images: all views of one are itself, averaged as those of any record.
-        view=job.view and Augmentations(lambda inputs, keys: dict(inputs), job.view.count),
-    )
-    everyone = list(range(clients))
-    fleet = Watched(stand_in)
-    state = first_state(stand_in)
+    fleet = Fleet(canary_job, watch=record)
+    state = first_state(canary_job)
     scores = np.zeros(coins.shape)
-    for t in range(1, audited.rounds + 1):
-        fleet.deltas.clear()
+    for t in range(1, setting.rounds + 1):
+        deltas.clear()
         mean, answered = fleet.run_cohort(t, state, everyone)
-        scores -= along(torch.cat(fleet.deltas), width) / learning_rate(
-            job.algorithm.lr, run.lr_schedule, t, run.rounds
-        )
-        state = aggregate(stand_in, t, state, everyone, mean, answered)
+        rate = learning_rate(job.algorithm.lr, run.lr_schedule, t, run.rounds)
+        scores -= canary_components(torch.cat(deltas), coins.shape[1]) / rate
+        state = aggregate(canary_job, t, state, everyone, mean, answered)
+    # A client that diverges scores zero.
     return np.nan_to_num(scores)
 
 
-# ----------------------------------------------------------------------------------------------------- the laws
+def _canary_job(job: Job, setting: AuditSetting, coins: np.ndarray) -> Job:
+    """Return the job with canaries as its data and all clients in every round."""
+    clients = setting.plan.clients
+    model = canary_model(coins.shape[1], setting.device)
+    records, shards = canary_data(setting, coins)
+    run = replace(
+        job.config.run,
+        rounds=setting.rounds,
+        local_steps=setting.local_steps,
+        fleet_size="auto",
+        allow_nan=True,
+    )
+    return replace(
+        job,
+        config=replace(job.config, run=run),
+        model=model,
+        theta=torch.zeros(model.space.size, device=setting.device),
+        plan=setting.plan,
+        schedule=Schedule(clients, clients, setting.rounds, setting.local_steps),
+        shards=shards,
+        records=records,
+        streams=setting.streams,
+        # A canary is no image: each of its augmentations is the canary itself.
+        view=job.view and Augmentations(lambda inputs, keys: dict(inputs), job.view.count),
+    )
 
 
-class Noticed:
-    """A model that notes which records it is asked for: what the oracle used, not what it says."""
+# ------------------------------------------------------------------ laws of batches and noise
+
+
+class RecordingModel:
+    """Model that notes which records the oracle asks for, by their labels."""
 
     def __init__(self, model: PerSample, clients: int, steps: int, units: int) -> None:
         self._model = model
+        self.space = model.space
+        self.has_dropout = False
         self.included = np.zeros((clients, steps, units), dtype=bool)
-        self.first, self.step = 0, 0
-
-    @property
-    def has_dropout(self) -> bool:
-        return False
+        self.first_client = 0
+        self.step = 0
 
     def grads(
         self,
@@ -312,36 +309,37 @@ class Noticed:
         labels: Tensor,
         keys: Tensor | None = None,
     ) -> list[Tensor]:
-        self.included[self.first + client.cpu().numpy(), self.step, labels.cpu().numpy()] = True
+        clients = self.first_client + client.cpu().numpy()
+        self.included[clients, self.step, labels.cpu().numpy()] = True
         return self._model.grads(theta, client, inputs, labels, keys)
 
 
-def laws(audited: Audited) -> tuple[Law, Law]:
-    """What the oracle drew and added for the worst client, side by side with the laws that were accounted for."""
-    worst = int(audited.epsilons().argmax())
-    units = int(audited.plan.sizes[worst])
-    steps = audited.rounds * audited.local_steps * audited.plan.batches
-    wanted = int(np.clip(LAW_CELLS // (units * steps), 2, 2 * FLEET))
-    few = audited.only(np.full(wanted, worst))
-    model = Noticed(canary_model(1, audited.device), wanted, steps, units)
-    x = torch.zeros(units, 1, device=audited.device)
-    records = Records({"x": x}, torch.arange(units, device=audited.device))
-    starts = np.arange(wanted + 1) * units
-    shards = Shards(starts, np.arange(wanted * units + 1), np.tile(np.arange(units), wanted))
-    mechanism = few.plan.mechanism(0)
-    noise = np.zeros((wanted, steps, TENSORS))
-    for step, clients, sums in few.releases(model, records, shards, 1):
-        level = few.plan.clipping.sum_multiplier(
-            mechanism.noise_multiplier
-        )  # more than is charged, if a count is beside
-        noise[clients, step] = sums.cpu().numpy() * sqrt(mechanism.releases) / level
-        # The next batch is drawn when the loop goes on: say beforehand where to note it.
+def audit_laws(setting: AuditSetting) -> tuple[Law, Law]:
+    """Test batches and noise of the worst client, in independent copies side by side."""
+    worst = int(setting.epsilons().argmax())
+    units = int(setting.plan.sizes[worst])
+    steps = setting.steps * setting.plan.batches
+    count = int(np.clip(MAX_LAW_CELLS // (units * steps), 2, 2 * FLEET))
+    copies = setting.only(np.full(count, worst))
+    model = RecordingModel(canary_model(1, setting.device), count, steps, units)
+    zeros = torch.zeros(units, 1, device=setting.device)
+    records = Records({"x": zeros}, torch.arange(units, device=setting.device))
+    rows = np.tile(np.arange(units), count)
+    shards = Shards(np.arange(count + 1) * units, np.arange(count * units + 1), rows)
+    mechanism = copies.plan.mechanism(0)
+    # Larger than the charged multiplier if a count is released as well.
+    multiplier = copies.plan.clipping.sum_multiplier(mechanism.noise_multiplier)
+    noise = np.zeros((count, steps, LAYERS))
+    for step, clients, sums in copies.releases(model, records, shards):
+        noise[clients, step] = sums.cpu().numpy() * sqrt(mechanism.releases) / multiplier
+        # The iterator draws the next batch when it continues, so its place is set before.
         model.step = (step + 1) % steps
-        model.first = clients[0] if step + 1 < steps else clients[0] + FLEET
+        if model.step == 0:
+            model.first_client = clients[0] + FLEET
     return batch_law(mechanism, model.included), noise_law(noise)
 
 
-# ---------------------------------------------------------------------------------------------------- all of it
+# ------------------------------------------------------------------ the whole audit
 
 
 @dataclass(frozen=True)
@@ -351,7 +349,7 @@ class Audit:
 
 
 def audit(job: Job, canaries: int = 1000, confidence: float = 0.95) -> Audit:
-    """Every audit of a job. Where all steps of all clients would take too long, fewer clients or fewer rounds are run."""
+    """Run every audit of a job; a long job is audited with fewer clients or fewer rounds."""
     if not job.plan.private:
         raise DpfedError(
             "no privacy is claimed here (privacy.enabled is false or sigma is 0): nothing to audit"
@@ -360,36 +358,33 @@ def audit(job: Job, canaries: int = 1000, confidence: float = 0.95) -> Audit:
         raise DpfedError(f"--canaries {canaries} is too few to show anything: give at least 8")
     if not 0.5 <= confidence < 1:
         raise DpfedError(
-            f"--confidence {show_setting(confidence)} is not allowed: it lies from 0.5 to below 1, such as 0.95"
+            f"--confidence {show_setting(confidence)} is not allowed: it lies from 0.5 to below 1, "
+            "such as 0.95"
         )
-    whole = audited_job(job)
-    some = whole.only(spread_clients(whole.epsilons(), max(1, WORK // whole.steps)))
+    whole = setting_of(job)
+    most = max(1, MAX_CLIENT_STEPS // whole.steps)
+    setting = whole.only(chosen_clients(whole.epsilons(), most))
+    law_steps = min(500, MAX_LAW_CELLS // (2 * int(setting.plan.sizes.max())))
     reports = [
-        one_run(some, canaries, confidence),
-        many_draws(shorter(some, WORK // canaries), canaries, confidence),
-        server_view(job, some, canaries, confidence),
+        audit_one_run(setting, canaries, confidence),
+        audit_many_draws(setting.shortened(MAX_CLIENT_STEPS // canaries), canaries, confidence),
+        audit_server(job, setting, canaries, confidence),
     ]
-    return Audit(
-        reports, list(laws(shorter(some, min(500, LAW_CELLS // (2 * int(some.plan.sizes.max()))))))
-    )
+    return Audit(reports, list(audit_laws(setting.shortened(law_steps))))
 
 
-def audited_job(job: Job) -> Audited:
-    """The job's plan with a client in every round. Streams are the audit's own: it must not replay the run's noise."""
+def setting_of(job: Job) -> AuditSetting:
+    """Return the job's plan with streams of the audit's own, which never repeat the run's noise."""
     streams = Streams(job.streams.number("check", 1), secret=job.streams.secret)
-    run, delta = job.config.run, job.config.privacy.delta
-    return Audited(job.plan, delta, run.rounds, run.local_steps, streams, job.device, run.max_slots)
-
-
-def spread_clients(epsilons: np.ndarray, most: int) -> np.ndarray:
-    """At most so many clients: the worst, and others evenly over the rest."""
-    order = np.argsort(-epsilons, kind="stable")
-    return np.sort(
-        order[np.unique(np.linspace(0, len(order) - 1, min(most, len(order))).round().astype(int))]
+    run = job.config.run
+    delta = job.config.privacy.delta
+    return AuditSetting(
+        job.plan, delta, run.rounds, run.local_steps, streams, job.device, run.max_slots
     )
 
 
-def shorter(audited: Audited, steps: int) -> Audited:
-    """The first rounds only, about so many steps; the claim is then the one for these."""
-    local = min(audited.local_steps, max(1, steps))
-    return replace(audited, local_steps=local, rounds=min(audited.rounds, max(1, steps // local)))
+def chosen_clients(epsilons: np.ndarray, most: int) -> np.ndarray:
+    """Choose at most so many clients: the worst, and others evenly over the rest."""
+    order = np.argsort(-epsilons, kind="stable")
+    chosen = np.linspace(0, len(order) - 1, min(most, len(order))).round().astype(int)
+    return np.sort(order[np.unique(chosen)])

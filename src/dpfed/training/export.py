@@ -1,8 +1,8 @@
-"""From the folder of a run to artefacts that others load: a peft adapter, or a whole model.
+"""Export a run's model in a format that peft and transformers load: an adapter or a whole model.
 
-An export holds the spending record (see prior.py), so that later runs count the cost.
-It also holds everything that plain `transformers` needs to reproduce the run's predictions:
-tokenizer or image processor, class names and generation settings.
+An export has the spending record, so that later runs count its cost. It also has everything that
+plain `transformers` needs for the run's predictions: tokenizer or image processor, class names and
+generation settings.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from dpfed.training.budget.recorded_spending import (
     RecordedSpending,
     read_recorded_spending,
 )
-from dpfed.training.job.job import block_rules
-from dpfed.training.run_folder.atomic_file import write_file
+from dpfed.training.job.model import block_rules
+from dpfed.training.run_folder.atomic_file import short_errors, write_file
 from dpfed.training.run_folder.embedded_record import embed
-from dpfed.training.run_folder.folder import CONFIG, MODEL, RESULT
+from dpfed.training.run_folder.files import CONFIG, MODEL, read_result
 
 # Not config.json: with that name transformers takes the folder of an adapter for a whole model.
 ADAPTED_CONFIG = "model_config.json"
@@ -42,46 +42,43 @@ ADAPTED_CONFIG = "model_config.json"
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished (or stopped) run, rebuilt: the model carries its trained weights."""
+    """A run with its trained model; `accounts` is None for a run without privacy."""
 
     config: Config
     result: dict[str, Any]
     parts: AssembledModel
-    accounts: RecordedSpending | None  # None without privacy
+    accounts: RecordedSpending | None
 
     @cached_property
     def companions(self) -> Companions:
-        """What the export carries besides the weights."""
+        """The files that the export has besides the weights."""
         data = self.config.data
         reading = Reading(getattr(data, "size", None), getattr(data, "colour", "rgb") == "grey")
         return self.parts.built.companions(reading)
 
 
 def read_run(folder: Path) -> Trained:
-    """The model of a run with its trained weights, and its statement as the ledger has it."""
+    """Build the model of a run with its trained weights; read what its ledger says was spent."""
     if not (folder / CONFIG).is_file():
         raise DpfedError(f"{folder} is not the folder of a run: give one that `dpfed run` has made")
     config = load(folder / CONFIG, [], registry())
+    result = read_result(folder)
     try:
-        result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
         private = result["release"] != NO_PRIVACY
         spec = InputSpec(**{**result["input"], "shape": tuple(result["input"]["shape"])})
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (KeyError, TypeError):
         raise DpfedError(
-            f"the run in {folder} has no result yet: let it finish, or `dpfed run --resume {folder}`"
+            f"the run in {folder} has no result yet: let it finish, or `dpfed run --resume "
+            f"{folder}`"
         ) from None
     streams = Streams(config.run.seed)
-    parts = assemble(
-        config.model,
-        spec,
-        (streams.number("init"), streams.number("init", 1)),
-        **block_rules(config),
-    )
-    _load_trained(parts, folder / MODEL)
+    seeds = (streams.number("init"), streams.number("init", 1))
+    parts = assemble(config.model, spec, seeds, **block_rules(config))
+    _load_weights(parts, folder / MODEL)
     return Trained(config, result, parts, read_recorded_spending(folder) if private else None)
 
 
-def _load_trained(parts: AssembledModel, path: Path) -> None:
+def _load_weights(parts: AssembledModel, path: Path) -> None:
     try:
         trained = load_file(path)
     except (OSError, SafetensorError):
@@ -98,37 +95,39 @@ def _load_trained(parts: AssembledModel, path: Path) -> None:
 
 
 def export(trained: Trained, out: Path, merge: bool = False) -> str:
-    """Write the model to an empty folder; return what was written: "adapter" or "model"."""
+    """Write the model to an empty folder; return its kind: "adapter" or "model"."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DpfedError(f"{out} is not empty: choose a new folder")
     if merge and trained.config.model.train != "lora":
         raise DpfedError(
-            f'--merge joins an adapter with its base; train = "{trained.config.model.train}" has none'
+            f'--merge joins an adapter with its base; train = "{trained.config.model.train}" has '
+            "none"
         )
     peft = trained.parts.adapted.peft
     record = json.dumps(spending_of(trained.result["release"], trained.accounts), indent=1)
     _configure(trained)
-    try:
+    kind = "model"
+    with short_errors(out):
         out.mkdir(parents=True, exist_ok=True)
         # First, so that no weights are ever without the record of what was spent on them.
         _write_text(out / SPENDING, record)
-        if peft is not None and not merge:
-            _save_adapter(peft, out, trained)
+        if peft is None:
+            _save_whole(trained.parts.adapted.model, out, trained)
+        elif merge:
+            _save_whole(peft.merge_and_unload(), out, trained)
         else:
-            _save_whole(
-                peft.merge_and_unload() if peft is not None else trained.parts.adapted.model,
-                out,
-                trained,
-            )
+            kind = "adapter"
+            _save_adapter(peft, out, trained)
         embed(out, record)
-        _save_companions(trained.companions, out)
-    except OSError as error:
-        raise DpfedError(f"{out} cannot be written: {error.strerror or error}") from None
-    return "adapter" if peft is not None and not merge else "model"
+        for processor in trained.companions.saved:
+            processor.save_pretrained(str(out))
+        for name, text in trained.companions.files.items():
+            _write_text(out / name, text)
+    return kind
 
 
 def _configure(trained: Trained) -> None:
-    """Put the class names and the model's own entries into the configuration that is exported."""
+    """Put class names and model-specific entries into the exported configuration."""
     config = getattr(trained.parts.adapted.model, "config", None)
     if config is None:
         return
@@ -137,7 +136,7 @@ def _configure(trained: Trained) -> None:
         classes = trained.result["classes"]
         config.id2label = dict(enumerate(classes))
         config.label2id = {name: i for i, name in enumerate(classes)}
-        # Pipelines choose softmax by it; the base may be for several labels of one record.
+        # Pipelines need it to choose softmax; the base may have been for several labels.
         config.problem_type = "single_label_classification"
     for key, value in trained.companions.config.items():
         setattr(config, key, value)
@@ -149,7 +148,7 @@ def _save_adapter(peft: Any, out: Path, trained: Trained) -> None:
         adapter.inference_mode = True
     # Without the second argument peft asks the hub about the base.
     peft.save_pretrained(str(out), save_embedding_layers=False)
-    # peft's own card knows nothing of privacy.
+    # peft's own card says nothing about privacy.
     (out / "README.md").unlink(missing_ok=True)
     model: Any = trained.parts.adapted.model
     if hasattr(model, "config") and trained.parts.built.head:
@@ -160,7 +159,7 @@ def _save_adapter(peft: Any, out: Path, trained: Trained) -> None:
 def base_of(config: Config) -> str | None:
     """Return the hub name or the absolute path of an adapter's base; None for random weights.
 
-    A bare folder name would be taken for somebody's repository on the hub.
+    A path is absolute, because a bare folder name could be the name of a hub repository.
     """
     section: Any = config.model
     weights = section.chosen() if hasattr(section, "chosen") else section.weights
@@ -173,18 +172,10 @@ def base_of(config: Config) -> str | None:
 def _save_whole(model: Any, out: Path, trained: Trained) -> None:
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(str(out))
-    else:
-        tensors = {name: value.contiguous().clone() for name, value in model.state_dict().items()}
-        save_file(
-            tensors, out / "model.safetensors", metadata={"release": str(trained.result["release"])}
-        )
-
-
-def _save_companions(companions: Companions, out: Path) -> None:
-    for thing in companions.saved:
-        thing.save_pretrained(str(out))
-    for name, text in companions.files.items():
-        _write_text(out / name, text)
+        return
+    tensors = {name: value.contiguous().clone() for name, value in model.state_dict().items()}
+    metadata = {"release": str(trained.result["release"])}
+    save_file(tensors, out / "model.safetensors", metadata=metadata)
 
 
 def _write_text(path: Path, text: str) -> None:

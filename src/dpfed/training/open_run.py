@@ -37,15 +37,10 @@ from dpfed.training.result import release_note, result_of
 from dpfed.training.round_context import first_state
 from dpfed.training.round_loop import RoundLoop
 from dpfed.training.run_folder.checkpoint import Checkpoints, Saved, job_hash
-from dpfed.training.run_folder.folder import LEDGER, RunFolder, refuse_occupied
+from dpfed.training.run_folder.files import LEDGER, read_result
+from dpfed.training.run_folder.folder import RunFolder, refuse_occupied
 from dpfed.training.run_folder.label_counts import write_label_counts
-from dpfed.training.run_folder.resume import (
-    changes,
-    name_of,
-    refuse_kind,
-    refuse_other,
-    result_in,
-)
+from dpfed.training.run_folder.resume import changes, name_of, refuse_kind, refuse_other
 from dpfed.training.run_identity import run_identity
 
 Mode = Literal["new", "replace", "resume"]
@@ -260,5 +255,5 @@ def _record_changes(job: Job, place: RunPlace, saved: Saved | None) -> None:
     """Write changed settings into the folder, after the ledger has stated them."""
     folder = place.folder
     folder.amend(job.config, changes(folder.path, job.config), saved.progress.t if saved else 0)
-    if result_in(folder.path).get("state") != "running":
+    if read_result(folder.path).get("state") != "running":
         folder.begin(place.name, place.note)

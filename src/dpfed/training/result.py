@@ -13,8 +13,9 @@ from dpfed.config import Config
 from dpfed.privacy.accounting.guarantee import assumptions
 from dpfed.training.budget.recorded_spending import NO_PRIVACY, SEEDED
 from dpfed.training.budget.spending import Spending
-from dpfed.training.job.job import Job, client_names
+from dpfed.training.job.job import Job
 from dpfed.training.job.message_size import traffic
+from dpfed.training.job.plan import client_names
 from dpfed.training.rounds import Round
 
 SIMULATION = f"{SEEDED}: not for release"

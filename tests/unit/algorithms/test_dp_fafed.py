@@ -31,7 +31,7 @@ from dpfed.algorithms.dp_fedavg import DPFedAvg
 from dpfed.config import load
 from dpfed.errors import DpfedError
 from dpfed.registry import registry
-from dpfed.training.job.job import plan_of
+from dpfed.training.job.plan import plan_of
 
 FACTS = Facts(equal_phi=True, private=True, allow_nan=False)
 F64 = torch.float64

@@ -17,7 +17,7 @@ from dpfed.errors import DpfedError
 from dpfed.privacy.accounting.pld import pld_epsilon
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.registry import registry
-from dpfed.training.job.job import plan_of
+from dpfed.training.job.plan import plan_of
 
 
 def test_example_by_hand() -> None:

@@ -19,7 +19,7 @@ def test_the_table_is_that_of_the_run(capsys: pytest.CaptureFixture[str]) -> Non
     from dpfed.data.sources.digits import Digits
     from dpfed.privacy.noise import Streams
     from dpfed.registry import DEFAULT, registry
-    from dpfed.training.job.job import shards_for
+    from dpfed.training.job.data import shards_for
 
     keys = ["data.clients=7", "data.alpha=0.1", "run.seed=3"]
     assert dpfed(*describe(*keys), "--json") == 0

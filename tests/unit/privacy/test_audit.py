@@ -1,4 +1,4 @@
-"""The audit: production's oracle passes, and every deliberately broken build is caught (SPEC A10), at 99.9 % confidence."""
+"""The audit passes the true oracle and catches every broken one, at 99.9 % confidence."""
 
 from __future__ import annotations
 
@@ -31,15 +31,14 @@ from dpfed.privacy.oracle import FleetOracle
 from dpfed.privacy.plan import Plan
 from dpfed.registry import registry
 from dpfed.training.audit import (
-    Audited,
+    AuditSetting,
     audit,
-    audited_job,
-    laws,
-    many_draws,
-    one_run,
-    server_view,
-    shorter,
-    spread_clients,
+    audit_laws,
+    audit_many_draws,
+    audit_one_run,
+    audit_server,
+    chosen_clients,
+    setting_of,
 )
 from dpfed.training.job.job import Job, prepare
 
@@ -51,7 +50,7 @@ CLIP = 0.1
 BATCH = 12
 
 
-# --- production's oracle, whole and broken --------------------------------------------------------------------------
+# --- production's oracle, whole and broken ---
 
 
 def plan_of(
@@ -76,8 +75,10 @@ def plan_of(
     )
 
 
-def setting(seed: int = 0, clients: int = 30, **more: Any) -> Audited:
-    return Audited(plan_of(clients, **more), DELTA, rounds=3, local_steps=1, streams=Streams(seed))
+def setting_with(seed: int = 0, clients: int = 30, **more: Any) -> AuditSetting:
+    return AuditSetting(
+        plan_of(clients, **more), DELTA, rounds=3, local_steps=1, streams=Streams(seed)
+    )
 
 
 @dataclass(frozen=True)
@@ -98,13 +99,14 @@ class Findings:
         return {name for name, is_caught in found.items() if is_caught}
 
 
-def findings(audited: Audited) -> Findings:
-    longer = replace(audited, plan=plan_of(1, units=64, batch=16), rounds=2, local_steps=16)
-    quieter = replace(
-        audited, plan=plan_of(240, sigma=4.0)
-    )  # a smaller claim: one run certifies less than many
+def findings(setting: AuditSetting) -> Findings:
+    longer = replace(setting, plan=plan_of(1, units=64, batch=16), rounds=2, local_steps=16)
+    # One run can certify a small epsilon alone, so its claim is smaller.
+    quieter = replace(setting, plan=plan_of(240, sigma=4.0))
     return Findings(
-        one_run(quieter, 480, CONFIDENCE), many_draws(audited, 3000, CONFIDENCE), *laws(longer)
+        audit_one_run(quieter, 480, CONFIDENCE),
+        audit_many_draws(setting, 3000, CONFIDENCE),
+        *audit_laws(longer),
     )
 
 
@@ -126,8 +128,10 @@ def batch_mean(grads: Sequence[Tensor], owner: Tensor, clients: int, clip: float
     return BATCH * clipped(torch.cat(batch_means(grads, owner, clients), 1), clip)
 
 
-def batch_tensor(grads: Sequence[Tensor], owner: Tensor, clients: int, clip: float) -> Tensor:
-    """The released code of the paper (SPEC 0.1)."""
+def batch_tensor(
+    grads: Sequence[Tensor], unit: Tensor, owner: Tensor, clients: int, clip: float
+) -> Tensor:
+    """Clip as the released code of the paper does."""
     return BATCH * torch.cat([clipped(g, clip) for g in batch_means(grads, owner, clients)], 1)
 
 
@@ -143,7 +147,7 @@ def no_clip(grads: Sequence[Tensor], owner: Tensor, clients: int, clip: float) -
 
 
 class TwiceDivided(FleetOracle):
-    """Noise σC/B added to the sum, which is then divided by B."""
+    """Noise σC/B on the sum, which is then divided by B."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -151,7 +155,7 @@ class TwiceDivided(FleetOracle):
 
 
 class NotDivided(FleetOracle):
-    """Noise σC added to the mean: too much of it."""
+    """Noise σC on the mean, which is too much."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -159,15 +163,14 @@ class NotDivided(FleetOracle):
 
 
 class Shuffle:
-    """Every record exactly once in an epoch of equal batches, a new order for each epoch."""
+    """Every record exactly once in an epoch of equal batches, in a new order each epoch."""
 
     def __init__(self) -> None:
         self._queues: dict[int, tuple[np.random.Generator, list[int]]] = {}
 
     def __call__(self, mechanism: Mechanism, units: int, rng: np.random.Generator) -> np.ndarray:
-        _, queue = self._queues.setdefault(
-            id(rng), (rng, [])
-        )  # holding rng keeps its id from being used again
+        # The stored rng keeps its id from being used again.
+        _, queue = self._queues.setdefault(id(rng), (rng, []))
         if not queue:
             queue.extend(rng.permutation(units).tolist())
         size = round(mechanism.rate * units)
@@ -243,7 +246,7 @@ BROKEN: dict[str, tuple[Break, set[str]]] = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_each_broken_build_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     breaks, catchers = BROKEN[name]
-    found = findings(replace(setting(), **breaks(monkeypatch)))
+    found = findings(replace(setting_with(), **breaks(monkeypatch)))
     assert found.caught_by >= catchers
     sentences = list(disproofs([found.single, found.many], [found.batches, found.noise]))
     assert len(sentences) == len(found.caught_by)
@@ -251,10 +254,11 @@ def test_each_broken_build_is_caught(name: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_true_build_passes(seed: int) -> None:
-    found = findings(setting(seed))
+    found = findings(setting_with(seed))
     assert found.caught_by == set()
     assert found.many.claimed == pytest.approx(2.301, rel=0.01)
-    assert found.many.lower > 0.05 * found.many.claimed  # it saw the canaries
+    # The audit saw the canaries.
+    assert found.many.lower > 0.05 * found.many.claimed
 
 
 @pytest.mark.parametrize(
@@ -265,20 +269,19 @@ def test_the_true_build_passes(seed: int) -> None:
 def test_other_mechanisms_pass_and_their_broken_builds_do_not(
     more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under replace-one the canary is exchanged for its opposite; several releases of one batch are scored together."""
-    audited = replace(setting(**more), rounds=1)
-    true = many_draws(audited, 1000, CONFIDENCE)
+    """Replace-one exchanges the canary for its opposite; releases of a batch are averaged."""
+    setting = replace(setting_with(**more), rounds=1)
+    true = audit_many_draws(setting, 1000, CONFIDENCE)
     assert 0 < true.lower <= true.claimed
-    assert not any(law.broken for law in laws(audited))
-    assert not one_run(audited, 480, CONFIDENCE).disproved
+    assert not any(law.broken for law in audit_laws(setting))
+    assert not audit_one_run(setting, 480, CONFIDENCE).disproved
     monkeypatch.setattr(Plan, "noise_std", lambda plan, i: 0.0)
-    louder = replace(
-        audited, plan=plan_of(30, sigma=20.0, **more)
-    )  # a small claim, so that few draws suffice
-    assert many_draws(louder, 1000, CONFIDENCE).disproved
+    # A small claim, so that few draws suffice.
+    louder = replace(setting, plan=plan_of(30, sigma=20.0, **more))
+    assert audit_many_draws(louder, 1000, CONFIDENCE).disproved
 
 
-# --- a whole job and the command -------------------------------------------------------------------------------------
+# --- a whole job and the command ---
 
 SMALL = [
     "model.name=linear",
@@ -295,22 +298,22 @@ def job(*more: str) -> Job:
 
 @pytest.mark.parametrize("algorithm", ["dp-fedavg", "dp-fedadamw"])
 def test_the_server_sees_no_more_than_claimed(algorithm: str) -> None:
-    """Δ_i of the true build stays below the claim; without noise the same score gives the canaries away."""
+    """Without noise the same score reveals the canaries."""
     prepared = job(f"algorithm.name={algorithm}", "privacy.sigma=4.0")
-    audited = audited_job(prepared)
-    true = server_view(prepared, audited, 400, CONFIDENCE)
+    setting = setting_of(prepared)
+    true = audit_server(prepared, setting, 400, CONFIDENCE)
     assert not true.disproved
     assert (true.canaries, true.clients, true.steps) == (400, 4, 8)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Plan, "noise_std", lambda plan, i: 0.0)
-        assert server_view(prepared, audited, 400, CONFIDENCE).lower > true.lower
+        assert audit_server(prepared, setting, 400, CONFIDENCE).lower > true.lower
 
 
 def test_canaries_pass_through_views_as_records_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And views that were clipped one by one and then added, each with its own C, would be seen."""
+    """Augmentations that are clipped one by one and then added must be noticed."""
     prepared = job("algorithm.name=dp-fedavg", "data.augment=flip", "data.views=4")
-    audited = shorter(audited_job(prepared), 8)
-    true = server_view(prepared, audited, 400, CONFIDENCE)
+    setting = setting_of(prepared).shortened(8)
+    true = audit_server(prepared, setting, 400, CONFIDENCE)
     assert true.lower <= true.claimed
     right = oracle_module.clip_and_sum
 
@@ -319,27 +322,27 @@ def test_canaries_pass_through_views_as_records_do(monkeypatch: pytest.MonkeyPat
         return 4 * total, count
 
     monkeypatch.setattr(oracle_module, "clip_and_sum", each_its_own)
-    assert server_view(prepared, audited, 400, CONFIDENCE).lower > true.lower
+    assert audit_server(prepared, setting, 400, CONFIDENCE).lower > true.lower
 
 
 def test_the_claim_is_the_worst_clients_for_the_steps_audited() -> None:
     sizes = np.array([64, 32, 128])
     plan = Plan("poisson", CLIP, sizes, 8 / sizes, np.full(3, 8.0), np.full(3, 2.0))
-    audited = Audited(plan, DELTA, 3, 5, Streams(0))
-    each = audited.epsilons()
+    setting = AuditSetting(plan, DELTA, 3, 5, Streams(0))
+    each = setting.epsilons()
     assert each.argmax() == 1
-    assert one_run(audited, 60, 0.95).claimed == each.max()
-    assert many_draws(audited, 64, 0.95).claimed == each.max()
-    fewer = shorter(audited, 7)
+    assert audit_one_run(setting, 60, 0.95).claimed == each.max()
+    assert audit_many_draws(setting, 64, 0.95).claimed == each.max()
+    fewer = setting.shortened(7)
     assert (fewer.rounds, fewer.local_steps) == (1, 5)
     assert fewer.epsilons().max() < each.max()
-    assert list(spread_clients(each, 1)) == [1]
-    assert 1 in spread_clients(each, 2)
+    assert list(chosen_clients(each, 1)) == [1]
+    assert 1 in chosen_clients(each, 2)
 
 
 def test_the_audit_never_replays_the_runs_randomness() -> None:
     prepared = job()
-    assert audited_job(prepared).streams.key("noise", 1, 0) != prepared.streams.key("noise", 1, 0)
+    assert setting_of(prepared).streams.key("noise", 1, 0) != prepared.streams.key("noise", 1, 0)
 
 
 @pytest.mark.parametrize(

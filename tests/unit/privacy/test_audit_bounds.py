@@ -1,4 +1,4 @@
-"""The audit's statistics on mechanisms whose epsilon is known: the bounds hold, have power, and the laws are told apart."""
+"""Statistics of the audit on mechanisms with known epsilon: valid, and sensitive to faults."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ CONFIDENCE = 0.999
 DELTA = 1e-5
 
 
-# --- the statistics ------------------------------------------------------------------------------------------------
+# --- the statistics ---
 
 
 def test_p_value_without_delta_is_the_binomial_tail() -> None:
     assert one_run_p_value(100, 100, 80, 1.0, 0.0) == pytest.approx(
         stats.binom.sf(79, 100, math.e / (1 + math.e)), rel=1e-12
     )
-    # All of 20 right at epsilon 0: a coin 20 times; one right of one with delta: 1/2 + 2*m*delta*1/2.
+    # At epsilon 0 all of 20 right: a coin 20 times. One of one with delta: 1/2 + 2*m*delta*1/2.
     assert one_run_p_value(20, 20, 20, 0.0, 0.0) == pytest.approx(2.0**-20)
     assert one_run_p_value(10, 1, 1, 0.0, 1e-3) == pytest.approx(0.5 + 20 * 1e-3 * 0.5)
     assert one_run_p_value(10, 5, 0, 3.0, 1e-5) == 1.0
 
 
 def test_p_value_of_delta_by_hand() -> None:
-    """alpha = max_i P[v > W >= v-i]/i with r = 3, v = 2, accuracy 1/2: W = 1 has 3/8, W = 0 has 1/8."""
+    """With r = 3, v = 2, accuracy 1/2: P[W = 1] is 3/8 and P[W = 0] is 1/8."""
     expected = 4 / 8 + 2 * 7 * 1e-3 * max(3 / 8, (3 / 8 + 1 / 8) / 2)
     assert one_run_p_value(7, 3, 2, 0.0, 1e-3) == pytest.approx(expected)
 
@@ -65,7 +65,7 @@ def test_impossible_counts_are_refused() -> None:
 
 
 def gaussian(epsilon: float, delta: float) -> float:
-    """The standard deviation at which N(0) against N(1) is exactly (epsilon, delta)-DP (Balle and Wang 2018)."""
+    """Return the noise at which N(0) and N(1) are exactly (epsilon, delta)-DP (Balle, Wang)."""
     low, high = 1e-2, 1e3
     for _ in range(100):
         s = math.sqrt(low * high)
@@ -87,7 +87,7 @@ Bound = Callable[[np.ndarray, np.ndarray, float, float], float]
 @pytest.mark.parametrize("bound", [one_run_bound, many_draws_bound])
 @pytest.mark.parametrize("epsilon", [0.0, 1.0, 3.0])
 def test_bounds_hold_for_randomized_response(bound: Bound, epsilon: float) -> None:
-    """The tightest pure-DP mechanism: at 90 % confidence at most 10 % of the bounds may exceed epsilon."""
+    """The tightest pure-DP mechanism; at 90 % confidence 10 % of the bounds may be too large."""
     rng = np.random.default_rng(int(epsilon))
     found = []
     for _ in range(150):
@@ -95,7 +95,8 @@ def test_bounds_hold_for_randomized_response(bound: Bound, epsilon: float) -> No
         found.append(bound(randomized_response(epsilon, coins, rng), coins, 0.0, 0.9))
     wrong = sum(b > epsilon for b in found)
     assert stats.binomtest(wrong, 150, 0.1, alternative="greater").pvalue > 1e-3
-    assert epsilon == 0 or np.median(found) > 0.5 * epsilon  # and they have power
+    # The bounds have power.
+    assert epsilon == 0 or np.median(found) > 0.5 * epsilon
 
 
 @pytest.mark.parametrize("bound", [one_run_bound, many_draws_bound])
@@ -107,17 +108,17 @@ def test_bounds_hold_for_the_gaussian(bound: Bound, epsilon: float) -> None:
     found = []
     for _ in range(100):
         coins = rng.random(400) < 0.5
-        scores = (coins + s * rng.standard_normal(400) - 0.5) / s**2  # the log-likelihood ratio
+        # The log-likelihood ratio.
+        scores = (coins + s * rng.standard_normal(400) - 0.5) / s**2
         found.append(bound(scores, coins, delta, 0.9))
     wrong = sum(b > epsilon for b in found)
     assert stats.binomtest(wrong, 100, 0.1, alternative="greater").pvalue > 1e-3
-    assert (
-        epsilon < 6 or np.median(found) > 0.2 * epsilon
-    )  # at a small epsilon 400 canaries show nothing
+    # At a small epsilon 400 canaries show nothing.
+    assert epsilon < 6 or np.median(found) > 0.2 * epsilon
 
 
-def test_delta_is_paid_for() -> None:
-    """A mechanism that shows everything with probability delta and nothing otherwise is (0, delta)-DP."""
+def test_delta_is_not_taken_for_epsilon() -> None:
+    """A mechanism that reveals everything with probability delta is (0, delta)-DP."""
     rng = np.random.default_rng(5)
     delta, wrong = 2e-3, 0
     for _ in range(150):
@@ -135,18 +136,17 @@ def test_delta_is_paid_for() -> None:
     assert wrong / 150 < 0.12
 
 
-def test_an_open_book_is_found_out() -> None:
+def test_values_that_reveal_the_coins_give_a_large_bound() -> None:
     coins = np.random.default_rng(0).random(2000) < 0.5
     scores = np.where(coins, 1.0, 0.0)
     assert many_draws_bound(scores, coins, DELTA, CONFIDENCE) > 4
     assert one_run_bound(scores, coins, 0.0, CONFIDENCE) > 4
     assert one_run_bound(scores, coins, DELTA, CONFIDENCE) > 2
-    assert (
-        many_draws_bound(scores, np.ones(2000, bool), DELTA, CONFIDENCE) == 0.0
-    )  # no "out": nothing is shown
+    # Without a canary that is out nothing is shown.
+    assert many_draws_bound(scores, np.ones(2000, bool), DELTA, CONFIDENCE) == 0.0
 
 
-# --- the laws ------------------------------------------------------------------------------------------------------
+# --- the laws ---
 
 
 def poisson(rng: np.random.Generator, q: float, shape: tuple[int, int, int]) -> np.ndarray:

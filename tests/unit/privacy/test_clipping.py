@@ -25,8 +25,9 @@ from dpfed.privacy.clipping import CLIPS, ClipMode, Clipping, Units, clip_and_su
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.noise import Streams
-from dpfed.privacy.oracle import FleetOracle, Records
+from dpfed.privacy.oracle import FleetOracle
 from dpfed.privacy.plan import Plan
+from dpfed.privacy.record_batch import Records
 from dpfed.registry import registry
 from dpfed.training.backends.fleet import Fleet
 from dpfed.training.job.job import Job, prepare

@@ -28,7 +28,8 @@ from dpfed.privacy.clipping import Clipping, Units, clip_and_sum, row_norms
 from dpfed.privacy.fixed_shape_sum import FixedSum, passes_of, slots_for
 from dpfed.registry import registry
 from dpfed.training.backends.fleet import Fleet
-from dpfed.training.job.job import Job, prepare, repays
+from dpfed.training.job.job import Job, prepare
+from dpfed.training.job.model import worth_compiling
 from dpfed.training.round_context import first_state
 from dpfed.training.round_loop import aggregate, choose
 
@@ -462,10 +463,10 @@ def test_a_model_that_does_not_compile_runs_without(
 
 def test_compilation_is_left_to_runs_that_repay_it() -> None:
     config = load("digits", [], registry())
-    assert not repays(config, torch.device("cuda"))
+    assert not worth_compiling(config, torch.device("cuda"))
     long = replace(config, run=replace(config.run, rounds=1000, local_steps=20))
-    assert repays(long, torch.device("cuda"))
-    assert not repays(long, torch.device("cpu"))
+    assert worth_compiling(long, torch.device("cuda"))
+    assert not worth_compiling(long, torch.device("cpu"))
 
 
 # ------------------------------------------------------------------ capture

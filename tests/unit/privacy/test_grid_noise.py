@@ -28,8 +28,9 @@ from dpfed.privacy.grid_noise import (
     sensitivity,
 )
 from dpfed.privacy.noise import OsNoise, Streams
-from dpfed.privacy.oracle import FleetOracle, Records
+from dpfed.privacy.oracle import FleetOracle
 from dpfed.privacy.plan import Plan
+from dpfed.privacy.record_batch import Records
 from dpfed.registry import registry
 
 CPU = torch.device("cpu")

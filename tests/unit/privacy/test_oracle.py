@@ -22,9 +22,9 @@ from dpfed.model.per_sample.gradients import PerSample, call, trainable
 from dpfed.privacy import oracle as oracle_module
 from dpfed.privacy.clipping import Clipping, Units, clip_and_sum
 from dpfed.privacy.noise import OsNoise, Streams
-from dpfed.privacy.oracle import FleetOracle, Records, Slots
+from dpfed.privacy.oracle import FleetOracle, Slots
 from dpfed.privacy.plan import Plan
-from dpfed.privacy.record_batch import Augmentations
+from dpfed.privacy.record_batch import Augmentations, Records
 
 torch.set_num_threads(1)
 

@@ -18,8 +18,9 @@ from dpfed.data.partition import shards_of
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting.observers import server_epsilon
 from dpfed.privacy.noise import Streams
-from dpfed.privacy.oracle import FleetOracle, Records
+from dpfed.privacy.oracle import FleetOracle
 from dpfed.privacy.plan import Plan, Schedule, make_plan
+from dpfed.privacy.record_batch import Records
 
 torch.set_num_threads(1)
 SCHEDULE = Schedule.of(clients=4, rounds=3, local_steps=2, participation=0.5)

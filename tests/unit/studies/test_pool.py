@@ -21,7 +21,7 @@ from dpfed.registry import registry
 from dpfed.studies.outcomes import Task, key_of, read_outcome
 from dpfed.studies.pool import Pool, Worker, run_one, run_pack, visible_gpu
 from dpfed.training.job.job_cache import JobCache
-from dpfed.training.run_folder.folder import RESULT
+from dpfed.training.run_folder.files import RESULT
 
 
 def task(*sets: str) -> Task:

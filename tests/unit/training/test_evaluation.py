@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import accuracy_score, confusion_matrix, precision_recall_fscore_support
 
 from dpfed.cli.run import closing
-from dpfed.privacy.oracle import Records
+from dpfed.privacy.record_batch import Records
 from dpfed.report import model_card
 from dpfed.training.callbacks.activity import ignore
 from dpfed.training.evaluation import class_scores, confusion, task_metrics

@@ -1,4 +1,4 @@
-"""What leaves a run's folder: adapters that plain peft loads, whole models, the card, and the record of what was spent."""
+"""Exports: adapters that plain peft loads, whole models, the card and the spending record."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def logits_of(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("freeze_a", [False, True])
 def test_a_vision_adapter_loads_with_plain_peft(tmp_path: Path, freeze_a: bool) -> None:
-    """With A frozen it is in no file of the run: the export must draw it from the same seed again."""
+    """With A frozen no file of the run has A, so the export draws it from the same seed."""
     folder = vit_run(tmp_path, model={"lora": {"r": 2, "freeze_a": freeze_a}}, run={"seed": 7})
     assert any("lora_A" in n for n in load_file(folder / "model.safetensors")) is not freeze_a
     assert write_export(folder, tmp_path / "out") == "adapter"
@@ -61,7 +61,7 @@ def test_a_vision_adapter_loads_with_plain_peft(tmp_path: Path, freeze_a: bool) 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
 def test_a_language_adapter_loads_with_plain_peft(tmp_path: Path, kind: str) -> None:
-    """The plain model gets plain token ids and a plain mask, as anybody would give them."""
+    """The plain model gets plain token ids and a plain mask."""
     folder = tmp_path / "run"
     model = {"name": "auto-text", "weights": base(kind, tmp_path / "base"), "max_length": 5}
     run(settings(model), folder, source=texts())
@@ -107,7 +107,7 @@ def test_the_demonstration_as_adapter_and_merged(demonstration: Path, tmp_path: 
 
 
 def test_adapters_of_a_cnn(tmp_path: Path) -> None:
-    """LoRA on convolutions; the base is random, so the same one must be made again."""
+    """LoRA on convolutions; the export draws the random base again from its seed."""
     model = {"name": "gn-resnet18", "train": "lora", "width": 4, "groups": 2, "weights": "random"}
     folder = tmp_path / "run"
     run(settings(model, run={"seed": 3}), folder, source=images())
@@ -203,7 +203,8 @@ def test_damaged_weights_are_never_exported(tmp_path: Path) -> None:
         with pytest.raises(DpfedError, match="missing or damaged"):
             read_run(folder)
     for wrong in (
-        {n: t for n, t in tensors.items() if n != first},  # the rest would stay at its random start
+        # Without a tensor the rest would stay random.
+        {n: t for n, t in tensors.items() if n != first},
         {**tensors, first: torch.zeros(1)},
         {**tensors, "stranger": torch.zeros(1)},
     ):
@@ -235,7 +236,7 @@ def test_an_occupied_target_is_left_alone(tmp_path: Path) -> None:
 def test_no_adapter_is_ever_without_its_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A crash in the middle leaves the record of the spending, not an adapter that looks as if it had cost nothing."""
+    """An export that crashed midway has the spending record, so it never looks free of cost."""
     trained = read_run(vit_run(tmp_path))
 
     def fail(*args: object, **keys: object) -> None:
@@ -251,7 +252,7 @@ def test_no_adapter_is_ever_without_its_record(
 
 
 def exported_text(folder: Path, out: Path) -> str:
-    """Everything readable that an export publishes."""
+    """Return all text that an export publishes."""
     write_export(folder, out)
     return "\n".join(p.read_text() for p in sorted(out.iterdir()) if p.suffix in (".md", ".json"))
 
@@ -283,11 +284,12 @@ def test_the_card_says_what_must_stand_beside_an_epsilon(
         "glyph-vit as it comes with dpfed",
     ):
         assert words in card
-    assert "base_model:" not in card  # it has no name that means anything on a hub
+    # The base has no name on a hub.
+    assert "base_model:" not in card
 
 
 def test_nothing_says_who_took_part(demonstration: Path, tmp_path: Path) -> None:
-    """SPEC 6.2(b): the third party's figure is void beside a seed, a cohort or any client's own figure."""
+    """The third party's figure is void beside a seed, a cohort or any client's own figure."""
     text = exported_text(demonstration, tmp_path / "out")
     result = json.loads((demonstration / "run.json").read_text())
     most = result["epsilon"]["server_max"]
@@ -301,9 +303,8 @@ def test_nothing_says_who_took_part(demonstration: Path, tmp_path: Path) -> None
         result["run"],
     ):
         assert secret not in text
-    assert (
-        most != result["epsilon"]["server_worst"]
-    )  # otherwise the search above would mean nothing
+    # Otherwise the search above would find nothing.
+    assert most != result["epsilon"]["server_worst"]
     for path in (tmp_path / "out").iterdir():
         assert b"987654321" not in path.read_bytes()
 
@@ -314,7 +315,7 @@ def test_real_noise_may_be_released(tmp_path: Path) -> None:
     assert "Not for release" not in text
     assert "seed" not in text
     assert "simulation" not in text
-    # The path of the base is in one place, which the card names: a reader needs it, and a publisher can change it.
+    # The card names the one place that has the path of the base; a reader needs the path.
     named = json.loads((tmp_path / "out" / "adapter_config.json").read_text())[
         "base_model_name_or_path"
     ]
@@ -322,13 +323,13 @@ def test_real_noise_may_be_released(tmp_path: Path) -> None:
     assert text.count(str(tmp_path)) == 1
     card = (tmp_path / "out" / "README.md").read_text()
     assert (
-        "`base_model_name_or_path` in `adapter_config.json` is the path of that folder on the machine that trained"
-        in card
+        "`base_model_name_or_path` in `adapter_config.json` is the path of that folder on the "
+        "machine that trained" in card
     )
     assert "change it before you publish this folder" in card
     assert (
-        "clients are simulated by partition = iid: the guarantee speaks of each client's records as dealt"
-        in text
+        "clients are simulated by partition = iid: the guarantee speaks of each client's records "
+        "as dealt" in text
     )
     write_export(folder, tmp_path / "whole", merge=True)
     assert all(
@@ -337,7 +338,7 @@ def test_real_noise_may_be_released(tmp_path: Path) -> None:
 
 
 def test_the_base_is_what_the_user_gave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never a bare name that a loader would take for somebody's repository on the hub."""
+    """A bare name could be taken for a repository on the hub."""
     base("vit", tmp_path / "base")
     monkeypatch.chdir(tmp_path)
     run(settings({"name": "auto-image", "weights": "base"}), tmp_path / "run", source=images())
@@ -445,7 +446,7 @@ def test_the_command(demonstration: Path, tmp_path: Path) -> None:
 
 
 def test_the_head_first_and_adapters_after(tmp_path: Path) -> None:
-    """A run of the head alone, exported whole, is where a run with adapters goes on: same answers, both runs' epsilon."""
+    """A run of the head alone is exported, then a run with adapters starts from it."""
     first = vit_run(tmp_path, "first", {"train": "head"}, algorithm={"lr": 0.5})
     assert write_export(first, tmp_path / "whole") == "model"
     second = vit_run(tmp_path, "second", {"weights": str(tmp_path / "whole"), "head": "kept"})

@@ -1,4 +1,4 @@
-"""Exports reproduce the run's own test predictions with plain transformers and peft, from the exported folder alone."""
+"""Exports reproduce the run's test predictions with plain transformers and peft alone."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def used(folder: Path, base: Path) -> Any:
 
 
 def scores_of(answers: list[list[dict[str, Any]]], classes: tuple[str, ...]) -> Tensor:
-    """The answers of a pipeline as `[records, classes]`, found by the names of the classes."""
+    """Return the answers of a pipeline, `[records, classes]`, matched by class names."""
     return torch.tensor(
         [[{a["label"]: a["score"] for a in each}[name] for name in classes] for each in answers]
     )
@@ -66,7 +66,7 @@ def pictures(source: Source) -> list[Image.Image]:
 def exported(
     tmp: Path, model: dict[str, Any], source: Source, merge: bool, **changes: Any
 ) -> tuple[Any, Tensor]:
-    """(the card's pipeline, the run's own scores of the test records); the base's own head tells records apart."""
+    """Return the card's pipeline and the run's own scores of the test records."""
     plain = {"privacy": {"enabled": False}, "algorithm": {"lr": 0.02}, **changes}
     head = {} if model["name"] == "auto-causal" else {"head": "kept"}
     run(settings({**model, **head}, **plain), tmp / "run", source=source)
@@ -107,8 +107,9 @@ def image_source(side: int, channels: int = 3) -> Source:
     source = images(side, channels)
     rng = np.random.default_rng(1)
     x = rng.integers(0, 256, source.train.inputs["pixel_values"].shape).astype(np.uint8)
-    return Source(Table({"pixel_values": x}, source.train.labels), Table({"pixel_values": x[:6]}, source.train.labels[:6]),
-                  source.classes, "image")  # fmt: skip
+    labels = source.train.labels
+    train = Table({"pixel_values": x}, labels)
+    return Source(train, Table({"pixel_values": x[:6]}, labels[:6]), source.classes, "image")
 
 
 @pytest.mark.parametrize("merge", KINDS)
@@ -182,7 +183,7 @@ def test_the_demonstration_is_reproduced_by_its_export(tmp_path: Path) -> None:
 def test_the_shipped_processor_equals_reading_and_preparing(
     resize: str, sharpen: float, colour: Any, channels: int, crop: int | None, size: int | None
 ) -> None:
-    """Bit for bit what `data` makes of a file and the model of a record."""
+    """The processor computes bit for bit what `data` and the model compute from a file."""
     rng = np.random.default_rng(0)
     picture = Image.fromarray(rng.integers(0, 256, (10, 14, 3)).astype(np.uint8))
     record = data_pixels(picture, "picture", colour, crop)
@@ -206,7 +207,7 @@ def test_the_shipped_processor_equals_reading_and_preparing(
 
 
 def test_how_files_were_read_is_a_part_of_the_export(tmp_path: Path) -> None:
-    """With data.size the shorter side is resized and the middle cut out before the model resizes again."""
+    """With data.size the images are resized and cropped before the model resizes again."""
     rng = np.random.default_rng(0)
     for part in ("train", "test"):
         for name in ("cat", "dog"):
@@ -214,10 +215,12 @@ def test_how_files_were_read_is_a_part_of_the_export(tmp_path: Path) -> None:
             for i in range(6):
                 pixels = rng.integers(0, 256, (10, 14, 3)).astype(np.uint8)
                 Image.fromarray(pixels).save(tmp_path / "data" / part / name / f"{i}.png")
+    folder = {"name": "image-folder", "path": str(tmp_path / "data")}
+    model = {"name": "auto-image", "weights": image_base(tmp_path / "base")}
     config = build(
         {
-            "data": {"name": "image-folder", "path": str(tmp_path / "data"), "size": 6, "clients": 2, "partition": "iid"},
-            "model": {"name": "auto-image", "weights": image_base(tmp_path / "base"), "train": "head", "liveness": False},
+            "data": {**folder, "size": 6, "clients": 2, "partition": "iid"},
+            "model": {**model, "train": "head", "liveness": False},
             "algorithm": {"name": "dp-fedavg", "lr": 0.5},
             "privacy": {"enabled": False, "batch": 3.0},
             "run": {"rounds": 1, "local_steps": 1, "device": "cpu", "checkpoint_every": 0},
@@ -276,7 +279,7 @@ def pairs() -> Source:
 @pytest.mark.parametrize("merge", KINDS)
 @pytest.mark.parametrize("length", [3, 8])
 def test_a_text_pipeline_answers_as_the_run(tmp_path: Path, length: int, merge: bool) -> None:
-    """With three tokens some texts are cut; the base's tokenizer cuts and pads on the left, the run on the right."""
+    """With three tokens some texts are cut: on the left by the base, on the right by the run."""
     weights = text_base(tmp_path / "base", padding_side="left", truncation_side="left")
     model = {"name": "auto-text", "weights": weights, "max_length": length}
     pipe, scores = exported(tmp_path, model, texts(), merge)
@@ -342,7 +345,7 @@ def test_a_causal_model_answers_as_the_run(tmp_path: Path, merge: bool) -> None:
 
 
 def test_a_text_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
-    """Tokens that were given as such need no tokenizer."""
+    """Data that already are tokens need no tokenizer."""
     base = text_base(tmp_path / "base")
     source = texts()
     coder = AutoTokenizer.from_pretrained(base)

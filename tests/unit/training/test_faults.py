@@ -1,4 +1,4 @@
-"""Disks that fill up, folders that cannot be written, two runs in one place: one sentence, nothing lost, nothing overwritten."""
+"""Full disks, read-only folders and two runs in one place: one sentence, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ from dpfed.errors import DpfedError
 from dpfed.registry import DEFAULT, registry
 from dpfed.training.rounds import Round
 from dpfed.training.run import run
-from dpfed.training.run_folder import atomic_file
+from dpfed.training.run_folder.files import read_result
 
-KEYS = "model.name=linear run.rounds=3 run.local_steps=1 run.participation=0.3 privacy.batch=16 privacy.sigma=2"
+KEYS = (
+    "model.name=linear run.rounds=3 run.local_steps=1 run.participation=0.3 "
+    "privacy.batch=16 privacy.sigma=2"
+)
 CONFIG = load(DEFAULT, KEYS.split(), registry())
 PLAIN = load(DEFAULT, [*KEYS.split(), "privacy.enabled=false"], registry())
 
@@ -67,12 +70,12 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-# --- a full disk ------------------------------------------------------------------------------------------------------
+# --- a full disk ---
 
 
 @contextmanager
 def full_from(nth: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """From its n-th sync on the disk of checkpoints, results and metrics is full; every file is then cut short."""
+    """Make the disk full from the n-th sync on; every file is then cut short."""
     count = [0]
     fsync = os.fsync
 
@@ -83,7 +86,7 @@ def full_from(nth: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         fsync(handle)
 
     with monkeypatch.context() as patch:
-        patch.setattr(atomic_file.os, "fsync", failing)
+        patch.setattr(os, "fsync", failing)
         yield count
 
 
@@ -101,7 +104,9 @@ def test_a_disk_that_fills_up_anywhere_ends_in_one_sentence_and_the_run_goes_on_
         ):
             run(CONFIG, out)
         assert "\n" not in str(caught.value)
-        run(CONFIG, out, mode="resume" if (out / "config.toml").exists() else "new")
+        # The last sync of all comes after the result is in place.
+        if read_result(out).get("state") != "finished":
+            run(CONFIG, out, mode="resume" if (out / "config.toml").exists() else "new")
         same(whole, out)
 
 
@@ -124,7 +129,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_real_full_disk(
     small_disk: Path, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Filled up little by little, so that each kind of file is the first that does not fit; then space is back."""
+    """Less and less space is free, so that each kind of file is once the first that fails."""
     sets = [word for key in KEYS.split() for word in ("--set", key)]
     failed = 0
     for free in (0, 8, 20, 40, 56, 72, 90, 110):
@@ -154,20 +159,20 @@ def test_a_real_full_disk(
 def test_metrics_on_a_full_disk_are_one_sentence_also_when_they_are_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Closing such a file fails as well, and must not hide the first failure."""
+    """Closing such a file fails too, and must not hide the first failure."""
     full = Path("/dev/full")
     monkeypatch.setattr("dpfed.training.run_folder.folder._reopened", lambda path: full.open("w"))
     with pytest.raises(DpfedError, match=r"metrics\.jsonl cannot be written: No space left"):
         run(CONFIG, tmp_path / "r")
 
 
-# --- folders ----------------------------------------------------------------------------------------------------------
+# --- folders ---
 
 
 def test_a_folder_that_cannot_be_written(
     small_disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A read-only file system, which holds for root too: nothing new, no resuming, but reading is possible."""
+    """A read-only file system, which stops root too: no new run, no resuming, but reading."""
     sets = [word for key in KEYS.split() for word in ("--set", key)]
     out = small_disk / "r"
     with pytest.raises(CrashError):
@@ -187,7 +192,7 @@ def test_a_folder_that_cannot_be_written(
 
 
 def test_permission_denied_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where root runs the tests, permissions stop nobody, so the refusal is put in by hand."""
+    """Permissions do not stop root, so the test raises the refusal itself."""
     opened = os.open
 
     def denied(path: Any, flags: int, *args: Any, **more: Any) -> int:
@@ -239,7 +244,7 @@ def test_a_folder_or_ledger_in_use_is_left_alone(
 
 
 def test_two_runs_without_privacy_do_not_share_a_folder(tmp_path: Path) -> None:
-    """The second one is asked for while the first is in round 1: begun anew, by force, resumed."""
+    """The second run is started while the first is in round 1: new, forced and resumed."""
     out, said = tmp_path / "r", []
 
     def second(round: Round) -> None:

@@ -1,4 +1,4 @@
-"""The two halves of the server's public data: disjoint, complete, alike in their classes, and really what is scored."""
+"""The two halves of the public test data: disjoint, complete, alike, and really scored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from dpfed.config import load
 from dpfed.data.tables import Table
 from dpfed.errors import DpfedError
 from dpfed.registry import registry
-from dpfed.training.job.job import prepare, scored_half
+from dpfed.training.job.data import scored_half
+from dpfed.training.job.job import prepare
 
 
 def table(labels: list[int]) -> Table:
@@ -22,13 +23,8 @@ def table(labels: list[int]) -> Table:
 def test_alternate_records_of_each_class() -> None:
     whole = table([0, 0, 1, 0, 1, 1, 0, 2])
     validation, test = scored_half(whole, "validation"), scored_half(whole, "test")
-    assert validation.inputs["x"].ravel().tolist() == [
-        0,
-        2,
-        3,
-        5,
-        7,
-    ]  # class 0: 0 1 3 6; class 1: 2 4 5; class 2: 7
+    # Class 0 has records 0, 1, 3 and 6, class 1 has 2, 4 and 5, class 2 has 7.
+    assert validation.inputs["x"].ravel().tolist() == [0, 2, 3, 5, 7]
     assert test.inputs["x"].ravel().tolist() == [1, 4, 6]
     assert validation.labels.tolist() == [0, 1, 0, 1, 2]
     assert test.columns["owner"].tolist() == [1, 4, 6]

@@ -1,4 +1,4 @@
-"""Files that version 0.1 wrote keep working: run folders resume and report, exports load, deleted keys are ignored."""
+"""Files of version 0.1 still work: runs resume and report, exports load, old keys are ignored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dpfed.errors import DpfedError
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.registry import registry
 from dpfed.training.budget.prior_spending import record_of
-from dpfed.training.job.job import plan_of
+from dpfed.training.job.plan import plan_of
 from dpfed.training.run import run
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

@@ -1,4 +1,4 @@
-"""What a run writes is its owner's alone, whatever the umask; what is made for release is as the umask says."""
+"""Run files are readable by their owner alone; files for release follow the umask."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def trained(out: Path, rounds: int = 2, **keys: Any) -> None:
-    """A run that leaves checkpoints and clients' memories."""
+    """Train a run that leaves checkpoints and clients' memory."""
     section = {**RAW["run"], "rounds": rounds, **keys.pop("section", {})}
     config = build({**RAW, "run": section}, registry())
     run(config, out, **keys)
 
 
 def open_to_others(folder: Path) -> dict[str, str]:
-    """Return the files and folders of a tree that others can read, write or enter, with their modes."""
+    """Return the modes of files and folders of a tree that others can read, write or enter."""
     modes = {}
     for path in (folder, *folder.rglob("*")):
-        # A checkpoint is written beside the rounds, so a file may be renamed in the meantime.
+        # A checkpoint is written in the background, so a file may be renamed in the meantime.
         with suppress(FileNotFoundError):
             modes[str(path.relative_to(folder))] = path.lstat().st_mode & 0o777
     return {name: oct(mode) for name, mode in modes.items() if mode & 0o077}

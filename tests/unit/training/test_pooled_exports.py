@@ -1,4 +1,4 @@
-"""Exports of a sentence encoder answer as the run, by the code of their card, without dpfed."""
+"""Exports of a sentence encoder give the run's answers by the code of their card alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ print(json.dumps(rows))
 
 
 def elsewhere(code: str, *given: Any) -> subprocess.CompletedProcess[str]:
-    """Run code in a process of its own, which knows no class of dpfed."""
+    """Run code in another process, which has no class of dpfed."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     command = [sys.executable, "-c", code, *(json.dumps(x) for x in given)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -83,7 +83,7 @@ def test_without_its_code_the_export_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("merge", [False, True], ids=["adapter", "merged"])
 def test_training_goes_on_from_an_export(merge: bool, tmp_path: Path) -> None:
-    """The second run starts with the answers that the first one ended with."""
+    """The second run starts with the final answers of the first one."""
     config = pooled(tmp_path, "lora")
     run(config, tmp_path / "run", source=texts())
     write_export(tmp_path / "run", tmp_path / "out", merge)

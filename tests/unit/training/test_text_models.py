@@ -1,4 +1,4 @@
-"""Text from strings to a trained vector: the model's tokenizer, its loss and its score in one small run each."""
+"""Texts to a trained vector: tokenizer, loss and score of the model in one small run each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from dpfed.data.tables import Source, Table
 from dpfed.errors import DpfedError
 from dpfed.registry import registry
 from dpfed.training.evaluation import evaluate
-from dpfed.training.job.job import prepare, spec_of, tokenised
+from dpfed.training.job.data import spec_of, tokenised
+from dpfed.training.job.job import prepare
 from dpfed.training.run import run
 
 WORDS = ["[PAD]", "[UNK]", "good", "bad", "film", "so"]
@@ -90,13 +91,14 @@ def config_of(name: str, weights: str, **privacy: Any) -> Any:
 def test_a_text_classifier_runs(tmp_path: Path) -> None:
     config = config_of("auto-text", bert(tmp_path / "model"))
     result = run(config, tmp_path / "out", source=texts(labelled=True))
-    assert result["start_accuracy"] == pytest.approx(0.5)  # a head of zeros says class 0
+    # A head of zeros answers class 0.
+    assert result["start_accuracy"] == pytest.approx(0.5)
     assert 0 <= result["test_accuracy"] <= 1
     assert result["epsilon"]["server_worst"] > 0
 
 
 def test_a_text_classifier_learns_without_noise(tmp_path: Path) -> None:
-    """All of it, from random weights: praise and blame are one word apart."""
+    """The whole path from random weights: the classes differ in one word."""
     config = config_of("auto-text", bert(tmp_path / "model"), enabled=False, batch=12.0)
     run_keys = replace(config.run, rounds=6, local_steps=10, lr_schedule="constant")
     config = replace(
@@ -123,7 +125,8 @@ def test_a_language_model_runs_and_is_scored_by_its_tokens(tmp_path: Path) -> No
     assert loss == pytest.approx(np.mean(losses), rel=1e-5)
     assert accuracy == pytest.approx(np.mean(right), abs=1e-6)
     result = run(config, tmp_path / "out", source=texts(labelled=False))
-    assert result["test_loss"] != pytest.approx(loss, rel=1e-4)  # something was trained
+    # The weights have changed.
+    assert result["test_loss"] != pytest.approx(loss, rel=1e-4)
 
 
 def test_text_is_tokenised_once_and_its_shape_is_known_before(tmp_path: Path) -> None:
@@ -148,7 +151,8 @@ def test_tokens_are_kept_by_data_and_encoding(
         type(section), "encode", lambda self, inputs: calls.append(1) or encode(self, inputs)
     )
     first, again = tokenised(section, source), tokenised(section, source)
-    assert len(calls) == 2  # the two tables, once
+    # Each of the two tables once.
+    assert len(calls) == 2
     assert np.array_equal(first.train.inputs["input_ids"], again.train.inputs["input_ids"])
     assert first.test.inputs["input_ids"].shape == (6, 5)
     tokenised(replace(section, max_length=6), source)

@@ -1,4 +1,4 @@
-"""A user's own data: clients from a column, and a patient instead of a record as the protected unit."""
+"""A user's own data: clients from a column, and patients instead of records as units."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def test_natural_clients_keep_their_names(hospital: Path, tmp_path: Path) -> Non
     job = prepare(config)
     assert list(job.shards.names) == names
     said = (
-        "the clients are the 3 of data.client_column = 'hospital': hospital-0, hospital-1, hospital-2; "
-        "data.clients = 7 has no effect"
+        "the clients are the 3 of data.client_column = 'hospital': hospital-0, hospital-1, "
+        "hospital-2; data.clients = 7 has no effect"
     )
     assert said in job.notes
     result = run(config, tmp_path / "run")

@@ -83,14 +83,14 @@ from dpfed.privacy.oracle import FleetOracle
 from dpfed.privacy.published import show_loss
 from dpfed.privacy.record_batch import Records
 from dpfed.training.budget.recorded_spending import OWN_LEDGER
-from dpfed.training.job.job import (
+from dpfed.training.job.data import (
     augmentations_for,
-    device_of,
     records_of,
     refuse_unreleasable,
     spec_of,
     tokenised,
 )
+from dpfed.training.job.device import device_of
 from dpfed.training.local_steps import run_local_steps
 from dpfed.training.round_context import build_context
 

@@ -15,14 +15,14 @@ from dpfed.config import Config, PrivacySection, RunSection, parse
 from dpfed.errors import DpfedError
 from dpfed.federation.client_config import ClientConfig
 from dpfed.federation.messages import AnyTerms, Terms
-from dpfed.federation.model_hash import model_hash
 from dpfed.federation.policy import RefusedError
+from dpfed.model.model_hash import model_hash
 from dpfed.model.per_sample.gradients import PerSample
 from dpfed.model.task import InputSpec
 from dpfed.privacy.noise import Purpose, Streams
 from dpfed.privacy.plan import Plan
-from dpfed.training.job.job import build_model
 from dpfed.training.job.message_size import meta_message
+from dpfed.training.job.model import build_model
 from dpfed.training.round_context import RoundFigures
 
 
@@ -31,7 +31,7 @@ class RequestModel:
     """The model that a request refers to.
 
     start   initial vector `[P]`, from which `policy.max_distance` is measured
-    hash    hash of the frozen weights (`federation.model_hash`)
+    hash    hash of the frozen weights (`model.model_hash`)
     shapes  shapes of the tensors in a request to train
     """
 
@@ -57,7 +57,7 @@ class ModelBuilder:
         if self._cached is None or self._cached[0] != key:
             config = run_config(self._config, algorithm, "seeded")
             streams = Streams(terms.seed)
-            model, adapted, start = build_model(config, self._spec, streams, self._device, [])
+            model, adapted, start, _ = build_model(config, self._spec, streams, self._device)
             _, broadcast = meta_message(algorithm, model.space, varying_phi=varying_phi)
             shapes = {name: tuple(value.shape) for name, value in broadcast.items()}
             hash_ = model_hash(adapted.model, model.space)

@@ -26,8 +26,8 @@ from torch import Tensor
 from dpfed.algorithms.base import ClientState
 from dpfed.errors import DpfedError
 from dpfed.federation.policy import RefusedError
-from dpfed.privacy.private_files import make_private_folder, restrict_file, restrict_tree
-from dpfed.training.run_folder.atomic_file import sync_folder, write_file
+from dpfed.privacy.private_files import fsync, make_private_folder, restrict_file, restrict_tree
+from dpfed.training.run_folder.atomic_file import write_file
 
 LOG = logging.getLogger("dpfed")
 Kind = Literal["reply", "score"]
@@ -110,7 +110,7 @@ class Store:
                     f"the memory of round {used} is gone: this client cannot go on in this run"
                 )
             os.replace(pending, kept)
-            sync_folder(self.folder)
+            fsync(self.folder)
         for other in self.folder.glob("memory-*"):
             if other != kept:
                 other.unlink(missing_ok=True)

@@ -39,11 +39,12 @@ from dpfed.federation.messages import (
     pack,
     unpack_reply,
 )
-from dpfed.federation.model_hash import model_hash
+from dpfed.model.model_hash import model_hash
 from dpfed.text import counted
 from dpfed.training.backends.base import LostRoundError, WaitForCharge, no_charge
-from dpfed.training.job.job import Job, client_names
+from dpfed.training.job.job import Job
 from dpfed.training.job.message_size import meta_message
+from dpfed.training.job.plan import client_names
 from dpfed.training.round_context import learning_rate
 from dpfed.training.server_state import State
 

@@ -16,7 +16,8 @@ from dpfed.registry import registry
 from dpfed.training.backends.base import RemoteBackend
 from dpfed.training.backends.execution import Served, Stop, never_stop
 from dpfed.training.callbacks.base import Callback, OnStart
-from dpfed.training.job.job import Job, client_names
+from dpfed.training.job.job import Job
+from dpfed.training.job.plan import client_names
 from dpfed.training.open_run import Mode
 from dpfed.training.rounds import Round
 from dpfed.training.run import run

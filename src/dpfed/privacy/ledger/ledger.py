@@ -33,7 +33,6 @@ from dpfed.privacy.ledger.storage import (
     canonical,
     check_vacant,
     connect,
-    fsync,
     ledger_error,
     nameable,
     owner_of,
@@ -48,6 +47,7 @@ from dpfed.privacy.ledger.storage import (
     write_head,
 )
 from dpfed.privacy.mechanism import Mechanism
+from dpfed.privacy.private_files import fsync
 
 Client = int | str
 Pathlike = str | os.PathLike[str]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from dpfed.errors import DpfedError
-from dpfed.privacy.private_files import open_private, restrict_file
+from dpfed.privacy.private_files import fsync, open_private, replace_file, restrict_file
 
 FORMAT = 1
 _APPLICATION_ID = 0x64706664  # "dpfd", in SQLite's file header
@@ -114,14 +114,6 @@ def restrict(path: Path) -> None:
         restrict_file(beside(path, suffix))
 
 
-def fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def read_head(path: Path) -> Head | None:
     file = beside(path, ".head")
     try:
@@ -139,12 +131,8 @@ def read_head(path: Path) -> Head | None:
 
 
 def write_head(path: Path, head: Head) -> None:
-    with open_private(beside(path, ".head.new"), "wb") as file:
-        file.write(canonical(head._asdict()).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    beside(path, ".head.new").replace(beside(path, ".head"))
-    fsync(path.parent)
+    line = canonical(head._asdict()).encode() + b"\n"
+    replace_file(beside(path, ".head"), lambda file: file.write(line))
 
 
 def take_lock(path: Path) -> IO[bytes]:

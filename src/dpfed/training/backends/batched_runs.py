@@ -18,8 +18,9 @@ from dpfed.errors import DpfedError
 from dpfed.privacy.batched_sums import BatchedSum, BatchedSums
 from dpfed.privacy.fixed_shape_sum import FixedSum, slots_for
 from dpfed.training.backends.memory_fit import fits, most_that_fit, slots_of
-from dpfed.training.job.job import Job, block_rules
+from dpfed.training.job.job import Job
 from dpfed.training.job.job_cache import JobCache
+from dpfed.training.job.model import block_rules
 
 Answer = TypeVar("Answer")
 # The blocks of a method without a key for them.

@@ -38,6 +38,7 @@ from torch import Tensor
 from dpfed.algorithms.base import Message
 from dpfed.config import Config
 from dpfed.errors import DpfedError, StoppedError
+from dpfed.model.model_hash import model_hash
 from dpfed.training.backends.base import WaitForCharge, no_charge
 from dpfed.training.backends.client_state import ClientStates
 from dpfed.training.backends.fleet import Fleet
@@ -342,10 +343,11 @@ def unpacked(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def fingerprint(job: Job) -> str:
     """Return a hash of everything a client's message follows from: settings, records, weights."""
     found = hashlib.sha256(repr(run_identity(job)).encode())
+    found.update(model_hash(job.adapted.model, job.space).encode())
     # Features are computed by each process and may differ in rounding, so the inputs are hashed.
-    inputs = job.records.inputs if job.given is None else job.given
+    inputs = job.records.inputs if job.raw_inputs is None else job.raw_inputs
     arrays: list[Any] = [job.shards.records, job.theta, job.records.labels, *inputs.values()]
-    for x in [*arrays, *job.adapted.model.state_dict().values()]:
+    for x in arrays:
         tensor = torch.as_tensor(np.ascontiguousarray(x)) if isinstance(x, np.ndarray) else x
         flat = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
         found.update(flat.cpu().numpy().tobytes())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +18,14 @@ from dpfed.privacy.accounting.population import population_epsilon
 from dpfed.privacy.ledger.ledger import Client, Ledger
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.training.budget.spending import stated_rounds
-from dpfed.training.run_folder.folder import COHORTS, CONFIG, LEDGER, RESULT
+from dpfed.training.run_folder.files import (
+    COHORTS,
+    CONFIG,
+    LEDGER,
+    RESULT,
+    read_result,
+    read_settings,
+)
 
 NO_PRIVACY, SEEDED = "no privacy", "simulation"  # how the release notes of such runs begin
 OWN_LEDGER = "ledger.db"  # of a real client, in its state folder
@@ -155,12 +160,9 @@ def read_recorded_spending(folder: Path, colluding: int = 0) -> RecordedSpending
 
 
 def _result(folder: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((folder / RESULT).read_text(encoding="utf-8"))
-        if isinstance(found["run"], str):
-            return dict(found)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        pass
+    found = read_result(folder)
+    if isinstance(found.get("run"), str):
+        return found
     raise DpfedError(
         f"{folder / RESULT} does not name the run, so its ledger cannot be trusted to be its own"
     )
@@ -172,11 +174,10 @@ def _largest(folder: Path, result: Mapping[str, Any], meta: Mapping[str, Any]) -
     if isinstance(stated, int) and stated > 0:
         return stated
     try:
-        tables = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        batch = float(tables["privacy"]["batch"])
+        batch = float((read_settings(folder) or {})["privacy"]["batch"])
         # A batch is the rate times a client's size, or the mean size where clients share a rate.
         return max(1, math.floor(batch / min(float(rate) for rate, _ in meta["kinds"])))
-    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError, RecursionError):
+    except (ValueError, KeyError, TypeError, ZeroDivisionError):
         return None
 
 

@@ -16,8 +16,8 @@ from dpfed.training.budget.prior_spending import served_prior_spending
 from dpfed.training.budget.recorded_spending import RecordedSpending
 from dpfed.training.budget.run_ledger import CALIBRATION_TOLERANCE
 from dpfed.training.budget.spending import budget_of
-from dpfed.training.job.job import declared_sizes, plan_for
-from dpfed.training.run_folder.folder import CONFIG
+from dpfed.training.job.plan import declared_sizes, plan_for
+from dpfed.training.run_folder.files import CONFIG
 
 BY_CHOICE = "the clients of a federation stay away as they like, so it equals the server's figure"
 

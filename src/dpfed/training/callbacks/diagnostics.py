@@ -26,6 +26,7 @@ from dpfed.training.callbacks.base import Callback
 from dpfed.training.job.job import Job
 from dpfed.training.local_steps import LocalResult
 from dpfed.training.rounds import Round
+from dpfed.training.run_folder.files import read_rows
 
 FILE = "diagnostics.jsonl"
 BINS = 120
@@ -122,14 +123,4 @@ class Diagnostics(Callback):
 
 def read_diagnostics(folder: Path) -> list[dict[str, Any]]:
     """Return the last line of each round, in the order of rounds."""
-    if not (folder / FILE).exists():
-        return []
-    rows: dict[int, dict[str, Any]] = {}
-    for line in (folder / FILE).read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-            rows[int(row["round"])] = row
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            # A crash can cut a line short.
-            continue
-    return [rows[t] for t in sorted(rows)]
+    return read_rows(folder / FILE)

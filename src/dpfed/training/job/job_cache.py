@@ -1,60 +1,60 @@
-"""What the jobs of one process have in common, made once: records on the device, and a model with its frozen weights."""
+"""Share records, models and features between the jobs of one process."""
 
 from __future__ import annotations
 
-import hashlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
-from torch import nn
+T = TypeVar("T")
 
-Thing = TypeVar("Thing")
+
+@dataclass(frozen=True, eq=False)
+class Identity:
+    """Cache key that equals another if both hold the very same object.
+
+    The key keeps its object alive, so no later object can get the same `id`.
+    """
+
+    value: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 class JobCache:
-    """The newest of each kind of thing; another is made when it is asked for by another key.
+    """Cache with one entry of each kind; another key replaces the entry.
 
-    lock  held while a job is prepared: initial weights are drawn through torch's one global generator
+    lock  held while a job is prepared, because initial weights use torch's global generator
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._kept: dict[str, tuple[Any, Any]] = {}
+        self._entries: dict[str, tuple[Hashable, Any]] = {}
         self._purpose: Any = None
 
     def only_for(self, purpose: Any) -> None:
-        """Lets go of what was made for another purpose: it would only take room."""
+        """Drop all entries if they were made for another purpose."""
         with self.lock:
             if purpose != self._purpose:
-                self._kept.clear()
+                self._entries.clear()
                 self._purpose = purpose
 
-    def get(self, kind: str, key: Any, make: Callable[[], Thing]) -> Thing:
+    def get(self, kind: str, key: Hashable, make: Callable[[], T]) -> T:
+        """Return the entry of this kind and key, made now if it is missing."""
         with self.lock:
-            if kind not in self._kept or self._kept[kind][0] != key:
-                self._kept.pop(kind, None)  # first, so that two large ones are never held
-                self._kept[kind] = (key, make())
-            found: Thing = self._kept[kind][1]
-            return found
+            if kind not in self._entries or self._entries[kind][0] != key:
+                # The old entry goes first, so that two large ones are never in memory.
+                self._entries.pop(kind, None)
+                self._entries[kind] = (key, make())
+            entry: T = self._entries[kind][1]
+            return entry
 
     def clear(self) -> None:
-        """For a run that shares nothing, and needs the room."""
+        """Drop all entries to free their memory."""
         with self.lock:
-            self._kept.clear()
-
-
-def frozen_digest(model: nn.Module) -> str:
-    """Of all that is not trained, on the CPU. A model whose frozen weights follow the run's seed is another model.
-
-    peft keeps the head that its trained copy has replaced; nothing is computed with it.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-    for name, tensor in [*frozen, *model.named_buffers()]:
-        if ".original_module." in f".{name}":
-            continue
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().flatten().contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+            self._entries.clear()

@@ -1,7 +1,8 @@
-"""What travels between the server and one client in a round, found by running the algorithm on tensors without values."""
+"""Sizes of the messages between server and clients, from a run of the algorithm on meta tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ META = torch.device("meta")
 class Traffic:
     """Numbers and bytes of one client in one round: its message up, the broadcast down.
 
-    A handful of numbers (round, learning rate, clip norm, under quantile clipping its count) is not counted.
+    The few numbers of a header (round, learning rate, clip norm) are not counted.
     """
 
     up_numbers: int
@@ -31,58 +32,49 @@ class Traffic:
 
 
 def traffic(algorithm: Algorithm, space: Space) -> Traffic:
-    """Sizes of what `broadcast` names and of the message that `finish` makes."""
+    """Return the sizes of a client's message and of the broadcast."""
     up, down = meta_message(algorithm, space)
-    return Traffic(*_size(list(up.values())), *_size(list(down.values())))
+    return Traffic(*_size(up.values()), *_size(down.values()))
 
 
 def meta_message(
     algorithm: Algorithm, space: Space, varying_phi: bool = False
 ) -> tuple[Message, Message]:
-    """The message `[1, ...]` of one client and the fields of the broadcast, as tensors without values."""
-    server, _, message = _played(algorithm, space, varying_phi)
+    """Return a client's message `[1, ...]` and the fields of the broadcast as meta tensors."""
+    server, _, message = _meta_round(algorithm, space, varying_phi)
     return message, {name: getattr(server, name) for name in algorithm.broadcast}
 
 
 def local_bytes(algorithm: Algorithm, space: Space) -> int:
-    """Bytes of one client's state within a round."""
-    _, local, _ = _played(algorithm, space)
-    return _size([x for x in vars(local).values() if isinstance(x, Tensor)])[1]
+    """Return the bytes of one client's state within a round."""
+    _, local, _ = _meta_round(algorithm, space)
+    return _size(x for x in vars(local).values() if isinstance(x, Tensor))[1]
 
 
-def _played(
+def _meta_round(
     algorithm: Algorithm, space: Space, varying_phi: bool = False
 ) -> tuple[Any, Any, Message]:
-    """Server, state of one client after a step, and its message, all without values."""
-    ctx, ghost = _context(space, varying_phi), torch.empty(space.size, device=META)
-    server = algorithm.init(ctx, ghost)
+    """Return server state, client state after one step and message of a round on meta tensors."""
+    one = torch.ones((), dtype=torch.float64, device=META)
+    phi = torch.empty(1, 1, device=META)
+    ctx = Context(_MetaSpace(space), 1, 1, 1, 1, one, one, one, phi, varying_phi=varying_phi)
+    server = algorithm.init(ctx, torch.empty(space.size, device=META))
     memory = {name: torch.empty(1, space.size, device=META) for name in algorithm.remembers}
     if memory:
         memory["seen"] = torch.zeros(1, dtype=torch.bool, device=META)
     local = algorithm.start(ctx, server, memory)
-    local = algorithm.step(ctx, local, _Ghost(), torch.ones((), dtype=torch.float64, device=META))
+    local = algorithm.step(ctx, local, _MetaOracle(), one)
     message, _ = algorithm.finish(ctx, server, local)
     return server, local, message
 
 
-def _context(space: Space, varying_phi: bool) -> Context:
-    def scalar() -> Tensor:
-        return torch.ones((), dtype=torch.float64, device=META)
-
-    phi = torch.empty(1, 1, device=META)
-    return Context(
-        _GhostSpace(space), 1, 1, 1, 1, scalar(), scalar(), scalar(), phi, varying_phi=varying_phi
-    )
-
-
-class _GhostSpace:
-    """The space's shapes without its block index, which would have to have values."""
+class _MetaSpace:
+    """Shapes of a space without its block index, whose values a meta tensor cannot have."""
 
     def __init__(self, space: Space) -> None:
-        self.size, self.num_blocks, self._space = space.size, space.num_blocks, space
-
-    def slices(self) -> list[slice]:
-        return self._space.slices()
+        self.size = space.size
+        self.num_blocks = space.num_blocks
+        self.slices = space.slices
 
     def block_mean(self, vector: Tensor) -> Tensor:
         return vector.new_empty(*vector.shape[:-1], self.num_blocks)
@@ -91,15 +83,15 @@ class _GhostSpace:
         return values.new_empty(*values.shape[:-1], self.size)
 
 
-class _Ghost:
-    """An oracle that gives tensors of the right shape and nothing in them."""
+class _MetaOracle:
+    """Oracle whose gradients have the right shape and no values."""
 
     def __call__(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         return torch.empty_like(theta), torch.empty(1, 1, device=META)
 
-    def again(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        return self(theta)
+    again = __call__
 
 
-def _size(tensors: list[Any]) -> tuple[int, int]:
-    return sum(x.numel() for x in tensors), sum(x.numel() * x.element_size() for x in tensors)
+def _size(tensors: Iterable[Tensor]) -> tuple[int, int]:
+    counts = [(x.numel(), x.numel() * x.element_size()) for x in tensors]
+    return sum(n for n, _ in counts), sum(size for _, size in counts)

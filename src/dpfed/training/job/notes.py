@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,25 +13,34 @@ from dpfed.data.tables import Source
 from dpfed.errors import phrase
 from dpfed.privacy.accounting.guarantee import delta_warning
 from dpfed.privacy.plan import Plan
+from dpfed.training.job.plan import declared_sizes
 
 MAX_NAMES = 5
 
 
 def data_notes(config: Config, source: Source, shards: Shards) -> list[str]:
-    """Return what a user should know about how the records were read and dealt."""
+    """Return notes about how the records were read and divided among the clients."""
     unit = config.data.unit_column
     rule = config.data.partition
-    notes = [*source.notes, *unused_note(source, shards)]
+    notes = list(source.notes)
+    unused = len(source.train) - len(shards.records)
+    if unused:
+        notes.append(
+            f"{unused} of {len(source.train)} training records are not used: all clients have "
+            "equal sizes"
+        )
     if unit is not None and rule != "natural":
         notes.append(
-            f"partition = {rule} may scatter the records of one {unit} over clients: protected at each, costs add up"
+            f"partition = {rule} may scatter the records of one {unit} over clients: protected at "
+            "each, costs add up"
         )
     if not source.declared:
         notes.append(
-            f"the number of classes was read off the labels; a real federation declares {phrase('classes')}"
+            "the number of classes was read off the labels; a real federation declares "
+            f"{phrase('classes')}"
         )
     if rule == "natural":
-        notes.append(natural_note(config, shards))
+        notes.append(_natural_note(config, shards))
     notes += dealt_note(config)
     if not config.model.liveness:
         notes.append(
@@ -40,36 +49,44 @@ def data_notes(config: Config, source: Source, shards: Shards) -> list[str]:
     return notes
 
 
-def unused_note(source: Source, shards: Shards) -> list[str]:
-    unused = len(source.train) - len(shards.records)
-    return (
-        [
-            f"{unused} of {len(source.train)} training records are not used: all clients have equal sizes"
-        ]
-        if unused
-        else []
-    )
-
-
 def dealt_note(config: Config) -> list[str]:
-    """What a guarantee means where a program has decided who holds a record."""
+    """Return a note on the guarantee if a run with real noise simulates its clients."""
     rule = config.data.partition
     if config.run.noise != "os" or rule == "natural":
         return []
     return [
-        f"clients are simulated by partition = {rule}: the guarantee speaks of each client's records as dealt"
+        f"clients are simulated by partition = {rule}: the guarantee speaks of each client's "
+        "records as dealt"
     ]
 
 
-def natural_note(config: Config, shards: Shards) -> str:
-    """Return who the clients of a natural partition are, and that data.clients is not used."""
-    said = (
+def _natural_note(config: Config, shards: Shards) -> str:
+    """Name the clients of a natural partition; say if data.clients is ignored."""
+    note = (
         f"the clients are the {len(shards)} of data.client_column = {config.data.client_column!r}"
     )
-    named = f"{said}: {shortened(shards.names)}" if shards.names else said
-    if config.data.clients == len(shards):
-        return named
-    return f"{named}; {phrase('clients')} = {config.data.clients} has no effect"
+    if shards.names:
+        note += f": {_shortened(shards.names)}"
+    if config.data.clients != len(shards):
+        note += f"; {phrase('clients')} = {config.data.clients} has no effect"
+    return note
+
+
+def federation_note(config: Config, plan: Plan) -> list[str]:
+    """Return a note if a simulation has other client sizes than its federation declares.
+
+    The two then train differently.
+    """
+    if config.federation is None or not config.federation.clients:
+        return []
+    declared = declared_sizes(config)
+    if np.array_equal(declared, plan.sizes):
+        return []
+    return [
+        f"[federation] declares {len(declared)} clients of {declared.min()} to {declared.max()} "
+        f"records, this simulation deals {plan.clients} of {plan.sizes.min()} to "
+        f"{plan.sizes.max()}: the two will not take the same way"
+    ]
 
 
 def data_warnings(config: Config, source: Source, shards: Shards) -> list[str]:
@@ -84,7 +101,7 @@ def data_warnings(config: Config, source: Source, shards: Shards) -> list[str]:
         return []
     return [
         f"{len(absent)} of {len(source.classes)} classes have no training record "
-        f"({shortened(absent)}): number the labels without gaps, remove empty class folders, or "
+        f"({_shortened(absent)}): number the labels without gaps, remove empty class folders, or "
         f"declare {phrase('classes')} if these classes are meant"
     ]
 
@@ -93,8 +110,8 @@ def plan_warnings(config: Config, plan: Plan) -> list[str]:
     """Return a warning if delta is too large for the largest client of a private plan."""
     if not plan.private:
         return []
-    found = delta_warning(config.privacy.delta, int(plan.sizes.max()), plan.unit)
-    return [found] if found else []
+    warning = delta_warning(config.privacy.delta, int(plan.sizes.max()), plan.unit)
+    return [warning] if warning else []
 
 
 def result_warnings(result: Mapping[str, Any]) -> list[str]:
@@ -108,12 +125,13 @@ def result_warnings(result: Mapping[str, Any]) -> list[str]:
         if not result["release"].startswith("simulation"):
             remedy += " (each try spends epsilon again)"
     return [
-        f"every test record is taken for {answer!r}, so the model does not tell classes apart; {remedy}"
+        f"every test record is taken for {answer!r}, so the model does not tell classes apart; "
+        f"{remedy}"
     ]
 
 
-def shortened(names: tuple[str, ...] | list[str]) -> str:
+def _shortened(names: Sequence[str]) -> str:
     """Return the first names as a list for a sentence, with dots if there are more."""
-    more = ", ..." if len(names) > MAX_NAMES else ""
-    # A name from a file may hold line breaks, and a note is one line.
-    return ", ".join(" ".join(name.split()) for name in names[:MAX_NAMES]) + more
+    # A name from a file may contain line breaks, and a note is one line.
+    shown = [" ".join(name.split()) for name in names[:MAX_NAMES]]
+    return ", ".join([*shown, *["..."] * (len(names) > MAX_NAMES)])

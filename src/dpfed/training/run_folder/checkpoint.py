@@ -1,12 +1,11 @@
-"""Checkpoints: enough to go on after any interruption with bitwise the same run.
+"""Checkpoints: an interrupted run resumes with bitwise identical results.
 
-    checkpoint/round-12.json            how far the run is; names and SHA-256 of everything below, and of itself
-    checkpoint/round-12.safetensors     the server's state
-    checkpoint/memory/client-3.round-9.npy   what client 3 keeps for itself, since round 9
+    checkpoint/round-12.json                 index: round, file names and SHA-256 of all files
+    checkpoint/round-12.safetensors          state of the server
+    checkpoint/memory/client-3.round-9.npy   memory of client 3, last changed in round 9
 
-Every file is written beside, synced and renamed, and the JSON comes last, so a checkpoint is complete or not there. The
-last two are kept; of the clients' memory only what changed is written. Random streams have no position to store: they
-are named by round and client. Nothing is pickled.
+The index is written last, so a checkpoint is complete or does not exist. The last two checkpoints
+stay. Random streams are named by round and client, so they need no stored position.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
-from torch import Tensor
 
 from dpfed.errors import DpfedError
 from dpfed.training.backends.client_state import ClientStates, Entry
@@ -34,6 +32,7 @@ from dpfed.training.run_folder.atomic_file import write_file
 from dpfed.training.server_state import State
 
 FORMAT = 1
+# Errors that damaged files cause in the readers of JSON and tensors.
 DAMAGE = (
     OSError,
     ValueError,
@@ -46,15 +45,17 @@ DAMAGE = (
     RecursionError,
     SafetensorError,
 )
-KEPT = 2  # a damaged newest checkpoint leaves the one before it
+# If the newest checkpoint is damaged, the one before it is used.
+CHECKPOINTS_STORED = 2
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was read back and verified.
+    """A checkpoint that was read and verified.
 
-    taken    rounds each client took part in
-    backend  what the backend knows besides the state (`RemoteBackend.after`)
+    taken    rounds that each client took part in, `[clients]`
+    memory   file of each client's memory
+    backend  state of a remote backend, from `RemoteBackend.after`
     """
 
     progress: Progress
@@ -64,11 +65,13 @@ class Saved:
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `folder`; `job` is a hash of what must not change between them."""
+    """The checkpoints of one run; `job` is a hash of everything that must not change."""
 
     def __init__(self, folder: Path, job: str, memory: ClientStates) -> None:
-        self._folder, self._job, self._memory = folder, job, memory
-        self._beside = ThreadPoolExecutor(1, thread_name_prefix="dpfed-checkpoint")
+        self._folder = folder
+        self._job = job
+        self._memory = memory
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="dpfed-checkpoint")
         self._writing: Future[None] | None = None
 
     def __enter__(self) -> Self:
@@ -76,12 +79,6 @@ class Checkpoints:
 
     def __exit__(self, *_: object) -> None:
         self.wait()
-
-    def save(
-        self, progress: Progress, taken: np.ndarray, backend: dict[str, Any] | None = None
-    ) -> None:
-        """On disk when it returns."""
-        self.save_beside(progress, taken, backend, wait=True)
 
     def save_beside(
         self,
@@ -91,71 +88,72 @@ class Checkpoints:
         first: Callable[[], None] = lambda: None,
         wait: bool = False,
     ) -> None:
-        """`save` of how things are now, after `first`, written while the run goes on: one at a time, and what went wrong
-        with the one before is raised here."""
+        """Write a checkpoint of the present state while the run continues; call `first` before.
+
+        The call first waits for the checkpoint before and raises its error. With `wait` the new
+        checkpoint is on the disk when the call returns.
+        """
         self.wait()
         # Copies, because two fields of a state may be the same tensor, which safetensors refuses.
-        state = {
-            k: v.detach().cpu().contiguous().clone() for k, v in progress.state.tensors().items()
+        tensors = {
+            name: value.detach().cpu().contiguous().clone()
+            for name, value in progress.state.tensors().items()
         }
-        memory, taken = self._memory.begin_save(), taken.copy()
-
-        def write() -> None:
-            first()
-            self._write(progress, state, memory(), taken, backend)
-
-        self._writing = self._beside.submit(write)
-        if wait:
-            self.wait()
-
-    def wait(self) -> None:
-        """Until the last checkpoint is on the disk."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
-
-    def _write(
-        self,
-        progress: Progress,
-        state: dict[str, Tensor],
-        memory: dict[int, Entry],
-        taken: np.ndarray,
-        backend: dict[str, Any] | None,
-    ) -> None:
-        name, blob = f"round-{progress.t}", save_tensors(state)
-        digest = write_file(self._folder / f"{name}.safetensors", lambda file: file.write(blob))
+        save_memory = self._memory.begin_save()
         index = {
             "format": FORMAT,
             "job": self._job,
             "round": progress.t,
             "clip": progress.state.clip,
             "seconds": progress.seconds,
-            "state": digest,
-            "memory": {str(i): [e.file, e.sha256] for i, e in sorted(memory.items())},
             "clients": len(taken),
             "taken": {str(i): int(taken[i]) for i in np.flatnonzero(taken)},
             **({"backend": backend} if backend else {}),
         }
-        text = json.dumps({**index, "sha256": _seal(index)}, indent=1)
-        write_file(self._folder / f"{name}.json", lambda file: file.write(text.encode()))
-        self._forget()
+
+        def write() -> None:
+            first()
+            memory = {str(i): [e.file, e.sha256] for i, e in sorted(save_memory().items())}
+            self._write({**index, "memory": memory}, save_tensors(tensors))
+
+        self._writing = self._executor.submit(write)
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on the disk."""
+        writing = self._writing
+        self._writing = None
+        if writing is not None:
+            writing.result()
+
+    def _write(self, index: dict[str, Any], blob: bytes) -> None:
+        path = self._folder / f"round-{index['round']}.json"
+        state = write_file(path.with_suffix(".safetensors"), lambda file: file.write(blob))
+        index = {**index, "state": state}
+        text = json.dumps({**index, "sha256": index_hash(index)}, indent=1)
+        write_file(path, lambda file: file.write(text.encode()))
+        self._remove_old()
 
     def load(self, first: State) -> tuple[Saved | None, list[str]]:
-        """The newest checkpoint that is whole, and what is wrong with newer ones; `first` shows the state's form."""
-        said: list[str] = []
+        """Return the newest complete checkpoint, and the errors of newer ones.
+
+        first  state of the same form as the saved ones
+        """
+        errors: list[str] = []
         for path in self._indexes():
             try:
                 saved = self._read(path, first)
                 self._memory.restore(saved.memory)
-                return saved, said
+                return saved, errors
             except DpfedError as error:
-                said.append(str(error))
-        return None, said
+                errors.append(str(error))
+        return None, errors
 
     def _read(self, path: Path, first: State) -> Saved:
         try:
             index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            if index.pop("sha256") != _seal(index) or index["format"] != FORMAT:
+            if index.pop("sha256") != index_hash(index) or index["format"] != FORMAT:
                 raise ValueError
             blob = path.with_suffix(".safetensors").read_bytes()
             if hashlib.sha256(blob).hexdigest() != index["state"]:
@@ -164,12 +162,15 @@ class Checkpoints:
             taken = np.zeros(int(index["clients"]), dtype=np.int64)
             for client, count in index["taken"].items():
                 taken[int(client)] = count
+            # A damaged name must not point outside the folder.
             memory = {
                 int(i): Entry(Path(file).name, str(sha))
                 for i, (file, sha) in index["memory"].items()
             }
-            job, clip = index["job"], float(index["clip"])
-            t, seconds = int(index["round"]), float(index["seconds"])
+            job = index["job"]
+            clip = float(index["clip"])
+            t = int(index["round"])
+            seconds = float(index["seconds"])
             backend = dict(index.get("backend", {}))
         except DAMAGE:
             raise DpfedError(f"the checkpoint {path} is damaged") from None
@@ -184,39 +185,40 @@ class Checkpoints:
         return Saved(Progress(t, state, seconds), taken, memory, backend)
 
     def _indexes(self) -> list[Path]:
-        """Newest first."""
-        found = [
-            p
-            for p in self._folder.glob("round-*.json")
-            if p.stem.removeprefix("round-").isdecimal()
-        ]
-        return sorted(found, key=lambda p: -int(p.stem.removeprefix("round-")))
+        """Return the index files, the newest first."""
+        rounds = {
+            int(path.stem.removeprefix("round-")): path
+            for path in self._folder.glob("round-*.json")
+            if path.stem.removeprefix("round-").isdecimal()
+        }
+        return [rounds[t] for t in sorted(rounds, reverse=True)]
 
-    def _forget(self) -> None:
-        """Only the last two checkpoints and the files they name are kept."""
+    def _remove_old(self) -> None:
+        """Remove old checkpoints and memory files that no stored checkpoint names."""
         indexes = self._indexes()
-        with suppress(OSError):  # one too many does no harm
-            for path in indexes[KEPT:]:
+        # A file that cannot be removed does no harm.
+        with suppress(OSError):
+            for path in indexes[CHECKPOINTS_STORED:]:
                 path.unlink(missing_ok=True)
                 path.with_suffix(".safetensors").unlink(missing_ok=True)
-        wanted: set[str] = set()
-        for path in indexes[:KEPT]:
+        named: set[str] = set()
+        for path in indexes[:CHECKPOINTS_STORED]:
             try:
-                wanted |= {
-                    str(file)
-                    for file, _ in json.loads(path.read_text(encoding="utf-8"))["memory"].values()
-                }
+                memory = json.loads(path.read_text(encoding="utf-8"))["memory"]
+                named |= {str(file) for file, _ in memory.values()}
             except DAMAGE:
-                return  # a damaged neighbour: better keep too much
+                # An unreadable index may name any file, so all files stay.
+                return
         with suppress(OSError):
-            self._memory.prune(wanted)
+            self._memory.prune(named)
 
 
-def _seal(index: dict[str, Any]) -> str:
+def index_hash(index: dict[str, Any]) -> str:
+    """Return the SHA-256 of an index without its own hash."""
     return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
 
 
 def job_hash(settings: dict[str, Any], theta: torch.Tensor) -> str:
-    """A hash of all that the numbers of a run follow from: its settings and its starting point."""
+    """Return a hash of everything that determines a run's numbers: settings and initial vector."""
     text = json.dumps(settings, sort_keys=True).encode()
     return hashlib.sha256(text + theta.detach().cpu().numpy().tobytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""The spending record inside safetensors files: it stays with the tensors when other files are lost."""
+"""Store the spending record inside safetensors files, where it stays with the weights."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from dpfed.errors import DpfedError
 from dpfed.training.run_folder.atomic_file import write_file
 
 METADATA = "dpfed_spending"
-PATTERN = "*.safetensors"
 
 
 def embed(folder: Path, record: str) -> None:
     """Write the record into the metadata of every safetensors file in a folder, shards included."""
-    for path in sorted(folder.glob(PATTERN)):
+    for path in sorted(folder.glob("*.safetensors")):
         _embed_one(path, record)
 
 
@@ -28,7 +27,7 @@ def _embed_one(path: Path, record: str) -> None:
         header = json.loads(tensors.read(length))
         header["__metadata__"] = {**header.get("__metadata__", {}), METADATA: record}
         text = json.dumps(header, separators=(",", ":")).encode()
-        # Readers map the tensors into memory, so their first byte stays aligned.
+        # Readers map the tensors into memory, so their first byte must stay aligned.
         text += b" " * (-len(text) % 8)
 
         def write(file: IO[bytes]) -> None:
@@ -41,7 +40,7 @@ def _embed_one(path: Path, record: str) -> None:
 
 def embedded(start: Path) -> dict[Path, str]:
     """Return the record of each safetensors file that has one; `start` is a folder or one file."""
-    files = [start] if start.is_file() else sorted(start.glob(PATTERN))
+    files = [start] if start.is_file() else sorted(start.glob("*.safetensors"))
     found = {path: _metadata(path).get(METADATA) for path in files}
     return {path: record for path, record in found.items() if record is not None}
 
@@ -52,5 +51,6 @@ def _metadata(path: Path) -> dict[str, str]:
             return dict(file.metadata() or {})
     except (OSError, SafetensorError):
         raise DpfedError(
-            f"{path} is damaged, so nobody knows what was spent on it: export it again or choose another start"
+            f"{path} is damaged, so nobody knows what was spent on it: export it again or choose "
+            "another start"
         ) from None

@@ -1,4 +1,4 @@
-"""The folder of a run: configuration, metrics, ledger, trained vector, result. A run never overwrites another."""
+"""Write the folder of a run: configuration, metrics, trained model, result. It has one owner."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
@@ -26,71 +26,67 @@ from dpfed.model.parameter_vector import Space
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.private_files import make_private_folder, open_private, restrict_tree
 from dpfed.training.rounds import Round
-from dpfed.training.run_folder.atomic_file import write_file
-
-CONFIG, METRICS, LEDGER, MODEL, RESULT, CHECKPOINTS = (
-    "config.toml",
-    "metrics.jsonl",
-    "ledger.sqlite",
-    "model.safetensors",
-    "run.json",
-    "checkpoint",
+from dpfed.training.run_folder.atomic_file import short_errors, write_file
+from dpfed.training.run_folder.files import (
+    CHECKPOINTS,
+    COHORTS,
+    CONFIG,
+    LEDGER,
+    METRICS,
+    MODEL,
+    RESULT,
+    read_rows,
 )
+
 LOCK = ".lock"
-COHORTS = "cohorts.key"
-UNFINISHED = {
-    LOCK,
-    f".{CONFIG}.part",
-}  # all that is left of a run killed before it had a configuration
+# Files of a run that was killed before it had a configuration.
+UNFINISHED = {LOCK, f".{CONFIG}.part"}
 PACKAGES = ("dpfed", "torch", "transformers", "peft", "dp-accounting", "numpy")
 
 
 class RunFolder:
-    """Made once at the start of a run; everything a run leaves behind is written through it."""
+    """The folder of one run, locked for this process. A run never overwrites another."""
 
     def __init__(
         self, path: Path, config: Config, note: str, force: bool = False, resume: bool = False
     ) -> None:
-        self.path, self._note = path, note
+        self.path = path
+        self.ledger = path / LEDGER
+        self.checkpoints = path / CHECKPOINTS
+        self._note = note
         self._lock = _locked(path)
         try:
-            if not resume:
+            if resume:
+                with short_errors(path, "restricted to its owner"):
+                    restrict_tree(path)
+            else:
                 refuse_occupied(path, force)
                 _clear(path)
-                text = f"# {note}\n{to_toml(config)}".encode()
-                write_file(path / CONFIG, lambda file: file.write(text))
-            else:
-                with _plainly(path, "restricted to its owner"):
-                    restrict_tree(path)
+                self._write(CONFIG, f"# {note}\n{to_toml(config)}")
             self._metrics = _reopened(path / METRICS)
         except BaseException:
             self._lock.close()
             raise
 
-    @property
-    def ledger(self) -> Path:
-        return self.path / LEDGER
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / CHECKPOINTS
+    def _write(self, name: str, text: str) -> None:
+        write_file(self.path / name, lambda file: file.write(text.encode()))
 
     def cohort_key(self) -> bytes:
-        """What a server draws its cohorts from: secret, and the same when it starts again."""
+        """Return the secret key of a server's cohorts; a resumed run has the same key."""
         path = self.path / COHORTS
-        with _plainly(path):
+        with short_errors(path):
             if not path.exists():
                 write_file(path, lambda file: file.write(os.urandom(32)))
             return path.read_bytes()
 
     def log(self, round: Round) -> None:
-        """One line per round, on disk when the round is over."""
+        """Append the metrics of a round."""
         row: dict[str, Any] = {
             "round": round.t,
             "accuracy": round.accuracy,
-            "loss": round.loss if round.loss is None or math.isfinite(round.loss) else None,
+            "loss": _finite(round.loss),
             "epsilon_server_max": round.epsilon,
-            "clip": round.clip if math.isfinite(round.clip) else None,
+            "clip": _finite(round.clip),
             "cohort": round.cohort,
             "eligible": round.eligible,
             "seconds": round.seconds,
@@ -99,87 +95,82 @@ class RunFolder:
             row["last_accuracy"] = round.last_accuracy
         if round.t == 0:
             row["release"] = self._note
-        with _plainly(self.path / METRICS):
+        with short_errors(self.path / METRICS):
             self._metrics.write(json.dumps(row, allow_nan=False) + "\n")
             self._metrics.flush()
 
     def amend(self, config: Config, changed: Sequence[tuple[str, Any, Any]], t: int) -> None:
-        """The configuration as it is from round t on, with a line for each key that has changed."""
+        """Replace the configuration from round t on, with a comment for each changed key."""
         if not changed:
             return
         lines = (self.path / CONFIG).read_text(encoding="utf-8").splitlines()
-        said = list(itertools.takewhile(lambda line: line.startswith("#"), lines))
-        said += [f"# after round {t}: {key} was {old!r}, is {new!r}" for key, old, new in changed]
-        text = "\n".join([*said, to_toml(config)]).encode()
-        write_file(self.path / CONFIG, lambda file: file.write(text))
-
-    def _lines(self) -> list[str]:
-        with _plainly(self.path / METRICS, "read"):
-            # Damaged bytes must not end in a traceback: their line is then no JSON, and of no round.
-            return (self.path / METRICS).read_text(encoding="utf-8", errors="replace").splitlines()
+        comments = list(itertools.takewhile(lambda line: line.startswith("#"), lines))
+        comments += [f"# after round {t}: {key} was {a!r}, is {b!r}" for key, a, b in changed]
+        self._write(CONFIG, "\n".join([*comments, to_toml(config)]))
 
     def rewind(self, t: int) -> None:
-        """Forgets the lines of rounds after t, which will be run again."""
+        """Remove the metrics of rounds after t, which will run again."""
         self._metrics.close()
-        path = self.path / METRICS
-        kept = [line for line in self._lines() if _round_of(line) <= t]
-        write_file(path, lambda file: file.write("".join(f"{line}\n" for line in kept).encode()))
-        self._metrics = _reopened(path)
+        rows = [row for row in read_rows(self.path / METRICS) if int(row["round"]) <= t]
+        self._write(METRICS, "".join(f"{json.dumps(row)}\n" for row in rows))
+        self._metrics = _reopened(self.path / METRICS)
 
-    def last_round(self) -> float:
-        """The last round in the metrics, -1 if there is none."""
-        return max((t for t in map(_round_of, self._lines()) if t < math.inf), default=-1)
+    def last_round(self) -> int:
+        """Return the last round in the metrics, -1 if there is none."""
+        return max((int(row["round"]) for row in read_rows(self.path / METRICS)), default=-1)
 
     def rounds(self, t: int, theta: torch.Tensor) -> list[Round]:
-        """Rounds 0 and t, the first and the last in the metrics, with the vector that the last one left."""
-        lost = DpfedError(
-            f"{self.path / METRICS} does not hold rounds 0 to {t}: put back the file that the run wrote"
-        )
-        rows = [json.loads(line) for line in self._lines()]
-        if [row["round"] for row in rows] != list(range(t + 1)):
-            raise lost
+        """Return round 0 and round t, the last one, from the metrics; `theta` is its vector."""
+        rows = read_rows(self.path / METRICS)
         try:
+            if [row["round"] for row in rows] != list(range(t + 1)):
+                raise KeyError
             return [_round(row, theta) for row in (rows[0], rows[-1])]
         except (KeyError, TypeError):
-            raise lost from None
+            raise DpfedError(
+                f"{self.path / METRICS} does not hold rounds 0 to {t}: put back the file that the "
+                "run wrote"
+            ) from None
 
     def sync(self) -> None:
-        """Metrics on the disk, before a checkpoint says that their rounds are over."""
-        with _plainly(self.path / METRICS):
+        """Wait until the metrics are on the disk; a checkpoint of their rounds comes after."""
+        with short_errors(self.path / METRICS):
             os.fsync(self._metrics.fileno())
 
     def save_model(self, theta: torch.Tensor, space: Space, release: str) -> None:
-        tensors = {
-            name: t.contiguous().cpu()
-            for name, t in space.unflatten(theta.detach().clone()).items()
-        }
+        """Write the trained vector as tensors, with the release note in the metadata."""
+        vector = theta.detach().clone()
+        tensors = {name: t.contiguous().cpu() for name, t in space.unflatten(vector).items()}
         blob = save(tensors, metadata={"release": release})
         write_file(self.path / MODEL, lambda file: file.write(blob))
 
     def begin(self, run: str, note: str) -> None:
-        """Names the run before anything is released, so that a ledger of another run is noticed."""
+        """Name the run before anything is released, so that another run's ledger is noticed."""
         self.save_result({"run": run, "state": "running", "release": note})
 
     def save_result(self, result: dict[str, Any]) -> None:
+        """Write run.json: the result with the versions of the packages."""
         full = {
             **result,
             "versions": versions(),
             "python": platform.python_version(),
             "written": time.time(),
         }
-        text = json.dumps(full, indent=2, allow_nan=False) + "\n"
-        write_file(self.path / RESULT, lambda file: file.write(text.encode()))
+        self._write(RESULT, json.dumps(full, indent=2, allow_nan=False) + "\n")
 
     def close(self) -> None:
-        with suppress(
-            OSError
-        ):  # on a full disk closing fails once more, and would hide why the run ended
+        # On a full disk closing fails again and would hide why the run ended.
+        with suppress(OSError):
             self._metrics.close()
         self._lock.close()
 
 
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
 def _locked(path: Path) -> IO[bytes]:
-    """The right to work in a folder, for one process; the lock ends with it, however that ends."""
+    """Lock a folder for this process; the lock ends with the process."""
     lock: IO[bytes] | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -200,8 +191,8 @@ def _locked(path: Path) -> IO[bytes]:
 
 
 def _clear(path: Path) -> None:
-    """Removes a run that is to be replaced, its configuration last: until then it is a run that may be replaced."""
-    with _plainly(path, "replaced"):
+    """Remove the old run. Its configuration goes last, as it marks the folder as replaceable."""
+    with short_errors(path, "replaced"):
         for part in sorted(path.iterdir(), key=lambda p: p.name == CONFIG):
             if part.is_dir() and not part.is_symlink():
                 shutil.rmtree(part)
@@ -210,7 +201,6 @@ def _clear(path: Path) -> None:
 
 
 def _round(row: Mapping[str, Any], theta: torch.Tensor) -> Round:
-    """A line of metrics as what it was made of."""
     return Round(
         t=row["round"],
         accuracy=row["accuracy"],
@@ -226,44 +216,28 @@ def _round(row: Mapping[str, Any], theta: torch.Tensor) -> Round:
 
 
 def _reopened(path: Path) -> IO[str]:
-    with _plainly(path):
+    with short_errors(path):
         return open_private(path, "a")
 
 
-@contextmanager
-def _plainly(path: Path, done: str = "written") -> Iterator[None]:
-    """A full disk is one sentence, not a traceback."""
-    try:
-        yield
-    except OSError as error:
-        raise DpfedError(f"{path} cannot be {done}: {error.strerror or error}") from None
-
-
-def _round_of(line: str) -> float:
-    """The round of a line of metrics; a line cut short by a crash is of no round and is dropped."""
-    try:
-        return int(json.loads(line)["round"])
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return math.inf
-
-
 def refuse_occupied(path: Path, force: bool) -> None:
-    """Called before anything is computed as well, so that nobody waits for a refusal."""
+    """Refuse a folder that holds a run or other files; with `force` a run may be replaced."""
     if (path / CONFIG).exists():
         if not force:
             raise DpfedError(
                 f"{path} already holds a run: {phrase('another out')}{phrase('replace')}"
             )
-        if spent_for_good(path):
+        if _has_real_releases(path):
             raise DpfedError(
-                f"{path} holds the ledger of a run with real noise, which is kept: {phrase('another out')}"
+                f"{path} holds the ledger of a run with real noise, which is kept: "
+                f"{phrase('another out')}"
             )
     elif path.exists() and (not path.is_dir() or {p.name for p in path.iterdir()} - UNFINISHED):
         raise DpfedError(f"{path} is not empty and not a run: {phrase('another out')}")
 
 
-def spent_for_good(path: Path) -> bool:
-    """Whether the folder's ledger records releases that cannot be repeated; it must not be forgotten."""
+def _has_real_releases(path: Path) -> bool:
+    """Return True if the folder's ledger records releases with real noise, which stay spent."""
     if not (path / LEDGER).exists():
         return False
     with Ledger.open(path / LEDGER, readonly=True) as ledger:
@@ -271,22 +245,19 @@ def spent_for_good(path: Path) -> bool:
 
 
 def versions() -> dict[str, str]:
-    """Our own is that of the code at work, wherever it was installed from."""
+    """Return the versions of dpfed and of the packages that its numbers depend on."""
     return {name: dpfed.__version__ if name == "dpfed" else _version(name) for name in PACKAGES}
 
 
 def _version(name: str) -> str:
     try:
         return metadata.version(name)
-    except metadata.PackageNotFoundError:  # known to Python, not to pip
+    except metadata.PackageNotFoundError:
         return "unknown"
 
 
 def fresh_folder(config: Config) -> Path:
-    """runs/<time>-<data>-<algorithm>, with a number where that exists."""
+    """Return a new path runs/<time>-<data>-<algorithm>, with a number if that exists."""
     stem = time.strftime("%Y%m%d-%H%M%S") + f"-{config.data.name}-{config.algorithm.name}"
-    path, count = Path("runs") / stem, 1
-    while path.exists():
-        count += 1
-        path = Path("runs") / f"{stem}-{count}"
-    return path
+    names = itertools.chain([stem], (f"{stem}-{n}" for n in itertools.count(2)))
+    return next(path for path in map(Path("runs").joinpath, names) if not path.exists())

@@ -1,7 +1,7 @@
-"""Which client holds how many records of which label, for the operator's page of a simulation.
+"""Count each simulated client's records of each label, for the operator's page.
 
-Counts of private labels without noise: they are kept only where clients are simulated with seeded noise, in a file that
-says so, and no public page, tracker or export reads it.
+The counts are private, so they are written for simulations with seeded noise alone. No public
+page, tracker or export reads them.
 """
 
 from __future__ import annotations
@@ -11,33 +11,30 @@ from pathlib import Path
 
 import numpy as np
 
-from dpfed.errors import DpfedError
-from dpfed.privacy.private_files import open_private
 from dpfed.training.job.job import Job
+from dpfed.training.run_folder.atomic_file import write_file
+from dpfed.training.run_folder.files import LABEL_COUNTS
 
-FILE = "holdings.json"
 RELEASE = "not private: counts of simulated clients' labels, for the operator only"
-MOST = 1_000_000  # cells of the table
+# A larger table is not written: no page could show it.
+MAX_CELLS = 1_000_000
 
 
 def label_counts(job: Job) -> np.ndarray:
-    """Records of each label at each client, `[clients, classes]`."""
-    shards, count = job.shards, len(job.classes)
+    """Return the records of each label at each client, `[clients, classes]`."""
+    shards = job.shards
+    table = (len(shards), len(job.classes))
     labels = job.records.labels.cpu().numpy()[shards.records]
     owner = np.repeat(np.arange(len(shards)), np.diff(shards.units[shards.clients]))
-    return np.bincount(owner * count + labels, minlength=len(shards) * count).reshape(
-        len(shards), count
-    )
+    cells = np.ravel_multi_index((owner, labels), table)
+    return np.bincount(cells, minlength=table[0] * table[1]).reshape(table)
 
 
 def write_label_counts(folder: Path, job: Job) -> None:
-    """Nothing is written for real noise, for tasks without classes, and for tables that nobody could look at."""
+    """Write the table, except for real noise, tasks without classes and very large tables."""
     cells = len(job.shards) * len(job.classes)
-    if job.config.run.noise == "os" or not job.model.classifies or not 0 < cells <= MOST:
+    if job.config.run.noise == "os" or not job.model.classifies or not 0 < cells <= MAX_CELLS:
         return
     table = {"release": RELEASE, "classes": list(job.classes), "labels": label_counts(job).tolist()}
-    try:  # nothing follows from this file, so it need not outlive a power cut
-        with open_private(folder / FILE, "w") as file:
-            file.write(json.dumps(table))
-    except OSError as error:
-        raise DpfedError(f"{folder / FILE} cannot be written: {error.strerror or error}") from None
+    content = json.dumps(table).encode()
+    write_file(folder / LABEL_COUNTS, lambda file: file.write(content))

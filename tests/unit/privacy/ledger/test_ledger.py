@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 from dpfed.errors import DpfedError
 from dpfed.privacy.ledger import ledger as module
 from dpfed.privacy.ledger import storage as files
-from dpfed.privacy.ledger.ledger import Charge, Head, Ledger
+from dpfed.privacy.ledger.ledger import Charge, Ledger
+from dpfed.privacy.ledger.storage import Head
 from dpfed.privacy.mechanism import Mechanism
 
 A = Mechanism("poisson", 0.016, 1.0)
@@ -32,7 +33,7 @@ B = Mechanism("fixed_wor", 0.1, 0.7, batches=2, releases=2)
 MEMORY = (
     "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 )  # thousands of synced writes are slow on a disk
-SRC = str(Path(module.__file__).parents[2])
+SRC = str(Path(module.__file__).parents[3])
 
 
 def cohort(round_: int, clients: int = 5, noise: str = "seeded", steps: int = 20) -> list[Charge]:
@@ -551,7 +552,7 @@ def test_a_damaged_head_file_is_refused(tmp_path: Path, content: bytes) -> None:
 
 # --- processes, disks ---
 
-OPEN = "from dpfed.errors import DpfedError; from dpfed.privacy.ledger.ledger import *; from dpfed.privacy.ledger import ledger as module, storage as files; m = Mechanism('poisson', .1, 1.)\n"
+OPEN = "from dpfed.errors import DpfedError; from dpfed.privacy.ledger.ledger import *; from dpfed.privacy.ledger import ledger as module, storage as files; from dpfed.privacy import private_files; m = Mechanism('poisson', .1, 1.)\n"
 LOOP = """
 with Ledger.open(sys.argv[1], run="r") as ledger:
     for t in range(int(sys.argv[2]), 10**6):
@@ -622,7 +623,7 @@ def test_kill_9(tmp_path: Path, noise: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "moment", ["module.write_head", "os.fsync", "module.Path.replace", "files.fsync"]
+    "moment", ["module.write_head", "os.fsync", "os.replace", "private_files.fsync"]
 )
 def test_kill_9_at_each_step_of_a_charge(tmp_path: Path, moment: str) -> None:
     """After the commit; after the new head was written, before its sync; before the rename; after the rename."""
@@ -633,7 +634,7 @@ def test_kill_9_at_each_step_of_a_charge(tmp_path: Path, moment: str) -> None:
     assert out == ""
     head = files.read_head(path)
     assert head is not None
-    assert head.rows == (6 if moment == "files.fsync" else 5)
+    assert head.rows == (6 if moment == "private_files.fsync" else 5)
     with Ledger.open(path) as ledger:
         assert ledger.verify().rows == 6
         assert files.read_head(path) == ledger.head()
@@ -654,7 +655,7 @@ def tick(real):
         left[0] -= 1
         return real(*a)
     return wrapped
-module.Path.rename, module.Path.replace = tick(module.Path.rename), tick(module.Path.replace)
+module.Path.rename, os.replace = tick(module.Path.rename), tick(os.replace)
 os.fsync = tick(os.fsync)
 Ledger.create(sys.argv[1], run="r")
 """
@@ -664,7 +665,7 @@ Ledger.create(sys.argv[1], run="r")
     with Ledger.open(path, run="r") if path.exists() else Ledger.create(path, run="r") as ledger:
         ledger.charge(cohort(0))
         assert ledger.verify() == files.read_head(path)
-    assert {f.name for f in tmp_path.iterdir()} <= {"l", "l.head", "l.lock", "l.head.new"}
+    assert {f.name for f in tmp_path.iterdir()} <= {"l", "l.head", "l.lock", ".l.head.part"}
 
 
 def test_a_forked_worker_does_not_keep_the_lock(tmp_path: Path) -> None:

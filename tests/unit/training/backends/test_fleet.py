@@ -30,7 +30,8 @@ from dpfed.training.backends import fleet as fleet_module
 from dpfed.training.backends.fleet import Fleet
 from dpfed.training.budget.spending import Spending, budget_of
 from dpfed.training.callbacks.base import Callback
-from dpfed.training.job.job import Job, exact, prepare
+from dpfed.training.job.device import disable_tf32
+from dpfed.training.job.job import Job, prepare
 from dpfed.training.round_context import first_state, learning_rate
 from dpfed.training.round_loop import RoundLoop, aggregate, choose
 from dpfed.training.server_state import State
@@ -437,9 +438,9 @@ def test_a_gpu_computes_with_whole_numbers() -> None:
     try:
         for switch in switches:
             switch.allow_tf32 = True
-        exact(torch.device("cpu"))
+        disable_tf32(torch.device("cpu"))
         assert [switch.allow_tf32 for switch in switches] == [True, True]
-        exact(torch.device("cuda"))
+        disable_tf32(torch.device("cuda"))
         assert [switch.allow_tf32 for switch in switches] == [False, False]
     finally:
         for switch, was in zip(switches, before, strict=True):

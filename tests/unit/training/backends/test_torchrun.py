@@ -26,7 +26,8 @@ from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.registry import registry
 from dpfed.training.backends import torchrun
 from dpfed.training.backends.torchrun import join, packed, unpacked, words_of
-from dpfed.training.job.job import Job, plan_of
+from dpfed.training.job.job import Job
+from dpfed.training.job.plan import plan_of
 from dpfed.training.rounds import Round
 from dpfed.training.run import run
 from dpfed.training.run_folder.resume import fixed_settings

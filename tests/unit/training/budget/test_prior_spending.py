@@ -31,10 +31,10 @@ from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.plan import Plan, Schedule
 from dpfed.report.model_card import write_export
 from dpfed.training.budget.prior_spending import SPENDING, prior_spending_of, spending_of
-from dpfed.training.budget.recorded_spending import read_recorded_spending
+from dpfed.training.budget.recorded_spending import NO_PRIVACY, read_recorded_spending
 from dpfed.training.budget.spending import Spending, budget_of
-from dpfed.training.job.job import plan_of
-from dpfed.training.result import NO_PRIVACY, RELEASABLE, SIMULATION
+from dpfed.training.job.plan import plan_of
+from dpfed.training.result import RELEASABLE, SIMULATION
 from dpfed.training.run import run
 from dpfed.training.run_folder.embedded_record import METADATA, embed
 

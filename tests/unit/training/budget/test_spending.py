@@ -28,8 +28,9 @@ from dpfed.training.budget.recorded_spending import read_recorded_spending
 from dpfed.training.budget.run_ledger import recorded_multipliers
 from dpfed.training.budget.served_spending import with_least_noise
 from dpfed.training.budget.spending import budget_of, coarser
-from dpfed.training.job.job import Job, plan_of, prepare
-from dpfed.training.round_loop import Round
+from dpfed.training.job.job import Job, prepare
+from dpfed.training.job.plan import plan_of
+from dpfed.training.rounds import Round
 from dpfed.training.run import run
 
 

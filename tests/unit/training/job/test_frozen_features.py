@@ -1,4 +1,4 @@
-"""Frozen features in a run: the same vector as without them, shared by runs, bounded, and refused where they cannot be."""
+"""Frozen features: equal results, reuse by other runs, memory limits and refusals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from dpfed.training.export import read_run
 from dpfed.training.job import frozen_features
 from dpfed.training.job.frozen_features import NOTE
 from dpfed.training.job.job import prepare
-from dpfed.training.job.job_cache import JobCache
+from dpfed.training.job.job_cache import Identity, JobCache
 from dpfed.training.run import run
 
 torch.set_num_threads(1)
@@ -42,7 +42,7 @@ NONE = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def weights(kind: str, folder: Path) -> dict[str, Any]:
-    """A small model's section. The text models have no dropout before their head, RoBERTa has some inside it."""
+    """Return a small model's section. Text models have dropout inside the head at most."""
     found = base(kind, folder)
     torch.manual_seed(0)
     if kind == "bert":
@@ -67,7 +67,7 @@ def source_of(kind: str) -> Source:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of records of every frozen pass."""
+    """Record the number of records of every frozen pass."""
     made: list[int] = []
     original = frozen_features._records
 
@@ -103,7 +103,7 @@ def test_the_same_vector_with_and_without(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["vit", "bert", "roberta"])
 def test_the_export_is_a_whole_model(kind: str, tmp_path: Path) -> None:
-    """Plain transformers gives the logits that the run had, and so its accuracy."""
+    """Plain transformers gives the logits of the run, and so its accuracy."""
     source = source_of(kind)
     config = config_of(kind, tmp_path / "base")
     result = run(config, tmp_path / "run", source=source)
@@ -163,7 +163,8 @@ def test_pieces_of_a_table_are_its_records_in_order(
 
     def narrow(*given: Any) -> Any:
         parts = original(*given)
-        parts.frozen.rows = 1  # pieces of 16 records, one at a time
+        # Pieces of 16 records.
+        parts.frozen.rows = 1
         return parts
 
     monkeypatch.setattr(frozen_features, "split", narrow)
@@ -176,11 +177,17 @@ def test_pieces_of_a_table_are_its_records_in_order(
 
 def test_auto_is_where_it_saves_work(tmp_path: Path) -> None:
     """2 rounds of 2 steps with batches of 6 take 24 records, of which there are 24."""
-    assert prepare(config_of("vit", tmp_path, "auto"), images()).given is not None
-    assert prepare(config_of("vit", tmp_path, "auto", run={"rounds": 1}), images()).given is None
-    assert prepare(config_of("vit", tmp_path, True, run={"rounds": 1}), images()).given is not None
+    assert prepare(config_of("vit", tmp_path, "auto"), images()).raw_inputs is not None
     assert (
-        prepare(config_of("vit", tmp_path, "auto", model={"train": "lora"}), images()).given is None
+        prepare(config_of("vit", tmp_path, "auto", run={"rounds": 1}), images()).raw_inputs is None
+    )
+    assert (
+        prepare(config_of("vit", tmp_path, True, run={"rounds": 1}), images()).raw_inputs
+        is not None
+    )
+    assert (
+        prepare(config_of("vit", tmp_path, "auto", model={"train": "lora"}), images()).raw_inputs
+        is None
     )
 
 
@@ -200,7 +207,7 @@ def test_true_is_refused_where_it_cannot_be_done(
         match=f'^run.features = true cannot be done, as {reason}.*set run.features = "auto"$',
     ):
         prepare(config_of("vit", tmp_path, True, **changes), images())
-    assert prepare(config_of("vit", tmp_path, "auto", **changes), images()).given is None
+    assert prepare(config_of("vit", tmp_path, "auto", **changes), images()).raw_inputs is None
 
 
 def test_a_model_with_dropout_before_its_head_stays_whole(tmp_path: Path) -> None:
@@ -211,14 +218,14 @@ def test_a_model_with_dropout_before_its_head_stays_whole(tmp_path: Path) -> Non
         "train": "head",
     }
     job = prepare(settings(section), texts())
-    assert job.given is None
+    assert job.raw_inputs is None
     assert any("computed at every step, as the model has dropout" in note for note in job.notes)
     with pytest.raises(DpfedError, match="depth before classifier"):
         prepare(settings(section, run={"features": True}), texts())
 
 
 def test_features_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """30 records that are said to take a MiB each."""
+    """30 records whose features take one MiB each."""
     original = frozen_features.split
 
     def heavy(*given: Any) -> Any:
@@ -228,11 +235,11 @@ def test_features_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(frozen_features, "split", heavy)
     assert (
-        prepare(config_of("vit", tmp_path, True, run={"memory_limit": 30}), images()).given
+        prepare(config_of("vit", tmp_path, True, run={"memory_limit": 30}), images()).raw_inputs
         is not None
     )
     assert (
-        prepare(config_of("vit", tmp_path, "auto", run={"memory_limit": 29}), images()).given
+        prepare(config_of("vit", tmp_path, "auto", run={"memory_limit": 29}), images()).raw_inputs
         is None
     )
     with pytest.raises(
@@ -248,7 +255,7 @@ def test_without_room_the_whole_model_is_used(
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(frozen_features, "_records", full)
-    assert prepare(config_of("vit", tmp_path, "auto"), images()).given is None
+    assert prepare(config_of("vit", tmp_path, "auto"), images()).raw_inputs is None
     with pytest.raises(DpfedError, match="no room for the features on cpu"):
         prepare(config_of("vit", tmp_path, True), images())
 
@@ -270,19 +277,20 @@ def test_jobs_share_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert job(precision="bf16").records is not first.records
     assert made == [24, 6, 24, 6]
     job(precision="bf16", eval_on="test")
-    assert made == [24, 6, 24, 6, 3]  # the other half of the test set, the same training records
+    # Another half of the test set, with the same training records.
+    assert made == [24, 6, 24, 6, 3]
 
 
 def test_shared_features_keep_the_data_that_names_them(tmp_path: Path) -> None:
-    """Other data could come to have the identity of data that is gone, and would be given its features."""
+    """Otherwise new data could get the `id` of deleted data, and with it the features."""
     shared, config = JobCache(), config_of("bert", tmp_path)
     raw = texts()
     job = prepare(config, raw, shared)
     assert NOTE in job.notes
-    named = weakref.ref(shared.get("source", (id(raw), config.model), lambda: None)[1])  # type: ignore[index]
-    del job, raw
-    other = texts()
-    shared.get("source", (id(other), config.model), lambda: None)
+    source: Any = shared.get("source", (Identity(raw), config.model), lambda: None)
+    named = weakref.ref(source)
+    del job, raw, source
+    shared.get("source", (Identity(texts()), config.model), lambda: None)
     gc.collect()
     assert named() is not None
 
@@ -316,12 +324,12 @@ def test_a_pack_on_features_is_the_runs_alone(
 
 
 def test_processes_compare_the_records_and_not_their_features(tmp_path: Path) -> None:
-    """Features differ in their last digits from one processor to the next."""
+    """Features differ in their last digits between processors."""
     job = prepare(config_of("vit", tmp_path), images())
     before = fingerprint(job)
     job.records.inputs["features"].mul_(1 + 1e-6)
     assert fingerprint(job) == before
-    assert job.given is not None
+    assert job.raw_inputs is not None
     changed = images()
     changed.train.inputs["pixel_values"][0, 0, 0, 0] += 1
     assert fingerprint(prepare(config_of("vit", tmp_path), changed)) != before

@@ -1,4 +1,4 @@
-"""What travels: numbers by hand, and the sizes of the messages that a real round makes."""
+"""Message sizes: by hand, and equal to the messages of a real round."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from dpfed.training.job.job import Job, prepare
 from dpfed.training.job.message_size import Traffic, traffic
 from dpfed.training.round_context import first_state
 
-P, BLOCKS = 12, 3
+P = 12
+BLOCKS = 3
 NAMES = ("a", "b", "c")
-SPACE = Space(
-    NAMES, tuple(map(torch.Size, ([2, 3], [4], [2]))), NAMES, torch.repeat_interleave(torch.arange(3), torch.tensor([6, 4, 2]))
-)  # fmt: skip
+SHAPES = (torch.Size([2, 3]), torch.Size([4]), torch.Size([2]))
+BLOCK_OF_EACH = torch.repeat_interleave(torch.arange(3), torch.tensor([6, 4, 2]))
+SPACE = Space(NAMES, SHAPES, NAMES, BLOCK_OF_EACH)
 
 
 @pytest.mark.parametrize(
@@ -58,11 +59,15 @@ def job_of(algorithm: dict[str, Any]) -> Job:
 
 @pytest.mark.parametrize(
     "algorithm",
-    [*({"name": name} for name in sorted(set(REGISTRY) - {"dp-fedadamw-printed"})), {"name": "dp-fedadamw", "agg": "full_v"},
-     {"name": "dp-fedadamw", "agg": "off"}, {"name": "dp-fedadamw", "bc_level": "block"}],
+    [
+        *({"name": name} for name in sorted(set(REGISTRY) - {"dp-fedadamw-printed"})),
+        {"name": "dp-fedadamw", "agg": "full_v"},
+        {"name": "dp-fedadamw", "agg": "off"},
+        {"name": "dp-fedadamw", "bc_level": "block"},
+    ],
     ids=str,
-)  # fmt: skip
-def test_it_is_the_size_of_real_messages_and_of_what_real_clients_read(
+)
+def test_sizes_are_those_of_real_messages_and_of_the_fields_that_clients_read(
     algorithm: dict[str, Any],
 ) -> None:
     job = job_of(algorithm)
@@ -76,7 +81,7 @@ def test_it_is_the_size_of_real_messages_and_of_what_real_clients_read(
     read: set[str] = set()
 
     class Watched:
-        """The server's state, noting what is read of it."""
+        """The server's state; it records which fields are read."""
 
         def __getattr__(self, name: str) -> Any:
             read.add(name)
@@ -90,7 +95,7 @@ def test_it_is_the_size_of_real_messages_and_of_what_real_clients_read(
 
 
 class Huge:
-    """A space of a billion numbers, of which nothing is ever made."""
+    """A space of a billion numbers; no test could store its vectors."""
 
     size, num_blocks = 10**9, 1
 

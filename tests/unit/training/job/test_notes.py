@@ -14,7 +14,7 @@ from dpfed.config import build
 from dpfed.data.sources.given import source_of
 from dpfed.privacy.noise import Streams
 from dpfed.registry import registry
-from dpfed.training.job.job import shards_for
+from dpfed.training.job.data import shards_for
 from dpfed.training.job.notes import data_warnings
 
 LABELS = [0, 7, 7, 0]

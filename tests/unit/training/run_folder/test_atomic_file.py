@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Atomic writing: the mode of files, and failures midway."""
 
 from __future__ import annotations
 

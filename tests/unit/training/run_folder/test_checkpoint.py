@@ -1,14 +1,12 @@
-"""A run that was stopped anywhere goes on bitwise as if it had not been; what is damaged, other or finished is refused."""
+"""A stopped run resumes with bitwise equal results, also after damage and on full disks."""
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import io
 import json
-import shutil
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,180 +14,39 @@ import numpy as np
 import pytest
 import torch
 from callback_case import Watcher
-from command import dpfed
-from safetensors.torch import load_file
-from torch import Tensor
+from resume_case import (
+    KINDS,
+    ROUNDS,
+    SOURCE,
+    CrashError,
+    Server,
+    config_of,
+    crashed,
+    metrics,
+    resumed,
+    same,
+    stop_after,
+)
 
 from dpfed.algorithms.base import (
-    Algorithm,
-    Averaging,
-    ClientState,
-    Context,
-    Message,
-    Oracle,
     Point,
-    spread,
 )
-from dpfed.config import Config, Registry, build
-from dpfed.data.tables import Source, Table
 from dpfed.errors import DpfedError
-from dpfed.privacy.ledger.ledger import Charge, Ledger
-from dpfed.registry import registry
 from dpfed.training.backends.client_state import ClientStates
 from dpfed.training.budget.recorded_spending import read_recorded_spending
 from dpfed.training.job.job import Job
-from dpfed.training.rounds import Progress, Round
+from dpfed.training.rounds import Progress
 from dpfed.training.run import run
-from dpfed.training.run_folder import atomic_file, checkpoint
+from dpfed.training.run_folder import checkpoint
 from dpfed.training.run_folder.atomic_file import write_file
 from dpfed.training.run_folder.checkpoint import Checkpoints
 from dpfed.training.run_folder.folder import RunFolder
-from dpfed.training.run_identity import run_identity
 from dpfed.training.server_state import State
-
-ROUNDS = 4
-
-# --- an algorithm with a memory ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Server:
-    theta: Tensor
-    before: Tensor
-
-
-@dataclass(frozen=True)
-class Local:
-    theta: Tensor
-    c: Tensor
-    total: Tensor
-    seen: Tensor
-
-
-@dataclass(frozen=True)
-class Remembering(Averaging):
-    """Each client steps away from the mean gradient of its own last round; the server's two fields start as one tensor."""
-
-    name = "remembering"
-    lr_grid = (0.1,)
-    summary = "for tests"
-
-    lr: float = 0.1
-    weight_decay: float = 0.0
-
-    @property
-    def remembers(self) -> tuple[str, ...]:
-        return ("c",)
-
-    def init(self, ctx: Context, theta: Tensor) -> Any:
-        return Server(theta, theta)
-
-    def start(self, ctx: Context, server: Any, memory: ClientState) -> Any:
-        zero = torch.zeros_like(memory["c"])
-        return Local(spread(server.theta, ctx.S), memory["c"], zero, memory["seen"])
-
-    def step(self, ctx: Context, local: Local, oracle: Oracle, k: Tensor) -> Local:
-        g, _ = oracle(local.theta)
-        step = g - torch.where(local.seen.unsqueeze(1), 0.5 * local.c, 0.0)
-        return dataclasses.replace(local, theta=local.theta - ctx.lr * step, total=local.total + g)
-
-    def finish(self, ctx: Context, server: Any, local: Local) -> tuple[Message, ClientState]:
-        return {"delta": local.theta - server.theta}, {"c": local.total / ctx.K}
-
-    def aggregate(self, ctx: Context, server: Any, mean: Message) -> Any:
-        theta = server.theta + mean["delta"]
-        return Server(theta, theta if int(ctx.t) % 2 else server.theta)
-
-
-def known() -> Registry:
-    found = registry()
-    algorithms: dict[str, type[Algorithm]] = {**found.algorithm, "remembering": Remembering}
-    return dataclasses.replace(found, algorithm=algorithms)
-
-
-def config_of(name: str = "dp-fedadamw", **sections: dict[str, Any]) -> Config:
-    raw: dict[str, dict[str, Any]] = {
-        "data": {"clients": 5, "partition": "iid"},
-        "model": {"name": "linear", "liveness": sections.get("run", {}).get("noise") == "os"},
-        "algorithm": {"name": name, "lr": 0.05},
-        "privacy": {"sigma": 1.0, "clip": 0.5, "batch": 8},
-        "run": {"rounds": ROUNDS, "local_steps": 2, "participation": 0.4, "device": "cpu"},
-    }
-    return build(
-        {section: {**table, **sections.get(section, {})} for section, table in raw.items()}, known()
-    )
-
-
-def features() -> Source:
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(140, 4)).astype(np.float32)
-    y = (x @ rng.normal(size=(4, 3))).argmax(1)
-    return Source(
-        Table({"features": x[:100]}, y[:100]),
-        Table({"features": x[100:]}, y[100:]),
-        ("a", "b", "c"),
-        "features",
-    )
-
-
-SOURCE = features()
-
-
-class CrashError(Exception):
-    """Power cut."""
-
-
-def stop_after(t: int) -> Callable[[Round], None]:
-    """Stops in round t after its metrics were written, before its checkpoint."""
-
-    def observe(round: Round) -> None:
-        if round.t == t:
-            raise CrashError
-
-    return observe
-
-
-def crashed(config: Config, out: Path, t: int) -> Path:
-    with pytest.raises(CrashError):
-        run(config, out, source=SOURCE, callbacks=[Watcher(on_round=stop_after(t))])
-    return out
-
-
-def resumed(config: Config, out: Path, **more: Any) -> dict[str, Any]:
-    return run(config, out, source=SOURCE, mode="resume", **more)
-
-
-def metrics(out: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
-
-
-def taken_in(out: Path) -> dict[str, int]:
-    newest = max(
-        (out / "checkpoint").glob("round-*.json"), key=lambda p: int(p.stem.removeprefix("round-"))
-    )
-    taken: dict[str, int] = json.loads(newest.read_text())["taken"]
-    return taken
-
-
-def same(one: Path, two: Path) -> None:
-    a, b = (load_file(out / "model.safetensors") for out in (one, two))
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[name], b[name]) for name in a)
-    assert metrics(one) == metrics(two)
-    assert taken_in(one) == taken_in(two)
-
-
-KINDS: dict[str, dict[str, Any]] = {
-    "dp-fedadamw": {},
-    "dp-fedavg": {"privacy": {"clip_mode": "quantile"}},
-    "remembering": {"run": {"participation": 0.6, "average": 0.7}},
-}
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
-    """Runs that nobody stopped."""
+    """Runs that were not stopped."""
     done = {}
     for name, sections in KINDS.items():
         out = tmp_path_factory.mktemp("whole") / name
@@ -197,14 +54,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dic
     return done
 
 
-# --- bitwise ----------------------------------------------------------------------------------------------------------
+# --- bitwise ---
 
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("t", [0, 1, ROUNDS - 1, ROUNDS])
-def test_a_stopped_run_goes_on_as_if_nothing_had_been(
-    name: str, t: int, whole: Any, tmp_path: Path
-) -> None:
+def test_a_stopped_run_resumes_bitwise(name: str, t: int, whole: Any, tmp_path: Path) -> None:
     config = config_of(name, **KINDS[name])
     out = crashed(config, tmp_path / "r", t)
     assert json.loads((out / "run.json").read_text())["state"] == "running"
@@ -214,12 +69,13 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(
     for key in ("epsilon", "test_accuracy", "test_loss", "start_accuracy", "rounds", "guarantee"):
         assert result[key] == wanted[key], key
     rows = [read_recorded_spending(folder).rows for folder in (reference, out)]
-    assert rows[0] == rows[1]  # seeded noise comes again: the same rows
+    # Seeded noise is repeated, so its rows are the same.
+    assert rows[0] == rows[1]
     assert json.loads((out / "run.json").read_text())["state"] == "finished"
 
 
-def test_quantile_clipping_goes_on_with_its_own_c(whole: Any) -> None:
-    """So that the test above is about something: C has moved."""
+def test_quantile_clipping_moves_the_clip_norm(whole: Any) -> None:
+    """Otherwise the test above would not test the clip norm."""
     clips = [row["clip"] for row in metrics(whole["dp-fedavg"][0])]
     assert len(set(clips[1:])) == ROUNDS
 
@@ -227,8 +83,9 @@ def test_quantile_clipping_goes_on_with_its_own_c(whole: Any) -> None:
 def test_a_run_stopped_twice_and_with_rare_checkpoints(tmp_path: Path, whole: Any) -> None:
     config = config_of("remembering", run={**KINDS["remembering"]["run"], "checkpoint_every": 2})
     out = crashed(config, tmp_path / "r", 4)
+    # Rounds 3 and 4 run again.
     with pytest.raises(CrashError):
-        resumed(config, out, callbacks=[Watcher(on_round=stop_after(3))])  # rounds 3 and 4 again
+        resumed(config, out, callbacks=[Watcher(on_round=stop_after(3))])
     assert [row["round"] for row in metrics(out)] == [0, 1, 2, 3]
     resumed(config, out)
     same(whole["remembering"][0], out)
@@ -242,7 +99,7 @@ def test_without_checkpoints_a_run_begins_again(tmp_path: Path, whole: Any) -> N
     assert metrics(out) == metrics(whole["dp-fedadamw"][0])
 
 
-def test_a_memory_in_files_is_the_same_memory(
+def test_memory_in_files_gives_equal_results(
     tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     init = ClientStates.__init__
@@ -257,7 +114,7 @@ def test_a_memory_in_files_is_the_same_memory(
     same(whole["remembering"][0], out)
 
 
-def test_two_checkpoints_are_kept_and_what_they_name(whole: Any) -> None:
+def test_two_checkpoints_and_their_files_stay(whole: Any) -> None:
     folder = whole["remembering"][0] / "checkpoint"
     assert {p.stem for p in folder.glob("round-*")} == {f"round-{ROUNDS - 1}", f"round-{ROUNDS}"}
     named = {
@@ -268,7 +125,7 @@ def test_two_checkpoints_are_kept_and_what_they_name(whole: Any) -> None:
     assert {p.name for p in (folder / "memory").iterdir()} == named
 
 
-# --- damage -----------------------------------------------------------------------------------------------------------
+# --- damage ---
 
 
 def flip(path: Path, at: int = -3) -> None:
@@ -307,7 +164,7 @@ def test_a_damaged_newest_checkpoint_leaves_the_one_before_it(
     same(whole["remembering"][0], out)
 
 
-def test_with_all_of_them_damaged_there_is_one_sentence_and_nothing_is_changed(
+def test_damage_of_all_checkpoints_is_one_sentence_and_changes_nothing(
     tmp_path: Path,
 ) -> None:
     config = config_of()
@@ -330,8 +187,8 @@ def test_a_line_of_metrics_cut_short_is_dropped(tmp_path: Path, whole: Any) -> N
     assert metrics(out) == metrics(whole["dp-fedadamw"][0])
 
 
-def test_metrics_that_are_gone_are_not_made_up(tmp_path: Path) -> None:
-    """The first line is where start_accuracy comes from."""
+def test_missing_metrics_are_refused(tmp_path: Path) -> None:
+    """The first line has the start_accuracy."""
     config = config_of()
     out = crashed(config, tmp_path / "r", 3)
     lines = (out / "metrics.jsonl").read_text().splitlines()
@@ -342,10 +199,12 @@ def test_metrics_that_are_gone_are_not_made_up(tmp_path: Path) -> None:
 
 
 def test_a_state_of_another_form_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    """As after an update of the program that added a field."""
+    """The state after an update of the program that added a field."""
     memory = ClientStates((), 3, tmp_path / "memory", 1)
     checkpoints = Checkpoints(tmp_path, "job", memory)
-    checkpoints.save(Progress(1, State(Point(torch.ones(3)), 1.0)), np.array([1, 0]))
+    checkpoints.save_beside(
+        Progress(1, State(Point(torch.ones(3)), 1.0)), np.array([1, 0]), wait=True
+    )
     for form in (
         Server(torch.ones(3), torch.ones(3)),
         Point(torch.ones(4)),
@@ -363,8 +222,9 @@ def test_a_state_of_another_form_is_refused_in_one_sentence(tmp_path: Path) -> N
 def test_what_is_read_back_is_what_was_saved(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, "job", ClientStates((), 3, tmp_path / "memory", 1))
     shared = torch.tensor([1e-30, -0.0, 3.0])
-    state = State(Server(shared, shared), 0.1 + 0.2)  # one tensor in two fields
-    checkpoints.save(Progress(7, state, 1.25), np.array([0, 3, 0]))
+    # One tensor in two fields.
+    state = State(Server(shared, shared), 0.1 + 0.2)
+    checkpoints.save_beside(Progress(7, state, 1.25), np.array([0, 3, 0]), wait=True)
     saved, said = checkpoints.load(State(Server(torch.zeros(3), torch.zeros(3)), 1.0))
     assert saved is not None
     assert said == []
@@ -376,205 +236,14 @@ def test_what_is_read_back_is_what_was_saved(tmp_path: Path) -> None:
     assert saved.taken.tolist() == [0, 3, 0]
     for value in saved.progress.state.tensors().values():
         assert value.numpy().tobytes() == shared.numpy().tobytes()
-    checkpoints.save(Progress(8, State(state.server, float("inf"))), np.zeros(3, dtype=np.int64))
+    progress = Progress(8, State(state.server, float("inf")))
+    checkpoints.save_beside(progress, np.zeros(3, dtype=np.int64), wait=True)
     again, _ = checkpoints.load(state)
     assert again is not None
     assert again.progress.state.clip == float("inf")
 
 
-# --- what must not change ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return crashed(config_of(), tmp_path_factory.mktemp("half") / "r", 3)
-
-
-@pytest.mark.parametrize(
-    ("section", "key", "value"),
-    [
-        ("privacy", "sigma", 2.0),
-        ("privacy", "quantile", 0.3),
-        ("run", "rounds", 9),
-        ("run", "seed", 1),
-        ("run", "fleet_size", 1),
-        ("data", "clients", 6),
-        ("algorithm", "gamma", 0.1),
-    ],
-)
-def test_another_configuration_is_refused_by_name(
-    half: Path, section: str, key: str, value: Any
-) -> None:
-    more = {"clip_mode": "quantile"} if key == "quantile" else {}
-    with pytest.raises(
-        DpfedError,
-        match=rf"{section}\.{'clip_mode' if more else key} was .* {value if not more else ''}",
-    ):
-        resumed(config_of(**{section: {key: value, **more}}), half)
-
-
-def test_what_may_change_may_change(half: Path, tmp_path: Path, whole: Any) -> None:
-    out = Path(shutil.copytree(half, tmp_path / "r"))
-    config = config_of(
-        run={"eval_every": 4, "checkpoint_every": 3, "memory_limit": 1, "threads": 1}
-    )
-    resumed(config, out)
-    a, b = (load_file(folder / "model.safetensors") for folder in (whole["dp-fedadamw"][0], out))
-    assert all(torch.equal(a[name], b[name]) for name in a)
-    assert [row["accuracy"] is None for row in metrics(out)] == [False, False, False, True, False]
-
-
-def test_other_data_under_the_same_settings_are_refused(half: Path, tmp_path: Path) -> None:
-    out = Path(shutil.copytree(half, tmp_path / "r"))
-    fewer = Source(
-        Table({"features": SOURCE.train.inputs["features"][:95]}, SOURCE.train.labels[:95]),
-        SOURCE.test, SOURCE.classes, "features",
-    )  # fmt: skip
-    with pytest.raises(DpfedError):
-        run(config_of(), out, source=fewer, mode="resume")
-    plain = crashed(config_of(privacy={"enabled": False}), tmp_path / "plain", 2)
-    with pytest.raises(DpfedError, match="another configuration"):
-        run(config_of(privacy={"enabled": False}), plain, source=fewer, mode="resume")
-
-
-def test_a_finished_run_and_a_folder_that_is_none(whole: Any, tmp_path: Path) -> None:
-    with pytest.raises(DpfedError, match="finished"):
-        resumed(config_of(), whole["dp-fedadamw"][0])
-    with pytest.raises(DpfedError, match="not the folder of a run"):
-        resumed(config_of(), tmp_path)
-    (tmp_path / "config.toml").write_text("not = [toml")
-    with pytest.raises(DpfedError, match="not the folder of a run"):
-        resumed(config_of(), tmp_path)
-
-
-def test_a_run_without_a_name_is_refused(half: Path, tmp_path: Path) -> None:
-    out = Path(shutil.copytree(half, tmp_path / "r"))
-    (out / "run.json").write_text("{}")
-    with pytest.raises(DpfedError, match="does not name the run"):
-        resumed(config_of(), out)
-
-
-def test_another_kind_of_device_is_another_run(
-    half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its generators give other numbers for the same seed, so a round would be repeated with other noise."""
-    out = shutil.copytree(half, tmp_path / "r")
-    told = run_identity
-    monkeypatch.setattr(
-        "dpfed.training.open_run.run_identity", lambda job: {**told(job), "device": "cuda"}
-    )
-    with pytest.raises(DpfedError, match="another configuration"):
-        resumed(config_of(), out)
-    monkeypatch.undo()
-    jobs: list[Job] = []
-    resumed(config_of(), out, callbacks=[Watcher(on_start=jobs.append)])
-    assert (
-        run_identity(dataclasses.replace(jobs[0], device=torch.device("meta")))["device"] == "meta"
-    )
-
-
-# --- the ledger -------------------------------------------------------------------------------------------------------
-
-
-def test_real_noise_is_spent_for_every_attempt(tmp_path: Path) -> None:
-    config = config_of(run={"noise": "os"})
-    out = crashed(config, tmp_path / "r", 3)  # round 3 was charged, and will be again
-    before = read_recorded_spending(out)
-    assert (before.rows, before.void) == (6, None)
-    result = resumed(config, out)
-    after = read_recorded_spending(out)
-    assert after.rows == 10
-    assert sum(taken_in(out).values()) == 10
-    assert result["epsilon"]["server_max"] == pytest.approx(after.server_max, rel=1e-6)
-    assert (
-        result["epsilon"]["third_party"]
-        == result["epsilon"]["server_worst"]
-        == pytest.approx(after.server_worst)
-    )
-    assert after.third_party == after.server_worst
-    assert after.void is not None
-
-
-def test_an_attempt_with_quite_other_clients_is_an_attempt_too(tmp_path: Path) -> None:
-    """Two cohorts of round 1 that share no client: every row is a first attempt, yet everyone had two chances."""
-    config = config_of(run={"noise": "os", "rounds": 1})
-    out = tmp_path / "r"
-    jobs: list[Job] = []
-    run(config, out, source=SOURCE, callbacks=[Watcher(on_start=jobs.append)])
-    name = json.loads((out / "run.json").read_text())["run"]
-    with Ledger.open(out / "ledger.sqlite", run=name) as ledger:
-        drawn = {int(row.charge.client) for row in ledger.rows()}
-        others = sorted(set(range(5)) - drawn)[:2]
-        ledger.charge([Charge(i, 1, 2, jobs[0].plan.mechanism(i), "os") for i in others])
-    assert read_recorded_spending(out).void is not None
-    assert read_recorded_spending(out).third_party == read_recorded_spending(out).server_worst
-
-
-def test_a_round_that_was_not_begun_is_no_second_attempt(tmp_path: Path) -> None:
-    """Stopped between a checkpoint and the next charge: nothing was released twice."""
-    config = config_of(run={"noise": "os"})
-    out = tmp_path / "r"
-    charge = Ledger.charge
-
-    def killed(self: Ledger, charges: Any, run: str | None = None) -> Any:
-        if charges[0].round == 3:
-            raise CrashError
-        return charge(self, charges, run)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ledger, "charge", killed)
-        with pytest.raises(CrashError):
-            run(config, out, source=SOURCE)
-    result = resumed(config, out)
-    assert read_recorded_spending(out).rows == 8
-    assert result["epsilon"]["third_party"] < result["epsilon"]["server_worst"]
-    assert result["epsilon"]["third_party"] == pytest.approx(
-        read_recorded_spending(out).third_party
-    )
-
-
-@pytest.mark.parametrize("noise", ["seeded", "os"])
-def test_a_ledger_that_is_gone_or_new_is_not_begun_anew(noise: str, tmp_path: Path) -> None:
-    config = config_of(run={"noise": noise})
-    out = crashed(config, tmp_path / "r", 3)
-    with Ledger.open(out / "ledger.sqlite", readonly=True) as ledger:
-        meta = dict(ledger.meta)
-    for path in out.glob("ledger.sqlite*"):
-        path.unlink()
-    with pytest.raises(DpfedError, match="ledger"):
-        resumed(config, out)
-    own = ("format", "kind", "owner", "created", "dpfed")
-    Ledger.create(
-        out / "ledger.sqlite", run=meta["owner"], **{k: v for k, v in meta.items() if k not in own}
-    ).close()  # an empty one in its place
-    with pytest.raises(DpfedError, match="lacks rounds"):
-        resumed(config, out)
-
-
-def test_a_ledger_of_another_statement_is_refused(half: Path, tmp_path: Path) -> None:
-    out = Path(shutil.copytree(half, tmp_path / "r"))
-    with Ledger.open(out / "ledger.sqlite", readonly=True) as ledger:
-        meta = dict(ledger.meta)
-    for path in out.glob("ledger.sqlite*"):
-        path.unlink()
-    own = ("format", "kind", "owner", "created", "dpfed", "delta")
-    fields = {k: v for k, v in meta.items() if k not in own}
-    Ledger.create(out / "ledger.sqlite", run=meta["owner"], delta=1e-7, **fields).close()
-    with pytest.raises(DpfedError, match="another delta"):
-        resumed(config_of(), out)
-
-
-def test_a_run_that_is_still_going_on_is_left_alone(half: Path, tmp_path: Path) -> None:
-    """The ledger's lock is asked before the metrics are cut back."""
-    out = Path(shutil.copytree(half, tmp_path / "r"))
-    before = (out / "metrics.jsonl").read_bytes()
-    with Ledger.open(out / "ledger.sqlite"), pytest.raises(DpfedError):
-        resumed(config_of(), out)
-    assert (out / "metrics.jsonl").read_bytes() == before
-    resumed(config_of(), out)
-
-
-# --- files that are whole or not there --------------------------------------------------------------------------------
+# --- full disks ---
 
 
 def test_a_write_that_fails_midway_leaves_the_old_file(tmp_path: Path) -> None:
@@ -592,7 +261,7 @@ def test_a_write_that_fails_midway_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_it_is_replaced_only_when_it_is_on_the_disk(
+def test_a_file_is_replaced_only_when_it_is_on_the_disk(
     tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "state.json"
@@ -603,7 +272,7 @@ def test_it_is_replaced_only_when_it_is_on_the_disk(
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(atomic_file.os, call, broken)
+        patch.setattr(os, call, broken)
         with pytest.raises(DpfedError, match="cannot be written"):
             write_file(path, lambda file: file.write(b"new"))
     assert path.read_bytes() == b"old"
@@ -615,7 +284,7 @@ def test_it_is_replaced_only_when_it_is_on_the_disk(
 def test_a_disk_that_fills_up_during_a_checkpoint_ends_the_run_in_one_sentence(
     nth: int, tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the first state, the second state, the second index: in each case what was complete before is still there."""
+    """It fails at the first state, the second state, or the second index."""
     out, written = tmp_path / "r", 0
 
     def failing(path: Path, write: Callable[[IO[bytes]], object]) -> str:
@@ -657,45 +326,3 @@ def test_a_disk_that_is_full_for_the_metrics_is_one_sentence(tmp_path: Path, cal
         )
         with pytest.raises(DpfedError, match=r"metrics\.jsonl cannot be written: No space left"):
             run(config_of(), tmp_path / "r", source=SOURCE, callbacks=[Watcher(on_start=fill)])
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
-
-
-QUICK = [
-    "model.name=linear",
-    "run.rounds=2",
-    "run.local_steps=1",
-    "run.participation=0.3",
-    "privacy.batch=16",
-    "privacy.sigma=2",
-]
-
-
-def test_the_command_resumes_and_refuses_in_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "r"
-    sets = [word for key in QUICK for word in ("--set", key)]
-    from dpfed.training.callbacks.progress import ProgressDisplay
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ProgressDisplay, "on_round", lambda self, round: stop_after(2)(round))
-        with pytest.raises(CrashError):
-            dpfed("run", *sets, "--out", str(out))
-    for args, words in (
-        (["--resume", str(out), "--out", str(out)], "leave out --out"),
-        (["--resume", str(out), "--force"], "leave out --out"),
-        (["--resume", str(tmp_path / "nowhere")], "not the folder of a run"),
-        (["--resume", str(out), "--set", "privacy.sigma=1"], "privacy.sigma was 2.0"),
-        (["digits", "--resume", str(out)], "when the run began"),
-    ):
-        capsys.readouterr()
-        assert dpfed("run", *args) == 2, args
-        err = capsys.readouterr().err.strip()
-        assert words in err
-        assert len(err.splitlines()) == 1
-    assert dpfed("run", "--resume", str(out), "--set", "run.eval_every=2", "--json") == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["rounds"] == 2
-    assert dpfed("run", "--resume", str(out)) == 2
-    assert "finished" in capsys.readouterr().err

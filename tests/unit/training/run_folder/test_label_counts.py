@@ -1,4 +1,4 @@
-"""Who holds which labels: counted rightly, and only where nothing real is in it."""
+"""The table of label counts: right numbers, and no table for real noise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import numpy as np
 from dpfed.config import load
 from dpfed.registry import registry
 from dpfed.training.job.job import Job, prepare
-from dpfed.training.run_folder.label_counts import FILE, label_counts, write_label_counts
+from dpfed.training.run_folder.files import LABEL_COUNTS
+from dpfed.training.run_folder.label_counts import label_counts, write_label_counts
 
 
 def job_of(*keys: str) -> Job:
@@ -26,7 +27,7 @@ def test_the_table_is_that_of_a_loop(tmp_path: Path) -> None:
             by_hand[client, int(job.records.labels[record])] += 1
     np.testing.assert_array_equal(label_counts(job), by_hand)
     write_label_counts(tmp_path, job)
-    kept = json.loads((tmp_path / FILE).read_text())
+    kept = json.loads((tmp_path / LABEL_COUNTS).read_text())
     assert kept["labels"] == by_hand.tolist()
     assert kept["classes"] == [str(i) for i in range(10)]
 
@@ -35,4 +36,4 @@ def test_real_noise_leaves_no_table(tmp_path: Path) -> None:
     job = job_of()
     real = dataclasses.replace(job.config, run=dataclasses.replace(job.config.run, noise="os"))
     write_label_counts(tmp_path, dataclasses.replace(job, config=real))
-    assert not (tmp_path / FILE).exists()
+    assert not (tmp_path / LABEL_COUNTS).exists()

@@ -1,4 +1,4 @@
-"""Which keys may change when a run goes on; rounds that are added are stated in the ledger before they are spent."""
+"""Keys that may change when a run resumes; added rounds are in the ledger before they run."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from callback_case import Watcher
+from resume_case import SOURCE, CrashError
 from safetensors.torch import load_file
 from torch import equal
 
 from dpfed.config import Config, build, to_toml
-from dpfed.data.tables import Source, Table
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting.pld import epsilon
 from dpfed.privacy.ledger.ledger import Ledger
@@ -52,25 +51,6 @@ def config_of(**run: Any) -> Config:
     )
 
 
-def features() -> Source:
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(140, 4)).astype(np.float32)
-    y = (x @ rng.normal(size=(4, 3))).argmax(1)
-    return Source(
-        Table({"features": x[:100]}, y[:100]),
-        Table({"features": x[100:]}, y[100:]),
-        ("a", "b", "c"),
-        "features",
-    )
-
-
-SOURCE = features()
-
-
-class CrashError(Exception):
-    """Power cut."""
-
-
 def go(config: Config, out: Path, mode: Mode = "new", crash: int | None = None) -> dict[str, Any]:
     def observe(round: Round) -> None:
         if round.t == crash:
@@ -93,7 +73,7 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def long(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Five rounds, planned so from the start."""
+    """Five rounds, planned from the start."""
     out = tmp_path_factory.mktemp("long") / "r"
     return out, go(config_of(rounds=5), out)
 
@@ -126,10 +106,10 @@ def test_added_rounds_give_the_run_that_was_planned_so_and_its_figures(
         go(config_of(rounds=5), out, mode="resume")
 
 
-def test_the_larger_figure_stands_before_a_round_more_is_charged(
+def test_the_larger_figure_is_stated_before_an_added_round_is_charged(
     short: Path, long: Any, tmp_path: Path
 ) -> None:
-    """Stopped anywhere, `dpfed privacy RUN` never goes back to the old figure; and the rows are found again, not doubled."""
+    """Stopped anywhere, `dpfed privacy RUN` states the larger figure; no row is repeated."""
     out = Path(shutil.copytree(short, tmp_path / "r"))
     charge = Ledger.charge
 
@@ -150,8 +130,8 @@ def test_the_larger_figure_stands_before_a_round_more_is_charged(
         assert sum(row.charge.void for row in ledger.rows()) == 1
 
 
-def test_a_ledger_that_states_more_is_not_cut_back(short: Path, tmp_path: Path) -> None:
-    """Killed between the ledger and the configuration: the old number of rounds would understate."""
+def test_fewer_rounds_than_the_ledger_states_are_refused(short: Path, tmp_path: Path) -> None:
+    """Killed between ledger and configuration: the old number of rounds would understate."""
     out = Path(shutil.copytree(short, tmp_path / "r"))
     old = (out / "config.toml").read_bytes()
     go(config_of(rounds=5), out, mode="resume", crash=4)
@@ -173,9 +153,11 @@ def test_extended_twice_with_a_budget_and_real_noise(tmp_path: Path) -> None:
     whole = go(config_of(**keys, rounds=12), tmp_path / "whole")
     accounts, planned = read_recorded_spending(out), read_recorded_spending(tmp_path / "whole")
     assert accounts.planned.chances == planned.planned.chances
-    assert len(planned.planned.chances) > 1  # the budget leaves fewer clients to draw from
+    # The budget leaves fewer clients to draw from.
+    assert len(planned.planned.chances) > 1
     assert result["epsilon"]["server_worst"] == whole["epsilon"]["server_worst"]
-    assert not accounts.seeded  # the rows that add rounds are no noise at all
+    # The rows that add rounds are not noise.
+    assert not accounts.seeded
 
 
 def test_without_privacy_rounds_may_be_added_too(tmp_path: Path) -> None:
@@ -186,7 +168,7 @@ def test_without_privacy_rounds_may_be_added_too(tmp_path: Path) -> None:
     assert same_model(tmp_path / "r", tmp_path / "whole")
 
 
-def test_rounds_are_not_taken_away_and_not_added_where_they_would_change_what_was(
+def test_rounds_are_not_removed_and_not_added_if_that_changes_completed_rounds(
     short: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "r").mkdir()
@@ -205,7 +187,7 @@ def test_rounds_are_not_taken_away_and_not_added_where_they_would_change_what_wa
             go(config_of(**keys, rounds=5), out, mode="resume")
 
 
-def test_every_difference_is_shown_and_what_may_change_is_recorded(tmp_path: Path) -> None:
+def test_every_difference_is_shown_and_allowed_changes_are_recorded(tmp_path: Path) -> None:
     out = tmp_path / "r"
     go(config_of(), out, crash=2)
     with pytest.raises(
@@ -236,7 +218,7 @@ def test_a_run_killed_before_it_had_a_name_is_given_one(tmp_path: Path, long: An
     assert json.loads((out / "run.json").read_text())["state"] == "finished"
 
 
-def test_a_new_run_refuses_a_large_delta_and_an_old_one_goes_on_with_a_warning(
+def test_a_new_run_refuses_a_large_delta_and_an_old_one_resumes_with_a_warning(
     tmp_path: Path,
 ) -> None:
     out = tmp_path / "run"
@@ -254,7 +236,7 @@ def test_a_new_run_refuses_a_large_delta_and_an_old_one_goes_on_with_a_warning(
 
     with pytest.raises(CrashError):
         run(allowed, out, source=SOURCE, callbacks=[Watcher(on_round=crash)])
-    # The folder of a version that did not know the key, and did not refuse.
+    # The folder of a version without the key, which did not refuse.
     text = (out / "config.toml").read_text()
     (out / "config.toml").write_text(text.replace("allow_large_delta = true\n", ""))
     before = config_of(privacy={"delta": 0.05})

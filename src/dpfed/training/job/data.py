@@ -1,0 +1,196 @@
+"""Turn the configured source into the records, shards and test set of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from dpfed.config import Config, ModelSection, refuse_idle_augmentations
+from dpfed.data.cache import cached, key_of
+from dpfed.data.partition import Shards, partition
+from dpfed.data.tables import Published, Source, Table
+from dpfed.errors import DpfedError, phrase
+from dpfed.model.augment import augmentation_of
+from dpfed.model.task import InputSpec
+from dpfed.privacy.noise import Streams
+from dpfed.privacy.record_batch import Augmentations, Records
+from dpfed.training.job.job_cache import Identity, JobCache
+
+NO_RECORDS = Records({}, torch.zeros(0, dtype=torch.int64))
+
+
+@dataclass(frozen=True)
+class JobTables:
+    """Training and test records of a job before they are on its device, with their cache keys."""
+
+    train: Table
+    test: Table
+    train_key: Hashable
+    test_key: Hashable
+
+
+def tables_of(config: Config, source: Source, device: torch.device) -> JobTables:
+    """Return the tables of a job; `run.eval_on` chooses the test records."""
+    key = (Identity(source), device)
+    test = scored_half(source.test, config.run.eval_on)
+    return JobTables(source.train, test, key, (*key, config.run.eval_on))
+
+
+def load_source(config: Config, source: Source | None, cache: JobCache) -> Source:
+    """Return the given or the configured source, checked and with texts as tokens."""
+    loader: Any = config.data
+    raw = source or cache.get("raw", config.data, loader.load)
+    refuse_unreleasable(config, raw)
+    key = (Identity(raw), config.model)
+    return cache.get("source", key, lambda: tokenised(config.model, raw))
+
+
+def refuse_unreleasable(config: Config, source: Source) -> None:
+    """Refuse settings under which a run with real noise would leak more than its epsilon says."""
+    data = config.data
+    if data.client_column is not None and data.partition != "natural":
+        raise DpfedError(
+            f"data.client_column = {data.client_column!r} says who holds a record, so "
+            f'data.partition must be "natural", not {data.partition!r}'
+        )
+    if config.run.noise != "os":
+        return
+    if not config.model.liveness:
+        raise DpfedError(
+            "model.liveness = false leaves it untested whether records mix inside the model: with "
+            'run.noise = "os" set model.liveness = true'
+        )
+    if not source.declared:
+        raise DpfedError(
+            "the number of classes was read off private labels: declare "
+            f'{phrase("classes")} for run.noise = "os"'
+        )
+    if data.unit_column is not None and data.partition != "natural":
+        raise DpfedError(
+            f"data.partition = {data.partition!r} would scatter the records of one "
+            f'{data.unit_column} over clients: with run.noise = "os" a protected unit needs '
+            'data.partition = "natural"'
+        )
+
+
+def tokenised(section: ModelSection, source: Source) -> Source:
+    """Return the source with texts as tokens of the model's tokenizer; other data is unchanged."""
+    if "text" not in source.train.inputs:
+        return source
+    coder: Any = section
+    if not hasattr(section, "encode"):
+        raise DpfedError(
+            f"model.name = {section.name!r} does not read text: choose a language model for this "
+            "data"
+        )
+
+    def encoded(part: str, raw: Table) -> Table:
+        if not source.fingerprint:
+            return replace(raw, inputs=coder.encode(raw.inputs))
+        facts = {"data": source.fingerprint, "part": part, "encoding": coder.encoding}
+        key = key_of("tokens", 1, options=facts)
+        return replace(raw, inputs=cached(key, lambda: coder.encode(raw.inputs)))
+
+    return replace(source, train=encoded("train", source.train), test=encoded("test", source.test))
+
+
+def shards_for(config: Config, source: Source, streams: Streams) -> Shards:
+    """Divide the training records among the clients."""
+    data = config.data
+    return partition(
+        source.train.labels,
+        data.clients,
+        data.partition,
+        data.alpha,
+        streams.generator("partition"),
+        owners=source.train.column(data.client_column),
+        units=source.train.column(data.unit_column),
+    )
+
+
+def scored_half(table: Table, which: str) -> Table:
+    """Return all test records or one half: every second record of each class, or the others."""
+    if which == "all":
+        return table
+    first = np.zeros(len(table), dtype=bool)
+    for label in np.unique(table.labels):
+        first[np.flatnonzero(table.labels == label)[::2]] = True
+    rows = first if which == "validation" else ~first
+    if not rows.any():
+        raise DpfedError(
+            "the server's test set is too small to be halved: give it two records of a class at "
+            "least"
+        )
+    inputs = {name: x[rows] for name, x in table.inputs.items()}
+    columns = {name: column[rows] for name, column in table.columns.items()}
+    return Table(inputs, table.labels[rows], columns)
+
+
+def records_of(table: Table, device: torch.device) -> Records:
+    """Return the records of a table on the device."""
+    inputs = {name: torch.from_numpy(x).to(device) for name, x in table.inputs.items()}
+    return Records(inputs, torch.from_numpy(table.labels).to(device))
+
+
+def augmentations_for(config: Config, source: Source) -> Augmentations | None:
+    """Return the random augmentation that a record gets each time it is in a batch."""
+    refuse_idle_augmentations(config.data)
+    augment = augmentation_of(config.data.augment)
+    if augment is None:
+        return None
+    if source.kind != "image":
+        raise DpfedError(
+            f'data.augment = "{config.data.augment}" is for images, this data has {source.kind}'
+        )
+    return Augmentations(
+        lambda inputs, keys: {name: augment(x, keys) for name, x in inputs.items()},
+        config.data.views,
+    )
+
+
+def spec_of(source: Source, section: ModelSection | None = None) -> InputSpec:
+    """Return the public facts about a source; `section` gives the length of untokenised texts."""
+    name, x = next(iter(source.train.inputs.items()))
+    if name == "text":
+        return _text_spec(section, len(source.classes))
+    kind: Any = "text" if name == "input_ids" else source.kind
+    return InputSpec(kind, name, tuple(x.shape[1:]), len(source.classes), source.white)
+
+
+def published_spec(published: Published, section: ModelSection) -> InputSpec:
+    """Return the public facts about a published data set without reading its files."""
+    if published.kind == "text":
+        return _text_spec(section, published.classes)
+    return InputSpec(published.kind, "pixel_values", published.shape, published.classes)
+
+
+def _text_spec(section: ModelSection | None, classes: int) -> InputSpec:
+    return InputSpec("text", "input_ids", (getattr(section, "max_length", 0),), classes)
+
+
+def server_data(config: Config, device: torch.device) -> tuple[InputSpec, tuple[str, ...], Records]:
+    """Return input facts, class names and test records of a server, which holds no private data."""
+    section = config.federation
+    loader: Any = config.data
+    if section is None or section.test_set:
+        source: Source = loader.load()
+        # The training part of the file is dropped unread, and its cached tokens are not used.
+        source = tokenised(config.model, replace(source, train=source.test, fingerprint=""))
+        test = records_of(scored_half(source.test, config.run.eval_on), device)
+        return spec_of(source), source.classes, test
+    published: Published | None = getattr(loader, "published", None)
+    if section.classes is not None and section.shape:
+        name = "pixel_values" if section.kind == "image" else "features"
+        spec = InputSpec(section.kind, name, section.shape, section.classes, section.white)
+    elif published is not None:
+        spec = published_spec(published, config.model)
+    else:
+        raise DpfedError(
+            "without a test set a server must be told what the clients' records are: give "
+            "federation.shape and federation.classes, or federation.test_set = true"
+        )
+    return spec, tuple(str(c) for c in range(spec.classes)), NO_RECORDS

@@ -1,0 +1,88 @@
+"""Find the clients' sizes of a configuration, and the privacy plan and schedule that follow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from dpfed.algorithms.base import Facts
+from dpfed.config import Config
+from dpfed.data.tables import Published
+from dpfed.errors import DpfedError
+from dpfed.privacy.noise import Streams
+from dpfed.privacy.plan import Plan, Schedule, make_plan
+from dpfed.training.job.data import shards_for
+
+
+def plan_for(config: Config, sizes: np.ndarray) -> tuple[Plan, Schedule]:
+    """Return plan and schedule of clients that hold so many protected units each."""
+    run = config.run
+    privacy = config.privacy
+    releases = config.algorithm.releases
+    if privacy.sigma is not None:
+        privacy = replace(privacy, sigma=privacy.sigma * config.algorithm.noise_factor)
+    if (run.min_clients or 0) > len(sizes):
+        raise DpfedError(
+            f"run.min_clients = {run.min_clients} is more than the {len(sizes)} clients there are"
+        )
+    schedule = Schedule.of(len(sizes), run.rounds, run.local_steps, run.participation)
+    unit = config.data.unit_column
+    return make_plan(privacy, sizes, schedule, releases.batches, releases.releases, unit), schedule
+
+
+def plan_of(config: Config) -> tuple[Plan, Schedule]:
+    """Return plan and schedule of a configuration without building its model.
+
+    The data are read only if the sizes do not follow from published counts.
+    """
+    sizes = published_sizes(config)
+    if sizes is None:
+        loader: Any = config.data
+        sizes = shards_for(config, loader.load(), Streams(config.run.seed)).sizes
+    return plan_for(config, sizes)
+
+
+def published_sizes(config: Config) -> np.ndarray | None:
+    """Return the clients' sizes if public counts alone give them."""
+    data = config.data
+    published: Published | None = getattr(data, "published", None)
+    equal_sizes = data.partition in ("dirichlet_equal", "iid") and not data.unit_column
+    if published is None or data.path is not None or not equal_sizes:
+        return None
+    if data.clients > published.records:
+        raise DpfedError(
+            f"data.clients = {data.clients} is more than the {published.records} records there are"
+        )
+    return np.full(data.clients, published.records // data.clients)
+
+
+def client_names(config: Config) -> list[str]:
+    """Return the clients of a federation in the order of its plan: alphabetical."""
+    if config.federation is None or not config.federation.clients:
+        raise DpfedError(
+            "a server needs the public figures of its clients: give [federation.clients], "
+            "name = declared records"
+        )
+    return sorted(config.federation.clients)
+
+
+def declared_sizes(config: Config) -> np.ndarray:
+    """Return the declared sizes of a federation's clients, in the order of `client_names`."""
+    names = client_names(config)
+    assert config.federation is not None
+    return np.array([config.federation.clients[name] for name in names], dtype=np.int64)
+
+
+def check_algorithm(config: Config, plan: Plan) -> list[str]:
+    """Let the algorithm refuse a plan that it cannot run; return its notes."""
+    facts = Facts(
+        equal_phi=plan.equal_phi,
+        private=plan.private,
+        allow_nan=config.run.allow_nan,
+        calibrated=config.privacy.target_epsilon is not None,
+        varying_phi=plan.clipping.counts,
+    )
+    notes: list[str] = config.algorithm.check(facts)
+    return notes
