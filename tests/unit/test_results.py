@@ -372,7 +372,7 @@ def test_a_study_that_misses_the_first_signal_is_told_again(
         "while len(seen) < 2: time.sleep(0.01)\n"
         "print('heard')"
     )
-    monkeypatch.setattr(results, "PATIENCE", 0.3)
+    monkeypatch.setattr("results_process.PATIENCE", 0.3)
     log = tmp_path / "log"
     assert results.interruptible([sys.executable, "-c", code], log, 1.0) is None
     assert log.read_text() == "begun\nheard\n"

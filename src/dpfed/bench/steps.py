@@ -18,7 +18,7 @@ from torch import Tensor
 from dpfed.bench.cases import Case, logits_of
 from dpfed.model.per_sample.gradients import Batch, PerSample, call, cast, trainable
 from dpfed.privacy.clipping import Clipping
-from dpfed.privacy.fixed_shape_sum import FixedSum, Pass
+from dpfed.privacy.fixed_shape_sum import FixedSum, Pass, PassShape
 
 Step = Callable[[], Any]
 CLIP, SIGMA = 0.1, 1.0
@@ -43,7 +43,8 @@ def private(
     ready.to(dtype)
     if compiled:
         ready.compile()
-    total = FixedSum(ready, case.records(device), Clipping(), None, case.clients, slots, space.size)
+    shape = PassShape(case.clients, slots, space.size)
+    total = FixedSum(ready, case.records(device), Clipping(), None, shape)
     index = torch.arange(slots, device=device)
     client = (index * case.clients // slots).clamp_max(case.clients - 1)
     none = torch.zeros_like(index)

@@ -33,10 +33,10 @@ from dpfed.privacy.audit import (
     one_run_bound,
 )
 from dpfed.privacy.noise import Streams
-from dpfed.privacy.oracle import FleetOracle
+from dpfed.privacy.oracle import FleetOracle, PassLimits, RoundTerms
 from dpfed.privacy.plan import Plan, Schedule
 from dpfed.privacy.published import show_setting
-from dpfed.privacy.record_batch import Augmentations, Records
+from dpfed.privacy.record_batch import Augmentations, PrivateData, Records
 from dpfed.training.backends.fleet import Fleet
 from dpfed.training.job.job import Job
 from dpfed.training.local_steps import LocalResult
@@ -106,15 +106,9 @@ class AuditSetting:
             step = 0
             for t in range(1, self.rounds + 1):
                 oracle = self.oracle(
-                    model,
-                    records,
-                    shards,
-                    plan,
-                    self.streams,
-                    t,
-                    clients.tolist(),
-                    self.local_steps,
-                    self.max_slots,
+                    PrivateData(model, records, shards),
+                    RoundTerms(plan, self.streams, t, clients.tolist(), self.local_steps),
+                    PassLimits(self.max_slots),
                 )
                 for _ in range(self.local_steps * plan.batches):
                     sums = [oracle(theta)[0]]

@@ -136,7 +136,7 @@ def test_the_order_of_overrides_has_no_effect(items: list[str], count: int) -> N
     assert outcome(chosen) == outcome(sorted(chosen))
 
 
-def test_of_one_key_the_last_override_wins() -> None:
+def test_the_last_override_of_a_key_wins() -> None:
     assert settings("run.rounds=3", "run.seed=1", "run.rounds=5").run.rounds == 5
     assert settings("run={rounds = 3}", "run.rounds=5").run.rounds == 5
     assert settings("run.rounds=5", "run={rounds = 3}").run.rounds == 3
@@ -213,7 +213,7 @@ def test_files_extend_files(tmp_path: Path) -> None:
         load(tmp_path / "loop.toml", [], REGISTRY)
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_invalid_files_are_refused(tmp_path: Path) -> None:
     for path, words in (
         (tmp_path / "absent.toml", "there is no configuration"),
         (tmp_path, "cannot be read"),
@@ -231,7 +231,8 @@ def test_any_bytes_give_a_configuration_or_one_sentence(
     path = tmp_path_factory.mktemp("fuzz") / "x.toml"
     path.write_bytes(data)
     with pytest.raises(DpfedError):
-        load(path, [], REGISTRY)  # no bytes of this length hold a sigma and a batch
+        # No bytes of this length hold a sigma and a batch.
+        load(path, [], REGISTRY)
 
 
 _TEXT = st.text(alphabet=st.characters(codec="utf-8"), max_size=30)

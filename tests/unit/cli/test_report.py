@@ -1,4 +1,4 @@
-"""`dpfed report` as a person meets it, for runs and for studies."""
+"""`dpfed report` for runs and for studies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from dpfed.studies.output import write
 from dpfed.studies.study import Study, claim, conduct
 from dpfed.training.run import run
 
-KEYS = "model.name=linear run.rounds=2 run.local_steps=1 run.participation=0.5 privacy.batch=32 privacy.sigma=2"
+KEYS = (
+    "model.name=linear run.rounds=2 run.local_steps=1 run.participation=0.5 "
+    "privacy.batch=32 privacy.sigma=2"
+)
 QUICK = [word for key in KEYS.split() for word in ("--set", key)]
 
 
@@ -67,7 +70,8 @@ def test_a_run_becomes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_a_study_becomes_a_page(study: Path) -> None:
     listing, groups = read_study(study, public=False)
-    larger = {"lr": 0.949}  # than the lone value that the search begins with
+    # Larger than the only value that the search begins with.
+    larger = {"lr": 0.949}
     assert [(e.row.rates, e.row.tuning_runs) for e in listing.entries] == [(larger, 2)] * 2
     assert [entry.row.label for entry in listing.entries] == ["dp-fedavg", "dp-fedsam"]
     assert [(group.label, len(group.runs)) for group in groups] == [
@@ -79,13 +83,14 @@ def test_a_study_becomes_a_page(study: Path) -> None:
         assert entry.row.mean == pytest.approx(record["accuracy"])
         assert sorted(group.accuracies) == sorted(entry.row.accuracies)
     shown = body(read_report([study]))
-    assert "spends a larger epsilon than others" in shown  # dp-fedsam releases twice
+    # dp-fedsam releases each batch twice.
+    assert "spends a larger epsilon than others" in shown
     assert "is in bold" not in shown, "one alone is compared with nobody"
     assert "<strong>dp-" not in shown
     assert "linear on digits" in shown
 
 
-def test_a_study_without_its_runs_still_has_its_table(study: Path, tmp_path: Path) -> None:
+def test_a_study_without_its_runs_has_its_table(study: Path, tmp_path: Path) -> None:
     alone = tmp_path / "alone"
     alone.mkdir()
     for name in ("study.json", "table.json"):

@@ -20,9 +20,10 @@ from transformers import (
 from vision_case import tiny_swin, tiny_vit
 from zoo_case import ZooCase, alone_image, lora, save, with_train
 
+from dpfed.accel.operators.dropout import keep_mask
 from dpfed.errors import DpfedError
 from dpfed.model.build import block_sizes, describe_space
-from dpfed.model.per_sample.keyed_dropout import keep_mask, rule_of
+from dpfed.model.per_sample.keyed_dropout import rule_of
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo.built import blurred, images
 from dpfed.model.zoo.vision import AutoImage, SwinBase, SwinTiny, ViTBase, stages

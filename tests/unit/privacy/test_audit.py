@@ -24,7 +24,7 @@ from dpfed.privacy.audit import (
     Report,
     disproofs,
 )
-from dpfed.privacy.clipping import Clipping, Units
+from dpfed.privacy.clipping import Clipping, UnitRows
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.noise import Streams
 from dpfed.privacy.oracle import FleetOracle
@@ -128,9 +128,7 @@ def batch_mean(grads: Sequence[Tensor], owner: Tensor, clients: int, clip: float
     return BATCH * clipped(torch.cat(batch_means(grads, owner, clients), 1), clip)
 
 
-def batch_tensor(
-    grads: Sequence[Tensor], unit: Tensor, owner: Tensor, clients: int, clip: float
-) -> Tensor:
+def batch_tensor(grads: Sequence[Tensor], owner: Tensor, clients: int, clip: float) -> Tensor:
     """Clip as the released code of the paper does."""
     return BATCH * torch.cat([clipped(g, clip) for g in batch_means(grads, owner, clients)], 1)
 
@@ -142,7 +140,7 @@ def per_tensor(grads: Sequence[Tensor], owner: Tensor, clients: int, clip: float
 
 
 def no_clip(grads: Sequence[Tensor], owner: Tensor, clients: int, clip: float) -> Tensor:
-    units = Units(owner, torch.ones_like(owner), clients)
+    units = UnitRows(owner, torch.ones_like(owner), clients)
     return TRUE_CLIP(grads, units, math.inf, Clipping())[0]
 
 
@@ -194,7 +192,7 @@ Break = Callable[[pytest.MonkeyPatch], dict[str, Any]]
 
 def patch_clip(clip: Clip) -> Break:
     def broken(
-        grads: Sequence[Tensor], units: Units, norm: float, *_: object
+        grads: Sequence[Tensor], units: UnitRows, norm: float, *_: object
     ) -> tuple[Tensor, Tensor]:
         return clip(grads, units.client, units.clients, norm), torch.zeros(units.clients, 1)
 

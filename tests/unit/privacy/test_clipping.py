@@ -21,13 +21,13 @@ from dpfed.data.partition import shards_of
 from dpfed.data.tables import Source, Table
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting.pld import delta_at
-from dpfed.privacy.clipping import CLIPS, ClipMode, Clipping, Units, clip_and_sum, unit_means
+from dpfed.privacy.clipping import CLIPS, ClipMode, Clipping, UnitRows, clip_and_sum, unit_means
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.noise import Streams
-from dpfed.privacy.oracle import FleetOracle
+from dpfed.privacy.oracle import FleetOracle, PassLimits, RoundTerms
 from dpfed.privacy.plan import Plan
-from dpfed.privacy.record_batch import Records
+from dpfed.privacy.record_batch import PrivateData, Records
 from dpfed.registry import registry
 from dpfed.training.backends.fleet import Fleet
 from dpfed.training.job.job import Job, prepare
@@ -56,7 +56,7 @@ def added(
     owner = [0] * (max(unit) + 1) if owner is None else owner
     parts = list(grads.split([1, grads.shape[1] - 1], dim=1))
     means, finite = unit_means(parts, torch.tensor(unit), len(owner))
-    return clip_and_sum(means, Units(torch.tensor(owner), finite, max(owner) + 1), clip, rule)
+    return clip_and_sum(means, UnitRows(torch.tensor(owner), finite, max(owner) + 1), clip, rule)
 
 
 class Given:
@@ -103,15 +103,9 @@ def oracle_of(
     records = Records({"g": grads}, torch.arange(len(grads)))
     clients = range(plan.clients)
     return FleetOracle(
-        model,
-        records,
-        shards_of(owner, plan.clients),
-        plan,
-        Streams(seed),
-        1,
-        clients,
-        steps,
-        max_slots,
+        PrivateData(model, records, shards_of(owner, plan.clients)),
+        RoundTerms(plan, Streams(seed), 1, clients, steps),
+        PassLimits(max_slots),
     )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from dpfed.config import build
 from dpfed.data.partition import shards_of
 from dpfed.errors import DpfedError
-from dpfed.privacy.clipping import Clipping, Units, clip_and_sum, unit_means
+from dpfed.privacy.clipping import Clipping, UnitRows, clip_and_sum, unit_means
 from dpfed.privacy.grid_noise import (
     COUNT_STEP,
     LOSS,
@@ -28,9 +28,9 @@ from dpfed.privacy.grid_noise import (
     sensitivity,
 )
 from dpfed.privacy.noise import OsNoise, Streams
-from dpfed.privacy.oracle import FleetOracle
+from dpfed.privacy.oracle import FleetOracle, PassLimits, RoundTerms
 from dpfed.privacy.plan import Plan
-from dpfed.privacy.record_batch import Records
+from dpfed.privacy.record_batch import PrivateData, Records
 from dpfed.registry import registry
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def alone(grads: Tensor, clip: float, step: float, rule: Clipping | None = None)
     """The rounded sum of these gradients, each its own unit of one client, in steps `[P]`."""
     client = torch.zeros(len(grads), dtype=torch.int64)
     steps = torch.tensor([step], dtype=torch.float64)
-    units = Units(client, torch.ones_like(client), 1)
+    units = UnitRows(client, torch.ones_like(client), 1)
     parts = [grads[:, :2], grads[:, 2:]]
     return clip_and_sum(parts, units, clip, rule or Clipping(), steps)[0][0]
 
@@ -127,7 +127,7 @@ def test_the_rounded_sum_is_the_plain_one_but_for_rounding() -> None:
     unit, owner = torch.tensor([0, 0, 1, 2, 3, 4, 4]), torch.tensor([0, 1, 1, 0, 2])
     for rule in (Clipping(), Clipping("automatic"), Clipping("quantile")):
         means, finite = unit_means(grads, unit, len(owner))
-        units = Units(owner, finite, 3)
+        units = UnitRows(owner, finite, 3)
         plain, counts = clip_and_sum(means, units, 0.7, rule)
         steps = torch.tensor([2.0**-20, 2.0**-22, 2.0**-24], dtype=torch.float64)
         total, counted = clip_and_sum(means, units, 0.7, rule, steps)
@@ -195,7 +195,9 @@ def oracle_of(grid: bool, clipping: Clipping, secret: bool = False) -> FleetOrac
     )
     shards = shards_of(np.repeat([0, 1], [4, 8]), 2)
     return FleetOracle(
-        Fixed(), records, shards, plan, Streams(3, secret), 1, [0, 1], 3, max_slots=3, grid=grid
+        PrivateData(Fixed(), records, shards),
+        RoundTerms(plan, Streams(3, secret), 1, [0, 1], steps=3, grid=grid),
+        PassLimits(max_slots=3),
     )
 
 
@@ -228,9 +230,8 @@ def test_a_grid_needs_noise() -> None:
     }
     with pytest.raises(DpfedError, match=r"privacy\.grid = true is for sums with noise"):
         build(raw, registry())
+    records = Records({"g": torch.zeros(2, 6)}, torch.arange(2))
+    data = PrivateData(Fixed(), records, shards_of(np.zeros(2, np.int64), 1))
+    silent = Plan("poisson", 1.0, np.array([2]), np.array([0.5]), np.array([1.0]), np.zeros(1))
     with pytest.raises(ValueError, match="a grid is for sums"):
-        FleetOracle(
-            Fixed(), Records({"g": torch.zeros(2, 6)}, torch.arange(2)), shards_of(np.zeros(2, np.int64), 1),
-            Plan("poisson", 1.0, np.array([2]), np.array([0.5]), np.array([1.0]), np.array([0.0])),
-            Streams(0), 1, [0], 1, grid=True,
-        )  # fmt: skip
+        FleetOracle(data, RoundTerms(silent, Streams(0), 1, [0], steps=1, grid=True))

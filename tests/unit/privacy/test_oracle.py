@@ -20,11 +20,12 @@ from dpfed.data.partition import Shards, shards_of
 from dpfed.model.parameter_vector import space_of
 from dpfed.model.per_sample.gradients import PerSample, call, trainable
 from dpfed.privacy import oracle as oracle_module
-from dpfed.privacy.clipping import Clipping, Units, clip_and_sum
+from dpfed.privacy.clipping import Clipping, UnitRows, clip_and_sum
 from dpfed.privacy.noise import OsNoise, Streams
-from dpfed.privacy.oracle import FleetOracle, Slots
+from dpfed.privacy.oracle import FleetOracle, PassLimits, RoundTerms
 from dpfed.privacy.plan import Plan
-from dpfed.privacy.record_batch import Augmentations, Records
+from dpfed.privacy.record_batch import Augmentations, PrivateData, Records
+from dpfed.privacy.sampling import DrawnBatch
 
 torch.set_num_threads(1)
 
@@ -133,13 +134,15 @@ def make(
 ) -> FleetOracle:  # fmt: skip
     chosen = list(range(plan.clients)) if clients is None else clients
     return FleetOracle(
-        gradients, records, shards, plan, Streams(seed), round, chosen, steps, max_slots
+        PrivateData(gradients, records, shards),
+        RoundTerms(plan, Streams(seed), round, chosen, steps),
+        PassLimits(max_slots),
     )
 
 
 def slots_of(
     rows: list[int], client: list[int] | None = None, unit: list[int] | None = None
-) -> Slots:
+) -> DrawnBatch:
     """A batch made by hand: these records, each its own unit of client 0 unless said otherwise."""
     c = np.array(client if client is not None else [0] * len(rows), dtype=np.int64)
     u = np.array(unit if unit is not None else range(len(rows)), dtype=np.int64)
@@ -148,7 +151,9 @@ def slots_of(
         if len(rows)
         else np.zeros(0, np.int64)
     )
-    return Slots(np.array(rows, dtype=np.int64), c, u, owner, np.zeros(len(rows), dtype=np.int64))
+    return DrawnBatch(
+        np.array(rows, dtype=np.int64), c, u, owner, np.zeros(len(rows), dtype=np.int64)
+    )
 
 
 def summed(
@@ -182,7 +187,7 @@ def reference_sum(grads: Tensor, clip: float) -> Tensor:
 
 
 def per_tensor_clip(
-    grads: list[Tensor], units: Units, clip: float, rule: Clipping, grid_steps: Tensor | None
+    grads: list[Tensor], units: UnitRows, clip: float, rule: Clipping, grid_steps: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The mutant of SPEC 0.1: every tensor clipped by itself."""
     each = [clip_and_sum([g], units, clip, rule, grid_steps) for g in grads]
@@ -442,7 +447,7 @@ def test_chunks_cover_everything_once_and_never_cut_a_unit(
     counts = np.array([count for _, count in units], dtype=np.int64)
     unit = np.repeat(np.arange(len(units)), counts)
     rows = np.random.default_rng(0).permutation(len(unit))
-    slots = Slots(rows, owner[unit], unit, owner, rows * 3)
+    slots = DrawnBatch(rows, owner[unit], unit, owner, rows * 3)
     chunks = slots.chunks(limit)
     first = 0
     for chunk in chunks:
@@ -696,7 +701,10 @@ def test_secret_streams_use_the_cryptographic_noise() -> None:
     plan = plan_of([4], 4, sigma=1.0)
     records = stub_records(torch.zeros(4, 7))
     made = [
-        FleetOracle(Stub(), records, one_each([4]), plan, Streams(0, secret=True), 1, [0], 1)
+        FleetOracle(
+            PrivateData(Stub(), records, one_each([4])),
+            RoundTerms(plan, Streams(0, secret=True), 1, [0], steps=1),
+        )
         for _ in range(2)
     ]
     assert all(isinstance(noise, OsNoise) for oracle in made for noise in oracle._noise)
@@ -760,10 +768,12 @@ def test_no_noised_value_is_given_out_before_the_charge_is_on_the_disk(grid: boo
             raise OSError("no space left")
 
     plan = plan_of([4], 4, sigma=1.0, releases=2)
+    model = GridStub() if grid else Stub()
     oracle = FleetOracle(
-        Stub() if not grid else GridStub(), stub_records(torch.zeros(4, 7)), one_each([4]), plan, Streams(0), 1, [0], 2,
-        grid=grid, wait_for_charge=wait,
-    )  # fmt: skip
+        PrivateData(model, stub_records(torch.zeros(4, 7)), one_each([4])),
+        RoundTerms(plan, Streams(0), 1, [0], steps=2, grid=grid),
+        wait_for_charge=wait,
+    )
     oracle(torch.zeros(1, 7))
     oracle.again(torch.zeros(1, 7))
     assert waited == [0, 1]
@@ -828,15 +838,8 @@ def test_keys_differ_by_record_step_round_client_and_purpose() -> None:
     model.grads = grads  # type: ignore[method-assign]
     for t in (1, 2):
         oracle = FleetOracle(
-            model,
-            net_records(100),
-            shards,
-            plan,
-            Streams(0),
-            t,
-            [0, 1],
-            2,
-            view=Augmentations(view),
+            PrivateData(model, net_records(100), shards, Augmentations(view)),
+            RoundTerms(plan, Streams(0), t, [0, 1], steps=2),
         )
         for _ in range(2):
             oracle(theta.repeat(2, 1))
@@ -853,9 +856,11 @@ def test_a_view_is_what_the_gradient_is_taken_of() -> None:
     def view(inputs: Mapping[str, Tensor], keys: Tensor) -> dict[str, Tensor]:
         return {name: 2 * x for name, x in inputs.items()}
 
-    seen, _ = FleetOracle(
-        model, records, shards, plan, Streams(0), 1, [0], 1, view=Augmentations(view)
-    )(theta.unsqueeze(0))
+    oracle = FleetOracle(
+        PrivateData(model, records, shards, Augmentations(view)),
+        RoundTerms(plan, Streams(0), 1, [0], steps=1),
+    )
+    seen, _ = oracle(theta.unsqueeze(0))
     torch.testing.assert_close(
         seen[0], loop_gradients(model, theta, doubled).mean(0), rtol=1e-5, atol=1e-7
     )

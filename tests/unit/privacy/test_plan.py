@@ -18,9 +18,9 @@ from dpfed.data.partition import shards_of
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting.observers import server_epsilon
 from dpfed.privacy.noise import Streams
-from dpfed.privacy.oracle import FleetOracle
+from dpfed.privacy.oracle import FleetOracle, RoundTerms
 from dpfed.privacy.plan import Plan, Schedule, make_plan
-from dpfed.privacy.record_batch import Records
+from dpfed.privacy.record_batch import PrivateData, Records
 
 torch.set_num_threads(1)
 SCHEDULE = Schedule.of(clients=4, rounds=3, local_steps=2, participation=0.5)
@@ -278,7 +278,9 @@ def agreement(
     size = int(plan.sizes[0])
     shards = shards_of(np.repeat(np.arange(plan.clients), plan.sizes), plan.clients)
     records = Records({}, torch.arange(int(plan.sizes.sum())))
-    oracle = FleetOracle(stub, records, shards, plan, Streams(1), 1, [0], steps)
+    oracle = FleetOracle(
+        PrivateData(stub, records, shards), RoundTerms(plan, Streams(1), 1, [0], steps)
+    )
     out = [oracle(torch.zeros(1, width)) for _ in range(steps)]
     assert all(row.max() < size for row in stub.seen)
     return stub.seen, torch.cat([g for g, _ in out]), out[0][1]

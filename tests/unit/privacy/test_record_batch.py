@@ -17,13 +17,14 @@ from dpfed.data.partition import Shards, shards_of
 from dpfed.model.parameter_vector import space_of
 from dpfed.model.per_sample.gradients import PerSample, call, trainable
 from dpfed.privacy.clipping import Clipping
-from dpfed.privacy.fixed_shape_sum import FixedSum
+from dpfed.privacy.fixed_shape_sum import FixedSum, PassShape
 from dpfed.privacy.noise import Streams
-from dpfed.privacy.oracle import FleetOracle
+from dpfed.privacy.oracle import FleetOracle, PassLimits, RoundTerms
 from dpfed.privacy.plan import Plan
 from dpfed.privacy.record_batch import (
     STEP,
     Augmentations,
+    PrivateData,
     Records,
     augmentation_keys,
     each_augmentation,
@@ -93,21 +94,14 @@ def oracle_of(
     plan = plan_of(shards.sizes.tolist(), clip)
     clients = list(range(plan.clients))
     size = sum(shape.numel() for shape in model.space.shapes)
-    passes = (
-        FixedSum(model, records, Clipping(), views, len(clients), fixed, size) if fixed else None
-    )
+    passes = None
+    if fixed:
+        shape = PassShape(len(clients), fixed, size)
+        passes = FixedSum(model, records, Clipping(), views, shape)
     return FleetOracle(
-        model,
-        records,
-        shards,
-        plan,
-        Streams(0),
-        1,
-        clients,
-        1,
-        max_slots=max_slots,
-        view=views,
-        fixed=passes,
+        PrivateData(model, records, shards, views),
+        RoundTerms(plan, Streams(0), 1, clients, steps=1),
+        PassLimits(max_slots, passes),
     )
 
 

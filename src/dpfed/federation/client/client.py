@@ -78,10 +78,9 @@ from dpfed.federation.policy import (
 from dpfed.privacy.accounting.pld import epsilon, rdp_epsilon
 from dpfed.privacy.ledger.ledger import Charge, Ledger
 from dpfed.privacy.mechanism import Mechanism
-from dpfed.privacy.noise import Streams
-from dpfed.privacy.oracle import FleetOracle
+from dpfed.privacy.oracle import FleetOracle, PassLimits, RoundTerms
 from dpfed.privacy.published import show_loss
-from dpfed.privacy.record_batch import Records
+from dpfed.privacy.record_batch import PrivateData, Records
 from dpfed.training.budget.recorded_spending import OWN_LEDGER
 from dpfed.training.job.data import (
     augmentations_for,
@@ -234,7 +233,7 @@ class Client:
         """Return noised counts of right and wrong answers on the held-out units."""
         terms = request.terms
         # Negative rounds name the streams of counts, positive ones those of training.
-        noise = self._streams(terms).noise(-terms.round, 0, torch.device("cpu"))
+        noise = streams_of(terms).noise(-terms.round, 0, torch.device("cpu"))
         counts = noised_counts(
             built.model, theta, self._held_out, terms.sigma, noise, self.config.policy.isolation
         )
@@ -256,18 +255,17 @@ class Client:
                 raise PublicError(f"round {terms.round} was stopped and stays charged: {reason}")
 
         oracle = FleetOracle(
-            built.model,
-            self._records,
-            self._shards,
-            plan,
-            self._streams(terms),
-            terms.round,
-            [0],
-            steps=terms.local_steps,
-            max_slots=self.config.client.max_slots,
-            view=self._view,
-            grid=terms.grid,
-            isolation=self.config.policy.isolation,
+            PrivateData(built.model, self._records, self._shards, self._view),
+            RoundTerms(
+                plan,
+                streams_of(terms),
+                terms.round,
+                [0],
+                steps=terms.local_steps,
+                grid=terms.grid,
+                isolation=self.config.policy.isolation,
+            ),
+            PassLimits(self.config.client.max_slots),
             admit=admit,
         )
         fields = {name: value.to(self._device) for name, value in request.fields.items()}
@@ -282,9 +280,6 @@ class Client:
                     "the server's lr is too high"
                 )
         return {name: value[0] for name, value in result.message.items()}, result.memory
-
-    def _streams(self, terms: AnyTerms) -> Streams:
-        return streams_of(terms)
 
     def _on_device(self, table: Table) -> tuple[Records, Shards]:
         """Return the records on the device, and their protected units. The table may be empty."""

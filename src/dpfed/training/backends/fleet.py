@@ -19,9 +19,10 @@ from torch import Tensor
 
 from dpfed.algorithms.base import Context, Message
 from dpfed.errors import StoppedError
-from dpfed.privacy.fixed_shape_sum import FixedSum, Sums
+from dpfed.privacy.fixed_shape_sum import FixedSum, PassShape, Sums
 from dpfed.privacy.noise import Noise
-from dpfed.privacy.oracle import FleetOracle, free, out_of_memory
+from dpfed.privacy.oracle import FleetOracle, PassLimits, RoundTerms, free, out_of_memory
+from dpfed.privacy.record_batch import PrivateData
 from dpfed.training.backends.base import WaitForCharge, no_charge
 from dpfed.training.backends.batched_runs import UnbatchableError
 from dpfed.training.backends.client_state import ClientStates
@@ -172,21 +173,19 @@ class Fleet:
     def _oracle(self, t: int, state: State, part: Part) -> FleetOracle:
         job = self._job
         return FleetOracle(
-            job.model,
-            job.records,
-            job.shards,
-            job.plan.at(state.clip),
-            job.streams,
-            t,
-            part.clients,
-            steps=job.config.run.local_steps,
-            max_slots=self._max_slots,
-            view=job.view,
-            fixed=self._fixed_sum(part.clients),
+            PrivateData(job.model, job.records, job.shards, job.view),
+            RoundTerms(
+                job.plan.at(state.clip),
+                job.streams,
+                t,
+                part.clients,
+                steps=job.config.run.local_steps,
+                grid=job.config.privacy.grid is True,
+                isolation=job.config.privacy.isolation,
+            ),
+            PassLimits(self._max_slots, self._fixed_sum(part.clients)),
             noise=part.noise,
-            grid=job.config.privacy.grid is True,
             wait_for_charge=self._wait_for_charge,
-            isolation=job.config.privacy.isolation,
         )
 
     def _halves(self, t: int, part: Part, noise: Sequence[Noise]) -> list[Part]:
@@ -242,9 +241,7 @@ class Fleet:
                 job.records,
                 job.plan.clipping,
                 job.view,
-                len(clients),
-                slots_of(job, len(clients)),
-                job.space.size,
+                PassShape(len(clients), slots_of(job, len(clients)), job.space.size),
                 capture=run.graphs is not False,
             )
         return self._fixed[len(clients)]

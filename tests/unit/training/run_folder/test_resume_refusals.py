@@ -253,7 +253,6 @@ def test_the_command_resumes_and_refuses_in_one_sentence(
 ) -> None:
     out = tmp_path / "r"
     sets = [word for key in QUICK for word in ("--set", key)]
-    from dpfed.cli.compare import Watch
 
     with monkeypatch.context() as patch:
         patch.setattr(Watch, "round", lambda self, round: stop_after(2)(round))

@@ -1,4 +1,4 @@
-"""The adapter as one operation: the same numbers as peft's own layer, in value and in every gradient."""
+"""The fused adapter gives peft's values and gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dpfed.model.fast_paths.lora_product import LoraProduct, fuse_lora
+from dpfed.accel.operators.lora import LoraProduct
+from dpfed.model.fast_paths.lora import fuse_lora
 from dpfed.model.per_sample.batched_layers import BatchedLinear, install_batched_layer
 
 
@@ -77,7 +78,8 @@ def test_is_used_where_it_can_be_and_only_there(monkeypatch: pytest.MonkeyPatch)
     x = torch.randn(3, 5, 6)
     for model, weights, expected in (
         (adapted(), True, 2),
-        (adapted(), False, 0),  # its own weights, not copies: evaluation
+        # Evaluation uses the own weights, not copies.
+        (adapted(), False, 0),
         (adapted(dropout=0.5), True, 0),
     ):
         fuse_lora(model)
