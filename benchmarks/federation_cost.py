@@ -26,13 +26,14 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 from loopback_trial import Trial
 
 from dpfed.config import load
 from dpfed.errors import InterruptedRunError
 from dpfed.federation import links
 from dpfed.federation.client.client import Client
+from dpfed.federation.client_config import load_client
 from dpfed.federation.messages import pack
 from dpfed.federation.server.server import federation_of, served
 from dpfed.registry import CONFIGS, registry
@@ -45,7 +46,7 @@ from flwr.app import Context, Message  # noqa: E402
 
 from dpfed.cli.client import keep_going  # noqa: E402
 from dpfed.federation.flower.apps import client_app  # noqa: E402
-from dpfed.federation.flower.envelope import TICKET, parcel, slip  # noqa: E402
+from dpfed.federation.flower.envelope import NONCE, envelope, header_value  # noqa: E402
 from dpfed.federation.flower.link import own_grid  # noqa: E402
 from dpfed.federation.flower.transport import GridTransport  # noqa: E402
 from dpfed.training.interrupt import on_signals  # noqa: E402
@@ -56,12 +57,13 @@ EMPTY = "evaluate"
 
 def client(path: Path, size: int) -> None:
     """Run a client as `dpfed client` does, which also answers empty rounds."""
-    config, link = links.load_client(path, registry())
+    config, link = load_client(path, registry())
     app = client_app(Client(config, insecure=True).answer, config.client.name, print, greets=True)
 
     @app.evaluate()
     def empty(message: Message, context: Context) -> Message:
-        return Message(parcel(os.urandom(size), slip(message.content, TICKET)), reply_to=message)
+        nonce = header_value(message.content, NONCE)
+        return Message(envelope(os.urandom(size), nonce), reply_to=message)
 
     home = Path(config.client.state) / "flower"
     with on_signals() as stop, suppress(InterruptedRunError):
@@ -86,7 +88,8 @@ def rounds(trial: Trial, job: Job, count: int) -> tuple[list[float], list[float]
         cohort = list(range(len(trial.names)))
         for t in range(1, count + 2):
             requests = {
-                name: pack(federation._request(t, state, i)) for i, name in enumerate(trial.names)
+                name: pack(federation.training_request(t, state, i))
+                for i, name in enumerate(trial.names)
             }
             began = time.perf_counter()
             mean, answered = federation.run_cohort(t, state, cohort)
@@ -106,7 +109,7 @@ def guarding(path: Path, job: Job, trial: Trial, count: int) -> tuple[float, flo
 
     Each is the smallest of five medians, since other work on the machine only adds time.
     """
-    config, _ = links.load_client(path, registry())
+    config, _ = load_client(path, registry())
     own: Any = Client(config, insecure=True)
     size = job.space.size
     own._compute = lambda request, built, plan, memory: (
@@ -121,7 +124,8 @@ def guarding(path: Path, job: Job, trial: Trial, count: int) -> tuple[float, flo
         seconds = []
         busy = []
         for t in range(1, count + 2):
-            request = pack(federation._request(t, state, trial.names.index(config.client.name)))
+            number = trial.names.index(config.client.name)
+            request = pack(federation.training_request(t, state, number))
             began = time.perf_counter()
             worked = time.process_time()
             own.answer(request)

@@ -1,4 +1,4 @@
-"""Cases that several tests share: served."""
+"""A server's whole run with clients in this process, which can be killed between two messages."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from federation_case import RAW, client_of
+from federation_case import RAW, Loopback, client_of
 
 from dpfed.config import Config, build
-from dpfed.federation.server.server import Loopback, federation_of, served
+from dpfed.federation.server.server import federation_of, served
 from dpfed.registry import registry
 from dpfed.training.backends.execution import Served
 from dpfed.training.job.job import Job
@@ -17,11 +17,11 @@ from dpfed.training.run import run
 
 
 class KilledError(BaseException):
-    """Nothing in the program catches it, as nothing catches a kill."""
+    """No code in the program catches this exception, like a kill."""
 
 
 def config_of(job: Job, **sections: dict[str, Any]) -> Config:
-    """The simulation's configuration with its clients declared."""
+    """Return the simulation's configuration with its clients in [federation]."""
     raw: dict[str, Any] = {name: {**table, **sections.get(name, {})} for name, table in RAW.items()}
     if "name" in sections.get("algorithm", {}):
         raw["algorithm"] = dict(sections["algorithm"])
@@ -36,7 +36,10 @@ def config_of(job: Job, **sections: dict[str, Any]) -> Config:
 
 
 class Net(Loopback):
-    """Clients on a disk; `kill(t)` says when the server dies: before anybody was asked, or with answers on the way."""
+    """Clients with files. The server dies in call number `kill_before` or `kill_within`.
+
+    It dies before it sends the requests of that call, or after the clients have replied.
+    """
 
     def __init__(self, job: Job, folder: Path, seeded: bool = True) -> None:
         super().__init__(

@@ -15,7 +15,8 @@ from dpfed.errors import DpfedError
 if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
 
-    from dpfed.federation.links import Address, LinkSection, Process
+    from dpfed.federation.client_config import LinkSection
+    from dpfed.federation.links import Address, Process
     from dpfed.training.interrupt import Stop
 
 POLL_S = 0.1
@@ -32,7 +33,8 @@ def client(
     debug: Debug = False,
 ) -> None:
     """Take part in a federation until stopped. Example: dpfed client client.toml"""
-    from dpfed.federation.links import check_link, load_client, need_flower
+    from dpfed.federation.client_config import load_client
+    from dpfed.federation.links import check_link, need_flower
     from dpfed.training.interrupt import on_signals
 
     need_flower()

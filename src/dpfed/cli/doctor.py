@@ -139,7 +139,7 @@ def cache() -> str:
 def declared(path: Path) -> list[dict[str, Any]]:
     """Return the declared and exact numbers of a client.toml, with advice."""
     from dpfed.federation.client.declared_counts import compared
-    from dpfed.federation.links import load_client
+    from dpfed.federation.client_config import load_client
     from dpfed.registry import registry
 
     config, _ = load_client(path, registry())

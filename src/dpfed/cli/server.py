@@ -85,9 +85,10 @@ def _serve(
     stop: Stop,
 ) -> dict[str, Any]:
     from dpfed.federation.flower.link import own_grid
+    from dpfed.federation.flower.transport import GridTransport
     from dpfed.federation.keys import AUTHORITY
     from dpfed.federation.links import client_keys, superlink
-    from dpfed.federation.server.serving import serve_over
+    from dpfed.federation.server.serving import Network, serve_over
     from dpfed.training.callbacks.base import OnStart
     from dpfed.training.callbacks.progress import ProgressDisplay
     from dpfed.training.job.job import Job
@@ -110,18 +111,9 @@ def _serve(
         def on_start(job: Job) -> None:
             stop.gently = True
 
-        return serve_over(
-            settings,
-            out,
-            resume,
-            grid,
-            known,
-            display.say,
-            wait=wait,
-            stop=stop,
-            alive=process.alive,
-            callbacks=[OnStart(on_start), display],
-        )
+        transport = GridTransport(grid, known, stop=stop, alive=process.alive)
+        network = Network(transport, display.say, stop, wait)
+        return serve_over(settings, out, resume, network, [OnStart(on_start), display])
 
 
 def warnings(settings: Config, insecure: bool) -> list[str]:

@@ -1,1 +1,1 @@
-"""Real federations: what a server and its clients say to each other, and how each client guards its own budget."""
+"""Federations over a network: their messages, server, clients, and each client's own policy."""

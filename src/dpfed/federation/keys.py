@@ -1,11 +1,12 @@
-"""Keys for a trial: a certificate authority of one's own, the server's certificate, and a key pair for each client.
+"""Keys for a trial: a certificate authority, the server's certificate, and a key pair per client.
 
-    DIR/ca.crt  ca.key               the authority; its key is needed again only for a new server certificate
-    DIR/server.crt  server.key       what `dpfed server --keys DIR` shows to clients
-    DIR/clients/NAME.pub             public keys by which the server knows its clients
-    DIR/NAME/client.key  ca.crt      the folder that goes to that client, and to nobody else
+    DIR/ca.crt  ca.key               the authority; ca.key signs server certificates only
+    DIR/server.crt  server.key       certificate and key of `dpfed server --keys DIR`
+    DIR/clients/NAME.pub             public keys by which the server recognises its clients
+    DIR/NAME/client.key  ca.crt      the folder for that client alone
 
-In a real federation each client makes its own pair (`dpfed keys DIR --client NAME`) and sends only the public half.
+In a real federation each client makes its own pair with `dpfed keys DIR --client NAME`. It sends
+only the public half to the server.
 """
 
 from __future__ import annotations
@@ -36,48 +37,50 @@ from dpfed.privacy.private_files import make_private_folder, open_private
 
 CURVE = ec.SECP384R1()
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-RESERVED = ("clients", "ca.crt", "ca.key", "server.crt", "server.key")
-AUTHORITY, SERVER, SERVER_KEY, CLIENTS, CLIENT_KEY = (
-    "ca.crt",
-    "server.crt",
-    "server.key",
-    "clients",
-    "client.key",
-)
+AUTHORITY = "ca.crt"
+AUTHORITY_KEY = "ca.key"
+SERVER = "server.crt"
+SERVER_KEY = "server.key"
+CLIENTS = "clients"
+CLIENT_KEY = "client.key"
+# Names in DIR that no client may have.
+RESERVED = (CLIENTS, AUTHORITY, AUTHORITY_KEY, SERVER, SERVER_KEY)
+# Names by which the server connects to its own SuperLink.
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 def make_all(folder: Path, host: str, clients: Sequence[str], days: int = 365) -> list[Path]:
-    """Everything for a trial in one folder that must not be there yet or be empty; returns the files."""
+    """Write all keys of a trial into a new or empty folder; return the files."""
     check_names(clients)
     check_host(host)
     _refuse_used(folder)
     authority, certificate = _authority(days)
     server_key, server = _server(authority, certificate, host, days)
+    authority_file = certificate.public_bytes(Encoding.PEM)
     files = {
-        "ca.key": _private(authority),
-        AUTHORITY: _certificate(certificate),
+        AUTHORITY_KEY: _private(authority),
+        AUTHORITY: authority_file,
         SERVER_KEY: _private(server_key),
-        SERVER: _certificate(server),
+        SERVER: server.public_bytes(Encoding.PEM),
     }
     for name in clients:
-        key = ec.generate_private_key(CURVE)
-        files[f"{CLIENTS}/{name}.pub"] = _ssh_public(key, name)
-        files[f"{name}/{CLIENT_KEY}"] = _ssh_private(key)
-        files[f"{name}/{AUTHORITY}"] = _certificate(certificate)
+        private, public = _client_pair(name)
+        files[f"{CLIENTS}/{name}.pub"] = public
+        files[f"{name}/{CLIENT_KEY}"] = private
+        files[f"{name}/{AUTHORITY}"] = authority_file
     return _write(folder, files)
 
 
 def make_client(folder: Path, name: str) -> list[Path]:
-    """A client's own pair, made where it is used; NAME.pub is what the server gets."""
+    """Write one client's key pair; NAME.pub goes to the server."""
     check_names([name])
     _refuse_used(folder)
-    key = ec.generate_private_key(CURVE)
-    return _write(folder, {CLIENT_KEY: _ssh_private(key), f"{name}.pub": _ssh_public(key, name)})
+    private, public = _client_pair(name)
+    return _write(folder, {CLIENT_KEY: private, f"{name}.pub": public})
 
 
 def public_key(path: Path) -> bytes:
-    """A client's public key as Flower compares them (PEM), from the one line that ssh-keygen or `dpfed keys` writes."""
+    """Read a public key that `dpfed keys` or ssh-keygen wrote; return it as PEM, as Flower does."""
     try:
         key = load_ssh_public_key(path.read_bytes())
     except OSError as error:
@@ -89,14 +92,12 @@ def public_key(path: Path) -> bytes:
             f"{path} is not a public key as `dpfed keys` or ssh-keygen writes them"
         ) from None
     if not isinstance(key, ec.EllipticCurvePublicKey):
-        raise DpfedError(
-            f"{path} is not an elliptic-curve key: make one with `dpfed keys` or ssh-keygen -t ecdsa"
-        )
+        raise _not_elliptic(path)
     return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
 
 def check_private(path: Path) -> None:
-    """A client's private key that Flower will take, and that nobody else may read."""
+    """Check that Flower accepts a private key and that only its owner can read the file."""
     try:
         key = load_ssh_private_key(path.read_bytes(), None)
     except OSError as error:
@@ -108,11 +109,15 @@ def check_private(path: Path) -> None:
             f"{path} is not an unencrypted private key as `dpfed keys` or ssh-keygen writes them"
         ) from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise DpfedError(
-            f"{path} is not an elliptic-curve key: make one with `dpfed keys` or ssh-keygen -t ecdsa"
-        )
+        raise _not_elliptic(path)
     if os.name == "posix" and path.stat().st_mode & 0o077:
         raise DpfedError(f"{path} can be read by others on this machine: chmod 600 {path}")
+
+
+def _not_elliptic(path: Path) -> DpfedError:
+    return DpfedError(
+        f"{path} is not an elliptic-curve key: make one with `dpfed keys` or ssh-keygen -t ecdsa"
+    )
 
 
 def check_names(clients: Sequence[str]) -> None:
@@ -131,7 +136,8 @@ def check_names(clients: Sequence[str]) -> None:
 def check_host(host: str) -> None:
     if not host or len(host) > 253 or not re.fullmatch(r"[A-Za-z0-9.:_-]+", host):
         raise DpfedError(
-            f"{host!r} is not a host name or address: --server takes the one that clients connect to"
+            f"{host!r} is not a host name or address: "
+            "--server takes the one that clients connect to"
         )
     if host.count(":") == 1:
         raise DpfedError(f"{host!r} has a port: a certificate is for a host, leave the port out")
@@ -160,7 +166,7 @@ def _authority(days: int) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]
 def _server(
     authority: ec.EllipticCurvePrivateKey, issuer: x509.Certificate, host: str, days: int
 ) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    """For the host that clients connect to, and for this machine itself, where the server talks to its own link."""
+    """Return a key and a certificate for `host` and for this machine (`LOCAL`)."""
     key = ec.generate_private_key(CURVE)
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, host[:64])])
     hosts = [_general_name(each) for each in dict.fromkeys((host, *LOCAL))]
@@ -186,7 +192,8 @@ def _builder(
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))  # for clients whose clocks are behind
+        # A day of tolerance for clients whose clocks are behind.
+        .not_valid_before(now - datetime.timedelta(days=1))
         .not_valid_after(now + datetime.timedelta(days=days))
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
     )
@@ -203,31 +210,21 @@ def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
-def _ssh_private(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
-
-
-def _ssh_public(key: ec.EllipticCurvePrivateKey, name: str) -> bytes:
-    return (
-        key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
-        + f" {name}\n".encode()
-    )
-
-
-def _certificate(certificate: x509.Certificate) -> bytes:
-    return certificate.public_bytes(Encoding.PEM)
+def _client_pair(name: str) -> tuple[bytes, bytes]:
+    """Return a new private key and its public half, both in OpenSSH's format."""
+    key = ec.generate_private_key(CURVE)
+    public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+    return private, public + f" {name}\n".encode()
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> list[Path]:
-    """Readable by their owner alone from the moment they exist; a file that is there already is an error."""
-    written = []
+    """Create files that only their owner can read; refuse to overwrite one."""
     try:
         for name, data in files.items():
-            path = folder / name
-            make_private_folder(path.parent)
-            with open_private(path, "xb") as file:
+            make_private_folder((folder / name).parent)
+            with open_private(folder / name, "xb") as file:
                 file.write(data)
-            written.append(path)
     except OSError as error:
         raise DpfedError(f"keys cannot be written to {folder}: {error.strerror}") from None
-    return written
+    return [folder / name for name in files]

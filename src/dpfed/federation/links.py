@@ -1,7 +1,7 @@
-"""What a server and a client say to each other through: addresses, and Flower's processes, which end with ours.
+"""Addresses, and the SuperLink and SuperNode that run below this process.
 
-Telemetry, update checks and installing at run time are off in every one of them. TLS and node keys are on; without them
-nothing listens or connects but on this machine itself.
+Telemetry, update checks and installation at run time are switched off in all of them. TLS and node
+keys are on; without them, processes only listen on or connect to this machine.
 """
 
 from __future__ import annotations
@@ -15,18 +15,15 @@ import socket
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-from annotated_types import MinLen
-
-from dpfed.config import Registry, parse
 from dpfed.errors import DpfedError, StoppedError
-from dpfed.federation import keys, policy
+from dpfed.federation import keys
+from dpfed.federation.client_config import DEFAULT_PORT, LinkSection
+from dpfed.federation.flower.child import SECRET_VARIABLE
 from dpfed.privacy.private_files import OWNER_UMASK, make_private_folder, open_private
 
 QUIET = {
@@ -36,19 +33,11 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 CHILD = "dpfed.federation.flower.child"
-PORT = 8000
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-NOISE = ("INFO", "WARNING", "For more information", "Finished")
-ENDING = 8.0  # seconds that a process has to end by itself; a SuperNode takes five of them
-
-
-@dataclass(frozen=True)
-class LinkSection:
-    """[link] of client.toml: where the server is, and by what the two know each other."""
-
-    address: Annotated[str, MinLen(1), "host:port of the server"] = f"127.0.0.1:{PORT}"
-    ca: Annotated[str, "certificate of the authority that has signed the server's"] = ""
-    key: Annotated[str, "this client's private key"] = ""
+# First words of log lines that never name a reason.
+IRRELEVANT = ("INFO", "WARNING", "For more information", "Finished")
+# Seconds that a process has to end by itself; a SuperNode takes five of them.
+ENDING = 8.0
 
 
 @dataclass(frozen=True)
@@ -70,7 +59,7 @@ class Address:
 
     @property
     def own(self) -> Address:
-        """How this machine itself reaches what listens here."""
+        """The address by which this machine connects to a process that listens here."""
         if self.host in ("0.0.0.0", "::", "localhost"):
             return Address("127.0.0.1", self.port)
         return self
@@ -78,10 +67,11 @@ class Address:
 
 def address_of(text: str) -> Address:
     host, _, port = text.rpartition(":")
-    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
     if not host or "/" in text or not port.isdecimal() or not 1 <= int(port) <= 65535:
         raise DpfedError(
-            f"{text!r} is not an address: give host:port, as in hub.example.org:{PORT}"
+            f"{text!r} is not an address: give host:port, as in hub.example.org:{DEFAULT_PORT}"
         )
     return Address(host, int(port))
 
@@ -89,33 +79,13 @@ def address_of(text: str) -> Address:
 def refuse_insecure(address: Address) -> None:
     if not address.loopback:
         raise DpfedError(
-            f"--insecure is for tests on this machine and {address} is not on it: leave it out, and give keys (`dpfed keys`)"
+            f"--insecure is for tests on this machine and {address} is not on it: "
+            "leave it out, and give keys (`dpfed keys`)"
         )
 
 
-def load_client(path: Path, registry: Registry) -> tuple[policy.ClientConfig, LinkSection]:
-    """A client.toml with its [link]; relative paths in it are taken from where the file is."""
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise DpfedError(f"{path} cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise DpfedError(f"{path} is not valid TOML: {error}") from None
-    given = raw.pop("link", {})
-    if not isinstance(given, dict):
-        raise DpfedError(f"link = {given!r} must be a table, [link]")
-    link: LinkSection = parse("link", LinkSection, given)
-    config = policy.build(raw, registry)
-
-    def beside(text: str) -> str:
-        return str(path.parent / Path(text).expanduser()) if text else ""
-
-    config = replace(config, client=replace(config.client, state=beside(config.client.state)))
-    return config, replace(link, ca=beside(link.ca), key=beside(link.key))
-
-
 def check_link(link: LinkSection, insecure: bool) -> Address:
-    """The address, once all that it needs is there."""
+    """Return the server's address after a check of the certificate and key files."""
     address = address_of(link.address)
     if insecure:
         refuse_insecure(address)
@@ -123,7 +93,8 @@ def check_link(link: LinkSection, insecure: bool) -> Address:
     for key in ("ca", "key"):
         if not getattr(link, key):
             raise DpfedError(
-                f"client.toml lacks link.{key}: `dpfed keys` makes one, or use --insecure on one machine"
+                f"client.toml lacks link.{key}: "
+                "`dpfed keys` makes one, or use --insecure on one machine"
             )
     if not Path(link.ca).is_file():
         raise DpfedError(
@@ -134,34 +105,34 @@ def check_link(link: LinkSection, insecure: bool) -> Address:
 
 
 def client_keys(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
-    """The public key of every client; two with one key would be one client with two budgets."""
+    """Return each client's public key; two clients must not share one, as each has its budget."""
     found = {name: keys.public_key(folder / keys.CLIENTS / f"{name}.pub") for name in names}
     owners: dict[bytes, str] = {}
     for name, key in found.items():
-        if key in owners:
+        if owners.setdefault(key, name) != name:
             raise DpfedError(
                 f"clients {owners[key]!r} and {name!r} have the same key: each needs its own"
             )
-        owners[key] = name
     return found
 
 
 @dataclass(frozen=True)
 class Process:
-    """A child of ours, and where it writes."""
+    """A child process and its log file."""
 
     kind: str
     popen: subprocess.Popen[bytes]
     log: Path
 
     def alive(self) -> None:
+        """Raise if the process has ended."""
         if self.popen.poll() is not None:
             raise StoppedError(
                 f"the {self.kind} has ended ({last_line(self.log)}): all of it is in {self.log}"
             )
 
     def end(self) -> None:
-        """Asked first, then killed; by its own id, and over when this returns."""
+        """Ask the process to end, kill it if it does not, and wait until it has ended."""
         if self.popen.poll() is None:
             self.popen.terminate()
             try:
@@ -172,12 +143,12 @@ class Process:
 
 
 def start(kind: str, arguments: Sequence[str], home: Path, secret: str = "") -> Process:
-    """`superlink` or `supernode` with its log in `home`; it ends when this process does, however that comes about."""
+    """Start `superlink` or `supernode`, which ends with this process; its log is in `home`."""
     make_private_folder(home)
     log = home / f"{kind}.log"
     environment = {**os.environ, **QUIET, "FLWR_HOME": str(home), "PYTHONUNBUFFERED": "1"}
     if secret:
-        environment["DPFED_LINK_SECRET"] = secret
+        environment[SECRET_VARIABLE] = secret
     command = [sys.executable, "-m", CHILD, kind, str(os.getpid()), *arguments]
     with open_private(log, "ab") as out:
         popen = subprocess.Popen(
@@ -194,24 +165,27 @@ def start(kind: str, arguments: Sequence[str], home: Path, secret: str = "") -> 
 
 @contextmanager
 def superlink(listen: Address, home: Path, folder: Path | None) -> Iterator[tuple[Process, str]]:
-    """A SuperLink with the keys in `folder`, and the secret that it takes orders by; without a folder it is insecure."""
+    """Run a SuperLink with the keys in `folder`; without a folder it is insecure.
+
+    Yield the process and the secret that authorises its server.
+    """
     secret = secrets.token_hex(32)
-    arguments = ["--host", listen.host, "--port", str(listen.port), "--isolation", "process"]
-    arguments += ["--superexec-auth-secret-file", str(secret_file(home, secret))]
+    arguments = _process_options(listen, home, secret)
     if folder is None:
         refuse_insecure(listen)
         arguments += ["--insecure"]
     else:
-        for option, name in (
-            ("certfile", keys.SERVER),
-            ("keyfile", keys.SERVER_KEY),
-            ("ca-certfile", keys.AUTHORITY),
-        ):
-            if not (folder / name).is_file():
+        files = {
+            "certfile": folder / keys.SERVER,
+            "keyfile": folder / keys.SERVER_KEY,
+            "ca-certfile": folder / keys.AUTHORITY,
+        }
+        for option, file in files.items():
+            if not file.is_file():
                 raise DpfedError(
-                    f"{folder / name} is not there: `dpfed keys {folder} --server HOST` makes it"
+                    f"{file} is not there: `dpfed keys {folder} --server HOST` makes it"
                 )
-            arguments += [f"--ssl-{option}", str(folder / name)]
+            arguments += [f"--ssl-{option}", str(file)]
         arguments += ["--enable-supernode-auth"]
     refuse_taken(listen)
     process = start("superlink", arguments, home, secret)
@@ -225,20 +199,13 @@ def superlink(listen: Address, home: Path, folder: Path | None) -> Iterator[tupl
 def supernode(
     server: Address, home: Path, link: LinkSection | None
 ) -> tuple[Process, Address, str]:
-    """A SuperNode, where it takes our orders, and the secret for them; without [link]'s keys it is insecure."""
+    """Start a SuperNode with the keys of [link]; without [link] it is insecure.
+
+    Return the process, the address where it hands out tasks, and the secret for that.
+    """
     secret = secrets.token_hex(32)
     own = Address("127.0.0.1", free_port())
-    arguments = [
-        "--superlink",
-        str(server),
-        "--isolation",
-        "process",
-        "--host",
-        own.host,
-        "--port",
-        str(own.port),
-    ]
-    arguments += ["--superexec-auth-secret-file", str(secret_file(home, secret))]
+    arguments = ["--superlink", str(server), *_process_options(own, home, secret)]
     if link is None:
         refuse_insecure(server)
         arguments += ["--insecure"]
@@ -247,12 +214,17 @@ def supernode(
     return start("supernode", arguments, home), own, secret
 
 
+def _process_options(listen: Address, home: Path, secret: str) -> list[str]:
+    options = ["--host", listen.host, "--port", str(listen.port), "--isolation", "process"]
+    return [*options, "--superexec-auth-secret-file", str(secret_file(home, secret))]
+
+
 def secret_file(home: Path, secret: str) -> Path:
-    """Readable by its owner alone; Flower takes this secret only from a file."""
+    """Write a file that only its owner can read; Flower takes this secret only from a file."""
     make_private_folder(home)
     path = home / "secret"
     path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+    with open_private(path, "x") as file:
         file.write(secret)
     return path
 
@@ -270,6 +242,7 @@ def refuse_taken(listen: Address) -> None:
 
 
 def wait_open(address: Address, process: Process, limit: float = 60.0) -> None:
+    """Wait until the process accepts connections."""
     end = time.monotonic() + limit
     while True:
         process.alive()
@@ -283,18 +256,18 @@ def wait_open(address: Address, process: Process, limit: float = 60.0) -> None:
 
 
 def is_own(address: Address) -> bool:
-    """Whether who listens there is a process of this user: between choosing a port and using it another may take it.
+    """Return True if only processes of this user listen on the port, or if /proc is missing.
 
-    Where the system does not tell (no /proc), it is believed.
+    Another user may take a port between its choice and its use.
     """
-    found = []
+    owners = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with suppress(OSError):
             for line in Path(table).read_text(encoding="ascii").splitlines()[1:]:
                 fields = line.split()
                 if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == address.port:
-                    found.append(int(fields[7]))
-    return all(uid == os.getuid() for uid in found)
+                    owners.append(int(fields[7]))
+    return all(uid == os.getuid() for uid in owners)
 
 
 def free_port() -> int:
@@ -305,27 +278,24 @@ def free_port() -> int:
 
 
 def last_line(log: Path, start: int = 0) -> str:
-    """Why a process of Flower's ended, as its log has it: what its last error says, or else the last line."""
+    """Return the last error in a Flower log after byte `start`, or else the last line."""
     try:
         with log.open("rb") as file:
             file.seek(max(start, log.stat().st_size - 8192))
-            lines = COLOURS.sub("", file.read().decode(errors="replace")).splitlines()
+            text = COLOURS.sub("", file.read().decode(errors="replace"))
     except OSError:
         return "it wrote nothing"
-    said = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith(NOISE)]
-    errors = [i for i, line in enumerate(said) if line.startswith(("ERROR", "CRITICAL"))]
-    told = said[errors[-1] : errors[-1] + 3] if errors else said[-1:]
-    return " ".join(" ".join(told).split())[:200] if told else "it wrote nothing"
-
-
-def quiet_here() -> None:
-    """The same settings for what of Flower runs in this process; before it is imported."""
-    os.environ.update(QUIET)
-    logging.getLogger("flwr").addFilter(lambda record: record.levelno >= logging.ERROR)
+    stripped = [line.strip() for line in text.splitlines()]
+    lines = [line for line in stripped if line and not line.startswith(IRRELEVANT)]
+    errors = [i for i, line in enumerate(lines) if line.startswith(("ERROR", "CRITICAL"))]
+    reason = lines[errors[-1] : errors[-1] + 3] if errors else lines[-1:]
+    return " ".join(" ".join(reason).split())[:200] or "it wrote nothing"
 
 
 def need_flower() -> None:
-    quiet_here()
+    """Import Flower with the same settings as its processes; raise if it is not installed."""
+    os.environ.update(QUIET)
+    logging.getLogger("flwr").addFilter(lambda record: record.levelno >= logging.ERROR)
     try:
         import flwr  # noqa: F401
     except ImportError:

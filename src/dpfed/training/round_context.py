@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dpfed.algorithms.base import Context
+from dpfed.algorithms.base import Context, Space
+from dpfed.privacy.plan import Plan
 from dpfed.training.job.job import Job
 from dpfed.training.server_state import State
 
@@ -21,28 +23,66 @@ def learning_rate(base: float, schedule: str, t: int, rounds: int) -> float:
     return 0.5 * base * (1 + math.cos(math.pi * (t - 1) / rounds))
 
 
+@dataclass(frozen=True)
+class RoundFigures:
+    """The public figures of round `t` besides the plan.
+
+    clients      number of clients N of the run
+    lr, base_lr  learning rate of this round, and the algorithm's own
+    answered     number of messages in the mean, for the server's step
+    """
+
+    t: int
+    rounds: int
+    local_steps: int
+    clients: int
+    lr: float
+    base_lr: float
+    equal_phi: bool
+    answered: int = 0
+
+
 def context(
     job: Job, t: int, clients: Sequence[int], clip: float | None = None, answered: int = 0
 ) -> Context:
     """Return the public facts of round t for these clients, with this clip norm."""
     run = job.config.run
+    base_lr = job.algorithm.lr
+    figures = RoundFigures(
+        t,
+        run.rounds,
+        run.local_steps,
+        job.schedule.clients,
+        learning_rate(base_lr, run.lr_schedule, t, run.rounds),
+        base_lr,
+        job.plan.equal_phi,
+        answered,
+    )
     plan = job.plan if clip is None else job.plan.at(clip)
+    return build_context(job.space, plan, clients, figures, job.device)
+
+
+def build_context(
+    space: Space, plan: Plan, clients: Sequence[int], figures: RoundFigures, device: torch.device
+) -> Context:
+    """Return the public facts of a round for these clients of the plan.
+
+    Simulations and network clients share this function.
+    """
     phi = torch.from_numpy(plan.phis(np.asarray(clients, dtype=np.int64)))
-    phi = phi.to(torch.float32).unsqueeze(1).to(job.device, non_blocking=True)
-    rate = learning_rate(job.algorithm.lr, run.lr_schedule, t, run.rounds)
     return Context(
-        space=job.space,
-        N=job.schedule.clients,
+        space=space,
+        N=figures.clients,
         S=len(clients),
-        T=run.rounds,
-        K=run.local_steps,
-        t=scalar(t, job.device),
-        lr=scalar(rate, job.device),
-        lr0=scalar(job.algorithm.lr, job.device),
-        phi=phi,
-        equal_phi=job.plan.equal_phi,
-        varying_phi=job.plan.clipping.counts,
-        answered=answered,
+        T=figures.rounds,
+        K=figures.local_steps,
+        t=scalar(figures.t, device),
+        lr=scalar(figures.lr, device),
+        lr0=scalar(figures.base_lr, device),
+        phi=phi.to(torch.float32).unsqueeze(1).to(device, non_blocking=True),
+        equal_phi=figures.equal_phi,
+        varying_phi=plan.clipping.counts,
+        answered=figures.answered,
     )
 
 

@@ -1,4 +1,4 @@
-"""Noised counts on held-out units: what is set aside, what one unit may add, what it costs and what the server makes of it."""
+"""Noised counts on held-out units: the split, one unit's contribution, charges and scores."""
 
 from __future__ import annotations
 
@@ -10,16 +10,32 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from federation_case import client_of, job_of, names_of, source_of
+from federation_case import (
+    client_of,
+    job_of,
+    names_of,
+    reply_of,
+    rows_of,
+    server_of,
+    source_of,
+)
 from served_case import KilledError, Net, config_of, serve
 
 from dpfed.data.partition import shards_of
 from dpfed.data.tables import Table
 from dpfed.errors import DpfedError
-from dpfed.federation.held_out import mechanism_of, noised_counts, score_of, split
-from dpfed.federation.messages import Receipt, Reply, Scoring, digest, pack, unpack_any
-from dpfed.federation.policy import RefusedError, build
-from dpfed.federation.server.server import Federation, Loopback
+from dpfed.federation.client_config import build
+from dpfed.federation.held_out import HeldOut, mechanism_of, noised_counts, score_of, split
+from dpfed.federation.messages import (
+    Receipt,
+    Reply,
+    ScoringRequest,
+    digest,
+    pack,
+    unpack_request,
+)
+from dpfed.federation.policy import RefusedError
+from dpfed.federation.server.server import Federation
 from dpfed.privacy.accounting.pld import epsilon
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.noise import OsNoise
@@ -32,8 +48,8 @@ from dpfed.training.round_context import first_state
 HELD: dict[str, Any] = {"evaluate": True, "held_out": 80, "held_out_share": 0.25, "records": 300}
 
 
-class Silent:
-    """Noise that is none, to see the count itself."""
+class ConstantNoise:
+    """Noise of one value: 0 shows the count itself."""
 
     def __init__(self, value: float = 0.0) -> None:
         self.value = value
@@ -69,15 +85,17 @@ def test_a_unit_is_held_out_by_itself_alone(tmp_path: Path) -> None:
     train, held = split(settings, whole, tmp_path)
     assert sorted([*train, *held]) == list(range(400))
     assert 60 < len(held) < 140
-    assert np.array_equal(split(settings, whole, tmp_path)[1], held)  # the next start of the client
-    keep = np.arange(400) != held[3]  # one record less moves no other one
+    _, again = split(settings, whole, tmp_path)
+    assert np.array_equal(again, held)
+    # One record less moves no other record.
+    keep = np.arange(400) != held[3]
     less = Table({"pixel_values": whole.inputs["pixel_values"][keep]}, whole.labels[keep])
     assert np.array_equal(
         np.flatnonzero(keep)[split(settings, less, tmp_path)[1]], np.delete(held, 3)
     )
-    assert not np.array_equal(
-        split(settings, whole, tmp_path / "other")[1], held
-    )  # the key is the client's own
+    # Another client has another key.
+    _, other = split(settings, whole, tmp_path / "other")
+    assert not np.array_equal(other, held)
 
 
 def test_whole_units_are_held_out(tmp_path: Path) -> None:
@@ -101,9 +119,8 @@ def test_whole_units_are_held_out(tmp_path: Path) -> None:
 
 
 def test_a_unit_adds_its_share_of_right_answers_and_one_at_most() -> None:
-    correct = torch.tensor(
-        [1.0, 0.0, 1.0, 1.0, float("nan"), 7.0]
-    )  # a model's nonsense counts for 0 or 1
+    # Values outside 0 to 1 are clamped, NaN counts as 0.
+    correct = torch.tensor([1.0, 0.0, 1.0, 1.0, float("nan"), 7.0])
     units = np.array(["p", "p", "q", "r", "r", "s"])
     model: Any = SimpleNamespace(
         rows=4,
@@ -112,13 +129,16 @@ def test_a_unit_adds_its_share_of_right_answers_and_one_at_most() -> None:
     )
     records = Records({"x": torch.arange(6)}, torch.zeros(6, dtype=torch.int64))
     shards = shards_of(np.zeros(6, dtype=np.int64), 1, units)
-    count = lambda noise: noised_counts(model, torch.zeros(1), records, shards, 5.0, noise).tolist()  # noqa: E731
-    assert count(Silent()) == [0.5 + 1 + 0.5 + 1, 0.5 + 0 + 0.5 + 0]
-    assert count(Silent(2.0)) == [3.0 + 10.0, 1.0 + 10.0]
-    assert [x * 2**20 % 1 for x in count(Silent(1 / 3))] == [
-        0,
-        0,
-    ]  # the grid hides the last bits of count and noise
+    held_out = HeldOut(records, shards)
+
+    def count(noise: Any) -> list[float]:
+        found: list[float] = noised_counts(model, torch.zeros(1), held_out, 5.0, noise).tolist()
+        return found
+
+    assert count(ConstantNoise()) == [0.5 + 1 + 0.5 + 1, 0.5 + 0 + 0.5 + 0]
+    assert count(ConstantNoise(2.0)) == [3.0 + 10.0, 1.0 + 10.0]
+    # The grid hides the last bits of count and noise.
+    assert [x * 2**20 % 1 for x in count(ConstantNoise(1 / 3))] == [0, 0]
     found = torch.tensor([count(OsNoise(torch.device("cpu"))) for _ in range(2000)])
     assert found.std(0).tolist() == pytest.approx([5.0, 5.0], rel=0.08)
     assert found.mean(0).tolist() == pytest.approx([3.0, 1.0], abs=0.6)
@@ -127,19 +147,10 @@ def test_a_unit_adds_its_share_of_right_answers_and_one_at_most() -> None:
 
 def test_what_is_charged_is_a_gaussian_of_this_noise(job: Job, tmp_path: Path) -> None:
     client = client_of(job, 0, tmp_path, **HELD)
-    asked = Federation(
-        job,
-        Loopback({}),
-        "run-1",
-        "hub",
-        names_of(job),
-        held_out={"clinic-0": 80},
-        evaluate_sigma=6.0,
-    )
+    server = scoring_server(job, evaluate_sigma=6.0)
     for t in (1, 2):
-        counts = unpack(client.answer(pack(asked._scoring(t, first_state(job), 0)))).fields[
-            "counts"
-        ]
+        request = pack(server.scoring_request(t, first_state(job), 0))
+        counts = reply_of(client.answer(request)).fields["counts"]
         assert abs(float(counts.sum()) - 119) < 39 + 60
     with Ledger.open(
         tmp_path / "clinic-0" / "ledger.db", client="clinic-0", readonly=True
@@ -154,53 +165,46 @@ def test_what_is_charged_is_a_gaussian_of_this_noise(job: Job, tmp_path: Path) -
         )
 
 
-def unpack(data: bytes) -> Reply:
-    from dpfed.federation import messages
-
-    _, receipt, fields = messages._read(data, 1 << 20, ("reply",))
-    return Reply(messages._terms(Receipt, receipt), fields)
+def scoring_server(job: Job, **section: Any) -> Federation:
+    return server_of(job, {}, held_out={"clinic-0": 80}, **section)
 
 
 def test_what_is_scored_is_the_average_where_one_is_kept(job: Job) -> None:
     state = first_state(job).averaging().after(first_state(job).server, 1.0, 0.5)
     moved = dataclasses.replace(state.server, theta=state.theta + 1)
-    asked = Federation(job, Loopback({}), "run-1", "hub", names_of(job), held_out={"clinic-0": 80})
+    server = scoring_server(job)
     state = state.after(moved, 1.0, 0.5)
-    sent = asked._scoring(2, state, 0).fields["theta"]
+    sent = server.scoring_request(2, state, 0).fields["theta"]
     torch.testing.assert_close(sent, job.theta + 2 / 3)
-    assert torch.equal(
-        asked._request(2, state, 0).fields["theta"], job.theta + 1
-    )  # and training goes on from the last
+    # Training continues from the last iterate.
+    trained = server.training_request(2, state, 0).fields["theta"]
+    assert torch.equal(trained, job.theta + 1)
 
 
 def test_the_same_question_gets_the_stored_count_and_another_one_is_refused(
     job: Job, tmp_path: Path
 ) -> None:
     client = client_of(job, 0, tmp_path, **HELD)
-    asked = Federation(job, Loopback({}), "run-1", "hub", names_of(job), held_out={"clinic-0": 80})
-    data = pack(asked._scoring(2, first_state(job), 0))
+    server = scoring_server(job)
+    data = pack(server.scoring_request(2, first_state(job), 0))
     first = client.answer(data)
     assert client_of(job, 0, tmp_path, **HELD).answer(data) == first
-    request = unpack_any(data, 1 << 24)
-    assert isinstance(request, Scoring)
+    request = unpack_request(data, 1 << 24)
+    assert isinstance(request, ScoringRequest)
     for changed in ({"sigma": 7.0}, {"round": 1}):
         with pytest.raises(RefusedError, match="not after round 2"):
             client.answer(
-                pack(Scoring(dataclasses.replace(request.terms, **changed), request.fields))
+                pack(ScoringRequest(dataclasses.replace(request.terms, **changed), request.fields))
             )
-    with pytest.raises(RefusedError, match="not after round 2"):  # another model in the same round
-        client.answer(pack(Scoring(request.terms, {"theta": request.fields["theta"] + 1})))
-    client.answer(pack(training(job, 2)))  # training is not scoring
-    with Ledger.open(
-        tmp_path / "clinic-0" / "ledger.db", client="clinic-0", readonly=True
-    ) as ledger:
-        assert [row.charge.part for row in ledger.rows()] == ["evaluate", "train"]
+    # Another model in the same round.
+    with pytest.raises(RefusedError, match="not after round 2"):
+        client.answer(pack(ScoringRequest(request.terms, {"theta": request.fields["theta"] + 1})))
+    client.answer(pack(training(job, 2)))
+    assert [row.charge.part for row in rows_of(tmp_path)] == ["evaluate", "train"]
 
 
 def training(job: Job, t: int) -> Any:
-    request = Federation(job, Loopback({}), "run-1", "hub", names_of(job))._request(
-        t, first_state(job), 0
-    )
+    request = server_of(job, {}).training_request(t, first_state(job), 0)
     terms = dataclasses.replace(request.terms, expected=request.terms.rate * 300)
     return dataclasses.replace(request, terms=terms)
 
@@ -210,23 +214,22 @@ def test_counts_are_paid_from_the_same_epsilon(job: Job, tmp_path: Path) -> None
     both = epsilon([(step, 2), (mechanism_of(5.0), 1)], 1e-5).value
     assert both > epsilon([(mechanism_of(5.0), 1)], 1e-5).value
     client = client_of(job, 0, tmp_path, **HELD, max_epsilon=both * 1.001)
-    asked = Federation(job, Loopback({}), "run-1", "hub", names_of(job), held_out={"clinic-0": 80})
+    server = scoring_server(job)
     client.answer(pack(training(job, 1)))
-    client.answer(pack(asked._scoring(1, first_state(job), 0)))
+    client.answer(pack(server.scoring_request(1, first_state(job), 0)))
     with pytest.raises(RefusedError, match="max_epsilon"):
-        client.answer(pack(asked._scoring(2, first_state(job), 0)))
+        client.answer(pack(server.scoring_request(2, first_state(job), 0)))
     with pytest.raises(RefusedError, match="max_epsilon"):
         client.answer(pack(training(job, 2)))
 
 
 def test_held_out_records_are_never_trained_on(job: Job, tmp_path: Path) -> None:
     client = client_of(job, 0, tmp_path, **HELD)
-    assert client._scored is not None
     trained = {x.numpy().tobytes() for x in client._records.inputs["pixel_values"]}
-    held = {x.numpy().tobytes() for x in client._scored[0].inputs["pixel_values"]}
+    held = {x.numpy().tobytes() for x in client._held_out.records.inputs["pixel_values"]}
     whole = source_of(job, 0).train
     assert not trained & held
-    assert len(client._records.labels) + len(client._scored[0].labels) == len(whole)
+    assert len(client._records.labels) + len(client._held_out.records.labels) == len(whole)
     with pytest.raises(DpfedError, match="holds no records to train on"):
         client_of(job, 0, tmp_path / "all", **{**HELD, "held_out_share": 1 - 1e-12})
 
@@ -262,7 +265,7 @@ def test_the_servers_figure_comes_with_its_noise() -> None:
 def test_a_count_that_cannot_be_is_named_and_left_out(job: Job) -> None:
     def says(right: float, wrong: float = 10.0) -> Any:
         def answer(data: bytes) -> bytes:
-            terms = unpack_any(data, 1 << 24).terms
+            terms = unpack_request(data, 1 << 24).terms
             receipt = Receipt(terms.run, terms.client, terms.round, digest(data), 1, "ab")
             return pack(Reply(receipt, {"counts": torch.tensor([right, wrong])}))
 
@@ -271,16 +274,7 @@ def test_a_count_that_cannot_be_is_named_and_left_out(job: Job) -> None:
     log: list[str] = []
     clients = {"clinic-0": says(30.0), "clinic-1": says(1e6), "clinic-2": says(float("nan"))}
     held = dict.fromkeys(names_of(job), 40)
-    federation = Federation(
-        job,
-        Loopback(clients),
-        "r",
-        "hub",
-        names_of(job),
-        log=log.append,
-        held_out=held,
-        evaluate_every=2,
-    )
+    federation = server_of(job, clients, log.append, held_out=held, evaluate_every=2)
     federation.after(1, first_state(job))
     assert federation.scores == []
     federation.after(2, first_state(job))
@@ -291,9 +285,7 @@ def test_a_count_that_cannot_be_is_named_and_left_out(job: Job) -> None:
     assert "accuracy 0.750 on about 40 held-out units of 1 clients, noise ±0.099" in log[2]
     for wrong in ({}, {"nobody": 3}):
         with pytest.raises(DpfedError, match=r"federation\.held_out"):
-            Federation(
-                job, Loopback({}), "r", "hub", names_of(job), held_out=wrong, evaluate_every=1
-            )
+            server_of(job, {}, held_out=wrong, evaluate_every=1)
 
 
 def test_a_whole_run_with_counts_goes_on_after_a_kill_without_paying_twice(
@@ -318,10 +310,11 @@ def test_a_whole_run_with_counts_goes_on_after_a_kill_without_paying_twice(
     net.clients = {
         f"clinic-{i}": client_of(job, i, tmp_path, **HELD, max_epsilon=1e3).answer for i in range(3)
     }
-    net.kill_within = 4  # the counts of round 2 are on their way
+    # The clients have sent the counts of round 2.
+    net.kill_within = 4
     with pytest.raises(KilledError):
         serve(settings, tmp_path / "out", net, seeded=False)
-    result = serve(settings, tmp_path / "out", net, seeded=False, resume=True)
+    result = serve(settings, tmp_path / "out", net, seeded=False, mode="resume")
     assert net.sent[4] == net.sent[2]
     assert net.sent[5] == net.sent[3]
     assert [score["round"] for score in result["held_out"]] == [1, 2, 3, 4]
@@ -332,7 +325,7 @@ def test_a_whole_run_with_counts_goes_on_after_a_kill_without_paying_twice(
                 (t, part) for t in (1, 2, 3, 4) for part in ("train", "evaluate")
             ]
             spent = epsilon(ledger.history(name), settings.privacy.delta).value
-        # What the server states counts what it has asked for on held-out records too: no client has spent more.
+        # The server's figure includes the counts on held-out records.
         assert spent <= result["epsilon"]["server_worst"] * (1 + 1e-6)
         assert spent > 0.99 * result["epsilon"]["server_worst"]
     assert "counts of held-out records" in result["guarantee"]

@@ -1,4 +1,4 @@
-"""Keys: what OpenSSL and Flower take, for the right host, readable by their owner alone, never overwritten."""
+"""Keys: accepted by OpenSSL and Flower, private to their owner, and never overwritten."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def handshake(folder: Path, host: str, authority: Path) -> None:
-    """A TLS connection in which the client takes the server for this host."""
+    """Make a TLS connection to a server that the client expects to be `host`."""
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(folder / "server.crt", folder / "server.key")
     client = ssl.create_default_context(cafile=str(authority))

@@ -1,4 +1,4 @@
-"""Links: what may be insecure, what client.toml must give, and processes that never outlive us."""
+"""Links: insecure addresses, keys and certificates, and processes that end with their parent."""
 
 from __future__ import annotations
 
@@ -7,41 +7,25 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from processes import wait_until_ended
 
 from dpfed.errors import DpfedError
 from dpfed.federation import keys, links
+from dpfed.federation.client_config import LinkSection
 from dpfed.federation.links import (
     Address,
-    LinkSection,
     address_of,
     check_link,
     client_keys,
     free_port,
     last_line,
-    load_client,
     refuse_insecure,
     refuse_taken,
     secret_file,
 )
-from dpfed.registry import registry
-
-CLIENT = """
-[client]
-name = "clinic-a"
-state = "state"
-servers = ["hub"]
-[policy]
-records = 100
-max_epsilon = 3.0
-[data]
-name = "digits"
-[model]
-name = "linear"
-"""
 
 
 @pytest.mark.parametrize(
@@ -79,8 +63,6 @@ def test_and_for_no_other(text: str) -> None:
 
 
 def test_a_port_in_use_is_said_before_anything_starts() -> None:
-    import socket
-
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -89,38 +71,10 @@ def test_a_port_in_use_is_said_before_anything_starts() -> None:
     refuse_taken(Address("127.0.0.1", free_port()))
 
 
-def written(tmp_path: Path, link: str) -> Path:
-    path = tmp_path / "client.toml"
-    path.write_text(CLIENT + link)
-    return path
-
-
-def test_paths_in_client_toml_are_taken_from_where_it_is(tmp_path: Path) -> None:
-    path = written(tmp_path, '[link]\naddress = "hub:8000"\nca = "own/ca.crt"\nkey = "/etc/k"\n')
-    config, link = load_client(path, registry())
-    assert config.client.state == str(tmp_path / "state")
-    assert link == LinkSection("hub:8000", str(tmp_path / "own" / "ca.crt"), "/etc/k")
-
-
-@pytest.mark.parametrize(
-    ("link", "sentence"),
-    [
-        ("link = 3\n[policy2]\n", "valid TOML|not a section|must be a table"),
-        ('[link]\nadress = "x"\n', "adress"),
-        ('[lnk]\naddress = "x"\n', "lnk"),
-    ],
-)
-def test_mistakes_in_the_file_are_named(link: str, sentence: str, tmp_path: Path) -> None:
-    with pytest.raises(DpfedError, match=sentence):
-        load_client(written(tmp_path, link), registry())
-
-
 def test_tls_and_a_key_are_needed_unless_insecure(tmp_path: Path) -> None:
     keys.make_all(tmp_path / "keys", "127.0.0.1", ["clinic-a"])
-    ca, key = (
-        str(tmp_path / "keys" / "clinic-a" / "ca.crt"),
-        str(tmp_path / "keys" / "clinic-a" / "client.key"),
-    )
+    ca = str(tmp_path / "keys" / "clinic-a" / "ca.crt")
+    key = str(tmp_path / "keys" / "clinic-a" / "client.key")
     assert check_link(LinkSection("hub:1", ca, key), insecure=False) == Address("hub", 1)
     assert check_link(LinkSection("127.0.0.1:1"), insecure=True).loopback
     for link, sentence in (
@@ -157,7 +111,8 @@ def test_the_reason_is_what_the_last_error_says(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert last_line(log) == "it wrote nothing"
     log.write_text(
-        "\x1b[92mINFO \x1b[0m:  fine\n\x1b[91mERROR \x1b[0m:  Exit Code: 600\nno such key\n\nINFO: over\n"
+        "\x1b[92mINFO \x1b[0m:  fine\n"
+        "\x1b[91mERROR \x1b[0m:  Exit Code: 600\nno such key\n\nINFO: over\n"
     )
     assert last_line(log) == "ERROR : Exit Code: 600 no such key"
     assert last_line(log, log.stat().st_size) == "it wrote nothing"
@@ -172,7 +127,8 @@ time.sleep(60)
 """
 PARENT = """
 import os, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", sys.argv[1], str(os.getpid())], stdout=subprocess.PIPE)
+command = [sys.executable, "-c", sys.argv[1], str(os.getpid())]
+child = subprocess.Popen(command, stdout=subprocess.PIPE)
 child.stdout.readline()
 print(child.pid, flush=True)
 time.sleep(60)
@@ -188,17 +144,7 @@ def test_a_child_does_not_outlive_a_parent_that_was_killed() -> None:
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
-    end = time.monotonic() + 5
-    while running(child):
-        assert time.monotonic() < end, "the child is still there"
-        time.sleep(0.05)
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
+    wait_until_ended([child], limit=5)
 
 
 def test_a_port_of_another_user_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,4 +155,5 @@ def test_a_port_of_another_user_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
         assert links.is_own(address)
         monkeypatch.setattr(os, "getuid", lambda: 4711)
         assert not links.is_own(address)
-    assert links.is_own(address)  # nobody listens
+    # Nothing listens here now.
+    assert links.is_own(address)

@@ -1,4 +1,4 @@
-"""The wire: what is packed comes back, and nothing but a WireError comes out of bytes that are no message."""
+"""Messages: packing and unpacking are inverse, and bad bytes raise a MessageError only."""
 
 from __future__ import annotations
 
@@ -31,14 +31,25 @@ from dpfed.federation.messages import (
 )
 
 TERMS = Terms(
-    run="run-1", server="hub", client="clinic-0", index=0, seed=7, seeded=False, round=2, rounds=3, local_steps=2,
-    clients=3, cohort=3, lr=0.01, algorithm={"name": "dp-fedavg", "lr": 0.1}, model="ab", rate=0.1, expected=4.0,
-    sigma=1.0, clip=0.5, clipping=ClippingTerms("flat", 0.01, 0.5, 0.2, 10.0), grid=True,
-    equal_phi=True, rows=1, head="cd", used=1,
+    run="run-1", server="hub", client="clinic-0", index=0, seed=7, seeded=False, round=2,
+    rounds=3, local_steps=2, clients=3, cohort=3, lr=0.01,
+    algorithm={"name": "dp-fedavg", "lr": 0.1}, model="ab", rate=0.1, expected=4.0, sigma=1.0,
+    clip=0.5, clipping=ClippingTerms("flat", 0.01, 0.5, 0.2, 10.0), grid=True, equal_phi=True,
+    rows=1, head="cd", used=1,
 )  # fmt: skip
 REQUEST = pack(Request(TERMS, {"theta": torch.arange(5.0), "v": torch.zeros(0)}))
 SHAPES = {"delta": (4,), "v": (2,)}
 LIMIT = 1 << 20
+FORBIDDEN = (
+    "import pickle",
+    "pickle.",
+    "torch.load",
+    "torch.save",
+    "np.load",
+    "marshal",
+    "eval(",
+    "exec(",
+)
 
 
 def reply(
@@ -54,7 +65,7 @@ def opened(data: bytes, norm: float = 5.0) -> Reply:
 
 
 def with_terms(kind: str = "request", **changed: Any) -> bytes:
-    """A message whose terms are whatever is said here, as no pack of ours would make it."""
+    """Return a message with any terms, also with terms that `pack` never writes."""
     table = {"format": 1, "kind": kind, **dataclasses.asdict(TERMS), **changed}
     return save({"theta": torch.arange(5.0)}, metadata={"dpfed": json.dumps(table)})
 
@@ -119,9 +130,8 @@ def test_terms_outside_their_range_are_refused(key: str, value: Any, what: str) 
 def test_infinity_written_as_a_large_number_is_refused() -> None:
     algorithm = {"name": "dp-fedavg", "lr": 123.25}
     for data in (with_terms(lr=123.25), with_terms(algorithm=algorithm)):
-        text = data.replace(b"123.25", b"9e9999")[
-            8:
-        ]  # the same length, so that the header still fits
+        # The new number has the same length, so that the header's length stays right.
+        text = data.replace(b"123.25", b"9e9999")[8:]
         with pytest.raises(MessageError, match=r"finite|inf"):
             unpack_request(data[:8] + text, LIMIT)
 
@@ -199,9 +209,8 @@ def test_mutated_messages_give_a_message_or_an_error_and_nothing_else(data: st.D
         whole[at : at + cut] = piece
         if not whole:
             return
-    if data.draw(
-        st.booleans()
-    ):  # keep the header's length right, so that the JSON behind it is reached
+    # Keep the header's length right, so that the JSON behind it is read.
+    if data.draw(st.booleans()):
         end = bytes(whole).find(b"}}") + 2
         whole[:8] = max(end - 8, 0).to_bytes(8, "little")
     survives(bytes(whole))
@@ -229,26 +238,20 @@ def test_deep_nesting_is_an_error_and_no_overflow() -> None:
     survives(save({}, metadata={"dpfed": table}))
 
 
-def test_nothing_in_this_room_can_unpickle() -> None:
+def test_no_module_of_the_federation_can_unpickle() -> None:
     (root,) = dpfed.federation.__path__
-    files = list(Path(root).glob("*.py"))
+    files = list(Path(root).rglob("*.py"))
     assert len(files) > 5
     for path in files:
         text = path.read_text(encoding="utf-8")
-        for word in (
-            "import pickle",
-            "pickle.",
-            "torch.load",
-            "torch.save",
-            "np.load",
-            "marshal",
-            "eval(",
-            "exec(",
-        ):
+        for word in FORBIDDEN:
             assert word not in text, f"{path.name} has {word}"
 
 
 def test_a_pickle_is_only_bytes_that_are_no_message() -> None:
-    hostile = b"\x80\x04\x95\x1d\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94\x8c\x02id\x94\x85\x94R\x94."
+    hostile = (
+        b"\x80\x04\x95\x1d\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system"
+        b"\x94\x93\x94\x8c\x02id\x94\x85\x94R\x94."
+    )
     with pytest.raises(MessageError):
         unpack_request(hostile, LIMIT)

@@ -1,4 +1,4 @@
-"""One configuration for both: a simulated run and a federation of the same clients take the same way in test mode."""
+"""In test mode a federation gives the numbers of a simulation with the same configuration."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from federation_case import client_of, federated, federation_of, job_of, simulated
+from federation_case import client_of, federated, federation_of, job_of, rows_of, simulated
 
 from dpfed.errors import DpfedError
 from dpfed.privacy.ledger.ledger import Ledger
@@ -51,12 +51,10 @@ def test_a_federation_in_test_mode_takes_the_simulations_way(case: str, tmp_path
     )
     if "quantile" in case:
         assert len({round.clip for round in seen}) > 1
-    with Ledger.open(
-        tmp_path / "clinic-0" / "ledger.db", client="clinic-0", readonly=True
-    ) as ledger:
-        rows = list(ledger.rows())
-        assert rows
-        assert all(row.charge.void and row.charge.noise == "seeded" for row in rows)
+    rows = rows_of(tmp_path)
+    assert rows
+    assert all(row.charge.void and row.charge.noise == "seeded" for row in rows)
+    with Ledger.open(tmp_path / "clinic-0" / "ledger.db", readonly=True) as ledger:
         assert ledger.history("clinic-0") == []
 
 
@@ -81,9 +79,8 @@ def test_real_noise_is_never_the_simulations(tmp_path: Path) -> None:
 
 
 def test_the_grid_moves_a_run_by_its_rounding_and_no_more() -> None:
-    off, on = (
-        simulated(job_of(privacy={"grid": False}))[0],
-        simulated(job_of(privacy={"grid": True}))[0],
-    )
+    off, _ = simulated(job_of(privacy={"grid": False}))
+    on, _ = simulated(job_of(privacy={"grid": True}))
+    auto, _ = simulated(job_of())
     assert 0 < float((on - off).abs().max()) < 1e-5
-    assert float((simulated(job_of())[0] - off).abs().max()) == 0  # auto: off in simulations
+    assert float((auto - off).abs().max()) == 0, "auto means off in simulations"

@@ -1,4 +1,4 @@
-"""A client's state, a server's run and the keys are their owners' alone, whatever the umask."""
+"""Only their owner can read a client's state, a server's run and keys, whatever the umask."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def open_to_others(folder: Path) -> dict[str, str]:
-    """Return the files and folders of a tree that others can read, write or enter, with their modes."""
+    """Return the modes of files and folders that others can read, write or enter."""
     found = [folder, *folder.rglob("*")]
     modes = {str(path.relative_to(folder)): path.lstat().st_mode & 0o777 for path in found}
     return {name: oct(mode) for name, mode in modes.items() if mode & 0o077}

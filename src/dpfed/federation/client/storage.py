@@ -1,11 +1,11 @@
-"""What a client keeps on its disk for each run: the last messages it sent, and the algorithm's memory.
+"""A client's files for each run: its last replies, and the algorithm's memory.
 
     runs/<hash of the run's name>/reply-12-<hash of the request>    stored before it is sent
-    runs/<...>/score-12-<hash of the request>    the same for a noised count of right answers
-    runs/<...>/memory-12.pending    made in round 12, and not known to have been used
-    runs/<...>/memory-9.kept        the server said that the message of round 9 was used
+    runs/<...>/score-12-<hash of the request>    the same for noised counts
+    runs/<...>/memory-12.pending    made in round 12; the server has not yet confirmed its use
+    runs/<...>/memory-9.kept        the server confirmed that it used the message of round 9
 
-Files appear whole or not at all, and every operation may be repeated after a crash.
+Files are written atomically, and every operation may be repeated after a crash.
 """
 
 from __future__ import annotations
@@ -33,13 +33,12 @@ LOG = logging.getLogger("dpfed")
 Kind = Literal["reply", "score"]
 FOLDERS = ("runs", "flower")
 FILES = ("ledger.db*", "held-out.key*", ".held-out.key*")
-KEPT = (
-    2  # a server that goes on from its last checkpoint may ask again for the round before the last
-)
+# A server that resumes from its last checkpoint may repeat its request for the round before.
+STORED_REPLIES = 2
 
 
 def own_folder(state: Path) -> Path:
-    """Return a client's state folder, restricted to its owner with all that this program keeps in it.
+    """Make a client's state folder, and restrict this program's files in it to their owner.
 
     Other files in it are left alone: the folder may be that of client.toml.
     """
@@ -52,23 +51,24 @@ def own_folder(state: Path) -> Path:
             for path in state.glob(pattern):
                 restrict_file(path)
     except OSError as error:
-        why = error.strerror or error
+        reason = error.strerror or error
         raise DpfedError(
-            f"client.state = {str(state)!r} cannot be restricted to its owner: {why}"
+            f"client.state = {str(state)!r} cannot be restricted to its owner: {reason}"
         ) from None
     return state
 
 
 class Store:
-    """The folder of one run."""
+    """The stored replies of one kind, and the algorithm's memory, of one run."""
 
-    def __init__(self, state: Path, run: str) -> None:
+    def __init__(self, state: Path, run: str, kind: Kind = "reply") -> None:
         self.folder = state / "runs" / hashlib.sha256(run.encode()).hexdigest()[:32]
+        self._kind = kind
 
-    def reply(self, round: int, request: str, kind: Kind = "reply") -> bytes | None:
-        """The bytes that answered this very request, if they were stored."""
+    def reply(self, round: int, request: str) -> bytes | None:
+        """Return the stored reply to the request with this hash, or None."""
         try:
-            return (self.folder / f"{kind}-{round}-{request}").read_bytes()
+            return self._path(round, request).read_bytes()
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -76,32 +76,33 @@ class Store:
                 f"the stored message of round {round} cannot be read: {error}"
             ) from None
 
-    def keep_reply(self, round: int, request: str, data: bytes, kind: Kind = "reply") -> None:
-        """On the disk when it returns."""
-        write_file(self.folder / f"{kind}-{round}-{request}", lambda file: file.write(data))
-        for old in self._replies(kind)[:-KEPT]:
+    def keep_reply(self, round: int, request: str, data: bytes) -> None:
+        """Write a reply to the disk and delete old ones."""
+        write_file(self._path(round, request), lambda file: file.write(data))
+        for old in self._replies()[:-STORED_REPLIES]:
             old.unlink(missing_ok=True)
 
-    def last_reply(self, kind: Kind = "reply") -> int:
-        replies = self._replies(kind)
-        return _round_of(replies[-1]) if replies else 0
+    def last_reply(self) -> int:
+        """Return the round of the newest stored reply, 0 for none."""
+        return max(map(_round_of, self._replies()), default=0)
 
     def keep_memory(self, round: int, memory: ClientState) -> None:
-        """Pending: what it becomes is for the next request to say."""
+        """Write the memory as pending until a later request confirms or discards it."""
         if not memory:
             return
-        blob = save_tensors(
-            {name: value.detach().float().cpu().contiguous() for name, value in memory.items()}
-        )
+        tensors = {name: x.detach().float().cpu().contiguous() for name, x in memory.items()}
+        blob = save_tensors(tensors)
         write_file(self.folder / f"memory-{round}.pending", lambda file: file.write(blob))
 
     def settle(self, used: int) -> None:
-        """Commits the memory of the round whose message was used last, and drops what was made after it."""
-        kept, pending = self.folder / f"memory-{used}.kept", self.folder / f"memory-{used}.pending"
+        """Keep the memory of the last used round and delete all other memory."""
+        kept = self.folder / f"memory-{used}.kept"
+        pending = self.folder / f"memory-{used}.pending"
         newer = [path for path in self.folder.glob("memory-*.kept") if _round_of(path) > used]
         if newer:
             raise RefusedError(
-                f"the server says that round {used} was the last one used, and it has said {_round_of(newer[0])} before"
+                f"the server says that round {used} was the last one used, "
+                f"and it has said {_round_of(newer[0])} before"
             )
         if used and not kept.exists():
             if not pending.exists():
@@ -117,27 +118,30 @@ class Store:
     def memory(
         self, used: int, names: Sequence[str], size: int, device: torch.device
     ) -> ClientState:
-        """The committed vectors `[1, P]` with `seen`, zero where there are none yet; `{}` without names."""
+        """Return the kept vectors `[1, P]` and `seen`; zeros before round 1, {} without names."""
         if not names:
             return {}
-        held: dict[str, Tensor] = {name: torch.zeros(1, size) for name in names}
+        vectors: dict[str, Tensor] = {name: torch.zeros(1, size) for name in names}
         if used:
             path = self.folder / f"memory-{used}.kept"
             try:
                 found = load_tensors(path.read_bytes())
-                held = {name: found[name].clone().reshape(1, size) for name in names}
+                vectors = {name: found[name].clone().reshape(1, size) for name in names}
             except (OSError, KeyError, RuntimeError, ValueError, SafetensorError):
                 LOG.error("%s is missing or damaged", path)
                 raise RefusedError(
-                    f"the memory of round {used} is missing or damaged: this client cannot go on in this run"
+                    f"the memory of round {used} is missing or damaged: "
+                    "this client cannot go on in this run"
                 ) from None
-        return {name: value.to(device) for name, value in held.items()} | {
-            "seen": torch.tensor([used > 0], device=device)
-        }
+        memory = {name: value.to(device) for name, value in vectors.items()}
+        return memory | {"seen": torch.tensor([used > 0], device=device)}
 
-    def _replies(self, kind: Kind) -> list[Path]:
-        """Oldest first."""
-        return sorted(self.folder.glob(f"{kind}-*"), key=_round_of)
+    def _path(self, round: int, request: str) -> Path:
+        return self.folder / f"{self._kind}-{round}-{request}"
+
+    def _replies(self) -> list[Path]:
+        """Return the stored replies, oldest first."""
+        return sorted(self.folder.glob(f"{self._kind}-*"), key=_round_of)
 
 
 def _round_of(path: Path) -> int:

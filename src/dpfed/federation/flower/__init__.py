@@ -1,14 +1,14 @@
-"""Flower underneath a federation: its SuperLink and SuperNodes carry the bytes, `dpfed.federation` decides what they say.
+"""Flower below a federation: its SuperLink and SuperNodes carry the bytes of `federation.messages`.
 
     child.py       a SuperLink or SuperNode as a child process that ends with its parent
-    link.py        the server's side: registers the clients' keys, opens a run, hands back Flower's Grid
-    transport.py   `Transport` over a Grid: names -> nodes, timeouts, answers held against who was asked
-    node.py        the client's side: takes tasks from its SuperNode and answers them with its own code
-    apps.py        the ClientApp and ServerApp, also for people who use Flower's own commands
-    parcel.py      request and reply bytes in Flower's messages
+    link.py        the server's side: registers client keys, opens a run, returns Flower's Grid
+    transport.py   `Transport` over a Grid: nodes by name, timeouts, checks of the sender
+    node.py        the client's side: takes tasks from its SuperNode and answers them
+    apps.py        the ClientApp and ServerApp, also for Flower's own commands
+    envelope.py    request and reply bytes in Flower's messages
 
-A SuperNode as Flower starts it runs whatever code the server has sent along. Here none of that is ever installed or
-imported: `node.py` answers with the dpfed that the client has installed, whatever the server's app holds.
+Flower's own SuperNode runs the code that the server sends. `node.py` never installs or imports that
+code: it answers with the client's own dpfed.
 
-Nothing here is imported unless a federation runs: `pip install dpfed[flower]`.
+These modules are imported only when a federation runs: `pip install dpfed[flower]`.
 """

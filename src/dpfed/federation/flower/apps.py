@@ -1,7 +1,7 @@
-"""The ClientApp and the ServerApp, for `dpfed client` / `dpfed server` and for Flower's own commands alike.
+"""The ClientApp and the ServerApp, for dpfed's commands and for Flower's own.
 
-With Flower's own commands a ClientApp learns from `--node-config` which client.toml is its own, and a ServerApp from the
-run configuration which configuration, keys and folder to use: `docs/federation.md`.
+With Flower's own commands, `--node-config` names the client.toml of a ClientApp. The run
+configuration names the configuration, keys and folder of a ServerApp (docs/federation.md).
 """
 
 from __future__ import annotations
@@ -17,46 +17,53 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from dpfed.errors import DpfedError
-from dpfed.federation.flower.envelope import TICKET, hello, opened, parcel, refusal, slip
-from dpfed.federation.policy import told
+from dpfed.federation.flower.envelope import (
+    NONCE,
+    envelope,
+    greeting,
+    header_value,
+    payload_of,
+    refusal,
+)
+from dpfed.federation.policy import public_text
 
 Answer = Callable[[bytes], bytes]
-CONFIG, OUT, KEYS = "dpfed-config", "dpfed-out", "dpfed-keys"
+CONFIG = "dpfed-config"
+OUT = "dpfed-out"
+KEYS = "dpfed-keys"
 CLIENT = "dpfed-client"
 
 
 def client_app(
     answer: Answer, name: str, log: Callable[[str], None], greets: bool = False, debug: bool = False
 ) -> ClientApp:
-    """Answers every request with `answer`; of an error the server hears only what `told` lets through.
+    """Return an app that answers every request with `answer`.
 
-    `greets`: says its name to whoever asks, for tests without keys.
+    The server gets the text of an error only as far as `public_text` allows. With `greets` the app
+    tells its name to anyone, for tests without keys.
     """
     app = ClientApp()
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        ticket = slip(message.content, TICKET)
+        nonce = header_value(message.content, NONCE)
         try:
-            data = opened(message.content)
+            data = payload_of(message.content)
             reply = answer(data)
             log(f"answered a request of {len(data):,} bytes with {len(reply):,}")
-            return Message(parcel(reply, ticket), reply_to=message)
+            return Message(envelope(reply, nonce), reply_to=message)
         except Exception as error:
-            if debug or not isinstance(error, DpfedError):
+            known = isinstance(error, DpfedError)
+            if debug or not known:
                 traceback.print_exc()
-            log(
-                f"did not answer: {error}"
-                if isinstance(error, DpfedError)
-                else f"failed: {type(error).__name__}: {error}"
-            )
-            return Message(refusal(told(error), ticket), reply_to=message)
+            log(f"did not answer: {error}" if known else f"failed: {type(error).__name__}: {error}")
+            return Message(refusal(public_text(error), nonce), reply_to=message)
 
     if greets:
 
         @app.query()
         def query(message: Message, context: Context) -> Message:
-            return Message(hello(slip(message.content, TICKET), name), reply_to=message)
+            return Message(greeting(header_value(message.content, NONCE), name), reply_to=message)
 
     return app
 
@@ -64,7 +71,7 @@ def client_app(
 @lru_cache(maxsize=1)
 def _client_of(path: str) -> ClientApp:
     from dpfed.federation.client.client import Client
-    from dpfed.federation.links import load_client
+    from dpfed.federation.client_config import load_client
     from dpfed.registry import registry
 
     config, _ = load_client(Path(path), registry())
@@ -81,9 +88,8 @@ client = ClientApp()
 
 @client.train()
 def train(message: Message, context: Context) -> Message:
-    """Under Flower's own SuperNode: which client this is, its `--node-config` says, and never the server."""
+    """Answer under Flower's own SuperNode; only `--node-config` selects the client.toml."""
     path = context.node_config.get(CLIENT)
-    ticket = slip(message.content, TICKET)
     try:
         if not isinstance(path, str):
             raise DpfedError(
@@ -92,7 +98,8 @@ def train(message: Message, context: Context) -> Message:
         app = _client_of(path)
     except Exception as error:
         _to_stderr(str(error))
-        return Message(refusal(told(error), ticket), reply_to=message)
+        nonce = header_value(message.content, NONCE)
+        return Message(refusal(public_text(error), nonce), reply_to=message)
     return app(message, context)
 
 
@@ -101,26 +108,23 @@ server = ServerApp()
 
 @server.main()
 def main(grid: Grid, context: Context) -> None:
-    """Under Flower's own SuperLink: keys by which clients are known are registered there by `flwr supernode register`."""
+    """Serve under Flower's own SuperLink; `flwr supernode register` registers the client keys."""
     from dpfed.federation.server.serving import serve
 
-    given = {key: context.run_config.get(key) for key in (CONFIG, OUT, KEYS)}
-    config, out, keys = (
-        value if isinstance(value, str) and value else None for value in given.values()
-    )
-    if config is None or out is None or keys is None:
+    values = [context.run_config.get(key) for key in (CONFIG, OUT, KEYS)]
+    config, out, keys = (value if isinstance(value, str) else "" for value in values)
+    if not (config and out and keys):
         raise DpfedError(
             f"the run configuration must give {CONFIG}, {OUT} and {KEYS}: `flwr run --run-config`"
         )
-    resume = (Path(out) / "config.toml").exists()
-    serve(config, [], Path(out), resume, grid, Path(keys), _to_stderr)
+    serve(config, Path(out), grid, Path(keys), _to_stderr)
 
 
-def app_files(name: str = "dpfed-federation") -> dict[str, bytes]:
-    """The folder that `flwr run` takes; there is no code in it, as both sides run the dpfed they have installed."""
+def app_files() -> dict[str, bytes]:
+    """Return the app folder for `flwr run`. It has no code: both sides use their own dpfed."""
     project = f"""\
 [project]
-name = "{name}"
+name = "dpfed-federation"
 version = "1.0.0"
 description = "A differentially private federation run by dpfed"
 license = {{ file = "LICENSE" }}
@@ -146,7 +150,7 @@ clientapp = "dpfed.federation.flower.apps:client"
 
 
 def write_app(folder: Path) -> None:
-    """`python -m dpfed.federation.flower.apps DIR`"""
+    """Write the app folder; the command is `python -m dpfed.federation.flower.apps DIR`."""
     if folder.exists():
         raise DpfedError(f"{folder} is there already: choose another folder")
     folder.mkdir(parents=True)

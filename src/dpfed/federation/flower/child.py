@@ -1,10 +1,12 @@
-"""`python -m dpfed.federation.flower.child superlink|supernode PARENT ...`: Flower's process, ended with its parent.
+"""Run Flower's SuperLink or SuperNode as a child process that ends with its parent.
 
-The parent ends its children on every way out; this is for the one way on which it cannot, being killed. On Linux the
-kernel sends the signal at once, and a thread looks every second wherever that does not work.
+    python -m dpfed.federation.flower.child superlink|supernode PARENT_PID ...
 
-A SuperLink here serves clients to everyone, and everything else only to whoever holds the secret: Flower has one port
-for all of it, where anyone could otherwise register keys, stop the run, or start one of their own.
+A parent ends its children itself unless it is killed. For that case Linux sends a signal at once,
+and elsewhere a thread checks the parent every second.
+
+Flower serves clients and administration on one port, where anyone could register keys or stop the
+run. This SuperLink is open to clients only; every other path needs the server's secret.
 """
 
 from __future__ import annotations
@@ -23,19 +25,21 @@ PDEATHSIG = 1
 SECRET_VARIABLE = "DPFED_LINK_SECRET"
 SECRET_HEADER = "x-dpfed-secret"
 OPEN_PATHS = ("/v1/fleet/", "/health")
-LARGEST = 32 << 20  # bytes of one request; Flower cuts what clients send into pieces of 5 MiB
-CLOCKS = 900  # seconds by which a client's clock may differ; what Flower compares it with is inside TLS anyway
-
-HEARTBEAT = 10  # seconds; Flower's own is 30, and it takes no less than 10
+# Largest request in bytes; Flower splits the messages of clients into pieces of 5 MiB.
+MAX_REQUEST = 32 << 20
+# Allowed difference of clocks in seconds; TLS already protects the signature that depends on it.
+CLOCK_TOLERANCE_S = 900
+# Flower's default is 30, its minimum 10.
+HEARTBEAT_S = 10
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Served = Callable[[Scope, Receive, Send], Awaitable[None]]
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def end_with(parent: int) -> None:
-    """This process ends when its parent has."""
+    """End this process as soon as its parent has ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
@@ -44,16 +48,18 @@ def end_with(parent: int) -> None:
             time.sleep(1.0)
         os._exit(1)
 
-    if os.getppid() != parent:  # it was gone before the first line here
+    # The parent may have ended before the first line of this process.
+    if os.getppid() != parent:
         os._exit(1)
     threading.Thread(target=watch, daemon=True).start()
 
 
 class Guard:
-    """An ASGI application in front of the SuperLink's: what is not for clients needs the secret."""
+    """An ASGI application that requires the secret for all paths but those of clients."""
 
-    def __init__(self, app: Served, secret: str) -> None:
-        self._app, self._secret = app, secret.encode()
+    def __init__(self, app: AsgiApp, secret: str) -> None:
+        self._app = app
+        self._secret = secret.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -67,24 +73,21 @@ class Guard:
             await send({"type": "http.response.body", "body": b""})
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> int:
-        """The status that a request is turned away with, 0 for none."""
+        """Return the HTTP status of a refused request, or 0."""
         if not path.startswith(OPEN_PATHS) or ".." in path:
-            return (
-                0
-                if hmac.compare_digest(headers.get(SECRET_HEADER.encode(), b""), self._secret)
-                else 404
-            )
+            secret = headers.get(SECRET_HEADER.encode(), b"")
+            return 0 if hmac.compare_digest(secret, self._secret) else 404
         length = headers.get(b"content-length", b"0")
-        long = not length.isdigit() or int(length) > LARGEST or b"transfer-encoding" in headers
+        long = not length.isdigit() or int(length) > MAX_REQUEST or b"transfer-encoding" in headers
         return 413 if long else 0
 
 
 def superlink(secret: str) -> None:
-    """Flower's own SuperLink by its own arguments, with the guard in front."""
+    """Run Flower's SuperLink with its own arguments behind the guard."""
     import uvicorn
     from flwr.superlink.routers.fleet import node_auth
 
-    vars(node_auth)["SYSTEM_TIME_TOLERANCE"] = CLOCKS
+    vars(node_auth)["SYSTEM_TIME_TOLERANCE"] = CLOCK_TOLERANCE_S
     run = uvicorn.run
 
     def guarded(app: Any, **options: Any) -> None:
@@ -99,16 +102,16 @@ def superlink(secret: str) -> None:
 def supernode() -> None:
     from flwr.supernode import fleet_http_connection
 
-    # A SuperLink keeps the place of a client that was killed for two of these, and lets nobody in by its key until then.
-    vars(fleet_http_connection)["HEARTBEAT_DEFAULT_INTERVAL"] = HEARTBEAT
+    # A SuperLink refuses the key of a killed client until two heartbeats were missed.
+    vars(fleet_http_connection)["HEARTBEAT_DEFAULT_INTERVAL"] = HEARTBEAT_S
     from flwr.supernode.cli import flower_supernode
 
     flower_supernode()
 
 
 def main() -> None:
-    kind, parent = sys.argv[1], int(sys.argv[2])
-    end_with(parent)
+    kind = sys.argv[1]
+    end_with(int(sys.argv[2]))
     sys.argv = [f"flower-{kind}", *sys.argv[3:]]
     if kind == "superlink":
         superlink(os.environ.pop(SECRET_VARIABLE))

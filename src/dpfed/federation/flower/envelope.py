@@ -1,7 +1,8 @@
-"""Request and reply bytes in Flower's messages: one array of bytes, which Flower cuts into pieces, and a ticket.
+"""Request and reply bytes in Flower's messages: one array of bytes, and a header with a nonce.
 
-The ticket is a secret of the server and the one client it was sent to. Flower checks who is connected, but not that a
-reply comes from the node it names; a reply that does not bring the ticket back comes from somebody else.
+The nonce is a secret between the server and the client that got the request. Flower checks who is
+connected, but not that a reply comes from the node that it names. A reply without the nonce is a
+forgery.
 """
 
 from __future__ import annotations
@@ -13,50 +14,49 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from dpfed.federation.messages import MessageError
 from dpfed.federation.policy import RefusedError
 
-PARCEL, SLIP, DATA, TICKET, REFUSED, NAME = (
-    "dpfed.parcel",
-    "dpfed.slip",
-    "data",
-    "ticket",
-    "refused",
-    "name",
-)
-BYTES = "dpfed.bytes"
-LONGEST = 300
+# Names of records in Flower's messages.
+PAYLOAD = "dpfed.parcel"
+HEADER = "dpfed.slip"
+# Names of values in these records.
+DATA = "data"
+NONCE = "ticket"
+REFUSED = "refused"
+NAME = "name"
+ARRAY_TYPE = "dpfed.bytes"
+MAX_REFUSAL = 300
 
 
-def parcel(data: bytes, ticket: str) -> RecordDict:
-    array = Array(dtype="uint8", shape=(len(data),), stype=BYTES, data=data)
-    return RecordDict({PARCEL: ArrayRecord({DATA: array}), SLIP: ConfigRecord({TICKET: ticket})})
+def envelope(data: bytes, nonce: str) -> RecordDict:
+    array = Array(dtype="uint8", shape=(len(data),), stype=ARRAY_TYPE, data=data)
+    header = ConfigRecord({NONCE: nonce})
+    return RecordDict({PAYLOAD: ArrayRecord({DATA: array}), HEADER: header})
 
 
-def refusal(text: str, ticket: str) -> RecordDict:
-    return RecordDict({SLIP: ConfigRecord({TICKET: ticket, REFUSED: text[:LONGEST]})})
+def refusal(text: str, nonce: str) -> RecordDict:
+    return RecordDict({HEADER: ConfigRecord({NONCE: nonce, REFUSED: text[:MAX_REFUSAL]})})
 
 
-def hello(ticket: str, name: str = "") -> RecordDict:
-    """Asks a node for its name, or says it. Only where there are no keys to know it by."""
-    return RecordDict({SLIP: ConfigRecord({TICKET: ticket, NAME: name})})
+def greeting(nonce: str, name: str = "") -> RecordDict:
+    """Return the question for a node's name, or its answer; used only without keys."""
+    return RecordDict({HEADER: ConfigRecord({NONCE: nonce, NAME: name})})
 
 
-def slip(content: RecordDict, key: str) -> str:
-    """A word on the slip, "" where there is none."""
-    found: Any = content.config_records.get(SLIP, {})
-    word = found.get(key, "")
-    return word if isinstance(word, str) else ""
+def header_value(content: RecordDict, key: str) -> str:
+    """Return a text of the header, or "" if there is none."""
+    header: Any = content.config_records.get(HEADER, {})
+    value = header.get(key, "")
+    return value if isinstance(value, str) else ""
 
 
-def opened(content: RecordDict) -> bytes:
-    """The bytes in a parcel as they are; RefusedError if a refusal came instead."""
-    said = slip(content, REFUSED)
-    if said:
-        raise RefusedError(said[:LONGEST])
+def payload_of(content: RecordDict) -> bytes:
+    """Return the bytes in an envelope; raise RefusedError for a refusal."""
+    reason = header_value(content, REFUSED)
+    if reason:
+        raise RefusedError(reason[:MAX_REFUSAL])
     try:
-        data = content.array_records[PARCEL][DATA].data
+        data = content.array_records[PAYLOAD][DATA].data
     except (KeyError, AttributeError):
-        raise MessageError(
-            "the message holds no bytes of dpfed: both sides need the same dpfed"
-        ) from None
+        data = None
     if not isinstance(data, bytes):
         raise MessageError("the message holds no bytes of dpfed: both sides need the same dpfed")
     return data

@@ -1,7 +1,7 @@
-"""The server's side of its own SuperLink: the clients' keys are registered, a run is opened, and its Grid is ours.
+"""The server's side of its own SuperLink: register client keys, open a run, and return its Grid.
 
-Flower would start a ServerApp's process itself; here the process that takes the task is this one, so that the one round
-loop, its progress line, its signals and its checkpoints are those of `dpfed run`.
+Flower would start a process for the ServerApp. Here this process takes that task itself, so that
+round loop, progress, signals and checkpoints are those of `dpfed run`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,7 @@ from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullTaskInputRequest, Pus
 from flwr.supercore.constant import TaskType
 from flwr.supercore.control.control_http_client import ControlHttpClient
 from flwr.supercore.heartbeat import HeartbeatSender
-from flwr.supercore.interceptors import (
-    RuntimeTokenHttpInterceptor,
-    RuntimeVersionHttpInterceptor,
-    SuperExecAuthHttpInterceptor,
-)
+from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
 from flwr.supercore.protobuf.client import (
     ProtobufCall,
     ProtobufClientInterceptor,
@@ -39,15 +35,14 @@ from flwr.superlink.grid import HttpGrid
 from dpfed.errors import DpfedError
 from dpfed.federation.flower.apps import app_files
 from dpfed.federation.flower.child import SECRET_HEADER
-from dpfed.federation.flower.node import heartbeat
+from dpfed.federation.flower.node import acquire_signature, heartbeat
 from dpfed.federation.links import Address
 
-ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
-BUSY = 60.0
+RETRY_S = 60.0
 
 
 class Secret:
-    """Shows the SuperLink that it is its own server that speaks (`child.Guard`)."""
+    """An interceptor that adds the server's secret to every request (`child.Guard`)."""
 
     def __init__(self, secret: str) -> None:
         self._secret = secret
@@ -58,41 +53,35 @@ class Secret:
 
 
 class OwnGrid(HttpGrid):
-    """Flower's Grid without its retries, which would end this process with a signal when a run is over."""
+    """Flower's Grid without its retries, which end this process with a signal after a run."""
 
     def __init__(self, address: Address, authority: bytes | None, token: str, secret: str) -> None:
         super().__init__(str(address), authority is None, authority, token=token)
-        speakers: list[ProtobufClientInterceptor] = [
-            RuntimeVersionHttpInterceptor("flwr-serverapp"),
-            RuntimeTokenHttpInterceptor(token),
-            Secret(secret),
-        ]
+        interceptors = [*_interceptors(secret), RuntimeTokenHttpInterceptor(token)]
         self._client = RuntimeHttpClient.from_server_address(
-            str(address), authority is None, authority, speakers
+            str(address), authority is None, authority, interceptors
         )
 
     def client(self) -> RuntimeHttpClient:
         return self._runtime_client
 
 
+def _interceptors(secret: str) -> list[ProtobufClientInterceptor]:
+    return [RuntimeVersionHttpInterceptor("flwr-serverapp"), Secret(secret)]
+
+
 @contextmanager
 def own_grid(
     address: Address, authority: Path | None, secret: str, keys: Mapping[str, bytes]
 ) -> Iterator[HttpGrid]:
-    """The Grid of a new run in which exactly the clients with these keys can take part."""
+    """Open a run for exactly the clients with these keys, and yield its Grid."""
     root = authority.read_bytes() if authority else None
-    base: list[ProtobufClientInterceptor] = [
-        RuntimeVersionHttpInterceptor("flwr-serverapp"),
-        Secret(secret),
-    ]
-    with _plainly(address):
-        control = ControlHttpClient.from_server_address(str(address), root is None, root, base)
-        _patiently(lambda: _open_run(control, keys))
-        signed = SuperExecAuthHttpInterceptor(
-            master_secret=secret.encode(), protected_methods=ACQUIRE
-        )
+    to_server = (str(address), root is None, root)
+    with _plain_errors(address):
+        control = ControlHttpClient.from_server_address(*to_server, _interceptors(secret))
+        _retry(lambda: _open_run(control, keys))
         executor = RuntimeHttpClient.from_server_address(
-            str(address), root is None, root, [*base, signed]
+            *to_server, [*_interceptors(secret), acquire_signature(secret)]
         )
         task = executor.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP]))
         executor.close()
@@ -101,15 +90,16 @@ def own_grid(
             raise DpfedError("the SuperLink has no task for its server: see its log")
         grid = OwnGrid(address, root, task.token, secret)
         given = grid.client().PullTaskInput(PullTaskInputRequest())
-    TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, given.run.run_id
+    TaskIdentity.task_id = given.task_id
+    TaskIdentity.run_id = given.run.run_id
     TaskIdentity.node_id = given.context.node_id
     grid.set_run(run_from_proto(given.run))
-    beat = HeartbeatSender(heartbeat(grid.client()))
-    beat.start()
+    sender = HeartbeatSender(heartbeat(grid.client()))
+    sender.start()
     try:
         yield grid
     finally:
-        beat.stop()
+        sender.stop()
         with suppress(httpx.HTTPError):
             grid.client().PushTaskOutput(
                 PushTaskOutputRequest(sub_status=SubStatus.COMPLETED, details="")
@@ -127,9 +117,9 @@ def _open_run(control: ControlHttpClient, keys: Mapping[str, bytes]) -> None:
         raise DpfedError("the SuperLink did not open a run: see its log")
 
 
-def _patiently(call: Callable[[], None]) -> None:
-    """A SuperLink listens a moment before it answers."""
-    end = time.monotonic() + BUSY
+def _retry(call: Callable[[], None]) -> None:
+    """Repeat a call for up to a minute: a new SuperLink accepts connections before it replies."""
+    end = time.monotonic() + RETRY_S
     while True:
         try:
             return call()
@@ -140,7 +130,7 @@ def _patiently(call: Callable[[], None]) -> None:
 
 
 @contextmanager
-def _plainly(address: Address) -> Iterator[None]:
+def _plain_errors(address: Address) -> Iterator[None]:
     try:
         yield
     except httpx.HTTPError as error:

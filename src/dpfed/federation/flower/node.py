@@ -1,6 +1,6 @@
-"""The client's side of its own SuperNode: takes the tasks that come in, and answers them with a ClientApp of ours.
+"""The client's side of its own SuperNode: take incoming tasks and answer them with a ClientApp.
 
-The SuperNode has fetched the server's app along with its messages. It is never unpacked here.
+The SuperNode also fetches the server's app, which is never unpacked here.
 """
 
 from __future__ import annotations
@@ -29,33 +29,31 @@ ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
 
 
 class Tasks:
-    """What a SuperNode has to be done; `next` does one of it."""
+    """The tasks of a SuperNode."""
 
     def __init__(self, address: Address, secret: str, app: ClientApp) -> None:
-        self._address, self._app = str(address), app
-        signed = SuperExecAuthHttpInterceptor(
-            master_secret=secret.encode(), protected_methods=ACQUIRE
+        self._address = str(address)
+        self._app = app
+        self._executor = self._client(
+            RuntimeVersionHttpInterceptor("SuperExec"), acquire_signature(secret)
         )
-        speakers: list[ProtobufClientInterceptor] = [
-            RuntimeVersionHttpInterceptor("SuperExec"),
-            signed,
-        ]
-        self._executor = RuntimeHttpClient.from_server_address(self._address, True, None, speakers)
 
     def next(self) -> bool:
-        """Whether there was one. httpx.HTTPError: the SuperNode is not there, or not yet."""
+        """Answer one task; return False if there is none.
+
+        Raise httpx.HTTPError if the SuperNode does not reply.
+        """
         found = self._executor.AcquireTask(
             AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
         )
         if not found.HasField("task") or not found.token:
             return False
-        speakers: list[ProtobufClientInterceptor] = [
+        client = self._client(
             RuntimeVersionHttpInterceptor("flwr-clientapp"),
             RuntimeTokenHttpInterceptor(found.token),
-        ]
-        client = RuntimeHttpClient.from_server_address(self._address, True, None, speakers)
-        beat = HeartbeatSender(heartbeat(client))
-        beat.start()
+        )
+        sender = HeartbeatSender(heartbeat(client))
+        sender.start()
         try:
             message, context, _, _ = pull_task_input(client)
             reply = self._app(message, context)
@@ -63,24 +61,36 @@ class Tasks:
             push_task_output(client, context, SubStatus.COMPLETED, "")
         finally:
             with suppress(RuntimeError):
-                beat.stop()
+                sender.stop()
             client.close()
         return True
 
     def close(self) -> None:
         self._executor.close()
 
+    def _client(self, *interceptors: ProtobufClientInterceptor) -> RuntimeHttpClient:
+        return RuntimeHttpClient.from_server_address(self._address, True, None, list(interceptors))
+
+
+def acquire_signature(secret: str) -> SuperExecAuthHttpInterceptor:
+    """Return the interceptor that signs requests for tasks."""
+    return SuperExecAuthHttpInterceptor(master_secret=secret.encode(), protected_methods=ACQUIRE)
+
 
 def heartbeat(client: RuntimeHttpClient) -> Callable[[], bool]:
-    """Says that the task is being worked on. Flower's own would end this process with a signal when it is refused."""
+    """Return a function that reports that the task is alive.
 
-    def beat() -> bool:
+    Flower's own function ends this process with a signal when the report is refused.
+    """
+
+    def send() -> bool:
         try:
             client.SendTaskHeartbeat(SendTaskHeartbeatRequest())
         except httpx.TransportError:
             return False
         except httpx.HTTPError:
-            return True  # refused: the task is over, and saying it again does not help
+            # The task has ended, and a retry does not help.
+            return True
         return True
 
-    return beat
+    return send

@@ -1,12 +1,16 @@
-"""The server's side of a federation: a backend of the one round loop whose cohort is clients on a network.
+"""The server of a federation: a backend of the round loop whose clients are on a network.
 
-It sends each client its request, holds every reply against what this model and this algorithm make, and averages the good
-ones. Who is wrong or late is named in the log and left out. Where too few are left, the others are asked again with the
-same bytes, and if that does not help the round is lost: the state stays, and the next round comes. The clients charge themselves: the loop's `Spending` gets no ledger here, and its figures are upper bounds for this
-run (a client that was asked counts as charged). What a client has spent over all its runs only its own ledger knows.
+The server sends each client of the cohort a request, checks the replies and averages the good ones.
+Clients without a good reply are named in the log and left out. If too few replies are good, the
+server repeats the other requests. If that does not help, the round is lost: the state stays as it
+is, and the next round begins.
 
-A request is a function of the configuration and of what a checkpoint holds. So a server that was killed and goes on asks
-for the same round with the same bytes, and whoever had answered sends the stored message, uncharged.
+The clients charge their own ledgers. The loop's `Spending` has no ledger here; its figures are
+upper bounds for this run, as every client that got a request counts as charged. Only the client's
+own ledger contains its spending over all runs.
+
+A request depends only on the configuration and on the checkpoint. A killed and resumed server
+therefore repeats its last requests byte for byte, and clients send their stored replies uncharged.
 """
 
 from __future__ import annotations
@@ -22,63 +26,52 @@ from torch import Tensor
 from dpfed.algorithms.base import Message
 from dpfed.config import Config, FederationSection, to_dict
 from dpfed.errors import DpfedError, StoppedError, counted
-from dpfed.federation.held_out import Score, as_json, bounds, score_of
+from dpfed.federation.held_out import Score, bounds, score_of
 from dpfed.federation.messages import (
     ClippingTerms,
     MessageError,
     Reply,
     Request,
-    Scoring,
+    ScoringRequest,
     ScoringTerms,
     Terms,
     digest,
     pack,
     unpack_reply,
 )
-from dpfed.federation.policy import RefusedError, told
 from dpfed.model.model_hash import model_hash
-from dpfed.training.backends.base import LostRoundError
-from dpfed.training.budget.spending import Spending, budget_of
+from dpfed.training.backends.base import LostRoundError, WaitForCharge, no_charge
 from dpfed.training.job.job import Job
 from dpfed.training.job.message_size import meta_message
 from dpfed.training.job.plan import client_names
 from dpfed.training.round_context import learning_rate
 from dpfed.training.server_state import State
 
+Log = Callable[[str], None]
+# Requests by the client's number.
+Requests = Mapping[int, Request] | Mapping[int, ScoringRequest]
+
 
 class Transport(Protocol):
-    """Brings requests to clients and their answers back, by name; who is silent until the timeout is left out."""
+    """Carries requests to clients, and their replies back, by name.
+
+    A client without a reply within `timeout` seconds is missing in the result.
+    """
 
     def send_all(
         self, requests: Mapping[str, bytes], timeout: float
     ) -> Mapping[str, bytes | Exception]: ...
 
 
-class Loopback:
-    """Clients in this process, one after another; for tests."""
-
-    def __init__(self, clients: Mapping[str, Callable[[bytes], bytes]]) -> None:
-        self.clients = dict(clients)
-
-    def send_all(
-        self, requests: Mapping[str, bytes], timeout: float
-    ) -> dict[str, bytes | Exception]:
-        return {
-            name: self._ask(name, data) for name, data in requests.items() if name in self.clients
-        }
-
-    def _ask(self, name: str, data: bytes) -> bytes | Exception:
-        try:
-            return self.clients[name](data)
-        except Exception as error:
-            return RefusedError(told(error))
-
-
 class Federation:
-    """`run_cohort` over a transport. `names[i]` is client i of the plan; `server` is what this server is called.
+    """The backend of the round loop for clients on a network.
 
-    heads, used   what each client's ledger came to and the last round in which its message was used: they go into its
-                  next request, and belong into a checkpoint (`remembered`, `restore`)
+    Client i of the plan is the i-th name of `section.clients` in alphabetical order. `run` is the
+    run's name in requests. With `seeded` the clients use repeatable noise (test mode).
+
+    heads  row count and hash of each client's ledger in its last reply
+    used   last round in which each client's message was used
+    Both go into the client's next request and are part of a checkpoint.
     """
 
     def __init__(
@@ -86,38 +79,31 @@ class Federation:
         job: Job,
         transport: Transport,
         run: str,
-        server: str,
-        names: Sequence[str],
-        timeout: float = 600.0,
+        section: FederationSection,
         seeded: bool = False,
-        log: Callable[[str], None] = lambda line: None,
-        retries: int = 0,
-        patience: int = 1,
-        held_out: Mapping[str, int] | None = None,
-        evaluate_every: int = 0,
-        evaluate_sigma: float = 5.0,
+        log: Log = lambda line: None,
     ) -> None:
-        refuse_unsendable(job, names)
-        self._retries, self._patience, self._lost = retries, patience, 0
-        self._held_out, self._every, self._sigma = (
-            dict(held_out or {}),
-            evaluate_every,
-            evaluate_sigma,
-        )
-        if evaluate_every and not (self._held_out and self._held_out.keys() <= set(names)):
+        self._names = sorted(section.clients)
+        refuse_unsendable(job, self._names)
+        held_out = section.held_out.keys()
+        if section.evaluate_every and not (held_out and held_out <= section.clients.keys()):
             raise DpfedError(
-                "federation.held_out must say how many units which of the clients hold out, and is not told"
+                "federation.held_out must say how many units which of the clients hold out, "
+                "and is not told"
             )
-        self.scores: list[Score] = []
-        self._job, self._transport, self._run, self._server = job, transport, run, server
-        self._names, self._timeout, self._seeded, self._log = list(names), timeout, seeded, log
+        self._job = job
+        self._transport = transport
+        self._run = run
+        self._section = section
+        self._seeded = seeded
+        self._log = log
+        self._lost = 0
         self._model = model_hash(job.adapted.model, job.space)
-        up, _ = meta_message(job.algorithm, job.space, varying_phi=job.plan.clipping.counts)
-        self._shapes: dict[str, tuple[int, ...]] = {
-            name: tuple(value.shape[1:]) for name, value in up.items()
-        }
+        message, _ = meta_message(job.algorithm, job.space, varying_phi=job.plan.clipping.counts)
+        self._shapes = {name: tuple(value.shape[1:]) for name, value in message.items()}
         if job.plan.clipping.counts:
             self._shapes["below"] = (1,)
+        self.scores: list[Score] = []
         self.heads: dict[int, tuple[int, str]] = {}
         self.used: dict[int, int] = {}
 
@@ -126,109 +112,109 @@ class Federation:
         t: int,
         state: State,
         clients: Sequence[int],
-        wait_for_charge: Callable[[], None] = lambda: None,
+        wait_for_charge: WaitForCharge = no_charge,
     ) -> tuple[Message, int]:
-        """The mean of the messages that are good, and how many they are. The clients pay for themselves."""
-        requests = {i: self._request(t, state, i) for i in clients}
+        """Return the mean of the good messages and their number; clients charge themselves."""
+        requests = {i: self.training_request(t, state, i) for i in clients}
         needed = min(self._job.config.run.min_clients or self._job.schedule.cohort, len(clients))
-        good: dict[int, Reply] = {}
-        for _ in range(1 + self._retries):
-            good |= self._ask(
-                t, {i: request for i, request in requests.items() if i not in good}, state
-            )
-            if len(good) >= needed:
+        limit = norm_limit(self._job, t, state)
+        replies: dict[int, Reply] = {}
+        for _ in range(1 + self._section.retries):
+            missing = {i: request for i, request in requests.items() if i not in replies}
+            replies |= self._exchange(missing, self._shapes, limit, "left out")
+            if len(replies) >= needed:
                 break
-        good = {
-            i: good[i] for i in clients if i in good
-        }  # who answered late does not change the sum's last bits
-        for i, reply in good.items():
+        # In the order of the clients: the order of arrival must not change the sum's last bits.
+        replies = {i: replies[i] for i in clients if i in replies}
+        for i, reply in replies.items():
             self.heads[i] = (reply.receipt.rows, reply.receipt.head)
-        if len(good) < needed:
-            raise self._too_few(t, len(good), needed)
+        if len(replies) < needed:
+            raise self._too_few(t, len(replies), needed)
         self._lost = 0
-        self.used |= dict.fromkeys(good, t)
-        return self._mean(good), len(good)
+        self.used |= dict.fromkeys(replies, t)
+        return self._mean(replies), len(replies)
 
-    def _ask(self, t: int, requests: Mapping[int, Request], state: State) -> dict[int, Reply]:
-        """The good replies; who sent none is named."""
+    def _exchange(
+        self,
+        requests: Requests,
+        shapes: Mapping[str, tuple[int, ...]],
+        limit: float,
+        consequence: str,
+    ) -> dict[int, Reply]:
+        """Send requests and return the good replies; log why the others are missing."""
         packed = {i: pack(request) for i, request in requests.items()}
-        answers = self._transport.send_all(
-            {self._names[i]: data for i, data in packed.items()}, self._timeout
+        found = self._transport.send_all(
+            {self._names[i]: data for i, data in packed.items()}, self._section.timeout
         )
-        limit, good = norm_limit(self._job, t, state), {}
+        replies: dict[int, Reply] = {}
         for i, request in requests.items():
+            terms = request.terms
             try:
-                found = self._answer(answers.get(self._names[i]))
-                good[i] = unpack_reply(found, self._shapes, request.terms, digest(packed[i]), limit)
+                data = self._bytes_of(found.get(self._names[i]))
+                reply = unpack_reply(data, shapes, terms, digest(packed[i]), limit)
+                if isinstance(terms, ScoringTerms):
+                    check_counts(reply, terms)
+                replies[i] = reply
             except DpfedError as error:
-                self._log(
-                    f"round {t}: client {self._names[i]!r} is left out: {one_line(str(error))}"
-                )
-        return good
+                reason = one_line(str(error))
+                name = self._names[i]
+                self._log(f"round {terms.round}: client {name!r} is {consequence}: {reason}")
+        return replies
 
-    def _too_few(self, t: int, answered: int, needed: int) -> DpfedError:
+    def _bytes_of(self, found: bytes | Exception | None) -> bytes:
+        if found is None:
+            raise MessageError(f"no answer within {self._section.timeout:g} seconds")
+        if isinstance(found, Exception):
+            raise MessageError(str(found) or type(found).__name__)
+        return found
+
+    def _too_few(self, t: int, found: int, needed: int) -> DpfedError:
         self._lost += 1
-        clients = counted(answered, "client")
+        clients = counted(found, "client")
         what = f"in round {t} only {clients} gave a usable answer and {needed} are needed"
-        if self._lost < self._patience:
+        if self._lost < self._section.patience:
             self._log(f"{what}: the round is lost, and the next one comes")
             return LostRoundError(what)
         return StoppedError(f"{what}: see the log for who did not, and run.min_clients")
 
     def after(self, t: int, state: State) -> dict[str, Any]:
-        if self._every and t % self._every == 0:
+        every = self._section.evaluate_every
+        if every and t % every == 0:
             self._score(t, state)
         return self.remembered()
 
     def _score(self, t: int, state: State) -> None:
-        """Asks for noised counts of right answers; who does not answer is left out."""
-        asked = {
-            i: self._scoring(t, state, i)
-            for i, name in enumerate(self._names)
-            if name in self._held_out
-        }
-        packed = {i: pack(request) for i, request in asked.items()}
-        answers = self._transport.send_all(
-            {self._names[i]: data for i, data in packed.items()}, self._timeout
-        )
+        """Request noised counts; clients without a good reply are left out of the score."""
+        held_out = [i for i, name in enumerate(self._names) if name in self._section.held_out]
+        requests = {i: self.scoring_request(t, state, i) for i in held_out}
         counts: dict[str, tuple[float, float]] = {}
-        for i, request in asked.items():
-            try:
-                found = self._answer(answers.get(self._names[i]))
-                reply = unpack_reply(found, {"counts": (2,)}, request.terms, digest(packed[i]), 0.0)
-                right, wrong = (float(x) for x in reply.fields["counts"])
-                least, most = bounds(request.terms)
-                if not (least <= right <= most and least <= wrong <= most):
-                    raise MessageError(
-                        f"{right:g} right and {wrong:g} wrong are no answers of {request.terms.held_out} units"
-                    )
-                counts[self._names[i]] = right, wrong
-                self.heads[i] = (reply.receipt.rows, reply.receipt.head)
-            except DpfedError as error:
-                self._log(
-                    f"round {t}: client {self._names[i]!r} is not scored: {one_line(str(error))}"
-                )
-        score = score_of(t, counts, self._sigma, t // self._every, self._job.config.privacy.delta)
+        for i, reply in self._exchange(requests, {"counts": (2,)}, 0.0, "not scored").items():
+            right, wrong = reply.fields["counts"].tolist()
+            counts[self._names[i]] = (right, wrong)
+            self.heads[i] = (reply.receipt.rows, reply.receipt.head)
+        number = t // self._section.evaluate_every
+        delta = self._job.config.privacy.delta
+        score = score_of(t, counts, self._section.evaluate_sigma, number, delta)
         if score is not None:
             self.scores.append(score)
             self._log(str(score))
 
     def report(self) -> dict[str, Any]:
-        return {"held_out": as_json(self.scores)} if self._every else {}
+        scores = [asdict(score) for score in self.scores]
+        return {"held_out": scores} if self._section.evaluate_every else {}
 
     def remembered(self) -> dict[str, Any]:
-        """What a checkpoint has to hold besides the state, as JSON takes it."""
+        """Return the part of a checkpoint besides the state, as JSON values."""
         return {
             "heads": {str(i): list(head) for i, head in sorted(self.heads.items())},
             "used": {str(i): t for i, t in sorted(self.used.items())},
-            "scores": as_json(self.scores),
+            "scores": [asdict(score) for score in self.scores],
         }
 
     def restore(self, remembered: Mapping[str, Any]) -> None:
         try:
-            self.heads = {
-                int(i): (int(rows), str(hash_)) for i, (rows, hash_) in remembered["heads"].items()
-            }
+            heads = remembered["heads"].items()
+            self.heads = {int(i): (int(rows), str(hash_)) for i, (rows, hash_) in heads}
             self.used = {int(i): int(t) for i, t in remembered["used"].items()}
             self.scores = [Score(**score) for score in remembered["scores"]]
         except (KeyError, TypeError, ValueError, AttributeError):
@@ -236,26 +222,16 @@ class Federation:
                 "the checkpoint does not say how the clients' ledgers stood: it is no server's"
             ) from None
 
-    def _request(self, t: int, state: State, client: int) -> Request:
-        job, plan = self._job, self._job.plan
-        rows, head = self.heads.get(client, (0, ""))
+    def training_request(self, t: int, state: State, client: int) -> Request:
+        job = self._job
+        run, plan, schedule = job.config.run, job.plan, job.schedule
         terms = Terms(
-            run=self._run,
-            server=self._server,
-            client=self._names[client],
-            index=client,
-            seed=job.config.run.seed,
-            seeded=self._seeded,
-            round=t,
-            rounds=job.config.run.rounds,
-            local_steps=job.config.run.local_steps,
-            clients=job.schedule.clients,
-            cohort=job.schedule.cohort,
-            lr=learning_rate(
-                job.algorithm.lr, job.config.run.lr_schedule, t, job.config.run.rounds
-            ),
-            algorithm=to_dict(job.config)["algorithm"],
-            model=self._model,
+            **self._common_terms(t, client),
+            rounds=run.rounds,
+            local_steps=run.local_steps,
+            clients=schedule.clients,
+            cohort=schedule.cohort,
+            lr=learning_rate(job.algorithm.lr, run.lr_schedule, t, run.rounds),
             rate=float(plan.rates[client]),
             expected=float(plan.expected[client]),
             sigma=float(plan.multipliers[client]),
@@ -263,96 +239,88 @@ class Federation:
             clipping=ClippingTerms(**asdict(plan.clipping)),
             grid=job.config.privacy.grid is not False,
             equal_phi=plan.equal_phi,
-            rows=rows,
-            head=head,
             used=self.used.get(client, 0),
         )
-        return Request(
-            terms, {name: getattr(state.server, name) for name in job.algorithm.broadcast}
-        )
+        fields = {name: getattr(state.server, name) for name in job.algorithm.broadcast}
+        return Request(terms, fields)
 
-    def _scoring(self, t: int, state: State, client: int) -> Scoring:
-        rows, head = self.heads.get(client, (0, ""))
+    def scoring_request(self, t: int, state: State, client: int) -> ScoringRequest:
         terms = ScoringTerms(
-            run=self._run,
-            server=self._server,
-            client=self._names[client],
-            index=client,
-            seed=self._job.config.run.seed,
-            seeded=self._seeded,
-            round=t,
-            algorithm=to_dict(self._job.config)["algorithm"],
-            model=self._model,
-            held_out=self._held_out[self._names[client]],
-            sigma=self._sigma,
-            rows=rows,
-            head=head,
+            **self._common_terms(t, client),
+            held_out=self._section.held_out[self._names[client]],
+            sigma=self._section.evaluate_sigma,
         )
-        return Scoring(terms, {"theta": state.result})
+        return ScoringRequest(terms, {"theta": state.result})
 
-    def _answer(self, found: bytes | Exception | None) -> bytes:
-        if found is None:
-            raise MessageError(f"no answer within {self._timeout:g} seconds")
-        if isinstance(found, Exception):
-            raise MessageError(str(found) or type(found).__name__)
-        return found
+    def _common_terms(self, t: int, client: int) -> dict[str, Any]:
+        """Return the terms that both kinds of requests contain."""
+        rows, head = self.heads.get(client, (0, ""))
+        return {
+            "run": self._run,
+            "server": self._section.server,
+            "client": self._names[client],
+            "index": client,
+            "seed": self._job.config.run.seed,
+            "seeded": self._seeded,
+            "round": t,
+            "algorithm": to_dict(self._job.config)["algorithm"],
+            "model": self._model,
+            "rows": rows,
+            "head": head,
+        }
 
-    def _mean(self, good: Mapping[int, Reply]) -> Message:
-        """Weighted by public constants that sum to one over those who answered."""
-        sizes = [float(self._job.plan.sizes[i]) for i in good]
-        weights = (
-            torch.tensor(sizes)
-            if self._job.algorithm.agg_weights == "size"
-            else torch.ones(len(good))
-        )
+    def _mean(self, replies: Mapping[int, Reply]) -> Message:
+        """Return the mean with public weights that sum to one over these clients."""
+        weights = torch.ones(len(replies))
+        if self._job.algorithm.agg_weights == "size":
+            weights = torch.tensor([float(self._job.plan.sizes[i]) for i in replies])
         weights = (weights / weights.sum()).to(self._job.device)
 
         def stacked(name: str) -> Tensor:
-            return torch.stack([reply.fields[name] for reply in good.values()]).to(self._job.device)
+            return torch.stack([reply.fields[name] for reply in replies.values()])
 
-        return {name: torch.tensordot(weights, stacked(name), dims=1) for name in self._shapes}
+        return {
+            name: torch.tensordot(weights, stacked(name).to(self._job.device), dims=1)
+            for name in self._shapes
+        }
+
+
+def check_counts(reply: Reply, terms: ScoringTerms) -> None:
+    """Refuse counts that no honest client would send."""
+    right, wrong = reply.fields["counts"].tolist()
+    least, most = bounds(terms)
+    if not (least <= right <= most and least <= wrong <= most):
+        raise MessageError(
+            f"{right:g} right and {wrong:g} wrong are no answers of {terms.held_out} units"
+        )
 
 
 def one_line(text: str) -> str:
-    """What others have a say in, as the log takes it: printable, one line, and not a long one."""
+    """Return text from a client as one short, printable line for the log."""
     return "".join(c if c.isprintable() else " " for c in " ".join(text.split()))[:300]
 
 
 def served(config: Config, seeded: bool = False) -> Config:
-    """The configuration under which a server runs: the clients' noise is real, except in test mode."""
+    """Return the configuration of a server: real noise at the clients, except in test mode."""
     client_names(config)
-    return replace(
-        config, run=replace(config.run, noise="seeded" if seeded else "os", diagnostics=False)
-    )
+    run = replace(config.run, noise="seeded" if seeded else "os", diagnostics=False)
+    return replace(config, run=run)
 
 
 def federation_of(
-    job: Job, run: str, transport: Transport, log: Callable[[str], None] = lambda line: None
+    job: Job, run: str, transport: Transport, log: Log = lambda line: None
 ) -> Federation:
-    """The backend of a job made by `prepare_server` from a configuration that `served` gave: `engine.run`'s `serve`."""
+    """Return the backend of a job that `prepare_server` made from a `served` configuration."""
     section = job.config.federation or FederationSection()
-    return Federation(
-        job,
-        transport,
-        run,
-        section.server,
-        client_names(job.config),
-        section.timeout,
-        job.config.run.noise == "seeded",
-        log,
-        section.retries,
-        section.patience,
-        section.held_out,
-        section.evaluate_every,
-        section.evaluate_sigma,
-    )
+    return Federation(job, transport, run, section, job.config.run.noise == "seeded", log)
 
 
 def refuse_unsendable(job: Job, names: Sequence[str]) -> None:
     plan = job.plan
-    if len(set(names)) != len(names) or len(names) != plan.clients:
+    if len(names) != plan.clients:
         raise DpfedError(
-            f"the federation has {plan.clients} clients, so it needs as many different names of clients"
+            f"the federation has {plan.clients} clients, "
+            "so it needs as many different names of clients"
         )
     if not plan.private or plan.sampling != "poisson":
         raise DpfedError(
@@ -360,18 +328,10 @@ def refuse_unsendable(job: Job, names: Sequence[str]) -> None:
         )
 
 
-def spending_of(job: Job) -> Spending:
-    """The loop's accounts without a ledger: whom privacy.budget still allows, and figures that bound this run's."""
-    budget = budget_of(
-        job.plan, job.schedule, job.config.privacy.delta, job.config.privacy.budget, past=job.past
-    )
-    budget.check()
-    return Spending(job, budget, None, by_choice=True)
-
-
 def norm_limit(job: Job, t: int, state: State) -> float:
-    """A public bound that no honest ‖delta‖ comes near: far beyond K steps of length lr, or of clip and noise."""
-    plan, run = job.plan.at(state.clip), job.config.run
+    """Return a public bound far above the norm of any honest `delta` of K local steps."""
+    plan = job.plan.at(state.clip)
+    run = job.config.run
     noise = max(math.sqrt(plan.phi(i)) for i in range(plan.clients))
     lr = learning_rate(job.algorithm.lr, run.lr_schedule, t, run.rounds)
     step = lr * (math.sqrt(job.space.size) * max(1.0, noise) + state.clip)

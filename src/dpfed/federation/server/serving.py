@@ -1,19 +1,20 @@
-"""A server's whole run over Flower's Grid: the one round loop, with clients on a network."""
+"""A server's whole run: the round loop with clients that Flower's Grid reaches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpfed.config import Config, load
 from dpfed.errors import DpfedError
 from dpfed.federation.links import client_keys
-from dpfed.federation.server.server import federation_of, served
+from dpfed.federation.server.server import Log, federation_of, served
 from dpfed.privacy.published import show_score
 from dpfed.registry import registry
 from dpfed.training.backends.base import RemoteBackend
-from dpfed.training.backends.execution import Served
+from dpfed.training.backends.execution import Served, Stop, never_stop
 from dpfed.training.callbacks.base import Callback, OnStart
 from dpfed.training.job.job import Job
 from dpfed.training.job.plan import client_names
@@ -24,65 +25,70 @@ from dpfed.training.run import run
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
-Say = Callable[[str], None]
+    from dpfed.federation.flower.transport import GridTransport
+
+
+@dataclass(frozen=True)
+class Network:
+    """A server's connection to its clients.
+
+    say   writes a line to the log
+    stop  called while waiting; may raise to end the run
+    wait  seconds within which enough clients must connect
+    """
+
+    transport: GridTransport
+    say: Log
+    stop: Stop = never_stop
+    wait: float = 600.0
 
 
 def config_for(
     config: str | None, overrides: Sequence[str], out: Path, resume: bool, seeded: bool
 ) -> Config:
-    """The configuration of a server; one that goes on has it in its folder."""
+    """Return the configuration of a server; a resumed run has it in its folder."""
     if resume and not (out / "config.toml").exists():
         raise DpfedError(
             f"{out} is not the folder of a run: --resume needs one that `dpfed server` has made"
         )
     if config is None and not resume:
         raise DpfedError(
-            "a server needs a configuration with [federation.clients]: dpfed server cfg.toml --out DIR"
+            "a server needs a configuration with [federation.clients]: "
+            "dpfed server cfg.toml --out DIR"
         )
-    return served(load(config or str(out / "config.toml"), list(overrides), registry()), seeded)
+    return served(_load(config, overrides, out), seeded)
 
 
 def wants_seeded(config: str | None, overrides: Sequence[str], out: Path) -> bool:
-    """Whether the configuration asks for repeatable noise, as a simulation does by default."""
-    return (
-        load(config or str(out / "config.toml"), list(overrides), registry()).run.noise == "seeded"
-    )
+    """Return True if the configuration asks for repeatable noise, the default of a simulation."""
+    return _load(config, overrides, out).run.noise == "seeded"
+
+
+def _load(config: str | None, overrides: Sequence[str], out: Path) -> Config:
+    return load(config or str(out / "config.toml"), list(overrides), registry())
 
 
 def serve_over(
-    config: Config,
-    out: Path,
-    resume: bool,
-    grid: Grid,
-    keys: dict[str, bytes] | None,
-    say: Say,
-    *,
-    wait: float = 600.0,
-    stop: Callable[[], None] = lambda: None,
-    alive: Callable[[], None] = lambda: None,
-    callbacks: Sequence[Callback] = (),
+    config: Config, out: Path, resume: bool, network: Network, callbacks: Sequence[Callback]
 ) -> dict[str, Any]:
-    """Trains with the clients that this Grid reaches. `wait`: seconds until enough of them must be connected."""
-    from dpfed.federation.flower.transport import GridTransport
-
-    transport = GridTransport(grid, keys, stop=stop, alive=alive)
+    """Train with the clients of a network; return the run's result."""
 
     def backend(job: Job, name: str) -> RemoteBackend:
-        return federation_of(job, name, transport, say)
+        return federation_of(job, name, network.transport, network.say)
 
     def wait_for_clients(job: Job) -> None:
         enough = job.config.run.min_clients or job.schedule.cohort
-        transport.wait_for(client_names(config), enough, wait, say)
+        network.transport.wait_for(client_names(config), enough, network.wait, network.say)
 
     watchers = [*callbacks, OnStart(wait_for_clients)]
     mode: Mode = "resume" if resume else "new"
-    return run(config, out, mode, callbacks=watchers, execution=Served(backend, stop))
+    return run(config, out, mode, callbacks=watchers, execution=Served(backend, network.stop))
 
 
 class RoundLines(Callback):
     """Write one line per round with `say`."""
 
-    def __init__(self, rounds: int, say: Say) -> None:
+    def __init__(self, rounds: int, say: Log) -> None:
         self._rounds = rounds
         self._say = say
 
@@ -91,12 +97,15 @@ class RoundLines(Callback):
         self._say(f"round {round.t}/{self._rounds}  accuracy {accuracy}  {round.seconds:.1f} s")
 
 
-def serve(
-    config: str, overrides: Sequence[str], out: Path, resume: bool, grid: Grid, keys: Path, say: Say
-) -> dict[str, Any]:
-    """For Flower's own commands: real noise always, and clients known by their keys."""
-    settings = config_for(config, overrides, out, resume, seeded=False)
+def serve(config: str, out: Path, grid: Grid, keys: Path, say: Log) -> dict[str, Any]:
+    """Run a server under Flower's own commands: real noise, and clients identified by keys.
 
-    known = client_keys(keys, client_names(settings))
+    A run that exists in `out` is resumed.
+    """
+    from dpfed.federation.flower.transport import GridTransport
+
+    resume = (out / "config.toml").exists()
+    settings = config_for(config, [], out, resume, seeded=False)
+    transport = GridTransport(grid, client_keys(keys, client_names(settings)))
     lines = RoundLines(settings.run.rounds, say)
-    return serve_over(settings, out, resume, grid, known, say, callbacks=[lines])
+    return serve_over(settings, out, resume, Network(transport, say), [lines])

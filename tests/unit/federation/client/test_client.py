@@ -1,4 +1,4 @@
-"""The guarded client: charge, compute, store, send; and what a kill between any two of them leaves behind."""
+"""The client: charge, compute, store, send, and a kill between any two of these operations."""
 
 from __future__ import annotations
 
@@ -9,13 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from federation_case import client_config, client_of, job_of, names_of, source_of
+from federation_case import (
+    client_config,
+    client_of,
+    job_of,
+    rows_of,
+    server_of,
+    source_of,
+)
 
 from dpfed.cli.privacy import show_own
 from dpfed.errors import DpfedError
 from dpfed.federation.client import client as client_module
 from dpfed.federation.client import storage as store_module
 from dpfed.federation.client.client import Client
+from dpfed.federation.client.round_setup import ModelBuilder, plan_of
 from dpfed.federation.messages import (
     MessageError,
     Reply,
@@ -26,7 +34,6 @@ from dpfed.federation.messages import (
     unpack_request,
 )
 from dpfed.federation.policy import RefusedError
-from dpfed.federation.server.server import Federation, Loopback
 from dpfed.privacy.accounting.pld import epsilon
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.oracle import FleetOracle
@@ -37,7 +44,7 @@ from dpfed.training.round_context import first_state
 
 
 class KilledError(BaseException):
-    """Nothing in the program catches it, as nothing catches a kill."""
+    """No code in the program catches this exception, like a kill."""
 
 
 @pytest.fixture(scope="module")
@@ -53,18 +60,9 @@ def scaffold() -> Job:
 def request_of(
     job: Job, t: int = 1, head: tuple[int, str] = (0, ""), used: int = 0, **changed: Any
 ) -> bytes:
-    federation = Federation(job, Loopback({}), "run-1", "hub", names_of(job))
-    request = federation._request(t, first_state(job), 0)
+    request = server_of(job, {}).training_request(t, first_state(job), 0)
     terms = dataclasses.replace(request.terms, rows=head[0], head=head[1], used=used, **changed)
     return pack(Request(terms, request.fields))
-
-
-def rows_in(folder: Path) -> int:
-    path = folder / "clinic-0" / "ledger.db"
-    if not path.exists():
-        return 0
-    with Ledger.open(path, client="clinic-0", readonly=True) as ledger:
-        return ledger.verify().rows
 
 
 def opened(data: bytes, request: bytes, job: Job) -> Reply:
@@ -80,8 +78,9 @@ def test_the_same_request_gets_the_stored_bytes_and_is_charged_once(
     client, asked = client_of(job, 0, tmp_path), request_of(job)
     first = client.answer(asked)
     assert client.answer(asked) == first
-    assert client_of(job, 0, tmp_path).answer(asked) == first  # another process, the same disk
-    assert rows_in(tmp_path) == 1
+    # Another process with the same files.
+    assert client_of(job, 0, tmp_path).answer(asked) == first
+    assert len(rows_of(tmp_path)) == 1
     reply = opened(first, asked, job)
     with Ledger.open(
         tmp_path / "clinic-0" / "ledger.db", client="clinic-0", readonly=True
@@ -98,11 +97,10 @@ def test_a_round_cannot_be_had_twice_with_other_noise(job: Job, tmp_path: Path) 
     for t, changed in ((2, {"lr": 0.005}), (2, {"clip": 0.4}), (1, {}), (2, {"rounds": 4})):
         with pytest.raises(RefusedError, match="not after round 2"):
             client.answer(request_of(job, t, **changed))
-    assert rows_in(tmp_path) == 1
-    client.answer(
-        request_of(job, 1, run="run-2")
-    )  # another run has its own rounds, in the same ledger
-    assert rows_in(tmp_path) == 2
+    assert len(rows_of(tmp_path)) == 1
+    # Another run has its own rounds in the same ledger.
+    client.answer(request_of(job, 1, run="run-2"))
+    assert len(rows_of(tmp_path)) == 2
 
 
 @pytest.mark.parametrize(
@@ -148,7 +146,7 @@ def test_what_is_refused_spends_nothing_and_touches_no_record(
     data = pack(Request(dataclasses.replace(request.terms, **changed), request.fields))
     with pytest.raises(DpfedError, match=what):
         client_of(job, 0, tmp_path, **keys).answer(data)
-    assert rows_in(tmp_path) == 0
+    assert len(rows_of(tmp_path)) == 0
 
 
 def test_a_theta_that_is_not_finite_or_of_another_size_is_refused(job: Job, tmp_path: Path) -> None:
@@ -158,7 +156,7 @@ def test_a_theta_that_is_not_finite_or_of_another_size_is_refused(job: Job, tmp_
             client.answer(pack(Request(request.terms, {**request.fields, "theta": theta})))
     with pytest.raises(MessageError, match="at most 1048576 are read"):
         client_of(job, 0, tmp_path, max_message=1).answer(bytes(1 << 21))
-    assert rows_in(tmp_path) == 0
+    assert len(rows_of(tmp_path)) == 0
 
 
 def test_the_budget_ends_exactly_where_it_would_be_passed(tmp_path: Path) -> None:
@@ -169,7 +167,7 @@ def test_the_budget_ends_exactly_where_it_would_be_passed(tmp_path: Path) -> Non
     client.answer(request_of(job, 1, run="run-2"))
     with pytest.raises(RefusedError, match="max_epsilon"):
         client.answer(request_of(job, 1, run="run-3"))
-    assert rows_in(tmp_path) == 2
+    assert len(rows_of(tmp_path)) == 2
 
 
 def kill(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: bool) -> None:
@@ -184,10 +182,10 @@ def kill(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: bool) ->
 
 
 POINTS: list[tuple[Any, str, bool, int, bool]] = [
-    # where, before or after it, rows in the ledger then, whether the message was stored
-    (client_module, "check", False, 1, False),
-    (Client, "_build", True, 1, False),
-    (Client, "_memory", True, 1, False),
+    # owner, name, kill after it, rows in the ledger, reply is stored
+    (client_module, "check_training", False, 1, False),
+    (ModelBuilder, "build", True, 1, False),
+    (store_module.Store, "memory", True, 1, False),
     (Ledger, "charge", False, 1, False),
     (Ledger, "charge", True, 2, False),
     (Client, "_compute", True, 2, False),
@@ -215,17 +213,18 @@ def test_a_kill_between_any_two_operations_neither_loses_nor_repeats_a_charge(
         kill(monkeypatch, owner, name, after)
         with pytest.raises(KilledError):
             client.answer(second)
-    assert rows_in(tmp_path) == rows
-    again = client_of(scaffold, 0, tmp_path)  # the process is started anew
+    assert len(rows_of(tmp_path)) == rows
+    again = client_of(scaffold, 0, tmp_path)
     if stored or rows == 1:
         data = again.answer(second)
         assert opened(data, second, scaffold).receipt.rows == 2
         assert again.answer(second) == data
     else:
         with pytest.raises(RefusedError, match="not after round 2"):
-            again.answer(second)  # spent, and never computed for free
-    assert rows_in(tmp_path) == 2
-    third = request_of(scaffold, 3, head, used=1)  # round 2 never came to be used
+            again.answer(second)
+    assert len(rows_of(tmp_path)) == 2
+    # The server never used the message of round 2.
+    third = request_of(scaffold, 3, head, used=1)
     assert opened(again.answer(third), third, scaffold).receipt.rows == 3
     folder = next((tmp_path / "clinic-0" / "runs").iterdir())
     assert sorted(path.name for path in folder.glob("memory-*")) == [
@@ -244,11 +243,13 @@ def test_an_old_copy_of_the_ledger_is_noticed(job: Job, tmp_path: Path) -> None:
     late = shutil.copytree(state, tmp_path / "late")
     for name in ("ledger.db", "ledger.db.head"):
         shutil.copy(tmp_path / "copy" / name, state / name)
-    with pytest.raises(RefusedError, match="lacks round 2"):  # its own stored message remembers
+    # The stored reply shows that the ledger is old.
+    with pytest.raises(RefusedError, match="lacks round 2"):
         client.answer(request_of(job, 3))
     shutil.rmtree(state)
     shutil.copytree(tmp_path / "copy", state)
-    with pytest.raises(DpfedError, match="row 2 is missing"):  # the server remembers
+    # The head in the request shows that the ledger is old.
+    with pytest.raises(DpfedError, match="row 2 is missing"):
         client.answer(request_of(job, 3, head))
     shutil.rmtree(state)
     shutil.copytree(late, state)
@@ -287,7 +288,7 @@ def test_memory_is_committed_only_when_its_message_was_used(scaffold: Job, tmp_p
     (folder / "memory-2.kept").unlink()
     with pytest.raises(RefusedError, match="memory of round 2 is gone"):
         client.answer(request_of(job, 4, used=2, rounds=9, lr=0.01))
-    assert rows_in(tmp_path) == 3
+    assert len(rows_of(tmp_path)) == 3
 
 
 def test_a_client_may_declare_fewer_records_and_every_one_keeps_its_coin(
@@ -298,7 +299,8 @@ def test_a_client_may_declare_fewer_records_and_every_one_keeps_its_coin(
     rate = float(job.plan.rates[0])
     asked = request_of(job, expected=rate * (real - 100))
     client.answer(asked)
-    plan = client._plan(unpack_request(asked, 1 << 24).terms, job.algorithm)
+    units = len(client._shards.units) - 1
+    plan = plan_of(unpack_request(asked, 1 << 24).terms, job.algorithm, units, "record")
     assert plan.sizes.tolist() == [real]
     assert plan.expected.tolist() == [rate * (real - 100)]
     assert plan.phi(0) == pytest.approx((0.5 / (rate * (real - 100))) ** 2)
@@ -318,7 +320,7 @@ def test_a_reply_holds_noised_values_and_public_constants_only(job: Job, tmp_pat
     }
 
 
-def test_classes_read_off_private_labels_are_refused_with_real_noise_even_where_test_mode_is_allowed(
+def test_undeclared_classes_are_refused_with_real_noise_even_if_test_mode_is_allowed(
     job: Job, tmp_path: Path
 ) -> None:
     undeclared = dataclasses.replace(source_of(job, 0), declared=False)
@@ -328,14 +330,11 @@ def test_classes_read_off_private_labels_are_refused_with_real_noise_even_where_
     with pytest.raises(DpfedError, match=r"declare data\.classes"):
         client.answer(request_of(job))
     client.answer(request_of(job, seeded=True))
-    with Ledger.open(
-        tmp_path / "clinic-0" / "ledger.db", client="clinic-0", readonly=True
-    ) as ledger:
-        assert [row.charge.void for row in ledger.rows()] == [True]
+    assert [row.charge.void for row in rows_of(tmp_path)] == [True]
 
 
 def test_repeatable_noise_needs_a_link_on_this_machine_as_well(tmp_path: Path) -> None:
-    """A trial's client.toml that is used for the real thing is refused before any request can come."""
+    """The client.toml of a trial is refused in a real federation before the first request."""
     job = job_of()
     config = client_config(job, 0, tmp_path, allow_seeded=True)
     with pytest.raises(DpfedError, match="allow_seeded = true is for tests with --insecure"):
@@ -347,11 +346,7 @@ def test_a_client_can_ask_what_it_has_spent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = job_of()
-    client, state = client_of(job, 0, tmp_path), first_state(job)
-    federation = Federation(
-        job, Loopback({"clinic-0": client.answer}), "r", "hub", names_of(job), log=lambda line: None
-    )
-    client.answer(pack(federation._request(1, state, 0)))
+    client_of(job, 0, tmp_path).answer(request_of(job))
     account = own_spending(tmp_path / "clinic-0" / "ledger.db")
     with Ledger.open(
         tmp_path / "clinic-0" / "ledger.db", client="clinic-0", readonly=True

@@ -1,4 +1,4 @@
-"""The server: good replies are averaged, offenders are named and left out, and too few end the run with what it has."""
+"""The server: it averages good replies, names faulty clients, and stops after too few replies."""
 
 from __future__ import annotations
 
@@ -9,12 +9,20 @@ from typing import Any
 import pytest
 import torch
 from callback_case import Watcher
-from federation_case import federated, federation_of, job_of, names_of
+from federation_case import (
+    Loopback,
+    federated,
+    federation_of,
+    job_of,
+    names_of,
+    server_of,
+    spending_of,
+)
 
 from dpfed.errors import DpfedError, StoppedError
 from dpfed.federation.messages import Receipt, Reply, digest, pack, unpack_request
 from dpfed.federation.policy import RefusedError
-from dpfed.federation.server.server import Federation, Loopback, norm_limit, spending_of
+from dpfed.federation.server.server import Federation, norm_limit
 from dpfed.model.model_hash import model_hash
 from dpfed.training.job.job import Job
 from dpfed.training.round_context import first_state
@@ -27,7 +35,7 @@ def job_with(least: int | None = 2, **algorithm: Any) -> Job:
 
 
 def say(delta: torch.Tensor | list[float], **changed: Any) -> Any:
-    """A client that answers anything with this."""
+    """Return a client that replies to everything with `delta`."""
 
     def answer(data: bytes) -> bytes:
         terms = unpack_request(data, 1 << 24).terms
@@ -40,15 +48,13 @@ def say(delta: torch.Tensor | list[float], **changed: Any) -> Any:
 
 
 def faulty(job: Job, answer: Any) -> tuple[Federation, list[str]]:
-    """Clients 0 and 1 are good, the third is what is given."""
+    """Return a server whose clients 0 and 1 are good; `answer` is client 2."""
     ones = torch.ones(job.space.size)
     log: list[str] = []
     clients = {"clinic-0": say(ones), "clinic-1": say(3 * ones)} | (
         {"clinic-2": answer} if answer else {}
     )
-    return Federation(
-        job, Loopback(clients), "run-1", "hub", names_of(job), 5.0, False, log.append
-    ), log
+    return server_of(job, clients, log.append), log
 
 
 def raising(error: Exception) -> Any:
@@ -123,9 +129,7 @@ def test_who_is_missing_is_asked_again_with_the_same_bytes_before_a_round_is_los
             asked.append(sorted(requests))
             return super().send_all(requests, timeout)
 
-    federation = Federation(
-        job, Watched(clients), "run-1", "hub", names_of(job), 5.0, False, log.append, retries=1
-    )
+    federation = server_of(job, Watched(clients), log.append, retries=1)
     mean, answered = federation.run_cohort(1, first_state(job), [0, 1, 2])
     assert (answered, mean["delta"][0]) == (3, 3.0)
     assert asked == [["clinic-0", "clinic-1", "clinic-2"], ["clinic-1"]]
@@ -135,8 +139,10 @@ def test_who_is_missing_is_asked_again_with_the_same_bytes_before_a_round_is_los
 
 def test_a_lost_round_leaves_the_state_and_three_in_a_row_end_the_run() -> None:
     job = job_with(3)
-    federation, log = faulty(job, None)
-    federation._patience = 3
+    ones = torch.ones(job.space.size)
+    log: list[str] = []
+    clients = {"clinic-0": say(ones), "clinic-1": say(3 * ones)}
+    federation = server_of(job, clients, log.append, patience=3)
     seen: list[Any] = []
     with pytest.raises(StoppedError, match="in round 3 only 2"):
         RoundLoop(job, federation, spending_of(job), Watcher(on_round=seen.append)).run()
@@ -165,7 +171,8 @@ def test_the_next_request_echoes_the_head_and_what_was_used(tmp_path: Path) -> N
     job = job_of(algorithm={"name": "dp-scaffold", "lr": 0.1}, run={"min_clients": 2})
     federation, transport, log = federation_of(job, tmp_path)
     seen: dict[str, list[tuple[int, int, int]]] = {name: [] for name in names_of(job)}
-    lost = {2: "clinic-1"}  # its answer of round 2 never arrives
+    # The server never gets this client's reply of round 2.
+    lost = {2: "clinic-1"}
 
     def watched(name: str, real: Any) -> Any:
         def answer(data: bytes) -> bytes:
@@ -197,12 +204,13 @@ def test_a_server_that_starts_again_within_a_round_gets_the_stored_messages(tmp_
     federation.run_cohort(1, state, everyone)
     checkpoint = federation.remembered()
     expected, _ = federation.run_cohort(2, state, everyone)
-    again = Federation(job, transport, "run-1", "hub", names_of(job))
+    again = server_of(job, transport)
     again.restore(checkpoint)
     found, answered = again.run_cohort(2, state, everyone)
     assert answered == 3
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    forgot = Federation(job, transport, "run-1", "hub", names_of(job), log=(log := []).append)
+    log: list[str] = []
+    forgot = server_of(job, transport, log.append)
     with pytest.raises(StoppedError):
         forgot.run_cohort(2, state, everyone)
     assert "not after round 2" in log[0]
@@ -219,15 +227,12 @@ def test_figures_bound_the_run_and_nothing_is_charged_at_the_server() -> None:
 
 def test_what_cannot_be_sent_is_refused_before_the_first_round() -> None:
     job = job_with()
-    for names in (["a", "b"], ["a", "b", "a"]):
-        with pytest.raises(DpfedError, match="3 clients"):
-            Federation(job, Loopback({}), "run-1", "hub", names)
+    with pytest.raises(DpfedError, match="3 clients"):
+        server_of(job, {}, clients={"a": 1, "b": 1})
     with pytest.raises(DpfedError, match="real clients answer with noise only"):
-        Federation(job_of(privacy={"sigma": 0.0}), Loopback({}), "run-1", "hub", names_of(job))
+        server_of(job_of(privacy={"sigma": 0.0}), {})
     with pytest.raises(DpfedError, match="poisson"):
-        Federation(
-            job_of(privacy={"sampling": "fixed_wor"}), Loopback({}), "run-1", "hub", names_of(job)
-        )
+        server_of(job_of(privacy={"sampling": "fixed_wor"}), {})
 
 
 def test_the_norm_limit_is_public_and_far_from_honest_messages() -> None:

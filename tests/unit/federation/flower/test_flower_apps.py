@@ -1,4 +1,4 @@
-"""The ClientApp tells the server what it may know and no more; the SuperLink's guard lets clients in and nobody else."""
+"""The ClientApp sends public texts only; the SuperLink's guard is open to clients only."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from dpfed.federation.flower.apps import app_files, client, client_app
 from dpfed.federation.flower.child import Guard
-from dpfed.federation.flower.envelope import REFUSED, TICKET, opened, parcel, slip
+from dpfed.federation.flower.envelope import NONCE, REFUSED, envelope, header_value, payload_of
 from dpfed.federation.messages import MessageError
 from dpfed.federation.policy import RefusedError
 
 
 def asked(data: bytes = b"request") -> Message:
-    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
-    message = Message(parcel(data, "the ticket"), 7, "train")
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+    message = Message(envelope(data, "the nonce"), 7, "train")
     message.metadata.__dict__["_message_id"] = "m"
     return message
 
@@ -34,11 +34,12 @@ def reply_of(answer: Any, log: list[str] | None = None) -> Message:
     return app(asked(), SimpleNamespace())  # type: ignore[arg-type]
 
 
-def test_bytes_go_through_as_they_are_and_the_ticket_comes_back() -> None:
-    data = bytes(range(256)) * 50_000  # more than one piece of Flower's
+def test_bytes_go_through_as_they_are_and_the_nonce_comes_back() -> None:
+    # More than one piece of Flower's.
+    data = bytes(range(256)) * 50_000
     reply = reply_of(lambda request: data if request == b"request" else b"")
-    assert opened(reply.content) == data
-    assert slip(reply.content, TICKET) == "the ticket"
+    assert payload_of(reply.content) == data
+    assert header_value(reply.content, NONCE) == "the nonce"
     assert reply.metadata.reply_to_message_id == "m"
 
 
@@ -58,20 +59,20 @@ def test_of_an_error_the_server_hears_only_what_is_public(error: Exception, said
     log: list[str] = []
     reply = reply_of(answer, log)
     assert not reply.has_error()
-    told = slip(reply.content, REFUSED)
-    assert said in told
-    assert "Jane" not in told
-    assert "/home" not in told
+    text = header_value(reply.content, REFUSED)
+    assert said in text
+    assert "Jane" not in text
+    assert "/home" not in text
     assert str(error) in log[0], "its own log says all of it"
     with pytest.raises(RefusedError):
-        opened(reply.content)
+        payload_of(reply.content)
 
 
 def test_a_long_refusal_is_cut() -> None:
     def answer(data: bytes) -> bytes:
         raise RefusedError("x" * 9999)
 
-    assert len(slip(reply_of(answer).content, REFUSED)) == 300
+    assert len(header_value(reply_of(answer).content, REFUSED)) == 300
 
 
 def test_under_flowers_own_supernode_the_client_says_which_file_is_its_own(
@@ -81,7 +82,7 @@ def test_under_flowers_own_supernode_the_client_says_which_file_is_its_own(
         node_config={}, run_config={"dpfed-client": "/the/servers/choice.toml"}
     )
     reply = client(asked(), context)
-    assert "its own log says why" in slip(reply.content, REFUSED)
+    assert "its own log says why" in header_value(reply.content, REFUSED)
     assert "--node-config" in capsys.readouterr().err
 
 

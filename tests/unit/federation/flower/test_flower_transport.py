@@ -1,4 +1,4 @@
-"""The transport over a Grid: who is who is for keys to say, and an answer counts only for the one that was asked."""
+"""The transport over a Grid: keys identify clients, and a reply counts for its own node only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from dpfed.errors import DpfedError, StoppedError
 from dpfed.federation.flower import transport as module
 from dpfed.federation.flower.apps import client_app
-from dpfed.federation.flower.envelope import SLIP, TICKET, parcel, slip
+from dpfed.federation.flower.envelope import HEADER, NONCE, envelope, header_value
 from dpfed.federation.flower.transport import GridTransport
 from dpfed.federation.policy import RefusedError
 
@@ -27,10 +27,10 @@ Handler = Callable[[Message], Message | None]
 
 
 class FakeGrid:
-    """Nodes by number; what a node does with a message is a function. `after`: polls until a reply can be pulled."""
+    """Nodes by number, each with a function that answers its messages."""
 
     def __init__(self, **nodes: Handler) -> None:
-        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
         self.handlers = {100 + i: handler for i, handler in enumerate(nodes.values())}
         self.nodes = {
             100 + i: SimpleNamespace(
@@ -67,7 +67,9 @@ class FakeGrid:
 
 
 def answering(data: bytes) -> Handler:
-    return lambda message: Message(parcel(data, slip(message.content, TICKET)), reply_to=message)
+    return lambda message: Message(
+        envelope(data, header_value(message.content, NONCE)), reply_to=message
+    )
 
 
 def failing(code: int, text: str = "row 17 of patients.csv") -> Handler:
@@ -80,7 +82,7 @@ def silent(message: Message) -> None:
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "POLL", 0.001)
+    monkeypatch.setattr(module, "POLL_S", 0.001)
 
 
 def ask(grid: FakeGrid, timeout: float = 0.2, **more: Any) -> dict[str, bytes | Exception]:
@@ -97,8 +99,8 @@ def test_each_client_gets_its_own_bytes_and_answers_under_its_name() -> None:
     sent = {message.metadata.dst_node_id: message for message in grid.sent}
     assert sent[100].content["dpfed.parcel"]["data"].data == b"for b"
     assert sent[101].content["dpfed.parcel"]["data"].data == b"for a"
-    assert slip(sent[100].content, TICKET) != slip(sent[101].content, TICKET)
-    assert len(slip(sent[100].content, TICKET)) == 64
+    assert header_value(sent[100].content, NONCE) != header_value(sent[101].content, NONCE)
+    assert len(header_value(sent[100].content, NONCE)) == 64
     assert {message.metadata.ttl for message in grid.sent} == {0.2}, (
         "nobody is to work for a round that is over"
     )
@@ -110,14 +112,14 @@ def test_a_node_with_an_unknown_key_is_never_asked() -> None:
     assert [message.metadata.dst_node_id for message in grid.sent] == [100]
 
 
-@pytest.mark.parametrize("forged", ["ticket", "node", "nothing"])
+@pytest.mark.parametrize("forged", ["nonce", "node", "nothing"])
 def test_an_answer_of_somebody_else_does_not_count(forged: str) -> None:
     def forger(message: Message) -> Message:
-        content = parcel(
-            b"forged", slip(message.content, TICKET) if forged != "ticket" else "guessed"
+        content = envelope(
+            b"forged", header_value(message.content, NONCE) if forged != "nonce" else "guessed"
         )
         if forged == "nothing":
-            content = RecordDict({SLIP: ConfigRecord({TICKET: 3})})
+            content = RecordDict({HEADER: ConfigRecord({NONCE: 3})})
         reply = Message(content, reply_to=message)
         if forged == "node":
             reply.metadata.__dict__["_src_node_id"] = 100
@@ -145,7 +147,8 @@ def test_who_stays_away_holds_up_one_round_and_not_every_one() -> None:
     transport: Any = GridTransport(grid, KEYS, absent=0.05)  # type: ignore[arg-type]
     requests = {"a": b"for a", "b": b"for b"}
     assert transport.send_all(requests, 60.0) == {"a": b"of a"}
-    first, grid.polls = grid.polls, 0
+    first = grid.polls
+    grid.polls = 0
     assert transport.send_all(requests, 60.0) == {"a": b"of a"}
     assert grid.polls == 1 < first
     del grid.nodes[100]
@@ -221,7 +224,8 @@ def test_who_announces_a_reply_and_does_not_send_it_holds_up_nobody() -> None:
             message for i, message in enumerate(grid.sent) if f"m{i}" == ids[0]
         ).metadata.dst_node_id
         if node == 100:
-            over.wait(30)  # as Flower does, for hours
+            # Flower waits for hours here.
+            over.wait(30)
         return real(ids)
 
     grid.pull_messages = pull  # type: ignore[method-assign,assignment]
@@ -237,7 +241,8 @@ def test_who_announces_a_reply_and_does_not_send_it_holds_up_nobody() -> None:
 
 def test_a_message_that_the_link_does_not_take_is_sent_again() -> None:
     grid = FakeGrid(a=answering(b"of a"), b=answering(b"of b"))
-    real, refused = grid.push_messages, list[int]()
+    real = grid.push_messages
+    refused: list[int] = []
 
     def push(messages: list[Message]) -> list[str]:
         if messages[0].metadata.dst_node_id == 101 and len(refused) < 3:
@@ -255,7 +260,7 @@ def test_late_answers_to_an_earlier_call_are_not_taken_for_this_one() -> None:
     transport: Any = GridTransport(grid, KEYS)  # type: ignore[arg-type]
     assert transport.send_all({"b": b"round 1"}, 0.02) == {}
     old = grid.sent[0]
-    grid.replies["m0"] = Message(parcel(b"late", slip(old.content, TICKET)), reply_to=old)
+    grid.replies["m0"] = Message(envelope(b"late", header_value(old.content, NONCE)), reply_to=old)
     assert transport.send_all({"b": b"round 2"}, 0.02) == {}
 
 
@@ -288,7 +293,8 @@ def test_waiting_can_be_stopped() -> None:
 
 
 def test_waiting_for_clients_says_how_many_are_there() -> None:
-    grid, said = FakeGrid(a=silent, b=silent), list[str]()
+    grid = FakeGrid(a=silent, b=silent)
+    said: list[str] = []
     late = grid.nodes.pop(101)
     transport: Any = GridTransport(grid, KEYS)  # type: ignore[arg-type]
     transport.wait_for(["a", "b"], 1, 5.0, said.append)
@@ -321,4 +327,4 @@ def test_with_keys_nodes_are_not_asked_for_their_names_and_do_not_say_them() -> 
     )
     assert ask(grid) == {"a": b"for a", "b": b"for b"}
     with pytest.raises(ValueError, match="No query function"):
-        client_app(bytes, "a", print)(Message(parcel(b"", "t"), 1, "query"), SimpleNamespace())  # type: ignore[arg-type]
+        client_app(bytes, "a", print)(Message(envelope(b"", "t"), 1, "query"), SimpleNamespace())  # type: ignore[arg-type]

@@ -1,25 +1,28 @@
-"""A federation on this machine as real processes: files, keys, `dpfed server`, `dpfed client`; ended by process id.
+"""A federation on this machine as real processes: files, keys, `dpfed server` and `dpfed client`.
 
-For federation_check.py, federation_faults.py, flower_commands.py and benchmarks/federation_cost.py.
+The processes use free ports of 127.0.0.1 and are ended by their ids.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import tomli_w
 
 from dpfed.config import build
 from dpfed.data.sources.digits import Digits
+from dpfed.federation.links import free_port
+from dpfed.privacy.ledger.charge import Row
+from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.registry import registry
 from dpfed.training.job.job import Job, prepare
 
@@ -28,13 +31,22 @@ SERVER = "hub"
 THREADS = {"OMP_NUM_THREADS": "1"}
 
 
+class TrialError(Exception):
+    """A process of a trial failed or took too long; the message ends with its log."""
+
+
 class Trial:
-    """Everything is in one folder. `secure`: TLS and keys; otherwise test mode, without both."""
+    """A server and its clients in one folder.
+
+    With `secure` they use TLS and keys. Without it they run in test mode.
+    """
 
     def __init__(
         self, folder: Path, clients: int = 3, secure: bool = True, **sections: dict[str, Any]
     ) -> None:
-        self.folder, self.secure, self.port = folder, secure, free_port()
+        self.folder = folder
+        self.secure = secure
+        self.port = free_port()
         self.running: list[subprocess.Popen[bytes]] = []
         self.names = [f"clinic-{i}" for i in range(clients)]
         folder.mkdir(parents=True, exist_ok=True)
@@ -48,24 +60,13 @@ class Trial:
         np.savez(folder / "all.npz", **whole)
         self.raw = raw_config(folder, clients, sections)
         job = prepare(build(self.raw, registry()))
-        self.raw["federation"]["clients"] = {
-            name: int(size) for name, size in zip(self.names, job.plan.sizes, strict=True)
-        }
+        sizes = zip(self.names, job.plan.sizes, strict=True)
+        self.raw["federation"]["clients"] = {name: int(size) for name, size in sizes}
         (folder / "cfg.toml").write_text(tomli_w.dumps(self.raw), encoding="utf-8")
         if secure:
-            done(
-                [
-                    *DPFED,
-                    "keys",
-                    str(folder / "keys"),
-                    "--server",
-                    "127.0.0.1",
-                    "--clients",
-                    ",".join(self.names),
-                ]
-            )
+            make_keys(folder / "keys", self.names)
         for i, name in enumerate(self.names):
-            self._client(job, i, name, whole)
+            self._write_client(job, i, name, whole)
 
     def __enter__(self) -> Trial:
         return self
@@ -90,41 +91,46 @@ class Trial:
         how = ["--keys", str(self.folder / "keys")] if self.secure else ["--insecure"]
         listen = ["--listen", f"127.0.0.1:{self.port}"]
         config = [] if "--resume" in more else [str(self.folder / "cfg.toml")]
-        return self.start(
-            "server",
-            [*DPFED, "server", *config, "--out", str(self.folder / out), *how, *listen, *more],
-        )
+        out_option = ["--out", str(self.folder / out)]
+        return self.start("server", [*DPFED, "server", *config, *out_option, *how, *listen, *more])
 
     def client(self, name: str, *more: str) -> subprocess.Popen[bytes]:
         how = [] if self.secure else ["--insecure"]
-        return self.start(
-            name, [*DPFED, "client", str(self.folder / name / "client.toml"), *how, *more]
-        )
+        file = str(self.folder / name / "client.toml")
+        return self.start(name, [*DPFED, "client", file, *how, *more])
 
     def log(self, name: str) -> str:
         path = self.folder / f"{name}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def wait(self, process: subprocess.Popen[bytes], limit: float, name: str = "server") -> None:
-        """Until it has ended well; its log is in the error otherwise."""
+        """Wait until a process has ended with exit code 0."""
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
-            raise SystemExit(
-                f"{name} has not ended within {limit:g} s:\n{self.log(name)[-3000:]}"
-            ) from None
+            self.fail(f"{name} has not ended within {limit:g} s", name)
         if code != 0:
-            raise SystemExit(f"{name} ended with {code}:\n{self.log(name)[-3000:]}")
+            self.fail(f"{name} ended with {code}", name)
 
-    def until(self, name: str, text: str, limit: float, times: int = 1) -> None:
-        """Until a log says it."""
+    def wait_for_text(self, name: str, text: str, limit: float) -> None:
+        """Wait until the log of `name` contains `text`."""
+        self.wait_for(f"{text!r} in the log of {name}", lambda: text in self.log(name), limit)
+
+    def wait_for(self, what: str, holds: Callable[[], bool], limit: float = 60.0) -> None:
         end = time.monotonic() + limit
-        while self.log(name).count(text) < times:
+        while not holds():
             if time.monotonic() > end:
-                raise SystemExit(
-                    f"{name} does not say {text!r} within {limit:g} s:\n{self.log(name)[-3000:]}"
-                )
-            time.sleep(0.1)
+                self.fail(f"waited {limit:g} s for: {what}")
+            time.sleep(0.05)
+
+    def check(self, holds: bool, what: str) -> None:
+        if not holds:
+            self.fail(what)
+
+    def fail(self, what: str, *names: str) -> NoReturn:
+        """Raise with the end of these logs, or of all logs."""
+        logs = [f"--- {name}\n{self.log(name)[-3000:]}" for name in names or self._log_names()]
+        raise TrialError("\n".join([what, *logs]))
 
     def result(self, out: str = "served") -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.folder / out / "run.json").read_text())
@@ -133,21 +139,37 @@ class Trial:
     def ledger(self, name: str) -> Path:
         return self.folder / name / "state" / "ledger.db"
 
+    def rows(self, name: str) -> list[Row]:
+        """Return the rows of a client's ledger after a check of its whole hash chain."""
+        with Ledger.open(self.ledger(name), client=name, readonly=True) as ledger:
+            ledger.verify()
+            return list(ledger.rows())
+
+    def rounds(self, name: str) -> list[int]:
+        """Return the rounds that a client's ledger was charged for."""
+        return [row.charge.round for row in self.rows(name)]
+
     def start(self, name: str, command: list[str], **more: Any) -> subprocess.Popen[bytes]:
-        """With its log in NAME.log, to be ended with the trial; `more` is for Popen."""
+        """Start a process that the trial ends; its log is appended to NAME.log.
+
+        `more` goes to Popen.
+        """
         more["env"] = {**os.environ, **THREADS, "PYTHONUNBUFFERED": "1", **more.get("env", {})}
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, **more)
         self.running.append(process)
         return process
 
-    def _client(self, job: Job, i: int, name: str, whole: dict[str, np.ndarray]) -> None:
-        """A client holds its own records only, in the order in which the simulation has dealt them."""
-        home, rows = self.folder / name, job.shards.of(i)
+    def _log_names(self) -> list[str]:
+        return sorted(path.stem for path in self.folder.glob("*.log"))
+
+    def _write_client(self, job: Job, i: int, name: str, whole: dict[str, np.ndarray]) -> None:
+        """Write client.toml and the client's own records, in the order of the simulation."""
+        home = self.folder / name
         home.mkdir(exist_ok=True)
+        rows = job.shards.of(i)
         own = {key: value[rows] if key.endswith("train") else value for key, value in whole.items()}
         np.savez(home / "own.npz", **own)
-        keys = self.folder / "keys" / name
         raw: dict[str, Any] = {
             "client": {
                 "name": name,
@@ -162,6 +184,7 @@ class Trial:
             "link": {"address": f"127.0.0.1:{self.port}"},
         }
         if self.secure:
+            keys = self.folder / "keys" / name
             raw["link"] |= {"ca": str(keys / "ca.crt"), "key": str(keys / "client.key")}
         (home / "client.toml").write_text(tomli_w.dumps(raw), encoding="utf-8")
 
@@ -180,18 +203,16 @@ def raw_config(folder: Path, clients: int, sections: dict[str, dict[str, Any]]) 
     return raw
 
 
-def done(command: list[str], **more: Any) -> str:
-    """What it prints, once it has ended well; `more` is for subprocess.run."""
+def make_keys(folder: Path, clients: list[str]) -> None:
+    names = ["--clients", ",".join(clients)]
+    run_command([*DPFED, "keys", str(folder), "--server", "127.0.0.1", *names])
+
+
+def run_command(command: list[str], **more: Any) -> str:
+    """Run a command and return its output; `more` goes to subprocess.run."""
     more["env"] = {**os.environ, **THREADS, **more.get("env", {})}
     found = subprocess.run(command, capture_output=True, text=True, **more)
     if found.returncode != 0:
-        said = (found.stdout + found.stderr)[-3000:]
-        raise SystemExit(f"{' '.join(command)} ended with {found.returncode}:\n{said}")
+        output = (found.stdout + found.stderr)[-3000:]
+        raise TrialError(f"{' '.join(command)} ended with {found.returncode}:\n{output}")
     return found.stdout
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

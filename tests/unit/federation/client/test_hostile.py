@@ -1,5 +1,4 @@
-"""Every word of a request as an attacker would write it: refused in words that say nothing private, nothing charged,
-nothing computed."""
+"""Hostile values of every field of a request: refused with public words, without any charge."""
 
 from __future__ import annotations
 
@@ -10,34 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from federation_case import client_of, job_of, names_of
+from federation_case import Loopback, client_of, job_of, rows_of, server_of
 from safetensors.torch import save
 
 from dpfed.errors import DpfedError
 from dpfed.federation import policy as policy_module
 from dpfed.federation.client.client import Client
 from dpfed.federation.messages import MessageError, ScoringTerms, Terms
-from dpfed.federation.policy import RefusedError, ToldError, told
-from dpfed.federation.server.server import Federation, Loopback
+from dpfed.federation.policy import PublicError, RefusedError, public_text
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.oracle import FleetOracle
 from dpfed.training.job.job import Job
 from dpfed.training.round_context import first_state
 
 NAN, INF, HUGE = float("nan"), float("inf"), 10**400
-NUMBERS: list[Any] = [
-    NAN,
-    INF,
-    -INF,
-    -1,
-    0,
-    HUGE,
-    "1",
-    None,
-    True,
-    [1],
-    {},
-]  # wrong for every count of things
+# Wrong for every number of things.
+NUMBERS: list[Any] = [NAN, INF, -INF, -1, 0, HUGE, "1", None, True, [1], {}]
 RATES: list[Any] = [NAN, INF, -1.0, 0.0, 1e300, 5e-324, "1", None, True, [1.0]]
 TEXTS: list[Any] = ["", "x" * 201, "a\nb", "\x1b[2J", 3, None, ["a"], "\ud800"]
 OFTEN: list[Any] = [*NUMBERS, 10**9 + 1, 2**63, 1.5]
@@ -73,10 +60,11 @@ HOSTILE: dict[str, list[Any]] = {
     "cohort": [*OFTEN, 4],
     "lr": [*RATES, 0.02, 101.0, 1e-13],
     "algorithm": [
-        {}, 3, [1], None, {"name": "os.system"}, {"name": ["dp-fedavg"]}, algorithm(lr=-1.0), algorithm(lr=NAN),
-        algorithm(lr=INF), algorithm(lr=1e300), algorithm(lr=101.0), algorithm(lr=1e-3), algorithm(weight_decay=1e30),
-        algorithm(weight_decay=-1.0), algorithm(eps=INF), algorithm(gamma=2.0), algorithm(beta2=1.0),
-        algorithm(bc_floor=-1e9), algorithm(bc_floor=HUGE), algorithm(agg="eval"), algorithm(__class__="x"),
+        {}, 3, [1], None, {"name": "os.system"}, {"name": ["dp-fedavg"]}, algorithm(lr=-1.0),
+        algorithm(lr=NAN), algorithm(lr=INF), algorithm(lr=1e300), algorithm(lr=101.0),
+        algorithm(lr=1e-3), algorithm(weight_decay=1e30), algorithm(weight_decay=-1.0),
+        algorithm(eps=INF), algorithm(gamma=2.0), algorithm(beta2=1.0), algorithm(bc_floor=-1e9),
+        algorithm(bc_floor=HUGE), algorithm(agg="eval"), algorithm(__class__="x"),
         algorithm(lr=[0.01]), algorithm(bc_floor={"a": [1]}),
     ],
     "model": ["", "00", "x" * 65, 3, None, "\n"],
@@ -85,10 +73,11 @@ HOSTILE: dict[str, list[Any]] = {
     "sigma": [*RATES, 0.49, 1e11, 1e13],
     "clip": [*RATES, 1e-13, 10.5, 1e13],
     "clipping": [
-        None, 3, {}, {"mode": "flat"}, clipping(mode="batch_tensor"), clipping(mode="none"), clipping(stability=0.0),
-        clipping(stability=INF), clipping(stability=1e7), clipping(quantile=0.0), clipping(quantile=1.0),
-        clipping(rate=0.0), clipping(rate=INF), clipping(rate=101.0), clipping(count_noise=1.0),
-        clipping(count_noise=1e7), clipping(count_noise=NAN), clipping(extra=1), clipping(mode=3),
+        None, 3, {}, {"mode": "flat"}, clipping(mode="batch_tensor"), clipping(mode="none"),
+        clipping(stability=0.0), clipping(stability=INF), clipping(stability=1e7),
+        clipping(quantile=0.0), clipping(quantile=1.0), clipping(rate=0.0), clipping(rate=INF),
+        clipping(rate=101.0), clipping(count_noise=1.0), clipping(count_noise=1e7),
+        clipping(count_noise=NAN), clipping(extra=1), clipping(mode=3),
     ],
     "grid": [*FLAGS, False],
     "equal_phi": FLAGS,
@@ -104,23 +93,19 @@ def job() -> Job:
 
 
 def table_of(job: Job) -> dict[str, Any]:
-    terms = (
-        Federation(job, Loopback({}), "run-1", "hub", names_of(job))
-        ._request(1, first_state(job), 0)
-        .terms
-    )
+    terms = server_of(job, {}).training_request(1, first_state(job), 0).terms
     return {"format": 1, "kind": "request", **dataclasses.asdict(terms)}
 
 
 def packed(job: Job, table: dict[str, Any], **fields: torch.Tensor) -> bytes:
-    """What no `pack` of ours would make: Python's json writes NaN, Infinity and numbers of 400 digits."""
+    """Return bytes that `pack` never makes, with NaN, Infinity or numbers of 400 digits."""
     server = first_state(job).server
     tensors = {name: getattr(server, name).detach().clone() for name in job.algorithm.broadcast}
     return save({**tensors, **fields}, metadata={"dpfed": json.dumps(table)})
 
 
 class Spy:
-    """One client, whose data and ledger must stay untouched."""
+    """A client whose data and ledger must stay untouched."""
 
     def __init__(
         self, job: Job, folder: Path, monkeypatch: pytest.MonkeyPatch, **keys: Any
@@ -139,7 +124,7 @@ class Spy:
         assert isinstance(caught.value, RefusedError | MessageError), (
             f"not a refusal: {caught.value!r}"
         )
-        text = told(caught.value)
+        text = public_text(caught.value)
         assert text == str(caught.value)
         return text
 
@@ -159,9 +144,8 @@ def test_no_hostile_value_of_any_field_is_charged_or_computed(
         assert str(tmp_path) not in text
     del good[field]
     assert field in spy.refuses(packed(job, good))
-    with pytest.raises(
-        AssertionError, match="charged"
-    ):  # what was changed was the only thing wrong
+    # Without the changed value the request is accepted.
+    with pytest.raises(AssertionError, match="charged"):
         spy.client.answer(packed(job, table_of(job)))
 
 
@@ -189,10 +173,8 @@ SCORING: dict[str, list[Any]] = {
 
 
 def scoring_of(job: Job) -> dict[str, Any]:
-    federation = Federation(
-        job, Loopback({}), "run-1", "hub", names_of(job), held_out={"clinic-0": 80}
-    )
-    terms = federation._scoring(1, first_state(job), 0).terms
+    server = server_of(job, {}, held_out={"clinic-0": 80})
+    terms = server.scoring_request(1, first_state(job), 0).terms
     return {"format": 1, "kind": "scoring", **dataclasses.asdict(terms)}
 
 
@@ -230,8 +212,8 @@ def test_of_any_other_error_the_server_learns_that_there_was_one(
         {"clinic-0": packed(job, table_of(job))}, 1.0
     )
     assert str(answer["clinic-0"]) == "it failed, and its own log says why"
-    assert told(kind("Smith")) == "it failed, and its own log says why"
-    assert told(ToldError("lr is too high")) == "lr is too high"
+    assert public_text(kind("Smith")) == "it failed, and its own log says why"
+    assert public_text(PublicError("lr is too high")) == "lr is too high"
 
 
 def test_a_ledger_that_was_put_back_is_told_without_saying_where_it_lies(
@@ -247,7 +229,7 @@ def test_a_ledger_that_was_put_back_is_told_without_saying_where_it_lies(
 def test_no_rule_of_a_client_asks_what_time_it_is(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows from the future, then rows from the past: what was spent and what comes next do not depend on it."""
+    """Spending and the next round do not depend on the times of rows."""
     decade = 10 * 365 * 86400.0
     client, table = client_of(job, 0, tmp_path), table_of(job)
     for t, now in ((1, 1.8e9 + decade), (2, 1.8e9 - decade), (3, 1.8e9)):
@@ -255,15 +237,12 @@ def test_no_rule_of_a_client_asks_what_time_it_is(
         client.answer(packed(job, {**table, "round": t}))
         with pytest.raises(RefusedError, match=f"not after round {t}"):
             client.answer(packed(job, {**table, "round": t, "lr": 0.005}))
-    with Ledger.open(
-        tmp_path / "clinic-0" / "ledger.db", client="clinic-0", readonly=True
-    ) as ledger:
-        assert ledger.verify().rows == 3
-        assert ledger.history("clinic-0") == [(job.plan.mechanism(0), 6)]
-        assert [row.time for row in ledger.rows()] == [1.8e9 + decade, 1.8e9 - decade, 1.8e9]
-    for path in Path(policy_module.__file__).parent.glob("*.py"):
+    rows = rows_of(tmp_path)
+    charges = [(row.charge.mechanism, row.charge.steps) for row in rows]
+    assert charges == [(job.plan.mechanism(0), 2)] * 3
+    assert [row.time for row in rows] == [1.8e9 + decade, 1.8e9 - decade, 1.8e9]
+    for path in Path(policy_module.__file__).parent.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         assert "time.time(" not in text, path.name
-        assert "datetime" not in text or path.name == "keys.py", (
-            path.name
-        )  # certificates have dates
+        # Certificates have dates.
+        assert "datetime" not in text or path.name == "keys.py", path.name

@@ -1,4 +1,4 @@
-"""What a client computes at a theta that the server chose: alone, record by record, and in bounds."""
+"""A client at a theta that the server chose: one record per pass, and within a distance."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from federation_case import client_of, job_of, names_of
+from federation_case import client_of, job_of, rows_of, server_of
 from torch import Tensor
 
-from dpfed.federation.messages import Request, Scoring, pack
-from dpfed.federation.policy import RefusedError, ToldError
-from dpfed.federation.server.server import Federation, Loopback
+from dpfed.federation.client.client import Client, spent_of
+from dpfed.federation.messages import Request, ScoringRequest, pack
+from dpfed.federation.policy import PublicError, RefusedError
+from dpfed.federation.server.server import Federation
 from dpfed.model.per_sample.gradients import PerSample
-from dpfed.privacy.ledger.ledger import Ledger
+from dpfed.privacy.accounting.pld import epsilon
+from dpfed.privacy.mechanism import Mechanism
+from dpfed.privacy.published import show_loss
 from dpfed.training.job.job import Job
 from dpfed.training.round_context import first_state
 
@@ -29,7 +32,7 @@ def job() -> Job:
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of records in every pass, forward or backward, from here on."""
+    """Return the list of the numbers of records in all passes, forward or backward."""
     found: list[int] = []
     grads, scores = PerSample.raw_grads, PerSample.scores
 
@@ -46,27 +49,22 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def asked_of(job: Job) -> Federation:
-    held = {"clinic-0": 80}
-    return Federation(job, Loopback({}), "run-1", "hub", names_of(job), held_out=held)
+def scoring_server(job: Job) -> Federation:
+    return server_of(job, {}, held_out={"clinic-0": 80})
 
 
 def training(job: Job, **fields: Tensor) -> bytes:
-    request = asked_of(job)._request(1, first_state(job), 0)
+    request = scoring_server(job).training_request(1, first_state(job), 0)
     return pack(Request(request.terms, {**request.fields, **fields}))
 
 
 def scoring(job: Job, theta: Tensor) -> bytes:
-    request = asked_of(job)._scoring(1, first_state(job), 0)
-    return pack(Scoring(request.terms, {"theta": theta}))
+    request = scoring_server(job).scoring_request(1, first_state(job), 0)
+    return pack(ScoringRequest(request.terms, {"theta": theta}))
 
 
 def charged(folder: Path) -> list[str]:
-    path = folder / "clinic-0" / "ledger.db"
-    if not path.exists():
-        return []
-    with Ledger.open(path, client="clinic-0", readonly=True) as ledger:
-        return [row.charge.part for row in ledger.rows()]
+    return [row.charge.part for row in rows_of(folder)]
 
 
 @pytest.mark.parametrize(("keys", "alone"), [({}, True), ({"isolation": "fast"}, False)])
@@ -75,7 +73,8 @@ def test_records_are_computed_alone_unless_the_operator_says_otherwise(
 ) -> None:
     records = int(job.plan.sizes[0])
     client = client_of(job, 0, tmp_path, records=records, **HELD, **keys)
-    client._build(asked_of(job)._request(1, first_state(job), 0).terms, job.algorithm)
+    terms = scoring_server(job).training_request(1, first_state(job), 0).terms
+    client._models.build(terms, job.algorithm)
     for asked in (training(job), scoring(job, job.theta)):
         passes.clear()
         client.answer(asked)
@@ -87,9 +86,12 @@ def test_a_theta_beyond_the_policy_is_refused_before_anything_is_charged(
     job: Job, tmp_path: Path
 ) -> None:
     client = client_of(job, 0, tmp_path, **HELD, max_distance=3.0)
-    near, far = torch.zeros_like(job.theta), torch.zeros_like(job.theta)
-    near[5], far[5] = 2.9, 3.1
-    start = client._build(asked_of(job)._request(1, first_state(job), 0).terms, job.algorithm).start
+    near = torch.zeros_like(job.theta)
+    near[5] = 2.9
+    far = torch.zeros_like(job.theta)
+    far[5] = 3.1
+    terms = scoring_server(job).training_request(1, first_state(job), 0).terms
+    start = client._models.build(terms, job.algorithm).start
     for asked in (training(job, theta=start + far), scoring(job, start + far)):
         with pytest.raises(RefusedError, match=r"theta is 3\.1 away .* policy\.max_distance = 3"):
             client.answer(asked)
@@ -104,7 +106,8 @@ def test_an_iterate_beyond_the_policy_stops_the_round_which_stays_charged(
 ) -> None:
     """The server also chooses the global direction, which moves theta between two local steps."""
     client = client_of(job, 0, tmp_path)
-    client._build(asked_of(job)._request(1, first_state(job), 0).terms, job.algorithm)
+    terms = scoring_server(job).training_request(1, first_state(job), 0).terms
+    client._models.build(terms, job.algorithm)
     away = training(job, dg=torch.full_like(job.theta, 1e9))
     seen: list[float] = []
     grads = PerSample.raw_grads
@@ -115,7 +118,7 @@ def test_an_iterate_beyond_the_policy_stops_the_round_which_stays_charged(
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(PerSample, "raw_grads", noted)
-        with pytest.raises(ToldError, match=r"stays charged: .* policy\.max_distance = 10000"):
+        with pytest.raises(PublicError, match=r"stays charged: .* policy\.max_distance = 10000"):
             client.answer(away)
     assert seen
     assert max(seen) < 100
@@ -126,8 +129,7 @@ def test_an_iterate_beyond_the_policy_stops_the_round_which_stays_charged(
 
 def test_a_client_that_holds_nothing_out_answers_with_noise(job: Job, tmp_path: Path) -> None:
     client = client_of(job, 0, tmp_path, **{**HELD, "held_out_share": 1e-9})
-    assert client._scored is not None
-    assert len(client._scored[0].labels) == 0
+    assert len(client._held_out.records.labels) == 0
     client.answer(scoring(job, job.theta))
     assert charged(tmp_path) == ["evaluate"]
 
@@ -135,28 +137,23 @@ def test_a_client_that_holds_nothing_out_answers_with_noise(job: Job, tmp_path: 
 def test_neither_answer_nor_refusal_depends_on_the_declared_numbers_being_true(
     job: Job, tmp_path: Path
 ) -> None:
-    """Declaring one record more or fewer than there are is the same to the server."""
+    """The server cannot see if a declared number is one too high or too low."""
     real = int(job.plan.sizes[0])
-    held = len(client_of(job, 0, tmp_path / "count", **HELD)._scored[1].units) - 1  # type: ignore[index]
+    held = len(client_of(job, 0, tmp_path / "count", **HELD)._held_out.shards.units) - 1
     for declared in (real - held, real - held - 1, real - held + 1, 10 * real):
         for out in (held, held + 1, max(1, held // 3), 10 * held):
             folder = tmp_path / f"{declared}-{out}"
             client = client_of(job, 0, folder, **{**HELD, "records": declared, "held_out": out})
-            request = asked_of(job)._request(1, first_state(job), 0)
+            request = scoring_server(job).training_request(1, first_state(job), 0)
             terms = dataclasses.replace(request.terms, expected=request.terms.rate * declared)
             client.answer(pack(Request(terms, request.fields)))
-            score = asked_of(job)._scoring(1, first_state(job), 0)
+            score = scoring_server(job).scoring_request(1, first_state(job), 0)
             terms_ = dataclasses.replace(score.terms, held_out=out)
-            client.answer(pack(Scoring(terms_, score.fields)))
+            client.answer(pack(ScoringRequest(terms_, score.fields)))
             assert charged(folder) == ["train", "evaluate"]
 
 
 def test_the_log_says_what_is_spent_of_the_budget(job: Job, tmp_path: Path) -> None:
-    from dpfed.federation.client.client import Client, spent_of
-    from dpfed.privacy.accounting.pld import epsilon
-    from dpfed.privacy.mechanism import Mechanism
-    from dpfed.privacy.published import show_loss
-
     log: list[str] = []
     made = client_of(job, 0, tmp_path, **HELD, max_epsilon=8.0)
     client = Client(made.config, made._source, insecure=True, log=log.append)
@@ -180,12 +177,10 @@ def test_the_log_says_what_is_spent_of_the_budget(job: Job, tmp_path: Path) -> N
 
 
 def test_the_log_says_that_repeatable_noise_protects_nothing(job: Job, tmp_path: Path) -> None:
-    from dpfed.federation.client.client import Client
-
     log: list[str] = []
     made = client_of(job, 0, tmp_path, allow_seeded=True)
     client = Client(made.config, made._source, insecure=True, log=log.append)
-    request = asked_of(job)._request(1, first_state(job), 0)
+    request = scoring_server(job).training_request(1, first_state(job), 0)
     terms = dataclasses.replace(request.terms, seeded=True)
     client.answer(pack(Request(terms, request.fields)))
     assert log == ["round 1 answered in test mode, with repeatable noise that protects nothing"]

@@ -1,0 +1,89 @@
+"""Checks of a request against the client's ledger and model, before anything is charged."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from dpfed.algorithms.base import Facts
+from dpfed.errors import DpfedError
+from dpfed.federation.client.round_setup import OwnPlan, RequestModel
+from dpfed.federation.client.storage import Store
+from dpfed.federation.client_config import Policy
+from dpfed.federation.held_out import PART
+from dpfed.federation.messages import AnyTerms, Request, Terms, check_fields
+from dpfed.federation.policy import RefusedError, check_distance
+from dpfed.privacy.grid_noise import grid_of
+from dpfed.privacy.ledger.ledger import Ledger
+from dpfed.privacy.published import show_sigma
+
+LOG = logging.getLogger("dpfed")
+# Largest noise on a mean gradient: its square stays below `messages.MAX_TENSOR_VALUE`.
+MAX_NOISE = 1e4
+
+
+def refuse(reason: str | None) -> None:
+    if reason is not None:
+        raise RefusedError(f"refused: {reason}")
+
+
+def check_training_round(terms: Terms, ledger: Ledger, store: Store) -> None:
+    """Refuse if the ledger is an old copy, or if the round or a later one was charged before."""
+    check_head(terms, ledger)
+    last = ledger.last_round(terms.run)
+    if store.last_reply() > last:
+        raise RefusedError(
+            f"the ledger lacks round {store.last_reply()}, which was answered: put back the newest"
+        )
+    if terms.round <= last:
+        refuse(f"round {terms.round} is not after round {last}, the last one of this run")
+    if terms.round > terms.rounds or terms.used > last:
+        refuse(f"round {terms.round} of {terms.rounds} with {terms.used} used was never due")
+
+
+def check_scoring_round(terms: AnyTerms, ledger: Ledger, store: Store) -> None:
+    """Refuse if the ledger is an old copy, or if the round or a later one was scored before."""
+    check_head(terms, ledger)
+    last = ledger.last_round(terms.run, PART)
+    if terms.round <= last or store.last_reply() > last:
+        refuse(f"round {terms.round} is not after round {last}, the last that was scored")
+
+
+def check_head(terms: AnyTerms, ledger: Ledger) -> None:
+    """Refuse if this ledger does not continue the one that the server knows."""
+    if not terms.head:
+        if terms.rows:
+            refuse(f"{terms.rows} rows without their hash are nobody's ledger")
+        return
+    try:
+        ledger.check_head((terms.rows, terms.head))
+    except DpfedError as error:
+        # This text contains the ledger's path, which only this client's own log may show.
+        LOG.error("%s", error)
+        rows = ledger.head().rows
+        row = f"row {rows + 1} is missing"
+        if rows >= terms.rows:
+            row = f"row {terms.rows} is not the row it was"
+        raise RefusedError(
+            f"refused: {row} in its ledger, which does not go on from the one that is known"
+        ) from None
+
+
+def check_training_values(
+    request: Request, built: RequestModel, plan: OwnPlan, policy: Policy, device: torch.device
+) -> None:
+    """Check all tensors and numbers of a request, so that they cause no error after the charge."""
+    check_fields(request.fields, built.shapes)
+    refuse(check_distance(request.fields["theta"].to(device), built.start, policy))
+    terms = request.terms
+    facts = Facts(terms.equal_phi, True, False, varying_phi=plan.clipping.counts)
+    try:
+        built.algorithm.check(facts)
+        if terms.grid:
+            grid_of(plan.noise_std(0), plan.clip, built.model.space.size)
+    except DpfedError as error:
+        # The text depends on the request alone.
+        raise RefusedError(f"refused: {error}") from None
+    if not plan.noise_std(0) / float(plan.expected[0]) <= MAX_NOISE:
+        refuse(f"sigma {show_sigma(terms.sigma)} makes noise beyond {MAX_NOISE:g}")

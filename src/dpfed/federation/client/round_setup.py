@@ -1,0 +1,148 @@
+"""The model, plan, figures and random streams of one client's round, built from a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpfed.algorithms import REGISTRY as ALGORITHMS
+from dpfed.algorithms.base import Algorithm
+from dpfed.config import Config, PrivacySection, RunSection, parse
+from dpfed.errors import DpfedError
+from dpfed.federation.client_config import ClientConfig
+from dpfed.federation.messages import AnyTerms, Terms
+from dpfed.federation.policy import RefusedError
+from dpfed.model.model_hash import model_hash
+from dpfed.model.per_sample.gradients import PerSample
+from dpfed.model.task import InputSpec
+from dpfed.privacy.noise import Purpose, Streams
+from dpfed.privacy.plan import Plan
+from dpfed.training.job.message_size import meta_message
+from dpfed.training.job.model import build_model
+from dpfed.training.round_context import RoundFigures
+
+
+@dataclass(frozen=True)
+class RequestModel:
+    """The model that a request refers to.
+
+    start   initial vector `[P]`, from which `policy.max_distance` is measured
+    hash    hash of the frozen weights (`model.model_hash`)
+    shapes  shapes of the tensors in a request to train
+    """
+
+    algorithm: Algorithm
+    model: PerSample
+    start: Tensor
+    hash: str
+    shapes: dict[str, tuple[int, ...]]
+
+
+class ModelBuilder:
+    """Builds the model of a request, and caches it: all rounds of a run use the same model."""
+
+    def __init__(self, config: ClientConfig, spec: InputSpec, device: torch.device) -> None:
+        self._config = config
+        self._spec = spec
+        self._device = device
+        self._cached: tuple[tuple[Algorithm, int, bool], RequestModel] | None = None
+
+    def build(self, terms: AnyTerms, algorithm: Algorithm) -> RequestModel:
+        varying_phi = isinstance(terms, Terms) and terms.clipping.rule().counts
+        key = (algorithm, terms.seed, varying_phi)
+        if self._cached is None or self._cached[0] != key:
+            config = run_config(self._config, algorithm, "seeded")
+            streams = Streams(terms.seed)
+            model, adapted, start, _ = build_model(config, self._spec, streams, self._device)
+            _, broadcast = meta_message(algorithm, model.space, varying_phi=varying_phi)
+            shapes = {name: tuple(value.shape) for name, value in broadcast.items()}
+            hash_ = model_hash(adapted.model, model.space)
+            self._cached = (key, RequestModel(algorithm, model, start, hash_, shapes))
+        return self._cached[1]
+
+
+def run_config(config: ClientConfig, algorithm: Any, noise: Any) -> Config:
+    """Return this client's sections as the configuration of a run."""
+    # A partition would assign the records to several clients.
+    data = replace(config.data, partition="natural")
+    privacy = PrivacySection(isolation=config.policy.isolation)
+    return Config(data, config.model, algorithm, privacy, RunSection(noise=noise))
+
+
+def algorithm_of(terms: AnyTerms) -> Algorithm:
+    keys = dict(terms.algorithm)
+    cls = ALGORITHMS.get(str(keys.pop("name", "")))
+    if cls is None:
+        raise RefusedError(
+            f"there is no algorithm {terms.algorithm.get('name')!r} here: "
+            "both sides need the same dpfed"
+        )
+    try:
+        algorithm: Algorithm = parse("algorithm", cls, keys)
+    except DpfedError as error:
+        # The text depends on the request alone.
+        raise RefusedError(f"refused: {error}") from None
+    return algorithm
+
+
+@dataclass(frozen=True)
+class OwnPlan(Plan):
+    """The plan of one client: `sizes` is its true number of units, `expected` is declared.
+
+    All units take part in sampling, also those beyond the declared number. If some were left out,
+    removing one unit would bring another one in.
+    """
+
+    def __post_init__(self) -> None:
+        if not (self.sampling == "poisson" and self.multipliers.all()):
+            raise ValueError("a real client releases nothing without noise and accounting")
+
+
+class IndexedStreams(Streams):
+    """Random streams of client number `index` of a run, for a fleet that has only this client."""
+
+    def __init__(self, seed: int, index: int) -> None:
+        super().__init__(seed)
+        self._index = index
+
+    def key(self, purpose: Purpose, round: int = 0, client: int = 0) -> bytes:
+        return super().key(purpose, round, self._index)
+
+
+def streams_of(terms: AnyTerms) -> Streams:
+    """Return secret streams, or repeatable ones in test mode."""
+    if terms.seeded:
+        return IndexedStreams(terms.seed, terms.index)
+    return Streams(terms.seed, secret=True)
+
+
+def plan_of(terms: Terms, algorithm: Algorithm, units: int, unit: str) -> OwnPlan:
+    """Return the plan of a client with `units` units; all other figures are the request's."""
+    return OwnPlan(
+        sampling="poisson",
+        clip=terms.clip,
+        sizes=np.array([units]),
+        rates=np.array([terms.rate]),
+        expected=np.array([terms.expected]),
+        multipliers=np.array([terms.sigma]),
+        batches=algorithm.releases.batches,
+        releases=algorithm.releases.releases,
+        unit=unit,
+        clipping=terms.clipping.rule(),
+    )
+
+
+def figures_of(terms: Terms, algorithm: Algorithm) -> RoundFigures:
+    return RoundFigures(
+        terms.round,
+        terms.rounds,
+        terms.local_steps,
+        terms.clients,
+        terms.lr,
+        algorithm.lr,
+        terms.equal_phi,
+    )
