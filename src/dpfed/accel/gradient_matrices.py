@@ -1,4 +1,4 @@
-"""Per-record gradients `[M, n]` as few matrices: squares of their rows, cleared rows, weighted sums.
+"""Join per-record gradients `[M, n]` into few matrices, and add, clear and weight their rows.
 
 Rows are read by our kernels where these are usable, and by torch's own operations elsewhere.
 """
@@ -62,7 +62,7 @@ class GradientMatrices:
 
 
 def grouped(grads: Sequence[Tensor]) -> list[list[int]]:
-    """Return which gradients share a matrix: large ones stand alone, the others share one."""
+    """Return the tensors of each matrix: a large tensor alone, all others together."""
     alone = [i for i, g in enumerate(grads) if _is_matrix(g)]
     together = [i for i, g in enumerate(grads) if not _is_matrix(g)]
     return [*([i] for i in alone), *([together] if together else [])]
@@ -89,7 +89,7 @@ def row_squares(rows: Tensor) -> Tensor:
 
 
 def piece_squares(rows: Tensor) -> Tensor:
-    """Return sums of squares of pieces of 256 numbers, in float64 for float64 rows, else float32."""
+    """Return sums of squares over pieces of 256 numbers; float64 for float64 rows, else float32."""
     precision = torch.float64 if rows.dtype == torch.float64 else torch.float32
     whole = rows.shape[1] // PIECE * PIECE
     pieces = rows[:, :whole].view(len(rows), whole // PIECE, PIECE)

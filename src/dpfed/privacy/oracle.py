@@ -113,7 +113,8 @@ class FleetOracle:
         wait_for_charge: Callable[[], None] = lambda: None,
         admit: Callable[[Tensor], None] = lambda theta: None,
     ) -> None:
-        """
+        """Draw nothing yet; take up the random streams of the round.
+
         noise            noise of the clients, where the steps of a round are computed again
         wait_for_charge  returns once the charge is on the disk; called before every release
         admit            called with theta `[S, P]` before gradients are computed; may raise
