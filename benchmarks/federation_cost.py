@@ -35,7 +35,8 @@ from dpfed.federation.messages import pack
 from dpfed.federation.server.server import federation_of, served
 from dpfed.registry import CONFIGS, registry
 from dpfed.training.job.job import Job, prepare_server
-from dpfed.training.round_loop import aggregate, first_state
+from dpfed.training.round_context import first_state
+from dpfed.training.round_loop import aggregate
 
 links.need_flower()
 from flwr.app import Context, Message  # noqa: E402

@@ -20,7 +20,8 @@ from dpfed.config import build
 from dpfed.data.tables import Source, Table
 from dpfed.privacy.accounting import pld
 from dpfed.registry import registry
-from dpfed.training.round_loop import Round
+from dpfed.training.callbacks.base import Callback
+from dpfed.training.rounds import Round
 from dpfed.training.run import run
 
 COHORT, ROUNDS, RECORDS = 50, 20, 2
@@ -59,10 +60,11 @@ def measure(clients: int, partition: str, folder: Path) -> tuple[float, float, f
     config, source, seconds = build(raw, registry()), source_of(clients), []
     start = time.perf_counter()
 
-    def observe(round: Round) -> None:
-        seconds.append(time.perf_counter() - start)
+    class Observer(Callback):
+        def on_round(self, round: Round) -> None:
+            seconds.append(time.perf_counter() - start)
 
-    run(config, folder / str(clients), source=source, observe=observe)
+    run(config, folder / str(clients), source=source, callbacks=[Observer()])
     steps = np.diff(seconds)
     return seconds[0], float(np.median(steps[:-1])), float(steps[-1])
 

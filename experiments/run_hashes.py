@@ -37,7 +37,7 @@ CASES = {
     "fixed batches": ["privacy.sampling=fixed_wor", *SHORT],
     "head": ["model.train=head", *SHORT],
     "full": ["model.train=full", *SHORT],
-    "augmentations": ["data.augment=crop", "data.views=2", *SHORT],
+    "augmentations": ["data.augment=crop_flip", "data.views=2", *SHORT],
 }
 
 

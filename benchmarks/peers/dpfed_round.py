@@ -13,7 +13,8 @@ from common import BATCH, CLIENTS, CLIP, COHORT, LR, SIGMA, STEPS, Rounds, argum
 
 from dpfed.config import load
 from dpfed.registry import registry
-from dpfed.training.round_loop import Round
+from dpfed.training.callbacks.base import Callback
+from dpfed.training.rounds import Round
 from dpfed.training.run import run
 
 DOES = "each record clipped, noise at the client, one exact ledger on the disk, checkpoint after every round"
@@ -37,12 +38,14 @@ def main() -> None:
         "run.device=cpu",
     )
 
-    def observe(round: Round) -> None:
-        if round.t < last:
-            rounds.tick()
+    class Observer(Callback):
+        def on_round(self, round: Round) -> None:
+            if round.t < last:
+                rounds.tick()
 
     with tempfile.TemporaryDirectory() as folder:
-        result = run(load("digits", settings, registry()), Path(folder) / "run", observe=observe)
+        config = load("digits", settings, registry())
+        result = run(config, Path(folder) / "run", callbacks=[Observer()])
     rounds.end("dpfed", ("dpfed", "torch", "transformers", "peft"), DOES, result["parameters"])
 
 

@@ -20,8 +20,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dpfed.cli.progress import Watch
-from dpfed.cli.run import summary
 from dpfed.config import Config, build, overlay
 from dpfed.config.parsing import layer_of
 from dpfed.data.sources.given import source_of
@@ -32,6 +30,8 @@ from dpfed.model.zoo.text import is_pooled
 from dpfed.registry import registry
 from dpfed.report.model_card import write_export
 from dpfed.training.budget.prior_spending import record_of, write_record
+from dpfed.training.callbacks.base import OnStart
+from dpfed.training.callbacks.progress import ProgressDisplay
 from dpfed.training.job.job import Job
 from dpfed.training.job.notes import result_warnings
 from dpfed.training.run import run
@@ -217,24 +217,11 @@ def _plain(value: Any) -> Any:
 
 
 def _trained(config: Config, folder: Path, source: Source, progress: bool) -> Tuned:
-    if not progress:
-        result = run(config, folder, source=source, begin=_warn_of)
+    if progress:
+        with ProgressDisplay(config.run.rounds, show_warnings=False) as display:
+            result = run(config, folder, source=source, callbacks=[display, OnStart(_warn_of)])
     else:
-        with Watch(config.run.rounds) as watch:
-
-            def begin(job: Job) -> None:
-                for line in [*summary(job), *(f"note: {note}" for note in job.notes)]:
-                    watch.say(line)
-                _warn_of(job)
-
-            result = run(
-                config,
-                folder,
-                source=source,
-                begin=begin,
-                observe=watch.round,
-                on_activity=watch.activity,
-            )
+        result = run(config, folder, source=source, callbacks=[OnStart(_warn_of)])
     for sentence in result_warnings(result):
         _warn(sentence)
     return Tuned(folder, result)

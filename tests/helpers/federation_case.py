@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from callback_case import Watcher
 from torch import Tensor
 
 from dpfed.config import build
@@ -17,7 +18,8 @@ from dpfed.registry import registry
 from dpfed.training.backends.fleet import Fleet
 from dpfed.training.budget.spending import Spending
 from dpfed.training.job.job import Job, prepare
-from dpfed.training.round_loop import Round, train
+from dpfed.training.round_loop import RoundLoop
+from dpfed.training.rounds import Round
 
 CLIENT_KEYS = ("servers", "allow_seeded", "max_message", "held_out_share", "held_out_column")
 RAW: dict[str, dict[str, Any]] = {
@@ -94,9 +96,11 @@ def federation_of(
 
 def simulated(job: Job) -> tuple[Tensor, list[Round]]:
     seen: list[Round] = []
-    return train(job, Fleet(job), Spending(job, None, None), seen.append), seen
+    return RoundLoop(
+        job, Fleet(job), Spending(job, None, None), Watcher(on_round=seen.append)
+    ).run(), seen
 
 
 def federated(job: Job, federation: Federation) -> tuple[Tensor, list[Round]]:
     seen: list[Round] = []
-    return train(job, federation, spending_of(job), seen.append), seen
+    return RoundLoop(job, federation, spending_of(job), Watcher(on_round=seen.append)).run(), seen

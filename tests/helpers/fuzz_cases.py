@@ -19,6 +19,7 @@ import makers
 import numpy as np
 import study_case
 import torch
+from callback_case import Watcher
 from fuzz_mutants import ODD, SMALL, Files, mutate, read_folder, write_folder
 from hypothesis import strategies as st
 
@@ -54,10 +55,11 @@ from dpfed.training.callbacks.diagnostics import read_diagnostics
 from dpfed.training.export import read_run
 from dpfed.training.job.data import tokenised
 from dpfed.training.job.job import prepare
-from dpfed.training.round_loop import first_state
-from dpfed.training.run import follows_from, run
+from dpfed.training.round_context import first_state
+from dpfed.training.run import run
 from dpfed.training.run_folder.checkpoint import Checkpoints, index_hash, job_hash
 from dpfed.training.run_folder.folder import refuse_occupied
+from dpfed.training.run_identity import run_identity
 
 KNOWN = registry()
 CPU = torch.device("cpu")
@@ -192,7 +194,7 @@ def stopped_run() -> tuple[Any, Files]:
                 run_config(),
                 Path(folder) / "run",
                 source=export_case.images(side=2, channels=1),
-                observe=stop,
+                callbacks=[Watcher(on_round=stop)],
             )
         job = prepare(run_config(), export_case.images(side=2, channels=1))
         return job, read_folder(Path(folder) / "run")
@@ -211,7 +213,7 @@ def finished_files() -> Files:
 
 
 def resume(folder: Path) -> None:
-    run(run_config(), folder, source=export_case.images(side=2, channels=1), resume=True)
+    run(run_config(), folder, source=export_case.images(side=2, channels=1), mode="resume")
 
 
 def read_checkpoint(folder: Path) -> None:
@@ -219,7 +221,7 @@ def read_checkpoint(folder: Path) -> None:
     memory = ClientStates(
         job.algorithm.remembers, job.space.size, folder / "checkpoint" / "memory", 1 << 20
     )
-    checkpoints = Checkpoints(folder / "checkpoint", job_hash(follows_from(job), job.theta), memory)
+    checkpoints = Checkpoints(folder / "checkpoint", job_hash(run_identity(job), job.theta), memory)
     saved, said = checkpoints.load(first_state(job))
     assert all("\n" not in sentence for sentence in said)
     if saved is None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from callback_case import Watcher
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from dpfed.algorithms.base import (
 from dpfed.config import Config, Registry, build
 from dpfed.data.tables import Source, Table
 from dpfed.registry import registry
-from dpfed.training.round_loop import Round
+from dpfed.training.rounds import Round
 from dpfed.training.run import run
 
 ROUNDS = 4
@@ -132,12 +133,12 @@ def stop_after(t: int) -> Callable[[Round], None]:
 
 def crashed(config: Config, out: Path, t: int) -> Path:
     with pytest.raises(CrashError):
-        run(config, out, source=SOURCE, observe=stop_after(t))
+        run(config, out, source=SOURCE, callbacks=[Watcher(on_round=stop_after(t))])
     return out
 
 
 def resumed(config: Config, out: Path, **more: Any) -> dict[str, Any]:
-    return run(config, out, source=SOURCE, resume=True, **more)
+    return run(config, out, source=SOURCE, mode="resume", **more)
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:

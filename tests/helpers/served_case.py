@@ -11,6 +11,7 @@ from federation_case import RAW, client_of
 from dpfed.config import Config, build
 from dpfed.federation.server.server import Loopback, federation_of, served
 from dpfed.registry import registry
+from dpfed.training.backends.execution import Served
 from dpfed.training.job.job import Job
 from dpfed.training.run import run
 
@@ -61,4 +62,4 @@ def serve(
 ) -> dict[str, Any]:
     logged: list[str] = []
     backend = lambda job, name: federation_of(job, name, net, logged.append)  # noqa: E731
-    return run(served(config, seeded), out, serve=backend, **keys) | {"log": logged}
+    return run(served(config, seeded), out, execution=Served(backend), **keys) | {"log": logged}

@@ -91,9 +91,9 @@ def test_a_checkpoint_cannot_name_a_memory_outside_its_folder(tmp_path: Path) ->
     from fuzz_cases import stopped_run
 
     from dpfed.training.backends.client_state import ClientStates
-    from dpfed.training.round_loop import first_state
-    from dpfed.training.run import follows_from
+    from dpfed.training.round_context import first_state
     from dpfed.training.run_folder.checkpoint import Checkpoints, index_hash, job_hash
+    from dpfed.training.run_identity import run_identity
 
     job = stopped_run()[0]
     for path in (folder / "checkpoint").glob("round-*.json"):
@@ -103,7 +103,7 @@ def test_a_checkpoint_cannot_name_a_memory_outside_its_folder(tmp_path: Path) ->
     memory = ClientStates(
         job.algorithm.remembers, job.space.size, folder / "checkpoint" / "memory", 1 << 20
     )
-    Checkpoints(folder / "checkpoint", job_hash(follows_from(job), job.theta), memory).load(
+    Checkpoints(folder / "checkpoint", job_hash(run_identity(job), job.theta), memory).load(
         first_state(job)
     )
     assert not bool((memory.gather(range(3), job.device)[job.algorithm.remembers[0]] == 7.0).any())

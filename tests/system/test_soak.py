@@ -7,10 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
+from callback_case import Watcher
 
 from dpfed.config import load
 from dpfed.registry import registry
-from dpfed.training.round_loop import Round
+from dpfed.training.rounds import Round
 from dpfed.training.run import run
 
 ROUNDS = int(os.environ.get("DPFED_SOAK_ROUNDS", "2000"))
@@ -52,7 +53,7 @@ def test_nothing_grows_over_many_rounds(tmp_path: Path) -> None:
     run(
         load("digits", [*KEYS, f"run.rounds={ROUNDS}"], registry()),
         tmp_path / "run",
-        observe=observe,
+        callbacks=[Watcher(on_round=observe)],
     )
     memory, files, at = seen[STRETCH]
     last_memory, last_files, last_at = seen[ROUNDS]

@@ -184,10 +184,9 @@ def from_config(target: str, overrides: list[str], colluding: int) -> tuple[Plan
     from dpfed.config import load
     from dpfed.errors import DpfedError
     from dpfed.registry import registry
-    from dpfed.training.budget.prior_spending import prior_spending_of
+    from dpfed.training.budget.prior_spending import prior_spending_of, refuse_target
     from dpfed.training.budget.spending import budget_of
     from dpfed.training.job.plan import plan_of
-    from dpfed.training.run import refuse_target
 
     config = load(target, overrides, registry())
     past = prior_spending_of(config)

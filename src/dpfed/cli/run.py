@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dpfed.training.backends.torchrun import Group
     from dpfed.training.interrupt import Stop
     from dpfed.training.job.job import Job
+    from dpfed.training.open_run import Mode
 
 
 def run(
@@ -71,8 +72,10 @@ def _run(
         )
     begun = DEFAULT if resume is None else str(resume / "config.toml")
     settings = load(config or begun, overrides, registry())
-    from dpfed.cli.progress import Watch
+    from dpfed.training.backends.execution import InProcess, Torchrun
     from dpfed.training.backends.torchrun import join
+    from dpfed.training.callbacks.base import OnStart
+    from dpfed.training.callbacks.progress import ProgressDisplay
     from dpfed.training.run import assist
     from dpfed.training.run import run as train
 
@@ -82,25 +85,23 @@ def _run(
         with leaving(group):
             assist(settings, group)
         return None
-    with leaving(group), Watch(settings.run.rounds) as watch:
+    with leaving(group), ProgressDisplay(settings.run.rounds) as display:
 
-        def begin(job: Job) -> None:
+        def on_start(job: Job) -> None:
             started()
             stop.gently = True
-            for line in opening(job):
-                watch.say(line)
 
-        going_on = resume is not None
+        mode: Mode = "new"
+        if resume is not None:
+            mode = "resume"
+        elif force:
+            mode = "replace"
         return train(
             settings,
             resume or out,
-            force,
-            begin=begin,
-            observe=watch.round,
-            resume=going_on,
-            stop=stop,
-            group=group,
-            on_activity=watch.activity,
+            mode,
+            callbacks=[OnStart(on_start), display],
+            execution=Torchrun(group, stop) if group else InProcess(stop),
         )
 
 
@@ -135,41 +136,8 @@ def leaving(group: Group | None) -> Iterator[None]:
             group.close()
 
 
-def opening(job: Job) -> list[str]:
-    """Return what is shown before round 1: the run in a few lines, notes and warnings."""
-    return [*summary(job), *(f"note: {note}" for note in job.notes), *warning_lines(job.warnings)]
-
-
-def summary(job: Job) -> list[str]:
-    """Return the run in a few lines: sizes, traffic and privacy."""
-    from dpfed.training.job.message_size import traffic
-    from dpfed.training.run import guarantee
-
-    plan, schedule = job.plan, job.schedule
-    lines = [
-        f"{job.algorithm.name} on {job.config.data.name}: "
-        f"{counted(schedule.clients, 'client')}, {schedule.cohort} per round, "
-        f"{counted(schedule.rounds, 'round')} of {counted(schedule.local_steps, 'local step')}; "
-        f"{job.config.model.name} with {counted(job.space.size, 'trainable number')} in "
-        f"{counted(job.space.num_blocks, 'block')}",
-    ]
-    sent = traffic(job.algorithm, job.space)
-    lines.append(
-        f"each client and round: {sent.up_numbers:,} numbers up ({sent.up_bytes / 1e6:.2f} MB), "
-        f"{sent.down_numbers:,} down ({sent.down_bytes / 1e6:.2f} MB)"
-    )
-    if plan.private:
-        lines.append(f"privacy: {guarantee(job)}; clip norm {plan.clip:g}")
-    else:
-        lines.append("NO PRIVACY: noise is off, nothing that leaves a client is protected")
-    return lines
-
-
-def warning_lines(sentences: Sequence[str]) -> list[str]:
-    return [f"warning: {sentence}" for sentence in sentences]
-
-
 def closing(result: dict[str, Any]) -> list[str]:
+    from dpfed.training.callbacks.progress import warning_lines
     from dpfed.training.job.notes import result_warnings
 
     epsilon = {view: show_loss(value) for view, value in result["epsilon"].items()}

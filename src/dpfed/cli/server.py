@@ -89,12 +89,12 @@ def _serve(
     wait: float,
     stop: Stop,
 ) -> dict[str, Any]:
-    from dpfed.cli.progress import Watch
-    from dpfed.cli.run import opening
     from dpfed.federation.flower.link import own_grid
     from dpfed.federation.keys import AUTHORITY
     from dpfed.federation.links import client_keys, superlink
     from dpfed.federation.server.serving import serve_over
+    from dpfed.training.callbacks.base import OnStart
+    from dpfed.training.callbacks.progress import ProgressDisplay
     from dpfed.training.job.job import Job
     from dpfed.training.job.plan import client_names
     from dpfed.training.run_folder.folder import refuse_occupied
@@ -103,20 +103,18 @@ def _serve(
     if not resume:
         refuse_occupied(out, force=False)
     with ExitStack() as stack:
-        watch = stack.enter_context(Watch(settings.run.rounds))
+        display = stack.enter_context(ProgressDisplay(settings.run.rounds))
         home = flower_home(out)
         process, secret = stack.enter_context(superlink(listen, home, keys))
         grid = stack.enter_context(
             own_grid(listen.own, keys / AUTHORITY if keys else None, secret, known or {})
         )
-        watch.say(f"clients connect to {listen}; Flower's log is {process.log}")
+        display.say(f"clients connect to {listen}; Flower's log is {process.log}")
         for line in warnings(settings, keys is None):
-            watch.say(line)
+            display.say(line)
 
-        def begin(job: Job) -> None:
+        def on_start(job: Job) -> None:
             stop.gently = True
-            for line in opening(job):
-                watch.say(line)
 
         return serve_over(
             settings,
@@ -124,13 +122,11 @@ def _serve(
             resume,
             grid,
             known,
-            watch.say,
+            display.say,
             wait=wait,
             stop=stop,
             alive=process.alive,
-            begin=begin,
-            observe=watch.round,
-            on_activity=watch.activity,
+            callbacks=[OnStart(on_start), display],
         )
 
 

@@ -1,13 +1,27 @@
-"""What one protected unit may add to a sum: the clipping rules, and the threshold that follows a noised quantile.
+"""Clip the gradient of each protected unit to norm C and add the results up per client.
 
-flat         ḡ = g · min(1, C/‖g‖), one norm over all trainable numbers
-automatic    ḡ = g · C/(‖g‖ + s): every gradient counts with about the same length (Bu, Wang, Zha, Karypis 2023)
-quantile     flat, and C follows a quantile of the norms from round to round (Andrew, Thakkar, McMahan, Ramaswamy 2021)
+Rules for the clip norm:
 
-Under all of them a unit moves the sum by at most C. Under `quantile` each release is a pair: the sum, and the number
-of units at or below C counted as ±1/2 each, which one unit moves by 1/2. Both carry Gaussian noise. Against its own
-sensitivity the sum's noise is σ_g and the count's r·σ; together they are one Gaussian release of multiplier σ when
-1/σ² = 1/σ_g² + 1/(rσ)². So σ is what is charged, and the sum pays for the count with σ_g = σ/√(1 − 1/r²).
+flat         g · min(1, C/‖g‖), one norm over all trainable numbers
+automatic    g · C/(‖g‖ + s): all gradients count with about the same length (Bu et al. 2023)
+quantile     flat, where C follows a quantile of the norms over rounds (Andrew et al. 2021)
+
+Under each rule one unit moves the sum by at most C. With `quantile` a release is a pair: the sum,
+and the number of units at or below C, counted as ±1/2 each. One unit moves that count by 1/2.
+Relative to its own sensitivity the sum has the noise multiplier σ_g, and the count r·σ. The pair
+is one Gaussian release of multiplier σ if 1/σ² = 1/σ_g² + 1/(rσ)². The ledger charges σ, so the
+sum has σ_g = σ/√(1 − 1/r²).
+
+`clip_and_sum` serves passes of any size, passes of a fixed shape, exact isolation and the noise
+grid. These differ only in how clipped rows are accumulated: float32 or float64 products, or whole
+steps of the grid in int64. They share one precision rule:
+
+- Squares are added in float32 over pieces of a row, and the pieces in float64. A piece has 256
+  numbers, or 4,096 added as a tree in our kernel.
+- The norm and the factor are float32, so a clipped row has at most the norm C(1 + 1e-6).
+- For float64 rows (exact isolation, grid) squares, norm and factor are float64. The grid states
+  its sensitivity without a margin, and exact isolation sums without rounding.
+- A row whose squared norm is not finite in float32 contributes exactly zero.
 """
 
 from __future__ import annotations
@@ -20,6 +34,8 @@ from typing import Literal, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+
+from dpfed.accel.gradient_matrices import GradientMatrices, row_squares
 
 ClipMode = Literal["flat", "automatic", "quantile"]
 Level = TypeVar("Level", float, np.ndarray)  # of one client or of many
@@ -69,50 +85,96 @@ class Clipping:
         return min(max(moved, CLIPS[0]), CLIPS[1])
 
 
-def clip_and_sum(
-    grads: Sequence[Tensor], unit: Tensor, owner: Tensor, clients: int, clip: float, rule: Clipping
-) -> tuple[Tensor, Tensor]:
-    """Sum of clipped gradients `[S, P]`, and count of units at or below C less half their number `[S, 1]`.
+@dataclass(frozen=True)
+class Units:
+    """The rows of a matrix of gradients, one for each protected unit.
 
-    grads   per record and tensor `[M, n]`; unit `[M]` the unit of each record; owner `[U]` the client of each unit
-    A unit with a non-finite gradient contributes exactly zero to both (SPEC 1.4d).
-    Norms, factors and sums are float64 for float64 gradients, and float32 for all others.
+    client   `[U]` the client that owns each unit, as a row of the sums
+    counts   `[U]` False (or 0) for a row that contributes nothing
+    clients  number of rows of the sums
     """
-    grads, good = by_unit(grads, unit, len(owner))
-    norm = torch.stack([g.square().sum(1) for g in grads]).sum(0).sqrt()
-    factor = factors(norm, clip, rule)
-    units = torch.arange(len(owner), device=unit.device)
-    pick = torch.zeros(clients, len(owner), dtype=norm.dtype, device=unit.device)
-    pick[owner, units] = good * factor
-    total = torch.cat([pick @ g for g in grads], dim=1)
-    pick[owner, units] = good * ((norm <= clip).to(norm.dtype) - 0.5)
-    return total, pick.sum(1, keepdim=True)
+
+    client: Tensor
+    counts: Tensor
+    clients: int
 
 
-def factors(norm: Tensor, clip: float | Tensor, rule: Clipping) -> Tensor:
-    """What each gradient of these norms is multiplied by, so that its norm is at most C, or at most its own C."""
+def clip_and_sum(
+    grads: Sequence[Tensor],
+    units: Units,
+    clip: float | Tensor,
+    rule: Clipping,
+    grid_steps: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return sums of clipped gradients `[S, P]`, and the counts at or below C less half, `[S, 1]`.
+
+    grads       for each trainable tensor the gradients of all units, `[U, n]`
+    clip        one C for all units, or one for each, `[U]`
+    grid_steps  `[S]` a grid step for each client: the sums are then int64 numbers of steps
+
+    Gradients of units that are not finite may be overwritten with zeros.
+    """
+    if grid_steps is not None:
+        grads = [g.double() for g in grads]
+    rows = GradientMatrices.of(grads)
+    norm = row_norms(rows.matrices)
+    finite = norm.isfinite()
+    counted = units.counts.bool() & finite
+    if not isinstance(clip, Tensor):
+        clip = torch.full_like(norm, clip)
+    factor = torch.where(counted, factors(norm, clip, rule), 0.0)
+    member = torch.nn.functional.one_hot(units.client, units.clients).to(norm.dtype).t()
+    # A weight of zero would keep NaN.
+    rows.clear(finite)
+    if grid_steps is None:
+        total = rows.weighted_sum(member * factor)
+    else:
+        scale = factor / grid_steps[units.client]
+        total = rows.in_order([_sum_of_steps(m, scale, units) for m in rows.matrices])
+    below = torch.where(counted, (norm <= clip).to(norm.dtype) - 0.5, 0.0)
+    return total, member @ below.unsqueeze(1)
+
+
+def _sum_of_steps(rows: Tensor, scale: Tensor, units: Units) -> Tensor:
+    """Round every scaled row before the sum: each is then a whole number of steps."""
+    steps = (rows * scale.unsqueeze(1)).round().to(torch.int64)
+    return steps.new_zeros(units.clients, rows.shape[1]).index_add_(0, units.client, steps)
+
+
+def factors(norm: Tensor, clip: Tensor, rule: Clipping) -> Tensor:
+    """Return the factor for each gradient that brings its norm to at most C."""
     if rule.mode == "automatic":
         return clip / (norm + rule.stability)
     return torch.where(norm > clip, clip / norm, torch.ones_like(norm))
 
 
-def finite_records(grads: Sequence[Tensor]) -> Tensor:
-    """Which records have a gradient whose norm is a number, `[M]`; in single precision, whatever they come in."""
-    return torch.stack([g.float().square().sum(1) for g in grads]).sum(0).isfinite()
+def row_norms(matrices: Sequence[Tensor]) -> Tensor:
+    """Return the norms `[M]` of rows that go through all matrices; see the module's rule."""
+    pieces = [row_squares(rows).sum(1, dtype=torch.float64) for rows in matrices]
+    squares = torch.stack(pieces).sum(0)
+    single = squares.float()
+    if matrices[0].dtype != torch.float64:
+        return single.sqrt()
+    return torch.where(single.isfinite(), squares, math.inf).sqrt()
 
 
-def by_unit(grads: Sequence[Tensor], unit: Tensor, units: int) -> tuple[list[Tensor], Tensor]:
-    """Mean gradient of each unit per tensor `[U, n]`, and 1 for units whose records are all finite, else 0."""
-    finite = finite_records(grads)
-    grads = [torch.where(finite.unsqueeze(1), _at_least_single(g), 0.0) for g in grads]
+def finite_rows(grads: Sequence[Tensor]) -> Tensor:
+    """Return True for each record whose gradient has a finite norm, `[M]`."""
+    return row_norms(GradientMatrices.of(grads).matrices).isfinite()
+
+
+def unit_means(grads: Sequence[Tensor], unit: Tensor, units: int) -> tuple[list[Tensor], Tensor]:
+    """Return the mean gradient of each unit, and False for units with a non-finite record.
+
+    grads  for each trainable tensor the gradients of all records, `[M, n]`
+    unit   `[M]` the unit of each record, ascending; every unit has at least one record
+    """
     if units == len(unit):
-        return grads, finite.float()
-    share = torch.zeros(units, len(unit), dtype=grads[0].dtype, device=unit.device)
-    share[unit, torch.arange(len(unit), device=unit.device)] = 1.0
-    good = 1.0 - (share @ (~finite).to(share.dtype)).clamp(max=1.0)
-    share = share / share.sum(1, keepdim=True)
-    return [share @ g for g in grads], good
-
-
-def _at_least_single(grads: Tensor) -> Tensor:
-    return grads if grads.dtype == torch.float64 else grads.float()
+        return list(grads), torch.ones_like(unit, dtype=torch.bool)
+    rows = GradientMatrices.of(grads)
+    finite = row_norms(rows.matrices).isfinite()
+    rows.clear(finite)
+    precision = torch.float64 if grads[0].dtype == torch.float64 else torch.float32
+    member = torch.nn.functional.one_hot(unit, units).to(precision).t()
+    spoilt = member @ (~finite).to(precision)
+    return [rows.weighted_sum(member / member.sum(1, keepdim=True))], spoilt == 0

@@ -7,20 +7,17 @@ out. On a GPU the whole pass (gather, forward, backward, clip, sum) is captured 
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dpfed.accel import seen_right, usable
-from dpfed.privacy.clipping import Clipping, factors
+from dpfed.privacy.clipping import Clipping, Units, clip_and_sum
 from dpfed.privacy.record_batch import (
     Augmentations,
     Gradients,
@@ -31,10 +28,6 @@ from dpfed.privacy.record_batch import (
 )
 
 LOG = logging.getLogger("dpfed")
-ALIGNED = 64  # numbers
-LARGE = (
-    2**15
-)  # numbers of a tensor from which on joining it with others costs more than a few kernels of its own
 
 
 def slots_for(mean: float, step: int = 8) -> int:
@@ -202,7 +195,8 @@ class FixedSum:
         )
         grads = mean_over_augmentations(grads, views)
         clip = self._clip.index_select(0, client)
-        total, count = clip_and_sum_slots(grads, client, valid, self.clients, clip, self._rule)
+        units = Units(client, valid, self.clients)
+        total, count = clip_and_sum(grads, units, clip, self._rule)
         return self._gradients.ordered(total), count
 
 
@@ -215,148 +209,6 @@ def restore_generator(device: torch.device) -> None:
     """A capture that failed leaves torch's generator waiting for its end; the same numbers go on from a copy of it."""
     generator = torch.cuda.default_generators[device.index or 0]
     generator.graphsafe_set_state(generator.clone_state())
-
-
-def clip_and_sum_slots(
-    grads: list[Tensor], client: Tensor, valid: Tensor, clients: int, clip: Tensor, rule: Clipping
-) -> tuple[Tensor, Tensor]:
-    """`clipping.clip_and_sum` for one record per unit and masked slots, through few matrices of many gradients.
-
-    clip  one number for all, or one for each slot `[M]`
-    Gradients may come in half precision; norms, factors and sums are float32 all the same. Those of a record that is not
-    finite may be overwritten.
-    """
-    groups = grouped(grads)
-    matrices = [matrix_of([grads[i] for i in group]) for group in groups]
-    norm = row_norms(*matrices)
-    good = valid.bool() & norm.isfinite()
-    factor = factors(norm, clip, rule)
-    member = torch.nn.functional.one_hot(client, clients).to(torch.float32).t()
-    weights = member * torch.where(good, factor, 0.0)
-    for matrix in matrices:
-        clear(matrix, norm)  # a product with zero would keep what is not finite
-    total = in_order(weighted_sums(weights, matrices), groups, [g.shape[1] for g in grads])
-    count = member @ torch.where(good, (norm <= clip).float() - 0.5, 0.0).unsqueeze(1)
-    return total, count
-
-
-def grouped(grads: Sequence[Tensor]) -> list[list[int]]:
-    """Which gradients share a matrix: large ones are matrices by themselves, the others are copied into one."""
-    alone = [i for i, g in enumerate(grads) if _is_matrix(g)]
-    together = [i for i, g in enumerate(grads) if not _is_matrix(g)]
-    return [*([i] for i in alone), *([together] if together else [])]
-
-
-def _is_matrix(grad: Tensor) -> bool:
-    """Whether kernels are as fast on it as on a copy: rows that begin at whole lines of memory, and enough in them."""
-    return grad.shape[1] >= LARGE and grad.shape[1] % ALIGNED == 0 and grad.is_contiguous()
-
-
-def matrix_of(grads: Sequence[Tensor]) -> Tensor:
-    """`[M, n]`, in which zeros may follow the numbers, so that rows begin at whole lines of memory; they change no sum."""
-    if len(grads) == 1 and _is_matrix(grads[0]):
-        return grads[0]
-    size = sum(g.shape[1] for g in grads)
-    return torch.cat([*grads, grads[0].new_zeros(len(grads[0]), -size % ALIGNED)], dim=1)
-
-
-def in_order(
-    sums: Sequence[Tensor], groups: Sequence[Sequence[int]], sizes: Sequence[int]
-) -> Tensor:
-    """The sums of the groups' matrices -> those of all gradients `[S, P]`, one after another."""
-    if len(groups) == 1:
-        return sums[0][:, : sum(sizes)]
-    parts: dict[int, Tensor] = {}
-    for summed, group in zip(sums, groups, strict=True):
-        at = 0
-        for i in group:
-            parts[i] = summed[:, at : at + sizes[i]]
-            at += sizes[i]
-    return torch.cat([parts[i] for i in range(len(sizes))], dim=1)
-
-
-def row_norms(*matrices: Tensor) -> Tensor:
-    """Norms `[M]` in float32 of rows of any type, each the row of all matrices, right to the last digits however long it is.
-
-    One float32 number that takes up millions of squares loses the small ones, and a norm that is too small lets a record
-    pass C; so squares are added in short pieces, and the pieces in double precision. A row whose squares add up to more than
-    float32 holds, or that has an entry which is no number, has a norm that is not finite.
-    """
-    squares = [row_squares(rows).sum(1, dtype=torch.float64) for rows in matrices]
-    return torch.stack(squares).sum(0).float().sqrt()
-
-
-def row_squares(rows: Tensor) -> Tensor:
-    """Sums of squares `[M, pieces]` of each row's pieces."""
-    kernels = kernels_for(rows)
-    squares: Tensor = piece_squares(rows) if kernels is None else kernels.squares(rows)
-    return squares
-
-
-def piece_squares(rows: Tensor, piece: int = 256) -> Tensor:
-    """Sums of squares `[M, pieces]` of each row's pieces."""
-    whole = rows.shape[1] // piece * piece
-    norms = torch.linalg.vector_norm(
-        rows[:, :whole].view(len(rows), whole // piece, piece), dim=2, dtype=torch.float32
-    )
-    rest = torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True, dtype=torch.float32)
-    return torch.cat([norms, rest], dim=1).double().square()
-
-
-def clear(rows: Tensor, norm: Tensor) -> None:
-    """Takes out of the rows, in place, every entry that is not finite: such entries are in rows without a finite norm only."""
-    kernels = kernels_for(rows)
-    if kernels is None:
-        rows.nan_to_num_(0.0, 0.0, 0.0)
-    else:
-        kernels.zero_rows(rows, norm.isfinite())
-
-
-def kernels_for(rows: Tensor) -> ModuleType | None:
-    """The kernels over rows, where they can be used and were seen to be right."""
-    return _checked_kernels(rows.device, rows.dtype) if usable(rows) else None
-
-
-@functools.cache
-def _checked_kernels(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
-    """Once for each device and type, before any capture."""
-    from dpfed.accel import rows
-
-    return (
-        rows
-        if seen_right("kernels over rows of gradients", device, lambda: rows.right(device, dtype))
-        else None
-    )
-
-
-def weighted_sums(weights: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
-    """`[S, M]` float32 times each of `[M, n]`, in float32 whatever the type of the rows.
-
-    Half-precision rows are not widened: a float32 weight is the sum of three bfloat16 numbers, products of such numbers
-    are exact in float32, and the matrix unit adds them up in float32.
-    """
-    parts, sums = None, []
-    for rows in matrices:
-        if rows.dtype != torch.bfloat16 or rows.device.type != "cuda":
-            sums.append(weights @ rows.float())
-            continue
-        parts = three_parts(weights) if parts is None else parts
-        sums.append(whole(torch.mm(parts, rows, out_dtype=torch.float32)))
-    return sums
-
-
-def three_parts(weights: Tensor) -> Tensor:
-    """`[3*S, M]` in bfloat16 for `[S, M]` in float32, of which they are the sum."""
-    parts, rest = [], weights
-    for _ in range(3):
-        parts.append(rest.to(torch.bfloat16))
-        rest = rest - parts[-1].float()
-    return torch.cat(parts)
-
-
-def whole(thrice: Tensor) -> Tensor:
-    """`[3*S, n]` -> `[S, n]`: what the three parts of each row of weights gave, added up."""
-    return thrice.view(3, len(thrice) // 3, -1).sum(0)
 
 
 def passes_of(arrays: Mapping[str, np.ndarray], slots: int, device: torch.device) -> list[Pass]:

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from dpfed.errors import DpfedError
-from dpfed.privacy.clipping import Clipping, by_unit, factors
 from dpfed.privacy.noise import Noise
 from dpfed.privacy.published import show_sigma
 
@@ -59,25 +58,6 @@ def grid_of(std: float, clip: float, size: int) -> Grid:
 def sensitivity(clip: float, step: float, size: int) -> float:
     """How far one unit moves a sum of rounded gradients."""
     return clip + step * math.sqrt(size) / 2
-
-
-def rounded_sum(
-    grads: Sequence[Tensor], unit: Tensor, owner: Tensor, clip: float, rule: Clipping, steps: Tensor
-) -> tuple[Tensor, Tensor]:
-    """`clipping.clip_and_sum` on the grid: sums in whole steps, int64 `[S, P]`, and counts `[S, 1]`.
-
-    steps `[S]`: h of each client. Norms and factors are in double precision, so that the bound C is one.
-    """
-    found, good = by_unit(grads, unit, len(owner))
-    fine = [g.double() for g in found]
-    norm = torch.stack([g.square().sum(1) for g in fine]).sum(0).sqrt()
-    factor = factors(norm, clip, rule)
-    factor = (good * factor / steps[owner]).unsqueeze(1)
-    rounded = torch.cat([(g * factor).round().to(torch.int64) for g in fine], dim=1)
-    total = rounded.new_zeros(len(steps), rounded.shape[1]).index_add_(0, owner, rounded)
-    halves = good.double() * ((norm <= clip).double() - 0.5)
-    count = halves.new_zeros(len(steps)).index_add_(0, owner, halves)
-    return total, count.unsqueeze(1)
 
 
 def noised(total: Tensor, grids: Sequence[Grid], noise: Sequence[Noise]) -> Tensor:

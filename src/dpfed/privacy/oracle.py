@@ -29,9 +29,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpfed.privacy.clipping import clip_and_sum, finite_records
+from dpfed.privacy.clipping import Units, clip_and_sum, finite_rows, unit_means
 from dpfed.privacy.fixed_shape_sum import Sums
-from dpfed.privacy.grid_noise import Grid, grid_of, noised, noised_counts, rounded_sum
+from dpfed.privacy.grid_noise import Grid, grid_of, noised, noised_counts
 from dpfed.privacy.noise import Noise, Streams
 from dpfed.privacy.plan import Plan
 from dpfed.privacy.record_batch import (
@@ -331,6 +331,10 @@ class FleetOracle:
         precision = torch.float64 if self._exact else torch.float32
         total = torch.zeros_like(theta, dtype=precision if self._grid is None else torch.int64)
         count = torch.zeros_like(self.phi, dtype=precision)
+        steps = None
+        if self._grid is not None:
+            sizes = [grid.step for grid in self._grid]
+            steps = torch.tensor(sizes, dtype=torch.float64, device=self._device)
         for part in slots.chunks(self._together):
             if self._exact:
                 grads = self._mean_of_unit(theta, part)
@@ -342,13 +346,9 @@ class FleetOracle:
                 self._tell_lost(part, grads)
             unit = torch.from_numpy(part.unit).to(self._device)
             owner = torch.from_numpy(part.owner).to(self._device)
-            if self._grid is None:
-                summed, counted = clip_and_sum(grads, unit, owner, theta.shape[0], clip, rule)
-            else:
-                steps = torch.tensor(
-                    [g.step for g in self._grid], dtype=torch.float64, device=self._device
-                )
-                summed, counted = rounded_sum(grads, unit, owner, clip, rule, steps)
+            means, finite = unit_means(grads, unit, len(part.owner))
+            units = Units(owner, finite, theta.shape[0])
+            summed, counted = clip_and_sum(means, units, clip, rule, steps)
             total, count = total + summed, count + counted
         return total, count
 
@@ -388,7 +388,7 @@ class FleetOracle:
 
     def _tell_lost(self, part: Slots, grads: Sequence[Tensor]) -> None:
         lost = np.bincount(
-            part.client[~finite_records(grads).cpu().numpy()], minlength=len(self._clients)
+            part.client[~finite_rows(grads).cpu().numpy()], minlength=len(self._clients)
         )
         for client, count in zip(self._clients, lost, strict=True):
             if count:

@@ -235,6 +235,7 @@ def run_one(
     from dpfed.privacy.oracle import out_of_memory
     from dpfed.registry import registry
     from dpfed.training.backends.batched_runs import UnbatchableError
+    from dpfed.training.backends.execution import InProcess
     from dpfed.training.run import run
     from dpfed.training.run_folder.files import MODEL
 
@@ -246,7 +247,8 @@ def run_one(
                 sources.clear()  # one at a time: data may be large
                 sources[loader] = loader.load()
         with contextlib.suppress(StoppedError):
-            run(config, folder, source=sources[loader], place=place, shared=shared)
+            execution = InProcess(cache=shared, batch=place)
+            run(config, folder, source=sources[loader], execution=execution)
         if tuning:
             (folder / MODEL).unlink(missing_ok=True)
         return None

@@ -32,14 +32,15 @@ from dpfed.privacy.audit import (
     noise_law,
     one_run_bound,
 )
-from dpfed.privacy.noise import Streams
+from dpfed.privacy.noise import Noise, Streams
 from dpfed.privacy.oracle import FleetOracle
 from dpfed.privacy.plan import Plan, Schedule
 from dpfed.privacy.published import show_setting
 from dpfed.privacy.record_batch import Augmentations, Records
-from dpfed.training.backends.fleet import Fleet, learning_rate
+from dpfed.training.backends.fleet import Fleet
 from dpfed.training.job.job import Job
-from dpfed.training.round_loop import aggregate, first_state
+from dpfed.training.round_context import first_state, learning_rate
+from dpfed.training.round_loop import aggregate
 from dpfed.training.server_state import State
 
 CPU = torch.device("cpu")
@@ -243,8 +244,10 @@ class RecordingFleet(Fleet):
         super().__init__(job)
         self.deltas: list[Tensor] = []
 
-    def _fleet(self, t: int, state: State, clients: Sequence[int]) -> Message:
-        message = super()._fleet(t, state, clients)
+    def messages(
+        self, t: int, state: State, clients: Sequence[int], noise: Sequence[Noise] | None = None
+    ) -> Message:
+        message = super().messages(t, state, clients, noise)
         self.deltas.append(message["delta"])
         return message
 

@@ -1,9 +1,9 @@
-"""How good a trained vector is on the server's public test set: accuracy, F1, and each class by itself."""
+"""Evaluate a trained vector on the server's public test set."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -36,8 +36,22 @@ def scored_batches(job: Job, theta: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield job.model.scores(theta, inputs), labels
 
 
+def evaluate(job: Job, theta: Tensor) -> tuple[float | None, float | None]:
+    """Return accuracy and mean loss on the server's test set; None for both without a test set."""
+    records = len(job.test.labels)
+    if records == 0:
+        return None, None
+    # One tensor for both sums: each read of a number waits for the device.
+    sums = torch.zeros(2, dtype=torch.float64, device=job.device)
+    for scores, labels in scored_batches(job, theta):
+        correct = job.model.correct(scores, labels).double().sum()
+        sums += torch.stack([correct, job.model.loss(scores, labels).double().sum()])
+    accuracy, loss = (sums / records).tolist()
+    return accuracy, loss
+
+
 def confusion(job: Job, theta: Tensor) -> Tensor:
-    """How often the class of a row was answered with the class of a column, `[classes, classes]`."""
+    """Count the records of each class (row) that the model assigns to each class (column)."""
     count = len(job.classes)
     table = torch.zeros(count * count, dtype=torch.int64)
     for scores, labels in scored_batches(job, theta):
@@ -46,19 +60,28 @@ def confusion(job: Job, theta: Tensor) -> Tensor:
 
 
 def class_scores(table: Tensor) -> list[Scores]:
-    """From a confusion table; a class that was never answered has precision 0, one without records recall 0."""
-    right, answered, there = table.diag().double(), table.sum(0).double(), table.sum(1).double()
-    precision, recall = right / answered.clamp_min(1), right / there.clamp_min(1)
-    f1 = 2 * right / (answered + there).clamp_min(1)
+    """Return the scores of each class from a confusion table.
+
+    A class that the model never predicts has precision 0, a class without records recall 0.
+    """
+    correct = table.diag().double()
+    predicted = table.sum(0).double()
+    support = table.sum(1).double()
+    precision = correct / predicted.clamp_min(1)
+    recall = correct / support.clamp_min(1)
+    f1 = 2 * correct / (predicted + support).clamp_min(1)
     return [
         Scores(float(p), float(r), float(f), int(n))
-        for p, r, f, n in zip(precision, recall, f1, there, strict=True)
+        for p, r, f, n in zip(precision, recall, f1, support, strict=True)
     ]
 
 
 def task_metrics(job: Job, theta: Tensor) -> dict[str, Any]:
-    """Accuracy, macro F1 and every class; with two classes also F1 of the second, as GLUE reports it; and the class that all
-    records were taken for, where it is one."""
+    """Return accuracy, macro F1 and the scores of each class.
+
+    With two classes `f1` is the F1 of the second, as GLUE reports it. `one_answer` names the class
+    that the model predicts for all records, if it does so.
+    """
     if not job.model.classifies or len(job.test.labels) == 0:
         return {}
     table = confusion(job, theta)
@@ -66,11 +89,11 @@ def task_metrics(job: Job, theta: Tensor) -> dict[str, Any]:
     found: dict[str, Any] = {
         "accuracy": int(table.diag().sum()) / int(table.sum()),
         "macro_f1": sum(s.f1 for s in scores) / len(scores),
-        "per_class": {
-            name: {"precision": s.precision, "recall": s.recall, "f1": s.f1, "support": s.support}
-            for name, s in zip(job.classes, scores, strict=True)
-        },
+        "per_class": {name: asdict(score) for name, score in zip(job.classes, scores, strict=True)},
     }
-    answered, there = table.sum(0).nonzero().flatten().tolist(), sum(s.support > 0 for s in scores)
-    one = {"one_answer": job.classes[answered[0]]} if len(answered) == 1 < there else {}
-    return found | ({"f1": scores[1].f1} if len(scores) == 2 else {}) | one
+    if len(scores) == 2:
+        found["f1"] = scores[1].f1
+    predicted = table.sum(0).nonzero().flatten().tolist()
+    if len(predicted) == 1 and sum(s.support > 0 for s in scores) > 1:
+        found["one_answer"] = job.classes[predicted[0]]
+    return found

@@ -1,4 +1,4 @@
-"""Being asked to stop. A signal is only noted; the fleet looks between two local steps, so that nothing is half done."""
+"""Stop a run on SIGTERM or Ctrl-C between two local steps, so that no step is left incomplete."""
 
 from __future__ import annotations
 
@@ -15,35 +15,38 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stop:
-    """Called between local steps; raises when a signal has come. `gently`: from when on signals are only noted."""
+    """A callable that raises InterruptedRunError if a signal has arrived.
+
+    While `gently` is False, a signal ends the process at once.
+    """
 
     def __init__(self) -> None:
         self.gently = False
-        self._asked: signal.Signals | None = None
+        self._signal: signal.Signals | None = None
 
     def __call__(self) -> None:
-        if self._asked is not None:
-            raise InterruptedRunError(self._asked.name, self._asked)
+        if self._signal is not None:
+            raise InterruptedRunError(self._signal.name, self._signal)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        asked = signal.Signals(number)
-        if self.gently and self._asked is None:
-            self._asked = asked
-            # Not print: the signal may have come in the middle of one.
+        received = signal.Signals(number)
+        if self.gently and self._signal is None:
+            self._signal = received
+            # os.write, because the signal may interrupt a call of print.
             os.write(
                 2,
-                f"{asked.name}: stopping after this local step; once more to stop at once\n".encode(),
+                f"{received.name}: stopping after this local step; once more to stop at once\n".encode(),
             )
-        elif asked is signal.SIGINT:
+        elif received is signal.SIGINT:
             raise KeyboardInterrupt
         else:
-            os.write(2, f"dpfed: stopped by {asked.name}.\n".encode())
+            os.write(2, f"dpfed: stopped by {received.name}.\n".encode())
             raise SystemExit(128 + number)
 
 
 @contextmanager
 def on_signals() -> Iterator[Stop]:
-    """SIGTERM and Ctrl-C ask to stop while this lasts. Only a main thread may handle signals; elsewhere nothing changes."""
+    """Turn SIGTERM and Ctrl-C into requests to stop; does nothing outside the main thread."""
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpfed.privacy import fixed_shape_sum
+from dpfed.accel.gradient_matrices import piece_squares
+from dpfed.privacy.clipping import row_norms
 
 pytest.importorskip("triton")
 from dpfed.accel import rows as row_kernels
@@ -40,7 +41,7 @@ def test_squares_of_pieces(size: int, dtype: torch.dtype) -> None:
         wanted = rows[:, piece * 4096 : (piece + 1) * 4096].double().square().sum(1)
         torch.testing.assert_close(found[:, piece].double(), wanted, rtol=24 * 2.0**-24, atol=0)
     torch.testing.assert_close(
-        fixed_shape_sum.row_norms(rows).double(), rows.double().norm(dim=1), rtol=1e-6, atol=0
+        row_norms([rows]).double(), rows.double().norm(dim=1), rtol=1e-6, atol=0
     )
 
 
@@ -52,9 +53,9 @@ def test_what_is_no_number_is_seen_wherever_it_is(
 ) -> None:
     rows = drawn(3, 5001, dtype)
     rows[1, place] = value
-    norm = fixed_shape_sum.row_norms(rows)
+    norm = row_norms([rows])
     assert norm.isfinite().tolist() == [True, False, True]
-    assert fixed_shape_sum.piece_squares(rows).sum(1).float().sqrt().isfinite().tolist() == [
+    assert piece_squares(rows).sum(1).float().sqrt().isfinite().tolist() == [
         True,
         False,
         True,
@@ -67,8 +68,8 @@ def test_squares_that_overflow_only_together_have_no_norm_either() -> None:
     rows[0, ::4096] = 1.5e19  # 2.25e38 each
     rows[1, ::4096] = 1e19
     assert row_kernels.squares(rows).isfinite().all()
-    assert fixed_shape_sum.row_norms(rows).isfinite().tolist() == [False, True]
-    assert fixed_shape_sum.piece_squares(rows).sum(1).float().isfinite().tolist() == [False, True]
+    assert row_norms([rows]).isfinite().tolist() == [False, True]
+    assert piece_squares(rows).sum(1).float().isfinite().tolist() == [False, True]
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -114,7 +115,7 @@ def test_rows_beyond_the_first_two_thousand_million_numbers(dtype: torch.dtype) 
 def test_nothing_at_all() -> None:
     for shape in ((0, 64), (3, 0), (0, 0)):
         rows = torch.empty(shape, device=DEVICE)
-        assert fixed_shape_sum.row_norms(rows).tolist() == [0.0] * shape[0]
+        assert row_norms([rows]).tolist() == [0.0] * shape[0]
         row_kernels.zero_rows(rows, torch.zeros(shape[0], dtype=torch.bool, device=DEVICE))
 
 

@@ -48,13 +48,12 @@ def test_a_collector_that_was_off_stays_off() -> None:
 def test_a_run_collects_again_before_round_1(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def train(*_: Any, begin: Any, **__: Any) -> None:
+    def train(*_: Any, callbacks: Any, **__: Any) -> None:
         seen.append(gc.isenabled())
-        begin(None)
+        callbacks[0].on_start(None)
         seen.append(gc.isenabled())
 
     monkeypatch.setattr("dpfed.training.run.run", train)
-    monkeypatch.setattr("dpfed.cli.run.opening", lambda job: [])
     run()  # the train above has no result, as in a process that only helps
     assert seen == [False, True]
     assert gc.get_freeze_count() == 0

@@ -17,7 +17,7 @@ from dpfed.federation.server.server import Federation, Loopback
 from dpfed.model.per_sample.gradients import PerSample
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.training.job.job import Job
-from dpfed.training.round_loop import first_state
+from dpfed.training.round_context import first_state
 
 HELD: dict[str, Any] = {"evaluate": True, "held_out": 80, "held_out_share": 0.25}
 

@@ -27,7 +27,7 @@ from dpfed.privacy.record_batch import Records
 from dpfed.registry import registry
 from dpfed.training.budget.served_spending import served_spending
 from dpfed.training.job.job import Job
-from dpfed.training.round_loop import first_state
+from dpfed.training.round_context import first_state
 
 HELD: dict[str, Any] = {"evaluate": True, "held_out": 80, "held_out_share": 0.25, "records": 300}
 

@@ -22,7 +22,7 @@ from dpfed.federation.server.server import Federation, Loopback
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.oracle import FleetOracle
 from dpfed.training.job.job import Job
-from dpfed.training.round_loop import first_state
+from dpfed.training.round_context import first_state
 
 NAN, INF, HUGE = float("nan"), float("inf"), 10**400
 NUMBERS: list[Any] = [

@@ -127,7 +127,7 @@ def test_a_killed_server_goes_on_with_the_same_bytes_and_nobody_pays_twice(
     with pytest.raises(KilledError):
         serve(config, out, net, seeded=False)
     interrupted = net.sent[-1]
-    result = serve(config, out, net, seeded=False, resume=True)
+    result = serve(config, out, net, seeded=False, mode="resume")
     assert (
         net.sent[at] == interrupted
     )  # the round that was cut short is asked for again, byte by byte
@@ -157,11 +157,13 @@ def test_a_server_does_not_go_on_in_a_simulations_folder_nor_the_other_way_round
     with pytest.raises(StoppedError):
         serve(config_of(job, federation={"patience": 1}), tmp_path / "served", Loopback({}))
     with pytest.raises(DpfedError, match="the run of a server"):
-        run(config, tmp_path / "served", resume=True)
+        run(config, tmp_path / "served", mode="resume")
     run(config_of(job, run={"rounds": 1}), tmp_path / "simulated")
     (tmp_path / "simulated" / "run.json").write_text('{"run": "r", "state": "interrupted"}')
     with pytest.raises(DpfedError, match="the run of a simulation"):
-        serve(config_of(job, run={"rounds": 1}), tmp_path / "simulated", Loopback({}), resume=True)
+        serve(
+            config_of(job, run={"rounds": 1}), tmp_path / "simulated", Loopback({}), mode="resume"
+        )
 
 
 def test_a_servers_run_is_accounted_for_and_exported_with_upper_bounds(tmp_path: Path) -> None:
@@ -186,7 +188,7 @@ def test_waiting_may_change_when_a_server_goes_on_and_the_clients_may_not(tmp_pa
         serve(config_of(job), tmp_path / "out", net)
     more = {f"clinic-{i}": int(size) - 1 for i, size in enumerate(job.plan.sizes)}
     with pytest.raises(DpfedError, match=r"federation\.clients was"):
-        serve(config_of(job, federation={"clients": more}), tmp_path / "out", net, resume=True)
+        serve(config_of(job, federation={"clients": more}), tmp_path / "out", net, mode="resume")
     result = serve(
         config_of(job, federation={"timeout": 9.0, "patience": 7}),
         tmp_path / "out",

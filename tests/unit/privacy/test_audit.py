@@ -20,7 +20,7 @@ from dpfed.errors import DpfedError
 from dpfed.privacy import oracle as oracle_module
 from dpfed.privacy import sampling as sampling_module
 from dpfed.privacy.audit import Law, Report, disproofs
-from dpfed.privacy.clipping import Clipping
+from dpfed.privacy.clipping import Clipping, Units
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.noise import Streams
 from dpfed.privacy.oracle import FleetOracle
@@ -106,7 +106,7 @@ def findings(setting: AuditSetting) -> Findings:
     )
 
 
-Clip = Callable[[Sequence[Tensor], Tensor, Tensor, int, float], Tensor]
+Clip = Callable[[Sequence[Tensor], Tensor, int, float], Tensor]
 TRUE_CLIP = oracle_module.clip_and_sum
 TRUE_DRAW = sampling_module.draw
 
@@ -120,31 +120,24 @@ def batch_means(grads: Sequence[Tensor], owner: Tensor, clients: int) -> list[Te
     return [g.new_zeros(clients, g.shape[1]).index_add_(0, owner, g) / counts for g in grads]
 
 
-def batch_mean(
-    grads: Sequence[Tensor], unit: Tensor, owner: Tensor, clients: int, clip: float
-) -> Tensor:
+def batch_mean(grads: Sequence[Tensor], owner: Tensor, clients: int, clip: float) -> Tensor:
     return BATCH * clipped(torch.cat(batch_means(grads, owner, clients), 1), clip)
 
 
-def batch_tensor(
-    grads: Sequence[Tensor], unit: Tensor, owner: Tensor, clients: int, clip: float
-) -> Tensor:
+def batch_tensor(grads: Sequence[Tensor], owner: Tensor, clients: int, clip: float) -> Tensor:
     """Clip as the released code of the paper does."""
     return BATCH * torch.cat([clipped(g, clip) for g in batch_means(grads, owner, clients)], 1)
 
 
-def per_tensor(
-    grads: Sequence[Tensor], unit: Tensor, owner: Tensor, clients: int, clip: float
-) -> Tensor:
+def per_tensor(grads: Sequence[Tensor], owner: Tensor, clients: int, clip: float) -> Tensor:
     return torch.cat(
         [g.new_zeros(clients, g.shape[1]).index_add_(0, owner, clipped(g, clip)) for g in grads], 1
     )
 
 
-def no_clip(
-    grads: Sequence[Tensor], unit: Tensor, owner: Tensor, clients: int, clip: float
-) -> Tensor:
-    return TRUE_CLIP(grads, unit, owner, clients, math.inf, Clipping())[0]
+def no_clip(grads: Sequence[Tensor], owner: Tensor, clients: int, clip: float) -> Tensor:
+    units = Units(owner, torch.ones_like(owner), clients)
+    return TRUE_CLIP(grads, units, math.inf, Clipping())[0]
 
 
 class TwiceDivided(FleetOracle):
@@ -195,14 +188,9 @@ Break = Callable[[pytest.MonkeyPatch], dict[str, Any]]
 
 def patch_clip(clip: Clip) -> Break:
     def broken(
-        grads: Sequence[Tensor],
-        unit: Tensor,
-        owner: Tensor,
-        clients: int,
-        norm: float,
-        rule: Clipping,
+        grads: Sequence[Tensor], units: Units, norm: float, *_: object
     ) -> tuple[Tensor, Tensor]:
-        return clip(grads, unit, owner, clients, norm), torch.zeros(clients, 1)
+        return clip(grads, units.client, units.clients, norm), torch.zeros(units.clients, 1)
 
     def apply(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         monkeypatch.setattr(oracle_module, "clip_and_sum", broken)

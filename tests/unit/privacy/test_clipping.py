@@ -21,7 +21,7 @@ from dpfed.data.partition import shards_of
 from dpfed.data.tables import Source, Table
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting.pld import delta_at
-from dpfed.privacy.clipping import CLIPS, ClipMode, Clipping, clip_and_sum
+from dpfed.privacy.clipping import CLIPS, ClipMode, Clipping, Units, clip_and_sum, unit_means
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.noise import Streams
@@ -30,7 +30,8 @@ from dpfed.privacy.plan import Plan
 from dpfed.registry import registry
 from dpfed.training.backends.fleet import Fleet
 from dpfed.training.job.job import Job, prepare
-from dpfed.training.round_loop import aggregate, choose, first_state
+from dpfed.training.round_context import first_state
+from dpfed.training.round_loop import aggregate, choose
 from dpfed.training.run import run
 
 torch.set_num_threads(1)
@@ -53,7 +54,8 @@ def added(
     unit = list(range(len(grads))) if unit is None else unit
     owner = [0] * (max(unit) + 1) if owner is None else owner
     parts = list(grads.split([1, grads.shape[1] - 1], dim=1))
-    return clip_and_sum(parts, torch.tensor(unit), torch.tensor(owner), max(owner) + 1, clip, rule)
+    means, finite = unit_means(parts, torch.tensor(unit), len(owner))
+    return clip_and_sum(means, Units(torch.tensor(owner), finite, max(owner) + 1), clip, rule)
 
 
 class Given:

@@ -18,27 +18,20 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from dpfed import accel
+from dpfed.accel import gradient_matrices as matrices_module
+from dpfed.accel.gradient_matrices import sum_of_parts, three_parts, weighted_sums
 from dpfed.config import load
 from dpfed.model.per_sample import row_layout as layout_module
 from dpfed.model.per_sample.batched_layers import TwinConv2d
 from dpfed.model.per_sample.compiled import repeated
-from dpfed.privacy import fixed_shape_sum as fixed_module
-from dpfed.privacy.clipping import Clipping, clip_and_sum
-from dpfed.privacy.fixed_shape_sum import (
-    FixedSum,
-    clip_and_sum_slots,
-    passes_of,
-    row_norms,
-    slots_for,
-    three_parts,
-    weighted_sums,
-    whole,
-)
+from dpfed.privacy.clipping import Clipping, Units, clip_and_sum, row_norms
+from dpfed.privacy.fixed_shape_sum import FixedSum, passes_of, slots_for
 from dpfed.registry import registry
 from dpfed.training.backends.fleet import Fleet
 from dpfed.training.job.job import Job, prepare
 from dpfed.training.job.model import worth_compiling
-from dpfed.training.round_loop import aggregate, choose, first_state
+from dpfed.training.round_context import first_state
+from dpfed.training.round_loop import aggregate, choose
 
 torch.set_num_threads(1)
 SMALL = [
@@ -99,9 +92,10 @@ def both(
     if bad is not None and bad < slots:
         grads[0][bad, 0] = float("nan")
     valid = (torch.arange(slots) < records).long()
-    found = clip_and_sum_slots(grads, client, valid, 3, torch.tensor(clip), rule)
+    found = clip_and_sum(grads, Units(client, valid, 3), torch.tensor(clip), rule)
     mine = [x[:records] for x in grads]
-    return found, clip_and_sum(mine, torch.arange(records), client[:records], 3, clip, rule)
+    units = Units(client[:records], torch.ones(records), 3)
+    return found, clip_and_sum(mine, units, clip, rule)
 
 
 @pytest.mark.parametrize("mode", ["flat", "automatic", "quantile"])
@@ -122,10 +116,10 @@ WAYS = ["plain", pytest.param("kernels", marks=with_triton)]
 
 def take(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "plain":
-        monkeypatch.setattr(fixed_module, "kernels_for", lambda rows: None)
+        monkeypatch.setattr(matrices_module, "kernels_for", lambda rows: None)
     else:
         monkeypatch.setattr(accel, "interpreted", DEVICE.type == "cpu")
-        assert fixed_module.kernels_for(torch.zeros(1, 1, device=DEVICE)) is not None
+        assert matrices_module.kernels_for(torch.zeros(1, 1, device=DEVICE)) is not None
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value")
@@ -149,7 +143,7 @@ def test_what_is_no_number_or_not_used_adds_exactly_nothing(
     grads = [x.to(DEVICE) for x in grads]
     valid, client = torch.tensor([1] * 8 + [0] * 4, device=DEVICE), torch.arange(12, device=DEVICE)
     rule, clip = Clipping(mode), torch.linspace(0.5, 3.0, 12, device=DEVICE)  # type: ignore[arg-type]
-    total, count = clip_and_sum_slots([x.clone() for x in grads], client, valid, 12, clip, rule)
+    total, count = clip_and_sum([x.clone() for x in grads], Units(client, valid, 12), clip, rule)
     every = torch.cat(grads, dim=1).double()
     for slot in range(12):
         if slot in (0, 7):
@@ -166,7 +160,8 @@ def test_what_is_no_number_or_not_used_adds_exactly_nothing(
             assert count[slot].item() == (
                 0.5 if slot == 6 else 0.0
             )  # a gradient of zeros is one below C
-    together, counted = clip_and_sum_slots(grads, torch.zeros_like(client), valid, 1, clip, rule)
+    one_client = Units(torch.zeros_like(client), valid, 1)
+    together, counted = clip_and_sum(grads, one_client, clip, rule)
     torch.testing.assert_close(together[0], total.sum(0))
     assert counted.item() == count.sum().item() == -0.5
 
@@ -196,10 +191,10 @@ def test_large_tensors_alone_give_what_all_give_together(
     client, clip = torch.arange(8, device=DEVICE), torch.linspace(0.5, 300.0, 8, device=DEVICE)
     found = []
     for large, groups in ((10**9, [[0, 1, 2, 3, 4, 5]]), (64, [[1], [3], [0, 2, 4, 5]])):
-        monkeypatch.setattr(fixed_module, "LARGE", large)
-        assert fixed_module.grouped(grads) == groups
+        monkeypatch.setattr(matrices_module, "LARGE", large)
+        assert matrices_module.grouped(grads) == groups
         given_ = [x.clone() if x.is_contiguous() else x for x in grads]
-        found.append(clip_and_sum_slots(given_, client, valid, 8, clip, Clipping(mode)))  # type: ignore[arg-type]
+        found.append(clip_and_sum(given_, Units(client, valid, 8), clip, Clipping(mode)))  # type: ignore[arg-type]
     (one, counted), (other, counted_alone) = found
     torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
     assert torch.equal(counted, counted_alone)
@@ -209,10 +204,10 @@ def test_large_tensors_alone_give_what_all_give_together(
 
 
 def test_gradients_by_themselves_are_not_copied() -> None:
-    large, small = torch.ones(3, fixed_module.LARGE), torch.ones(3, 5)
-    assert fixed_module.matrix_of([large]) is large
-    assert fixed_module.matrix_of([small]).shape == (3, 64)
-    assert fixed_module.grouped([large[:, :-1], small, large]) == [[2], [0, 1]]
+    large, small = torch.ones(3, matrices_module.LARGE), torch.ones(3, 5)
+    assert matrices_module.matrix_of([large]) is large
+    assert matrices_module.matrix_of([small]).shape == (3, 64)
+    assert matrices_module.grouped([large[:, :-1], small, large]) == [[2], [0, 1]]
 
 
 @with_triton
@@ -229,11 +224,12 @@ def test_kernels_that_are_not_right_are_not_used(
 
     monkeypatch.setattr(accel, "interpreted", True)
     monkeypatch.setattr(row_kernels, "right", right)
-    fixed_module._checked_kernels.cache_clear()
+    matrices_module._checked_kernels.cache_clear()
     rows = torch.tensor([[3.0, 4.0], [math.nan, 1.0]])
-    assert fixed_module.row_norms(rows)[0].item() == 5.0
-    fixed_module.clear(rows, torch.tensor([5.0, math.nan]))
-    fixed_module._checked_kernels.cache_clear()
+    assert row_norms([rows])[0].item() == 5.0
+    joined = matrices_module.GradientMatrices([rows], [[0]], [2])
+    joined.clear(torch.tensor([True, False]))
+    matrices_module._checked_kernels.cache_clear()
     assert rows.tolist() == [[3.0, 4.0], [0.0, 1.0]]
     assert len(caplog.records) == 1
     assert "\n" not in caplog.text.strip()
@@ -243,15 +239,14 @@ def test_kernels_that_are_not_right_are_not_used(
 
 
 def test_without_a_gpu_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fixed_module, "_checked_kernels", MagicMock(side_effect=AssertionError))
-    assert fixed_module.kernels_for(torch.zeros(1, 1)) is None
+    monkeypatch.setattr(matrices_module, "_checked_kernels", MagicMock(side_effect=AssertionError))
+    assert matrices_module.kernels_for(torch.zeros(1, 1)) is None
 
 
 def test_half_precision_gradients_are_clipped_in_full_precision() -> None:
     g = torch.randn(8, 1000, generator=torch.Generator().manual_seed(0)).bfloat16() * 50
-    total, _ = clip_and_sum_slots(
-        [g], torch.arange(8), torch.ones(8).long(), 8, torch.tensor(0.1), Clipping()
-    )
+    units = Units(torch.arange(8), torch.ones(8), 8)
+    total, _ = clip_and_sum([g], units, torch.tensor(0.1), Clipping())
     assert total.dtype == torch.float32
     assert float(total.double().norm(dim=1).max()) <= 0.1 * (1 + 1e-6)
     torch.testing.assert_close(
@@ -268,9 +263,8 @@ def test_long_gradients_are_clipped_as_exactly_as_short_ones(size: int, dtype: t
     g[1, :8] = 30.0
     g[2] = torch.randn(size, generator=torch.Generator().manual_seed(0))
     g = g.to(dtype)
-    total, _ = clip_and_sum_slots(
-        [g], torch.arange(3), torch.ones(3).long(), 3, torch.tensor(1e-3), Clipping()
-    )
+    units = Units(torch.arange(3), torch.ones(3), 3)
+    total, _ = clip_and_sum([g], units, torch.tensor(1e-3), Clipping())
     norm = total.double().norm(dim=1)
     assert float(norm.max()) <= 1e-3 * (1 + 1e-6)
     assert float(norm.min()) >= 1e-3 * (1 - 1e-6)
@@ -281,7 +275,7 @@ def test_three_bfloat16_numbers_are_a_float32() -> None:
     weights = torch.rand(3, 64, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.randint(
         -8, 3, (3, 64)
     )
-    parts = fixed_module.three_parts(weights)
+    parts = matrices_module.three_parts(weights)
     assert parts.dtype == torch.bfloat16
     joined = parts.double().view(3, 3, 64).sum(0)
     assert float(((joined - weights.double()).abs() / weights.double()).max()) < 2.0**-23
@@ -389,15 +383,15 @@ def test_sums_of_a_convolutional_network_trained_in_full(
         wanted[c] += grad * min(1.0, clip / float(grad.norm()))
     monkeypatch.setattr(TwinConv2d, "_pays", lambda self, x: True)
     monkeypatch.setattr(layout_module, "LARGE", 100)
-    monkeypatch.setattr(fixed_module, "LARGE", 1000)
+    monkeypatch.setattr(matrices_module, "LARGE", 1000)
     take(way, monkeypatch)
     again = job_of(*options)
     assert again.model._raw.by_pieces
     pass_ = FixedSum(again.model, again.records, Clipping(), None, 2, 8, again.space.size)
     arrays = {"row": rows, "client": client, "dropout": 0 * rows, "view": 0 * rows}
-    grouped, groups = fixed_module.grouped, []
+    grouped, groups = matrices_module.grouped, []
     monkeypatch.setattr(
-        fixed_module, "grouped", lambda grads: groups.append(grouped(grads)) or groups[-1]
+        matrices_module, "grouped", lambda grads: groups.append(grouped(grads)) or groups[-1]
     )
     total, _ = pass_.sums(theta, arrays, clip)
     torch.testing.assert_close(total, wanted, rtol=1e-3, atol=1e-5 * clip)
@@ -559,16 +553,16 @@ def test_three_parts_of_each_clients_weights_come_together_again() -> None:
     assert parts.dtype == torch.bfloat16
     torch.testing.assert_close(parts.float().view(3, 3, 7).sum(0), weights, rtol=2**-22, atol=0)
     torch.testing.assert_close(
-        whole(parts.float() @ rows.float()), weights @ rows.float(), rtol=1e-6, atol=1e-6
+        sum_of_parts(parts.float() @ rows.float()), weights @ rows.float(), rtol=1e-6, atol=1e-6
     )
 
 
 def test_squares_of_many_tensors_are_added_in_double_precision() -> None:
     """2^24 and sixty-four times 1: a float32 number would stay at 2^24, and the norm would be too small."""
     large, ones = torch.tensor([[4096.0]]), torch.tensor([[1.0]])
-    assert float(row_norms(large, *[ones] * 64)) == pytest.approx((2**24 + 64) ** 0.5, rel=1e-7)
-    assert float(row_norms(large, *[ones] * 64)) > 4096
+    assert float(row_norms([large, *[ones] * 64])) == pytest.approx((2**24 + 64) ** 0.5, rel=1e-7)
+    assert float(row_norms([large, *[ones] * 64])) > 4096
     spread = torch.zeros(1, 65 * 256)
     spread[0, ::256] = 1.0
     spread[0, 0] = 4096.0
-    assert float(row_norms(spread)) > 4096
+    assert float(row_norms([spread])) > 4096

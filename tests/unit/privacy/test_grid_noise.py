@@ -17,7 +17,7 @@ from torch import Tensor
 from dpfed.config import build
 from dpfed.data.partition import shards_of
 from dpfed.errors import DpfedError
-from dpfed.privacy.clipping import Clipping, clip_and_sum
+from dpfed.privacy.clipping import Clipping, Units, clip_and_sum, unit_means
 from dpfed.privacy.grid_noise import (
     COUNT_STEP,
     LOSS,
@@ -25,7 +25,6 @@ from dpfed.privacy.grid_noise import (
     grid_of,
     noised,
     noised_counts,
-    rounded_sum,
     sensitivity,
 )
 from dpfed.privacy.noise import OsNoise, Streams
@@ -38,16 +37,11 @@ CPU = torch.device("cpu")
 
 def alone(grads: Tensor, clip: float, step: float, rule: Clipping | None = None) -> Tensor:
     """The rounded sum of these gradients, each its own unit of one client, in steps `[P]`."""
-    number = torch.arange(len(grads))
+    client = torch.zeros(len(grads), dtype=torch.int64)
     steps = torch.tensor([step], dtype=torch.float64)
-    return rounded_sum(
-        [grads[:, :2], grads[:, 2:]],
-        number,
-        torch.zeros_like(number),
-        clip,
-        rule or Clipping(),
-        steps,
-    )[0][0]
+    units = Units(client, torch.ones_like(client), 1)
+    parts = [grads[:, :2], grads[:, 2:]]
+    return clip_and_sum(parts, units, clip, rule or Clipping(), steps)[0][0]
 
 
 def test_every_unit_is_rounded_before_the_sum() -> None:
@@ -131,9 +125,11 @@ def test_the_rounded_sum_is_the_plain_one_but_for_rounding() -> None:
     grads[0][1, 1] = float("nan")  # a unit with one such record gives exactly nothing
     unit, owner = torch.tensor([0, 0, 1, 2, 3, 4, 4]), torch.tensor([0, 1, 1, 0, 2])
     for rule in (Clipping(), Clipping("automatic"), Clipping("quantile")):
-        plain, counts = clip_and_sum(grads, unit, owner, 3, 0.7, rule)
+        means, finite = unit_means(grads, unit, len(owner))
+        units = Units(owner, finite, 3)
+        plain, counts = clip_and_sum(means, units, 0.7, rule)
         steps = torch.tensor([2.0**-20, 2.0**-22, 2.0**-24], dtype=torch.float64)
-        total, counted = rounded_sum(grads, unit, owner, 0.7, rule, steps)
+        total, counted = clip_and_sum(means, units, 0.7, rule, steps)
         assert total.dtype == torch.int64
         torch.testing.assert_close((total * steps[:, None]).float(), plain, rtol=1e-5, atol=3e-6)
         assert counted.tolist() == counts.tolist()

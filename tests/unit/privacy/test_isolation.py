@@ -25,6 +25,7 @@ from dpfed.privacy.oracle import FleetOracle, Isolation, Slots
 from dpfed.privacy.plan import Plan
 from dpfed.privacy.record_batch import Augmentations, Records
 from dpfed.registry import registry
+from dpfed.training.callbacks.base import Callback
 from dpfed.training.job.job import Job, prepare
 
 COUNT = 48
@@ -371,7 +372,7 @@ def test_simulations_take_no_other_way_when_exact(monkeypatch: pytest.MonkeyPatc
     from dpfed.training.backends.batched_runs import pack_key
     from dpfed.training.backends.fleet import Fleet
     from dpfed.training.budget.spending import Spending
-    from dpfed.training.round_loop import train
+    from dpfed.training.round_loop import RoundLoop
 
     passes: list[int] = []
     grads = PerSample.raw_grads
@@ -382,14 +383,14 @@ def test_simulations_take_no_other_way_when_exact(monkeypatch: pytest.MonkeyPatc
 
     head = {"model": {"name": "glyph-vit", "train": "head"}}
     many = {"rounds": 90, "checkpoint_every": 0}
-    assert job_of(**head, run=many).given is not None
+    assert job_of(**head, run=many).raw_inputs is not None
     assert pack_key(job_of(**head, run=many).config) is not None
     exact = job_of(**head, run=many, privacy={"isolation": "exact"})
-    assert exact.given is None  # features come from passes over many records
+    assert exact.raw_inputs is None  # features come from passes over many records
     assert pack_key(exact.config) is None
     exact = job_of(**head, run={"slots": 8}, privacy={"isolation": "exact"})
     monkeypatch.setattr(PerSample, "raw_grads", noted)
-    train(exact, Fleet(exact), Spending(exact, None, None), lambda round: None)
+    RoundLoop(exact, Fleet(exact), Spending(exact, None, None), Callback()).run()
     assert set(passes) == {1}
     for keys, what in (({"features": True}, "features"), ({"compile": True}, "compile")):
         with pytest.raises(DpfedError, match=what):

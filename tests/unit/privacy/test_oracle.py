@@ -20,7 +20,7 @@ from dpfed.data.partition import Shards, shards_of
 from dpfed.model.parameter_vector import space_of
 from dpfed.model.per_sample.gradients import PerSample, call, trainable
 from dpfed.privacy import oracle as oracle_module
-from dpfed.privacy.clipping import Clipping, clip_and_sum
+from dpfed.privacy.clipping import Clipping, Units, clip_and_sum
 from dpfed.privacy.noise import OsNoise, Streams
 from dpfed.privacy.oracle import FleetOracle, Records, Slots
 from dpfed.privacy.plan import Plan
@@ -182,10 +182,10 @@ def reference_sum(grads: Tensor, clip: float) -> Tensor:
 
 
 def per_tensor_clip(
-    grads: list[Tensor], unit: Tensor, owner: Tensor, clients: int, clip: float, rule: Clipping
+    grads: list[Tensor], units: Units, clip: float, rule: Clipping, grid_steps: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The mutant of SPEC 0.1: every tensor clipped by itself."""
-    each = [clip_and_sum([g], unit, owner, clients, clip, rule) for g in grads]
+    each = [clip_and_sum([g], units, clip, rule, grid_steps) for g in grads]
     return torch.cat([total for total, _ in each], dim=1), each[0][1]
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from callback_case import Watcher
 from command import dpfed
 from safetensors.torch import load_file
 from torch import equal
@@ -20,7 +21,7 @@ from torch import equal
 from dpfed.config import load
 from dpfed.errors import DpfedError
 from dpfed.registry import DEFAULT, registry
-from dpfed.training.round_loop import Round
+from dpfed.training.rounds import Round
 from dpfed.training.run import run
 from dpfed.training.run_folder.files import read_result
 
@@ -105,7 +106,7 @@ def test_a_disk_that_fills_up_anywhere_ends_in_one_sentence_and_the_run_goes_on_
         assert "\n" not in str(caught.value)
         # The last sync of all comes after the result is in place.
         if read_result(out).get("state") != "finished":
-            run(CONFIG, out, resume=(out / "config.toml").exists())
+            run(CONFIG, out, mode="resume" if (out / "config.toml").exists() else "new")
         same(whole, out)
 
 
@@ -175,7 +176,7 @@ def test_a_folder_that_cannot_be_written(
     sets = [word for key in KEYS.split() for word in ("--set", key)]
     out = small_disk / "r"
     with pytest.raises(CrashError):
-        run(CONFIG, out, observe=crash(2))
+        run(CONFIG, out, callbacks=[Watcher(on_round=crash(2))])
     before = contents(out)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     for args in ([*sets, "--out", str(small_disk / "new")], ["--resume", str(out)]):
@@ -233,12 +234,12 @@ def test_a_folder_or_ledger_in_use_is_left_alone(
 ) -> None:
     out = tmp_path / "r"
     with pytest.raises(CrashError):
-        run(CONFIG, out, observe=crash(2))
+        run(CONFIG, out, callbacks=[Watcher(on_round=crash(2))])
     before = contents(out)
     with held(out / lock), pytest.raises(DpfedError, match=words):
-        run(CONFIG, out, resume=True)
+        run(CONFIG, out, mode="resume")
     assert contents(out) == before
-    run(CONFIG, out, resume=True)
+    run(CONFIG, out, mode="resume")
     same(whole, out)
 
 
@@ -249,13 +250,13 @@ def test_two_runs_without_privacy_do_not_share_a_folder(tmp_path: Path) -> None:
     def second(round: Round) -> None:
         if round.t == 1:
             before = contents(out)
-            for more in ({}, {"force": True}, {"resume": True}):
+            for mode in ("new", "replace", "resume"):
                 with pytest.raises(DpfedError) as caught:
-                    run(PLAIN, out, **more)
+                    run(PLAIN, out, mode)
                 said.append(str(caught.value))
             assert contents(out) == before
 
-    run(PLAIN, out, observe=second)
+    run(PLAIN, out, callbacks=[Watcher(on_round=second)])
     assert [("another run is at work" in sentence) for sentence in said] == [False, True, True]
     assert "already holds a run" in said[0]
 
@@ -279,7 +280,7 @@ def test_what_a_run_killed_at_its_very_beginning_leaves_is_no_obstacle(
 def test_metrics_that_are_lost_or_damaged(tmp_path: Path, whole: Path) -> None:
     out = tmp_path / "r"
     with pytest.raises(CrashError):
-        run(CONFIG, out, observe=crash(3))
+        run(CONFIG, out, callbacks=[Watcher(on_round=crash(3))])
     path = out / "metrics.jsonl"
     good = path.read_bytes()
     lines = good.splitlines(keepends=True)
@@ -291,10 +292,10 @@ def test_metrics_that_are_lost_or_damaged(tmp_path: Path, whole: Path) -> None:
     ):
         path.write_bytes(bad)
         with pytest.raises(DpfedError, match="does not hold rounds 0 to 2"):
-            run(CONFIG, out, resume=True)
+            run(CONFIG, out, mode="resume")
     path.unlink()
     with pytest.raises(DpfedError, match="does not hold rounds 0 to 2"):
-        run(CONFIG, out, resume=True)
+        run(CONFIG, out, mode="resume")
     path.write_bytes(good + b'{"round": 3, "acc\xff')
-    run(CONFIG, out, resume=True)
+    run(CONFIG, out, mode="resume")
     same(whole, out)

@@ -23,7 +23,8 @@ from dpfed.privacy.oracle import FleetOracle, out_of_memory
 from dpfed.registry import registry
 from dpfed.training.backends.fleet import Fleet
 from dpfed.training.job.job import Job, prepare
-from dpfed.training.round_loop import aggregate, choose, first_state
+from dpfed.training.round_context import first_state
+from dpfed.training.round_loop import aggregate, choose
 from dpfed.training.run import run
 
 torch.set_num_threads(1)
@@ -174,7 +175,7 @@ def test_a_client_that_leaves_the_numbers_stops_the_run_by_name(
     assert (tmp_path / "run" / "checkpoint" / "round-1.json").exists()
     monkeypatch.undo()
     whole = run(config_of(run=settings), tmp_path / "whole", source=source())
-    again = run(config_of(run=settings), tmp_path / "run", source=source(), resume=True)
+    again = run(config_of(run=settings), tmp_path / "run", source=source(), mode="resume")
     assert again["test_loss"] == whole["test_loss"]
 
 
@@ -198,12 +199,12 @@ def test_a_memory_that_is_no_number_stops_the_run_too() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_an_overflow_in_half_precision_does_not_pass_the_clip(dtype: torch.dtype) -> None:
-    from dpfed.privacy.clipping import Clipping, clip_and_sum
+    from dpfed.privacy.clipping import Clipping, Units, clip_and_sum
 
     grads = torch.tensor([[3.0, 4.0], [1e30, 1.0], [60000.0, 60000.0], [0.25, 0.0]])
     halves = [grads[:, :1].to(dtype), grads[:, 1:].to(dtype)]
     unit, owner = torch.arange(4), torch.zeros(4, dtype=torch.int64)
-    total, _ = clip_and_sum(halves, unit, owner, 1, 1.0, Clipping())
+    total, _ = clip_and_sum(halves, Units(owner, torch.ones_like(unit), 1), 1.0, Clipping())
     assert total.dtype == torch.float32
     # 60000² is infinite in half precision, so a norm in it would have lost the third record
     half = 0.5**0.5

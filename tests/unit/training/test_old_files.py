@@ -16,8 +16,10 @@ from dpfed.config import PrivacySection, load
 from dpfed.config.key_history import DELETED, DELETED_VALUES, as_first_written
 from dpfed.config.parsing import parse
 from dpfed.errors import DpfedError
+from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.registry import registry
 from dpfed.training.budget.prior_spending import record_of
+from dpfed.training.job.plan import plan_of
 from dpfed.training.run import run
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -30,11 +32,27 @@ def old_run(tmp_path: Path) -> Path:
 
 def test_an_old_run_resumes_as_if_nothing_had_changed(old_run: Path, tmp_path: Path) -> None:
     config = load(old_run / "config.toml", ["run.rounds=4"], registry())
-    run(config, old_run, resume=True)
+    run(config, old_run, mode="resume")
     run(config, tmp_path / "whole")
     resumed = load_file(old_run / "model.safetensors")
     for name, whole in load_file(tmp_path / "whole" / "model.safetensors").items():
         torch.testing.assert_close(resumed[name], whole, rtol=1e-6, atol=1e-7)
+
+
+def test_an_old_calibrated_run_resumes_with_its_recorded_noise(tmp_path: Path) -> None:
+    """Version 0.1 had another root search, so its sigma differs from today's in the sixth digit."""
+    out = shutil.copytree(FIXTURES / "run-0.1-target", tmp_path / "run")
+    config = load(out / "config.toml", [], registry())
+    result = run(config, out, "resume")
+    with Ledger.open(out / "ledger.sqlite", readonly=True) as ledger:
+        recorded = dict(ledger.meta["kinds"])
+        charged = [row.charge.mechanism for row in ledger.rows()]
+    assert len(charged) == 8
+    assert all(kind.noise_multiplier == recorded[kind.rate] for kind in charged)
+    assert result["sigma"] == [min(recorded.values()), max(recorded.values())]
+    assert result["epsilon"]["server_worst"] == 1.9989122128856929  # as version 0.1 reported it
+    today, _ = plan_of(config)
+    assert not set(today.multipliers.tolist()) & set(recorded.values())
 
 
 def test_an_old_run_is_accounted_reported_and_exported(old_run: Path, tmp_path: Path) -> None:

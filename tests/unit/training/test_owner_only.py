@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from callback_case import Watcher
 
 from dpfed.config import build
 from dpfed.registry import registry
@@ -62,7 +63,11 @@ def test_a_run_folder_is_its_owners_alone_at_every_moment(noise: str, tmp_path: 
     during: list[dict[str, str]] = []
     diagnostics = noise == "seeded"
     section = {"noise": noise, "diagnostics": diagnostics}
-    trained(out, section=section, observe=lambda round: during.append(open_to_others(out)))
+    trained(
+        out,
+        section=section,
+        callbacks=[Watcher(on_round=lambda round: during.append(open_to_others(out)))],
+    )
     assert [*during, open_to_others(out)] == [{}] * 4
     files = {path.name for path in out.rglob("*")}
     assert {
@@ -82,7 +87,7 @@ def test_a_run_folder_of_an_older_version_is_restricted_when_it_goes_on(tmp_path
     trained(out, section={"noise": "os"})
     for path in (out, *out.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
-    trained(out, rounds=3, section={"noise": "os"}, resume=True)
+    trained(out, rounds=3, section={"noise": "os"}, mode="resume")
     assert open_to_others(out) == {}
 
 

@@ -74,7 +74,7 @@ def test_an_older_run_resumes(tmp_path: Path) -> None:
     path = tmp_path / "run" / "config.toml"
     assert "pooling" not in path.read_text()
     longer = load(path, ["run.rounds=3"], registry())
-    assert run(longer, tmp_path / "run", source=texts(), resume=True)["rounds"] == 3
+    assert run(longer, tmp_path / "run", source=texts(), mode="resume")["rounds"] == 3
 
 
 # ---- the defaults of fine_tune

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from callback_case import Watcher
 from safetensors.torch import load_file
 from server_state_case import config_of
 from torch import Tensor
@@ -17,10 +18,15 @@ from dpfed.algorithms.base import Point
 from dpfed.config import Config
 from dpfed.errors import DivergedError, DpfedError
 from dpfed.training import round_loop
+from dpfed.training.backends.base import LostRoundError
 from dpfed.training.backends.fleet import Fleet
 from dpfed.training.budget.spending import Spending
+from dpfed.training.callbacks.base import Callback
+from dpfed.training.evaluation import evaluate
 from dpfed.training.job.job import prepare
-from dpfed.training.round_loop import LostRoundError, Round, evaluate, first_state, train
+from dpfed.training.round_context import first_state
+from dpfed.training.round_loop import RoundLoop
+from dpfed.training.rounds import Round
 from dpfed.training.run import run
 from dpfed.training.server_state import AVERAGE, State
 
@@ -29,7 +35,7 @@ def thetas(config: Config) -> list[Tensor]:
     """The iterates of a run without an average."""
     seen: list[Round] = []
     job = prepare(config)
-    train(job, Fleet(job), Spending(job, None, None), seen.append)
+    RoundLoop(job, Fleet(job), Spending(job, None, None), Watcher(on_round=seen.append)).run()
     return [round.theta for round in seen]
 
 
@@ -98,7 +104,7 @@ def test_a_run_killed_after_its_last_round_still_saves_the_average(tmp_path: Pat
     (out / "run.json").write_text(
         json.dumps({"run": told["run"], "state": "running", "release": told["release"]})
     )
-    again = run(config, out, resume=True)
+    again = run(config, out, mode="resume")
     after = load_file(out / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert [again[key] for key in ("test_accuracy", "last_accuracy")] == [
@@ -129,7 +135,9 @@ def test_a_round_that_is_lost_is_not_averaged_twice() -> None:
             return super().run_cohort(t, *rest, **more)
 
     seen: list[Round] = []
-    found = train(job, Losing(job), Spending(job, None, None), seen.append)
+    found = RoundLoop(
+        job, Losing(job), Spending(job, None, None), Watcher(on_round=seen.append)
+    ).run()
     assert torch.equal(seen[1].theta, plain[0])
     assert torch.equal(seen[2].theta, plain[0])
     assert not torch.equal(found, plain[0])
@@ -150,7 +158,7 @@ def test_an_average_that_is_no_number_ends_the_run(monkeypatch: pytest.MonkeyPat
     with pytest.raises(
         DivergedError, match=r"after round 2 the server's run\.average is no longer finite"
     ):
-        train(job, Fleet(job), Spending(job, None, None), lambda round: None)
+        RoundLoop(job, Fleet(job), Spending(job, None, None), Callback()).run()
 
 
 def test_in_python(tmp_path: Path) -> None:

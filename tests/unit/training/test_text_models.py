@@ -22,9 +22,9 @@ from dpfed.config import build
 from dpfed.data.tables import Source, Table
 from dpfed.errors import DpfedError
 from dpfed.registry import registry
+from dpfed.training.evaluation import evaluate
 from dpfed.training.job.data import spec_of, tokenised
 from dpfed.training.job.job import prepare
-from dpfed.training.round_loop import evaluate
 from dpfed.training.run import run
 
 WORDS = ["[PAD]", "[UNK]", "good", "bad", "film", "so"]

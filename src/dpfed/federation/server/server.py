@@ -38,12 +38,12 @@ from dpfed.federation.messages import (
 from dpfed.federation.policy import RefusedError, told
 from dpfed.model.model_hash import model_hash
 from dpfed.text import counted
-from dpfed.training.backends.fleet import learning_rate
+from dpfed.training.backends.base import LostRoundError
 from dpfed.training.budget.spending import Spending, budget_of
 from dpfed.training.job.job import Job
 from dpfed.training.job.message_size import meta_message
 from dpfed.training.job.plan import client_names
-from dpfed.training.round_loop import LostRoundError
+from dpfed.training.round_context import learning_rate
 from dpfed.training.server_state import State
 
 

@@ -12,10 +12,13 @@ from dpfed.federation.links import client_keys
 from dpfed.federation.server.server import federation_of, served
 from dpfed.privacy.published import show_score
 from dpfed.registry import registry
-from dpfed.training.callbacks.activity import OnActivity, ignore
+from dpfed.training.backends.base import RemoteBackend
+from dpfed.training.backends.execution import Served
+from dpfed.training.callbacks.base import Callback, OnStart
 from dpfed.training.job.job import Job
 from dpfed.training.job.plan import client_names
-from dpfed.training.round_loop import RemoteBackend, Round
+from dpfed.training.open_run import Mode
+from dpfed.training.rounds import Round
 from dpfed.training.run import run
 
 if TYPE_CHECKING:
@@ -57,9 +60,7 @@ def serve_over(
     wait: float = 600.0,
     stop: Callable[[], None] = lambda: None,
     alive: Callable[[], None] = lambda: None,
-    begin: Callable[[Job], None] = lambda job: None,
-    observe: Callable[[Round], None] = lambda round: None,
-    on_activity: OnActivity = ignore,
+    callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """Trains with the clients that this Grid reaches. `wait`: seconds until enough of them must be connected."""
     from dpfed.federation.flower.transport import GridTransport
@@ -69,13 +70,25 @@ def serve_over(
     def backend(job: Job, name: str) -> RemoteBackend:
         return federation_of(job, name, transport, say)
 
-    def begun(job: Job) -> None:
-        begin(job)
+    def wait_for_clients(job: Job) -> None:
         enough = job.config.run.min_clients or job.schedule.cohort
         transport.wait_for(client_names(config), enough, wait, say)
 
-    watchers: dict[str, Any] = {"begin": begun, "observe": observe, "on_activity": on_activity}
-    return run(config, out, resume=resume, stop=stop, serve=backend, **watchers)
+    watchers = [*callbacks, OnStart(wait_for_clients)]
+    mode: Mode = "resume" if resume else "new"
+    return run(config, out, mode, callbacks=watchers, execution=Served(backend, stop))
+
+
+class RoundLines(Callback):
+    """Write one line per round with `say`."""
+
+    def __init__(self, rounds: int, say: Say) -> None:
+        self._rounds = rounds
+        self._say = say
+
+    def on_round(self, round: Round) -> None:
+        accuracy = "-" if round.accuracy is None else show_score(round.accuracy)
+        self._say(f"round {round.t}/{self._rounds}  accuracy {accuracy}  {round.seconds:.1f} s")
 
 
 def serve(
@@ -84,9 +97,6 @@ def serve(
     """For Flower's own commands: real noise always, and clients known by their keys."""
     settings = config_for(config, overrides, out, resume, seeded=False)
 
-    def observe(round: Round) -> None:
-        accuracy = "-" if round.accuracy is None else show_score(round.accuracy)
-        say(f"round {round.t}/{settings.run.rounds}  accuracy {accuracy}  {round.seconds:.1f} s")
-
     known = client_keys(keys, client_names(settings))
-    return serve_over(settings, out, resume, grid, known, say, observe=observe)
+    lines = RoundLines(settings.run.rounds, say)
+    return serve_over(settings, out, resume, grid, known, say, callbacks=[lines])

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
+
+from scipy.optimize import brentq
 
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting.observers import Rounds, View, expected_rounds, view_epsilon
@@ -26,7 +29,9 @@ from dpfed.privacy.published import show_loss, show_setting
 RELATIVE_TOLERANCE = 1e-3
 LARGEST_SIGMA = 1e4
 _SMALLEST_SIGMA = 1e-2  # its epsilon is beyond any meaning, so no smaller one is looked for
-_SAFE = 2e-4  # the candidate is placed this far above the estimated root, and the proof of minimality below it
+_COARSE_TOLERANCE = 1e-5
+# The first sigma to test is this far above the estimated root.
+_SAFE = 2e-4
 
 
 def calibrate_sigma(
@@ -108,31 +113,60 @@ def _coarse_epsilon(part: Rounds, target: float, delta: float) -> float:
 def smallest_sigma(
     exact: Callable[[float], float], target: float, coarse: Callable[[float], float] | None = None
 ) -> float:
-    """Smallest sigma within 1e-3 with exact(sigma) <= target, for an epsilon that falls as sigma grows.
+    """Return the smallest sigma, within 1e-3, with exact(sigma) <= target; epsilon falls with sigma.
 
-    `coarse` is a cheaper estimate of `exact` that finds the neighbourhood; every decision is taken with `exact`.
+    `coarse` is a cheaper estimate of `exact`. It only chooses where `exact` is computed.
     """
     _check_target(target)
-    root = _root(coarse or exact, target)
-    low, high = _SMALLEST_SIGMA, math.inf
-    # Two exact figures are enough when the estimate is good: the candidate, and one just below it that fails.
-    probe, stride = root * (1 + _SAFE), RELATIVE_TOLERANCE * 0.9
+    computed: dict[float, float] = {}
+
+    def recorded(sigma: float) -> float:
+        computed[sigma] = exact(sigma)
+        return computed[sigma]
+
+    guess = _crossing(coarse or exact, target, 1.0, 2.0, _COARSE_TOLERANCE)
+    # A good guess needs two exact figures: a sigma just above the root, and one that fails below.
+    _crossing(
+        recorded, target, guess * (1 + _SAFE), 1 + 0.9 * RELATIVE_TOLERANCE, RELATIVE_TOLERANCE
+    )
+    # A root search may end on either side of the target, so only computed figures decide.
+    enough = [sigma for sigma, epsilon in computed.items() if epsilon <= target]
+    if not enough:
+        raise DpfedError(_impossible(target, computed[max(computed)]))
+    return min(enough)
+
+
+def _crossing(
+    epsilon_at: Callable[[float], float],
+    target: float,
+    start: float,
+    factor: float,
+    tolerance: float,
+) -> float:
+    """Return a sigma within the relative tolerance of the one where epsilon crosses the target.
+
+    The search begins at `start` and multiplies or divides by growing powers of `factor`. Without a
+    crossing it returns the smallest or largest sigma that is allowed.
+    """
+    lowest, highest = math.log(_SMALLEST_SIGMA), math.log(LARGEST_SIGMA)
+
+    @cache
+    def gap(log_sigma: float) -> float:
+        epsilon = epsilon_at(math.exp(log_sigma))
+        return math.log(max(epsilon, 1e-9 * target) / target) if math.isfinite(epsilon) else 50.0
+
+    near = min(max(math.log(start), lowest), highest)
+    stride = math.log(factor)
+    if gap(near) <= 0:
+        stride = -stride
     while True:
-        probe = min(max(probe, low), LARGEST_SIGMA)
-        if exact(probe) <= target:
-            high = probe
-        elif probe == LARGEST_SIGMA:
-            raise DpfedError(_impossible(target, exact(LARGEST_SIGMA)))
-        else:
-            low = probe
-        if high <= low * (1 + RELATIVE_TOLERANCE):
-            return high
-        if high == math.inf:
-            probe, stride = low * (1 + stride), 4 * stride
-        elif low == _SMALLEST_SIGMA and high > low:
-            probe, stride = high / (1 + stride), 4 * stride
-        else:
-            probe = math.sqrt(low * high)
+        far = min(max(near + stride, lowest), highest)
+        if far == near:
+            return math.exp(near)
+        if (gap(far) <= 0) != (gap(near) <= 0):
+            return math.exp(brentq(gap, near, far, xtol=math.log1p(tolerance)))
+        near = far
+        stride *= 2
 
 
 def _impossible(target: float, smallest: float) -> str:
@@ -141,42 +175,3 @@ def _impossible(target: float, smallest: float) -> str:
         f"the smallest epsilon possible for this plan is {show_loss(smallest)}; "
         "take fewer rounds or local steps, a smaller batch or more records, or a larger delta."
     )
-
-
-def _root(estimate: Callable[[float], float], target: float) -> float:
-    """Where the estimate crosses the target, to 1e-4, by regula falsi (Illinois) on log epsilon over log sigma."""
-
-    def gap(log_sigma: float) -> float:
-        value = estimate(math.exp(log_sigma))
-        return math.log(max(value, 1e-9 * target) / target) if math.isfinite(value) else 50.0
-
-    bounds = math.log(_SMALLEST_SIGMA), math.log(LARGEST_SIGMA)
-    left = right = 0.0
-    left_gap = right_gap = gap(0.0)
-    while (
-        left_gap < 0 and left > bounds[0]
-    ):  # too much noise: go down, by what epsilon ~ 1/sigma suggests
-        right, right_gap = left, left_gap
-        left = max(bounds[0], left - min(1.5, max(0.05, -0.8 * left_gap)))
-        left_gap = gap(left)
-    while right_gap > 0 and right < bounds[1]:
-        left, left_gap = right, right_gap
-        right = min(bounds[1], right + min(2.5, max(0.05, 1.1 * right_gap)))
-        right_gap = gap(right)
-    if left_gap <= 0 or right_gap >= 0:
-        return math.exp(left if left_gap <= 0 else right)
-    kept = 0
-    while right - left > 1e-4 * 0.5 and left_gap - right_gap > 1e-5:
-        middle = (left * -right_gap + right * left_gap) / (left_gap - right_gap)
-        found = gap(middle)
-        if abs(found) < 2e-5:
-            return math.exp(middle)
-        if found > 0:
-            left, left_gap = middle, found
-            right_gap = right_gap / 2 if kept > 0 else right_gap
-            kept = 1
-        else:
-            right, right_gap = middle, found
-            left_gap = left_gap / 2 if kept < 0 else left_gap
-            kept = -1
-    return math.exp(right)

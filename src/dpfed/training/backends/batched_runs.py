@@ -1,8 +1,8 @@
-"""Runs that differ in seed, rates, method or noise, computed together: J runs x S clients in one pass.
+"""Several runs in one pass: J runs x S clients that differ in seed, rates, method or noise.
 
-Every run is whole, with its folder, ledger, streams and round loop, in a thread of its own. Records and the frozen model
-are held once, and the clipped sums of all runs come from one union (privacy/shared.py). A run's numbers are those that it
-has alone, but for the order of additions.
+Each run has its own folder, ledger, random streams, round loop and thread. Records and the frozen
+model are in memory once, and one pass computes the clipped sums of all runs (privacy/batched_sums).
+A batched run gives the numbers that it gives alone, up to the order of additions.
 """
 
 from __future__ import annotations
@@ -23,29 +23,35 @@ from dpfed.training.job.job_cache import JobCache
 from dpfed.training.job.model import block_rules
 
 Answer = TypeVar("Answer")
-BLOCKS = {"granularity": "block"}  # of a method that has none
-MOST = 16  # more runs in a pass bring little more, and take their memory
+# The blocks of a method without a key for them.
+BLOCKS = {"granularity": "block"}
+# More runs in a pass gain little speed and need more memory.
+MAX_RUNS = 16
 
 
 class UnbatchableError(Exception):
-    """This run differs from its pack in something that a pass shares, or finds no room beside it: it has to run by itself."""
+    """The run cannot share a pass with its pack: another model or data, or too little memory."""
 
 
 def pack_key(config: Config) -> Hashable | None:
-    """Runs with the same key can be packed; one without a key runs by itself.
+    """Return a key that is equal for runs that can share a pass, or None for a run that cannot.
 
-    The same: what a pass is made of (data, model, blocks, device, precision, the rule of clipping but for C), and how
-    often and for how much (rounds, local steps, participation, batch), so that all end at about the same time. Method, rates,
-    sigma, C, budget, seed and evaluation are the run's own.
+    The key holds everything a pass is made of: data, model, blocks, device, precision and clipping
+    rule. It also holds rounds, local steps, participation and batch, so that all runs end at about
+    the same time. Method, learning rate, sigma, C, budget, seed and evaluation may differ.
     """
     data, privacy, run = config.data, config.privacy, config.run
-    grouped = data.unit_column is not None  # not record by record
-    split = run.fleet_size != "auto"
-    beside = (
-        run.diagnostics or run.trackers or run.checkpoint_every
-    )  # others at work in this process, or on its device
-    alone = privacy.isolation == "exact"
-    if grouped or split or beside or alone or privacy.grid is True or run.noise == "os":
+    runs_alone = (
+        data.unit_column is not None,
+        run.fleet_size != "auto",
+        run.diagnostics,
+        run.trackers,
+        run.checkpoint_every,
+        privacy.isolation == "exact",
+        privacy.grid is True,
+        run.noise == "os",
+    )
+    if any(runs_alone):
         return None
     computed = (
         run.device,
@@ -61,8 +67,9 @@ def pack_key(config: Config) -> Hashable | None:
     seeded = (model.weights == "random" and model.train != "full") or (
         model.lora.freeze_a and model.train == "lora"
     )
-    drawn = run.seed if seeded else None  # frozen weights that follow from the seed: another model
-    asked = (
+    # Frozen weights that are drawn from the seed make another model.
+    frozen_seed = run.seed if seeded else None
+    size = (
         run.rounds,
         run.local_steps,
         run.participation,
@@ -71,56 +78,52 @@ def pack_key(config: Config) -> Hashable | None:
         privacy.batch_per_client,
     )
     clipping = (privacy.clip_mode, privacy.clip_stability) if privacy.enabled else ("flat", None)
-    return repr((data, config.model, drawn, blocks, clipping, computed, asked))
+    return repr((data, config.model, frozen_seed, blocks, clipping, computed, size))
 
 
 class Pack:
-    """So many runs side by side. Each is given a `Place`, and all of them are waited for until they leave it."""
+    """Runs that compute together. A pass waits for every run that has not left."""
 
     def __init__(self, runs: int, shared: JobCache | None = None) -> None:
         self.shared = shared or JobCache()
-        self._runs, self._lock = runs, threading.Lock()
-        self._gone: set[int] = set()
+        self._runs = runs
+        self._lock = threading.Lock()
+        self._left: set[int] = set()
         self._first: Job | None = None
         self._sum: BatchedSums | None = None
-
-    def place(self, number: int) -> BatchedRun:
-        return BatchedRun(self, number)
 
     def join_batch(self, job: Job, number: int) -> BatchedSum:
         with self._lock:
             if self._sum is None:
-                self._first, self._sum = (
-                    job,
-                    BatchedSums(self._runs, job.schedule.cohort, self._union),
-                )
-                for gone in self._gone:
-                    self._sum.leave(gone)
+                self._first = job
+                self._sum = BatchedSums(self._runs, job.schedule.cohort, self._union)
+                for left in self._left:
+                    self._sum.leave(left)
             assert self._first is not None
-            if not together(self._first, job):
+            if not can_share_pass(self._first, job):
                 raise UnbatchableError
             return self._sum.batched_sum(number)
 
     def leave(self, number: int) -> None:
         with self._lock:
-            self._gone.add(number)
-            shared = self._sum
-        if (
-            shared is not None
-        ):  # outside the lock: whoever leaves last may have to compute for the others
-            shared.leave(number)
+            self._left.add(number)
+            sums = self._sum
+        if sums is not None:
+            # Outside the lock, because this call may compute the pass of the other runs.
+            sums.leave(number)
 
     def end(self) -> None:
-        """Lets go of what its runs had in common: whoever runs by itself needs the room."""
-        self._first = self._sum = None
+        """Release the shared model and records, so that a single run has the memory."""
+        self._first = None
+        self._sum = None
         self.shared.clear()
 
     def _union(self, runs: int) -> FixedSum:
-        """The fixed sum of so many runs, or of as many as find room on the GPU."""
+        """Return the fixed sum of this many runs, or of as many as fit on the GPU."""
         job = self._first
         assert job is not None
-        cohort, device = job.schedule.cohort, job.device
-        if device.type == "cuda":
+        cohort = job.schedule.cohort
+        if job.device.type == "cuda":
             runs = most_that_fit(runs, lambda n: fits(job, n * cohort, union_slots(job, n)))
             torch.cuda.empty_cache()
         return FixedSum(
@@ -136,7 +139,7 @@ class Pack:
 
 
 class BatchedRun:
-    """One run's place in a pack."""
+    """One run of a pack, by its number."""
 
     def __init__(self, pack: Pack, number: int) -> None:
         self._pack, self._number = pack, number
@@ -152,29 +155,28 @@ class BatchedRun:
         self._pack.leave(self._number)
 
 
-def together(one: Job, other: Job) -> bool:
-    """Whether one pass can serve both: the very same model and records, which equal settings alone do not promise."""
-    rules, keys = (
-        (one.plan.clipping, other.plan.clipping),
-        (pack_key(one.config), pack_key(other.config)),
-    )
-    return (
-        one.model is other.model
-        and one.records is other.records
-        and one.schedule.cohort == other.schedule.cohort
-        and rules[0].mode == rules[1].mode
-        and rules[0].stability == rules[1].stability
-        and (one.view is None) == (other.view is None)
-        and keys[0] is not None
-        and keys[0] == keys[1]
-    )
+def can_share_pass(one: Job, other: Job) -> bool:
+    """Return True if one pass can serve both jobs: same model and record objects, equal keys."""
+    if one.model is not other.model or one.records is not other.records:
+        return False
+    key = pack_key(one.config)
+    return key is not None and _pass_of(one) == _pass_of(other) and key == pack_key(other.config)
+
+
+def _pass_of(job: Job) -> tuple[int, str, float, bool]:
+    rule = job.plan.clipping
+    return job.schedule.cohort, rule.mode, rule.stability, job.view is None
 
 
 def union_slots(job: Job, runs: int) -> int:
-    """Slots of a pass for so many runs like this one: fewer than theirs together, as large batches meet small ones."""
-    cohort, given = job.schedule.cohort, job.config.run.slots
-    if given != "auto":
-        return given * runs
+    """Return the slots of a pass for this many runs.
+
+    They are fewer than the slots of all runs together, because batch sizes average out.
+    """
+    cohort = job.schedule.cohort
+    configured = job.config.run.slots
+    if configured != "auto":
+        return configured * runs
     if runs == 1:
         return slots_of(job, cohort)
     return slots_for(runs * float(job.plan.expected.mean()) * cohort)
@@ -185,28 +187,31 @@ def run_batched(
     shared: JobCache | None = None,
     ended: Callable[[int, Answer], None] = lambda number, answer: None,
 ) -> list[Answer]:
-    """Runs every task in a thread of its own, with a place in one pack; those that do not fit in run alone afterwards.
+    """Run every task in its own thread as one pack; runs that cannot share a pass follow alone.
 
-    A task calls `engine.run.run` with the place it is given and lets `UnpackableError` pass; it is then called again
-    without one, and finds nothing of the first attempt. `ended` is told of each answer as it comes, by one thread at a time.
+    A task calls `training.run.run` with its BatchedRun. After an UnbatchableError it is called
+    again with None. `ended` gets each answer as it comes, from one thread at a time.
     """
-    pack, telling = Pack(len(tasks), shared), threading.Lock()
+    pack = Pack(len(tasks), shared)
+    reporting = threading.Lock()
     answers: dict[int, Answer] = {}
     errors: dict[int, BaseException] = {}
 
     def work(number: int) -> None:
-        place = pack.place(number)
+        member = BatchedRun(pack, number)
         try:
-            answer = tasks[number](place)
-            with telling:
+            answer = tasks[number](member)
+            with reporting:
                 answers[number] = answer
                 ended(number, answer)
         except UnbatchableError as error:
-            errors[number] = error.with_traceback(None)  # which would hold the run's model
-        except BaseException as error:  # raised again below, in the thread that waits
+            # A traceback would keep the run's model in memory.
+            errors[number] = error.with_traceback(None)
+        except BaseException as error:
+            # Raised again below, in the calling thread.
             errors[number] = error
         finally:
-            place.leave()
+            member.leave()
 
     threads = [
         threading.Thread(target=work, args=(i,), name=f"dpfed-run-{i}", daemon=True)
@@ -228,9 +233,9 @@ def run_batched(
 
 
 def pack_size(asked: str, gpus: int) -> int:
-    """How many runs a worker is given at once: `auto` is 16 on a GPU (fewer share a pass where that many do not fit)."""
+    """Return the number of runs in a pack; `auto` is 16 on a GPU and 1 on a CPU."""
     if asked == "auto":
-        return MOST if gpus else 1
+        return MAX_RUNS if gpus else 1
     if not (asked.isascii() and asked.isdigit() and int(asked) > 0):
         raise DpfedError(f"--pack {asked} must be a whole number of runs, at least 1, or auto")
     return int(asked)

@@ -1,8 +1,8 @@
-"""What simulated clients keep for themselves between rounds (SCAFFOLD's control, FAFED's previous iterate).
+"""Store the vectors that simulated clients remember between rounds, such as SCAFFOLD's control.
 
-Only clients that took part have an entry. Entries live in memory up to a limit; the ones used longest ago then move to
-files that are memory-mapped when they are needed again. A file is never overwritten: its name carries the round that made
-it, so that a checkpoint may point at it until the next checkpoint is complete.
+Only clients that took part have an entry. Entries are in memory up to a limit; beyond it the least
+recently used ones move to files, which are memory-mapped when needed. A file is never overwritten:
+its name contains the round that wrote it, so a checkpoint can refer to it.
 """
 
 from __future__ import annotations
@@ -24,39 +24,44 @@ from dpfed.training.run_folder.atomic_file import write_file
 
 @dataclass(frozen=True)
 class Entry:
-    """One client's vectors in a file: where, and what its bytes hash to."""
+    """The file with one client's vectors, and its hash."""
 
     file: str
     sha256: str
 
 
 class ClientStates:
-    """`names` vectors of `size` numbers for each client that took part."""
+    """Named vectors of `size` numbers for each client that took part; `limit` is in bytes."""
 
     def __init__(self, names: Sequence[str], size: int, folder: Path, limit: int) -> None:
-        self._names, self._size, self._folder, self._limit = tuple(names), size, folder, limit
-        self._held: OrderedDict[int, np.ndarray] = (
-            OrderedDict()
-        )  # the one used longest ago comes first
+        self._names = tuple(names)
+        self._size = size
+        self._folder = folder
+        self._limit = limit
+        # Least recently used first.
+        self._in_memory: OrderedDict[int, np.ndarray] = OrderedDict()
         self._files: dict[int, Entry] = {}
-        self._made: dict[int, int] = {}  # the round that made what is held
+        # The round that wrote each client's vectors.
+        self._written_in: dict[int, int] = {}
         self._changed: set[int] = set()
-        self._named: set[str] = set()  # files that a checkpoint may point at
-        self._lock = threading.RLock()  # a checkpoint is written while the next round goes on
+        # Files that a checkpoint may refer to.
+        self._referenced: set[str] = set()
+        # A checkpoint is written while the next round runs.
+        self._lock = threading.RLock()
 
     def __len__(self) -> int:
-        return len(self._held.keys() | self._files.keys())
+        return len(self._in_memory.keys() | self._files.keys())
 
     @property
-    def held_bytes(self) -> int:
-        return len(self._held) * len(self._names) * self._size * 4
+    def bytes_in_memory(self) -> int:
+        return len(self._in_memory) * len(self._names) * self._size * 4
 
     def gather(self, clients: Sequence[int], device: torch.device) -> ClientState:
-        """The vectors of these clients, stacked `[S, P]`, with `seen`; `{}` for algorithms that remember nothing."""
+        """Return the vectors of these clients `[S, P]` and the mask `seen`; `{}` without names."""
         if not self._names:
             return {}
         with self._lock:
-            seen = torch.tensor([i in self._held or i in self._files for i in clients])
+            seen = torch.tensor([i in self._in_memory or i in self._files for i in clients])
             rows = np.stack([self._of(i) for i in clients])
         stacked = torch.from_numpy(rows).to(device)
         return {name: stacked[:, j] for j, name in enumerate(self._names)} | {
@@ -64,7 +69,7 @@ class ClientStates:
         }
 
     def put(self, t: int, clients: Sequence[int], memory: ClientState) -> None:
-        """Keeps what `finish` gave back in round t."""
+        """Store the vectors that the algorithm's `finish` returned in round t."""
         if set(memory) != set(self._names):
             raise ValueError(f"the algorithm remembers {self._names} and gave back {tuple(memory)}")
         if not self._names:
@@ -78,59 +83,62 @@ class ClientStates:
         )
         with self._lock:
             for client, row in zip(clients, rows, strict=True):
-                self._held[client] = (
-                    row.copy()
-                )  # replaced, never changed: a checkpoint may still be reading the old one
-                self._held.move_to_end(client)
-                self._made[client] = t
+                # A new array, because a checkpoint may still read the old one.
+                self._in_memory[client] = row.copy()
+                self._in_memory.move_to_end(client)
+                self._written_in[client] = t
                 self._changed.add(client)
-            while self.held_bytes > self._limit and len(self._held) > 1:
+            while self.bytes_in_memory > self._limit and len(self._in_memory) > 1:
                 self._spill()
 
     def save(self) -> dict[int, Entry]:
-        """Writes the clients that changed since the last call; returns where every client's vectors are."""
+        """Write the clients that changed since the last call; return the file of every client."""
         return self.begin_save()()
 
     def begin_save(self) -> Callable[[], dict[int, Entry]]:
-        """`save` of what is held now; the writing is done by the call of what it returns, on any thread, before the next."""
+        """Take the vectors as they are now; the returned function writes them, on any thread."""
         with self._lock:
             changed = {
-                i: (self._made[i], self._held[i]) for i in sorted(self._changed & self._held.keys())
+                i: (self._written_in[i], self._in_memory[i])
+                for i in sorted(self._changed & self._in_memory.keys())
             }
             before = dict(self._files)
-            self._named |= {entry.file for entry in before.values()} | {
+            self._referenced |= {entry.file for entry in before.values()} | {
                 _file(i, t) for i, (t, _) in changed.items()
             }
 
         def write() -> dict[int, Entry]:
-            return {**before, **{i: self._keep(i, t, row) for i, (t, row) in changed.items()}}
+            return {
+                **before,
+                **{i: self._write_unless_spilled(i, t, row) for i, (t, row) in changed.items()},
+            }
 
         return write
 
-    def _keep(self, client: int, t: int, row: np.ndarray) -> Entry:
-        """Until it is written it counts as changed: spilled in the meantime, it is in its file already."""
+    def _write_unless_spilled(self, client: int, t: int, row: np.ndarray) -> Entry:
         with self._lock:
-            held = self._files.get(client)
-            if held is not None and held.file == _file(client, t):
-                return held
+            spilled = self._files.get(client)
+            if spilled is not None and spilled.file == _file(client, t):
+                return spilled
             entry = self._write(client, t, row)
-            if self._made[client] == t:  # else it has changed since
+            # Otherwise a later round has replaced the vectors.
+            if self._written_in[client] == t:
                 self._files[client] = entry
                 self._changed.discard(client)
             return entry
 
     def prune(self, wanted: set[str]) -> None:
-        """Removes files that neither a checkpoint that is kept nor a client's newest entry names."""
+        """Remove the files that neither `wanted` nor a client's newest entry names."""
         with self._lock:
             wanted = wanted | {entry.file for entry in self._files.values()}
-            self._named &= wanted
+            self._referenced &= wanted
             if self._folder.is_dir():
                 for path in self._folder.iterdir():
                     if path.name not in wanted:
                         path.unlink(missing_ok=True)
 
     def restore(self, entries: Mapping[int, Entry]) -> None:
-        """Takes up what `save` returned, after checking every file."""
+        """Take over the entries that `save` returned, after checking every file."""
         for client, entry in entries.items():
             path = self._folder / Path(entry.file).name
             try:
@@ -141,14 +149,14 @@ class ClientStates:
                 raise DpfedError(
                     f"{path} is missing or damaged: the memory of client {client} is lost"
                 )
-        self._held.clear()
+        self._in_memory.clear()
         self._changed.clear()
         self._files = dict(entries)
-        self._named = {entry.file for entry in entries.values()}
+        self._referenced = {entry.file for entry in entries.values()}
 
     def _of(self, client: int) -> np.ndarray:
-        if client in self._held:
-            return self._held[client]
+        if client in self._in_memory:
+            return self._in_memory[client]
         if client not in self._files:
             return np.zeros((len(self._names), self._size), dtype=np.float32)
         path = self._folder / self._files[client].file
@@ -156,25 +164,25 @@ class ClientStates:
             mapped: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
             if mapped.shape != (len(self._names), self._size) or mapped.dtype != np.float32:
                 raise ValueError
-        except (
-            Exception
-        ):  # for bytes that are no array NumPy raises a dozen kinds, down to TokenError
+        # NumPy raises many kinds of errors for bytes that are no array, even TokenError.
+        except Exception:
             raise DpfedError(
                 f"{path} is missing or damaged: the memory of client {client} is lost"
             ) from None
         return mapped
 
     def _spill(self) -> None:
-        client = next(iter(self._held))
+        client = next(iter(self._in_memory))
         if client in self._changed or client not in self._files:
             old = self._files.get(client)
-            self._files[client] = self._write(client, self._made[client], self._held[client])
+            self._files[client] = self._write(
+                client, self._written_in[client], self._in_memory[client]
+            )
             self._changed.discard(client)
-            if old is not None and old.file not in self._named | {self._files[client].file}:
-                (self._folder / old.file).unlink(
-                    missing_ok=True
-                )  # spilled since the last checkpoint: nobody's any more
-        del self._held[client]
+            if old is not None and old.file not in self._referenced | {self._files[client].file}:
+                # Written after the last checkpoint, so nothing refers to it.
+                (self._folder / old.file).unlink(missing_ok=True)
+        del self._in_memory[client]
 
     def _write(self, client: int, t: int, row: np.ndarray) -> Entry:
         name = _file(client, t)

@@ -1,7 +1,7 @@
-"""How many clients fit on a GPU side by side: `fleet_size = "auto"` tries one pass before round 1.
+"""Find how many clients fit on a GPU side by side (`run.fleet_size = "auto"`).
 
-The pass has the shape of the run's own, on blank records, so nothing private is read. A cohort that does not fit is halved
-until it does. On a CPU the whole cohort is one fleet.
+Before round 1 one pass of the run's shape is computed on blank records, so nothing private is read.
+A cohort that does not fit is halved until it does. On a CPU the whole cohort is one fleet.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from dpfed.privacy.record_batch import Records
 from dpfed.training.job.job import Job
 from dpfed.training.job.message_size import local_bytes
 
-COPIES = 3  # of the clients' states: before a step, after it, and what lies between
+# Copies of the clients' states: before a step, after it, and the temporary one.
+COPIES = 3
 
 
 def fleet_size(job: Job) -> int:
-    """The configured number of clients side by side, or the most that fit."""
-    given, cohort = job.config.run.fleet_size, job.schedule.cohort
+    """Return the configured number of clients side by side, or the largest that fits."""
+    configured = job.config.run.fleet_size
+    cohort = job.schedule.cohort
     if job.batched_sum is not None:
-        return (
-            cohort  # how many runs fit beside one another is found by the union (engine/packed.py)
-        )
-    if given != "auto":
-        return given
+        # The pack of runs finds out how many of them fit (batched_runs.py).
+        return cohort
+    if configured != "auto":
+        return configured
     if job.device.type != "cuda":
         return cohort
     found = most_that_fit(cohort, lambda clients: fits(job, clients))
@@ -36,7 +37,7 @@ def fleet_size(job: Job) -> int:
 
 
 def most_that_fit(cohort: int, fit: Callable[[int], bool]) -> int:
-    """The cohort, or its half, quarter, ...; one client is tried by the run itself."""
+    """Return the cohort, or its half, quarter, ...; one client is not tried here."""
     size = cohort
     while size > 1 and not fit(size):
         size = -(-size // 2)
@@ -44,7 +45,7 @@ def most_that_fit(cohort: int, fit: Callable[[int], bool]) -> int:
 
 
 def slots_of(job: Job, clients: int) -> int:
-    """Slots of a pass for so many clients, the largest there are."""
+    """Return the slots of a pass for this many clients, those with the largest batches."""
     slots = job.config.run.slots
     if slots != "auto":
         return slots
@@ -52,23 +53,26 @@ def slots_of(job: Job, clients: int) -> int:
 
 
 def fits(job: Job, clients: int, slots: int | None = None) -> bool:
-    """Whether a pass of so many clients and their states find room on the GPU."""
-    device, slots = job.device, slots or slots_of(job, clients)
+    """Return True if the GPU has room for a pass of this many clients and for their states."""
+    device = job.device
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    before, free = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)[0]
+    before = torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0]
     try:
-        blank_pass(job, clients, slots)
+        blank_pass(job, clients, slots or slots_of(job, clients))
     except torch.OutOfMemoryError:
         return False
-    taken = torch.cuda.max_memory_allocated(device) - before
-    passes = 1 if job.config.run.graphs is False else 2  # a captured pass keeps memory of its own
-    return passes * taken + COPIES * clients * local_bytes(job.algorithm, job.space) <= free
+    peak = torch.cuda.max_memory_allocated(device) - before
+    # A captured pass has memory of its own.
+    passes = 1 if job.config.run.graphs is False else 2
+    return passes * peak + COPIES * clients * local_bytes(job.algorithm, job.space) <= free
 
 
 def blank_pass(job: Job, clients: int, slots: int) -> None:
-    """One clipped sum over records of zeros."""
-    device, records = job.device, job.records
+    """Compute one clipped sum over records of zeros."""
+    device = job.device
+    records = job.records
     blank = Records(
         {
             name: torch.zeros_like(x[:1]).expand(slots, *x.shape[1:])
@@ -80,9 +84,7 @@ def blank_pass(job: Job, clients: int, slots: int) -> None:
     pass_ = FixedSum(
         job.model, blank, rule, job.view, clients, slots, job.space.size, capture=False
     )
-    rows, zeros = (
-        torch.arange(slots, device=device),
-        torch.zeros(slots, dtype=torch.int64, device=device),
-    )
+    rows = torch.arange(slots, device=device)
+    zeros = torch.zeros(slots, dtype=torch.int64, device=device)
     filling = Pass.of(rows, rows * clients // slots, torch.ones_like(rows), zeros, zeros)
     pass_(job.theta.expand(clients, -1), filling, job.plan.clip)

@@ -256,3 +256,13 @@ def refuse_unfit(config: Config, start: str, stored: Stored) -> None:
             f'{start} was trained with seeded noise, which can be removed again: with run.noise = "os" begin from what was '
             "trained with it too"
         )
+
+
+def refuse_target(config: Config, past: PriorSpending) -> None:
+    """Refuse a target epsilon for a run whose start has already cost privacy."""
+    if past.prior and config.privacy.target_epsilon is not None:
+        raise DpfedError(
+            "what the run starts from, or counts on held-out records, cost privacy too, and a "
+            "target would be passed: give privacy.sigma, and privacy.budget for what no client "
+            "may pass in all"
+        )

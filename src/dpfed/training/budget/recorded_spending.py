@@ -120,7 +120,8 @@ def read_recorded_spending(folder: Path, colluding: int = 0) -> RecordedSpending
             served_spending,  # it puts together what this module is a part of
         )
 
-        return served_spending(folder, str(result.get("release")).startswith(SEEDED), colluding)
+        seeded = str(result.get("release")).startswith(SEEDED)
+        return served_spending(folder, seeded, colluding, result.get("sigma"))
     with Ledger.open(folder / LEDGER, run=str(result["run"]), readonly=True) as ledger:
         head = ledger.verify()
         meta = ledger.meta

@@ -1,11 +1,10 @@
-"""The three difficulties that DP-FedAdamW answers, measured on simulated clients (`run.diagnostics = true`).
+"""Diagnostics of simulated clients (`run.diagnostics = true`), one line per round in a file.
 
-    spread of v   how far clients' second moments are apart: variance over clients, mean over coordinates
-    shift of √v   histograms of m and √v̂; noise alone puts √v at σC/B
-    drift         how far clients move apart in a round: root mean square distance from their mean
+    spread of v   variance of the second moments over clients, mean over coordinates
+    shift of √v   histograms of m and √v̂; noise alone gives √v = σC/B
+    drift         root mean square distance of the clients from their mean after a round
 
-They read the clients' own states, so they are not private and exist for simulations only. One line a round goes to
-`diagnostics.jsonl`.
+They read the clients' own states, so they are not private and exist for simulations only.
 """
 
 from __future__ import annotations
@@ -23,29 +22,33 @@ from dpfed.algorithms.base import Context
 from dpfed.config import Config
 from dpfed.errors import DpfedError
 from dpfed.privacy.private_files import open_private
+from dpfed.training.callbacks.base import Callback
 from dpfed.training.job.job import Job
+from dpfed.training.rounds import Round
 from dpfed.training.run_folder.files import read_rows
 
 FILE = "diagnostics.jsonl"
 BINS = 120
-DECADES = (-9.0, 1.0)  # √v and |m| from 1e-9 to 10
-POINTS = 5  # rounds whose histograms are kept, evenly spread
+# Histograms of √v and |m| cover 1e-9 to 10, on a log10 scale.
+DECADES = (-9.0, 1.0)
+# Histograms are written for this many rounds, evenly spread.
+POINTS = 5
 
 
 def refuse_real_noise(config: Config) -> None:
-    """Called before anything is written, so that the refusal leaves no folder behind."""
+    """Refuse diagnostics with real noise, before a folder is created."""
     if config.run.diagnostics and config.run.noise == "os":
         raise DpfedError(
             'run.diagnostics reads the clients\' states and cannot be released: not with run.noise = "os"'
         )
 
 
-class Diagnostics:
-    """Sums over the fleets of a round; `write` turns them into a line."""
+class Diagnostics(Callback):
+    """Sums over the fleets of a round, written as one line when the round is complete."""
 
     def __init__(self, folder: Path, job: Job) -> None:
         refuse_real_noise(job.config)
-        self._path, self._job = folder / FILE, job
+        self._path = folder / FILE
         rounds = job.config.run.rounds
         self._shown = {1 + round(i * (rounds - 1) / max(1, POINTS - 1)) for i in range(POINTS)}
         self._clear()
@@ -57,7 +60,7 @@ class Diagnostics:
         self._phi = 0.0
 
     def watch(self, ctx: Context, clients: Sequence[int], local: Any) -> None:
-        """Adds a fleet at the end of its round."""
+        """Add the states of a fleet at the end of its round."""
         self._count += len(clients)
         self._phi += float(ctx.phi.double().sum())
         found = {
@@ -72,18 +75,17 @@ class Diagnostics:
         if int(ctx.t) in self._shown:
             for name, value in moments.items():
                 size = value.clamp_min(0).sqrt() if name == "v" else value.abs()
-                logs = (
-                    size.double().log10().clamp(*DECADES).flatten().float().cpu()
-                )  # the outer bins hold the rest
+                # The outer bins hold everything beyond the range.
+                logs = size.double().log10().clamp(*DECADES).flatten().float().cpu()
                 bins = torch.histc(logs, BINS, *DECADES)
                 self._bins[name] = self._bins[name] + bins if name in self._bins else bins
 
-    def write(self, t: int) -> None:
-        """The line of round t. A resumed run may write a round again: the last line of a round counts."""
+    def on_round(self, round: Round) -> None:
+        """Write the round's line. A resumed run may repeat a round; readers use its last line."""
         if self._count == 0:
             return
         row: dict[str, Any] = {
-            "round": t,
+            "round": round.t,
             "release": "not private: simulated clients only",
             "clients": self._count,
         }
@@ -99,18 +101,20 @@ class Diagnostics:
         for name, counts in self._bins.items():
             row[f"{'sqrt_v' if name == 'v' else 'abs_m'}_histogram"] = counts.long().tolist()
             row["histogram_log10"] = [*DECADES]
+        # JSON has no NaN and no infinity.
+        finite = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in row.items()
+        }
         with open_private(self._path, "a") as file:
-            file.write(
-                json.dumps({k: None if v != v or v == math.inf else v for k, v in row.items()})
-                + "\n"
-            )
+            file.write(json.dumps(finite) + "\n")
         self._clear()
 
     def _add(self, name: str, value: Tensor) -> None:
         self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def _variance(self, name: str) -> Tensor:
-        """Over clients, for each coordinate."""
+        """Return the variance over clients of each coordinate."""
         mean = self._sums[name] / self._count
         return (self._sums[f"{name}²"] / self._count - mean.square()).clamp_min(0)
 

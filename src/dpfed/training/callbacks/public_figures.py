@@ -1,8 +1,8 @@
-"""What may be published of a run, in one place: public pages and trackers hold this and nothing else.
+"""The figures of a run that may be published; public pages and trackers hold nothing else.
 
-SPEC 6.2 (b): the third party's epsilon is void as soon as a seed, a cohort, or any client's own epsilon or number of
-rounds is public. So this is a list of what is let through, not of what is held back; a new field of a run is private
-until somebody puts it here.
+The third party's epsilon is void as soon as a seed, a cohort, or a client's own epsilon or number
+of rounds is public (docs/privacy.md, "Two observers"). So this module lists the public fields; a
+new field of a run is private until it is added here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dpfed.privacy.accounting.guarantee import Planned
-from dpfed.training.round_loop import Round
+from dpfed.training.rounds import Round
 
 ROW = ("round", "accuracy", "loss", "clip")
 RESULT = (
@@ -38,8 +38,9 @@ RESULT = (
     "versions",
     "python",
 )
-FIGURES = ("server_worst", "third_party")  # of the plan; server_max is what one client really spent
-# The seed decides who takes part; the others name somebody's folders and clients.
+# Figures of the plan. server_max is missing: it is the realised spending of one client.
+FIGURES = ("server_worst", "third_party")
+# The seed decides who takes part; the others name folders and clients.
 HIDDEN = ("run.seed", "run.trackers", "model.adapter", "federation.clients", "federation.held_out")
 LEFT_OUT = (
     ("the seed", "it decides who takes part in which round"),
@@ -53,7 +54,7 @@ LEFT_OUT = (
 
 
 def flat(tables: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Nested tables as one, with dotted keys."""
+    """Return nested tables as one table with dotted keys."""
     out: dict[str, Any] = {}
     for key, value in tables.items():
         if isinstance(value, Mapping):
@@ -64,7 +65,7 @@ def flat(tables: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def public_settings(tables: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Settings are assumed public, except what decides who takes part and where things lie on somebody's disk."""
+    """Return the settings without those that decide who takes part, and without paths."""
     out: dict[str, Any] = {}
     for key, value in tables.items():
         name = f"{before}{key}"
@@ -72,12 +73,12 @@ def public_settings(tables: Mapping[str, Any], before: str = "") -> dict[str, An
             continue
         if isinstance(value, Mapping):
             out[key] = public_settings(value, f"{name}.")
-        elif not _is_place(key, value):
+        elif not _is_path(key, value):
             out[key] = value
     return out
 
 
-def _is_place(key: str, value: Any) -> bool:
+def _is_path(key: str, value: Any) -> bool:
     if key == "path" or key.endswith("_path"):
         return True
     if not isinstance(value, str) or not value:
@@ -105,7 +106,7 @@ def public_result(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def public_metrics(round: Round, planned: Planned | None) -> dict[str, float]:
-    """What a tracker is told of a round: the test set is the server's own, epsilon is the plan's."""
+    """Return the figures of a round for trackers: scores on the server's test set, planned epsilon."""
     found: dict[str, float | None] = {
         "accuracy": round.accuracy,
         "loss": round.loss,

@@ -1,9 +1,9 @@
-"""Trackers: who else is told of a run while it goes on (`run.trackers`). `metrics.jsonl` is always written.
+"""Trackers of `run.trackers`: TensorBoard, MLflow and Weights & Biases.
 
-A tracker is three calls: `start(config)` when the first round is known, `log(round, metrics)`, `finish()`. It is told only
-what may be published (report/public.py): no seed, no cohort, nothing of single clients. Nothing leaves this machine
-unless its owner asks: MLflow writes where MLFLOW_TRACKING_URI says and otherwise into the run's folder, Weights & Biases
-works offline unless WANDB_MODE says otherwise.
+A tracker gets three calls: `start(settings)` with the first round, `log(round, metrics)` and
+`finish()`. It receives only figures that may be published (see `public_figures`): no seed, no
+cohort, nothing about single clients. Nothing leaves the machine by default. MLflow writes into the
+run's folder unless MLFLOW_TRACKING_URI is set. Weights & Biases works offline unless WANDB_MODE is set.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import Any, Protocol
 from dpfed.config import Config, to_dict
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting.guarantee import Planned
+from dpfed.training.callbacks.base import Callback
 from dpfed.training.callbacks.public_figures import FIGURES, flat, public_metrics, public_settings
-from dpfed.training.round_loop import Round
+from dpfed.training.rounds import Round
 
 Settings = Mapping[str, Any]
 
@@ -47,9 +48,8 @@ class TensorBoard:
 
     def log(self, t: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(
-                name, value, t, walltime=float(t)
-            )  # times of rounds depend on private batches
+            # The round's number instead of its time, which depends on private batches.
+            self._writer.add_scalar(name, value, t, walltime=float(t))
         self._writer.flush()
 
     def finish(self) -> None:
@@ -57,7 +57,7 @@ class TensorBoard:
 
 
 class Mlflow:
-    """A run in the store that MLFLOW_TRACKING_URI names, or in the run's folder `mlruns`."""
+    """A run in the store of MLFLOW_TRACKING_URI, or in the run's folder `mlruns`."""
 
     def __init__(self, folder: Path) -> None:
         self._store = (
@@ -66,15 +66,14 @@ class Mlflow:
 
     def start(self, settings: Settings) -> None:
         if self._store.startswith("file:"):
-            os.environ.setdefault(
-                "MLFLOW_ALLOW_FILE_STORE", "true"
-            )  # newer versions ask whether files are meant
+            # Newer versions refuse a store of files without this.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow.tracking import MlflowClient
 
         self._client = MlflowClient(tracking_uri=self._store)
-        named = os.environ.get("MLFLOW_EXPERIMENT_NAME", "dpfed")
-        found = self._client.get_experiment_by_name(named)
-        experiment = found.experiment_id if found else self._client.create_experiment(named)
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "dpfed")
+        found = self._client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found else self._client.create_experiment(name)
         self._run = self._client.create_run(experiment).info.run_id
         for key, value in settings.items():
             self._client.log_param(self._run, key, str(value)[:500])
@@ -88,7 +87,7 @@ class Mlflow:
 
 
 class Wandb:
-    """Offline, in the run's folder `wandb`, unless WANDB_MODE says otherwise; nothing about the machine is sent."""
+    """A run in the folder `wandb`, offline unless WANDB_MODE is set; no machine facts are sent."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -125,63 +124,56 @@ KINDS: dict[str, tuple[Callable[[Path], Tracker], str]] = {
 
 
 def refuse_missing(config: Config) -> None:
-    """Called before anything is written or charged."""
+    """Refuse trackers that are not installed or not allowed, before anything is written."""
     for name in config.run.trackers:
         if importlib.util.find_spec(KINDS[name][1]) is None:
             raise DpfedError(
-                f"run.trackers names {name}, which is not installed: pip install 'dpfed[{name}]', or leave it out"
+                f"run.trackers names {name}, which is not installed: "
+                f"pip install 'dpfed[{name}]', or leave it out"
             )
         if name == "wandb" and config.run.noise == "os":
             raise DpfedError(
-                'wandb stores when each round ended, which depends on private batches: with run.noise = "os" take '
-                "tensorboard or mlflow"
+                "wandb stores when each round ended, which depends on private batches: "
+                'with run.noise = "os" take tensorboard or mlflow'
             )
 
 
-class Trackers:
-    """All trackers of a run. One that fails is named once and left out from there on; the run goes on."""
+class Trackers(Callback):
+    """All trackers of a run. One that fails is reported once and left out; the run continues."""
 
     def __init__(self, config: Config, folder: Path, planned: Planned | None) -> None:
-        self._config, self._planned, self._begun = config, planned, False
+        self._config = config
+        self._planned = planned
+        self._started = False
         self._live = {name: KINDS[name][0](folder) for name in dict.fromkeys(config.run.trackers)}
 
-    def beside(self, observe: Callable[[Round], None]) -> Callable[[Round], None]:
-        """`observe`, with the trackers told first."""
-
-        def told(round: Round) -> None:
-            self.log(round)
-            observe(round)
-
-        return told if self._live else observe
-
-    def log(self, round: Round) -> None:
-        if not self._begun:
-            settings = {
-                k: json.dumps(v) for k, v in flat(public_settings(to_dict(self._config))).items()
-            }
-            self._each(lambda tracker: tracker.start(settings))
-            self._begun = True
+    def on_round(self, round: Round) -> None:
+        if not self._started:
+            settings = flat(public_settings(to_dict(self._config)))
+            shown = {key: json.dumps(value) for key, value in settings.items()}
+            self._each(lambda tracker: tracker.start(shown))
+            self._started = True
         metrics = public_metrics(round, self._planned)
         if metrics:
             self._each(lambda tracker: tracker.log(round.t, metrics))
 
-    def end(self, result: dict[str, Any]) -> dict[str, Any]:
-        """The run's own figures at its end: where rounds were attempted again they are larger than the plan's."""
+    def on_end(self, result: dict[str, Any]) -> None:
+        """Log the run's own figures, which exceed the plan's if rounds were attempted twice."""
         figures = {f"epsilon_{view}": result["epsilon"][view] for view in FIGURES}
         found = {key: float(value) for key, value in figures.items() if value is not None}
-        if self._begun and found:
+        if self._started and found:
             self._each(lambda tracker: tracker.log(result["rounds"], found))
-        return result
 
-    def finish(self) -> None:
-        if self._begun:
+    def close(self) -> None:
+        if self._started:
             self._each(lambda tracker: tracker.finish())
 
     def _each(self, call: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._live.items()):
+            # A tracker may raise any error; it must not end a run that has spent privacy.
             try:
                 call(tracker)
-            except Exception as error:  # whatever a service raises: a training that has been paid for does not end by it
+            except Exception as error:
                 del self._live[name]
                 reason = " ".join(str(error).split())[:200] or type(error).__name__
                 print(

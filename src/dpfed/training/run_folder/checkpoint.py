@@ -27,7 +27,7 @@ from safetensors.torch import save as save_tensors
 
 from dpfed.errors import DpfedError
 from dpfed.training.backends.client_state import ClientStates, Entry
-from dpfed.training.round_loop import Progress
+from dpfed.training.rounds import Progress
 from dpfed.training.run_folder.atomic_file import write_file
 from dpfed.training.server_state import State
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from callback_case import Watcher
 from federation_case import federated, federation_of, job_of, names_of
 
 from dpfed.errors import DpfedError, StoppedError
@@ -16,7 +17,8 @@ from dpfed.federation.policy import RefusedError
 from dpfed.federation.server.server import Federation, Loopback, norm_limit, spending_of
 from dpfed.model.model_hash import model_hash
 from dpfed.training.job.job import Job
-from dpfed.training.round_loop import first_state, train
+from dpfed.training.round_context import first_state
+from dpfed.training.round_loop import RoundLoop
 
 
 def job_with(least: int | None = 2, **algorithm: Any) -> Job:
@@ -137,7 +139,7 @@ def test_a_lost_round_leaves_the_state_and_three_in_a_row_end_the_run() -> None:
     federation._patience = 3
     seen: list[Any] = []
     with pytest.raises(StoppedError, match="in round 3 only 2"):
-        train(job, federation, spending_of(job), seen.append)
+        RoundLoop(job, federation, spending_of(job), Watcher(on_round=seen.append)).run()
     assert [round.t for round in seen] == [0, 1, 2]
     assert all(torch.equal(round.theta, job.theta) for round in seen)
     assert sum("the round is lost" in line for line in log) == 2

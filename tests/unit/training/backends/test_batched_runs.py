@@ -29,12 +29,13 @@ from dpfed.training.backends.batched_runs import (
     BatchedRun,
     Pack,
     UnbatchableError,
+    can_share_pass,
     pack_key,
     pack_size,
     run_batched,
-    together,
     union_slots,
 )
+from dpfed.training.backends.execution import InProcess
 from dpfed.training.backends.fleet import Fleet
 from dpfed.training.job import data as job_data
 from dpfed.training.job import model as job_model
@@ -66,7 +67,7 @@ def packed(configs: list[Config], out: Path, shared: JobCache | None = None) -> 
     def task(number: int) -> Callable[[BatchedRun | None], Any]:
         def work(place: BatchedRun | None) -> Any:
             try:
-                return run(configs[number], out / str(number), place=place)
+                return run(configs[number], out / str(number), execution=InProcess(batch=place))
             except (DpfedError, ValueError) as error:
                 return error
 
@@ -240,7 +241,7 @@ def test_a_second_job_shares_records_and_model_and_starts_from_its_own_weights(
     assert one.model is two.model
     assert one.records is two.records
     assert one.test is two.test
-    assert together(one, two)
+    assert can_share_pass(one, two)
     assert not torch.equal(one.theta, two.theta)
     for job, config in zip((one, two), configs, strict=True):
         assert torch.equal(job.theta, prepare(config).theta)
@@ -262,7 +263,7 @@ def test_a_fleet_that_gives_up_its_seat_leaves_it() -> None:
     seated = replace(job, batched_sum=pack.join_batch(job, 0))
     fleet = Fleet(seated)
     assert fleet._fixed_sum([0, 1]) is seated.batched_sum
-    fleet._no_fixed = True
+    fleet._fixed_fits = False
     assert fleet._fixed_sum([0, 1]) is None
     with pytest.raises(RuntimeError, match="left"):
         seated.batched_sum.sums(job.theta.unsqueeze(0), {}, 1.0)
@@ -287,7 +288,7 @@ def test_another_model_or_other_data_are_not_shared(other: list[str]) -> None:
         prepare(config_of(*first), shared=shared),
         prepare(config_of(*keys, *other), shared=shared),
     )
-    assert not together(one, two)
+    assert not can_share_pass(one, two)
     if "alpha" not in other[0]:
         assert one.model is not two.model
 
@@ -306,7 +307,7 @@ def test_a_run_that_does_not_fit_in_runs_alone_afterwards(tmp_path: Path) -> Non
 
     def task(config: Config) -> Callable[[BatchedRun | None], Any]:
         def work(place: BatchedRun | None) -> Any:
-            result = run(config, tmp_path / str(config.run.seed), place=place)
+            result = run(config, tmp_path / str(config.run.seed), execution=InProcess(batch=place))
             threads.append(threading.current_thread().name)
             return result["seed"]
 
@@ -452,7 +453,7 @@ def test_what_runs_by_itself(keys: list[str]) -> None:
 
 def test_runs_without_a_key_are_never_together() -> None:
     job = prepare(config_of("privacy.grid=true"))
-    assert not together(job, job)
+    assert not can_share_pass(job, job)
     with pytest.raises(UnbatchableError):
         Pack(2).join_batch(job, 0)
 
@@ -473,7 +474,7 @@ def test_frozen_weights_that_follow_from_the_seed_make_another_key(keys: list[st
 def test_without_privacy_nothing_is_clipped_whatever_the_mode_says() -> None:
     plain = config_of("privacy.enabled=false", "privacy.clip_mode=automatic")
     assert pack_key(plain) == pack_key(config_of())
-    assert together(
+    assert can_share_pass(
         prepare(plain, shared=(shared := JobCache())), prepare(config_of(), shared=shared)
     )
 

@@ -90,10 +90,10 @@ def test_beyond_the_limit_the_ones_used_longest_ago_go_to_files_and_come_back(
     memory = made(tmp_path, limit=3 * ONE)
     for t in range(1, 5):
         memory.put(t, [2 * t, 2 * t + 1], vectors(t, t + 0.5))
-        assert memory.held_bytes <= 3 * ONE
+        assert memory.bytes_in_memory <= 3 * ONE
     assert len(files(tmp_path)) == 5
     assert held(memory, *range(2, 10)) == [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5]
-    assert memory.held_bytes <= 3 * ONE  # reading does not bring them back
+    assert memory.bytes_in_memory <= 3 * ONE  # reading does not bring them back
     assert len(memory) == 8
 
 
@@ -101,7 +101,7 @@ def test_one_client_larger_than_the_limit_is_still_served(tmp_path: Path) -> Non
     memory = made(tmp_path, limit=1)
     memory.put(1, [0, 1], vectors(1.0, 2.0))
     assert held(memory, 0, 1) == [1.0, 2.0]
-    assert memory.held_bytes == ONE
+    assert memory.bytes_in_memory == ONE
 
 
 def test_files_that_no_checkpoint_names_do_not_pile_up(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def bounded(self) -> None:
-        assert self.memory.held_bytes <= 2 * ONE
+        assert self.memory.bytes_in_memory <= 2 * ONE
         assert len(self.memory) == len(self.truth)
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from callback_case import Watcher
 from torch import Tensor, nn
 
 from dpfed.algorithms.base import Message, Releases
@@ -26,11 +27,13 @@ from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.oracle import FleetOracle
 from dpfed.registry import registry
 from dpfed.training.backends import fleet as fleet_module
-from dpfed.training.backends.fleet import Fleet, learning_rate
+from dpfed.training.backends.fleet import Fleet
 from dpfed.training.budget.spending import Spending, budget_of
+from dpfed.training.callbacks.base import Callback
 from dpfed.training.job.device import disable_tf32
 from dpfed.training.job.job import Job, prepare
-from dpfed.training.round_loop import aggregate, choose, first_state, train
+from dpfed.training.round_context import first_state, learning_rate
+from dpfed.training.round_loop import RoundLoop, aggregate, choose
 from dpfed.training.server_state import State
 
 torch.set_num_threads(1)
@@ -199,7 +202,7 @@ def test_the_mean_has_its_weights_over_all_fleets() -> None:
         cohort = [0, 2, 3]
         state = first_state(jobs[1])
         mean, _ = Fleet(jobs[1]).run_cohort(1, state, cohort)
-        alone = [Fleet(jobs[1])._fleet(1, state, [i])["delta"][0].double() for i in cohort]
+        alone = [Fleet(jobs[1]).messages(1, state, [i])["delta"][0].double() for i in cohort]
         share = jobs[1].plan.sizes[cohort] if weights == "size" else np.ones(3)
         assert len(set(jobs[1].plan.sizes[cohort].tolist())) == 3
         by_hand = sum(float(w) * one for w, one in zip(share / share.sum(), alone, strict=True))
@@ -274,7 +277,7 @@ def test_every_release_was_charged_before_and_all_that_was_charged_is_drawn(
 ) -> None:
     job = job_of(algorithm={"name": algorithm}, run={"fleet_size": size})
     with Ledger.create(tmp_path / "ledger.db", run="r") as ledger:
-        train(job, Fleet(job), accounts(job, ledger), lambda _: None)
+        RoundLoop(job, Fleet(job), accounts(job, ledger), Callback()).run()
         rows = [row.charge for row in ledger.rows()]
     charged: dict[tuple[int, int], int] = {(c.client, c.round): c.steps for c in rows}
     assert all(c.mechanism == job.plan.mechanism(int(c.client)) for c in rows)
@@ -318,7 +321,7 @@ def test_nothing_is_released_when_the_charge_fails(
     with Ledger.create(tmp_path / "ledger.db", run="r") as ledger:
         monkeypatch.setattr(Ledger, "charge", full)
         with pytest.raises(FullDiskError):
-            train(job, Fleet(job), accounts(job, ledger), lambda _: None)
+            RoundLoop(job, Fleet(job), accounts(job, ledger), Callback()).run()
     assert spy.events == []
 
 
@@ -355,7 +358,7 @@ def test_without_privacy_nothing_is_charged_or_noised() -> None:
     job = job_of(privacy={"enabled": False})
     spending = accounts(job, None)
     rounds: list[Any] = []
-    train(job, Fleet(job), spending, rounds.append)
+    RoundLoop(job, Fleet(job), spending, Watcher(on_round=rounds.append)).run()
     assert [r.epsilon for r in rounds] == [None] * 3
     assert set(spending.figures().values()) == {None}
     assert torch.equal(fleet_module.context(job, 1, [0, 1]).phi, torch.zeros(2, 1))
@@ -372,7 +375,7 @@ def test_a_state_that_is_no_longer_finite_stops_the_run() -> None:
     job = job_of(algorithm={"name": "dp-fedavg"})
     rounds: list[Any] = []
     with pytest.raises(StoppedError, match="round 2"):
-        train(job, Broken(job), accounts(job, None), rounds.append)
+        RoundLoop(job, Broken(job), accounts(job, None), Watcher(on_round=rounds.append)).run()
     assert [r.t for r in rounds] == [0, 1]
 
 

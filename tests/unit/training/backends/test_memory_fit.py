@@ -13,7 +13,6 @@ from dpfed.privacy.fixed_shape_sum import FixedSum
 from dpfed.privacy.plan import Plan
 from dpfed.registry import registry
 from dpfed.training.backends import memory_fit
-from dpfed.training.backends.fleet import context
 from dpfed.training.backends.memory_fit import (
     COPIES,
     blank_pass,
@@ -24,7 +23,7 @@ from dpfed.training.backends.memory_fit import (
 )
 from dpfed.training.job.job import Job, prepare
 from dpfed.training.job.message_size import local_bytes
-from dpfed.training.round_loop import first_state
+from dpfed.training.round_context import context, first_state
 
 
 def job_of(**sections: dict[str, Any]) -> Job:

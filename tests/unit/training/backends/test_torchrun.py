@@ -14,15 +14,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from callback_case import Watcher
 from safetensors.torch import load_file
 
 from dpfed.cli.main import main
 from dpfed.config import Config, build, to_toml
 from dpfed.errors import DpfedError
+from dpfed.privacy import plan
+from dpfed.privacy.accounting.calibrate import calibrate_sigma
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.registry import registry
+from dpfed.training.backends import torchrun
 from dpfed.training.backends.torchrun import join, packed, unpacked, words_of
-from dpfed.training.run import fixed_settings, run
+from dpfed.training.job.job import Job
+from dpfed.training.job.plan import plan_of
+from dpfed.training.rounds import Round
+from dpfed.training.run import run
+from dpfed.training.run_folder.resume import fixed_settings
 
 pytestmark = pytest.mark.timeout(1000)
 ROUNDS = 3
@@ -69,9 +77,49 @@ def config_of(**sections: dict[str, Any]) -> Config:
             "timeout": HANG,
         },
     }
-    return build(
-        {name: {**table, **sections.get(name, {})} for name, table in raw.items()}, registry()
-    )
+    tables = {name: {**table, **sections.get(name, {})} for name, table in raw.items()}
+    given = {
+        name: {key: value for key, value in table.items() if value is not None}
+        for name, table in tables.items()
+    }
+    return build(given, registry())
+
+
+TARGET: dict[str, dict[str, Any]] = {
+    "algorithm": {"name": "dp-fedavg", "lr": 0.3},
+    "privacy": {"sigma": None, "target_epsilon": 2.0},
+    "run": {"rounds": 2},
+}
+
+
+class CrashError(Exception):
+    """The process was killed."""
+
+
+def begin_with_other_noise(config: Config, out: Path) -> None:
+    """Crash after round 1 of a run whose calibration differs from today's by 1e-5."""
+
+    def crash(round: Round) -> None:
+        if round.t == 1:
+            raise CrashError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "calibrate_sigma", lambda **keys: (1 + 1e-5) * calibrate_sigma(**keys))
+        with pytest.raises(CrashError):
+            run(config, out, callbacks=[Watcher(on_round=crash)])
+
+
+def write_received_noise(path: Path) -> None:
+    """Make this process write the multipliers that it receives first from rank 0."""
+    received = torchrun.with_received_noise
+
+    def written(job: Job, group: torchrun.Group) -> Job:
+        job = received(job, group)
+        if not path.exists():
+            path.write_text(json.dumps(job.plan.multipliers.tolist()))
+        return job
+
+    torchrun.with_received_noise = written
 
 
 # What each process runs: all cases one after another, so that the price of starting is paid once.
@@ -84,6 +132,7 @@ sys.path.insert(0, sys.argv[1])
 import test_torchrun as here
 import torch.distributed
 from dpfed.training.backends.torchrun import Group
+from dpfed.training.backends.execution import Torchrun
 from dpfed.training.backends.fleet import Fleet
 from dpfed.training.run import assist, run
 from dpfed.errors import DpfedError, StoppedError
@@ -93,25 +142,37 @@ for name, sections in {**here.CASES, "secret": here.SECRET}.items():
     config = here.config_of(**sections)
     group = Group(rank, 2, here.HANG, init=f"file://{out}/meet-{name}")
     if rank == 0:
-        run(config, out / name, group=group)
+        run(config, out / name, execution=Torchrun(group))
     else:
         assist(config, group)
     group.close()
+# Rank 0 resumes a run whose recorded noise differs from the noise that both calibrate.
+config = here.config_of(**here.TARGET)
+group = Group(rank, 2, here.HANG, init=f"file://{out}/meet-target")
+if rank == 0:
+    here.begin_with_other_noise(config, out / "target")
+    run(config, out / "target", "resume", execution=Torchrun(group))
+else:
+    here.write_received_noise(out / "target-1.json")
+    assist(config, group)
+group.close()
 group = Group(rank, 2, here.HANG, init=f"file://{out}/meet-other")
 try:
     config = here.config_of(run={"seed": rank})
-    run(config, out / "other", group=group) if rank == 0 else assist(config, group)
+    run(config, out / "other", execution=Torchrun(group)) if rank == 0 else assist(config, group)
 except DpfedError as error:
     (out / f"other-{rank}.txt").write_text(str(error))
     torch.distributed.destroy_process_group()
 group = Group(rank, 2, here.HANG, init=f"file://{out}/meet-killed")
 config = here.config_of(**here.CASES["scaffold"])
 if rank == 1:
-    right = Fleet.weighted_sum
-    Fleet.weighted_sum = lambda self, t, *rest: os.kill(os.getpid(), 9) if t == 3 else right(self, t, *rest)
+    right = Fleet.run_cohort
+    Fleet.run_cohort = lambda self, t, *rest, **more: (
+        os.kill(os.getpid(), 9) if t == 3 else right(self, t, *rest, **more)
+    )
     assist(config, group)
 try:
-    run(config, out / "killed", group=group)
+    run(config, out / "killed", execution=Torchrun(group))
 except StoppedError as error:
     (out / "killed.txt").write_text(str(error))
 """
@@ -181,6 +242,16 @@ def test_noise_that_cannot_be_repeated_is_drawn_by_each_process_for_its_own_clie
     assert {row.charge.noise for row in rows} == {"os"}
 
 
+def test_all_processes_add_the_noise_that_the_ledger_records(together: Path) -> None:
+    with Ledger.open(together / "target" / "ledger.sqlite", readonly=True) as ledger:
+        ((_, recorded),) = ledger.meta["kinds"]
+        charged = {row.charge.mechanism.noise_multiplier for row in ledger.rows()}
+    received = json.loads((together / "target-1.json").read_text())
+    assert charged == set(received) == {recorded}
+    today, _ = plan_of(config_of(**TARGET))
+    assert today.multipliers[0] == pytest.approx(recorded / (1 + 1e-5), rel=1e-12)
+
+
 def test_processes_with_different_jobs_are_refused_before_anything_is_written(
     together: Path,
 ) -> None:
@@ -229,10 +300,10 @@ def make(self, *given):
 distributed.Group.__init__ = make
 def before(owner, name, is_now):
     right = getattr(owner, name)
-    def call(*given):
-        if is_now(*given):
+    def call(*given, **more):
+        if is_now(*given, **more):
             wait() if leads else stop()
-        return right(*given)
+        return right(*given, **more)
     setattr(owner, name, call)
 calls = iter(range(100))
 third = lambda *given: next(calls) == 2
@@ -240,9 +311,9 @@ if where == "beginning":
     if leads:
         before(distributed.Distributed, "_together", lambda self, t, *rest: t == 3)
     else:
-        before(distributed, "_share", lambda *given: given[4] == 3)
+        before(distributed, "_follow_round", lambda *given: given[4][0] == 3)
 elif where == "computing":
-    before(Fleet, "weighted_sum", lambda self, t, *rest: t == 3)
+    before(Fleet, "run_cohort", lambda self, t, *rest, **more: t == 3)
 elif where == "summing":
     before(distributed.Group, "total", third)
 else:
@@ -274,7 +345,7 @@ def test_a_killed_process_ends_the_run_and_another_process_can_go_on(
     assert "another process of the run was lost" in (together / "killed.txt").read_text()
     stopped = json.loads((together / "killed" / "run.json").read_text())
     assert (stopped["state"], stopped["rounds"]) == ("stopped", 2)
-    run(config_of(**CASES["scaffold"]), together / "killed", resume=True)
+    run(config_of(**CASES["scaffold"]), together / "killed", mode="resume")
     alone = run(config_of(**CASES["scaffold"]), tmp_path / "alone")
     assert (
         json.loads((together / "killed" / "run.json").read_text())["epsilon"]["server_max"]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from callback_case import Watcher
 from export_case import images, settings, vit_run
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -33,7 +34,8 @@ from dpfed.training.budget.prior_spending import SPENDING, prior_spending_of, sp
 from dpfed.training.budget.recorded_spending import read_recorded_spending
 from dpfed.training.budget.spending import Spending, budget_of
 from dpfed.training.job.plan import plan_of
-from dpfed.training.run import NO_PRIVACY, RELEASABLE, SIMULATION, run
+from dpfed.training.result import NO_PRIVACY, RELEASABLE, SIMULATION
+from dpfed.training.run import run
 from dpfed.training.run_folder.embedded_record import METADATA, embed
 
 DELTA = 1e-5
@@ -566,10 +568,12 @@ def test_a_run_of_an_earlier_version_goes_on(
     keys = {"checkpoint_every": 1, "lr_schedule": "constant"}
     config = settings(model, run=keys)
     with monkeypatch.context() as earlier:
-        earlier.setattr("dpfed.training.run.past_of", lambda config: PriorSpending())
+        earlier.setattr(
+            "dpfed.training.backends.execution.prior_spending_of", lambda config: PriorSpending()
+        )
         run(config, tmp_path / "r", source=images())
     longer = settings(model, run={**keys, "rounds": 3})
-    assert UNCOUNTED in run(longer, tmp_path / "r", source=images(), resume=True)["guarantee"]
+    assert UNCOUNTED in run(longer, tmp_path / "r", source=images(), mode="resume")["guarantee"]
 
 
 def test_an_edited_record_changes_the_figure_and_the_ledger_keeps_it(
@@ -599,7 +603,12 @@ def test_a_start_of_unknown_cost_is_said_beside_every_epsilon(
     adapter = copied(start, tmp_path / "copy", content)
     notes: list[str] = []
     config = config_of(start, adapter, run={"noise": "os"})
-    result = run(config, tmp_path / "r", source=images(), begin=lambda job: notes.extend(job.notes))
+    result = run(
+        config,
+        tmp_path / "r",
+        source=images(),
+        callbacks=[Watcher(lambda job: notes.extend(job.notes))],
+    )
     assert any(words in note and note.endswith(UNCOUNTED) for note in notes)
     known = [(FIRST, 4)] if content is not None and json.loads(content)["history"] else []
     counted = epsilon([*known, (replace(FIRST, noise_multiplier=2.0), 4)], DELTA).value

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import pytest
+from callback_case import Watcher
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dpfed.config import load
 from dpfed.errors import DpfedError
+from dpfed.privacy.accounting.calibrate import calibrate_sigma
 from dpfed.privacy.accounting.guarantee import Planned, chances, fewest_eligible
 from dpfed.privacy.accounting.observers import server_epsilon
 from dpfed.privacy.accounting.pld import delta_at, epsilon
@@ -22,9 +25,12 @@ from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.plan import Plan, Schedule
 from dpfed.registry import registry
 from dpfed.training.budget.recorded_spending import read_recorded_spending
+from dpfed.training.budget.run_ledger import recorded_multipliers
+from dpfed.training.budget.served_spending import with_least_noise
 from dpfed.training.budget.spending import budget_of, coarser
-from dpfed.training.job.job import prepare
+from dpfed.training.job.job import Job, prepare
 from dpfed.training.job.plan import plan_of
+from dpfed.training.round_loop import Round
 from dpfed.training.run import run
 
 
@@ -185,7 +191,7 @@ def test_a_ledger_of_real_noise_is_never_deleted(tmp_path: Path) -> None:
     run(load("digits", [*keys, "run.noise=os"], registry()), folder)
     rows = read_recorded_spending(folder).rows
     with pytest.raises(DpfedError, match="real noise"):
-        run(load("digits", keys, registry()), folder, force=True)
+        run(load("digits", keys, registry()), folder, "replace")
     assert read_recorded_spending(folder).rows == rows
 
 
@@ -236,3 +242,81 @@ def test_a_statement_is_finite_or_refused() -> None:
     assert math.isfinite(planned.server_worst)
     assert planned.third_party <= planned.server_worst
     assert planned.rdp_server_worst >= planned.server_worst
+
+
+class CrashError(Exception):
+    """The process was killed."""
+
+
+def interrupted(keys: list[str], folder: Path, noise_factor: float) -> list[float]:
+    """Crash after round 2 of a run whose calibration differs by a factor; return its noise."""
+
+    def other_root(**settings: object) -> float:
+        return noise_factor * calibrate_sigma(**settings)  # type: ignore[arg-type]
+
+    def crash(round: Round) -> None:
+        if round.t == 2:
+            raise CrashError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dpfed.privacy.plan.calibrate_sigma", other_root)
+        with pytest.raises(CrashError):
+            run(load("digits", keys, registry()), folder, callbacks=[Watcher(on_round=crash)])
+        return plan_of(load("digits", keys, registry()))[0].multipliers.tolist()
+
+
+@pytest.mark.parametrize("per_client", ["true", "false"])
+@pytest.mark.parametrize("noise_factor", [1 - 1.3e-5, 1 + 9e-5])
+def test_a_resumed_run_adds_and_charges_the_noise_that_its_ledger_records(
+    unequal: list[str], tmp_path: Path, per_client: str, noise_factor: float
+) -> None:
+    """Another version may calibrate another sigma for the same target."""
+    keys = [*unequal, "privacy.target_epsilon=2", f"privacy.sigma_per_client={per_client}"]
+    keys += ["run.rounds=4", "run.noise=os"]
+    folder = tmp_path / "r"
+    recorded = interrupted(keys, folder, noise_factor)
+    jobs: list[Job] = []
+    result = run(
+        load("digits", keys, registry()),
+        folder,
+        "resume",
+        callbacks=[Watcher(on_start=jobs.append)],
+    )
+    assert jobs[0].plan.multipliers.tolist() == recorded
+    with Ledger.open(folder / "ledger.sqlite", readonly=True) as ledger:
+        assert ledger.last_round(ledger.meta["owner"]) == 4
+        for row in ledger.rows():
+            assert row.charge.mechanism.noise_multiplier == recorded[int(row.charge.client)]
+    assert read_recorded_spending(folder).server_worst == result["epsilon"]["server_worst"]
+
+
+def test_a_ledger_with_quite_other_noise_is_refused(unequal: list[str], tmp_path: Path) -> None:
+    keys = [*unequal, "privacy.target_epsilon=2", "run.rounds=4"]
+    interrupted(keys, tmp_path / "r", 1 + 2e-4)
+    with pytest.raises(DpfedError, match="written for another kinds"):
+        run(load("digits", keys, registry()), tmp_path / "r", "resume")
+
+
+def test_recorded_noise_is_found_in_the_rows_where_the_statement_is_a_grid(tmp_path: Path) -> None:
+    """A statement of more than 500 mechanisms holds rounded ones."""
+    sizes = np.arange(100, 701)
+    expected = np.full(601, 10.0)
+    old = Plan("poisson", 1.0, sizes, expected / sizes, expected, np.full(601, 2.0))
+    stated = [[kind.rate, kind.noise_multiplier] for kind in coarser(old)[0]]
+    with Ledger.create(tmp_path / "l.sqlite", run="r", kinds=stated) as ledger:
+        new = replace(old, multipliers=np.full(601, 2.0 * (1 + 1e-5)))
+        assert recorded_multipliers(new, ledger).tolist() == new.multipliers.tolist()
+        ledger.charge([Charge(3, 1, 2, old.mechanism(3), "os")])
+        assert recorded_multipliers(new, ledger).tolist() == old.multipliers.tolist()
+
+
+def test_a_report_on_a_server_counts_the_smaller_of_recorded_and_calibrated_noise() -> None:
+    sizes = np.array([100, 200])
+    expected = np.array([10.0, 20.0])
+    plan = Plan("poisson", 1.0, sizes, expected / sizes, expected, np.array([2.0, 4.0]))
+    assert with_least_noise(plan, None) is plan
+    assert with_least_noise(plan, [2.0001, 4.0001]) is plan
+    lower = with_least_noise(plan, [2.0, 4.0 * (1 - 1e-5)]).multipliers
+    assert lower == pytest.approx([2.0 * (1 - 1e-5), 4.0 * (1 - 1e-5)], rel=1e-12)
+    equal = replace(plan, multipliers=np.array([2.0, 2.0]))
+    assert with_least_noise(equal, 1.99999).multipliers == pytest.approx([1.99999] * 2, rel=1e-12)

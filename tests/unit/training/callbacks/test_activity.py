@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from callback_case import Watcher
 from export_case import base, images, settings
 
 from dpfed.config import load
@@ -15,7 +16,7 @@ from dpfed.registry import registry
 from dpfed.training.backends.fleet import Fleet
 from dpfed.training.callbacks.activity import Activity
 from dpfed.training.job.job import prepare
-from dpfed.training.round_loop import first_state
+from dpfed.training.round_context import first_state
 from dpfed.training.run import run
 
 torch.set_num_threads(1)
@@ -30,7 +31,11 @@ SMALL = [
 
 def activities(folder: Path, *keys: str) -> list[Activity]:
     seen: list[Activity] = []
-    run(load("digits", [*SMALL, *keys], registry()), folder, on_activity=seen.append)
+    run(
+        load("digits", [*SMALL, *keys], registry()),
+        folder,
+        callbacks=[Watcher(on_activity=seen.append)],
+    )
     return seen
 
 
@@ -79,7 +84,7 @@ def test_features_are_counted_by_records(tmp_path: Path, monkeypatch: pytest.Mon
         settings(model, run={"features": True}),
         tmp_path / "run",
         source=images(),
-        on_activity=seen.append,
+        callbacks=[Watcher(on_activity=seen.append)],
     )
     features = [a for a in seen if a.name == "features of records"]
     assert [(a.done, a.total, a.round) for a in features] == [

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,10 @@ from dpfed.config import Config, build
 from dpfed.data.tables import Source, Table
 from dpfed.errors import DpfedError
 from dpfed.registry import registry
-from dpfed.training.backends.fleet import Fleet, context
+from dpfed.training.backends.fleet import Fleet
 from dpfed.training.callbacks.diagnostics import BINS, DECADES, Diagnostics, read_diagnostics
 from dpfed.training.job.job import Job, prepare
-from dpfed.training.round_loop import first_state
+from dpfed.training.round_context import context, first_state
 from dpfed.training.run import run
 
 CLIENTS = 6
@@ -76,7 +77,7 @@ def test_values_by_a_loop_whatever_the_fleet(
     job = prepare(config, features())
     diagnostics = Diagnostics(tmp_path, job)
     Fleet(job, watch=diagnostics.watch).run_cohort(1, first_state(job), range(CLIENTS))
-    diagnostics.write(1)
+    diagnostics.on_round(SimpleNamespace(t=1))
     (row,) = read_diagnostics(tmp_path)
     each = clients_of(job)
     thetas = np.stack([local.theta[0].double().numpy() for local in each])
@@ -126,7 +127,7 @@ def test_the_noise_of_unequal_clients_does_not_depend_on_the_fleet(tmp_path: Pat
         folder.mkdir()
         diagnostics = Diagnostics(folder, job)
         Fleet(job, watch=diagnostics.watch).run_cohort(1, first_state(job), range(CLIENTS))
-        diagnostics.write(1)
+        diagnostics.on_round(SimpleNamespace(t=1))
         found.append(read_diagnostics(folder)[0]["noise_std"])
         assert found[-1] == pytest.approx(
             math.sqrt(np.mean([job.plan.phi(i) for i in range(CLIENTS)]))
@@ -188,11 +189,11 @@ def test_values_off_the_scale_are_in_the_outer_bins_and_nonsense_is_null(tmp_pat
     v[0, 0] = 0.0
     diagnostics = Diagnostics(tmp_path, job)
     diagnostics.watch(context(job, 1, [0]), [0], dataclasses.replace(local, v_hat=v))
-    diagnostics.write(1)
+    diagnostics.on_round(SimpleNamespace(t=1))
     diagnostics.watch(
         context(job, 2, [0]), [0], dataclasses.replace(local, theta=local.theta * math.nan)
     )
-    diagnostics.write(2)
+    diagnostics.on_round(SimpleNamespace(t=2))
     lines = (tmp_path / "diagnostics.jsonl").read_text().splitlines()
     first, second = (
         json.loads(line, parse_constant=lambda word: pytest.fail(word)) for line in lines

@@ -16,7 +16,7 @@ from dpfed.training.callbacks.public_figures import (
     public_row,
     public_settings,
 )
-from dpfed.training.round_loop import Round
+from dpfed.training.rounds import Round
 
 
 def test_a_line_of_metrics_loses_who_took_part_and_when() -> None:

@@ -27,13 +27,14 @@ from dpfed.errors import DpfedError
 from dpfed.model.per_sample.gradients import PerSample
 from dpfed.report.model_card import write_export
 from dpfed.training.backends.batched_runs import BatchedRun, run_batched
+from dpfed.training.backends.execution import InProcess
 from dpfed.training.backends.torchrun import fingerprint
+from dpfed.training.evaluation import evaluate
 from dpfed.training.export import read_run
 from dpfed.training.job import frozen_features
 from dpfed.training.job.frozen_features import NOTE
 from dpfed.training.job.job import prepare
 from dpfed.training.job.job_cache import Identity, JobCache
-from dpfed.training.round_loop import evaluate
 from dpfed.training.run import run
 
 torch.set_num_threads(1)
@@ -304,7 +305,9 @@ def test_a_pack_on_features_is_the_runs_alone(
 
     def task(number: int) -> Any:
         def work(place: BatchedRun | None) -> Any:
-            return run(configs[number], tmp_path / f"packed-{number}", source=source, place=place)
+            out = tmp_path / f"packed-{number}"
+            execution = InProcess(batch=place)
+            return run(configs[number], out, source=source, execution=execution)
 
         return work
 

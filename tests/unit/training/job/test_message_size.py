@@ -15,7 +15,7 @@ from dpfed.registry import registry
 from dpfed.training.backends.fleet import Fleet
 from dpfed.training.job.job import Job, prepare
 from dpfed.training.job.message_size import Traffic, traffic
-from dpfed.training.round_loop import first_state
+from dpfed.training.round_context import first_state
 
 P = 12
 BLOCKS = 3
@@ -73,7 +73,7 @@ def test_sizes_are_those_of_real_messages_and_of_the_fields_that_clients_read(
     job = job_of(algorithm)
     said = traffic(job.algorithm, job.space)
     state = first_state(job)
-    message = Fleet(job)._fleet(1, state, [0, 3])
+    message = Fleet(job).messages(1, state, [0, 3])
     assert said.up_numbers == sum(value[0].numel() for value in message.values())
     assert said.up_bytes == sum(
         value[0].numel() * value.element_size() for value in message.values()
@@ -87,7 +87,7 @@ def test_sizes_are_those_of_real_messages_and_of_the_fields_that_clients_read(
             read.add(name)
             return getattr(state.server, name)
 
-    Fleet(job)._fleet(1, type(state)(Watched(), state.clip), [0, 3])
+    Fleet(job).messages(1, type(state)(Watched(), state.clip), [0, 3])
     assert {name for name in read if getattr(state.server, name).numel()} == {
         name for name in job.algorithm.broadcast if getattr(state.server, name).numel()
     }

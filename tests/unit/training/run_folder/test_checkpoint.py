@@ -13,6 +13,7 @@ from typing import IO, Any
 import numpy as np
 import pytest
 import torch
+from callback_case import Watcher
 from resume_case import (
     KINDS,
     ROUNDS,
@@ -34,7 +35,7 @@ from dpfed.errors import DpfedError
 from dpfed.training.backends.client_state import ClientStates
 from dpfed.training.budget.recorded_spending import read_recorded_spending
 from dpfed.training.job.job import Job
-from dpfed.training.round_loop import Progress
+from dpfed.training.rounds import Progress
 from dpfed.training.run import run
 from dpfed.training.run_folder import checkpoint
 from dpfed.training.run_folder.atomic_file import write_file
@@ -84,7 +85,7 @@ def test_a_run_stopped_twice_and_with_rare_checkpoints(tmp_path: Path, whole: An
     out = crashed(config, tmp_path / "r", 4)
     # Rounds 3 and 4 run again.
     with pytest.raises(CrashError):
-        resumed(config, out, observe=stop_after(3))
+        resumed(config, out, callbacks=[Watcher(on_round=stop_after(3))])
     assert [row["round"] for row in metrics(out)] == [0, 1, 2, 3]
     resumed(config, out)
     same(whole["remembering"][0], out)
@@ -155,8 +156,7 @@ def test_a_damaged_newest_checkpoint_leaves_the_one_before_it(
     resumed(
         config,
         out,
-        begin=lambda job: said.extend(job.notes),
-        observe=lambda round: seen.append(round.t),
+        callbacks=[Watcher(lambda job: said.extend(job.notes), lambda round: seen.append(round.t))],
     )
     assert seen == [3, 4]
     (note,) = [line for line in said if "the one before it is used" in line]
@@ -325,4 +325,4 @@ def test_a_disk_that_is_full_for_the_metrics_is_one_sentence(tmp_path: Path, cal
             RunFolder, "__init__", lambda self, *args: (folders.append(self), init(self, *args))[1]
         )
         with pytest.raises(DpfedError, match=r"metrics\.jsonl cannot be written: No space left"):
-            run(config_of(), tmp_path / "r", source=SOURCE, begin=fill)
+            run(config_of(), tmp_path / "r", source=SOURCE, callbacks=[Watcher(on_start=fill)])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from callback_case import Watcher
 from resume_case import SOURCE, CrashError
 from safetensors.torch import load_file
 from torch import equal
@@ -20,7 +21,8 @@ from dpfed.privacy.mechanism import Mechanism
 from dpfed.registry import registry
 from dpfed.training.budget.recorded_spending import read_recorded_spending
 from dpfed.training.budget.spending import EXTENSION
-from dpfed.training.round_loop import Round
+from dpfed.training.open_run import Mode
+from dpfed.training.rounds import Round
 from dpfed.training.run import run
 from dpfed.training.run_folder.resume import extendable
 
@@ -49,15 +51,15 @@ def config_of(**run: Any) -> Config:
     )
 
 
-def go(config: Config, out: Path, resume: bool = False, crash: int | None = None) -> dict[str, Any]:
+def go(config: Config, out: Path, mode: Mode = "new", crash: int | None = None) -> dict[str, Any]:
     def observe(round: Round) -> None:
         if round.t == crash:
             raise CrashError
 
     if crash is None:
-        return run(config, out, source=SOURCE, resume=resume)
+        return run(config, out, mode, SOURCE)
     with pytest.raises(CrashError):
-        run(config, out, source=SOURCE, resume=resume, observe=observe)
+        run(config, out, mode, SOURCE, [Watcher(on_round=observe)])
     return {}
 
 
@@ -86,7 +88,7 @@ def test_added_rounds_give_the_run_that_was_planned_so_and_its_figures(
 ) -> None:
     out = Path(shutil.copytree(short, tmp_path / "r"))
     before = read_recorded_spending(out)
-    result = go(config_of(rounds=5), out, resume=True)
+    result = go(config_of(rounds=5), out, mode="resume")
     assert same_model(out, long[0])
     assert result["epsilon"] == long[1]["epsilon"]
     after, planned = read_recorded_spending(out), read_recorded_spending(long[0])
@@ -101,7 +103,7 @@ def test_added_rounds_give_the_run_that_was_planned_so_and_its_figures(
     assert lines[1] == "# after round 3: run.rounds was 3, is 5"
     assert "rounds = 5" in lines
     with pytest.raises(DpfedError, match="finished"):
-        go(config_of(rounds=5), out, resume=True)
+        go(config_of(rounds=5), out, mode="resume")
 
 
 def test_the_larger_figure_is_stated_before_an_added_round_is_charged(
@@ -120,9 +122,9 @@ def test_the_larger_figure_is_stated_before_an_added_round_is_charged(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ledger, "charge", killed)
         with pytest.raises(CrashError):
-            go(config_of(rounds=5), out, resume=True)
+            go(config_of(rounds=5), out, mode="resume")
     assert read_recorded_spending(out).server_worst == read_recorded_spending(long[0]).server_worst
-    go(config_of(rounds=5), out, resume=True)
+    go(config_of(rounds=5), out, mode="resume")
     assert read_recorded_spending(out).server_worst == read_recorded_spending(long[0]).server_worst
     with Ledger.open(out / "ledger.sqlite", readonly=True) as ledger:
         assert sum(row.charge.void for row in ledger.rows()) == 1
@@ -132,13 +134,13 @@ def test_fewer_rounds_than_the_ledger_states_are_refused(short: Path, tmp_path: 
     """Killed between ledger and configuration: the old number of rounds would understate."""
     out = Path(shutil.copytree(short, tmp_path / "r"))
     old = (out / "config.toml").read_bytes()
-    go(config_of(rounds=5), out, resume=True, crash=4)
+    go(config_of(rounds=5), out, mode="resume", crash=4)
     (out / "config.toml").write_bytes(old)
     with pytest.raises(
         DpfedError, match=r"states 5 rounds: go on with --set run\.rounds=5 or more"
     ):
-        go(config_of(rounds=3), out, resume=True)
-    assert go(config_of(rounds=6), out, resume=True)["rounds"] == 6
+        go(config_of(rounds=3), out, mode="resume")
+    assert go(config_of(rounds=6), out, mode="resume")["rounds"] == 6
     assert read_recorded_spending(out).planned.rounds == 6
 
 
@@ -146,8 +148,8 @@ def test_extended_twice_with_a_budget_and_real_noise(tmp_path: Path) -> None:
     keys = {"privacy": {"budget": 1.6}, "noise": "os", "min_clients": 1, "participation": 0.2}
     out = tmp_path / "r"
     go(config_of(**keys), out)
-    go(config_of(**keys, rounds=6), out, resume=True, crash=5)
-    result = go(config_of(**keys, rounds=12), out, resume=True)
+    go(config_of(**keys, rounds=6), out, mode="resume", crash=5)
+    result = go(config_of(**keys, rounds=12), out, mode="resume")
     whole = go(config_of(**keys, rounds=12), tmp_path / "whole")
     accounts, planned = read_recorded_spending(out), read_recorded_spending(tmp_path / "whole")
     assert accounts.planned.chances == planned.planned.chances
@@ -161,7 +163,7 @@ def test_extended_twice_with_a_budget_and_real_noise(tmp_path: Path) -> None:
 def test_without_privacy_rounds_may_be_added_too(tmp_path: Path) -> None:
     off = {"privacy": {"enabled": False}}
     go(config_of(**off), tmp_path / "r", crash=2)
-    assert go(config_of(**off, rounds=5), tmp_path / "r", resume=True)["rounds"] == 5
+    assert go(config_of(**off, rounds=5), tmp_path / "r", mode="resume")["rounds"] == 5
     go(config_of(**off, rounds=5), tmp_path / "whole")
     assert same_model(tmp_path / "r", tmp_path / "whole")
 
@@ -174,7 +176,7 @@ def test_rounds_are_not_removed_and_not_added_if_that_changes_completed_rounds(
     with pytest.raises(
         DpfedError, match=r"run\.rounds was 3 .* is 2 now: rounds may be added but not taken away"
     ):
-        go(config_of(rounds=2), tmp_path / "r", resume=True)
+        go(config_of(rounds=2), tmp_path / "r", mode="resume")
     for number, keys in enumerate(
         ({"lr_schedule": "cosine"}, {"privacy": {"target_epsilon": 4.0}})
     ):
@@ -182,7 +184,7 @@ def test_rounds_are_not_removed_and_not_added_if_that_changes_completed_rounds(
         assert not extendable(config_of(**keys))
         go(config_of(**keys), out)
         with pytest.raises(DpfedError, match=r"run\.rounds was 3 .* is 5 now.*constant"):
-            go(config_of(**keys, rounds=5), out, resume=True)
+            go(config_of(**keys, rounds=5), out, mode="resume")
 
 
 def test_every_difference_is_shown_and_allowed_changes_are_recorded(tmp_path: Path) -> None:
@@ -192,10 +194,10 @@ def test_every_difference_is_shown_and_allowed_changes_are_recorded(tmp_path: Pa
         DpfedError,
         match=r"run\.local_steps was 2 .* is 3 now, run\.seed was 0 .* is 4 now: .*eval_every",
     ):
-        go(config_of(local_steps=3, seed=4), out, resume=True)
+        go(config_of(local_steps=3, seed=4), out, mode="resume")
     assert (out / "config.toml").read_text().count("#") == 1
-    go(config_of(eval_every=2), out, resume=True, crash=3)
-    go(config_of(eval_every=2, checkpoint_every=2), out, resume=True)
+    go(config_of(eval_every=2), out, mode="resume", crash=3)
+    go(config_of(eval_every=2, checkpoint_every=2), out, mode="resume")
     assert [
         line
         for line in (out / "config.toml").read_text().splitlines()
@@ -211,7 +213,7 @@ def test_a_run_killed_before_it_had_a_name_is_given_one(tmp_path: Path, long: An
     go(config_of(rounds=5), out, crash=0)
     for path in [*out.glob("ledger*"), out / "run.json", out / "metrics.jsonl"]:
         path.unlink()
-    go(config_of(rounds=5), out, resume=True)
+    go(config_of(rounds=5), out, mode="resume")
     assert same_model(out, long[0])
     assert json.loads((out / "run.json").read_text())["state"] == "finished"
 
@@ -233,12 +235,12 @@ def test_a_new_run_refuses_a_large_delta_and_an_old_one_resumes_with_a_warning(
             raise CrashError
 
     with pytest.raises(CrashError):
-        run(allowed, out, source=SOURCE, observe=crash)
+        run(allowed, out, source=SOURCE, callbacks=[Watcher(on_round=crash)])
     # The folder of a version without the key, which did not refuse.
     text = (out / "config.toml").read_text()
     (out / "config.toml").write_text(text.replace("allow_large_delta = true\n", ""))
     before = config_of(privacy={"delta": 0.05})
-    result = run(before, out, source=SOURCE, resume=True)
+    result = run(before, out, source=SOURCE, mode="resume")
     assert any("privacy.delta = 0.05 is at least 1 / 20" in said for said in result["warnings"])
     assert any(
         "is at least 1 / 20" in said for said in read_recorded_spending(out).planned.warnings

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from callback_case import Watcher
 from command import dpfed
 from resume_case import (
     SOURCE,
@@ -28,7 +29,8 @@ from dpfed.errors import DpfedError
 from dpfed.privacy.ledger.ledger import Charge, Ledger
 from dpfed.training.budget.recorded_spending import read_recorded_spending
 from dpfed.training.job.job import Job
-from dpfed.training.run import follows_from, run
+from dpfed.training.run import run
+from dpfed.training.run_identity import run_identity
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +90,10 @@ def test_other_data_under_the_same_settings_are_refused(half: Path, tmp_path: Pa
         SOURCE.test, SOURCE.classes, "features",
     )  # fmt: skip
     with pytest.raises(DpfedError):
-        run(config_of(), out, source=fewer, resume=True)
+        run(config_of(), out, source=fewer, mode="resume")
     plain = crashed(config_of(privacy={"enabled": False}), tmp_path / "plain", 2)
     with pytest.raises(DpfedError, match="another configuration"):
-        run(config_of(privacy={"enabled": False}), plain, source=fewer, resume=True)
+        run(config_of(privacy={"enabled": False}), plain, source=fewer, mode="resume")
 
 
 def test_a_finished_run_and_other_folders_are_refused(whole: Path, tmp_path: Path) -> None:
@@ -116,17 +118,17 @@ def test_another_kind_of_device_is_another_run(
 ) -> None:
     """Another device draws other noise from the same seed, so a repeated round would differ."""
     out = shutil.copytree(half, tmp_path / "r")
-    original = follows_from
+    original = run_identity
     monkeypatch.setattr(
-        "dpfed.training.run.follows_from", lambda job: {**original(job), "device": "cuda"}
+        "dpfed.training.open_run.run_identity", lambda job: {**original(job), "device": "cuda"}
     )
     with pytest.raises(DpfedError, match="another configuration"):
         resumed(config_of(), out)
     monkeypatch.undo()
     jobs: list[Job] = []
-    resumed(config_of(), out, begin=jobs.append)
+    resumed(config_of(), out, callbacks=[Watcher(on_start=jobs.append)])
     assert (
-        follows_from(dataclasses.replace(jobs[0], device=torch.device("meta")))["device"] == "meta"
+        run_identity(dataclasses.replace(jobs[0], device=torch.device("meta")))["device"] == "meta"
     )
 
 
@@ -158,7 +160,7 @@ def test_a_second_attempt_with_other_clients_counts(tmp_path: Path) -> None:
     config = config_of(run={"noise": "os", "rounds": 1})
     out = tmp_path / "r"
     jobs: list[Job] = []
-    run(config, out, source=SOURCE, begin=jobs.append)
+    run(config, out, source=SOURCE, callbacks=[Watcher(on_start=jobs.append)])
     name = json.loads((out / "run.json").read_text())["run"]
     with Ledger.open(out / "ledger.sqlite", run=name) as ledger:
         drawn = {int(row.charge.client) for row in ledger.rows()}
@@ -251,10 +253,10 @@ def test_the_command_resumes_and_refuses_in_one_sentence(
 ) -> None:
     out = tmp_path / "r"
     sets = [word for key in QUICK for word in ("--set", key)]
-    from dpfed.cli.progress import Watch
+    from dpfed.training.callbacks.progress import ProgressDisplay
 
     with monkeypatch.context() as patch:
-        patch.setattr(Watch, "round", lambda self, round: stop_after(2)(round))
+        patch.setattr(ProgressDisplay, "on_round", lambda self, round: stop_after(2)(round))
         with pytest.raises(CrashError):
             dpfed("run", *sets, "--out", str(out))
     for args, words in (

@@ -10,9 +10,9 @@ import pytest
 from command import dpfed
 
 import dpfed as library
-from dpfed.cli import progress
-from dpfed.cli.progress import Watch
+from dpfed.training.callbacks import progress
 from dpfed.training.callbacks.activity import Activity
+from dpfed.training.callbacks.progress import ProgressDisplay
 
 
 class Clock:
@@ -27,22 +27,22 @@ class Clock:
 
 def test_a_plain_log_gets_a_line_only_after_silence(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
-    with Watch(5, clock=clock) as watch:
+    with ProgressDisplay(5, clock=clock) as watch:
         for second in range(25):
             clock.now = 100.0 + second
-            watch.activity(Activity("local steps", second, 25, 1))
+            watch.on_activity(Activity("local steps", second, 25, 1))
     lines = capsys.readouterr().err.splitlines()
     assert lines == ["round 1/5  local steps 10 of 25", "round 1/5  local steps 20 of 25"]
 
 
 def test_any_other_line_ends_the_silence(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
-    with Watch(5, clock=clock) as watch:
+    with ProgressDisplay(5, clock=clock) as watch:
         clock.now += progress.SILENCE_S
         watch.say("something else")
-        watch.activity(Activity("features of records", 1000, 12000))
+        watch.on_activity(Activity("features of records", 1000, 12000))
         clock.now += progress.SILENCE_S
-        watch.activity(Activity("features of records", 2000, 12000))
+        watch.on_activity(Activity("features of records", 2000, 12000))
     assert capsys.readouterr().err.splitlines() == [
         "something else",
         "features of records 2,000 of 12,000",

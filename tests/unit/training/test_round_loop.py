@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,17 +12,24 @@ from typing import Any
 import pytest
 import server_state_case
 import torch
+from callback_case import Watcher
+from torch import Tensor
 
 from dpfed.config import Config
 from dpfed.errors import DivergedError, InterruptedRunError
 from dpfed.registry import registry
-from dpfed.training import round_loop
-from dpfed.training import run as run_file
+from dpfed.training import open_run, round_loop
+from dpfed.training.backends.execution import InProcess
 from dpfed.training.backends.fleet import Fleet
 from dpfed.training.budget.spending import Spending
+from dpfed.training.callbacks.checkpoints import checkpoints_due
+from dpfed.training.finite_check import begin_finite_check
 from dpfed.training.job.job import Job, prepare
-from dpfed.training.round_loop import Progress, Round, begin_finite, first_state, train
-from dpfed.training.run import checkpoints_due, run
+from dpfed.training.open_run import Mode
+from dpfed.training.round_context import first_state
+from dpfed.training.round_loop import RoundLoop
+from dpfed.training.rounds import Progress, Round
+from dpfed.training.run import run
 from dpfed.training.server_state import State
 
 
@@ -49,17 +57,13 @@ class Told:
         def keep(progress: Progress) -> None:
             told.words.append(f"kept {progress.t}")
 
-        self.call = lambda stop=lambda: None: train(
-            job,
-            Watched(job, late=late),
-            Spending(job, None, None),
-            observe,
-            None,
-            keep,
-            stop,
-            due,
-            late,
-        )
+        def call(stop: Callable[[], None] = lambda: None) -> Tensor:
+            fleet = Watched(job, check_messages=not late)
+            watcher = Watcher(on_round=observe, on_checkpoint=keep)
+            spending = Spending(job, None, None)
+            return RoundLoop(job, fleet, spending, watcher, stop, due, overlap=late).run()
+
+        self.call = call
 
 
 def test_the_same_rounds_one_later() -> None:
@@ -130,11 +134,11 @@ def test_an_interruption_tells_of_what_is_over() -> None:
 
 def test_finite_by_hand() -> None:
     state = first_state(prepare(config_of()))
-    begin_finite(state, 7)()
+    begin_finite_check(state, 7)()
     for value in (float("nan"), float("inf")):
         theta = state.theta.clone()
         theta[3] = value
-        answer = begin_finite(replace(state, server=replace(state.server, theta=theta)), 7)
+        answer = begin_finite_check(replace(state, server=replace(state.server, theta=theta)), 7)
         with pytest.raises(DivergedError, match="after round 7"):
             answer()
 
@@ -147,7 +151,7 @@ def times(job: Any, seconds: list[float]) -> list[int]:
 
 def test_when_checkpoints_are_due() -> None:
     def job(device: str, **run: Any) -> Any:
-        return SimpleNamespace(device=torch.device(device), config=config_of(**run))
+        return SimpleNamespace(device=torch.device(device), config=config_of(**run), served=False)
 
     seconds = [0.2, 0.9, 1.1, 1.9, 2.05, 2.2]
     assert times(job("cuda"), seconds) == [
@@ -166,21 +170,21 @@ def test_a_whole_run_with_few_checkpoints_goes_on_as_if_there_were_many(
 ) -> None:
     """Killed after round 5 with a checkpoint after round 2 only."""
 
-    def go(out: Path, resume: bool = False, crash: int = 99) -> list[str]:
+    def go(out: Path, mode: Mode = "new", crash: int = 99) -> list[str]:
         def observe(round: Round) -> None:
             if round.t == crash:
                 raise KeyboardInterrupt
 
-        run(config_of(), out, observe=observe, resume=resume)
+        run(config_of(), out, mode, callbacks=[Watcher(on_round=observe)])
         return [
             line.split('"seconds"')[0] for line in (out / "metrics.jsonl").read_text().splitlines()
         ]
 
     whole = go(tmp_path / "whole")
-    monkeypatch.setattr(run_file, "checkpoints_due", lambda job: lambda t: t == 2)
+    monkeypatch.setattr(open_run, "checkpoints_due", lambda job: lambda t: t == 2)
     with pytest.raises(KeyboardInterrupt):
         go(tmp_path / "cut", crash=5)
-    assert go(tmp_path / "cut", resume=True) == whole
+    assert go(tmp_path / "cut", mode="resume") == whole
     models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "cut")]
     assert models[0] == models[1]
 
@@ -202,10 +206,8 @@ def test_a_late_run_is_the_prompt_one(
 
     run(config, tmp_path / "prompt")
     files.append(kept(tmp_path / "prompt"))
-    right, make = run_file.train, run_file._backend
-    monkeypatch.setattr(run_file, "train", lambda *args: right(*args[:-1], True))
-    monkeypatch.setattr(run_file, "_backend", lambda *args: make(*args[:-1], True))
-    monkeypatch.setattr(run_file, "checkpoints_due", lambda job: lambda t: t in (2, 6))
+    monkeypatch.setattr(open_run, "may_overlap", lambda job: True)
+    monkeypatch.setattr(open_run, "checkpoints_due", lambda job: lambda t: t in (2, 6))
     run(config, tmp_path / "late")
     files.append(kept(tmp_path / "late"))
     steps = iter(range(100))
@@ -215,7 +217,7 @@ def test_a_late_run_is_the_prompt_one(
             raise InterruptedRunError("SIGTERM", 15)
 
     with pytest.raises(InterruptedRunError):
-        run(config, tmp_path / "cut", stop=stop)
-    run(config, tmp_path / "cut", resume=True)
+        run(config, tmp_path / "cut", execution=InProcess(stop))
+    run(config, tmp_path / "cut", mode="resume")
     files.append(kept(tmp_path / "cut"))
     assert files[0] == files[1] == files[2]

@@ -1,0 +1,55 @@
+"""Stop a run whose numbers are no longer finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from dpfed.algorithms.base import Message
+from dpfed.errors import DivergedError
+from dpfed.training.server_state import State
+
+
+def begin_finite_check(state: State, t: int) -> Callable[[], None]:
+    """Start the check of the server's state on the device; the returned function raises its result.
+
+    The host does not wait for the device before that function is called.
+    """
+    names, values = zip(*state.tensors().items(), strict=True)
+    flags = torch.stack(
+        [value.isfinite().all().to(state.theta.device, non_blocking=True) for value in values]
+    )
+    copied: torch.cuda.Event | None = None
+    if flags.is_cuda:
+        on_host = torch.empty(len(flags), dtype=torch.bool, pin_memory=True)
+        on_host.copy_(flags, non_blocking=True)
+        copied = torch.cuda.current_stream(flags.device).record_event()
+        flags = on_host
+
+    def require_finite() -> None:
+        if copied is not None:
+            copied.synchronize()
+        for name, finite in zip(names, flags.tolist(), strict=True):
+            if not finite:
+                raise DivergedError(
+                    f"after round {t} the server's {name} is no longer finite: lower algorithm.lr; "
+                    "what was computed before is kept"
+                )
+
+    return require_finite
+
+
+def require_finite_messages(t: int, clients: Sequence[int], values: Message) -> None:
+    """Raise DivergedError if a client's value is not finite.
+
+    The values contain noise, so the client's number reveals nothing about a record.
+    """
+    for name, value in values.items():
+        finite = value.reshape(len(clients), -1).isfinite().all(1)
+        if not bool(finite.all()):
+            client = clients[int(finite.int().argmin())]
+            raise DivergedError(
+                f"in round {t} the {name} of client {client} is no longer finite: "
+                "lower algorithm.lr; what was computed before is kept"
+            )

@@ -1,0 +1,264 @@
+"""Open a run: its folder, ledger, checkpoints, backend and callbacks, new or resumed."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dpfed.config import Config
+from dpfed.errors import DpfedError, InterruptedRunError
+from dpfed.privacy.accounting.guarantee import refuse_large_delta
+from dpfed.privacy.ledger.ledger import Ledger
+from dpfed.training.backends.client_state import ClientStates
+from dpfed.training.backends.execution import Execution
+from dpfed.training.budget.run_ledger import with_recorded_noise
+from dpfed.training.budget.spending import (
+    Budget,
+    Spending,
+    Spent,
+    budget_of,
+    open_ledger,
+    reopen_ledger,
+    spent_before,
+)
+from dpfed.training.callbacks.base import Callback, Callbacks
+from dpfed.training.callbacks.checkpoints import CheckpointWriter, checkpoints_due
+from dpfed.training.callbacks.diagnostics import Diagnostics, refuse_real_noise
+from dpfed.training.callbacks.metrics_file import MetricsFile
+from dpfed.training.callbacks.trackers import Trackers, refuse_missing
+from dpfed.training.evaluation import task_metrics
+from dpfed.training.job.job import Job
+from dpfed.training.job.notes import result_warnings
+from dpfed.training.result import release_note, result_of
+from dpfed.training.round_context import first_state
+from dpfed.training.round_loop import RoundLoop
+from dpfed.training.run_folder.checkpoint import Checkpoints, Saved, job_hash
+from dpfed.training.run_folder.files import LEDGER, read_result
+from dpfed.training.run_folder.folder import RunFolder, refuse_occupied
+from dpfed.training.run_folder.label_counts import write_label_counts
+from dpfed.training.run_folder.resume import changes, name_of, refuse_kind, refuse_other
+from dpfed.training.run_identity import run_identity
+
+Mode = Literal["new", "replace", "resume"]
+"""A run that starts in a new folder, replaces the run in its folder, or resumes it."""
+
+
+@dataclass(frozen=True)
+class RunPlace:
+    """The folder of a run that holds its lock, with the run's name and release note."""
+
+    name: str
+    note: str
+    folder: RunFolder
+    resume: bool
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """A run that is ready: `loop` runs its rounds, `finish` writes the result."""
+
+    place: RunPlace
+    loop: RoundLoop
+    metrics: MetricsFile
+    checkpoints: Checkpoints
+    saved: Saved | None
+    remote: Any
+
+    @property
+    def job(self) -> Job:
+        return self.loop.job
+
+    def run_rounds(self) -> None:
+        """Run the rounds that are left; the last checkpoint is on disk when this returns."""
+        with self.checkpoints:
+            self.loop.run(self.saved.progress if self.saved else None)
+
+    def finish(self, state: str, **more: Any) -> dict[str, Any]:
+        """Write the trained vector and the result, and return the result."""
+        folder, rounds = self.place.folder, self.metrics.rounds
+        result = result_of(self.job, self.loop.spending, rounds, folder.path, self.place.note)
+        if self.remote is not None:
+            result |= self.remote.report()
+        result["metrics"] = task_metrics(self.job, rounds[-1].theta)
+        result["notes"] = list(self.job.notes)
+        result["warnings"] = [*self.job.warnings, *result_warnings(result)]
+        folder.save_model(rounds[-1].theta, self.job.space, self.place.note)
+        folder.save_result({"run": self.place.name, "state": state, **result, **more})
+        return result
+
+    def interrupted(self, error: InterruptedRunError) -> InterruptedRunError:
+        """Write that the run was interrupted, and return the error that says how to resume."""
+        rounds = self.metrics.rounds
+        after = f"after round {rounds[-1].t}" if rounds else "before round 1"
+        command = "dpfed server --resume --out" if self.job.served else "dpfed run --resume"
+        folder = self.place.folder
+        sentence = f"stopped by {error.signal} {after}; go on with `{command} {folder.path}`"
+        result = {"run": self.place.name, "state": "interrupted", "release": self.place.note}
+        folder.save_result({**result, "stopped": sentence})
+        return InterruptedRunError(error.signal, error.number, sentence)
+
+
+def refuse_start(config: Config, out: Path, mode: Mode, served: bool) -> None:
+    """Refuse a run that cannot start in this folder, before anything is computed."""
+    refuse_real_noise(config)
+    refuse_missing(config)
+    if mode == "resume":
+        refuse_other(out, config)
+        refuse_kind(out, served)
+    else:
+        refuse_occupied(out, force=mode == "replace")
+
+
+@contextmanager
+def open_run(
+    job: Job, out: Path, mode: Mode, execution: Execution, watchers: Callbacks
+) -> Iterator[OpenRun]:
+    """Hold the folder and the ledger of a run while its rounds run."""
+    resume = mode == "resume"
+    if resume and not job.served:
+        job = with_recorded_noise(job, out / LEDGER)
+    execution.confirm(job)
+    budget = _checked_budget(job, resume) if job.plan.private else None
+    note = release_note(job.config, job.plan.private)
+    name = name_of(out) if resume else uuid.uuid4().hex
+    with ExitStack() as stack:
+        folder = RunFolder(out, job.config, note, mode == "replace", resume)
+        stack.callback(folder.close)
+        trackers = Trackers(job.config, out, budget.planned if budget else None)
+        stack.callback(trackers.close)
+        if resume:
+            # Once more: another process may have worked here before this one had the lock.
+            refuse_other(out, job.config)
+        else:
+            folder.begin(name, note)
+            if not job.served:
+                write_label_counts(out, job)
+        job = execution.bind(job, folder)
+        place = RunPlace(name, note, folder, resume)
+        ledger: Ledger | None = None
+        # The ledger before the checkpoints: its lock refuses a run that is still at work.
+        if budget is not None and not job.served:
+            ledger = _open_ledger(job, budget, place)
+            stack.callback(ledger.close)
+        yield _ready(job, place, (budget, ledger), execution, [trackers, watchers])
+
+
+def _ready(
+    job: Job,
+    place: RunPlace,
+    accounts: tuple[Budget | None, Ledger | None],
+    execution: Execution,
+    watchers: Sequence[Callback],
+) -> OpenRun:
+    """Build backend, checkpoints, accounts and callbacks, and take over a checkpoint."""
+    folder = place.folder
+    states = _client_states(job, folder)
+    diagnostics = [Diagnostics(folder.path, job)] if job.config.run.diagnostics else []
+    overlap = execution.overlaps and not diagnostics and may_overlap(job)
+    watch = diagnostics[0].watch if diagnostics else None
+    backend = execution.backend(job, place.name, states, watch, overlap)
+    remote: Any = backend if job.served else None
+    checkpoints = Checkpoints(folder.checkpoints, job_hash(run_identity(job), job.theta), states)
+    saved = _load_checkpoint(job, folder, checkpoints, remote) if place.resume else None
+    spending = _spending(job, *accounts, saved)
+    if place.resume:
+        _record_changes(job, place, saved)
+    rounds = folder.rounds(saved.progress.t, saved.progress.state.result) if saved else []
+    metrics = MetricsFile(folder, rounds)
+    writer = CheckpointWriter(checkpoints, spending, folder, remote)
+    loop = RoundLoop(
+        job=job,
+        backend=backend,
+        spending=spending,
+        callbacks=Callbacks([metrics, *diagnostics, *watchers, writer]),
+        stop=execution.stop,
+        checkpoint_due=checkpoints_due(job),
+        overlap=overlap,
+    )
+    return OpenRun(place, loop, metrics, checkpoints, saved, remote)
+
+
+def may_overlap(job: Job) -> bool:
+    """Return True if a round may begin before the last one is known to be finite.
+
+    With real noise it may not: the check could save the charge of a round.
+    """
+    return job.device.type == "cuda" and job.config.run.noise != "os"
+
+
+def _checked_budget(job: Job, resume: bool) -> Budget:
+    """Return the statement of a private run.
+
+    A plan without an epsilon is refused, and a new run with a large delta.
+    """
+    privacy = job.config.privacy
+    budget = budget_of(job.plan, job.schedule, privacy.delta, privacy.budget, past=job.past)
+    budget.check()
+    if not resume:
+        largest = int(job.plan.sizes.max())
+        refuse_large_delta(privacy.delta, largest, job.plan.unit, bool(privacy.allow_large_delta))
+    return budget
+
+
+def _client_states(job: Job, folder: RunFolder) -> ClientStates:
+    """Return the store of what simulated clients remember; real clients store it themselves."""
+    names = () if job.served else job.algorithm.remembers
+    limit = job.config.run.memory_limit << 20
+    return ClientStates(names, job.space.size, folder.checkpoints / "memory", limit)
+
+
+def _open_ledger(job: Job, budget: Budget, place: RunPlace) -> Ledger:
+    folder = place.folder
+    if place.resume and folder.ledger.exists():
+        return reopen_ledger(job, budget, folder.ledger, place.name)
+    if place.resume and folder.last_round() > 0:
+        raise DpfedError(
+            f"the ledger {folder.ledger} is gone, and with it what the run has spent: put it back, "
+            "or begin a new run"
+        )
+    return open_ledger(job, budget, folder.ledger, place.name)
+
+
+def _load_checkpoint(
+    job: Job, folder: RunFolder, checkpoints: Checkpoints, remote: Any
+) -> Saved | None:
+    """Return the newest complete checkpoint, or None if the run ended before its first one."""
+    saved, damaged = checkpoints.load(first_state(job))
+    if saved is None and damaged:
+        raise DpfedError(f"{folder.path} cannot go on: {damaged[0]}")
+    job.notes.extend(f"{sentence}; the one before it is used" for sentence in damaged)
+    folder.rewind(saved.progress.t if saved else -1)
+    if remote is not None and saved is not None:
+        remote.restore(saved.backend)
+    return saved
+
+
+def _spending(
+    job: Job, budget: Budget | None, ledger: Ledger | None, saved: Saved | None
+) -> Spending:
+    """Return the accounts of the run so far.
+
+    Real noise is spent for every attempt at a round, seeded noise once.
+    """
+    kept = Spent(saved.taken, {}) if saved else None
+    if ledger is None:
+        return Spending(job, budget, ledger, kept, by_choice=job.served)
+    charged = spent_before(ledger, job.plan.clients)
+    if kept is not None and bool((charged.taken < kept.taken).any()):
+        raise DpfedError(
+            f"the ledger {ledger.path} lacks rounds that the checkpoint knows of: "
+            "put back the newest copy"
+        )
+    return Spending(job, budget, ledger, charged if job.config.run.noise == "os" else kept)
+
+
+def _record_changes(job: Job, place: RunPlace, saved: Saved | None) -> None:
+    """Write changed settings into the folder, after the ledger has stated them."""
+    folder = place.folder
+    folder.amend(job.config, changes(folder.path, job.config), saved.progress.t if saved else 0)
+    if read_result(folder.path).get("state") != "running":
+        folder.begin(place.name, place.note)

@@ -1,0 +1,77 @@
+"""The result of a run: the JSON object of `dpfed run --json`, and the sentences beside it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dpfed.config import Config
+from dpfed.privacy.accounting.guarantee import assumptions
+from dpfed.training.budget.recorded_spending import NO_PRIVACY, SEEDED
+from dpfed.training.budget.spending import Spending
+from dpfed.training.job.job import Job
+from dpfed.training.job.message_size import traffic
+from dpfed.training.job.plan import client_names
+from dpfed.training.rounds import Round
+
+SIMULATION = f"{SEEDED}: not for release"
+RELEASABLE = (
+    "the model may be released under its privacy statement; "
+    "all else in the folder is for the server only"
+)
+
+
+def release_note(config: Config, private: bool) -> str:
+    """Return the sentence on every artefact of a run that says whether it may be released."""
+    if not private:
+        return NO_PRIVACY
+    return SIMULATION if config.run.noise == "seeded" else RELEASABLE
+
+
+def result_of(
+    job: Job, spending: Spending, rounds: list[Round], out: Path, note: str
+) -> dict[str, Any]:
+    """Return the result after these first and last rounds; without privacy epsilon is null."""
+    first, last = rounds[0], rounds[-1]
+    sigmas = job.plan.multipliers
+    loss = last.loss if last.loss is not None and math.isfinite(last.loss) else None
+    result: dict[str, Any] = {"test_accuracy": last.accuracy}
+    if job.config.run.average:
+        result["last_accuracy"] = last.last_accuracy
+    result |= {
+        "test_loss": loss,
+        "test_records": len(job.test.labels),
+        "start_accuracy": first.accuracy,
+        "epsilon": spending.figures(),
+        "delta": job.config.privacy.delta if job.plan.private else None,
+        "sigma": [float(sigmas.min()), float(sigmas.max())] if np.ptp(sigmas) else float(sigmas[0]),
+        "guarantee": guarantee(job),
+        "release": note,
+        "algorithm": job.algorithm.name,
+        "clients": job.schedule.clients,
+        "client_names": client_names(job.config) if job.served else list(job.shards.names),
+        "largest_client": int(job.plan.sizes.max()),
+        "classes": list(job.classes),
+        "input": asdict(job.spec),
+        "parameters": job.space.size,
+        "blocks": job.space.num_blocks,
+        "traffic": traffic(job.algorithm, job.space).as_dict(),
+        "seed": job.config.run.seed,
+        "rounds": last.t,
+        "seconds": last.seconds,
+        "out": str(out),
+    }
+    return result | ({"served": True} if job.served else {})
+
+
+def guarantee(job: Job) -> str:
+    """Return the assumptions that an epsilon needs beside it."""
+    if not job.plan.private:
+        return NO_PRIVACY
+    delta = job.config.privacy.delta
+    mechanism = job.plan.kinds()[0]
+    return assumptions(mechanism, delta, job.plan.unit, job.past.prior, job.past.uncounted)
