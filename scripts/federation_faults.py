@@ -24,7 +24,8 @@ from pathlib import Path
 from faulty_client import SECRET, YEARS
 from loopback_trial import DPFED, Trial, done
 
-from dpfed.privacy.ledger.ledger import Ledger, Row
+from dpfed.privacy.ledger.charge import Row
+from dpfed.privacy.ledger.ledger import Ledger
 
 FAULTY = str(Path(__file__).with_name("faulty_client.py"))
 LIMIT = 150.0

@@ -15,7 +15,7 @@ from dpfed.bench.cases import Case
 from dpfed.model.per_sample.gradients import Batch, PerSample, call, cast, trainable
 from dpfed.model.task import InputSpec
 from dpfed.privacy.clipping import Clipping
-from dpfed.privacy.fixed_shape_sum import FixedSum, Pass
+from dpfed.privacy.fixed_shape_sum import FixedSum, Pass, PassShape
 from dpfed.training.job.device import device_of
 
 IMAGE, SMALL = (InputSpec("image", "pixel_values", (3, size, size), 10) for size in (224, 32))
@@ -34,11 +34,12 @@ CASES = (
     Case("gn-resnet18", SMALL, clients=3, batch=8, train="full"),
 )
 CLIP, UNUSED = 0.05, 8
-FLOAT32, BF16 = 1e-4, 5e-2  # largest difference of a client's sum over its norm
+# Largest difference of a client's sum over its norm.
+FLOAT32, BF16 = 1e-4, 5e-2
 
 
 class Setting:
-    """One case on one device: a model, weights for each client, and the records of one pass."""
+    """A model, weights for each client, and the records of one pass, on one device."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.device = case, device
@@ -65,7 +66,7 @@ class Setting:
         )
 
     def by_hand(self, dtype: torch.dtype) -> Tensor:
-        """One record after another, by autograd through the model as peft made it."""
+        """Return the clipped sums by plain autograd, one record after another."""
         model = self.model.to(dtype)
         total = torch.zeros_like(self.theta, dtype=torch.float64)
         for i in range(self.case.union):
@@ -96,9 +97,7 @@ class Setting:
             self.records,
             Clipping(),
             None,
-            self.case.clients,
-            self.slots,
-            self.space.size,
+            PassShape(self.case.clients, self.slots, self.space.size),
             capture=captured,
         )
         summed, _ = total(self.theta, self.filling, CLIP)

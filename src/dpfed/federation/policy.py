@@ -22,7 +22,9 @@ from dpfed.config import DataSection, ModelSection, Registry, nearest, parse, re
 from dpfed.errors import DpfedError
 from dpfed.federation.messages import MessageError, ScoringTerms, Terms
 from dpfed.privacy.accounting.guarantee import refuse_large_delta
-from dpfed.privacy.accounting.pld import check_delta, epsilon, rdp_epsilon
+from dpfed.privacy.accounting.history import check_delta
+from dpfed.privacy.accounting.pld import epsilon
+from dpfed.privacy.accounting.rdp import rdp_epsilon
 from dpfed.privacy.ledger.storage import nameable
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.oracle import Isolation

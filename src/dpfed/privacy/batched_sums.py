@@ -1,11 +1,12 @@
-"""Clipped sums of several runs in one pass: every run has a seat, and a pass is computed when all seats have asked.
+"""Clipped sums of several runs in one pass, so that small runs keep a GPU busy.
 
-A GPU that computes sixteen small runs one after another is mostly idle. Each run works in a thread of its own, with its
-own plan, streams, noise and ledger; all that it shares is the pass in which gradients are computed, clipped by the run's
-own C and summed for the run's own clients. What a seat is given are its own rows, not noised: only its oracle may ask.
+Each run works in a thread of its own, with its own plan, streams, noise and ledger. Runs share the
+pass in which gradients are computed, clipped by the C of each run and summed for its clients. A run
+receives only its own rows; they have no noise, so only its oracle may request them.
 
-A seat that has left is not waited for, so a run that ends, stops or fails holds up nobody. When half of the seats are
-empty the union is made anew for those that are left, so that nothing is computed for empty seats.
+Requests meet at a barrier: a pass is computed when every member has requested sums. A run that ends
+or fails leaves, and nobody waits for it. When half of the members have left, the pass is made anew
+for the others, so that no work is done for absent runs.
 """
 
 from __future__ import annotations
@@ -23,152 +24,153 @@ from dpfed.privacy.oracle import free, out_of_memory
 
 
 @dataclass
-class _Question:
-    """What one seat asks, and what it is answered: sums, or why there are none."""
+class _Request:
+    """One run's request for sums, and its result or error."""
 
     theta: Tensor
     arrays: Mapping[str, np.ndarray]
     clip: float
-    answer: tuple[Tensor, Tensor] | None = None
+    result: tuple[Tensor, Tensor] | None = None
     error: BaseException | None = None
 
     @property
     def done(self) -> bool:
-        return self.answer is not None or self.error is not None
+        return self.result is not None or self.error is not None
 
 
 class BatchedSums:
-    """The union of `seats` runs with up to `clients` clients each.
+    """The shared passes of `runs` runs with up to `clients` clients each.
 
-    make  (seats) -> the fixed sum of so many runs: seats x clients rows of theta. Called when all have asked, so that
-          nobody else is at work on the device; called again with fewer seats where there is no room for so many.
+    make  runs -> the fixed-shape sum over runs x clients rows of theta. It is called while no run
+          uses the device, and called again for fewer runs if memory runs out.
     """
 
-    def __init__(self, seats: int, clients: int, make: Callable[[int], FixedSum]) -> None:
-        self.clients, self._make = clients, make
-        self._present = set(range(seats))
-        self._asked: dict[int, _Question] = {}
-        self._turn = threading.Condition()
-        self._union: FixedSum | None = None
-        self._most = seats  # in one pass: fewer than there are where more do not fit
+    def __init__(self, runs: int, clients: int, make: Callable[[int], FixedSum]) -> None:
+        self.clients = clients
+        self._make = make
+        self._members = set(range(runs))
+        self._requests: dict[int, _Request] = {}
+        self._barrier = threading.Condition()
+        self._shared_sum: FixedSum | None = None
+        self._max_runs_per_pass = runs
 
     def batched_sum(self, number: int) -> BatchedSum:
         return BatchedSum(self, number)
 
-    def ask(self, number: int, question: _Question) -> tuple[Tensor, Tensor]:
-        """Waits until all that are present have asked; whoever asks last computes for all."""
-        if len(question.theta) > self.clients:
-            raise ValueError(f"a seat has {self.clients} rows, not {len(question.theta)}")
-        with self._turn:
-            if number not in self._present:
-                raise RuntimeError(f"seat {number} has been left: it cannot ask")
-            self._asked[number] = question
-            self._answer_if_complete()
+    def sums_of(self, number: int, request: _Request) -> tuple[Tensor, Tensor]:
+        """Wait until every member has a request; the last one computes the sums of all."""
+        if len(request.theta) > self.clients:
+            raise ValueError(f"a run has {self.clients} rows, not {len(request.theta)}")
+        with self._barrier:
+            if number not in self._members:
+                raise RuntimeError(f"run {number} has left: it cannot request sums")
+            self._requests[number] = request
+            self._compute_if_complete()
             try:
-                while not question.done:
-                    self._turn.wait()
+                while not request.done:
+                    self._barrier.wait()
             finally:
-                if self._asked.get(number) is question:  # interrupted while it waited
-                    del self._asked[number]
-        if question.error is not None:
-            raise question.error
-        assert question.answer is not None
-        return question.answer
+                # An exception such as KeyboardInterrupt may end the wait early.
+                if self._requests.get(number) is request:
+                    del self._requests[number]
+        if request.error is not None:
+            raise request.error
+        assert request.result is not None
+        return request.result
 
     def leave(self, number: int) -> None:
-        """From now on nobody waits for this seat; those that waited for it alone are answered now. May be repeated."""
-        with self._turn:
-            self._present.discard(number)
-            self._asked.pop(number, None)
-            self._answer_if_complete()
-            if not self._present:
-                self._drop()
+        """Remove a member, and compute the requests that waited for it alone."""
+        with self._barrier:
+            self._members.discard(number)
+            self._requests.pop(number, None)
+            self._compute_if_complete()
+            if not self._members:
+                self._delete_shared_sum()
 
-    def _answer_if_complete(self) -> None:
-        if not self._asked or set(self._asked) != self._present:
+    def _compute_if_complete(self) -> None:
+        if not self._requests or set(self._requests) != self._members:
             return
-        questions = [self._asked[number] for number in sorted(self._asked)]
-        self._asked.clear()
+        requests = [self._requests[number] for number in sorted(self._requests)]
+        self._requests.clear()
         try:
-            while waiting := [question for question in questions if not question.done]:
-                self._answer_some(waiting, len(questions))
+            while waiting := [request for request in requests if not request.done]:
+                self._compute_some(waiting, len(requests))
         except BaseException as error:
-            for question in questions:
-                if not question.done:
-                    question.error = _for_each(error)
+            for request in requests:
+                if not request.done:
+                    request.error = _without_traceback(error)
             if not isinstance(error, Exception):
                 raise
         finally:
-            self._turn.notify_all()
+            self._barrier.notify_all()
 
-    def _answer_some(self, waiting: Sequence[_Question], present: int) -> None:
-        """As many as a pass takes; where it fails, the next takes fewer, and in the end a run fails by itself.
+    def _compute_some(self, waiting: Sequence[_Request], members: int) -> None:
+        """Compute one pass; after an error the next pass takes half as many runs.
 
-        A lack of room is the usual reason, and others too come of the number of runs (a kernel's limits). Nothing is drawn
-        again for it, and a pass has the same size whatever was drawn.
+        Memory is the usual reason, and kernels have limits on their size. A run alone gets its
+        error. No batch is drawn again, and the size of a pass does not depend on what was drawn.
         """
-        size = min(present, self._most)
+        size = min(members, self._max_runs_per_pass)
         try:
-            size = self._size(present)
-            part = waiting[:size]
-            for question, answer in zip(part, self._together(part), strict=True):
-                question.answer = answer
+            size = self._runs_per_pass(members)
+            together = waiting[:size]
+            for request, result in zip(together, self._one_pass(together), strict=True):
+                request.result = result
             return
         except Exception as error:
             if size == 1:
-                waiting[0].error = _for_each(error)
-        self._most = (size + 1) // 2  # outside the handler, where the failed pass is no longer held
-        self._drop()
+                waiting[0].error = _without_traceback(error)
+        # Outside the handler, which holds the memory of the failed pass.
+        self._max_runs_per_pass = (size + 1) // 2
+        self._delete_shared_sum()
         free(waiting[0].theta.device)
 
-    def _size(self, present: int) -> int:
-        """How many runs a pass takes now; the union is made, or made smaller, if need be."""
-        wanted = min(present, self._most)
-        if self._union is None or 2 * wanted <= self._union.clients // self.clients:
-            self._drop()  # first, so that two are never held
-            self._union = self._make(wanted)
-        return self._union.clients // self.clients
+    def _runs_per_pass(self, members: int) -> int:
+        """Return the runs in a pass, after making it or making it smaller."""
+        wanted = min(members, self._max_runs_per_pass)
+        if self._shared_sum is None or 2 * wanted <= self._shared_sum.clients // self.clients:
+            # Deleted first, so that memory holds only one.
+            self._delete_shared_sum()
+            self._shared_sum = self._make(wanted)
+        return self._shared_sum.clients // self.clients
 
-    def _drop(self) -> None:
-        """Gives back the union's buffers, and on a GPU its captured pass, once it has been computed to its end."""
-        if self._union is not None:
-            self._union.wait()
-        self._union = None
+    def _delete_shared_sum(self) -> None:
+        if self._shared_sum is not None:
+            self._shared_sum.wait()
+        self._shared_sum = None
 
-    def _together(self, questions: Sequence[_Question]) -> list[tuple[Tensor, Tensor]]:
-        """One union: rows of theta and records one run after another, rows that nobody has are named by no record."""
-        assert self._union is not None
-        columns: dict[str, list[np.ndarray]] = {name: [] for name in questions[0].arrays}
-        for place, question in enumerate(questions):
-            self._union.load(question.theta, question.clip, place * self.clients)
-            for name, column in question.arrays.items():
-                columns[name].append(column + place * self.clients if name == "client" else column)
-        total, count = self._union.loaded_sums(
-            {name: np.concatenate(parts) for name, parts in columns.items()}
-        )
-        rows = [
-            slice(p * self.clients, p * self.clients + len(q.theta))
-            for p, q in enumerate(questions)
-        ]
-        return [(total[mine], count[mine]) for mine in rows]
+    def _one_pass(self, requests: Sequence[_Request]) -> list[tuple[Tensor, Tensor]]:
+        """Compute the sums of these runs; rows of theta without a run have no records."""
+        assert self._shared_sum is not None
+        columns: dict[str, list[np.ndarray]] = {name: [] for name in requests[0].arrays}
+        rows: list[slice] = []
+        for place, request in enumerate(requests):
+            first = place * self.clients
+            rows.append(slice(first, first + len(request.theta)))
+            self._shared_sum.load(request.theta, request.clip, first)
+            for name, column in request.arrays.items():
+                columns[name].append(column + first if name == "client" else column)
+        joined = {name: np.concatenate(parts) for name, parts in columns.items()}
+        total, count = self._shared_sum.loaded_sums(joined)
+        return [(total[own], count[own]) for own in rows]
 
 
 class BatchedSum:
-    """One run's place in a union; to its oracle it is a `FixedSum`."""
+    """One run's part of the shared passes; its oracle uses it like a `FixedSum`."""
 
     def __init__(self, shared: BatchedSums, number: int) -> None:
-        self._shared, self._number = shared, number
+        self._shared = shared
+        self._number = number
 
     def sums(
         self, theta: Tensor, arrays: Mapping[str, np.ndarray], clip: float
     ) -> tuple[Tensor, Tensor]:
-        """Not noised: only the oracle may call this."""
-        return self._shared.ask(self._number, _Question(theta, arrays, clip))
+        return self._shared.sums_of(self._number, _Request(theta, arrays, clip))
 
     def leave(self) -> None:
         self._shared.leave(self._number)
 
 
-def _for_each(error: BaseException) -> BaseException:
-    """A lack of memory is told without its traceback, which would hold what the failed pass had taken."""
+def _without_traceback(error: BaseException) -> BaseException:
+    """Return an out-of-memory error without its traceback, which holds the memory of the pass."""
     return torch.OutOfMemoryError(str(error)) if out_of_memory(error) else error

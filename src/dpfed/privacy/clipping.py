@@ -38,11 +38,12 @@ from torch import Tensor
 from dpfed.accel.gradient_matrices import GradientMatrices, row_squares
 
 ClipMode = Literal["flat", "automatic", "quantile"]
-Level = TypeVar("Level", float, np.ndarray)  # of one client or of many
-CLIPS = (
-    1e-12,
-    1e12,
-)  # norms are computed in single precision, where squares of far smaller or larger ones are lost
+# The noise multiplier of one client, or of many.
+Multiplier = TypeVar("Multiplier", float, np.ndarray)
+# Smallest and largest clip norm: float32 cannot hold the squares of far smaller or larger norms.
+CLIPS = (1e-12, 1e12)
+# Largest change of log C in a round; e^100 is more than the ratio of the CLIPS.
+LARGEST_LOG_STEP = 100.0
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,9 @@ class Clipping:
     """A clipping rule with its public constants.
 
     stability    s of automatic clipping
-    quantile     share of the norms that should lie at or below C; `rate` is how fast log C follows
-    count_noise  r: the count's noise multiplier divided by that of the whole release, > 1
+    quantile     wanted share of norms at or below C
+    rate         step size of log C towards that share
+    count_noise  r > 1: noise multiplier of the count, divided by that of the whole release
     """
 
     mode: ClipMode = "flat"
@@ -62,36 +64,35 @@ class Clipping:
 
     @property
     def counts(self) -> bool:
+        """True if a count is released beside the sum."""
         return self.mode == "quantile"
 
-    def sum_multiplier(self, multiplier: Level) -> Level:
-        """The noise multiplier of the sum alone, when sum and count together are to have `multiplier`."""
+    def sum_multiplier(self, multiplier: Multiplier) -> Multiplier:
+        """Return the noise multiplier σ_g of the sum for the multiplier σ of the release."""
         return multiplier / math.sqrt(1 - self.count_noise**-2) if self.counts else multiplier
 
     def count_std(self, multiplier: float) -> float:
-        """Standard deviation of the count's noise; one unit moves the count by 1/2."""
+        """Return the standard deviation of the count's noise; one unit moves it by 1/2."""
         return 0.5 * self.count_noise * multiplier
 
     def next_clip(self, clip: float, below: float) -> float:
-        """C of the next round, from the noised share of units at or below C in this one (geometric update).
+        """Return C of the next round from the noised share of units at or below C in this one.
 
-        The distance from the wanted share is cut on both sides alike: cutting the share to 0..1 would shift the mean of
-        its noise, and with it the place where C settles.
+        The limits -1 and 1 are symmetric. If the share itself were limited to 0..1, the mean of its
+        noise would move, and C would settle at another quantile.
         """
-        away = min(max(below - self.quantile, -1.0), 1.0)
-        moved = clip * math.exp(
-            min(max(-self.rate * away, -100.0), 100.0)
-        )  # e^100 spans CLIPS more than once
-        return min(max(moved, CLIPS[0]), CLIPS[1])
+        difference = min(max(below - self.quantile, -1.0), 1.0)
+        log_step = min(max(-self.rate * difference, -LARGEST_LOG_STEP), LARGEST_LOG_STEP)
+        return min(max(clip * math.exp(log_step), CLIPS[0]), CLIPS[1])
 
 
 @dataclass(frozen=True)
-class Units:
-    """The rows of a matrix of gradients, one for each protected unit.
+class UnitRows:
+    """The owners of U gradients, one for each protected unit.
 
-    client   `[U]` the client that owns each unit, as a row of the sums
-    counts   `[U]` False (or 0) for a row that contributes nothing
-    clients  number of rows of the sums
+    client   `[U]` the client of each unit: the row of the sums that its gradient is added to
+    counts   `[U]` False (or 0) for a gradient that adds nothing
+    clients  number of clients S
     """
 
     client: Tensor
@@ -101,18 +102,20 @@ class Units:
 
 def clip_and_sum(
     grads: Sequence[Tensor],
-    units: Units,
+    units: UnitRows,
     clip: float | Tensor,
     rule: Clipping,
     grid_steps: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return sums of clipped gradients `[S, P]`, and the counts at or below C less half, `[S, 1]`.
+    """Return sums of clipped gradients `[S, P]`, and counts of ±1/2 per unit `[S, 1]`.
+
+    A unit adds +1/2 to the count of its client if its norm is at or below C, else -1/2.
 
     grads       for each trainable tensor the gradients of all units, `[U, n]`
     clip        one C for all units, or one for each, `[U]`
     grid_steps  `[S]` a grid step for each client: the sums are then int64 numbers of steps
 
-    Gradients of units that are not finite may be overwritten with zeros.
+    Gradients that are not finite may be overwritten with zeros.
     """
     if grid_steps is not None:
         grads = [g.double() for g in grads]
@@ -124,7 +127,7 @@ def clip_and_sum(
         clip = torch.full_like(norm, clip)
     factor = torch.where(counted, factors(norm, clip, rule), 0.0)
     member = torch.nn.functional.one_hot(units.client, units.clients).to(norm.dtype).t()
-    # A weight of zero would keep NaN.
+    # Zero times NaN is NaN, so a weight of zero alone is not enough.
     rows.clear(finite)
     if grid_steps is None:
         total = rows.weighted_sum(member * factor)
@@ -135,8 +138,8 @@ def clip_and_sum(
     return total, member @ below.unsqueeze(1)
 
 
-def _sum_of_steps(rows: Tensor, scale: Tensor, units: Units) -> Tensor:
-    """Round every scaled row before the sum: each is then a whole number of steps."""
+def _sum_of_steps(rows: Tensor, scale: Tensor, units: UnitRows) -> Tensor:
+    """Round every scaled row to whole steps, and add the rows of each client."""
     steps = (rows * scale.unsqueeze(1)).round().to(torch.int64)
     return steps.new_zeros(units.clients, rows.shape[1]).index_add_(0, units.client, steps)
 
@@ -149,7 +152,7 @@ def factors(norm: Tensor, clip: Tensor, rule: Clipping) -> Tensor:
 
 
 def row_norms(matrices: Sequence[Tensor]) -> Tensor:
-    """Return the norms `[M]` of rows that go through all matrices; see the module's rule."""
+    """Return the norm of each row `[M]` over all matrices, by the module's precision rule."""
     pieces = [row_squares(rows).sum(1, dtype=torch.float64) for rows in matrices]
     squares = torch.stack(pieces).sum(0)
     single = squares.float()

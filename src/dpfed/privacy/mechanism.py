@@ -1,7 +1,7 @@
-"""What one local step of one client releases.
+"""The mechanism of one local step: sampling, noise and releases.
 
-The oracle samples and adds noise by reading a `Mechanism`; the ledger stores it and the accountant composes it.
-There is no other description of the mechanism, so the three cannot disagree.
+The oracle executes a `Mechanism`, the ledger stores it, and the accountant composes it. There is no
+other description, so the three cannot disagree.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ Adjacency = Literal["add/remove one", "replace one"]
 
 @dataclass(frozen=True)
 class Mechanism:
-    """One local step: `batches` fresh batches, each released `releases` times with independent noise.
+    """One local step: `batches` fresh batches, each with `releases` independently noised releases.
 
-    sampling          how a batch is drawn: each record by its own coin (poisson), or a fixed number of distinct
-                      records redrawn at every step (fixed_wor)
-    rate              probability that one given record is in a batch
-    noise_multiplier  of one release: standard deviation of its noise divided by what one record may add (the clip norm C;
-                      where a count is released beside the sum, that of both together); 0 means no privacy
+    sampling          poisson: each record is in a batch independently of the others
+                      fixed_wor: a fixed number of distinct records, drawn anew at every step
+    rate              probability that a given record is in a batch
+    noise_multiplier  noise of one release, as standard deviation divided by the clip norm C;
+                      with quantile clipping that of sum and count together; 0 means no privacy
     """
 
     sampling: Sampling
@@ -43,18 +43,18 @@ class Mechanism:
 
     @property
     def adjacency(self) -> Adjacency:
-        """The neighbouring relation under which this mechanism is accounted for (SPEC 6.4)."""
+        """The neighbouring relation that the accountant uses; see docs/privacy.md (The number)."""
         return "add/remove one" if self.sampling == "poisson" else "replace one"
 
     @property
     def sensitivity(self) -> float:
-        """How far one neighbouring change moves a clipped sum, in units of C."""
+        """The change of a clipped sum between neighbouring data sets, in units of C."""
         return 1.0 if self.sampling == "poisson" else 2.0
 
     @property
     def effective_multiplier(self) -> float:
-        """Noise against sensitivity of all releases on one batch together.
+        """The noise multiplier of all releases of one batch together, per unit of sensitivity.
 
-        k Gaussian releases of the same batch are one Gaussian release with the multiplier divided by sqrt(k).
+        k Gaussian releases of one batch equal one release with the multiplier divided by sqrt(k).
         """
         return self.noise_multiplier / (self.sensitivity * math.sqrt(self.releases))

@@ -1,11 +1,13 @@
-"""Randomness: keyed streams that do not depend on fleet, order or resume; and the Gaussian noise itself (DESIGN 6).
+"""Random streams, keyed by (seed, purpose, round, client), and the Gaussian noise itself.
 
-There is one generator per (seed, purpose, round, client), and a purpose never shares a stream with another. In a
-simulation all of them follow from the run's seed. With `noise = "os"` the streams that protect records come from the
-operating system's entropy instead: they are never stored, cannot be repeated, and the noise is drawn through a
-cryptographic generator. Besides noise, batches and cohort these are dropout and augmentation. Their masks follow a
-record's place at its client, and a record that is left out moves all places behind it: whoever knew the masks could see
-every later record change, not one. Unknown masks are the mechanism's own randomness, the same in law at every place.
+A stream does not depend on the other clients, on the order of work or on a resumed run. Purposes
+never share a stream. In a simulation all streams follow from the run's seed.
+
+With `noise = "os"` the streams that protect records use the operating system's entropy instead.
+They are never stored and cannot be repeated, and a cryptographic generator draws the noise. They
+also decide batches, cohorts, dropout and augmentations. Dropout and augmentations follow a record's
+place at its client, and removing a record moves all later places. An observer who knows the masks
+could see every later record change. Secret masks have the same distribution at every place.
 """
 
 from __future__ import annotations
@@ -28,7 +30,11 @@ SECRET: frozenset[Purpose] = frozenset({"cohort", "batch", "noise", "dropout", "
 
 
 class Streams:
-    """Every random number of a run, by name. `entropy`: that of secret streams, for a server that starts again."""
+    """The random streams of a run, by name.
+
+    secret   draw the streams in SECRET from `entropy`
+    entropy  32 bytes, for a server that is started again; fresh ones if None
+    """
 
     def __init__(self, seed: int, secret: bool = False, entropy: bytes | None = None) -> None:
         if not -(2**63) <= seed < 2**63:
@@ -38,7 +44,7 @@ class Streams:
         self._entropy = (entropy or os.urandom(32)) if secret else b""
 
     def key(self, purpose: Purpose, round: int = 0, client: int = 0) -> bytes:
-        """16 bytes that name the stream; 128 bits, so that two streams never meet by accident."""
+        """Return the 128-bit key of a stream; keys of different streams do not collide."""
         hidden = self._entropy if purpose in SECRET else b""
         name = purpose.encode().ljust(16) + struct.pack("<qqq", self.seed, round, client)
         return hashlib.blake2b(name, digest_size=16, key=hidden, person=b"dpfed-stream").digest()
@@ -48,7 +54,7 @@ class Streams:
         return np.random.Generator(np.random.Philox(key=key))
 
     def number(self, purpose: Purpose, round: int = 0, client: int = 0) -> int:
-        """A signed 64-bit number, for generators that take one as their seed."""
+        """Return a signed 64-bit seed."""
         return int(np.frombuffer(self.key(purpose, round, client)[:8], dtype=np.int64)[0])
 
     def noise(self, round: int, client: int, device: torch.device) -> Noise:
@@ -58,34 +64,28 @@ class Streams:
 class Noise(Protocol):
     """Standard normal numbers for one client in one round, drawn in order."""
 
-    def normal(self, size: int) -> Tensor: ...
+    def normal64(self, size: int) -> Tensor:
+        """Return the next numbers in float64, for noise on a grid."""
 
     def fill(self, row: Tensor) -> None:
-        """Writes the numbers that `normal` would give over a row, so that those of many clients are made in place."""
+        """Write the next numbers into a row."""
 
     def again(self) -> Noise:
-        """The same numbers from the first on, for steps that are run again because nothing came of them."""
-
-    def normal64(self, size: int) -> Tensor:
-        """In double precision, for noise on a grid."""
+        """Return a source of the same numbers from the first one on, to repeat failed steps."""
 
 
 class SeededNoise:
-    """Repeatable noise for simulations: not for release."""
+    """Repeatable noise for simulations; it protects no released value."""
 
     def __init__(self, streams: Streams, round: int, client: int, device: torch.device) -> None:
-        self._device, self._named = device, (streams, round, client)
+        self._device = device
+        self._name = (streams, round, client)
         if device.type == "cuda":
             self._cuda = torch.Generator(device)
             self._cuda.manual_seed(streams.number("noise", round, client))
         else:
-            # numpy's Philox takes the full 128-bit key; torch's CPU generator keeps only 32 bits of its seed.
+            # NumPy's Philox uses all 128 bits of a key; torch's CPU generator keeps 32 bits.
             self._cpu = streams.generator("noise", round, client)
-
-    def normal(self, size: int) -> Tensor:
-        row = torch.empty(size, device=self._device)
-        self.fill(row)
-        return row
 
     def fill(self, row: Tensor) -> None:
         if self._device.type == "cuda":
@@ -94,15 +94,17 @@ class SeededNoise:
             row.copy_(torch.from_numpy(self._cpu.standard_normal(len(row), dtype=np.float32)))
 
     def again(self) -> SeededNoise:
-        return SeededNoise(*self._named, self._device)
+        return SeededNoise(*self._name, self._device)
 
     def normal64(self, size: int) -> Tensor:
-        """The same numbers, so that a run on the grid can be held against one that is not."""
-        return self.normal(size).double()
+        """Return the float32 numbers, so that runs with and without a grid are comparable."""
+        row = torch.empty(size, device=self._device)
+        self.fill(row)
+        return row.double()
 
 
 class OsNoise:
-    """Noise that nobody can repeat: ChaCha20 keyed by the operating system, Box-Muller in double precision."""
+    """Noise from ChaCha20 with a key of the operating system, by Box-Muller in float64."""
 
     def __init__(self, device: torch.device, key: tuple[bytes, bytes] | None = None) -> None:
         self._device = device
@@ -110,12 +112,9 @@ class OsNoise:
         self._stream = Cipher(ChaCha20(*self._key), mode=None).encryptor()
 
     def uniform(self, size: int) -> np.ndarray:
-        """53-bit numbers in (0, 1]: never zero, so that the logarithm is finite."""
+        """Return 53-bit numbers in (0, 1]; zero has no logarithm."""
         bits = np.frombuffer(self._stream.update(bytes(8 * size)), dtype=np.uint64)
         return ((bits >> np.uint64(11)).astype(np.float64) + 1.0) * 2.0**-53
-
-    def normal(self, size: int) -> Tensor:
-        return self.normal64(size).float()
 
     def fill(self, row: Tensor) -> None:
         row.copy_(self.normal64(len(row)))

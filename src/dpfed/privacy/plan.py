@@ -1,7 +1,7 @@
 """The privacy plan: every constant of the mechanism, fixed before any private record is read.
 
-Rates, expected batch sizes and noise levels follow from the *declared* sizes of the clients and the configuration; they
-are never recomputed from data. `Plan.mechanism(i)` is what client i's oracle runs and what its ledger rows say.
+Rates, expected batches and noise follow from the configuration and the declared sizes of the
+clients, never from data. Client i's oracle executes `Plan.mechanism(i)`, and its ledger stores it.
 """
 
 from __future__ import annotations
@@ -14,22 +14,29 @@ import numpy as np
 from dpfed.config import PrivacySection
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting.calibrate import calibrate_sigma
-from dpfed.privacy.accounting.pld import check_delta
+from dpfed.privacy.accounting.history import check_delta
+from dpfed.privacy.accounting.observers import Rounds
 from dpfed.privacy.clipping import CLIPS, Clipping
 from dpfed.privacy.mechanism import Mechanism, Sampling
 from dpfed.privacy.published import show_setting
 
-LEAST_NOISE = 0.01  # below it epsilon has no meaning, and accountants no precision
-RATE_STEP = 0.02  # with a sigma for each client: rates within 2 % share one calibration, that of the highest
+# Below this noise multiplier epsilon has no meaning, and accountants have no precision.
+LEAST_NOISE = 0.01
+# Largest relative difference of rates that share one calibration, made for the highest.
+RATE_STEP = 0.02
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Constants per client: sizes R_i (in protected units), rates q_i, expected batches B_i = q_i R_i, noise multipliers.
+    """The constants of all clients; arrays hold one number per client.
 
-    multipliers  noise of one release against its sensitivity: of the clipped sum, with the count where one is released
-    clip, clipping  the clip norm C (of the first round, where it moves) and the rule it is used by
-    batches, releases  what one local step takes from the oracle, as the algorithm declares it
+    clip         the clip norm C; with quantile clipping, that of the first round
+    sizes        protected units R_i
+    rates        sampling rates q_i
+    expected     expected batches B_i = q_i R_i
+    multipliers  noise multipliers σ_i of one release, the count included
+    batches      fresh batches of one local step, as declared by the algorithm
+    releases     releases of each batch, as declared by the algorithm
     """
 
     sampling: Sampling
@@ -59,6 +66,7 @@ class Plan:
 
     @property
     def private(self) -> bool:
+        """True if every client adds noise."""
         return bool(self.multipliers.all())
 
     def mechanism(self, client: int) -> Mechanism:
@@ -71,24 +79,25 @@ class Plan:
         )
 
     def noise_std(self, client: int) -> float:
-        """Standard deviation of the noise on client i's clipped sum; exactly 0 without noise, also for C = inf."""
+        """Return the standard deviation on one client's clipped sum; 0 without noise."""
         multiplier = float(self.multipliers[client])
+        # Without noise C may be infinite, and 0 times infinity is NaN.
         return self.clipping.sum_multiplier(multiplier) * self.clip if multiplier else 0.0
 
     def count_std(self, client: int) -> float:
-        """Standard deviation of the noise on client i's count of units at or below C (quantile clipping)."""
+        """Return the standard deviation on one client's count (quantile clipping)."""
         return self.clipping.count_std(float(self.multipliers[client]))
 
     def at(self, clip: float) -> Plan:
-        """The plan of a round with this clip norm; nothing that is charged depends on it."""
+        """Return the plan of a round with this clip norm; no charge depends on it."""
         return self if clip == self.clip else replace(self, clip=clip)
 
     def phi(self, client: int) -> float:
-        """Φ_i: variance of one coordinate of the noised mean gradient, known to everybody."""
+        """Return Φ_i, the public variance of one coordinate of the noised mean gradient."""
         return (self.noise_std(client) / float(self.expected[client])) ** 2
 
     def phis(self, clients: np.ndarray) -> np.ndarray:
-        """Φ_i of many clients at once, the same numbers as `phi` gives one by one."""
+        """Return `phi` of many clients."""
         multipliers = self.multipliers[clients]
         if not multipliers.any():
             return np.zeros(len(clients))
@@ -98,18 +107,18 @@ class Plan:
 
     @property
     def equal_phi(self) -> bool:
+        """True if all clients have the same Φ."""
         levels = self.multipliers / self.expected
         return bool(np.all(levels == levels[0]))
 
     def kinds(self) -> tuple[list[Mechanism], np.ndarray]:
-        """The different mechanisms there are, and which of them each client runs."""
-        _, first, which = np.unique(
-            np.stack([self.rates, self.multipliers]), axis=1, return_index=True, return_inverse=True
-        )
+        """Return the distinct mechanisms, and for each client the index of its own."""
+        pairs = np.stack([self.rates, self.multipliers])
+        _, first, which = np.unique(pairs, axis=1, return_index=True, return_inverse=True)
         return [self.mechanism(int(i)) for i in first], np.asarray(which).reshape(-1)
 
     def dominating(self) -> Mechanism:
-        """The highest rate with the least noise: at least as costly as any client's mechanism."""
+        """Return a mechanism that costs at least as much as that of any client."""
         return replace(
             self.mechanism(0),
             rate=float(self.rates.max()),
@@ -119,7 +128,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who takes part how often: N clients, S of them in each of T rounds, K local steps each."""
+    """Participation: S of N clients in each of T rounds, with K local steps each."""
 
     clients: int
     cohort: int
@@ -144,9 +153,9 @@ def make_plan(
     releases: int,
     unit: str | None = None,
 ) -> Plan:
-    """Rates, batch sizes and noise of every client, from declared sizes and the configuration alone."""
+    """Return the plan that follows from declared sizes and the configuration alone."""
     _check_numbers(privacy)
-    rates, expected = batches_for(privacy, sizes)
+    rates, expected = _batches_for(privacy, sizes)
     plan = Plan(
         sampling=privacy.sampling,
         clip=privacy.clip if privacy.enabled else math.inf,
@@ -157,76 +166,72 @@ def make_plan(
         batches=batches,
         releases=releases,
         unit=unit or "record",
-        clipping=clipping_of(privacy) if privacy.enabled else Clipping(),
+        clipping=_clipping_of(privacy) if privacy.enabled else Clipping(),
     )
     if not privacy.enabled or privacy.sigma == 0:
         return plan
-    if privacy.sigma is not None:
-        multiplier = privacy.sigma
-        if multiplier < LEAST_NOISE:
-            raise DpfedError(
-                f"the noise multiplier {show_setting(multiplier)} protects nothing: "
-                f"use at least {show_setting(LEAST_NOISE)}, or privacy.sigma = 0 "
-                "or privacy.enabled = false to go without"
-            )
-    elif privacy.sigma_per_client:
-        return replace(plan, multipliers=sigma_per_client(privacy, plan, schedule))
+    return replace(plan, multipliers=_multipliers(privacy, plan, schedule))
+
+
+def _multipliers(privacy: PrivacySection, plan: Plan, schedule: Schedule) -> np.ndarray:
+    """Return the noise multiplier of each client, as given or calibrated to the target."""
+    if privacy.sigma is None and privacy.sigma_per_client:
+        return _sigma_per_client(privacy, plan, schedule)
+    if privacy.sigma is None:
+        multiplier = _calibrated(privacy, plan.dominating(), schedule)
+    elif privacy.sigma < LEAST_NOISE:
+        raise DpfedError(
+            f"the noise multiplier {show_setting(privacy.sigma)} protects nothing: "
+            f"use at least {show_setting(LEAST_NOISE)}, or privacy.sigma = 0 "
+            "or privacy.enabled = false to go without"
+        )
     else:
-        multiplier = calibrated(privacy, plan.dominating(), schedule)
-    return replace(plan, multipliers=np.full(len(sizes), multiplier))
+        multiplier = privacy.sigma
+    return np.full(plan.clients, multiplier)
 
 
-def clipping_of(privacy: PrivacySection) -> Clipping:
-    """The clipping rule with its constants; those not given have the rule's defaults."""
+def _clipping_of(privacy: PrivacySection) -> Clipping:
     given = {
         "stability": privacy.clip_stability,
         "quantile": privacy.quantile,
         "rate": privacy.quantile_lr,
         "count_noise": privacy.quantile_noise,
     }
-    return Clipping(
-        privacy.clip_mode, **{key: value for key, value in given.items() if value is not None}
-    )
+    constants = {key: value for key, value in given.items() if value is not None}
+    return Clipping(privacy.clip_mode, **constants)
 
 
-def sigma_per_client(privacy: PrivacySection, plan: Plan, schedule: Schedule) -> np.ndarray:
-    """A noise level for each client that reaches the same target; similar rates share the level of the highest."""
-    level = np.ceil(np.log(plan.rates) / RATE_STEP)
-    found = {}
-    for value in np.unique(level):
-        rate = float(plan.rates[level == value].max())
-        found[value] = calibrated(privacy, replace(plan.mechanism(0), rate=rate), schedule)
-    return np.array([found[value] for value in level])
+def _sigma_per_client(privacy: PrivacySection, plan: Plan, schedule: Schedule) -> np.ndarray:
+    """Return the noise with which each client reaches the target, calibrated per group of rates."""
+    groups = np.ceil(np.log(plan.rates) / RATE_STEP)
+    multipliers = np.zeros(plan.clients)
+    for group in np.unique(groups):
+        members = groups == group
+        worst = replace(plan.mechanism(0), rate=float(plan.rates[members].max()))
+        multipliers[members] = _calibrated(privacy, worst, schedule)
+    return multipliers
 
 
-def calibrated(privacy: PrivacySection, worst: Mechanism, schedule: Schedule) -> float:
-    """The smallest noise multiplier with which this mechanism stays within the target."""
+def _calibrated(privacy: PrivacySection, worst: Mechanism, schedule: Schedule) -> float:
+    """Return the smallest noise multiplier with which this mechanism stays within the target."""
     if privacy.target_epsilon is None:
         raise ValueError("calibration needs a target")
-    return calibrate_sigma(
-        rate=worst.rate,
-        local_steps=schedule.local_steps,
-        rounds=schedule.rounds,
-        target_epsilon=privacy.target_epsilon,
-        delta=privacy.delta,
-        participation=schedule.participation,
-        view=privacy.view,
-        sampling=worst.sampling,
-        batches=worst.batches,
-        releases=worst.releases,
-    )
+    rounds = Rounds(worst, schedule.local_steps, schedule.rounds, schedule.participation)
+    return calibrate_sigma(rounds, privacy.target_epsilon, privacy.delta, privacy.view)
 
 
 def _check_numbers(privacy: PrivacySection) -> None:
-    """Norms and noise are computed in single precision, where squares of far smaller or larger numbers are lost."""
+    """Refuse numbers with which the plan protects nothing, or that float32 cannot hold."""
     check_delta(privacy.delta)
     if privacy.batch_per_client and privacy.batch is None:
         raise DpfedError(
-            "privacy.batch_per_client gives every client the same batch: give privacy.batch, not privacy.rate"
+            "privacy.batch_per_client gives every client the same batch: "
+            "give privacy.batch, not privacy.rate"
         )
     if privacy.enabled and not (CLIPS[0] <= privacy.clip <= CLIPS[1] or math.isinf(privacy.clip)):
         raise DpfedError(
-            f"privacy.clip = {privacy.clip:g} is not allowed: it must be from {CLIPS[0]:g} to {CLIPS[1]:g}"
+            f"privacy.clip = {privacy.clip:g} is not allowed: "
+            f"it must be from {CLIPS[0]:g} to {CLIPS[1]:g}"
         )
     if privacy.sigma is not None and not math.isfinite(privacy.sigma):
         raise DpfedError(
@@ -234,29 +239,30 @@ def _check_numbers(privacy: PrivacySection) -> None:
         )
 
 
-def batches_for(privacy: PrivacySection, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rate and expected batch of every client.
+def _batches_for(privacy: PrivacySection, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rate and the expected batch of every client.
 
-    Unequal clients share one rate unless told otherwise: with equal batches the smallest would pay most (SPEC 6.3).
+    Unequal clients share one rate by default. With equal batches the smallest client would have
+    the largest rate, and so the largest privacy loss.
     """
-    if privacy.batch is None or (not privacy.batch_per_client and bool(np.any(sizes != sizes[0]))):
-        rate = privacy.rate if privacy.batch is None else privacy.batch / float(sizes.mean())
-        rates = np.full(len(sizes), rate)
+    equal_batches = privacy.batch_per_client or not np.ptp(sizes)
+    if privacy.batch is None:
+        rates = np.full(len(sizes), privacy.rate)
         expected = rates * sizes
-    else:
+    elif equal_batches:
         expected = np.full(len(sizes), float(privacy.batch))
         rates = expected / sizes
+    else:
+        rates = np.full(len(sizes), privacy.batch / float(sizes.mean()))
+        expected = rates * sizes
     if rates.max() > 1:
-        small = int(
-            np.argmin(sizes)
-        )  # clients that share a rate are told by their mean, which is what was passed
-        told = (
-            f"client {small}, which has {sizes[small]}"
-            if np.ptp(expected) == 0
-            else f"the mean client, {sizes.mean():g}"
-        )
+        smallest = int(np.argmin(sizes))
+        holder = f"the mean client, {sizes.mean():g}"
+        if np.ptp(expected) == 0:
+            holder = f"client {smallest}, which has {sizes[smallest]}"
         raise DpfedError(
-            f"privacy.batch = {privacy.batch:g} is larger than {told}: use a smaller batch or fewer clients"
+            f"privacy.batch = {privacy.batch:g} is larger than {holder}: "
+            "use a smaller batch or fewer clients"
         )
     if privacy.sampling == "fixed_wor":
         expected = np.maximum(1.0, np.round(expected))

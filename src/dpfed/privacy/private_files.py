@@ -15,7 +15,7 @@ OWNER_UMASK = 0o077
 
 
 def make_private_folder(path: Path) -> None:
-    """Make a folder and its missing parents with mode 0700, and restrict the folder if it exists."""
+    """Make a folder and its missing parents with mode 0700; restrict the folder if it exists."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
         folder.mkdir(mode=OWNER_FOLDER, exist_ok=True)

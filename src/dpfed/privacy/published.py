@@ -4,8 +4,8 @@
     noise multipliers and lower bounds of audits                      down
     accuracies and other scores                                       to nearest
 
-Rounding is decimal and starts from the shortest text that is read back as the same float. So 0.1 stays 0.1, and the
-shown text, read back, is never below a loss and never above a noise multiplier.
+Rounding is decimal, from the shortest text that is read back as the same float. So 0.1 stays 0.1.
+The shown text, read back, is never below a loss and never above a noise multiplier.
 """
 
 from __future__ import annotations

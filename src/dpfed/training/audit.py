@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpfed.algorithms.base import Message
+from dpfed.algorithms.base import Context
 from dpfed.data.partition import Shards
 from dpfed.errors import DpfedError
 from dpfed.model.parameter_vector import space_of
@@ -32,16 +32,16 @@ from dpfed.privacy.audit import (
     noise_law,
     one_run_bound,
 )
-from dpfed.privacy.noise import Noise, Streams
-from dpfed.privacy.oracle import FleetOracle
+from dpfed.privacy.noise import Streams
+from dpfed.privacy.oracle import FleetOracle, PassLimits, RoundTerms
 from dpfed.privacy.plan import Plan, Schedule
 from dpfed.privacy.published import show_setting
-from dpfed.privacy.record_batch import Augmentations, Records
+from dpfed.privacy.record_batch import Augmentations, PrivateData, Records
 from dpfed.training.backends.fleet import Fleet
 from dpfed.training.job.job import Job
+from dpfed.training.local_steps import LocalResult
 from dpfed.training.round_context import first_state, learning_rate
 from dpfed.training.round_loop import aggregate
-from dpfed.training.server_state import State
 
 CPU = torch.device("cpu")
 # Layers of the canary model. Clipping each layer alone would let a canary through at 4 times C.
@@ -106,15 +106,9 @@ class AuditSetting:
             step = 0
             for t in range(1, self.rounds + 1):
                 oracle = self.oracle(
-                    model,
-                    records,
-                    shards,
-                    plan,
-                    self.streams,
-                    t,
-                    clients.tolist(),
-                    self.local_steps,
-                    self.max_slots,
+                    PrivateData(model, records, shards),
+                    RoundTerms(plan, self.streams, t, clients.tolist(), self.local_steps),
+                    PassLimits(self.max_slots),
                 )
                 for _ in range(self.local_steps * plan.batches):
                     sums = [oracle(theta)[0]]
@@ -237,34 +231,24 @@ def _report(
     )
 
 
-class RecordingFleet(Fleet):
-    """The production fleet; it stores every client's message."""
-
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        self.deltas: list[Tensor] = []
-
-    def messages(
-        self, t: int, state: State, clients: Sequence[int], noise: Sequence[Noise] | None = None
-    ) -> Message:
-        message = super().messages(t, state, clients, noise)
-        self.deltas.append(message["delta"])
-        return message
-
-
 def server_scores(job: Job, setting: AuditSetting, coins: np.ndarray) -> np.ndarray:
     """Score each canary by -<Δ_i, canary> over the learning rate, summed over the rounds."""
     canary_job = _canary_job(job, setting, coins)
     run = canary_job.config.run
     everyone = list(range(setting.plan.clients))
-    fleet = RecordingFleet(canary_job)
+    deltas: list[Tensor] = []
+
+    def record(ctx: Context, clients: Sequence[int], result: LocalResult) -> None:
+        deltas.append(result.message["delta"])
+
+    fleet = Fleet(canary_job, watch=record)
     state = first_state(canary_job)
     scores = np.zeros(coins.shape)
     for t in range(1, setting.rounds + 1):
-        fleet.deltas.clear()
+        deltas.clear()
         mean, answered = fleet.run_cohort(t, state, everyone)
         rate = learning_rate(job.algorithm.lr, run.lr_schedule, t, run.rounds)
-        scores -= canary_components(torch.cat(fleet.deltas), coins.shape[1]) / rate
+        scores -= canary_components(torch.cat(deltas), coins.shape[1]) / rate
         state = aggregate(canary_job, t, state, everyone, mean, answered)
     # A client that diverges scores zero.
     return np.nan_to_num(scores)

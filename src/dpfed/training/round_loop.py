@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpfed.algorithms.base import Message
 from dpfed.errors import InterruptedRunError, StoppedError
-from dpfed.training.backends.base import Backend, LostRoundError, WaitForCharge
+from dpfed.training.backends.base import Backend, LostRoundError
 from dpfed.training.budget.spending import Spending
 from dpfed.training.callbacks.base import Callback
 from dpfed.training.evaluation import evaluate
@@ -55,7 +55,14 @@ class RoundLoop:
                 scored = self._is_scored(t)
                 epsilon = self.spending.begin_server_max() if scored else None
                 clip = state.clip
-                state = self._next_state(t, state, cohort, wait_for_charge)
+                try:
+                    mean, answered = self.backend.run_cohort(t, state, cohort, wait_for_charge)
+                    state = aggregate(self.job, t, state, cohort, mean, answered)
+                except LostRoundError:
+                    # Nothing changes, and the round stays charged.
+                    pass
+                finally:
+                    wait_for_charge()
                 require_finite = self._begin_finite_check(state, t)
                 if unreported is not None:
                     unreported()
@@ -91,18 +98,6 @@ class RoundLoop:
     def _is_scored(self, t: int) -> bool:
         run = self.job.config.run
         return t % run.eval_every == 0 or t == run.rounds
-
-    def _next_state(
-        self, t: int, state: State, cohort: Sequence[int], wait_for_charge: WaitForCharge
-    ) -> State:
-        """Return the state after the round; a lost round changes nothing and stays charged."""
-        try:
-            mean, answered = self.backend.run_cohort(t, state, cohort, wait_for_charge)
-            return aggregate(self.job, t, state, cohort, mean, answered)
-        except LostRoundError:
-            return state
-        finally:
-            wait_for_charge()
 
     def _begin_finite_check(self, state: State, t: int) -> Callable[[], None]:
         if self.job.config.run.allow_nan:

@@ -41,7 +41,9 @@ def run(
     with open_run(job, out, mode, execution, watchers) as opened:
         watchers.on_start(opened.job)
         try:
-            opened.run_rounds()
+            # The last checkpoint is on disk when the block ends.
+            with opened.checkpoints:
+                opened.loop.run(opened.saved.progress if opened.saved else None)
         except InterruptedRunError as error:
             raise opened.interrupted(error) from None
         except StoppedError as error:

@@ -19,8 +19,12 @@ from dpfed.config import load
 from dpfed.errors import DpfedError
 from dpfed.privacy import oracle as oracle_module
 from dpfed.privacy import sampling as sampling_module
-from dpfed.privacy.audit import Law, Report, disproofs
-from dpfed.privacy.clipping import Clipping, Units
+from dpfed.privacy.audit import (
+    Law,
+    Report,
+    disproofs,
+)
+from dpfed.privacy.clipping import Clipping, UnitRows
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.noise import Streams
 from dpfed.privacy.oracle import FleetOracle
@@ -136,7 +140,7 @@ def per_tensor(grads: Sequence[Tensor], owner: Tensor, clients: int, clip: float
 
 
 def no_clip(grads: Sequence[Tensor], owner: Tensor, clients: int, clip: float) -> Tensor:
-    units = Units(owner, torch.ones_like(owner), clients)
+    units = UnitRows(owner, torch.ones_like(owner), clients)
     return TRUE_CLIP(grads, units, math.inf, Clipping())[0]
 
 
@@ -188,7 +192,7 @@ Break = Callable[[pytest.MonkeyPatch], dict[str, Any]]
 
 def patch_clip(clip: Clip) -> Break:
     def broken(
-        grads: Sequence[Tensor], units: Units, norm: float, *_: object
+        grads: Sequence[Tensor], units: UnitRows, norm: float, *_: object
     ) -> tuple[Tensor, Tensor]:
         return clip(grads, units.client, units.clients, norm), torch.zeros(units.clients, 1)
 

@@ -1,4 +1,4 @@
-"""Seats of a union: each gets its own rows, nobody waits for a seat that is empty, and what is given out stays as it was."""
+"""Runs that share passes: each receives its own rows, and nobody waits for a run that has left."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dpfed.privacy.batched_sums import BatchedSum, BatchedSums
 from dpfed.privacy.clipping import Clipping
-from dpfed.privacy.fixed_shape_sum import FixedSum
+from dpfed.privacy.fixed_shape_sum import FixedSum, PassShape
 from dpfed.privacy.record_batch import Records
 
 SIZE, CLIENTS, UNLUCKY = 3, 2, 13.0
@@ -30,7 +30,7 @@ class Space:
 
 @dataclass
 class Product:
-    """The gradient of record x under theta is x * theta: enough to tell whose weights were used."""
+    """The gradient of record x at theta is x * theta, which shows whose weights were used."""
 
     fail: list[Exception] = field(default_factory=list)
     sizes: list[tuple[int, int]] = field(default_factory=list)
@@ -57,13 +57,15 @@ class Product:
     grads = raw_grads
 
 
-def union(seats: int, slots: int = 8, model: Product | None = None) -> BatchedSums:
+def shared_by(runs: int, slots: int = 8, model: Product | None = None) -> BatchedSums:
     records = Records({"x": ROWS}, torch.zeros(len(ROWS), dtype=torch.int64))
     gradients = model or Product()
     return BatchedSums(
-        seats,
+        runs,
         CLIENTS,
-        lambda n: FixedSum(gradients, records, Clipping(), None, n * CLIENTS, n * slots, SIZE),
+        lambda n: FixedSum(
+            gradients, records, Clipping(), None, PassShape(n * CLIENTS, n * slots, SIZE)
+        ),
     )
 
 
@@ -73,7 +75,7 @@ def arrays(row: list[int], client: list[int]) -> dict[str, np.ndarray]:
         "row": np.array(row, dtype=np.int64),
         "client": np.array(client, dtype=np.int64),
         "dropout": zeros,
-        "view": zeros,
+        "augment": zeros,
     }
 
 
@@ -93,7 +95,7 @@ def reference(
 
 
 def together(shared: BatchedSums, tasks: list[Callable[[BatchedSum], Any]]) -> list[Any]:
-    """Each task in a thread of its own; its result, or what it raised. A deadlock fails instead of hanging."""
+    """Run each task in a thread; return its result or its exception. A deadlock fails the test."""
     out: list[Any] = [None] * len(tasks)
 
     def work(i: int) -> None:
@@ -110,7 +112,7 @@ def together(shared: BatchedSums, tasks: list[Callable[[BatchedSum], Any]]) -> l
         thread.start()
     for thread in threads:
         thread.join(20)
-        assert not thread.is_alive(), "somebody waits for an empty seat"
+        assert not thread.is_alive(), "somebody waits for a run that has left"
     return out
 
 
@@ -124,8 +126,10 @@ batch = st.lists(st.tuples(st.integers(0, 39), st.integers(0, CLIENTS - 1)), max
 
 @given(st.lists(st.lists(batch, max_size=4), min_size=1, max_size=5), st.sampled_from([1, 3, 16]))
 @settings(max_examples=40)
-def test_every_seat_gets_what_it_would_get_alone(asked: list[list[Batch]], slots: int) -> None:
-    """Seats ask different numbers of times, with different clip norms and batches that overflow the slots or are empty."""
+def test_every_run_gets_the_sums_that_it_would_get_alone(
+    asked: list[list[Batch]], slots: int
+) -> None:
+    """Runs make different numbers of requests; batches are empty or need several passes."""
     thetas = [
         torch.randn(CLIENTS, SIZE, generator=torch.Generator().manual_seed(i))
         for i in range(len(asked))
@@ -137,7 +141,7 @@ def test_every_seat_gets_what_it_would_get_alone(asked: list[list[Batch]], slots
             for k, (r, c, clip) in enumerate(asked[i])
         ]
 
-    found = together(union(len(asked), slots), [task(i) for i in range(len(asked))])
+    found = together(shared_by(len(asked), slots), [task(i) for i in range(len(asked))])
     for i, answers in enumerate(found):
         assert len(answers) == len(asked[i])
         for k, ((total, count), (r, c, clip)) in enumerate(zip(answers, asked[i], strict=True)):
@@ -146,8 +150,8 @@ def test_every_seat_gets_what_it_would_get_alone(asked: list[list[Batch]], slots
             assert torch.equal(count, counted)
 
 
-def test_an_answer_is_not_overwritten_by_the_next_pass() -> None:
-    """On a GPU a pass writes into the same tensors each time: seats get copies, whatever the union returns."""
+def test_a_result_is_not_overwritten_by_the_next_pass() -> None:
+    """On a GPU every pass writes into the same tensors, so runs receive copies."""
     theta = torch.ones(CLIENTS, SIZE)
     same = (torch.zeros(2 * CLIENTS, SIZE), torch.zeros(2 * CLIENTS, 1))
 
@@ -159,7 +163,9 @@ def test_an_answer_is_not_overwritten_by_the_next_pass() -> None:
 
     records = Records({"x": ROWS}, torch.zeros(len(ROWS), dtype=torch.int64))
     shared = BatchedSums(
-        2, CLIENTS, lambda n: Reusing(Product(), records, Clipping(), None, n * CLIENTS, 8, SIZE)
+        2,
+        CLIENTS,
+        lambda n: Reusing(Product(), records, Clipping(), None, PassShape(n * CLIENTS, 8, SIZE)),
     )
 
     def task(batched_sum: BatchedSum) -> list[Tensor]:
@@ -170,8 +176,8 @@ def test_an_answer_is_not_overwritten_by_the_next_pass() -> None:
             torch.testing.assert_close(total[0], ROWS[k])
 
 
-def test_whoever_writes_into_an_answer_writes_into_nobody_elses() -> None:
-    """The oracle adds its noise in place: to its own rows, never to a neighbour's or to what the next pass starts from."""
+def test_a_run_may_write_into_its_result() -> None:
+    """An oracle adds its noise in place; other runs and later passes do not see it."""
     theta, one = torch.ones(CLIENTS, SIZE), arrays([3, 4], [0, 1])
 
     def task(noise: float) -> Callable[[BatchedSum], list[tuple[Tensor, Tensor]]]:
@@ -187,32 +193,32 @@ def test_whoever_writes_into_an_answer_writes_into_nobody_elses() -> None:
         return ask
 
     wanted, counted = reference(theta, [3, 4], [0, 1], 9.0)
-    for answers in together(union(3), [task(1e3), task(-1e6), task(0.0)]):
+    for answers in together(shared_by(3), [task(1e3), task(-1e6), task(0.0)]):
         for total, count in answers:
             torch.testing.assert_close(total, wanted)
             assert torch.equal(count, counted)
 
 
-def test_a_neighbour_that_is_not_finite_hurts_nobody() -> None:
+def test_non_finite_weights_of_one_run_do_not_reach_another() -> None:
     good = torch.ones(CLIENTS, SIZE)
     bad = torch.full((CLIENTS, SIZE), float("nan"))
     one = arrays([0, 1, 2], [0, 1, 1])
     found = together(
-        union(3), [lambda s, t=t: s.sums(t, one, 0.5) for t in (bad, good, good * float("inf"))]
+        shared_by(3), [lambda s, t=t: s.sums(t, one, 0.5) for t in (bad, good, good * float("inf"))]
     )
     torch.testing.assert_close(found[1][0], reference(good, [0, 1, 2], [0, 1, 1], 0.5)[0])
     assert not found[0][0].any()
     assert not found[2][0].any()
 
 
-def test_fewer_clients_than_a_seat_has_rows() -> None:
+def test_a_run_may_have_fewer_clients_than_rows() -> None:
     theta = torch.ones(1, SIZE)
-    found = together(union(2), [lambda s: s.sums(theta, arrays([3], [0]), 9.0)] * 2)
+    found = together(shared_by(2), [lambda s: s.sums(theta, arrays([3], [0]), 9.0)] * 2)
     assert [tuple(total.shape) for total, _ in found] == [(1, SIZE)] * 2
     torch.testing.assert_close(found[1][0][0], ROWS[3])
 
 
-def test_a_seat_that_fails_or_never_asks_is_not_waited_for() -> None:
+def test_nobody_waits_for_a_run_that_fails_or_makes_no_request() -> None:
     theta, one = torch.ones(CLIENTS, SIZE), arrays([0], [0])
 
     def raises(batched_sum: BatchedSum) -> None:
@@ -222,32 +228,36 @@ def test_a_seat_that_fails_or_never_asks_is_not_waited_for() -> None:
     def asks(batched_sum: BatchedSum) -> int:
         return len([batched_sum.sums(theta, one, 1.0) for _ in range(5)])
 
-    found = together(union(4), [raises, asks, lambda batched_sum: None, asks])
+    found = together(shared_by(4), [raises, asks, lambda batched_sum: None, asks])
     assert isinstance(found[0], ValueError)
     assert found[1:] == [5, None, 5]
 
 
-def test_a_seat_whose_pass_fails_fails_by_itself() -> None:
-    """The others are computed without it, with their own weights."""
+def test_a_run_whose_pass_fails_fails_alone() -> None:
+    """The other runs are computed without it."""
     thetas = [torch.full((CLIENTS, SIZE), x) for x in (2.0, UNLUCKY, 3.0, 4.0)]
-    found = together(union(4), [lambda s, t=t: s.sums(t, arrays([7], [1]), 99.0) for t in thetas])
+    found = together(
+        shared_by(4), [lambda s, t=t: s.sums(t, arrays([7], [1]), 99.0) for t in thetas]
+    )
     assert isinstance(found[1], ValueError)
     assert str(found[1]) == "an unlucky number"
     for i in (0, 2, 3):
         torch.testing.assert_close(found[i][0][1], ROWS[7] * thetas[i][1])
 
 
-def test_a_seat_that_asks_for_too_much_fails_by_itself() -> None:
+def test_a_run_with_too_many_rows_fails_alone() -> None:
     one, model = arrays([7], [1]), Product()
     thetas = [torch.ones(CLIENTS + 1, SIZE), torch.ones(CLIENTS, SIZE)]
-    found = together(union(2, model=model), [lambda s, t=t: s.sums(t, one, 99.0) for t in thetas])
+    found = together(
+        shared_by(2, model=model), [lambda s, t=t: s.sums(t, one, 99.0) for t in thetas]
+    )
     assert isinstance(found[0], ValueError)
     torch.testing.assert_close(found[1][0][1], ROWS[7])
     assert model.sizes == [(CLIENTS, 8)], "nothing is computed for it"
 
 
-def test_after_a_failure_that_a_run_survives_the_next_pass_is_computed() -> None:
-    """Together, then each by itself: all fail once."""
+def test_a_run_may_request_again_after_a_failure() -> None:
+    """The shared pass fails once, and so does the pass of each run alone."""
     theta, one = torch.ones(CLIENTS, SIZE), arrays([5], [1])
     model = Product(fail=[ValueError("once") for _ in range(3)])
 
@@ -257,7 +267,7 @@ def test_after_a_failure_that_a_run_survives_the_next_pass_is_computed() -> None
         except ValueError as error:
             return str(error), batched_sum.sums(theta, one, 100.0)
 
-    for said, (total, _) in together(union(2, model=model), [asks] * 2):
+    for said, (total, _) in together(shared_by(2, model=model), [asks] * 2):
         assert said == "once"
         torch.testing.assert_close(total[1], ROWS[5])
 
@@ -265,15 +275,15 @@ def test_after_a_failure_that_a_run_survives_the_next_pass_is_computed() -> None
 @pytest.mark.parametrize(
     "why", [torch.OutOfMemoryError("out of memory"), RuntimeError("invalid configuration argument")]
 )
-def test_where_a_pass_fails_fewer_runs_share_it(why: Exception) -> None:
-    """Five seats of two clients, room for four rows: passes of three runs fail, passes of two do not.
+def test_after_a_failed_pass_fewer_runs_share_one(why: Exception) -> None:
+    """Five runs of two clients, memory for four rows: three runs do not fit, two do.
 
-    The union of two is made once and not for the one seat that is left over in every turn.
+    The sum over two runs is made once, and also serves the one run left over in every turn.
     """
     model, made = Product(too_many=4, why=why), []
-    shared = union(5, model=model)
+    shared = shared_by(5, model=model)
     make = shared._make
-    shared._make = lambda seats: made.append(seats) or make(seats)
+    shared._make = lambda runs: made.append(runs) or make(runs)
     thetas = [torch.full((CLIENTS, SIZE), float(i + 1)) for i in range(5)]
     found = together(
         shared, [lambda s, t=t: [s.sums(t, arrays([7], [1]), 99.0) for _ in "ab"] for t in thetas]
@@ -285,28 +295,29 @@ def test_where_a_pass_fails_fewer_runs_share_it(why: Exception) -> None:
     assert made == [5, 3, 2]
 
 
-def test_a_union_that_was_made_smaller_is_not_tried_at_that_size_again() -> None:
-    """Room for two runs as it seemed, for one as it is."""
+def test_a_size_that_failed_is_not_tried_again() -> None:
+    """`make` returns a sum over two runs, and memory holds one."""
     model = Product(too_many=CLIENTS)
-    shared = union(8, model=model)
+    shared = shared_by(8, model=model)
     make = shared._make
-    shared._make = lambda seats: make(min(seats, 2))
+    shared._make = lambda runs: make(min(runs, 2))
     theta = torch.ones(CLIENTS, SIZE)
     found = together(shared, [lambda s: s.sums(theta, arrays([7], [1]), 99.0)] * 8)
     assert all(torch.allclose(total[1], ROWS[7]) for total, _ in found)
     assert [rows for rows, _ in model.sizes] == [4] + [2] * 8
 
 
-def test_no_room_for_one_run_is_told_to_all_as_a_lack_of_memory() -> None:
+def test_if_one_run_does_not_fit_all_get_an_out_of_memory_error() -> None:
     theta = torch.ones(CLIENTS, SIZE)
     found = together(
-        union(3, model=Product(too_many=1)), [lambda s: s.sums(theta, arrays([0], [0]), 1.0)] * 3
+        shared_by(3, model=Product(too_many=1)),
+        [lambda s: s.sums(theta, arrays([0], [0]), 1.0)] * 3,
     )
     assert all(isinstance(error, torch.OutOfMemoryError) for error in found)
 
 
-def test_the_union_shrinks_with_those_that_are_left() -> None:
-    """Seats ask 1, 2, 3, 4 times: the union is as large as four runs, then two, then one."""
+def test_the_pass_shrinks_with_the_members() -> None:
+    """Runs make 1, 2, 3 and 4 requests: the pass holds four runs, then two, then one."""
     theta, model = torch.ones(CLIENTS, SIZE), Product()
 
     def asks(times: int) -> Callable[[BatchedSum], None]:
@@ -314,14 +325,14 @@ def test_the_union_shrinks_with_those_that_are_left() -> None:
             [batched_sum.sums(theta, arrays([0], [0]), 1.0) for _ in range(times)] and None
         )
 
-    together(union(4, slots=8, model=model), [asks(n) for n in (1, 2, 3, 4)])
+    together(shared_by(4, slots=8, model=model), [asks(n) for n in (1, 2, 3, 4)])
     assert model.sizes == [(8, 32), (8, 32), (4, 16), (2, 8)]
 
 
-def test_an_empty_seat_cannot_ask() -> None:
-    shared = union(2)
+def test_a_run_that_left_cannot_request_sums() -> None:
+    shared = shared_by(2)
     batched_sum = shared.batched_sum(0)
     batched_sum.leave()
     batched_sum.leave()
-    with pytest.raises(RuntimeError, match="seat 0"):
+    with pytest.raises(RuntimeError, match="run 0 has left"):
         batched_sum.sums(torch.ones(CLIENTS, SIZE), arrays([0], [0]), 1.0)

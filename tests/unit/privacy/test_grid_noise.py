@@ -1,4 +1,4 @@
-"""Sums on a grid: nothing but whole steps leaves, one unit moves them by no more than is said, and noise is as charged."""
+"""Sums on a grid are whole steps, keep the stated sensitivity, and have the charged noise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from dpfed.config import build
 from dpfed.data.partition import shards_of
 from dpfed.errors import DpfedError
-from dpfed.privacy.clipping import Clipping, Units, clip_and_sum, unit_means
+from dpfed.privacy.clipping import Clipping, UnitRows, clip_and_sum, unit_means
 from dpfed.privacy.grid_noise import (
     COUNT_STEP,
     LOSS,
@@ -28,8 +28,9 @@ from dpfed.privacy.grid_noise import (
     sensitivity,
 )
 from dpfed.privacy.noise import OsNoise, Streams
-from dpfed.privacy.oracle import FleetOracle, Records
+from dpfed.privacy.oracle import FleetOracle, PassLimits, RoundTerms
 from dpfed.privacy.plan import Plan
+from dpfed.privacy.record_batch import PrivateData, Records
 from dpfed.registry import registry
 
 CPU = torch.device("cpu")
@@ -39,7 +40,7 @@ def alone(grads: Tensor, clip: float, step: float, rule: Clipping | None = None)
     """The rounded sum of these gradients, each its own unit of one client, in steps `[P]`."""
     client = torch.zeros(len(grads), dtype=torch.int64)
     steps = torch.tensor([step], dtype=torch.float64)
-    units = Units(client, torch.ones_like(client), 1)
+    units = UnitRows(client, torch.ones_like(client), 1)
     parts = [grads[:, :2], grads[:, 2:]]
     return clip_and_sum(parts, units, clip, rule or Clipping(), steps)[0][0]
 
@@ -78,7 +79,7 @@ def test_the_step_costs_less_than_is_allowed(std: float, clip: float, size: int)
 
 @pytest.mark.parametrize("size", [1, 650, 10**9])
 def test_noise_that_would_not_fit_in_64_bits_is_refused(size: int) -> None:
-    """Cast to whole numbers it would be the same for every draw, and the sign of what is released that of the sum."""
+    """Noise that overflows 64 bits is one number, so a release would show the sign of the sum."""
     most = 2.0**51 * 2 * LOSS / math.sqrt(size)
     assert 9 * grid_of(most * 0.9, 1.0, size).std < 2**56
     for sigma in (most * 1.1, 1e13, 1e30, math.inf):
@@ -126,7 +127,7 @@ def test_the_rounded_sum_is_the_plain_one_but_for_rounding() -> None:
     unit, owner = torch.tensor([0, 0, 1, 2, 3, 4, 4]), torch.tensor([0, 1, 1, 0, 2])
     for rule in (Clipping(), Clipping("automatic"), Clipping("quantile")):
         means, finite = unit_means(grads, unit, len(owner))
-        units = Units(owner, finite, 3)
+        units = UnitRows(owner, finite, 3)
         plain, counts = clip_and_sum(means, units, 0.7, rule)
         steps = torch.tensor([2.0**-20, 2.0**-22, 2.0**-24], dtype=torch.float64)
         total, counted = clip_and_sum(means, units, 0.7, rule, steps)
@@ -165,7 +166,7 @@ def test_the_noise_has_the_variance_that_is_said() -> None:
 
 
 def test_the_noise_is_fine_enough_to_reach_every_step() -> None:
-    """Noise of single precision has 23 bits behind the point where it is large, and would hit every 64th step of 2^29."""
+    """Large float32 noise has 23 bits after the point, and would hit every 64th step only."""
     z = OsNoise(CPU).normal64(4000)
     large = z[z.abs() > 1]
     assert len(large) > 500
@@ -186,15 +187,22 @@ class Fixed:
 
 def oracle_of(grid: bool, clipping: Clipping, secret: bool = False) -> FleetOracle:
     plan = Plan(
-        sampling="poisson", clip=0.5, sizes=np.array([4, 8]), rates=np.array([0.5, 0.5]), expected=np.array([2.0, 4.0]),
-        multipliers=np.array([1.0, 2.0]), clipping=clipping,
-    )  # fmt: skip
+        sampling="poisson",
+        clip=0.5,
+        sizes=np.array([4, 8]),
+        rates=np.array([0.5, 0.5]),
+        expected=np.array([2.0, 4.0]),
+        multipliers=np.array([1.0, 2.0]),
+        clipping=clipping,
+    )
     records = Records(
         {"g": torch.randn(12, 6, generator=torch.Generator().manual_seed(2))}, torch.arange(12)
     )
     shards = shards_of(np.repeat([0, 1], [4, 8]), 2)
     return FleetOracle(
-        Fixed(), records, shards, plan, Streams(3, secret), 1, [0, 1], 3, max_slots=3, grid=grid
+        PrivateData(Fixed(), records, shards),
+        RoundTerms(plan, Streams(3, secret), 1, [0, 1], steps=3, grid=grid),
+        PassLimits(max_slots=3),
     )
 
 
@@ -227,9 +235,8 @@ def test_a_grid_needs_noise() -> None:
     }
     with pytest.raises(DpfedError, match=r"privacy\.grid = true is for sums with noise"):
         build(raw, registry())
+    records = Records({"g": torch.zeros(2, 6)}, torch.arange(2))
+    data = PrivateData(Fixed(), records, shards_of(np.zeros(2, np.int64), 1))
+    silent = Plan("poisson", 1.0, np.array([2]), np.array([0.5]), np.array([1.0]), np.zeros(1))
     with pytest.raises(ValueError, match="a grid is for sums"):
-        FleetOracle(
-            Fixed(), Records({"g": torch.zeros(2, 6)}, torch.arange(2)), shards_of(np.zeros(2, np.int64), 1),
-            Plan("poisson", 1.0, np.array([2]), np.array([0.5]), np.array([1.0]), np.array([0.0])),
-            Streams(0), 1, [0], 1, grid=True,
-        )  # fmt: skip
+        FleetOracle(data, RoundTerms(silent, Streams(0), 1, [0], steps=1, grid=True))

@@ -1,4 +1,4 @@
-"""Isolation of records: an adversarial theta must not let one record move the gradients of others."""
+"""Isolation of records: at no theta does one record change the gradients of others."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from dpfed.model.parameter_vector import space_of
 from dpfed.model.per_sample.gradients import PerSample, call, trainable
 from dpfed.privacy.clipping import clip_and_sum
 from dpfed.privacy.noise import Streams
-from dpfed.privacy.oracle import FleetOracle, Isolation, Slots
+from dpfed.privacy.oracle import FleetOracle, Isolation, RoundTerms
 from dpfed.privacy.plan import Plan
-from dpfed.privacy.record_batch import Augmentations, Records
+from dpfed.privacy.record_batch import Augmentations, PrivateData, Records
+from dpfed.privacy.sampling import DrawnBatch
 from dpfed.registry import registry
 from dpfed.training.callbacks.base import Callback
 from dpfed.training.job.job import Job, prepare
@@ -100,33 +101,24 @@ def clipped_sum(
     theta: Tensor,
     isolation: Isolation,
     *,
-    slots: Slots | None = None,
+    slots: DrawnBatch | None = None,
     units: np.ndarray | None = None,
     view: Augmentations | None = None,
     grid: bool = True,
-) -> tuple[Sum, Slots]:
+) -> tuple[Sum, DrawnBatch]:
     """Compute the sum of a whole data set (q = 1) as the oracle does, before noise is added."""
     shards = shards_of(np.zeros(len(records.labels), dtype=np.int64), 1, units)
     size = int(shards.sizes[0])
     plan = Plan("poisson", CLIP, np.array([size]), np.ones(1), np.array([float(size)]), np.ones(1))
     seen = Seen(model)
     oracle = FleetOracle(
-        seen,
-        records,
-        shards,
-        plan,
-        Streams(0, secret=True),
-        1,
-        [0],
-        1,
-        view=view,
-        grid=grid,
-        isolation=isolation,
+        PrivateData(seen, records, shards, view),
+        RoundTerms(plan, Streams(0, secret=True), 1, [0], 1, grid=grid, isolation=isolation),
     )
     if view is not None:
-        oracle._augment = [0]
+        oracle._gradients.augment_seeds = np.zeros(1, dtype=np.int64)
     if model.has_dropout:
-        oracle._dropout = [0]
+        oracle._gradients.dropout_seeds = np.zeros(1, dtype=np.int64)
     drawn = oracle._draw() if slots is None else slots
     total, _ = oracle._clipped_sum(theta.unsqueeze(0), drawn)
     steps = oracle._grid[0].step if oracle._grid is not None else 1.0
@@ -135,7 +127,7 @@ def clipped_sum(
 
 @dataclass(frozen=True)
 class Moved:
-    """What deleting the first unit does: to the sum, in units of C, and to the others' gradients."""
+    """Effect of deleting the first unit on the sum, in units of C, and on other gradients."""
 
     by: float
     others_equal: bool
@@ -151,7 +143,7 @@ def moved(
     kept = torch.arange(gone, len(records.labels))
     inputs, labels = records.take(kept)
     # The coupling: every remaining record keeps its keys, while its place in the data set moves.
-    slots = Slots(
+    slots = DrawnBatch(
         drawn.row[gone:] - gone,
         drawn.client[gone:],
         drawn.unit[gone:] - 1,
@@ -359,7 +351,8 @@ def test_a_row_of_theta_alone_gives_the_gradient_that_a_fleet_gives(
 
     def total(clients: list[int], rows: Tensor) -> Tensor:
         oracle = FleetOracle(
-            model, records, both, plan, Streams(0), 1, clients, 1, grid=True, isolation="exact"
+            PrivateData(model, records, both),
+            RoundTerms(plan, Streams(0), 1, clients, 1, grid=True, isolation="exact"),
         )
         return oracle._clipped_sum(rows, oracle._draw())[0]
 

@@ -1,4 +1,4 @@
-"""Several views of a record: one mean gradient, one clipped contribution, whichever way it is computed."""
+"""A record with several augmentations is one mean gradient and one clipped contribution."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from dpfed.data.partition import Shards, shards_of
 from dpfed.model.parameter_vector import space_of
 from dpfed.model.per_sample.gradients import PerSample, call, trainable
 from dpfed.privacy.clipping import Clipping
-from dpfed.privacy.fixed_shape_sum import FixedSum
+from dpfed.privacy.fixed_shape_sum import FixedSum, PassShape
 from dpfed.privacy.noise import Streams
-from dpfed.privacy.oracle import FleetOracle
+from dpfed.privacy.oracle import FleetOracle, PassLimits, RoundTerms
 from dpfed.privacy.plan import Plan
 from dpfed.privacy.record_batch import (
     STEP,
     Augmentations,
+    PrivateData,
     Records,
     augmentation_keys,
     each_augmentation,
@@ -93,21 +94,14 @@ def oracle_of(
     plan = plan_of(shards.sizes.tolist(), clip)
     clients = list(range(plan.clients))
     size = sum(shape.numel() for shape in model.space.shapes)
-    passes = (
-        FixedSum(model, records, Clipping(), views, len(clients), fixed, size) if fixed else None
-    )
+    passes = None
+    if fixed:
+        shape = PassShape(len(clients), fixed, size)
+        passes = FixedSum(model, records, Clipping(), views, shape)
     return FleetOracle(
-        model,
-        records,
-        shards,
-        plan,
-        Streams(0),
-        1,
-        clients,
-        1,
-        max_slots=max_slots,
-        view=views,
-        fixed=passes,
+        PrivateData(model, records, shards, views),
+        RoundTerms(plan, Streams(0), 1, clients, steps=1),
+        PassLimits(max_slots, passes),
     )
 
 
@@ -139,7 +133,7 @@ def loop_gradient(model: PerSample, theta: Tensor, x: Tensor, label: Tensor) -> 
 def loop_means(
     model: PerSample, theta: Tensor, records: Records, keys: list[int], count: int
 ) -> Tensor:
-    """The reference: view after view of record after record, each with a forward and backward of its own."""
+    """Return the reference: one forward and backward for each augmentation of each record."""
     means = []
     for row, key in enumerate(keys):
         grads = []
@@ -176,7 +170,7 @@ def test_the_mean_over_views_is_clipped_once(way: dict[str, int]) -> None:
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("clip", [1e-3, 0.3])
 def test_one_record_moves_the_sum_by_c_at_most(way: dict[str, int], clip: float) -> None:
-    """The last record of a client comes or goes: the others keep their keys, and the sum moves by one contribution."""
+    """Without the last record the others keep their keys, and the sum moves by at most C."""
     model, theta = net()
     records = records_of(6)
     everyone, others = (

@@ -175,7 +175,7 @@ def test_a_client_that_leaves_the_numbers_stops_the_run_by_name(
     assert (tmp_path / "run" / "checkpoint" / "round-1.json").exists()
     monkeypatch.undo()
     whole = run(config_of(run=settings), tmp_path / "whole", source=source())
-    again = run(config_of(run=settings), tmp_path / "run", source=source(), mode="resume")
+    again = run(config_of(run=settings), tmp_path / "run", source=source(), resume=True)
     assert again["test_loss"] == whole["test_loss"]
 
 
@@ -199,12 +199,12 @@ def test_a_memory_that_is_no_number_stops_the_run_too() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_an_overflow_in_half_precision_does_not_pass_the_clip(dtype: torch.dtype) -> None:
-    from dpfed.privacy.clipping import Clipping, Units, clip_and_sum
+    from dpfed.privacy.clipping import Clipping, UnitRows, clip_and_sum
 
     grads = torch.tensor([[3.0, 4.0], [1e30, 1.0], [60000.0, 60000.0], [0.25, 0.0]])
     halves = [grads[:, :1].to(dtype), grads[:, 1:].to(dtype)]
     unit, owner = torch.arange(4), torch.zeros(4, dtype=torch.int64)
-    total, _ = clip_and_sum(halves, Units(owner, torch.ones_like(unit), 1), 1.0, Clipping())
+    total, _ = clip_and_sum(halves, UnitRows(owner, torch.ones_like(unit), 1), 1.0, Clipping())
     assert total.dtype == torch.float32
     # 60000² is infinite in half precision, so a norm in it would have lost the third record
     half = 0.5**0.5
@@ -350,10 +350,10 @@ def test_nothing_is_drawn_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_seeded_noise_begins_again_where_it_began() -> None:
     for noise in (Streams(1).noise(2, 3, torch.device("cpu")), OsNoise(torch.device("cpu"))):
-        numbers = [noise.normal(5), noise.normal(3)]
+        numbers = [noise.normal64(5).float(), noise.normal64(3).float()]
         other = noise.again()
-        assert torch.equal(other.normal(5), numbers[0])
-        assert torch.equal(other.normal(3), numbers[1])
+        assert torch.equal(other.normal64(5).float(), numbers[0])
+        assert torch.equal(other.normal64(3).float(), numbers[1])
 
 
 def test_no_room_for_one_record_is_one_sentence() -> None:

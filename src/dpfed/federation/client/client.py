@@ -57,16 +57,18 @@ from dpfed.federation.policy import (
 )
 from dpfed.model.model_hash import model_hash
 from dpfed.model.per_sample.gradients import PerSample
-from dpfed.privacy.accounting.pld import epsilon, rdp_epsilon
+from dpfed.privacy.accounting.pld import epsilon
+from dpfed.privacy.accounting.rdp import rdp_epsilon
 from dpfed.privacy.grid_noise import grid_of
-from dpfed.privacy.ledger.ledger import Charge, Ledger
+from dpfed.privacy.ledger.charge import Charge
+from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.noise import Purpose, Streams
-from dpfed.privacy.oracle import FleetOracle
+from dpfed.privacy.oracle import FleetOracle, PassLimits, RoundTerms
 from dpfed.privacy.plan import Plan
 from dpfed.privacy.published import show_loss, show_sigma
-from dpfed.privacy.record_batch import Records
-from dpfed.training.budget.recorded_spending import OWN_LEDGER
+from dpfed.privacy.record_batch import PrivateData, Records
+from dpfed.training.budget.ledgers import client_ledger
 from dpfed.training.job.data import (
     augmentations_for,
     records_of,
@@ -79,7 +81,6 @@ from dpfed.training.job.message_size import meta_message
 from dpfed.training.job.model import build_model
 
 LOG = logging.getLogger("dpfed")
-LEDGER = OWN_LEDGER
 LARGEST = 1e4  # of the noise on a mean gradient: its square stays below `wire.FIELDS`
 MAX_EXACT_MECHANISMS = (
     8  # different mechanisms in a ledger whose exact epsilon takes about a second
@@ -285,14 +286,10 @@ class Client:
         return records_of(table, self._device), own_shards(len(table), units)
 
     def _ledger(self) -> Ledger:
-        path, name = self._state / LEDGER, self.config.client.name
-        if path.exists():
-            return Ledger.open(path, client=name)
-        if (self._state / "runs").exists():
-            raise DpfedError(
-                f"the ledger {path} is gone, and with it what this client has spent: put it back"
-            )
-        return Ledger.create(path, client=name, delta=self.config.policy.delta)
+        released = (self._state / "runs").exists()
+        return client_ledger(
+            self._state, self.config.client.name, self.config.policy.delta, released
+        )
 
     def _build(self, terms: Terms | ScoringTerms, algorithm: Algorithm) -> Built:
         """The model of a request; the last one is kept, as a run asks for the same each round."""
@@ -386,18 +383,17 @@ class Client:
                 raise ToldError(f"round {terms.round} was stopped and stays charged: {reason}")
 
         oracle = FleetOracle(
-            built.model,
-            self._records,
-            self._shards,
-            plan,
-            self._streams(terms),
-            terms.round,
-            [0],
-            steps=terms.local_steps,
-            max_slots=self.config.client.max_slots,
-            view=self._view,
-            grid=terms.grid,
-            isolation=self.config.policy.isolation,
+            PrivateData(built.model, self._records, self._shards, self._view),
+            RoundTerms(
+                plan,
+                self._streams(terms),
+                terms.round,
+                [0],
+                steps=terms.local_steps,
+                grid=terms.grid,
+                isolation=self.config.policy.isolation,
+            ),
+            PassLimits(self.config.client.max_slots),
             admit=admit,
         )
         server = SimpleNamespace(

@@ -16,7 +16,7 @@ import torch
 from dpfed.config import Config
 from dpfed.errors import DpfedError
 from dpfed.privacy.batched_sums import BatchedSum, BatchedSums
-from dpfed.privacy.fixed_shape_sum import FixedSum, slots_for
+from dpfed.privacy.fixed_shape_sum import FixedSum, PassShape, slots_for
 from dpfed.training.backends.memory_fit import fits, most_that_fit, slots_of
 from dpfed.training.job.job import Job
 from dpfed.training.job.job_cache import JobCache
@@ -131,9 +131,7 @@ class Pack:
             job.records,
             job.plan.clipping,
             job.view,
-            runs * cohort,
-            union_slots(job, runs),
-            job.space.size,
+            PassShape(runs * cohort, union_slots(job, runs), job.space.size),
             capture=job.config.run.graphs is not False,
         )
 

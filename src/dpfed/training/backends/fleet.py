@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from dpfed.algorithms.base import Context, Message
 from dpfed.errors import StoppedError
-from dpfed.privacy.fixed_shape_sum import FixedSum, Sums
+from dpfed.privacy.fixed_shape_sum import FixedSum, PassShape, Sums
 from dpfed.privacy.noise import Noise
-from dpfed.privacy.oracle import FleetOracle, free, out_of_memory
+from dpfed.privacy.oracle import FleetOracle, PassLimits, RoundTerms, free, out_of_memory
+from dpfed.privacy.record_batch import PrivateData
 from dpfed.training.backends.base import WaitForCharge, no_charge
 from dpfed.training.backends.batched_runs import UnbatchableError
 from dpfed.training.backends.client_state import ClientStates
@@ -34,14 +36,23 @@ from dpfed.training.server_state import State
 
 LOG = logging.getLogger("dpfed")
 
-LocalWatch = Callable[[Context, Sequence[int], Any], None]
-"""A function that gets the clients' states after a round; for diagnostics of simulations only."""
+LocalWatch = Callable[[Context, Sequence[int], LocalResult], None]
+"""A function that gets the clients' own results after a round; for simulations only."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The clients of one fleet, their weights in the mean, and noise to repeat, if any."""
+
+    clients: Sequence[int]
+    weights: Tensor
+    noise: Sequence[Noise] | None = None
 
 
 class Fleet:
     """The backend that computes a cohort in this process.
 
-    watch           is called with the clients' states after each round
+    watch           is called with the clients' own results after each round
     stop            is called after each local step; it may raise to end the run
     check_messages  False: the round loop's check of the server's state replaces the check here,
                     so that the host does not wait for the device
@@ -85,59 +96,67 @@ class Fleet:
 
         Without `weights` the sum is the mean of the cohort.
         """
+        job = self._job
         self._wait_for_charge = wait_for_charge
-        weights = self.weights(clients) if weights is None else weights
         self._steps_done = 0
-        self._steps_planned = len(clients) * self._job.config.run.local_steps
+        self._steps_planned = len(clients) * job.config.run.local_steps
+        weights = self.weights(clients) if weights is None else weights
         total: Message = {}
-        # A fleet that does not fit lowers the size for later rounds only.
-        size = self._size
-        for first in range(0, len(clients), size):
-            part = slice(first, first + size)
-            for name, value in self.messages(t, state, clients[part]).items():
-                summed = torch.tensordot(weights[part], value, dims=1)
+        parts = self._parts(clients, weights)
+        while parts:
+            part = parts.popleft()
+            ctx = context(job, t, part.clients, state.clip)
+            oracle = self._oracle(t, state, part)
+            uses_fixed = oracle.fixed is not None
+            memory = self.memory.gather(part.clients, job.device)
+            after_step = self._step_counter(t, len(part.clients))
+            steps_before = self._steps_done
+            result: LocalResult | None = None
+            try:
+                result = run_local_steps(
+                    job.algorithm, ctx, state.server, memory, oracle, after_step
+                )
+            except Exception as error:
+                if not out_of_memory(error):
+                    raise
+            if result is None:
+                # Outside of the handler, where the failed attempt's tensors are released.
+                self._steps_done = steps_before
+                parts.extendleft(reversed(self._halves(t, part, oracle.noise)))
+                continue
+            self._lower_limits(oracle, uses_fixed)
+            self._store(t, ctx, part, result)
+            for name, value in result.message.items():
+                summed = torch.tensordot(part.weights, value, dims=1)
                 total[name] = total[name] + summed if name in total else summed
         return total, len(clients)
 
-    def messages(
-        self, t: int, state: State, clients: Sequence[int], noise: Sequence[Noise] | None = None
-    ) -> Message:
-        """Return the messages `[S, ...]` of one fleet and store what its clients remember.
+    def _parts(self, clients: Sequence[int], weights: Tensor) -> deque[Part]:
+        """Split a cohort into fleets of the size that fits."""
+        size = self._size
+        starts = range(0, len(clients), size)
+        return deque(Part(clients[i : i + size], weights[i : i + size]) for i in starts)
 
-        `noise` repeats the random numbers of an attempt that ran out of memory.
-        """
-        job = self._job
-        ctx = context(job, t, clients, state.clip)
-        oracle = self._oracle(t, state, clients, noise)
-        uses_fixed = oracle.fixed is not None
-        steps_before = self._steps_done
+    def _step_counter(self, t: int, clients: int) -> Callable[[int], None]:
+        """Return the function that counts, reports and may stop after each local step."""
+        if self._steps_done == 0:
+            self._report_steps(t)
 
         def after_step(k: int) -> None:
-            self._steps_done += len(clients)
+            self._steps_done += clients
             self._report_steps(t)
             self._stop()
 
-        result: LocalResult | None = None
-        if steps_before == 0:
-            self._report_steps(t)
-        try:
-            memory = self.memory.gather(clients, job.device)
-            result = run_local_steps(job.algorithm, ctx, state.server, memory, oracle, after_step)
-        except Exception as error:
-            if not out_of_memory(error):
-                raise
-        if result is None:
-            # Outside of the handler, where the failed attempt's tensors are released.
-            self._steps_done = steps_before
-            return self._halves(t, state, clients, oracle.noise)
-        self._lower_limits(oracle, uses_fixed)
-        if not job.config.run.allow_nan:
+        return after_step
+
+    def _store(self, t: int, ctx: Context, part: Part, result: LocalResult) -> None:
+        """Check the result of a fleet and store what its clients remember."""
+        if not self._job.config.run.allow_nan:
             sent = result.message if self._check_messages else {}
-            require_finite_messages(t, clients, {**sent, **result.memory})
-        self.memory.put(t, clients, result.memory)
+            require_finite_messages(t, part.clients, {**sent, **result.memory})
+        self.memory.put(t, part.clients, result.memory)
         if self._watch is not None:
-            self._watch(ctx, clients, result.states)
-        return result.message
+            self._watch(ctx, part.clients, result)
 
     def weights(self, clients: Sequence[int]) -> Tensor:
         """Return the weights of the mean: public constants that sum to one."""
@@ -151,51 +170,47 @@ class Fleet:
         if self._steps_done < self._steps_planned:
             self._job.on_activity(Activity("local steps", self._steps_done, self._steps_planned, t))
 
-    def _oracle(
-        self, t: int, state: State, clients: Sequence[int], noise: Sequence[Noise] | None
-    ) -> FleetOracle:
+    def _oracle(self, t: int, state: State, part: Part) -> FleetOracle:
         job = self._job
         return FleetOracle(
-            job.model,
-            job.records,
-            job.shards,
-            job.plan.at(state.clip),
-            job.streams,
-            t,
-            clients,
-            steps=job.config.run.local_steps,
-            max_slots=self._max_slots,
-            view=job.view,
-            fixed=self._fixed_sum(clients),
-            noise=noise,
-            grid=job.config.privacy.grid is True,
+            PrivateData(job.model, job.records, job.shards, job.view),
+            RoundTerms(
+                job.plan.at(state.clip),
+                job.streams,
+                t,
+                part.clients,
+                steps=job.config.run.local_steps,
+                grid=job.config.privacy.grid is True,
+                isolation=job.config.privacy.isolation,
+            ),
+            PassLimits(self._max_slots, self._fixed_sum(part.clients)),
+            noise=part.noise,
             wait_for_charge=self._wait_for_charge,
-            isolation=job.config.privacy.isolation,
         )
 
-    def _halves(
-        self, t: int, state: State, clients: Sequence[int], noise: Sequence[Noise]
-    ) -> Message:
-        """Return the messages of the same steps, computed by two fleets of half the size."""
+    def _halves(self, t: int, part: Part, noise: Sequence[Noise]) -> list[Part]:
+        """Return two fleets of half the size that repeat the same random numbers."""
         job = self._job
-        if len(clients) == 1 and job.batched_sum is not None:
+        count = len(part.clients)
+        if count == 1 and job.batched_sum is not None:
             # Alone, without the other runs, it may fit.
             raise UnbatchableError
-        if len(clients) == 1:
+        if count == 1:
             raise StoppedError(
                 f"round {t} does not fit into the memory of {job.device}, not even one record of "
                 "one client at a time: choose a smaller model or another run.device; "
                 "what was computed before is kept"
             )
         free(job.device)
-        half = (len(clients) + 1) // 2
+        half = (count + 1) // 2
         self._size = min(self._size, half)
         # Fewer clients may leave room for larger passes.
         self._max_slots = job.config.run.max_slots
         self._warn_of_memory()
-        first = self.messages(t, state, clients[:half], noise[:half])
-        second = self.messages(t, state, clients[half:], noise[half:])
-        return {name: torch.cat([first[name], second[name]]) for name in first}
+        return [
+            Part(part.clients[rows], part.weights[rows], noise[rows])
+            for rows in (slice(0, half), slice(half, None))
+        ]
 
     def _lower_limits(self, oracle: FleetOracle, used_fixed: bool) -> None:
         """Use in later rounds the smaller passes that the oracle had to take."""
@@ -226,9 +241,7 @@ class Fleet:
                 job.records,
                 job.plan.clipping,
                 job.view,
-                len(clients),
-                slots_of(job, len(clients)),
-                job.space.size,
+                PassShape(len(clients), slots_of(job, len(clients)), job.space.size),
                 capture=run.graphs is not False,
             )
         return self._fixed[len(clients)]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from dpfed.privacy.fixed_shape_sum import FixedSum, Pass, slots_for
+from dpfed.privacy.fixed_shape_sum import FixedSum, Pass, PassShape, slots_for
 from dpfed.privacy.record_batch import Records
 from dpfed.training.job.job import Job
 from dpfed.training.job.message_size import local_bytes
@@ -81,9 +81,8 @@ def blank_pass(job: Job, clients: int, slots: int) -> None:
         torch.zeros(slots, dtype=records.labels.dtype, device=device),
     )
     rule = job.plan.clipping
-    pass_ = FixedSum(
-        job.model, blank, rule, job.view, clients, slots, job.space.size, capture=False
-    )
+    shape = PassShape(clients, slots, job.space.size)
+    pass_ = FixedSum(job.model, blank, rule, job.view, shape, capture=False)
     rows = torch.arange(slots, device=device)
     zeros = torch.zeros(slots, dtype=torch.int64, device=device)
     filling = Pass.of(rows, rows * clients // slots, torch.ones_like(rows), zeros, zeros)

@@ -24,6 +24,7 @@ from dpfed.errors import DpfedError
 from dpfed.privacy.private_files import open_private
 from dpfed.training.callbacks.base import Callback
 from dpfed.training.job.job import Job
+from dpfed.training.local_steps import LocalResult
 from dpfed.training.rounds import Round
 from dpfed.training.run_folder.files import read_rows
 
@@ -59,8 +60,9 @@ class Diagnostics(Callback):
         self._bins: dict[str, Tensor] = {}
         self._phi = 0.0
 
-    def watch(self, ctx: Context, clients: Sequence[int], local: Any) -> None:
+    def watch(self, ctx: Context, clients: Sequence[int], result: LocalResult) -> None:
         """Add the states of a fleet at the end of its round."""
+        local = result.states
         self._count += len(clients)
         self._phi += float(ctx.phi.double().sum())
         found = {
@@ -120,5 +122,5 @@ class Diagnostics(Callback):
 
 
 def read_diagnostics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run by round, the last of each round."""
+    """Return the last line of each round, in the order of rounds."""
     return read_rows(folder / FILE)

@@ -24,7 +24,9 @@ from hypothesis import strategies as st
 from dpfed.errors import DpfedError
 from dpfed.privacy.ledger import ledger as module
 from dpfed.privacy.ledger import storage as files
-from dpfed.privacy.ledger.ledger import Charge, Head, Ledger
+from dpfed.privacy.ledger.charge import Charge
+from dpfed.privacy.ledger.ledger import Ledger
+from dpfed.privacy.ledger.storage import Head
 from dpfed.privacy.mechanism import Mechanism
 
 A = Mechanism("poisson", 0.016, 1.0)

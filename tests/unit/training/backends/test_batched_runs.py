@@ -110,10 +110,10 @@ def test_a_packed_run_is_the_run_alone(tmp_path: Path, monkeypatch: pytest.Monke
     configs = [config_of(*keys) for keys in MIXED]
     assert len({pack_key(config) for config in configs}) == 1
     sizes: list[int] = []
-    original = BatchedSums._together
+    original = BatchedSums._one_pass
     monkeypatch.setattr(
         BatchedSums,
-        "_together",
+        "_one_pass",
         lambda self, asked: sizes.append(len(asked)) or original(self, asked),
     )
     results = packed(configs, tmp_path / "packed")

@@ -202,7 +202,7 @@ def test_the_mean_has_its_weights_over_all_fleets() -> None:
         cohort = [0, 2, 3]
         state = first_state(jobs[1])
         mean, _ = Fleet(jobs[1]).run_cohort(1, state, cohort)
-        alone = [Fleet(jobs[1]).messages(1, state, [i])["delta"][0].double() for i in cohort]
+        alone = [Fleet(jobs[1]).run_cohort(1, state, [i])[0]["delta"].double() for i in cohort]
         share = jobs[1].plan.sizes[cohort] if weights == "size" else np.ones(3)
         assert len(set(jobs[1].plan.sizes[cohort].tolist())) == 3
         by_hand = sum(float(w) * one for w, one in zip(share / share.sum(), alone, strict=True))
@@ -257,7 +257,7 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
     def spied_init(self: FleetOracle, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         seen.oracles.append(self)
-        self.spied_round = args[5]  # type: ignore[attr-defined]
+        self.spied_round = args[1].round  # type: ignore[attr-defined]
 
     def spied_release(self: FleetOracle, *args: Any) -> Any:
         released = release(self, *args)

@@ -73,11 +73,9 @@ def test_sizes_are_those_of_real_messages_and_of_the_fields_that_clients_read(
     job = job_of(algorithm)
     said = traffic(job.algorithm, job.space)
     state = first_state(job)
-    message = Fleet(job).messages(1, state, [0, 3])
-    assert said.up_numbers == sum(value[0].numel() for value in message.values())
-    assert said.up_bytes == sum(
-        value[0].numel() * value.element_size() for value in message.values()
-    )
+    message, _ = Fleet(job).run_cohort(1, state, [3])
+    assert said.up_numbers == sum(value.numel() for value in message.values())
+    assert said.up_bytes == sum(value.numel() * value.element_size() for value in message.values())
     read: set[str] = set()
 
     class Watched:
@@ -87,7 +85,7 @@ def test_sizes_are_those_of_real_messages_and_of_the_fields_that_clients_read(
             read.add(name)
             return getattr(state.server, name)
 
-    Fleet(job).messages(1, type(state)(Watched(), state.clip), [0, 3])
+    Fleet(job).run_cohort(1, type(state)(Watched(), state.clip), [0, 3])
     assert {name for name in read if getattr(state.server, name).numel()} == {
         name for name in job.algorithm.broadcast if getattr(state.server, name).numel()
     }
