@@ -147,6 +147,7 @@ def test_outcomes_that_no_run_can_have_left_are_done_again(
 ) -> None:
     whole = {
         "state": "finished",
+        "rounds": 1,
         "test_records": 9,
         "epsilon": {},
         "guarantee": "sworn",

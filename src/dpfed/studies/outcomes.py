@@ -94,7 +94,8 @@ def read_outcome(folder: Path) -> Outcome | None:
         if result["state"] not in ("finished", "stopped") or result["versions"] != versions():
             return None
         rows = read_rows(folder / METRICS)
-        if [row["round"] for row in rows] != list(range(result["rounds"] + 1)):
+        # The last line may be damaged.
+        if rows[-1]["round"] != result["rounds"]:
             return None
         scored = [row for row in rows if row["accuracy"] is not None]
         curve = tuple((int(row["round"]), float(row["accuracy"])) for row in scored)
