@@ -368,7 +368,6 @@ SIGMAS, RECORDS = (0.6, 0.8, 1.0, 1.5, 2.0, 4.0), (250, 1000, 4000, 16000)
 
 def cell(sigma: float, records: int) -> float:
     """Epsilon of a client in every round: batch 16, 100 rounds of 10 local steps, delta 1e-5."""
-    from dpfed.algorithms.base import Releases
     from dpfed.privacy.accounting.planner import PlanNumbers
 
     plan = PlanNumbers(
@@ -383,7 +382,8 @@ def cell(sigma: float, records: int) -> float:
         target_epsilon=None,
         view="server_worst",
         clients=None,
-        releases=Releases(),
+        batches=1,
+        releases=1,
         colluding=0,
     ).planned()
     return plan.server_worst

@@ -257,7 +257,6 @@ def read_ledger(folder: Path) -> None:
             ledger.histories()
             ledger.history(0)
             ledger.participation()
-            ledger.clients()
 
 
 def read_results(folder: Path) -> None:
