@@ -1,10 +1,12 @@
-"""What dpfed adds to a round of Flower: two clients and a server on this machine, the model of the digits demonstration.
-
-Rounds of the federation are interleaved with empty ones: the same messages of the same sizes over the same SuperLink and
-SuperNodes, answered at once with as many bytes and without dpfed. Medians of 10, and their ratio; and the milliseconds of a
-client's round that are not training (message, policy, ledger, storing). TLS is off: it costs both alike.
+"""Measure the time that dpfed adds to a round of Flower.
 
     python benchmarks/federation_cost.py [--rounds 10]
+
+A server and two clients on this machine train the model of the digits demonstration. Rounds of the
+federation alternate with empty rounds: messages of equal size over the same SuperLink and
+SuperNodes, which a client answers at once without dpfed. The script prints both medians and their
+ratio, and the milliseconds of a client's round that are not training. TLS is off, since it costs
+both alike.
 """
 
 from __future__ import annotations
@@ -48,11 +50,12 @@ from dpfed.federation.flower.link import own_grid  # noqa: E402
 from dpfed.federation.flower.transport import GridTransport  # noqa: E402
 from dpfed.training.interrupt import on_signals  # noqa: E402
 
-EMPTY = "evaluate"  # the message type of an empty round
+# The message type of an empty round.
+EMPTY = "evaluate"
 
 
 def client(path: Path, size: int) -> None:
-    """A client as `dpfed client` runs it, which also answers empty rounds."""
+    """Run a client as `dpfed client` does, which also answers empty rounds."""
     config, link = links.load_client(path, registry())
     app = client_app(Client(config, insecure=True).answer, config.client.name, print, greets=True)
 
@@ -60,17 +63,17 @@ def client(path: Path, size: int) -> None:
     def empty(message: Message, context: Context) -> Message:
         return Message(parcel(os.urandom(size), slip(message.content, TICKET)), reply_to=message)
 
+    home = Path(config.client.state) / "flower"
     with on_signals() as stop, suppress(InterruptedRunError):
         stop.gently = True
-        keep_going(
-            links.address_of(link.address), Path(config.client.state) / "flower", None, app, stop
-        )
+        keep_going(links.address_of(link.address), home, None, app, stop)
 
 
 def rounds(trial: Trial, job: Job, count: int) -> tuple[list[float], list[float]]:
-    """Seconds of each round of the federation and of each empty one, in turn."""
+    """Return the seconds of each round of the federation, and of each empty round."""
     listen = links.Address("127.0.0.1", trial.port)
-    full, empty = [], []
+    full = []
+    empty = []
     with ExitStack() as stack:
         process, secret = stack.enter_context(links.superlink(listen, trial.folder / "link", None))
         grid = stack.enter_context(own_grid(listen, None, secret, {}))
@@ -79,7 +82,8 @@ def rounds(trial: Trial, job: Job, count: int) -> tuple[list[float], list[float]
         transport.wait_for(trial.names, len(trial.names), 120.0, print)
         hollow.wait_for(trial.names, len(trial.names), 120.0, print)
         federation = federation_of(job, "cost", transport, print)
-        state, cohort = first_state(job), list(range(len(trial.names)))
+        state = first_state(job)
+        cohort = list(range(len(trial.names)))
         for t in range(1, count + 2):
             requests = {
                 name: pack(federation._request(t, state, i)) for i, name in enumerate(trial.names)
@@ -90,16 +94,17 @@ def rounds(trial: Trial, job: Job, count: int) -> tuple[list[float], list[float]
             between = time.perf_counter()
             assert len(hollow.send_all(requests, 60.0)) == len(cohort)
             end = time.perf_counter()
-            if t > 1:  # in the first round a client builds its model
+            # In the first round a client builds its model.
+            if t > 1:
                 full.append(between - began)
                 empty.append(end - between)
     return full, empty
 
 
 def guarding(path: Path, job: Job, trial: Trial, count: int) -> tuple[float, float]:
-    """Seconds of a client's answer when training takes no time, and those of them that are computing.
+    """Return wall and processor seconds of a client's answer when training takes no time.
 
-    The best of five medians: other work on the machine only adds.
+    Each is the smallest of five medians, since other work on the machine only adds time.
     """
     config, _ = links.load_client(path, registry())
     own: Any = Client(config, insecure=True)
@@ -108,19 +113,51 @@ def guarding(path: Path, job: Job, trial: Trial, count: int) -> tuple[float, flo
         {"delta": torch.zeros(size), "v": torch.zeros(1)},
         {},
     )
-    state, medians, computing = first_state(job), [], []
+    state = first_state(job)
+    medians = []
+    computing = []
     for attempt in range(5):
         federation = federation_of(job, f"guarding-{attempt}", links, print)  # type: ignore[arg-type]
-        seconds, busy = [], []
+        seconds = []
+        busy = []
         for t in range(1, count + 2):
             request = pack(federation._request(t, state, trial.names.index(config.client.name)))
-            began, worked = time.perf_counter(), time.process_time()
+            began = time.perf_counter()
+            worked = time.process_time()
             own.answer(request)
             seconds.append(time.perf_counter() - began)
             busy.append(time.process_time() - worked)
         medians.append(median(seconds[1:]))
         computing.append(median(busy[1:]))
     return min(medians), min(computing)
+
+
+def configuration(rounds: int) -> dict[str, dict[str, Any]]:
+    """Return the sections of the digits demonstration for a federation of so many rounds."""
+    demo = tomllib.loads((CONFIGS / "digits.toml").read_text(encoding="utf-8"))
+    return {
+        "model": demo["model"],
+        "algorithm": demo["algorithm"],
+        "privacy": {"sigma": 1.0, "clip": 1.0, "batch": demo["privacy"]["batch"]},
+        "run": {"rounds": rounds + 1, "local_steps": demo["run"]["local_steps"]},
+    }
+
+
+def with_clients(trial: Trial, job: Job, count: int) -> tuple[list[float], list[float]]:
+    """Start the clients as processes and measure the rounds."""
+    size = str(4 * job.space.size)
+    children = []
+    try:
+        for name in trial.names:
+            file = str(trial.folder / name / "client.toml")
+            command = [sys.executable, __file__, "--client", file, "--size", size]
+            children.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+        return rounds(trial, job, count)
+    finally:
+        for child in children:
+            child.send_signal(signal.SIGTERM)
+        for child in children:
+            child.wait()
 
 
 def main() -> None:
@@ -132,51 +169,26 @@ def main() -> None:
     if given.client:
         client(given.client, given.size)
         return
-    demo = tomllib.loads((CONFIGS / "digits.toml").read_text(encoding="utf-8"))
-    steps = demo["run"]["local_steps"]
-    sections = {
-        "model": demo["model"],
-        "algorithm": demo["algorithm"],
-        "privacy": {"sigma": 1.0, "clip": 1.0, "batch": demo["privacy"]["batch"]},
-        "run": {"rounds": given.rounds + 1, "local_steps": steps},
-    }
+    sections = configuration(given.rounds)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         trial = stack.enter_context(Trial(Path(folder), clients=2, secure=False, **sections))
-        job = prepare_server(
-            served(load(str(trial.folder / "cfg.toml"), [], registry()), seeded=True)
-        )
-        size = 4 * job.space.size
-        children = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    __file__,
-                    "--client",
-                    str(trial.folder / name / "client.toml"),
-                    "--size",
-                    str(size),
-                ],
-                stdout=subprocess.DEVNULL,
-            )
-            for name in trial.names
-        ]
-        try:
-            full, empty = rounds(trial, job, given.rounds)
-        finally:
-            for child in children:
-                child.send_signal(signal.SIGTERM)
-            for child in children:
-                child.wait()
-        guard, busy = guarding(
-            trial.folder / trial.names[0] / "client.toml", job, trial, given.rounds
-        )
-    print(f"{job.config.model.name}, {job.space.size:,} trainable numbers, {steps} local steps")
+        config = load(str(trial.folder / "cfg.toml"), [], registry())
+        job = prepare_server(served(config, seeded=True))
+        full, empty = with_clients(trial, job, given.rounds)
+        first = trial.folder / trial.names[0] / "client.toml"
+        guard, busy = guarding(first, job, trial, given.rounds)
     print(
-        f"a round of 2 clients: {median(full):.2f} s; an empty round of Flower: {median(empty):.2f} s"
+        f"{job.config.model.name}, {job.space.size:,} trainable numbers, "
+        f"{sections['run']['local_steps']} local steps"
+    )
+    print(
+        f"a round of 2 clients: {median(full):.2f} s; "
+        f"an empty round of Flower: {median(empty):.2f} s"
     )
     print(f"ratio {median(full) / median(empty):.2f}")
     print(
-        f"message, policy, ledger and storing at a client: {1000 * guard:.0f} ms, {1000 * busy:.0f} of it computing"
+        f"message, policy, ledger and storing at a client: {1000 * guard:.0f} ms, "
+        f"{1000 * busy:.0f} of it computing"
     )
 
 

@@ -1,8 +1,10 @@
-"""How one private local step grows with the cohort and with what is trained: milliseconds, per client, and GiB at the peak.
+"""Measure time and memory of one private local step for several cohorts and sizes of adapters.
 
-ViT-Base/224, LoRA on every linear layer, 16 records a client, bf16, captured, not compiled (a compilation for each size would
-take longer than all else). Where a cohort does not fit it is computed in several fleets, as `fleet_size = "auto"` does.
-Run: python benchmarks/fleet_growth.py [--device cuda] [--out growth.json]; a CPU takes a small ViT and small cohorts.
+    python benchmarks/fleet_growth.py [--device cuda] [--out growth.json]
+
+ViT-Base/224, LoRA on every linear layer, 16 records a client, bf16, captured, not compiled, since
+one compilation per size would take too long. A cohort that does not fit is computed in several
+fleets, as `fleet_size = "auto"` does. A CPU takes a small ViT and small cohorts.
 """
 
 from __future__ import annotations
@@ -21,23 +23,20 @@ from dpfed.bench.run import measure
 from dpfed.bench.steps import private
 from dpfed.training.job.device import device_of
 
-COHORTS, RANKS = (1, 2, 5, 10, 20, 50), (4, 16, 64)
+COHORTS = (1, 2, 5, 10, 20, 50)
+RANKS = (4, 16, 64)
 
 
 def row_of(case: Case, device: torch.device, repeats: int) -> dict[str, Any]:
-    """One cohort in as few fleets as fit, halved as a run would halve it."""
+    """Measure one cohort in as few fleets as fit; the fleet is halved as in a run."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     fleet = case.clients
     while True:
         part = replace(case, clients=fleet)
-        found = measure(
-            "private", partial(private, part, device, dtype, False, part.union), device, repeats, 3
-        )
-        if (
-            found.milliseconds is not None
-            or fleet == 1
-            or "OutOfMemory" not in (found.failed or "")
-        ):
+        step = partial(private, part, device, dtype, False, part.union)
+        found = measure("private", step, device, repeats, 3)
+        too_large = found.milliseconds is None and "OutOfMemory" in (found.failed or "")
+        if fleet == 1 or not too_large:
             break
         fleet = -(-fleet // 2)
     fleets = -(-case.clients // fleet)
@@ -54,6 +53,15 @@ def row_of(case: Case, device: torch.device, repeats: int) -> dict[str, Any]:
     }
 
 
+def line(row: dict[str, Any]) -> str:
+    start = f"S={row['clients']:3} {row['trained']:7} P={row['P']:>11,}"
+    if row["ms"] is None:
+        return f"{start} failed: {row['failed']}"
+    peak = "" if row["peak_gib"] is None else f"  peak {row['peak_gib']:6.1f} GiB"
+    times = f"{row['ms']:8.1f} ms, {row['ms_per_client']:7.2f} a client"
+    return f"{start} fleets {row['fleets']}: {times}{peak}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -66,30 +74,16 @@ def main() -> None:
     cuda = device.type == "cuda"
     base = (GPU if cuda else CPU)[0]
     cases = [replace(base, clients=s) for s in (COHORTS if cuda else COHORTS[:3])]
-    cases += [replace(base, rank=r) for r in RANKS if r != base.rank] + [
-        replace(base, train="full")
-    ]
+    cases += [replace(base, rank=r) for r in RANKS if r != base.rank]
+    cases.append(replace(base, train="full"))
     rows = []
     for case in cases:
         rows.append(row_of(case, device, args.repeats))
-        r = rows[-1]
-        if r["ms"] is None:
-            print(
-                f"S={r['clients']:3} {r['trained']:7} P={r['P']:>11,} failed: {r['failed']}",
-                flush=True,
-            )
-            continue
-        peak = "" if r["peak_gib"] is None else f"  peak {r['peak_gib']:6.1f} GiB"
-        print(
-            f"S={r['clients']:3} {r['trained']:7} P={r['P']:>11,} fleets {r['fleets']}: {r['ms']:8.1f} ms, "
-            f"{r['ms_per_client']:7.2f} a client{peak}",
-            flush=True,
-        )
+        print(line(rows[-1]), flush=True)
     if args.out:
         name = torch.cuda.get_device_name(device) if cuda else "CPU"
-        args.out.write_text(
-            json.dumps({"device": name, "model": base.model, "rows": rows}, indent=1) + "\n"
-        )
+        found = {"device": name, "model": base.model, "rows": rows}
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""What a run costs beyond its clients' work as the number of clients grows: seconds of start-up and of a round.
+"""Measure start-up and rounds as the number of clients grows, with almost no work of the clients.
 
-50 clients a round, one local step, a linear model of 8 features, 2 records a client, sigma 1. Start-up is everything
-before round 1: dealing records, plan, statement, model, ledger, first state. A round is everything in the loop, with ledger
-and checkpoint, median of 20; the accountant's figure is asked for once, at the end, and stands in its own column. The best of three tries.
-Run: python benchmarks/growth.py [--partition iid] [number of clients ...]
+    python benchmarks/growth.py [--partition iid] [number of clients ...]
+
+50 clients a round, one local step, a linear model of 8 features, 2 records a client, sigma 1.
+Start-up is everything before round 1: partition, plan, statement, model, ledger, first state. A
+round includes ledger and checkpoint; its time is the median of 20. The last column has the round
+in which epsilon is computed. Each figure is the best of three tries.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from dpfed.training.callbacks.base import Callback
 from dpfed.training.rounds import Round
 from dpfed.training.run import run
 
-COHORT, ROUNDS, RECORDS = 50, 20, 2
+COHORT = 50
+ROUNDS = 20
+RECORDS = 2
 
 
 def source_of(clients: int) -> Source:
@@ -41,7 +45,7 @@ def source_of(clients: int) -> Source:
 
 
 def measure(clients: int, partition: str, folder: Path) -> tuple[float, float, float]:
-    """Seconds of start-up, of a round, and of the last round with its evaluation and epsilon."""
+    """Return the seconds of start-up, of a round, and of the last round with its epsilon."""
     raw = {
         "data": {"clients": clients, "partition": partition},
         "model": {"name": "linear"},
@@ -55,9 +59,12 @@ def measure(clients: int, partition: str, folder: Path) -> tuple[float, float, f
             "eval_every": ROUNDS + 1,
         },
     }
-    for remembered in (pld.compose, pld.epsilon_of_terms, pld._rdp_step):
-        remembered.cache_clear()  # every try pays the accountant
-    config, source, seconds = build(raw, registry()), source_of(clients), []
+    # Clear the caches, so that every try includes the accountant.
+    for cached in (pld.compose, pld.epsilon_of_terms, pld._rdp_step):
+        cached.cache_clear()
+    config = build(raw, registry())
+    source = source_of(clients)
+    seconds: list[float] = []
     start = time.perf_counter()
 
     class Observer(Callback):
@@ -74,11 +81,11 @@ def main() -> None:
     parser.add_argument("clients", nargs="*", type=int, default=[1_000, 10_000, 100_000])
     parser.add_argument("--partition", default="iid")
     given = parser.parse_args()
-    print(
-        f"{'clients':>9} {'start-up s':>11} {'round s':>9} {'round with epsilon s':>21} {'peak MiB':>9}"
-    )
+    heads = f"{'round s':>9} {'round with epsilon s':>21} {'peak MiB':>9}"
+    print(f"{'clients':>9} {'start-up s':>11} {heads}")
     with tempfile.TemporaryDirectory() as folder:
-        measure(COHORT, given.partition, Path(folder))  # imports and caches
+        # The first run includes imports.
+        measure(COHORT, given.partition, Path(folder))
         for clients in given.clients:
             tries = [measure(clients, given.partition, Path(folder) / f"try-{i}") for i in range(3)]
             started, each, last = (min(figures) for figures in zip(*tries, strict=True))

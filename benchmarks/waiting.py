@@ -1,10 +1,11 @@
-"""How much of a round a GPU waits in: rounds of a real `dpfed run`, first by the clock, then under torch's profiler.
+"""Measure the share of a round in which a GPU waits, in a real `dpfed run` of 56 rounds.
 
-What is not kernels and copies is pauses. A launch of a CUDA graph hands the GPU all its kernels at once: pauses between two kernels of one
-launch are the GPU's own, no host can shorten them. All others lie outside of the GPU's work: before it began, the host had something to do
-(sampling, ledger, checkpoints, logging, launching itself). Kernels of one launch carry one correlation id in the profile.
-Run: python benchmarks/waiting.py my.toml --set data.path=... [--out FOLDER] [--trace FILE.json.gz]; needs a GPU. The run has 56 rounds and
-one evaluation.
+    python benchmarks/waiting.py my.toml --set data.path=... [--out FOLDER] [--trace FILE.json.gz]
+
+Some rounds are timed by the clock, others under torch's profiler. A pause is the time between two
+kernels or copies. One launch of a CUDA graph starts many kernels: pauses inside a launch belong to
+the GPU, and no host can shorten them. In pauses between launches the host works: sampling, ledger,
+checkpoints, logging, launching. Kernels of one launch have one correlation id. It needs a GPU.
 """
 
 from __future__ import annotations
@@ -27,13 +28,12 @@ from dpfed.registry import registry
 from dpfed.training import round_loop
 from dpfed.training.run import run
 
-CLOCK, PROFILED, ROUNDS = (
-    (10, 40),
-    (45, 55),
-    56,
-)  # rounds [first, last) by the clock, and under the profiler
-PAUSES = (3, 10, 100)  # microseconds
-
+# Rounds [first, last) that are timed by the clock, and under the profiler.
+CLOCK = (10, 40)
+PROFILED = (45, 55)
+ROUNDS = 56
+# Lengths of pauses in microseconds, which are counted separately.
+PAUSES = (3, 10, 100)
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -46,36 +46,45 @@ class Kernel(NamedTuple):
 
 
 class Pause(NamedTuple):
+    """Time without work on the GPU; `outside` if it is between two launches."""
+
     length: float
-    outside: bool  # between two launches
+    outside: bool
 
 
 def kernels_of(trace: dict[str, Any]) -> list[Kernel]:
-    """Of a profile as torch exports it."""
+    """Return the kernels and copies of a profile that torch has exported."""
     found = [event for event in trace["traceEvents"] if event.get("cat") in ON_GPU]
     return [Kernel(e["ts"], e["ts"] + e["dur"], int(e["args"]["correlation"])) for e in found]
 
 
 def pauses(kernels: Sequence[Kernel]) -> tuple[float, list[Pause]]:
-    """(microseconds in which any kernel runs, the pauses between them)."""
+    """Return the microseconds in which a kernel runs, and the pauses between kernels."""
     found: list[Pause] = []
-    busy, last = 0.0, None
+    busy = 0.0
+    last: Kernel | None = None
     for kernel in sorted(kernels):
-        if last is None or kernel.start > last.end:
-            found += (
-                []
-                if last is None
-                else [Pause(kernel.start - last.end, kernel.launch != last.launch)]
-            )
-            busy, last = busy + kernel.end - kernel.start, kernel
-        elif kernel.end > last.end:
-            busy, last = busy + kernel.end - last.end, kernel
+        if last is not None and kernel.end <= last.end:
+            continue
+        start = kernel.start
+        if last is not None:
+            start = max(start, last.end)
+            if kernel.start > last.end:
+                found.append(Pause(kernel.start - last.end, kernel.launch != last.launch))
+        busy += kernel.end - start
+        last = kernel
     return busy, found
 
 
 def lines(kernels: Sequence[Kernel], profiled: int, clock: float, slower: float) -> list[str]:
-    """What is printed. `profiled`: rounds that the kernels are of; `clock` and `slower`: milliseconds of a round without the
-    profiler and with it. Pauses are measured under the profiler, which lengthens some, and are a share of a round without."""
+    """Return the lines of the report.
+
+    profiled  number of rounds that the kernels belong to
+    clock     milliseconds of a round without the profiler
+    slower    milliseconds of a round with it
+
+    Pauses are measured under the profiler, which lengthens some, as a share of a round without it.
+    """
     busy, found = pauses(kernels)
     launches = len({kernel.launch for kernel in kernels})
     kinds = {
@@ -87,18 +96,19 @@ def lines(kernels: Sequence[Kernel], profiled: int, clock: float, slower: float)
     }
     out = [
         f"a round by the clock            {clock:7.2f} ms, {slower:.2f} under the profiler",
-        f"kernels and copies of a round   {busy / profiled / 1e3:7.2f} ms in {len(kernels) / profiled:.0f}, by {launches / profiled:.0f} launches",
+        f"kernels and copies of a round   {busy / profiled / 1e3:7.2f} ms "
+        f"in {len(kernels) / profiled:.0f}, by {launches / profiled:.0f} launches",
     ]
     for name, some in kinds.items():
         total = sum(some) / profiled / 1e3
-        out.append(
-            f"pauses {name:24} {total:7.2f} ms, {100 * total / clock:.1f} %, {len(some) / profiled:.1f} a round"
-        )
+        share = 100 * total / clock
+        count = len(some) / profiled
+        out.append(f"pauses {name:24} {total:7.2f} ms, {share:.1f} %, {count:.1f} a round")
     return out
 
 
 class Watch:
-    """In place of `round_loop.choose`, which opens each round."""
+    """A replacement of `round_loop.choose`, which is called at the start of each round."""
 
     def __init__(self) -> None:
         self.at: dict[int, float] = {}

@@ -1,9 +1,9 @@
-"""Which `model.resize` and `model.sharpen` suit a pretrained model, asked of public images alone.
+"""Choose `model.resize` and `model.sharpen` for a pretrained model from public images alone.
 
-Public images of the model's own size are shrunk to the size of the clients' images and enlarged again in each way. The best is the one whose
-answers, by the model's own pretrained head, agree most with those for the images as they were. No label is needed, and no
-private image is looked at.
-Run: python experiments/choose_sharpen.py --weights FOLDER --images FOLDER [--size 32] [--count 1000]
+    python experiments/choose_sharpen.py --weights FOLDER --images FOLDER [--size 32] [--count 1000]
+
+The script shrinks public images to the size of the clients' images and enlarges them in each way.
+The best way changes the fewest answers of the pretrained model's own head. It needs no labels.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WAYS = [
 
 
 def read(folder: Path, count: int) -> Tensor:
-    """At most so many images of the folder, spread over it, as uint8 `[n, 3, h, w]`."""
+    """Return at most `count` images of a folder, evenly spaced, as uint8 `[n, 3, h, w]`."""
     files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in (".jpeg", ".jpg", ".png"))
     if not files:
         raise DpfedError(
@@ -46,10 +46,11 @@ def read(folder: Path, count: int) -> Tensor:
 
 
 def answers(weights: str, x: Tensor, resize: str, sharpen: float) -> Tensor:
-    spec = InputSpec(
-        "image", "pixel_values", tuple(x.shape[1:]), int(config_of(weights).num_labels)
-    )
-    built = AutoImage(weights=weights, head="kept", resize=resize, sharpen=sharpen).build(spec)  # type: ignore[arg-type]
+    """Return the class that the pretrained model gives to each image."""
+    classes = int(config_of(weights).num_labels)
+    spec = InputSpec("image", "pixel_values", tuple(x.shape[1:]), classes)
+    model = AutoImage(weights=weights, head="kept", resize=resize, sharpen=sharpen)  # type: ignore[arg-type]
+    built = model.build(spec)
     with torch.no_grad():
         parts = [
             call(built.model, {}, built.prepare({"pixel_values": piece})).argmax(1)
@@ -70,24 +71,17 @@ def main() -> None:
     if min(args.size, args.count) < 1:
         raise DpfedError("--size and --count must be at least 1")
     x = read(args.images, args.count)
-    small = (
-        F.interpolate(x.float(), (args.size, args.size), mode="bicubic", antialias=True)
-        .round()
-        .clamp(0, 255)
-    )
+    small = F.interpolate(x.float(), (args.size, args.size), mode="bicubic", antialias=True)
+    small = small.round().clamp(0, 255).to(torch.uint8)
     expected = answers(args.weights, x, "bilinear", 0.0)
     print(
-        f"{len(x)} images of {x.shape[-1]} pixels, shrunk to {args.size}; answers that stay the same:"
+        f"{len(x)} images of {x.shape[-1]} pixels, shrunk to {args.size}; "
+        "answers that stay the same:"
     )
     for resize, sharpen in WAYS:
-        same = (
-            (answers(args.weights, small.to(torch.uint8), resize, sharpen) == expected)
-            .float()
-            .mean()
-        )
-        print(
-            f"  resize = {resize:9} sharpen = {sharpen:g}: {100 * float(same):5.1f} %", flush=True
-        )
+        same = (answers(args.weights, small, resize, sharpen) == expected).float().mean()
+        shown = f"{100 * float(same):5.1f} %"
+        print(f"  resize = {resize:9} sharpen = {sharpen:g}: {shown}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Weights for `gn-resnet18` from a pretrained teacher and public images alone.
+"""Train weights for `gn-resnet18` from a pretrained teacher and public images alone.
 
-The network learns to give the answers of a pretrained classifier for crops of public images and for mixtures of two of them, both seeing
-the same view (Beyer et al. 2022, who train far longer), without any label. The teacher sees it at its own size, the network at the size of the clients' images.
-Run: python experiments/distill_cnn.py --teacher FOLDER --images FOLDER --out FILE.safetensors [--steps 1000] [--device cuda]
+    python experiments/distill_cnn.py --teacher FOLDER --images FOLDER --out FILE.safetensors
+
+The network learns the answers of a pretrained classifier for augmentations of public images,
+without labels (Beyer et al. 2022, who train far longer). An augmentation is a crop, or a mixture of
+two crops. The teacher gets it at its own size, the network at the size of the clients' images.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,20 +31,42 @@ from dpfed.model.zoo.pretrained import config_of
 from dpfed.model.zoo.resnet import GNResNet18
 from dpfed.model.zoo.vision import AutoImage
 
-SMALLEST = 0.3  # the least share of the side that a crop has
-FLATTER = 0.75  # and the least of it that width and height, each by itself, then keep
-WARM_UP = 0.05  # share of the steps
+# Smallest side of a crop, as a share of the image's side.
+SMALLEST = 0.3
+# Smallest width and height of a crop, as a share of the crop's side.
+FLATTER = 0.75
+# Share of the steps in which the learning rate rises.
+WARM_UP = 0.05
+
+
+@dataclass(frozen=True)
+class Training:
+    """Length and speed of the training, and the side of the network's images."""
+
+    size: int
+    steps: int
+    batch: int
+    lr: float
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step: warm-up, then cosine decay."""
+        warm = min(1.0, (step + 1) / (WARM_UP * self.steps))
+        return self.lr * warm * 0.5 * (1 + math.cos(math.pi * step / self.steps))
 
 
 def views(x: Tensor, draw: Callable[[int], Tensor]) -> Tensor:
-    """A random crop of each image (`[n, 3, h, w]`, 0 to 255), half of them mirrored, and half then mixed with another one."""
+    """Return a random crop of each image `[n, 3, h, w]`; half are mirrored, half are mixed.
+
+    `draw(n)` returns n random numbers in [0, 1).
+    """
     n = len(x)
     side = SMALLEST + (1 - SMALLEST) * draw(n)
     flip = (draw(n) < 0.5).float() * 2 - 1
     grid = torch.zeros(n, 2, 3, device=x.device)
     for axis in (0, 1):
         extent = side * (FLATTER + (1 - FLATTER) * draw(n))
-        grid[:, axis, axis], grid[:, axis, 2] = extent, (2 * draw(n) - 1) * (1 - extent)
+        grid[:, axis, axis] = extent
+        grid[:, axis, 2] = (2 * draw(n) - 1) * (1 - extent)
     grid[:, 0, 0] *= flip
     where = F.affine_grid(grid, list(x.shape), align_corners=False)
     out = F.grid_sample(x.float(), where, padding_mode="border", align_corners=False)
@@ -50,7 +75,7 @@ def views(x: Tensor, draw: Callable[[int], Tensor]) -> Tensor:
 
 
 def divergence(given: Tensor, wanted: Tensor) -> Tensor:
-    """The mean of KL(wanted || given) over records; both are logits."""
+    """Return the mean of KL(wanted || given) over records; both are logits."""
     return F.kl_div(
         given.log_softmax(1), wanted.log_softmax(1), reduction="batchmean", log_target=True
     )
@@ -59,45 +84,42 @@ def divergence(given: Tensor, wanted: Tensor) -> Tensor:
 def build(
     teacher: str, shape: tuple[int, ...], size: int, width: int, groups: int
 ) -> tuple[Built, Built]:
+    """Return the teacher and the network, each for images of its own size."""
     config = config_of(teacher)
     if not any("ImageClassification" in name for name in config.architectures or ()):
         raise DpfedError(
-            f"{teacher} has no classifier of its own to learn from: give --teacher a model that was trained to classify"
+            f"{teacher} has no classifier of its own to learn from: "
+            "give --teacher a model that was trained to classify"
         )
-    large, small = (
-        InputSpec("image", "pixel_values", s, int(config.num_labels))
-        for s in (shape, (3, size, size))
-    )
-    return AutoImage(weights=teacher, head="kept").build(large), GNResNet18(
-        width=width, groups=groups
-    ).build(small)
+    classes = int(config.num_labels)
+    large = InputSpec("image", "pixel_values", shape, classes)
+    small = InputSpec("image", "pixel_values", (3, size, size), classes)
+    network = GNResNet18(width=width, groups=groups)
+    return AutoImage(weights=teacher, head="kept").build(large), network.build(small)
 
 
-def distill(
-    teacher: Built,
-    student: Built,
-    x: Tensor,
-    size: int,
-    steps: int,
-    batch: int,
-    lr: float,
-    say: Callable[[str], None] = print,
-) -> nn.Module:
-    device, generator = x.device, torch.Generator(x.device).manual_seed(0)
+def distill(teacher: Built, student: Built, x: Tensor, training: Training) -> nn.Module:
+    """Train the network on the teacher's answers and return it."""
+    device = x.device
+    steps = training.steps
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(n: int) -> Tensor:
+        return torch.rand(n, generator=generator, device=device)
+
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
     teacher.model.to(device).eval().requires_grad_(False)
     model = student.model.to(device, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
-    optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), training.lr, weight_decay=0.01)
     began = time.monotonic()
     for step in range(steps):
-        warm = min(1.0, (step + 1) / (WARM_UP * steps))
-        optimizer.param_groups[0]["lr"] = lr * warm * 0.5 * (1 + math.cos(math.pi * step / steps))
-        rows = torch.randint(len(x), (batch,), generator=generator, device=device)
-        seen = views(x[rows], lambda n: torch.rand(n, generator=generator, device=device))
-        small = F.interpolate(seen, (size, size), mode="bilinear", antialias=True)
+        optimizer.param_groups[0]["lr"] = training.rate(step)
+        rows = torch.randint(len(x), (training.batch,), generator=generator, device=device)
+        large = views(x[rows], draw)
+        small = F.interpolate(large, (training.size,) * 2, mode="bilinear", antialias=True)
         large, small = (
-            built.prepare({"pixel_values": view})
-            for built, view in ((teacher, seen), (student, small))
+            built.prepare({"pixel_values": images})
+            for built, images in ((teacher, large), (student, small))
         )
         with autocast:
             with torch.no_grad():
@@ -109,15 +131,15 @@ def distill(
         optimizer.step()
         if (step + 1) % max(1, steps // 10) == 0:
             same = (given.argmax(1) == wanted.argmax(1)).float().mean()
-            took = time.monotonic() - began
-            say(
-                f"step {step + 1}: divergence {float(loss.detach()):.3f}, same answer {100 * float(same):.1f} %, {took:.0f} s"
+            print(
+                f"step {step + 1}: divergence {float(loss.detach()):.3f}, "
+                f"same answer {100 * float(same):.1f} %, {time.monotonic() - began:.0f} s"
             )
     return model
 
 
 def check(args: argparse.Namespace) -> None:
-    """What would otherwise be noticed late, or not at all."""
+    """Refuse arguments that would fail late or silently."""
     if min(args.size, args.width, args.groups, args.count, args.steps, args.batch) < 1:
         raise DpfedError(
             "--size, --width, --groups, --count, --steps and --batch must be at least 1"
@@ -156,7 +178,8 @@ def main() -> None:
     torch.manual_seed(0)
     x = read(args.images, args.count).to(args.device)
     teacher, student = build(args.teacher, tuple(x.shape[1:]), args.size, args.width, args.groups)
-    model = distill(teacher, student, x, args.size, args.steps, args.batch, args.lr)
+    training = Training(args.size, args.steps, args.batch, args.lr)
+    model = distill(teacher, student, x, training)
     state = {
         name: value.contiguous().cpu()
         for name, value in model.state_dict().items()
@@ -165,9 +188,8 @@ def main() -> None:
     if not all(value.isfinite().all() for value in state.values()):
         raise DpfedError("training diverged, nothing was written: give a smaller --lr")
     save_file(state, args.out)
-    print(
-        f"{len(x)} images; {sum(value.numel() for value in state.values()):,} numbers in {args.out}"
-    )
+    count = sum(value.numel() for value in state.values())
+    print(f"{len(x)} images; {count:,} numbers in {args.out}")
 
 
 if __name__ == "__main__":

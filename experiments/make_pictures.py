@@ -1,9 +1,10 @@
-"""Draws the pictures of the README and the documentation, each for light and for dark pages.
+"""Draw the pictures of the README and the documentation, for light and for dark pages.
 
-    python experiments/make_pictures.py              draws from docs/images/numbers.json (seconds)
-    python experiments/make_pictures.py --measure    runs the commands first and writes that file (a quarter of an hour)
+    python experiments/make_pictures.py              draw from docs/images/numbers.json (seconds)
+    python experiments/make_pictures.py --measure    first run the commands (15 minutes)
 
-The commands are those that stand under the pictures: `dpfed run` with five seeds, and `dpfed compare --preset epsilon`.
+The commands stand under the pictures: `dpfed run` with five seeds, and `dpfed compare --preset
+epsilon`.
 """
 
 from __future__ import annotations
@@ -24,25 +25,17 @@ from matplotlib import pyplot
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 NUMBERS = IMAGES / "numbers.json"
-GROWTH = IMAGES / "growth.json"  # written by benchmarks/fleet_growth.py --out on a GPU
+# Written by benchmarks/fleet_growth.py --out on a GPU.
+GROWTH = IMAGES / "growth.json"
 SEEDS = 5
 METHODS = ("dp-fedavg", "dp-local-adamw", "dp-fedadamw")
 STUDY = [
-    "compare",
-    "digits",
-    "--preset",
-    "epsilon",
-    "--algorithms",
-    ",".join(METHODS),
-    "--seeds",
-    str(SEEDS),
-    "--set",
-    "run.eval_every=30",
-    "--set",
-    "run.checkpoint_every=0",
+    *("compare", "digits", "--preset", "epsilon"),
+    *("--algorithms", ",".join(METHODS), "--seeds", str(SEEDS)),
+    *("--set", "run.eval_every=30", "--set", "run.checkpoint_every=0"),
 ]
 
-# Okabe and Ito's colours (2008), the lighter of each pair on dark pages: apart with any colour vision; markers differ too.
+# Colours of Okabe and Ito (2008) for any colour vision, lighter ones on dark pages.
 COLOURS = {
     "light": {
         "ink": "#1f2328",
@@ -96,7 +89,7 @@ def one_run(out: Path, seed: int) -> dict[str, Any]:
 
 
 def cells(study: Path) -> list[dict[str, Any]]:
-    """Method, epsilon and the accuracy of each seed, on the half of the test data that the search did not see."""
+    """Return method, epsilon and the accuracy of each seed on the half that no search used."""
     table = json.loads((study / "table.json").read_text(encoding="utf-8"))
     return [
         {
@@ -152,9 +145,10 @@ def finish(figure: Any, axes: Any, colours: dict[str, str], path: Path) -> None:
 
 
 def draw_run(runs: list[dict[str, Any]], theme: str, path: Path) -> None:
-    """Accuracy against what has been spent to reach it, round by round."""
+    """Draw accuracy against epsilon, round by round."""
     figure, axes, colours = begin(theme, (7.2, 4.0))
-    colour, epsilon = colours["dp-fedadamw"], runs[0]["epsilon"][1:]
+    colour = colours["dp-fedadamw"]
+    epsilon = runs[0]["epsilon"][1:]
     columns = list(zip(*(run["accuracy"][1:] for run in runs), strict=True))
     mean = [100 * sum(values) / len(values) for values in columns]
     axes.fill_between(
@@ -240,38 +234,17 @@ def draw_compare(table: list[dict[str, Any]], theme: str, path: Path) -> None:
 
 
 def draw_growth(found: dict[str, Any], theme: str, path: Path) -> None:
-    """Left: a client's share of a step, by the size of the cohort. Right: a step of five clients, by what is trained."""
-    colours, rows = COLOURS[theme], [row for row in found["rows"] if row["ms"] is not None]
+    """Draw a step's time per client by cohort (left), and of five clients by rank (right)."""
+    colours = COLOURS[theme]
+    rows = [row for row in found["rows"] if row["ms"] is not None]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(8.6, 3.9), layout="constrained")
     rank = rows[0]["trained"]
     cohorts = sorted(
         (row for row in rows if row["trained"] == rank), key=lambda row: row["clients"]
     )
     trained = sorted((row for row in rows if row["clients"] == 5), key=lambda row: row["P"])
-    for axes, chosen, x, y in (
-        (left, cohorts, "clients", "ms_per_client"),
-        (right, trained, "P", "ms"),
-    ):
-        plain(figure, axes, colours).plot(
-            [row[x] for row in chosen],
-            [row[y] for row in chosen],
-            "-o",
-            color=colours["dp-fedadamw"],
-            linewidth=2.2,
-        )
-        for row in chosen:
-            text = f"{row['peak_gib']:.1f} GiB" + (f"\n{row['trained']}" if x == "P" else "")
-            axes.annotate(
-                text,
-                (row[x], row[y]),
-                xytext=(0, 8),
-                textcoords="offset points",
-                ha="center",
-                color=colours["soft"],
-                fontsize=8.5,
-            )
-        axes.set(xscale="log", ylim=(0, 1.3 * max(row[y] for row in chosen)))
-        axes.margins(x=0.12)
+    growth_line(plain(figure, left, colours), cohorts, ("clients", "ms_per_client"), colours)
+    growth_line(plain(figure, right, colours), trained, ("P", "ms"), colours)
     left.set_xticks([row["clients"] for row in cohorts], [str(row["clients"]) for row in cohorts])
     left.minorticks_off()
     left.set(xlabel="clients in a step, 16 records each", ylabel="milliseconds for each client")
@@ -293,6 +266,28 @@ def draw_growth(found: dict[str, Any], theme: str, path: Path) -> None:
     finish(figure, left, colours, path)
 
 
+def growth_line(
+    axes: Any, rows: list[dict[str, Any]], keys: tuple[str, str], colours: dict[str, str]
+) -> None:
+    """Draw one panel of the growth picture, with the peak memory at each point."""
+    x, y = keys
+    points = [(row[x], row[y]) for row in rows]
+    axes.plot(*zip(*points, strict=True), "-o", color=colours["dp-fedadamw"], linewidth=2.2)
+    for row, point in zip(rows, points, strict=True):
+        text = f"{row['peak_gib']:.1f} GiB" + (f"\n{row['trained']}" if x == "P" else "")
+        axes.annotate(
+            text,
+            point,
+            xytext=(0, 8),
+            textcoords="offset points",
+            ha="center",
+            color=colours["soft"],
+            fontsize=8.5,
+        )
+    axes.set(xscale="log", ylim=(0, 1.3 * max(row[y] for row in rows)))
+    axes.margins(x=0.12)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -307,7 +302,7 @@ def main() -> None:
         numbers = measured(["--workers", options.workers] if options.workers else [])
         NUMBERS.write_text(json.dumps(numbers) + "\n", encoding="utf-8")
     numbers = json.loads(NUMBERS.read_text(encoding="utf-8"))
-    # text stays text: small files that readers and search engines can read; equal numbers give equal files
+    # Keep text as text, so that files are small; the salt makes equal numbers give equal files.
     style = {"svg.fonttype": "none", "svg.hashsalt": "dpfed", "font.family": "sans-serif"}
     with pyplot.rc_context(style):
         for theme in COLOURS:

@@ -1,10 +1,11 @@
-"""The paper's three challenges, measured: how far clients' second moments are apart, where noise puts them, how clients drift.
+"""Measure the paper's three challenges: spread of second moments, effect of noise, client drift.
 
-    python experiments/mechanism.py run --out DIR --set data.path=... --set model.weights=... [--jobs N]
-    python experiments/mechanism.py draw [DIR]     DIR's runs into results/mechanism.json, and that into docs/images
+    python experiments/mechanism.py run --out DIR --set data.path=... --set model.weights=...
+    python experiments/mechanism.py draw [DIR]     write results/mechanism.json and the pictures
 
-`run` does one run of results/vision.toml with run.diagnostics for each arm below, each at the rate that vision-main found for its method
-(the arms of LocalAdamW all at that of DP-LocalAdamW, so that only noise and skew differ). Runs that are done are not done again.
+`run` trains results/vision.toml with run.diagnostics for each arm below, at the learning rate that
+vision-main found for its method. All arms of LocalAdamW have the rate of DP-LocalAdamW, so they
+differ in noise and skew only. Finished runs are not repeated.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from dpfed.errors import DpfedError
 from dpfed.training.callbacks.diagnostics import read_diagnostics
 
 ROOT = Path(__file__).parents[1]
-CONFIG, NUMBERS = ROOT / "results" / "vision.toml", ROOT / "results" / "mechanism.json"
+CONFIG = ROOT / "results" / "vision.toml"
+NUMBERS = ROOT / "results" / "mechanism.json"
 IMAGES = ROOT / "docs" / "images"
-FREE, IID = "privacy.enabled=false", "data.partition=iid"
+FREE = "privacy.enabled=false"
+IID = "data.partition=iid"
 CURVES = ("v_relative_variance", "drift")
 
 
@@ -49,6 +52,7 @@ ARMS = (
     Arm("fedavg", "DP-FedAvg", "dp-fedavg", 0.4),
     Arm("fedavg-free", "FedAvg, no privacy", "dp-fedavg", 0.1, (FREE,)),
 )
+# The arms of each panel.
 SPREAD = ("local", "local-iid", "local-free", "local-free-iid", "adamw")
 SHIFT = ("local", "local-free", "adamw")
 DRIFT = ("local", "local-free", "fedavg", "fedavg-free", "adamw")
@@ -58,7 +62,7 @@ DRIFT = ("local", "local-free", "fedavg", "fedavg-free", "adamw")
 
 
 def words_of(arm: Arm, out: Path, config: Path, given: Sequence[str]) -> list[str]:
-    """After `dpfed`."""
+    """Return the words after `dpfed`."""
     sets = [
         *given,
         f"algorithm.name={arm.algorithm}",
@@ -66,17 +70,12 @@ def words_of(arm: Arm, out: Path, config: Path, given: Sequence[str]) -> list[st
         "run.diagnostics=true",
         *arm.sets,
     ]
-    return [
-        "run",
-        str(config),
-        *(word for item in sets for word in ("--set", item)),
-        "--out",
-        str(out / arm.name),
-    ]
+    words = [word for item in sets for word in ("--set", item)]
+    return ["run", str(config), *words, "--out", str(out / arm.name)]
 
 
 def result_in(folder: Path, arm: Arm) -> dict[str, Any] | None:
-    """Of a run of this method at this rate that is finished."""
+    """Return the result of a finished run of this method at this rate, None if there is none."""
     try:
         result = dict(json.loads((folder / "run.json").read_text(encoding="utf-8")))
         made = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))["algorithm"]
@@ -101,9 +100,8 @@ def run(out: Path, given: Sequence[str], jobs: int, config: Path = CONFIG) -> in
     with ThreadPoolExecutor(jobs) as pool:
         codes = list(pool.map(one, ARMS))
     for arm, code in zip(ARMS, codes, strict=True):
-        print(
-            f"{arm.name}: {'done' if code == 0 else f'exit code {code}, see {out / arm.name}.log'}"
-        )
+        state = "done" if code == 0 else f"exit code {code}, see {out / arm.name}.log"
+        print(f"{arm.name}: {state}")
     return int(any(codes))
 
 
@@ -111,10 +109,11 @@ def run(out: Path, given: Sequence[str], jobs: int, config: Path = CONFIG) -> in
 
 
 def gathered(out: Path) -> dict[str, Any]:
-    """What the pictures and the page need of the runs, and no paths."""
+    """Return the numbers of the runs for the pictures and the page, without paths."""
     arms: dict[str, Any] = {}
     for arm in ARMS:
-        result, rows = result_in(out / arm.name, arm), read_diagnostics(out / arm.name)
+        result = result_in(out / arm.name, arm)
+        rows = read_diagnostics(out / arm.name)
         if result is None or not rows:
             raise DpfedError(
                 f"{out / arm.name} holds no finished run of it: mechanism.py run comes first"
@@ -127,12 +126,10 @@ def gathered(out: Path) -> dict[str, Any]:
             "rounds": [row["round"] for row in rows],
             "noise_std": rows[-1]["noise_std"],
             **{key: [_short(row[key]) for row in rows] for key in CURVES if key in rows[-1]},
-            **(
-                {"sqrt_v": whole[-1]["sqrt_v_histogram"], "log10": whole[-1]["histogram_log10"]}
-                if whole
-                else {}
-            ),
         }
+        if whole:
+            arms[arm.name]["sqrt_v"] = whole[-1]["sqrt_v_histogram"]
+            arms[arm.name]["log10"] = whole[-1]["histogram_log10"]
     return {"versions": result["versions"] if result else {}, "arms": arms}
 
 
@@ -145,15 +142,20 @@ def _said(value: float | None) -> str:
 
 
 def median_root(arm: Mapping[str, Any]) -> float:
-    """The median of √v over coordinates and clients, by the bins of its histogram."""
-    counts, (low, high) = arm["sqrt_v"], arm["log10"]
+    """Return the median of √v over coordinates and clients, from its histogram."""
+    counts = arm["sqrt_v"]
+    low, high = arm["log10"]
     below = list(accumulate(counts))
     at = next(i for i, seen in enumerate(below) if seen >= below[-1] / 2)
     return float(10 ** (low + (at + 0.5) * (high - low) / len(counts)))
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:
-    """The table of the page, of each arm its middle round: in the last one steps are nearly 0. √v is that of the last."""
+    """Return the table of the page.
+
+    Spread and drift are those of the middle round, since steps are nearly 0 in the last one. √v is
+    that of the last round.
+    """
     out = ["| method | accuracy % | spread of v | median of √v | drift |", "|---|---|---|---|---|"]
     for arm in found["arms"].values():
         spread, drift = (
@@ -170,20 +172,20 @@ def lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def draw(found: Mapping[str, Any], images: Path) -> None:
-    import make_pictures as house
+    import make_pictures as pictures
     from matplotlib import pyplot
     from results_page import LINES, STYLES
 
     order = [arm.name for arm in ARMS]
     images.mkdir(parents=True, exist_ok=True)
     for theme, shades in LINES.items():
-        colours = house.COLOURS[theme]
+        colours = pictures.COLOURS[theme]
         with pyplot.rc_context(
             {"svg.fonttype": "none", "svg.hashsalt": "dpfed", "font.family": "sans-serif"}
         ):
             figure, panels = pyplot.subplots(1, 3, figsize=(13.2, 4.2), layout="constrained")
             for axes, names in zip(panels, (SPREAD, SHIFT, DRIFT), strict=True):
-                house.plain(figure, axes, colours)
+                pictures.plain(figure, axes, colours)
                 for name in names:
                     at = order.index(name)
                     style = {
@@ -195,16 +197,17 @@ def draw(found: Mapping[str, Any], images: Path) -> None:
                 axes.legend(frameon=False, labelcolor=colours["ink"], fontsize=8.5)
                 axes.xaxis.label.set_color(colours["ink"])
                 axes.yaxis.label.set_color(colours["ink"])
-            _describe(house, panels, colours, found["arms"]["local"]["noise_std"])
+            _describe(panels, colours, found["arms"]["local"]["noise_std"])
             panels[1].set_xlim(*_range([found["arms"][name] for name in SHIFT]))
-            house.finish(figure, panels[0], colours, images / f"mechanism-{theme}.svg")
+            pictures.finish(figure, panels[0], colours, images / f"mechanism-{theme}.svg")
 
 
 def _line(
     axes: Any, arm: Mapping[str, Any], panel: Sequence[str], style: Mapping[str, Any]
 ) -> None:
     if panel is SHIFT:
-        counts, (low, high) = arm["sqrt_v"], arm["log10"]
+        counts = arm["sqrt_v"]
+        low, high = arm["log10"]
         width = (high - low) / len(counts)
         at = [10 ** (low + (i + 0.5) * width) for i in range(len(counts))]
         axes.plot(at, [100 * count / sum(counts) for count in counts], label=arm["label"], **style)
@@ -214,7 +217,7 @@ def _line(
 
 
 def _range(arms: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """Where at least one in a thousand coordinates of an arm is, and a little around it."""
+    """Return a range of √v that holds every bin with a thousandth of an arm's coordinates."""
     at = [
         i
         for arm in arms
@@ -226,7 +229,9 @@ def _range(arms: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     return 10 ** (low + (min(at) - 2) * width), 10 ** (low + (max(at) + 3) * width)
 
 
-def _describe(house: Any, panels: Sequence[Any], colours: Mapping[str, str], noise: float) -> None:
+def _describe(panels: Sequence[Any], colours: Mapping[str, str], noise: float) -> None:
+    import make_pictures as pictures
+
     spread, shift, drift = panels
     spread.set(xlabel="round", ylabel="variance over clients / mean square", yscale="log")
     shift.set(xlabel="√v, last round", ylabel="coordinates, %", xscale="log")
@@ -240,11 +245,11 @@ def _describe(house: Any, panels: Sequence[Any], colours: Mapping[str, str], noi
         ha="left",
     )
     drift.set(xlabel="round", ylabel="distance from the mean client", yscale="log")
-    house.titled(
+    pictures.titled(
         spread, colours, "Spread of v between clients", "relative to its size, end of each round"
     )
-    house.titled(shift, colours, "Where noise puts √v", "noise alone puts it at σC/B")
-    house.titled(
+    pictures.titled(shift, colours, "Where noise puts √v", "noise alone puts it at σC/B")
+    pictures.titled(
         drift, colours, "Client drift", "end of each round, each method at a rate found for it"
     )
 

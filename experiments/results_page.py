@@ -1,4 +1,4 @@
-"""The second half of the page of results: results/*.csv -> docs/results.md and its pictures."""
+"""Write the page of results: results/*.csv -> docs/results.md and its pictures."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from results_specs import Spec
 from results_studies import (
     COLUMNS,
     EPSILONS,
     RATES,
     Cells,
     Rows,
-    Spec,
     collect,
     read_csv,
     with_statistics,
@@ -21,7 +21,7 @@ from results_studies import (
 
 from dpfed.errors import DpfedError
 from dpfed.privacy.published import show_loss
-from dpfed.studies.tables import LARGER, Row, Table, best_of, grid_words, percent, size
+from dpfed.report.tables import LARGER, Row, Table, best_of, grid_words, percent, size
 
 PHASES = {"reported": "reported", "tuning": "of the search"}
 EMPTY = "Not measured yet."
@@ -30,22 +30,21 @@ EMPTY = "Not measured yet."
 
 
 def section(spec: Spec, tables: Mapping[str, Rows]) -> str:
-    """What stands between a study's markers."""
+    """Return the text between a study's markers."""
     mine = {
         name: [row for row in rows if row["study"] == spec.name] for name, rows in tables.items()
     }
     if not mine["studies"] or not mine["runs"]:
         return f"{spec.question} {EMPTY}"
-    about, arms = mine["studies"][0], mine["arms"]
+    about = mine["studies"][0]
+    arms = mine["arms"]
     parts = [about["question"]]
     if about["missing"] != "0":
         least = "at least " if about["searching"] else ""
         parts.append(
             f"**Incomplete:** {about['done']} runs are done, {least}{about['missing']} are missing."
         )
-    if not any(
-        run["phase"] == "reported" for run in mine["runs"]
-    ):  # rows without a number say nothing
+    if not any(run["phase"] == "reported" for run in mine["runs"]):
         return "\n\n".join(parts)
     if spec.plot and mine["curves"]:
         alt = f"Accuracy over rounds: {about['title']}"
@@ -66,7 +65,7 @@ def section(spec: Spec, tables: Mapping[str, Rows]) -> str:
 
 
 def as_table(about: Cells, arms: Rows, runs: Rows) -> Table:
-    """For what report/tables.py knows: layout by an axis, and which arm is the best on equal terms."""
+    """Return the arms as a table of `dpfed compare`, for its layout and its choice of the best."""
     rows = []
     for arm in arms:
         mine = [
@@ -93,7 +92,7 @@ def as_table(about: Cells, arms: Rows, runs: Rows) -> Table:
 
 
 def costly(arms: Rows) -> set[str]:
-    """Arms that spend more than the cheapest private one of their column."""
+    """Return the arms that spend more than the cheapest private one of their column."""
     out: set[str] = set()
     for column in {arm["column"] for arm in arms}:
         spent = {
@@ -145,7 +144,7 @@ def arm_cells(about: Cells, arms: Rows, runs: Rows) -> tuple[list[str], list[lis
 
 
 def named(label: str) -> str:
-    """A variant is what stands on the command line."""
+    """Return a label; a variant looks as on the command line."""
     return f"`{label}`" if ":" in label and "|" not in label else label
 
 
@@ -155,7 +154,8 @@ def _difference(arm: Cells) -> str:
     text = f"{100 * float(arm['difference']):+.2f}"
     if not arm["interval_low"]:
         return text
-    return f"{text} [{100 * float(arm['interval_low']):+.2f}, {100 * float(arm['interval_high']):+.2f}]"
+    low, high = (100 * float(arm[key]) for key in ("interval_low", "interval_high"))
+    return f"{text} [{low:+.2f}, {high:+.2f}]"
 
 
 def flags(arm: Cells, unequal: set[str]) -> dict[str, bool]:
@@ -170,8 +170,10 @@ def flags(arm: Cells, unequal: set[str]) -> dict[str, bool]:
 def notes(about: Cells, arms: Rows, runs: Rows) -> list[str]:
     unequal = costly(arms)
     said = {
-        "†": "spends a larger ε than others at the same noise, so it is not on equal terms and never in bold",
-        "¶": "the best rate is at the edge of what was tried, or none was better than one answer for all",
+        "†": "spends a larger ε than others at the same noise, "
+        "so it is not on equal terms and never in bold",
+        "¶": "the best rate is at the edge of what was tried, "
+        "or none was better than one answer for all",
         "‡": "has runs that diverged, which count as accuracy 0",
         "§": "could not be run: "
         + "; ".join(f"{arm['arm']}: {arm['failed']}" for arm in arms if arm["failed"]),
@@ -186,11 +188,10 @@ def notes(about: Cells, arms: Rows, runs: Rows) -> list[str]:
         if arm["grid"]:
             grids.setdefault(arm["grid"], []).append(arm["arm"])
     if grids:
-        most = sorted({arm["tuning_runs"] for arm in arms if arm["grid"]}, key=int)
-        out.append(
-            f"Searches of {' to '.join(dict.fromkeys((most[0], most[-1])))} runs for each arm, begun with "
-            + "; ".join(f"{grid} ({', '.join(map(named, names))})" for grid, names in grids.items())
-        )
+        counts = sorted({arm["tuning_runs"] for arm in arms if arm["grid"]}, key=int)
+        runs_each = " to ".join(dict.fromkeys((counts[0], counts[-1])))
+        begun = [f"{grid} ({', '.join(map(named, names))})" for grid, names in grids.items()]
+        out.append(f"Searches of {runs_each} runs for each arm, begun with {'; '.join(begun)}")
     seeds = {
         phase: sorted({int(row["seed"]) for row in runs if row["phase"] == phase})
         for phase in PHASES
@@ -221,7 +222,7 @@ MARKED = re.compile(
 
 
 def filled(text: str, specs: Sequence[Spec], tables: Mapping[str, Rows]) -> str:
-    """The page with every study's part made anew."""
+    """Return the page with the current part of every study."""
     known = {spec.name: spec for spec in specs}
     strange = [name for m in MARKED.finditer(text) if (name := m["name"]) not in known]
     absent = known.keys() - {m["name"] for m in MARKED.finditer(text)}
@@ -231,18 +232,21 @@ def filled(text: str, specs: Sequence[Spec], tables: Mapping[str, Rows]) -> str:
         )
 
     def part(match: re.Match[str]) -> str:
-        return f"<!-- results: {match['name']} -->\n{section(known[match['name']], tables)}\n<!-- end -->"
+        name = match["name"]
+        return f"<!-- results: {name} -->\n{section(known[name], tables)}\n<!-- end -->"
 
     return MARKED.sub(part, text)
 
 
 def page(out: Path | None, folder: Path, docs: Path, specs: Sequence[Spec], check: bool) -> int:
+    """Write the CSV files and the page, or compare the page with the CSV files."""
     if out is not None:
         if check:
             raise DpfedError("--check compares the page with the CSV files: leave out the folder")
         collect(out, folder, specs)
     tables = {name: read_csv(folder, name) for name in COLUMNS}
-    for spec in specs:  # so that a mean nobody measured does not stay
+    # Refuse means that do not follow from the runs.
+    for spec in specs:
         arms = [dict(row) for row in tables["arms"] if row["study"] == spec.name]
         again = [dict(row) for row in arms]
         with_statistics(again, [row for row in tables["runs"] if row["study"] == spec.name])
@@ -258,14 +262,13 @@ def page(out: Path | None, folder: Path, docs: Path, specs: Sequence[Spec], chec
             )
         return int(new != text)
     docs.write_text(new, encoding="utf-8")
-    drawn = [spec for spec in specs if spec.plot]
-    draw(drawn, tables, docs.parent / "images")
+    draw([spec for spec in specs if spec.plot], tables, docs.parent / "images")
     return 0
 
 
 # ------------------------------------------------------------------ pictures
 
-# Okabe and Ito's colours (2008), darker on light pages and lighter on dark ones; the reference's comes first.
+# Colours of Okabe and Ito (2008), lighter on dark pages; the reference has the first.
 LINES = {
     "light": ("#0072B2", "#B85A00", "#00785A", "#A3427E", "#6B5B00", "#1f2328", "#3E8DB5"),
     "dark": ("#56B4E9", "#E69F00", "#33C79A", "#E39BC4", "#F0E442", "#f0f6fc", "#8FC9EE"),
@@ -295,8 +298,8 @@ def picture(
     theme: str,
     path: Path,
 ) -> None:
-    """The reference and the best others; more than seven lines cannot be told apart."""
-    import make_pictures as house
+    """Draw the reference and the best other arms, as many as there are colours."""
+    import make_pictures as style
     from matplotlib import pyplot
 
     ranked = sorted(arms, key=lambda arm: (arm["arm"] != arm["reference"], -float(arm["mean"])))
@@ -305,31 +308,35 @@ def picture(
     with pyplot.rc_context(
         {"svg.fonttype": "none", "svg.hashsalt": "dpfed", "font.family": "sans-serif"}
     ):
-        figure, axes, colours = house.begin(theme, (7.2, 5.0))
+        figure, axes, colours = style.begin(theme, (7.2, 5.0))
         for i, arm in enumerate(shown):
             lines = curves[arm["arm"]].values()
             rounds = sorted(set.intersection(*(set(line) for line in lines)))
             values = [[100 * line[t] for line in lines] for t in rounds]
-            colour, style = LINES[theme][i], STYLES[i % len(STYLES)]
-            low, high = [min(v) for v in values], [max(v) for v in values]
+            colour = LINES[theme][i]
+            low = [min(v) for v in values]
+            high = [max(v) for v in values]
             axes.fill_between(rounds, low, high, color=colour, alpha=0.18, linewidth=0)
             means = [sum(v) / len(v) for v in values]
             axes.plot(
                 rounds,
                 means,
-                style,
+                STYLES[i % len(STYLES)],
                 color=colour,
                 linewidth=2.4 if i == 0 else 1.8,
                 label=arm["arm"],
             )
         axes.set_xlabel("round")
         axes.set_ylabel("accuracy on the test half, %")
-        below = {
-            "loc": "upper left",
-            "bbox_to_anchor": (0, -0.14),
-            "ncols": 2,
-        }  # curves may run anywhere
-        axes.legend(**below, frameon=False, labelcolor=colours["ink"], fontsize=9)
+        # Below the axes, since curves may be anywhere inside.
+        axes.legend(
+            loc="upper left",
+            bbox_to_anchor=(0, -0.14),
+            ncols=2,
+            frameon=False,
+            labelcolor=colours["ink"],
+            fontsize=9,
+        )
         few = f"{len(shown)} best of {len(arms)} arms · " if len(shown) < len(arms) else ""
-        house.titled(axes, colours, title, f"{few}mean and range of the seeds")
-        house.finish(figure, axes, colours, path)
+        style.titled(axes, colours, title, f"{few}mean and range of the seeds")
+        style.finish(figure, axes, colours, path)

@@ -1,4 +1,4 @@
-"""The first half of the page of results: studies of `dpfed compare` -> results/*.csv."""
+"""Write the tables of results: studies of `dpfed compare` -> results/*.csv."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+from results_specs import Spec
 
 from dpfed.errors import DpfedError
-from dpfed.studies.tables import Row, paired
+from dpfed.report.tables import Row, paired
 
 if TYPE_CHECKING:
-    from dpfed.studies.outcomes import Outcome
+    from dpfed.studies.outcomes import Outcome, Task
     from dpfed.studies.study import Progress, Study
 
 Cells = dict[str, str]
@@ -24,74 +26,23 @@ Rows = list[Cells]
 RATES = ("lr", "server_lr")
 TRAFFIC = ("up_numbers", "up_bytes", "down_numbers", "down_bytes")
 EPSILONS = ("server_worst", "third_party")
+SPENT = tuple(f"epsilon_{view}" for view in EPSILONS)
 COLUMNS = {
     "studies": (
-        "study",
-        "title",
-        "question",
-        "axis",
-        "done",
-        "missing",
-        "searching",
-        "seeds",
-        "machine",
-        "versions",
-        "command",
+        *("study", "title", "question", "axis", "done", "missing", "searching", "seeds"),
+        *("machine", "versions", "command"),
     ),
     "arms": (
-        "study",
-        "arm",
-        "row",
-        "column",
-        "reference",
-        *RATES,
-        "grid",
-        "tried",
-        "inside_grid",
-        "tuning_runs",
-        "n",
-        "mean",
-        "std",
-        "diverged",
-        "difference",
-        "interval_low",
-        "interval_high",
-        *(f"epsilon_{view}" for view in EPSILONS),
-        *TRAFFIC,
-        "failed",
+        *("study", "arm", "row", "column", "reference", *RATES, "grid", "tried", "inside_grid"),
+        *("tuning_runs", "n", "mean", "std", "diverged"),
+        *("difference", "interval_low", "interval_high", *SPENT, *TRAFFIC, "failed"),
     ),
     "runs": (
-        "study",
-        "arm",
-        "phase",
-        "seed",
-        *RATES,
-        "accuracy",
-        "loss",
-        "diverged",
-        *(f"epsilon_{view}" for view in EPSILONS),
-        "delta",
-        "sigma",
-        "rounds",
-        "seconds",
-        *TRAFFIC,
-        "run",
+        *("study", "arm", "phase", "seed", *RATES, "accuracy", "loss", "diverged", *SPENT),
+        *("delta", "sigma", "rounds", "seconds", *TRAFFIC, "run"),
     ),
     "curves": ("study", "arm", "seed", "round", "accuracy"),
 }
-
-
-class Spec(Protocol):
-    """What is used of a study of results/studies.toml."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def title(self) -> str: ...
-    @property
-    def question(self) -> str: ...
-    @property
-    def plot(self) -> bool: ...
 
 
 # ------------------------------------------------------------------ reading studies
@@ -99,9 +50,9 @@ class Spec(Protocol):
 
 @dataclass
 class Survey:
-    """A study as far as its runs on the disk go.
+    """The state of a study, from its runs on the disk.
 
-    missing    runs that are sure to be needed still; while the search lasts it can ask for more
+    missing    number of runs to do; a search can still ask for more
     """
 
     progress: Progress
@@ -115,11 +66,12 @@ class Survey:
 
     @property
     def to_do(self) -> str:
-        return f"{'at least ' if self.searching else ''}{self.missing} to do"
+        least = "at least " if self.searching else ""
+        return f"{least}{self.missing} to do"
 
 
 def read_run(folder: Path) -> tuple[Outcome, dict[str, Any]] | None:
-    """As `dpfed compare` reads a run, but whatever versions made it: the page may be written on another machine."""
+    """Return the outcome and the result of a run of any version, None if it is not finished."""
     from dpfed.studies.outcomes import Outcome, blind_of
 
     try:
@@ -128,7 +80,8 @@ def read_run(folder: Path) -> tuple[Outcome, dict[str, Any]] | None:
             return None
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         rows = [row for row in map(json.loads, lines) if row["accuracy"] is not None]
-        diverged, loss = bool(result.get("diverged", False)), rows[-1]["loss"]
+        diverged = bool(result.get("diverged", False))
+        loss = rows[-1]["loss"]
         outcome = Outcome(
             accuracy=0.0 if diverged else float(rows[-1]["accuracy"]),
             loss=math.inf if diverged or loss is None else float(loss),
@@ -145,34 +98,32 @@ def read_run(folder: Path) -> tuple[Outcome, dict[str, Any]] | None:
 
 
 def survey(study: Study, folder: Path) -> Survey:
-    """What compare would find done, in the order in which it would ask for it."""
+    """Return the state of a study; read runs in the order in which compare asks for them."""
     from dpfed.registry import registry
     from dpfed.studies.outcomes import Outcome
     from dpfed.studies.search import initial, largest
     from dpfed.studies.study import Progress
 
     found = Survey(Progress(study, registry()))
-    progress, first = found.progress, largest([arm.space for arm in study.arms])
+    progress = found.progress
+    first = largest([arm.space for arm in study.arms])
     failed = failures(folder)
     for i, arm in enumerate(study.arms):
         if arm.label in failed:
-            start = (
-                progress.tries(i, initial(arm.space, first)[0])[0]
-                if arm.grids
-                else progress.task(i, (), 0)
-            )
+            if arm.grids:
+                start = progress.tries(i, initial(arm.space, first)[0])[0]
+            else:
+                start = progress.task(i, (), 0)
             progress.outcomes[start.key] = Outcome(failed=failed[arm.label])
     while True:
         wanted = progress.wanted()
-        new = {
-            task.key: run
-            for task in wanted
-            if (run := read_run(folder / "runs" / task.key)) is not None
-        }
-        if not new:
+        before = len(found.details)
+        for task in wanted:
+            run = read_run(folder / "runs" / task.key)
+            if run is not None:
+                progress.outcomes[task.key], found.details[task.key] = run
+        if len(found.details) == before:
             break
-        progress.outcomes.update({key: outcome for key, (outcome, _) in new.items()})
-        found.details.update({key: result for key, (_, result) in new.items()})
     able = [i for i in range(len(study.arms)) if progress.failure(i) is None]
     found.searching = any(task.tuning for task in wanted)
     found.missing = len(wanted)
@@ -186,7 +137,7 @@ def survey(study: Study, folder: Path) -> Survey:
 
 
 def failures(folder: Path) -> dict[str, str]:
-    """Arms that could not be run, by the study's table: they leave nothing else behind."""
+    """Return the arms that could not be run, which only the study's table names."""
     try:
         rows = json.loads((folder / "table.json").read_text(encoding="utf-8"))["rows"]
         return {row["method"]: str(row["failed"]) for row in rows if row["failed"]}
@@ -195,7 +146,7 @@ def failures(folder: Path) -> dict[str, str]:
 
 
 def load_study(folder: Path) -> Study:
-    """From the file that `dpfed compare` writes before its first run."""
+    """Read a study from the file that `dpfed compare` writes before its first run."""
     from dpfed.studies.arms import Arm
     from dpfed.studies.study import Study
 
@@ -214,7 +165,7 @@ def load_study(folder: Path) -> Study:
 
 
 def tables_of(spec: Spec, folder: Path) -> dict[str, Rows]:
-    """The rows of one study for each CSV file."""
+    """Return the rows of one study for each CSV file."""
     study = load_study(folder)
     found = survey(study, folder)
     asked = json.loads((folder / "asked.json").read_text(encoding="utf-8"))
@@ -246,59 +197,30 @@ def tables_of(spec: Spec, folder: Path) -> dict[str, Rows]:
 
 
 def arm_rows(name: str, found: Survey, i: int, labels: Sequence[str]) -> tuple[Cells, Rows, Rows]:
+    """Return the rows of arm i for the tables of arms, runs and curves."""
     from dpfed.studies.search import at_edges
 
-    progress, arm = found.progress, found.progress.study.arms[i]
+    progress = found.progress
+    arm = progress.study.arms[i]
     failed = progress.failure(i)
     scored = {
         p: s for p, s in progress.scored(i).items() if progress.tries(i, p)[0].key in found.details
     }
-    tasks = [
-        ("tuning", point, task) for point in sorted(scored) for task in progress.tries(i, point)
-    ]
     over = failed is None and (not arm.grids or (bool(scored) and not found.searching))
     point = progress.chosen(i) if over else ()
-    if over:
-        tasks += [
-            ("reported", point, progress.task(i, point, s)) for s in range(progress.study.seeds)
-        ]
-    runs, curves = [], []
-    for phase, at, task in tasks:
-        if task.key not in found.details:
-            continue
-        outcome, result = progress.outcomes[task.key], found.details[task.key]
-        seed = task.tables["run"]["seed"]
-        row = {
-            "study": name,
-            "arm": arm.label,
-            "phase": phase,
-            "seed": seed,
-            **dict(zip(arm.grids, at, strict=True)),
-            "accuracy": outcome.accuracy,
-            "loss": outcome.loss if math.isfinite(outcome.loss) else None,
-            "diverged": "yes" if outcome.diverged else "",
-            **{f"epsilon_{view}": outcome.epsilon.get(view) for view in EPSILONS},
-            **(outcome.traffic or {}),
-            **{key: result.get(key) for key in ("delta", "sigma", "rounds")},
-            "run": task.key,
-            "seconds": round(result["seconds"], 1),
-        }
-        runs.append(words({key: row.get(key) for key in COLUMNS["runs"]}))
-        if phase == "reported":
-            curves += [
-                words(
-                    {
-                        "study": name,
-                        "arm": arm.label,
-                        "seed": seed,
-                        "round": t,
-                        "accuracy": accuracy,
-                    }
-                )
-                for t, accuracy in outcome.curve
-            ]
+    runs = []
+    curves = []
+    for at in sorted(scored):
+        for task in progress.tries(i, at):
+            runs += run_rows(found, task, dict(zip(arm.grids, at, strict=True)), "tuning")
+    for seed in range(progress.study.seeds) if over else ():
+        task = progress.task(i, point, seed)
+        runs += run_rows(found, task, dict(zip(arm.grids, point, strict=True)), "reported")
+        curves += curve_rows(found, task)
+    inside = ""
+    if over and scored:
+        inside = "no" if any(at_edges(scored)) else "yes"
     about = {
-        "study": name,
         "arm": arm.label,
         "row": arm.row or arm.label,
         "column": arm.column,
@@ -308,9 +230,42 @@ def arm_rows(name: str, found: Survey, i: int, labels: Sequence[str]) -> tuple[C
         "failed": failed,
         "tuning_runs": progress.study.search_seeds * len(scored),
         "tried": listed(arm.grids, [sorted({p[k] for p in scored}) for k in range(len(arm.grids))]),
-        "inside_grid": "" if not over or not scored else "no" if any(at_edges(scored)) else "yes",
+        "inside_grid": inside,
     }
-    return words({key: about.get(key) for key in COLUMNS["arms"]}), runs, curves
+    first = {"study": name, "arm": arm.label}
+    arm_row = words({key: {**first, **about}.get(key) for key in COLUMNS["arms"]})
+    return arm_row, [{**row, **first} for row in runs], [{**row, **first} for row in curves]
+
+
+def run_rows(found: Survey, task: Task, rates: Mapping[str, float], phase: str) -> Rows:
+    """Return the row of a run, none if it is not done; its study and arm are still empty."""
+    if task.key not in found.details:
+        return []
+    outcome = found.progress.outcomes[task.key]
+    result = found.details[task.key]
+    row = {
+        "phase": phase,
+        "seed": task.tables["run"]["seed"],
+        **rates,
+        "accuracy": outcome.accuracy,
+        "loss": outcome.loss if math.isfinite(outcome.loss) else None,
+        "diverged": "yes" if outcome.diverged else "",
+        **{f"epsilon_{view}": outcome.epsilon.get(view) for view in EPSILONS},
+        **(outcome.traffic or {}),
+        **{key: result.get(key) for key in ("delta", "sigma", "rounds")},
+        "run": task.key,
+        "seconds": round(result["seconds"], 1),
+    }
+    return [words({key: row.get(key) for key in COLUMNS["runs"]})]
+
+
+def curve_rows(found: Survey, task: Task) -> Rows:
+    """Return a row for each evaluated round of a run; its study and arm are still empty."""
+    if task.key not in found.details:
+        return []
+    seed = task.tables["run"]["seed"]
+    curve = found.progress.outcomes[task.key].curve
+    return [words({"seed": seed, "round": t, "accuracy": accuracy}) for t, accuracy in curve]
 
 
 def listed(names: Iterable[str], values: Iterable[Iterable[float]]) -> str:
@@ -321,7 +276,7 @@ def listed(names: Iterable[str], values: Iterable[Iterable[float]]) -> str:
 
 
 def reference_of(name: str | None, labels: Sequence[str]) -> str | None:
-    """The arm that differences are taken against; with its rate fixed it has that in its label."""
+    """Return the label of the reference arm, which contains its rate if that is fixed."""
     fixed = re.compile(re.escape(name or "") + r":lr=[^;]*")
     return next(
         (label for label in labels if name and (label == name or fixed.fullmatch(label))), None
@@ -333,13 +288,14 @@ def words(row: Mapping[str, Any]) -> Cells:
 
 
 def with_statistics(arms: Rows, runs: Rows) -> None:
-    """Fills in what the arms' reported runs come to; differences are over the seeds that both arms have."""
+    """Fill in the statistics of the arms' reported runs; differences use the seeds of both arms."""
     reported: dict[str, dict[str, Cells]] = {}
     for row in runs:
         if row["phase"] == "reported":
             reported.setdefault(row["arm"], {})[row["seed"]] = row
     for arm in arms:
-        mine, theirs = reported.get(arm["arm"], {}), reported.get(arm["reference"], {})
+        mine = reported.get(arm["arm"], {})
+        theirs = reported.get(arm["reference"], {})
         arm["n"] = str(len(mine))
         if not mine:
             continue
@@ -350,7 +306,9 @@ def with_statistics(arms: Rows, runs: Rows) -> None:
         if both and arm["arm"] != arm["reference"]:
             pairs = [[float(side[seed]["accuracy"]) for seed in both] for side in (mine, theirs)]
             difference, half = paired(*pairs)
-            low, high = (None, None) if half is None else (difference - half, difference + half)
+            if half is not None:
+                low = difference - half
+                high = difference + half
         first = next(iter(mine.values()))
         arm |= words(
             {
@@ -396,7 +354,7 @@ def to_csv(name: str, rows: Rows) -> str:
 
 
 def collect(out: Path, folder: Path, specs: Sequence[Spec]) -> None:
-    """Puts the studies that are in `out` in place of what the CSV files had of them; the others stay."""
+    """Replace the rows of the studies in `out` in the CSV files; rows of other studies stay."""
     found = {
         spec.name: tables_of(spec, out / spec.name)
         for spec in specs

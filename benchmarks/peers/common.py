@@ -1,7 +1,8 @@
-"""What all peers share: the same model, the same records in the same hands, the same round, and one way to time it.
+"""The model, the records, the round and the clock that all peers share.
 
-It runs in every peer's own environment, so it imports of dpfed only what builds models and deals records. A round is
-5 clients of 10, 20 local steps of AdamW each, Poisson batches of 16 expected records, the digits model of dpfed's default run.
+This file runs in the environment of each peer, so it imports only the parts of dpfed that build
+models and partition records. A round has 5 of 10 clients, 20 local steps of AdamW each, Poisson
+batches of 16 expected records, and the digits model of dpfed's default run.
 """
 
 from __future__ import annotations
@@ -23,9 +24,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-CLIENTS, COHORT, STEPS, BATCH = 10, 5, 20, 16
-CLIP, SIGMA, LR, WEIGHT_DECAY = 1.0, 1.0, 0.015, 0.01
-WARM, ROUNDS = 2, 10
+CLIENTS = 10
+COHORT = 5
+STEPS = 20
+BATCH = 16
+CLIP = 1.0
+SIGMA = 1.0
+LR = 0.015
+WEIGHT_DECAY = 0.01
+WARM = 2
+ROUNDS = 10
 
 
 def arguments(about: str | None) -> argparse.Namespace:
@@ -46,13 +54,16 @@ def arguments(about: str | None) -> argparse.Namespace:
 
 
 class Rounds:
-    """Times rounds. `tick` is called between them, and before the first; in turn with others it waits there for a line.
+    """The clock: `tick` is called before the first round and after each.
 
-    Libraries may print what they like: their stdout becomes stderr, and what belongs to the measurement goes to the real one.
+    With --in-turn, `tick` waits for a line on stdin. Stdout of libraries becomes stderr, so that
+    only the measurement is on the real stdout.
     """
 
     def __init__(self, given: argparse.Namespace) -> None:
-        self.in_turn, self.warm, self.total = given.in_turn, given.warm, given.warm + given.rounds
+        self.in_turn = given.in_turn
+        self.warm = given.warm
+        self.total = given.warm + given.rounds
         self._out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
         self._begun: tuple[float, float, float] | None = None
@@ -60,21 +71,20 @@ class Rounds:
 
     def tick(self) -> None:
         if self._begun is not None:
-            clock, own = time.perf_counter(), time.process_time()
+            clock = time.perf_counter()
+            own = time.process_time()
             others, mine, start = self._begun
             self.seen.append((clock - start, own - mine + children_seconds() - others))
         if self.in_turn and len(self.seen) < self.total:
             self._say({"ready": len(self.seen)})
+            # An empty line means that the driver has ended.
             if not sys.stdin.readline():
-                sys.exit(0)  # who asked for rounds is gone
-        self._begun = (
-            children_seconds(),
-            time.process_time(),
-            time.perf_counter(),
-        )  # looking around takes time: first
+                sys.exit(0)
+        # The clock comes last, because reading the children's time takes time.
+        self._begun = (children_seconds(), time.process_time(), time.perf_counter())
 
     def end(self, tool: str, packages: tuple[str, ...], does: str, parameters: int) -> None:
-        """The one line that a script prints. `parameters`: trained numbers, which must be the same for all."""
+        """Print the result as one line; `parameters` must be equal for all tools."""
         timed = self.seen[self.warm : self.total]
         clock, processor = zip(*timed, strict=True)
         self._say(
@@ -95,7 +105,7 @@ class Rounds:
 
 
 def children_seconds() -> float:
-    """Processor time of all that descend from this process. os.times knows of those that have ended, /proc of the others."""
+    """Return the processor time of all descendants: os.times for ended ones, /proc for others."""
     ended = os.times()
     total = ended.children_user + ended.children_system
     if not Path("/proc/self/stat").exists():
@@ -113,17 +123,17 @@ def children_seconds() -> float:
 
 
 def _stat(pid: int) -> tuple[int, int] | None:
-    """Parent and ticks of a process, with those of its own children that have ended."""
+    """Return the parent and the ticks of a process and its ended children, None if it is gone."""
     try:
         fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
-    except OSError:  # it has just ended
+    except OSError:
         return None
     return int(fields[1]), sum(map(int, fields[11:15]))
 
 
 @dataclass(frozen=True)
 class Digits:
-    """The model with its adapters, and every client's records, made ready for the model once."""
+    """The model with its adapters, and the prepared records of every client."""
 
     model: nn.Module
     clients: list[tuple[Tensor, Tensor]]
@@ -138,7 +148,7 @@ class Digits:
 
 
 def digits() -> Digits:
-    """As `dpfed run` builds and deals them: its own code and the sections of its own preset."""
+    """Build the model and partition the records as `dpfed run digits` does."""
     import dpfed
     from dpfed.config import LoraSection
     from dpfed.data.partition import partition
@@ -147,47 +157,43 @@ def digits() -> Digits:
     from dpfed.model.task import InputSpec
     from dpfed.model.zoo.glyph_vit import GlyphViT
 
-    preset = tomllib.loads(
-        (Path(dpfed.__file__).parent / "config" / "presets" / "digits.toml").read_text(
-            encoding="utf-8"
-        )
-    )
-    lora, deal = preset["model"]["lora"], preset["data"]
+    file = Path(dpfed.__file__).parent / "config" / "presets" / "digits.toml"
+    preset = tomllib.loads(file.read_text(encoding="utf-8"))
+    lora = preset["model"]["lora"]
+    data = preset["data"]
     spec = InputSpec("image", "pixel_values", (1, 8, 8), 10, white=16.0)
-    parts = assemble(
-        GlyphViT(lora=LoraSection(**{**lora, "targets": tuple(lora["targets"])})), spec
-    )
-    table = Source().load().train
-    shards = partition(
-        table.labels, CLIENTS, deal["partition"], deal["alpha"], np.random.default_rng(0)
-    )
-    pixels = parts.built.prepare({"pixel_values": torch.from_numpy(table.inputs["pixel_values"])})[
-        "pixel_values"
-    ]
+    model = GlyphViT(lora=LoraSection(**{**lora, "targets": tuple(lora["targets"])}))
+    parts = assemble(model, spec)
+    source = Source(clients=CLIENTS, partition=data["partition"], alpha=data["alpha"])
+    table = source.load().train
+    shards = partition(source, table, np.random.default_rng(0))
+    raw = torch.from_numpy(table.inputs["pixel_values"])
+    pixels = parts.built.prepare({"pixel_values": raw})["pixel_values"]
     labels = torch.from_numpy(table.labels)
-    hands = [torch.from_numpy(shards.of(client)) for client in range(CLIENTS)]
-    return Digits(parts.adapted.model, [(pixels[rows], labels[rows]) for rows in hands])
+    owned = [torch.from_numpy(shards.of(client)) for client in range(CLIENTS)]
+    return Digits(parts.adapted.model, [(pixels[rows], labels[rows]) for rows in owned])
 
 
 def poisson(records: int, generator: torch.Generator | None = None) -> Tensor:
-    """Every record by itself with the same chance; 16 are expected. An empty batch is once in twenty million."""
+    """Return a Poisson batch of 16 expected records; it is empty once in twenty million."""
     return (torch.rand(records, generator=generator) < BATCH / records).nonzero().squeeze(1)
 
 
 class PrivateClient:
-    """A client's local training with Opacus: 20 steps of DP-AdamW, each record's gradient clipped, noised, and counted.
+    """Local training with Opacus: 20 steps of DP-AdamW with clipping, noise and an accountant.
 
-    Wrapped once and used again for every client, which spares Opacus the building that a fresh engine would cost each time.
+    The model is wrapped once for all clients, which saves Opacus the cost of a new engine each
+    time.
     """
 
     def __init__(self, at: Digits) -> None:
         from opacus import GradSampleModule
 
-        warnings.filterwarnings(
-            "ignore", message="Full backward hook is firing"
-        )  # of every frozen first layer
+        # A frozen first layer causes this warning.
+        warnings.filterwarnings("ignore", message="Full backward hook is firing")
         at.model.train()
-        self.at, self.tensors = at, list(at.trained.values())
+        self.at = at
+        self.tensors = list(at.trained.values())
         self.wrapped = GradSampleModule(at.model, loss_reduction="mean")
 
     def train(self, client: int, start: list[Tensor]) -> list[Tensor]:

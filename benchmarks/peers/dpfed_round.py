@@ -1,7 +1,8 @@
-"""A whole round of dpfed: cohort, ledger on the disk before release, 20 steps of 5 clients side by side, aggregation, checkpoint.
+"""Time a whole round of dpfed: cohort, ledger, 20 steps of 5 clients, aggregation, checkpoint.
 
-Every record's gradient is clipped to norm 1, and noised with multiplier 1; the algorithm is the default, dp-fedadamw.
-Run: python benchmarks/peers/dpfed_round.py
+    python benchmarks/peers/dpfed_round.py
+
+Every record's gradient is clipped to norm 1 and noised with multiplier 1, by dp-fedadamw.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ from dpfed.training.callbacks.base import Callback
 from dpfed.training.rounds import Round
 from dpfed.training.run import run
 
-DOES = "each record clipped, noise at the client, one exact ledger on the disk, checkpoint after every round"
+DOES = (
+    "each record clipped, noise at the client, one exact ledger on the disk, "
+    "checkpoint after every round"
+)
 
 
 def main() -> None:
     given = arguments(__doc__)
     rounds = Rounds(given)
-    last = rounds.total + 1  # evaluates and asks for epsilon, which no peer does: it is not timed
+    # The last round evaluates and computes epsilon, which no peer does, so it is not timed.
+    last = rounds.total + 1
     settings = (
         f"data.clients={CLIENTS}",
         f"run.participation={COHORT / CLIENTS}",

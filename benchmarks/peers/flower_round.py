@@ -1,7 +1,9 @@
-"""A round of Flower's simulation on ray, with Opacus in the clients: FedAvg over actors, each record clipped and noised.
+"""Time a round of Flower's simulation on ray: FedAvg with Opacus in the clients.
 
-Each actor builds the model once and keeps it, which Flower's own examples do not: a kindness of some tenths of a second a client.
-The accountant is new in every call, as in Flower's example with Opacus. Run: python benchmarks/peers/flower_round.py
+    python benchmarks/peers/flower_round.py
+
+Each actor builds the model once, unlike in Flower's own examples; this saves tenths of a second per
+client. The accountant is new in every call, as in Flower's example with Opacus.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_worker_niceness": "0",  # or a busy machine would let its actors wait for all others
+    # A lower priority would make the actors wait on a busy machine.
+    "RAY_worker_niceness": "0",
 }
-# Read on import, and handed on to the actors, which are to find the modules beside this file.
-os.environ.update(
-    QUIET, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")])
-)
+# Flower and ray read these on import. The actors inherit them and find the modules beside this
+# file.
+PATHS = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")])
+os.environ.update(QUIET, OMP_NUM_THREADS="1", PYTHONPATH=PATHS)
 
 from common import CLIENTS, COHORT, Rounds, arguments, digits  # noqa: E402
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict  # noqa: E402
@@ -33,7 +36,10 @@ from flwr.serverapp import Grid, ServerApp  # noqa: E402
 from flwr.serverapp.strategy import FedAvg  # noqa: E402
 from flwr.simulation import run_simulation  # noqa: E402
 
-DOES = "each record clipped, noise at the client (Opacus), messages between processes on ray; an RDP accountant in memory"
+DOES = (
+    "each record clipped, noise at the client (Opacus), messages between processes on ray; "
+    "an RDP accountant in memory"
+)
 
 
 def clients() -> ClientApp:
@@ -44,16 +50,17 @@ def clients() -> ClientApp:
         import common
         import torch
 
-        held: Any = vars(common).get("held")  # of this actor
-        if held is None:
+        # An actor keeps its client in this module.
+        own: Any = vars(common).get("own_client")
+        if own is None:
             torch.set_num_threads(1)
-            held = common.held = common.PrivateClient(common.digits())  # type: ignore[attr-defined]
-        names = list(held.at.trained)
+            own = common.own_client = common.PrivateClient(common.digits())  # type: ignore[attr-defined]
+        names = list(own.at.trained)
         start = message.content["arrays"].to_torch_state_dict()
         client = int(context.node_config["partition-id"])
-        trained = held.train(client, [start[name] for name in names])
+        trained = own.train(client, [start[name] for name in names])
         arrays = ArrayRecord(dict(zip(names, trained, strict=True)))
-        counts = MetricRecord({"num-examples": len(held.at.clients[client][1])})
+        counts = MetricRecord({"num-examples": len(own.at.clients[client][1])})
         return Message(content=RecordDict({"arrays": arrays, "metrics": counts}), reply_to=message)
 
     return app
@@ -64,9 +71,8 @@ def server(rounds: Rounds) -> ServerApp:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        def between(
-            t: int, arrays: ArrayRecord
-        ) -> None:  # called before the first round and after each
+        # Flower calls this before the first round and after each.
+        def between(t: int, arrays: ArrayRecord) -> None:
             rounds.tick()
 
         start = ArrayRecord({name: t.detach().clone() for name, t in digits().trained.items()})

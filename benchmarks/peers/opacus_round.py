@@ -1,7 +1,8 @@
-"""A round with Opacus alone, one client after another: each record clipped and noised, then the mean of the clients' updates.
+"""Time a round with Opacus alone: one client after another, then the mean of their updates.
 
-There is no federation in it: nothing is sent, stored or charged beyond each client's own accountant.
-Run: python benchmarks/peers/opacus_round.py
+    python benchmarks/peers/opacus_round.py
+
+There is no federation: nothing is sent or stored, and only each client's accountant is charged.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ import numpy as np
 import torch
 from common import CLIENTS, COHORT, PrivateClient, Rounds, arguments, digits
 
-DOES = "each record clipped, noise at the client, an RDP accountant in memory; a plain loop, no federation"
+DOES = (
+    "each record clipped, noise at the client, an RDP accountant in memory; "
+    "a plain loop, no federation"
+)
 
 
 def main() -> None:
     rounds = Rounds(arguments(__doc__))
     at = digits()
-    client, server = PrivateClient(at), [t.detach().clone() for t in at.trained.values()]
+    client = PrivateClient(at)
+    server = [t.detach().clone() for t in at.trained.values()]
     rng = np.random.default_rng(0)
     for _ in range(rounds.total):
         rounds.tick()

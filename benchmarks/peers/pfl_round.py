@@ -1,8 +1,9 @@
-"""A round of pfl's simulation: FederatedAveraging, local AdamW, and the Gaussian mechanism on the sum of the clients' updates.
+"""Time a round of pfl's simulation: FederatedAveraging with local AdamW and central noise.
 
-This is another promise: pfl clips a client's whole update and noises the sum at the server (user-level DP, a trusted
-server). Nothing is done record by record, so its local steps are non-private ones. Batches are 20 fixed ones of 16 records.
-Run: python benchmarks/peers/pfl_round.py
+    python benchmarks/peers/pfl_round.py
+
+The guarantee differs: pfl clips a client's whole update and a trusted server adds noise to the sum
+(user-level DP). Its local steps are not private. Batches are 20 fixed ones of 16 records.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ from pfl.privacy.gaussian_mechanism import GaussianMechanism
 from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism
 from torch import Tensor, nn
 
-DOES = "each client's update clipped, noise at a trusted server; records are not protected, local steps are non-private"
+DOES = (
+    "each client's update clipped, noise at a trusted server; "
+    "records are not protected, local steps are non-private"
+)
 
 
 class Model(nn.Module):
@@ -72,13 +76,12 @@ class Watch(TrainingProcessCallback):  # type: ignore[type-arg]
 
 
 def users(at: Digits) -> FederatedDataset:
-    """Every client has its records often enough for all its steps, since pfl ends a pass with the data."""
+    """Return each client's records, repeated for all of its steps, since pfl makes one pass."""
 
     def repeated(client: int) -> Dataset:
         pixels, labels = at.clients[client]
-        rows = torch.cat(
-            [torch.randperm(len(labels)) for _ in range(1 + STEPS * BATCH // len(labels))]
-        )[: STEPS * BATCH]
+        passes = 1 + STEPS * BATCH // len(labels)
+        rows = torch.cat([torch.randperm(len(labels)) for _ in range(passes)])[: STEPS * BATCH]
         return Dataset(raw_data=[pixels[rows], labels[rows]], user_id=str(client))
 
     held = [repeated(client) for client in range(CLIENTS)]

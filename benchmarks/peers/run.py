@@ -1,8 +1,10 @@
-"""A round of dpfed beside a round of its peers: all are started, then each computes one round in turn, again and again.
+"""Compare a round of dpfed with a round of its peers, which compute one round in turn.
 
-So whatever else the machine has to do disturbs all alike. Wall time and processor time (of the process and all that it has
-started) are medians; ratios are those of the medians, with the smallest and largest ratio within one turn.
-Run: python benchmarks/peers/run.py --venv opacus=PATH --venv flower=PATH --venv pfl=PATH [--rounds 10] [--threads 1] [--out FILE]
+    python benchmarks/peers/run.py --venv opacus=PATH --venv flower=PATH --venv pfl=PATH
+
+Other work on the machine therefore disturbs all of them alike. Wall time and processor time (with
+all child processes) are medians. Ratios are those of the medians, with the smallest and the
+largest ratio within one turn.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-MODEL = "'torch>=2.6,<2.14' 'transformers>=5.17,<6' 'peft>=0.20,<0.22' safetensors numpy scipy pydantic scikit-learn tomli-w pillow"
+MODEL = (
+    "'torch>=2.6,<2.14' 'transformers>=5.17,<6' 'peft>=0.20,<0.22' "
+    "safetensors numpy scipy pydantic scikit-learn tomli-w pillow"
+)
 PEERS = {
     "opacus": "'opacus>=1.6,<1.7'",
     "flower": "'flwr[simulation]>=1.41,<1.42' 'opacus>=1.6,<1.7'",
@@ -29,24 +34,24 @@ Line = dict[str, Any]
 
 
 def install(peer: str) -> list[str]:
-    """The commands that make a peer's environment. dpfed itself is handed over by the driver."""
+    """Return the commands that make a peer's environment; PYTHONPATH adds dpfed."""
     return [f"python -m venv .venvs/{peer}", f".venvs/{peer}/bin/pip install {MODEL} {PEERS[peer]}"]
 
 
 class Tool:
-    """A script that computes a round whenever it is told to."""
+    """A script that computes a round for each line that it gets."""
 
     def __init__(self, name: str, command: list[str], paths: str) -> None:
         self.name = name
         self.result: Line | None = None
         self.failed: str | None = None
-        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed with the tool)
+        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115
         environment = {**os.environ, "PYTHONPATH": paths}
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._said,
+            stderr=self._stderr,
             text=True,
             env=environment,
         )
@@ -54,12 +59,12 @@ class Tool:
 
     def round(self) -> None:
         if self.failed is None and self.result is None:
-            with contextlib.suppress(BrokenPipeError):  # what it said last is read below
+            with contextlib.suppress(BrokenPipeError):
                 print(file=self._process.stdin, flush=True)
             self._listen()
 
     def _listen(self) -> None:
-        """Until it is ready for the next round, has its result, or is gone."""
+        """Wait until the tool is ready for the next round, has its result, or has ended."""
         assert self._process.stdout is not None
         for text in self._process.stdout:
             line = json.loads(text)
@@ -67,11 +72,11 @@ class Tool:
                 self.result = line
             return
         self._process.wait()
-        self._said.seek(0)
-        last = [line for line in self._said.read().splitlines() if line.strip()][-1:]
-        self.failed = (
-            last[0].strip()[:200] if last else f"it ended with code {self._process.returncode}"
-        )
+        self._stderr.seek(0)
+        lines = [line.strip() for line in self._stderr if line.strip()]
+        self.failed = f"it ended with code {self._process.returncode}"
+        if lines:
+            self.failed = lines[-1][:200]
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -81,19 +86,19 @@ class Tool:
         except (BrokenPipeError, subprocess.TimeoutExpired):
             self._process.kill()
             self._process.wait()
-        self._said.close()
+        self._stderr.close()
 
 
 def measure(commands: dict[str, list[str]], turns: int, paths: str = "") -> dict[str, Tool]:
-    """Starts one after another; then a round of each, and who begins changes."""
+    """Start the tools, then compute rounds in turn; each turn another tool begins."""
     tools: list[Tool] = []
     try:
         for name, command in commands.items():
             started = time.perf_counter()
-            tools.append(Tool(name, command, paths))
-            say(
-                f"{name}: {tools[-1].failed or f'ready after {time.perf_counter() - started:.0f} s'}"
-            )
+            tool = Tool(name, command, paths)
+            tools.append(tool)
+            seconds = time.perf_counter() - started
+            say(f"{name}: {tool.failed or f'ready after {seconds:.0f} s'}")
         for turn in range(turns):
             first = turn % len(tools)
             for tool in tools[first:] + tools[:first]:
@@ -110,7 +115,10 @@ def say(line: str) -> None:
 
 
 def ratios(mine: Line, other: Line, which: int) -> tuple[float, float, float]:
-    """How many times dpfed's: ratio of the medians, and the smallest and largest within one turn. 0: wall, 1: processor."""
+    """Return the ratio to dpfed of the medians, and the smallest and largest within one turn.
+
+    which  0: wall time, 1: processor time
+    """
     key = ("seconds", "cpu_seconds")[which]
     each = [
         theirs[which] / ours[which]
@@ -137,7 +145,8 @@ def table(found: dict[str, Line], failed: dict[str, str]) -> list[str]:
     versions = {k: v for line in reversed(found.values()) for k, v in line["versions"].items()}
     lines += [
         "",
-        f"one round of dpfed: {mine['seconds']:.3f} s, {mine['cpu_seconds']:.3f} s of the processor",
+        f"one round of dpfed: {mine['seconds']:.3f} s, "
+        f"{mine['cpu_seconds']:.3f} s of the processor",
     ]
     lines += [", ".join(f"{k} {v}" for k, v in sorted(versions.items()))]
     return lines
@@ -163,7 +172,8 @@ def parsed() -> argparse.Namespace:
         python = Path(path, "bin", "python")
         if name not in PEERS or not python.exists():
             parser.error(
-                f"--venv {item}: give one of {', '.join(PEERS)} and a folder with bin/python, as pfl=.venvs/pfl"
+                f"--venv {item}: give one of {', '.join(PEERS)} "
+                "and a folder with bin/python, as pfl=.venvs/pfl"
             )
         given.pythons[name] = str(python.absolute())
     return given
@@ -173,15 +183,9 @@ def main() -> None:
     given = parsed()
     import dpfed
 
-    options = [
-        "--in-turn",
-        "--rounds",
-        str(given.rounds),
-        "--warm",
-        str(given.warm),
-        "--threads",
-        str(given.threads),
-    ]
+    options = ["--in-turn"]
+    for name in ("rounds", "warm", "threads"):
+        options += [f"--{name}", str(getattr(given, name))]
     pythons = {"dpfed": sys.executable, **given.pythons}
     commands = {
         name: [python, str(HERE / f"{name}_round.py"), *options] for name, python in pythons.items()
@@ -197,19 +201,11 @@ def main() -> None:
     print("\n".join(table(found, failed)))
     for peer in PEERS:
         if peer not in pythons:
-            print(
-                "\n    ".join(
-                    [
-                        f"{peer} is not measured; with these, and --venv {peer}=.venvs/{peer}, it is:",
-                        *install(peer),
-                    ]
-                )
-            )
+            hint = f"{peer} is not measured; with these, and --venv {peer}=.venvs/{peer}, it is:"
+            print("\n    ".join([hint, *install(peer)]))
     if given.out is not None:
-        given.out.write_text(
-            json.dumps({"threads": given.threads, "tools": found, "failed": failed}, indent=1)
-            + "\n"
-        )
+        figures = {"threads": given.threads, "tools": found, "failed": failed}
+        given.out.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Fails when a page of the built documentation would load anything from elsewhere: fonts, scripts, styles, pictures.
+"""Fail if a built page would load a font, script, style or picture from another host.
 
     mkdocs build --strict && python docs/tools/check_site.py site
 
-Links that a reader may follow are fine; what a browser fetches by itself is not.
+Links that a reader may follow are allowed; resources that a browser fetches by itself are not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
-# A link is fetched by itself only for these relations; rel="canonical" and the like are names.
+# A browser fetches a <link> only for these relations, not for rel="canonical".
 FETCHED_LINKS = {
     "stylesheet",
     "icon",
@@ -46,6 +46,8 @@ IN_STYLE = re.compile(
 
 
 class Page(HTMLParser):
+    """A parser that collects the resources of other hosts in `found`."""
+
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
@@ -53,9 +55,8 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = {name: value or "" for name, value in attrs}
-        fetched = tag in SOURCES or (
-            tag == "link" and FETCHED_LINKS & set(given.get("rel", "").lower().split())
-        )
+        relations = set(given.get("rel", "").lower().split())
+        fetched = tag in SOURCES or (tag == "link" and FETCHED_LINKS & relations)
         for name in ("src", "href", "data", "poster", "xlink:href"):
             if fetched and ELSEWHERE.match(given.get(name, "")):
                 self.found.append(f"<{tag} {name}={given[name]}>")
@@ -76,11 +77,11 @@ class Page(HTMLParser):
 
 
 def in_style(text: str) -> list[str]:
-    return [one or two for one, two in IN_STYLE.findall(text)]
+    return [url or imported for url, imported in IN_STYLE.findall(text)]
 
 
 def elsewhere(path: Path) -> list[str]:
-    """What a browser would fetch from another host because of this file."""
+    """Return the resources that this file makes a browser fetch from another host."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".css":
         return in_style(text)

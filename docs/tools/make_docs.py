@@ -1,10 +1,13 @@
-"""Writes what the documentation says of the program out of the program: keys, commands, functions, and outputs of commands.
+"""Write the parts of the documentation that follow from the program: keys, commands, outputs.
 
-    python docs/tools/make_docs.py            writes
-    python docs/tools/make_docs.py --check    writes nothing, exits with 1 and names what is not up to date
+    python docs/tools/make_docs.py            write them
+    python docs/tools/make_docs.py --check    write nothing; exit with 1 and name the stale pages
 
-In the pages, `<!-- output of: dpfed ... -->` is followed by a block that holds what that command prints,
-`<!-- text of: FILE -->` by a block that holds a file, and `<!-- table of: NAME -->` by a table that a function here makes.
+In a page, a comment before a block says where the block comes from:
+
+    <!-- output of: dpfed ... -->    the output of a command
+    <!-- text of: FILE -->           the text of a file
+    <!-- table of: NAME -->          a table of `TABLES` below
 """
 
 from __future__ import annotations
@@ -26,51 +29,48 @@ import click
 import typer.main
 from annotated_types import Ge, Gt, Le, Lt
 
-from dpfed.algorithms import base as contract
 from dpfed.cli.main import app
-from dpfed.config import Config, DataSection, LoraSection, ModelSection, keys
+from dpfed.cli.main import main as dpfed
+from dpfed.config import Config, DataSection, LoraSection, ModelSection
 from dpfed.registry import registry
 
 DOCS = Path(__file__).parents[1]
 NOTE = "<!-- written by docs/tools/make_docs.py: change the program, not this page -->\n"
+NAMES = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): ""}
+SIGNS = {Ge: ("ge", "≥"), Gt: ("gt", ">"), Le: ("le", "≤"), Lt: ("lt", "<")}
 
 
-# ------------------------------------------------------------------ every configuration key
+# ------------------------------------------------------------------ configuration keys
 
 
 def allowed(hint: Any) -> str:
-    """The values of a key in words, from its type and its range."""
-    if get_origin(hint) is None and hint in NAMES:
-        return NAMES[hint]
-    base, *extra = get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
-    signs = {Ge: ("ge", "≥"), Gt: ("gt", ">"), Le: ("le", "≤"), Lt: ("lt", "<")}
+    """Return the values that a key may have, in words, from its type and its range."""
+    if not hasattr(hint, "__metadata__"):
+        return _kind(hint)
+    base, *extra = get_args(hint)
     limits = [
-        f"{signs[type(e)][1]} {getattr(e, signs[type(e)][0]):g}" for e in extra if type(e) in signs
+        f"{SIGNS[type(e)][1]} {getattr(e, SIGNS[type(e)][0]):g}" for e in extra if type(e) in SIGNS
     ]
     return ", ".join([_kind(base), *limits])
 
 
-NAMES = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): ""}
-
-
 def _kind(base: Any) -> str:
-    if get_origin(base) is Literal:
-        return " · ".join(f"`{_toml(value)}`" for value in get_args(base))
-    if get_origin(base) in (Union, types.UnionType):
-        return " or ".join(text for text in map(_kind, get_args(base)) if text)
-    if get_origin(base) is tuple:
-        inner = get_args(base)[0]
-        return f"list of {NAMES[inner]}s" if inner in NAMES else f"list of {_kind(inner)}"
-    if get_origin(base) is dict:
-        return f"table of names, each a {allowed(get_args(base)[1])}"
+    origin = get_origin(base)
     if hasattr(base, "__metadata__"):
         return allowed(base)
+    if origin is Literal:
+        return " · ".join(f"`{_toml(value)}`" for value in get_args(base))
+    if origin in (Union, types.UnionType):
+        return " or ".join(text for text in map(_kind, get_args(base)) if text)
+    if origin is tuple:
+        inner = get_args(base)[0]
+        return f"list of {NAMES[inner]}s" if inner in NAMES else f"list of {_kind(inner)}"
+    if origin is dict:
+        return f"table of names, each a {allowed(get_args(base)[1])}"
     return NAMES.get(base, getattr(base, "__name__", str(base)))
 
 
 def _toml(value: Any) -> str:
-    if value is None:
-        return ""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -80,24 +80,22 @@ def _toml(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def key_table(cls: type[Any], leave_out: set[str] | frozenset[str] = frozenset()) -> list[str]:
+def key_table(cls: type[Any], leave_out: frozenset[str] = frozenset()) -> list[str]:
+    """Return a table of the keys of a section; tables of their own are left out."""
     hints = get_type_hints(cls, include_extras=True)
-    factories = {f.name: f.default_factory for f in dataclasses.fields(cls)}
-    made_anew = {
-        name: make() for name, make in factories.items() if make is not dataclasses.MISSING
-    }
     rows = []
-    for name, sentence, default in keys(cls):
+    for field in dataclasses.fields(cls):
+        name, default = field.name, field.default
         if name in leave_out or dataclasses.is_dataclass(hints[name]):
             continue
-        made = made_anew.get(name, default)
-        shown = (
-            "required"
-            if made is dataclasses.MISSING
-            else f"`{_toml(made)}`"
-            if made not in (None, {})
-            else ""
-        )
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        sentence = next((a for a in get_args(hints[name])[1:] if isinstance(a, str)), "")
+        shown = f"`{_toml(default)}`"
+        if default is dataclasses.MISSING:
+            shown = "required"
+        elif default in (None, {}):
+            shown = ""
         rows.append(f"| `{name}` | {_cell(allowed(hints[name]))} | {shown} | {_cell(sentence)} |")
     return ["| key | values | default | what it is |", "|---|---|---|---|", *rows, ""]
 
@@ -106,39 +104,35 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def _either(code: str) -> str:
-    """A type inside a table: a bar in code is read differently by different readers of Markdown."""
-    return code.replace(" | ", " or ")
-
-
-def _names(cls: type[Any]) -> frozenset[str]:
-    return frozenset(f.name for f in dataclasses.fields(cls))
-
-
 def configuration() -> str:
+    """Return the page of all configuration keys."""
     known = registry()
     lines = [
         "# Configuration",
         "",
         NOTE,
-        "A run is one TOML file (or a preset) and any number of overrides, `--set section.key=value`. An unknown key, a wrong",
-        'type or a value out of range ends with exit code 2 and one sentence. `extends = "other.toml"` takes another file first.',
-        "Empty defaults are unset. Naming another data source, model or algorithm drops the keys that belonged to the old one.",
+        "A run is one TOML file (or a preset) and any number of overrides, "
+        "`--set section.key=value`. An unknown key, a wrong",
+        "type or a value out of range ends with exit code 2 and one sentence. "
+        '`extends = "other.toml"` takes another file first.',
+        "Empty defaults are unset. Naming another data source, model or algorithm drops the keys "
+        "that belonged to the old one.",
         "",
         "## [data]",
         "",
         *key_table(DataSection),
-        *_further("data", known.data, _names(DataSection)),
+        *_further("data", known.data, DataSection),
         "## [model]",
         "",
         *key_table(ModelSection),
         "### [model.lora]",
         "",
         *key_table(LoraSection),
-        *_further("model", known.model, _names(ModelSection)),
+        *_further("model", known.model, ModelSection),
         "## [algorithm]",
         "",
-        "`name` is one of the algorithms below; the default is `dp-fedadamw`. Each has its own keys and defaults.",
+        "`name` is one of the algorithms below; the default is `dp-fedadamw`. "
+        "Each has its own keys and defaults.",
         "",
     ]
     for name, cls in known.algorithm.items():
@@ -149,22 +143,21 @@ def configuration() -> str:
 
 
 def sections() -> dict[str, type[Any]]:
-    """The sections that have no `name`: each has one set of keys."""
+    """Return the sections without a `name`, which have one set of keys each."""
     out = {}
     for name, hint in get_type_hints(Config).items():
-        cls = next(
-            (part for part in (hint, *get_args(hint)) if dataclasses.is_dataclass(part)), None
-        )
-        if isinstance(cls, type) and name not in ("data", "model"):
-            out[name] = cls
-    return out
+        for part in (hint, *get_args(hint)):
+            if isinstance(part, type) and dataclasses.is_dataclass(part):
+                out[name] = part
+    return {name: cls for name, cls in out.items() if name not in ("data", "model")}
 
 
-def _further(section: str, named: Any, common: frozenset[str]) -> list[str]:
-    """Keys that belong to one name only; names with the same further keys share a table."""
+def _further(section: str, named: Any, common: type[Any]) -> list[str]:
+    """Return tables of the keys that only some names have; equal tables are merged."""
+    shared = frozenset(field.name for field in dataclasses.fields(common))
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, cls in named.items():
-        table = tuple(key_table(cls, common))
+        table = tuple(key_table(cls, shared))
         if len(table) > 3:
             groups.setdefault(table, []).append(name)
     lines = []
@@ -173,12 +166,13 @@ def _further(section: str, named: Any, common: frozenset[str]) -> list[str]:
     return lines
 
 
-# ------------------------------------------------------------------ every command
+# ------------------------------------------------------------------ commands
 
 
 def commands(
     group: click.Command, path: tuple[str, ...] = ("dpfed",)
 ) -> Iterator[tuple[str, click.Command]]:
+    """Yield the words and the object of each command, at any depth."""
     inner = getattr(group, "commands", None)
     if inner is None:
         yield " ".join(path), group
@@ -189,11 +183,13 @@ def commands(
 
 
 def command_line() -> str:
+    """Return the page of all commands and options."""
     lines = [
         "# Command line",
         "",
         NOTE,
-        "`dpfed --help` shows the commands, `dpfed COMMAND --help` this. `dpfed --install-completion` teaches the shell to",
+        "`dpfed --help` shows the commands, `dpfed COMMAND --help` this. "
+        "`dpfed --install-completion` teaches the shell to",
         "complete them. Exit codes have [a page of their own](exit-codes.md).",
         "",
     ]
@@ -203,171 +199,48 @@ def command_line() -> str:
 
 
 def _described(text: str) -> list[str]:
-    paragraphs = inspect.cleandoc(text).split("\n\n")
-    said, example = [], ""
-    for paragraph in paragraphs:
-        before, mark, after = paragraph.partition("Example: ")
-        said += [" ".join(before.split()), ""] if before.strip() else []
-        example = after.strip() if mark else example
-    return [*map(_code, said), "```text", example, "```", ""]
+    paragraphs = []
+    example = ""
+    for paragraph in inspect.cleandoc(text).split("\n\n"):
+        sentence, mark, after = paragraph.partition("Example: ")
+        if sentence.strip():
+            paragraphs += [_code(" ".join(sentence.split())), ""]
+        if mark:
+            example = after.strip()
+    return [*paragraphs, "```text", example, "```", ""]
 
 
 def _code(sentence: str) -> str:
-    """Options in a sentence as code, so that no dash is lost."""
+    """Return a sentence with its options as code, so that Markdown keeps their dashes."""
     return re.sub(r"(?<![\w`-])(--[a-z][a-z-]+)", r"`\1`", sentence)
 
 
 def _parameters(command: click.Command) -> list[str]:
-    rows = []
-    for param in command.params:
-        if param.name in ("help",):
-            continue
-        shown = (
-            " ".join(param.opts)
-            if isinstance(param, click.Option)
-            else (param.metavar or param.name or "").upper()
-        )
-        value = ""
-        if isinstance(param, click.Option) and not param.is_flag:
-            value = " " + (param.metavar or param.type.name.upper())
-        needed = " (required)" if param.required else ""
-        default = param.default
-        said = (
-            f"; default {default}"
-            if isinstance(default, int | float) and not isinstance(default, bool)
-            else ""
-        )
-        said = said if default and isinstance(param, click.Option) else ""
-        rows.append(
-            f"| `{shown}{value}` | {_cell(_code(getattr(param, 'help', '') or ''))}{said}{needed} |"
-        )
+    rows = [_row(param) for param in command.params if param.name != "help"]
     return ["| option | what it does |", "|---|---|", *rows, ""] if rows else []
 
 
-# ------------------------------------------------------------------ functions and classes
+def _row(param: click.Parameter) -> str:
+    shown = (param.metavar or param.name or "").upper()
+    default = ""
+    if isinstance(param, click.Option):
+        shown = " ".join(param.opts)
+        if not param.is_flag:
+            shown += " " + (param.metavar or param.type.name.upper())
+            number = isinstance(param.default, int | float) and param.default
+            default = f"; default {param.default}" if number else ""
+    needed = " (required)" if param.required else ""
+    return f"| `{shown}` | {_cell(_code(getattr(param, 'help', '') or ''))}{default}{needed} |"
 
 
-def api() -> str:
-    import dpfed
-    from dpfed import errors
-    from dpfed.config import load
-    from dpfed.privacy.accounting.planner import PlanNumbers
-    from dpfed.training.run import run
+# ------------------------------------------------------------------ outputs and tables in pages
 
-    lines = [
-        "# Python interface",
-        "",
-        NOTE,
-        "`dpfed.fine_tune` and `dpfed.Tuned` are what scripts may rely on between versions. The rest is there to be used too, and",
-        "the changelog says when it changes.",
-        "",
-        *described("dpfed.fine_tune", dpfed.fine_tune),
-        *described("dpfed.Tuned", dpfed.Tuned),
-        "## Configuration and runs",
-        "",
-        *described("dpfed.config.load", load, 3),
-        *described("dpfed.training.run.run", run, 3),
-        *described("dpfed.privacy.accounting.planner.PlanNumbers", PlanNumbers, 3),
-        "## The contract of an algorithm",
-        "",
-        "What [Add an algorithm](../guides/add-an-algorithm.md) builds on.",
-        "",
-        *described("dpfed.algorithms.base.Algorithm", contract.Algorithm, 3),
-        *described("dpfed.algorithms.base.Averaging", contract.Averaging, 3),
-        *described("dpfed.algorithms.base.Context", contract.Context, 3),
-        *described("dpfed.algorithms.base.Oracle", contract.Oracle, 3),
-        *described("dpfed.algorithms.base.Releases", contract.Releases, 3),
-        "## Errors",
-        "",
-    ]
-    for cls in (
-        errors.DpfedError,
-        errors.StoppedError,
-        errors.DivergedError,
-        errors.InterruptedRunError,
-    ):
-        lines += described(f"dpfed.errors.{cls.__name__}", cls, 3)
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def described(name: str, thing: Any, level: int = 2) -> list[str]:
-    """Signature and docstring; of a class its public members too."""
-    lines = ["#" * level + f" {name}", ""]
-    if not inspect.isclass(thing):
-        return [
-            *lines,
-            "```text",
-            _signature(name.split(".")[-1], thing),
-            "```",
-            "",
-            *_docstring(thing),
-            "",
-        ]
-    lines += [*_docstring(thing), ""]
-    rows = []
-    for key, member in vars(thing).items():
-        called = member.fget if isinstance(member, property) else member
-        if (key.startswith("_") and key != "__call__") or not inspect.isfunction(called):
-            continue
-        shown = key if isinstance(member, property) else _signature(key, called, method=True)
-        rows.append(
-            f"| `{_either(shown)}` | {_cell(' '.join((inspect.getdoc(called) or '').split()))} |"
-        )
-    fields = dataclasses.fields(thing) if dataclasses.is_dataclass(thing) else ()
-    rows = [
-        f"| `{f.name}: {_either(str(f.type))}` | field |"
-        for f in fields
-        if "Annotated" not in str(f.type)
-    ] + rows
-    return [*lines, "| member | what it is |", "|---|---|", *rows, ""] if rows else lines
-
-
-class _Shown(str):
-    """A default that is a function has an address for a name, another one in each process."""
-
-    __repr__ = str.__str__
-
-
-def _unquoted(annotation: Any) -> Any:
-    """Return an annotation that is a text as something shown without quotes."""
-    return _Shown(annotation) if isinstance(annotation, str) else annotation
-
-
-def _signature(name: str, called: Any, method: bool = False) -> str:
-    found = inspect.signature(called)
-    given = [p for i, p in enumerate(found.parameters.values()) if not (method and i == 0)]
-    given = [
-        p.replace(default=_Shown("...")) if inspect.isfunction(p.default) else p for p in given
-    ]
-    given = [p.replace(annotation=_unquoted(p.annotation)) for p in given]
-    text = str(
-        found.replace(parameters=given, return_annotation=_unquoted(found.return_annotation))
-    )
-    if len(name + text) <= 100 or method:
-        return name + text
-    parts = [str(p) for p in given]
-    if any(p.kind is p.KEYWORD_ONLY for p in given):
-        parts.insert(next(i for i, p in enumerate(given) if p.kind is p.KEYWORD_ONLY), "*")
-    ending = text[text.rindex(")") :]
-    return f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + ending
-
-
-def _docstring(thing: Any) -> list[str]:
-    """Paragraphs as they are; lists of parameters and pseudo-code, which are aligned by spaces, as text."""
-    out: list[str] = []
-    for paragraph in (inspect.getdoc(thing) or "").split("\n\n"):
-        aligned = re.search(r"\S {2,}\S", paragraph) is not None
-        out += ["```text", paragraph, "```", ""] if aligned else [paragraph, ""]
-    return out[:-1]
-
-
-# ------------------------------------------------------------------ outputs and tables inside pages
-
-SIGMAS, RECORDS = (0.6, 0.8, 1.0, 1.5, 2.0, 4.0), (250, 1000, 4000, 16000)
+SIGMAS = (0.6, 0.8, 1.0, 1.5, 2.0, 4.0)
+RECORDS = (250, 1000, 4000, 16000)
 
 
 def cell(sigma: float, records: int) -> float:
-    """Epsilon of a client in every round: batch 16, 100 rounds of 10 local steps, delta 1e-5."""
+    """Return epsilon of a client in every round: batch 16, 100 rounds of 10 steps, delta 1e-5."""
     from dpfed.privacy.accounting.planner import PlanNumbers
 
     plan = PlanNumbers(
@@ -390,13 +263,13 @@ def cell(sigma: float, records: int) -> float:
 
 
 def epsilon_table() -> str:
+    """Return a table of epsilons by noise multiplier and records."""
     from dpfed.privacy.published import show_loss
 
-    head = "| noise multiplier | " + " | ".join(f"{r:,} records" for r in RECORDS) + " |"
-    rows = [
-        f"| {s:g} | " + " | ".join(show_loss(cell(s, r), 2) for r in RECORDS) + " |" for s in SIGMAS
-    ]
-    return "\n".join([head, "|---" * (len(RECORDS) + 1) + "|", *rows])
+    rows = [["noise multiplier", *(f"{records:,} records" for records in RECORDS)]]
+    rows += [[f"{s:g}", *(show_loss(cell(s, r), 2) for r in RECORDS)] for s in SIGMAS]
+    head, *body = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([head, "|---" * len(rows[0]) + "|", *body])
 
 
 TABLES: dict[str, Callable[[], str]] = {"epsilon": epsilon_table}
@@ -406,46 +279,42 @@ TABLE = re.compile(r"(<!-- table of: (\w+) -->\n\n)(.*?)(\n\n)", re.S)
 
 
 def printed(command: str) -> str:
-    """What a command prints to stdout, run in this process."""
-    from dpfed.cli.main import main
-
-    old, sys.argv = sys.argv, shlex.split(command)
+    """Return the text that a command prints to stdout, run in this process."""
+    arguments = sys.argv
+    sys.argv = shlex.split(command)
     out = io.StringIO()
     try:
         with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-            main()
+            dpfed()
     finally:
-        sys.argv = old
+        sys.argv = arguments
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
-def refreshed(page: str, tables: bool = True) -> str:
-    page = OUTPUT.sub(lambda m: m.group(1) + printed(m.group(2)) + m.group(4), page)
-    page = FILE.sub(
-        lambda m: m.group(1) + (DOCS.parent / m.group(2)).read_text(encoding="utf-8") + m.group(4),
-        page,
-    )
-    return (
-        TABLE.sub(lambda m: m.group(1) + TABLES[m.group(2)]() + m.group(4), page)
-        if tables
-        else page
-    )
+def text_of(file: str) -> str:
+    return (DOCS.parent / file).read_text(encoding="utf-8")
 
 
+SOURCES: dict[re.Pattern[str], Callable[[str], str]] = {
+    OUTPUT: printed,
+    FILE: text_of,
+    TABLE: lambda name: TABLES[name](),
+}
 GENERATED: dict[str, Callable[[], str]] = {
     "reference/configuration.md": configuration,
     "reference/command-line.md": command_line,
-    "reference/api.md": api,
 }
 
 
 def pages() -> dict[Path, str]:
-    """Every page that is written here, wholly or in part, as it should be."""
+    """Return the current text of every page that is generated, wholly or in part."""
     out = {DOCS / name: make() for name, make in GENERATED.items()}
     for path in sorted(DOCS.rglob("*.md")):
         text = path.read_text(encoding="utf-8")
-        if path not in out and any(pattern.search(text) for pattern in (OUTPUT, FILE, TABLE)):
-            out[path] = refreshed(text)
+        if path not in out:
+            for pattern, source in SOURCES.items():
+                text = pattern.sub(lambda m, source=source: m[1] + source(m[2]) + m[4], text)
+            out[path] = text
     return out
 
 
@@ -453,17 +322,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--check", action="store_true", help="only say what is not up to date")
+    parser.add_argument("--check", action="store_true", help="only name the stale pages")
     check = parser.parse_args().check
-    old = []
-    for path, text in pages().items():
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
-            old.append(path.relative_to(DOCS.parent))
-            if not check:
-                path.write_text(text, encoding="utf-8")
-    for path in old:
-        print(f"{'not up to date' if check else 'written'}: {path}")
-    return 1 if check and old else 0
+    stale = [
+        (path, text)
+        for path, text in pages().items()
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
+    for path, text in stale:
+        print(f"{'not up to date' if check else 'written'}: {path.relative_to(DOCS.parent)}")
+        if not check:
+            path.write_text(text, encoding="utf-8")
+    return 1 if check and stale else 0
 
 
 if __name__ == "__main__":

@@ -34,11 +34,12 @@ CASES = (
     Case("gn-resnet18", SMALL, clients=3, batch=8, train="full"),
 )
 CLIP, UNUSED = 0.05, 8
-FLOAT32, BF16 = 1e-4, 5e-2  # largest difference of a client's sum over its norm
+# Largest difference of a client's sum over its norm.
+FLOAT32, BF16 = 1e-4, 5e-2
 
 
 class Setting:
-    """One case on one device: a model, weights for each client, and the records of one pass."""
+    """A model, weights for each client, and the records of one pass, on one device."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.device = case, device
@@ -65,7 +66,7 @@ class Setting:
         )
 
     def by_hand(self, dtype: torch.dtype) -> Tensor:
-        """One record after another, by autograd through the model as peft made it."""
+        """Return the clipped sums by plain autograd, one record after another."""
         model = self.model.to(dtype)
         total = torch.zeros_like(self.theta, dtype=torch.float64)
         for i in range(self.case.union):

@@ -1,4 +1,4 @@
-"""What a newcomer sees first: `dpfed run` without arguments."""
+"""The demonstration, `dpfed run` without arguments."""
 
 from __future__ import annotations
 

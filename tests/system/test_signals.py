@@ -1,4 +1,4 @@
-"""Real signals to a real process: it stops between local steps, says how to go on, and goes on as if nothing had been."""
+"""Real signals stop a run between local steps; it resumes with identical results."""
 
 from __future__ import annotations
 
@@ -19,18 +19,21 @@ from torch import equal
 from dpfed.errors import InterruptedRunError
 from dpfed.training.interrupt import on_signals
 
-KEYS = "model.name=linear run.rounds=6 run.local_steps=3 run.participation=0.3 privacy.batch=16 privacy.sigma=2"
+KEYS = (
+    "model.name=linear run.rounds=6 run.local_steps=3 run.participation=0.3 "
+    "privacy.batch=16 privacy.sigma=2"
+)
 QUICK = [word for key in KEYS.split() for word in ("--set", key)]
 
-# Each run stops itself in the second local step of round 3 and goes on when the signal is there, so that it comes at one
-# moment, whatever the machine's speed. They are forked by one process, which saves importing torch each time.
+# Each run pauses in the second local step of round 3 until the signal has arrived, so the moment
+# does not depend on the machine's speed. One process forks all runs, so torch is imported once.
 CHILD = """
 import json, os, signal, sys
 from dpfed.cli import main
 from dpfed.algorithms.dp_fedadamw import DPFedAdamW
 step = DPFedAdamW.step
 def slow(self, ctx, local, oracle, k):
-    if k.is_meta:  # only the shapes of messages are asked for
+    if k.is_meta:
         return step(self, ctx, local, oracle, k)
     if (int(ctx.t), int(k)) == (3, 2):
         for _ in signals:
@@ -58,7 +61,7 @@ SENT = {"term": [signal.SIGTERM], "int": [signal.SIGINT], "twice": [signal.SIGIN
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int, list[str]]]:
-    """Of each run its folder, its exit code and the lines of its stderr."""
+    """Return the folder, the exit code and the lines of stderr of each run."""
     folder = tmp_path_factory.mktemp("stopped")
     jobs = json.dumps([(str(folder / name), signals) for name, signals in SENT.items()])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -80,13 +83,10 @@ def test_a_signal_stops_after_the_local_step_and_the_run_goes_on(
 ) -> None:
     out, returned, err = stopped[name]
     assert returned == code
-    assert (
-        err[-1]
-        == f"dpfed: stopped by {signal_name} after round 2; go on with `dpfed run --resume {out}`."
-    )
-    assert [line for line in err if line.startswith("step")][
-        -1
-    ] == "step 3 2"  # this step was finished, no other begun
+    stopped_by = f"dpfed: stopped by {signal_name} after round 2"
+    assert err[-1] == f"{stopped_by}; go on with `dpfed run --resume {out}`."
+    # The run finished this step and began no other.
+    assert [line for line in err if line.startswith("step")][-1] == "step 3 2"
     assert "Traceback" not in "\n".join(err)
     assert json.loads((out / "run.json").read_text())["state"] == "interrupted"
     assert not list(out.rglob("*.part"))

@@ -1,8 +1,7 @@
-"""The Python interface: a model and a data set in, an adapter out; and the lines of the README as they stand there."""
+"""The Python interface, including the lines of the README."""
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import subprocess
@@ -18,9 +17,7 @@ from PIL import Image
 
 import dpfed
 from dpfed import api
-from dpfed.config import load
-from dpfed.errors import DpfedError, DpfedWarning
-from dpfed.registry import registry
+from dpfed.errors import DpfedError
 
 README = Path(__file__).parents[2] / "README.md"
 WORDS = ["good film", "bad film", "so good", "so bad"]
@@ -52,7 +49,7 @@ def tune(model: Any, train: Any, test: Any, **keys: Any) -> dpfed.Tuned:
 
 
 def test_the_lines_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As shown, with small stand-ins for the folder and the data, and fewer rounds than a person would want."""
+    """The lines run as shown, with a small model, small data and one round."""
     block = next(
         b for b in re.findall(r"```python\n(.*?)```", README.read_text(), re.S) if "fine_tune" in b
     )
@@ -78,7 +75,7 @@ def test_the_lines_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "## Privacy" in (tmp_path / "my-adapter" / "README.md").read_text()
 
 
-def test_a_folder_and_what_comes_back(tmp_path: Path) -> None:
+def test_a_model_folder_gives_a_tuned_model(tmp_path: Path) -> None:
     model = base("roberta", tmp_path / "base")
     tuned = tune(Path(model), texts(), texts(8), out=tmp_path / "run")
     assert tuned.out == tmp_path / "run"
@@ -126,11 +123,13 @@ def test_a_model_in_memory_is_kept_beside_its_run(tmp_path: Path) -> None:
             out=out,
             settings={"privacy.batch": 1000.0},
         )
-    assert not (tmp_path / "run-base").exists()  # so that the next attempt may use the same place
+    # The next attempt can use the same folder.
+    assert not (tmp_path / "run-base").exists()
     tuned = tune(model, texts(), texts(8), tokenizer=tokenizer, out=out)
     assert (tmp_path / "run-base" / "model.safetensors").is_file()
     again = tune(folder, texts(), texts(8), out=tmp_path / "again")
-    assert again.result["test_loss"] == tuned.result["test_loss"]  # the same model, the same run
+    # The model and the run are the same.
+    assert again.result["test_loss"] == tuned.result["test_loss"]
     with pytest.raises(DpfedError, match="already holds a run"):
         tune(model, texts(), texts(8), tokenizer=tokenizer, out=out)
     assert (tmp_path / "run-base").exists()
@@ -153,9 +152,14 @@ def test_pictures_and_a_model_by_name(tmp_path: Path) -> None:
         small = {"model.width": 4, "model.groups": 2} if model == "gn-resnet18" else {}
         quick = {k: v for k, v in QUICK.items() if k != "model.max_length"}
         tuned = dpfed.fine_tune(
-            model, data, dict(data), clients=2, epsilon=None, out=tmp_path / f"run{len(small)}",
+            model,
+            data,
+            dict(data),
+            clients=2,
+            epsilon=None,
+            out=tmp_path / f"run{len(small)}",
             settings={**quick, **small, "privacy.sigma": 1.0},
-        )  # fmt: skip
+        )
         assert tuned.result["classes"] == ["0", "1", "2"]
 
 
@@ -167,15 +171,25 @@ def test_rows_of_numbers_and_natural_clients(tmp_path: Path) -> None:
         "hospital": ["a"] * 10 + ["b"] * 20,
     }
     tuned = dpfed.fine_tune(
-        "linear", data, dict(data), epsilon=None, out=tmp_path / "run",
-        settings={"data.partition": "natural", "data.client_column": "hospital", "privacy.rate": 0.3, "privacy.sigma": 1.0,
-                  "run.rounds": 1, "run.local_steps": 1},
-    )  # fmt: skip
+        "linear",
+        data,
+        dict(data),
+        epsilon=None,
+        out=tmp_path / "run",
+        settings={
+            "data.partition": "natural",
+            "data.client_column": "hospital",
+            "privacy.rate": 0.3,
+            "privacy.sigma": 1.0,
+            "run.rounds": 1,
+            "run.local_steps": 1,
+        },
+    )
     assert tuned.result["clients"] == 2
     assert "rate 0.3" in tuned.result["guarantee"]
 
 
-def test_rounds_are_shown_as_they_pass_unless_not_wanted(
+def test_progress_is_shown_unless_disabled(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = {"features": np.eye(20), "label": np.arange(20) % 2}
@@ -195,7 +209,7 @@ def test_rounds_are_shown_as_they_pass_unless_not_wanted(
         assert said.out == ""
 
 
-def test_a_target_and_the_absence_of_privacy(tmp_path: Path) -> None:
+def test_a_target_epsilon_and_no_privacy(tmp_path: Path) -> None:
     data = {"features": np.eye(20), "label": np.arange(20) % 2}
     keys = {"run.rounds": 1, "run.local_steps": 1, "privacy.batch": 4.0}
     aimed = dpfed.fine_tune(
@@ -210,7 +224,8 @@ def test_a_target_and_the_absence_of_privacy(tmp_path: Path) -> None:
         settings={**keys, "privacy.sigma": 5.0},
         out=tmp_path / "b",
     )
-    assert sigma.result["sigma"] == 5.0  # the default epsilon is no explicit one
+    # The default epsilon is not an explicit one.
+    assert sigma.result["sigma"] == 5.0
     none = dpfed.fine_tune(
         "linear",
         data,
@@ -291,240 +306,3 @@ def test_importing_is_cheap_and_typing_finds_the_names() -> None:
     assert found.stdout.split() == ["False", "True"]
     with pytest.raises(AttributeError, match="no attribute 'fine_tuna'"):
         dpfed.fine_tuna  # noqa: B018
-
-
-NUMBERS = {"features": np.eye(20), "label": np.arange(20) % 2}
-ONE_STEP = {"run.rounds": 1, "run.local_steps": 1, "privacy.batch": 4.0}
-
-
-def linear(out: Path, data: Any = NUMBERS, **keys: Any) -> dpfed.Tuned:
-    """A run of one step; settings are added to those of the step."""
-    more = keys.pop("settings", {})
-    keys.setdefault("progress", False)
-    return dpfed.fine_tune(
-        "linear", data, dict(data), out=out, settings={**ONE_STEP, **more}, **keys
-    )
-
-
-@pytest.mark.parametrize(
-    ("keys", "settings", "words"),
-    [
-        (
-            {"clients": 2},
-            {"data.clients": 4},
-            r"clients = 2 and settings\['data\.clients'\] = 4 differ",
-        ),
-        (
-            {"delta": 1e-5},
-            {"privacy": {"delta": 1e-4}},
-            r"delta = 1e-05 and settings\['privacy\.delta'\] = 0\.0001 differ",
-        ),
-        (
-            {"epsilon": 1.0},
-            {"privacy.target_epsilon": 2.0},
-            r"epsilon = 1\.0 and settings\[.*\] = 2\.0 differ",
-        ),
-        (
-            {"epsilon": 1.0},
-            {"privacy.enabled": False},
-            r"pass epsilon=None to train without privacy",
-        ),
-    ],
-)
-def test_a_keyword_and_a_setting_that_differ_are_refused(
-    tmp_path: Path, keys: dict[str, Any], settings: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(DpfedError, match=words):
-        linear(tmp_path / "run", settings=settings, **keys)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_two_explicit_noise_levels_are_refused_like_those_of_a_file(tmp_path: Path) -> None:
-    sentences = []
-    with pytest.raises(DpfedError) as error:
-        linear(tmp_path / "run", epsilon=1.0, settings={"privacy.sigma": 0.3})
-    sentences.append(str(error.value))
-    with pytest.raises(DpfedError) as error:
-        load("digits", ["privacy.target_epsilon=1", "privacy.sigma=0.3"], registry())
-    sentences.append(str(error.value))
-    (tmp_path / "both.toml").write_text(
-        'extends = "digits"\n[privacy]\nsigma = 0.3\ntarget_epsilon = 1.0\n'
-    )
-    with pytest.raises(DpfedError) as error:
-        load(tmp_path / "both.toml", [], registry())
-    sentences.append(str(error.value))
-    assert len(set(sentences)) == 1
-
-
-def test_keywords_and_settings_that_agree(tmp_path: Path) -> None:
-    settings = {
-        "data.clients": np.int64(2),
-        "privacy": {"target_epsilon": 3.0},
-        "run.device": "cpu",
-    }
-    tuned = linear(tmp_path / "run", clients=2, epsilon=3.0, settings=settings)
-    assert tuned.result["clients"] == 2
-    assert tuned.epsilon["server_worst"] == pytest.approx(3.0, rel=0.01)
-
-
-def test_settings_must_be_a_dictionary_of_texts(tmp_path: Path) -> None:
-    for wrong, words in (
-        ([("run.rounds", 1)], "not list"),
-        ("run.rounds=1", "not str"),
-        ({3: 1}, "has the key 3"),
-        ({"run..rounds": 1}, "has the key 'run..rounds'"),
-    ):
-        with pytest.raises(DpfedError, match=words):
-            dpfed.fine_tune("linear", NUMBERS, dict(NUMBERS), settings=wrong, out=tmp_path / "run")  # type: ignore[arg-type]
-
-
-def test_natural_clients_have_the_number_of_their_column(tmp_path: Path) -> None:
-    data = {**NUMBERS, "hospital": ["a"] * 10 + ["b"] * 10}
-    natural = {"data.partition": "natural", "data.client_column": "hospital"}
-    with pytest.raises(
-        DpfedError, match=r"clients = 7, but the column 'hospital' names 2: leave clients out"
-    ):
-        linear(tmp_path / "run", data, clients=7, settings=natural)
-    with pytest.raises(DpfedError, match=r"clients = 7, but the column 'hospital' names 2"):
-        linear(tmp_path / "run", data, settings={**natural, "data.clients": 7})
-    tuned = linear(tmp_path / "run", data, settings=natural)
-    assert tuned.result["client_names"] == ["a", "b"]
-    assert any("'hospital': a, b" in note for note in tuned.notes)
-
-
-def test_every_model_reads_its_weights_or_refuses_them(tmp_path: Path) -> None:
-    """A model that ignored model.weights would charge what was spent on them and start anew."""
-    from dpfed.config import load
-    from dpfed.model.build import assemble
-    from dpfed.registry import registry
-
-    for name in registry().model:
-        section: Any = load(
-            "digits", [f"model.name={name}", "model.weights=no-such-folder"], registry()
-        ).model
-        with pytest.raises(DpfedError, match="no-such-folder"):
-            assemble(section, section.usual_spec())
-
-
-def test_a_linear_model_goes_on_from_its_export(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(400, 4)).astype("float32")
-    table = {"features": x, "label": (x[:, 0] > 0).astype(int)}
-    train = {name: column[:200] for name, column in table.items()}
-    test = {name: column[200:] for name, column in table.items()}
-    first = dpfed.fine_tune("linear", train, test, clients=2, out=tmp_path / "one", progress=False)
-    first.export(tmp_path / "model")
-    more = {**ONE_STEP, "privacy.sigma": 2.0}
-    again = dpfed.fine_tune(
-        str(tmp_path / "model"),
-        train,
-        test,
-        clients=2,
-        out=tmp_path / "two",
-        settings=more,
-        progress=False,
-    )
-    assert again.result["start_accuracy"] == first.accuracy > 0.8
-    with pytest.raises(DpfedError, match="'nothing-here' is not a file or folder"):
-        dpfed.fine_tune(
-            "nothing-here", train, test, clients=2, out=tmp_path / "three", progress=False
-        )
-
-
-def test_named_labels_reach_the_result(tmp_path: Path) -> None:
-    data = {"features": np.eye(20), "label": ["neg", "pos"] * 10}
-    assert linear(tmp_path / "a", data, clients=2).result["classes"] == ["neg", "pos"]
-    declared = linear(tmp_path / "b", data, clients=2, classes=["pos", "neg"])
-    assert declared.result["classes"] == ["pos", "neg"]
-    assert not any("read off the labels" in note for note in declared.notes)
-
-
-def test_warnings_are_issued_where_fine_tune_is_called(tmp_path: Path) -> None:
-    data = {"features": np.eye(20), "label": [0, 7] * 10}
-    with pytest.warns(
-        DpfedWarning, match="6 of 8 classes have no training record .* declare classes"
-    ) as seen:
-        tuned = linear(tmp_path / "a", data, clients=2)
-    issued = [found for found in seen if issubclass(found.category, DpfedWarning)]
-    assert {Path(found.filename).name for found in issued} == {"test_api.py"}
-    assert [str(found.message) for found in issued] == list(tuned.warnings)
-    assert not any(
-        "classes" in said for said in linear(tmp_path / "b", data, clients=2, classes=8).warnings
-    )
-    with pytest.warns(DpfedWarning, match=r"privacy\.delta = 0\.01 is at least a tenth of 1 / 10"):
-        linear(tmp_path / "c", clients=2, delta=0.01)
-    with pytest.raises(DpfedError, match=r"privacy\.delta = 0\.5 is at least 1 / 10"):
-        linear(tmp_path / "d", clients=2, delta=0.5)
-
-
-def test_a_model_with_one_answer_is_a_warning(tmp_path: Path) -> None:
-    data = {"features": np.zeros((20, 3)), "label": ["neg", "pos"] * 10}
-    with pytest.warns(DpfedWarning, match="every test record is taken for '(neg|pos)'"):
-        tuned = linear(tmp_path / "a", data, clients=2)
-    assert tuned.warnings[-1].startswith("every test record is taken for")
-
-
-def test_notes_are_shown_with_the_progress(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for shown in (True, False):
-        tuned = linear(tmp_path / str(shown), clients=3, progress=shown)
-        note = "2 of 20 training records are not used: all clients have equal sizes"
-        assert note in tuned.notes
-        said = capsys.readouterr().err
-        assert (f"note: {note}" in said) is shown
-        assert ("dp-fedadamw on given: 3 clients" in said) is shown
-
-
-def test_errors_use_the_words_of_python(tmp_path: Path) -> None:
-    linear(tmp_path / "run", clients=2)
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "file").touch()
-    for folder, words in (
-        ("run", "choose another out, or remove that folder"),
-        ("other", "choose another out"),
-    ):
-        with pytest.raises(DpfedError, match=words) as error:
-            linear(tmp_path / folder, clients=2)
-        assert "--" not in str(error.value)
-    with pytest.raises(DpfedError, match=r"^clients = 30 is more than the 20 records"):
-        linear(tmp_path / "new", clients=30)
-    with pytest.raises(DpfedError, match="declare classes for run"):
-        linear(tmp_path / "new", clients=2, settings={"run.noise": "os"})
-
-
-# Only commands reach the messages of these files that name options.
-COMMANDS_ONLY = {
-    "cli",
-    "studies",
-    "bench",
-    "federation",
-    "report",
-    "errors.py",
-    "config/parsing.py",
-    "privacy/accounting/planner.py",
-    "training/audit.py",
-    "training/export.py",
-    "training/backends/batched_runs.py",
-    "training/run_folder/resume.py",
-    "training/budget/spending.py",
-}
-
-
-def test_no_message_of_the_library_names_an_option_of_the_command_line() -> None:
-    root = Path(dpfed.__file__).parent
-    found = set()
-    for path in root.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Raise):
-                texts = [
-                    n.value
-                    for n in ast.walk(node)
-                    if isinstance(n, ast.Constant) and isinstance(n.value, str)
-                ]
-                if any(re.search(r"(^|\s)--[a-z]", text) for text in texts):
-                    found.add(path.relative_to(root))
-    assert Path("cli/server.py") in found
-    assert [
-        str(p) for p in found if str(p) not in COMMANDS_ONLY and p.parts[0] not in COMMANDS_ONLY
-    ] == []

@@ -1,17 +1,19 @@
-"""The documentation does what it says: its blocks run, its references are those of the program, its links lead somewhere.
+"""The documentation: its blocks run, its references are up to date, its links resolve.
 
-Every block of shell commands or Python in the README and the pages is run here, in a folder of its own page, unless the line
-before it says who else runs it. The comments that are understood, each directly before a block:
+Every block of shell commands or Python in the README and the pages runs here, in a folder per page,
+unless a comment names another test or script that runs it. Comments directly before a block:
 
-    <!-- runs: tests/... or scripts/... or .ci/run -->   somebody else does, and is named
-    <!-- quick: ARGUMENTS -->     `dpfed run`, `compare` and `model` get these too; for Python: settings of fine_tune, as a dict
-    <!-- saved as: FILE -->       the block is a file that the commands after it use
-    <!-- before: CODE -->         Python that is run first, for what a reader would have already
+    <!-- runs: tests/... or scripts/... or .ci/run -->   another test or script runs the block
+    <!-- quick: ARGUMENTS -->     added to `dpfed run`, `compare` and `model`; for Python, a
+                                  dictionary of settings of fine_tune
+    <!-- saved as: FILE -->       the block is a file that later commands use
+    <!-- before: CODE -->         Python to run first
 """
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib.util
 import json
 import re
@@ -30,8 +32,10 @@ import yaml
 
 import dpfed
 from dpfed import api
+from dpfed.algorithms import REGISTRY
 from dpfed.cli.main import app, main
 from dpfed.privacy.published import show_loss
+from dpfed.registry import registry
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -52,7 +56,7 @@ class Block:
 
     @property
     def elsewhere(self) -> str | None:
-        """Who runs it instead of this test."""
+        """The tests or scripts that run the block instead of this test."""
         return self.mark.removeprefix("runs: ") if self.mark.startswith("runs: ") else None
 
 
@@ -90,27 +94,25 @@ def runs(block: Block) -> bool:
 
 
 @each_page
-def test_every_block_of_commands_is_run_by_somebody(page: Path) -> None:
+def test_every_block_of_commands_runs_somewhere(page: Path) -> None:
     for block in blocks(page):
-        if (
-            block.kind in ("", "text")
-            and not block.mark.startswith("saved as: ")
-            and page.parent.name != "reference"
-        ):
-            assert not COMMANDS.search(block.text) or block.mark.startswith("output of: "), (
+        plain = block.kind in ("", "text") and page.parent.name != "reference"
+        if plain and not block.mark.startswith(("saved as: ", "output of: ")):
+            assert not COMMANDS.search(block.text), (
                 f"{name(page)}: commands belong into ```sh, where they are run:\n{block.text}"
             )
         if block.elsewhere is not None:
             named = NAMED.findall(block.elsewhere)
             assert named, (
-                f"{name(page)}: `runs:` must name a test, a script or .ci/run, not {block.elsewhere!r}"
+                f"{name(page)}: `runs:` must name a test, a script or .ci/run, "
+                f"not {block.elsewhere!r}"
             )
             assert all((ROOT / file).exists() for file in named), f"{name(page)}: {named}"
 
 
 @each_page
 def test_every_command_parses(page: Path) -> None:
-    """Those that somebody else runs in other words too: no option and no argument that does not exist."""
+    """No command names an option or an argument that does not exist."""
     screen = typer.main.get_command(app)
     for block in blocks(page):
         for line in block.text.replace("\\\n", " ").splitlines() if block.kind == "sh" else ():
@@ -121,7 +123,7 @@ def test_every_command_parses(page: Path) -> None:
 
 
 def parsed(command: click.Command, words: list[str]) -> None:
-    """As the command line reads it, without doing it."""
+    """Parse a command line without running it."""
     inner = getattr(command, "commands", None)
     if inner is not None and not words[0].startswith("-"):
         parsed(inner[words[0]], words[1:])
@@ -136,7 +138,7 @@ def test_the_blocks_of_a_page_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     place: dict[str, Any] = {}
-    registered = dict(dpfed_algorithms())
+    registered = dict(REGISTRY)
     try:
         for code in BEFORE.findall(page.read_text(encoding="utf-8")):
             exec(code, place)
@@ -153,21 +155,15 @@ def test_the_blocks_of_a_page_run(
                 for command in commands(block):
                     assert called(command, monkeypatch) == 0, f"{name(page)}: {shlex.join(command)}"
     finally:
-        dpfed_algorithms().clear()
-        dpfed_algorithms().update(registered)
-
-
-def dpfed_algorithms() -> dict[str, Any]:
-    from dpfed.algorithms import REGISTRY
-
-    return REGISTRY
+        REGISTRY.clear()
+        REGISTRY.update(registered)
 
 
 def commands(block: Block) -> Iterator[list[str]]:
-    """The commands of a block, one on a line or continued with a backslash; `dpfed` only, nothing is handed to a shell."""
-    more = (
-        shlex.split(block.mark.removeprefix("quick: ")) if block.mark.startswith("quick: ") else []
-    )
+    """Yield the `dpfed` commands of a block, one per line or continued with a backslash."""
+    more = []
+    if block.mark.startswith("quick: "):
+        more = shlex.split(block.mark.removeprefix("quick: "))
     for line in block.text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         if not words:
@@ -189,10 +185,11 @@ def called(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def shorten(block: Block, patch: pytest.MonkeyPatch) -> None:
-    """Lets `fine_tune` end sooner than a person would want; all else is as printed."""
+    """Add the settings of a `quick` comment to every call of `fine_tune`."""
     if not block.mark.startswith("quick: "):
         return
-    keys, usual = ast.literal_eval(block.mark.removeprefix("quick: ")), api.fine_tune
+    keys = ast.literal_eval(block.mark.removeprefix("quick: "))
+    usual = api.fine_tune
 
     def fine_tune(*args: Any, **given: Any) -> Any:
         return usual(*args, **{**given, "settings": {**given.get("settings", {}), **keys}})
@@ -201,7 +198,10 @@ def shorten(block: Block, patch: pytest.MonkeyPatch) -> None:
 
 
 def test_blocks_are_found() -> None:
-    page = "<!-- quick: --set a=1 -->\n```sh\ndpfed run \\\n  --json\n```\n\n```python\n1\n```\n\n<!-- runs: .ci/run -->\n```sh\nx\n```\n"
+    page = (
+        "<!-- quick: --set a=1 -->\n```sh\ndpfed run \\\n  --json\n```\n\n"
+        "```python\n1\n```\n\n<!-- runs: .ci/run -->\n```sh\nx\n```\n"
+    )
     found = [Block(m["kind"], m["mark"] or "", m["text"]) for m in BLOCK.finditer(page)]
     assert [b.kind for b in found] == ["sh", "python", "sh"]
     assert [runs(b) for b in found] == [True, True, False]
@@ -211,7 +211,7 @@ def test_blocks_are_found() -> None:
     assert sum(runs(b) for page in PAGES for b in blocks(page)) >= 12
 
 
-# ------------------------------------------------------------------ what is written by scripts
+# ------------------------------------------------------------------ generated parts
 
 
 @pytest.fixture(scope="module")
@@ -222,17 +222,22 @@ def maker() -> ModuleType:
 AGAIN = "run python docs/tools/make_docs.py"
 
 
-@pytest.mark.parametrize("page", ["configuration", "command-line", "api"])
+@pytest.mark.parametrize("page", ["configuration", "command-line"])
 def test_references_are_up_to_date(page: str, maker: ModuleType) -> None:
     key = f"reference/{page}.md"
     assert (DOCS / key).read_text(encoding="utf-8") == maker.GENERATED[key](), AGAIN
 
 
-def test_every_key_and_every_command_is_in_the_references(maker: ModuleType) -> None:
-    import dataclasses
+def test_every_name_of_the_api_page_exists() -> None:
+    text = (DOCS / "reference" / "api.md").read_text(encoding="utf-8")
+    names = re.findall(r"^::: (\S+)$", text, re.M)
+    assert {"dpfed.api.fine_tune", "dpfed.api.Tuned", "dpfed.errors.DpfedError"} <= set(names)
+    for full_name in names:
+        module, _, attribute = full_name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), full_name
 
-    from dpfed.registry import registry
 
+def test_every_key_and_every_command_is_in_the_references() -> None:
     page = (DOCS / "reference" / "configuration.md").read_text(encoding="utf-8")
     known = registry()
     for cls in (*known.algorithm.values(), *known.model.values(), *known.data.values()):
@@ -281,15 +286,15 @@ def test_two_cells_of_the_epsilon_table(maker: ModuleType) -> None:
 def navigation(entry: Any) -> Iterator[str]:
     if isinstance(entry, str):
         yield entry
-    for inner in (
-        entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ()
-    ):
+    if isinstance(entry, dict):
+        entry = list(entry.values())
+    for inner in entry if isinstance(entry, list) else ():
         yield from navigation(inner)
 
 
 def test_every_page_is_in_the_navigation() -> None:
     class Loader(yaml.SafeLoader):
-        """mkdocs.yml names two functions of the theme, which are of no interest here."""
+        """A loader that ignores the functions of the theme that mkdocs.yml names."""
 
     Loader.add_multi_constructor(
         "tag:yaml.org,2002:python/name:", lambda loader, suffix, node: suffix
@@ -318,7 +323,8 @@ def test_the_site_may_load_nothing_from_elsewhere(tmp_path: Path) -> None:
     check = script("check_site")
     page = tmp_path / "page.html"
     page.write_text(
-        '<link rel="canonical" href="https://a.b"><a href="https://a.b">x</a><img src="c.svg"><svg xmlns="http://d">'
+        '<link rel="canonical" href="https://a.b"><a href="https://a.b">x</a>'
+        '<img src="c.svg"><svg xmlns="http://d">'
     )
     assert check.elsewhere(page) == []
     for bad in (
@@ -342,32 +348,29 @@ def test_the_pictures_show_the_measured_numbers(tmp_path: Path) -> None:
         for picture in ("run", "compare"):
             path = DOCS / "images" / f"{picture}-{theme}.svg"
             assert path.stat().st_size < 40_000
-        assert f"round 30: {last:.1f} %" in (DOCS / "images" / f"run-{theme}.svg").read_text(
-            encoding="utf-8"
-        )
+        picture = (DOCS / "images" / f"run-{theme}.svg").read_text(encoding="utf-8")
+        assert f"round 30: {last:.1f} %" in picture
     assert f"{last:.1f} %" in (DOCS / "index.md").read_text(encoding="utf-8")
     assert f"{last:.1f} %" in (ROOT / "README.md").read_text(encoding="utf-8")
     cells = {(c["method"], c["epsilon"]): c["accuracies"] for c in numbers["compare"]}
     table = (DOCS / "results.md").read_text(encoding="utf-8")
-    for (_, _), values in cells.items():
+    for values in cells.values():
         assert f"{100 * sum(values) / len(values):.2f} ±" in table
 
 
 def test_the_notebook_is_whole() -> None:
-    """The stored outputs come from a run without errors and name no folder of a machine."""
+    """The stored outputs come from a run without errors and name no absolute path."""
     text = (DOCS / "notebooks" / "walkthrough.ipynb").read_text(encoding="utf-8")
     cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     kinds = [output["output_type"] for cell in cells for output in cell["outputs"]]
     assert "error" not in kinds
-    assert (
-        sum("image/png" in output.get("data", {}) for cell in cells for output in cell["outputs"])
-        >= 4
-    )
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 4
     assert not re.search(r"[\"' ]/(home|root|tmp|opt|Users)/", text)
 
 
-# ------------------------------------------------------------------ what people look for in a repository
+# ------------------------------------------------------------------ files of the repository
 
 
 def test_the_readme_can_be_read_in_three_minutes_and_names_its_sources() -> None:
@@ -381,10 +384,18 @@ def test_the_readme_can_be_read_in_three_minutes_and_names_its_sources() -> None
 
 def test_the_files_of_a_well_kept_repository_are_there() -> None:
     for file in (
-        "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", "SECURITY.md", "LICENSE", ".pre-commit-config.yaml",
-        ".github/PULL_REQUEST_TEMPLATE.md", ".github/ISSUE_TEMPLATE/bug.yml", ".github/ISSUE_TEMPLATE/feature.yml",
-        ".github/ISSUE_TEMPLATE/config.yml", ".github/ISSUE_TEMPLATE/privacy-bug.md",
-    ):  # fmt: skip
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "CITATION.cff",
+        "SECURITY.md",
+        "LICENSE",
+        ".pre-commit-config.yaml",
+        ".github/PULL_REQUEST_TEMPLATE.md",
+        ".github/ISSUE_TEMPLATE/bug.yml",
+        ".github/ISSUE_TEMPLATE/feature.yml",
+        ".github/ISSUE_TEMPLATE/config.yml",
+        ".github/ISSUE_TEMPLATE/privacy-bug.md",
+    ):
         assert (ROOT / file).exists(), file
     for file in ROOT.glob(".github/ISSUE_TEMPLATE/*.yml"):
         assert isinstance(yaml.safe_load(file.read_text(encoding="utf-8")), dict)

@@ -1,4 +1,4 @@
-"""Nothing here runs or unpacks what a file says: the calls that could are not in the program, and hostile files show it."""
+"""No code runs or unpacks the content of a file; hostile files are refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MODULES = {
     "runpy",
     "code",
 }
-# What the first starts is looked at below; the second has a reader that knows no code (test_pickles.py).
+# A test below checks the processes of the first; the second reads without running code.
 ALLOWED = {"federation/links.py": ["subprocess"], "data/pickles.py": ["pickle"]}
 BUILTINS = {"eval", "exec", "compile", "__import__"}
 METHODS = {
@@ -47,7 +47,7 @@ METHODS = {
 
 
 def unsafe(source: str) -> list[str]:
-    """What in this source could run or unpack foreign content."""
+    """Return the calls and imports that could run or unpack foreign content."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -60,7 +60,8 @@ def unsafe(source: str) -> list[str]:
 
 
 def _unsafe_call(node: ast.Call) -> list[str]:
-    name, text = node.func, ast.unparse(node.func)
+    name = node.func
+    text = ast.unparse(name)
     keys = {key.arg: ast.unparse(key.value) for key in node.keywords}
     if isinstance(name, ast.Name) and name.id in BUILTINS:
         return [text]
@@ -76,13 +77,13 @@ def _unsafe_call(node: ast.Call) -> list[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_nothing_foreign_is_run_or_unpacked(path: Path) -> None:
+def test_no_file_content_is_run_or_unpacked(path: Path) -> None:
     allowed = ALLOWED.get(str(path.relative_to(ROOT)), [])
     assert unsafe(path.read_text(encoding="utf-8")) == allowed
 
 
-def test_the_one_process_that_is_started_is_our_own() -> None:
-    """links.py starts Flower's SuperLink and SuperNode: this Python with a module of ours, and never a shell."""
+def test_the_only_started_process_is_a_module_of_this_package() -> None:
+    """links.py starts Flower as a module of this package in this Python, without a shell."""
     from dpfed.federation import links
 
     tree = ast.parse(Path(links.__file__).read_text(encoding="utf-8"))
@@ -126,7 +127,7 @@ def _names(node: ast.Assign) -> list[str]:
         ("import pickletools, zipfile", False),
     ],
 )
-def test_the_rule_finds_what_it_should(source: str, wrong: bool) -> None:
+def test_the_rule_finds_unsafe_calls(source: str, wrong: bool) -> None:
     assert bool(unsafe(source)) is wrong
 
 
@@ -143,7 +144,7 @@ class Bomb:
 SPEC = InputSpec("image", "pixel_values", (3, 8, 8), 3)
 
 
-def test_the_bomb_goes_off_where_pickles_are_trusted(tmp_path: Path) -> None:
+def test_the_test_pickle_runs_code_when_it_is_trusted(tmp_path: Path) -> None:
     pickle.loads(pickle.dumps(Bomb(tmp_path / "mark"))).close()
     assert (tmp_path / "mark").exists()
 

@@ -1,14 +1,11 @@
-"""Our Triton kernels, and where they are used: on a GPU on which triton works. Elsewhere torch's own operations do the same.
+"""GPU kernels in Triton, and the switch between them and plain PyTorch.
 
-    dropout  dropout by a record's key
-    lora     the thin products of LoRA with weights of each sample's own
-    norm     layer normalisation with frozen weights
-    patches  what a convolution sees of images, and the way back
-    rows     norms of gradients, and rows that do not count
-    windows  attention within Swin's windows, and of small BERTs
+accel/NAME.py            the kernels; importing one of these modules needs triton
+accel/operators/NAME.py  the operators that other packages call, each with its plain path
 
-triton comes with torch for GPUs. It builds its kernels when they are first called and needs a C compiler for that, so
-whether it works is found by trying. `DPFED_KERNELS=0` in the environment does without.
+The switch is `usable`. It returns False without a GPU, without triton and with `DPFED_KERNELS=0`.
+Before the first use on a device, `right` compares a module's kernels with their plain equivalents.
+Kernels that fail to build or differ are not used: a warning says so, and the plain path runs.
 """
 
 from __future__ import annotations
@@ -18,9 +15,11 @@ import functools
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,65 +27,90 @@ from torch import Tensor
 
 LOG = logging.getLogger("dpfed")
 TRITON = importlib.util.find_spec("triton") is not None
-interpreted = False  # set by tests: kernels on the CPU, by triton's interpreter
+# The types that kernels take.
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# The kernels that `works` checks for all types at once; others have a check for each type.
+ALWAYS_CHECKED = ("lora", "norm", "dropout")
+# Tests set this to run kernels on the CPU in triton's interpreter.
+interpreted = False
+# Devices, and (kernels, device, type), for which the answer is known.
+_tried: set[object] = set()
 
 
 def usable(x: Tensor) -> bool:
-    """Whether kernels run where this tensor is; inside vmap and in double precision they do not. The first call on a device
-    tries them, so it must come before any capture."""
-    if (
-        torch._C._are_functorch_transforms_active()
-    ):  # asked first: kernels cannot be tried there either
-        return False
-    if x.dtype == torch.float64:
+    """Return True if kernels run on the device of `x`, in its precision and outside vmap.
+
+    The first call on a device tries the kernels, so it must come before any CUDA graph capture.
+    """
+    # Inside vmap the kernels cannot be tried either, so this test comes first.
+    if torch._C._are_functorch_transforms_active() or x.dtype == torch.float64:
         return False
     if interpreted or not x.is_cuda:
         return interpreted
-    if x.device not in _ASKED and torch.cuda.is_current_stream_capturing():
-        return False  # nothing can be tried now
+    if x.device not in _tried and torch.cuda.is_current_stream_capturing():
+        return False
     found = works(x.device)
-    _ASKED.add(x.device)  # only now: another thread may be capturing while they are tried
+    # Another thread may capture while the kernels are tried: only now the answer is known.
+    _tried.add(x.device)
     return found
-
-
-_ASKED: set[torch.device] = set()
 
 
 @functools.cache
 def works(device: torch.device) -> bool:
-    """Whether kernels can be built for the device and give the numbers of torch's own operations there."""
+    """Return True if kernels build on the device and agree with plain operations there."""
     if os.environ.get("DPFED_KERNELS") == "0":
         return False
     if device.type == "cuda" and (
         torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)
     ):
         return False
+    return seen_right(
+        "kernels", device, lambda: all(_module(name).right(device) for name in ALWAYS_CHECKED)
+    )
 
-    def right() -> bool:
-        from dpfed.accel import dropout, lora, norm
 
-        return lora.right(device) and norm.right(device) and dropout.right(device)
+def _module(name: str) -> ModuleType:
+    return import_module(f"dpfed.accel.{name}")
 
-    return seen_right("kernels", device, right)
+
+def kernels_for(name: str, x: Tensor) -> ModuleType | None:
+    """Return the module `accel.<name>` if its kernels passed their check for tensors like `x`."""
+    if not usable(x):
+        return None
+    if name in ALWAYS_CHECKED:
+        return _module(name)
+    key = (name, x.device, x.dtype)
+    if key not in _tried and x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    found = _checked_kernels(*key)
+    _tried.add(key)
+    return found
+
+
+@functools.cache
+def _checked_kernels(name: str, device: torch.device, dtype: torch.dtype) -> ModuleType | None:
+    kernels = _module(name)
+    if dtype not in FLOATS:
+        return None
+    good = seen_right(kernels.TITLE, device, lambda: kernels.right(device, dtype))
+    return kernels if good else None
 
 
 def seen_right(which: str, device: torch.device, right: Callable[[], bool]) -> bool:
-    """Whether these kernels give the numbers they should; where they do not, or cannot be built, a warning says so.
+    """Return the result of the check `right`; log a warning if it is False or raises.
 
-    They are tried in a thread of their own, as they may be asked for where no gradients can be taken. `right` takes none on
-    a GPU: in a backward pass torch's thread for those is the one that asks, and waits.
+    The check runs in its own thread, because the caller may be in a mode without gradients.
+    It must not take gradients on a GPU: the calling thread may be the one that computes them.
     """
     try:
-        with ThreadPoolExecutor(1) as own:
-            good = own.submit(right).result()
-        if good:
-            return True
+        with ThreadPoolExecutor(1) as pool:
+            if pool.submit(right).result():
+                return True
         reason = "they give other numbers"
     except torch.OutOfMemoryError:
         raise
-    except (
-        Exception
-    ) as error:  # no triton, no compiler, a GPU that it does not know: none of them is worth a run
+    except Exception as error:
+        # No triton, no compiler or an unknown GPU: a run continues on the plain path.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
     LOG.warning(
         "%s are not used on %s, so steps take longer than they could: %s", which, device, reason
@@ -94,24 +118,11 @@ def seen_right(which: str, device: torch.device, right: Callable[[], bool]) -> b
     return False
 
 
-def alike(found: Tensor, wanted: Tensor) -> bool:
-    """The same but for the rounding of half precision."""
+def nearly_equal(found: Tensor, wanted: Tensor) -> bool:
+    """Return True if `found` equals the float64 tensor `wanted` up to half-precision rounding."""
     return bool((found.double() - wanted).norm() <= 0.02 * wanted.norm())
 
 
-def on(x: Tensor) -> AbstractContextManager[Any]:
-    """A thread's current device need not be that of the tensors, and kernels are started on the current one."""
+def on_device(x: Tensor) -> AbstractContextManager[Any]:
+    """Make the GPU of `x` current: Triton starts kernels on the thread's current device."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
-
-
-def places(
-    shape: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]
-) -> tuple[int, int]:
-    """How many patches a convolution sees of images `[..., H, W]`, down and across."""
-    down = (shape[-2] + 2 * padding[0] - kernel[0]) // stride[0] + 1
-    across = (shape[-1] + 2 * padding[1] - kernel[1]) // stride[1] + 1
-    if min(down, across) < 1:
-        raise ValueError(
-            f"a kernel of {kernel[0]} x {kernel[1]} does not fit images of {shape[-2]} x {shape[-1]}"
-        )
-    return down, across

@@ -1,7 +1,7 @@
-"""Dropout by a record's key (model/keyed.py) in Triton: the hash of each position stays on the chip, where torch's own operations
-make a dozen passes over 64-bit numbers. The gradient goes through the same mask, made again.
+"""Triton kernel for keyed dropout: one pass over memory, with hashes in registers.
 
-This module needs triton: it is imported where `kernels.usable` says so.
+The plain path is in `accel.operators.dropout`. The gradient goes through the same mask, made again.
+Importing this module needs triton: import it only where `accel.usable` returns True.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dpfed.accel import on
+from dpfed.accel import FLOATS, on_device
 
 BLOCK = 1024
-TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit
 def _mix(x):
-    """SplitMix64's finaliser, as `keyed.mix`."""
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
@@ -40,53 +38,51 @@ def _drop(x, key, rule, y, width, B: tl.constexpr):
 
 
 def drop(x: Tensor, key: Tensor, rule: Tensor) -> Tensor:
-    """x, whose leading axis is a multiple of the records, times the mask of `keyed.keep_mask` over what it keeps on average."""
+    """Return `x` times its dropout mask over the share that is kept.
+
+    The leading axis of `x` is a multiple of the number of records, `len(key)`.
+    """
     y = torch.empty_like(x)
     width = x.numel() // len(key)
-    with on(x):
+    with on_device(x):
         _drop[(triton.cdiv(width, BLOCK), len(key))](x, key, rule, y, width, B=BLOCK, num_warps=4)
     return y
 
 
 def fits(x: Tensor, key: Tensor, rule: Tensor) -> bool:
-    """Records one after another, all on one device; as many as a grid takes along its second axis."""
-    same = x.device == key.device == rule.device and key.dtype == rule.dtype == torch.int64
-    laid = (
-        x.is_contiguous()
-        and key.is_contiguous()
-        and rule.is_contiguous()
-        and key.dim() == 1
-        and rule.shape == (2,)
-    )
-    return x.dtype in TYPES and same and laid and x.numel() > 0 and len(key) < 65536
+    """Return True if the kernel takes these tensors."""
+    same_device = x.device == key.device == rule.device
+    contiguous = x.is_contiguous() and key.is_contiguous() and rule.is_contiguous()
+    integers = key.dtype == rule.dtype == torch.int64
+    # The second axis of a CUDA grid has at most 65535 programs.
+    shaped = key.dim() == 1 and rule.shape == (2,) and x.numel() > 0 and len(key) < 65536
+    return x.dtype in FLOATS and same_device and contiguous and integers and shaped
 
 
 def right(device: torch.device) -> bool:
-    """Whether the kernel does what it says on this device, by whole numbers of Python; waits for it."""
-    keys, start, dropped, width = (
-        (12345, -(2**61) - 7, 2**62),
-        2**62 + 11,
-        2**22,
-        1500,
-    )  # one sum is beyond 2^63
-    given = torch.linspace(1, 2, len(keys) * width).view(len(keys), width)
+    """Compare the kernel with Python's whole numbers on this device; wait for the result."""
+    # One sum of key and start exceeds 2^63, so it wraps around.
+    keys = (12345, -(2**61) - 7, 2**62)
+    start = 2**62 + 11
+    dropped = 2**22
+    width = 1500
+    x = torch.linspace(1, 2, len(keys) * width).view(len(keys), width)
     kept = torch.tensor(
         [[(_hash(_hash(key + start) ^ i) >> 40) >= dropped for i in range(width)] for key in keys]
     )
     mask = kept.float() / (1 - torch.tensor(dropped).float() * 2.0**-24)
-    key, rule = torch.tensor(keys, device=device), torch.tensor([start, dropped], device=device)
-    types = (
-        TYPES if device.type == "cuda" else (torch.float32, torch.float16)
-    )  # triton's interpreter cuts bf16 off
+    key = torch.tensor(keys, device=device)
+    rule = torch.tensor([start, dropped], device=device)
+    # Triton's interpreter truncates to bf16 instead of rounding.
+    types = FLOATS if device.type == "cuda" else (torch.float32, torch.float16)
     return all(
-        torch.equal(drop(given.to(device, t), key, rule).cpu(), given.to(t) * mask.to(t))
-        for t in types
+        torch.equal(drop(x.to(device, t), key, rule).cpu(), x.to(t) * mask.to(t)) for t in types
     )
 
 
 def _hash(x: int) -> int:
-    whole = 2**64 - 1
-    x &= whole
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & whole
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & whole
+    ones = 2**64 - 1
+    x &= ones
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & ones
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & ones
     return x ^ (x >> 31)

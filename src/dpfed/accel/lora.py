@@ -1,10 +1,11 @@
-"""Triton kernels for LoRA with weights of each sample's own: products so thin that a matrix library wastes most of its time.
+"""Triton kernels for the thin matrix products of LoRA, where each sample has its own weights.
 
-    two_products   L = s1 X W1, then Y += s2 L W2: an adapter's forward pass, and the way back through it
+    two_products   L = s1 X W1, then Y += s2 L W2: an adapter's forward pass, or its backward pass
     outer          s Xᵀ L: the gradient of an adapter's weight
 
-X is `[M, n, D]`, L `[M, n, r]`; weights come with strides, as they lie. Sums are float32 whatever the type of the numbers.
-This module needs triton: it is imported where `kernels.usable` says so.
+X is `[M, n, D]` and L `[M, n, r]`; weights may have any strides. All sums are in float32.
+The plain path is in `accel.operators.lora`.
+Importing this module needs triton: import it only where `accel.usable` returns True.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dpfed.accel import alike, on
+from dpfed.accel import nearly_equal, on_device
 
-BUSY = 264  # programs that fill a large GPU twice over: with fewer of them the second product is divided
+# Programs that fill a large GPU twice. With fewer, several programs share the second product.
+BUSY = 264
+# Largest rank of each type that fits the shared memory of every supported GPU.
+MAX_RANK = {torch.float32: 64, torch.bfloat16: 128, torch.float16: 128}
 
 
 @triton.jit
@@ -60,7 +64,7 @@ def _outer(
     x, low, out, n, d, r, s, x_m, low_m, out_m,
     N: tl.constexpr, R: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """`[D, r]`, or with WIDE its transpose."""
+    """Compute `[D, r]`, or its transpose if WIDE."""
     sample = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * D + tl.arange(0, D)
     ranks = tl.arange(0, R)
@@ -93,31 +97,39 @@ def _outer(
 
 
 def two_products(x: Tensor, w1: Tensor, w2: Tensor, y: Tensor, s1: float, s2: float) -> Tensor:
-    """Adds `s2 (s1 x w1) w2` to y in place and returns `s1 x w1`. x `[M, n, d1]`, w1 `[M, d1, r]`, w2 `[M, r, d2]`."""
+    """Add `s2 (s1 x w1) w2` to `y` in place and return `s1 x w1`.
+
+    x `[M, n, d1]`, w1 `[M, d1, r]`, w2 `[M, r, d2]`, y `[M, n, d2]`.
+    """
     samples, n, d1 = x.shape
     r, d2 = w2.shape[1:]
     low = x.new_empty(samples, n, r)
     rows = block(n, 64)
     tiles = samples * triton.cdiv(n, rows)
     width = 64 if rows >= 64 else 128
-    parts = 1 if tiles >= BUSY else min(4, max(1, BUSY // tiles), triton.cdiv(d2, width))
-    with on(x):
+    parts = 1
+    if tiles < BUSY:
+        parts = min(4, max(1, BUSY // tiles), triton.cdiv(d2, width))
+    with on_device(x):
         _two_products[(samples, triton.cdiv(n, rows), parts)](
             x, w1, w2, y, low, n, d1, d2, r, s1, s2,
-            x.stride(0), w1.stride(0), w1.stride(1), w1.stride(2), w2.stride(0), w2.stride(1), w2.stride(2),
-            y.stride(0), low.stride(0),
+            x.stride(0), w1.stride(0), w1.stride(1), w1.stride(2),
+            w2.stride(0), w2.stride(1), w2.stride(2), y.stride(0), low.stride(0),
             N=rows, R=block(r, 128), D1=piece(d1), D2=width, num_warps=4 if rows >= 64 else 2,
         )  # fmt: skip
     return low
 
 
 def outer(x: Tensor, low: Tensor, s: float, wide: bool) -> Tensor:
-    """`s xᵀ low` for x `[M, n, d]`, low `[M, n, r]`: `[M, d, r]`, or with `wide` its transpose `[M, r, d]`."""
+    """Return `s xᵀ low` as `[M, d, r]`, or its transpose `[M, r, d]` if `wide`.
+
+    x `[M, n, d]`, low `[M, n, r]`.
+    """
     samples, n, d = x.shape
     r = low.shape[2]
     out = x.new_empty(samples, r, d) if wide else x.new_empty(samples, d, r)
     width = piece(d)
-    with on(x):
+    with on_device(x):
         _outer[(samples, triton.cdiv(d, width))](
             x, low, out, n, d, r, s, x.stride(0), low.stride(0), out.stride(0),
             N=block(n, 64), R=block(r, 128), D=width, WIDE=wide, num_warps=4,
@@ -126,38 +138,34 @@ def outer(x: Tensor, low: Tensor, s: float, wide: bool) -> Tensor:
 
 
 def block(size: int, most: int) -> int:
-    """A power of two that holds so many, from 16, which is the least that a matrix unit takes."""
+    """Return a power of two that holds `size`, from 16 (the least of a matrix unit) to `most`."""
     return int(min(most, max(16, triton.next_power_of_2(size))))
 
 
 def piece(width: int) -> int:
-    """Columns at a time: 64, or 32 where those leave no rest."""
+    """Return how many columns a step takes: 64, or 32 if only those divide the width."""
     return 32 if width % 64 and width % 32 == 0 else 64
 
 
 def fits(x: Tensor, r: int) -> bool:
-    """Whether the kernels take it: rows one after another, and a rank that the memory of any GPU's block holds."""
-    most = {torch.float32: 64, torch.bfloat16: 128, torch.float16: 128}
-    return r <= most.get(x.dtype, 0) and x.is_contiguous()
+    """Return True if the kernels take `x` with adapters of rank `r`."""
+    return r <= MAX_RANK.get(x.dtype, 0) and x.is_contiguous()
 
 
 def right(device: torch.device) -> bool:
-    """Whether the kernels do what they say on this device; waits for it."""
+    """Compare the kernels with plain products in float64 on this device; wait for the result."""
     g = torch.Generator().manual_seed(0)
-    x, y, a, b = (
-        torch.randn(size, generator=g)
-        for size in ((2, 20, 40), (2, 20, 70), (2, 40, 3), (2, 3, 70))
-    )
+    shapes = ((2, 20, 40), (2, 20, 70), (2, 40, 3), (2, 3, 70))
+    numbers = [torch.randn(shape, generator=g) for shape in shapes]
     good = True
     for dtype in (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,):
-        there = [t.to(device, dtype) for t in (x, y, a, b)]
-        exact = [t.double() for t in there]
-        low = two_products(there[0], there[2], there[3], there[1], 0.5, 2.0)
-        good &= alike(low, 0.5 * exact[0] @ exact[2]) and alike(
-            there[1], exact[1] + exact[0] @ exact[2] @ exact[3]
-        )
-        wanted = 2 * exact[0].mT @ low.double()
-        good &= alike(outer(there[0], low, 2.0, False), wanted) and alike(
-            outer(there[0], low, 2.0, True), wanted.mT
-        )
+        x, y, a, b = (t.to(device, dtype) for t in numbers)
+        exact_x, exact_y, exact_a, exact_b = (t.double() for t in (x, y, a, b))
+        low = two_products(x, a, b, y, 0.5, 2.0)
+        product = exact_x @ exact_a
+        wanted = 2 * exact_x.mT @ low.double()
+        good &= nearly_equal(low, 0.5 * product)
+        good &= nearly_equal(y, exact_y + product @ exact_b)
+        good &= nearly_equal(outer(x, low, 2.0, False), wanted)
+        good &= nearly_equal(outer(x, low, 2.0, True), wanted.mT)
     return good

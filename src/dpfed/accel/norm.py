@@ -1,19 +1,24 @@
-"""Layer normalisation with frozen weights in Triton: several narrow rows at once, where torch spends a block of threads on each.
+"""Triton kernels for layer normalisation with frozen weights.
 
-This module needs triton: it is imported where `kernels.usable` says so.
+A program takes several narrow rows; PyTorch spends a block of threads on each row.
+The plain path is in `accel.operators.norm`.
+Importing this module needs triton: import it only where `accel.usable` returns True.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dpfed.accel import alike, on
+from dpfed.accel import FLOATS, nearly_equal, on_device
 
-MOST = 4096  # numbers of a row
-TOGETHER = 4096  # numbers that one program holds
+# Longest row that the kernels take.
+MAX_WIDTH = 4096
+# Numbers that one program holds.
+PROGRAM_SIZE = 4096
 
 
 @triton.jit
@@ -53,17 +58,18 @@ def _backward(grad, x, weight, mean, rstd, out, rows, width, R: tl.constexpr, C:
 
 
 def _shape(x: Tensor) -> tuple[int, int, int, int]:
+    """Return the rows, their width, the rows of one program and the width as a power of two."""
     width = x.shape[-1]
     columns = int(triton.next_power_of_2(width))
-    return x.numel() // width, width, max(1, TOGETHER // columns), columns
+    return x.numel() // width, width, max(1, PROGRAM_SIZE // columns), columns
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The normalised rows, and each row's mean and reciprocal standard deviation."""
+    """Return the normalised rows, and each row's mean and reciprocal standard deviation."""
     rows, width, together, columns = _shape(x)
     y = torch.empty_like(x)
     mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
-    with on(x):
+    with on_device(x):
         _forward[(triton.cdiv(rows, together),)](
             x, weight, bias, y, mean, rstd, rows, width, eps, R=together, C=columns, num_warps=4
         )
@@ -71,10 +77,10 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor
 
 
 def backward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
-    """With respect to x."""
+    """Return the gradient with respect to `x`."""
     rows, width, together, columns = _shape(x)
     out = torch.empty_like(x)
-    with on(x):
+    with on_device(x):
         _backward[(triton.cdiv(rows, together),)](
             grad, x, weight, mean, rstd, out, rows, width, R=together, C=columns, num_warps=4
         )
@@ -82,28 +88,28 @@ def backward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
 
 
 def fits(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
-    """Whether the kernels take it: rows one after another, of the width that the layer has."""
-    known = (torch.float32, torch.bfloat16, torch.float16)
-    same = x.dtype == weight.dtype == bias.dtype and weight.shape == bias.shape == x.shape[-1:]
-    packed = x.is_contiguous() and weight.is_contiguous() and bias.is_contiguous()
-    return x.dtype in known and same and packed and 0 < x.shape[-1] <= MOST and x.numel() > 0
+    """Return True if the kernels take these tensors."""
+    same_type = x.dtype == weight.dtype == bias.dtype
+    same_width = weight.shape == bias.shape == x.shape[-1:]
+    contiguous = x.is_contiguous() and weight.is_contiguous() and bias.is_contiguous()
+    sized = 0 < x.shape[-1] <= MAX_WIDTH and x.numel() > 0
+    return x.dtype in FLOATS and same_type and same_width and contiguous and sized
 
 
 def right(device: torch.device) -> bool:
-    """Whether the kernels do what they say on this device; waits for it."""
+    """Compare the kernels with PyTorch's in float64 on this device; wait for the result."""
     g = torch.Generator().manual_seed(1)
-    numbers = [3 + torch.randn(50, 96, generator=g) for _ in range(2)] + [
-        torch.randn(96, generator=g) for _ in range(2)
-    ]
+    numbers = [3 + torch.randn(50, 96, generator=g) for _ in range(2)]
+    numbers += [torch.randn(96, generator=g) for _ in range(2)]
     good = True
     for dtype in (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,):
         x, grad, weight, bias = (t.to(device, dtype) for t in numbers)
         y, mean, rstd = forward(x, weight, bias, 1e-5)
-        found = y.cpu(), backward(grad, x, weight, mean, rstd).cpu()
+        grad_x = backward(grad, x, weight, mean, rstd).cpu()
         x, grad, weight, bias = (t.cpu().double() for t in (x, grad, weight, bias))
-        # On the CPU: a GPU's gradients have a thread of torch's own, which may be the one that waits for this answer.
+        # On the CPU: PyTorch's thread for GPU gradients may be the one that waits for this answer.
         with torch.enable_grad():
-            wanted = torch.nn.functional.layer_norm(x.requires_grad_(), (96,), weight, bias, 1e-5)
+            wanted = F.layer_norm(x.requires_grad_(), (96,), weight, bias, 1e-5)
             (back,) = torch.autograd.grad(wanted, x, grad)
-        good &= alike(found[0], wanted.detach()) and alike(found[1], back)
+        good &= nearly_equal(y.cpu(), wanted.detach()) and nearly_equal(grad_x, back)
     return good

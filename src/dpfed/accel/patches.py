@@ -1,10 +1,11 @@
-"""The patches of images that a convolution sees, and the way back, in Triton: numbers next to one another are written together.
+"""Triton kernels for the patches of images that a convolution reads, and for their adjoint.
 
     columns  images `[M, c, H, W]` -> patches `[M, c*h*w, places]`
-    images   the adjoint: each pixel is the sum of all entries that it was copied to, in float32, rounded once
+    images   the adjoint: each pixel is the float32 sum of its copies, rounded once
 
-A plane is one channel of one image. Programs take stretches of what is written, whatever planes they belong to, so that small
-images fill them too. This module needs triton: it is imported where `kernels.usable` says so.
+A plane is one channel of one image. A program writes a contiguous stretch of the result, across
+planes, so small images fill programs too. The plain path is in `accel.operators.patches`.
+Importing this module needs triton: import it only where `accel.usable` returns True.
 """
 
 from __future__ import annotations
@@ -18,21 +19,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dpfed.accel import on, places
+from dpfed.accel import on_device
+from dpfed.accel.operators.patches import Pair, patch_counts
 
-BLOCK = 1024  # numbers that one program writes
-WARPS = 4
-TYPES = (torch.float32, torch.bfloat16, torch.float16)
-MOST = (
-    2**31 - BLOCK
-)  # numbers of one plane, or of its patches; across planes they are counted in 64 bits
-Pair = Sequence[int]  # down, across
+TITLE = "kernels for convolutions"
+# Numbers that one program writes.
+BLOCK = 1024
+# Largest plane, or patches of a plane: places in it are 32-bit numbers.
+MAX_PLANE = 2**31 - BLOCK
 
 
 @triton.jit
 def _columns(
-    x, y, total, H: tl.constexpr, W: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr, KH: tl.constexpr,
-    KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, B: tl.constexpr,
+    x, y, total,
+    H: tl.constexpr, W: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
+    PH: tl.constexpr, PW: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * B
     size = KH * KW * DOWN * ACROSS
@@ -56,11 +58,16 @@ def _columns(
 
 @triton.jit
 def _images(
-    x, y, total, H: tl.constexpr, W: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr, KH: tl.constexpr,
-    KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, B: tl.constexpr,
+    x, y, total,
+    H: tl.constexpr, W: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
+    PH: tl.constexpr, PW: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """x are columns here, y images. A pixel is row i of the patch that begins i rows above it: of all i only those count
-    whose distance to the first is a multiple of the stride."""
+    """Sum the columns `x` into the images `y`.
+
+    A pixel is row i of the patch that starts i rows above it. Patches start at multiples of the
+    stride, so only every SH-th i counts; columns of pixels likewise.
+    """
     first = tl.program_id(0).to(tl.int64) * B
     plane = first // (H * W)
     at = (first - plane * (H * W)).to(tl.int32) + tl.arange(0, B)
@@ -84,26 +91,18 @@ def _images(
 
 
 def columns(x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
-    """The patches of images `[M, c, H, W]` as `[M, c*h*w, places]`, in the order of `torch.nn.functional.unfold`."""
-    size = places(x.shape, kernel, stride, padding)
-    y = x.new_empty(x.shape[0], x.shape[1] * kernel[0] * kernel[1], size[0] * size[1])
-    _run(_columns, x.contiguous(), y, x.shape[2:], size, kernel, stride, padding)
+    """Return the patches of images `[M, c, H, W]` in the layout of `torch.nn.functional.unfold`."""
+    counts = patch_counts(x.shape, kernel, stride, padding)
+    y = x.new_empty(x.shape[0], x.shape[1] * kernel[0] * kernel[1], counts[0] * counts[1])
+    _run(_columns, x.contiguous(), y, x.shape[2:], counts, kernel, stride, padding)
     return y
 
 
 def images(x: Tensor, shape: Sequence[int], kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
-    """The adjoint of `columns` for images of this shape, as `torch.nn.functional.fold`."""
+    """Return the adjoint of `columns` as images of this shape, as `torch.nn.functional.fold`."""
     y = x.new_empty(shape)
-    _run(
-        _images,
-        x.contiguous(),
-        y,
-        shape[2:],
-        places(shape, kernel, stride, padding),
-        kernel,
-        stride,
-        padding,
-    )
+    counts = patch_counts(shape, kernel, stride, padding)
+    _run(_images, x.contiguous(), y, shape[2:], counts, kernel, stride, padding)
     return y
 
 
@@ -111,23 +110,23 @@ def _run(kernel, x: Tensor, y: Tensor, *sizes: Sequence[int]) -> None:
     names = ("H", "W", "DOWN", "ACROSS", "KH", "KW", "SH", "SW", "PH", "PW")
     constants = dict(zip(names, (number for pair in sizes for number in pair), strict=True))
     if y.numel():
-        with on(x):
-            kernel[(triton.cdiv(y.numel(), BLOCK),)](
-                x, y, y.numel(), **constants, B=BLOCK, num_warps=WARPS
-            )
+        grid = (triton.cdiv(y.numel(), BLOCK),)
+        with on_device(x):
+            kernel[grid](x, y, y.numel(), **constants, B=BLOCK, num_warps=4)
 
 
 def fits(shape: Sequence[int], kernel: Pair, stride: Pair, padding: Pair) -> bool:
-    """Whether places within one plane of such images, and within its patches, can be counted in 32 bits."""
+    """Return True if places in a plane of such images, and in its patches, fit 32 bits."""
     padded = (shape[2] + 2 * padding[0]) * (shape[3] + 2 * padding[1])
-    return (
-        padded < MOST
-        and prod(places(shape, kernel, stride, padding)) * kernel[0] * kernel[1] < MOST
-    )
+    patches = prod(patch_counts(shape, kernel, stride, padding)) * kernel[0] * kernel[1]
+    return max(padded, patches) < MAX_PLANE
 
 
 def right(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether both kernels do what they say, by whole numbers that are exact in every type; waits for the device."""
+    """Compare both kernels with `unfold` and `fold` on small whole numbers; wait for the device.
+
+    Such numbers and their sums are exact in every type.
+    """
     g = torch.Generator().manual_seed(3)
     cases: tuple[tuple[tuple[int, ...], ...], ...] = (
         ((3, 5, 8, 8), (3, 3), (1, 1), (1, 1)),
@@ -135,12 +134,13 @@ def right(device: torch.device, dtype: torch.dtype) -> bool:
         ((2, 4, 5, 11), (1, 4), (3, 2), (1, 2)),
     )
     good = True
-    for shape, *asked in cases:
+    for shape, kernel, stride, padding in cases:
         x = torch.randint(-8, 9, shape, generator=g).float()
-        wanted = F.unfold(x, asked[0], 1, asked[2], asked[1])
-        found = columns(x.to(device, dtype), *asked)
+        wanted = F.unfold(x, kernel, 1, padding, stride)
+        found = columns(x.to(device, dtype), kernel, stride, padding)
         grad = torch.randint(-8, 9, wanted.shape, generator=g).float()
-        back = F.fold(grad, shape[2:], asked[0], 1, asked[2], asked[1])
+        wanted_back = F.fold(grad, shape[2:], kernel, 1, padding, stride)
+        back = images(grad.to(device, dtype), shape, kernel, stride, padding)
         good &= torch.equal(found.float().cpu(), wanted)
-        good &= torch.equal(images(grad.to(device, dtype), shape, *asked).float().cpu(), back)
+        good &= torch.equal(back.float().cpu(), wanted_back)
     return good

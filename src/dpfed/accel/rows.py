@@ -1,36 +1,43 @@
-"""Kernels over the rows of a matrix of gradients `[M, P]`: each reads or writes no more of it than it must.
+"""Triton kernels over the rows of a gradient matrix `[M, P]`; each touches only what it must.
 
-An error here would be one of privacy, so what is computed is checked against plain numbers before the first use (`right`).
-This module needs triton: it is imported where `kernels.usable` says so.
+An error here would be an error of privacy: `right` compares the kernels with plain numbers before
+their first use. The plain path is in `privacy.fixed_shape_sum`.
+Importing this module needs triton: import it only where `accel.usable` returns True.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dpfed.accel import on
+from dpfed.accel import on_device
 
-PIECE = 4096  # numbers of a row that one program takes; a power of two
-WRITERS = 8  # programs for each row that may have to be cleared
+TITLE = "kernels over rows of gradients"
+# Numbers of a row that one program takes; a power of two.
+PIECE = 4096
+# Programs for each row that may have to be cleared.
+WRITERS = 8
 WARPS = 8
-HUGE = 1e30  # a number in all types but float16, its square is none in float32
+# Finite in every dtype but float16; its square overflows float32.
+HUGE = 1e30
 
 
 def squares(rows: Tensor) -> Tensor:
-    """Sums of squares of the pieces of each row `[M, ⌈P/4096⌉]` in float32; not finite where a number of the piece is not.
+    """Return float32 sums of squares of each row's pieces, `[M, ⌈P/4096⌉]`.
 
-    A thread adds sixteen squares one after another, the threads' sums are added as a tree: two dozen additions of positive
-    numbers lie between a square and its sum, so its error is below 24 · 2^-24 of it.
+    A sum is not finite if its piece holds a number that is not. About two dozen additions of
+    positive numbers lie between a square and its sum: the relative error is below 24 · 2^-24.
     """
     count, size = rows.shape
     pieces = -(-size // PIECE)
     out = torch.empty(count, pieces, dtype=torch.float32, device=rows.device)
     _check(rows)
     if out.numel():
-        with on(rows):
+        with on_device(rows):
             _squares[(count * pieces,)](
                 rows, out, size, rows.stride(0), pieces, PIECE=PIECE, num_warps=WARPS
             )
@@ -38,42 +45,37 @@ def squares(rows: Tensor) -> Tensor:
 
 
 def zero_rows(rows: Tensor, keep: Tensor) -> None:
-    """Writes zeros over the rows where `keep [M]` is False; the others are neither read nor written."""
+    """Set the rows where `keep [M]` is False to zero; neither read nor write the others."""
     count, size = rows.shape
     _check(rows)
     if rows.numel():
-        with on(rows):
+        flags = keep.to(torch.int32)
+        with on_device(rows):
             _zero_rows[(count * WRITERS,)](
-                rows,
-                keep.to(torch.int32),
-                size,
-                rows.stride(0),
-                PIECE=PIECE,
-                WRITERS=WRITERS,
-                num_warps=WARPS,
+                rows, flags, size, rows.stride(0), PIECE=PIECE, WRITERS=WRITERS, num_warps=WARPS
             )
 
 
 def right(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether both kernels do what they say, on a few rows that hold everything that matters; waits for the device."""
+    """Compare both kernels with exact numbers on rows with special values; wait for the device."""
     size = 2 * PIECE + 64
     rows = torch.zeros(8, size, dtype=dtype, device=device)
     rows[0] = 0.5
     rows[1, -1] = 3.0
-    for row, value in ((2, float("nan")), (3, float("inf")), (4, -float("inf")), (5, HUGE)):
+    for row, value in ((2, math.nan), (3, math.inf), (4, -math.inf), (5, HUGE)):
         rows[row] = 1.0
         rows[row, PIECE + row] = value
     rows[6, :: PIECE // 2] = -2.0
+    # None: the sum must not be finite.
+    exact = [size / 4, 9.0, None, None, None, None, 20.0, 0.0]
     found = squares(rows).double().sum(1).tolist()
-    exact = [size / 4, 9.0, *[None] * 4, 20.0, 0.0]
-    same = all(
-        f == e if e is not None else not abs(f) < float("inf")
-        for f, e in zip(found, exact, strict=True)
-    )
-    keep = torch.tensor([e is not None for e in exact], device=device)
-    wanted = torch.where(keep.unsqueeze(1), rows, 0.0)
+    good = True
+    for got, wanted in zip(found, exact, strict=True):
+        good &= not math.isfinite(got) if wanted is None else got == wanted
+    keep = torch.tensor([wanted is not None for wanted in exact], device=device)
+    cleared = torch.where(keep.unsqueeze(1), rows, 0.0)
     zero_rows(rows, keep)
-    return same and bool(torch.equal(rows, wanted))
+    return good and bool(torch.equal(rows, cleared))
 
 
 def _check(rows: Tensor) -> None:
@@ -81,7 +83,7 @@ def _check(rows: Tensor) -> None:
         raise ValueError("kernels over rows need rows whose numbers lie one after another")
 
 
-# Places of numbers are counted in 64 bits: a matrix may have more than 2^31 of them.
+# A matrix may have more than 2^31 numbers, so places are 64-bit.
 
 
 @triton.jit

@@ -1,9 +1,10 @@
-"""Kernels for attention of few positions: Swin's windows and the order of rows in them, and short texts of small BERTs.
+"""Triton kernels for attention of few positions, and for the order of rows in Swin's windows.
 
-A window is a group of positions that look at one another alone; for a BERT it is a whole record. Scores and probabilities
-of a window stay on the chip (the idea of FlashAttention, Dao et al. 2022, with all of a window in one tile). Products add up
-in float32, and float32 sides are not rounded to fewer bits. This module needs triton: `model/windows.py` imports it where it
-works.
+A window is a group of positions that see one another alone; for a BERT it is a whole record.
+One program holds the scores and probabilities of a window in one tile, after the idea of
+FlashAttention (Dao et al. 2022). Products are summed in float32; float32 inputs are not rounded.
+The plain path is in `accel.operators.attention`.
+Importing this module needs triton: import it only where `accel.usable` returns True.
 """
 
 from __future__ import annotations
@@ -14,20 +15,13 @@ import triton.language as tl
 
 @triton.jit
 def _probabilities(
-    q,
-    k,
-    bias,
-    mask,
-    scale,
-    N: tl.constexpr,
-    SIDE: tl.constexpr,
-    BIASED: tl.constexpr,
-    MASK_ROWS: tl.constexpr,
-):
-    """Softmax of one window's scores in float32, `[SIDE, SIDE]`; columns beyond the window are zero, and so is a row that
-    may look nowhere, as in torch's attention.
+    q, k, bias, mask, scale,
+    N: tl.constexpr, SIDE: tl.constexpr, BIASED: tl.constexpr, MASK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Return the softmax of one window's scores in float32, `[SIDE, SIDE]`.
 
-    MASK_ROWS is 0 without a mask, 1 for a mask that is the same for all who look, else N.
+    Columns beyond the window are zero, and so is a row whose positions are all masked.
+    MASK_ROWS is 0 without a mask, 1 for a mask that all queries share, else N.
     """
     i = tl.arange(0, SIDE)[:, None]
     j = tl.arange(0, SIDE)[None, :]
@@ -49,10 +43,10 @@ def _probabilities(
 @triton.jit(do_not_specialize=["heads", "masks"])
 def attend(
     q, k, v, bias, mask, out, scale, heads, masks,
-    N: tl.constexpr, D: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr, BIASED: tl.constexpr,
-    MASK_ROWS: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr,
+    BIASED: tl.constexpr, MASK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One window and head: q, k, v and out are `[windows, N, heads * D]`."""
+    """Compute one window and head; q, k, v and out are `[windows, N, heads * D]`."""
     program = tl.program_id(0)
     window = program // heads
     head = program % heads
@@ -74,10 +68,13 @@ def attend(
 @triton.jit(do_not_specialize=["heads", "masks"])
 def attend_backward(
     grad, q, k, v, bias, mask, grad_q, grad_k, grad_v, scale, heads, masks,
-    N: tl.constexpr, D: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr, BIASED: tl.constexpr,
-    MASK_ROWS: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr,
+    BIASED: tl.constexpr, MASK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one window and head, from its probabilities computed again. Rows beyond the window have gradient zero."""
+    """Compute the gradients of one window and head; compute its probabilities again.
+
+    Rows beyond the window have gradient zero.
+    """
     program = tl.program_id(0)
     window = program // heads
     head = program % heads
@@ -105,16 +102,10 @@ def attend_backward(
 
 @triton.jit(do_not_specialize=["count"])
 def reorder(
-    x,
-    index,
-    out,
-    count,
-    N: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Row i of each `[N, WIDTH]` becomes row `index[i]` of the same; `count` rows in all."""
+    x, index, out, count,
+    N: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Set row i of each block `[N, WIDTH]` to its row `index[i]`; all blocks have `count` rows."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     known = row < count

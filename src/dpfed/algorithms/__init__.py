@@ -1,4 +1,7 @@
-"""One file per optimizer. `base.py` is the contract; adding one is a file here, a line below and a test."""
+"""The algorithms, one file each; `base.py` is their contract.
+
+A new algorithm needs a file here, a line below and a test.
+"""
 
 from __future__ import annotations
 

@@ -1,17 +1,18 @@
-"""The contract of an algorithm: a frozen dataclass of switches and five pure methods over `[S, P]` tensors.
+"""The contract of an algorithm: a frozen dataclass with five pure methods over `[S, P]` tensors.
 
-    init(ctx, theta)            -> server     the server's state before round 1
-    start(ctx, server, memory)  -> local      the state of S clients at the start of a round
-    step(ctx, local, oracle, k) -> local      one local step of all S clients; `oracle` is the only way to data
-    finish(ctx, server, local)  -> message, memory
-    aggregate(ctx, server, mean) -> server    `mean` is the mean of the clients' messages, all a server ever needs
+    init(ctx, theta)             -> server           state of the server before round 1
+    start(ctx, server, memory)   -> local            state of S clients at the start of a round
+    step(ctx, local, oracle, k)  -> local            one local step of all S clients
+    finish(ctx, server, local)   -> message, memory  what each client sends, and what it keeps
+    aggregate(ctx, server, mean) -> server           `mean` is the mean of the clients' messages
 
-An algorithm holds no hidden state, no data, no model and does no I/O. Its fields are its `[algorithm]` keys: the
-annotation carries the allowed range and a sentence for the reference. States are plain dataclasses of tensors and
-messages are dictionaries of tensors `[S, ...]`, so they can be checkpointed and sent without pickling.
+The oracle is the only access to data. An algorithm has no hidden state, no data, no model and no
+I/O. Its fields are its `[algorithm]` keys; their annotations hold the allowed range and a sentence.
+States are dataclasses of tensors and messages are dictionaries of tensors `[S, ...]`, so both can
+be stored and sent without pickling.
 
-`memory` is what clients keep for themselves between rounds. An algorithm that has one names its vectors in `remembers`;
-they come stacked, `[S, P]`, zero for clients that were never drawn, with a mask `seen` `[S]`; `finish` gives them back.
+An algorithm whose clients keep vectors between rounds names them in `remembers`. `memory` holds
+them stacked, `[S, P]`, zero for clients that never took part, with a mask `seen` `[S]`.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ ClientState = dict[str, Tensor]
 
 
 class Oracle(Protocol):
-    """The DP gradient oracle as an algorithm sees it (SPEC 1.4)."""
+    """Source of noised gradients, an algorithm's only access to data."""
 
     def __call__(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """Noised mean gradient `[S, P]` on a fresh batch, and its known noise variance `[S, 1]`."""
+        """Return the noised mean gradient `[S, P]` of a fresh batch and its variance `[S, 1]`."""
 
     def again(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """A second release on the same batch, with fresh noise; only if `releases` declares it."""
+        """Release the same batch again with fresh noise, if `releases` declares it."""
 
 
 class Space(Protocol):
-    """What an algorithm may know of the parameter space: its size, tensors and blocks, never the model."""
+    """The parameter space as an algorithm sees it: size, tensors and blocks, but no model."""
 
     @property
     def size(self) -> int: ...
@@ -50,18 +51,18 @@ class Space(Protocol):
     def num_blocks(self) -> int: ...
 
     def slices(self) -> list[slice]:
-        """The stretch of the vector that belongs to each tensor, in order."""
+        """Return the range of the vector that each tensor occupies, in order."""
 
     def block_mean(self, vector: Tensor) -> Tensor:
-        """`[..., P]` -> `[..., blocks]`."""
+        """Average over each block: `[..., P]` -> `[..., blocks]`."""
 
     def expand(self, values: Tensor) -> Tensor:
-        """`[..., blocks]` -> `[..., P]`."""
+        """Repeat each block's value: `[..., blocks]` -> `[..., P]`."""
 
 
 @dataclass(frozen=True)
 class Releases:
-    """What one local step takes from the oracle: so many fresh batches, each released so many times."""
+    """Use of the oracle in one local step: number of batches, and of releases of each batch."""
 
     batches: int = 1
     releases: int = 1
@@ -69,14 +70,23 @@ class Releases:
 
 @dataclass(frozen=True)
 class Context:
-    """The public facts of a round. `t` and `lr` may be tensors, so that one compiled step serves every round.
+    """The public facts of a round.
 
-    lr    η_t, a scalar tensor; in start and step it may be `[S, 1]`, in aggregate it is one number
-    lr0   the base learning rate η0, same shape
-    phi   Φ_i, the known noise variance of each client's mean gradient in this round, `[S, 1]`
-    equal_phi   whether Φ_i is the same for all clients
-    varying_phi whether Φ changes from round to round (quantile clipping)
-    answered  how many clients' messages are in the mean (aggregate only)
+    `t` and `lr` are tensors, so that one compiled step serves every round.
+
+    Attributes:
+        space: Size, tensors and blocks of the parameter space.
+        N: Number of clients.
+        S: Number of clients side by side.
+        T: Number of rounds.
+        K: Number of local steps in a round.
+        t: This round, 1 to T.
+        lr: η_t, a scalar; in start and step it may be `[S, 1]`.
+        lr0: The base learning rate η0, of the same shape as lr.
+        phi: Φ_i, the noise variance of each client's mean gradient in this round, `[S, 1]`.
+        equal_phi: True if Φ_i is equal for all clients.
+        varying_phi: True if Φ changes over rounds (quantile clipping).
+        answered: Number of clients whose messages are in the mean (aggregate only).
     """
 
     space: Space
@@ -95,7 +105,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known before round 1, for `Algorithm.check`."""
+    """Facts known before round 1, for `Algorithm.check`."""
 
     equal_phi: bool
     private: bool
@@ -106,7 +116,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Algorithm(ABC):
-    """Base of every optimizer: the two keys that all of them have."""
+    """Base of every algorithm, with the keys that all of them have."""
 
     name: ClassVar[str]
     lr_grid: ClassVar[tuple[float, ...]]
@@ -120,12 +130,12 @@ class Algorithm(ABC):
 
     @property
     def releases(self) -> Releases:
-        """What one local step takes from the oracle; the ledger charges from this declaration."""
+        """Use of the oracle in one local step, from which the ledger charges."""
         return Releases()
 
     @property
     def noise_factor(self) -> float:
-        """What a given sigma is multiplied by before anything else; the accountant sees the product."""
+        """Factor on the configured sigma; the accountant sees the product."""
         return 1.0
 
     @property
@@ -135,41 +145,55 @@ class Algorithm(ABC):
 
     @property
     def broadcast(self) -> tuple[str, ...]:
-        """The fields of the server's state that `start` and `finish` read, and so travel to every client of a round."""
+        """Fields of the server's state that `start` and `finish` read, which clients download."""
         return ("theta",)
 
     def check(self, facts: Facts) -> list[str]:
-        """Refuses combinations of switches that cannot work (DpfedError); returns warnings."""
+        """Refuse combinations of keys that cannot work (DpfedError); return warnings."""
         return []
 
     @abstractmethod
-    def init(self, ctx: Context, theta: Tensor) -> Any: ...
+    def init(self, ctx: Context, theta: Tensor) -> Any:
+        """Return the server's state before round 1."""
 
     @abstractmethod
-    def start(self, ctx: Context, server: Any, memory: ClientState) -> Any: ...
+    def start(self, ctx: Context, server: Any, memory: ClientState) -> Any:
+        """Return the state of S clients at the start of a round."""
 
     @abstractmethod
-    def step(self, ctx: Context, local: Any, oracle: Oracle, k: Tensor) -> Any: ...
+    def step(self, ctx: Context, local: Any, oracle: Oracle, k: Tensor) -> Any:
+        """Return the state of S clients after local step k = 1..K."""
 
     @abstractmethod
-    def finish(self, ctx: Context, server: Any, local: Any) -> tuple[Message, ClientState]: ...
+    def finish(self, ctx: Context, server: Any, local: Any) -> tuple[Message, ClientState]:
+        """Return the message of each client, and the vectors that it keeps."""
 
     @abstractmethod
-    def aggregate(self, ctx: Context, server: Any, mean: Message) -> Any: ...
+    def aggregate(self, ctx: Context, server: Any, mean: Message) -> Any:
+        """Return the server's next state from the mean of the messages."""
 
     def refuse(self, sentence: str) -> None:
+        """Raise DpfedError with the algorithm's name."""
         raise DpfedError(f"{self.name}: {sentence}")
 
 
 @dataclass(frozen=True)
 class Point:
-    """A state that is nothing but θ: `[P]` at the server, `[S, P]` at the clients."""
+    """A state that holds θ alone: `[P]` at the server, `[S, P]` at the clients."""
 
     theta: Tensor
 
 
+@dataclass(frozen=True)
+class Moments(Point):
+    """A state with first and second moments of gradients beside θ."""
+
+    m: Tensor
+    v: Tensor
+
+
 class Averaging(Algorithm):
-    """What most methods share: θ travels down, Δ_i = θ_i − θ travels up, and θ ← θ + Δ̄. The step is their own."""
+    """Base of methods that send Δ_i = θ_i − θ and set θ ← θ + Δ̄; a method adds its step."""
 
     def init(self, ctx: Context, theta: Tensor) -> Point:
         return Point(theta)
@@ -185,13 +209,13 @@ class Averaging(Algorithm):
 
 
 def spread(theta: Tensor, clients: int) -> Tensor:
-    """The server's vector `[P]` as every client's own starting point `[S, P]`."""
+    """Copy the server's vector `[P]` to every client: `[S, P]`."""
     return theta.expand(clients, -1).clone()
 
 
 def bias_correction(beta: float, steps: Tensor) -> Tensor:
-    """1 - beta^steps, in double precision: at steps = 1 single precision would be wrong in the fifth digit.
+    """Return 1 - beta^steps in float64; at steps = 1, float32 is wrong in the fifth digit.
 
-    beta stays a Python number: a tensor of it would be brought to the device, which waits for all that it has to do.
+    beta stays a Python number: copying a tensor to the device would wait for all of its work.
     """
     return 1 - torch.pow(beta, steps.double())

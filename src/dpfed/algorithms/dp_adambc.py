@@ -1,4 +1,4 @@
-"""DP-AdamBC: Adam without the noise's known bias in its second moment (Tang, Shpilevskiy, Lécuyer 2024).
+"""DP-AdamBC: Adam without the noise's known bias in its second moment (Tang et al. 2024).
 
     client: m = v = 0;  for k = 1..K:
                 (g, Φ) = dp_grad(θ_i)
@@ -9,8 +9,9 @@
             send Δ_i = θ_i − θ
     server: θ ← θ + Δ̄
 
-Published for one machine; here every client runs it afresh in every round, as in DP-LocalAdamW. γ′ is absolute and must
-be tuned with the learning rate: wherever v̂ is below Φ the step is m̂/√γ′, which is large, so the grid is low.
+The paper trains on one machine. Here every client starts it anew in every round, as DP-LocalAdamW
+does. γ′ is absolute and must be tuned with the learning rate. Where v̂ is below Φ, the step m̂/√γ′
+is large, so the grid of learning rates is low.
 """
 
 from __future__ import annotations
@@ -26,18 +27,12 @@ from dpfed.algorithms.base import (
     Averaging,
     ClientState,
     Context,
+    Moments,
     Oracle,
     Point,
     bias_correction,
     spread,
 )
-
-
-@dataclass(frozen=True)
-class Local:
-    theta: Tensor
-    m: Tensor
-    v: Tensor
 
 
 @dataclass(frozen=True)
@@ -54,17 +49,16 @@ class DPAdamBC(Averaging):
     beta2: Annotated[float, Ge(0), Lt(1), "decay of the second moment"] = 0.999
     bc_floor_abs: Annotated[float, Gt(0), "absolute floor γ′ of v̂−Φ"] = 1e-8
 
-    def start(self, ctx: Context, server: Point, memory: ClientState) -> Local:
+    def start(self, ctx: Context, server: Point, memory: ClientState) -> Moments:
         theta = spread(server.theta, ctx.S)
-        return Local(theta, torch.zeros_like(theta), torch.zeros_like(theta))
+        return Moments(theta, torch.zeros_like(theta), torch.zeros_like(theta))
 
-    def step(self, ctx: Context, local: Local, oracle: Oracle, k: Tensor) -> Local:
+    def step(self, ctx: Context, local: Moments, oracle: Oracle, k: Tensor) -> Moments:
         g, phi = oracle(local.theta)
         m = torch.lerp(local.m, g, 1 - self.beta1)
         v = (self.beta2 * local.v).addcmul(g, g, value=1 - self.beta2)
         m_hat = m / bias_correction(self.beta1, k)
         v_hat = v / bias_correction(self.beta2, k)
         u = (v_hat - phi).clamp_min(self.bc_floor_abs)
-        return Local(
-            local.theta - ctx.lr * (m_hat / u.sqrt() + self.weight_decay * local.theta), m, v
-        )
+        direction = m_hat / u.sqrt() + self.weight_decay * local.theta
+        return Moments(local.theta - ctx.lr * direction, m, v)

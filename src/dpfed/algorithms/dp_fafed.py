@@ -1,4 +1,4 @@
-"""DP-FAFED: first and second moments are averaged too, and the denominator is the server's (Wu, Huang, Hu, Huang 2023).
+"""DP-FAFED: the server averages both moments and gives the denominator (Wu, Huang, Hu, Huang 2023).
 
     server state: θ, m̄ (starts at 0), v̄ (starts at Φ, which is public)
     client: m = m̄ ;  v = v̄ ;  H = √v̄ + ρ, frozen for the round
@@ -9,15 +9,17 @@
             send Δ_i = θ_i − θ, m and v
     server: θ ← θ + Δ̄ ;  m̄ ← mean of m ;  v̄ ← mean of v
 
-`fafed_vr = true` is the published variance reduction (STORM), with a second release of the same batch J:
+`fafed_vr = true` is the published variance reduction (STORM). It releases the same batch J twice:
 
                        (g, _) = dp_grad(θ_i, batch J) ;  (g', _) = dp_grad(x_prev, batch J)
                        m ← g + (1−α) (m − g') ;  x_prev ← θ_i, before its step
 
-Each client keeps x_prev between rounds (its first is θ itself). Two releases of one batch are one with the noise
-multiplier divided by √2, and the ledger charges that. The published start from an extra gradient is left out.
-m then carries the noise of both: its variance settles at (1+(1−α)²)/(1−(1−α)²) Φ, 9.5 Φ at α = 0.1, where the plain
-average has α/(2−α) Φ, 0.053 Φ; so it needs a smaller learning rate or a larger α.
+Each client keeps x_prev between rounds and starts with x_prev = θ. Two releases of one batch cost
+as much as one with the noise multiplier divided by √2, which is charged to the ledger. The paper's
+extra first gradient is left out.
+With fafed_vr, m has the noise of both releases: its variance tends to (1+(1−α)²)/(1−(1−α)²) Φ,
+which is 9.5 Φ at α = 0.1. The plain average has α/(2−α) Φ = 0.053 Φ. Variance reduction therefore
+needs a smaller learning rate or a larger α.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from dpfed.algorithms.base import (
     Context,
     Facts,
     Message,
+    Moments,
     Oracle,
     Releases,
     spread,
@@ -42,19 +45,11 @@ from dpfed.algorithms.base import (
 
 
 @dataclass(frozen=True)
-class Server:
-    theta: Tensor
-    m: Tensor
-    v: Tensor
+class Local(Moments):
+    """State of S clients within a round; without variance reduction `x_prev` is empty, `[S, 0]`."""
 
-
-@dataclass(frozen=True)
-class Local:
-    theta: Tensor
-    m: Tensor
-    v: Tensor
     h: Tensor
-    x_prev: Tensor  # [S, P], or [S, 0] where none is kept
+    x_prev: Tensor
 
 
 @dataclass(frozen=True)
@@ -87,7 +82,8 @@ class DPFAFED(Algorithm):
     def check(self, facts: Facts) -> list[str]:
         if not facts.equal_phi:
             self.refuse(
-                "the averaged v needs the same noise level for all clients; use equal client sizes or dp-fedadamw"
+                "the averaged v needs the same noise level for all clients; "
+                "use equal client sizes or dp-fedadamw"
             )
         if self.rho == 0 and not facts.private:
             self.refuse(
@@ -95,35 +91,33 @@ class DPFAFED(Algorithm):
             )
         return []
 
-    def init(self, ctx: Context, theta: Tensor) -> Server:
-        return Server(theta, torch.zeros_like(theta), ctx.phi[0] * torch.ones_like(theta))
+    def init(self, ctx: Context, theta: Tensor) -> Moments:
+        return Moments(theta, torch.zeros_like(theta), ctx.phi[0] * torch.ones_like(theta))
 
-    def start(self, ctx: Context, server: Server, memory: ClientState) -> Local:
+    def start(self, ctx: Context, server: Moments, memory: ClientState) -> Local:
         theta = spread(server.theta, ctx.S)
-        x_prev = (
-            torch.where(memory["seen"][:, None], memory["x_prev"], theta)
-            if self.fafed_vr
-            else theta[:, :0]
-        )
+        x_prev = theta[:, :0]
+        if self.fafed_vr:
+            x_prev = torch.where(memory["seen"][:, None], memory["x_prev"], theta)
         h = server.v.sqrt() + self.rho
         return Local(theta, spread(server.m, ctx.S), spread(server.v, ctx.S), h, x_prev)
 
     def step(self, ctx: Context, local: Local, oracle: Oracle, k: Tensor) -> Local:
         g, _ = oracle(local.theta)
+        x_prev = local.x_prev
         if self.fafed_vr:
-            g_prev, _ = oracle.again(local.x_prev)
+            g_prev, _ = oracle.again(x_prev)
             m = g + (1 - self.alpha) * (local.m - g_prev)
+            x_prev = local.theta
         else:
             m = torch.lerp(local.m, g, self.alpha)
         v = (self.beta2 * local.v).addcmul(g, g, value=1 - self.beta2)
         theta = local.theta - ctx.lr * (m / local.h + self.weight_decay * local.theta)
-        return replace(
-            local, theta=theta, m=m, v=v, x_prev=local.theta if self.fafed_vr else local.x_prev
-        )
+        return replace(local, theta=theta, m=m, v=v, x_prev=x_prev)
 
-    def finish(self, ctx: Context, server: Server, local: Local) -> tuple[Message, ClientState]:
+    def finish(self, ctx: Context, server: Moments, local: Local) -> tuple[Message, ClientState]:
         message = {"delta": local.theta - server.theta, "m": local.m, "v": local.v}
         return message, {"x_prev": local.x_prev} if self.fafed_vr else {}
 
-    def aggregate(self, ctx: Context, server: Server, mean: Message) -> Server:
-        return Server(server.theta + mean["delta"], mean["m"], mean["v"])
+    def aggregate(self, ctx: Context, server: Moments, mean: Message) -> Moments:
+        return Moments(server.theta + mean["delta"], mean["m"], mean["v"])

@@ -12,10 +12,10 @@
         send Δ_i = θ_i − θ and block_mean(v)
     server: Δ_G ← −Δ̄/(K η_t) ;  θ ← θ + Δ̄ ;  v̄ ← mean of block_mean(v)
 
-If the clients' noise variances Φ_i differ, a client sends v_i − (1−β2^{tK})Φ_i. In the next round it
-adds its own (1−β2^{(t−1)K})Φ_i to the mean that it receives.
-If Φ changes over rounds (quantile clipping), step (2) subtracts w/(1−β2^n). The server tracks w, the
-moving average of Φ with decay β2; while Φ is constant, w is empty.
+If the clients' noise variances Φ_i differ, a client sends v_i − (1−β2^{tK})Φ_i. In the next round
+it adds its own (1−β2^{(t−1)K})Φ_i to the mean that it receives.
+If Φ changes over rounds (quantile clipping), step (2) subtracts w/(1−β2^n). The server tracks w,
+the moving average of Φ with decay β2; while Φ is constant, w is empty.
 """
 
 from __future__ import annotations
@@ -33,27 +33,25 @@ from dpfed.algorithms.base import (
     Context,
     Facts,
     Message,
+    Moments,
     Oracle,
+    Point,
     bias_correction,
     spread,
 )
 
 
 @dataclass(frozen=True)
-class Server:
-    theta: Tensor
+class Server(Point):
     v: Tensor
     dg: Tensor
     w: Tensor
 
 
 @dataclass(frozen=True)
-class Local:
+class Local(Moments):
     """State of S clients within a round; `v_hat` is the last bias-corrected second moment."""
 
-    theta: Tensor
-    m: Tensor
-    v: Tensor
     dg: Tensor
     w: Tensor
     v_hat: Tensor
@@ -71,9 +69,7 @@ class DPFedAdamW(Algorithm):
     beta2: Annotated[float, Ge(0), Lt(1), "decay of the second moment"] = 0.999
     eps: Annotated[float, Ge(0), "ϵ added to √u"] = 1e-8
     gamma: Annotated[float, Ge(0), Le(1), "weight γ of the global direction; 0: no alignment"] = 0.5
-    agg: Annotated[Literal["mean", "full_v", "off"], "v that is sent: block means, all, none"] = (
-        "mean"
-    )
+    agg: Annotated[Literal["mean", "full_v", "off"], "sent v: block means, all, none"] = "mean"
     bc: Annotated[bool, "subtract the noise's known variance Φ from v̂"] = True
     bc_floor: Annotated[float, Ge(0), "floor κ of v̂−Φ, in units of Φ"] = 0.5
     bc_level: Annotated[Literal["coordinate", "block"], "level of the correction"] = "coordinate"
@@ -100,7 +96,7 @@ class DPFedAdamW(Algorithm):
         dg = server.dg if self.gamma > 0 else theta.new_zeros(1)
         m = torch.zeros_like(theta)
         v = self._start_v(ctx, server.v, m)
-        return Local(theta, m, v, dg, server.w, v)
+        return Local(theta, m, v, dg, server.w, v_hat=v)
 
     def step(self, ctx: Context, local: Local, oracle: Oracle, k: Tensor) -> Local:
         g, phi = oracle(local.theta)
@@ -128,8 +124,8 @@ class DPFedAdamW(Algorithm):
     def aggregate(self, ctx: Context, server: Server, mean: Message) -> Server:
         w = server.w
         if self._tracks_phi(ctx):
-            kept = self.beta2**ctx.K
-            w = (kept * w + (1 - kept) * ctx.phi.mean()).to(w.dtype)
+            decay = self.beta2**ctx.K
+            w = (decay * w + (1 - decay) * ctx.phi.mean()).to(w.dtype)
         dg = -mean["delta"] / (ctx.K * ctx.lr)
         return Server(server.theta + mean["delta"], mean.get("v", server.v), dg, w)
 

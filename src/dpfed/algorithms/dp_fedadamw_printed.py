@@ -1,12 +1,12 @@
-"""DP-FedAdamW as Algorithm 1 of the paper prints it, to show what the printed form does.
+"""DP-FedAdamW as Algorithm 1 of the paper prints it, to show how that form fails.
 
     as dp-fedadamw, except:
         v̂ = v/(1−β2^k)                                   k restarts each round while v does not
         u = v̂ − Φ                                        no floor: √u is NaN wherever v̂ < Φ
         θ_i ← θ_i − η_t ( m̂/(√u+ϵ) + γ Δ_G − λ θ_i )     the sign makes weights grow
 
-At the first step v̂ < Φ holds for 68 % of the coordinates of a gradient that is mostly noise. The run
-then stops with a sentence.
+At the first step v̂ < Φ holds for 68 % of the coordinates of a gradient that is mostly noise. The
+run then stops with a sentence.
 """
 
 from __future__ import annotations
@@ -24,24 +24,22 @@ from dpfed.algorithms.base import (
     Context,
     Facts,
     Message,
+    Moments,
     Oracle,
+    Point,
     bias_correction,
     spread,
 )
 
 
 @dataclass(frozen=True)
-class Server:
-    theta: Tensor
+class Server(Point):
     v: Tensor
     dg: Tensor
 
 
 @dataclass(frozen=True)
-class Local:
-    theta: Tensor
-    m: Tensor
-    v: Tensor
+class Local(Moments):
     dg: Tensor
     v_hat: Tensor
 

@@ -1,15 +1,16 @@
-"""DP-FedAvg-LS: DP-FedAvg with Laplacian smoothing (Liang, Wang, Gu, Osher, Yao 2020; Osher et al. 2018).
+"""DP-FedAvg-LS: DP-FedAvg with Laplacian smoothing (Liang et al. 2020; Osher et al. 2018).
 
-    smooth(g), tensor by tensor, flattened to length m: the x that solves (I − σ_ls L) x = g, where L is circulant with
-        −2 on the diagonal and 1 on the two cyclic neighbours; by FFT,
+    smooth(g) for a tensor of length m: the x with (I − σ_ls L) x = g, where L is circulant with −2
+        on the diagonal and 1 on the two cyclic neighbours; by FFT,
         x = irfft( rfft(g) / (1 + 2σ_ls − 2σ_ls cos(2πj/m)) ) ;  m ≤ 2: x = g
     client: repeat K:  (g, _) = dp_grad(θ_i)
-                       θ_i ← θ_i − η_t (g + λ θ_i)                     (ls_where = client_grad: smooth(g) instead of g)
+                       θ_i ← θ_i − η_t (g + λ θ_i)
             send Δ_i = θ_i − θ
-    server: θ ← θ + smooth(Δ̄)                                          (ls_where = client_grad: θ ← θ + Δ̄)
+    server: θ ← θ + smooth(Δ̄)
 
-Smoothing keeps a tensor's mean, never lengthens it, and multiplies the variance of white noise by
-(1+2σ_ls)/(1+4σ_ls)^{3/2}, 0.268 at σ_ls = 1. It comes after the noise, so it costs no privacy.
+`ls_where = client_grad` smooths each g instead of Δ̄. Smoothing keeps the mean of a tensor and never
+increases its norm. It multiplies the variance of white noise by (1+2σ_ls)/(1+4σ_ls)^{3/2}, which
+is 0.268 at σ_ls = 1. Smoothing follows the noise, so it costs no privacy.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dpfed.algorithms.base import Averaging, Context, Facts, Message, Oracle, Po
 
 
 def smooth(space: Space, vector: Tensor, sigma: float) -> Tensor:
-    """(I − σ_ls L)⁻¹ on each tensor of `[..., P]`."""
+    """Apply (I − σ_ls L)⁻¹ to each tensor of `[..., P]`."""
     return torch.cat([_smooth_one(vector[..., part], sigma) for part in space.slices()], dim=-1)
 
 

@@ -1,4 +1,4 @@
-"""DP-FedLADA: locally adaptive steps, amended by the global direction (Sun, Shen, Sun, Ding, Tao 2023).
+"""DP-FedLADA: locally adaptive steps, amended by the global direction (Sun et al. 2023).
 
     server state: θ, v̄ (starts at Φ, or at ϵ² without noise), g_a (starts at 0)
     client: m = 0 ;  v = v_max = v̄
@@ -8,8 +8,8 @@
             send Δ_i = θ_i − θ and v_max
     server: g_a ← −Δ̄/(K η_t) ;  θ ← θ + Δ̄ ;  v̄ ← mean of v_max
 
-The maximum only ever rises, and under DP noise it rises with the noise too. `lada_amsgrad = false` is plain Adam: v
-takes the place of v_max everywhere.
+v_max never decreases, and DP noise increases it. `lada_amsgrad = false` uses v in place of v_max,
+as plain Adam does.
 """
 
 from __future__ import annotations
@@ -21,21 +21,27 @@ import torch
 from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
-from dpfed.algorithms.base import Algorithm, ClientState, Context, Facts, Message, Oracle, spread
+from dpfed.algorithms.base import (
+    Algorithm,
+    ClientState,
+    Context,
+    Facts,
+    Message,
+    Moments,
+    Oracle,
+    Point,
+    spread,
+)
 
 
 @dataclass(frozen=True)
-class Server:
-    theta: Tensor
+class Server(Point):
     v: Tensor
     ga: Tensor
 
 
 @dataclass(frozen=True)
-class Local:
-    theta: Tensor
-    m: Tensor
-    v: Tensor
+class Local(Moments):
     v_max: Tensor
     ga: Tensor
 
@@ -43,13 +49,8 @@ class Local:
 @dataclass(frozen=True)
 class DPFedLADA(Algorithm):
     name = "dp-fedlada"
-    lr_grid = (
-        1e-3,
-        3e-3,
-        1e-2,
-        3e-2,
-        1e-1,
-    )  # a = 0.1 shrinks the own step tenfold, and g_a builds up over rounds
+    # The grid is wide: a = 0.1 divides the client's own step by ten, and g_a grows over rounds.
+    lr_grid = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
     summary = "local AMSGrad steps mixed with the global direction of the last round"
 
     lr: Annotated[float, Gt(0), "base learning rate η0"] = 1e-2
@@ -69,7 +70,8 @@ class DPFedLADA(Algorithm):
     def check(self, facts: Facts) -> list[str]:
         if not facts.equal_phi:
             self.refuse(
-                "the averaged v needs the same noise level for all clients; use equal client sizes or dp-fedadamw"
+                "the averaged v needs the same noise level for all clients; "
+                "use equal client sizes or dp-fedadamw"
             )
         if self.eps == 0 and not facts.private:
             self.refuse(
@@ -77,7 +79,8 @@ class DPFedLADA(Algorithm):
             )
         if facts.varying_phi and self.lada_amsgrad:
             return [
-                "v_max never falls, so it stays at the largest noise level there was; see lada_amsgrad"
+                "v_max never falls, so it stays at the largest noise level there was; "
+                "see lada_amsgrad"
             ]
         return []
 
@@ -87,13 +90,8 @@ class DPFedLADA(Algorithm):
 
     def start(self, ctx: Context, server: Server, memory: ClientState) -> Local:
         theta = spread(server.theta, ctx.S)
-        return Local(
-            theta,
-            torch.zeros_like(theta),
-            spread(server.v, ctx.S),
-            spread(server.v, ctx.S),
-            server.ga,
-        )
+        v = spread(server.v, ctx.S)
+        return Local(theta, torch.zeros_like(theta), v, v, server.ga)
 
     def step(self, ctx: Context, local: Local, oracle: Oracle, k: Tensor) -> Local:
         g, _ = oracle(local.theta)

@@ -1,5 +1,4 @@
-"""DP-FedOpt: DP-FedAvg clients and an adaptive server (Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar, McMahan
-2021).
+"""DP-FedOpt: DP-FedAvg clients and an adaptive server (Reddi et al. 2021).
 
     server state: θ, m (starts at 0), v (starts at τ²); m and v stay at the server
     client: repeat K:  (g, _) = dp_grad(θ_i)
@@ -11,8 +10,8 @@
               | v + Δ̄²                                    (adagrad)
             θ ← θ + η_s m/(√v + τ)                          no bias correction
 
-`fedopt_preset = authors` is the FedAdam of the authors of DP-FedAdamW: β2 = 0.98, τ = 0.01 and v starts at 0. A beta2 or
-tau that is given explicitly comes before the preset's.
+`fedopt_preset = authors` is the FedAdam of the authors of DP-FedAdamW: β2 = 0.98, τ = 0.01 and v
+starts at 0. An explicit beta2 or tau overrides the preset's.
 """
 
 from __future__ import annotations
@@ -24,16 +23,10 @@ import torch
 from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 
-from dpfed.algorithms.base import Averaging, Context, Facts, Message, Oracle, Point
+from dpfed.algorithms.base import Averaging, Context, Facts, Message, Moments, Oracle, Point
 
 BETA2 = {"default": 0.99, "authors": 0.98}
 TAU = {"default": 1e-3, "authors": 0.01}
-
-
-@dataclass(frozen=True)
-class Server(Point):
-    m: Tensor
-    v: Tensor
 
 
 @dataclass(frozen=True)
@@ -62,25 +55,26 @@ class DPFedOpt(Averaging):
     def check(self, facts: Facts) -> list[str]:
         if self.fedopt_preset == "authors" and self.server_opt != "adam":
             self.refuse(
-                f'fedopt_preset = "authors" is a FedAdam: use it with server_opt = "adam", not "{self.server_opt}"'
+                'fedopt_preset = "authors" is a FedAdam: '
+                f'use it with server_opt = "adam", not "{self.server_opt}"'
             )
         if self.server_opt == "adagrad" and self.beta2 is not None:
             self.refuse('server_opt = "adagrad" has no beta2: leave it out')
         return []
 
-    def init(self, ctx: Context, theta: Tensor) -> Server:
+    def init(self, ctx: Context, theta: Tensor) -> Moments:
         start = self._tau**2 if self.fedopt_preset == "default" else 0.0
-        return Server(theta, torch.zeros_like(theta), torch.full_like(theta, start))
+        return Moments(theta, torch.zeros_like(theta), torch.full_like(theta, start))
 
     def step(self, ctx: Context, local: Point, oracle: Oracle, k: Tensor) -> Point:
         g, _ = oracle(local.theta)
         return Point(local.theta - ctx.lr * (g + self.weight_decay * local.theta))
 
-    def aggregate(self, ctx: Context, server: Any, mean: Message) -> Server:
+    def aggregate(self, ctx: Context, server: Any, mean: Message) -> Moments:
         delta = mean["delta"]
         m = self.beta1 * server.m + (1 - self.beta1) * delta
         v = self._second_moment(server.v, delta * delta)
-        return Server(server.theta + self.server_lr * m / (v.sqrt() + self._tau), m, v)
+        return Moments(server.theta + self.server_lr * m / (v.sqrt() + self._tau), m, v)
 
     def _second_moment(self, v: Tensor, square: Tensor) -> Tensor:
         beta2 = BETA2[self.fedopt_preset] if self.beta2 is None else self.beta2

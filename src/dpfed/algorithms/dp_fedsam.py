@@ -1,13 +1,14 @@
-"""DP-FedSAM: sharpness-aware local steps on noised gradients (after Shi, Liu, Wei, Shen, Wang, Tao 2023).
+"""DP-FedSAM: sharpness-aware local steps on noised gradients (after Shi et al. 2023).
 
     client: repeat K:  (g1, _) = dp_grad(θ_i, batch J) ;      e = ρ g1/(‖g1‖ + 1e-12)
                        (g2, _) = dp_grad(θ_i + e, batch J) ;  θ_i ← θ_i − η_t (g2 + λ θ_i)
             send Δ_i = θ_i − θ
     server: θ ← θ + Δ̄
 
-The original protects clients; this is the version at the level of one record. Two releases of the same batch are one
-with the noise multiplier divided by √2 (`equal_eps` makes up for it with √2 times the noise); two batches
-(`sam_batches = independent`) are two steps. At usual noise levels g1 is almost all noise, so e is a random direction.
+The paper protects clients; this version protects records. Two releases of the same batch cost as
+much as one with the noise multiplier divided by √2; `equal_eps` makes up for it with √2 times the
+noise. Two batches (`sam_batches = independent`) count as two steps.
+At usual noise levels g1 is almost only noise, so e is a random direction.
 """
 
 from __future__ import annotations
@@ -40,11 +41,9 @@ class DPFedSAM(Averaging):
 
     @property
     def releases(self) -> Releases:
-        return (
-            Releases(batches=1, releases=2)
-            if self.sam_batches == "shared"
-            else Releases(batches=2, releases=1)
-        )
+        if self.sam_batches == "shared":
+            return Releases(batches=1, releases=2)
+        return Releases(batches=2, releases=1)
 
     @property
     def noise_factor(self) -> float:
@@ -57,20 +56,16 @@ class DPFedSAM(Averaging):
             )
         if self.equal_eps and facts.calibrated:
             self.refuse(
-                "equal_eps has no effect with privacy.target_epsilon, which every method reaches alike"
+                "equal_eps has no effect with privacy.target_epsilon, "
+                "which every method reaches alike"
             )
-        return (
-            ["equal_eps has no effect without noise"]
-            if self.equal_eps and not facts.private
-            else []
-        )
+        if self.equal_eps and not facts.private:
+            return ["equal_eps has no effect without noise"]
+        return []
 
     def step(self, ctx: Context, local: Point, oracle: Oracle, k: Tensor) -> Point:
         g1, _ = oracle(local.theta)
         e = self.rho * g1 / (g1.norm(dim=1, keepdim=True) + 1e-12)
-        g2, _ = (
-            oracle.again(local.theta + e)
-            if self.sam_batches == "shared"
-            else oracle(local.theta + e)
-        )
+        second = oracle.again if self.sam_batches == "shared" else oracle
+        g2, _ = second(local.theta + e)
         return Point(local.theta - ctx.lr * (g2 + self.weight_decay * local.theta))

@@ -1,4 +1,4 @@
-"""DP-LocalAdamW: every round each client runs a fresh AdamW on noised gradients; the server averages.
+"""DP-LocalAdamW: each client runs a new AdamW on noised gradients in each round.
 
     client: m = v = 0;  for k = 1..K:
                 (g, _) = dp_grad(θ_i)
@@ -24,6 +24,7 @@ from dpfed.algorithms.base import (
     Averaging,
     ClientState,
     Context,
+    Moments,
     Oracle,
     Point,
     bias_correction,
@@ -32,10 +33,7 @@ from dpfed.algorithms.base import (
 
 
 @dataclass(frozen=True)
-class Local:
-    theta: Tensor
-    m: Tensor
-    v: Tensor
+class Local(Moments):
     v_hat: Tensor
 
 

@@ -1,17 +1,17 @@
-"""DP-SCAFFOLD: control variates against client drift (Karimireddy et al. 2020; private form: Noble, Bellet,
-Dieuleveut 2022), at the level of one record.
+"""DP-SCAFFOLD: control variates against client drift (Karimireddy et al. 2020), record-level DP.
 
     server state: θ, c (starts at 0);   client i keeps c_i (starts at 0)
     client: repeat K:  (g, _) = dp_grad(θ_i)
                        θ_i ← θ_i − η_t (g − c_i + c + λ θ_i)
-            c_i' = mean of its K gradients g                                  (scaffold_c = mean)
-                 | c_i − c + (θ − θ_i)/(K η_t)                                (scaffold_c = displacement)
+            c_i' = mean of its K gradients g                        (scaffold_c = mean)
+                 | c_i − c + (θ − θ_i)/(K η_t)                      (scaffold_c = displacement)
             send Δ_i = θ_i − θ and c_i' − c_i ;  c_i ← c_i'
     server: θ ← θ + Δ̄ ;  c ← c + (1/N) Σ_{i answered} (c_i' − c_i)
 
-The 1/N is over all clients, so that c stays the mean of all c_i. Clipping acts on raw per-sample gradients, before c and
-c_i enter; c_i' is a function of gradients that are noised already and costs nothing. Both forms of c_i' agree without
-weight decay; with it, the second carries λθ into c_i.
+The private form is that of Noble, Bellet, Dieuleveut 2022. The factor 1/N counts all clients, so c
+stays the mean of all c_i. Clipping acts on the per-record gradients before c and c_i are added.
+c_i' depends only on noised gradients and costs no privacy. Without weight decay both forms of c_i'
+are equal; with it, the second form contains λθ.
 """
 
 from __future__ import annotations
@@ -23,28 +23,40 @@ import torch
 from annotated_types import Ge, Gt
 from torch import Tensor
 
-from dpfed.algorithms.base import Algorithm, ClientState, Context, Facts, Message, Oracle, spread
+from dpfed.algorithms.base import (
+    Algorithm,
+    ClientState,
+    Context,
+    Facts,
+    Message,
+    Oracle,
+    Point,
+    spread,
+)
 
 
 @dataclass(frozen=True)
-class Server:
-    theta: Tensor
+class Server(Point):
     c: Tensor
 
 
 @dataclass(frozen=True)
-class Local:
-    theta: Tensor
-    c: Tensor  # the server's, [P]
-    own: Tensor  # c_i as remembered, [S, P]
-    total: Tensor  # sum of the gradients so far
+class Local(Point):
+    """State of S clients within a round; `own` is c_i, `total` the sum of gradients so far."""
+
+    c: Tensor
+    own: Tensor
+    total: Tensor
 
 
 @dataclass(frozen=True)
 class DPScaffold(Algorithm):
     name = "dp-scaffold"
     lr_grid = (0.01, 0.03, 0.1, 0.3)
-    summary = "local DP-SGD with control variates against client drift; clients keep a vector between rounds"
+    summary = (
+        "local DP-SGD with control variates against client drift; "
+        "clients keep a vector between rounds"
+    )
 
     lr: Annotated[float, Gt(0), "base learning rate η0"] = 0.1
     weight_decay: Annotated[float, Ge(0), "decoupled weight decay λ"] = 1e-3
@@ -61,16 +73,18 @@ class DPScaffold(Algorithm):
         return ("theta", "c")
 
     def check(self, facts: Facts) -> list[str]:
-        said = []
+        warnings = []
         if self.scaffold_c == "displacement" and self.weight_decay > 0:
-            said.append(
-                'scaffold_c = "displacement" counts weight decay into c_i; with weight_decay = 0 it does not'
+            warnings.append(
+                'scaffold_c = "displacement" counts weight decay into c_i; '
+                "with weight_decay = 0 it does not"
             )
         if self.agg_weights == "size":
-            said.append(
-                'with agg_weights = "size" c is only near the weighted mean of the c_i, unless all clients take part'
+            warnings.append(
+                'with agg_weights = "size" c is only near the weighted mean of the c_i, '
+                "unless all clients take part"
             )
-        return said
+        return warnings
 
     def init(self, ctx: Context, theta: Tensor) -> Server:
         return Server(theta, torch.zeros_like(theta))

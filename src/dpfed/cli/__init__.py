@@ -1,1 +1,1 @@
-"""The command line: one thin file per command. They parse, call the engine and print; nothing is computed here."""
+"""The command line: one thin file per command, which parses, calls the engine and prints."""

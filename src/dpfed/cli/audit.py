@@ -2,71 +2,61 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dpfed.cli.options import AsJson, Debug, Overrides, Target, settings_of, show
 from dpfed.privacy.published import show_delta, show_loss, show_lower_bound, show_setting
 
 if TYPE_CHECKING:
     from dpfed.training.audit import Audit
 
 DISPROVED = 4
+NAMES = {
+    ("one run", "oracle"): "one run, every released gradient",
+    ("many draws", "oracle"): "many draws, every released gradient",
+    ("one run", "server"): "one run, the clients' messages",
+}
+REPORT_KEYS = ("audit", "seen", "lower", "claimed", "canaries", "clients", "steps", "disproved")
+LAW_KEYS = ("what", "p_value", "broken", "tests")
 
 
 def audit(
-    config: Annotated[
-        str | None, typer.Argument(help="TOML file or preset; without it: the digits demonstration")
-    ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a key")
-    ] = None,
+    config: Target = None,
+    overrides: Overrides = None,
     canaries: Annotated[
         int, typer.Option(help="canaries in one run, and independent draws of one canary")
     ] = 1000,
     confidence: Annotated[
         float, typer.Option(help="probability with which each lower bound holds")
     ] = 0.95,
-    debug: Annotated[bool, typer.Option(help="show the traceback of an error")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="one JSON object on the last line of stdout")
-    ] = False,
+    debug: Debug = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Try to disprove the claimed epsilon: lower bounds from canaries beside the claim. Exit code 4 if it is disproved.
+    """Try to disprove the claimed epsilon: lower bounds from canaries beside the claim.
 
-    Example: dpfed audit --canaries 2000 --confidence 0.99
+    Exit code 4 if it is disproved. Example: dpfed audit --canaries 2000 --confidence 0.99
     """
-    from dpfed.config import load
-    from dpfed.registry import DEFAULT, registry
-
-    # Canaries stand in for the records: nothing is to be computed for all of them first.
-    settings = load(config or DEFAULT, [*(overrides or []), "run.features=false"], registry())
+    # Canaries replace the records, so computing features of the records first would be wasted.
+    settings = settings_of(config, [*(overrides or []), "run.features=false"])
     import torch
 
     from dpfed.privacy.audit import disproofs
     from dpfed.training.audit import audit as run_audit
     from dpfed.training.job.job import prepare
 
-    torch.set_num_threads(1)  # many small tensors: further threads only wait for each other
+    # More threads only slow down work on many small tensors.
+    torch.set_num_threads(1)
     found = run_audit(prepare(settings), canaries, confidence)
-    against = list(disproofs(found.reports, found.laws))
-    for line in table(found, against):
-        print(line)
-    if as_json:
-        print(json.dumps(plain(found, against), allow_nan=False))
-    if against:
+    reasons = list(disproofs(found.reports, found.laws))
+    show(table(found, reasons), plain(found, reasons), as_json)
+    if reasons:
         raise typer.Exit(DISPROVED)
 
 
-NAMES = {
-    ("one run", "oracle"): "one run, every released gradient",
-    ("many draws", "oracle"): "many draws, every released gradient",
-    ("one run", "server"): "one run, the clients' messages",
-}
-
-
-def table(found: Audit, against: list[str]) -> list[str]:
+def table(found: Audit, reasons: list[str]) -> list[str]:
+    """Return the lines of the report: one per audit, one per law, and the conclusion."""
     first = found.reports[0]
     lines = [
         f"epsilon at delta {show_delta(first.delta)}, worst client; "
@@ -75,48 +65,31 @@ def table(found: Audit, against: list[str]) -> list[str]:
     ]
     for r in found.reports:
         name = NAMES[r.audit, r.seen]
-        clients = "1" if r.audit == "many draws" else str(r.clients)
+        clients = 1 if r.audit == "many draws" else r.clients
         bounds = f"{show_lower_bound(r.lower):>9}{show_loss(r.claimed):>9}"
-        lines.append(f"{name:38}{bounds}{r.steps:7}{r.canaries:10}{clients:>9}  {r.verdict}")
-    lines += [
-        f"{law.what + ' of the oracle':38}{law.verdict} (p = {law.p_value:.2g})"
-        for law in found.laws
-    ]
-    if against:
-        return [
-            *lines,
-            "DISPROVED: the privacy claim of this build does not hold",
-            *(f"  {s}" for s in against),
-        ]
-    return [
-        *lines,
-        "nothing speaks against the claim; a lower bound far below it is usual and proves nothing more",
-    ]
+        lines.append(f"{name:38}{bounds}{r.steps:7}{r.canaries:10}{clients:9}  {r.verdict}")
+    for law in found.laws:
+        name = f"{law.what} of the oracle"
+        lines.append(f"{name:38}{law.verdict} (p = {law.p_value:.2g})")
+    if not reasons:
+        lines.append(
+            "nothing speaks against the claim; "
+            "a lower bound far below it is usual and proves nothing more"
+        )
+        return lines
+    lines.append("DISPROVED: the privacy claim of this build does not hold")
+    return lines + [f"  {reason}" for reason in reasons]
 
 
-def plain(found: Audit, against: list[str]) -> dict[str, Any]:
+def plain(found: Audit, reasons: list[str]) -> dict[str, Any]:
+    """Return the report as an object for JSON."""
     return {
-        "disproved": bool(against),
-        "reasons": against,
+        "disproved": bool(reasons),
+        "reasons": reasons,
         "lower": max(r.lower for r in found.reports),
         "claimed": max(r.claimed for r in found.reports),
         "delta": found.reports[0].delta,
         "confidence": found.reports[0].confidence,
-        "audits": [
-            {
-                "audit": r.audit,
-                "seen": r.seen,
-                "lower": r.lower,
-                "claimed": r.claimed,
-                "canaries": r.canaries,
-                "clients": r.clients,
-                "steps": r.steps,
-                "disproved": r.disproved,
-            }
-            for r in found.reports
-        ],
-        "laws": [
-            {"what": law.what, "p_value": law.p_value, "broken": law.broken, "tests": law.tests}
-            for law in found.laws
-        ],
+        "audits": [{key: getattr(r, key) for key in REPORT_KEYS} for r in found.reports],
+        "laws": [{key: getattr(law, key) for key in LAW_KEYS} for law in found.laws],
     }

@@ -1,4 +1,4 @@
-"""`dpfed client`: take part in a federation, by the rules of one's own client.toml."""
+"""`dpfed client`: take part in a federation under the rules of a client.toml."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dpfed.cli.options import Debug, Insecure
 from dpfed.errors import DpfedError
 
 if TYPE_CHECKING:
@@ -17,18 +18,18 @@ if TYPE_CHECKING:
     from dpfed.federation.links import Address, LinkSection, Process
     from dpfed.training.interrupt import Stop
 
-POLL = 0.1
+POLL_S = 0.1
+# A SuperNode that has never reached its server is started at most this many times.
 TRIES = 5
-LONGEST_WAIT = 30.0
-UP = "SuperNode ID"
+LONGEST_WAIT_S = 30.0
+# The SuperNode writes this into its log once the server has accepted it.
+ACCEPTED = b"SuperNode ID"
 
 
 def client(
     config: Annotated[Path, typer.Argument(help="this client's client.toml")],
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="no TLS and no keys, for tests on this machine")
-    ] = False,
-    debug: Annotated[bool, typer.Option(help="show the traceback of an error")] = False,
+    insecure: Insecure = False,
+    debug: Debug = False,
 ) -> None:
     """Take part in a federation until stopped. Example: dpfed client client.toml"""
     from dpfed.federation.links import check_link, load_client, need_flower
@@ -43,54 +44,59 @@ def client(
         from dpfed.federation.client.client import Client
         from dpfed.federation.flower.apps import client_app
 
+        name = settings.client.name
         own = Client(settings, insecure=insecure, log=say)
-        app = client_app(own.answer, settings.client.name, say, greets=insecure, debug=debug)
-        say(
-            f"{settings.client.name} takes part with {', '.join(settings.client.servers)} at {address}"
-        )
+        app = client_app(own.answer, name, say, greets=insecure, debug=debug)
+        say(f"{name} takes part with {', '.join(settings.client.servers)} at {address}")
         if own.on_gpu and settings.policy.isolation == "exact":
             say(
-                "note: exact isolation was tested on CPUs; on a GPU it rests on deterministic kernels"
+                "note: exact isolation was tested on CPUs; "
+                "on a GPU it rests on deterministic kernels"
             )
         if insecure:
             say("INSECURE: no TLS and no keys, for tests on this machine only")
         stop.gently = True
-        keep_going(
-            address, Path(settings.client.state) / "flower", None if insecure else link, app, stop
-        )
+        home = Path(settings.client.state) / "flower"
+        keep_going(address, home, None if insecure else link, app, stop)
 
 
 def keep_going(
     address: Address, home: Path, link: LinkSection | None, app: ClientApp, stop: Stop
 ) -> None:
-    """A SuperNode that ends is started again; one that never came to the server gives up after some tries."""
+    """Start the SuperNode again whenever it ends; give up if the server has never accepted it."""
     from dpfed.federation.links import last_line, supernode
 
-    been_there, failed = False, 0
+    log = home / "supernode.log"
+    ever_accepted = False
+    failures = 0
     while True:
-        before = written(home)
+        written = log.stat().st_size if log.exists() else 0
         process, own, secret = supernode(address, home, link)
         try:
             work(process, own, secret, app, stop)
         finally:
             process.end()
-        came = came_up(process.log, before)
-        been_there, failed = been_there or came, 0 if came else failed + 1
-        why = last_line(process.log, before)
-        if failed >= TRIES and not been_there:
+        if ACCEPTED in log.read_bytes()[written:]:
+            ever_accepted = True
+            failures = 0
+        else:
+            failures += 1
+        why = last_line(log, written)
+        if failures >= TRIES and not ever_accepted:
             raise DpfedError(
-                f"{address} does not take this client ({why}): check link.address, link.ca and link.key"
+                f"{address} does not take this client ({why}): "
+                "check link.address, link.ca and link.key"
             )
-        wait = min(LONGEST_WAIT, 2.0 ** min(failed + 1, 6))
+        wait = min(LONGEST_WAIT_S, 2.0 ** min(failures + 1, 6))
         say(f"the connection has ended ({why}); trying again in {wait:g} s")
         end = time.monotonic() + wait
         while time.monotonic() < end:
             stop()
-            time.sleep(POLL)
+            time.sleep(POLL_S)
 
 
 def work(process: Process, own: Address, secret: str, app: ClientApp, stop: Stop) -> None:
-    """Does what comes until the SuperNode ends."""
+    """Answer messages until the SuperNode ends."""
     import httpx
 
     from dpfed.federation.flower.node import Tasks
@@ -111,26 +117,16 @@ def work(process: Process, own: Address, secret: str, app: ClientApp, stop: Stop
                 if process.popen.poll() is None and not isinstance(error, httpx.ConnectError):
                     say(f"the SuperNode did not take an answer: {error}")
             except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-                # What Flower raises for a message that is none. The SuperNode would wait for its answer for ever.
+                # Flower raises these for a malformed message. The SuperNode would wait for its
+                # answer for ever, so the connection is closed.
                 say(
-                    f"what came in is no message of Flower's ({type(error).__name__}): connecting anew"
+                    f"what came in is no message of Flower's ({type(error).__name__}): "
+                    "connecting anew"
                 )
                 return
-            time.sleep(POLL)
+            time.sleep(POLL_S)
     finally:
         tasks.close()
-
-
-def written(home: Path) -> int:
-    """Bytes in the SuperNode's log before it is started again."""
-    log = home / "supernode.log"
-    return log.stat().st_size if log.exists() else 0
-
-
-def came_up(log: Path, before: int) -> bool:
-    with log.open("rb") as file:
-        file.seek(before)
-        return UP.encode() in file.read()
 
 
 def say(line: str) -> None:

@@ -1,15 +1,15 @@
-"""`dpfed data`: look at a data source and at who holds what."""
+"""`dpfed data`: describe a data source and its partition over clients."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dpfed.cli.options import AsJson, Debug, Overrides, Target, settings_of, show
 from dpfed.cli.overview import Command, Group
-from dpfed.text import counted
+from dpfed.errors import counted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,38 +19,36 @@ if TYPE_CHECKING:
     from dpfed.data.tables import Source
 
 HELP = "Look at data sources and partitions."
-data = typer.Typer(name="data", cls=Group, help=HELP, no_args_is_help=True)
-SHOWN_CLIENTS, SHOWN_CLASSES = 20, 12
+SHOWN_CLIENTS = 20
+SHOWN_CLASSES = 12
 LONGEST_NAME = 24
-WARNING = "these are counts of private labels, read without noise: for simulations only, never for release"
+WARNING = (
+    "these are counts of private labels, read without noise: "
+    "for simulations only, never for release"
+)
+data = typer.Typer(name="data", cls=Group, help=HELP, no_args_is_help=True)
 
 
 @data.callback()
 def group() -> None:
-    """Keeps `describe` a command of its own while it is the only one."""
+    """Make typer keep `describe` as a command of its own, although it is the only one."""
 
 
 @data.command("describe", cls=Command)
 def describe(
-    config: Annotated[
-        str | None, typer.Argument(help="TOML file or preset; without it: the digits demonstration")
-    ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a key")
-    ] = None,
+    config: Target = None,
+    overrides: Overrides = None,
     plot: Annotated[
         Path | None, typer.Option(help="draw the client x label table into this .png or .svg")
     ] = None,
-    debug: Annotated[bool, typer.Option(help="show the traceback of an error")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="one JSON object on the last line of stdout")
-    ] = False,
+    debug: Debug = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Records, classes and the client x label table of a configuration. Example: dpfed data describe --set data.alpha=0.1"""
-    from dpfed.config import load
-    from dpfed.registry import DEFAULT, registry
+    """Show the records, classes and client x label table of a configuration.
 
-    settings = load(config or DEFAULT, overrides or [], registry())
+    Example: dpfed data describe --set data.alpha=0.1
+    """
+    settings = settings_of(config, overrides)
     from dpfed.privacy.noise import Streams
     from dpfed.training.job.data import shards_for
     from dpfed.training.job.notes import data_notes, data_warnings
@@ -59,39 +57,36 @@ def describe(
     source: Source = loader.load()
     shards = shards_for(settings, source, Streams(settings.run.seed))
     counts = label_counts(source, shards)
-    for line in [*opening(settings, source), *table(counts, source.classes, shards.names)]:
-        print(line)
-    print(sizes_line(settings, shards))
-    for note in data_notes(settings, source, shards):
-        print(f"note: {note}")
-    for warning in data_warnings(settings, source, shards):
-        print(f"warning: {warning}")
-    print(f"NOTE: {WARNING}")
+    found = plain(settings, source, shards, counts)
+    found["notes"] = data_notes(settings, source, shards)
+    found["warnings"] = data_warnings(settings, source, shards)
+    lines = [
+        *opening(settings, source, found["inputs"]),
+        *table(counts, source.classes, shards.names),
+        sizes_line(found["sizes"], len(shards), settings.data.unit_column or "record"),
+        *(f"note: {note}" for note in found["notes"]),
+        *(f"warning: {warning}" for warning in found["warnings"]),
+        f"NOTE: {WARNING}",
+    ]
     if plot is not None:
-        from dpfed.studies.plots import label_table
+        from dpfed.report.plots import label_table
 
-        label_table(
-            counts,
-            source.classes,
-            f"{settings.data.name}, {rule(settings)}\nsimulation: not for release",
-            plot,
-            shards.names,
-        )
-        print(f"drawn into {plot}")
-    if as_json:
-        print(json.dumps(plain(settings, source, shards, counts), allow_nan=False))
+        title = f"{settings.data.name}, {rule(settings)}\nsimulation: not for release"
+        label_table(counts, source.classes, title, plot, shards.names)
+        lines.append(f"drawn into {plot}")
+    show(lines, found, as_json)
 
 
 def label_counts(source: Source, shards: Shards) -> np.ndarray:
-    """Records of each label at each client."""
+    """Return the number of records of each label at each client, `[clients, classes]`."""
     import numpy as np
 
-    out = np.zeros((len(shards), len(source.classes)), dtype=np.int64)
-    for client in range(len(shards)):
-        out[client] = np.bincount(
-            source.train.labels[shards.of(client)], minlength=len(source.classes)
-        )
-    return out
+    labels = source.train.labels
+    rows = [
+        np.bincount(labels[shards.of(client)], minlength=len(source.classes))
+        for client in range(len(shards))
+    ]
+    return np.stack(rows)
 
 
 def rule(settings: Config) -> str:
@@ -102,67 +97,59 @@ def rule(settings: Config) -> str:
     return f"{section.partition}{alpha}, seed {settings.run.seed}"
 
 
-def shapes(source: Source) -> dict[str, str]:
-    """What one record is made of."""
-    if source.kind == "text":
-        return dict.fromkeys(source.train.inputs, "text")
-    return {name: f"{x.dtype}{list(x.shape[1:])}" for name, x in source.train.inputs.items()}
-
-
-def opening(settings: Config, source: Source) -> list[str]:
-    inputs = ", ".join(f"{name} {shape}" for name, shape in shapes(source).items())
-    names = ", ".join(source.classes[:SHOWN_CLASSES]) + (
-        ", ..." if len(source.classes) > SHOWN_CLASSES else ""
-    )
+def opening(settings: Config, source: Source, inputs: dict[str, str]) -> list[str]:
+    each = ", ".join(f"{name} {shape}" for name, shape in inputs.items())
+    names = ", ".join(source.classes[:SHOWN_CLASSES])
+    more = ", ..." if len(source.classes) > SHOWN_CLASSES else ""
     origin = "" if source.declared else " (read off the labels)"
     return [
-        f"{settings.data.name}: {len(source.train):,} training records of the clients, {len(source.test):,} of the test set",
-        f"each: {inputs}",
-        f"{len(source.classes)} classes{origin}: {names}",
+        f"{settings.data.name}: {len(source.train):,} training records of the clients, "
+        f"{len(source.test):,} of the test set",
+        f"each: {each}",
+        f"{len(source.classes)} classes{origin}: {names}{more}",
         f"partition: {rule(settings)}",
     ]
 
 
 def table(counts: np.ndarray, classes: tuple[str, ...], names: tuple[str, ...] = ()) -> list[str]:
-    """The first clients and classes; what is left out is said."""
-    clients = [" ".join(name.split())[:LONGEST_NAME] for name in names] or [
-        str(i) for i in range(len(counts))
-    ]
+    """Return the first clients and classes as a table; counts of the others are added up."""
+    clients = [" ".join(name.split())[:LONGEST_NAME] for name in names]
+    clients = clients or [str(client) for client in range(len(counts))]
     column = max(8, *(len(name) for name in clients[:SHOWN_CLIENTS]))
     shown = counts[:SHOWN_CLIENTS, :SHOWN_CLASSES]
     heads = [name[:10] for name in classes[:SHOWN_CLASSES]]
     widths = [max(len(head), len(str(shown[:, i].max())), 4) + 2 for i, head in enumerate(heads)]
-    more = counts.shape[1] - len(heads)
-    lines = [
-        f"{'client':>{column}}" + "".join(f"{h:>{w}}" for h, w in zip(heads, widths, strict=True))
-        + (f"{f'+{more} more':>12}" if more else "") + f"{'all':>9}"
-    ]  # fmt: skip
-    for client, row in enumerate(shown):
-        rest = f"{counts[client, len(heads) :].sum():>12}" if more else ""
-        cells = "".join(f"{n:>{w}}" for n, w in zip(row, widths, strict=True))
-        lines.append(f"{clients[client]:>{column}}{cells}{rest}{counts[client].sum():>9}")
+    hidden = counts.shape[1] - len(heads)
+
+    def row(client: str, cells: list[Any], rest: Any, total: Any) -> str:
+        middle = "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        added = f"{rest:>12}" if hidden else ""
+        return f"{client:>{column}}{middle}{added}{total:>9}"
+
+    lines = [row("client", heads, f"+{hidden} more", "all")]
+    for client, cells in enumerate(shown):
+        every = counts[client]
+        lines.append(row(clients[client], list(cells), every[len(heads) :].sum(), every.sum()))
     if len(counts) > SHOWN_CLIENTS:
         more_clients = counted(len(counts) - SHOWN_CLIENTS, "more client")
         lines.append(f"     ... and {more_clients} (--json has all of them)")
     return lines
 
 
-def sizes_line(settings: Config, shards: Shards) -> str:
-    import numpy as np
-
-    unit = settings.data.unit_column or "record"
-    sizes = shards.sizes
+def sizes_line(sizes: dict[str, Any], clients: int, unit: str) -> str:
     return (
-        f"{counted(len(shards), 'client')} of {sizes.min()} to {sizes.max()} "
-        f"(median {np.median(sizes):g}) protected units, each one {unit}"
+        f"{counted(clients, 'client')} of {sizes['min']} to {sizes['max']} "
+        f"(median {sizes['median']:g}) protected units, each one {unit}"
     )
 
 
 def plain(settings: Config, source: Source, shards: Shards, counts: np.ndarray) -> dict[str, Any]:
+    """Return the description as an object for JSON, without notes and warnings."""
     import numpy as np
 
-    from dpfed.training.job.notes import data_notes, data_warnings
-
+    inputs = {name: f"{x.dtype}{list(x.shape[1:])}" for name, x in source.train.inputs.items()}
+    if source.kind == "text":
+        inputs = dict.fromkeys(source.train.inputs, "text")
     return {
         "name": settings.data.name,
         "kind": source.kind,
@@ -170,7 +157,7 @@ def plain(settings: Config, source: Source, shards: Shards, counts: np.ndarray) 
         "test": len(source.test),
         "classes": list(source.classes),
         "declared": source.declared,
-        "inputs": shapes(source),
+        "inputs": inputs,
         "partition": settings.data.partition,
         "alpha": settings.data.alpha,
         "clients": len(shards),
@@ -182,7 +169,5 @@ def plain(settings: Config, source: Source, shards: Shards, counts: np.ndarray) 
         },
         "unused": len(source.train) - len(shards.records),
         "table": counts.tolist(),
-        "notes": data_notes(settings, source, shards),
-        "warnings": data_warnings(settings, source, shards),
         "release": WARNING,
     }

@@ -1,11 +1,10 @@
-"""`dpfed doctor`: what is installed, what it can compute on, what is missing and how to get it. It never fails.
+"""`dpfed doctor`: describe an installation, its devices and its missing packages; it never fails.
 
 With a client.toml it also compares the declared numbers of records with the data, for the operator.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -18,7 +17,8 @@ from typing import Annotated, Any
 
 import typer
 
-from dpfed.text import counted
+from dpfed.cli.options import AsJson, show
+from dpfed.errors import counted
 
 PURPOSE = {
     "text": "the small language model `minilm`",
@@ -29,7 +29,7 @@ PURPOSE = {
     "tensorboard": 'run.trackers = ["tensorboard"]',
     "wandb": 'run.trackers = ["wandb"]',
 }
-# Tools to change dpfed itself: no user misses them.
+# Tools for changing dpfed itself, which users do not need.
 DEVELOPER_EXTRAS = frozenset({"dev", "docs"})
 
 
@@ -38,22 +38,10 @@ def doctor(
         Path | None,
         typer.Argument(help="a client.toml whose declared numbers are compared with its data"),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="one JSON object on the last line of stdout")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Versions, devices and optional packages of this installation, and what is missing. Example: dpfed doctor"""
-    found = examine()
-    if client is not None:
-        found["client"] = guarded(lambda: declared(client))
-    for line in lines(found):
-        print(line)
-    if as_json:
-        print(json.dumps(found))
-
-
-def examine() -> dict[str, Any]:
-    """Each part by itself: one that cannot be found out says why and does not hide the others."""
+    """Show versions, devices and missing packages of this installation. Example: dpfed doctor"""
+    # One part that fails must not hide the others.
     parts: dict[str, Callable[[], Any]] = {
         "versions": own_versions,
         "devices": devices,
@@ -62,16 +50,20 @@ def examine() -> dict[str, Any]:
         "cache": cache,
         "advice": advice,
     }
-    return {name: guarded(part) for name, part in parts.items()}
+    if client is not None:
+        parts["client"] = lambda: declared(client)
+    found = {name: guarded(part) for name, part in parts.items()}
+    show(lines(found), found, as_json)
 
 
 def guarded(part: Callable[[], Any]) -> Any:
+    """Return the finding of a part, or the reason why there is none."""
     try:
         return part()
-    except Exception as error:  # a broken installation is what this command is for
-        return {
-            "failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        }
+    # Any error is possible in a broken installation.
+    except Exception as error:
+        first_line = str(error).partition("\n")[0]
+        return {"failed": f"{type(error).__name__}: {first_line}"}
 
 
 def own_versions() -> dict[str, str]:
@@ -110,15 +102,12 @@ def kernels_on(gpu: int) -> str:
 
 
 def requirements() -> list[tuple[str, str]]:
-    """(package, extra) of everything that is declared; the extra is empty for what is always needed."""
-    out = []
-    declared = metadata.requires("dpfed") if version_of("dpfed") else None
-    for line in declared or []:
-        name = re.match(r"[A-Za-z0-9._-]+", line)
-        extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)", line)
-        if name:
-            out.append((name.group(), extra.group(1) if extra else ""))
-    return out
+    """Return (package, extra) of every dependency; the extra of a core dependency is empty."""
+    if version_of("dpfed") is None:
+        return []
+    parts = r"([A-Za-z0-9._-]+)(?:.*extra\s*==\s*['\"]([^'\"]+))?"
+    found = (re.match(parts, line) for line in metadata.requires("dpfed") or [])
+    return [(match[1], match[2] or "") for match in found if match]
 
 
 def version_of(package: str) -> str | None:
@@ -158,11 +147,12 @@ def declared(path: Path) -> list[dict[str, Any]]:
 
 
 def advice() -> list[str]:
-    """What to do, one sentence each."""
+    """Return sentences on how to repair or complete the installation."""
     out = []
     if version_of("dpfed") is None:
         out.append(
-            "dpfed is run from its source and not installed, so what it needs is not known: pip install ."
+            "dpfed is run from its source and not installed, so what it needs is not known: "
+            "pip install ."
         )
     missing = [package for package, version in packages().items() if version is None]
     if missing:
@@ -175,58 +165,64 @@ def advice() -> list[str]:
     if find_spec("torchvision") is not None:
         try:
             import_module("torchvision")
-        except Exception:  # it fails in many ways beside a torch that it was not built for
+        # A torchvision built for another torch fails in many ways.
+        except Exception:
             out.append(
-                "torchvision does not fit this torch and breaks transformers' models: pip uninstall torchvision"
+                "torchvision does not fit this torch and breaks transformers' models: "
+                "pip uninstall torchvision"
             )
     import torch
 
-    if torch.cuda.is_available() and not torch.backends.cuda.is_flash_attention_available():
-        out.append(
-            "this torch was built without flash attention, so that ViT and BERT take longer: install its usual wheel"
-        )
     if not torch.cuda.is_available():
         out.append("no GPU that torch can use: runs use the CPU, which is enough for small models")
+    elif not torch.backends.cuda.is_flash_attention_available():
+        out.append(
+            "this torch was built without flash attention, so that ViT and BERT take longer: "
+            "install its usual wheel"
+        )
     return out
 
 
 def lines(found: dict[str, Any]) -> list[str]:
+    """Return the findings as lines, failed parts first."""
+    failed = [name for name, part in found.items() if isinstance(part, dict) and "failed" in part]
     out = []
+    for name in failed:
+        out.append(f"{name}: could not be found out ({found[name]['failed']})")
     for name, part in found.items():
-        if isinstance(part, dict) and "failed" in part:
-            out.append(f"{name}: could not be found out ({part['failed']})")
-    if "failed" not in found["versions"]:
-        out.append(", ".join(f"{name} {version}" for name, version in found["versions"].items()))
-    if isinstance(found["devices"], list):
-        out += [f"device   {device}" for device in found["devices"]]
-    if "failed" not in found["packages"]:
-        out += [
-            f"package  {name:22} {version or 'MISSING'}"
-            for name, version in found["packages"].items()
-        ]
-    if "failed" not in found["extras"]:
-        for extra, needed in found["extras"].items():
-            said = ", ".join(
-                f"{name} {version or '(not installed)'}" for name, version in needed.items()
-            )
-            out.append(f"extra    {extra:22} {said}")
-    if isinstance(found["cache"], str):
-        out.append(f"cache    {found['cache']}")
-    if isinstance(found["advice"], list):
-        out += [f"note: {sentence}" for sentence in found["advice"]]
-    return out + client_lines(found.get("client"))
+        if name not in failed:
+            out += SHOWN[name](part)
+    return out
 
 
-def client_lines(numbers: Any) -> list[str]:
-    """Return what a client's operator should know; the server must not see it."""
-    if not isinstance(numbers, list):
-        return []
+def extra_lines(extras: dict[str, dict[str, str | None]]) -> list[str]:
+    return [
+        f"extra    {extra:22} "
+        + ", ".join(f"{name} {version or '(not installed)'}" for name, version in needed.items())
+        for extra, needed in extras.items()
+    ]
+
+
+def client_lines(numbers: list[dict[str, Any]]) -> list[str]:
+    """Return the private numbers of a client and advice, for its operator alone."""
     out = []
     for number in numbers:
-        key, unit = number["key"], number["unit"]
         out.append(
-            f"client   {key} = {number['declared']} declared, {number['held']} held (unit: {unit})"
+            f"client   {number['key']} = {number['declared']} declared, "
+            f"{number['held']} held (unit: {number['unit']})"
         )
         if number["advice"]:
             out.append(f"note: {number['advice']}")
     return [*out, "note: the numbers held are private: keep this output on this machine"]
+
+
+# The lines of each part, in the order of the parts.
+SHOWN: dict[str, Callable[[Any], list[str]]] = {
+    "versions": lambda part: [", ".join(f"{name} {version}" for name, version in part.items())],
+    "devices": lambda part: [f"device   {device}" for device in part],
+    "packages": lambda part: [f"package  {n:22} {v or 'MISSING'}" for n, v in part.items()],
+    "extras": extra_lines,
+    "cache": lambda part: [f"cache    {part}"],
+    "advice": lambda part: [f"note: {sentence}" for sentence in part],
+    "client": client_lines,
+}

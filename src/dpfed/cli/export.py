@@ -1,12 +1,13 @@
-"""`dpfed export`: a run's model as a peft adapter or a whole model, with its card."""
+"""`dpfed export`: write a run's model as a peft adapter or a whole model, with its card."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from dpfed.cli.options import AsJson, Debug, show
 
 
 def export(
@@ -15,15 +16,15 @@ def export(
     merge: Annotated[
         bool, typer.Option(help="join the adapter with its base and write a whole model")
     ] = False,
-    debug: Annotated[bool, typer.Option(help="show the traceback of an error")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="one JSON object on the last line of stdout")
-    ] = False,
+    debug: Debug = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Write a run's model in peft's format, with a model card. Example: dpfed export runs/my-run my-adapter"""
+    """Write a run's model in peft's format, with a model card.
+
+    Example: dpfed export runs/my-run my-adapter
+    """
     from dpfed.report.model_card import write_export
 
     kind = write_export(run, out, merge)
-    print(f"{kind} and model card written to {out}")
-    if as_json:
-        print(json.dumps({"out": str(out), "kind": kind}))
+    line = f"{kind} and model card written to {out}"
+    show([line], {"out": str(out), "kind": kind}, as_json)

@@ -1,4 +1,4 @@
-"""Sentences for options that do not exist: keys of the configuration are options of `--set`."""
+"""Sentences for unknown options that are named like keys of the configuration."""
 
 from __future__ import annotations
 
@@ -9,38 +9,34 @@ import click
 
 
 def no_such_option(error: click.NoSuchOption, words: Sequence[str]) -> str:
-    """Return what to say about an unknown option; `words` are those of the command line.
+    """Return the sentence for an unknown option; `words` are the words of the command line.
 
-    An option that is named like a key of the configuration is answered with its `--set`.
+    If the option is named like a key of the configuration, the sentence shows its `--set`.
     """
-    options = (
-        [] if error.ctx is None else [name for p in error.ctx.command.params for name in p.opts]
-    )
+    parameters = error.ctx.command.params if error.ctx else []
+    options = [name for parameter in parameters for name in parameter.opts]
     if "--set" not in options:
         return error.format_message()
     from dpfed.config import SYNONYMS, all_keys
     from dpfed.registry import registry
 
-    found = all_keys(registry())
+    keys = all_keys(registry())
     word = error.option_name.lstrip("-").replace("-", "_")
     word = SYNONYMS.get(word, word)
-    known = [*found, *(option.lstrip("-").replace("-", "_") for option in options)]
+    known = [*keys, *(option.lstrip("-").replace("-", "_") for option in options)]
     close = difflib.get_close_matches(word, known, n=1)
-    if not close or close[0] not in found:
+    if not close or close[0] not in keys:
         return error.format_message()
     value = value_of(error.option_name, words)
-    meant = " or ".join(f"`--set {key}={value}`" for key in found[close[0]])
+    meant = " or ".join(f"`--set {key}={value}`" for key in keys[close[0]])
     return f"there is no option {error.option_name}: write {meant}"
 
 
 def value_of(option: str, words: Sequence[str]) -> str:
-    """Return the value that stands beside or behind an option, VALUE if there is none."""
-    for i, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if name != option:
-            continue
-        if equals:
-            return value
-        following = words[i + 1] if i + 1 < len(words) else "-"
-        return "VALUE" if following.startswith("-") else following
+    """Return the value given to an option on the command line, VALUE if there is none."""
+    for word, following in zip(words, [*words[1:], "-"], strict=True):
+        if word.startswith(f"{option}="):
+            return word.removeprefix(f"{option}=")
+        if word == option and not following.startswith("-"):
+            return following
     return "VALUE"

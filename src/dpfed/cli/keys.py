@@ -1,4 +1,4 @@
-"""`dpfed keys`: what a trial needs so that its server and its clients know each other."""
+"""`dpfed keys`: make the keys by which a server and its clients know each other."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from dpfed.cli.options import Debug
 from dpfed.errors import DpfedError
 
 
@@ -24,27 +25,31 @@ def keys(
     days: Annotated[
         int, typer.Option(min=1, max=3650, help="how long the certificates are valid")
     ] = 365,
-    debug: Annotated[bool, typer.Option(help="show the traceback of an error")] = False,
+    debug: Debug = False,
 ) -> None:
-    """Make keys for a trial. Example: dpfed keys keys --server 127.0.0.1 --clients clinic-a,clinic-b"""
+    """Make keys for a trial.
+
+    Example: dpfed keys keys --server 127.0.0.1 --clients clinic-a,clinic-b
+    """
     from dpfed.federation.keys import make_all, make_client
 
     if client is not None:
         if server is not None or clients:
             raise DpfedError(
-                "--client makes one pair on the client's own machine: leave out --server and --clients"
+                "--client makes one pair on the client's own machine: "
+                "leave out --server and --clients"
             )
-        for path in make_client(folder, client):
-            print(path)
+        print(*make_client(folder, client), sep="\n")
         print(
-            f"send {folder / client}.pub to the server's people; client.key stays here and is link.key in client.toml"
+            f"send {folder / client}.pub to the server's people; "
+            "client.key stays here and is link.key in client.toml"
         )
         return
     if server is None:
         raise DpfedError("give the host that clients connect to: --server hub.example.org")
     names = [name.strip() for name in clients.split(",") if name.strip()]
-    for path in make_all(folder, server, names, days):
-        print(path)
+    print(*make_all(folder, server, names, days), sep="\n")
     print(
-        f"dpfed server cfg.toml --keys {folder}; each client gets its own folder under {folder}, and nothing else"
+        f"dpfed server cfg.toml --keys {folder}; "
+        f"each client gets its own folder under {folder}, and nothing else"
     )

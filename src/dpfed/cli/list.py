@@ -1,12 +1,16 @@
-"""`dpfed list`: what can be named in a configuration."""
+"""`dpfed list`: list the names that a configuration can use."""
 
 from __future__ import annotations
 
-import json
+import sys
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+
+from dpfed.cli.options import AsJson, show
 
 
 class What(StrEnum):
@@ -18,32 +22,27 @@ class What(StrEnum):
 
 def list_names(
     what: Annotated[What, typer.Argument(help="what to list")],
-    as_json: Annotated[
-        bool, typer.Option("--json", help="one JSON object on the last line")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """What can be named in a configuration. Example: dpfed list algorithms"""
+    """List the names that a configuration can use. Example: dpfed list algorithms"""
     from dpfed.registry import registry
 
     known = registry()
-    table = {
-        What.algorithms: {n: cls.summary for n, cls in known.algorithm.items()},
-        What.models: {n: _doc(cls) for n, cls in known.model.items()},
-        What.datasets: {n: _doc(cls) for n, cls in known.data.items()},
-        What.presets: {
-            n: path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
-            for n, path in known.presets.items()
-        },
+    named: Mapping[str, Any] = {
+        What.algorithms: known.algorithm,
+        What.models: known.model,
+        What.datasets: known.data,
+        What.presets: known.presets,
     }[what]
-    if as_json:
-        print(json.dumps({"names": list(table)}))
-        return
-    for name, sentence in table.items():
-        print(f"{name:{max(map(len, table))}}  {sentence}")
+    table = {name: _sentence(thing) for name, thing in named.items()}
+    width = max(map(len, table))
+    lines = [f"{name:{width}}  {sentence}" for name, sentence in table.items()]
+    show([] if as_json else lines, {"names": list(table)}, as_json)
 
 
-def _doc(cls: type) -> str:
-    import sys
-
-    text = getattr(cls, "summary", "") or sys.modules[cls.__module__].__doc__ or ""
+def _sentence(thing: Any) -> str:
+    """Return a class's summary, or the first line of its module or of a preset's file."""
+    if isinstance(thing, Path):
+        return thing.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+    text = getattr(thing, "summary", "") or sys.modules[thing.__module__].__doc__ or ""
     return text.strip().split("\n")[0]

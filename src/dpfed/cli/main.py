@@ -1,4 +1,4 @@
-"""The command line: one file per command, each thin. A person's mistake is one sentence and exit code 2."""
+"""The command line `dpfed`: gathers the commands and turns errors into exit codes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import click
 import typer
@@ -21,7 +21,7 @@ from dpfed.cli.export import export
 from dpfed.cli.hints import no_such_option
 from dpfed.cli.keys import keys
 from dpfed.cli.list import list_names
-from dpfed.cli.model import app as model
+from dpfed.cli.model import model
 from dpfed.cli.overview import Command, Screen
 from dpfed.cli.privacy import privacy
 from dpfed.cli.report import report
@@ -29,6 +29,11 @@ from dpfed.cli.run import run
 from dpfed.cli.server import server
 from dpfed.errors import DpfedError
 
+QUIET_LIBRARIES = {
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
 app = typer.Typer(
     name="dpfed",
     cls=Screen,
@@ -54,7 +59,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 for name, command in COMMANDS.items():
     app.command(name, cls=Command)(command)
 app.add_typer(data)
-app.add_typer(model, name="model")
+app.add_typer(model)
 
 
 def show_version(wanted: bool) -> None:
@@ -72,20 +77,16 @@ def options(
         typer.Option("--version", callback=show_version, is_eager=True, help="print the version"),
     ] = False,
 ) -> None:
-    """What `dpfed` takes before a command."""
+    """Accept the options that stand before a command."""
 
 
 def main() -> None:
-    """Exit codes: 0 done, 1 a defect of the program, 2 a mistake in the input, 3 stopped with results, 4 claim disproved,
-    130 Ctrl-C, 143 SIGTERM."""
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    debug = "--debug" in sys.argv
+    """Run the command line; exit with a code of docs/reference/exit-codes.md."""
+    for variable, value in QUIET_LIBRARIES.items():
+        os.environ.setdefault(variable, value)
     try:
-        code = app(standalone_mode=False)
-        sys.exit(code if isinstance(code, int) else 0)
-    except click.exceptions.Abort:
+        sys.exit(app(standalone_mode=False))
+    except (click.exceptions.Abort, KeyboardInterrupt):
         fail("interrupted", 130)
     except click.exceptions.NoArgsIsHelpError as error:
         print(error.format_message(), file=sys.stderr)
@@ -94,19 +95,19 @@ def main() -> None:
         fail(no_such_option(error, sys.argv[1:]), 2)
     except click.ClickException as error:
         fail(error.format_message(), 2)
-    except KeyboardInterrupt:
-        fail("interrupted", 130)
     except DpfedError as error:
-        if debug:
+        if "--debug" in sys.argv:
             traceback.print_exc()
         fail(str(error), error.code)
 
 
-def fail(sentence: str, code: int) -> None:
-    rank = os.environ.get("RANK", "0")  # of several processes, under torchrun
-    who = "dpfed" if rank == "0" else f"dpfed, process {rank}"
-    said = sentence.strip().rstrip(".")
-    print(f"{who}: {said}{'' if said.endswith(('?', '!')) else '.'}", file=sys.stderr)
+def fail(sentence: str, code: int) -> NoReturn:
+    # torchrun sets RANK in each of its processes.
+    rank = os.environ.get("RANK", "0")
+    process = "" if rank == "0" else f", process {rank}"
+    text = sentence.strip().rstrip(".")
+    full_stop = "" if text.endswith(("?", "!")) else "."
+    print(f"dpfed{process}: {text}{full_stop}", file=sys.stderr)
     sys.exit(code)
 
 

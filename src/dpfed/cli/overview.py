@@ -1,4 +1,4 @@
-"""The first screen: every command with one sentence, short enough for 24 lines however many commands there are."""
+"""Help screens: the list of commands, and commands whose help texts are not markup."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from typer.models import ArgumentInfo
 
 FOOT = (
     "`dpfed COMMAND --help` has every option and an example.  --version: this version\n"
-    "--install-completion: complete commands in this shell  --show-completion: print the script for it"
+    "--install-completion: complete commands in this shell  "
+    "--show-completion: print the script for it"
 )
 
 
 class Command(typer.core.TyperCommand):
-    """A command whose help is plain text: "[federation.clients]" is a word, not markup."""
+    """A command whose help is plain text: rich must not read "[federation.clients]" as markup."""
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with escaped_help([self, *self.params]):
@@ -28,7 +29,7 @@ class Command(typer.core.TyperCommand):
 
 
 class Group(typer.core.TyperGroup):
-    """A group of commands that suggests the nearest name for a wrong one, once."""
+    """A group of commands that suggests the nearest name for a wrong one."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -37,28 +38,26 @@ class Group(typer.core.TyperGroup):
         if name and not name.startswith("-") and self.get_command(ctx, name) is None:
             from dpfed.config import nearest
 
-            # Both typer and click would add a suggestion of their own.
+            # Fail here, because both typer and click would add a suggestion of their own.
             ctx.fail(f"there is no command {name!r}{nearest(name, self.list_commands(ctx))}")
         return super().resolve_command(ctx, args)
 
 
 @contextmanager
 def escaped_help(described: list[Any]) -> Iterator[None]:
-    """Escape rich's markup in the help texts of a command and its parameters for a while."""
-    before = [getattr(thing, "help", None) for thing in described]
-    for thing, text in zip(described, before, strict=True):
-        if text:
-            thing.help = escape(text)
+    """Escape rich's markup in the help texts of a command until the context ends."""
+    texts = [(thing, thing.help) for thing in described if getattr(thing, "help", None)]
+    for thing, text in texts:
+        thing.help = escape(text)
     try:
         yield
     finally:
-        for thing, text in zip(described, before, strict=True):
-            if text:
-                thing.help = text
+        for thing, text in texts:
+            thing.help = text
 
 
 class Screen(Group):
-    """Typer's boxes need three lines around everything; a list needs none."""
+    """The first help screen: one line per command, at most 24 lines in all."""
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         command = super().get_command(ctx, name)
@@ -68,43 +67,30 @@ class Screen(Group):
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = max(40, min(shutil.get_terminal_size((100, 24)).columns, 100))
-        shown = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
-        commands = {
-            name: command
-            for name, command in shown.items()
-            if command is not None and not command.hidden
-        }
+        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
         column = max(map(len, commands)) + 4
-        lines = [
-            f"Usage: {ctx.command_path} COMMAND [OPTIONS]",
-            "",
-            *(self.help or "").split("\n\n"),
-            "",
-        ]
+        lines = [f"Usage: {ctx.command_path} COMMAND [OPTIONS]", "", self.help or "", ""]
         for name, command in commands.items():
-            sentence = first_sentence(command.help or "")
-            lines.append(
-                f"  {name:{column - 2}}{textwrap.shorten(sentence, width - column, placeholder=' ...')}"
-            )
+            sentence = first_sentence(command.help or "") if command else ""
+            shown = textwrap.shorten(sentence, width - column, placeholder=" ...")
+            lines.append(f"  {name:{column - 2}}{shown}")
         formatter.write("\n".join([*lines, "", FOOT]) + "\n")
 
 
 def first_sentence(text: str) -> str:
-    """What a command does, without its example and without the details that its own help has."""
+    """Return the first sentence of a help text, without its example."""
     paragraph = " ".join(text.strip().split("\n\n")[0].split())
     return paragraph.split(" Example:")[0].split(". ")[0].rstrip(".")
 
 
 def restore(command: click.Command) -> None:
-    """Gives arguments their sentences back: newer clicks empty what this typer has set, so help would not show them."""
+    """Give arguments their help texts back, which newer versions of click remove."""
     for inner in getattr(command, "commands", {}).values():
         restore(inner)
     if command.callback is None:
         return
     hints = get_type_hints(command.callback, include_extras=True)
     for param in command.params:
-        said = [
-            a.help for a in get_args(hints.get(param.name or ""))[1:] if isinstance(a, ArgumentInfo)
-        ]
-        if said and not getattr(param, "help", None):
-            param.help = said[0]
+        for extra in get_args(hints.get(param.name or ""))[1:]:
+            if isinstance(extra, ArgumentInfo) and not getattr(param, "help", None):
+                param.help = extra.help

@@ -1,14 +1,14 @@
-"""`dpfed report`: runs and studies as one page to look at."""
+"""`dpfed report`: write runs and studies as one HTML page, or serve the page while a run trains."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dpfed.text import counted
+from dpfed.cli.options import AsJson, Debug, show
+from dpfed.errors import DpfedError, counted
 
 
 def report(
@@ -23,38 +23,38 @@ def report(
         bool, typer.Option("--public", help="only what may be published: nothing of who took part")
     ] = False,
     watch: Annotated[
-        bool, typer.Option("--watch", help="serve the page on this machine while a run goes on")
+        bool, typer.Option("--watch", help="serve the page on this machine while a run trains")
     ] = False,
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="port of --watch; 0: any free one")
     ] = 8050,
-    debug: Annotated[bool, typer.Option(help="show the traceback of an error")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="one JSON object on the last line of stdout")
-    ] = False,
+    debug: Debug = False,
+    as_json: AsJson = False,
 ) -> None:
-    """One HTML page of runs, seeds grouped; it needs no network. Example: dpfed report runs/a runs/b --out page.html"""
+    """Write one HTML page of runs, grouped by seed; it needs no network.
+
+    Example: dpfed report runs/a runs/b --out page.html
+    """
+    from dpfed.studies.study_reader import read_study
+
     if watch:
-        from dpfed.errors import DpfedError
-        from dpfed.report.watch import serve
+        from dpfed.report.live_page import serve
+        from dpfed.report.page import read_report
 
         if out is not None or as_json:
             raise DpfedError("--watch serves the page and writes none: leave out --out and --json")
-        serve(
+        return serve(
             folders,
-            public,
             port,
+            lambda: read_report(folders, public, read_study),
             lambda address: print(f"watching on {address}  (Ctrl-C ends it)", flush=True),
         )
-        return
     from dpfed.report.page import write_page
 
     page = out or folders[0] / ("public.html" if public else "report.html")
-    made = write_page(folders, page, public)
+    made = write_page(folders, page, public, read_study)
     size = page.stat().st_size / 1e6
-    print(f"written to {page}: {counted(len(made.figures), 'figure')}, {size:.1f} MB")
-    if as_json:
-        figures = [figure.id for figure in made.figures]
-        print(
-            json.dumps({"out": str(page), "figures": figures, "megabytes": size, "public": public})
-        )
+    figures = [figure.id for figure in made.figures]
+    found = {"out": str(page), "figures": figures, "megabytes": size, "public": public}
+    line = f"written to {page}: {counted(len(figures), 'figure')}, {size:.1f} MB"
+    show([line], found, as_json)

@@ -3,75 +3,66 @@
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpfed.errors import DpfedError
+from dpfed.cli.options import AsJson, Debug, Overrides, Target, settings_of, show
+from dpfed.errors import DpfedError, counted
 from dpfed.privacy.published import show_loss, show_score
-from dpfed.text import counted
 
 if TYPE_CHECKING:
-    from dpfed.training.backends.torchrun import Group
+    from dpfed.config import Config
     from dpfed.training.interrupt import Stop
     from dpfed.training.job.job import Job
     from dpfed.training.open_run import Mode
 
+Out = Annotated[Path | None, typer.Option(help="folder of the run; default: a new one under runs/")]
+Resume = Annotated[Path | None, typer.Option(help="resume the run in this folder")]
+Force = Annotated[bool, typer.Option(help="replace the run in the folder")]
+
 
 def run(
-    config: Annotated[
-        str | None, typer.Argument(help="TOML file or preset; without it: the digits demonstration")
-    ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a key")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="folder of the run; default: a new one under runs/")
-    ] = None,
-    resume: Annotated[Path | None, typer.Option(help="go on with the run in this folder")] = None,
-    force: Annotated[bool, typer.Option(help="replace a run that is in the folder")] = False,
-    debug: Annotated[bool, typer.Option(help="show the traceback of an error")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="one JSON object on the last line of stdout")
-    ] = False,
+    config: Target = None,
+    overrides: Overrides = None,
+    out: Out = None,
+    resume: Resume = None,
+    force: Force = False,
+    debug: Debug = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train by a configuration. Example: dpfed run --set run.rounds=10 --set algorithm.gamma=0.3"""
     from dpfed.training.interrupt import on_signals
 
+    mode: Mode = "replace" if force else "new"
     with on_signals() as stop, starting() as started:
-        result = _run(config, overrides or [], out, resume, force, stop, started)
-    if result is None:
-        return  # this process only helped
-    for line in closing(result):
-        print(line)
-    if as_json:
-        print(json.dumps(result, allow_nan=False))
+        if resume is not None:
+            if out is not None or force:
+                raise DpfedError("--resume goes on in its own folder: leave out --out and --force")
+            config = config or _config_of(resume)
+            mode = "resume"
+        settings = settings_of(config, overrides)
+        result = _train(settings, resume or out, mode, stop, started)
+    if result is not None:
+        show(closing(result), result, as_json)
 
 
-def _run(
-    config: str | None,
-    overrides: list[str],
-    out: Path | None,
-    resume: Path | None,
-    force: bool,
-    stop: Stop,
-    started: Callable[[], None],
-) -> dict[str, Any] | None:
-    from dpfed.config import load
-    from dpfed.registry import DEFAULT, registry
-
-    if resume is not None and (out is not None or force):
-        raise DpfedError("--resume goes on in its own folder: leave out --out and --force")
-    if resume is not None and config is None and not (resume / "config.toml").exists():
+def _config_of(folder: Path) -> str:
+    path = folder / "config.toml"
+    if not path.exists():
         raise DpfedError(
-            f"{resume} is not the folder of a run: --resume needs one that `dpfed run` has made"
+            f"{folder} is not the folder of a run: --resume needs one that `dpfed run` has made"
         )
-    begun = DEFAULT if resume is None else str(resume / "config.toml")
-    settings = load(config or begun, overrides, registry())
+    return str(path)
+
+
+def _train(
+    settings: Config, out: Path | None, mode: Mode, stop: Stop, started: Callable[[], None]
+) -> dict[str, Any] | None:
+    """Train and return the result; None in every torchrun process but the first."""
     from dpfed.training.backends.execution import InProcess, Torchrun
     from dpfed.training.backends.torchrun import join
     from dpfed.training.callbacks.base import OnStart
@@ -79,26 +70,23 @@ def _run(
     from dpfed.training.run import assist
     from dpfed.training.run import run as train
 
-    group = join(settings)
-    if group is not None and group.rank > 0:
-        started()
-        with leaving(group):
-            assist(settings, group)
-        return None
-    with leaving(group), ProgressDisplay(settings.run.rounds) as display:
+    with ExitStack() as stack:
+        group = join(settings)
+        if group is not None:
+            stack.callback(group.close)
+            if group.rank > 0:
+                started()
+                assist(settings, group)
+                return None
+        display = stack.enter_context(ProgressDisplay(settings.run.rounds))
 
         def on_start(job: Job) -> None:
             started()
             stop.gently = True
 
-        mode: Mode = "new"
-        if resume is not None:
-            mode = "resume"
-        elif force:
-            mode = "replace"
         return train(
             settings,
-            resume or out,
+            out,
             mode,
             callbacks=[OnStart(on_start), display],
             execution=Torchrun(group, stop) if group else InProcess(stop),
@@ -107,15 +95,19 @@ def _run(
 
 @contextmanager
 def starting() -> Iterator[Callable[[], None]]:
-    """No search for cyclic garbage until what this yields is called, before round 1: half a million objects come with
-    the libraries and stay, and looking through them again and again is about a tenth of the time to get there."""
+    """Pause garbage collection until the yielded function is called, before round 1.
+
+    Imports create half a million objects that stay. Collecting among them takes about a tenth of
+    the time until round 1.
+    """
     enabled = gc.isenabled()
     gc.disable()
 
     def started() -> None:
         if enabled and not gc.isenabled():
             gc.collect()
-            gc.freeze()  # what is left is not looked through during the rounds either
+            # Later collections skip the objects of the imports.
+            gc.freeze()
             gc.enable()
 
     try:
@@ -126,45 +118,44 @@ def starting() -> Iterator[Callable[[], None]]:
             gc.enable()
 
 
-@contextmanager
-def leaving(group: Group | None) -> Iterator[None]:
-    """However the run ends here, the other processes of it are let go."""
-    try:
-        yield
-    finally:
-        if group is not None:
-            group.close()
-
-
 def closing(result: dict[str, Any]) -> list[str]:
+    """Return the lines shown after the last round: accuracy, warnings, epsilon and the folder."""
     from dpfed.training.callbacks.progress import warning_lines
     from dpfed.training.job.notes import result_warnings
 
-    epsilon = {view: show_loss(value) for view, value in result["epsilon"].items()}
     accuracy = "no accuracy, as the server has no test set,"
     if result["test_accuracy"] is not None:
         start = show_score(result["start_accuracy"])
         end = show_score(result["test_accuracy"])
         accuracy = f"accuracy {start} -> {end} on the server's test set"
-    lines = [f"{accuracy} after {counted(result['rounds'], 'round')}, {result['seconds']:.1f} s"]
-    lines += warning_lines(result_warnings(result))
-    if result["epsilon"]["server_worst"] is None:
-        lines.append("epsilon: none, this run had no privacy")
-    elif result.get("served"):
-        lines += [
-            f"epsilon at most {epsilon['server_worst']} for this run, whoever looks; "
-            "what a client has spent over all its runs only its own ledger knows",
-            f"  {result['guarantee']}",
-        ]
-    else:
-        lines += [
-            f"epsilon {epsilon['server_max']} for the client that spent most, {epsilon['server_worst']} for one in every "
-            f"round (server's view); {epsilon['third_party']} for a third party who sees only global models",
-            f"  {result['guarantee']}",
-            "  the third-party figure holds only while nobody outside knows who took part: publish it without the others",
-        ]
+    lines = [
+        f"{accuracy} after {counted(result['rounds'], 'round')}, {result['seconds']:.1f} s",
+        *warning_lines(result_warnings(result)),
+        *_spent(result),
+    ]
     if result["release"].startswith("simulation"):
         lines.append(
-            '  noise was seeded: this is a simulation, not for release (run.noise = "os" makes it releasable)'
+            "  noise was seeded: this is a simulation, not for release "
+            '(run.noise = "os" makes it releasable)'
         )
     return [*lines, f"written to {result['out']}"]
+
+
+def _spent(result: dict[str, Any]) -> list[str]:
+    epsilon = {view: show_loss(value) for view, value in result["epsilon"].items()}
+    if result["epsilon"]["server_worst"] is None:
+        return ["epsilon: none, this run had no privacy"]
+    if result.get("served"):
+        return [
+            f"epsilon at most {epsilon['server_worst']} for this run, whoever looks; "
+            "only a client's own ledger knows its total over all runs",
+            f"  {result['guarantee']}",
+        ]
+    return [
+        f"epsilon {epsilon['server_max']} for the client that spent most, "
+        f"{epsilon['server_worst']} for one in every round (server's view); "
+        f"{epsilon['third_party']} for a third party who sees only global models",
+        f"  {result['guarantee']}",
+        "  the third-party figure holds only while nobody outside knows who took part: "
+        "publish it without the others",
+    ]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dpfed.cli.options import AsJson, Debug, Insecure, Overrides, show
 from dpfed.errors import DpfedError
 
 if TYPE_CHECKING:
@@ -21,30 +21,28 @@ def server(
     config: Annotated[
         str | None, typer.Argument(help="TOML file with [federation.clients]")
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a key")
-    ] = None,
+    overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="folder of the run")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --out")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="resume the run in --out")] = False,
     keys: Annotated[Path | None, typer.Option(help="folder that `dpfed keys` has made")] = None,
     listen: Annotated[
         str,
         typer.Option(
-            help="host:port that clients connect to; 0.0.0.0:PORT for all of this machine's addresses"
+            help="host:port that clients connect to; "
+            "0.0.0.0:PORT for all of this machine's addresses"
         ),
     ] = "127.0.0.1:8000",
     wait: Annotated[
         float, typer.Option(min=0, help="seconds until enough clients must be connected")
     ] = 600.0,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="no TLS and no keys, for tests on this machine")
-    ] = False,
-    debug: Annotated[bool, typer.Option(help="show the traceback of an error")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="one JSON object on the last line of stdout")
-    ] = False,
+    insecure: Insecure = False,
+    debug: Debug = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Train with clients on a network. Example: dpfed server cfg.toml --out runs/first --keys keys"""
+    """Train with clients on a network.
+
+    Example: dpfed server cfg.toml --out runs/first --keys keys
+    """
     from dpfed.cli.run import closing
     from dpfed.federation.links import address_of, need_flower, refuse_insecure
     from dpfed.training.interrupt import on_signals
@@ -54,7 +52,8 @@ def server(
         raise DpfedError("give the folder of the run: --out DIR")
     if insecure == (keys is not None):
         raise DpfedError(
-            "give --keys DIR (`dpfed keys` makes it), or --insecure for a test on this machine, not both"
+            "give --keys DIR (`dpfed keys` makes it), "
+            "or --insecure for a test on this machine, not both"
         )
     address = address_of(listen)
     if insecure:
@@ -62,22 +61,18 @@ def server(
     with on_signals() as stop:
         settings = _settings(config, overrides or [], out, resume, insecure)
         result = _serve(settings, out, resume, address, keys, wait, stop)
-    for line in closing(result):
-        print(line)
-    if as_json:
-        print(json.dumps(result, allow_nan=False))
+    show(closing(result), result, as_json)
 
 
 def _settings(
     config: str | None, overrides: list[str], out: Path, resume: bool, insecure: bool
 ) -> Config:
-    """Real noise, but for a test on one machine whose configuration asks for repeatable noise."""
+    """Return the configuration; noise is seeded only in an insecure test that asks for it."""
     from dpfed.federation.server.serving import config_for, wants_seeded
 
     config_for(config, overrides, out, resume, seeded=False)
-    return config_for(
-        config, overrides, out, resume, seeded=insecure and wants_seeded(config, overrides, out)
-    )
+    seeded = insecure and wants_seeded(config, overrides, out)
+    return config_for(config, overrides, out, resume, seeded=seeded)
 
 
 def _serve(
@@ -100,18 +95,17 @@ def _serve(
     from dpfed.training.run_folder.folder import refuse_occupied
 
     known = client_keys(keys, client_names(settings)) if keys else None
+    authority = keys / AUTHORITY if keys else None
     if not resume:
         refuse_occupied(out, force=False)
+    # Flower's files are beside the run, whose folder holds only the files of the run.
+    home = out.parent / f".{out.name}.flower"
     with ExitStack() as stack:
         display = stack.enter_context(ProgressDisplay(settings.run.rounds))
-        home = flower_home(out)
         process, secret = stack.enter_context(superlink(listen, home, keys))
-        grid = stack.enter_context(
-            own_grid(listen.own, keys / AUTHORITY if keys else None, secret, known or {})
-        )
+        grid = stack.enter_context(own_grid(listen.own, authority, secret, known or {}))
         display.say(f"clients connect to {listen}; Flower's log is {process.log}")
-        for line in warnings(settings, keys is None):
-            display.say(line)
+        display.say(*warnings(settings, keys is None))
 
         def on_start(job: Job) -> None:
             stop.gently = True
@@ -130,15 +124,11 @@ def _serve(
         )
 
 
-def flower_home(out: Path) -> Path:
-    """Beside the run and not in it: the folder of a run holds only what a run makes."""
-    return out.parent / f".{out.name}.flower"
-
-
 def warnings(settings: Config, insecure: bool) -> list[str]:
     lines = ["INSECURE: no TLS and no keys, for tests on this machine only"] if insecure else []
     if settings.run.noise == "seeded":
         lines.append(
-            "TEST MODE: noise is repeatable and protects nothing; clients need client.allow_seeded = true"
+            "TEST MODE: noise is repeatable and protects nothing; "
+            "clients need client.allow_seeded = true"
         )
     return lines

@@ -1,1 +1,1 @@
-"""Models as one flat vector (`space.py`), per-sample gradients (`per_sample.py`, `twins.py`), LoRA, blocks, models by name (`zoo/`)."""
+"""Models as one flat vector, their per-sample gradients, LoRA, blocks and models by name."""

@@ -1,11 +1,12 @@
-"""Blocks of coordinates that share one second moment (SPEC 5). Built from the architecture, never from data.
+"""Blocks of coordinates that share one second moment, built from the architecture, never from data.
 
-Rules, first match wins:
-1. weights and biases of Q, K, V: one block per head; LoRA's B follows the output rows, so it is split the same way;
-2. LoRA's A and B: separate blocks (B starts at zero, so their second moments differ);
-3. every other module: one block for its weight and bias together; a parameter that hangs on a larger module
-   (class token, position table): one block each.
-Which modules are Q, K and V is said per architecture below. An unknown architecture gets one block per tensor.
+docs/algorithms.md says what they are for. The first rule that matches counts:
+1. Weights and biases of Q, K and V have one block per head. LoRA's B has the same output rows, so
+   it is split the same way.
+2. LoRA's A and B have separate blocks: B starts at zero, so their second moments differ.
+3. Any other module has one block for its weight and bias. A parameter of a module with children,
+   such as a class token, has its own block.
+ARCHITECTURES names the Q, K and V modules. An unknown architecture has one block per tensor.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ _WIDTHS = ("head_dim", "attention_head_size")
 
 @dataclass(frozen=True)
 class Architecture:
-    """attention: name of a projection -> how heads lie in its output rows.
-    heads: the attribute that counts query heads, of the attention module or of its configuration."""
+    """The attention modules of a type of model.
+
+    attention  name of a projection -> the layout of heads in its output rows
+    heads      attribute of the attention module or its configuration that counts query heads
+    """
 
     attention: Mapping[str, Layout]
     heads: str = "num_attention_heads"
@@ -66,7 +70,10 @@ def inner_config(model: Any) -> Any:
 def architecture_of(
     model: nn.Module, qkv_layout: Layout | Literal["auto"] = "auto", attention: tuple[str, ...] = ()
 ) -> Architecture | None:
-    """By the model's declared type, never guessed from names; `attention` and `qkv_layout` are the user's own word."""
+    """Return the architecture of the model's declared type; names are never used to guess it.
+
+    `attention` and `qkv_layout` are the user's own settings and take precedence.
+    """
     known = ARCHITECTURES.get(getattr(inner_config(model), "model_type", ""))
     layout = None if qkv_layout == "auto" else qkv_layout
     if attention:
@@ -83,7 +90,7 @@ def block_index(
     architecture: Architecture | None,
     granularity: Literal["block", "tensor"] = "block",
 ) -> tuple[list[str], Tensor]:
-    """(block names, block of each coordinate) for trainable tensors given by name and shape, in order."""
+    """Return the block names, and the block of each coordinate of the tensors in `shapes`."""
     modules = dict(model.named_modules())
     ids: dict[str, int] = {}
     parts = []
@@ -94,16 +101,15 @@ def block_index(
         else:
             labels = _labels(name, shape, modules, architecture)
             columns = len(labels) > 1 and _transposed(name, shape, modules)
-        rows = torch.tensor(
-            [ids.setdefault(label, len(ids)) for label in labels], device="cpu"
-        )  # also under "meta"
+        # On the CPU even if the model is built on the meta device.
+        rows = torch.tensor([ids.setdefault(label, len(ids)) for label in labels], device="cpu")
         each = shape.numel() // len(rows)
         parts.append(rows.repeat(each) if columns else rows.repeat_interleave(each))
     return list(ids), torch.cat(parts)
 
 
 def _transposed(name: str, shape: torch.Size, modules: Mapping[str, nn.Module]) -> bool:
-    """GPT-2's Conv1D keeps its weight as [in, out], so that heads are columns. (LoRA's factors are ordinary.)"""
+    """Return True for GPT-2's Conv1D, which stores its weight as [in, out]: heads are columns."""
     owner = name.rpartition(".")[0]
     return len(shape) == 2 and type(modules[owner]).__name__.endswith("Conv1D")
 
@@ -114,7 +120,6 @@ def _labels(
     modules: Mapping[str, nn.Module],
     architecture: Architecture,
 ) -> list[str]:
-    """One label for the whole tensor, or one for each of its output rows."""
     plain = name.replace(".modules_to_save.default", "").replace(".base_layer", "")
     lora = _LORA.match(plain)
     path = lora["path"] if lora else plain.rpartition(".")[0]
@@ -139,21 +144,23 @@ def head_counts(
     modules: Mapping[str, nn.Module],
     architecture: Architecture,
 ) -> tuple[int, int]:
-    """Return the heads of queries and of keys in the projection at `path`, which has so many rows.
+    """Return the numbers of query heads and key heads in the projection at `path`.
 
-    A separate projection has one number of heads. With grouped-query attention its rows tell which.
+    A separate projection has one number of heads. With grouped-query attention the number of its
+    rows decides between the two.
     """
-    names = (*filter(None, (architecture.heads,)), *_HEADS)
-    heads = _said(path, names, modules)
+    names = [*filter(None, (architecture.heads,)), *_HEADS]
+    heads = _declared(path, names, modules)
     if heads is None:
-        looked = ", ".join(names)
-        raise ValueError(f"nothing says how many heads {path} has: it was looked for as {looked}")
-    kv_heads = _said(path, _KV_HEADS, modules) or heads
+        raise ValueError(
+            f"nothing says how many heads {path} has: it was looked for as {', '.join(names)}"
+        )
+    kv_heads = _declared(path, _KV_HEADS, modules) or heads
     if layout != "separate" or kv_heads == heads:
         return heads, kv_heads
-    width = _said(path, _WIDTHS, modules)
+    width = _declared(path, _WIDTHS, modules)
     if width is None:
-        width = (_said(path, ("hidden_size",), modules) or 0) // heads
+        width = (_declared(path, ("hidden_size",), modules) or 0) // heads
     for count in (heads, kv_heads):
         if rows == count * width:
             return count, count
@@ -163,19 +170,15 @@ def head_counts(
     )
 
 
-def _said(path: str, names: Iterable[str], modules: Mapping[str, nn.Module]) -> int | None:
-    """Return the first such number of the attention module, its configuration or the model's."""
+def _declared(path: str, names: Iterable[str], modules: Mapping[str, nn.Module]) -> int | None:
     owner = modules[path.rpartition(".")[0]]
-    for holder in (owner, getattr(owner, "config", None), getattr(modules[""], "config", None)):
-        for name in names:
-            count = getattr(holder, name, None)
-            if isinstance(count, int):
-                return count
-    return None
+    holders = (owner, getattr(owner, "config", None), getattr(modules[""], "config", None))
+    counts = (getattr(holder, name, None) for holder in holders for name in names)
+    return next((count for count in counts if isinstance(count, int)), None)
 
 
 def head_rows(layout: Layout, rows: int, heads: int, kv_heads: int | None = None) -> list[str]:
-    """Return the head that each output row belongs to.
+    """Return the name of each output row's head.
 
     separate  (head, width)
     3HD       (query heads | key heads | value heads, width)

@@ -1,4 +1,4 @@
-"""From a `[model]` section to everything that is known before data: modules, adapters, the flat space, the blocks."""
+"""Build from a `[model]` section all that needs no data: modules, adapters, flat vector, blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ from dpfed.model.zoo.built import ATTENTION_DROPOUT, Built
 
 @dataclass(frozen=True)
 class AssembledModel:
-    """`space` is on the CPU whatever device the model is on."""
+    """A model ready for training.
+
+    space  the trainable tensors as one vector; on the CPU even if the model is not
+    total  number of all parameters, trainable or not
+    notes  sentences for the user
+    """
 
     built: Built
     adapted: Adapted
@@ -36,7 +41,7 @@ def assemble(
     seeds: tuple[int, int] = (0, 0),
     granularity: Literal["block", "tensor"] = "block",
 ) -> AssembledModel:
-    """Builds the model of a section. `seeds` are those of the initial weights and of the initial adapters."""
+    """Build the model of a section. `seeds` give the initial weights and the initial adapters."""
     buildable: Any = section
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seeds[0])
@@ -51,15 +56,15 @@ def assemble(
     if architecture is None:
         if section.qkv_layout != "auto":
             raise DpfedError(
-                f"model.qkv_layout = {section.qkv_layout!r}: {type(model).__name__} is not known here, so name its "
-                "projections too, for example model.attention = ['qkv']"
+                f"model.qkv_layout = {section.qkv_layout!r}: {type(model).__name__} is not known "
+                "here, so name its projections too, for example model.attention = ['qkv']"
             )
         notes.append(f"{type(model).__name__} has no block rules here: each tensor is one block")
     if any(getattr(inner_config(model), key, 0) for key in ATTENTION_DROPOUT):
         notes.append(
             "dropout inside attention is off: it has no key per record; all other dropout is on"
         )
-    _refuse_absent(model, section.attention)
+    _refuse_unknown(model, section.attention)
     try:
         names, blocks = block_index(model, shapes, architecture, granularity)
         space = Space(tuple(shapes), tuple(shapes.values()), tuple(names), blocks)
@@ -70,10 +75,10 @@ def assemble(
     return AssembledModel(built, adapted, space, total, tuple(notes))
 
 
-def _refuse_absent(model: nn.Module, attention: tuple[str, ...]) -> None:
-    there = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+def _refuse_unknown(model: nn.Module, attention: tuple[str, ...]) -> None:
+    known = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     for name in attention:
-        if name not in there:
+        if name not in known:
             raise DpfedError(
                 f"model.attention: {type(model).__name__} has no module called {name!r}"
             )
@@ -84,11 +89,12 @@ def describe_space(
     spec: InputSpec,
     granularity: Literal["block", "tensor"] = "block",
 ) -> AssembledModel:
-    """The same on the meta device: shapes alone, so that the largest model takes a second and no memory."""
+    """Build the model on the meta device, with shapes alone: any size takes a second, no memory."""
     with torch.device("meta"):
         return assemble(section, spec, (0, 0), granularity)
 
 
 def block_sizes(space: Space) -> dict[str, int]:
+    """Return how many coordinates each block has."""
     counts = torch.bincount(space.blocks, minlength=space.num_blocks).tolist()
     return dict(zip(space.block_names, counts, strict=True))

@@ -1,4 +1,4 @@
-"""What an export carries besides weights: tokenizer, image processor, code, configuration."""
+"""Files of an export besides weights: tokenizer, image processor, code and configuration."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ RESAMPLE = {"bilinear": 2, "bicubic": 3}
 
 @dataclass(frozen=True)
 class Reading:
-    """How image files became records, before any model saw them.
+    """The steps from image files to records.
 
-    crop  side that the shorter side was resized to before the middle was cut out; None for neither
-    grey  whether colours were turned into grey
+    crop  the shorter side is resized to this and the middle cut out; None for neither
+    grey  colours are turned into grey
     """
 
     crop: int | None = None
@@ -47,12 +47,12 @@ class Companions:
 
     @property
     def has_code(self) -> bool:
-        """Whether loaders need `trust_remote_code=True`."""
+        """True if loaders need `trust_remote_code=True`."""
         return any(name.endswith(".py") for name in self.files)
 
 
+# A function that is called at export, not when a model is built: it may read files.
 MakeCompanions = Callable[[Reading], Companions]
-"""Called when a model is exported, not when it is built: it may read files."""
 
 
 def no_companions(reading: Reading) -> Companions:
@@ -60,7 +60,7 @@ def no_companions(reading: Reading) -> Companions:
 
 
 class ImageInput(NamedTuple):
-    """How records that are images enter a model; the arguments of `built.images`.
+    """The steps from an image record to a model's input; the arguments of `built.images`.
 
     size  pixels of a side after resizing; None keeps the size
     """
@@ -75,9 +75,9 @@ class ImageInput(NamedTuple):
 
 
 def image_companions(entry: ImageInput) -> MakeCompanions:
-    """Return what makes the image processor of an export.
+    """Return a function that makes the image processor of an export.
 
-    It is one of transformers where that does the same as the run, otherwise the shipped one.
+    The processor is one of transformers if that equals the run, otherwise the shipped one.
     """
 
     def make(reading: Reading) -> Companions:
@@ -96,7 +96,7 @@ def image_companions(entry: ImageInput) -> MakeCompanions:
 
 
 def beyond_transformers(entry: ImageInput, reading: Reading) -> list[str]:
-    """Return the steps that no image processor of transformers takes in the same way."""
+    """Return the steps that image processors of transformers cannot do in the same way."""
     enlarged = entry.size is not None and entry.size > max(entry.spec.shape[1:])
     lacking = []
     if entry.sharpen:

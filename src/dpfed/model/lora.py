@@ -1,7 +1,7 @@
-"""What is trained: LoRA adapters (placed by peft), the head, or everything. Frozen weights never enter the vector.
+"""Choose the trainable tensors: LoRA adapters from peft, the head, or everything.
 
-`model.lora.freeze_a` is FFA-LoRA (Sun, Li, Li, Ding, ICLR 2024): A keeps its public random start, so that the mean of
-the clients' products B·A is the product of the means.
+`model.lora.freeze_a` is FFA-LoRA (Sun, Li, Li, Ding, ICLR 2024): A keeps its public random start.
+The mean of the clients' products B·A is then the product of the means.
 """
 
 from __future__ import annotations
@@ -18,14 +18,18 @@ from dpfed.config import LoraSection, ModelSection
 from dpfed.errors import DpfedError
 
 PREFIX = "base_model.model."
-# They read the weights of these layers without calling them, so that an adapter there is dead.
-DEAD_IN_MAMBA = ("out_proj", "dt_proj")
 MAMBA = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
+# Layers whose weights Mamba reads without calling them: an adapter there has no effect.
+DEAD_IN_MAMBA = ("out_proj", "dt_proj")
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """`model` is what is computed with; `peft` is the same modules in peft's wrapper, for its export format."""
+    """A model with its trainable tensors marked.
+
+    model  the module to call
+    peft   peft's wrapper of the same modules, for its export format
+    """
 
     model: nn.Module
     peft: Any | None
@@ -35,28 +39,28 @@ class Adapted:
 def adapt(
     model: nn.Module, section: ModelSection, head: str | tuple[str, ...], seed: int
 ) -> Adapted:
-    """Marks what is trainable. The initial adapters are public: they follow from `seed` (or a folder) alone."""
-    heads = ((head,) if head else ()) if isinstance(head, str) else head
+    """Mark the trainable tensors. Initial adapters are public: `seed` or a folder gives them."""
+    heads = tuple(filter(None, (head,))) if isinstance(head, str) else head
     if section.adapter is not None and section.train != "lora":
         raise DpfedError(
             f'model.adapter is a LoRA adapter: it needs model.train = "lora", not {section.train!r}'
         )
+    model.requires_grad_(section.train == "full")
     if section.train == "full":
-        return Adapted(model.requires_grad_(True), None)
-    model.requires_grad_(False)
+        return Adapted(model, None)
     if section.train == "head":
         if not heads:
             raise DpfedError(
-                'model.train = "head": a language model has no head of its own, use "lora" or "full"'
+                'model.train = "head": a language model has no head of its own, '
+                'use "lora" or "full"'
             )
         for name in heads:
             model.get_submodule(name).requires_grad_(True)
         return Adapted(model, None)
-    adapted = (
-        _from_folder(model, section.adapter, heads)
-        if section.adapter
-        else _new(model, section.lora, heads, seed)
-    )
+    if section.adapter:
+        adapted = _from_folder(model, section.adapter, heads)
+    else:
+        adapted = _new(model, section.lora, heads, seed)
     if section.lora.freeze_a:
         for name, parameter in adapted.model.named_parameters():
             if ".lora_A." in name or ".lora_embedding_A." in name:
@@ -80,12 +84,10 @@ def _new(model: nn.Module, lora: LoraSection, heads: tuple[str, ...], seed: int)
         try:
             wrapped = _wrap(model, config)
         except (ValueError, TypeError) as error:
-            names = sorted(
-                {n.rpartition(".")[2] for n, m in model.named_modules() if _adaptable(m)}
-            )
+            names = {n.rpartition(".")[2] for n, m in model.named_modules() if _adaptable(m)}
             raise DpfedError(
-                f"model.lora.targets = {lora.targets} fits nothing in {type(model).__name__} ({str(error)[:80]}); "
-                f"its layers are called {', '.join(names)}"
+                f"model.lora.targets = {lora.targets} fits nothing in {type(model).__name__} "
+                f"({str(error)[:80]}); its layers are called {', '.join(sorted(names))}"
             ) from None
     return Adapted(wrapped.get_base_model(), wrapped)
 
@@ -94,12 +96,10 @@ def _wrap(model: nn.Module, config: Any) -> Any:
     from peft import get_peft_model
 
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="fan_in_fan_out"
-        )  # GPT-2's transposed layers: peft sets it itself
-        warnings.filterwarnings(
-            "ignore", message="The PEFT config's `base_model_name_or_path`"
-        )  # ours to choose
+        # peft sets this itself for GPT-2's transposed layers.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out")
+        # The export sets this name.
+        warnings.filterwarnings("ignore", message="The PEFT config's `base_model_name_or_path`")
         # peft reads this alias from every transformers model; users cannot change that.
         alias = "`is_gradient_checkpointing` is deprecated"
         warnings.filterwarnings("ignore", alias, FutureWarning)
@@ -107,7 +107,7 @@ def _wrap(model: nn.Module, config: Any) -> Any:
 
 
 def _excluded(heads: tuple[str, ...]) -> str | None:
-    """The head is trained whole, never adapted as well."""
+    """Return peft's pattern for the heads, which are trained whole and never adapted."""
     return rf"(.*\.)?({'|'.join(heads)})(\..*)?" if heads else None
 
 
@@ -116,7 +116,7 @@ def _adaptable(module: nn.Module) -> bool:
 
 
 def _auto(model: nn.Module, heads: tuple[str, ...]) -> list[str]:
-    """Return every linear layer but heads and a language model's output; in a CNN convolutions.
+    """Return all linear layers but heads and a language model's output; in a CNN convolutions.
 
     The names are given in full: peft would extend "all-linear" to tensors of experts and routers.
     """
@@ -139,28 +139,32 @@ def _auto(model: nn.Module, heads: tuple[str, ...]) -> list[str]:
 
 
 def _from_folder(model: nn.Module, folder: str, heads: tuple[str, ...]) -> Adapted:
-    """An adapter that somebody trained before: rank, scale and targets are its own."""
     from peft import LoraConfig, set_peft_model_state_dict
 
     config, state = _read_adapter(Path(folder))
     if not isinstance(config, LoraConfig):
         raise DpfedError(
-            f"model.adapter = {folder!r} is {type(config).__name__}: only LoRA adapters can be trained here"
+            f"model.adapter = {folder!r} is {type(config).__name__}: "
+            "only LoRA adapters can be trained here"
         )
-    config.inference_mode, config.task_type = False, None
+    config.inference_mode = False
+    config.task_type = None
     config.exclude_modules = config.exclude_modules or _excluded(heads)
     state, notes = _with_head(model, state, heads)
     try:
         config.modules_to_save = sorted({*heads, *(config.modules_to_save or ())}) or None
         notes.append(
-            f"starting from the adapter in {folder}: r = {config.r}, alpha = {config.lora_alpha:g} and targets are its "
-            "own; [model.lora] is not used for them"
+            f"starting from the adapter in {folder}: r = {config.r}, "
+            f"alpha = {config.lora_alpha:g} and targets are its own; "
+            "[model.lora] is not used for them"
         )
         wrapped = _wrap(model, config)
-        if next(model.parameters()).is_meta:  # only shapes are wanted
+        # On the meta device only shapes are wanted.
+        if next(model.parameters()).is_meta:
             return Adapted(wrapped.get_base_model(), wrapped, tuple(notes))
         outcome = set_peft_model_state_dict(wrapped, state)
-    except Exception as error:  # what does not fit fails anywhere inside peft
+    except Exception as error:
+        # An adapter that does not fit fails anywhere inside peft.
         reason = (str(error).strip().splitlines() or ["?"])[-1].strip()[:120]
         raise DpfedError(
             f"model.adapter = {folder!r} does not fit {type(model).__name__}: {reason}"
@@ -184,10 +188,10 @@ def _read_adapter(folder: Path) -> tuple[Any, dict[str, Tensor]]:
                 f"model.adapter = {str(folder)!r} has no {name}: give a folder written by peft"
             )
     try:
-        return PeftConfig.from_pretrained(str(folder)), load_file(
-            folder / "adapter_model.safetensors"
-        )
-    except Exception as error:  # damaged files raise a dozen kinds
+        config = PeftConfig.from_pretrained(str(folder))
+        return config, load_file(folder / "adapter_model.safetensors")
+    except Exception as error:
+        # Damaged files raise a dozen kinds of errors.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
         raise DpfedError(f"model.adapter = {str(folder)!r} cannot be read: {reason}") from None
 
@@ -195,18 +199,15 @@ def _read_adapter(folder: Path) -> tuple[Any, dict[str, Tensor]]:
 def _with_head(
     model: nn.Module, state: dict[str, Tensor], heads: tuple[str, ...]
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """The adapter's tensors with a head for this model: the adapter's own where it fits, else the model's new one."""
-    mine = {
+    new_heads = {
         f"{PREFIX}{head}.{name}": p.detach()
         for head in heads
         for name, p in model.get_submodule(head).named_parameters()
     }
-    theirs = {
-        k: v
-        for k, v in state.items()
-        if k.removeprefix(PREFIX).startswith(tuple(f"{h}." for h in heads))
-    }
-    if {k: v.shape for k, v in theirs.items()} == {k: v.shape for k, v in mine.items()}:
+    starts = tuple(f"{head}." for head in heads)
+    own_heads = {k: x for k, x in state.items() if k.removeprefix(PREFIX).startswith(starts)}
+    if {k: x.shape for k, x in own_heads.items()} == {k: x.shape for k, x in new_heads.items()}:
         return state, []
     note = "the adapter has no head for these classes: the head is new"
-    return {**{k: v for k, v in state.items() if k not in theirs}, **mine}, [note]
+    body = {name: x for name, x in state.items() if name not in own_heads}
+    return body | new_heads, [note]

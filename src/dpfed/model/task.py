@@ -1,4 +1,4 @@
-"""How records enter a model and what their loss is; and the public facts about inputs that a model is built from."""
+"""The public facts about inputs that a model is built from, and the tasks with their losses."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch import Tensor
 class InputSpec:
     """Public facts about the inputs.
 
-    kind, name, shape  what one record is, and the name under which it enters the model
+    kind, name, shape  of one record; the model's argument has this name
     classes            number of classes
     white              for images: the value of full intensity
-    vocabulary         for text: how many tokens there are
+    vocabulary         for text: number of tokens
     """
 
     kind: Literal["image", "features", "text"]
@@ -29,7 +29,7 @@ class InputSpec:
     vocabulary: int = 0
 
     def synthetic(self, count: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Records of the right form that nobody owns, for checks before any private record is read."""
+        """Return random records of this form, for checks before any private record is read."""
         if self.kind == "image":
             pixels = torch.randint(
                 0, int(self.white) + 1, (count, *self.shape), generator=generator
@@ -40,7 +40,7 @@ class InputSpec:
         return {self.name: torch.randn(count, *self.shape, generator=generator)}
 
     def _tokens(self, count: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Records of different length, so that padding is a part of what is checked."""
+        """Return records of different length, so that checks cover padding."""
         (length,) = self.shape
         ids = torch.randint(0, max(self.vocabulary, 1), (count, length), generator=generator)
         lengths = torch.tensor([max(1, length - length * j // (count + 1)) for j in range(count)])
@@ -54,11 +54,11 @@ Judge = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Task:
-    """What a model's output is good for.
+    """The use of a model's output.
 
     score    (logits, raw inputs) -> one row of scores for each record
     loss     (scores, labels) -> one loss for each record
-    correct  (scores, labels) -> share of each record that is answered rightly, 0..1
+    correct  (scores, labels) -> share of correct answers in each record, 0..1
     """
 
     score: Score
@@ -67,24 +67,27 @@ class Task:
 
 
 def per_record_loss(scores: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of each record, never averaged over records."""
+    """Return the cross-entropy of each record, never averaged over records."""
     return F.cross_entropy(scores.float(), labels, reduction="none")
 
 
 def right_class(scores: Tensor, labels: Tensor) -> Tensor:
+    """Return 1 for each record whose highest score is that of its label, else 0."""
     return (scores.argmax(1) == labels).float()
 
 
 def next_token_scores(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """`[M, L, V]` -> `[M, 2]`: mean loss and accuracy over the record's own next tokens; padding counts for nothing."""
+    """Return each record's mean loss and accuracy over its next tokens without padding, `[M, 2]`.
+
+    logits `[M, L, V]`.
+    """
     ids = inputs["input_ids"][:, 1:].long()
     real = inputs["attention_mask"][:, 1:].to(torch.float32)
     ahead = logits[:, :-1].float()
     losses = F.cross_entropy(ahead.transpose(1, 2), ids, reduction="none")
     right = (ahead.detach().argmax(-1) == ids).float()
-    count = real.sum(1).clamp_min(
-        1
-    )  # a text of one token has nothing to predict: loss zero, gradient zero
+    # A text of one token has nothing to predict: its loss and gradient are zero.
+    count = real.sum(1).clamp_min(1)
     return torch.stack([(losses * real).sum(1) / count, (right * real).sum(1) / count], 1)
 
 

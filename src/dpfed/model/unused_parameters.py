@@ -1,6 +1,6 @@
-"""Trainable tensors that a forward pass never uses, such as the mask token of a pretraining task.
+"""Freeze trainable tensors that a forward pass never uses, such as a pretraining mask token.
 
-They have no gradient, so they stay frozen. The pass runs on the meta device, without numbers.
+They have no gradient. The pass that finds them runs on the meta device, without numbers.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dpfed.model.per_sample.gradients import call, trainable
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo.built import Built
 
+# How many tensors a note names; it counts the others.
 NAMED = 3
-"""Tensors that a note names; it counts the others."""
 
 
 def freeze_unused(model: nn.Module, built: Built, spec: InputSpec) -> tuple[str, ...]:
@@ -38,35 +38,34 @@ def freeze_unused(model: nn.Module, built: Built, spec: InputSpec) -> tuple[str,
 
 
 def _reached(model: nn.Module, built: Built, spec: InputSpec) -> set[str] | None:
-    """Return the tensors that the outputs depend on; None where a pass without numbers fails."""
+    """Return the tensors that the outputs depend on; None if a pass without numbers fails."""
     with torch.device("cpu"):
         records = (built.spec or spec).synthetic(2, torch.Generator().manual_seed(0))
     inputs = {name: x.to("meta") for name, x in records.items()}
     for enter in (*(built.forms or (built.prepare,)), _open_mask, _no_mask):
         try:
             return _reached_by(_on_meta(model), enter(dict(inputs)))
-        except Exception:  # models that branch on numbers fail anywhere without them
+        except Exception:
+            # Models that branch on numbers fail anywhere without them.
             continue
     return None
 
 
 def _open_mask(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tokens with a 4-D mask: of a plain one models ask whether it hides anything."""
+    """Return tokens with a 4-D mask: models branch on the numbers of a 2-D mask."""
     ids = inputs["input_ids"].long()
     mask = torch.zeros(len(ids), 1, ids.shape[1], ids.shape[1], device=ids.device)
     return {"input_ids": ids, "attention_mask": mask}
 
 
 def _no_mask(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tokens alone, for a model that reads only plain masks."""
+    """Return the tokens alone, for a model that takes only 2-D masks."""
     return {"input_ids": inputs["input_ids"].long()}
 
 
 def _on_meta(model: nn.Module) -> nn.Module:
-    """Return a copy without numbers, so that nothing a pass stores stays in the model."""
-    memo: dict[int, Any] = {}
-    for b in model.buffers():
-        memo[id(b)] = torch.empty_like(b, device="meta")
+    """Return a copy without numbers, so that a pass stores nothing in the model itself."""
+    memo: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
     for p in model.parameters():
         empty = torch.empty_like(p, device="meta")
         memo[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
@@ -74,7 +73,6 @@ def _on_meta(model: nn.Module) -> nn.Module:
 
 
 def _reached_by(model: nn.Module, entered: dict[str, Tensor]) -> set[str]:
-    """Return the names of the trainable tensors in the graph of the outputs."""
     leaves: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     with torch.enable_grad(), torch.device("meta"):
         logits = call(model, {}, entered)
@@ -94,10 +92,10 @@ def _reached_by(model: nn.Module, entered: dict[str, Tensor]) -> set[str]:
 
 
 def _unread_by_architecture(model: nn.Module, names: dict[str, nn.Parameter]) -> set[str]:
-    """Return tensors that are part of a pass and yet never reach a classifier.
+    """Return tensors that a pass uses although the output does not depend on them.
 
     Longformer's classifier reads the first token alone, which has global attention. So the local
-    projections of the last layer change nothing.
+    projections of the last layer have no effect.
     """
     config = getattr(model, "config", None)
     if getattr(config, "model_type", "") != "longformer":

@@ -1,4 +1,4 @@
-"""Kernels are tried on a GPU where there is one, else by triton's interpreter (tests/conftest.py)."""
+"""Run kernels on a GPU if there is one, else in triton's interpreter (tests/conftest.py)."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Dropout by keys in Triton, tried by its interpreter: bit by bit what torch's own operations give."""
+"""The dropout kernel gives the bits of PyTorch's own operations, tested in triton's interpreter."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from dpfed import accel
-from dpfed.model.per_sample import keyed_dropout
+from dpfed.accel.operators.dropout import DropoutFunction, drop, drop_records
 from dpfed.model.per_sample.keyed_dropout import (
     KEY,
     RULE,
-    KeyedDropout,
     TwinDropout,
     install_keyed_dropout,
     rule_of,
@@ -24,20 +23,21 @@ KEYS = torch.tensor([3, -(2**62), 0, 2**63 - 1, 77])
 
 
 def both(
-    x: torch.Tensor, keys: torch.Tensor, drop: float, monkeypatch: pytest.MonkeyPatch
+    x: torch.Tensor, keys: torch.Tensor, rate: float, monkeypatch: pytest.MonkeyPatch
 ) -> list[Any]:
-    """Values and gradients by torch's own operations, and by the kernel."""
-    layer, calls, out = TwinDropout(drop), list[int](), []
+    """Return values and gradients of the plain path, then of the kernel."""
+    layer, calls, out = TwinDropout(rate), list[int](), []
     setattr(layer, KEY, keys)
-    setattr(layer, RULE, rule_of(9, drop))
-    apply = KeyedDropout.apply
-    monkeypatch.setattr(KeyedDropout, "apply", lambda *given: calls.append(1) or apply(*given))
+    setattr(layer, RULE, rule_of(9, rate))
+    apply = DropoutFunction.apply
+    monkeypatch.setattr(DropoutFunction, "apply", lambda *given: calls.append(1) or apply(*given))
     for by_kernel in (False, True):
         monkeypatch.setattr(accel, "interpreted", by_kernel)
         given = x.clone().requires_grad_()
         y = layer(given)
         out.append((y.detach(), *torch.autograd.grad((y.float().pow(2) / 2).sum(), given)))
-        assert len(calls) == 2 * by_kernel  # and the gradient's
+        # Forward and backward.
+        assert len(calls) == 2 * by_kernel
     return out
 
 
@@ -57,32 +57,36 @@ def test_it_is_torchs_own(
 
 
 def test_a_mask_is_the_records_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever company it is in."""
+    """A record's mask does not depend on the other records."""
     x = torch.ones(5, 40)
     monkeypatch.setattr(accel, "interpreted", True)
-    whole = keyed_dropout._drop(x, KEYS, rule_of(1, 0.5), whole=False)
+    whole = drop(x, KEYS, rule_of(1, 0.5))
     for i in range(5):
-        alone = keyed_dropout._drop(x[i : i + 1], KEYS[i : i + 1], rule_of(1, 0.5), whole=False)
+        alone = drop(x[i : i + 1], KEYS[i : i + 1], rule_of(1, 0.5))
         assert torch.equal(alone, whole[i : i + 1])
     assert not torch.equal(whole[0], whole[1])
 
 
 def test_where_it_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KeyedDropout, "apply", lambda *given: pytest.fail("the kernel was called"))
+    monkeypatch.setattr(
+        DropoutFunction, "apply", lambda *given: pytest.fail("the kernel was called")
+    )
     rule, x = rule_of(1, 0.5), torch.ones(5, 6, 4)
     monkeypatch.setattr(accel, "interpreted", False)
-    keyed_dropout._drop(x, KEYS, rule, whole=False)  # no GPU
+    # No GPU.
+    drop(x, KEYS, rule)
     monkeypatch.setattr(accel, "interpreted", True)
-    keyed_dropout._drop(x, KEYS, rule, whole=True)  # a decision for each record
-    keyed_dropout._drop(x.double(), KEYS, rule, whole=False)
-    keyed_dropout._drop(x.transpose(1, 2), KEYS, rule, whole=False)  # rows not one after another
-    keyed_dropout._drop(x[:, :0], KEYS, rule, whole=False)
-    keyed_dropout._drop(
-        x, KEYS, torch.stack([rule, rule], 1)[:, 0], whole=False
-    )  # a rule with something in between
+    drop_records(x, KEYS, rule)
+    drop(x.double(), KEYS, rule)
+    # Not contiguous.
+    drop(x.transpose(1, 2), KEYS, rule)
+    drop(x[:, :0], KEYS, rule)
+    # A rule that is not contiguous.
+    drop(x, KEYS, torch.stack([rule, rule], 1)[:, 0])
     model = nn.Sequential(nn.Dropout(0.5))
     install_keyed_dropout(model)
-    assert torch.equal(model(x), x)  # no keys: evaluation
+    # Evaluation has no keys.
+    assert torch.equal(model(x), x)
 
 
 def test_wrong_numbers_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,8 +94,8 @@ def test_wrong_numbers_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     here = torch.device("cpu")
     assert dropout.right(here)
-    drop = dropout.drop
-    monkeypatch.setattr(dropout, "drop", lambda x, key, rule: drop(x, key + 1, rule))
+    known = dropout.drop
+    monkeypatch.setattr(dropout, "drop", lambda x, key, rule: known(x, key + 1, rule))
     assert not dropout.right(here)
 
 
@@ -104,7 +108,7 @@ def test_all_may_be_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gradients_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accel, "interpreted", True)
     x = torch.full((5, 8), 1.5, requires_grad=True)
-    y = keyed_dropout._drop(x.square(), KEYS, rule_of(1, 0.25), whole=False)
+    y = drop(x.square(), KEYS, rule_of(1, 0.25))
     kept = (y.detach() != 0).float() / 0.75
     (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
@@ -114,8 +118,8 @@ def test_gradients_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rounding_of_the_scale_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     from dpfed.accel import dropout
 
-    drop = dropout.drop
+    known = dropout.drop
     monkeypatch.setattr(
-        dropout, "drop", lambda x, key, rule: drop(x.float(), key, rule).to(x.dtype)
+        dropout, "drop", lambda x, key, rule: known(x.float(), key, rule).to(x.dtype)
     )
     assert not dropout.right(torch.device("cpu"))

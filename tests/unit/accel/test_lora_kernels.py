@@ -1,4 +1,4 @@
-"""The thin products in Triton, tried by its interpreter: against plain sums, and in place of the products of torch."""
+"""The LoRA kernels agree with plain sums and with PyTorch's products, in triton's interpreter."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpfed.model.fast_paths import lora_product
-from dpfed.model.fast_paths.lora_product import LoraProduct
+from dpfed.accel.operators import lora as operators
+from dpfed.accel.operators.lora import LoraProduct
 
 pytest.importorskip("triton")
 
@@ -61,7 +61,8 @@ def test_products(
 def test_what_the_kernels_do_not_take(kernels: ModuleType) -> None:
     x = some(2, 8, 6)
     assert kernels.fits(x, 64)
-    assert not kernels.fits(x, 65)  # more float32 numbers than a block of a small GPU holds
+    # More float32 numbers than a block of a small GPU holds.
+    assert not kernels.fits(x, 65)
     assert kernels.fits(x.half(), 128)
     assert not kernels.fits(x.half(), 129)
     assert not kernels.fits(x.double(), 16)
@@ -82,9 +83,9 @@ def test_the_product_is_the_same_with_them(
     found = []
     for way in ("kernels", "plain"):
         if way == "plain":
-            monkeypatch.setattr(lora_product, "kernels_for", lambda x, rank: None)
+            monkeypatch.setattr(operators, "kernels_for", lambda name, x: None)
         x = some(3, 7, 12, seed=2).requires_grad_(needs_x)
-        # held transposed, as `per_sample.py` holds them
+        # held transposed, as `per_sample.gradients` stores them
         a, b = some(3, 12, 4, seed=3).transpose(1, 2), some(3, 4, 20, seed=4).transpose(1, 2)
         a.requires_grad_()
         b.requires_grad_()

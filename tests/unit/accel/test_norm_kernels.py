@@ -1,4 +1,4 @@
-"""Frozen layer normalisation in Triton, tried by its interpreter: values and gradients of torch's own."""
+"""The layer norm kernels give PyTorch's values and gradients, in triton's interpreter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from dpfed import accel
-from dpfed.model.fast_paths.layer_norm import FrozenNorm, FusedLayerNorm, fuse_norms
+from dpfed.accel.operators.norm import FrozenLayerNorm
+from dpfed.model.fast_paths.layer_norm import FusedLayerNorm, fuse_norms
 from dpfed.model.parameter_vector import space_of
 from dpfed.model.per_sample.gradients import PerSample, call, trainable
 from dpfed.model.task import per_record_loss
@@ -26,8 +27,8 @@ def test_it_is_torchs_own(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatc
     fused[0].load_state_dict(layer.state_dict())
     fuse_norms(fused)
     calls: list[int] = []
-    apply = FrozenNorm.apply
-    monkeypatch.setattr(FrozenNorm, "apply", lambda *args: calls.append(1) or apply(*args))
+    apply = FrozenLayerNorm.apply
+    monkeypatch.setattr(FrozenLayerNorm, "apply", lambda *args: calls.append(1) or apply(*args))
     x = (3 + torch.randn(shape, generator=g)).requires_grad_()
     weights = torch.randn(shape, generator=g)
     found = []
@@ -40,17 +41,22 @@ def test_it_is_torchs_own(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatc
 
 
 def test_where_it_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FrozenNorm, "apply", lambda *args: pytest.fail("the kernel was called"))
+    monkeypatch.setattr(
+        FrozenLayerNorm, "apply", lambda *args: pytest.fail("the kernel was called")
+    )
     monkeypatch.setattr(accel, "interpreted", False)
     layer = nn.LayerNorm(4)
     fuse_norms(layer)
     assert type(layer) is FusedLayerNorm
     x = torch.randn(2, 4)
-    layer.requires_grad_(False)(x)  # no GPU
+    # No GPU.
+    layer.requires_grad_(False)(x)
     monkeypatch.setattr(accel, "interpreted", True)
-    layer(x.double().to(torch.float64)[:0].float())  # nothing to do
+    # No numbers at all.
+    layer(x.double().to(torch.float64)[:0].float())
     with pytest.raises(RuntimeError, match="shape"):
-        layer(torch.randn(2, 8))  # another width
+        # Another width.
+        layer(torch.randn(2, 8))
     layer.requires_grad_(True)(x)
     plain = nn.LayerNorm(4, elementwise_affine=False)
     fuse_norms(plain)
@@ -58,7 +64,7 @@ def test_where_it_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_inside_vmap_it_is_plain() -> None:
-    """A module that owns a trained tensor and holds a frozen norm is computed by vmap."""
+    """vmap computes a module that owns a trained tensor and holds a frozen norm."""
 
     class Prompted(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,7 @@
-"""Patches of images in Triton, on a GPU or by its interpreter: what torch's `unfold` and `fold` give, and its plain operations."""
+"""The patch kernels agree with `unfold`, `fold` and the plain path.
+
+Without a GPU they run in the interpreter.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dpfed.model.fast_paths import patches as plain
-from dpfed.model.per_sample.batched_layers import TwinConv2d, install_batched_layer
+from dpfed import accel
+from dpfed.accel import FLOATS
+from dpfed.accel.operators import patches as plain
+from dpfed.model.per_sample.batched_layers import TwinConv2d
 
 pytest.importorskip("triton")
 import triton.language as tl
@@ -30,7 +35,7 @@ SIDES = st.tuples(st.integers(1, 9), st.integers(1, 9))
 
 @pytest.fixture(autouse=True)
 def afresh() -> Iterator[None]:
-    checked = plain._checked_kernels
+    checked = accel._checked_kernels
     checked.cache_clear()
     yield
     checked.cache_clear()
@@ -46,7 +51,7 @@ def fits(sides: tuple[int, int], kernel: tuple[int, int], padding: tuple[int, in
 
 def by_torch(monkeypatch: pytest.MonkeyPatch, made: Callable[[], Any]) -> Any:
     with monkeypatch.context() as patch:
-        patch.setattr(plain, "kernels_for", lambda x: None)
+        patch.setattr(plain, "kernels_for", lambda name, x: None)
         return made()
 
 
@@ -57,7 +62,7 @@ def by_torch(monkeypatch: pytest.MonkeyPatch, made: Callable[[], Any]) -> Any:
     PAIRS,
     PAIRS,
     PADDING,
-    st.sampled_from(patches.TYPES),
+    st.sampled_from(FLOATS),
 )
 @settings(max_examples=60)
 def test_they_are_torchs_own(
@@ -69,7 +74,7 @@ def test_they_are_torchs_own(
     padding: Any,
     dtype: torch.dtype,
 ) -> None:
-    """Copies are the same numbers; sums of whole numbers are exact in every type."""
+    """Copies are equal, and sums of whole numbers are exact in every type."""
     assume(fits(sides, kernel, padding))
     shape = (count, channels, *sides)
     x = drawn(shape, dtype)
@@ -104,7 +109,7 @@ def test_sums_of_float32_have_the_plain_ways_bits(
 
 
 def test_half_precision_is_rounded_once() -> None:
-    """256 and nine ones: one after another in bfloat16 they would stay 256."""
+    """Summing 256 and eight ones in bfloat16 would give 256."""
     grad = torch.ones(1, 9, 9, device=DEVICE)
     grad[0, 0] = 256.0
     found = patches.images(grad.bfloat16(), (1, 1, 3, 3), (3, 3), (1, 1), (1, 1))
@@ -113,7 +118,7 @@ def test_half_precision_is_rounded_once() -> None:
 
 @pytest.mark.parametrize("shape", [(5, 70, 4, 4), (2, 3, 32, 32), (1, 1, 40, 60), (2, 130, 2, 2)])
 def test_images_of_many_sizes(shape: tuple[int, ...]) -> None:
-    """Several planes for each program, and several programs for each plane."""
+    """The sizes give several planes for a program, or several programs for a plane."""
     x = drawn(shape)
     wanted = F.unfold(x, 3, 1, 1)
     assert torch.equal(patches.columns(x, (3, 3), (1, 1), (1, 1)), wanted)
@@ -143,8 +148,11 @@ def test_what_is_no_number_stays_in_its_plane() -> None:
 def test_planes_beyond_the_first_two_thousand_million_numbers(
     back: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last program's place does not fit in 32 bits. The interpreter runs it alone: the memory before is asked for, not
-    touched."""
+    """The last program's place exceeds 32 bits.
+
+    The interpreter runs that program alone, and the memory before it is reserved but not
+    touched.
+    """
     planes, side = 2**19 + 2, 64
     x = torch.empty(planes * side * side, dtype=torch.float16, device=DEVICE)
     x[-patches.BLOCK :] = torch.arange(patches.BLOCK)
@@ -181,9 +189,9 @@ def test_nothing_at_all_and_what_does_not_fit() -> None:
 
 @pytest.mark.parametrize("by_kernel", [False, True])
 def test_gradients_of_both_ways(by_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is the other's adjoint, in whole numbers; and in float64, where there is no kernel, by differences."""
+    """Each is the other's adjoint: exactly for whole numbers, by differences in float64."""
     if not by_kernel:
-        monkeypatch.setattr(plain, "kernels_for", lambda x: None)
+        monkeypatch.setattr(plain, "kernels_for", lambda name, x: None)
     asked = (3, 2), (2, 1), (1, 0)
     x = drawn((2, 3, 6, 5)).mul(4).round().requires_grad_()
     y = plain.patches(x, *asked)
@@ -206,13 +214,13 @@ def test_a_kernel_of_one_is_no_copy() -> None:
 
 
 def test_compiled_they_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One program, in which they are operators that a compiler does not look into."""
-    monkeypatch.setattr(TwinConv2d, "_pays", lambda self, x: True)
+    """The operators stay opaque inside one compiled program."""
+    monkeypatch.setattr(TwinConv2d, "_product_is_faster", lambda self, x: True)
     model = torch.nn.Sequential(
         torch.nn.Conv2d(3, 4, 3, 2, 1), torch.nn.Tanh(), torch.nn.Conv2d(4, 2, 2)
     ).to(DEVICE)
     for conv in (model[0], model[2]):
-        install_batched_layer(conv, TwinConv2d)
+        conv.__class__ = TwinConv2d
     x = drawn((5, 3, 6, 6))
     copies = {n: drawn((5, *p.shape)).requires_grad_() for n, p in model.named_parameters()}
 
@@ -227,7 +235,7 @@ def test_compiled_they_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("dtype", patches.TYPES)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_wrong_numbers_are_noticed(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     columns, images = patches.columns, patches.images
     assert patches.right(DEVICE, dtype)
@@ -264,13 +272,14 @@ def test_kernels_that_are_not_right_are_not_used(
 
 def test_where_they_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     x = drawn((2, 3, 4, 4))
-    assert plain.kernels_for(x) is patches
-    assert plain.kernels_for(x.double()) is None
-    monkeypatch.setattr(plain, "_ASKED", set())
-    monkeypatch.setattr(plain, "_checked_kernels", lambda *given: pytest.fail("it was tried"))
-    monkeypatch.setattr(plain, "usable", lambda x: True)
+    assert accel.kernels_for("patches", x) is patches
+    assert accel.kernels_for("patches", x.double()) is None
+    monkeypatch.setattr(accel, "_tried", set())
+    monkeypatch.setattr(accel, "_checked_kernels", lambda *given: pytest.fail("it was tried"))
+    monkeypatch.setattr(accel, "usable", lambda x: True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert plain.kernels_for(x) is None  # while a step is captured
-    monkeypatch.setattr(plain, "usable", lambda x: False)
-    assert plain.kernels_for(x) is None
+    # During a capture nothing is tried.
+    assert accel.kernels_for("patches", x) is None
+    monkeypatch.setattr(accel, "usable", lambda x: False)
+    assert accel.kernels_for("patches", x) is None

@@ -1,4 +1,4 @@
-"""The kernels over rows of gradients against plain numbers, on a GPU or by triton's interpreter."""
+"""The kernels over rows of gradients agree with plain numbers, on a GPU or in the interpreter."""
 
 from __future__ import annotations
 
@@ -63,9 +63,10 @@ def test_what_is_no_number_is_seen_wherever_it_is(
 
 
 def test_squares_that_overflow_only_together_have_no_norm_either() -> None:
-    """Each piece is a number, their sum is none in float32."""
+    """Each piece has a finite sum in float32, but the row has none."""
     rows = torch.zeros(2, 3 * 4096, device=DEVICE)
-    rows[0, ::4096] = 1.5e19  # 2.25e38 each
+    # The squares are 2.25e38 each.
+    rows[0, ::4096] = 1.5e19
     rows[1, ::4096] = 1e19
     assert row_kernels.squares(rows).isfinite().all()
     assert row_norms([rows]).isfinite().tolist() == [False, True]
@@ -101,7 +102,10 @@ def test_numbers_beside_the_rows_are_neither_read_nor_written() -> None:
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_rows_beyond_the_first_two_thousand_million_numbers(dtype: torch.dtype) -> None:
-    """The stride fits in 32 bits, the third row's place does not. The memory between is asked for, not touched."""
+    """The stride fits 32 bits, the third row's place does not.
+
+    The memory between is not touched.
+    """
     stride = 2**30 + 64
     rows = torch.empty(2 * stride + 128, dtype=dtype, device=DEVICE).as_strided(
         (3, 128), (stride, 1)
@@ -150,22 +154,27 @@ from triton.compiler import ASTSource
 from dpfed.accel import rows as row_kernels
 
 for kernel in (row_kernels._squares, row_kernels._zero_rows):
-    types = {"rows": "*bf16", "out": "*fp32", "keep": "*i32", "PIECE": "constexpr", "WRITERS": "constexpr"}
+    types = {"rows": "*bf16", "out": "*fp32", "keep": "*i32"}
+    types |= dict.fromkeys(("PIECE", "WRITERS"), "constexpr")
     signature = {name: types.get(name, "i32") for name in kernel.arg_names}
-    constants = {(i,): getattr(row_kernels, name) for i, name in enumerate(signature) if name.isupper()}
-    even = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if name in ("rows", "stride", "size")}
+    places = {name: (i,) for i, name in enumerate(signature)}
+    constants = {at: getattr(row_kernels, name) for name, at in places.items() if name.isupper()}
+    aligned = ("rows", "stride", "size")
+    even = {at: [["tt.divisibility", 16]] for name, at in places.items() if name in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=even)
-    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": row_kernels.WARPS})
+    options = {"num_warps": row_kernels.WARPS}
+    made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     print(made.asm["ptx"].count("global.v4.b32"))
 """
 
 
 def test_a_gpu_compiles_what_the_interpreter_runs(tmp_path: Path) -> None:
-    """The interpreter takes all of Python, the compiler does not; and no GPU is needed to compile for one."""
+    """Compiling for a GPU needs no GPU, and the interpreter accepts more than the compiler."""
     env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    # Sixteen bytes at once: two for each thread of a program.
     assert [int(n) for n in done.stdout.split()] == [
         2,
         2,
-    ]  # sixteen bytes at once: two for each thread of a program
+    ]

@@ -1,4 +1,4 @@
-"""Kernels are used where triton works, and nothing depends on it."""
+"""Kernels are used if triton works, and results do not depend on them."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_nothing_is_tried_inside_vmap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_they_are_tried_with_gradients_wherever_they_are_asked_for() -> None:
-    """The first to ask may be an operator's own forward, below autograd: so it is where a trained convolution comes first."""
+    """The first call may come from an operator's forward, which runs below autograd."""
 
     def right() -> bool:
         x = torch.ones(2, requires_grad=True)
@@ -127,12 +127,12 @@ def test_they_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_is_tried_while_a_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would break the capture; and what fails there says nothing about kernels."""
+    """A check would break the capture, and its failure says nothing about the kernels."""
     tried: list[torch.device] = []
     gpu = torch.device("cuda", 0)
     there = SimpleNamespace(is_cuda=True, device=gpu, dtype=torch.float32)
     monkeypatch.setattr(accel, "interpreted", False)
-    monkeypatch.setattr(accel, "_ASKED", set())
+    monkeypatch.setattr(accel, "_tried", set())
     monkeypatch.setattr(accel, "works", lambda device: not tried.append(device))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert not accel.usable(there)  # type: ignore[arg-type]

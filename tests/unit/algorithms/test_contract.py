@@ -1,4 +1,4 @@
-"""The contract of DESIGN 4, for every registered algorithm: frozen, pure, plain states and messages, declared releases."""
+"""The contract of every registered algorithm: frozen, pure, plain states, declared releases."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def same(value: Any, kept: dict[str, Tensor]) -> bool:
 
 
 def memory_of(algorithm: Algorithm) -> ClientState:
-    """What three clients remember, the third of which was never drawn."""
+    """Return a memory of three clients, the third of which never took part."""
     memory = blank_memory(algorithm, 3, start_point(6))
     generator = torch.Generator().manual_seed(2)
     for name in algorithm.remembers:
@@ -81,7 +81,7 @@ def memory_of(algorithm: Algorithm) -> ClientState:
 
 def middle(algorithm: Algorithm) -> tuple[Any, Any, Any]:
     """A context, a server and a local state from the middle of a run: round 3, after one step."""
-    # The printed form is NaN wherever the noise outweighs the gradient: it is compared without noise.
+    # The printed form is NaN where the noise exceeds the gradient, so it runs without noise.
     space, phi = make_space(2, 4), torch.full((3, 1), 0.0 if algorithm.name == PRINTED else 0.01)
     history = run_rounds(algorithm, space, noisy(curved(6)), 2, 3, 3, theta=start_point(6), phi=phi)
     ctx = make_context(algorithm, space, 3, 5, 3, phi, schedule="cosine")
@@ -196,7 +196,7 @@ MOMENTS = [
 def test_a_square_that_is_no_number_holds_its_own_coordinate_and_no_more(
     algorithm: Algorithm,
 ) -> None:
-    """v stays infinite there, so the step is zero; the difference of two infinities would be no number at all."""
+    """v stays infinite there, so the step is zero; a difference of infinities would be NaN."""
     ctx, _, local = middle(algorithm)
     huge = torch.ones(ctx.S, ctx.space.size)
     huge[0, 1] = 1e25
@@ -211,7 +211,7 @@ def test_a_square_that_is_no_number_holds_its_own_coordinate_and_no_more(
 
 @each
 def test_the_oracle_is_called_as_declared(algorithm: Algorithm) -> None:
-    """B8: the ledger charges K·batches·releases per client and round, so that is what must be taken."""
+    """The ledger charges K·batches·releases per client and round, so exactly that is taken."""
     history = run_rounds(
         algorithm, make_space(2, 4), noisy(curved(6)), 3, 4, 2, theta=start_point(6), phi=0.01
     )
@@ -269,9 +269,10 @@ def test_a_client_alone_computes_what_it_computes_in_a_fleet(algorithm: Algorith
 def test_a_step_branches_on_no_tensor_so_that_one_graph_serves_every_step(
     algorithm: Algorithm,
 ) -> None:
-    """t, k, lr and the states have no values here: reading one (`if`, `float()`, `.item()`) is an error."""
+    """t, k, lr and the states have no values here, so `if`, `float()` and `.item()` fail."""
     ctx, server, local = middle(algorithm)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # the space's block index stays real
+    # The block index of the space has real values.
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
 
         def fake(value: Any) -> Any:
             return dataclasses.replace(
@@ -333,7 +334,7 @@ def test_clients_read_of_the_servers_state_what_is_broadcast_all_of_it_and_nothi
 
 @each
 def test_what_a_client_remembers_reaches_its_own_message_only(algorithm: Algorithm) -> None:
-    """Other memories of client 1 change its message (so each vector is read) and leave its neighbours' alone."""
+    """Another memory of client 1 changes its message and no other, so each vector is read."""
     ctx, server, _ = middle(algorithm)
     memory = memory_of(algorithm)
 
@@ -368,11 +369,8 @@ def test_spread_gives_every_client_its_own_copy() -> None:
     assert torch.equal(theta, start_point(4))
 
 
-NEEDS_EQUAL_NOISE = {
-    "dp-fafed",
-    "dp-fedlada",
-    PRINTED,
-}  # their first v̄ is Φ, one number for all: SPEC 4, unequal B_i
+# Their first v̄ is Φ, one number for all clients.
+NEEDS_EQUAL_NOISE = {"dp-fafed", "dp-fedlada", PRINTED}
 
 
 @pytest.mark.parametrize("name", REGISTRY)

@@ -1,4 +1,4 @@
-"""DP-AdamBC against SPEC 4 (the form with an absolute floor): a loop by hand, DP-FedAdamW's switches, an example by hand."""
+"""DP-AdamBC against a plain loop, DP-FedAdamW with other keys, and an example by hand."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ F64 = torch.float64
 def test_two_steps_of_two_clients_by_hand() -> None:
     """θ=(1,−2,.5); β1=½, β2=¾, Φ=1, γ′=¼, λ=½, η=.2, so θ' = .9 θ − .2 m̂/√u.
 
-    A: g=(2,0,1)   m̂=g               v̂=g²=(4,0,1)     u=(3,¼,¼)        step=(2/√3,0,2)
+    A: g=(2,0,1)  m̂=g  v̂=g²=(4,0,1)  u=(3,¼,¼)  step=(2/√3,0,2)
        θ=(.6690599,−1.8,.05)
-       g=(2,2,−1)  m̂=(2,4/3,−1/3)    v̂=(4,16/7,1)     u=(3,9/7,¼)      step=(2/√3,(4/3)/√(9/7),−2/3)
+       g=(2,2,−1)  m̂=(2,4/3,−1/3)  v̂=(4,16/7,1)  u=(3,9/7,¼)  step=(2/√3,(4/3)/√(9/7),−2/3)
        θ=(.3712138,−1.8551779,.1783333)
-    B: g=(0,4,−1)  m̂=g               v̂=(0,16,1)       u=(¼,15,¼)       step=(0,4/√15,−2)
+    B: g=(0,4,−1)  m̂=g  v̂=(0,16,1)  u=(¼,15,¼)  step=(0,4/√15,−2)
        θ=(.9,−2.0065591,.85)
-       g=(2,0,1)   m̂=(4/3,4/3,1/3)   v̂=(16/7,48/7,1)  u=(9/7,41/7,¼)   step=((4/3)/√(9/7),(4/3)/√(41/7),2/3)
+       g=(2,0,1)  m̂=(4/3,4/3,1/3)  v̂=(16/7,48/7,1)  u=(9/7,41/7,¼)
+           step=((4/3)/√(9/7),(4/3)/√(41/7),2/3)
        θ=(.5748221,−1.9160891,.6316667)
     mean (.4730179,−1.8856335,.405)
     """
@@ -71,8 +72,13 @@ def test_two_steps_of_two_clients_by_hand() -> None:
 def test_with_a_floor_that_is_phi_it_is_dp_fedadamw_without_eps(dtype: torch.dtype) -> None:
     common: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1, "beta1": 0.8, "beta2": 0.99}
     settings: dict[str, Any] = {
-        "T": 4, "K": 3, "clients": 3, "theta": start_point(10, dtype), "phi": 0.25, "schedule": "cosine",
-    }  # fmt: skip
+        "T": 4,
+        "K": 3,
+        "clients": 3,
+        "theta": start_point(10, dtype),
+        "phi": 0.25,
+        "schedule": "cosine",
+    }
     paths = [
         run_rounds(algorithm, make_space(4, 6), noisy(curved(10, dtype), seed=5), **settings).path()
         for algorithm in (
@@ -114,7 +120,7 @@ def test_each_clients_own_noise_level_is_subtracted() -> None:
 
 
 def test_the_floor_decides_the_step_where_the_noise_is_all_there_is() -> None:
-    """v̂ < Φ at 68 % of the first steps of pure noise: those are m̂/√γ′. A higher floor calms them."""
+    """At 68 % of the first steps of noise v̂ < Φ and the step is m̂/√γ′; a larger floor helps."""
     sizes = []
     for floor in (1e-8, 1e-6, 1e-4):
         algorithm = DPAdamBC(lr=1.0, weight_decay=0.0, bc_floor_abs=floor)
@@ -130,8 +136,12 @@ def test_the_floor_decides_the_step_where_the_noise_is_all_there_is() -> None:
 
 
 SWITCHES: list[dict[str, Any]] = [
-    {"lr": 0.06}, {"weight_decay": 0.2}, {"beta1": 0.8}, {"beta2": 0.9}, {"bc_floor_abs": 0.1},
-]  # fmt: skip
+    {"lr": 0.06},
+    {"weight_decay": 0.2},
+    {"beta1": 0.8},
+    {"beta2": 0.9},
+    {"bc_floor_abs": 0.1},
+]
 
 
 @pytest.mark.parametrize("switch", SWITCHES, ids=str)

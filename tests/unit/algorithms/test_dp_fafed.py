@@ -1,4 +1,4 @@
-"""DP-FAFED against SPEC 3.3: B6, variance reduction with its memory and its charge, and examples by hand."""
+"""DP-FAFED against DP-FedAvg, with variance reduction, and examples by hand."""
 
 from __future__ import annotations
 
@@ -41,13 +41,14 @@ START = torch.tensor([1, -2, 0.5], dtype=F64)
 
 
 def test_two_steps_of_two_clients_by_hand() -> None:
-    """α=β2=½, ρ=1, Φ=1: v̄=1, H=√1+1=2 throughout the round; θ=(1,−2,.5), η=.2, λ=½: θ' = .9 θ − .1 m.
+    """α=β2=½, ρ=1, Φ=1: v̄=1, H=√1+1=2 throughout the round;
+        θ=(1,−2,.5), η=.2, λ=½: θ' = .9 θ − .1 m.
 
-    A: g=(2,0,1)   m=½g=(1,0,.5)    v=½+½g²=(2.5,.5,1)    θ=(.8,−1.8,.4)
-       g=(2,2,−1)  m=(1.5,1,−.25)   v=(3.25,2.25,1)       θ=(.57,−1.72,.385)
-    B: g=(0,4,−1)  m=(0,2,−.5)      v=(.5,8.5,1)          θ=(.9,−2,.5)
-       g=(2,0,1)   m=(1,1,.25)      v=(2.25,4.25,1)       θ=(.71,−1.9,.425)
-    θ=(.64,−1.81,.405)   m̄=(1.25,1,0)   v̄=(2.75,3.25,1);   round 2 starts with H=√v̄+1
+    A: g=(2,0,1)  m=½g=(1,0,.5)  v=½+½g²=(2.5,.5,1)  θ=(.8,−1.8,.4)
+       g=(2,2,−1)  m=(1.5,1,−.25)  v=(3.25,2.25,1)  θ=(.57,−1.72,.385)
+    B: g=(0,4,−1)  m=(0,2,−.5)  v=(.5,8.5,1)  θ=(.9,−2,.5)
+       g=(2,0,1)  m=(1,1,.25)  v=(2.25,4.25,1)  θ=(.71,−1.9,.425)
+    θ=(.64,−1.81,.405)  m̄=(1.25,1,0)  v̄=(2.75,3.25,1);  round 2 starts with H=√v̄+1
     """
     algorithm = DPFAFED(**BY_HAND)
     history = run_rounds(
@@ -67,13 +68,16 @@ def test_two_steps_of_two_clients_by_hand() -> None:
 
 
 def test_two_steps_with_variance_reduction_by_hand() -> None:
-    """The same with m ← g + ½(m − g'), where g' is the second release:
+    """As above with m ← g + ½(m − g'), where g' is the second release:
 
-    A: g=(2,0,1)   g'=(2,2,0)   m=(1,−1,1)        θ=(.9,−1.8,.45)−.1m=(.8,−1.7,.35)
-       g=(2,2,−1)  g'=(0,2,2)   m=(2.5,.5,−1.5)   θ=(.72,−1.53,.315)−.1m=(.47,−1.58,.465)    x_prev=(.8,−1.7,.35)
-    B: g=(0,4,−1)  g'=(0,2,2)   m=(0,3,−2)        θ=(.9,−2.1,.65)
-       g=(2,0,1)   g'=(2,0,−2)  m=(1,1.5,1)       θ=(.81,−1.89,.585)−.1m=(.71,−2.04,.485)    x_prev=(.9,−2.1,.65)
-    θ=(.59,−1.81,.475)   m̄=(1.75,1,−.25)   v̄=(2.75,3.25,1) as before: it has the first release only
+    A: g=(2,0,1)  g'=(2,2,0)  m=(1,−1,1)  θ=(.9,−1.8,.45)−.1m=(.8,−1.7,.35)
+       g=(2,2,−1)  g'=(0,2,2)  m=(2.5,.5,−1.5)  θ=(.72,−1.53,.315)−.1m=(.47,−1.58,.465)
+           x_prev=(.8,−1.7,.35)
+    B: g=(0,4,−1)  g'=(0,2,2)  m=(0,3,−2)  θ=(.9,−2.1,.65)
+       g=(2,0,1)  g'=(2,0,−2)  m=(1,1.5,1)  θ=(.81,−1.89,.585)−.1m=(.71,−2.04,.485)
+           x_prev=(.9,−2.1,.65)
+    θ=(.59,−1.81,.475)  m̄=(1.75,1,−.25)
+        v̄=(2.75,3.25,1) as before: it has the first release only
     """
     second = [[[[2, 2, 0], [0, 2, 2]], [[0, 2, 2], [2, 0, -2]]]]
     algorithm = DPFAFED(**BY_HAND, fafed_vr=True)
@@ -94,7 +98,7 @@ def test_two_steps_with_variance_reduction_by_hand() -> None:
 
 @pytest.mark.parametrize("vr", [False, True])
 def test_b6_all_weight_on_the_new_gradient_and_a_denominator_of_one_is_fedavg(vr: bool) -> None:
-    """α=1, v frozen at 1 (Φ=1, β2=1), ρ=0: m = g and H = 1. With α=1 the second release has no weight either."""
+    """α=1, v constant at 1 (Φ=1, β2=1), ρ=0: m = g, H = 1; the second release has no weight."""
     theta = start_point(6, F64)
     settings: dict[str, Any] = {
         "T": 4,
@@ -148,7 +152,7 @@ def test_the_server_starts_from_the_public_noise_level_and_without_momentum() ->
 
 
 def test_the_moments_go_on_over_rounds_where_one_client_walks_alone() -> None:
-    """N=1: m and v over T rounds are one unbroken recursion, only H waits for the round's end. A loop by hand."""
+    """N=1: m and v are one recursion over T rounds; only H changes at the end of a round."""
     lr, alpha, beta2, rho, phi = 0.03, 0.3, 0.9, 0.1, 0.04
     gradient, x = curved(5, F64), start_point(5, F64)
     algorithm = DPFAFED(lr=lr, weight_decay=0.0, alpha=alpha, beta2=beta2, rho=rho)
@@ -166,7 +170,7 @@ def test_the_moments_go_on_over_rounds_where_one_client_walks_alone() -> None:
 
 
 def test_the_second_gradient_is_asked_at_the_previous_iterate_over_rounds_and_absences() -> None:
-    """Clients 0, 1 | 0, 2 | 1, 2. A client's first x_prev is θ itself; later it is where its last step began."""
+    """Cohorts 0, 1 | 0, 2 | 1, 2. The first x_prev is θ, later the start of the last step."""
     cohorts = [[0, 1], [0, 2], [1, 2]]
     first: list[list[Tensor]] = []
     second: list[list[Tensor]] = []
@@ -186,10 +190,18 @@ def test_the_second_gradient_is_asked_at_the_previous_iterate_over_rounds_and_ab
         return Spy(curved(4, F64), ctx.phi, torch.Generator().manual_seed(int(ctx.t)))
 
     history = run_rounds(
-        DPFAFED(lr=0.05, fafed_vr=True), make_space(4), factory, 3, 3, 3,
-        theta=start_point(4, F64), phi=0.04, cohorts=cohorts,
-    )  # fmt: skip
-    last_start: dict[int, Tensor] = {}  # where each client's last step began
+        DPFAFED(lr=0.05, fafed_vr=True),
+        make_space(4),
+        factory,
+        3,
+        3,
+        3,
+        theta=start_point(4, F64),
+        phi=0.04,
+        cohorts=cohorts,
+    )
+    # The start of each client's last step.
+    last_start: dict[int, Tensor] = {}
     for t, cohort in enumerate(cohorts):
         for row, client in enumerate(cohort):
             want = last_start.get(client, history.servers[t].theta)
@@ -201,7 +213,7 @@ def test_the_second_gradient_is_asked_at_the_previous_iterate_over_rounds_and_ab
 
 
 def test_without_noise_the_estimate_of_a_linear_gradient_is_exact_once_it_is_right() -> None:
-    """STORM's point: if m is the gradient at x_prev, then m ← g + (1−α)(m − g(x_prev)) is that at x; an average lags."""
+    """If m is the gradient at x_prev, STORM gives the gradient at x; a plain average lags."""
     algorithm = DPFAFED(lr=0.1, weight_decay=0.0, alpha=0.1, rho=1.0, fafed_vr=True)
     theta = torch.tensor([4.0, -2.0], dtype=F64)
     errors = {}
@@ -221,7 +233,8 @@ def test_without_noise_the_estimate_of_a_linear_gradient_is_exact_once_it_is_rig
             watch=watch,
         )
         errors[vr] = lag
-    for k in range(1, 60):  # the error of the estimate shrinks by 1−α, whatever θ does
+    # The error of the estimate shrinks by 1−α, for any θ.
+    for k in range(1, 60):
         assert errors[True][k] == pytest.approx(0.9 * errors[True][k - 1], rel=1e-9)
     assert errors[True][-1] < 0.05 * errors[False][-1]
 
@@ -270,7 +283,8 @@ def test_more_weight_on_new_gradients_and_a_smaller_rho_move_further_at_first() 
         ).abs()
 
     torch.testing.assert_close(moved(alpha=0.4), 4 * moved(alpha=0.1))
-    torch.testing.assert_close(moved(rho=0.4), moved(rho=0.0) / 5)  # (√.01+.4)/√.01
+    # The ratio is (√.01+.4)/√.01.
+    torch.testing.assert_close(moved(rho=0.4), moved(rho=0.0) / 5)
 
 
 def test_the_defaults_are_those_of_the_specification() -> None:
@@ -279,8 +293,13 @@ def test_the_defaults_are_those_of_the_specification() -> None:
 
 
 SWITCHES: list[dict[str, Any]] = [
-    {"lr": 0.06}, {"weight_decay": 0.2}, {"alpha": 0.2}, {"beta2": 0.9}, {"rho": 0.1}, {"fafed_vr": True},
-]  # fmt: skip
+    {"lr": 0.06},
+    {"weight_decay": 0.2},
+    {"alpha": 0.2},
+    {"beta2": 0.9},
+    {"rho": 0.1},
+    {"fafed_vr": True},
+]
 
 
 @pytest.mark.parametrize("switch", SWITCHES, ids=str)

@@ -81,7 +81,7 @@ def run(
 def excess(
     algorithm: DPFedAdamW, space: Space
 ) -> dict[tuple[int, int], tuple[Tensor, Tensor, float]]:
-    """Under pure noise, at some (t, k): the block means of v̂ and of what is subtracted, and this round's Φ."""
+    """Return block means of v̂, of the subtracted noise, and Φ, at some (t, k) of pure noise."""
     found: dict[tuple[int, int], tuple[Tensor, Tensor, float]] = {}
     K = 4
 
@@ -105,7 +105,8 @@ def test_pure_noise_of_a_changing_level_leaves_nothing_and_this_rounds_level_wou
     for (t, k), (v, w, phi) in excess(DPFedAdamW(beta2=0.95, agg=agg), make_space(20_000)).items():
         assert float(v) == pytest.approx(float(w), rel=0.02), (t, k)
         if t > 1 and k == 1:
-            assert abs(float(v) - phi) > 0.1 * phi, (t, k)  # subtracting Φ_t itself would be wrong
+            # Subtracting Φ_t itself would be wrong.
+            assert abs(float(v) - phi) > 0.1 * phi, (t, k)
 
 
 def test_with_a_constant_level_following_it_changes_nothing() -> None:
@@ -187,4 +188,5 @@ def test_a_changing_level_needs_equal_clients() -> None:
         DPFedAdamW().check(replace(changing, equal_phi=False))
     for agg in ("mean", "full_v", "off"):
         DPFedAdamW(agg=agg).check(changing)  # type: ignore[arg-type]
-    DPFedAdamW(agg="off").check(replace(changing, equal_phi=False))  # v starts anew in every round
+    # v starts at zero in every round.
+    DPFedAdamW(agg="off").check(replace(changing, equal_phi=False))

@@ -1,4 +1,4 @@
-"""DP-FedAdamW's switches (SPEC 4, 8, 13): each changes something, and what cannot work is refused or warned about."""
+"""The keys of DP-FedAdamW: each has an effect; combinations that cannot work are refused."""
 
 from __future__ import annotations
 
@@ -25,16 +25,26 @@ from dpfed.algorithms.dp_fedadamw_printed import DPFedAdamWPrinted
 from dpfed.errors import DpfedError
 
 FACTS = Facts(equal_phi=True, private=True, allow_nan=False)
-PHI = (0.1 / 16) ** 2  # σ=1, C=0.1, B=16
+# σ=1, C=0.1, B=16
+PHI = (0.1 / 16) ** 2
 
 # ------------------------------------------------------------------ every switch does something
 
 
 BASE: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1, "beta2": 0.9}
 SWITCHES: list[dict[str, Any]] = [
-    {"lr": 0.06}, {"weight_decay": 0.2}, {"beta1": 0.8}, {"beta2": 0.95}, {"eps": 1e-3}, {"gamma": 0.3},
-    {"agg": "off"}, {"agg": "full_v"}, {"bc": False}, {"bc_floor": 0.1}, {"bc_level": "block"},
-]  # fmt: skip
+    {"lr": 0.06},
+    {"weight_decay": 0.2},
+    {"beta1": 0.8},
+    {"beta2": 0.95},
+    {"eps": 1e-3},
+    {"gamma": 0.3},
+    {"agg": "off"},
+    {"agg": "full_v"},
+    {"bc": False},
+    {"bc_floor": 0.1},
+    {"bc_level": "block"},
+]
 # The model's blocks and the backend's mean read these two.
 ELSEWHERE = {"granularity", "agg_weights"}
 
@@ -88,12 +98,14 @@ def test_the_floor_is_relative_and_the_block_level_shares_one_denominator() -> N
         return (-g[0] / history.theta - 0.5).square().tolist()
 
     assert u(bc=False) == pytest.approx([1.21, 4, 9])
-    assert u() == pytest.approx([0.5, 3, 8])  # 1.21 − 1 is below κΦ = 0.5
+    # 1.21 − 1 is below κΦ = 0.5.
+    assert u() == pytest.approx([0.5, 3, 8])
     assert u(bc_floor=0.1) == pytest.approx([0.21, 3, 8])
-    assert u(bc_level="block") == pytest.approx([0.5, 5.5, 5.5])  # (4+9)/2 − 1
+    # The block's mean is (4+9)/2 − 1.
+    assert u(bc_level="block") == pytest.approx([0.5, 5.5, 5.5])
 
 
-# ------------------------------------------------------------------ the printed form, and what is warned about
+# ------------------------------------------------------------------ the printed form, warnings
 
 
 def test_the_printed_form_takes_the_root_of_negative_numbers() -> None:
@@ -102,7 +114,8 @@ def test_the_printed_form_takes_the_root_of_negative_numbers() -> None:
     assert "negative" in said
     history = run_rounds(printed, make_space(500, 500), noise(), 1, 1, phi=PHI)
     share = history.theta.isnan().double().mean().item()
-    assert share == pytest.approx(0.682, abs=0.05)  # P(χ²₁ < 1)
+    # 0.682 is P(χ²₁ < 1).
+    assert share == pytest.approx(0.682, abs=0.05)
     for facts in ({"equal_phi": False}, {"varying_phi": True}):
         with pytest.raises(DpfedError, match="same noise level"):
             printed.check(dataclasses.replace(FACTS, **facts))

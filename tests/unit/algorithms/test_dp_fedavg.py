@@ -1,4 +1,4 @@
-"""DP-FedAvg against SPEC 2.1: B1, plain SGD on one client, its switches, and an example by hand."""
+"""DP-FedAvg against plain SGD on one client, its keys, and an example by hand."""
 
 from __future__ import annotations
 
@@ -109,16 +109,23 @@ def test_no_key_is_left_out_of_the_switch_test() -> None:
 def test_two_steps_of_two_clients_by_hand() -> None:
     """θ=(1,−2,.5), η=.2, λ=½, η_g=½: θ' = θ − .2 (g + ½θ) = .9 θ − .2 g.
 
-    client 1: .9(1,−2,.5) − .2(2,0,1)  = (.5,−1.8,.25);   .9(…) − .2(2,2,−1) = (.05,−2.02,.425)   Δ=(−.95,−.02,−.075)
-    client 2: .9(1,−2,.5) − .2(0,4,−1) = (.9,−2.6,.65);   .9(…) − .2(2,0,1)  = (.41,−2.34,.385)   Δ=(−.59,−.34,−.115)
+    client 1: .9(1,−2,.5) − .2(2,0,1)  = (.5,−1.8,.25);  .9(…) − .2(2,2,−1) = (.05,−2.02,.425)
+        Δ=(−.95,−.02,−.075)
+    client 2: .9(1,−2,.5) − .2(0,4,−1) = (.9,−2.6,.65);  .9(…) − .2(2,0,1)  = (.41,−2.34,.385)
+        Δ=(−.59,−.34,−.115)
     Δ̄=(−.77,−.18,−.095);  θ + ½Δ̄ = (.615,−2.09,.4525)
     """
     gradients = [[[2, 0, 1], [0, 4, -1]], [[2, 2, -1], [2, 0, 1]]]
     history = run_rounds(
-        DPFedAvg(lr=0.2, weight_decay=0.5, server_lr=0.5), make_space(2, 1),
+        DPFedAvg(lr=0.2, weight_decay=0.5, server_lr=0.5),
+        make_space(2, 1),
         lambda ctx: Table([torch.tensor(g, dtype=torch.float64) for g in gradients], ctx.phi),
-        T=1, K=2, clients=2, theta=torch.tensor([1, -2, 0.5], dtype=torch.float64), phi=1.0,
-    )  # fmt: skip
+        T=1,
+        K=2,
+        clients=2,
+        theta=torch.tensor([1, -2, 0.5], dtype=torch.float64),
+        phi=1.0,
+    )
     delta = history.messages[0]["delta"]
     assert delta[0].tolist() == pytest.approx([-0.95, -0.02, -0.075], abs=1e-12)
     assert delta[1].tolist() == pytest.approx([-0.59, -0.34, -0.115], abs=1e-12)

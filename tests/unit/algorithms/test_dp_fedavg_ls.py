@@ -1,4 +1,4 @@
-"""DP-FedAvg-LS against SPEC 2.3: B3 in all its parts, where smoothing happens, and an example by hand."""
+"""DP-FedAvg-LS: properties of the smoothing, the place of it, and an example by hand."""
 
 from __future__ import annotations
 
@@ -43,14 +43,18 @@ CLIENT: dict[str, Any] = {"ls_where": "client_grad"}
 def test_two_steps_of_two_clients_by_hand(
     options: dict[str, Any], K: int, want: list[float]
 ) -> None:
-    """One tensor of three, σ_ls=1: I−L has 3 on the diagonal and −1 beside it, so x = ¾ mean(g) + ¼ g.
+    """One tensor of three, σ_ls=1: I−L has 3 on the diagonal and −1 beside it,
+        so x = ¾ mean(g) + ¼ g.
     θ=(1,−2,.5), η=.2, λ=½: θ' = .9 θ − .2 g.
 
-    server: Δ_A=(−.95,−.02,−.075), Δ_B=(−.59,−.34,−.115) as in DP-FedAvg; Δ̄=(−.77,−.18,−.095), its mean −.348333
-            x=−.26125+¼Δ̄=(−.45375,−.30625,−.285)            θ=(.54625,−2.30625,.215)
+    server: Δ_A=(−.95,−.02,−.075), Δ_B=(−.59,−.34,−.115) as in DP-FedAvg;
+        Δ̄=(−.77,−.18,−.095), its mean −.348333
+            x=−.26125+¼Δ̄=(−.45375,−.30625,−.285)  θ=(.54625,−2.30625,.215)
     client_grad (all four gradients have mean 1, x=¾+¼g):
-      A: g=(2,0,1)  x=(1.25,.75,1)   θ=(.65,−1.95,.25);   g=(2,2,−1) x=(1.25,1.25,.5)  θ=(.335,−2.005,.125)
-      B: g=(0,4,−1) x=(.75,1.75,.5)  θ=(.75,−2.15,.35);   g=(2,0,1)  x=(1.25,.75,1)    θ=(.425,−2.085,.115)
+      A: g=(2,0,1)  x=(1.25,.75,1)  θ=(.65,−1.95,.25);  g=(2,2,−1) x=(1.25,1.25,.5)
+          θ=(.335,−2.005,.125)
+      B: g=(0,4,−1) x=(.75,1.75,.5)  θ=(.75,−2.15,.35);  g=(2,0,1)  x=(1.25,.75,1)
+          θ=(.425,−2.085,.115)
       mean (.38,−2.045,.12)
     """
     gradients = [[[[2, 0, 1], [0, 4, -1]], [[2, 2, -1], [2, 0, 1]]]]
@@ -190,8 +194,11 @@ def test_smoothing_without_strength_is_warned_about() -> None:
 
 
 SWITCHES: list[dict[str, Any]] = [
-    {"lr": 0.06}, {"weight_decay": 0.2}, {"ls_sigma": 0.5}, CLIENT,
-]  # fmt: skip
+    {"lr": 0.06},
+    {"weight_decay": 0.2},
+    {"ls_sigma": 0.5},
+    CLIENT,
+]
 
 
 @pytest.mark.parametrize("switch", SWITCHES, ids=str)

@@ -1,4 +1,4 @@
-"""DP-FedLADA against SPEC 3.4: B7, the ratchet, the global direction, and an example by hand."""
+"""DP-FedLADA against limits, the maximum, the global direction, and an example by hand."""
 
 from __future__ import annotations
 
@@ -34,19 +34,22 @@ F64 = torch.float64
 
 
 def test_two_rounds_of_two_steps_of_two_clients_by_hand() -> None:
-    """β1=β2=a=½, ϵ=1, Φ=1 (so v̄=1); θ=(1,−2,.5), λ=½, η=.2: θ' = .9 θ − .1 m/(√v_max+1) − .1 g_a.
+    """β1=β2=a=½, ϵ=1, Φ=1 (so v̄=1);
+        θ=(1,−2,.5), λ=½, η=.2: θ' = .9 θ − .1 m/(√v_max+1) − .1 g_a.
 
     Round 1 (g_a=0):
-      A: g=(2,0,1)   m=(1,0,.5)     v=½+½g²=(2.5,.5,1)  v_max=(2.5,1,1)       step=(1/(√2.5+1),0,.25)
+      A: g=(2,0,1)  m=(1,0,.5)  v=½+½g²=(2.5,.5,1)  v_max=(2.5,1,1)  step=(1/(√2.5+1),0,.25)
          θ=(.8612574,−1.8,.425)
-         g=(2,2,−1)  m=(1.5,1,−.25) v=(3.25,2.25,1)     v_max=(3.25,2.25,1)   step=(1.5/(√3.25+1),.4,−.125)
+         g=(2,2,−1)  m=(1.5,1,−.25) v=(3.25,2.25,1)  v_max=(3.25,2.25,1)
+             step=(1.5/(√3.25+1),.4,−.125)
          θ=(.7216133,−1.66,.395)
-      B: g=(0,4,−1)  m=(0,2,−.5)    v=(.5,8.5,1)        v_max=(1,8.5,1)       step=(0,2/(√8.5+1),−.25)
+      B: g=(0,4,−1)  m=(0,2,−.5)  v=(.5,8.5,1)  v_max=(1,8.5,1)  step=(0,2/(√8.5+1),−.25)
          θ=(.9,−1.8510794,.475)
-         g=(2,0,1)   m=(1,1,.25)    v=(2.25,4.25,1)     v_max=(2.25,8.5,1)    step=(.4,1/(√8.5+1),.125)
+         g=(2,0,1)  m=(1,1,.25)  v=(2.25,4.25,1)  v_max=(2.25,8.5,1)  step=(.4,1/(√8.5+1),.125)
          θ=(.77,−1.6915111,.415)
-      θ=(.7458066,−1.6757555,.405)   v̄=(2.75,5.375,1)   g_a=−Δ̄/(2·.2)=(.6354834,−.8106111,.2375)
-    Round 2, all gradients 0: m=0 and v falls, v_max stays; θ' = .9θ − .1g_a twice, θ = .81θ − .19g_a
+      θ=(.7458066,−1.6757555,.405)  v̄=(2.75,5.375,1)  g_a=−Δ̄/(2·.2)=(.6354834,−.8106111,.2375)
+    Round 2, all gradients 0: m=0 and v falls, v_max stays;
+        θ' = .9θ − .1g_a twice, θ = .81θ − .19g_a
     """
     zero = [[0, 0, 0], [0, 0, 0]]
     gradients = [[[[2, 0, 1], [0, 4, -1]], [[2, 2, -1], [2, 0, 1]]], [zero, zero]]
@@ -76,24 +79,22 @@ def test_two_rounds_of_two_steps_of_two_clients_by_hand() -> None:
 
 
 def test_b7_with_all_weight_on_itself_and_a_constant_maximum_it_is_momentum_sgd() -> None:
-    """a=1 and a v̄=Φ that no g² reaches, so v_max stays: θ ← θ − η/(√Φ+ϵ) m, m restarting each round. No correction."""
+    """With a=1 and g² < v̄=Φ, v_max stays: θ ← θ − η/(√Φ+ϵ) m; m restarts in each round."""
     phi, lr, beta1, decay, gradient = 400.0, 2.0, 0.8, 0.01, curved(6, F64)
     theta = start_point(6, F64)
     algorithm = DPFedLADA(lr=lr, weight_decay=decay, beta1=beta1, a=1.0)
     got = run_rounds(algorithm, make_space(6), exact(gradient), 3, 4, theta=theta, phi=phi)
     assert torch.equal(got.servers[-1].v, torch.full((6,), phi, dtype=F64))
     parameter = torch.nn.Parameter(theta.clone())
-    for _ in range(
-        3
-    ):  # torch's first buffer is the gradient itself, undampened: so it is fed (1−β1)g
+    # torch's momentum adds the whole gradient, so it gets (1−β1)g.
+    for _ in range(3):
         sgd = torch.optim.SGD([parameter], lr=lr / (20 + 1e-8), momentum=beta1)
         for _ in range(4):
             before = parameter.detach().clone()
             parameter.grad = (1 - beta1) * gradient(before)
             sgd.step()
-            parameter.data.sub_(
-                lr * decay * before
-            )  # decoupled, where torch's would enter the buffer
+            # Decoupled weight decay; torch's would enter the buffer.
+            parameter.data.sub_(lr * decay * before)
     assert relative(got.theta - theta, parameter.detach() - theta) < 1e-12
 
 
@@ -177,7 +178,7 @@ def test_the_global_direction_is_the_mean_update_per_step_of_the_round_that_made
 
 
 def test_the_two_directions_share_the_step() -> None:
-    """θ' − θ = −η (a·m/(√v_max+ϵ) + (1−a)·g_a): at a=1 g_a has no weight, and in round 1 the step is proportional to a."""
+    """At a=1, g_a has no weight; in round 1 the step is proportional to a."""
     ga = torch.tensor([1.0, -3.0, 2.0], dtype=F64)
 
     def moved(a: float, ga: Tensor) -> Tensor:
@@ -221,9 +222,14 @@ def test_the_defaults_are_those_of_the_specification() -> None:
 
 
 SWITCHES: list[dict[str, Any]] = [
-    {"lr": 0.06}, {"weight_decay": 0.2}, {"beta1": 0.5}, {"beta2": 0.95}, {"eps": 1e-2}, {"a": 0.5},
+    {"lr": 0.06},
+    {"weight_decay": 0.2},
+    {"beta1": 0.5},
+    {"beta2": 0.95},
+    {"eps": 1e-2},
+    {"a": 0.5},
     {"lada_amsgrad": False},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("switch", SWITCHES, ids=str)

@@ -1,4 +1,4 @@
-"""DP-FedOpt against SPEC 3.2: B5, the three server steps, the preset, and an example by hand."""
+"""DP-FedOpt: the three server steps, the preset, and an example by hand."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from algorithm_case import (
     tables,
 )
 
-from dpfed.algorithms.base import Facts
+from dpfed.algorithms.base import Facts, Moments
 from dpfed.algorithms.dp_fedavg import DPFedAvg
-from dpfed.algorithms.dp_fedopt import DPFedOpt, Server
+from dpfed.algorithms.dp_fedopt import DPFedOpt
 from dpfed.errors import DpfedError
 
 FACTS = Facts(equal_phi=True, private=True, allow_nan=False)
@@ -40,12 +40,14 @@ F64 = torch.float64
     ],
 )
 def test_two_steps_of_two_clients_by_hand(opt: Any, v: list[float]) -> None:
-    """η=½, λ=0: Δ_A = −½((2,0,1)+(2,2,−1)) = (−2,−1,0);  Δ_B = −½((0,2,−1)+(2,0,5)) = (−1,−1,−2);  Δ̄=(−1.5,−1,−1).
+    """η=½, λ=0: Δ_A = −½((2,0,1)+(2,2,−1)) = (−2,−1,0);
+        Δ_B = −½((0,2,−1)+(2,0,5)) = (−1,−1,−2);  Δ̄=(−1.5,−1,−1).
 
-    Server: β1=½, β2=¾, τ=½, η_s=.1, so m=½Δ̄=(−.75,−.5,−.5) and v starts at ¼. Δ̄²=(2.25,1,1), above v:
-      adam    v=¾·¼+¼Δ̄²=(.75,.4375,.4375)   θ = .1·m/(√v+½) = (−.075/1.3660254, −.05/1.1614378, …)
-      yogi    v=¼+¼Δ̄²=(.8125,.5,.5)         θ = (−.075/1.4013878, −.05/1.2071068, …)
-      adagrad v=¼+Δ̄²=(2.5,1.25,1.25)        θ = (−.075/2.0811388, −.05/1.6180340, …)
+    Server: β1=½, β2=¾, τ=½, η_s=.1, so m=½Δ̄=(−.75,−.5,−.5) and v starts at ¼. Δ̄²=(2.25,1,1),
+        above v:
+      adam  v=¾·¼+¼Δ̄²=(.75,.4375,.4375)  θ = .1·m/(√v+½) = (−.075/1.3660254, −.05/1.1614378, …)
+      yogi  v=¼+¼Δ̄²=(.8125,.5,.5)  θ = (−.075/1.4013878, −.05/1.2071068, …)
+      adagrad v=¼+Δ̄²=(2.5,1.25,1.25)  θ = (−.075/2.0811388, −.05/1.6180340, …)
     """
     gradients = [[[[2, 0, 1], [0, 2, -1]], [[2, 2, -1], [2, 0, 5]]]]
     beta2 = None if opt == "adagrad" else 0.75
@@ -75,7 +77,8 @@ def test_two_steps_of_two_clients_by_hand(opt: Any, v: list[float]) -> None:
 
 
 def test_the_second_round_goes_on_with_both_moments_by_hand() -> None:
-    """After the example's first round under adam, Δ̄=0: m=(−.375,−.25,−.25), v=¾v=(.5625,.328125,.328125).
+    """After the example's first round under adam, Δ̄=0: m=(−.375,−.25,−.25),
+        v=¾v=(.5625,.328125,.328125).
     θ moves by .1·m/(√v+½) = (−.0375/1.25, −.025/1.0728220, …); bias correction would change it.
     """
     algorithm = DPFedOpt(server_lr=0.1, beta1=0.5, beta2=0.75, tau=0.5)
@@ -85,7 +88,7 @@ def test_the_second_round_goes_on_with_both_moments_by_hand() -> None:
         torch.tensor([0.75, 0.4375, 0.4375], dtype=F64),
     )
     zero = torch.zeros(3, dtype=F64)
-    got = algorithm.aggregate(ctx, Server(zero, m, v), {"delta": zero})
+    got = algorithm.aggregate(ctx, Moments(zero, m, v), {"delta": zero})
     assert got.m.tolist() == [-0.375, -0.25, -0.25]
     assert got.v.tolist() == [0.5625, 0.328125, 0.328125]
     last = -0.025 / (math.sqrt(0.328125) + 0.5)
@@ -99,7 +102,7 @@ def test_yogi_falls_by_the_square_where_adam_would_fall_by_its_share_of_v() -> N
     for opt in ("adam", "yogi"):
         algorithm = DPFedOpt(server_opt=opt, beta2=0.75)  # type: ignore[arg-type]
         ctx = make_context(algorithm, make_space(2), 2, 5, 2, torch.zeros(2, 1))
-        got[opt] = algorithm.aggregate(ctx, Server(v, v, v), {"delta": delta}).v.tolist()
+        got[opt] = algorithm.aggregate(ctx, Moments(v, v, v), {"delta": delta}).v.tolist()
     assert got == {"adam": [3.25, 1.0], "yogi": [3.75, 1.0]}
 
 
@@ -220,9 +223,16 @@ def test_the_grids_are_those_of_the_specification() -> None:
 
 
 SWITCHES: list[dict[str, Any]] = [
-    {"lr": 0.06}, {"weight_decay": 0.2}, {"server_opt": "yogi"}, {"server_opt": "adagrad"}, {"server_lr": 0.05},
-    {"beta1": 0.5}, {"beta2": 0.8}, {"tau": 0.1}, {"fedopt_preset": "authors"},
-]  # fmt: skip
+    {"lr": 0.06},
+    {"weight_decay": 0.2},
+    {"server_opt": "yogi"},
+    {"server_opt": "adagrad"},
+    {"server_lr": 0.05},
+    {"beta1": 0.5},
+    {"beta2": 0.8},
+    {"tau": 0.1},
+    {"fedopt_preset": "authors"},
+]
 
 
 @pytest.mark.parametrize("switch", SWITCHES, ids=str)

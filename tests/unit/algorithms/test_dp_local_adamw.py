@@ -1,4 +1,4 @@
-"""DP-LocalAdamW against SPEC 3.1: torch's AdamW made afresh each round, its switches, and an example by hand."""
+"""DP-LocalAdamW against a new AdamW of torch in each round, and an example by hand."""
 
 from __future__ import annotations
 
@@ -98,22 +98,28 @@ def test_no_key_is_left_out_of_the_switch_test() -> None:
 def test_two_steps_of_two_clients_by_hand() -> None:
     """θ=(1,−2,.5); β1=½, β2=¾, ϵ=1, λ=½, η=.2, so θ' = .9 θ − .2 m̂/(√v̂+1).
 
-    client 1, k=1: g=(2,0,1)   m=g/2           v=g²/4           m̂=g              v̂=g²=(4,0,1)
-                   step=(2/3,0,1/2)                             θ=(.7666667,−1.8,.35)
-              k=2: g=(2,2,−1)  m=(1.5,1,−.25)  v=(1.75,1,.4375)  m̂=m/.75=(2,4/3,−1/3)  v̂=v/.4375=(4,16/7,1)
-                   step=(2/3, (4/3)/(√(16/7)+1)=.5308156, −1/6)   θ=(.5566667,−1.7261631,.3483333)
-    client 2, k=1: g=(0,4,−1)  m=(0,2,−.5)     v=(0,4,.25)      m̂=g              v̂=(0,16,1)
-                   step=(0,4/5,−1/2)                            θ=(.9,−1.96,.55)
-              k=2: g=(2,0,1)   m=(1,1,.25)     v=(1,3,.4375)    m̂=(4/3,4/3,1/3)  v̂=(16/7,48/7,1)
-                   step=(.5308156,.3684651,1/6)                 θ=(.7038369,−1.8376930,.4616667)
+    client 1, k=1: g=(2,0,1)  m=g/2  v=g²/4  m̂=g  v̂=g²=(4,0,1)
+                   step=(2/3,0,1/2)  θ=(.7666667,−1.8,.35)
+              k=2: g=(2,2,−1)  m=(1.5,1,−.25)  v=(1.75,1,.4375)  m̂=m/.75=(2,4/3,−1/3)
+                  v̂=v/.4375=(4,16/7,1)
+                   step=(2/3, (4/3)/(√(16/7)+1)=.5308156, −1/6)  θ=(.5566667,−1.7261631,.3483333)
+    client 2, k=1: g=(0,4,−1)  m=(0,2,−.5)  v=(0,4,.25)  m̂=g  v̂=(0,16,1)
+                   step=(0,4/5,−1/2)  θ=(.9,−1.96,.55)
+              k=2: g=(2,0,1)  m=(1,1,.25)  v=(1,3,.4375)  m̂=(4/3,4/3,1/3)  v̂=(16/7,48/7,1)
+                   step=(.5308156,.3684651,1/6)  θ=(.7038369,−1.8376930,.4616667)
     """
     gradients = [[[2, 0, 1], [0, 4, -1]], [[2, 2, -1], [2, 0, 1]]]
     algorithm = DPLocalAdamW(lr=0.2, weight_decay=0.5, beta1=0.5, beta2=0.75, eps=1.0)
     history = run_rounds(
-        algorithm, make_space(2, 1),
+        algorithm,
+        make_space(2, 1),
         lambda ctx: Table([torch.tensor(g, dtype=torch.float64) for g in gradients], ctx.phi),
-        T=1, K=2, clients=2, theta=torch.tensor([1, -2, 0.5], dtype=torch.float64), phi=1.0,
-    )  # fmt: skip
+        T=1,
+        K=2,
+        clients=2,
+        theta=torch.tensor([1, -2, 0.5], dtype=torch.float64),
+        phi=1.0,
+    )
     delta = history.messages[0]["delta"]
     assert delta[0].tolist() == pytest.approx(
         [-0.443333333333, 0.273836881652, -0.151666666667], abs=1e-11

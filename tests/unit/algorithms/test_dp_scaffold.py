@@ -1,4 +1,4 @@
-"""DP-SCAFFOLD against SPEC 2.2: B2 in all its parts, both forms of c_i', memory over cohorts, and an example by hand."""
+"""DP-SCAFFOLD: both forms of c_i', memory over cohorts, and an example by hand."""
 
 from __future__ import annotations
 
@@ -30,27 +30,38 @@ F64 = torch.float64
 
 
 def test_two_rounds_of_two_of_four_clients_by_hand() -> None:
-    """θ=(1,−2,.5), η=.2, λ=½, so θ' = .9 θ − .2 (g − c_i + c). N=4; clients A, B take part in round 1, B, C in round 2.
+    """θ=(1,−2,.5), η=.2, λ=½, so θ' = .9 θ − .2 (g − c_i + c). N=4;
+        clients A, B take part in round 1, B, C in round 2.
 
     Round 1 (c = c_i = 0):
-      A: g=(2,0,1)   θ=(.5,−1.8,.25)    g=(2,2,−1)  θ=(.05,−2.02,.425)   c_A'=(2,1,0)
-      B: g=(0,4,−1)  θ=(.9,−2.6,.65)    g=(2,0,1)   θ=(.41,−2.34,.385)   c_B'=(1,2,0)
-      θ=(.23,−2.18,.405)    c = ¼(c_A' + c_B') = (.75,.75,0)
+      A: g=(2,0,1)  θ=(.5,−1.8,.25)  g=(2,2,−1)  θ=(.05,−2.02,.425)  c_A'=(2,1,0)
+      B: g=(0,4,−1)  θ=(.9,−2.6,.65)  g=(2,0,1)  θ=(.41,−2.34,.385)  c_B'=(1,2,0)
+      θ=(.23,−2.18,.405)  c = ¼(c_A' + c_B') = (.75,.75,0)
     Round 2: c−c_B = (−.25,−1.25,0), c−c_C = (.75,.75,0)
       B: g=(1,−1,2)  θ=.9θ−.2(.75,−2.25,2)=(.057,−1.512,−.0355)
-         g=(0,2,1)   θ=.9θ−.2(−.25,.75,1)=(.1013,−1.5108,−.23195)        c_B'=(.5,.5,1.5)   c_B'−c_B=(−.5,−1.5,1.5)
+         g=(0,2,1)  θ=.9θ−.2(−.25,.75,1)=(.1013,−1.5108,−.23195)  c_B'=(.5,.5,1.5)
+             c_B'−c_B=(−.5,−1.5,1.5)
       C: g=(−3,1,0)  θ=.9θ−.2(−2.25,1.75,0)=(.657,−2.312,.3645)
-         g=(1,1,−2)  θ=.9θ−.2(1.75,1.75,−2)=(.2413,−2.4308,.72805)       c_C'=(−1,1,−1)     c_C'−c_C=(−1,1,−1)
-      θ=(.1713,−1.9708,.24805)   c=(.75,.75,0)+¼(−1.5,−.5,.5)=(.375,.625,.125), the mean of c_A, c_B, c_C and c_D=0
+         g=(1,1,−2)  θ=.9θ−.2(1.75,1.75,−2)=(.2413,−2.4308,.72805)  c_C'=(−1,1,−1)
+             c_C'−c_C=(−1,1,−1)
+      θ=(.1713,−1.9708,.24805)
+          c=(.75,.75,0)+¼(−1.5,−.5,.5)=(.375,.625,.125), the mean of c_A, c_B, c_C and c_D=0
     """
     gradients = [
         [[[2, 0, 1], [0, 4, -1]], [[2, 2, -1], [2, 0, 1]]],
         [[[1, -1, 2], [-3, 1, 0]], [[0, 2, 1], [1, 1, -2]]],
     ]
     history = run_rounds(
-        DPScaffold(lr=0.2, weight_decay=0.5), make_space(2, 1), tables(gradients), T=2, K=2, clients=4,
-        theta=torch.tensor([1, -2, 0.5], dtype=F64), phi=1.0, cohorts=[[0, 1], [1, 2]],
-    )  # fmt: skip
+        DPScaffold(lr=0.2, weight_decay=0.5),
+        make_space(2, 1),
+        tables(gradients),
+        T=2,
+        K=2,
+        clients=4,
+        theta=torch.tensor([1, -2, 0.5], dtype=F64),
+        phi=1.0,
+        cohorts=[[0, 1], [1, 2]],
+    )
     first, second = history.servers[1:]
     assert first.theta.tolist() == pytest.approx([0.23, -2.18, 0.405], abs=1e-12)
     assert first.c.tolist() == [0.75, 0.75, 0]
@@ -85,9 +96,16 @@ def test_b2_c_i_becomes_the_mean_of_the_clients_own_noised_gradients() -> None:
 
     generator = torch.Generator().manual_seed(0)
     history = run_rounds(
-        DPScaffold(lr=0.05, weight_decay=0.3), make_space(5), lambda ctx: Spy(curved(5, F64), ctx.phi, generator),
-        3, 4, 2, theta=start_point(5, F64), phi=0.09, schedule="cosine",
-    )  # fmt: skip
+        DPScaffold(lr=0.05, weight_decay=0.3),
+        make_space(5),
+        lambda ctx: Spy(curved(5, F64), ctx.phi, generator),
+        3,
+        4,
+        2,
+        theta=start_point(5, F64),
+        phi=0.09,
+        schedule="cosine",
+    )
     for t in (1, 2, 3):
         torch.testing.assert_close(
             history.memories[t]["c"], torch.stack(taken[4 * t - 4 : 4 * t]).mean(0)
@@ -123,7 +141,7 @@ def test_b2_c_is_the_mean_of_all_c_i_once_all_took_part_and_ever_after() -> None
 def test_b2_the_server_adds_the_mean_change_times_answered_over_all_clients(
     answered: int, S: int, N: int
 ) -> None:
-    """Of the S clients that were asked some may not have answered, and their c_i have not changed."""
+    """The c_i of clients that did not answer stay unchanged."""
     algorithm = DPScaffold()
     ctx = make_context(algorithm, make_space(3), 1, 5, 2, torch.zeros(S, 1))
     ctx = type(ctx)(**{**vars(ctx), "N": N, "answered": answered})
@@ -172,7 +190,7 @@ def test_b2_c_and_c_i_move_a_step_by_exactly_their_difference() -> None:
 
 
 def test_with_drifting_clients_it_finds_the_optimum_that_fedavg_misses() -> None:
-    """Two clients ½h_i(θ−b_i)², h = 1, 4 and b = 1, −1: the sum is least at (1·1 − 4·1)/5 = −.6; many local steps drift."""
+    """Two clients ½h_i(θ−b_i)², h = 1, 4 and b = 1, −1: the minimum is (1·1 − 4·1)/5 = −.6."""
     h, b = torch.tensor([[1.0], [4.0]], dtype=F64), torch.tensor([[1.0], [-1.0]], dtype=F64)
     theta = torch.zeros(1, dtype=F64)
     ends = [
@@ -193,15 +211,23 @@ def test_with_drifting_clients_it_finds_the_optimum_that_fedavg_misses() -> None
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
 def test_displacement_is_the_mean_without_weight_decay(schedule: str) -> None:
-    """In θ, in c and in every c_i; with a part of the clients per round, or an error in c would cancel."""
+    """θ, c and every c_i agree, with partial cohorts, since errors in c could cancel otherwise."""
     forms: tuple[Any, ...] = ("mean", "displacement")
     one, two = (
         run_rounds(
-            DPScaffold(lr=0.05, weight_decay=0.0, scaffold_c=form), make_space(6), noisy(curved(6, F64), seed=3), 4, 3, 3,
-            theta=start_point(6, F64), phi=0.25, schedule=schedule, cohorts=[[0, 1], [1, 2], [0, 2], [0, 1]],
+            DPScaffold(lr=0.05, weight_decay=0.0, scaffold_c=form),
+            make_space(6),
+            noisy(curved(6, F64), seed=3),
+            4,
+            3,
+            3,
+            theta=start_point(6, F64),
+            phi=0.25,
+            schedule=schedule,
+            cohorts=[[0, 1], [1, 2], [0, 2], [0, 1]],
         )
         for form in forms
-    )  # fmt: skip
+    )
     torch.testing.assert_close(two.path(), one.path(), rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(two.servers[-1].c, one.servers[-1].c, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(two.memories[-1]["c"], one.memories[-1]["c"], rtol=1e-10, atol=1e-12)
@@ -212,10 +238,15 @@ def test_displacement_carries_weight_decay_into_c_i_and_says_so() -> None:
     theta = torch.tensor([1.0, -2, 4], dtype=F64)
     kept = [
         run_rounds(
-            DPScaffold(lr=0.25, weight_decay=0.5, scaffold_c=form), make_space(3), exact(torch.ones_like), 1, 1, theta=theta
+            DPScaffold(lr=0.25, weight_decay=0.5, scaffold_c=form),
+            make_space(3),
+            exact(torch.ones_like),
+            1,
+            1,
+            theta=theta,
         ).memories[1]["c"][0]
         for form in ("mean", "displacement")
-    ]  # type: ignore[arg-type]  # fmt: skip
+    ]  # type: ignore[arg-type]
     assert kept[0].tolist() == [1, 1, 1]
     assert kept[1].tolist() == [1.5, 0, 3]
     (said,) = DPScaffold(scaffold_c="displacement").check(FACTS)
@@ -234,15 +265,22 @@ SWITCHES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("switch", SWITCHES, ids=str)
 def test_every_switch_changes_the_trajectory(switch: dict[str, Any]) -> None:
-    """One of two clients per round: with all of them in every round the c_i would cancel in the mean."""
+    """One of two clients per round; with all clients the c_i would cancel in the mean."""
     theta, base = start_point(6, F64), {"lr": 0.05, "weight_decay": 0.1}
     one, two = (
         run_rounds(
-            DPScaffold(**options), make_space(6), noisy(curved(6, F64), seed=11), 4, 3, 2, theta=theta, phi=0.25,
+            DPScaffold(**options),
+            make_space(6),
+            noisy(curved(6, F64), seed=11),
+            4,
+            3,
+            2,
+            theta=theta,
+            phi=0.25,
             cohorts=[[0], [1], [0], [1]],
         ).theta
         for options in (base, {**base, **switch})
-    )  # fmt: skip
+    )
     assert relative(two - theta, one - theta) > 1e-4
 
 

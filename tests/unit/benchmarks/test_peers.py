@@ -1,4 +1,4 @@
-"""What compares dpfed with peers: the same model for all, rounds in turn, ratios as they are said, nothing hidden that failed."""
+"""The comparison with peers: equal models, rounds in turn, correct ratios, named failures."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ print(json.dumps({"tool": name, "seconds": 1.0}), flush=True)
 """
 
 
-def test_rounds_are_computed_in_turn_and_a_tool_that_fails_is_told(
+def test_rounds_are_computed_in_turn_and_failures_are_reported(
     driver: ModuleType, tmp_path: Path
 ) -> None:
     (tmp_path / "tool.py").write_text(TOOL)
@@ -57,9 +57,8 @@ def test_rounds_are_computed_in_turn_and_a_tool_that_fails_is_told(
         name: [sys.executable, str(tmp_path / "tool.py"), name, str(log), "3"] for name in "axb"
     }
     found = driver.measure(commands, 3)
-    assert (
-        log.read_text() == "axb" + "ba" + "ba"
-    )  # x is gone after its first; then x would begin, then b does
+    # x fails in its first round. The first tool changes each turn: a, (x) b, b.
+    assert log.read_text() == "axb" + "ba" + "ba"
     assert [found[name].failed for name in "axb"] == [None, "this cannot be done", None]
     assert found["a"].result == {"tool": "a", "seconds": 1.0}
     assert found["x"].result is None
@@ -88,7 +87,7 @@ def test_ratios_are_of_medians_and_within_turns(driver: ModuleType) -> None:
     assert lines[-1] == "dpfed 1, pfl 2"
 
 
-def test_an_environment_that_is_not_there_is_refused(
+def test_a_missing_environment_is_refused(
     driver: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["run.py", "--venv", "pfl=nowhere"])
@@ -104,8 +103,15 @@ def test_peers_that_are_missing_are_named_with_their_commands(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    line = {"tool": "dpfed", "versions": {"dpfed": "1"}, "does": "all", "seconds": 1.0, "cpu_seconds": 1.0,
-            "each": [[1.0, 1.0]], "parameters": 5}  # fmt: skip
+    line = {
+        "tool": "dpfed",
+        "versions": {"dpfed": "1"},
+        "does": "all",
+        "seconds": 1.0,
+        "cpu_seconds": 1.0,
+        "each": [[1.0, 1.0]],
+        "parameters": 5,
+    }
     monkeypatch.setattr(
         driver, "measure", lambda *_: {"dpfed": argparse.Namespace(result=line, failed=None)}
     )
@@ -142,7 +148,12 @@ def test_processor_time_of_children_counts_while_they_live(common: ModuleType) -
     if not Path("/proc/self/stat").exists():
         pytest.skip("no /proc here")
     before = common.children_seconds()
-    code = "import time\nwhile time.process_time() < 0.2: pass\nprint(flush=True)\nimport sys; sys.stdin.read()"
+    code = (
+        "import sys, time\n"
+        "while time.process_time() < 0.2: pass\n"
+        "print(flush=True)\n"
+        "sys.stdin.read()"
+    )
     child = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )

@@ -1,4 +1,4 @@
-"""`dpfed client` keeps going: a SuperNode that ends is started again, one that never came to its server gives up."""
+"""`dpfed client` starts its SuperNode again, and gives up if no server accepts it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dpfed.cli import client as module
-from dpfed.cli.client import UP, keep_going
+from dpfed.cli.client import ACCEPTED, keep_going
 from dpfed.errors import DpfedError
 from dpfed.federation import links
 from dpfed.federation.links import Address
@@ -17,11 +17,12 @@ HUB = Address("hub", 1)
 
 
 class Ended:
-    """A SuperNode that has written this into its log and ended."""
+    """A SuperNode that has written a text into its log and ended."""
 
     def __init__(self, home: Path, text: str) -> None:
         home.mkdir(exist_ok=True)
-        self.log, self.ended = home / "supernode.log", 0
+        self.log = home / "supernode.log"
+        self.ended = 0
         with self.log.open("a") as file:
             file.write(text)
 
@@ -35,10 +36,10 @@ class StopError(Exception):
 
 @pytest.fixture
 def starts(monkeypatch: pytest.MonkeyPatch) -> list[Ended]:
-    """Processes in the order of their start; each writes the next text, the last one for ever."""
+    """Return the list of started processes; waiting and work are replaced."""
     started: list[Ended] = []
     monkeypatch.setattr(module, "work", lambda *given: None)
-    monkeypatch.setattr(module, "LONGEST_WAIT", 0.0)
+    monkeypatch.setattr(module, "LONGEST_WAIT_S", 0.0)
     return started
 
 
@@ -58,7 +59,7 @@ def go(tmp_path: Path) -> None:
     keep_going(HUB, tmp_path / "home", None, app, stop)
 
 
-def test_one_that_never_came_to_its_server_gives_up(
+def test_a_client_that_no_server_accepts_gives_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starts: list[Ended]
 ) -> None:
     texts(monkeypatch, starts, "ERROR : Failed to activate SuperNode.\n")
@@ -70,7 +71,7 @@ def test_one_that_never_came_to_its_server_gives_up(
     assert all(process.ended == 1 for process in starts)
 
 
-def test_one_that_was_there_once_never_does(
+def test_a_client_that_was_accepted_once_never_gives_up(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     starts: list[Ended],
@@ -80,7 +81,7 @@ def test_one_that_was_there_once_never_does(
         monkeypatch,
         starts,
         "ERROR : not yet\n",
-        f"INFO : {UP}: 7\nERROR : 401 Unauthorized\n",
+        f"INFO : {ACCEPTED.decode()}: 7\nERROR : 401 Unauthorized\n",
         "ERROR : away\n",
     )
     with pytest.raises(StopError):

@@ -1,4 +1,4 @@
-"""The command line as a person meets it: exit codes, sentences, JSON on the last line, folders that are never lost."""
+"""Commands for users: exit codes, sentences, JSON on the last line, folders that are kept."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 from command import dpfed
 
-KEYS = "model.name=linear run.rounds=2 run.local_steps=2 run.participation=0.5 privacy.batch=32 privacy.sigma=2"
+KEYS = (
+    "model.name=linear run.rounds=2 run.local_steps=2 run.participation=0.5 "
+    "privacy.batch=32 privacy.sigma=2"
+)
 QUICK = [word for key in KEYS.split() for word in ("--set", key)]
 
 
@@ -30,12 +33,8 @@ def test_json_is_the_last_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert result["rounds"] == 2
     assert {"start_accuracy", "delta", "seconds", "out"} <= set(result)
     assert "round 2/2" in printed.err
-    for words in (
-        "delta = 1e-05",
-        "add/remove one record of one client",
-        "poisson",
-        "PLD",
-    ):  # beside every epsilon
+    # The guarantee stands beside every epsilon.
+    for words in ("delta = 1e-05", "add/remove one record of one client", "poisson", "PLD"):
         assert words in printed.err
         assert words in result["guarantee"]
     assert "round" not in printed.out.splitlines()[-1].split("{")[0]
@@ -116,17 +115,8 @@ def test_nan_stops_with_a_sentence_and_keeps_what_was_computed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "r"
-    code = dpfed(
-        "run",
-        *QUICK,
-        "--set",
-        "algorithm.lr=1e38",
-        "--set",
-        "algorithm.weight_decay=1e38",
-        "--out",
-        str(out),
-    )
-    assert code == 3
+    huge = ("--set", "algorithm.lr=1e38", "--set", "algorithm.weight_decay=1e38")
+    assert dpfed("run", *QUICK, *huge, "--out", str(out)) == 3
     assert "no longer finite" in capsys.readouterr().err
     assert (out / "model.safetensors").exists()
     assert "stopped" in json.loads((out / "run.json").read_text())
@@ -178,7 +168,7 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert dpfed("list", "nonsense") == 2
 
 
-SPEC_ROW = [
+PLAN = [
     "--records",
     "1000",
     "--batch",
@@ -192,10 +182,10 @@ SPEC_ROW = [
 ]
 
 
-def test_privacy_prints_the_numbers_of_the_specification(
+def test_privacy_prints_known_numbers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert dpfed("privacy", *SPEC_ROW, "--sigma", "1", "--delta", "1e-5", "--json") == 0
+    assert dpfed("privacy", *PLAN, "--sigma", "1", "--delta", "1e-5", "--json") == 0
     printed = capsys.readouterr().out
     figures = json.loads(printed.strip().splitlines()[-1])
     expected = {
@@ -261,9 +251,9 @@ def test_privacy_refuses_the_ledger_of_another_run(
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ([*SPEC_ROW, "--sigma", "1", "--delta", "1"], "--delta 1"),
-        ([*SPEC_ROW, "--sigma", "0"], "--sigma 0"),
-        ([*SPEC_ROW], "exactly one of --sigma and --target-epsilon"),
+        ([*PLAN, "--sigma", "1", "--delta", "1"], "--delta 1"),
+        ([*PLAN, "--sigma", "0"], "--sigma 0"),
+        ([*PLAN], "exactly one of --sigma and --target-epsilon"),
         (
             [
                 "--records",
@@ -280,9 +270,9 @@ def test_privacy_refuses_the_ledger_of_another_run(
             "--batch 16",
         ),
         (["--records", "10"], "--batch"),
-        ([*SPEC_ROW, "--sigma", "1", "--algorithm", "dp-fedavgg"], "did you mean dp-fedavg"),
-        ([*SPEC_ROW, "--sigma", "1", "--sampling", "shuffle"], "no other has accounting"),
-        ([*SPEC_ROW, "--target-epsilon", "-1"], "target"),
+        ([*PLAN, "--sigma", "1", "--algorithm", "dp-fedavgg"], "did you mean dp-fedavg"),
+        ([*PLAN, "--sigma", "1", "--sampling", "shuffle"], "no other has accounting"),
+        ([*PLAN, "--target-epsilon", "-1"], "target"),
         (["runs/nowhere"], "no run, client's folder or configuration runs/nowhere"),
     ],
 )
@@ -308,18 +298,8 @@ def test_privacy_plot_and_meaning(tmp_path: Path, capsys: pytest.CaptureFixture[
         "--participation",
         "0.5",
     ]
-    args = [
-        *row,
-        "--sigma",
-        "1.5",
-        "--meaning",
-        "--tuning-runs",
-        "3",
-        "--asymptotic",
-        "--clients",
-        "10",
-    ]
-    assert dpfed("privacy", *args, "--plot", str(tmp_path / "e.svg"), "--json") == 0
+    more = ["--sigma", "1.5", "--meaning", "--tuning-runs", "3", "--asymptotic", "--clients", "10"]
+    assert dpfed("privacy", *row, *more, "--plot", str(tmp_path / "e.svg"), "--json") == 0
     printed = capsys.readouterr().out
     figures = json.loads(printed.strip().splitlines()[-1])
     assert (tmp_path / "e.svg").read_text().lstrip().startswith("<?xml")
@@ -357,8 +337,7 @@ def test_no_shown_privacy_loss_is_below_the_computed_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The server's figure of this plan is 4.36220898, which rounds to nearest as 4.3622."""
-    plan = "--records 1000 --batch 16 --rounds 100 --local-steps 20 --participation 0.1 --sigma 1.00005"
-    assert dpfed("privacy", *plan.split(), "--meaning", "--json") == 0
+    assert dpfed("privacy", *PLAN, "--sigma", "1.00005", "--meaning", "--json") == 0
     *lines, last = capsys.readouterr().out.splitlines()
     figures, text = json.loads(last), "\n".join(lines)
     shown = {

@@ -1,4 +1,4 @@
-"""`dpfed compare` as a person meets it: a real small study, killed and started again, and mistakes in one sentence."""
+"""`dpfed compare`: a small study that is killed and resumed, and mistakes in one sentence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from dpfed.studies.pool import run_one, run_pack
 from dpfed.studies.study import conduct
 from dpfed.training.job.job_cache import JobCache
 
-KEYS = "model.name=linear run.rounds=2 run.local_steps=1 run.participation=0.5 privacy.batch=32 privacy.sigma=2"
+KEYS = (
+    "model.name=linear run.rounds=2 run.local_steps=1 run.participation=0.5 "
+    "privacy.batch=32 privacy.sigma=2"
+)
 QUICK = [word for key in KEYS.split() for word in ("--set", key)]
 SMALL = [
     "--algorithms",

@@ -1,4 +1,4 @@
-"""What `dpfed compare` prints: the score that decides, a true count, and a table that fits."""
+"""The output of `dpfed compare`: the deciding score, a correct count, a table that fits."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from dpfed.cli.compare import PLAIN_WIDTH, Watch, choices, show
+from dpfed.cli.compare import PLAIN_WIDTH, choices, show_table
+from dpfed.cli.study_watch import StudyWatch
+from dpfed.report.tables import Row, Table, cells, shown_columns
 from dpfed.studies.arms import Arm
 from dpfed.studies.outcomes import Outcome, Task
 from dpfed.studies.search import Score
 from dpfed.studies.study import ArmResult, EndedRun, Planned
-from dpfed.studies.tables import Row, Table, cells, shown_columns
 
 ACCURACIES = (0.9106, 0.9217, 0.8994)
 TRAFFIC = {
@@ -34,7 +35,7 @@ def table() -> Table:
             rates={"lr": 0.00932, "server_lr": 0.0316},
             tuning_runs=7,
             accuracies=ACCURACIES,
-            reference=ACCURACIES,
+            difference=(0.0, 0.0),
             epsilon={"server_worst": 8.0, "third_party": 7.99},
             traffic=TRAFFIC,
         )
@@ -51,7 +52,7 @@ def ended(accuracy: float, loss: float, planned: Planned) -> EndedRun:
 def test_a_line_of_the_search_has_the_loss_and_a_true_count(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with Watch() as watch:
+    with StudyWatch() as watch:
         watch.run(ended(0.946, 0.19031, Planned(14, at_least=True)))
         watch.run(ended(0.946, 0.58027, Planned(16, at_least=False)))
     assert capsys.readouterr().err.splitlines() == [
@@ -72,14 +73,14 @@ def test_the_choice_says_what_decided() -> None:
         [ArmResult(arm, (1.0,), close, False, ()), ArmResult(arm, (0.1,), apart, False, ())]
     )
     assert lines == [
-        "dp-fedavg  chosen lr=1: the lowest loss, 0.3700, of 2 tries within one standard error of the highest "
-        "accuracy, 0.946",
+        "dp-fedavg  chosen lr=1: the lowest loss, 0.3700, of 2 tries "
+        "within one standard error of the highest accuracy, 0.946",
         "dp-fedavg  chosen lr=0.1: the highest accuracy, 0.946",
     ]
 
 
 def test_a_table_in_a_file_has_at_most_100_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    show(table(), Path("runs/study"))
+    show_table(table(), Path("runs/study"))
     said = capsys.readouterr().out
     assert max(map(len, said.splitlines())) <= PLAIN_WIDTH == 100
     assert "left out for the width: " in said

@@ -1,4 +1,4 @@
-"""`dpfed data describe`: the numbers of the table, the plot, and that it says whose labels it shows."""
+"""`dpfed data describe`: the table, the plot, and the warning about private labels."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_table_is_that_of_the_run(capsys: pytest.CaptureFixture[str]) -> Non
     assert "never for release" in found["release"]
 
 
-def test_what_a_person_reads(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_printed_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert dpfed(*describe("data.clients=30", "data.alpha=0.1")) == 0
     out = capsys.readouterr().out
     for words in (
@@ -83,7 +83,7 @@ def test_the_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: st
 def test_the_plot_shows_the_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.axes import Axes
 
-    from dpfed.studies.plots import label_table
+    from dpfed.report.plots import label_table
 
     shown = []
     real = Axes.imshow
@@ -93,7 +93,8 @@ def test_the_plot_shows_the_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     counts = np.array([[1, 2], [3, 4]])
     label_table(counts, ("a", "b$"), "title", tmp_path / "x.png")
     assert np.array_equal(shown[0][0], counts)
-    assert shown[0][1]["vmin"] == 0  # an empty cell always looks empty
+    # The colour of an empty cell does not depend on the others.
+    assert shown[0][1]["vmin"] == 0
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,10 +131,11 @@ def test_text_with_natural_clients(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_every_source_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert dpfed("list", "datasets", "--json") == 0
     names = json.loads(capsys.readouterr().out)["names"]
-    assert {
-        "digits", "npz", "mnist", "fashion-mnist", "cifar10", "cifar100", "tiny-imagenet", "image-folder",
-        "sst2", "qqp", "qnli", "mnli", "rte", "text-table", "hub",
-    } <= set(names)  # fmt: skip
+    expected = (
+        "digits npz mnist fashion-mnist cifar10 cifar100 tiny-imagenet image-folder "
+        "sst2 qqp qnli mnli rte text-table hub"
+    )
+    assert set(expected.split()) <= set(names)
 
 
 def natural(path: Path, labels: list[int]) -> list[str]:

@@ -1,4 +1,4 @@
-"""`dpfed doctor` says what is there and what is missing, and comes to an end whatever is broken."""
+"""`dpfed doctor` describes the installation and never fails, however broken it is."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def asked() -> tuple[str, dict[str, object]]:
     return "\n".join(shown), json.loads(last)
 
 
-def test_it_says_what_is_there() -> None:
+def test_doctor_lists_the_installation() -> None:
     shown, found = asked()
     assert f"dpfed {__version__}" in shown
     assert found["versions"]["dpfed"] == __version__  # type: ignore[index]
@@ -33,7 +33,9 @@ def test_it_says_what_is_there() -> None:
     assert "extra    flower" in shown
 
 
-def test_it_says_what_is_missing_and_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_missing_packages_and_how_to_install_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     declared = [
         "torch>=2.6",
         "no-such-core>=1",
@@ -48,7 +50,7 @@ def test_it_says_what_is_missing_and_how_to_get_it(monkeypatch: pytest.MonkeyPat
     assert found["extras"]["odd"] == {"no-such-thing": None}  # type: ignore[index]
 
 
-def test_tools_of_developers_are_not_missing_to_users(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_does_not_list_developer_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     declared = [
         "torch>=2.6",
         "no-such-linter ; extra == 'dev'",
@@ -60,7 +62,7 @@ def test_tools_of_developers_are_not_missing_to_users(monkeypatch: pytest.Monkey
     assert found["extras"] == {}
 
 
-def test_it_never_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_never_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: object) -> None:
         raise RuntimeError("half an installation\nwith details")
 
@@ -72,7 +74,7 @@ def test_it_never_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(part == {"failed": "RuntimeError: half an installation"} for part in found.values())
 
 
-def test_no_metadata_is_a_finding_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_metadata_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(name: str) -> None:
         raise metadata.PackageNotFoundError(name)
 
@@ -83,7 +85,7 @@ def test_no_metadata_is_a_finding_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("from_source")
-def test_run_from_its_source_it_still_gives_advice() -> None:
+def test_doctor_gives_advice_without_installation() -> None:
     shown, found = asked()
     assert "could not be found out" not in shown
     assert "note: dpfed is run from its source and not installed" in shown
@@ -139,7 +141,7 @@ def client_file(folder: Path, **policy: object) -> Path:
         (100, "is less than half of what is held"),
     ],
 )
-def test_it_compares_what_a_client_declares_with_what_it_holds(
+def test_doctor_compares_declared_numbers_with_the_data(
     tmp_path: Path, records: int, what: str | None
 ) -> None:
     path = client_file(tmp_path, records=records)
@@ -172,13 +174,13 @@ def test_it_compares_what_a_client_declares_with_what_it_holds(
     assert f"policy.records = {held} tells the server nearly the exact number" in exact.stdout
 
 
-def test_it_draws_no_held_out_records_itself(tmp_path: Path) -> None:
+def test_doctor_draws_no_held_out_records(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["doctor", str(client_file(tmp_path, records=1000))])
     assert "drawn at the client's first start" in done.stdout
     assert not (tmp_path / "state").exists()
 
 
-def test_a_client_file_that_cannot_be_read_is_a_finding(tmp_path: Path) -> None:
+def test_doctor_reports_an_unreadable_client_file(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["doctor", str(tmp_path / "none.toml")])
     assert done.exit_code == 0
     assert "client: could not be found out (DpfedError: " in done.stdout

@@ -1,4 +1,4 @@
-"""`dpfed keys`, `dpfed server` and `dpfed client`: a mistake is one sentence and exit code 2, before anything starts."""
+"""`dpfed keys`, `server` and `client`: mistakes are one sentence and exit code 2."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def test_mistakes_of_a_client(tmp_path: Path) -> None:
     path = tmp_path / "client.toml"
     assert "cannot be read" in says("client", str(path))
     text = (
-        '[client]\nname = "a"\nstate = "state"\nservers = ["hub"]\n[policy]\nrecords = 100\nmax_epsilon = 1.0\n'
+        '[client]\nname = "a"\nstate = "state"\nservers = ["hub"]\n'
+        "[policy]\nrecords = 100\nmax_epsilon = 1.0\n"
         '[data]\nname = "digits"\n[model]\nname = "linear"\n'
     )
     path.write_text(text)

@@ -75,7 +75,7 @@ def test_without_data_the_usual_shapes_are_taken_and_said() -> None:
     assert "note: the data cannot be read" in text
 
 
-def test_published_data_need_not_be_here() -> None:
+def test_published_data_need_not_be_downloaded() -> None:
     cnn = ("--set", "model.name=gn-resnet18", "--set", "model.width=8", "--set", "model.groups=2")
     found = describe(*cnn, "--set", "data.name=cifar100")[1]
     assert found["tensors"]["classifier.bias"] == [100]

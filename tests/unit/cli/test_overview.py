@@ -1,4 +1,4 @@
-"""Help that fits a screen, an example that parses in every command, completion, exit codes as they are documented."""
+"""Help that fits a screen, an example in every command, completion, and exit codes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCREEN = typer.main.get_command(cli.app)
 def commands(
     group: click.Command, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], click.Command]]:
-    """Every command that does something, however deep; a new one is in the tests by being there."""
+    """Yield every command with its path, so that the tests cover new commands."""
     inner = getattr(group, "commands", None)
     if inner is None:
         yield path, group
@@ -103,14 +103,14 @@ def test_every_help_has_an_example_that_parses(path: tuple[str, ...]) -> None:
         COMMANDS[path].make_context("dpfed", words[len(path) + 1 :])
     except click.BadParameter as error:
         refused = error.message
-    assert (
-        not refused or "does not exist" in refused
-    )  # the example may name a folder that its reader has
+    # The example may name a folder that only its reader has.
+    assert not refused or "does not exist" in refused
 
 
 @each
 def test_every_option_and_argument_has_a_sentence(path: tuple[str, ...]) -> None:
-    SCREEN.get_command(click.Context(SCREEN), path[0])  # type: ignore[attr-defined]  # as when somebody calls it
+    # Restores the help texts of arguments, as a call does.
+    SCREEN.get_command(click.Context(SCREEN), path[0])  # type: ignore[attr-defined]
     for param in COMMANDS[path].params:
         assert getattr(param, "help", None), f"dpfed {' '.join(path)}: {param.name}"
 
@@ -222,7 +222,8 @@ def test_exit_codes(
             raise error
 
     monkeypatch.setattr(cli, "app", end)
-    if code == 1:  # Python itself prints the traceback and exits with 1
+    # Python itself prints the traceback of a defect and exits with 1.
+    if code == 1:
         with pytest.raises(ZeroDivisionError):
             cli.main()
         return

@@ -1,4 +1,4 @@
-"""`dpfed run` as a process: what it does around the run itself."""
+"""`dpfed run` around the run itself: the garbage collector."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ def as_before() -> Iterator[None]:
     gc.enable()
 
 
-def test_garbage_is_left_alone_until_the_rounds_begin() -> None:
+def test_no_garbage_collection_before_the_first_round() -> None:
     with starting() as started:
         assert not gc.isenabled()
         started()
         assert gc.isenabled()
         assert gc.get_freeze_count() > 0
-        started()  # once more changes nothing
+        started()
         assert gc.isenabled()
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
 
 
-def test_a_start_that_fails_leaves_the_collector_on() -> None:
+def test_a_failed_start_enables_the_collector() -> None:
     with pytest.raises(DpfedError), starting():
         raise DpfedError("a mistake")
     assert gc.isenabled()
 
 
-def test_a_collector_that_was_off_stays_off() -> None:
+def test_a_disabled_collector_stays_disabled() -> None:
     gc.disable()
     with starting() as started:
         started()
@@ -54,6 +54,7 @@ def test_a_run_collects_again_before_round_1(monkeypatch: pytest.MonkeyPatch) ->
         seen.append(gc.isenabled())
 
     monkeypatch.setattr("dpfed.training.run.run", train)
-    run()  # the train above has no result, as in a process that only helps
+    # A result of None is that of a torchrun process other than the first.
+    run()
     assert seen == [False, True]
     assert gc.get_freeze_count() == 0

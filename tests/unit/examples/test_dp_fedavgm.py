@@ -1,4 +1,4 @@
-"""The worked example of docs/guides/add-an-algorithm.md: two rounds by hand, a property, the oracle, and a whole run."""
+"""The worked example of docs/guides/add-an-algorithm.md: by hand, a property, and a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ DPFedAvgM = MODULE.DPFedAvgM
 def test_two_rounds_by_hand() -> None:
     """One number, one client, one step a round: g = 2 and then 4, η = 0.1, no decay, β = 0.5.
 
-    Round 1: Δ = −0.2, m = −0.2, θ = 1 − 0.2 = 0.8.  Round 2: Δ = −0.4, m = −0.1 − 0.4 = −0.5, θ = 0.3.
+    Round 1: Δ = −0.2, m = −0.2, θ = 1 − 0.2 = 0.8.
+        Round 2: Δ = −0.4, m = −0.1 − 0.4 = −0.5, θ = 0.3.
     """
     algorithm = DPFedAvgM(lr=0.1, weight_decay=0.0, beta=0.5)
     theta = torch.ones(1, dtype=torch.float64)

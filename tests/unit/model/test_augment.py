@@ -1,4 +1,7 @@
-"""Random views: by key alone, every shift and both directions, nothing else changed."""
+"""Augmentations depend on the key alone.
+
+They reach every shift and direction and change nothing else.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def test_flip_mirrors_half_of_the_records_and_keeps_the_rest() -> None:
 
 
 def test_a_crop_is_a_shift_of_at_most_an_eighth_with_black_borders() -> None:
-    """Found again by trying all 25 shifts and 2 directions of a 16-pixel image (an eighth is 2)."""
+    """One of all 25 shifts and 2 directions of a 16-pixel image gives the result."""
     x, count = images(1), 1500
     seen = crop_flip(x.expand(count, -1, -1, -1), keys(count))
     padded = torch.nn.functional.pad(x, (2, 2, 2, 2))
@@ -47,8 +50,10 @@ def test_a_crop_is_a_shift_of_at_most_an_eighth_with_black_borders() -> None:
             shifted = padded[..., dy : dy + 16, dx : dx + 16]
             for mirrored, wanted in enumerate((shifted, shifted.flip(-1))):
                 found[dy, dx, mirrored] = (seen == wanted).flatten(1).all(1).sum()
-    assert int(found.sum()) == count  # every view is exactly one of them
-    assert int(found.min()) > 0.4 * count / 50  # and all of them occur
+    # Every augmentation is exactly one of them.
+    assert int(found.sum()) == count
+    # All of them occur.
+    assert int(found.min()) > 0.4 * count / 50
     assert int(found.max()) < 2 * count / 50
 
 

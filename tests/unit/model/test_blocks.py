@@ -1,4 +1,4 @@
-"""The partition into blocks (SPEC 5; F11, F12): by the architecture alone, complete and disjoint."""
+"""The partition into blocks follows from the architecture alone, complete and disjoint."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def partition(
 
 
 def blocks_of(space: Space, tensor: str) -> list[str]:
-    """The blocks that a tensor's coordinates lie in, in order of appearance."""
+    """Return the blocks of a tensor's coordinates in order of appearance."""
     part = space.slices()[space.names.index(tensor)]
     return [space.block_names[b] for b in dict.fromkeys(space.blocks[part].tolist())]
 
 
-# ---- F11: a partition, for every model
+# ---- a partition, for every model
 
 
 @pytest.mark.parametrize("options", [{}, {"granularity": "tensor"}], ids=str)
@@ -40,9 +40,8 @@ def blocks_of(space: Space, tensor: str) -> list[str]:
 @pytest.mark.parametrize("name", MODELS)
 def test_blocks_partition_the_vector(name: str, train: str, options: dict[str, object]) -> None:
     space = partition(adapted(MODELS[name][0](), train), **options)
-    assert space.blocks.shape == (
-        space.size,
-    )  # one block for each coordinate: complete, and disjoint by its form
+    # One block for each coordinate: complete, and disjoint by its form.
+    assert space.blocks.shape == (space.size,)
     assert set(space.blocks.tolist()) == set(range(space.num_blocks))
     assert len(set(space.block_names)) == space.num_blocks
     values = torch.randn(2, space.num_blocks, generator=torch.Generator().manual_seed(0))
@@ -51,7 +50,7 @@ def test_blocks_partition_the_vector(name: str, train: str, options: dict[str, o
 
 @pytest.mark.parametrize("name", MODELS)
 def test_full_training_by_the_rules(name: str) -> None:
-    """Counted by hand from the module tree: H blocks for each of Q, K, V, one for every other module or loose tensor."""
+    """The module tree gives H blocks each for Q, K, V and one for any other module."""
     model = adapted(MODELS[name][0](), "full")
     want: Counter[str] = Counter()
     for path, module in model.named_modules():
@@ -92,7 +91,8 @@ def test_swin_heads_differ_by_stage() -> None:
         for stage, heads in enumerate((2, 4)):
             for block in range(2):
                 for part in "qkv":
-                    stem = f"swin.encoder.layers.{stage}.blocks.{block}.attention.{part}_proj{factor}.head"
+                    layer = f"swin.encoder.layers.{stage}.blocks.{block}"
+                    stem = f"{layer}.attention.{part}_proj{factor}.head"
                     assert sum(n.startswith(stem) for n in space.block_names) == heads
 
 
@@ -137,7 +137,7 @@ def test_granularity_tensor_is_one_block_per_tensor() -> None:
 
 
 def test_unknown_architecture_is_one_block_per_tensor() -> None:
-    """Never guessed from names: this one is called q_proj and stays whole."""
+    """Names are not used to guess: this module is called q_proj and is one block."""
 
     class Mine(nn.Module):
         def __init__(self) -> None:
@@ -150,7 +150,7 @@ def test_unknown_architecture_is_one_block_per_tensor() -> None:
 
 
 def test_roberta_base_example_of_the_specification() -> None:
-    """LoRA on q, k, v: 12 layers x 3 x (12 heads of B + A) = 468, and the head's two modules. No memory is used."""
+    """LoRA on q, k, v gives 12 layers x 3 x (12 heads of B + A) = 468, and two head modules."""
     with torch.device("meta"):
         model = RobertaForSequenceClassification(RobertaConfig())
         model = adapted(model, "lora", targets=("query", "key", "value"), r=16)
@@ -219,7 +219,7 @@ SEPARATE = Architecture(dict.fromkeys(("q_proj", "k_proj", "v_proj"), "separate"
 
 
 def fuse(separate: Separate, layout: str, heads: int) -> Fused:
-    """The same attention with its weights converted."""
+    """The attention with its weights converted to the other layout."""
     fused = Fused(separate.proj.in_features, heads, layout)
     for name in ("weight", "bias"):
         parts = torch.stack(
@@ -238,9 +238,8 @@ def test_fused_blocks_equal_separate_blocks_after_conversion(layout: str, heads:
     separate = Separate(8, heads)
     fused = fuse(separate, layout, heads)
     x = torch.randn(2, 3, 8)
-    torch.testing.assert_close(
-        fused(x), separate(x)
-    )  # the conversion is right, so the layout means what it says
+    # The conversion is right, so the layout has the meaning that its name says.
+    torch.testing.assert_close(fused(x), separate(x))
     one, three = Holder(fused), Holder(separate)
     a, b = partition(one, Architecture({"qkv": layout})), partition(three, SEPARATE)  # type: ignore[dict-item]
     assert a.num_blocks == b.num_blocks == 3 * heads + 1
@@ -260,7 +259,7 @@ def test_fused_blocks_equal_separate_blocks_after_conversion(layout: str, heads:
 
 @pytest.mark.parametrize("layout", ["3HD", "H3D"])
 def test_each_fused_row_belongs_to_the_head_it_feeds(layout: str) -> None:
-    """Shown by the module's own use of the rows: a row is moved, and one head of one part answers."""
+    """Changing a row changes one head of one part in the module's own attention."""
     heads, fused = 2, Fused(4, 2, layout)
     labels = list(head_rows(layout, 12, heads))  # type: ignore[arg-type]
     x = torch.randn(1, 1, 4)
@@ -279,7 +278,10 @@ def test_each_fused_row_belongs_to_the_head_it_feeds(layout: str) -> None:
 
 
 def test_swin_base_fused_example_of_the_specification() -> None:
-    """LoRA on fused qkv and proj: 15*2 + 27*2 + 51*18 + 99*2 = 1200, + head. The widths are small, the heads real."""
+    """LoRA on fused qkv and proj gives 15*2 + 27*2 + 51*18 + 99*2 = 1200 blocks, and the head's.
+
+    The widths are small, the numbers of heads are real.
+    """
     layers = [
         Fused(heads, heads)
         for depth, heads in zip((2, 2, 18, 2), (4, 8, 16, 32), strict=True)
@@ -321,7 +323,7 @@ def test_rows_that_heads_do_not_divide_are_an_error() -> None:
         head_rows("3HD", 8, 2)
 
 
-# ---- F12
+# ---- order inside a block
 
 
 @given(st.integers(0, 2**16), st.sampled_from(["separate", "3HD", "H3D"]))
@@ -335,14 +337,14 @@ def test_permuting_rows_inside_a_head_and_swapping_heads(seed: int, layout: str)
         space = partition(model, Architecture({"qkv": layout}))  # type: ignore[dict-item]
     vector = torch.randn(space.size, generator=generator)
     before = space.block_mean(vector)
-    rows = space.unflatten(vector)[tensor]  # a view
+    # It shares memory with the vector.
+    rows = space.unflatten(vector)[tensor]
     owner = space.unflatten(space.blocks)[tensor][:, 0]
     a, b = (space.block_names.index(f"{stem}.head{h}") for h in (0, 1))
     first, second = (torch.nonzero(owner == block).flatten() for block in (a, b))
     assert len(first) == len(second) == 3
-    assert torch.equal(
-        first, torch.arange(int(first[0]), int(first[0]) + 3)
-    )  # a head is one stretch of rows
+    # A head is one stretch of rows.
+    assert torch.equal(first, torch.arange(int(first[0]), int(first[0]) + 3))
 
     rows[first] = rows[first[torch.randperm(3, generator=generator)]]
     torch.testing.assert_close(space.block_mean(vector), before)

@@ -1,4 +1,4 @@
-"""Blocks of every architecture that is known (SPEC 5, F11, F12), the user's own word on layouts, and the fallback."""
+"""Blocks of every known architecture, of the user's own layouts, and of an unknown model."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ from dpfed.model.zoo.vision import AutoImage
 
 IMAGE = InputSpec("image", "pixel_values", (3, 8, 8), 3)
 PATCHES: dict[str, Any] = {
-    "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12, "image_size": 8,
-    "patch_size": 4,
+    "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12,
+    "image_size": 8, "patch_size": 4,
 }  # fmt: skip
 TEXT: dict[str, Any] = {
-    "vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12,
-    "max_position_embeddings": 12, "pad_token_id": 0,
+    "vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "intermediate_size": 12, "max_position_embeddings": 12, "pad_token_id": 0,
 }  # fmt: skip
 
 
@@ -92,7 +92,7 @@ GROUPED: dict[str, Any] = {
 
 
 def qwen3() -> nn.Module:
-    """Heads are wider than their share of the hidden size."""
+    """The heads are wider than their share of the hidden size."""
     return Qwen3ForCausalLM(Qwen3Config(**GROUPED, head_dim=6))
 
 
@@ -125,7 +125,7 @@ def deit() -> nn.Module:
     return DeiTForImageClassification(DeiTConfig(**PATCHES))
 
 
-# section and inputs; the blocks of one layer's q (or fused) projection; (heads of q, heads of k and v)
+# Section and inputs; blocks of one layer's q or fused projection; heads of q, heads of k and v.
 SMALL: dict[str, tuple[Callable[[Path], tuple[ModelSection, InputSpec]], int, int]] = {
     "linear": (lambda folder: (Linear(), IMAGE), 0, 0),
     "glyph-vit": (
@@ -156,7 +156,8 @@ SMALL: dict[str, tuple[Callable[[Path], tuple[ModelSection, InputSpec]], int, in
 
 
 def test_every_known_architecture_is_tried_here() -> None:
-    assert set(ARCHITECTURES) - {"resnet"} <= set(SMALL)  # ResNet: in test_vision
+    # test_vision.py tests ResNet.
+    assert set(ARCHITECTURES) - {"resnet"} <= set(SMALL)
 
 
 @pytest.mark.parametrize("train", ["lora", "full"])
@@ -190,7 +191,10 @@ def test_blocks_partition_and_heads_are_counted(name: str, train: str, tmp_path:
 
 @pytest.mark.parametrize("name", [n for n in SMALL if n not in ("linear", "gn-resnet")])
 def test_rows_inside_a_head_and_swapped_heads(name: str, tmp_path: Path) -> None:
-    """F12: the order inside a block does not matter; two heads exchanged exchange their entries, and no other moves."""
+    """The order inside a block does not matter.
+
+    Exchanging two heads exchanges their entries alone.
+    """
     section, spec = SMALL[name][0](tmp_path)
     space = describe_space(with_train(section, "full"), spec).space
     generator = torch.Generator().manual_seed(1)
@@ -219,7 +223,7 @@ def _first(name: str, space: Space) -> bool:
 
 
 def test_gpt_neox_interleaves_its_heads(tmp_path: Path) -> None:
-    """Shown by the model: with its value rows at zero a head gives nothing to the projection."""
+    """With its value rows at zero a head adds nothing to the projection."""
     model = neox().eval()
     folder = save(model, tmp_path)
     space = describe_space(
@@ -264,7 +268,7 @@ def test_gradients_of_decoders_equal_the_loop(build: Any, train: str, tmp_path: 
 
 @pytest.mark.parametrize("train", ["lora", "full"])
 def test_grouped_heads_of_an_unlisted_architecture(train: str, tmp_path: Path) -> None:
-    """Four query heads of six rows, two key and value heads; LoRA's A stays one block."""
+    """There are four query heads of six rows and two key and value heads; LoRA's A is one block."""
     model = GemmaForCausalLM(GemmaConfig(**GROUPED, head_dim=6))
     assert "gemma" not in ARCHITECTURES
     names = ("q_proj", "k_proj", "v_proj")
@@ -288,7 +292,7 @@ def test_a_projection_that_is_no_row_of_heads_is_refused(tmp_path: Path) -> None
 
 
 def test_phi3_rows_feed_the_heads_that_they_are_said_to(tmp_path: Path) -> None:
-    """Shown by the model: with a value head at zero, the two query heads that share it are zero."""
+    """With a value head at zero, the two query heads that share it are zero."""
     model = phi3().eval()
     section = with_train(AutoCausal(weights=save(model, tmp_path)), "full")
     space = describe_space(section, text_spec(classes=1)).space
@@ -324,21 +328,13 @@ def dinov2(folder: Path, **keys: Any) -> AutoImage:
 def test_an_unknown_architecture_is_one_block_per_tensor_and_says_so(tmp_path: Path) -> None:
     parts = describe_space(dinov2(tmp_path), IMAGE)
     assert parts.space.block_names == parts.space.names
-    assert (
-        "Dinov2ForImageClassification has no block rules here: each tensor is one block"
-        in parts.notes
-    )
+    note = "Dinov2ForImageClassification has no block rules here: each tensor is one block"
+    assert note in parts.notes
 
 
 def test_the_user_may_name_the_projections(tmp_path: Path) -> None:
-    names = tuple(
-        {
-            n.split(".")[-2]
-            for n in describe_space(dinov2(tmp_path), IMAGE).space.names
-            if "q" in n.split(".")[-2]
-        }
-        & {"query", "q_proj"}
-    )
+    modules = {n.split(".")[-2] for n in describe_space(dinov2(tmp_path), IMAGE).space.names}
+    names = tuple(modules & {"query", "q_proj"})
     parts = describe_space(dinov2(tmp_path, attention=names), IMAGE)
     heads = {n: size for n, size in block_sizes(parts.space).items() if ".head" in n}
     assert list(heads.values()) == [8 * 4 + 4] * 2
@@ -357,22 +353,15 @@ def test_the_users_layout_wins(tmp_path: Path) -> None:
     stem = "gpt_neox.layers.0.attention.query_key_value"
 
     def rows(**keys: Any) -> list[str]:
-        space = describe_space(
-            AutoCausal(weights=folder, train="full", **keys), text_spec(classes=1)
-        ).space
+        section = AutoCausal(weights=folder, train="full", **keys)
+        space = describe_space(section, text_spec(classes=1)).space
         part = space.unflatten(space.blocks)[f"{stem}.bias"]
         return [space.block_names[b].removeprefix(f"{stem}.") for b in part.tolist()]
 
     assert rows()[::4] == ["q.head0", "k.head0", "v.head0", "q.head1", "k.head1", "v.head1"]
     assert rows(qkv_layout="H3D") == rows()
-    assert rows(qkv_layout="3HD")[::4] == [
-        "q.head0",
-        "q.head1",
-        "k.head0",
-        "k.head1",
-        "v.head0",
-        "v.head1",
-    ]
+    in_order = [f"{part}.head{h}" for part in "qkv" for h in (0, 1)]
+    assert rows(qkv_layout="3HD")[::4] == in_order
     with pytest.raises(DpfedError, match="8 output rows cannot be divided among 6 heads"):
         rows(attention=("dense",), qkv_layout="3HD")
 

@@ -1,4 +1,4 @@
-"""What is trained: adapters placed by peft's rules, the head, or everything."""
+"""Adapters placed by peft's rules, the head or everything can be trained."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dpfed.model.per_sample.gradients import trainable
 
 @pytest.mark.parametrize("name", MODELS)
 def test_adapters_start_without_effect(name: str) -> None:
-    """B = 0, so the output is that of the model before; and the saved head is a copy."""
+    """B = 0, so the output is that of the plain model; the saved head is a copy."""
     build, make = MODELS[name]
     model = build()
     with torch.no_grad():
@@ -54,7 +54,8 @@ def test_the_start_follows_from_the_seed_alone() -> None:
     torch.manual_seed(1)
     first = start(5)
     torch.manual_seed(2)
-    model = vit()  # building draws; adapting must not
+    # Building draws random numbers; adapting must not.
+    model = vit()
     state = torch.get_rng_state()
     adapt(model, ModelSection(train="lora"), "classifier", 9)
     assert torch.equal(torch.get_rng_state(), state)
@@ -84,7 +85,8 @@ def test_targets_follow_peft() -> None:
             "mlp.fc2",
         )
     }
-    assert paths() == every  # auto: every linear layer but the head
+    # "auto" means every linear layer but the head.
+    assert paths() == every
     assert paths(targets=("q_proj", "v_proj")) == {
         p for p in every if p.endswith(("q_proj", "v_proj"))
     }
@@ -127,7 +129,7 @@ def test_full_and_head() -> None:
 
 
 def test_peft_sees_the_same_modules(tmp_path: Path) -> None:
-    """What is trained in the base model is what peft exports."""
+    """The tensors that train in the base model are the ones that peft exports."""
     model = vit()
     base = copy.deepcopy(model)
     both = adapt(model, ModelSection(train="lora", lora=LoraSection(r=2)), "classifier", 0)
@@ -146,7 +148,7 @@ def test_peft_sees_the_same_modules(tmp_path: Path) -> None:
 
 
 def test_freeze_a_trains_b_and_the_head_alone() -> None:
-    """FFA-LoRA: A is at the start that it would have had anyway, and it is not in the vector."""
+    """With FFA-LoRA the vector has no A, and A keeps the start that the seed gives."""
     section = ModelSection(train="lora", lora=LoraSection(r=2, freeze_a=True))
     frozen = adapt(vit(), section, "classifier", 5).model
     both = adapt(vit(), ModelSection(train="lora", lora=LoraSection(r=2)), "classifier", 5).model
@@ -159,7 +161,7 @@ def test_freeze_a_trains_b_and_the_head_alone() -> None:
 
 
 def test_freeze_a_makes_the_mean_of_products_the_product_of_means() -> None:
-    """What it is for: with one A for all, averaging B loses nothing."""
+    """With one A for all clients, averaging B loses nothing."""
     case = Case(
         adapt(vit(), ModelSection(lora=LoraSection(r=2, freeze_a=True)), "classifier", 0).model
     )
@@ -174,7 +176,7 @@ def test_freeze_a_makes_the_mean_of_products_the_product_of_means() -> None:
 
 
 def saved(folder: Path, classes: int = 3, **lora: object) -> torch.nn.Module:
-    """Somebody's trained adapter; returns the model it is of."""
+    """Write a trained adapter and return its model."""
     section = ModelSection(train="lora", lora=LoraSection(**{"r": 3, "alpha": 6.0, **lora}))  # type: ignore[arg-type]
     both = adapt(vit(num_labels=classes), section, "classifier", 0)
     generator = torch.Generator().manual_seed(7)
@@ -185,7 +187,7 @@ def saved(folder: Path, classes: int = 3, **lora: object) -> torch.nn.Module:
 
 
 def test_an_adapter_makes_the_round_trip(tmp_path: Path) -> None:
-    """Rank, scale, targets, factors and head are those of the folder, and it trains on."""
+    """Rank, scale, targets, factors and head come from the folder, and training continues."""
     want = saved(tmp_path, targets=("q_proj", "fc1"))
     back = adapt(vit(), ModelSection(adapter=str(tmp_path), lora=LoraSection(r=9)), "classifier", 1)
     mine = trainable(back.model)
@@ -197,7 +199,8 @@ def test_an_adapter_makes_the_round_trip(tmp_path: Path) -> None:
         torch.testing.assert_close(back.model.eval()(**x).logits, want.eval()(**x).logits)
     assert any("r = 3, alpha = 6" in note for note in back.notes)
     Case(back.model).check(images(8)(3), labels_of(3), clients=2)
-    back.peft.save_pretrained(tmp_path / "again")  # and it can be exported as it came
+    # It can be exported again.
+    back.peft.save_pretrained(tmp_path / "again")
     again = adapt(vit(), ModelSection(adapter=str(tmp_path / "again")), "classifier", 2)
     assert all(torch.equal(p, mine[n]) for n, p in trainable(again.model).items())
 
@@ -257,7 +260,10 @@ def test_folders_that_are_no_adapters_are_one_sentence(tmp_path: Path) -> None:
 
 
 def test_conv_and_embedding_adapters() -> None:
-    """LoRA on a convolution uses the twin of Conv2d; on an embedding its factors are raw parameters."""
+    """LoRA on a convolution uses batched convolutions.
+
+    On an embedding its factors are parameters.
+    """
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:

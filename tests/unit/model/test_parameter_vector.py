@@ -1,4 +1,4 @@
-"""The flat space: named tensors <-> one vector, without copies, and the means over blocks."""
+"""The flat vector: named tensors to one vector without copies, and the means over blocks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tensors_of(shapes: list[tuple[int, ...]], seed: int = 0) -> dict[str, Tensor
 
 
 def blocks_of(size: int, seed: int) -> tuple[list[str], Tensor]:
-    """Any partition: every block has a coordinate, in no order."""
+    """Draw a partition in which every block has a coordinate, in any order."""
     generator = torch.Generator().manual_seed(seed)
     count = int(torch.randint(1, size + 1, (1,), generator=generator))
     index = torch.cat(
@@ -50,7 +50,8 @@ def test_unflatten_is_a_view(shapes: list[tuple[int, ...]], lead: tuple[int, ...
     ):
         assert tensor.shape == (*lead, *shape)
         assert tensor.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
-        tensor.fill_(i)  # writing to the view writes to the vector
+        # Writing to the tensor writes to the vector.
+        tensor.fill_(i)
     for i, part in enumerate(space.slices(), start=1):
         assert (vector[..., part] == i).all()
 
@@ -79,7 +80,7 @@ def test_block_mean_and_expand(
     names, index = blocks_of(sum(t.numel() for t in tensors.values()), seed)
     space = space_of(tensors, names, index)
     values = torch.randn(*lead, space.num_blocks)
-    torch.testing.assert_close(space.block_mean(space.expand(values)), values)  # F11
+    torch.testing.assert_close(space.block_mean(space.expand(values)), values)
     vector = torch.randn(*lead, space.size)
     want = torch.stack([vector[..., index == b].mean(-1) for b in range(len(names))], -1)
     torch.testing.assert_close(space.block_mean(vector), want)
@@ -94,7 +95,10 @@ def test_block_mean_and_expand(
 def test_means_of_blocks_of_any_length(
     lengths: list[int], seed: int, lead: tuple[int, ...]
 ) -> None:
-    """Stretches that begin and end within chunks, blocks of several stretches; numbers that are exact in every order."""
+    """Blocks may consist of several stretches that start and end within chunks.
+
+    The numbers are exact in every order of addition.
+    """
     generator = torch.Generator().manual_seed(seed)
     which = torch.randint(0, 3, (len(lengths),), generator=generator)
     index = torch.repeat_interleave(
@@ -102,9 +106,8 @@ def test_means_of_blocks_of_any_length(
     )
     names = [f"b{i}" for i in range(int(index.max()) + 1)]
     space = space_of({"a": torch.zeros(sum(lengths))}, names, index)
-    vector = torch.randint(-9, 10, (*lead, 2 * space.size), generator=generator).float()[
-        ..., ::2
-    ]  # with a stride
+    # A vector with a stride.
+    vector = torch.randint(-9, 10, (*lead, 2 * space.size), generator=generator).float()[..., ::2]
     want = torch.stack(
         [vector[..., index == b].double().mean(-1) for b in range(len(names))], -1
     ).float()
@@ -113,7 +116,7 @@ def test_means_of_blocks_of_any_length(
 
 
 def test_a_large_block_loses_no_small_numbers() -> None:
-    """One float32 number that takes up four million of 1e-6 ends far below; threads and neighbours change nothing."""
+    """Adding four million times 1e-6 to one float32 number would give far too little."""
     size = 2**22 + 5
     space = space_of({"a": torch.zeros(7), "b": torch.zeros(size)})
     vector = torch.full((2, 7 + size), 1e-6)
@@ -139,7 +142,7 @@ def test_a_vector_of_another_length_is_refused() -> None:
 
 @given(SHAPES, SEEDS)
 def test_order_inside_a_block_does_not_matter(shapes: list[tuple[int, ...]], seed: int) -> None:
-    """F12: permuting the coordinates of a block leaves its mean."""
+    """Permuting the coordinates of a block leaves its mean."""
     tensors = tensors_of(shapes)
     names, index = blocks_of(sum(t.numel() for t in tensors.values()), seed)
     space = space_of(tensors, names, index)
@@ -176,6 +179,8 @@ def test_a_block_index_that_does_not_fit_is_an_error() -> None:
     with pytest.raises(ValueError, match="the block index has shape"):
         Space(("a",), shapes, ("x",), torch.zeros(2, dtype=torch.long))
     with pytest.raises(ValueError, match="every block needs"):
-        Space(("a",), shapes, ("x", "y"), torch.zeros(3, dtype=torch.long))  # y is empty
+        # Block y is empty.
+        Space(("a",), shapes, ("x", "y"), torch.zeros(3, dtype=torch.long))
     with pytest.raises(ValueError, match="every block needs"):
-        Space(("a",), shapes, ("x",), torch.tensor([0, 1, 0]))  # 1 has no name
+        # Block 1 has no name.
+        Space(("a",), shapes, ("x",), torch.tensor([0, 1, 0]))

@@ -92,7 +92,7 @@ def test_a_ledger_of_an_older_version_is_restricted_when_it_is_written_again(
     assert {mode(path) for path in tmp_path.iterdir()} == {0o600}
 
 
-# ------------------------------------------------------------------------ nothing is written in another way
+# --- nothing is written in another way ---
 
 ROOT = Path(dpfed.__file__).parent
 WRITING = ("privacy", "training", "federation")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dpfed.algorithms.base import Message
 from dpfed.config import Config, FederationSection, to_dict
-from dpfed.errors import DpfedError, StoppedError
+from dpfed.errors import DpfedError, StoppedError, counted
 from dpfed.federation.held_out import Score, as_json, bounds, score_of
 from dpfed.federation.messages import (
     ClippingTerms,
@@ -37,7 +37,6 @@ from dpfed.federation.messages import (
 )
 from dpfed.federation.policy import RefusedError, told
 from dpfed.model.model_hash import model_hash
-from dpfed.text import counted
 from dpfed.training.backends.base import LostRoundError
 from dpfed.training.budget.spending import Spending, budget_of
 from dpfed.training.job.job import Job

@@ -1,1 +1,1 @@
-"""Shortcuts for common layers, built on `accel`; each equals its plain layer."""
+"""Faster forms of common layers, built on `accel`; each equals its plain layer."""

@@ -1,7 +1,8 @@
-"""Twins for the layers of a Swin: the same numbers with fewer passes over memory.
+"""The layers of Swin with fewer passes over memory and the same numbers.
 
-Attention goes by kernels where they are available. What depends on nothing but shapes, or on frozen weights, is computed once:
-the mask of shifted windows, the order of patches in them, the position bias. Nothing is copied where nothing is padded.
+Attention runs by kernels where they are available. Tensors that follow from shapes or from frozen
+weights are computed once: the mask of shifted windows, the order of patches, the position bias.
+Nothing is copied where nothing is padded.
 """
 
 from __future__ import annotations
@@ -12,33 +13,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpfed.accel import TRITON
-from dpfed.model.fast_paths.windows import (
-    DEEPEST,
-    LARGEST,
+from dpfed.accel.operators.attention import (
+    MAX_DEPTH,
+    MAX_POSITIONS,
     available,
-    declare_cost,
+    declare_attention_cost,
     reorder,
     window_attention,
 )
-from dpfed.model.per_sample.keyed_dropout import once
+from dpfed.model.per_sample.derived_class import derived, once_per_class
 
 Size = tuple[int, int]
-HOME = "transformers.models.swin.modeling_swin"
+MODULE = "transformers.models.swin.modeling_swin"
 
 
 def fuse_windows(model: nn.Module) -> None:
-    """Exchanges the classes of a Swin's parts. A trained position bias has a twin already, and keeps it."""
+    """Replace the classes of Swin's layers, except attention with a trained position bias."""
     for module in model.modules():
-        maker = _MAKERS.get(f"Fused{type(module).__name__}")
-        if maker and type(module).__module__ == HOME:
-            module.__class__ = maker(type(module))
-            if TRITON:
-                declare_cost()
+        cls = type(module)
+        if cls.__module__ == MODULE and cls.__name__ in _FUSED:
+            module.__class__ = _FUSED[cls.__name__](cls)
+            declare_attention_cost()
 
 
-@once
-def _attention_twin(cls: type[nn.Module]) -> type[nn.Module]:
+@once_per_class
+def _fused_attention(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(
         self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Any:
@@ -48,7 +47,7 @@ def _attention_twin(cls: type[nn.Module]) -> type[nn.Module]:
         y = window_attention(q, k, v, _bias(self), attention_mask, self.scaling)
         return self.o_proj(y), None
 
-    return _named(cls, {"forward": forward})
+    return derived(cls, "Fused", forward=forward)
 
 
 def _fits(attention: Any, x: Tensor) -> bool:
@@ -58,40 +57,42 @@ def _fits(attention: Any, x: Tensor) -> bool:
         available(x)
         and table.dim() == 2
         and not table.requires_grad
-        and x.shape[1] == bias.window_area <= LARGEST
-        and attention.head_dim <= DEEPEST
+        and x.shape[1] == bias.window_area <= MAX_POSITIONS
+        and attention.head_dim <= MAX_DEPTH
         and not (attention.training and attention.attention_dropout)
     )
 
 
 def _bias(attention: Any) -> Tensor:
-    """`[heads, n, n]`, kept beside the table it was made of: a table that was replaced, moved or written to makes it anew (not
-    one that was written to through `.data`, which leaves no trace)."""
+    """Return the position bias `[heads, n, n]`, stored until its table changes.
+
+    A table that is replaced, moved or written to gives a new bias. A write through `.data` leaves
+    no trace, so the bias does not follow it.
+    """
     bias = attention.relative_position_bias
     table = bias.relative_position_bias_table
     if torch.compiler.is_compiling() or table.is_inference():
         return bias()[0]  # type: ignore[no-any-return]
-    kept = attention.__dict__.get("_kept_bias")
-    # the kept alias holds the table's memory, so that no other table can be at its address
+    stored = attention.__dict__.get("_stored_bias")
+    # The stored alias keeps the table's memory, so no other table can have its address.
     if (
-        kept
-        and kept[0].data_ptr() == table.data_ptr()
-        and kept[0].dtype == table.dtype
-        and kept[1] == table._version
+        stored
+        and stored[0].data_ptr() == table.data_ptr()
+        and stored[0].dtype == table.dtype
+        and stored[1] == table._version
     ):
-        return kept[2]  # type: ignore[no-any-return]
+        return stored[2]  # type: ignore[no-any-return]
     if _capturing(table.device):
         return bias()[0]  # type: ignore[no-any-return]
-    attention._kept_bias = (
-        table.detach(),
-        table._version,
-        _settled(lambda: bias()[0], table.device),
-    )
-    return attention._kept_bias[2]  # type: ignore[no-any-return]
+    made: Tensor = _made_for_all(lambda: bias()[0], table.device)
+    attention._stored_bias = (table.detach(), table._version, made)
+    return made
 
 
-@once
-def _layer_twin(cls: type[nn.Module]) -> type[nn.Module]:
+@once_per_class
+def _fused_layer(cls: type[nn.Module]) -> type[nn.Module]:
+    plain: Any = cls
+
     def forward(
         self: Any,
         hidden_states: Tensor,
@@ -101,14 +102,9 @@ def _layer_twin(cls: type[nn.Module]) -> type[nn.Module]:
     ) -> Any:
         if not always_partition:
             self.set_shift_and_window_size(input_dimensions)
-        # a compiler makes one pass of norm, shift and windows by itself
-        orders = (
-            None
-            if torch.compiler.is_compiling()
-            else _orders(self, hidden_states, input_dimensions)
-        )
+        orders = _window_orders(self, hidden_states, input_dimensions)
         if orders is None:
-            return cls.forward(
+            return plain.forward(
                 self, hidden_states, input_dimensions, always_partition=always_partition, **kwargs
             )
         inward, outward = orders
@@ -124,30 +120,29 @@ def _layer_twin(cls: type[nn.Module]) -> type[nn.Module]:
         self: Any, hidden_states: Tensor, height: int, width: int
     ) -> tuple[Tensor, tuple[int, ...]]:
         if height % self.window_size or width % self.window_size:
-            return cls.maybe_pad(self, hidden_states, height, width)  # type: ignore[attr-defined,no-any-return]
+            return plain.maybe_pad(self, hidden_states, height, width)  # type: ignore[no-any-return]
         return hidden_states, (0,) * 6
 
     def get_attn_mask(
         self: Any, height: int, width: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor | None:
         def make() -> Tensor:
-            return cls.get_attn_mask(self, height, width, dtype=dtype, device=device)  # type: ignore[attr-defined,no-any-return]
+            return plain.get_attn_mask(self, height, width, dtype=dtype, device=device)  # type: ignore[no-any-return]
 
         if self.shift_size <= 0 or torch.compiler.is_compiling():
             return make()
-        mask = _kept(
-            ("mask", height, width, self.window_size, self.shift_size, dtype), make, device
-        )
+        key = ("mask", height, width, self.window_size, self.shift_size, dtype)
+        mask = _stored(key, make, device)
         return make() if mask is None else mask
 
-    return _named(cls, {"forward": forward, "maybe_pad": maybe_pad, "get_attn_mask": get_attn_mask})
+    return derived(cls, "Fused", forward=forward, maybe_pad=maybe_pad, get_attn_mask=get_attn_mask)
 
 
-@once
-def _merging_twin(cls: type[nn.Module]) -> type[nn.Module]:
+@once_per_class
+def _fused_merging(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, input_feature: Tensor, input_dimensions: Size) -> Any:
-        """Four neighbours side by side are an order of rows; as slices, each has a gradient of the whole size."""
-        (height, width), (samples, _, channels) = input_dimensions, input_feature.shape
+        """Merge four neighbours by one reordering; slices have four gradients of the full size."""
+        height, width = input_dimensions
         if height % 2 or width % 2:
             return cls.forward(self, input_feature, input_dimensions)
 
@@ -156,36 +151,42 @@ def _merging_twin(cls: type[nn.Module]) -> type[nn.Module]:
 
         orders = None
         if available(input_feature) and not torch.compiler.is_compiling():
-            orders = _order(("merged", height, width), height * width, merged, input_feature.device)
+            key = ("merged", height, width)
+            orders = _order(key, height * width, merged, input_feature.device)
         x = merged(input_feature) if orders is None else reorder(input_feature, *orders)
+        samples, _, channels = input_feature.shape
         return self.reduction(self.norm(x.reshape(samples, -1, 4 * channels)))
 
-    return _named(cls, {"forward": forward})
+    return derived(cls, "Fused", forward=forward)
 
 
-@once
-def _stage_twin(cls: type[nn.Module]) -> type[nn.Module]:
+@once_per_class
+def _fused_stage(cls: type[nn.Module]) -> type[nn.Module]:
     def get_reshaped_hidden_states(
         self: Any, hidden_states: Tensor, before: Tensor, height: int, width: int, is_before: bool
     ) -> Tensor:
-        """As a view: hardly anyone reads it, and a copy is a pass over all activations."""
-        merged = self.downsample is not None and not is_before
-        size = ((height + 1) // 2, (width + 1) // 2) if merged else (height, width)
-        x = before if is_before else hidden_states
+        """Return a reshape: few read it, and a copy passes over all activations."""
+        if is_before:
+            x, size = before, (height, width)
+        elif self.downsample is None:
+            x, size = hidden_states, (height, width)
+        else:
+            x, size = hidden_states, ((height + 1) // 2, (width + 1) // 2)
         return x.view(len(x), *size, x.shape[2]).permute(0, 3, 1, 2)
 
-    return _named(cls, {"get_reshaped_hidden_states": get_reshaped_hidden_states})
+    return derived(cls, "Fused", get_reshaped_hidden_states=get_reshaped_hidden_states)
 
 
-def _orders(layer: Any, x: Tensor, size: Size) -> tuple[Tensor, Tensor] | None:
-    """Where each position of the windows comes from in the image, and the inverse; None where the plain way is to be gone."""
-    window, shift, (height, width) = layer.window_size, layer.shift_size, size
-    if (
-        height % window
-        or width % window
-        or not available(x)
-        or (shift == 0 and height == width == window)
-    ):
+def _window_orders(layer: Any, x: Tensor, size: Size) -> tuple[Tensor, Tensor] | None:
+    """Return the order of image positions in the windows and its inverse; None for the plain path.
+
+    A compiler gets the plain path: it fuses norm, shift and windows by itself.
+    """
+    window, shift = layer.window_size, layer.shift_size
+    height, width = size
+    one_window = shift == 0 and height == width == window
+    padded = height % window or width % window
+    if torch.compiler.is_compiling() or one_window or padded or not available(x):
         return None
 
     def windows(raster: Tensor) -> Tensor:
@@ -198,33 +199,30 @@ def _orders(layer: Any, x: Tensor, size: Size) -> tuple[Tensor, Tensor] | None:
 def _order(
     key: tuple[Any, ...], count: int, place: Callable[[Tensor], Tensor], device: torch.device
 ) -> tuple[Tensor, Tensor] | None:
-    """The order in which `place` puts rows, and its inverse."""
-
     def make() -> tuple[Tensor, Tensor]:
         rows = torch.arange(count, device=device)
         order = place(rows.unsqueeze(-1)).reshape(-1)
         return order, torch.empty_like(order).scatter_(0, order, rows)
 
-    return _kept(key, make, device)  # type: ignore[no-any-return]
+    return _stored(key, make, device)  # type: ignore[no-any-return]
 
 
-_KEPT: dict[tuple[Any, ...], Any] = {}
-"""Small tensors that follow from their keys alone. None is ever given up: captured steps read them where they are."""
+# Small tensors that follow from their keys alone; captured steps read them, so none is deleted.
+_STORED: dict[tuple[Any, ...], Any] = {}
 
 
-def _kept(key: tuple[Any, ...], make: Callable[[], Any], device: torch.device) -> Any:
-    """What was made for the key, or None while a step is captured that was not warmed up: nothing is computed then."""
-    if (key, device) not in _KEPT:
+def _stored(key: tuple[Any, ...], make: Callable[[], Any], device: torch.device) -> Any:
+    """Return the stored value of `key`; None if a CUDA graph capture forbids to compute it now."""
+    if (key, device) not in _STORED:
         if _capturing(device):
             return None
-        return _KEPT.setdefault(
-            (key, device), _settled(make, device)
-        )  # whoever was first has perhaps captured it
-    return _KEPT[key, device]
+        # If another thread was first, its value may be captured already: that one stays.
+        return _STORED.setdefault((key, device), _made_for_all(make, device))
+    return _STORED[key, device]
 
 
-def _settled(make: Callable[[], Any], device: torch.device) -> Any:
-    """Made in such a way that any later pass may use it, with gradients or on another stream."""
+def _made_for_all(make: Callable[[], Any], device: torch.device) -> Any:
+    """Compute a value that later passes may use, with gradients or on another stream."""
     with torch.inference_mode(False), torch.no_grad():
         made = make()
     if device.type == "cuda":
@@ -236,22 +234,9 @@ def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _named(cls: type[nn.Module], members: dict[str, Any]) -> type[nn.Module]:
-    return type(f"Fused{cls.__name__}", (cls,), {**members, "__module__": __name__})
-
-
-_MAKERS = {
-    "FusedSwinAttention": _attention_twin,
-    "FusedSwinLayer": _layer_twin,
-    "FusedSwinPatchMerging": _merging_twin,
-    "FusedSwinStage": _stage_twin,
+_FUSED = {
+    "SwinAttention": _fused_attention,
+    "SwinLayer": _fused_layer,
+    "SwinPatchMerging": _fused_merging,
+    "SwinStage": _fused_stage,
 }
-
-
-def __getattr__(name: str) -> Any:
-    """The twins are made when they are asked for; so a pickled model finds its classes again."""
-    if name not in _MAKERS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from transformers.models.swin import modeling_swin
-
-    return _MAKERS[name](getattr(modeling_swin, name.removeprefix("Fused")))

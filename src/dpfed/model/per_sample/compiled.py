@@ -1,4 +1,7 @@
-"""Compilation that may fail: layer by layer if it can be, else the model as a whole, else not at all. No run fails of it."""
+"""Compile a model layer by layer if possible, else as a whole, else not at all.
+
+A failed compilation is a warning, never the end of a run.
+"""
 
 from __future__ import annotations
 
@@ -11,42 +14,42 @@ import torch._functorch.config
 from torch import Tensor, nn
 
 LOG = logging.getLogger("dpfed")
-# Share of activations kept for the backward pass. Cheap ones beyond it are computed again: a hundredth of the time of a step,
-# a sixth of its memory where it was measured (docs/performance.md).
-KEPT = 0.8
+# Share of activations stored for the backward pass; cheap ones beyond it are computed again. That
+# costs a hundredth of a step's time and saves a sixth of its memory (docs/performance.md).
+ACTIVATION_BUDGET = 0.8
 
 
 class Compiled:
-    """`plain`, a function that calls the model, compiled in the first way that works.
+    """The function `plain`, which calls the model, compiled in the first way that works.
 
-    Layers of one kind are one compilation, for each shape of batch; the whole model takes many times as long.
+    Layers of one kind share one compilation for each shape of batch. Compiling the whole model
+    takes many times as long.
     """
 
     def __init__(self, plain: Callable[..., Tensor], model: nn.Module, **options: Any) -> None:
-        # Each kind of layer in each stage is a version of one function, of which eight are allowed by default.
+        # Each kind of layer in each stage is a version of one function; the default limit is eight.
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-        self._plain, self._layers, self._options = (
-            plain,
-            repeated(model),
-            {"dynamic": False, **options},
-        )
-        self._ways = [
-            *([("layer by layer", self._by_layers)] if self._layers else []),
-            ("as a whole", self._whole),
+        self._plain = plain
+        self._layers = repeated_layers(model)
+        self._options = {"dynamic": False, **options}
+        self._ways: list[tuple[str, Callable[[], Callable[..., Tensor]]]] = [
+            ("layer by layer", self._by_layers),
+            ("as a whole", lambda: torch.compile(self._plain, **self._options)),
         ]
-        self._now: Callable[..., Tensor] | None = None
+        if not self._layers:
+            self._ways.pop(0)
+        self._current: Callable[..., Tensor] | None = None
 
     def __call__(self, *arguments: Any) -> Tensor:
         while self._ways:
             try:
-                self._now = self._now or self._ways[0][1]()
-                with torch._functorch.config.patch(activation_memory_budget=KEPT):
-                    return self._now(*arguments)
+                self._current = self._current or self._ways[0][1]()
+                with torch._functorch.config.patch(activation_memory_budget=ACTIVATION_BUDGET):
+                    return self._current(*arguments)
             except torch.OutOfMemoryError:
                 raise
-            except (
-                Exception
-            ) as error:  # compilers fail in many ways, and none of them is worth a run
+            except Exception as error:
+                # Compilers fail in many ways; the run continues without them.
                 self._give_up(error)
         return self._plain(*arguments)
 
@@ -55,13 +58,9 @@ class Compiled:
             layer.compile(**self._options)
         return self._plain
 
-    def _whole(self) -> Callable[..., Tensor]:
-        compiled: Callable[..., Tensor] = torch.compile(self._plain, **self._options)
-        return compiled
-
     def _give_up(self, error: Exception) -> None:
         how, _ = self._ways.pop(0)
-        self._now = None
+        self._current = None
         for layer in self._layers:
             layer._compiled_call_impl = None
         LOG.warning(
@@ -70,15 +69,15 @@ class Compiled:
 
 
 def reason_of(error: Exception) -> str:
-    """The first words of an error that say something; compilers begin with who has raised it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
-        type(error).__name__
-    ]
+    """Return the first informative words of an error; a compiler's first line names the raiser."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:240]
 
 
-def repeated(model: nn.Module) -> list[nn.Module]:
-    """The layers that a model has rows of: members of the innermost lists whose members are of one kind."""
+def repeated_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the members of the innermost lists whose members have one class."""
 
     def is_row(module: nn.Module) -> bool:
         return (

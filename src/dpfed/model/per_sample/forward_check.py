@@ -1,11 +1,12 @@
-"""The check that every record is computed as the plain model computes it: alone and unpadded.
+"""Check that every record is computed as the plain model computes it: alone and unpadded.
 
-The plain model is called before any layer is exchanged. Its outputs on synthetic records are then
-compared with those of one padded batch, as a run computes them. No private record is needed.
+The plain model is called before any layer's class is replaced. Its outputs on synthetic records
+are then compared with those of one padded batch, as a run computes them. No private record is read.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,10 +18,10 @@ from dpfed.model.parameter_vector import Space
 from dpfed.model.per_sample.gradients import Batch, PerSample, call, cast
 from dpfed.model.zoo.built import Built, Prepare
 
+# Standard deviation of random changes to the trainable weights; a head of zeros hides errors.
 SPREAD = 0.02
-"""Standard deviation of the change of trainable weights: a new head of zeros hides everything."""
+# Largest relative difference of a record's outputs that rounding can explain.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.25}
-"""Largest relative difference of a record's outputs that rounding can explain."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def plain_outputs(
     inputs: Batch,
     prepare: Prepare,
 ) -> PlainOutputs:
-    """Return the plain model's own outputs; call it before layers are exchanged."""
+    """Return the plain model's own outputs; call it before any layer's class is replaced."""
     generator = torch.Generator().manual_seed(0)
     moved = SPREAD * torch.randn(len(theta), generator=generator)
     vector = theta + moved.to(theta.device)
@@ -59,7 +60,7 @@ def plain_outputs(
                 outputs.append(call(model, dict(weights), one)[0])
         except DpfedError:
             raise
-        except Exception as error:  # models fail in their own ways
+        except Exception as error:
             raise DpfedError(
                 f"{type(model).__name__} cannot compute a single record without padding "
                 f"({first_words(error)}): choose another model"
@@ -83,9 +84,9 @@ def faithful_model(
     space: Space,
     plain: PlainOutputs,
 ) -> tuple[PerSample, Prepare]:
-    """Return the model made ready for per-record gradients, and the form of its inputs.
+    """Return the model with per-sample gradients, and the form of its inputs.
 
-    Its layers are exchanged here. A model that is then computed differently is refused.
+    This replaces the classes of its layers. A model that then computes other outputs is refused.
     """
     task = built.task
     forms = built.forms or (built.prepare,)
@@ -102,18 +103,20 @@ def faithful_model(
 
 def faithful_form(model: PerSample, plain: PlainOutputs, forms: Sequence[Prepare]) -> Prepare:
     """Return the first form of inputs that gives the plain model's outputs, or refuse the model."""
-    best, reason = float("inf"), ""
+    best = math.inf
+    reason = ""
     for form in forms:
         try:
             off = farthest(model, plain, form)
-        except Exception as error:  # a form that a model cannot read fails anywhere inside it
+        except Exception as error:
+            # A form that the model cannot read fails anywhere inside it.
             reason = reason or first_words(error)
             continue
         if off <= TOLERANCE[model.dtype]:
             return form
         best = min(best, off)
     name = type(model.model).__name__
-    if best == float("inf"):
+    if best == math.inf:
         raise DpfedError(f"{name} cannot compute a batch ({reason}): choose another model")
     raise DpfedError(
         f"{name} computes a record differently in a padded batch than alone and unpadded "
@@ -124,22 +127,21 @@ def faithful_form(model: PerSample, plain: PlainOutputs, forms: Sequence[Prepare
 def farthest(model: PerSample, plain: PlainOutputs, form: Prepare) -> float:
     """Return the largest relative difference of a record's outputs, infinity if one is not finite.
 
-    In short precision the median record counts: rounding may decide a tie of a router of experts.
+    In half precision the median record counts: rounding may change the choice of experts.
     """
     weights = {n: w.to(model.dtype) for n, w in model.space.unflatten(plain.vector).items()}
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         together = call(model.model, weights, cast(form(dict(plain.inputs)), model.dtype))
     off = []
     for got, want in zip(together, plain.outputs, strict=True):
-        # A language model's outputs are [tokens, vocabulary]; those of padding are not compared.
+        # A language model's outputs are [tokens, vocabulary]; outputs of padding are not compared.
         real = got[: len(want)] if got.dim() == 2 else got
         size = max(float(want.norm()), torch.finfo(torch.float32).tiny)
         difference = float((real.float() - want).norm()) / size
-        off.append(difference if difference == difference else float("inf"))
+        off.append(math.inf if math.isnan(difference) else difference)
     off.sort()
     return off[-1] if model.dtype == torch.float32 else off[len(off) // 2]
 
 
 def first_words(error: Exception) -> str:
-    """Return the start of an error's first line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:160].rstrip(".")

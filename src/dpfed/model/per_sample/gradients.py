@@ -1,7 +1,7 @@
-"""Per-sample gradients of a whole model in one forward and one backward, for S clients side by side (DESIGN 5).
+"""Per-sample gradients of a model in one forward and one backward pass, for S clients side by side.
 
-Every record gets its own copy of the trainable weights, gathered from its client's row of theta `[S, P]`; the twins
-(`twins.py`) use the copies, and the gradients with respect to the copies are the per-sample gradients.
+Every record gets its own copy of the trainable weights, gathered from its client's row of theta
+`[S, P]`. The batched layers use the copies, whose gradients are the per-sample gradients.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from dpfed.errors import DpfedError
 from dpfed.model.fast_paths.bert import fuse_bert
 from dpfed.model.fast_paths.layer_norm import fuse_norms
-from dpfed.model.fast_paths.lora_product import fuse_lora
+from dpfed.model.fast_paths.lora import fuse_lora
 from dpfed.model.fast_paths.swin import fuse_windows
 from dpfed.model.parameter_vector import Space
 from dpfed.model.per_sample.batched_layers import (
-    TWINS,
+    BATCHED_LAYERS,
     BatchedLinear,
-    install_batched_layer,
-    special_batched_layer,
+    install_swin_bias,
     vmap_layer,
 )
 from dpfed.model.per_sample.compiled import Compiled
@@ -35,14 +34,15 @@ from dpfed.model.per_sample.whole_modules import map_whole_modules
 from dpfed.model.task import right_class
 
 Batch = Mapping[str, Tensor]
+# (model, weights, inputs) -> scores; how a record's inputs enter the model.
 Forward = Callable[[nn.Module, dict[str, Tensor], Batch], Tensor]
-"""(model, weights, inputs) -> scores; how a record's inputs enter the model."""
+# (scores, labels) -> one loss per record, never a mean over records.
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""(scores, labels) -> one loss per record, never a mean over records (SPEC 1.4a)."""
+CONTAINERS = nn.ParameterDict | nn.ParameterList | nn.ModuleDict | nn.ModuleList
 
 
 class PerSample:
-    """A model made ready for per-sample gradients. It holds no private data and no random state."""
+    """A model that computes per-sample gradients. It holds no private data and no random state."""
 
     def __init__(
         self,
@@ -54,41 +54,42 @@ class PerSample:
         rows: int = 1024,
     ) -> None:
         refuse_batch_norm(model)
-        install_twins(model, space)
+        install_batched_layers(model, space)
         fuse_lora(model)
         fuse_norms(model)
         fuse_windows(model)
         fuse_bert(model)
         self._keys = install_keyed_dropout(model)
-        self._slices = space.slices()
         self.model = model.eval().requires_grad_(False)
         self.space = space
         self.forward = forward
         self.loss = loss
         self.correct = correct
         self.rows = rows
-        self._many = 16.0
-        self._alone = (
-            threading.Lock()
-        )  # weights are exchanged inside the modules: one thread at a time
+        self._rows_factor = 16.0
+        # Weights are replaced inside the modules, so only one thread may run the model.
+        self._lock = threading.Lock()
         self.dtype = torch.float32
-        self._turned = _turned(model, space)
-        self._copied, self._raw = Layout(space, self._turned, step=64), Layout(space, self._turned)
+        self._transposed = _transposed(model, space)
+        # Copies start at multiples of 64 numbers, as matrix units read them.
+        self._copy_layout = Layout(space, self._transposed, step=64)
+        self._gradient_layout = Layout(space, self._transposed)
         self._losses: Callable[..., Tensor] = self._sum_of_losses
 
     def to(self, dtype: torch.dtype) -> None:
-        """Frozen weights and activations in another precision. Gradients come back in it; what is done with them is not."""
+        """Set the precision of frozen weights, activations and gradients."""
         self.dtype = dtype
         self.model.to(dtype)
 
     def compile(self, **options: Any) -> None:
-        """The forward passes and, with them, the backward passes."""
+        """Compile the forward passes of gradients and, with them, the backward passes."""
         self._losses = Compiled(self._sum_of_losses, self.model, **options)
 
     def through(self, forward: Forward, module: str) -> PerSample:
-        """The same weights and vector by another way through the model, which leads through the dropout of `module` alone."""
+        """Return this model with another forward pass, which uses the dropout of `module` alone."""
         other = copy.copy(self)
-        other.forward, other._losses = forward, other._sum_of_losses
+        other.forward = forward
+        other._losses = other._sum_of_losses
         other._keys = [key for key in self._keys if key.startswith(f"{module}.")]
         return other
 
@@ -101,13 +102,14 @@ class PerSample:
         losses = self.loss(self.forward(self.model, weights, inputs), labels)
         if losses.shape != labels.shape[:1]:
             raise ValueError(
-                f"the loss has shape {tuple(losses.shape)} for {len(labels)} records: one each is needed"
+                f"the loss has shape {tuple(losses.shape)} for {len(labels)} records: "
+                "one each is needed"
             )
         return losses.sum()
 
     @property
     def classifies(self) -> bool:
-        """Whether scores are those of classes; a language model's are the losses of its tokens."""
+        """True if scores belong to classes; a language model's scores are its tokens' losses."""
         return self.correct is right_class
 
     @property
@@ -116,7 +118,7 @@ class PerSample:
 
     @property
     def dropout(self) -> tuple[str, ...]:
-        """The layers that draw by a record's key."""
+        """The names of the layers that drop by a record's key."""
         return tuple(key.rpartition(".")[0] for key in self._keys)
 
     def grads(
@@ -127,19 +129,18 @@ class PerSample:
         labels: Tensor,
         keys: Tensor | None = None,
     ) -> list[Tensor]:
-        """Per-sample gradients `[M, n]`, one for each trainable tensor in the order of the space.
+        """Return per-sample gradients `[M, n]`, one for each trainable tensor of the space.
 
-        theta `[S, P]`, client `[M]` the row of theta that each record trains, keys `[M]` for dropout.
+        theta `[S, P]`, client `[M]` the row of theta for each record, keys `[M]` for dropout.
         """
         if len(client) == 0:
             return [theta.new_zeros(0, shape.numel()) for shape in self.space.shapes]
         grads = self.raw_grads(theta, client, inputs, labels, keys)
-        return [
-            grad.view(len(client), shape[1], shape[0]).transpose(1, 2).reshape(len(client), -1)
-            if turned
-            else grad
-            for grad, shape, turned in zip(grads, self.space.shapes, self._turned, strict=True)
-        ]
+        for i, shape in enumerate(self.space.shapes):
+            if self._transposed[i]:
+                rows = grads[i].view(len(client), shape[1], shape[0])
+                grads[i] = rows.transpose(1, 2).reshape(len(client), -1)
+        return grads
 
     def raw_grads(
         self,
@@ -149,38 +150,41 @@ class PerSample:
         labels: Tensor,
         keys: Tensor | None = None,
     ) -> list[Tensor]:
-        """`grads` as the backward pass leaves them, without a copy; `ordered` is for what is made of them."""
+        """Return `grads` without a copy, in the order of the backward pass; see `ordered`."""
         copies = self._copies(theta, client)
         with torch.enable_grad():
             weights = [
-                c.transpose(1, 2) if turned else c
-                for c, turned in zip(copies, self._turned, strict=True)
+                c.transpose(1, 2) if transposed else c
+                for c, transposed in zip(copies, self._transposed, strict=True)
             ]
-            with self._alone:
+            with self._lock:
                 total = self._losses(weights, keys, dict(inputs), labels)
-            grads = torch.autograd.grad(total, copies, allow_unused=True)
-        return [
-            (torch.zeros_like(copy) if grad is None else grad).reshape(len(client), -1)
-            for copy, grad in zip(copies, grads, strict=True)
-        ]
+            grads = torch.autograd.grad(total, copies, materialize_grads=True)
+        return [grad.reshape(len(client), -1) for grad in grads]
 
     def ordered(self, raw: Tensor) -> Tensor:
-        """`[S, P]` with coordinates as those of `raw_grads`, in the order of the space; the same tensor if it is that already."""
-        return self._raw.vectors(raw)
+        """Return `[S, P]` in the order of the space, from the order of `raw_grads`.
+
+        The result may be `raw` itself.
+        """
+        return self._gradient_layout.vectors(raw)
 
     def scores(self, vector: Tensor, inputs: Batch) -> Tensor:
-        """The model's output for the trainable vector `[P]`, without dropout. A GPU takes more records at once, and half
-        as many for as long as they do not fit."""
+        """Return the model's scores for the trainable vector `[P]`, without dropout.
+
+        A GPU takes more records in one pass, and half as many after each out-of-memory error.
+        """
         weights = {name: w.to(self.dtype) for name, w in self.space.unflatten(vector).items()}
         if vector.device.type != "cuda":
             return self._scores(weights, inputs, self.rows)
         while True:
             try:
-                return self._scores(weights, inputs, self._many * self.rows)
+                return self._scores(weights, inputs, self._rows_factor * self.rows)
             except torch.OutOfMemoryError:
-                if self._many * self.rows <= 1:
+                if self._rows_factor * self.rows <= 1:
                     raise
-            self._many /= 2  # outside the handler, where the failed pass is no longer held
+            # Outside the handler, which would keep the failed pass in memory.
+            self._rows_factor /= 2
             torch.cuda.empty_cache()
 
     def records_at_once(self, device: torch.device) -> int:
@@ -188,37 +192,36 @@ class PerSample:
         return 16 * self.rows if device.type == "cuda" else self.rows
 
     def _scores(self, weights: dict[str, Tensor], inputs: Batch, rows: float) -> Tensor:
-        count, step = len(next(iter(inputs.values()))), max(1, int(rows))
-        with torch.no_grad(), self._alone:
-            parts = [
-                self.forward(
-                    self.model, dict(weights), {name: x[i : i + step] for name, x in inputs.items()}
-                )
-                for i in range(0, max(count, 1), step)
-            ]
+        count = len(next(iter(inputs.values())))
+        step = max(1, int(rows))
+        parts = []
+        with torch.no_grad(), self._lock:
+            for i in range(0, max(count, 1), step):
+                part = {name: x[i : i + step] for name, x in inputs.items()}
+                parts.append(self.forward(self.model, dict(weights), part))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _copies(self, theta: Tensor, client: Tensor) -> list[Tensor]:
-        """Each record's own copy of every trainable tensor, gathered in one go into rows whose pieces are aligned for matrix
-        units."""
-        rows = self._copied.rows(theta, self.dtype)
-        spread = (
-            rows.expand(len(client), -1) if theta.shape[0] == 1 else rows.index_select(0, client)
-        )
-        return [
-            spread[:, at : at + shape.numel()]
-            .view(len(client), *(reversed(shape) if turned else shape))
-            .detach()
-            .requires_grad_(True)
-            for at, shape, turned in zip(
-                self._copied.starts, self.space.shapes, self._turned, strict=False
-            )
-        ]
+        layout = self._copy_layout
+        rows = layout.rows(theta, self.dtype)
+        if theta.shape[0] == 1:
+            spread = rows.expand(len(client), -1)
+        else:
+            spread = rows.index_select(0, client)
+        copies = []
+        for i, shape in enumerate(self.space.shapes):
+            sides = tuple(reversed(shape)) if self._transposed[i] else shape
+            flat = spread[:, layout.starts[i] : layout.starts[i] + shape.numel()]
+            copies.append(flat.view(len(client), *sides).detach().requires_grad_(True))
+        return copies
 
 
-def _turned(model: nn.Module, space: Space) -> list[bool]:
-    """Whether copies of a tensor are held as its transpose. A linear layer multiplies by the transpose of its weight, and so
-    its gradient comes out transposed: held this way it needs no copy."""
+def _transposed(model: nn.Module, space: Space) -> list[bool]:
+    """Return which tensors' copies are stored as their transposes: weights of linear layers.
+
+    A linear layer multiplies by the transpose of its weight, so its gradient comes out transposed.
+    Stored this way it needs no copy.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
     return [
         type(modules.get(name.rpartition(".")[0])) is BatchedLinear and len(shape) == 2
@@ -227,30 +230,30 @@ def _turned(model: nn.Module, space: Space) -> list[bool]:
 
 
 def call(model: nn.Module, weights: dict[str, Tensor], inputs: Batch) -> Tensor:
-    """The usual forward: inputs as keyword arguments, `.logits` where the model returns a structure."""
+    """Call the model with inputs as keyword arguments; return its output or the `.logits` of it."""
     out = torch.func.functional_call(model, weights, (), dict(inputs))
     logits = getattr(out, "logits", out)
     if not isinstance(logits, Tensor):
         raise DpfedError(
-            f"{type(model).__name__} returns {type(out).__name__} without logits, so it has no loss here"
+            f"{type(model).__name__} returns {type(out).__name__} without logits, "
+            "so it has no loss here"
         )
     return logits
 
 
 def cast(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Floating-point inputs in the model's type; a mask's least number stays finite."""
+    """Return floating-point inputs in the model's type; a mask's lowest number stays finite."""
     if dtype == torch.float32:
         return inputs
     least = max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
-    out = dict(inputs)
-    for name, x in inputs.items():
-        if x.is_floating_point():
-            out[name] = x.clamp_min(least).to(dtype)
-    return out
+    return {
+        name: x.clamp_min(least).to(dtype) if x.is_floating_point() else x
+        for name, x in inputs.items()
+    }
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The named tensors that will be one flat vector: every parameter that asks for a gradient."""
+    """Return every parameter that asks for a gradient; together they form the flat vector."""
     found = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not found:
         raise DpfedError("the model has no trainable tensor: set model.train to lora, full or head")
@@ -258,21 +261,22 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def refuse_batch_norm(model: nn.Module) -> None:
+    """Refuse a model whose batch norm mixes the records of a batch."""
     for name, module in model.named_modules():
         if not isinstance(module, _BatchNorm):
             continue
         learns = any(p.requires_grad for p in module.parameters())
-        if (
-            module.training or learns or module.running_mean is None
-        ):  # without running statistics it mixes in eval too
+        # Without running statistics it mixes records in eval mode too.
+        if module.training or learns or module.running_mean is None:
             raise DpfedError(
-                f"{name} is a {type(module).__name__} that mixes the records of a batch, so no record's gradient is its "
-                "own: replace it by GroupNorm, or keep it frozen in eval mode (model.eval() and train = lora or head)"
+                f"{name} is a {type(module).__name__} that mixes the records of a batch, so no "
+                "record's gradient is its own: replace it by GroupNorm, or keep it frozen in eval "
+                "mode (model.eval() and train = lora or head)"
             )
 
 
-def install_twins(model: nn.Module, space: Space) -> None:
-    """Finds every module that uses a trainable tensor (a tied one has several) and exchanges it for its twin."""
+def install_batched_layers(model: nn.Module, space: Space) -> None:
+    """Replace the class of every module that uses a trainable tensor; a tied tensor has several."""
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     trained = {id(parameters[name]) for name in space.names}
@@ -281,27 +285,29 @@ def install_twins(model: nn.Module, space: Space) -> None:
         if id(parameter) not in trained:
             continue
         owner = tensor.rpartition(".")[0]
-        while isinstance(
-            modules[owner], nn.ParameterDict | nn.ParameterList | nn.ModuleDict | nn.ModuleList
-        ):
-            owner = owner.rpartition(".")[
-                0
-            ]  # containers have no forward: the module above reads the tensor
-        module = modules[owner]
-        if isinstance(module, nn.Embedding) and (
-            module.max_norm is not None or module.scale_grad_by_freq
-        ):
-            raise DpfedError(
-                f"{owner} is an Embedding with max_norm or scale_grad_by_freq, which mix records: switch them off"
-            )
-        if (
-            hasattr(module, "_plain_dims")
-            or hasattr(module, "_windows")
-            or type(module) in TWINS.values()
-        ):
-            continue
-        if type(module) in TWINS and all(id(p) in trained for p in module.parameters()):
-            install_batched_layer(module, TWINS[type(module)])
-        elif not special_batched_layer(module, modules.get(owner.rpartition(".")[0])):
-            module._plain_dims = {n: p.dim() for n, p in module.named_parameters()}
-            install_batched_layer(module, vmap_layer(type(module)))
+        # Containers have no forward pass: the module above reads the tensor.
+        while isinstance(modules[owner], CONTAINERS):
+            owner = owner.rpartition(".")[0]
+        parent = modules.get(owner.rpartition(".")[0])
+        _install_batched(modules[owner], owner, parent, trained)
+
+
+def _install_batched(
+    module: nn.Module, name: str, parent: nn.Module | None, trained: set[int]
+) -> None:
+    if isinstance(module, nn.Embedding) and (
+        module.max_norm is not None or module.scale_grad_by_freq
+    ):
+        raise DpfedError(
+            f"{name} is an Embedding with max_norm or scale_grad_by_freq, which mix records: "
+            "switch them off"
+        )
+    mapped = hasattr(module, "_plain_dims") or hasattr(module, "_windows")
+    if mapped or type(module) in BATCHED_LAYERS.values():
+        return
+    batched = BATCHED_LAYERS.get(type(module))
+    if batched is not None and all(id(p) in trained for p in module.parameters()):
+        module.__class__ = batched
+    elif not install_swin_bias(module, parent):
+        module._plain_dims = {n: p.dim() for n, p in module.named_parameters()}  # type: ignore[assignment]
+        module.__class__ = vmap_layer(type(module))

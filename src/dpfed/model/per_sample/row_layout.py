@@ -1,4 +1,4 @@
-"""How the trainable tensors lie in a row that is not the flat vector itself: some as their transposes, with room between them."""
+"""Rows that hold the trainable tensors with gaps between them, some as transposes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from torch import Tensor
 
 from dpfed.model.parameter_vector import Space
 
-LARGE = (
-    2**15
-)  # numbers that a copy of their own is worth; an index for each number costs more than it moves
+# Mean size of pieces from which a copy of each is faster than an index of each number.
+LARGE = 2**15
 
 
 @dataclass
 class Piece:
-    """A stretch of numbers: where it begins in the vector and in the row, and its two sides if the row has its transpose."""
+    """A stretch of numbers.
+
+    vector, row  where it starts in the vector and in the row
+    sides        the two sides of its tensor if the row holds the transpose, else None
+    """
 
     vector: int
     row: int
@@ -26,17 +29,19 @@ class Piece:
 
 
 class Layout:
-    """Rows in which each tensor begins at a multiple of `step`, and `turned` ones are held as their transposes.
+    """The places of tensors in rows, where each starts at a multiple of `step`.
 
-    Few large pieces are copied one by one; many small ones go together, by one index for each number.
+    `transposed` says which tensors the row holds as transposes. A few large pieces are copied one
+    by one; many small ones are copied together, by one index for each number.
     """
 
-    def __init__(self, space: Space, turned: Sequence[bool], step: int = 1) -> None:
-        self.starts = [0]  # of each tensor in the row, and the row's end
+    def __init__(self, space: Space, transposed: Sequence[bool], step: int = 1) -> None:
+        # The start of each tensor in the row, then the row's end.
+        self.starts = [0]
         self.pieces: list[Piece] = []
         self.size = 0
-        for shape, is_turned in zip(space.shapes, turned, strict=True):
-            sides = (shape[0], shape[1]) if is_turned else None
+        for shape, is_transposed in zip(space.shapes, transposed, strict=True):
+            sides = (shape[0], shape[1]) if is_transposed else None
             self._append(Piece(self.size, self.starts[-1], shape.numel(), sides))
             self.size += shape.numel()
             self.starts.append(self.starts[-1] + -(-shape.numel() // step) * step)
@@ -47,22 +52,23 @@ class Layout:
     def _append(self, piece: Piece) -> None:
         last = self.pieces[-1] if self.pieces else None
         if last and last.sides is piece.sides is None and last.row + last.size == piece.row:
-            last.size += piece.size  # side by side in both: one stretch
+            # Adjacent in the vector and in the row: one stretch.
+            last.size += piece.size
         else:
             self.pieces.append(piece)
 
     def index(self) -> Tensor:
-        """`[P]`: the place of every coordinate of the vector in the row."""
+        """Return the place in the row of every coordinate of the vector, `[P]`."""
         places = [torch.arange(0)]
         for piece in self.pieces:
             within = piece.row + torch.arange(piece.size)
-            places.append(
-                within if piece.sides is None else within.view(piece.sides[::-1]).t().reshape(-1)
-            )
+            if piece.sides is not None:
+                within = within.view(piece.sides[::-1]).t().reshape(-1)
+            places.append(within)
         return torch.cat(places)
 
     def rows(self, vectors: Tensor, dtype: torch.dtype) -> Tensor:
-        """`[S, P]` -> rows of their own, with zeros in between."""
+        """Return new rows for vectors `[S, P]`, with zeros in the gaps."""
         rows = vectors.new_zeros(vectors.shape[0], self.starts[-1], dtype=dtype)
         if self._index is not None:
             return rows.index_copy_(1, self._index.to(vectors.device), vectors.to(dtype))
@@ -71,7 +77,7 @@ class Layout:
         return rows
 
     def vectors(self, rows: Tensor) -> Tensor:
-        """Back again; the rows themselves where they are the vectors."""
+        """Return the vectors `[S, P]` of rows; the rows themselves if the two are equal."""
         if self.is_vector:
             return rows
         if self._index is not None:

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from dpfed.errors import DpfedError
+from dpfed.errors import DpfedError, counted
 from dpfed.privacy.ledger.charge import Charge
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.plan import Plan
-from dpfed.text import counted
 from dpfed.training.budget.spending import Budget
 from dpfed.training.job.job import Job
 

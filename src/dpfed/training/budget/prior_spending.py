@@ -15,7 +15,7 @@ from typing import Any
 
 from dpfed.config import Config
 from dpfed.errors import DpfedError
-from dpfed.model.zoo.pretrained import HubSilentError, hub_file, hub_metadata
+from dpfed.model.zoo.hub import HubSilentError, hub_file, hub_metadata
 from dpfed.privacy.accounting.guarantee import UNCOUNTED, Planned, Prior, PriorSpending
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.training.budget.release import NO_PRIVACY, SEEDED

@@ -12,7 +12,7 @@ from typing import Self
 
 import numpy as np
 
-from dpfed.errors import DpfedError, StoppedError
+from dpfed.errors import DpfedError, StoppedError, counted
 from dpfed.privacy.accounting.guarantee import (
     MAX_EXACT_KINDS,
     NO_PRIOR_SPENDING,
@@ -28,7 +28,6 @@ from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.plan import Plan, Schedule
 from dpfed.privacy.published import show_setting
-from dpfed.text import counted
 from dpfed.training.job.job import Job
 
 # A statement contains at most this many mechanisms; more are rounded up to a grid.

@@ -1,18 +1,24 @@
-"""Show a run on stderr: a progress bar on a terminal, plain lines anywhere else."""
+"""Show progress on stderr: a bar on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
+from dpfed.errors import counted
 from dpfed.privacy.published import show_loss, show_score
-from dpfed.text import counted
 from dpfed.training.callbacks.activity import Activity
 from dpfed.training.callbacks.base import Callback
 from dpfed.training.job.job import Job
@@ -20,12 +26,49 @@ from dpfed.training.job.message_size import traffic
 from dpfed.training.result import guarantee
 from dpfed.training.rounds import Round
 
-Clock = Callable[[], float]
-# Seconds without a line after which a plain log shows the current activity.
+# A plain log shows the current activity after this many seconds without a line.
 SILENCE_S = 10.0
+# A plain log of a run has about this many lines of rounds.
+ROUND_LINES = 10
 
 
-class ProgressDisplay(Callback):
+class Display:
+    """A bar with named fields on a terminal; elsewhere only `say` prints."""
+
+    def __init__(self, columns: list[ProgressColumn], total: int | None, **fields: str) -> None:
+        console = Console(stderr=True)
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            self._bar = Progress(*columns, console=console)
+            shown: dict[str, Any] = dict(fields)
+            self._task = self._bar.add_task("", total=total, **shown)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, *lines: str) -> None:
+        """Print lines, above the bar if there is one."""
+        for line in lines:
+            if self._bar is not None:
+                self._bar.console.print(line, highlight=False, markup=False)
+            else:
+                print(line, file=sys.stderr, flush=True)
+
+    def _update(self, **fields: Any) -> bool:
+        """Change fields of the bar; return False if there is no bar."""
+        if self._bar is None:
+            return False
+        self._bar.update(self._task, **fields)
+        return True
+
+
+class ProgressDisplay(Display, Callback):
     """Show rounds and the work inside them on stderr; stdout is for results.
 
     show_warnings  print the job's warnings before round 1
@@ -34,102 +77,76 @@ class ProgressDisplay(Callback):
     def __init__(
         self,
         rounds: int,
-        lines: int = 10,
-        clock: Clock = time.monotonic,
+        clock: Callable[[], float] = time.monotonic,
         show_warnings: bool = True,
     ) -> None:
+        columns = [
+            TextColumn("round"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("accuracy {task.fields[accuracy]}  epsilon {task.fields[epsilon]}"),
+            TimeRemainingColumn(),
+            TextColumn("[dim]{task.fields[activity]}"),
+        ]
+        super().__init__(columns, rounds, accuracy="", epsilon="", activity="")
         self._show_warnings = show_warnings
         self._rounds = rounds
-        self._every = max(1, rounds // lines)
         self._clock = clock
         self._last_line = clock()
-        self._console = Console(stderr=True)
-        self._bar: Progress | None = None
-        if self._console.is_terminal:
-            self._bar = Progress(
-                TextColumn("round"),
-                MofNCompleteColumn(),
-                BarColumn(),
-                TextColumn("accuracy {task.fields[accuracy]}  epsilon {task.fields[epsilon]}"),
-                TimeRemainingColumn(),
-                TextColumn("[dim]{task.fields[activity]}"),
-                console=self._console,
-            )
-            empty: dict[str, Any] = {"accuracy": "", "epsilon": "", "activity": ""}
-            self._task = self._bar.add_task("round", total=rounds, **empty)
 
-    def __enter__(self) -> ProgressDisplay:
-        if self._bar is not None:
-            self._bar.start()
-        return self
+    def __exit__(self, *error: object) -> None:
+        self._update(activity="")
+        super().__exit__(*error)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, activity="")
-            self._bar.stop()
-
-    def say(self, line: str) -> None:
+    def say(self, *lines: str) -> None:
+        """Print lines, and restart the timer of `on_activity`."""
         self._last_line = self._clock()
-        if self._bar is not None:
-            self._bar.console.print(line, highlight=False, markup=False)
-        else:
-            print(line, file=sys.stderr, flush=True)
+        super().say(*lines)
 
     def on_start(self, job: Job) -> None:
-        for line in summary(job):
-            self.say(line)
-        for note in job.notes:
-            self.say(f"note: {note}")
+        self.say(*summary(job), *(f"note: {note}" for note in job.notes))
         if self._show_warnings:
-            for line in warning_lines(job.warnings):
-                self.say(line)
+            self.say(*warning_lines(job.warnings))
 
     def on_activity(self, activity: Activity) -> None:
-        """Show progress inside a round: at once on a terminal, elsewhere after a silence."""
-        if self._bar is not None:
-            self._bar.update(self._task, activity=str(activity))
-        elif self._clock() - self._last_line >= SILENCE_S:
-            round = "" if activity.round is None else f"round {activity.round}/{self._rounds}  "
-            self.say(f"{round}{activity}")
+        """Show progress inside a round: on a plain log only after SILENCE_S without a line."""
+        if self._update(activity=str(activity)):
+            return
+        if self._clock() - self._last_line >= SILENCE_S:
+            place = "" if activity.round is None else f"round {activity.round}/{self._rounds}  "
+            self.say(f"{place}{activity}")
 
     def on_round(self, round: Round) -> None:
-        accuracy = None if round.accuracy is None else show_score(round.accuracy)
-        epsilon = None if round.epsilon is None else show_loss(round.epsilon, 2)
-        if self._bar is not None:
-            shown: dict[str, Any] = {"accuracy": accuracy, "epsilon": epsilon}
-            self._bar.update(
-                self._task, completed=round.t, **{k: v for k, v in shown.items() if v is not None}
-            )
-        elif round.t % self._every == 0 or round.t == self._rounds:
-            scores = f"accuracy {accuracy or '-'}  epsilon {epsilon or '-'}"
+        """Show a completed round; a plain log shows about ROUND_LINES of them."""
+        shown = {}
+        if round.accuracy is not None:
+            shown["accuracy"] = show_score(round.accuracy)
+        if round.epsilon is not None:
+            shown["epsilon"] = show_loss(round.epsilon, 2)
+        if self._update(completed=round.t, **shown):
+            return
+        if round.t % max(1, self._rounds // ROUND_LINES) == 0 or round.t == self._rounds:
+            scores = f"accuracy {shown.get('accuracy', '-')}  epsilon {shown.get('epsilon', '-')}"
             self.say(f"round {round.t}/{self._rounds}  {scores}  {round.seconds:.1f} s")
 
 
 def summary(job: Job) -> list[str]:
-    """Return the run in a few lines: sizes, traffic and privacy."""
+    """Return a few lines on the sizes, the traffic and the privacy of a run."""
     plan, schedule = job.plan, job.schedule
-    lines = [
+    sent = traffic(job.algorithm, job.space)
+    privacy = "NO PRIVACY: noise is off, nothing that leaves a client is protected"
+    if plan.private:
+        privacy = f"privacy: {guarantee(job)}; clip norm {plan.clip:g}"
+    return [
         f"{job.algorithm.name} on {job.config.data.name}: "
         f"{counted(schedule.clients, 'client')}, {schedule.cohort} per round, "
         f"{counted(schedule.rounds, 'round')} of {counted(schedule.local_steps, 'local step')}; "
         f"{job.config.model.name} with {counted(job.space.size, 'trainable number')} in "
         f"{counted(job.space.num_blocks, 'block')}",
-    ]
-    sent = traffic(job.algorithm, job.space)
-    lines.append(
         f"each client and round: {sent.up_numbers:,} numbers up ({sent.up_bytes / 1e6:.2f} MB), "
-        f"{sent.down_numbers:,} down ({sent.down_bytes / 1e6:.2f} MB)"
-    )
-    if plan.private:
-        lines.append(f"privacy: {guarantee(job)}; clip norm {plan.clip:g}")
-    else:
-        lines.append("NO PRIVACY: noise is off, nothing that leaves a client is protected")
-    return lines
+        f"{sent.down_numbers:,} down ({sent.down_bytes / 1e6:.2f} MB)",
+        privacy,
+    ]
 
 
 def warning_lines(sentences: Sequence[str]) -> list[str]:

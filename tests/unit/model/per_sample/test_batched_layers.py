@@ -1,4 +1,7 @@
-"""Each twin against a plain loop of single-record backwards: any number of records and clients, padding, a NaN record."""
+"""Each batched layer agrees with a loop of single-record backward passes.
+
+The cases cover any number of records and clients, padding and a NaN record.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ often = settings(max_examples=60)
 
 
 class Around(nn.Module):
-    """leaf -> mask -> tanh -> a fixed read-out. A record `[k, ...]` is folded into the leading axis before the leaf."""
+    """A model of leaf, mask, tanh and a fixed read-out.
+
+    A record `[k, ...]` is folded into the leading axis before the leaf.
+    """
 
     def __init__(self, leaf: nn.Module, outputs: int) -> None:
         super().__init__()
@@ -44,7 +50,7 @@ class Around(nn.Module):
 def folded(
     leaf: nn.Module, shape: tuple[int, ...], n: int, s: int, k: int, seed: int, ids: int = 0
 ) -> None:
-    """Checks `leaf` on N records of k stretches of `shape`: whole, with padding, and with one NaN record."""
+    """Check `leaf` on N records of k parts of `shape`: all, with padding, with one NaN record."""
     generator = torch.Generator().manual_seed(seed)
     spread(leaf, seed)
     if isinstance(leaf, nn.Embedding):
@@ -60,11 +66,13 @@ def folded(
     mask = torch.ones(n, k)
     case.check({"x": x, "mask": mask}, labels, s, seed=seed)
     if n > 1:
-        mask[0] = 0  # a record that is padding altogether, and others in part
+        # One record is padding alone, others in part.
+        mask[0] = 0
         mask[1:] = torch.randint(0, 2, (n - 1, k), generator=generator).float()
         got = case.check({"x": x, "mask": mask}, labels, s, seed=seed)
         assert (got[0] == 0).all()
-        x[-1, -1] = float("nan") if x.is_floating_point() else 1  # an id that is never the padding
+        # An id that is never the padding.
+        x[-1, -1] = float("nan") if x.is_floating_point() else 1
         mask = torch.ones(n, k)
         mask[-1, -1] = float("nan")
         case.check({"x": x, "mask": mask}, labels, s, nan=n - 1, seed=seed)
@@ -73,7 +81,7 @@ def folded(
 @often
 @given(RECORDS, CLIENTS, FOLDS, SEEDS, st.sampled_from([(), (3,), (2, 3)]), st.booleans())
 def test_linear(n: int, s: int, k: int, seed: int, middle: tuple[int, ...], bias: bool) -> None:
-    """2-D, 3-D and 4-D activations."""
+    """The activations have two, three and four dimensions."""
     folded(nn.Linear(4, 3, bias=bias), (*middle, 4), n, s, k, seed)
 
 
@@ -111,15 +119,15 @@ def test_group_norm(n: int, s: int, k: int, seed: int, groups: int, rest: tuple[
 def test_embedding(
     n: int, s: int, k: int, seed: int, padding_idx: int | None, rest: tuple[int, ...]
 ) -> None:
-    """Few ids and many places, so that ids repeat inside a record; the padding row gets no gradient."""
+    """Ids repeat inside a record, and the padding row gets no gradient."""
     folded(nn.Embedding(5, 3, padding_idx=padding_idx), rest, n, s, k, seed, ids=5)
 
 
 @pytest.mark.parametrize("bad", [3, -1])
 def test_embedding_refuses_ids_beyond_its_table(bad: int) -> None:
-    """In the table of all copies such an id would be a row of another record's copy."""
+    """In the table of all copies such an id would address another record's copy."""
     leaf = nn.Embedding(3, 2)
-    batched_layers.install_batched_layer(leaf, batched_layers.TwinEmbedding)
+    leaf.__class__ = batched_layers.BatchedEmbedding
     copies = {"weight": leaf.weight.expand(2, 3, 2)}
     torch.func.functional_call(leaf, copies, (torch.tensor([[2], [1]]),))
     with pytest.raises(IndexError):
@@ -163,7 +171,7 @@ def test_conv2d(
     bias: bool,
     product: bool,
 ) -> None:
-    """As a product for each record, where it can be one, and as one convolution with a group for each."""
+    """The convolution is computed as one product per record and as one with a group per record."""
     conv = nn.Conv2d(
         4,
         4,
@@ -176,7 +184,7 @@ def test_conv2d(
         padding_mode=mode,
     )  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batched_layers.TwinConv2d, "_pays", lambda self, x: product)
+        patch.setattr(batched_layers.TwinConv2d, "_product_is_faster", lambda self, x: product)
         folded(conv, (4, 7, 6), n, s, k, seed)
 
 
@@ -189,7 +197,7 @@ def test_conv2d_is_a_product_only_where_that_is_the_same(
 ) -> None:
     made: list[int] = []
     product = batched_layers.TwinConv2d._product
-    monkeypatch.setattr(batched_layers.TwinConv2d, "_pays", lambda self, x: True)
+    monkeypatch.setattr(batched_layers.TwinConv2d, "_product_is_faster", lambda self, x: True)
     monkeypatch.setattr(
         batched_layers.TwinConv2d, "_product", lambda self, x: made.append(1) or product(self, x)
     )
@@ -199,14 +207,14 @@ def test_conv2d_is_a_product_only_where_that_is_the_same(
 
 
 def test_conv2d_on_a_cpu_goes_the_quicker_way() -> None:
-    """Products where weights are many and places few."""
+    """Convolutions with many weights and few places are products."""
 
     def pays(channels: int, side: int, kernel: int = 3, outs: int | None = None) -> bool:
         conv = nn.Conv2d(channels, outs or channels, kernel, padding=kernel // 2)
-        batched_layers.install_batched_layer(conv, batched_layers.TwinConv2d)
+        conv.__class__ = batched_layers.TwinConv2d
         x = torch.empty(4, 1, channels, side, side)
-        assert conv._pays(x.to("meta"))
-        return conv._pays(x)
+        assert conv._product_is_faster(x.to("meta"))
+        return conv._product_is_faster(x)
 
     assert [pays(c, side) for c, side in ((64, 32), (128, 16), (64, 4), (256, 8), (512, 4))] == [
         False
@@ -227,7 +235,10 @@ def test_conv2d_padding_by_name(padding: str, mode: str) -> None:
 
 
 class Gate(nn.Module):
-    """Has no twin of its own: raw parameters, one of them a single number, and a child that has a twin."""
+    """A module without a batched class.
+
+    It has raw parameters, one of them a single number, and a child with a batched class.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +251,7 @@ class Gate(nn.Module):
 
 
 class Dictionary(nn.Module):
-    """Its parameters sit in containers, which have no forward."""
+    """A module whose parameters are in containers, which have no forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +265,7 @@ class Dictionary(nn.Module):
 
 
 class OddLinear(nn.Linear):
-    """A subclass may do something else, so it never gets the twin of its parent."""
+    """A subclass may compute something else, so it never gets its parent's batched class."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * self.weight.sum()
@@ -272,7 +283,7 @@ def test_general_way(
 
 
 def test_parameters_of_the_model_itself() -> None:
-    """The owner is the root: the whole forward goes through vmap."""
+    """The root module owns the parameter, so vmap maps the whole forward pass."""
 
     class Root(nn.Module):
         def __init__(self) -> None:
@@ -303,77 +314,13 @@ def test_parameters_of_the_model_itself() -> None:
 def test_half_frozen_modules(
     build: Callable[[], nn.Module], shape: tuple[int, ...], frozen: str
 ) -> None:
-    """Only the bias trains, or only the weight."""
+    """Only the bias or only the weight is trained."""
     leaf = build()
     leaf.get_parameter(frozen).requires_grad_(False)
     folded(leaf, shape, n=5, s=2, k=2, seed=3)
 
 
-# ---- shared leading axis, tied weights, ordinary behaviour
-
-
-class Positions(nn.Module):
-    """BERT's way: position ids `[1, L]` that all records share; and a shared activation through norm and linear."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(4, 3)
-        self.norm = nn.LayerNorm(3)
-        self.linear = nn.Linear(3, 3)
-        self.classifier = nn.Linear(3, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        position = self.linear(self.norm(self.table(torch.arange(4).unsqueeze(0))))
-        return self.classifier(torch.tanh(x + position).mean(1))
-
-
-@often
-@given(RECORDS, CLIENTS, SEEDS)
-def test_shared_leading_axis(n: int, s: int, seed: int) -> None:
-    x = torch.randn(n, 4, 3, generator=torch.Generator().manual_seed(seed))
-    case = Case(spread(Positions(), seed))
-    case.check({"x": x}, torch.arange(n) % CLASSES, s)
-    if n > 1:
-        x[0, 0, 0] = float("nan")
-        case.check({"x": x}, torch.arange(n) % CLASSES, s, nan=0)
-
-
-class Tied(nn.Module):
-    def __init__(self, bias: bool) -> None:
-        super().__init__()
-        self.words = nn.Embedding(6, 4)
-        self.out = nn.Linear(4, 6, bias=bias)
-        self.out.weight = self.words.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.out(torch.tanh(self.words(ids)).mean(1))
-
-
-@often
-@given(RECORDS, CLIENTS, SEEDS, st.booleans())
-def test_tied_weights_get_the_summed_gradient(n: int, s: int, seed: int, bias: bool) -> None:
-    ids = torch.randint(0, 6, (n, 3), generator=torch.Generator().manual_seed(seed))
-    case = Case(spread(Tied(bias), seed))
-    assert case.space.names == (
-        "words.weight",
-        *(["out.bias"] if bias else []),
-    )  # one tensor, once in the vector
-    got = case.check({"ids": ids}, torch.arange(n) % 6, s)
-    if n:  # both uses are in it: rows of words that are absent still get the output's gradient
-        assert (got[0].view(-1)[: 6 * 4].view(6, 4) != 0).all()
-
-
-def test_a_leaf_used_twice_gets_the_summed_gradient() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one = nn.Linear(CLASSES, CLASSES)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.one(torch.tanh(self.one(x)))
-
-    x = torch.randn(5, CLASSES, generator=torch.Generator().manual_seed(0))
-    Case(spread(Twice())).check({"x": x}, torch.arange(5) % CLASSES, clients=2)
+# ---- ordinary behaviour
 
 
 LEAVES: list[tuple[nn.Module, Tensor]] = [
@@ -397,10 +344,11 @@ def test_ordinary_behaviour_is_unchanged(leaf: nn.Module, x: Tensor) -> None:
     assert isinstance(leaf, cls)
     assert list(leaf.state_dict()) == names
     assert torch.equal(leaf(x), want)
-    assert len(seen) == 2  # the hook is still there
+    # The hook is still there.
+    assert len(seen) == 2
 
 
-@pytest.mark.parametrize("cls", batched_layers.TWINS)
+@pytest.mark.parametrize("cls", batched_layers.BATCHED_LAYERS)
 def test_only_what_trains_is_exchanged(cls: type[nn.Module]) -> None:
     args = {
         nn.Linear: (3, 3),
@@ -411,9 +359,8 @@ def test_only_what_trains_is_exchanged(cls: type[nn.Module]) -> None:
     }[cls]
     model = nn.Sequential(cls(*args).requires_grad_(False), nn.Linear(3, 3))
     PerSample(model, space_of(trainable(model)), call, per_record_loss)
-    assert type(model[0]) is (
-        FusedLayerNorm if cls is nn.LayerNorm else cls
-    )  # a frozen norm may go by a kernel
+    # A frozen norm may use a kernel.
+    assert type(model[0]) is (FusedLayerNorm if cls is nn.LayerNorm else cls)
     assert type(model[1]) is batched_layers.BatchedLinear
 
 

@@ -54,7 +54,8 @@ from dpfed.model.per_sample.gradients import trainable
 from dpfed.model.per_sample.isolation_check import RECORDS, check_apart
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo.built import Built
-from dpfed.model.zoo.text import AutoCausal, AutoText, tokens
+from dpfed.model.zoo.text import AutoCausal, AutoText
+from dpfed.model.zoo.text_inputs import tokens
 from dpfed.model.zoo.vision import AutoImage
 
 Build = Callable[[], nn.Module]
@@ -78,7 +79,7 @@ def longformer() -> nn.Module:
 
 
 def opt() -> nn.Module:
-    """Counts its positions by the mask."""
+    """A model that counts positions by the mask."""
     config = OPTConfig(
         vocab_size=20, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, ffn_dim=12,
         max_position_embeddings=24, word_embed_proj_dim=8, dropout=0.0, pad_token_id=1,
@@ -142,7 +143,7 @@ def test_padding_by_another_token_than_the_models_own(tmp_path: Path) -> None:
 
 
 class PaddedPositions(BertForSequenceClassification):
-    """Counts positions from the end of the padded batch, so that padding moves every token."""
+    """A model that counts positions from the end, so that padding moves every token."""
 
     def forward(self, input_ids: Tensor, attention_mask: Any = None) -> Any:
         length = input_ids.shape[1]
@@ -151,7 +152,7 @@ class PaddedPositions(BertForSequenceClassification):
 
 
 class NextRecord(BertForSequenceClassification):
-    """Adds a part of the next record's scores."""
+    """A model that adds a part of the next record's scores."""
 
     def forward(self, input_ids: Tensor, attention_mask: Any = None) -> Any:
         out = super().forward(input_ids, attention_mask)
@@ -160,7 +161,7 @@ class NextRecord(BertForSequenceClassification):
 
 
 class FirstExpertFull(BertForSequenceClassification):
-    """An expert that takes so many tokens of a batch and no more."""
+    """An expert that takes at most a fixed number of tokens of a batch."""
 
     def forward(self, input_ids: Tensor, attention_mask: Any = None) -> Any:
         out = super().forward(input_ids, attention_mask)
@@ -217,7 +218,7 @@ class SwappedLayer(nn.Linear):
 
 
 def test_the_comparison_is_with_the_layers_before_they_are_exchanged() -> None:
-    """One layer computes something else after the plain model was asked."""
+    """A layer that computes something else after the plain model was called."""
     model, plain = ready(BertForSequenceClassification(BertConfig(**SIZES, num_labels=3)))
     forms = tokens(model.model, False)
     assert faithful_form(model, plain, forms) is forms[0]

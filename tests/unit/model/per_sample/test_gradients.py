@@ -1,4 +1,4 @@
-"""Per-sample gradients of whole Transformers, against a plain loop of single-record backwards (SPEC 9: O9, O10)."""
+"""Per-sample gradients of Transformers agree with a loop of single-record backward passes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dpfed.model.parameter_vector import space_of
 from dpfed.model.per_sample.gradients import PerSample, call, trainable
 from dpfed.model.task import per_record_loss
 
-# ---- the reference, which knows nothing of twins
+# ---- the reference, which uses no batched layers
 
 
 # ---- tiny models
@@ -56,7 +56,7 @@ def test_a_nan_image_stays_alone(name: str, train: str) -> None:
 
 @pytest.mark.parametrize("train", ["full", "lora"])
 def test_a_nan_text_stays_alone(train: str) -> None:
-    """Tokens cannot be NaN, so the record comes as vectors; the word table is then unused and its gradient zero."""
+    """Tokens cannot be NaN, so the record enters as vectors and the word table has no gradient."""
     case = Case(adapted(bert(), train))
     vectors = torch.randn(5, 7, 8, generator=torch.Generator().manual_seed(1))
     vectors[3, 1, 0] = float("nan")
@@ -71,7 +71,7 @@ def test_a_nan_text_stays_alone(train: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_padding_records_change_no_other(name: str) -> None:
-    """Unused slots of the engine hold copies of some record: the others' gradients do not depend on them."""
+    """Unused slots hold copies of a record; the gradients of the others do not depend on them."""
     build, make = MODELS[name]
     case = Case(adapted(build(), "lora"))
     inputs, theta, client = make(5), case.rows(2), torch.tensor([0, 1, 1, 0, 1])
@@ -84,10 +84,11 @@ def test_padding_records_change_no_other(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["bert", "roberta"])
 def test_padding_tokens_change_nothing(name: str) -> None:
-    """What stands behind the mask is not seen (RoBERTa reads positions from the ids, so only its length may change)."""
+    """Padding has no effect. RoBERTa reads positions from ids, so only its length changes."""
     build, make = MODELS[name]
     case = Case(adapted(build(), "lora"))
-    short = {k: v[:, :4] for k, v in make(1).items()}  # the first record has four tokens
+    # The first record has four tokens.
+    short = {k: v[:, :4] for k, v in make(1).items()}
     args = case.rows(1), torch.tensor([0])
     a = torch.cat(case.ready.grads(*args, make(1), labels_of(1)), 1)
     b = torch.cat(case.ready.grads(*args, short, labels_of(1)), 1)
@@ -96,7 +97,7 @@ def test_padding_tokens_change_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("absolute", [False, True])
 def test_swin_with_other_sizes(absolute: bool) -> None:
-    """Windows of 4, padding inside the model (10 x 10 patches), and the absolute table, which goes through vmap."""
+    """Windows of 4 pad the 10 x 10 patches, and vmap maps the absolute position table."""
     model = swin(image_size=20, window_size=4, use_absolute_embeddings=absolute)
     case = Case(adapted(model, "full"))
     case.check(images(20)(2), labels_of(2), clients=2)
@@ -107,7 +108,7 @@ def test_swin_with_other_sizes(absolute: bool) -> None:
 
 @pytest.mark.parametrize("train", TRAIN)
 @pytest.mark.parametrize("name", MODELS)
-def test_twins_leave_the_model_alone(name: str, train: str) -> None:
+def test_batched_layers_leave_the_model_alone(name: str, train: str) -> None:
     build, make = MODELS[name]
     model = adapted(build(), train)
     names = [n for n, _ in model.named_parameters()]
@@ -119,7 +120,7 @@ def test_twins_leave_the_model_alone(name: str, train: str) -> None:
     assert [n for n, _ in model.named_parameters()] == names
     after = model.state_dict()
     assert list(after) == list(before)
-    assert all(torch.equal(after[n], before[n]) for n in before)  # O10: bitwise
+    assert all(torch.equal(after[n], before[n]) for n in before)
     with torch.no_grad():
         assert torch.equal(model(**make(2)).logits, want)
     assert torch.equal(case.ready.scores(case.theta, make(2)), want)
@@ -155,7 +156,7 @@ def test_scores_are_the_models_own() -> None:
 
 
 def test_a_second_preparation_is_the_same() -> None:
-    """A model that already carries twins can be made ready again (a second space, an evaluation beside a run)."""
+    """A model with batched layers can be prepared again, as for a second space."""
     model = adapted(swin(hidden_dropout_prob=0.2), "full")
     first, keys = Case(model), torch.tensor([5, 6])
     again = PerSample(model, first.space, call, per_record_loss)
@@ -197,7 +198,8 @@ def test_batch_norm_is_refused_with_the_fix() -> None:
 def test_frozen_batch_norm_in_eval_mode_works() -> None:
     model = WithBatchNorm()
     with torch.no_grad():
-        model.norm(torch.randn(20, 4) * 3 + 1)  # has seen something
+        # The running statistics change.
+        model.norm(torch.randn(20, 4) * 3 + 1)
     case = Case(adapted(model.eval(), "head"))
     assert all(n.startswith("classifier") for n in case.space.names)
     case.check(

@@ -1,4 +1,4 @@
-"""The frozen part and the head: where a model can be taken apart, where it cannot, and that both parts are the whole."""
+"""A model is split into frozen part and head if it can be, and the parts equal the whole."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dpfed.model.task import per_record_loss
 
 
 class Net(nn.Module):
-    """Two layers; `body` is frozen. `how` is what the forward does around its head."""
+    """Two layers, of which `body` is frozen; `how` names what surrounds the head."""
 
     def __init__(
         self, how: str = "plain", drop: float = 0.0, head: nn.Module | None = None
@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 
 class InPlace(nn.Sequential):
-    """Its first operation changes its input."""
+    """A head whose first operation changes its input in place."""
 
     def __init__(self) -> None:
         super().__init__(nn.Hardtanh(-0.2, 0.2, inplace=True), nn.Dropout(0.5), nn.Linear(3, 2))
@@ -66,7 +66,7 @@ def batch() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("head", [None, InPlace()], ids=["linear", "in place, with dropout"])
 def test_both_parts_are_the_whole(head: nn.Module | None, batch: dict[str, Tensor]) -> None:
-    """Scores and per-sample gradients, with the head's own dropout by the same keys."""
+    """Scores and per-sample gradients agree, with the head's dropout by the same keys."""
     torch.manual_seed(0)
     model, theta = ready(Net(head=head))
     parts = split(model, theta, {"x": torch.zeros(2, 4)})
@@ -100,7 +100,7 @@ def test_what_is_not_all_of_the_output_stays_whole(how: str) -> None:
 
 
 def test_what_follows_from_trained_weights_is_no_feature() -> None:
-    """It would be another at the next step."""
+    """The features would change at the next step."""
     torch.manual_seed(0)
     model, theta = ready(Net("before"))
     assert (
@@ -124,8 +124,8 @@ def test_the_module_that_holds_what_is_trained() -> None:
     assert heads_of(net, ("head.a.weight", "head.a.bias")) == ["head.a", "head"]
     assert heads_of(net, ("head.a.weight", "head.b.bias")) == ["head"]
     assert heads_of(net, ("body.weight", "head.b.bias")) == []
-    assert (
-        heads_of(nn.ModuleDict({"head": nn.Linear(2, 2)}), ("head.weight", "head.bias")) == []
-    )  # nothing is frozen
-    net["body"].weight = net["head"]["a"].weight  # used before the head too
+    # Nothing is frozen.
+    assert heads_of(nn.ModuleDict({"head": nn.Linear(2, 2)}), ("head.weight", "head.bias")) == []
+    # The weight is used before the head too.
+    net["body"].weight = net["head"]["a"].weight
     assert heads_of(net, ("head.a.weight", "head.a.bias")) == []

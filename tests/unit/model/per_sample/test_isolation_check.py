@@ -1,4 +1,4 @@
-"""The check before any private record is read: everything trains, and no record sees another."""
+"""The isolation check finds tensors that do not train and records that affect others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check(case: Case, inputs: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("train", TRAIN)
 @pytest.mark.parametrize("name", MODELS)
 def test_tiny_models_are_alive(name: str, train: str) -> None:
-    """Also with a key's bias among the trained tensors, whose gradient behind the softmax is zero but for rounding."""
+    """Sound models pass. A trained key bias behind a softmax has a gradient of rounding alone."""
     build, make = MODELS[name]
     check(Case(adapted(build(), train)), make(RECORDS))
 
@@ -37,7 +37,7 @@ def test_dropout_does_not_disturb_it() -> None:
 
 
 class Base(nn.Module):
-    """Linear, something in between, linear."""
+    """A model of two linear layers with a module between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def test_a_module_that_mixes_records_is_refused(mix: Callable[[Tensor], Tensor])
 
 
 def test_a_wrong_fold_is_refused() -> None:
-    """Stretches folded into the leading axis, but not batch-major: each copy meets another record's rows."""
+    """Parts are folded into the leading axis in the wrong order, so copies meet other records."""
 
     class Folded(nn.Module):
         def __init__(self) -> None:
@@ -122,8 +122,10 @@ def test_a_wrong_fold_is_refused() -> None:
 
 
 class Jumping(Base):
-    """A slope that depends on more than the record, so many times: as a ReLU's does at zero, by rounding. `double`: that in
-    double precision, where rounding does nothing."""
+    """A slope that depends on other records for a number of calls, as rounding decides a ReLU's.
+
+    `double`: the same in double precision, where rounding does nothing.
+    """
 
     def __init__(self, by: float, times: int = 1, double: float = 0.0) -> None:
         super().__init__()
@@ -146,7 +148,10 @@ def some() -> dict[str, Tensor]:
 
 
 def test_a_jump_by_rounding_is_told_from_an_error() -> None:
-    """A small difference that neither double precision has nor other weights is none; the model is as it was afterwards."""
+    """A small difference counts only if double precision or all other weights show it too.
+
+    The model is unchanged afterwards.
+    """
     model = Jumping(0.01)
     model.register_buffer("fine", torch.tensor([1 / 3], dtype=torch.float64))
     model.register_buffer("turned", torch.tensor([1 + 2j]))
@@ -165,12 +170,12 @@ def test_a_jump_by_rounding_is_told_from_an_error() -> None:
 
 
 def test_a_difference_with_all_weights_is_an_error() -> None:
-    """In float32 alone, as a kernel's would be."""
+    """A mixture in float32 alone, as a wrong kernel would give."""
     refused(Jumping(0.01, times=1000), r"(first|classifier)\.(weight|bias) differ")
 
 
 class Turning(Jumping):
-    """In float32 one record's slope depends on the others, another's each time, or always that of the first."""
+    """One record's slope depends on the others in float32: a random record's or the first's."""
 
     def __init__(self, always: bool) -> None:
         super().__init__(0.01, times=0)
@@ -186,7 +191,7 @@ class Turning(Jumping):
 
 
 def test_it_is_enough_that_every_record_agrees_with_some_weights() -> None:
-    """In a deep network hardly any weights are without a ReLU near zero for all records at once."""
+    """In a deep network most weights put some record's ReLU near zero."""
     check(Case(spread(Turning(always=False))), some())
     refused(Turning(always=True), r"(first|classifier)\.(weight|bias) differ")
 
@@ -230,7 +235,7 @@ def test_in_tiny_models_no_number_stays_alone(
 
 
 def test_what_carries_no_number_to_others_is_refused() -> None:
-    """Nothing times anything is nothing, but for what is no number."""
+    """Zero times any finite number is zero, but zero times NaN is NaN."""
 
     class Touching(Base):
         def between(self, y: Tensor) -> Tensor:
@@ -267,7 +272,7 @@ def test_a_precision_without_finite_gradients_is_refused() -> None:
 
 
 def test_rounding_of_half_precision_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gradient that is zero but for rounding may be anything when it is computed again: a GPU's additions have no order."""
+    """A gradient that is only rounding may differ each time: a GPU adds in no fixed order."""
     build, make = MODELS["vit"]
     inputs = {
         k: x.to(torch.bfloat16) if x.is_floating_point() else x for k, x in make(RECORDS).items()
@@ -288,7 +293,7 @@ def test_rounding_of_half_precision_is_no_difference(monkeypatch: pytest.MonkeyP
 
 
 class Strided(nn.Module):
-    """Odd numbers of channels, for which a CPU's kernel of grouped convolutions in bfloat16 reads beyond a group."""
+    """For odd numbers of channels the CPU's grouped bfloat16 convolution reads beyond a group."""
 
     def __init__(self, mode: str) -> None:
         super().__init__()
@@ -307,7 +312,7 @@ class Strided(nn.Module):
 def test_strided_convolutions_in_half_precision_keep_no_number_apart(
     mode: str, product: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TwinConv2d, "_pays", lambda self, x: product)
+    monkeypatch.setattr(TwinConv2d, "_product_is_faster", lambda self, x: product)
     model = Strided(mode)
     x = torch.randn(RECORDS, 3, 31, 31, generator=torch.Generator().manual_seed(0)).bfloat16()
     apart(Case(spread(model)), {"x": x}, torch.bfloat16)
@@ -335,7 +340,7 @@ def test_a_buffer_that_changes_is_named(cls: type[nn.Module]) -> None:
 
 
 def test_an_update_without_effect_is_refused() -> None:
-    """Straight-through: a gradient comes back, and yet the output never moves."""
+    """A straight-through layer: it has a gradient, but its output never changes."""
 
     class Straight(nn.Module):
         def __init__(self) -> None:
@@ -362,7 +367,7 @@ def test_what_cannot_be_computed_is_refused() -> None:
 
 
 def test_weights_that_never_reach_the_model_are_named() -> None:
-    """A forward that forgets to hand them over."""
+    """A forward pass that does not pass on its weights."""
     model = nn.Linear(4, CLASSES)
     space = space_of(trainable(model))
     ready = PerSample(model, space, lambda m, w, x: m(x["x"]).requires_grad_(), per_record_loss)

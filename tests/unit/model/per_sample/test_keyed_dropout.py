@@ -1,4 +1,4 @@
-"""Dropout by key: the mask is a function of the record's key, the layer and the place, and of nothing else."""
+"""The dropout mask depends on the record's key, the layer and the place alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dpfed.model.per_sample.keyed_dropout import KEY, install_keyed_dropout, keep_mask, mix, rule_of
+from dpfed.accel.operators.dropout import keep_mask, mix
+from dpfed.model.per_sample.keyed_dropout import KEY, install_keyed_dropout, rule_of
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
@@ -33,7 +34,7 @@ def keyed(model: nn.Module, x: Tensor, keys: Tensor) -> Tensor:
 
 @given(INT64)
 def test_mix_is_splitmix64(value: int) -> None:
-    """Against Python's unbounded integers."""
+    """The hash agrees with one on Python's unbounded integers."""
     x = value % 2**64
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
@@ -58,7 +59,7 @@ def test_mask_depends_on_the_key_alone(keys: list[int], salt: int, width: int, d
 
 @pytest.mark.parametrize("drop", [0.1, 0.5, 0.9])
 def test_keep_rate(drop: float) -> None:
-    """Within five standard deviations: over places, over keys that follow each other, over layers."""
+    """Shares lie within five standard deviations over places, successive keys and layers."""
     n = 100_000
     for kept in (
         keep_mask(torch.tensor([17]), rule_of(3, drop), n),
@@ -98,12 +99,13 @@ def test_layers_differ_and_values_are_scaled() -> None:
 
 
 def test_windows_of_a_record_follow_its_key() -> None:
-    """A leading axis of M*k, batch-major: the same record gets the same mask in any company."""
+    """A record with k rows gets the same mask in any batch."""
     model, x = nn.Sequential(nn.Dropout(0.4)), torch.ones(6, 5, 2)
     out = keyed(model, x, torch.tensor([8, 9, 10])).view(3, 2, 5, 2)
     alone = keyed(model, x[:2], torch.tensor([9]))
     assert torch.equal(out[1].reshape(2, 5, 2), alone)
-    assert not torch.equal(out[1][0], out[1][1])  # two windows, two parts of the mask
+    # Two windows, two parts of the mask.
+    assert not torch.equal(out[1][0], out[1][1])
 
 
 def test_identity_without_keys() -> None:
@@ -111,7 +113,8 @@ def test_identity_without_keys() -> None:
     install_keyed_dropout(model)
     assert torch.equal(model(x), x)
     model.train()
-    assert torch.equal(model(x), x)  # the mode of the module plays no part
+    # The mode of the module does not matter.
+    assert torch.equal(model(x), x)
 
 
 def test_expectation_is_preserved() -> None:
@@ -139,9 +142,8 @@ def test_an_activation_that_fits_no_record_is_an_error() -> None:
 def dropping(name: str) -> Case:
     if name == "swin":
         return Case(adapted(swin(hidden_dropout_prob=0.2, drop_path_rate=0.4), "full"))
-    if (
-        name == "vit-full"
-    ):  # its embeddings own raw parameters and a dropout: the general way carries the keys
+    # Its embeddings own raw parameters and a dropout, so vmap maps the keys.
+    if name == "vit-full":
         return Case(adapted(vit(hidden_dropout_prob=0.3), "full"))
     if name == "vit-lora":
         return Case(adapted(vit(), "lora", dropout=0.3))
@@ -176,7 +178,7 @@ def test_a_record_drops_the_same_in_any_fleet(name: str) -> None:
 
 
 def test_gradients_with_dropout_equal_masks_written_out() -> None:
-    """The loop again, on a model that multiplies by the masks of its records itself."""
+    """A model that multiplies by its records' masks gives the same gradients."""
 
     class Masked(nn.Module):
         def __init__(self) -> None:
@@ -207,9 +209,8 @@ def test_drop_path_is_one_decision_per_record() -> None:
     def watch(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
         given, out = args[0].flatten(1), out.flatten(1)
         factor = out.norm(dim=1) / given.norm(dim=1)
-        torch.testing.assert_close(
-            out, given * factor.unsqueeze(1)
-        )  # all of the record, or nothing of it
+        # A record is kept or dropped as a whole.
+        torch.testing.assert_close(out, given * factor.unsqueeze(1))
         seen.append((float(module.drop_prob), factor.detach()))
 
     paths = [m for m in case.ready.model.modules() if type(m).__name__.endswith("DropPath")]
@@ -232,7 +233,8 @@ def test_drop_path_is_one_decision_per_record() -> None:
             abs(kept.float().mean() - (1 - rate)) <= 5 * (rate * (1 - rate) / count) ** 0.5 + 1e-6
         )
     strong = [factor for rate, factor in seen if rate == max(rates)]
-    assert len(strong) < 2 or not torch.equal(strong[0], strong[1])  # layers decide by themselves
+    # Layers draw independently.
+    assert len(strong) < 2 or not torch.equal(strong[0], strong[1])
 
 
 def test_drop_path_keeps_the_windows_of_a_record_together() -> None:

@@ -1,4 +1,4 @@
-"""Tensors in rows: piece by piece or by an index, every number is where it should be."""
+"""Row layouts put every number in its place, by pieces or by an index."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def spaced(shapes: list[tuple[int, ...]]) -> Space:
 
 
 def both(space: Space, turned: list[bool], step: int) -> tuple[Layout, Layout]:
-    """By pieces, by an index."""
+    """Return a layout that copies by pieces, and one that copies by an index."""
     made = []
     for large in (0, 10**9):
         with pytest.MonkeyPatch.context() as patch:
@@ -62,7 +62,8 @@ def test_both_ways_are_the_same(
             if is_turned:
                 wanted = wanted.view(count, *shape).transpose(1, 2).reshape(count, -1)
             assert torch.equal(found, wanted)
-        assert int((rows != 0).sum()) == vectors.numel()  # and zeros in between
+        # The gaps are zeros.
+        assert int((rows != 0).sum()) == vectors.numel()
     rows = pieces.rows(vectors, torch.float32)
     assert torch.equal(pieces.vectors(rows), vectors)
     assert torch.equal(index.vectors(rows), vectors)

@@ -31,7 +31,8 @@ from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.plan import Plan, Schedule
 from dpfed.report.model_card import write_export
 from dpfed.training.budget.prior_spending import SPENDING, prior_spending_of, spending_of
-from dpfed.training.budget.recorded_spending import NO_PRIVACY, read_recorded_spending
+from dpfed.training.budget.recorded_spending import read_recorded_spending
+from dpfed.training.budget.release import NO_PRIVACY
 from dpfed.training.budget.spending import Spending, budget_of
 from dpfed.training.job.plan import plan_of
 from dpfed.training.result import RELEASABLE, SIMULATION
@@ -226,7 +227,7 @@ def test_the_record_on_the_hub_is_asked_for_in_the_version_that_is_here(
         return str(tmp_path / file)
 
     monkeypatch.delenv("HF_HUB_OFFLINE")
-    monkeypatch.setattr("dpfed.model.zoo.pretrained.reach", lambda name, key: None)
+    monkeypatch.setattr("dpfed.model.zoo.hub.reach", lambda name, key: None)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     cached = {"config.json": "snapshots/abc/config.json"}
     monkeypatch.setattr(
@@ -245,7 +246,7 @@ def test_the_headers_on_the_hub_are_asked_where_nothing_is_here(
 ) -> None:
     headers = {"model.safetensors": SimpleNamespace(metadata={METADATA: edited()})}
     monkeypatch.delenv("HF_HUB_OFFLINE")
-    monkeypatch.setattr("dpfed.model.zoo.pretrained.reach", lambda name, key: None)
+    monkeypatch.setattr("dpfed.model.zoo.hub.reach", lambda name, key: None)
     monkeypatch.setattr("dpfed.training.budget.prior_spending.hub_file", lambda name, file: None)
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: None)
     monkeypatch.setattr(
@@ -262,7 +263,7 @@ def test_a_hub_that_does_not_answer_is_no_proof_of_absence(monkeypatch: pytest.M
         raise TimeoutError("timed out")
 
     monkeypatch.delenv("HF_HUB_OFFLINE")
-    monkeypatch.setattr("dpfed.model.zoo.pretrained.reach", lambda name, key: None)
+    monkeypatch.setattr("dpfed.model.zoo.hub.reach", lambda name, key: None)
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: None)
     start = settings({"name": "auto-image", "weights": "somebody/export"})
     for call in ("hf_hub_download", "get_safetensors_metadata"):

@@ -1,4 +1,4 @@
-"""Progress on a log that is no terminal: lines only after silence, and none on stdout."""
+"""Progress on a plain log: lines only after silence, and none on stdout."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ from dpfed.data.tables import Source, Table
 from dpfed.errors import DpfedError
 from dpfed.privacy.ledger.ledger import Charge, Ledger
 from dpfed.training.budget.recorded_spending import read_recorded_spending
+from dpfed.training.callbacks.progress import ProgressDisplay
 from dpfed.training.job.job import Job
 from dpfed.training.run import run
 from dpfed.training.run_identity import run_identity
@@ -253,10 +254,9 @@ def test_the_command_resumes_and_refuses_in_one_sentence(
 ) -> None:
     out = tmp_path / "r"
     sets = [word for key in QUICK for word in ("--set", key)]
-    from dpfed.cli.compare import Watch
 
     with monkeypatch.context() as patch:
-        patch.setattr(Watch, "round", lambda self, round: stop_after(2)(round))
+        patch.setattr(ProgressDisplay, "on_round", lambda self, round: stop_after(2)(round))
         with pytest.raises(CrashError):
             dpfed("run", *sets, "--out", str(out))
     for args, words in (

@@ -1,0 +1,40 @@
+"""Arguments and options that several commands share, and the way commands print."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from dpfed.config import Config
+
+Target = Annotated[
+    str | None, typer.Argument(help="TOML file or preset; without it: the digits demonstration")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a key")
+]
+Debug = Annotated[bool, typer.Option(help="show the traceback of an error")]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="no TLS and no keys, for tests on this machine")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="one JSON object on the last line of stdout")]
+
+
+def settings_of(target: str | None, overrides: list[str] | None) -> Config:
+    """Return the configuration that the shared argument and `--set` name."""
+    from dpfed.config import load
+    from dpfed.registry import DEFAULT, registry
+
+    return load(target or DEFAULT, overrides or [], registry())
+
+
+def show(lines: Sequence[str], result: Any, as_json: bool) -> None:
+    """Print lines for a person and, if asked, the result as one JSON object on the last line."""
+    for line in lines:
+        print(line)
+    if as_json:
+        print(json.dumps(result, allow_nan=False))

@@ -1,0 +1,49 @@
+"""Progress of a study on stderr."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column
+
+from dpfed.errors import counted
+from dpfed.privacy.published import show_score
+from dpfed.training.callbacks.progress import Display
+
+if TYPE_CHECKING:
+    from dpfed.studies.study import EndedRun, Planned
+
+
+class StudyWatch(Display):
+    """Runs of a study, as they end."""
+
+    def __init__(self) -> None:
+        columns = [
+            TextColumn("{task.fields[count]}", table_column=Column(no_wrap=True, min_width=24)),
+            BarColumn(bar_width=10),
+            TextColumn("{task.description}", markup=False),
+            TimeRemainingColumn(),
+        ]
+        super().__init__(columns, None, count="runs")
+
+    def run(self, ended: EndedRun) -> None:
+        """Show a run that has ended, and how many runs have."""
+        outcome = ended.outcome
+        if outcome.failed is not None:
+            score = f"could not be run: {outcome.failed}"
+        elif outcome.diverged:
+            score = "diverged"
+        else:
+            score = f"accuracy {show_score(outcome.accuracy)}  loss {show_score(outcome.loss, 4)}"
+        line = f"{ended.task.label}  {score}" + ("" if ended.fresh else "  (was done)")
+        count = f"{ended.done} of {runs_in_words(ended.planned)}"
+        bar = {"completed": ended.done, "total": ended.planned.runs}
+        if not self._update(**bar, description=line, count=count) or outcome.failed is not None:
+            self.say(f"{count}  {line}")
+
+
+def runs_in_words(planned: Planned) -> str:
+    """Return the number of runs, as a lower bound while a search can still grow."""
+    bound = "at least " if planned.at_least else ""
+    return bound + counted(planned.runs, "run")

@@ -1,0 +1,22 @@
+"""Subclasses that replace a layer's class in place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+MakeClass = Callable[[type[nn.Module]], type[nn.Module]]
+
+
+def once_per_class(make: MakeClass) -> MakeClass:
+    """Cache `make`: layers of one class share a derived class, so each kind is compiled once."""
+    cached: MakeClass = functools.cache(make)  # type: ignore[assignment]
+    return cached
+
+
+def derived(cls: type[nn.Module], prefix: str, **members: Any) -> type[nn.Module]:
+    """Return a subclass of `cls` with these members; its name is `prefix` + the name of `cls`."""
+    return type(f"{prefix}{cls.__name__}", (cls,), {**members, "__module__": __name__})
