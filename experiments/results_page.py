@@ -21,7 +21,7 @@ from results_studies import (
 
 from dpfed.errors import DpfedError
 from dpfed.privacy.published import show_loss
-from dpfed.report.tables import LARGER, Row, Table, best_of, grid_words, percent, size
+from dpfed.report.tables import EQUAL_EPSILON_FACTOR, Row, Table, best_of, grid_words, percent, size
 
 PHASES = {"reported": "reported", "tuning": "of the search"}
 EMPTY = "Not measured yet."
@@ -100,7 +100,11 @@ def costly(arms: Rows) -> set[str]:
             for a in arms
             if a["column"] == column and (e := a["epsilon_server_worst"])
         }
-        out |= {label for label, value in spent.items() if value > LARGER * min(spent.values())}
+        out |= {
+            label
+            for label, value in spent.items()
+            if value > EQUAL_EPSILON_FACTOR * min(spent.values())
+        }
     return out
 
 

@@ -241,7 +241,6 @@ RECORDS = (250, 1000, 4000, 16000)
 
 def cell(sigma: float, records: int) -> float:
     """Return epsilon of a client in every round: batch 16, 100 rounds of 10 steps, delta 1e-5."""
-    from dpfed.algorithms.base import Releases
     from dpfed.privacy.accounting.planner import PlanNumbers
 
     numbers = PlanNumbers(
@@ -256,7 +255,8 @@ def cell(sigma: float, records: int) -> float:
         target_epsilon=None,
         view="server_worst",
         clients=None,
-        releases=Releases(),
+        batches=1,
+        releases=1,
         colluding=0,
     )
     return numbers.planned().server_worst

@@ -229,7 +229,7 @@ def read_checkpoint(folder: Path) -> None:
     if saved is None:
         raise DpfedError("; ".join(said))
     memory.gather(range(3), CPU)
-    checkpoints.save_beside(saved.progress, saved.taken, wait=True)
+    checkpoints.save(saved.progress, saved.taken, wait=True)
 
 
 def read_resealed(folder: Path) -> None:
@@ -259,7 +259,6 @@ def read_ledger(folder: Path) -> None:
             ledger.histories()
             ledger.history(0)
             ledger.participation()
-            ledger.clients()
 
 
 def read_results(folder: Path) -> None:

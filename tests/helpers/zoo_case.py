@@ -15,7 +15,7 @@ from dpfed.config import LoraSection, ModelSection
 from dpfed.model.build import assemble
 from dpfed.model.per_sample.forward_check import faithful_model, plain_outputs
 from dpfed.model.per_sample.gradients import trainable
-from dpfed.model.per_sample.isolation_check import RECORDS, check_alive
+from dpfed.model.per_sample.isolation_check import RECORDS, check_gradients
 from dpfed.model.task import InputSpec
 
 Inputs = dict[str, Tensor]
@@ -70,7 +70,7 @@ class ZooCase:
 
     def alive(self) -> None:
         generator = torch.Generator().manual_seed(0)
-        check_alive(
+        check_gradients(
             self.ready,
             self.theta,
             self.spec.synthetic(RECORDS, generator),

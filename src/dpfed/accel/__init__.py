@@ -64,7 +64,7 @@ def works(device: torch.device) -> bool:
         torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)
     ):
         return False
-    return seen_right(
+    return passes_check(
         "kernels", device, lambda: all(_module(name).right(device) for name in ALWAYS_CHECKED)
     )
 
@@ -92,11 +92,11 @@ def _checked_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Mod
     kernels = _module(name)
     if dtype not in FLOATS:
         return None
-    good = seen_right(kernels.TITLE, device, lambda: kernels.right(device, dtype))
+    good = passes_check(kernels.TITLE, device, lambda: kernels.right(device, dtype))
     return kernels if good else None
 
 
-def seen_right(which: str, device: torch.device, right: Callable[[], bool]) -> bool:
+def passes_check(which: str, device: torch.device, right: Callable[[], bool]) -> bool:
     """Return the result of the check `right`; log a warning if it is False or raises.
 
     The check runs in its own thread, because the caller may be in a mode without gradients.

@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from dpfed.accel import seen_right, usable
+from dpfed.accel import passes_check, usable
 
 ALIGNED = 64
 # Columns from which on copying a tensor beside others costs more than a few kernels of its own.
@@ -108,7 +108,9 @@ def _checked_kernels(device: torch.device, dtype: torch.dtype) -> ModuleType | N
     """Check the kernels once for each device and dtype, before any capture."""
     from dpfed.accel import rows
 
-    right = seen_right("kernels over rows of gradients", device, lambda: rows.right(device, dtype))
+    right = passes_check(
+        "kernels over rows of gradients", device, lambda: rows.right(device, dtype)
+    )
     return rows if right else None
 
 

@@ -208,7 +208,9 @@ def from_flags(numbers: dict[str, Any], colluding: int) -> Planned:
     if algorithm not in REGISTRY:
         raise DpfedError(f"--algorithm {algorithm} is not known{nearest(algorithm, REGISTRY)}")
     releases = REGISTRY[algorithm]().releases  # type: ignore[call-arg]
-    return PlanNumbers(**given, releases=releases, colluding=colluding).planned()
+    return PlanNumbers(
+        **given, batches=releases.batches, releases=releases.releases, colluding=colluding
+    ).planned()
 
 
 def from_config(target: str, overrides: list[str], colluding: int) -> tuple[Planned, int]:

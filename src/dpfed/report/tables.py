@@ -12,7 +12,7 @@ from dpfed.privacy.published import show_loss, show_percent
 from dpfed.training.callbacks.public_figures import FIGURES
 
 # Epsilons of runs that were calibrated to equal targets differ by less than this factor.
-LARGER = 1.01
+EQUAL_EPSILON_FACTOR = 1.01
 DASH = "–"
 # An asterisk would begin a list in Markdown.
 FOOTNOTES = {
@@ -101,7 +101,11 @@ def larger_epsilon(table: Table) -> set[str]:
     for column in {row.column for row in table.rows}:
         rows = [row for row in table.rows if row.column == column]
         spent = {row.label: e for row in rows if (e := row.epsilon.get("server_worst"))}
-        out |= {label for label, value in spent.items() if value > LARGER * min(spent.values())}
+        out |= {
+            label
+            for label, value in spent.items()
+            if value > EQUAL_EPSILON_FACTOR * min(spent.values())
+        }
     return out
 
 

@@ -28,11 +28,11 @@ from dpfed.training.job.notes import result_warnings
 from dpfed.training.result import release_note, result_of
 from dpfed.training.round_context import first_state
 from dpfed.training.round_loop import RoundLoop
-from dpfed.training.run_folder.checkpoint import Checkpoints, Saved, job_hash
+from dpfed.training.run_folder.checkpoint import Checkpoints, LoadedCheckpoint, job_hash
 from dpfed.training.run_folder.files import LEDGER, read_result
 from dpfed.training.run_folder.folder import RunFolder, refuse_occupied
 from dpfed.training.run_folder.label_counts import write_label_counts
-from dpfed.training.run_folder.resume import changes, name_of, refuse_kind, refuse_other
+from dpfed.training.run_folder.resume import changes, refuse_kind, refuse_other, run_name
 from dpfed.training.run_identity import run_identity
 
 Mode = Literal["new", "replace", "resume"]
@@ -57,7 +57,7 @@ class OpenRun:
     loop: RoundLoop
     metrics: MetricsFile
     checkpoints: Checkpoints
-    saved: Saved | None
+    saved: LoadedCheckpoint | None
     remote: Any
 
     @property
@@ -111,7 +111,7 @@ def open_run(
     execution.confirm(job)
     budget = _checked_budget(job, resume) if job.plan.private else None
     note = release_note(job.config, job.plan.private)
-    name = name_of(out) if resume else uuid.uuid4().hex
+    name = run_name(out) if resume else uuid.uuid4().hex
     with ExitStack() as stack:
         folder = RunFolder(out, job.config, note, mode == "replace", resume)
         stack.callback(folder.close)
@@ -201,7 +201,7 @@ def _client_states(job: Job, folder: RunFolder) -> ClientStates:
 
 def _load_checkpoint(
     job: Job, folder: RunFolder, checkpoints: Checkpoints, remote: Any
-) -> Saved | None:
+) -> LoadedCheckpoint | None:
     """Return the newest complete checkpoint, or None if the run ended before its first one."""
     saved, damaged = checkpoints.load(first_state(job))
     if saved is None and damaged:
@@ -213,7 +213,7 @@ def _load_checkpoint(
     return saved
 
 
-def _record_changes(job: Job, place: RunPlace, saved: Saved | None) -> None:
+def _record_changes(job: Job, place: RunPlace, saved: LoadedCheckpoint | None) -> None:
     """Write changed settings into the folder, after the ledger has stated them."""
     folder = place.folder
     folder.amend(job.config, changes(folder.path, job.config), saved.progress.t if saved else 0)

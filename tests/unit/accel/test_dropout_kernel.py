@@ -13,7 +13,7 @@ from dpfed.accel.operators.dropout import DropoutFunction, drop, drop_records
 from dpfed.model.per_sample.keyed_dropout import (
     KEY,
     RULE,
-    TwinDropout,
+    KeyedDropout,
     install_keyed_dropout,
     rule_of,
 )
@@ -26,7 +26,7 @@ def both(
     x: torch.Tensor, keys: torch.Tensor, rate: float, monkeypatch: pytest.MonkeyPatch
 ) -> list[Any]:
     """Return values and gradients of the plain path, then of the kernel."""
-    layer, calls, out = TwinDropout(rate), list[int](), []
+    layer, calls, out = KeyedDropout(rate), list[int](), []
     setattr(layer, KEY, keys)
     setattr(layer, RULE, rule_of(9, rate))
     apply = DropoutFunction.apply

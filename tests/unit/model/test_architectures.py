@@ -49,7 +49,7 @@ from zoo_case import (
 
 from dpfed.errors import DpfedError
 from dpfed.model.build import assemble, describe_space
-from dpfed.model.per_sample.isolation_check import RECORDS, check_alive, check_apart
+from dpfed.model.per_sample.isolation_check import RECORDS, check_gradients, check_isolation
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo.text import AutoCausal, AutoText
 from dpfed.model.zoo.vision import AutoImage
@@ -134,8 +134,8 @@ def whole(case: ZooCase) -> None:
     """Both checks that a run makes before it reads a record."""
     generator = torch.Generator().manual_seed(0)
     records = case.spec.synthetic(RECORDS, generator)
-    check_alive(case.ready, case.theta, records, case.spec.classes, generator)
-    check_apart(case.ready, case.theta, records, case.spec.classes, generator)
+    check_gradients(case.ready, case.theta, records, case.spec.classes, generator)
+    check_isolation(case.ready, case.theta, records, case.spec.classes, generator)
 
 
 @pytest.mark.parametrize("train", ["head", "lora", "full"])
@@ -269,4 +269,4 @@ def test_the_way_out_is_not_what_was_done_already() -> None:
     inputs = {"x": torch.randn(RECORDS, 3)}
     sentence = r'cannot be computed .*: set model.train = "lora" or "head"$'
     with pytest.raises(DpfedError, match=sentence):
-        check_alive(case.ready, case.theta, inputs, 3, torch.Generator().manual_seed(0))
+        check_gradients(case.ready, case.theta, inputs, 3, torch.Generator().manual_seed(0))

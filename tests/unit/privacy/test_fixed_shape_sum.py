@@ -22,7 +22,7 @@ from dpfed.accel import gradient_matrices as matrices_module
 from dpfed.accel.gradient_matrices import sum_of_parts, three_parts, weighted_sums
 from dpfed.config import load
 from dpfed.model.per_sample import row_layout as layout_module
-from dpfed.model.per_sample.batched_layers import TwinConv2d
+from dpfed.model.per_sample.batched_layers import BatchedConv2d
 from dpfed.model.per_sample.compiled import repeated_layers
 from dpfed.privacy.clipping import Clipping, UnitRows, clip_and_sum, row_norms
 from dpfed.privacy.fixed_shape_sum import FixedSum, PassShape, passes_of, slots_for
@@ -371,7 +371,7 @@ def test_sums_of_a_convolutional_network_trained_in_full(
         2, job.space.size, generator=torch.Generator().manual_seed(0)
     )
     rows, client = np.arange(5), np.array([0, 1, 1, 0, 1])
-    monkeypatch.setattr(TwinConv2d, "_product_is_faster", lambda self, x: False)
+    monkeypatch.setattr(BatchedConv2d, "_product_is_faster", lambda self, x: False)
     inputs, labels = job.records.take(torch.from_numpy(rows))
     alone = [
         torch.cat(
@@ -389,7 +389,7 @@ def test_sums_of_a_convolutional_network_trained_in_full(
     wanted = torch.zeros_like(theta)
     for c, grad in zip(client, alone, strict=True):
         wanted[c] += grad * min(1.0, clip / float(grad.norm()))
-    monkeypatch.setattr(TwinConv2d, "_product_is_faster", lambda self, x: True)
+    monkeypatch.setattr(BatchedConv2d, "_product_is_faster", lambda self, x: True)
     monkeypatch.setattr(layout_module, "LARGE", 100)
     monkeypatch.setattr(matrices_module, "LARGE", 1000)
     take(way, monkeypatch)

@@ -39,7 +39,7 @@ def _works_on(index: int) -> bool:
         if torch.cuda.is_current_stream_capturing():
             return False
         device = torch.device("cuda", index)
-        _WORKING[index] = accel.works(device) and accel.seen_right(
+        _WORKING[index] = accel.works(device) and accel.passes_check(
             "kernels for attention", device, lambda: right(device)
         )
     return _WORKING[index]

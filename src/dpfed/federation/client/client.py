@@ -83,6 +83,7 @@ from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.oracle import FleetOracle, PassLimits, RoundTerms
 from dpfed.privacy.published import show_loss
 from dpfed.privacy.record_batch import PrivateData, Records
+from dpfed.training.budget.ledgers import client_ledger
 from dpfed.training.job.data import (
     augmentations_for,
     records_of,

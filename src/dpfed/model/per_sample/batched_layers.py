@@ -102,7 +102,7 @@ class BatchedEmbedding(nn.Embedding):
         return y.view(first, *ids.shape[1:], width)
 
 
-class TwinConv2d(nn.Conv2d):
+class BatchedConv2d(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.dim() == 4:
             return super().forward(x)
@@ -170,7 +170,7 @@ BATCHED_LAYERS: dict[type[nn.Module], type[nn.Module]] = {
     nn.LayerNorm: BatchedLayerNorm,
     nn.GroupNorm: BatchedGroupNorm,
     nn.Embedding: BatchedEmbedding,
-    nn.Conv2d: TwinConv2d,
+    nn.Conv2d: BatchedConv2d,
 }
 
 

@@ -77,7 +77,7 @@ def _moved(theta: Tensor, generator: torch.Generator) -> Tensor:
     return theta + 0.02 * torch.randn(2, len(theta), generator=generator).to(theta.device)
 
 
-def check_alive(
+def check_gradients(
     model: PerSample, theta: Tensor, inputs: Batch, classes: int, generator: torch.Generator
 ) -> None:
     """Refuse a model with a dead tensor or with wrong per-sample gradients; name the tensor.
@@ -145,7 +145,7 @@ def _way_out(model: PerSample) -> str:
     return "choose another model"
 
 
-def check_apart(
+def check_isolation(
     model: PerSample, theta: Tensor, inputs: Batch, classes: int, generator: torch.Generator
 ) -> None:
     """Refuse a model in whose precision a NaN record changes the gradients of others."""

@@ -43,7 +43,7 @@ def _key_and_rule(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
     return key, rule
 
 
-class TwinDropout(nn.Dropout):
+class KeyedDropout(nn.Dropout):
     def forward(self, x: Tensor) -> Tensor:
         buffers = _key_and_rule(self, x)
         return x if buffers is None else drop(x, *buffers)
@@ -66,10 +66,10 @@ def install_keyed_dropout(model: nn.Module) -> list[str]:
     keys = []
     for salt, (name, module) in enumerate(model.named_modules(), start=1):
         if type(module) is nn.Dropout:
-            module.__class__ = TwinDropout
+            module.__class__ = KeyedDropout
         elif type(module).__name__.endswith("DropPath") and not hasattr(module, "_keyed"):
             module.__class__ = keyed_drop_path(type(module))
-        if isinstance(module, TwinDropout):
+        if isinstance(module, KeyedDropout):
             rate = module.p
         elif hasattr(module, "_keyed"):
             rate = module.drop_prob

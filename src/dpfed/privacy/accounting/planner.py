@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting.calibrate import calibrate_sigma
@@ -13,21 +13,12 @@ from dpfed.privacy.mechanism import Mechanism, Sampling
 from dpfed.privacy.published import show_setting
 
 
-class Releases(Protocol):
-    """Batches and releases per batch of one local step, as the algorithm declares them."""
-
-    @property
-    def batches(self) -> int: ...
-
-    @property
-    def releases(self) -> int: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlanNumbers:
     """The numbers of a plan; exactly one of `sigma` and `target_epsilon` is given.
 
     records, batch            units of one client and expected batch; their ratio is the rate
+    batches, releases         batches per local step, and releases per batch
     participation, colluding  share of clients per round, and clients that help the third party
     """
 
@@ -40,7 +31,8 @@ class PlanNumbers:
     participation: float
     delta: float
     sampling: str
-    releases: Releases
+    batches: int
+    releases: int
     view: str
     clients: int | None
     colluding: int
@@ -73,7 +65,7 @@ class PlanNumbers:
     def _step(self, sigma: float) -> Mechanism:
         rate = self.batch / self.records
         sampling = cast(Sampling, self.sampling)
-        return Mechanism(sampling, rate, sigma, self.releases.batches, self.releases.releases)
+        return Mechanism(sampling, rate, sigma, self.batches, self.releases)
 
     def _refuse_impossible(self) -> None:
         batch = f"--batch {self.batch:g}"

@@ -270,45 +270,36 @@ class Ledger:
                 self._db.execute("ROLLBACK")
         return head
 
-    def rows(self, after: int = 0) -> Iterator[Row]:
-        """Iterate over the rows after the given row number, in order."""
-        query = "SELECT * FROM charge WHERE seq > ? ORDER BY seq"
+    def rows(self) -> Iterator[Row]:
+        """Iterate over the rows in order."""
         with file_errors(self.path):
-            for columns in self._db.execute(query, (after,)):
+            for columns in self._db.execute("SELECT * FROM charge ORDER BY seq"):
                 yield self._row(columns)
-
-    def clients(self) -> list[Client]:
-        """Clients with at least one row, void or not, in order of the first."""
-        query = "SELECT client FROM charge GROUP BY client ORDER BY MIN(seq)"
-        return [client for (client,) in self._query(query)]
 
     def last_round(self, run: str, part: str = "train") -> int:
         """The last charged round of a run and part, void or not; 0 if there is none."""
         query = "SELECT COALESCE(MAX(round), 0) FROM charge WHERE run = ? AND part = ?"
         return int(self._query(query, run, part)[0][0])
 
-    def participation(self, *, void: bool = False) -> dict[Client, int]:
+    def participation(self) -> dict[Client, int]:
         """Number of rounds that each client was charged for; a repeated round counts once."""
         rounds = (
-            "SELECT client, MIN(seq) AS s FROM charge WHERE void = ? GROUP BY client, run, round"
+            "SELECT client, MIN(seq) AS s FROM charge WHERE void = 0 GROUP BY client, run, round"
         )
-        return dict(
-            self._query(
-                f"SELECT client, COUNT(*) FROM ({rounds}) GROUP BY client ORDER BY MIN(s)", void
-            )
-        )
+        query = f"SELECT client, COUNT(*) FROM ({rounds}) GROUP BY client ORDER BY MIN(s)"
+        return dict(self._query(query))
 
-    def history(self, client: Client, *, void: bool = False) -> History:
+    def history(self, client: Client) -> History:
         """The client's mechanisms, each with its number of steps; all attempts count."""
-        return self._merged("AND client = ?", void, client).get(client, [])
+        return self._histories("AND client = ?", client).get(client, [])
 
-    def histories(self, *, void: bool = False) -> dict[Client, History]:
+    def histories(self) -> dict[Client, History]:
         """The history of every client that has one, in order of the first charge."""
-        return self._merged("", void)
+        return self._histories()
 
-    def _merged(self, where: str, *values: object) -> dict[Client, History]:
+    def _histories(self, where: str = "", *values: object) -> dict[Client, History]:
         query = (
-            f"SELECT MIN(seq), client, {_MECHANISM}, SUM(steps) FROM charge WHERE void = ? {where} "
+            f"SELECT MIN(seq), client, {_MECHANISM}, SUM(steps) FROM charge WHERE void = 0 {where} "
             f"GROUP BY client, {_MECHANISM} ORDER BY MIN(seq)"
         )
         histories: dict[Client, History] = {}

@@ -37,7 +37,7 @@ class CheckpointWriter(Callback):
         # Remote clients store only their last messages, so the server must not fall behind them.
         wait = self._remote is not None
         taken = self._spending.rounds_taken
-        self._checkpoints.save_beside(progress, taken, known, self._folder.sync, wait=wait)
+        self._checkpoints.save(progress, taken, known, self._folder.sync, wait=wait)
 
 
 def checkpoints_due(job: Job, clock: Callable[[], float] = time.monotonic) -> Callable[[int], bool]:

@@ -50,7 +50,7 @@ CHECKPOINTS_STORED = 2
 
 
 @dataclass(frozen=True)
-class Saved:
+class LoadedCheckpoint:
     """A checkpoint that was read and verified.
 
     taken    rounds that each client took part in, `[clients]`
@@ -80,7 +80,7 @@ class Checkpoints:
     def __exit__(self, *_: object) -> None:
         self.wait()
 
-    def save_beside(
+    def save(
         self,
         progress: Progress,
         taken: np.ndarray,
@@ -135,7 +135,7 @@ class Checkpoints:
         write_file(path, lambda file: file.write(text.encode()))
         self._remove_old()
 
-    def load(self, first: State) -> tuple[Saved | None, list[str]]:
+    def load(self, first: State) -> tuple[LoadedCheckpoint | None, list[str]]:
         """Return the newest complete checkpoint, and the errors of newer ones.
 
         first  state of the same form as the saved ones
@@ -150,7 +150,7 @@ class Checkpoints:
                 errors.append(str(error))
         return None, errors
 
-    def _read(self, path: Path, first: State) -> Saved:
+    def _read(self, path: Path, first: State) -> LoadedCheckpoint:
         try:
             index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             if index.pop("sha256") != index_hash(index) or index["format"] != FORMAT:
@@ -182,7 +182,7 @@ class Checkpoints:
             raise DpfedError(
                 f"the checkpoint {path} was written by another version of dpfed: {error}"
             ) from None
-        return Saved(Progress(t, state, seconds), taken, memory, backend)
+        return LoadedCheckpoint(Progress(t, state, seconds), taken, memory, backend)
 
     def _indexes(self) -> list[Path]:
         """Return the index files, the newest first."""

@@ -102,7 +102,7 @@ def _allowed(key: str, old: Any, new: Any, config: Config) -> bool:
     return name in {**MAY_CHANGE_ELSEWHERE, "run": MAY_CHANGE}.get(section, ())
 
 
-def name_of(out: Path) -> str:
+def run_name(out: Path) -> str:
     """Return the run's name; make one for a run that stopped before its first release."""
     name = read_result(out).get("run")
     if isinstance(name, str):

@@ -184,7 +184,7 @@ def test_conv2d(
         padding_mode=mode,
     )  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batched_layers.TwinConv2d, "_product_is_faster", lambda self, x: product)
+        patch.setattr(batched_layers.BatchedConv2d, "_product_is_faster", lambda self, x: product)
         folded(conv, (4, 7, 6), n, s, k, seed)
 
 
@@ -196,10 +196,10 @@ def test_conv2d_is_a_product_only_where_that_is_the_same(
     dilation: int, groups: int, fold: int, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
-    product = batched_layers.TwinConv2d._product
-    monkeypatch.setattr(batched_layers.TwinConv2d, "_product_is_faster", lambda self, x: True)
+    product = batched_layers.BatchedConv2d._product
+    monkeypatch.setattr(batched_layers.BatchedConv2d, "_product_is_faster", lambda self, x: True)
     monkeypatch.setattr(
-        batched_layers.TwinConv2d, "_product", lambda self, x: made.append(1) or product(self, x)
+        batched_layers.BatchedConv2d, "_product", lambda self, x: made.append(1) or product(self, x)
     )
     conv = nn.Conv2d(2, 2, 3, padding=1, dilation=dilation, groups=groups, padding_mode=mode)
     folded(conv, (2, 6, 6), n=3, s=2, k=fold, seed=0)
@@ -211,7 +211,7 @@ def test_conv2d_on_a_cpu_goes_the_quicker_way() -> None:
 
     def pays(channels: int, side: int, kernel: int = 3, outs: int | None = None) -> bool:
         conv = nn.Conv2d(channels, outs or channels, kernel, padding=kernel // 2)
-        conv.__class__ = batched_layers.TwinConv2d
+        conv.__class__ = batched_layers.BatchedConv2d
         x = torch.empty(4, 1, channels, side, side)
         assert conv._product_is_faster(x.to("meta"))
         return conv._product_is_faster(x)

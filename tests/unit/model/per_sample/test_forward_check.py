@@ -51,7 +51,7 @@ from dpfed.model.per_sample.forward_check import (
     plain_outputs,
 )
 from dpfed.model.per_sample.gradients import trainable
-from dpfed.model.per_sample.isolation_check import RECORDS, check_apart
+from dpfed.model.per_sample.isolation_check import RECORDS, check_isolation
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo.built import Built
 from dpfed.model.zoo.text import AutoCausal, AutoText
@@ -248,10 +248,10 @@ def test_short_precision_has_its_own_tolerance(build: Build, tmp_path: Path) -> 
     records = parts.built.spec.synthetic(RECORDS, generator)
     plain = plain_outputs(model, space, theta, records, parts.built.prepare)
     got, form = faithful_model(parts.built, model, space, plain)
-    check_apart(got, theta, records, 3, generator)
+    check_isolation(got, theta, records, 3, generator)
     got.to(torch.bfloat16)
     faithful_form(got, plain, (form,))
-    check_apart(got, theta, records, 3, generator)
+    check_isolation(got, theta, records, 3, generator)
     wrong = PlainOutputs(plain.vector, plain.inputs, [2 * out for out in plain.outputs])
     with pytest.raises(DpfedError, match="computes a record differently"):
         faithful_form(got, wrong, (form,))

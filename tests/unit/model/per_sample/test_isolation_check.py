@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from dpfed.errors import DpfedError
 from dpfed.model.parameter_vector import space_of
-from dpfed.model.per_sample.batched_layers import TwinConv2d
+from dpfed.model.per_sample.batched_layers import BatchedConv2d
 from dpfed.model.per_sample.gradients import PerSample, trainable
-from dpfed.model.per_sample.isolation_check import RECORDS, check_alive, check_apart
+from dpfed.model.per_sample.isolation_check import RECORDS, check_gradients, check_isolation
 from dpfed.model.task import InputSpec, per_record_loss
 
 
 def check(case: Case, inputs: dict[str, Tensor]) -> None:
-    check_alive(case.ready, case.theta, inputs, CLASSES, torch.Generator().manual_seed(0))
+    check_gradients(case.ready, case.theta, inputs, CLASSES, torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("train", TRAIN)
@@ -220,7 +220,7 @@ def test_where_double_precision_is_not_to_be_had_a_difference_is_an_error(
 
 def apart(case: Case, inputs: dict[str, Tensor], precision: torch.dtype) -> None:
     case.ready.to(precision)
-    check_apart(case.ready, case.theta, inputs, CLASSES, torch.Generator().manual_seed(0))
+    check_isolation(case.ready, case.theta, inputs, CLASSES, torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
@@ -312,7 +312,7 @@ class Strided(nn.Module):
 def test_strided_convolutions_in_half_precision_keep_no_number_apart(
     mode: str, product: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TwinConv2d, "_product_is_faster", lambda self, x: product)
+    monkeypatch.setattr(BatchedConv2d, "_product_is_faster", lambda self, x: product)
     model = Strided(mode)
     x = torch.randn(RECORDS, 3, 31, 31, generator=torch.Generator().manual_seed(0)).bfloat16()
     apart(Case(spread(model)), {"x": x}, torch.bfloat16)
@@ -372,7 +372,7 @@ def test_weights_that_never_reach_the_model_are_named() -> None:
     space = space_of(trainable(model))
     ready = PerSample(model, space, lambda m, w, x: m(x["x"]).requires_grad_(), per_record_loss)
     with pytest.raises(DpfedError, match="weight has no gradient"):
-        check_alive(
+        check_gradients(
             ready,
             torch.zeros(space.size),
             {"x": torch.randn(RECORDS, 4)},

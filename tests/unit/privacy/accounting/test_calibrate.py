@@ -1,8 +1,10 @@
-"""The noise that was asked for: never past the target, never more than a thousandth too much."""
+"""Calibrated noise keeps the target and is at most a thousandth too large."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
+from operator import truediv
 from typing import Any
 
 import pytest
@@ -26,7 +28,7 @@ CIFAR = Mechanism("poisson", 0.016, 1.0)
         (10, 2, 0.889),
     ],
 )
-def test_noise_levels_of_spec_6_4(rounds: int, target: float, sigma: float) -> None:
+def test_published_noise_levels(rounds: int, target: float, sigma: float) -> None:
     found = calibrate_sigma(Rounds(CIFAR, 20, rounds), target, 1e-5)
     assert found == pytest.approx(sigma, rel=2e-3)
 
@@ -69,7 +71,7 @@ def test_a_poor_estimate_only_costs_time() -> None:
 
     for wrong in (0.5, 0.97, 1.0, 1.02, 3.0):
         calls.clear()
-        found = smallest_sigma(exact, 2.0, lambda sigma, wrong=wrong: wrong * 3.0 / sigma)  # type: ignore[misc]
+        found = smallest_sigma(exact, 2.0, partial(truediv, wrong * 3.0))
         assert 1.5 <= found <= 1.5 * (1 + 1e-3)
         assert len(calls) <= 40
 

@@ -1,4 +1,4 @@
-"""SPEC 6.2, the table of 6.4, and tests A7 and A9."""
+"""Figures of the server and of a third party: published tables, mixtures by hand, orders."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("rate", "steps", "rounds", "part", "delta", "expected"), TABLE)
-def test_rows_of_spec_6_4(
+def test_published_figures(
     rate: float, steps: int, rounds: int, part: float, delta: float, expected: tuple[float, ...]
 ) -> None:
     found = planned(Mechanism("poisson", rate, 1.0), steps, rounds, part, delta)
@@ -53,7 +53,7 @@ def test_rows_of_spec_6_4(
         assert word in found.assumptions()
 
 
-def test_third_party_is_the_sum_of_spec_6_2_b() -> None:
+def test_third_party_is_a_binomial_mixture() -> None:
     at = third_party(CIFAR, 5, 12, 0.3)
     total = sum(stats.binom.pmf(n, 12, 0.3) * delta_at([(CIFAR, 5 * n)], at) for n in range(1, 13))
     assert total == pytest.approx(1e-5, rel=2e-3)
@@ -70,7 +70,6 @@ def test_third_party_with_changing_probabilities_is_poisson_binomial() -> None:
 
 
 def test_third_party_lies_between_no_round_and_all_rounds() -> None:
-    """A7."""
     server = server_epsilon(CIFAR, 5, 10, 1e-5)
     figures = [third_party(CIFAR, 5, 10, p) for p in (0.0, 0.05, 0.3, 0.9, 1.0)]
     assert figures == sorted(figures)
@@ -113,7 +112,6 @@ def test_expected_rounds_are_rounded_up() -> None:
 
 
 def test_the_run_is_as_bad_as_its_worst_client() -> None:
-    """A9."""
     sizes = [1600, 800, 400, 160]
     histories = [[(Mechanism("poisson", 16 / size, 1.0), 40)] for size in sizes]
     each = [pld_epsilon(history, 1e-5) for history in histories]

@@ -59,7 +59,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     return float(optimize.brentq(gap, 0, 2000, xtol=1e-12))
 
 
-# --- A1: full batches ---------------------------------------------------------------------------
+# --- full batches -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_delta_curve_and_membership_advantage_equal_the_analytic_gaussian(
     assert found[0] == pytest.approx(2 * special.ndtr(mu / 2) - 1, rel=2e-3)
 
 
-# --- A2: SPEC 6.3, 6.4 --------------------------------------------------------------------------
+# --- published figures --------------------------------------------------------------------------
 
 SERVER = [
     (0.016, 2000, 1e-5, 4.363, 4.794),
@@ -112,17 +112,17 @@ SERVER = [
 
 
 @pytest.mark.parametrize(("rate", "steps", "delta", "pld", "rdp"), SERVER)
-def test_table_of_spec_6_4_and_rdp_is_never_smaller(
+def test_published_figures_and_rdp_is_never_smaller(
     rate: float, steps: int, delta: float, pld: float, rdp: float | None
 ) -> None:
     found = epsilon(poisson(rate, steps), delta)
     assert found.value == pytest.approx(pld, rel=0.01)
-    assert rdp_epsilon(poisson(rate, steps), delta) >= found.value  # A3
+    assert rdp_epsilon(poisson(rate, steps), delta) >= found.value
     if rdp is not None:
         assert rdp_epsilon(poisson(rate, steps), delta) == pytest.approx(rdp, rel=0.01)
 
 
-def test_other_figures_of_spec_6() -> None:
+def test_other_published_figures() -> None:
     assert epsilon(poisson(0.016, 18 * 20), 1e-5).value == pytest.approx(1.885, rel=0.01)
     assert replace_one_epsilon(poisson(0.016, 2000), 1e-5) == pytest.approx(7.22, rel=0.01)
 
@@ -161,7 +161,7 @@ def test_memory_stays_bounded_when_there_is_hardly_any_noise() -> None:
     assert compose(terms_of(poisson(0.1, 200, 0.1)), interval_for(found))._pmf_remove.size < 2e7
 
 
-# --- A3, A4: order relations --------------------------------------------------------------------
+# --- order relations ----------------------------------------------------------------------------
 
 PLANS = {"rate": st.floats(0.002, 0.5), "steps": st.integers(1, 150), "sigma": st.floats(0.7, 6)}
 
@@ -171,7 +171,7 @@ PLANS = {"rate": st.floats(0.002, 0.5), "steps": st.integers(1, 150), "sigma": s
 def test_epsilon_rises_with_rate_and_steps_and_falls_with_sigma_and_delta(
     rate: float, steps: int, sigma: float, delta: float
 ) -> None:
-    here = epsilon(poisson(rate, steps, sigma), delta).value  # raises if RDP were smaller (A3)
+    here = epsilon(poisson(rate, steps, sigma), delta).value  # raises if RDP were smaller
     assert here <= pld_epsilon(poisson(min(1.0, rate * 1.2), steps, sigma), delta)
     assert here <= pld_epsilon(poisson(rate, steps + 1 + steps // 5, sigma), delta)
     assert here >= pld_epsilon(poisson(rate, steps, sigma * 1.2), delta)
@@ -184,14 +184,14 @@ def test_an_rdp_figure_below_pld_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
         epsilon(poisson(0.016, 2000), 1e-5)
 
 
-# --- A5 and what a step releases together -------------------------------------------------------
+# --- what a step releases together --------------------------------------------------------------
 
 
 def test_two_releases_of_one_batch_are_one_at_sigma_over_root_two() -> None:
     sam = epsilon(poisson(0.016, 2000, math.sqrt(2), releases=2), 1e-5).value
     assert sam == pytest.approx(epsilon(poisson(0.016, 2000), 1e-5).value, rel=1e-9)
     plain = pld_epsilon(poisson(0.016, 2000, 1.0, releases=2), 1e-5)
-    assert plain / 4.363 == pytest.approx(2.26, rel=0.01)  # SPEC 2.4
+    assert plain / 4.363 == pytest.approx(2.26, rel=0.01)
     assert pld_epsilon(poisson(0.016, 2000, 1.0, batches=2), 1e-5) == pld_epsilon(
         poisson(0.016, 4000), 1e-5
     )
@@ -212,7 +212,7 @@ def test_changing_rates_and_noise_compose_as_dp_accounting_composes_them() -> No
     assert epsilon(history, 1e-5).value > max(pld_epsilon([part], 1e-5) for part in history)
 
 
-# --- A6: fixed-size batches ---------------------------------------------------------------------
+# --- fixed-size batches -------------------------------------------------------------------------
 
 
 def theorem_9(rate: float, multiplier: float, steps: int, delta: float) -> float:

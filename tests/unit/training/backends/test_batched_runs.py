@@ -232,8 +232,10 @@ def test_a_second_job_shares_records_and_model_and_starts_from_its_own_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     checks: list[Any] = []
-    original = job_model.check_alive
-    monkeypatch.setattr(job_model, "check_alive", lambda *given: checks.append(original(*given)))
+    original = job_model.check_gradients
+    monkeypatch.setattr(
+        job_model, "check_gradients", lambda *given: checks.append(original(*given))
+    )
     keys = ["model.name=glyph-vit", "model.lora.r=2"]
     shared, configs = JobCache(), [config_of(*keys, f"run.seed={s}") for s in (0, 1)]
     one, two = (prepare(config, shared=shared) for config in configs)

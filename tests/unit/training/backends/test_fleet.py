@@ -20,7 +20,7 @@ from dpfed.algorithms.base import Message, Releases
 from dpfed.config import ModelSection, Registry, build
 from dpfed.data.tables import Source, Table
 from dpfed.errors import DpfedError, StoppedError
-from dpfed.model.per_sample.keyed_dropout import TwinDropout
+from dpfed.model.per_sample.keyed_dropout import KeyedDropout
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo.built import Built
 from dpfed.privacy.ledger.ledger import Ledger
@@ -177,7 +177,7 @@ def test_dropout_without_keys_would_depend_on_the_fleet(monkeypatch: pytest.Monk
         job = job_of(**common, run={"fleet_size": size})
         generator.manual_seed(0)
         with monkeypatch.context() as patch:
-            patch.setattr(TwinDropout, "forward", forward)
+            patch.setattr(KeyedDropout, "forward", forward)
             states.append(after(job))
     assert apart(*states) > 1e-4
 
@@ -186,7 +186,7 @@ def test_dropout_is_really_on() -> None:
     a = after(job_of(model={"name": "dropnet"}))
     job = job_of(model={"name": "dropnet"})
     for module in job.model.model.modules():
-        if isinstance(module, TwinDropout):
+        if isinstance(module, KeyedDropout):
             del module.drop_rule
     assert apart(a, after(job)) > 1e-4
 

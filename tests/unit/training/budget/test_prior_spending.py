@@ -1,4 +1,4 @@
-"""What was spent before is counted wherever a run starts from; what cannot be counted is refused or said everywhere."""
+"""Every start of a run is counted; a cost that cannot be counted is refused or reported."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FIRST = Mechanism("poisson", 0.5, 1.0)  # 6 of 12 records, what the runs below d
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a base and the adapter of a first run: 2 rounds of 2 steps, one of two clients in each."""
+    """A folder with a base and the adapter of a first run of 2 rounds, one of 2 clients in each."""
     tmp = tmp_path_factory.mktemp("start")
     write_export(vit_run(tmp, "first"), tmp / "adapter")
     return tmp
@@ -178,8 +178,8 @@ def test_what_comes_with_the_program_is_public_and_a_folder_is_not(
     assert past.prior == ()
     (note,) = past.notes
     assert (
-        note
-        == f"the model {start / 'base'} has no record of what was spent on it ({SPENDING}): {UNCOUNTED}"
+        note == f"the model {start / 'base'} has no record of what was spent on it ({SPENDING}): "
+        f"{UNCOUNTED}"
     )
     assert prior_spending_of(settings({"name": "glyph-vit"})) == PriorSpending()
     assert prior_spending_of(settings({"name": "vit-base", "weights": "random"})) == PriorSpending()
@@ -318,8 +318,10 @@ def test_repeated_attempts_are_in_what_is_handed_on(digits: Config, tmp_path: Pa
             ledger.charge([Charge(1, 1, 2, plan.mechanism(1), "os")])
     accounts = read_recorded_spending(tmp_path / "r")
     rate = float(plan.rates[0])
-    assert spending_of(RELEASABLE, before)["history"] == [["poisson", rate, 1.0, 1, 1, 4]]
-    assert spending_of(RELEASABLE, accounts)["history"] == [["poisson", rate, 1.0, 1, 1, 6]]
+    assert spending_of(RELEASABLE, before.realised)["history"] == [["poisson", rate, 1.0, 1, 1, 4]]
+    assert spending_of(RELEASABLE, accounts.realised)["history"] == [
+        ["poisson", rate, 1.0, 1, 1, 6]
+    ]
     assert accounts.realised.rdp_server_worst >= accounts.server_worst > before.server_worst
     assert accounts.realised.curve([1.0])[0][1] > before.planned.curve([1.0])[0][1]
     assert accounts.third_party == accounts.server_worst
@@ -539,7 +541,7 @@ def test_every_shard_has_the_record(start: Path, tmp_path: Path) -> None:
 
 
 def test_two_records_that_differ_are_refused(start: Path, tmp_path: Path) -> None:
-    """Of two histories the one that costs more at this delta can cost less at another."""
+    """Two histories may change places at another delta, so none can be chosen."""
     adapter = copied(start, tmp_path / "copy", row(steps=1))
     embed(adapter, row(steps=4))
     with pytest.raises(
@@ -694,7 +696,7 @@ def test_fixed_sampling_adds_up_with_itself(start: Path, tmp_path: Path) -> None
 
 
 def test_seeded_noise_stays_seeded(start: Path, tmp_path: Path) -> None:
-    """Whoever removes the first run's noise has the first run's records, however well the second one is protected."""
+    """Removing the first run's seeded noise reveals its records, whatever the second run does."""
     real = {"run": {"noise": "os"}}
     for key in ("adapter", "weights"):
         first = settings(
@@ -718,7 +720,7 @@ def test_seeded_noise_stays_seeded(start: Path, tmp_path: Path) -> None:
 def test_a_run_that_is_called_a_simulation_is_one_for_its_accounts(
     start: Path, tmp_path: Path
 ) -> None:
-    """Whichever of the two is the more careful, the ledger or the result, is believed."""
+    """The more careful of ledger and result decides."""
     go_on(start, tmp_path / "r", copied(start, tmp_path / "copy", edited()), run={"noise": "os"})
     result = json.loads((tmp_path / "r" / "run.json").read_text())
     (tmp_path / "r" / "run.json").write_text(json.dumps({**result, "release": SIMULATION}))
@@ -737,7 +739,7 @@ def test_a_chain_of_two_exports(start: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_carried_on_costs_at_least_as_much_as_any_client() -> None:
-    """Of two kinds the one that is dearer now (3.93 against 2.97) is cheaper after more is added (10.40 against 10.69)."""
+    """The kind that costs more now (3.93, 2.97) costs less after more is added (10.40, 10.69)."""
     much, little = Mechanism("poisson", 0.5, 2.5), Mechanism("poisson", 0.05, 0.7)
     planned = Planned((much, little), 5, 1.0, ((1.0, 2),), DELTA)
     later = (Mechanism("poisson", 0.2, 1.0), 50)
@@ -764,7 +766,7 @@ def unequal(clients: int) -> Source:
 
 
 def test_many_kinds_of_clients(start: Path, tmp_path: Path) -> None:
-    """More than eight mechanisms: one that costs at least as much as each stands for them, in the same way everywhere."""
+    """More than eight mechanisms are replaced by one that costs at least as much as each."""
     changes = {
         "data": {"partition": "natural", "client_column": "owner"},
         "privacy": {"batch_per_client": True},
@@ -781,7 +783,7 @@ def test_many_kinds_of_clients(start: Path, tmp_path: Path) -> None:
     assert result["epsilon"]["server_max"] == pytest.approx(accounts.server_max)
     least = epsilon([(FIRST, 4), (replace(dearest, rate=6 / 20), 2)], DELTA).value
     assert accounts.epsilons.min() == pytest.approx(least)
-    stored = spending_of("released", accounts)
+    stored = spending_of("released", accounts.realised)
     assert stored["history"][1] == ["poisson", 0.5, 2.0, 1, 1, 2]
 
 
@@ -804,7 +806,7 @@ def test_spending_of_many_kinds_is_a_bound_in_every_round() -> None:
 
 
 def test_what_a_number_allows_is_asked_of_every_kind() -> None:
-    """At delta 1e-5 the second kind has the larger epsilon, at epsilon 0.5 the first has the larger delta."""
+    """The second kind has the larger epsilon at delta 1e-5, the first the larger delta at 0.5."""
     much, little = Mechanism("poisson", 0.5, 2.5), Mechanism("poisson", 0.05, 0.7)
     planned = Planned((much, little), 5, 1.0, ((1.0, 2),), DELTA, prior=((FIRST, 1),))
     alone = [

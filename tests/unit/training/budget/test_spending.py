@@ -1,4 +1,4 @@
-"""Statements that hold for every client, whoever took part: unequal clients, budgets, repeated attempts, real noise."""
+"""Statements that hold for every client: unequal clients, budgets, repeated attempts, resumes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from dpfed.training.run import run
 
 @pytest.fixture
 def unequal(tmp_path: Path) -> list[str]:
-    """One small client among nine large ones: it pays most, and in most cohorts it is absent."""
+    """One small client among five large ones: it spends most and is in few cohorts."""
     rng = np.random.default_rng(0)
     sizes = [40] + [300] * 5
     owners = np.repeat([f"client-{i}" for i in range(6)], sizes)
@@ -45,9 +45,19 @@ def unequal(tmp_path: Path) -> list[str]:
     y = rng.integers(2, size=len(owners))
     path = tmp_path / "unequal.npz"
     np.savez(path, x_train=x, y_train=y, x_test=x[:50], y_test=y[:50], train_owner=owners)
-    keys = "data.name=npz data.partition=natural data.client_column=owner data.classes=2 model.name=linear"
-    keys += " privacy.batch=16 privacy.batch_per_client=true run.participation=0.17 run.rounds=2 run.local_steps=2"
-    return [*keys.split(), f"data.path={path}"]
+    return [
+        "data.name=npz",
+        "data.partition=natural",
+        "data.client_column=owner",
+        "data.classes=2",
+        "model.name=linear",
+        "privacy.batch=16",
+        "privacy.batch_per_client=true",
+        "run.participation=0.17",
+        "run.rounds=2",
+        "run.local_steps=2",
+        f"data.path={path}",
+    ]
 
 
 def absent_seed(keys: list[str]) -> int:
@@ -88,7 +98,7 @@ def test_a_sigma_for_each_client_is_reported_as_what_each_has(
 
 
 def exhaustion(limits: list[int], cohort: int, rounds: int) -> list[int]:
-    """The fewest clients that can be left before each round, by trying every sequence of cohorts."""
+    """Try every sequence of cohorts; return the fewest clients left before each round."""
     fewest = []
     states = {tuple(limits)}
     for _ in range(rounds):
@@ -121,7 +131,7 @@ def test_without_budgets_every_client_is_eligible() -> None:
 
 
 def test_the_third_party_figure_under_budgets_holds_for_every_course_of_the_run() -> None:
-    """N clients, one drawn per round, each at most twice: given who was left in each round, delta must still hold."""
+    """N clients, one per round, each at most twice: delta holds for the eligible of each round."""
     clients, rounds, limit, delta = 5, 3, 2, 1e-5
     step = Mechanism("poisson", 0.2, 1.0)
     eligible = fewest_eligible(clients, 1, rounds, [limit] * clients)

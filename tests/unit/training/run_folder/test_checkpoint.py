@@ -202,9 +202,7 @@ def test_a_state_of_another_form_is_refused_in_one_sentence(tmp_path: Path) -> N
     """The state after an update of the program that added a field."""
     memory = ClientStates((), 3, tmp_path / "memory", 1)
     checkpoints = Checkpoints(tmp_path, "job", memory)
-    checkpoints.save_beside(
-        Progress(1, State(Point(torch.ones(3)), 1.0)), np.array([1, 0]), wait=True
-    )
+    checkpoints.save(Progress(1, State(Point(torch.ones(3)), 1.0)), np.array([1, 0]), wait=True)
     for form in (
         Server(torch.ones(3), torch.ones(3)),
         Point(torch.ones(4)),
@@ -224,7 +222,7 @@ def test_what_is_read_back_is_what_was_saved(tmp_path: Path) -> None:
     shared = torch.tensor([1e-30, -0.0, 3.0])
     # One tensor in two fields.
     state = State(Server(shared, shared), 0.1 + 0.2)
-    checkpoints.save_beside(Progress(7, state, 1.25), np.array([0, 3, 0]), wait=True)
+    checkpoints.save(Progress(7, state, 1.25), np.array([0, 3, 0]), wait=True)
     saved, said = checkpoints.load(State(Server(torch.zeros(3), torch.zeros(3)), 1.0))
     assert saved is not None
     assert said == []
@@ -237,7 +235,7 @@ def test_what_is_read_back_is_what_was_saved(tmp_path: Path) -> None:
     for value in saved.progress.state.tensors().values():
         assert value.numpy().tobytes() == shared.numpy().tobytes()
     progress = Progress(8, State(state.server, float("inf")))
-    checkpoints.save_beside(progress, np.zeros(3, dtype=np.int64), wait=True)
+    checkpoints.save(progress, np.zeros(3, dtype=np.int64), wait=True)
     again, _ = checkpoints.load(state)
     assert again is not None
     assert again.progress.state.clip == float("inf")
