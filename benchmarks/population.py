@@ -15,7 +15,7 @@ import time
 import numpy as np
 
 from dpfed.privacy.accounting.pld import pld_epsilon
-from dpfed.privacy.accounting.population import population_epsilon
+from dpfed.privacy.accounting.population import Population, population_epsilon
 from dpfed.privacy.mechanism import Mechanism
 
 COHORT = 50
@@ -52,7 +52,8 @@ def main(counts: list[int]) -> None:
     for clients in counts:
         rates, rounds = setting(clients)
         start = time.perf_counter()
-        bounds = population_epsilon(rates, rounds, LOCAL_STEPS, SIGMA, DELTA)
+        population = Population(rates, np.full(clients, SIGMA), rounds, LOCAL_STEPS)
+        bounds = population_epsilon(population, DELTA)
         seconds = time.perf_counter() - start
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         low, high = excess(rates, rounds, bounds, 40)

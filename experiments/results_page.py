@@ -21,7 +21,7 @@ from results_studies import (
 
 from dpfed.errors import DpfedError
 from dpfed.privacy.published import show_loss
-from dpfed.studies.tables import LARGER, Row, Table, best_of, grid_words, percent, size
+from dpfed.report.tables import LARGER, Row, Table, best_of, grid_words, percent, size
 
 PHASES = {"reported": "reported", "tuning": "of the search"}
 EMPTY = "Not measured yet."

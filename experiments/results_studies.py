@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from results_specs import Spec
 
 from dpfed.errors import DpfedError
-from dpfed.studies.tables import Row, paired
+from dpfed.report.tables import Row, paired
 
 if TYPE_CHECKING:
     from dpfed.studies.outcomes import Outcome, Task

@@ -164,9 +164,9 @@ def digits() -> Digits:
     spec = InputSpec("image", "pixel_values", (1, 8, 8), 10, white=16.0)
     model = GlyphViT(lora=LoraSection(**{**lora, "targets": tuple(lora["targets"])}))
     parts = assemble(model, spec)
-    table = Source().load().train
-    rng = np.random.default_rng(0)
-    shards = partition(table.labels, CLIENTS, data["partition"], data["alpha"], rng)
+    source = Source(clients=CLIENTS, partition=data["partition"], alpha=data["alpha"])
+    table = source.load().train
+    shards = partition(source, table, np.random.default_rng(0))
     raw = torch.from_numpy(table.inputs["pixel_values"])
     pixels = parts.built.prepare({"pixel_values": raw})["pixel_values"]
     labels = torch.from_numpy(table.labels)

@@ -31,7 +31,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from dpfed.cli.main import app
 from dpfed.cli.main import main as dpfed
-from dpfed.config import Config, DataSection, LoraSection, ModelSection, keys
+from dpfed.config import Config, DataSection, LoraSection, ModelSection
 from dpfed.registry import registry
 
 DOCS = Path(__file__).parents[1]
@@ -83,14 +83,14 @@ def _toml(value: Any) -> str:
 def key_table(cls: type[Any], leave_out: frozenset[str] = frozenset()) -> list[str]:
     """Return a table of the keys of a section; tables of their own are left out."""
     hints = get_type_hints(cls, include_extras=True)
-    fields = {field.name: field for field in dataclasses.fields(cls)}
     rows = []
-    for name, sentence, default in keys(cls):
+    for field in dataclasses.fields(cls):
+        name, default = field.name, field.default
         if name in leave_out or dataclasses.is_dataclass(hints[name]):
             continue
-        factory = fields[name].default_factory
-        if factory is not dataclasses.MISSING:
-            default = factory()
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        sentence = next((a for a in get_args(hints[name])[1:] if isinstance(a, str)), "")
         shown = f"`{_toml(default)}`"
         if default is dataclasses.MISSING:
             shown = "required"
@@ -242,9 +242,9 @@ RECORDS = (250, 1000, 4000, 16000)
 def cell(sigma: float, records: int) -> float:
     """Return epsilon of a client in every round: batch 16, 100 rounds of 10 steps, delta 1e-5."""
     from dpfed.algorithms.base import Releases
-    from dpfed.privacy.accounting.planner import plan_from_numbers
+    from dpfed.privacy.accounting.planner import PlanNumbers
 
-    plan = plan_from_numbers(
+    numbers = PlanNumbers(
         records=records,
         batch=16,
         rounds=100,
@@ -259,7 +259,7 @@ def cell(sigma: float, records: int) -> float:
         releases=Releases(),
         colluding=0,
     )
-    return plan.server_worst
+    return numbers.planned().server_worst
 
 
 def epsilon_table() -> str:

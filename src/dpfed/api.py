@@ -22,10 +22,10 @@ import numpy as np
 
 from dpfed.config import Config, build, overlay
 from dpfed.config.parsing import layer_of
-from dpfed.data.sources.given import source_of
+from dpfed.data.sources.in_memory import source_of
 from dpfed.data.tables import Source
 from dpfed.errors import DpfedError, DpfedWarning, python_phrases
-from dpfed.model.zoo.pretrained import HubSilentError
+from dpfed.model.zoo.hub import HubSilentError
 from dpfed.model.zoo.text import is_pooled
 from dpfed.registry import registry
 from dpfed.report.model_card import write_export

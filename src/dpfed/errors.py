@@ -1,6 +1,7 @@
-"""The one error type for mistakes a person can mend: it is printed as one sentence, never as a traceback.
+"""Errors that users can fix, and the words of their messages.
 
-Messages that name an option or a keyword take its name from `phrase`, to fit the interface in use.
+The command line prints a `DpfedError` as one sentence, without a traceback. Options and keywords in
+messages come from `phrase`, which knows the command line and the Python interface.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-# One entry for everything that the command line and `dpfed.fine_tune` call differently.
 COMMAND_LINE = {
     "another out": "choose another --out",
     "replace": ", or --force to replace it",
@@ -26,7 +26,7 @@ _phrases: ContextVar[Mapping[str, str]] = ContextVar("phrases", default=COMMAND_
 
 
 def phrase(name: str) -> str:
-    """Return the words of the interface in use for an option, a keyword or a remedy."""
+    """Return the name of an option, keyword or remedy in the interface in use."""
     return _phrases.get()[name]
 
 
@@ -40,29 +40,44 @@ def python_phrases() -> Iterator[None]:
         _phrases.reset(token)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return the number with its noun: "1 client", "2,000 clients"."""
+    plural = "" if number == 1 else "s"
+    return f"{number:,} {noun}{plural}"
+
+
+def reason(error: BaseException) -> str:
+    """Return the first line of an error's message, or its class name."""
+    text = getattr(error, "strerror", None) or str(error).strip()
+    lines = text.splitlines() or [type(error).__name__]
+    return str(lines[0][:200].rstrip("."))
+
+
 class DpfedWarning(UserWarning):
-    """A warning of `dpfed.fine_tune`: what to change, or to know before using the result."""
+    """A warning of `dpfed.fine_tune` about a setting to change or a limit of the result."""
 
 
 class DpfedError(Exception):
-    """A user's mistake or a condition outside the program; the message says what to do. Exit code 2."""
+    """A mistake or condition that the user can fix; the message says how. Exit code 2."""
 
     code = 2
 
 
 class StoppedError(DpfedError):
-    """The run had to stop, and what was computed so far is kept. Exit code 3."""
+    """The run had to stop and keeps its results so far. Exit code 3."""
 
     code = 3
 
 
 class DivergedError(StoppedError):
-    """Training left the finite numbers."""
+    """A value of the training state is no longer finite."""
 
 
 class InterruptedRunError(DpfedError):
-    """Somebody asked the run to stop with this signal; it can go on. Exit code 128 + the signal's number."""
+    """A signal stopped the run, which can resume. Exit code 128 + the signal's number."""
 
     def __init__(self, signal: str, number: int, sentence: str = "") -> None:
         super().__init__(sentence or f"stopped by {signal}")
-        self.signal, self.number, self.code = signal, number, 128 + number
+        self.signal = signal
+        self.number = number
+        self.code = 128 + number

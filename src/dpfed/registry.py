@@ -1,4 +1,4 @@
-"""Everything that can be named in a configuration, gathered in one place for those who read one."""
+"""Registry of the names in a configuration: data sources, models, algorithms and presets."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ DEFAULT = "digits"
 
 
 def registry() -> Registry:
-    found = (
-        p for p in sorted(CONFIGS.rglob("*.toml")) if not p.name.startswith("_")
-    )  # those are only extended
+    # Names with an underscore belong to files that presets extend.
+    found = (p for p in sorted(CONFIGS.rglob("*.toml")) if not p.name.startswith("_"))
     presets = {str(p.relative_to(CONFIGS).with_suffix("")): p for p in found}
     return Registry(data=DATASETS, model=MODELS, algorithm=ALGORITHMS, presets=presets)

@@ -224,7 +224,8 @@ def test_watch_follows_a_run_without_reloading(
 ) -> None:
     run = runs[0]
     folder = tmp_path
-    from dpfed.report.watch import open_server
+    from dpfed.report.live_page import open_server
+    from dpfed.report.page import read_report
 
     live = folder / "live"
     shutil.copytree(run, live)
@@ -234,7 +235,7 @@ def test_watch_follows_a_run_without_reloading(
         json.dumps({"run": state["run"], "state": "running", "release": state["release"]})
     )
     (live / "metrics.jsonl").write_text("".join(lines[:3]))
-    with open_server([live], False, 0) as server:
+    with open_server([live], 0, lambda: read_report([live])) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_address[1]}/"
         seen = OpenPage(browser, address, 1280, "light")

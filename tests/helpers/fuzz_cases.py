@@ -45,9 +45,9 @@ from dpfed.model.zoo.text import AutoText
 from dpfed.model.zoo.vision import AutoImage
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.registry import registry
+from dpfed.report.table_files import to_csv, to_json, to_latex, to_markdown
 from dpfed.studies.output import curves_of, search_csv, table_of
 from dpfed.studies.study import RUNS, STUDY, claim, conduct
-from dpfed.studies.tables import to_csv, to_json, to_latex, to_markdown
 from dpfed.training.backends.client_state import ClientStates
 from dpfed.training.budget.prior_spending import prior_spending_of
 from dpfed.training.budget.recorded_spending import read_recorded_spending
@@ -67,9 +67,11 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Case:
-    """files  what is valid, by name     read  reads them; DpfedError is the only error that may come out
-    spoiled   the files that are changed; all of them where it is empty
-    odd       values that JSON is given; without large ones where a value is a size that would be allocated
+    """A reader and its valid files.
+
+    read     reads a folder of the files; the only error it may raise is DpfedError
+    spoiled  endings of the files to change; empty: all files
+    odd      values to put into JSON, without large ones where a value is a size to allocate
     """
 
     files: Callable[[], Files]
@@ -79,7 +81,7 @@ class Case:
 
 
 def attempt(case: Case, rng: Random) -> bool:
-    """One input: True if it was read, False if it was refused in one sentence. Anything else is raised."""
+    """Return True if a changed input was read, and False if it was refused in one sentence."""
     files = case.files()
     name = rng.choice(sorted(n for n in files if not case.spoiled or n.endswith(case.spoiled)))
     with tempfile.TemporaryDirectory() as folder:
@@ -100,7 +102,7 @@ def read_plainly(read: Callable[[Path], object], folder: Path) -> bool:
     return sentence is None
 
 
-# --- configuration ----------------------------------------------------------------------------------------------------------
+# ---- configuration
 
 
 @cache
@@ -157,7 +159,7 @@ def override(rng: Random) -> bool:
     return read_plainly(lambda _: to_toml(load("digits", [item], KNOWN)), Path())
 
 
-# --- a run's folder ---------------------------------------------------------------------------------------------------------
+# ---- a run's folder
 
 
 def run_config() -> Any:
@@ -231,7 +233,7 @@ def read_checkpoint(folder: Path) -> None:
 
 
 def read_resealed(folder: Path) -> None:
-    """The same where whoever changed the files has made all hashes fit, too."""
+    """Read a checkpoint whose hashes are recomputed after the change."""
     import hashlib
 
     for path in (folder / "checkpoint").glob("round-*.json"):
@@ -270,7 +272,7 @@ def occupied(folder: Path) -> None:
     refuse_occupied(folder, force=True)
 
 
-# --- what a run starts from -------------------------------------------------------------------------------------------------
+# ---- what a run starts from
 
 SPEC = InputSpec("image", "pixel_values", (3, 8, 8), 3)
 
@@ -328,15 +330,18 @@ def read_tokenizer(folder: Path) -> None:
     assert section.encoding
 
 
-# --- data -------------------------------------------------------------------------------------------------------------------
+# ---- data
 
 
 def npz_files() -> Files:
     rng = np.random.default_rng(0)
     arrays = {
-        "x_train": rng.normal(size=(6, 3)).astype(np.float32), "y_train": np.arange(6) % 3, "train_site": np.arange(6),
-        "x_test": rng.normal(size=(3, 3)).astype(np.float32), "y_test": np.arange(3),
-    }  # fmt: skip
+        "x_train": rng.normal(size=(6, 3)).astype(np.float32),
+        "y_train": np.arange(6) % 3,
+        "train_site": np.arange(6),
+        "x_test": rng.normal(size=(3, 3)).astype(np.float32),
+        "y_test": np.arange(3),
+    }
     out = io.BytesIO()
     np.savez(out, **arrays)
     return {"a.npz": out.getvalue()}
@@ -361,7 +366,7 @@ def source_case(files: Files, section: Callable[[str], Any]) -> Case:
     return Case(lambda: files, read)
 
 
-# --- comparisons ------------------------------------------------------------------------------------------------------------
+# ---- comparisons
 
 
 @cache
@@ -393,14 +398,34 @@ def read_study(folder: Path) -> None:
         curves_of(results, "")
 
 
-# --- the wire ---------------------------------------------------------------------------------------------------------------
+# ---- the wire
 
 TERMS = Terms(
-    run="run-1", server="hub", client="clinic-0", index=0, seed=7, seeded=False, round=2, rounds=3, local_steps=2,
-    clients=3, cohort=3, lr=0.01, algorithm={"name": "dp-fedavg", "lr": 0.1}, model="ab", rate=0.1, expected=4.0,
-    sigma=1.0, clip=0.5, clipping=ClippingTerms("flat", 0.01, 0.5, 0.2, 10.0), grid=True,
-    equal_phi=True, rows=1, head="cd", used=1,
-)  # fmt: skip
+    run="run-1",
+    server="hub",
+    client="clinic-0",
+    index=0,
+    seed=7,
+    seeded=False,
+    round=2,
+    rounds=3,
+    local_steps=2,
+    clients=3,
+    cohort=3,
+    lr=0.01,
+    algorithm={"name": "dp-fedavg", "lr": 0.1},
+    model="ab",
+    rate=0.1,
+    expected=4.0,
+    sigma=1.0,
+    clip=0.5,
+    clipping=ClippingTerms("flat", 0.01, 0.5, 0.2, 10.0),
+    grid=True,
+    equal_phi=True,
+    rows=1,
+    head="cd",
+    used=1,
+)
 
 
 @cache

@@ -1,6 +1,6 @@
-"""Tries changed files on every reader of foreign bytes, for so many minutes: python tests/helpers/fuzz_loop.py --minutes 8
+"""Fuzz every reader of foreign files: python tests/helpers/fuzz_loop.py --minutes 8
 
-Each input follows from the reader's name and a number, from 0 on; what is found can be tried again with --only and --from.
+The reader's name and a number determine each input, so --only and --from repeat a finding.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-PATIENCE = 60  # seconds for one input
-ROOM = (
-    6 << 30
-)  # bytes beyond what is mapped at the start: a size in a file must not end the machine
+SECONDS_PER_INPUT = 60
+# Memory beyond that at the start: a size in a file must not exhaust the machine.
+MEMORY_BYTES = 6 << 30
 
 
 def generator(name: str, number: int) -> Random:
@@ -33,12 +32,12 @@ def generator(name: str, number: int) -> Random:
 
 def limit_memory() -> None:
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + ROOM, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY_BYTES, resource.RLIM_INFINITY))
 
 
 def tried(name: str, number: int, one: Any) -> str | None:
-    """What went wrong with an input, as the last lines of its traceback."""
-    signal.alarm(PATIENCE)
+    """Return the traceback of an input, or None if the reader handled it."""
+    signal.alarm(SECONDS_PER_INPUT)
     try:
         one(generator(name, number))
     except KeyboardInterrupt:
@@ -50,8 +49,12 @@ def tried(name: str, number: int, one: Any) -> str | None:
     return None
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def timed_out(*_: object) -> None:
+    raise TimeoutError(f"more than {SECONDS_PER_INPUT} s")
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--only", default="", help="readers whose name has this in it")
     parser.add_argument(
@@ -60,51 +63,48 @@ def main() -> int:
     parser.add_argument(
         "--count", type=int, default=0, help="inputs of each reader, whatever the time"
     )
-    given = parser.parse_args()
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    warnings.simplefilter("ignore")
+    return parser.parse_args()
+
+
+def readers(only: str) -> dict[str, Any]:
     from fuzz_cases import CASES, attempt, override
 
-    readers: dict[str, Any] = {
+    found: dict[str, Any] = {
         name: lambda rng, case=case: attempt(case, rng) for name, case in CASES.items()
     }
-    readers = {
-        name: one for name, one in {**readers, "overrides": override}.items() if given.only in name
-    }
-    counts, found = dict.fromkeys(readers, 0), []
+    return {name: one for name, one in {**found, "overrides": override}.items() if only in name}
+
+
+def main() -> int:
+    given = options()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    warnings.simplefilter("ignore")
+    chosen = readers(given.only)
+    counts = dict.fromkeys(chosen, 0)
+    found: list[tuple[str, int]] = []
     limit_memory()
-    signal.signal(
-        signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError(f"more than {PATIENCE} s"))
-    )
+    signal.signal(signal.SIGALRM, timed_out)
     end = time.monotonic() + 60 * given.minutes
-    share = 60 * given.minutes / max(1, len(readers)) / 20
+    # Readers take turns of equal time, so that slow ones do not starve the others.
+    turn_seconds = 60 * given.minutes / max(1, len(chosen)) / 20
+
+    def more(name: str, turn_end: float) -> bool:
+        if given.count:
+            return counts[name] < given.count
+        return time.monotonic() < min(turn_end, end)
+
     with tempfile.TemporaryDirectory() as cache, contextlib.suppress(KeyboardInterrupt):
         os.environ["DPFED_CACHE"] = cache
-        more = True
-        while more:
-            more = False
-            for (
-                name,
-                one,
-            ) in (
-                readers.items()
-            ):  # in turns of equal time, so that slow readers do not starve the others
-                turn = time.monotonic() + share
-                while (
-                    time.monotonic() < min(turn, end)
-                    if not given.count
-                    else counts[name] < given.count
-                ):
-                    trace = tried(name, given.first + counts[name], one)
+        while any(more(name, end) for name in chosen):
+            for name, one in chosen.items():
+                turn_end = time.monotonic() + turn_seconds
+                while more(name, turn_end):
+                    number = given.first + counts[name]
+                    trace = tried(name, number, one)
                     if trace is not None:
-                        found.append((name, given.first + counts[name]))
-                        print(
-                            f"--- {name}, input {found[-1][1]}\n{trace}",
-                            file=sys.stderr,
-                            flush=True,
-                        )
+                        found.append((name, number))
+                        print(f"--- {name}, input {number}\n{trace}", file=sys.stderr, flush=True)
                     counts[name] += 1
-                    more = not given.count
     print(json.dumps({"inputs": counts, "all": sum(counts.values()), "found": found}, indent=1))
     return 1 if found else 0
 

@@ -1,6 +1,7 @@
 """Valid files changed at random: bytes of any file, and values of those that are JSON or TOML.
 
-Everything follows from the generator that is handed over: Hypothesis's own in the tests, a seeded one in tests/helpers/fuzz_loop.py.
+The generator of the caller decides everything: Hypothesis's in the tests, a seeded one in
+fuzz_loop.py.
 """
 
 from __future__ import annotations
@@ -32,9 +33,22 @@ SMALL: tuple[Any, ...] = (
     [1, "x"],
 )
 ODD: tuple[Any, ...] = (
-    *SMALL, float("nan"), float("inf"), -float("inf"), 1e308, 1e-320, 2**31, 2**63, 2**64, -(2**63) - 1, 10**30, "\x00",
-    "a" * 300, {"": None}, [None] * 50,
-)  # fmt: skip
+    *SMALL,
+    float("nan"),
+    float("inf"),
+    -float("inf"),
+    1e308,
+    1e-320,
+    2**31,
+    2**63,
+    2**64,
+    -(2**63) - 1,
+    10**30,
+    "\x00",
+    "a" * 300,
+    {"": None},
+    [None] * 50,
+)
 NESTED = (
     b"[" * 20_000,
     b'{"a":' * 20_000,
@@ -85,7 +99,7 @@ def change_bytes(rng: Random, content: bytes) -> bytes:
 
 
 def change_value(rng: Random, content: bytes, odd: tuple[Any, ...]) -> bytes:
-    """Another value, no value or one value more, somewhere in the JSON of a file or of one of its lines."""
+    """Replace, delete or add one value in the JSON of a file or of one of its lines."""
     lines = content.splitlines(keepends=True)
     whole = not all(line.strip().startswith(b"{") for line in lines)
     at = 0 if whole or not lines else rng.randrange(len(lines))

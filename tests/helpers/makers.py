@@ -129,7 +129,9 @@ def tiny_imagenet() -> dict[str, bytes]:
     files = {
         "wnids.txt": b"n02\nn01\n",
         "words.txt": b"n01\tgoldfish, Carassius auratus\nn02\tfrog\nn99\tthing\n",
-        "val/val_annotations.txt": b"val_0.JPEG\tn02\t0\t0\t63\t63\nval_1.JPEG\tn01\t0\t0\t63\t63\n",
+        "val/val_annotations.txt": (
+            b"val_0.JPEG\tn02\t0\t0\t63\t63\nval_1.JPEG\tn01\t0\t0\t63\t63\n"
+        ),
     }
     for k, wnid in enumerate(("n01", "n02")):
         files[f"train/{wnid}/{wnid}_boxes.txt"] = b"boxes"

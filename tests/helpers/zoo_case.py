@@ -1,4 +1,4 @@
-"""A model section made ready as a run makes it, beside an untouched copy; and the loop of single records to compare with."""
+"""A model as a run prepares it, an untouched copy, and a loop over single records as reference."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def alone_image(case: ZooCase) -> Alone:
 
 
 def unpadded(one: Inputs) -> Inputs:
-    """The record as if nothing had ever been padded; masks and positions are then the model's own affair."""
+    """Return the record without padding; the model makes its own masks and positions."""
     real = int(one["attention_mask"].sum())
     return {k: x[:, :real].long() for k, x in one.items() if k != "attention_mask"}
 

@@ -1,4 +1,4 @@
-"""What fuzzing has found, each as the smallest file that showed it."""
+"""Regression tests for the inputs that fuzzing found, each as its smallest file."""
 
 from __future__ import annotations
 
@@ -127,12 +127,21 @@ def test_results(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("result", "row"),
     [
-        ({}, {"accuracy": 5.0}), ({}, {"accuracy": float("nan")}), ({}, {"loss": float("nan")}), ({"test_records": 0}, {}),
-        ({"test_records": 1e999}, {}), ({"epsilon": []}, {}), ({"epsilon": {"server_worst": "1"}}, {}),
-        ({"guarantee": 3}, {}), ({"guarantee": "\ud800"}, {}), ({"traffic": {"up": "x"}}, {}), ({"traffic": [1]}, {}),
-        ({"metrics": {"per_class": {"a": {"support": -1}, "b": {"support": -3}}}}, {}), ({"metrics": [1]}, {}),
+        ({}, {"accuracy": 5.0}),
+        ({}, {"accuracy": float("nan")}),
+        ({}, {"loss": float("nan")}),
+        ({"test_records": 0}, {}),
+        ({"test_records": 1e999}, {}),
+        ({"epsilon": []}, {}),
+        ({"epsilon": {"server_worst": "1"}}, {}),
+        ({"guarantee": 3}, {}),
+        ({"guarantee": "\ud800"}, {}),
+        ({"traffic": {"up": "x"}}, {}),
+        ({"traffic": [1]}, {}),
+        ({"metrics": {"per_class": {"a": {"support": -1}, "b": {"support": -3}}}}, {}),
+        ({"metrics": [1]}, {}),
     ],
-)  # fmt: skip
+)
 def test_outcomes_that_no_run_can_have_left_are_done_again(
     result: dict[str, Any], row: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -159,14 +168,17 @@ def test_a_study_that_is_no_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "values"),
     [
-        ("base/config.json", {"hidden_dropout_prob": "0"}), ("base/config.json", {"initializer_range": {}}),
-        ("base/config.json", {"patch_size": 0}), ("base/config.json", {"dtype": ""}),
+        ("base/config.json", {"hidden_dropout_prob": "0"}),
+        ("base/config.json", {"initializer_range": {}}),
+        ("base/config.json", {"patch_size": 0}),
+        ("base/config.json", {"dtype": ""}),
         ("adapter/adapter_config.json", {"modules_to_save": [[]]}),
         ("adapter/adapter_config.json", {"target_modules": ["patch_embeddings"]}),
-        ("base/preprocessor_config.json", {"image_std": []}), ("base/preprocessor_config.json", {"image_std": [0, 0, 0]}),
+        ("base/preprocessor_config.json", {"image_std": []}),
+        ("base/preprocessor_config.json", {"image_std": [0, 0, 0]}),
         ("base/preprocessor_config.json", {"image_mean": [float("nan")] * 3}),
     ],
-)  # fmt: skip
+)
 def test_models_and_adapters(file: str, values: dict[str, Any], tmp_path: Path) -> None:
     folder = write_folder(tmp_path, adapter_files())
     (folder / file).write_text(json.dumps({**json.loads((folder / file).read_text()), **values}))

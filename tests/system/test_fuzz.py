@@ -1,4 +1,4 @@
-"""A few inputs for every reader in each run of the tests; tests/helpers/fuzz_loop.py tries many (docs/reliability.md has the counts)."""
+"""A few random inputs for every reader; tests/helpers/fuzz_loop.py tries many more."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_only_a_sentence_comes_out(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_not_changed_is_read(name: str, tmp_path: Path) -> None:
-    """Else the files would be refused for another reason, and nothing would be tried."""
+    """Unchanged files must be valid, or the changed ones would be refused for another reason."""
     assert read_plainly(CASES[name].read, write_folder(tmp_path / "files", CASES[name].files()))
 
 

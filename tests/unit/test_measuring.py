@@ -1,4 +1,7 @@
-"""Scripts that measure or make weights, most of them on a GPU, tried on a CPU with small models: that they run, and that they can tell a difference."""
+"""Scripts that measure or make weights, with small models on a CPU.
+
+The scripts must run, and must notice a difference.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,8 @@ from dpfed.model.zoo.resnet import GNResNet18
 from dpfed.registry import registry
 
 ROOT = Path(__file__).parents[2]
-SMALL = replace(CPU[1], clients=2, batch=3)  # glyph-vit
+# glyph-vit
+SMALL = replace(CPU[1], clients=2, batch=3)
 HERE = torch.device("cpu")
 
 
@@ -56,13 +60,14 @@ def test_a_row_of_growth() -> None:
     growth = script("benchmarks/fleet_growth.py")
     row = growth.row_of(SMALL, HERE, repeats=1)
     assert (row["clients"], row["fleets"], row["failed"]) == (2, 1, None)
-    assert row["ms_per_client"] == pytest.approx(row["ms"] / 2, abs=0.011)  # both are rounded
+    # Both are rounded.
+    assert row["ms_per_client"] == pytest.approx(row["ms"] / 2, abs=0.011)
     full = growth.row_of(replace(SMALL, train="full"), HERE, repeats=1)
     assert full["P"] > 10 * row["P"]
 
 
 def public(folder: Path) -> str:
-    """A small model and six images of its size; the model's folder."""
+    """Write a small model and six images of its size; return the model's folder."""
     folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
     shape = {
@@ -121,28 +126,24 @@ def test_a_cnn_learns_a_teachers_answers(
     assert all(torch.equal(trained[0].state_dict()[name], value) for name, value in saved.items())
 
 
-def test_views_are_crops_and_mixtures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_augmentations_are_crops_and_mixtures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "experiments"))
     distill = script("experiments/distill_cnn.py")
     across = torch.arange(8.0).expand(2, 3, 8, 8).contiguous()
     for ramp, axis in ((across, -1), (across.transpose(-1, -2).contiguous(), -2)):
         whole = distill.views(ramp, lambda n: torch.full((n,), 0.999999))
         assert torch.allclose(whole, ramp.flip(-1), atol=1e-3)
-        crop = distill.views(
-            ramp, lambda n: torch.full((n,), 0.4)
-        )  # not mirrored, a little towards the first pixel
+        # Not mirrored, a little towards the first pixel.
+        crop = distill.views(ramp, lambda n: torch.full((n,), 0.4))
         part = (0.3 + 0.7 * 0.4) * (0.75 + 0.25 * 0.4)
         assert torch.allclose(crop.diff(dim=axis), torch.tensor(part), atol=1e-3)
         assert float(crop.mean()) == pytest.approx(3.5 - 0.2 * (1 - part) * 4, abs=1e-3)
     flat = torch.tensor([0.0, 100.0]).view(2, 1, 1, 1).expand(2, 3, 8, 8)
-    for drawn, expected in (
-        (0.75, [25.0, 75.0]),
-        (0.02, [0.0, 100.0]),
-    ):  # not mixed, in a corner
+    # Not mixed in a corner.
+    for drawn, expected in ((0.75, [25.0, 75.0]), (0.02, [0.0, 100.0])):
         mixed = distill.views(flat, lambda n, drawn=drawn: torch.full((n,), drawn))
-        assert torch.allclose(
-            mixed, torch.tensor(expected).view(2, 1, 1, 1), atol=1e-3
-        )  # to the edges
+        # Equal to the edges.
+        assert torch.allclose(mixed, torch.tensor(expected).view(2, 1, 1, 1), atol=1e-3)
 
 
 def test_divergence_is_from_the_teachers_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +172,7 @@ def test_divergence_is_from_the_teachers_answers(monkeypatch: pytest.MonkeyPatch
         (["--teacher", "HEADLESS"], "no classifier of its own"),
     ],
 )
-def test_what_cannot_be_distilled_is_said(
+def test_distillation_refuses_wrong_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: list[str], said: str
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "experiments"))
@@ -205,7 +206,7 @@ def test_what_cannot_be_distilled_is_said(
     assert not list(tmp_path.glob("*.safetensors"))
 
 
-def test_sharpening_is_chosen_by_answers_that_stay(
+def test_sharpening_is_chosen_by_unchanged_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = public(tmp_path)
@@ -220,7 +221,7 @@ def test_sharpening_is_chosen_by_answers_that_stay(
     assert len(said) == 1 + len(choose.WAYS)
 
     def answers(weights: str, x: torch.Tensor, resize: str, sharpen: float) -> torch.Tensor:
-        """Those for shrunk images are right where they are sharpened by 2, and for half of them otherwise."""
+        """Answer shrunk images correctly if they are sharpened by 2, else only half of them."""
         return torch.arange(6) % (2 if x.shape[-1] == 16 or sharpen == 2 else 1)
 
     monkeypatch.setattr(choose, "answers", answers)
@@ -229,11 +230,12 @@ def test_sharpening_is_chosen_by_answers_that_stay(
     assert shares == ["100.0" if sharpen == 2 else "50.0" for _, sharpen in choose.WAYS]
 
 
-def test_pauses_of_a_gpu_are_told_from_its_work() -> None:
+def test_pauses_of_a_gpu_are_measured() -> None:
     waiting = script("benchmarks/waiting.py")
     kernels = [
         waiting.Kernel(0.0, 10.0, 1),
-        waiting.Kernel(5.0, 8.0, 2),  # while the first is at work
+        # Within the first one.
+        waiting.Kernel(5.0, 8.0, 2),
         waiting.Kernel(9.0, 20.0, 3),
         waiting.Kernel(25.0, 30.0, 3),
         waiting.Kernel(30.5, 40.0, 4),
@@ -256,8 +258,8 @@ def test_pauses_of_a_gpu_are_told_from_its_work() -> None:
     assert waiting.pauses([]) == (0.0, [])
 
 
-def test_rounds_of_a_run_are_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it but the GPU, whose profile is made up."""
+def test_rounds_of_a_run_are_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole script, with an invented profile of a GPU."""
     waiting = script("benchmarks/waiting.py")
     made = {"cat": "kernel", "ts": 5.0, "dur": 1e3, "args": {"correlation": 7}}
     others = [
@@ -302,24 +304,23 @@ def test_waiting_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_challenges_are_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two arms for real; the others are copies, so that the test is short."""
+    """Two arms really run; the others are copies, so that the test is short."""
     monkeypatch.syspath_prepend(str(ROOT / "experiments"))
     mechanism = script("experiments/mechanism.py")
     here = lambda command, **how: SimpleNamespace(returncode=dpfed(*command[3:]))  # noqa: E731
     monkeypatch.setattr(mechanism.subprocess, "run", here)
     config, out = tmp_path / "tiny.toml", tmp_path / "runs"
     config.write_text(
-        '[data]\nname = "digits"\n[model]\nname = "linear"\n[privacy]\nclip = 0.1\nsigma = 1.0\nbatch = 16\n'
+        '[data]\nname = "digits"\n[model]\nname = "linear"\n'
+        "[privacy]\nclip = 0.1\nsigma = 1.0\nbatch = 16\n"
         "[run]\nrounds = 3\nlocal_steps = 2\nparticipation = 0.5\n"
     )
-    arms, mechanism.ARMS = (
-        mechanism.ARMS,
-        [arm for arm in mechanism.ARMS if arm.name in ("local", "fedavg-free")],
-    )
+    arms = mechanism.ARMS
+    mechanism.ARMS = [arm for arm in arms if arm.name in ("local", "fedavg-free")]
     assert mechanism.main(["run", "--out", str(out), "--config", str(config)]) == 0
     before = (out / "local" / "run.json").stat().st_mtime_ns
     assert mechanism.main(["run", "--out", str(out), "--config", str(config)]) == 0
-    assert (out / "local" / "run.json").stat().st_mtime_ns == before  # done once
+    assert (out / "local" / "run.json").stat().st_mtime_ns == before, "it runs once"
     mechanism.ARMS = arms
     with pytest.raises(DpfedError, match="holds no finished run"):
         mechanism.gathered(out)
@@ -329,7 +330,8 @@ def test_challenges_are_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.M
             shutil.copytree(out / copied, out / arm.name)
             with (out / arm.name / "config.toml").open("w") as made:
                 made.write(f'[algorithm]\nname = "{arm.algorithm}"\nlr = {arm.lr}\n')
-    with (out / "adamw" / "config.toml").open("r+") as made:  # of another rate
+    # A run with another rate.
+    with (out / "adamw" / "config.toml").open("r+") as made:
         made.write('[algorithm]\nname = "dp-fedadamw"\nlr = 0.00120\n')
     with pytest.raises(DpfedError, match="adamw holds no finished run"):
         mechanism.gathered(out)
@@ -342,9 +344,8 @@ def test_challenges_are_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.M
     found = json.loads(numbers.read_text())["arms"]
     assert found["local"]["rounds"] == [1, 2, 3]
     assert found["local"]["noise_std"] == pytest.approx(0.1 / 16)
-    assert (
-        0.5 < mechanism.median_root(found["local"]) / (0.1 / 16) < 1.5
-    )  # noise of every coordinate is there
+    # The histogram has the noise of every coordinate.
+    assert 0.5 < mechanism.median_root(found["local"]) / (0.1 / 16) < 1.5
     assert found["fedavg-free"]["noise_std"] == 0
     assert str(tmp_path) not in numbers.read_text()
     assert mechanism.lines(

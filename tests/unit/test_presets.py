@@ -1,4 +1,4 @@
-"""The paper's cells as presets: shapes without weights, epsilon without data, and the figures of the specification."""
+"""Presets of the paper: shapes without weights, epsilon without data, published figures."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_it_is_the_appendix(preset: str) -> None:
         assert config.model.max_length == 128  # type: ignore[attr-defined]
 
 
-# Published sizes: torch's and timm's counts of the same networks less their head of 1000 classes (RoBERTa: its encoder).
+# Counts by torch and timm for the same networks without their head (RoBERTa: its encoder).
 BODIES = {
     "resnet18": (11_168_832, 512),
     "vit-base": (85_798_656, 768),
@@ -136,8 +136,8 @@ ADAPTERS = {
     "vit-base": 12 * R * (4 * 2 + 2 * 5) * 768,
     "swin-tiny": swin(96, (2, 2, 6, 2)),
     "swin-base": swin(128, (2, 2, 18, 2)),
-    "roberta-base": 12 * R * (4 * 2 + 2 * 5) * 768
-    + 768 * 769,  # its head has a layer of its own before the last
+    # Its head has another layer before the last one.
+    "roberta-base": 12 * R * (4 * 2 + 2 * 5) * 768 + 768 * 769,
 }
 
 
@@ -156,7 +156,7 @@ def test_shapes_without_weights(preset: str) -> None:
 
 
 def test_blocks_by_hand() -> None:
-    """SPEC 5: A one block, B of q, k, v one for each head, B of the others one; the head of the model one."""
+    """A is one block. B of q, k, v has one per head, other Bs have one, and so has the head."""
     assert shape_of("paper/cifar10-vit-base").space.num_blocks == 12 * (3 * (1 + 12) + 3 * 2) + 1
     heads = [(2, 4), (2, 8), (18, 16), (2, 32)]
     assert (
@@ -167,7 +167,8 @@ def test_blocks_by_hand() -> None:
     assert shape_of("paper/sst2-roberta-base").space.num_blocks == 12 * (3 * (1 + 12) + 3 * 2) + 2
 
 
-TABLE = {  # SPEC 6.4: server worst, server at l T rounds, third party, RDP
+# Epsilon: server worst, server at l T rounds, third party, RDP.
+TABLE = {
     "paper/cifar10-vit-base": (4.363, 1.476, 1.563, 4.794),
     "paper/cifar100-swin-base": (4.363, 1.476, 1.563, 4.794),
     "paper/tiny-imagenet-swin-base": (2.325, 0.930, 0.961, 2.590),
@@ -195,7 +196,7 @@ def test_epsilon_of_both_views_without_any_file(preset: str) -> None:
 
 @pytest.mark.parametrize("name", NINE)
 def test_every_method_takes_a_cell(name: str) -> None:
-    """Another method keeps the cell and drops what belonged to the old one; FedSAM pays for its second gradient."""
+    """Another method keeps the preset's other sections; DP-FedSAM spends more."""
     config = config_of("paper/cifar100-swin-base", f"algorithm.name={name}")
     assert config.algorithm.name == name
     assert config.privacy == config_of("paper/cifar100-swin-base").privacy
@@ -203,13 +204,13 @@ def test_every_method_takes_a_cell(name: str) -> None:
         Facts(equal_phi=True, private=True, allow_nan=False, calibrated=False, varying_phi=False)
     )
     found = planned("paper/cifar100-swin-base", f"algorithm.name={name}").server_worst
-    assert found == pytest.approx(
-        4.363 * (2.26 if name == "dp-fedsam" else 1), rel=0.01
-    )  # SPEC 2.4
+    # Two releases of one batch.
+    factor = 2.26 if name == "dp-fedsam" else 1
+    assert found == pytest.approx(4.363 * factor, rel=0.01)
 
 
 def test_a_target_is_for_a_client_in_every_round() -> None:
-    """SPEC 6.4: sigma 1.619 for epsilon 2 on CIFAR, seen by the server."""
+    """Epsilon 2 for the server on CIFAR needs sigma 1.619."""
     config = config_of("paper/cifar100-swin-base", "privacy.target_epsilon=2")
     plan, _ = plan_of(config)
     assert float(plan.multipliers[0]) == pytest.approx(1.619, rel=0.005)

@@ -1,4 +1,4 @@
-"""The page of results: studies stopped in time, carried to another machine, finished there, and made into tables."""
+"""The results page: studies stop, move to another machine, finish there, and become tables."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def results() -> Iterator[Any]:
 
 
 class Inline:
-    """Runs in this process, and an end of the time after so many of them."""
+    """Run in this process, and interrupt after `left` runs."""
 
     left: ClassVar[int] = 10**6
 
@@ -111,7 +111,7 @@ class Inline:
 
 
 def in_process(words: Sequence[str], log: Path, seconds: float | None) -> int | None:
-    """`dpfed compare` as results.py calls it."""
+    """Call `dpfed compare` as results.py does."""
     code = dpfed(*words, "--workers", "1")
     return None if Inline.left < 0 else code
 
@@ -150,7 +150,7 @@ def paged(results: Any, studies: Path, *words: str) -> tuple[int, str]:
 
 
 @pytest.mark.usefixtures("inline")
-def test_stopped_packed_unpacked_and_finished_it_becomes_a_page(
+def test_an_interrupted_study_moves_finishes_and_becomes_a_page(
     results: Any, studies: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, there, said = tmp_path / "here", tmp_path / "there", list[str]()
@@ -194,7 +194,7 @@ def test_stopped_packed_unpacked_and_finished_it_becomes_a_page(
 
 
 def check_tables(folder: Path, out: Path, text: str) -> None:
-    """Against the table that `dpfed compare` wrote, and numpy."""
+    """Compare with the table of `dpfed compare` and with numpy."""
     runs, arms = rows_of(folder / "runs.csv"), rows_of(folder / "arms.csv")
     table = json.loads((out / "main" / "table.json").read_text())
     for row in table["rows"]:
@@ -263,9 +263,8 @@ def test_an_arm_that_could_not_be_run_does_not_hide_the_others(
 
 
 def test_a_study_starts_from_the_model_of_a_first_run(results: Any, tmp_path: Path) -> None:
-    (tmp_path / "small.toml").write_text(
-        BASE.replace('"linear"', '"auto-image"')
-    )  # it has a head that can be kept
+    # This model has a head that can be kept.
+    (tmp_path / "small.toml").write_text(BASE.replace('"linear"', '"auto-image"'))
     start = 'start = ["model.weights=random", "run.rounds=1", "run.seed=9"]'
     (tmp_path / "s.toml").write_text(
         STUDIES[STUDIES.index('[[study]]\nname = "later"') :] + start + "\nset = ['run.rounds=3']"
@@ -283,7 +282,8 @@ def test_a_study_starts_from_the_model_of_a_first_run(results: Any, tmp_path: Pa
     first, export, compare = said
     (model,) = (tmp_path / "out" / "starts").glob("later-*")
     assert first[2:] == [
-        "--set", "model.weights=there", "--set", "model.weights=random", "--set", "run.rounds=1", "--set", "run.seed=9",
+        "--set", "model.weights=there", "--set", "model.weights=random",
+        "--set", "run.rounds=1", "--set", "run.seed=9",
         "--out", f"{model}.run", "--force",
     ]  # fmt: skip
     assert export == ["export", f"{model}.run", f"{model}.tmp"]
@@ -311,9 +311,8 @@ def test_a_study_starts_from_the_model_of_a_first_run(results: Any, tmp_path: Pa
         "export",
         "compare",
     ]
-    with pytest.raises(
-        DpfedError, match="give the same one"
-    ):  # another start is another path of weights
+    # Another start has another path of weights.
+    with pytest.raises(DpfedError, match="give the same one"):
         calls(sitting)
     (tmp_path / "s.toml").write_text(written.replace("run.seed=9", "run.sed=9"))
     with pytest.raises(DpfedError, match=r"run\.sed"):
@@ -342,7 +341,7 @@ def test_a_start_that_was_not_done_is_none(
 
 
 def test_the_time_is_over_and_a_study_is_interrupted(results: Any, tmp_path: Path) -> None:
-    """A child that notes SIGINT, as `dpfed compare` does."""
+    """The child process reports SIGINT, as `dpfed compare` does."""
     code = (
         "import time, pathlib, sys\n"
         "try:\n    print('begun', flush=True)\n    time.sleep(60)\n"
@@ -353,15 +352,16 @@ def test_the_time_is_over_and_a_study_is_interrupted(results: Any, tmp_path: Pat
     assert log.read_text() == "begun\nin good order\n"
     assert results.interruptible([sys.executable, "-c", "raise SystemExit(3)"], log, 60) == 3
     log.unlink()
-    deaf = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a script's background
+    # As in the background of a script.
+    old = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         assert results.interruptible([sys.executable, "-c", code], log, 1.5) is None
     finally:
-        signal.signal(signal.SIGINT, deaf)
+        signal.signal(signal.SIGINT, old)
     assert log.read_text() == "begun\nin good order\n"
 
 
-def test_a_study_that_misses_the_first_signal_is_told_again(
+def test_a_study_that_ignores_the_first_signal_gets_another(
     results: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = (
@@ -391,9 +391,12 @@ def test_the_best_arms_are_private_on_equal_terms_and_keep_their_rates(results: 
         **rates: float,
     ) -> Any:
         return {
-            "method": method, "accuracy": accuracy, "epsilon": {"server_worst": epsilon}, "larger_epsilon": larger,
+            "method": method,
+            "accuracy": accuracy,
+            "epsilon": {"server_worst": epsilon},
+            "larger_epsilon": larger,
             "rates": rates,
-        }  # fmt: skip
+        }
 
     rows = [
         row("dp-fedavg", 0.5, lr=0.3),
@@ -431,7 +434,8 @@ def test_a_difference_is_taken_over_the_seeds_that_both_have(results: Any) -> No
     assert float(arms[0]["mean"]) == pytest.approx(0.7)
     assert float(arms[0]["std"]) == pytest.approx(0.2)
     assert float(arms[0]["difference"]) == pytest.approx(0.15), "of 0.1 and 0.2"
-    half = 12.7062047 * 0.0707106781 / 2**0.5  # Student's t with one degree of freedom
+    # Student's t with one degree of freedom.
+    half = 12.7062047 * 0.0707106781 / 2**0.5
     assert float(arms[0]["interval_high"]) == pytest.approx(0.15 + half)
     assert arms[1]["difference"] == ""
 

@@ -29,9 +29,9 @@ LOG = logging.getLogger("dpfed")
 TRITON = importlib.util.find_spec("triton") is not None
 # The types that kernels take.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-# Tests set this to run kernels on the CPU in triton's interpreter.
 # The kernels that `works` checks for all types at once; others have a check for each type.
 ALWAYS_CHECKED = ("lora", "norm", "dropout")
+# Tests set this to run kernels on the CPU in triton's interpreter.
 interpreted = False
 # Devices, and (kernels, device, type), for which the answer is known.
 _tried: set[object] = set()
@@ -64,7 +64,6 @@ def works(device: torch.device) -> bool:
         torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)
     ):
         return False
-
     return seen_right(
         "kernels", device, lambda: all(_module(name).right(device) for name in ALWAYS_CHECKED)
     )

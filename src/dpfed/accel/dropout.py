@@ -18,7 +18,6 @@ BLOCK = 1024
 
 @triton.jit
 def _mix(x):
-    """SplitMix64's finaliser, as `accel.operators.dropout.mix`."""
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
     return x ^ ((x >> 31) & 0x1FFFFFFFF)

@@ -1,1 +1,1 @@
-"""`dpfed bench`: one private step of a whole fleet beside what others need for the same work, in one run on one machine."""
+"""Timings of one private local step of many clients, compared with other ways to compute it."""

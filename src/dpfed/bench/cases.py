@@ -1,4 +1,4 @@
-"""What is measured: a model with LoRA on every linear layer, S clients, B records each, synthetic records that nobody owns."""
+"""The measured cases: a model with LoRA, S clients with B records each, synthetic records."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from torch import Tensor, nn
 
 from dpfed.config import LoraSection, ModelSection
 from dpfed.model.build import AssembledModel, assemble
+from dpfed.model.export_files import ImageInput
 from dpfed.model.per_sample.gradients import call, cast
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo import REGISTRY
-from dpfed.model.zoo.built import Built, fresh_head, normalise
+from dpfed.model.zoo.built import Built, fresh_head
+from dpfed.model.zoo.image_inputs import images
 from dpfed.privacy.record_batch import Records
 
-RECORDS = 512  # or two for each of a larger cohort's, so that every slot has one
+# The least number of synthetic records; larger cohorts have two for each of their records.
+MIN_RECORDS = 512
 
 
 @dataclass(frozen=True)
 class Case:
-    """`model` names a model of the zoo with random weights, or one of `SMALL`."""
+    """One case. `model` names a model of the zoo with random weights, or one of `SMALL`."""
 
     model: str
     spec: InputSpec
@@ -33,20 +36,18 @@ class Case:
 
     @property
     def union(self) -> int:
+        """Number of records of all clients together."""
         return self.clients * self.batch
 
     def build(self) -> AssembledModel:
-        """Without dropout for everybody: not every competitor has it for single records."""
+        """Return the model without dropout, which some competitors lack for single records."""
+        lora = LoraSection(r=self.rank, alpha=2.0 * self.rank)
         if self.model in SMALL:
-            parts = assemble(
-                _Small(train=self.train, lora=self._lora(), case=self.model), self.spec
-            )
+            section: ModelSection = _Small(train=self.train, lora=lora, case=self.model)
         else:
             weights = None if self.model == "glyph-vit" else "random"
-            parts = assemble(
-                REGISTRY[self.model](weights=weights, train=self.train, lora=self._lora()),
-                self.spec,
-            )
+            section = REGISTRY[self.model](weights=weights, train=self.train, lora=lora)
+        parts = assemble(section, self.spec)
         for module in parts.adapted.model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
@@ -55,13 +56,10 @@ class Case:
         return parts
 
     def records(self, device: torch.device) -> Records:
-        count = max(RECORDS, 2 * self.union)
+        count = max(MIN_RECORDS, 2 * self.union)
         inputs = self.spec.synthetic(count, torch.Generator().manual_seed(0))
         labels = torch.arange(count) % self.spec.classes
         return Records({name: x.to(device) for name, x in inputs.items()}, labels.to(device))
-
-    def _lora(self) -> LoraSection:
-        return LoraSection(r=self.rank, alpha=2.0 * self.rank)
 
 
 def _vit(
@@ -71,9 +69,15 @@ def _vit(
         from transformers import ViTConfig, ViTForImageClassification
 
         config = ViTConfig(
-            hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=4 * width,
-            image_size=size, patch_size=patch, num_channels=spec.shape[0], num_labels=spec.classes,
-        )  # fmt: skip
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            intermediate_size=4 * width,
+            image_size=size,
+            patch_size=patch,
+            num_channels=spec.shape[0],
+            num_labels=spec.classes,
+        )
         model: nn.Module = ViTForImageClassification(config)
         model.classifier = fresh_head(width, spec.classes)
         return model
@@ -89,11 +93,8 @@ class _Small(ModelSection):
     case: str = ""
 
     def build(self, spec: InputSpec) -> Built:
-        return Built(
-            SMALL[self.case](spec),
-            "classifier",
-            normalise(spec.name, spec.white, (0.5,) * 3, (0.25,) * 3),
-        )
+        inputs = images(ImageInput(spec, None, 3, (0.5,) * 3, (0.25,) * 3))
+        return Built(SMALL[self.case](spec), "classifier", inputs)
 
 
 GPU = (
@@ -110,7 +111,6 @@ CPU = (
 def logits_of(
     parts: AssembledModel, model: nn.Module, inputs: dict[str, Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """What the model makes of raw inputs, with its own weights."""
-    return parts.built.task.score(
-        call(model, {}, cast(parts.built.prepare(dict(inputs)), dtype)), inputs
-    )
+    """Return the scores of raw inputs by the model with its own weights."""
+    prepared = cast(parts.built.prepare(dict(inputs)), dtype)
+    return parts.built.task.score(call(model, {}, prepared), inputs)

@@ -1,7 +1,7 @@
-"""Times the competitors side by side and prints ratios. Seconds are those of one machine; ratios are what travels.
+"""Timings of all ways to compute a case, and their ratios, which depend less on the machine.
 
-On a CPU all ways take a step in turn, so that whatever else the machine has to do disturbs all alike. On a GPU one way is
-measured after another, because each is to have the memory for itself.
+On a CPU the ways take steps in turn, so that other load on the machine disturbs all equally. On a
+GPU one way follows another, so that each has the whole memory.
 """
 
 from __future__ import annotations
@@ -22,14 +22,23 @@ from dpfed.bench.steps import Step, captured, one_by_one, opacus, private, union
 from dpfed.privacy.fixed_shape_sum import slots_for
 
 INSTALL = {"opacus": "pip install 'opacus>=1.6,<1.7'"}
-OTHERS = "pfl and Flower need environments of their own: benchmarks/peers/run.py names the commands and measures whole rounds"
+OTHERS = (
+    "pfl and Flower need environments of their own: benchmarks/peers/run.py names the commands and "
+    "measures whole rounds"
+)
 Way = tuple[str, Callable[[], Step]]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians of a step's milliseconds on the clock and (CPU only) of the processor, GiB at its peak (GPU only), seconds
-    until the first step, or why there is none."""
+    """The timing of one way.
+
+    milliseconds  median of a step by the wall clock, None if the way failed
+    peak          largest allocated memory in GiB (GPU only)
+    setup         seconds until the first timed step
+    failed        the reason why there is no timing, or None
+    processor     median milliseconds of processor time (CPU only)
+    """
 
     way: str
     milliseconds: float | None
@@ -41,6 +50,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class Comparison:
+    """The timings of all ways of one case."""
+
     case: str
     clients: int
     batch: int
@@ -50,44 +61,32 @@ class Comparison:
         return next((m for m in self.ways if m.way == way), None)
 
     def ratio(self, one: str, other: str) -> float | None:
-        """How much longer `one` takes than `other`."""
-        return _over(self.of(one), self.of(other), lambda m: m.milliseconds)
+        """Return the wall-clock time of `one` as a multiple of that of `other`."""
+        return self._ratio(one, other, "milliseconds")
 
     def processor_ratio(self, one: str, other: str) -> float | None:
-        """The same in seconds of the processor, which other people's work on the machine disturbs less."""
-        return _over(self.of(one), self.of(other), lambda m: m.processor)
+        """Return the ratio of processor times, which other load on the machine disturbs less."""
+        return self._ratio(one, other, "processor")
 
-
-def _over(
-    one: Measured | None, other: Measured | None, figure: Callable[[Measured], float | None]
-) -> float | None:
-    a, b = (None if m is None else figure(m) for m in (one, other))
-    return a / b if a and b else None
+    def _ratio(self, one: str, other: str, time_of: str) -> float | None:
+        a, b = (getattr(self.of(way), time_of, None) for way in (one, other))
+        return a / b if a and b else None
 
 
 def measure(
     way: str, make: Callable[[], Step], device: torch.device, repeats: int, warm: int
 ) -> Measured:
-    """Everything a way has allocated is freed before the next begins."""
+    """Time one way, then free all that it has allocated."""
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    started = time.perf_counter()
     try:
-        step = make()
-        for _ in range(warm):
-            step()
-        _wait(cuda)
-        setup = time.perf_counter() - started
-        times = []
-        for _ in range(repeats):
-            begun = time.perf_counter()
-            step()
-            _wait(cuda)
-            times.append(1e3 * (time.perf_counter() - begun))
+        step, setup = _prepared(make, warm, cuda)
+        times = [_timed(step, cuda)[0] for _ in range(repeats)]
         peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
         return Measured(way, median(times), peak, setup)
-    except Exception as error:  # a peer that cannot do the case is a result
+    except Exception as error:
+        # A competitor that cannot compute the case is a result.
         return failure(way, error)
     finally:
         step = None  # type: ignore[assignment]
@@ -98,45 +97,51 @@ def measure(
 
 
 def measure_in_turn(ways: Sequence[Way], repeats: int, warm: int) -> tuple[Measured, ...]:
-    """A step of each way, then a step of each way again. Who begins changes, so that nobody always follows the same one."""
-    ready: dict[str, Step] = {}
-    setup: dict[str, float] = {}
-    failed: dict[str, Measured] = {}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name, _ in ways}
+    """Time one step of each way per turn; the order rotates, so that all begin equally often."""
+    ready: dict[str, tuple[Step, float]] = {}
+    found: dict[str, Measured] = {}
     for name, make in ways:
-        started = time.perf_counter()
         try:
-            step = make()
-            for _ in range(warm):
-                step()
+            ready[name] = _prepared(make, warm, cuda=False)
         except Exception as error:
-            failed[name] = failure(name, error)
-            continue
-        ready[name], setup[name] = step, time.perf_counter() - started
+            found[name] = failure(name, error)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in ready}
     order = list(ready)
     for turn in range(repeats):
         first = turn % max(len(order), 1)
         for name in order[first:] + order[:first]:
-            clock, processor = time.perf_counter(), time.process_time()
-            ready[name]()
-            times[name].append(
-                (1e3 * (time.perf_counter() - clock), 1e3 * (time.process_time() - processor))
-            )
+            times[name].append(_timed(ready[name][0], cuda=False))
+    for name, (_, setup) in ready.items():
+        clock, processor = map(median, zip(*times[name], strict=True))
+        found[name] = Measured(name, clock, setup=setup, processor=processor)
+    return tuple(found[name] for name, _ in ways)
 
-    def found(name: str) -> Measured:
-        clock, processor = (median(column) for column in zip(*times[name], strict=True))
-        return Measured(name, clock, setup=setup[name], processor=processor)
 
-    return tuple(failed[name] if name in failed else found(name) for name, _ in ways)
+def _prepared(make: Callable[[], Step], warm: int, cuda: bool) -> tuple[Step, float]:
+    """Return a step after its first calls, and the seconds until then."""
+    started = time.perf_counter()
+    step = make()
+    for _ in range(warm):
+        step()
+    _wait(cuda)
+    return step, time.perf_counter() - started
+
+
+def _timed(step: Step, cuda: bool) -> tuple[float, float]:
+    """Return the milliseconds of one step by the wall clock and of processor time."""
+    clock = time.perf_counter()
+    processor = time.process_time()
+    step()
+    _wait(cuda)
+    return 1e3 * (time.perf_counter() - clock), 1e3 * (time.process_time() - processor)
 
 
 def failure(way: str, error: Exception) -> Measured:
-    """Why there is no figure, in one line; for what is only missing, the command that brings it."""
+    """Return a result with the error in one line, or the command that installs what is missing."""
     if isinstance(error, ImportError) and error.name:
         name = error.name.partition(".")[0]
-        return Measured(
-            way, None, failed=f"not installed: {INSTALL.get(name, f'pip install {name}')}"
-        )
+        command = INSTALL.get(name, f"pip install {name}")
+        return Measured(way, None, failed=f"not installed: {command}")
     said = (str(error).splitlines() or [""])[0][:120]
     return Measured(way, None, failed=f"{type(error).__name__}: {said}")
 
@@ -147,9 +152,10 @@ def _wait(cuda: bool) -> None:
 
 
 def ways_of(case: Case, device: torch.device) -> list[Way]:
-    """All ways to do the case. A GPU computes in bfloat16 and compiled, a CPU in float32 and not."""
+    """Return all ways of a case: compiled bfloat16 on a GPU, uncompiled float32 on a CPU."""
     cuda = device.type == "cuda"
-    dtype, padded = (torch.bfloat16 if cuda else torch.float32), slots_for(case.union)
+    dtype = torch.bfloat16 if cuda else torch.float32
+    padded = slots_for(case.union)
     on_gpu: list[Way] = [
         ("union, captured", lambda: captured(union(case, device, dtype, True))),
         ("private, not compiled", lambda: private(case, device, dtype, False, case.union)),
@@ -171,12 +177,11 @@ def compare(
     warm: int = 4,
     only: Sequence[str] | None = None,
 ) -> Comparison:
-    """One case, all ways or only those."""
+    """Time all ways of a case, or only the named ones."""
     ways = [way for way in ways_of(case, device) if only is None or way[0] in only]
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="Full backward hook is firing"
-        )  # Opacus, of every frozen first layer
+        # Opacus warns about every frozen first layer.
+        warnings.filterwarnings("ignore", message="Full backward hook is firing")
         if device.type == "cuda":
             found = tuple(measure(name, make, device, repeats, warm) for name, make in ways)
         else:
@@ -185,14 +190,12 @@ def compare(
 
 
 def plain(comparisons: Sequence[Comparison], device: torch.device) -> dict[str, Any]:
-    """For JSON: figures with the machine and the versions that made them."""
+    """Return the timings with machine and versions, for JSON."""
     from dpfed.training.run_folder.folder import versions
 
-    name = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"CPU, {torch.get_num_threads()} threads"
-    )
+    name = f"CPU, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
     peers = {peer: found for peer in INSTALL if (found := version_of(peer))}
     return {
         "device": name,
@@ -203,13 +206,19 @@ def plain(comparisons: Sequence[Comparison], device: torch.device) -> dict[str, 
 
 
 def entry(found: Comparison) -> dict[str, Any]:
-    """A case with what its ratios are: each way's milliseconds over those of the private step."""
-    ratios = {w.way: {"clock": found.ratio(w.way, "private"), "processor": found.processor_ratio(w.way, "private")}
-              for w in found.ways}  # fmt: skip
+    """Return a case with the times of each way as multiples of the private step."""
+    ratios = {
+        measured.way: {
+            "clock": found.ratio(measured.way, "private"),
+            "processor": found.processor_ratio(measured.way, "private"),
+        }
+        for measured in found.ways
+    }
     return {**asdict(found), "times_private": ratios}
 
 
 def version_of(package: str) -> str | None:
+    """Return the version of an installed package, None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

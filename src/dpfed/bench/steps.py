@@ -1,10 +1,10 @@
-"""The competitors. Each function prepares one way to do the same local step and returns it, ready to be timed.
+"""Ways to compute one local step. Each function prepares a way and returns its step for timing.
 
-private        this project: S clients in one pass, clipped record by record, noised
-union          one non-private step on all S·B records together, compiled: the price of no privacy and no clients
-captured       a step of any way recorded once on a GPU and replayed, as the private step is
-one_by_one     non-private LoRA, one client after another
-opacus         Opacus, one client after another (GradSampleModule and DPOptimizer)
+private     this project: S clients in one pass, clipped record by record, with noise
+union       a non-private step on all S·B records together: the cost without privacy and clients
+captured    a step of any way, recorded once on a GPU and replayed
+one_by_one  non-private LoRA, one client after another
+opacus      Opacus, one client after another (GradSampleModule and DPOptimizer)
 """
 
 from __future__ import annotations
@@ -21,23 +21,26 @@ from dpfed.privacy.clipping import Clipping
 from dpfed.privacy.fixed_shape_sum import FixedSum, Pass, PassShape
 
 Step = Callable[[], Any]
-CLIP, SIGMA = 0.1, 1.0
+CLIP = 0.1
+SIGMA = 1.0
 
 
 def private(
     case: Case, device: torch.device, dtype: torch.dtype, compiled: bool, slots: int
 ) -> Step:
-    """One pass over `slots`, of which S·B are used, noise for S clients, and DP-FedAdamW's arithmetic on `[S, P]`, but for the
-    two bias corrections."""
+    """Return a step of DP-FedAdamW on `[S, P]`, without its two bias corrections.
+
+    The step is one pass over `slots`, of which S·B are used, and noise for S clients.
+    """
     parts = case.build()
-    model, built = parts.adapted.model.to(device), parts.built
+    built = parts.built
+    model = parts.adapted.model.to(device)
     space = parts.space.to(device)
     theta = space.flatten(trainable(model)).expand(case.clients, -1).clone()
 
     def forward(model: torch.nn.Module, weights: dict[str, Tensor], inputs: Batch) -> Tensor:
-        return built.task.score(
-            call(model, weights, cast(built.prepare(dict(inputs)), ready.dtype)), inputs
-        )
+        prepared = cast(built.prepare(dict(inputs)), ready.dtype)
+        return built.task.score(call(model, weights, prepared), inputs)
 
     ready = PerSample(model, space, forward, built.task.loss, built.task.correct, built.rows)
     ready.to(dtype)
@@ -49,15 +52,18 @@ def private(
     client = (index * case.clients // slots).clamp_max(case.clients - 1)
     none = torch.zeros_like(index)
     filling = Pass.of(index, client, (index < case.union).long(), none, none)
-    m, v = torch.zeros_like(theta), torch.zeros_like(theta)
+    m = torch.zeros_like(theta)
+    v = torch.zeros_like(theta)
     std = torch.full((case.clients, 1), SIGMA * CLIP, device=device)
-    phi, direction = (std / case.batch).square(), torch.zeros_like(theta[0])
+    phi = (std / case.batch).square()
+    direction = torch.zeros_like(theta[0])
 
     def step() -> None:
         nonlocal m, v, theta
         summed, _ = total(theta, filling, CLIP)
         noise = torch.empty_like(theta)
-        for row in noise:  # as in a run: each client has a stream of its own
+        # As in a run, each client has its own noise stream.
+        for row in noise:
             row.normal_()
         g = summed.addcmul(noise, std) / case.batch
         m = torch.lerp(m, g, 0.1)
@@ -78,7 +84,8 @@ def union(case: Case, device: torch.device, dtype: torch.dtype, compiled: bool) 
     parts, model, tensors = _plain(case, device, dtype)
     cuda = device.type == "cuda"
     optimizer = torch.optim.AdamW(tensors, lr=1e-4, fused=cuda, capturable=cuda)
-    records, rows = case.records(device), torch.arange(case.union, device=device)
+    records = case.records(device)
+    rows = torch.arange(case.union, device=device)
 
     def loss(inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
         losses: Tensor = parts.built.task.loss(logits_of(parts, model, inputs, dtype), labels)
@@ -95,7 +102,7 @@ def union(case: Case, device: torch.device, dtype: torch.dtype, compiled: bool) 
 
 
 def captured(step: Step, warm: int = 3) -> Step:
-    """The same step without the time that the host takes to launch it."""
+    """Return the step as a CUDA graph, without the time of its launches."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -110,21 +117,34 @@ def captured(step: Step, warm: int = 3) -> Step:
 
 
 def one_by_one(case: Case, device: torch.device, dtype: torch.dtype) -> Step:
-    """Every client's own adapters are loaded, trained for a step and taken back, as simulators do."""
+    """Return a step that trains each client's own adapters in turn, as simulators do."""
     parts, model, tensors = _plain(case, device, dtype)
-    mine = [[t.detach().clone() for t in tensors] for _ in range(case.clients)]
     optimizer = torch.optim.AdamW(tensors, lr=1e-4, fused=device.type == "cuda")
+
+    def train(inputs: dict[str, Tensor], labels: Tensor) -> None:
+        parts.built.task.loss(logits_of(parts, model, inputs, dtype), labels).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    return _client_by_client(case, device, tensors, train)
+
+
+def _client_by_client(
+    case: Case,
+    device: torch.device,
+    tensors: list[Tensor],
+    train: Callable[[dict[str, Tensor], Tensor], None],
+) -> Step:
+    """Return a step that loads, trains and stores the tensors of each client in turn."""
+    of_clients = [[t.detach().clone() for t in tensors] for _ in range(case.clients)]
     records = case.records(device)
 
     def step() -> None:
-        for client, own in enumerate(mine):
+        for client, own in enumerate(of_clients):
             with torch.no_grad():
                 torch._foreach_copy_(tensors, own)
             rows = torch.arange(client * case.batch, (client + 1) * case.batch, device=device)
-            inputs, labels = records.take(rows)
-            parts.built.task.loss(logits_of(parts, model, inputs, dtype), labels).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
+            train(*records.take(rows))
             with torch.no_grad():
                 torch._foreach_copy_(own, tensors)
 
@@ -138,28 +158,18 @@ def opacus(case: Case, device: torch.device, dtype: torch.dtype) -> Step:
     parts, model, tensors = _plain(case, device, dtype)
     model.train()
     wrapped = GradSampleModule(model, loss_reduction="mean")
-    mine = [[t.detach().clone() for t in tensors] for _ in range(case.clients)]
     optimizer = DPOptimizer(
         torch.optim.AdamW(tensors, lr=1e-4),
         noise_multiplier=SIGMA,
         max_grad_norm=CLIP,
         expected_batch_size=case.batch,
     )
-    records = case.records(device)
 
-    def step() -> None:
-        for client, own in enumerate(mine):
-            with torch.no_grad():
-                torch._foreach_copy_(tensors, own)
-            rows = torch.arange(client * case.batch, (client + 1) * case.batch, device=device)
-            inputs, labels = records.take(rows)
-            out = wrapped(**cast(parts.built.prepare(dict(inputs)), dtype))
-            parts.built.task.loss(
-                parts.built.task.score(out.logits, inputs), labels
-            ).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                torch._foreach_copy_(own, tensors)
+    def train(inputs: dict[str, Tensor], labels: Tensor) -> None:
+        out = wrapped(**cast(parts.built.prepare(dict(inputs)), dtype))
+        losses = parts.built.task.loss(parts.built.task.score(out.logits, inputs), labels)
+        losses.mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-    return step
+    return _client_by_client(case, device, tensors, train)

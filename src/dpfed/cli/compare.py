@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from dpfed.cli.options import AsJson, Debug, Overrides, Target, show
-from dpfed.errors import DpfedError, StoppedError
+from dpfed.errors import DpfedError, StoppedError, counted
 from dpfed.privacy.published import show_setting
-from dpfed.text import counted
 
 if TYPE_CHECKING:
+    from dpfed.report.tables import Table
     from dpfed.studies.study import ArmResult, Study
-    from dpfed.studies.tables import Table
 
 # Columns of a table that is printed to a file or a pipe.
 PLAIN_WIDTH = 100
@@ -79,6 +78,7 @@ def compare(
     from dpfed.cli.study_watch import StudyWatch, runs_in_words
     from dpfed.registry import DEFAULT, registry
     from dpfed.studies.output import FILES, write
+    from dpfed.studies.packs import Packing
     from dpfed.studies.pool import Pool, default_workers
     from dpfed.studies.study import Progress, check, claim, conduct
     from dpfed.training.backends.batched_runs import pack_size
@@ -97,7 +97,8 @@ def compare(
         arms = counted(len(study.arms), "arm")
         watch.say(f"{arms}, {planned}, {count} at a time, into {folder}")
         try:
-            results = conduct(study, folder, pool, known, watch.run, together, count)
+            packing = Packing(together, count)
+            results = conduct(study, folder, pool, known, watch.run, packing)
         except KeyboardInterrupt:
             watch.say("stopped: the same command goes on from here, finished runs are kept")
             raise
@@ -179,7 +180,7 @@ def show_table(table: Table, folder: Path) -> None:
     from rich.console import Console
     from rich.table import Table as Drawn
 
-    from dpfed.studies.tables import best_of, cells, footnotes, larger_epsilon, shown_columns
+    from dpfed.report.tables import best_of, cells, footnotes, larger_epsilon, shown_columns
 
     console = Console()
     if not console.is_terminal:

@@ -9,7 +9,7 @@ import typer
 
 from dpfed.cli.options import AsJson, Debug, Overrides, Target, settings_of, show
 from dpfed.cli.overview import Command, Group
-from dpfed.text import counted
+from dpfed.errors import counted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,7 +69,7 @@ def describe(
         f"NOTE: {WARNING}",
     ]
     if plot is not None:
-        from dpfed.studies.plots import label_table
+        from dpfed.report.plots import label_table
 
         title = f"{settings.data.name}, {rule(settings)}\nsimulation: not for release"
         label_table(counts, source.classes, title, plot, shards.names)

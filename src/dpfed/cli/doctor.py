@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from dpfed.cli.options import AsJson, show
-from dpfed.text import counted
+from dpfed.errors import counted
 
 PURPOSE = {
     "text": "the small language model `minilm`",

@@ -12,8 +12,7 @@ import typer
 
 from dpfed.cli.options import AsJson, Debug, Overrides, Target, settings_of, show
 from dpfed.cli.overview import Command, Group
-from dpfed.errors import DpfedError
-from dpfed.text import counted
+from dpfed.errors import DpfedError, counted
 
 if TYPE_CHECKING:
     from dpfed.config import Config

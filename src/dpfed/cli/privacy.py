@@ -141,7 +141,7 @@ def privacy(
         extras["asymptotic_not_a_guarantee"] = paper_formulas(realised, clients)
     lines = [*table(planned, spending, figures, public), *extra_lines(extras)]
     if plot is not None:
-        from dpfed.studies.plots import epsilon_over_rounds
+        from dpfed.report.plots import epsilon_over_rounds
 
         epsilon_over_rounds(planned, plot)
         lines.append(f"plot written to {plot}")
@@ -196,7 +196,8 @@ def from_flags(numbers: dict[str, Any], colluding: int) -> Planned:
     """Return a plan from numbers alone, checked by the rules of a configuration."""
     from dpfed.algorithms import REGISTRY
     from dpfed.config import nearest
-    from dpfed.privacy.accounting.planner import plan_from_numbers
+    from dpfed.errors import DpfedError
+    from dpfed.privacy.accounting.planner import PlanNumbers
 
     chosen = {name: value for name, value in numbers.items() if value is not None}
     given = {**numbers, **DEFAULTS, **chosen}
@@ -207,7 +208,7 @@ def from_flags(numbers: dict[str, Any], colluding: int) -> Planned:
     if algorithm not in REGISTRY:
         raise DpfedError(f"--algorithm {algorithm} is not known{nearest(algorithm, REGISTRY)}")
     releases = REGISTRY[algorithm]().releases  # type: ignore[call-arg]
-    return plan_from_numbers(**given, releases=releases, colluding=colluding)
+    return PlanNumbers(**given, releases=releases, colluding=colluding).planned()
 
 
 def from_config(target: str, overrides: list[str], colluding: int) -> tuple[Planned, int]:

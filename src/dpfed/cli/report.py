@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from dpfed.cli.options import AsJson, Debug, show
-from dpfed.errors import DpfedError
-from dpfed.text import counted
+from dpfed.errors import DpfedError, counted
 
 
 def report(
@@ -36,21 +35,24 @@ def report(
 
     Example: dpfed report runs/a runs/b --out page.html
     """
+    from dpfed.studies.study_reader import read_study
+
     if watch:
-        from dpfed.report.watch import serve
+        from dpfed.report.live_page import serve
+        from dpfed.report.page import read_report
 
         if out is not None or as_json:
             raise DpfedError("--watch serves the page and writes none: leave out --out and --json")
         return serve(
             folders,
-            public,
             port,
+            lambda: read_report(folders, public, read_study),
             lambda address: print(f"watching on {address}  (Ctrl-C ends it)", flush=True),
         )
     from dpfed.report.page import write_page
 
     page = out or folders[0] / ("public.html" if public else "report.html")
-    made = write_page(folders, page, public)
+    made = write_page(folders, page, public, read_study)
     size = page.stat().st_size / 1e6
     figures = [figure.id for figure in made.figures]
     found = {"out": str(page), "figures": figures, "megabytes": size, "public": public}

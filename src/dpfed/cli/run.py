@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dpfed.cli.options import AsJson, Debug, Overrides, Target, settings_of, show
-from dpfed.errors import DpfedError
+from dpfed.errors import DpfedError, counted
 from dpfed.privacy.published import show_loss, show_score
-from dpfed.text import counted
 
 if TYPE_CHECKING:
     from dpfed.config import Config

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from dpfed.errors import counted
 from dpfed.privacy.published import show_score
-from dpfed.text import counted
 from dpfed.training.callbacks.progress import Display
 
 if TYPE_CHECKING:

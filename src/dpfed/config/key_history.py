@@ -1,7 +1,7 @@
-"""Configuration keys that came or went, so that files of earlier versions keep their meaning.
+"""History of added and deleted configuration keys, so that older files keep their meaning.
 
-A file without an added key means the value in ADDED. A deleted key at its old default is ignored, and any
-other value is refused with what to use instead.
+A file without an added key means the value in ADDED. A deleted key is ignored at its old default.
+Any other value of a deleted key is refused with advice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ADDED: dict[str, Any] = {"privacy.isolation": "fast"}
 
 
 class Deleted(NamedTuple):
-    """A key that no longer exists; `algorithm` is the method that had it, empty for other sections."""
+    """Default and replacement of a deleted key; `algorithm` had it, or "" in other sections."""
 
     default: Any
     instead: str
@@ -48,14 +48,12 @@ DELETED: dict[str, Deleted] = {
     "algorithm.ls_double_step": Deleted(False, "each gradient makes one step", "dp-fedavg-ls"),
 }
 
-
-# Values that no longer exist, of keys that do.
-DELETED_VALUES: dict[tuple[str, str], str] = {
+# Deleted values of keys that still exist.
+DELETED_VALUES = {
     ("algorithm.bc_floor", "none"): PRINTED,
-    (
-        "privacy.clip_mode",
-        "batch_tensor",
-    ): "clipping the mean of a batch protects nothing, so use flat",
+    ("privacy.clip_mode", "batch_tensor"): (
+        "clipping the mean of a batch protects nothing, so use flat"
+    ),
     ("privacy.sampling", "shuffle"): "shuffled batches have no accounting, so use poisson",
 }
 
@@ -65,18 +63,19 @@ def without_deleted(section: str, table: Mapping[str, Any], known: Sequence[str]
     kept = {}
     for key, value in table.items():
         full = f"{section}.{key}"
+        deleted = DELETED.get(full)
         instead = DELETED_VALUES.get((full, value)) if isinstance(value, str) else None
+        if key not in known and deleted is not None and value != deleted.default:
+            instead = deleted.instead
         if instead is not None:
             raise DpfedError(f"{full} = {value!r} is no longer supported: {instead}")
-        if key in known or full not in DELETED:
+        if key in known or deleted is None:
             kept[key] = value
-        elif value != DELETED[full].default:
-            raise DpfedError(f"{full} = {value!r} is no longer supported: {DELETED[full].instead}")
     return kept
 
 
 def as_first_written(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings in the form of the first version, for comparisons and hashes over versions."""
+    """Return settings in the form of the first version, to compare and hash across versions."""
     out = {name: dict(table) for name, table in tables.items()}
     for full, meaning in ADDED.items():
         section, _, key = full.partition(".")

@@ -1,4 +1,4 @@
-"""Raw configuration tables: made from `key=value` options, checked against dataclasses."""
+"""Raw configuration tables: parse `key=value` options, and check tables against dataclasses."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from dpfed.errors import DpfedError
 
 
 def overrides_layer(items: Sequence[str]) -> dict[str, Any]:
-    """Return all `section.key=value` options as one table; of one key the last value wins.
+    """Return all `section.key=value` options as one table.
 
-    The order of different keys has no effect. A value that is not TOML is taken as a plain string.
+    The order of different keys has no effect. The last value of a key wins. A value that is not
+    TOML is taken as a plain string.
     """
     return layer_of([_override(item) for item in items])
 
@@ -36,7 +37,7 @@ def _override(item: str) -> tuple[str, Any]:
 
 
 def layer_of(settings: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return pairs of a dotted key and a value as nested tables, whatever the order of the keys."""
+    """Return (dotted key, value) pairs as nested tables; the order of keys has no effect."""
     leaves: dict[tuple[str, ...], Any] = {}
     for key, value in settings:
         leaves.update(_leaves(tuple(key.split(".")), value))
@@ -47,7 +48,8 @@ def layer_of(settings: Sequence[tuple[str, Any]]) -> dict[str, Any]:
             if leaves.get(path[:depth], {}) != {}:
                 outer = ".".join(path[:depth])
                 raise DpfedError(
-                    f"{outer} = {leaves[path[:depth]]!r} and {'.'.join(path)} exclude each other: leave one of them out"
+                    f"{outer} = {leaves[path[:depth]]!r} and {'.'.join(path)} exclude each other: "
+                    "leave one of them out"
                 )
             table = table.setdefault(part, {})
         table[path[-1]] = {} if leaves[path] == {} else leaves[path]
@@ -55,7 +57,7 @@ def layer_of(settings: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every key below `path` with its value; only an empty table is a value itself."""
+    """Yield every key below `path` with its value; an empty table counts as a value."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from _leaves((*path, str(key)), inner)
@@ -64,7 +66,7 @@ def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...]
 
 
 def parse(section: str, cls: type[Any], table: Mapping[str, Any]) -> Any:
-    """One table as its dataclass, field by field; the first thing wrong with it becomes one sentence."""
+    """Return a table as its dataclass; raise DpfedError for the first wrong key or value."""
     hints = get_type_hints(cls, include_extras=True)
     known = [f.name for f in dataclasses.fields(cls)]
     table = without_deleted(section, table, known)
@@ -92,9 +94,9 @@ def _adapter(hint: Any, allow_inf_nan: bool) -> TypeAdapter[Any]:
 
 
 def _field(key: str, hint: Any, value: Any) -> Any:
-    value = (
-        tuple(value) if isinstance(value, list) else value
-    )  # TOML has lists, frozen configurations have tuples
+    # TOML has lists, frozen configurations have tuples.
+    if isinstance(value, list):
+        value = tuple(value)
     try:
         return _adapter(hint, value == value).validate_python(value, strict=True)
     except ValidationError as error:
@@ -130,6 +132,6 @@ def _allowed(kind: str, ctx: Mapping[str, Any], message: str) -> str:
 
 
 def nearest(word: str, known: Mapping[str, Any] | Sequence[str]) -> str:
-    """ ", did you mean ...?" or nothing."""
+    """Return ", did you mean WORD?" for the known word spelt most like this one, else ""."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f", did you mean {close[0]}?" if close else ""

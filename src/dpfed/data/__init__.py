@@ -1,1 +1,1 @@
-"""Data: sources that read records (`sources/`) and partitions that say who holds which (`partition.py`)."""
+"""Read records from sources and divide them among clients."""

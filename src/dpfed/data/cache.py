@@ -1,11 +1,11 @@
-"""Prepared arrays kept on disk, so that an archive is decoded once and mapped into memory afterwards.
+"""Cache of prepared arrays on disk: an archive is decoded once and memory-mapped afterwards.
 
-An entry is a folder of plain .npy files beside a small manifest. It is written under another name, synced and renamed, so
-a reader meets a whole entry or none; one that does not fit its manifest is built again. A cache that cannot be written
-(read-only, full, another user's) never fails a run: the arrays are then used as they were built.
+An entry is a folder of .npy files and a manifest. It is written under a temporary name, synced and
+renamed, so that a reader sees a whole entry or none. A damaged entry is built again. If the cache
+cannot be written (read-only, full, another user's), the run uses the arrays as they were built.
 
-The folder is DPFED_CACHE, else XDG_CACHE_HOME/dpfed, else ~/.cache/dpfed; DPFED_CACHE=off keeps nothing. It may hold
-private records: only its owner can open it, and it can be deleted at any time.
+The folder is DPFED_CACHE, else XDG_CACHE_HOME/dpfed, else ~/.cache/dpfed. DPFED_CACHE=off turns the
+cache off. It may hold private records: only its owner can open it. It can be deleted at any time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import hashlib
 import itertools
 import json
 import os
-import re
 import shutil
 import tempfile
 import time
@@ -26,18 +25,20 @@ import numpy as np
 
 MANIFEST = "manifest.json"
 STALE_SECONDS = 24 * 3600
-SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 Arrays = dict[str, np.ndarray]
 
 
 def cache_folder() -> Path | None:
-    """Where entries are kept; None where the user wants none or there is no home."""
-    own, xdg = os.environ.get("DPFED_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    """Return the folder of the cache; None if it is turned off or there is no home folder."""
+    own = os.environ.get("DPFED_CACHE")
+    if own == "off":
+        return None
     if own:
-        return None if own == "off" else Path(own)
+        return Path(own)
+    xdg = os.environ.get("XDG_CACHE_HOME")
     try:
-        return Path(xdg) / "dpfed" if xdg else Path.home() / ".cache" / "dpfed"
+        return Path(xdg or Path.home() / ".cache") / "dpfed"
     except RuntimeError:
         return None
 
@@ -48,9 +49,13 @@ def key_of(
     files: Sequence[Path | str] = (),
     options: Mapping[str, Any] | None = None,
 ) -> str:
-    """Names an entry: who made it, in which format, from which files as they are now, with which options."""
+    """Return the key of an entry: a hash of its source, format version, files and options.
+
+    A file counts by its path, size and modification time.
+    """
     facts = []
-    folders: dict[str, str] = {}  # resolving each of 100,000 images anew would take seconds
+    # Resolving the folder of each of 100,000 images would take seconds.
+    folders: dict[str, str] = {}
     for file in files:
         stat = os.stat(file)
         folder, last = os.path.split(file)
@@ -62,7 +67,7 @@ def key_of(
 
 
 def cached(key: str, build: Callable[[], Arrays], folder: Path | None = None) -> Arrays:
-    """The arrays that `build` gives, from disk where they are there. They are private copies on write: changes stay here."""
+    """Return the arrays of `build`, from disk if they are there. Changes to them stay in memory."""
     root = folder or cache_folder()
     if root is None:
         return build()
@@ -71,9 +76,6 @@ def cached(key: str, build: Callable[[], Arrays], folder: Path | None = None) ->
     if found is not None:
         return found
     arrays = build()
-    for name, array in arrays.items():
-        if not SAFE.fullmatch(name) or array.dtype.hasobject:
-            raise ValueError(f"array {name!r} of type {array.dtype} cannot be kept as a plain file")
     try:
         _write(root, entry, key, arrays)
     except OSError:
@@ -86,7 +88,7 @@ def _digest(facts: Mapping[str, Any]) -> str:
 
 
 def _read(entry: Path, key: str) -> Arrays | None:
-    """The arrays of an entry, or None where there is none or it is damaged in any way."""
+    """Return the arrays of an entry, or None if it is absent or damaged."""
     try:
         manifest = json.loads((entry / MANIFEST).read_text(encoding="utf-8"))
         facts = manifest["facts"]
@@ -95,12 +97,10 @@ def _read(entry: Path, key: str) -> Arrays | None:
         arrays: Arrays = {}
         for name, (size, dtype, shape) in facts["arrays"].items():
             file = entry / f"{name}.npy"
-            if file.stat().st_size != size:
-                return None
-            # "c": changes stay in this process, and torch takes the array without a word about writing
-            empty = 0 in shape
-            array = np.load(file, mmap_mode=None if empty else "c", allow_pickle=False)
-            if array.dtype.str != dtype or list(array.shape) != shape:
+            # Copy on write: changes stay in this process. An empty file cannot be mapped.
+            mode: Any = None if 0 in shape else "c"
+            array = np.load(file, mmap_mode=mode, allow_pickle=False)
+            if [file.stat().st_size, array.dtype.str, list(array.shape)] != [size, dtype, shape]:
                 return None
             arrays[name] = array
         return arrays
@@ -111,78 +111,58 @@ def _read(entry: Path, key: str) -> Arrays | None:
 def _write(root: Path, entry: Path, key: str, arrays: Arrays) -> None:
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     _sweep(root)
-    beside = Path(
-        tempfile.mkdtemp(suffix=".tmp", dir=root)
-    )  # mkdtemp: only the owner may look inside
+    # mkdtemp makes a folder that only its owner can open.
+    new = Path(tempfile.mkdtemp(suffix=".tmp", dir=root))
     try:
         facts: dict[str, Any] = {"key": key, "arrays": {}}
         for name, array in arrays.items():
-            file = beside / f"{name}.npy"
+            file = new / f"{name}.npy"
             with file.open("wb") as out:
                 np.save(out, array, allow_pickle=False)
                 out.flush()
                 os.fsync(out.fileno())
             facts["arrays"][name] = [file.stat().st_size, array.dtype.str, list(array.shape)]
-        with (beside / MANIFEST).open("w", encoding="utf-8") as text:
+        with (new / MANIFEST).open("w", encoding="utf-8") as text:
             json.dump({"facts": facts, "sha256": _digest(facts)}, text)
             text.flush()
             os.fsync(text.fileno())
-        if entry.exists() and _read(entry, key) is None:
-            _set_aside(entry)
-        if not entry.exists():  # else another process was faster, with the same arrays
-            beside.rename(entry)
-            _sync_folder(root)
+        if _read(entry, key) is None:
+            # Processes that have mapped a damaged entry keep their pages.
+            shutil.rmtree(entry, ignore_errors=True)
+        if not entry.exists():
+            new.rename(entry)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
-
-
-def _set_aside(entry: Path) -> None:
-    """A damaged entry makes room in one step; a process that still maps its files keeps them."""
-    old = Path(tempfile.mkdtemp(suffix=".tmp", dir=entry.parent)) / "old"
-    entry.rename(old)
-    shutil.rmtree(old.parent, ignore_errors=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        shutil.rmtree(new, ignore_errors=True)
 
 
 def _sweep(root: Path) -> None:
-    """Removes what a process that was killed while writing has left."""
-    for left in root.glob("*.tmp"):
+    """Remove temporary folders of processes that were killed while writing."""
+    for folder in root.glob("*.tmp"):
         try:
-            if time.time() - left.stat().st_mtime > STALE_SECONDS:
-                shutil.rmtree(left, ignore_errors=True)
+            if time.time() - folder.stat().st_mtime > STALE_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
         except OSError:
             continue
 
 
 def pack_text(name: str, texts: Sequence[str]) -> Arrays:
-    """Strings as two arrays: all their UTF-8 bytes, and where each begins."""
+    """Return strings as two arrays: all their UTF-8 bytes, and the start of each string."""
     parts = [text.encode("utf-8", "surrogatepass") for text in texts]
-    bounds = np.zeros(len(parts) + 1, dtype=np.int64)
-    np.cumsum([len(part) for part in parts], out=bounds[1:])
     return {
         f"{name}.bytes": np.frombuffer(b"".join(parts), dtype=np.uint8),
-        f"{name}.bounds": bounds,
+        f"{name}.bounds": np.cumsum([0, *map(len, parts)], dtype=np.int64),
     }
 
 
 def unpack_text(name: str, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    """The strings of `pack_text`, as an array of objects."""
+    """Return the strings of `pack_text` as an array of objects."""
     blob = arrays[f"{name}.bytes"].tobytes()
-    bounds = arrays[f"{name}.bounds"].tolist()
-    return text_array(
-        [blob[a:b].decode("utf-8", "surrogatepass") for a, b in itertools.pairwise(bounds)]
-    )
+    bounds = itertools.pairwise(arrays[f"{name}.bounds"].tolist())
+    return text_array([blob[a:b].decode("utf-8", "surrogatepass") for a, b in bounds])
 
 
 def text_array(texts: Sequence[str]) -> np.ndarray:
-    """An array of Python strings; one that numpy makes itself would be as wide as the longest."""
+    """Return an array of Python strings; numpy's own text type would be as wide as the longest."""
     out = np.empty(len(texts), dtype=object)
     out[:] = texts
     return out

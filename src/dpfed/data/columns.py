@@ -1,4 +1,4 @@
-"""A user's table, column by column, from CSV, TSV, JSON lines or Parquet; every row knows how to name itself."""
+"""Columns of a user's table in CSV, TSV, JSON lines or Parquet; messages name the row at fault."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from dpfed.data.cache import text_array
-from dpfed.data.files import lines_of, read_bytes, reading, reason
-from dpfed.errors import DpfedError
+from dpfed.data.files import lines_of, read_bytes, reading
+from dpfed.errors import DpfedError, reason
 
 LONGEST_FIELD = 1 << 27
 LONGEST_HEADER = 1 << 16
@@ -24,10 +24,10 @@ SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab"}
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns by name, all of one length.
+    """Columns of one length by name.
 
     rows       line numbers in the file, or row numbers where it has no lines
-    separator  what stands between the columns of a CSV file
+    separator  character between the columns of a CSV file, in words
     """
 
     label: str
@@ -50,23 +50,42 @@ class Columns:
             )
         return self.values[name]
 
-    def texts(self, name: str, key: str) -> np.ndarray:
-        """A column of texts, none of them empty: an empty one would train on its label alone."""
+    def texts(self, text: str, text_pair: str | None) -> dict[str, np.ndarray]:
+        """Return the model's text inputs from the columns of `data.text` and `data.text_pair`."""
+        out = {"text": self._texts(text, "data.text")}
+        if text_pair is not None:
+            out["text_pair"] = self._texts(text_pair, "data.text_pair")
+        return out
+
+    def _texts(self, name: str, key: str) -> np.ndarray:
+        """Return a column of texts; refuse empty ones, which would train on their label alone."""
         column = self.get(name, key)
         for i, text in enumerate(column):
             if not isinstance(text, str) or not text.strip():
-                what = (
-                    "an empty text"
-                    if text is None or text == "" or isinstance(text, str)
-                    else f"{text!r:.60}, not a text,"
-                )
+                what = f"{text!r:.60}, not a text,"
+                if text is None or isinstance(text, str):
+                    what = "an empty text"
                 raise DpfedError(
                     f"{self.place(i)} has {what} in column {name!r}: mend or drop that row"
                 )
         return text_array(column)
 
-    def key_column(self, name: str, key: str) -> np.ndarray:
-        """A column that names clients or units: of one type, with a value in every row."""
+    def other_columns(
+        self, used: set[str | None], client: str | None, unit: str | None
+    ) -> dict[str, np.ndarray]:
+        """Return the columns that no model input uses, and those that name clients and units."""
+        columns = {}
+        for name, values in self.values.items():
+            array = plain_column(values) if name not in used else None
+            if array is not None:
+                columns[name] = array
+        for key, wanted in (("data.client_column", client), ("data.unit_column", unit)):
+            if wanted is not None:
+                columns[wanted] = self._key_column(wanted, key)
+        return columns
+
+    def _key_column(self, name: str, key: str) -> np.ndarray:
+        """Return a column of client or unit names: of one type, with a value in every row."""
         column = self.get(name, key)
         for i, value in enumerate(column):
             if value == "" or is_missing(value):
@@ -89,7 +108,7 @@ def is_missing(value: Any) -> bool:
 
 
 def plain_column(column: list[Any]) -> np.ndarray | None:
-    """An array that can be sorted, or None where the values are of several kinds or missing."""
+    """Return a sortable array, or None if values are missing or of several kinds."""
     if all(isinstance(v, str) for v in column):
         return text_array(column)
     if all(isinstance(v, bool | int) and abs(v) < 2**63 for v in column):
@@ -100,6 +119,7 @@ def plain_column(column: list[Any]) -> np.ndarray | None:
 
 
 def read_columns(path: Path) -> Columns:
+    """Read a table with the reader for the suffix of its file."""
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise DpfedError(f"{path} must end in {', '.join(READERS)}")
@@ -113,40 +133,17 @@ def read_columns(path: Path) -> Columns:
     return table
 
 
-def _header(names: list[str], path: Path) -> None:
-    twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
-    if twice is not None:
-        raise DpfedError(f"{path} has two columns {twice!r} in its first line: rename one")
-
-
 def read_csv(path: Path) -> Columns:
-    """Return a table with commas, semicolons or tabs and double quotes, as spreadsheets write it."""
-    text = "\n".join(lines_of(read_bytes(path), str(path)))  # names the line that is not UTF-8
+    """Return a table with commas, semicolons or tabs and double quotes, as spreadsheets do."""
+    # `lines_of` names the line that is not UTF-8.
+    text = "\n".join(lines_of(read_bytes(path), str(path)))
     delimiter = _delimiter(text)
-    old = csv.field_size_limit(LONGEST_FIELD)
-    header: list[str] = []
-    cells: list[list[str]] = []
-    rows: list[int] = []
-    reader = csv.reader(io.StringIO(text, newline="\n"), delimiter=delimiter, strict=True)
-    start = 1
+    previous = csv.field_size_limit(LONGEST_FIELD)
     try:
-        header = next(reader, [])
-        _header(header, path)
-        start = reader.line_num + 1
-        for row in reader:
-            if row:
-                _width(row, header, start, path)
-                cells.append(row)
-                rows.append(start)
-            start = reader.line_num + 1
-    except csv.Error as error:
-        kind = SEPARATORS[delimiter]
-        raise DpfedError(
-            f"line {start} of {path} is not {kind}-separated text: {reason(error)}"
-        ) from None
+        table = _from_rows(path, _csv_rows(text, delimiter, path))
     finally:
-        csv.field_size_limit(old)
-    return replace(_by_column(path, header, cells, rows), separator=SEPARATORS[delimiter])
+        csv.field_size_limit(previous)
+    return replace(table, separator=SEPARATORS[delimiter])
 
 
 def _delimiter(text: str) -> str:
@@ -162,40 +159,51 @@ def _delimiter(text: str) -> str:
     return max(SEPARATORS, key=columns)
 
 
-def read_tsv(path: Path) -> Columns:
-    """Tab-separated without any quoting, as GLUE has it: a quotation mark is a character like any other."""
-    lines = lines_of(read_bytes(path), str(path))
-    header = next(lines, "").split("\t")
-    _header(header, path)
-    cells: list[list[str]] = []
-    rows: list[int] = []
-    for number, line in enumerate(lines, 2):
-        if not line:
-            continue
-        row = line.split("\t")
-        _width(row, header, number, path)
-        cells.append(row)
-        rows.append(number)
-    return _by_column(path, header, cells, rows)
-
-
-def _width(row: list[str], header: list[str], number: int, path: Path) -> None:
-    if len(row) != len(header):
+def _csv_rows(text: str, delimiter: str, path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number of each row's first line and its cells; blank lines have no cells."""
+    reader = csv.reader(io.StringIO(text, newline="\n"), delimiter=delimiter, strict=True)
+    start = 1
+    try:
+        for row in reader:
+            yield start, row
+            start = reader.line_num + 1
+    except csv.Error as error:
+        kind = SEPARATORS[delimiter]
         raise DpfedError(
-            f"line {number} of {path} has {len(row)} columns, the first line {len(header)}: mend that row"
-        )
+            f"line {start} of {path} is not {kind}-separated text: {reason(error)}"
+        ) from None
 
 
-def _by_column(path: Path, header: list[str], cells: list[list[str]], rows: list[int]) -> Columns:
-    return Columns(
-        str(path), {name: [row[i] for row in cells] for i, name in enumerate(header)}, rows
-    )
+def read_tsv(path: Path) -> Columns:
+    """Return a tab-separated table without quoting, as GLUE has it: quotes are plain characters."""
+    lines = enumerate(lines_of(read_bytes(path), str(path)), 1)
+    return _from_rows(path, ((i, line.split("\t") if line else []) for i, line in lines))
+
+
+def _from_rows(path: Path, rows: Iterator[tuple[int, list[str]]]) -> Columns:
+    """Return the table of numbered rows, the first of which is the header; skip empty rows."""
+    _, header = next(rows, (1, []))
+    _refuse_repeated(header, path)
+    filled = [(number, row) for number, row in rows if row]
+    for number, row in filled:
+        if len(row) != len(header):
+            raise DpfedError(
+                f"line {number} of {path} has {len(row)} columns, the first line {len(header)}: "
+                "mend that row"
+            )
+    values = {name: [row[i] for _, row in filled] for i, name in enumerate(header)}
+    return Columns(str(path), values, [number for number, _ in filled])
+
+
+def _refuse_repeated(names: list[str], path: Path) -> None:
+    twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
+    if twice is not None:
+        raise DpfedError(f"{path} has two columns {twice!r} in its first line: rename one")
 
 
 def read_jsonl(path: Path) -> Columns:
-    """One JSON object in each line; a key that a line does not have is a missing value there."""
-    records: list[dict[str, Any]] = []
-    rows: list[int] = []
+    """Return a table of one JSON object per line; a key that a line lacks is a missing value."""
+    records: dict[int, dict[str, Any]] = {}
     for number, line in enumerate(lines_of(read_bytes(path), str(path)), 1):
         if not line.strip():
             continue
@@ -205,12 +213,10 @@ def read_jsonl(path: Path) -> Columns:
             raise DpfedError(f"line {number} of {path} is not JSON: {reason(error)}") from None
         if not isinstance(record, dict):
             raise DpfedError(f"line {number} of {path} is not a JSON object with named values")
-        records.append(record)
-        rows.append(number)
-    names = dict.fromkeys(name for record in records for name in record)
-    return Columns(
-        str(path), {name: [record.get(name) for record in records] for name in names}, rows
-    )
+        records[number] = record
+    names = dict.fromkeys(name for record in records.values() for name in record)
+    values = {name: [record.get(name) for record in records.values()] for name in names}
+    return Columns(str(path), values, list(records))
 
 
 def read_parquet(path: Path) -> Columns:
@@ -223,12 +229,13 @@ def read_parquet(path: Path) -> Columns:
     with reading(path):
         try:
             table = parquet.read_table(path)
-            values = {
-                str(name): table.column(i).to_pylist() for i, name in enumerate(table.column_names)
-            }
-        except Exception as error:  # pyarrow has a tree of errors of its own
+            columns = [column.to_pylist() for column in table.columns]
+        except Exception as error:
+            # pyarrow has an error class of its own for each kind of damage.
             raise DpfedError(f"{path} cannot be read as Parquet: {reason(error)}") from None
-    _header(list(map(str, table.column_names)), path)
+    names = list(map(str, table.column_names))
+    _refuse_repeated(names, path)
+    values = dict(zip(names, columns, strict=True))
     return Columns(str(path), values, list(range(1, table.num_rows + 1)), unit="row")
 
 

@@ -1,4 +1,4 @@
-"""What the readers of files share: where they are, what is said when they are missing or damaged, and how archives are read."""
+"""Read files and archives; a missing or damaged file becomes one sentence that names it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import numpy as np
 from dpfed.config import DataSection
 from dpfed.data.cache import Arrays, cached
 from dpfed.data.tables import Source, Table
-from dpfed.errors import DpfedError
+from dpfed.errors import DpfedError, reason
 
-MOST_BYTES = (
-    1 << 30
-)  # of one member of an archive: far above any published one, far below what would end the process
+# Largest size of an archive member: above every published file, below the memory of a machine.
+MOST_BYTES = 1 << 30
+# NotImplementedError: unknown compression in a zip. RuntimeError: an encrypted zip.
 DAMAGE = (
     OSError,
     EOFError,
@@ -32,15 +32,15 @@ DAMAGE = (
     tarfile.TarError,
     zipfile.BadZipFile,
     MemoryError,
-    NotImplementedError,  # a compression method that zipfile does not know
-    RuntimeError,  # an encrypted zip
+    NotImplementedError,
+    RuntimeError,
     OverflowError,
     KeyError,
 )
 
 
 def path_of(section: DataSection, what: str, url: str) -> Path:
-    """`data.path`, or a sentence that says what to download and what to set."""
+    """Return `data.path`; if it is unset or missing, say what to download and what to set."""
     if section.path is None:
         raise DpfedError(
             f'data.name = "{section.name}" reads files: download {url} and set data.path to {what}'
@@ -58,7 +58,7 @@ def missing(path: Path, what: str, url: str) -> DpfedError:
 
 @contextmanager
 def reading(path: Path | str) -> Iterator[None]:
-    """Whatever a damaged file makes a library raise becomes one sentence that names the file."""
+    """Turn the errors that a damaged file causes in libraries into one sentence with its name."""
     try:
         yield
     except DpfedError:
@@ -67,13 +67,8 @@ def reading(path: Path | str) -> Iterator[None]:
         raise DpfedError(f"{path} cannot be read: {reason(error)}") from None
 
 
-def reason(error: BaseException) -> str:
-    text = getattr(error, "strerror", None) or str(error)
-    return text.splitlines()[0][:200] if text.strip() else type(error).__name__
-
-
 def read_bytes(path: Path) -> bytes:
-    """The content of a file, of a .gz file unpacked."""
+    """Return the content of a file; a .gz file is decompressed."""
     with reading(path):
         if path.suffix != ".gz":
             return path.read_bytes()
@@ -85,7 +80,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def lines_of(data: bytes, label: str) -> Iterator[str]:
-    """The lines of a UTF-8 text. Only a line feed ends a line: sentences may hold any other separator."""
+    """Yield the lines of UTF-8 text. Only a line feed ends a line; texts may hold other breaks."""
     for number, line in enumerate(io.BytesIO(data.removeprefix(b"\xef\xbb\xbf")), 1):
         try:
             yield line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
@@ -94,19 +89,18 @@ def lines_of(data: bytes, label: str) -> Iterator[str]:
 
 
 def check_md5(path: Path, published: str, url: str) -> None:
-    digest = hashlib.md5(usedforsecurity=False)
+    """Raise DpfedError unless the file has the published checksum."""
     with reading(path), path.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    if digest.hexdigest() != published:
+        found = hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+    if found != published:
         raise DpfedError(
-            f"{path} has md5 {digest.hexdigest()}, the published file {published}: download it again from {url}, or set "
-            "data.check = false to read it as it is"
+            f"{path} has md5 {found}, the published file {published}: "
+            f"download it again from {url}, or set data.check = false to read it as it is"
         )
 
 
 def tar_members(path: Path, wanted: Collection[str]) -> dict[str, bytes]:
-    """Files of a tar archive by their last name. Nothing is unpacked to disk."""
+    """Return files of a tar archive by the last part of their path. Nothing is written to disk."""
     found: dict[str, bytes] = {}
     with reading(path), tarfile.open(path, "r:*") as tar:
         for member in tar:
@@ -120,38 +114,34 @@ def tar_members(path: Path, wanted: Collection[str]) -> dict[str, bytes]:
             if len(data) != member.size:
                 raise EOFError(f"it ends inside {member.name}")
             found[name] = data
-        while tar.fileobj is not None and tar.fileobj.read(
-            1 << 20
-        ):  # to the end, where the compression's checksum is
+        # The checksum of the compression is verified at the end of the file.
+        while tar.fileobj is not None and tar.fileobj.read(1 << 20):
             pass
     return found
 
 
 def expect_count(found: int, official: int | Collection[int], label: str, url: str) -> None:
-    """Counts as published; a set with other counts is another set, or a part of one."""
+    """Raise DpfedError unless a set has one of its published numbers of records."""
     counts = (official,) if isinstance(official, int) else tuple(official)
     if found not in counts:
         raise DpfedError(
-            f"{label} has {found:,} records, the published set {counts[0]:,}: download it again from {url}, or set "
-            "data.check = false to read it as it is"
+            f"{label} has {found:,} records, the published set {counts[0]:,}: download it again "
+            f"from {url}, or set data.check = false to read it as it is"
         )
 
 
 def image_source(
     key: str, build: Callable[[], Arrays], declared: bool = True, notes: tuple[str, ...] = ()
 ) -> Source:
-    """A source of images from the cache; `build` gives train_x, train_y, test_x, test_y and the classes' names."""
-    arrays = cached(key, build)
-    parts = {
-        part: Table(
-            {"pixel_values": np.asarray(arrays[f"{part}_x"])}, np.asarray(arrays[f"{part}_y"])
-        )
-        for part in ("train", "test")
-    }
+    """Return a source of images from the cache.
+
+    build  makes train_x, train_y, test_x, test_y and names, the names of the classes
+    """
+    arrays = {name: np.asarray(array) for name, array in cached(key, build).items()}
     return Source(
-        train=parts["train"],
-        test=parts["test"],
-        classes=tuple(str(name) for name in arrays["names"]),
+        train=Table({"pixel_values": arrays["train_x"]}, arrays["train_y"]),
+        test=Table({"pixel_values": arrays["test_x"]}, arrays["test_y"]),
+        classes=tuple(map(str, arrays["names"])),
         kind="image",
         declared=declared,
         fingerprint=key,

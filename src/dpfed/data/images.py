@@ -1,4 +1,4 @@
-"""Image files as arrays of bytes: decoded with Pillow in threads, brought to one size without any randomness."""
+"""Decode image files to uint8 arrays with Pillow, in threads; resize them deterministically."""
 
 from __future__ import annotations
 
@@ -12,44 +12,37 @@ from typing import Literal
 import numpy as np
 from PIL import Image, ImageOps
 
-from dpfed.data.files import reason
-from dpfed.errors import DpfedError
+from dpfed.errors import DpfedError, reason
 
 Colour = Literal["rgb", "grey"]
-MOST_PIXELS = 1 << 27  # of one image before it is resized; more is a mistake or an attack
-FORMATS = (
-    "JPEG",
-    "PNG",
-    "BMP",
-    "GIF",
-    "WEBP",
-    "TIFF",
-    "PPM",
-)  # not those that Pillow hands to other programs
-BLOCK = 64  # images that a thread takes at once
-DEEP = ("I", "F")  # Pillow would cut such pixels off at 255 without a word
+# Largest image before resizing; a larger one is a mistake or an attack.
+MOST_PIXELS = 1 << 27
+# Formats that Pillow decodes itself, without starting other programs.
+FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
+IMAGES_PER_TASK = 64
+# Modes with more than 8 bits, which Pillow would silently cut off at 255.
+DEEP_MODES = ("I", "F")
 
 
 def decode(data: bytes, label: str, colour: Colour = "rgb", size: int | None = None) -> np.ndarray:
-    """One image as uint8 [channels, height, width]; grey ones become RGB, or the other way round."""
+    """Return an image as uint8 [channels, height, width], converted to RGB or to grey."""
     try:
         return pixels(Image.open(io.BytesIO(data), formats=FORMATS), label, colour, size)
     except DpfedError:
         raise
-    except Exception as error:  # Pillow's decoders raise whatever a damaged field leads to
-        raise DpfedError(f"{label} cannot be read as an image: {_short(error)}") from None
-
-
-def _short(error: BaseException) -> str:
-    text = reason(error)
-    return "it is of no known format" if "cannot identify" in text else text
+    except Exception as error:
+        # Pillow's decoders raise errors of many classes for damaged fields.
+        text = reason(error)
+        if "cannot identify" in text:
+            text = "it is of no known format"
+        raise DpfedError(f"{label} cannot be read as an image: {text}") from None
 
 
 def pixels(image: Image.Image, label: str, colour: Colour, size: int | None) -> np.ndarray:
     width, height = image.size
     if width * height > MOST_PIXELS or not width or not height:
         raise DpfedError(f"{label} is {width}x{height} pixels: the most is {MOST_PIXELS:,}")
-    if image.mode.split(";")[0] in DEEP:
+    if image.mode.split(";")[0] in DEEP_MODES:
         raise DpfedError(
             f"{label} has pixels of mode {image.mode}, not of 8 bits: convert it first"
         )
@@ -61,15 +54,17 @@ def pixels(image: Image.Image, label: str, colour: Colour, size: int | None) -> 
 
 
 def fit(image: Image.Image, size: int) -> Image.Image:
-    """The shorter side resized to `size` (bilinear), the middle of the longer one kept: the same for every evaluation."""
+    """Resize the shorter side to `size` (bilinear) and crop the middle of the longer one."""
     width, height = image.size
     short = min(width, height)
-    wide, high = max(size, round(width * size / short)), max(size, round(height * size / short))
+    wide = max(size, round(width * size / short))
+    high = max(size, round(height * size / short))
     if wide * high > MOST_PIXELS:
         raise ValueError(f"{width}x{height} pixels are too narrow for size {size}")
     if (wide, high) != (width, height):
         image = image.resize((wide, high), Image.Resampling.BILINEAR)
-    left, top = (wide - size) // 2, (high - size) // 2
+    left = (wide - size) // 2
+    top = (high - size) // 2
     return image.crop((left, top, left + size, top + size))
 
 
@@ -80,15 +75,17 @@ def decode_all(
     colour: Colour = "rgb",
     size: int | None = None,
 ) -> np.ndarray:
-    """All images, in one array [n, channels, height, width]; `read(i)` gives the i-th file's content.
+    """Return all images in one array [n, channels, height, width].
 
-    They must be of one shape; the first that differs is named, with `hint` on what to do.
+    read  returns the content of the i-th file
+    hint  remedy in the message about the first image of another shape
     """
-    return stack(lambda i: decode(read(i), labels[i], colour, size), labels, hint)
 
+    def image_of(i: int) -> np.ndarray:
+        return decode(read(i), labels[i], colour, size)
 
-def stack(image_of: Callable[[int], np.ndarray], labels: Sequence[str], hint: str) -> np.ndarray:
-    with warnings.catch_warnings():  # Pillow warns about odd metadata, for which nobody asked
+    with warnings.catch_warnings():
+        # Pillow warns about unusual metadata, which is not used.
         warnings.simplefilter("ignore")
         first = image_of(0)
         try:
@@ -100,15 +97,14 @@ def stack(image_of: Callable[[int], np.ndarray], labels: Sequence[str], hint: st
             ) from None
 
         def work(start: int) -> None:
-            for i in range(start, min(start + BLOCK, len(labels))):
+            for i in range(start, min(start + IMAGES_PER_TASK, len(labels))):
                 image = image_of(i)
                 if image.shape != first.shape:
                     one, other = (f"{x.shape[2]}x{x.shape[1]} pixels" for x in (image, first))
                     raise DpfedError(f"{labels[i]} is {one}, {labels[0]} {other}: {hint}")
                 out[i] = image
 
-        # Pillow lets go of the interpreter while it decodes, so threads are enough
+        # Pillow releases the interpreter lock while it decodes, so threads are enough.
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-            for _ in pool.map(work, range(0, len(labels), BLOCK)):
-                pass
+            list(pool.map(work, range(0, len(labels), IMAGES_PER_TASK)))
         return out

@@ -1,4 +1,4 @@
-"""Labels as a user's table has them, names or numbers, as class numbers 0, 1, 2, ..."""
+"""Encode labels of a user's table, names or numbers, as class numbers 0, 1, 2, ..."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Classes = tuple[str, ...] | int | None
 
 @dataclass(frozen=True)
 class Column:
-    """The label of each record, and the words that name a record when something is wrong with it."""
+    """Label of each record, and the place of each record for messages."""
 
     values: Sequence[Any]
     places: Sequence[str]
@@ -24,62 +24,63 @@ class Column:
 
 @dataclass(frozen=True)
 class Encoded:
+    """Class numbers of each part, names of the classes, and whether they were declared."""
+
     parts: tuple[np.ndarray, ...]
     names: tuple[str, ...]
     declared: bool
 
 
 def encode(parts: Sequence[Column], classes: Classes) -> Encoded:
-    """Class numbers of all parts (training, test).
+    """Return the class numbers of all parts (training, test).
 
-    classes  the names, in the order of their numbers; or how many there are, numbered from 0; or None: read off the labels
+    classes  names in the order of their numbers, or how many there are, or None: as the labels show
     """
     texts = [[_text(v, where) for v, where in zip(p.values, p.places, strict=True)] for p in parts]
     if isinstance(classes, tuple):
-        if len(set(classes)) != len(classes) or len(classes) < 2:
-            raise DpfedError(
-                f"{phrase('classes')} = {list(classes)} must name at least two classes, each once"
-            )
-        number = {name: i for i, name in enumerate(classes)}
-        if not any(map(_whole, classes)):  # a table may hold the numbers of the named classes
-            number |= {str(i): i for i in range(len(classes))}
+        numbers = numbers_of(classes, phrase("classes"))
+        # A table may hold the numbers of the named classes.
+        if not any(map(_is_number, classes)):
+            numbers |= {str(i): i for i in range(len(classes))}
         shown = ", ".join(classes[:10]) + (", ..." if len(classes) > 10 else "")
         allowed = f"one of {phrase('classes')} ({shown})"
-        return Encoded(_look_up(parts, texts, number, allowed), classes, True)
-    if classes is None and not all(_whole(t) for part in texts for t in part):
-        names = tuple(sorted({t for part in texts for t in part}))
-        _not_too_many(len(names))
-        return Encoded(
-            _look_up(parts, texts, {n: i for i, n in enumerate(names)}, "known"), names, False
-        )
-    count = (
-        classes
-        if classes is not None
-        else 1 + max((int(t) for part in texts for t in part), default=0)
-    )
-    _not_too_many(count)
-    names = tuple(str(i) for i in range(max(count, 2)))
-    number = {name: i for i, name in enumerate(names)}
-    return Encoded(
-        _look_up(parts, texts, number, f"a whole number from 0 to {count - 1}"),
-        names,
-        declared=classes is not None,
-    )
+        return Encoded(_look_up(parts, texts, numbers, allowed), classes, True)
+    different = {t for part in texts for t in part}
+    if classes is None and not all(map(_is_number, different)):
+        _refuse_many(len(different))
+        names = tuple(sorted(different))
+        allowed = "known"
+    else:
+        count = classes if classes is not None else 1 + max(map(int, different), default=0)
+        _refuse_many(count)
+        names = tuple(str(i) for i in range(max(count, 2)))
+        allowed = f"a whole number from 0 to {count - 1}"
+    numbers = {name: i for i, name in enumerate(names)}
+    return Encoded(_look_up(parts, texts, numbers, allowed), names, classes is not None)
 
 
-def _not_too_many(count: int) -> None:
+def _refuse_many(count: int) -> None:
     if count > MOST_CLASSES:
         raise DpfedError(
-            f"the labels show {count:,} classes: number them 0, 1, 2, ... or set data.label to another column"
+            f"the labels show {count:,} classes: number them 0, 1, 2, ... or set data.label to "
+            "another column"
         )
+
+
+def numbers_of(classes: Sequence[str], key: str) -> dict[str, int]:
+    """Return the number of each declared class; refuse repeated names and a single class."""
+    numbers = {name: i for i, name in enumerate(classes)}
+    if len(numbers) != len(classes) or len(classes) < 2:
+        raise DpfedError(f"{key} = {list(classes)} must name at least two classes, each once")
+    return numbers
 
 
 def _look_up(
-    parts: Sequence[Column], texts: list[list[str]], number: dict[str, int], allowed: str
+    parts: Sequence[Column], texts: list[list[str]], numbers: dict[str, int], allowed: str
 ) -> tuple[np.ndarray, ...]:
     out = []
     for part, column in zip(parts, texts, strict=True):
-        found = np.array([number.get(text, -1) for text in column], dtype=np.int64)
+        found = np.array([numbers.get(text, -1) for text in column], dtype=np.int64)
         bad = np.flatnonzero(found < 0)
         if len(bad):
             raise DpfedError(
@@ -89,20 +90,19 @@ def _look_up(
     return tuple(out)
 
 
-def _whole(text: str) -> bool:
+def _is_number(text: str) -> bool:
+    """Return True for a whole number without sign or leading zeros that fits in 64 bits."""
     return text.isascii() and text.isdigit() and (text == "0" or text[0] != "0") and len(text) < 19
 
 
 def _text(value: Any, place: str) -> str:
-    """One spelling for 1, 1.0, true and "1"."""
+    """Return a label as text; 1, 1.0, true and "1" give the same text."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool | int):
         return str(int(value))
+    if value in (None, ""):
+        raise DpfedError(f"{place} has no label")
     if not isinstance(value, str) or not value.strip():
-        raise DpfedError(
-            f"{place} has no label"
-            if value in (None, "")
-            else f"{place} has no usable label: {value!r:.80}"
-        )
+        raise DpfedError(f"{place} has no usable label: {value!r:.80}")
     return value.strip()

@@ -1,4 +1,4 @@
-"""Who holds which record. Every partition is disjoint: no record belongs to two clients, or twice to one (SPEC 1.1)."""
+"""Divide records among clients. No record belongs to two clients, or twice to one client."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dpfed.config import DataSection
 from dpfed.data.columns import is_missing
+from dpfed.data.tables import Table
 from dpfed.errors import DpfedError, phrase
 
 
 @dataclass(frozen=True)
 class Shards:
-    """client -> protected units -> records, as index arrays that do not grow with anything but the data.
+    """Index arrays from clients to protected units to records.
 
-    The units of client i are `clients[i]..clients[i+1]`; the records of unit u are
-    `records[units[u]]..records[units[u+1]]`. Usually a unit is one record.
-    `names` are the values of the client column, none if the clients are simulated.
+    clients  client i has the units `clients[i]` to `clients[i+1] - 1`
+    units    unit u has the records `records[units[u] : units[u+1]]`; usually one record
+    records  record numbers, sorted by client and unit
+    names    values of the client column; empty for simulated clients
     """
 
     clients: np.ndarray
@@ -30,15 +33,16 @@ class Shards:
 
     @property
     def sizes(self) -> np.ndarray:
-        """R_i, in protected units."""
+        """Number R of protected units of each client."""
         return np.diff(self.clients)
 
     def of(self, client: int) -> np.ndarray:
-        """All records of a client."""
-        return self.records[self.units[self.clients[client]] : self.units[self.clients[client + 1]]]
+        """Return all records of a client."""
+        first = self.units[self.clients[client]]
+        return self.records[first : self.units[self.clients[client + 1]]]
 
     def slots(self, client: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Record indices of the chosen units, and how many belong to each unit."""
+        """Return the records of the chosen units, and the number of records of each unit."""
         unit = self.clients[client] + positions
         counts = self.units[unit + 1] - self.units[unit]
         if len(counts) == 0 or counts.max() == 1:
@@ -48,13 +52,11 @@ class Shards:
 
 
 def shards_of(owner: np.ndarray, clients: int, units: np.ndarray | None = None) -> Shards:
-    """From the owner of each record (-1: unused) and, where given, the unit that each record belongs to."""
+    """Return shards from the owner of each record (-1: unused) and the unit of each record."""
     used = np.flatnonzero(owner >= 0)
-    within = (
-        np.zeros(len(owner), dtype=np.int64)
-        if units is None
-        else np.unique(units, return_inverse=True)[1]
-    )
+    within = np.zeros(len(owner), dtype=np.int64)
+    if units is not None:
+        within = np.unique(units, return_inverse=True)[1]
     order = used[np.lexsort((used, within[used], owner[used]))]
     holder = owner[order]
     first = np.ones(len(order), dtype=bool)
@@ -65,14 +67,14 @@ def shards_of(owner: np.ndarray, clients: int, units: np.ndarray | None = None) 
     empty = np.flatnonzero(np.diff(bounds) == 0)
     if len(empty):
         raise DpfedError(
-            f"client {empty[0]} has no records ({len(empty)} of {clients} clients are empty): use fewer clients, "
-            'a larger data.alpha, or partition = "dirichlet_equal"'
+            f"client {empty[0]} has no records ({len(empty)} of {clients} clients are empty): "
+            'use fewer clients, a larger data.alpha, or partition = "dirichlet_equal"'
         )
     return Shards(bounds.astype(np.int64), np.append(starts, len(order)).astype(np.int64), order)
 
 
 def iid(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator) -> np.ndarray:
-    """Equal sizes, records dealt at random; the remainder stays unused."""
+    """Deal records at random, the same number to each client; the remainder stays unused."""
     size = len(labels) // clients
     owner = np.full(len(labels), -1, dtype=np.int64)
     owner[rng.permutation(len(labels))[: size * clients]] = np.repeat(np.arange(clients), size)
@@ -82,7 +84,10 @@ def iid(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator
 def dirichlet_equal(
     labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator
 ) -> np.ndarray:
-    """Client i draws its labels from p_i ~ Dir(alpha), renormalised over classes that still have records; all sizes equal."""
+    """Deal the same number of records to each client, with labels drawn from p_i ~ Dir(alpha).
+
+    p_i is renormalised over the classes that still have records.
+    """
     classes = int(labels.max()) + 1
     size = len(labels) // clients
     pools = [rng.permutation(np.flatnonzero(labels == c)) for c in range(classes)]
@@ -105,24 +110,29 @@ def dirichlet_equal(
 def dirichlet_classwise(
     labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator
 ) -> np.ndarray:
-    """Each class is split over clients by its own Dir(alpha) (Hsu, Qi, Brown 2019); sizes differ."""
+    """Split each class over the clients by Dir(alpha) (Hsu, Qi, Brown 2019); sizes differ."""
     owner = np.full(len(labels), -1, dtype=np.int64)
     for c in range(int(labels.max()) + 1):
         pool = rng.permutation(np.flatnonzero(labels == c))
-        cuts = (
-            (np.cumsum(_dirichlet(rng, alpha, clients))[:-1] * len(pool)).round().astype(np.int64)
-        )
+        ends = np.cumsum(_dirichlet(rng, alpha, clients))[:-1]
+        cuts = (ends * len(pool)).round().astype(np.int64)
         for client, part in enumerate(np.split(pool, cuts)):
             owner[part] = client
     return owner
 
 
 def _dirichlet(rng: np.random.Generator, alpha: float, length: int) -> np.ndarray:
-    """Dir(alpha) also where its gamma draws all underflow to zero (one class takes all) or overflow (equal shares)."""
+    """Return a draw of Dir(alpha), or its limit if the gamma draws overflow or underflow.
+
+    The limit is equal shares for a large alpha, and one class alone for a small alpha.
+    """
     p = rng.dirichlet(np.full(length, alpha))
     if np.isfinite(p).all() and p.sum() > 0:
         return p
-    return np.full(length, 1 / length) if alpha > 1 else np.eye(length)[rng.integers(length)]
+    if alpha > 1:
+        return np.full(length, 1 / length)
+    one_class: np.ndarray = np.eye(length)[rng.integers(length)]
+    return one_class
 
 
 RULES: dict[str, Callable[[np.ndarray, int, float, np.random.Generator], np.ndarray]] = {
@@ -146,29 +156,22 @@ def _key_column(what: str, column: np.ndarray | None) -> np.ndarray | None:
     return column
 
 
-def partition(
-    labels: np.ndarray,
-    clients: int,
-    rule: str,
-    alpha: float,
-    rng: np.random.Generator,
-    owners: np.ndarray | None = None,
-    units: np.ndarray | None = None,
-) -> Shards:
-    """The shards of a data set. `owners` (a column of client names) is used by `rule = "natural"`."""
-    owners = _key_column("client", owners)
-    units = _key_column("unit", units)
-    if rule == "natural":
+def partition(section: DataSection, table: Table, rng: np.random.Generator) -> Shards:
+    """Return the shards of a table by `data.partition`, with the units of `data.unit_column`."""
+    owners = _key_column("client", table.column(section.client_column))
+    units = _key_column("unit", table.column(section.unit_column))
+    if section.partition == "natural":
         if owners is None:
             raise DpfedError(
-                'partition = "natural" needs data.client_column, the column that names each record\'s client'
+                'partition = "natural" needs data.client_column, '
+                "the column that names each record's client"
             )
         names, owner = np.unique(owners, return_inverse=True)
-        return replace(
-            shards_of(owner, len(names), units), names=tuple(str(name) for name in names)
-        )
-    if clients > len(labels):
+        return replace(shards_of(owner, len(names), units), names=tuple(map(str, names)))
+    clients = section.clients
+    if clients > len(table):
         raise DpfedError(
-            f"{phrase('clients')} = {clients} is more than the {len(labels)} records there are"
+            f"{phrase('clients')} = {clients} is more than the {len(table)} records there are"
         )
-    return shards_of(RULES[rule](labels, clients, alpha, rng), clients, units)
+    owner = RULES[section.partition](table.labels, clients, section.alpha, rng)
+    return shards_of(owner, clients, units)

@@ -1,4 +1,4 @@
-"""Read pickles of arrays, lists and texts with Python's own reader, without running any code in them."""
+"""Read pickles of arrays, lists and texts; a restricted unpickler runs no code in them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RefusedError(Exception):
 
 
 class _DataUnpickler(pickle.Unpickler):
-    """Knows the few functions that arrays and byte strings need, each in a version of its own."""
+    """An unpickler of arrays and byte strings, with its own versions of the functions they need."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data), encoding="latin1")
@@ -41,7 +41,7 @@ class _DataUnpickler(pickle.Unpickler):
         return self._known[path]
 
     def _array(self, kind: Any, shape: Any, code: Any) -> np.ndarray:
-        # The content follows as state of the array. The shape here could ask for any amount of memory.
+        # The content follows as the array's state. `shape` could request any amount of memory.
         if kind is not ARRAY_CLASS:
             raise RefusedError("it makes an array in a way that is not known")
         return np.empty(0, np.uint8)
@@ -86,6 +86,4 @@ def loads(data: bytes) -> Any:
         TypeError,
         ValueError,
     ) as error:
-        raise RefusedError(
-            str(error).splitlines()[0] if str(error) else type(error).__name__
-        ) from None
+        raise RefusedError((str(error).splitlines() or [type(error).__name__])[0]) from None

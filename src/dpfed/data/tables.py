@@ -1,4 +1,4 @@
-"""What every data source gives: two tables, the clients' private records and the server's public test set."""
+"""Tables of records: every source has the clients' private records and a public test set."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Kind = Literal["image", "features", "text"]
 
 @dataclass(frozen=True)
 class Table:
-    """Records row by row: inputs by the model's argument name, labels, and columns that name clients or units.
+    """Inputs by the model's argument name, labels, and columns that name clients or units.
 
-    Images are `pixel_values` [n, channels, height, width]. Text is `text` and, for pairs, `text_pair`: arrays of Python
-    strings, which a text model turns into tokens.
+    Images are `pixel_values` [n, channels, height, width]. Text is `text` and, for pairs,
+    `text_pair`: arrays of Python strings, which a text model turns into tokens.
     """
 
     inputs: Mapping[str, np.ndarray]
@@ -39,9 +39,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Published:
-    """What is known of a published data set without its files: enough for a plan and for a model's shapes.
+    """Public facts of a published data set, enough to plan a run without its files.
 
-    records  training records; shape  of one image, empty for text
+    records  number of training records
+    shape    shape of one image, empty for text
     """
 
     records: int
@@ -54,11 +55,11 @@ class Published:
 class Source:
     """A loaded data set.
 
-    classes  names of the labels 0..n-1
-    white    for images of whole numbers: the value that means full intensity
-    declared whether the number of classes is public knowledge, rather than read off the labels
-    fingerprint  names the raw data and how it was read, for caches of what is computed from it; "" where unknown
-    notes    what a person should know about how the files were read
+    classes      names of the labels 0..n-1
+    white        pixel value of full intensity, for images of whole numbers
+    declared     True if the number of classes is public, False if it was read off the labels
+    fingerprint  key of the raw data for caches of derived data; "" if unknown
+    notes        remarks for the user about the files
     """
 
     train: Table
@@ -79,9 +80,14 @@ class Source:
                     raise DpfedError(
                         f"the {part} set has {len(x)} rows of {name} and {len(table)} labels"
                     )
-            bad = np.flatnonzero((table.labels < 0) | (table.labels >= len(self.classes)))
-            if len(bad):
-                raise DpfedError(
-                    f"record {bad[0]} of the {part} set has label {table.labels[bad[0]]}; "
-                    f"labels are 0 to {len(self.classes) - 1}"
-                )
+            expect_labels(table.labels, len(self.classes), f"the {part} set")
+
+
+def expect_labels(labels: np.ndarray, classes: int, label: str, remedy: str = "") -> None:
+    """Raise DpfedError for the first label outside 0 to classes - 1."""
+    bad = np.flatnonzero((labels < 0) | (labels >= classes))
+    if len(bad):
+        raise DpfedError(
+            f"record {bad[0]} of {label} has label {labels[bad[0]]}; "
+            f"labels are 0 to {classes - 1}{remedy}"
+        )

@@ -20,7 +20,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from dpfed.config import DataSection, ModelSection, Registry, nearest, parse, refuse_unknown
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting.guarantee import refuse_large_delta
-from dpfed.privacy.accounting.pld import check_delta
+from dpfed.privacy.accounting.history import check_delta
 from dpfed.privacy.ledger.storage import nameable
 from dpfed.privacy.oracle import Isolation
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from dpfed.errors import DpfedError
 from dpfed.federation.client_config import ClientConfig, Policy
 from dpfed.federation.messages import AnyTerms, MessageError, ScoringTerms, Terms
-from dpfed.privacy.accounting.pld import epsilon, rdp_epsilon
+from dpfed.privacy.accounting.pld import epsilon
+from dpfed.privacy.accounting.rdp import rdp_epsilon
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.published import show_loss, show_setting
 

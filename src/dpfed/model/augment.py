@@ -47,5 +47,4 @@ def crop_flip(images: Tensor, keys: Tensor) -> Tensor:
 
 
 def _draw(keys: Tensor, salt: int, count: int) -> Tensor:
-    """Return a number from 0 to count - 1 for each key; each salt gives other numbers."""
     return ((mix(mix(keys) + salt) >> 33) & 0x7FFFFFFF) % count

@@ -120,7 +120,6 @@ def _labels(
     modules: Mapping[str, nn.Module],
     architecture: Architecture,
 ) -> list[str]:
-    """Return one label for the whole tensor, or one for each of its output rows."""
     plain = name.replace(".modules_to_save.default", "").replace(".base_layer", "")
     lora = _LORA.match(plain)
     path = lora["path"] if lora else plain.rpartition(".")[0]
@@ -172,7 +171,6 @@ def head_counts(
 
 
 def _declared(path: str, names: Iterable[str], modules: Mapping[str, nn.Module]) -> int | None:
-    """Return the first such number of the attention module, its config or the model's config."""
     owner = modules[path.rpartition(".")[0]]
     holders = (owner, getattr(owner, "config", None), getattr(modules[""], "config", None))
     counts = (getattr(holder, name, None) for holder in holders for name in names)

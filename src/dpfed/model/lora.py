@@ -139,7 +139,6 @@ def _auto(model: nn.Module, heads: tuple[str, ...]) -> list[str]:
 
 
 def _from_folder(model: nn.Module, folder: str, heads: tuple[str, ...]) -> Adapted:
-    """Return the model with a trained adapter, which has its own rank, scale and targets."""
     from peft import LoraConfig, set_peft_model_state_dict
 
     config, state = _read_adapter(Path(folder))
@@ -200,7 +199,6 @@ def _read_adapter(folder: Path) -> tuple[Any, dict[str, Tensor]]:
 def _with_head(
     model: nn.Module, state: dict[str, Tensor], heads: tuple[str, ...]
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the adapter's tensors, with the model's new head if the adapter's does not fit."""
     new_heads = {
         f"{PREFIX}{head}.{name}": p.detach()
         for head in heads

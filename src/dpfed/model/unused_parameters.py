@@ -73,7 +73,6 @@ def _on_meta(model: nn.Module) -> nn.Module:
 
 
 def _reached_by(model: nn.Module, entered: dict[str, Tensor]) -> set[str]:
-    """Return the names of the trainable tensors in the graph of the outputs."""
     leaves: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     with torch.enable_grad(), torch.device("meta"):
         logits = call(model, {}, entered)

@@ -15,17 +15,11 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from scipy.stats import poisson
 from torch import Tensor
 
 from dpfed.privacy.clipping import Clipping, UnitRows, clip_and_sum
-from dpfed.privacy.record_batch import (
-    Augmentations,
-    Gradients,
-    Records,
-    augmentation_keys,
-    each_augmentation,
-    mean_over_augmentations,
-)
+from dpfed.privacy.record_batch import Augmentations, AugmentedRecords, Gradients, Records
 
 LOG = logging.getLogger("dpfed")
 # Largest relative difference between a captured pass and the pass itself, in half precision.
@@ -39,19 +33,12 @@ def slots_for(mean: float, step: int = 8) -> int:
     most of the time, each with its own overhead.
     """
     most = math.ceil(mean + 6 * math.sqrt(mean) + 8)
-    counts = np.arange(most + 1)
-    log_factorials = np.array([math.lgamma(count + 1) for count in counts])
-    probabilities = np.exp(counts * math.log(max(mean, 1e-9)) - mean - log_factorials)
-    first = max(step, -(-math.ceil(mean) // step) * step)
-    best = first
-    least = math.inf
-    for slots in range(first, -(-most // step) * step + step, step):
-        passes = np.maximum(1, np.ceil(counts / slots))
-        work = slots * float((probabilities * passes).sum())
-        if work < least - 1e-9:
-            best = slots
-            least = work
-    return best
+    records = np.arange(most + 1)
+    choices = step * np.arange(max(1, math.ceil(mean / step)), math.ceil(most / step) + 1)
+    passes = np.maximum(1, np.ceil(records / choices[:, None]))
+    work = choices * (passes @ poisson.pmf(records, mean))
+    # Rounded, so that of equal choices the smallest is taken.
+    return int(choices[np.argmin(np.round(work, 8))])
 
 
 @dataclass(frozen=True)
@@ -108,8 +95,8 @@ class FixedSum:
     ) -> None:
         self._gradients = gradients
         self._records = records
+        self._augmented = AugmentedRecords(gradients, records, augmentations)
         self._rule = rule
-        self._augmentations = augmentations
         self.clients = shape.clients
         self.slots = shape.slots
         device = records.labels.device
@@ -212,14 +199,8 @@ class FixedSum:
 
     def _compute(self) -> tuple[Tensor, Tensor]:
         row, client, valid, dropout, augment = self._in
-        count = 1 if self._augmentations is None else self._augmentations.count
-        inputs, labels = self._records.take(each_augmentation(row, count))
-        if self._augmentations is not None:
-            inputs = self._augmentations.augment(inputs, augmentation_keys(augment, count))
-        keys = augmentation_keys(dropout, count) if self._gradients.has_dropout else None
-        clients = each_augmentation(client, count)
-        grads = self._gradients.raw_grads(self._theta, clients, inputs, labels, keys)
-        grads = mean_over_augmentations(grads, count)
+        compute = self._gradients.raw_grads
+        grads = self._augmented.mean_gradients(compute, self._theta, client, row, dropout, augment)
         rows = UnitRows(client, valid, self.clients)
         clip = self._clip.index_select(0, client)
         total, counted = clip_and_sum(grads, rows, clip, self._rule)

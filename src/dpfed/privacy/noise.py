@@ -64,14 +64,11 @@ class Streams:
 class Noise(Protocol):
     """Standard normal numbers for one client in one round, drawn in order."""
 
-    def normal(self, size: int) -> Tensor:
-        """Return the next numbers in float32."""
-
     def normal64(self, size: int) -> Tensor:
         """Return the next numbers in float64, for noise on a grid."""
 
     def fill(self, row: Tensor) -> None:
-        """Write the numbers of `normal` into a row."""
+        """Write the next numbers into a row."""
 
     def again(self) -> Noise:
         """Return a source of the same numbers from the first one on, to repeat failed steps."""
@@ -90,11 +87,6 @@ class SeededNoise:
             # NumPy's Philox uses all 128 bits of a key; torch's CPU generator keeps 32 bits.
             self._cpu = streams.generator("noise", round, client)
 
-    def normal(self, size: int) -> Tensor:
-        row = torch.empty(size, device=self._device)
-        self.fill(row)
-        return row
-
     def fill(self, row: Tensor) -> None:
         if self._device.type == "cuda":
             row.normal_(generator=self._cuda)
@@ -106,7 +98,9 @@ class SeededNoise:
 
     def normal64(self, size: int) -> Tensor:
         """Return the float32 numbers, so that runs with and without a grid are comparable."""
-        return self.normal(size).double()
+        row = torch.empty(size, device=self._device)
+        self.fill(row)
+        return row.double()
 
 
 class OsNoise:
@@ -121,9 +115,6 @@ class OsNoise:
         """Return 53-bit numbers in (0, 1]; zero has no logarithm."""
         bits = np.frombuffer(self._stream.update(bytes(8 * size)), dtype=np.uint64)
         return ((bits >> np.uint64(11)).astype(np.float64) + 1.0) * 2.0**-53
-
-    def normal(self, size: int) -> Tensor:
-        return self.normal64(size).float()
 
     def fill(self, row: Tensor) -> None:
         row.copy_(self.normal64(len(row)))

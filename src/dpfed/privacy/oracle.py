@@ -35,7 +35,7 @@ from dpfed.privacy.fixed_shape_sum import Sums
 from dpfed.privacy.grid_noise import Grid, grid_of, noised, noised_counts
 from dpfed.privacy.noise import Noise, Streams
 from dpfed.privacy.plan import Plan
-from dpfed.privacy.record_batch import PrivateData, RecordGradients, secret_keys
+from dpfed.privacy.record_batch import PrivateData, RecordGradients
 from dpfed.privacy.sampling import DrawnBatch, batches, joined_batch
 
 __all__ = [
@@ -124,7 +124,7 @@ class FleetOracle:
         self._plan = plan
         self._round = terms.round
         self._clients = clients
-        self._device = data.device
+        self._device = data.records.labels.device
         self._exact = terms.isolation == "exact"
         self._wait_for_charge = wait_for_charge
         self._admit = admit
@@ -134,7 +134,9 @@ class FleetOracle:
             batches(plan, i, terms.streams.generator("batch", terms.round, i)) for i in clients
         ]
         # Fresh noise for steps that are computed again would be a second draw.
-        self._noise = list(noise or self._fresh_noise(terms))
+        self._noise = list(
+            noise or [terms.streams.noise(terms.round, i, self._device) for i in clients]
+        )
         self._gradients = RecordGradients(data, terms.streams, terms.round, clients)
         self._std = self._column([plan.noise_std(i) for i in clients])
         self._count_std = self._column([plan.count_std(i) for i in clients])
@@ -222,7 +224,7 @@ class FleetOracle:
         """
         plan = self._plan
         if self.fixed is not None and self._can_be_fixed(batch):
-            return self.fixed.sums(theta, self._columns(batch), plan.clip)
+            return self.fixed.sums(theta, self._gradients.columns(batch), plan.clip)
         # In float32 the rounding of a sum would depend on the units that were added before.
         precision = torch.float64 if self._exact else torch.float32
         total = torch.zeros_like(theta, dtype=precision if self._grid is None else torch.int64)
@@ -253,20 +255,12 @@ class FleetOracle:
 
         With exact isolation it is 1, so `DrawnBatch.chunks` gives one unit at a time.
         """
-        return 1 if self._exact else max(1, self.max_slots // self._data.rows_per_record)
+        return 1 if self._exact else max(1, self.max_slots // self._gradients.augmentations)
 
     def _can_be_fixed(self, batch: DrawnBatch) -> bool:
         """Return True if each unit is one record, summed in float32, and none is to be logged."""
         single = len(batch.unit) == len(batch.owner)
         return single and self._grid is None and not PRIVATE.isEnabledFor(logging.DEBUG)
-
-    def _columns(self, batch: DrawnBatch) -> dict[str, np.ndarray]:
-        return {
-            "row": batch.row,
-            "client": batch.client,
-            "dropout": secret_keys(self._gradients.dropout_seeds, batch),
-            "augment": secret_keys(self._gradients.augment_seeds, batch),
-        }
 
     def _log_lost(self, part: DrawnBatch, grads: Sequence[Tensor]) -> None:
         lost = part.client[~finite_rows(grads).cpu().numpy()]
@@ -304,9 +298,6 @@ class FleetOracle:
         for row, noise in zip(rows, self._noise, strict=True):
             noise.fill(row)
         return rows.to(like.dtype)
-
-    def _fresh_noise(self, terms: RoundTerms) -> list[Noise]:
-        return [terms.streams.noise(terms.round, i, self._device) for i in self._clients]
 
     def _grids(self) -> list[Grid]:
         plan = self._plan

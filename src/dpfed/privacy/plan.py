@@ -14,7 +14,8 @@ import numpy as np
 from dpfed.config import PrivacySection
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting.calibrate import calibrate_sigma
-from dpfed.privacy.accounting.pld import check_delta
+from dpfed.privacy.accounting.history import check_delta
+from dpfed.privacy.accounting.observers import Rounds
 from dpfed.privacy.clipping import CLIPS, Clipping
 from dpfed.privacy.mechanism import Mechanism, Sampling
 from dpfed.privacy.published import show_setting
@@ -215,18 +216,8 @@ def _calibrated(privacy: PrivacySection, worst: Mechanism, schedule: Schedule) -
     """Return the smallest noise multiplier with which this mechanism stays within the target."""
     if privacy.target_epsilon is None:
         raise ValueError("calibration needs a target")
-    return calibrate_sigma(
-        rate=worst.rate,
-        local_steps=schedule.local_steps,
-        rounds=schedule.rounds,
-        target_epsilon=privacy.target_epsilon,
-        delta=privacy.delta,
-        participation=schedule.participation,
-        view=privacy.view,
-        sampling=worst.sampling,
-        batches=worst.batches,
-        releases=worst.releases,
-    )
+    rounds = Rounds(worst, schedule.local_steps, schedule.rounds, schedule.participation)
+    return calibrate_sigma(rounds, privacy.target_epsilon, privacy.delta, privacy.view)
 
 
 def _check_numbers(privacy: PrivacySection) -> None:

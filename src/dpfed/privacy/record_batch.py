@@ -117,13 +117,45 @@ class PrivateData:
     units: RecordsOfUnits
     augmentations: Augmentations | None = None
 
-    @property
-    def device(self) -> torch.device:
-        return self.records.labels.device
+
+@dataclass(frozen=True)
+class AugmentedRecords:
+    """Records, each of which a model sees as its augmentations."""
+
+    model: Gradients
+    records: Records
+    augmentations: Augmentations | None
 
     @property
-    def rows_per_record(self) -> int:
+    def count(self) -> int:
+        """The number of augmentations of a record."""
         return 1 if self.augmentations is None else self.augmentations.count
+
+    def mean_gradients(
+        self,
+        compute: Callable[..., list[Tensor]],
+        theta: Tensor,
+        client: Tensor,
+        row: Tensor,
+        dropout: Tensor,
+        augment: Tensor,
+    ) -> list[Tensor]:
+        """Return the mean gradient `[M, n]` of each record over its augmentations, in one pass.
+
+        compute           `grads` or `raw_grads` of the model
+        client            `[M]` the row of theta at which each gradient is taken
+        row               `[M]` the records
+        dropout, augment  `[M]` their keys
+        """
+        count = self.count
+        inputs, labels = self.records.take(each_augmentation(row, count))
+        if self.augmentations is not None:
+            inputs = self.augmentations.augment(inputs, augmentation_keys(augment, count))
+        keys = None
+        if self.model.has_dropout:
+            keys = augmentation_keys(dropout, count)
+        grads = compute(theta, each_augmentation(client, count), inputs, labels, keys)
+        return mean_over_augmentations(grads, count)
 
 
 class RecordGradients:
@@ -132,54 +164,49 @@ class RecordGradients:
     def __init__(
         self, data: PrivateData, streams: Streams, round: int, clients: Sequence[int]
     ) -> None:
-        def seeds(purpose: Purpose) -> list[int]:
-            return [streams.number(purpose, round, client) for client in clients]
+        def seeds(purpose: Purpose) -> np.ndarray:
+            return np.array([streams.number(purpose, round, client) for client in clients])
 
-        self._data = data
-        self.dropout_seeds = seeds("dropout") if data.gradients.has_dropout else None
-        self.augment_seeds = seeds("augment") if data.augmentations is not None else None
+        self._records = AugmentedRecords(data.gradients, data.records, data.augmentations)
+        self.augmentations = self._records.count
+        self.dropout_seeds = np.zeros(len(clients), dtype=np.int64)
+        self.augment_seeds = self.dropout_seeds
+        if data.gradients.has_dropout:
+            self.dropout_seeds = seeds("dropout")
+        if data.augmentations is not None:
+            self.augment_seeds = seeds("augment")
 
     def of_records(self, theta: Tensor, client: Tensor, batch: DrawnBatch) -> list[Tensor]:
         """Return the gradients `[M, n]` of these records from one pass.
 
         client  `[M]` the row of theta at which each gradient is taken
         """
-        data = self._data
-        count = data.rows_per_record
-        rows = torch.from_numpy(batch.row).to(data.device)
-        inputs, labels = data.records.take(each_augmentation(rows, count))
-        if data.augmentations is not None:
-            inputs = data.augmentations.augment(inputs, self._keys(self.augment_seeds, batch))
-        keys = None if self.dropout_seeds is None else self._keys(self.dropout_seeds, batch)
-        clients = each_augmentation(client, count)
-        grads = data.gradients.grads(theta, clients, inputs, labels, keys)
-        return mean_over_augmentations(grads, count)
+        names = ("row", "dropout", "augment")
+        columns = self.columns(batch)
+        row, dropout, augment = (torch.from_numpy(columns[n]).to(client.device) for n in names)
+        compute = self._records.model.grads
+        return self._records.mean_gradients(compute, theta, client, row, dropout, augment)
 
     def of_unit(self, theta: Tensor, batch: DrawnBatch) -> list[Tensor]:
         """Return the mean gradient `[1, n]` of one unit in float64, from one pass per record.
 
         Its memory does not grow with the unit, so no unit can make a round fail.
         """
-        device = self._data.device
-        first_row = torch.zeros(1, dtype=torch.int64, device=device)
         own = int(batch.client[0])
-        total = [
-            torch.zeros(1, shape.numel(), dtype=torch.float64, device=device)
-            for shape in self._data.gradients.space.shapes
-        ]
+        first_row = torch.zeros(1, dtype=torch.int64, device=theta.device)
+        shapes = self._records.model.space.shapes
+        total = [theta.new_zeros(1, shape.numel(), dtype=torch.float64) for shape in shapes]
         for i in range(len(batch.row)):
             grads = self.of_records(theta[own : own + 1], first_row, batch.single(i))
             for summed, grad in zip(total, grads, strict=True):
                 summed += grad
         return [summed / len(batch.row) for summed in total]
 
-    def _keys(self, seeds: Sequence[int] | None, batch: DrawnBatch) -> Tensor:
-        keys = torch.from_numpy(secret_keys(seeds, batch)).to(self._data.device)
-        return augmentation_keys(keys, self._data.rows_per_record)
-
-
-def secret_keys(seeds: Sequence[int] | None, batch: DrawnBatch) -> np.ndarray:
-    """Return the key of each record for one purpose, which has a secret seed for each client."""
-    if seeds is None:
-        return np.zeros_like(batch.key)
-    return np.asarray(batch.key ^ np.array(seeds, dtype=np.int64)[batch.client])
+    def columns(self, batch: DrawnBatch) -> dict[str, np.ndarray]:
+        """Return records, clients and secret keys, as passes of a fixed shape take them."""
+        return {
+            "row": batch.row,
+            "client": batch.client,
+            "dropout": batch.key ^ self.dropout_seeds[batch.client],
+            "augment": batch.key ^ self.augment_seeds[batch.client],
+        }

@@ -1,1 +1,1 @@
-"""What people look at: plots, tables and pages made from runs."""
+"""Reports: pages, tables, plots and model cards of runs."""

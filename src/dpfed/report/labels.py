@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from dpfed.privacy.published import show_setting
@@ -27,7 +28,8 @@ ALIKE = frozenset(
         "run.trackers",
     }
 )
-MAX_SETTINGS = 4  # settings in a label; a table on the page has all of them
+# A label has at most so many settings; a table on the page has all of them.
+MAX_SETTINGS = 4
 MAX_LETTERS = 60
 
 Settings = Mapping[str, Any]
@@ -38,25 +40,24 @@ def labels(shown: Sequence[Settings], whole: Sequence[Settings] | None = None) -
     """Return a different label for each group of runs: its algorithm and the settings that differ.
 
     shown  the settings that may be named on the page
-    whole  all settings; a difference in hidden ones is named without its value
+    whole  all settings; for hidden ones the label has a number in place of the value
     """
     names = [str(table.get("algorithm.name", "run")) for table in shown]
     settings = []
     for table, name in zip(shown, names, strict=True):
         same = [other for other, its in zip(shown, names, strict=True) if its == name]
         own = [key for key in table if key.startswith("algorithm.") and differs(key, same)]
-        common = [key for key in table if not key.startswith("algorithm.") and differs(key, shown)]
-        keys = [key for key in (*own, *common) if key != "algorithm.name"]
+        keys = own + [k for k in table if not k.startswith("algorithm.") and differs(k, shown)]
         settings.append([f"{key_in_words(key)} {value_in_words(table[key])}" for key in keys])
-    named = list(zip(names, settings, strict=True))
-    short = [_joined(name, words[:MAX_SETTINGS], len(words)) for name, words in named]
-    full = [_joined(name, words, len(words)) for name, words in named]
+    full = [", ".join([name, *words]) for name, words in zip(names, settings, strict=True)]
+    short = list(map(_shortened, names, settings))
     return apart(short if len(set(short)) == len(set(full)) else full, shown, whole or shown)
 
 
-def _joined(name: str, words: Sequence[str], count: int) -> str:
-    more = [f"{count - len(words)} more settings"] if count > len(words) else []
-    return ", ".join([name, *words, *more])
+def _shortened(name: str, words: Sequence[str]) -> str:
+    left = len(words) - MAX_SETTINGS
+    more = [f"{left} more settings"] if left > 0 else []
+    return ", ".join([name, *words[:MAX_SETTINGS], *more])
 
 
 def apart(
@@ -65,26 +66,26 @@ def apart(
     whole: Sequence[Settings],
     places: Sequence[str] | None = None,
 ) -> list[str]:
-    """Return the labels, equal ones with the settings in which they differ.
+    """Return different labels: equal ones get the settings in which their runs differ.
 
-    places  where each was read, for those without any different setting
+    places  the origin of each, for equal labels with equal settings
     """
     out = list(labels)
     for at in _equal(out):
         words = _different([shown[i] for i in at], [whole[i] for i in at])
         for i, own in zip(at, words, strict=True):
             out[i] = ", ".join([out[i], *own])
-    for at in _equal(out) if places else ():
-        for i in at:
-            out[i] = f"{out[i]}, {places[i]}" if places else out[i]
+    if places is not None:
+        for i in chain(*_equal(out)):
+            out[i] += f", {places[i]}"
     for at in _equal(out):
         for number, i in enumerate(at, 1):
-            out[i] = f"{out[i]}, no. {number}"
+            out[i] += f", no. {number}"
     return out
 
 
 def _equal(labels: Sequence[str]) -> list[list[int]]:
-    """Return the places of labels that occur more than once, those of each label together."""
+    """Return the indices of equal labels, a list for each label that occurs more than once."""
     found: dict[str, list[int]] = {}
     for i, label in enumerate(labels):
         found.setdefault(label, []).append(i)
@@ -92,7 +93,7 @@ def _equal(labels: Sequence[str]) -> list[list[int]]:
 
 
 def _different(shown: Sequence[Settings], whole: Sequence[Settings]) -> list[list[str]]:
-    """Return for each table the settings that differ; hidden values are numbered."""
+    """Return for each table the settings that differ; hidden values are replaced by numbers."""
     out: list[list[str]] = [[] for _ in whole]
     every_key = dict.fromkeys(key for table in whole for key in table)
     keys = [key for key in every_key if differs(key, whole)]
@@ -120,7 +121,7 @@ def key_in_words(key: str) -> str:
 
 
 def value_in_words(value: Any) -> str:
-    """Return a value for a label: numbers exactly, of long texts the end, as in paths."""
+    """Return a value for a label: a number in full, the end of a long text such as a path."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         text = str(value)
         return text if len(text) <= MAX_LETTERS else f"…{text[1 - MAX_LETTERS :]}"

@@ -1,4 +1,4 @@
-"""What a page says in words: its title, the headline, the privacy statement. Every text is plain; the page escapes it."""
+"""The sentences of a page: title, headline, banners, privacy statement. All are plain text."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dpfed.errors import counted
 from dpfed.privacy.accounting.guarantee import NOT_COVERED, PUBLIC
 from dpfed.privacy.published import show_loss, show_percent
-from dpfed.report.figures import joined, short
+from dpfed.report.figure import joined, short
 from dpfed.report.run_reader import Group, RunData, number
-from dpfed.studies.tables import Row, Table, best_of, larger_epsilon, size
-from dpfed.text import counted
-from dpfed.training.budget.recorded_spending import NO_PRIVACY, SEEDED
-from dpfed.training.callbacks.public_figures import LEFT_OUT
+from dpfed.report.tables import Row, Table, best_of, larger_epsilon, size
+from dpfed.training.budget.release import NO_PRIVACY, SEEDED
 
-OPERATOR = (
-    "For the operator only: this page shows what single clients have spent and what they hold. Made with --public, a page "
-    "leaves that out."
+NO_PRIVACY_BANNER = "No privacy: runs on this page were trained without differential privacy."
+SEEDED_BANNER = (
+    "Simulation, not for release: the noise was seeded, so that whoever knows the seed can remove "
+    "it."
+)
+OPERATOR_BANNER = (
+    "For the operator only: this page shows what single clients have spent and what they hold. "
+    "Made with --public, a page leaves that out."
+)
+THIRD_PARTY_ASSUMPTION = (
+    "it holds only while the seed, the cohorts and every figure of a single client stay secret"
 )
 
 
@@ -30,31 +37,38 @@ class Card:
     note: str
 
 
-def title_of(groups: Sequence[Group], titles: Sequence[str]) -> str:
-    if len(titles) == 1:
-        return titles[0]
+def title_of(groups: Sequence[Group], study_titles: Sequence[str]) -> str:
+    """Return the title of the only study, else the model and the data, else a count."""
+    if len(study_titles) == 1 or not groups:
+        return study_titles[0]
     found = {f"{_setting(g, 'model', 'name')} on {_setting(g, 'data', 'name')}" for g in groups}
     return found.pop() if len(found) == 1 else f"{len(groups)} methods side by side"
 
 
+def _setting(group: Group, section: str, key: str) -> Any:
+    table = group.settings.get(section)
+    return table.get(key) if isinstance(table, dict) else None
+
+
 def lead(groups: Sequence[Group]) -> str:
+    """Return the sentence below the title: how many runs of which shape."""
+    if not groups:
+        return ""
     runs = sum(len(group.runs) for group in groups)
-    if runs == 1:
-        return f"One run of {groups[0].label}: {_shape(groups[0])}."
-    if len(groups) == 1:
-        return f"{counted(runs, 'run')} of {groups[0].label} that differ in their seed: {_shape(groups[0])}."
     shapes = {_shape(group) for group in groups}
-    return f"{counted(runs, 'run')} of {counted(len(groups), 'method')}" + (
-        f": {shapes.pop()}." if len(shapes) == 1 else "."
-    )
+    shape = f": {shapes.pop()}." if len(shapes) == 1 else "."
+    if runs == 1:
+        return f"One run of {groups[0].label}{shape}"
+    if len(groups) == 1:
+        return f"{counted(runs, 'run')} of {groups[0].label} that differ in their seed{shape}"
+    return f"{counted(runs, 'run')} of {counted(len(groups), 'method')}{shape}"
 
 
 def _shape(group: Group) -> str:
-    run = group.settings.get("run", {})
+    """Return clients, cohort, rounds and local steps of a run as words."""
     clients = number(group.first("clients")) or number(_setting(group, "data", "clients"))
-    share, rounds, steps = (
-        number(run.get(key)) for key in ("participation", "rounds", "local_steps")
-    )
+    keys = ("participation", "rounds", "local_steps")
+    share, rounds, steps = (number(_setting(group, "run", key)) for key in keys)
     if clients is None or share is None or rounds is None or steps is None:
         return "settings below"
     cohort = max(1, round(share * clients))
@@ -63,13 +77,8 @@ def _shape(group: Group) -> str:
     return f"{counted(int(clients), 'client')}, {who} {each}, {counted(int(steps), 'local step')}"
 
 
-def _setting(group: Group, section: str, key: str) -> Any:
-    table = group.settings.get(section)
-    return table.get(key) if isinstance(table, dict) else None
-
-
 def best_group(groups: Sequence[Group]) -> Group | None:
-    """The highest mean accuracy among those that spend the same epsilon; the only one if there is one."""
+    """Return the group with the highest mean accuracy among those with the least epsilon."""
     rows = tuple(
         Row(label=g.label, accuracies=g.accuracies, epsilon=g.epsilon)
         for g in groups
@@ -80,164 +89,148 @@ def best_group(groups: Sequence[Group]) -> Group | None:
 
 
 def cards(groups: Sequence[Group]) -> list[Card]:
+    """Return the numbers of the headline: accuracy, epsilon of both views, bytes."""
     group = best_group(groups)
     if group is None:
         return []
-    found = group.accuracies
-    row = Row(label=group.label, accuracies=found)
+    out = [_accuracy_card(group, len(groups) > 1), *_epsilon_cards(group)]
+    traffic = group.first("traffic")
+    if isinstance(traffic, dict) and number(traffic.get("up_bytes")) is not None:
+        note = f"by a client in a round; it receives {size(traffic.get('down_bytes', 0))}"
+        out.append(Card("Sent", size(traffic["up_bytes"]), note))
+    return out
+
+
+def _accuracy_card(group: Group, named: bool) -> Card:
+    row = Row(label=group.label, accuracies=group.accuracies)
     start = number(group.first("start_accuracy"))
-    seeds = (
-        f"mean of {len(found)} seeds, ± {show_percent(row.std)} points"
-        if row.std is not None
-        else "one seed"
-    )
-    notes = [
-        group.label if len(groups) > 1 else "",
-        seeds,
-        f"{show_percent(start)} % before training" if start else "",
-    ]
-    out = [
-        Card(
-            "Accuracy",
-            f"{show_percent(row.mean or 0.0)} %",
-            "; ".join(note for note in notes if note),
-        )
-    ]
-    server, third = (group.epsilon[view] for view in ("server_worst", "third_party"))
-    delta = number(group.first("delta")) or (group.privacy.planned.delta if group.privacy else None)
+    notes = [group.label] if named else []
+    if row.std is None:
+        notes.append("one seed")
+    else:
+        seeds = len(row.accuracies)
+        notes.append(f"mean of {seeds} seeds, ± {show_percent(row.std)} points")
+    if start:
+        notes.append(f"{show_percent(start)} % before training")
+    return Card("Accuracy", f"{show_percent(row.mean or 0.0)} %", "; ".join(notes))
+
+
+def _epsilon_cards(group: Group) -> list[Card]:
+    server = group.epsilon["server_worst"]
+    third = group.epsilon["third_party"]
+    delta = number(group.first("delta")) or (group.privacy and group.privacy.planned.delta)
+    # Neither a space nor a hyphen may break the line.
     at = f", δ\u00a0=\u00a0{short(delta)}".replace("-", "\u2011") if delta else ""
     planned = ""
+    out = []
     if group.unfinished is not None and server is not None:
         planned = " planned"
         out.append(_spent_card(group, group.unfinished, at))
     if server is not None:
-        seen = f"it sees every message of a client in every round{at}"
-        out.append(Card(f"Epsilon{planned}, server", show_loss(server, 2), seen))
-    if third is not None:
-        out.append(
-            Card(
-                f"Epsilon{planned}, third party",
-                show_loss(third, 2),
-                f"sees the global models only{at}",
-            )
-        )
-    if server is None and group.first("release") == NO_PRIVACY:
+        note = f"it sees every message of a client in every round{at}"
+        out.append(Card(f"Epsilon{planned}, server", show_loss(server, 2), note))
+    elif group.first("release") == NO_PRIVACY:
         out.append(Card("Epsilon", "none", "trained without privacy"))
-    traffic = group.first("traffic")
-    if isinstance(traffic, dict) and number(traffic.get("up_bytes")) is not None:
-        down = size(traffic.get("down_bytes", 0))
-        out.append(
-            Card("Sent", size(traffic["up_bytes"]), f"by a client in a round; it receives {down}")
-        )
+    if third is not None:
+        note = f"sees the global models only{at}"
+        out.append(Card(f"Epsilon{planned}, third party", show_loss(third, 2), note))
     return out
 
 
 def _spent_card(group: Group, run: RunData, at: str) -> Card:
-    """The epsilon that an unfinished run has spent, apart from the one that is planned."""
+    """Return the epsilon that an unfinished run has spent, in contrast to the planned one."""
     value = "not known" if group.spent is None else show_loss(group.spent, 2)
-    who = (
-        "by the client that spent most"
-        if run.curve("epsilon_server_max")
-        else "by a client in every round"
-    )
-    return Card(
-        "Epsilon spent so far", value, f"{who}, after round {run.last} of {run.planned_rounds}{at}"
-    )
+    who = "by a client in every round"
+    if run.curve("epsilon_server_max"):
+        who = "by the client that spent most"
+    note = f"{who}, after round {run.last} of {run.planned_rounds}{at}"
+    return Card("Epsilon spent so far", value, note)
+
+
+def planned_epsilon_note(group: Group) -> list[str]:
+    """Return a note below a table if the group's epsilon in it is not spent yet."""
+    run = group.unfinished
+    if run is None or group.spent is None:
+        return []
+    so_far = f"{show_loss(group.spent, 2)} is spent after round {run.last} of {run.planned_rounds}"
+    return [f"{group.label}: epsilon in the table is the planned one; {so_far}"]
 
 
 def meaning(groups: Sequence[Group]) -> str:
-    """The headline's epsilon in one sentence that needs no mathematics."""
+    """Return the epsilon of the headline as one sentence without mathematics."""
     group = best_group(groups)
     if group is None:
-        return "Nothing has been scored yet."
+        return "Nothing has been scored yet." if groups else ""
     if group.privacy is None:
         none = group.first("release") == NO_PRIVACY
         return "Nothing in this model's training is protected." if none else ""
-    unit = group.privacy.planned.unit
+    subject = "the planned epsilon" if group.unfinished else "it"
     return (
-        f"What {'the planned epsilon' if group.unfinished else 'it'} means: even with everything the server sees, nobody "
-        f"can tell whether one {unit} of a client was used with "
-        f"an advantage above {show_loss(group.privacy.advantage, 2)} (hits minus false alarms; 0 is guessing, 1 is certainty)."
+        f"What {subject} means: even with everything the server sees, nobody can tell whether one "
+        f"{group.privacy.planned.unit} of a client was used with an advantage above "
+        f"{show_loss(group.privacy.advantage, 2)} (hits minus false alarms; 0 is guessing, 1 is "
+        "certainty)."
     )
 
 
 def banners(groups: Sequence[Group], public: bool) -> list[tuple[str, str]]:
-    """(kind, sentence): what must not be overlooked."""
-    runs = [run for group in groups for run in group.runs]
-    notes = {str(run.result.get("release", "")) for run in runs}
+    """Return (kind, sentence) of each warning that belongs on top of the page."""
+    notes = {str(run.result.get("release", "")) for group in groups for run in group.runs}
+    seeded = any(group.privacy and group.privacy.seeded for group in groups)
     out = []
-    if any(note == NO_PRIVACY for note in notes):
-        out.append(
-            ("warn", "No privacy: runs on this page were trained without differential privacy.")
-        )
-    if any(note.startswith(SEEDED) for note in notes) or any(
-        g.privacy and g.privacy.seeded for g in groups
-    ):
-        said = "Simulation, not for release: the noise was seeded, so that whoever knows the seed can remove it."
-        out.append(("warn", said))
+    if NO_PRIVACY in notes:
+        out.append(("warn", NO_PRIVACY_BANNER))
+    if seeded or any(note.startswith(SEEDED) for note in notes):
+        out.append(("warn", SEEDED_BANNER))
     if not public:
-        out.append(("note", OPERATOR))
-    out += [
-        ("warn", f"{group.label}: {group.trouble}")
-        for group in groups
-        if group.trouble and not _going_on(group)
-    ]
+        out.append(("note", OPERATOR_BANNER))
+    for group in groups:
+        if group.trouble and not any(run.running for run in group.runs):
+            out.append(("warn", f"{group.label}: {group.trouble}"))
     return out
 
 
-def _going_on(group: Group) -> bool:
-    return any(run.result.get("state") == "running" for run in group.runs)
-
-
 def live(runs: Sequence[RunData]) -> str:
-    """How far the runs are that go on, or nothing."""
-    going = [run for run in runs if run.result.get("state") == "running"]
-    if not going:
+    """Return the progress of the furthest running run, empty if none is running."""
+    running = [run for run in runs if run.running]
+    if not running:
         return ""
-    furthest = max(going, key=lambda run: run.last)
-    more = f" ({len(going)} runs)" if len(going) > 1 else ""
+    furthest = max(running, key=lambda run: run.last)
+    more = f" ({len(running)} runs)" if len(running) > 1 else ""
     return f"round {furthest.last} of {furthest.planned_rounds}{more}"
 
 
 def statement(groups: Sequence[Group], public: bool) -> list[tuple[str, str]]:
-    """(head, text) of the privacy statement: the same sentences that the command line and the model card use."""
-    private = [group for group in groups if group.privacy is not None]
+    """Return (name, sentence) of the privacy statement, as the command line and model cards do."""
+    private = {group.label: group.privacy for group in groups if group.privacy is not None}
     if not private:
-        return [
-            (
-                "None",
-                "Nothing on this page was trained with privacy, so there is no guarantee to state.",
-            )
-        ]
-    first = private[0].privacy
-    assert first is not None
-    planned = first.planned
-    out = [("Protected", f"one {planned.unit} of one client, {planned.kinds[0].adjacency}.")]
-    said = list(dict.fromkeys(g.privacy.planned.assumptions() for g in private if g.privacy))
-    for text in said:
-        names = [g.label for g in private if g.privacy and g.privacy.planned.assumptions() == text]
-        out.append(("Guarantee" if len(said) == 1 else f"Guarantee of {joined(names)}", f"{text}."))
-    third = (
-        first.void
-        or "it holds only while the seed, the cohorts and every figure of a single client stay secret"
-    )
-    out.append(
+        said = "Nothing on this page was trained with privacy, so there is no guarantee to state."
+        return [("None", said)]
+    first = next(iter(private.values()))
+    out = [
         (
-            "Third party",
-            f"{third}{'' if public else '; publish it with --public, never beside the others'}.",
+            "Protected",
+            f"one {first.planned.unit} of one client, {first.planned.kinds[0].adjacency}.",
         )
-    )
-    out += [("Assumed public", f"{PUBLIC}."), ("Not covered", f"{NOT_COVERED}.")]
-    runs = sum(len(group.runs) for group in private)
-    more = f" The {runs} runs here used the same records: each epsilon is that of one run, and what all of them spent adds up."
-    out.append(
-        (
-            "Tuning",
-            "Epsilon excludes any choice of settings on these data." + (more if runs > 1 else ""),
+    ]
+    by_sentence: dict[str, list[str]] = {}
+    for label, privacy in private.items():
+        by_sentence.setdefault(privacy.planned.assumptions(), []).append(label)
+    for sentence, names in by_sentence.items():
+        name = f"Guarantee of {joined(names)}" if len(by_sentence) > 1 else "Guarantee"
+        out.append((name, f"{sentence}."))
+    advice = "" if public else "; publish it with --public, never beside the others"
+    runs = sum(len(group.runs) for group in groups if group.privacy is not None)
+    tuning = "Epsilon excludes any choice of settings on these data."
+    if runs > 1:
+        tuning += (
+            f" The {runs} runs here used the same records: each epsilon is that of one run, and "
+            "what all of them spent adds up."
         )
-    )
-    return out
-
-
-def left_out() -> list[tuple[str, str]]:
-    return list(LEFT_OUT)
+    return [
+        *out,
+        ("Third party", f"{first.void or THIRD_PARTY_ASSUMPTION}{advice}."),
+        ("Assumed public", f"{PUBLIC}."),
+        ("Not covered", f"{NOT_COVERED}."),
+        ("Tuning", tuning),
+    ]

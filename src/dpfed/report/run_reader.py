@@ -1,4 +1,4 @@
-"""Runs and studies as a page needs them. For a public page everything private is dropped here, where it is read."""
+"""Runs as a page needs them. For a public page, private values are dropped while they are read."""
 
 from __future__ import annotations
 
@@ -15,9 +15,16 @@ import numpy as np
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting.guarantee import Planned
 from dpfed.report.labels import ALIKE, labels
-from dpfed.training.budget.recorded_spending import NO_PRIVACY, is_run, read_recorded_spending
+from dpfed.training.budget.recorded_spending import is_run, read_recorded_spending
+from dpfed.training.budget.release import NO_PRIVACY
 from dpfed.training.callbacks.diagnostics import read_diagnostics
-from dpfed.training.callbacks.public_figures import flat, public_result, public_row, public_settings
+from dpfed.training.callbacks.public_figures import (
+    FIGURES,
+    flat,
+    public_result,
+    public_row,
+    public_settings,
+)
 from dpfed.training.run_folder.files import (
     CONFIG,
     LABEL_COUNTS,
@@ -28,29 +35,35 @@ from dpfed.training.run_folder.files import (
     read_settings,
 )
 
-POINTS = (
-    12  # rounds at which epsilon is computed for a curve; a query of the accountant takes a while
-)
+# Rounds of an epsilon curve: each is a query of the accountant, which takes a while.
+POINTS = 12
+STUDY_FILE = "study.json"
 
 
 @dataclass(frozen=True)
 class RunData:
-    """One run. `name` is its folder's, empty on a public page; holdings: classes and counts of labels by client."""
+    """The files of one run.
+
+    name          name of the folder, empty on a public page
+    label_counts  class names and, for each client, the number of records of each class
+    """
 
     name: str
     settings: Mapping[str, Any]
     result: Mapping[str, Any]
     rows: tuple[Mapping[str, Any], ...]
     diagnostics: tuple[Mapping[str, Any], ...] = ()
-    holdings: Mapping[str, Any] | None = None
+    label_counts: Mapping[str, Any] | None = None
 
-    def curve(self, key: str) -> dict[int, float]:
-        """The rounds at which something was measured, and what."""
-        found = {int(row["round"]): number(row.get(key)) for row in self.rows}
+    def curve(self, key: str, diagnostics: bool = False) -> dict[int, float]:
+        """Return the measured values of a key by round, from the metrics or the diagnostics."""
+        rows = self.diagnostics if diagnostics else self.rows
+        found = {int(row["round"]): number(row.get(key)) for row in rows}
         return {t: value for t, value in found.items() if value is not None}
 
     @property
     def last(self) -> int:
+        """Number of the last completed round."""
         return max((int(row["round"]) for row in self.rows), default=0)
 
     @property
@@ -58,8 +71,12 @@ class RunData:
         return int(number(self.settings.get("run", {}).get("rounds")) or 0)
 
     @property
+    def running(self) -> bool:
+        return self.result.get("state") == "running"
+
+    @property
     def unfinished(self) -> bool:
-        """True while rounds are still to come, so that the planned epsilon is not spent yet."""
+        """True while rounds remain, so that part of the planned epsilon is not spent yet."""
         ended = self.result.get("state") in ("finished", "stopped")
         return not ended and self.last < self.planned_rounds
 
@@ -69,40 +86,46 @@ class RunData:
 
     @property
     def accuracy(self) -> float | None:
-        """Of the last round that was scored; 0 for a run that diverged, as in comparisons."""
+        """Accuracy of the last scored round; 0 if the run diverged, as in comparisons."""
+        if self.diverged:
+            return 0.0
         scored = self.curve("accuracy")
-        return 0.0 if self.diverged else scored[max(scored)] if scored else None
+        return scored[max(scored)] if scored else None
 
 
 @dataclass(frozen=True)
 class Privacy:
-    """What the ledger of a group's first run says. epsilons: of each client, none on a public page.
+    """The spending of a group's first run, from its ledger.
 
-    planned  as it came out: where attempts were repeated, more than the plan foresaw
+    planned   the plan as realised: repeated attempts can spend more than planned at the start
+    void      the reason why the third party's epsilon does not hold, or None
+    epsilons  one per client, empty on a public page
     """
 
     planned: Planned
     server_worst: float
     third_party: float
-    clients: int
     seeded: bool
     void: str | None
     epsilons: tuple[float, ...] = ()
 
     @property
     def advantage(self) -> float:
-        """The largest advantage of anyone who guesses whether a record was used, of a client in every round."""
+        """Largest advantage in guessing whether a record of a client in every round was used."""
         return _advantage(self.planned)
 
     def over_rounds(self) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
-        """(rounds, server, third party) of the plan; where rounds were repeated a third party knows what the server does."""
+        """Return rounds and the planned epsilon after each, for the server and a third party."""
         at, server, third = _over_rounds(self.planned)
         return at, server, server if self.void else third
 
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ in their seed only."""
+    """Runs that differ in their seed only.
+
+    trouble  the reason why the ledger could not be read, or None
+    """
 
     label: str
     runs: tuple[RunData, ...]
@@ -119,21 +142,19 @@ class Group:
 
     @property
     def epsilon(self) -> dict[str, float | None]:
-        """The plan's figures, the largest over seeds; from the ledger while a run has not written its result."""
-        out: dict[str, float | None] = {}
-        for view in ("server_worst", "third_party"):
-            found = [number((run.result.get("epsilon") or {}).get(view)) for run in self.runs]
-            known = [value for value in found if value is not None]
-            out[view] = (
-                max(known) if known else getattr(self.privacy, view) if self.privacy else None
-            )
-        return out
+        """Planned epsilon of both views, the largest over seeds; without results, the ledger's."""
+        return {view: self._epsilon(view) for view in FIGURES}
+
+    def _epsilon(self, view: str) -> float | None:
+        found = [number((run.result.get("epsilon") or {}).get(view)) for run in self.runs]
+        from_ledger = getattr(self.privacy, view, None)
+        return max((value for value in found if value is not None), default=from_ledger)
 
     @property
     def unfinished(self) -> RunData | None:
-        """The run that is furthest among those with rounds still to come."""
-        going = [run for run in self.runs if run.unfinished]
-        return max(going, key=lambda run: run.last, default=None)
+        """The furthest run among those with rounds that remain."""
+        unfinished = [run for run in self.runs if run.unfinished]
+        return max(unfinished, key=lambda run: run.last, default=None)
 
     @property
     def spent(self) -> float | None:
@@ -147,20 +168,20 @@ class Group:
         return _planned_after(self.privacy.planned, run.last)
 
     def first(self, key: str) -> Any:
-        """From the first run that has it in its result."""
+        """Return a value of the first result that has it."""
         return next((run.result[key] for run in self.runs if run.result.get(key) is not None), None)
 
-    def bands(self, key: str) -> tuple[list[int], np.ndarray]:
-        """Rounds, and values `[seeds, rounds]` of the runs that came as far as the furthest."""
-        curves = [curve for run in self.runs if (curve := run.curve(key))]
+    def bands(self, key: str, diagnostics: bool = False) -> tuple[list[int], np.ndarray]:
+        """Return rounds, and values `[seeds, rounds]` of the runs that completed the last round."""
+        curves = [curve for run in self.runs if (curve := run.curve(key, diagnostics))]
         last = max((max(curve) for curve in curves), default=0)
         full = [curve for curve in curves if max(curve) == last]
-        rounds = sorted(set.intersection(*(set(curve) for curve in full))) if full else []
+        rounds = sorted(set.intersection(*map(set, full))) if full else []
         return rounds, np.array([[curve[t] for t in rounds] for curve in full])
 
 
 def number(value: Any) -> float | None:
-    """A finite number as it is, anything else as None: files may be damaged."""
+    """Return a finite number as a float, anything else as None: files may be damaged."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
@@ -173,9 +194,8 @@ def _over_rounds(planned: Planned) -> tuple[tuple[int, ...], tuple[float, ...], 
 
 
 def rounds_shown(rounds: int) -> tuple[int, ...]:
-    """Some rounds, closer at the beginning, where epsilon bends most: a line between two points lies below the curve."""
-    few = max(1, POINTS - 1)
-    early = {round(rounds ** (i / few)) for i in range(POINTS)}
+    """Return the rounds of an epsilon curve, denser at the beginning, where the curve bends."""
+    early = {round(rounds ** (i / (POINTS - 1))) for i in range(POINTS)}
     return tuple(sorted(early | {max(1, round(rounds * i / 6)) for i in range(1, 7)}))
 
 
@@ -192,91 +212,82 @@ def _advantage(planned: Planned) -> float:
 
 
 def read_run_data(path: Path, public: bool) -> RunData:
-    """Whatever of a run is there; one that is going on has no result yet."""
-    settings = read_settings(path)
-    if settings is None:
-        raise DpfedError(f"{path / CONFIG} cannot be read: give the folder of a run or of a study")
+    """Return the files of a run that exist; an unfinished run has no result yet."""
+    settings = _settings(path)
     result = read_result(path)
     rows = tuple(read_rows(path / METRICS))
     if public:
-        kept = tuple(public_row(row) for row in rows)
-        return RunData("", public_settings(settings), public_result(result), kept)
+        public_rows = tuple(map(public_row, rows))
+        return RunData("", public_settings(settings), public_result(result), public_rows)
     name = path.resolve().name
-    return RunData(name, settings, result, rows, tuple(read_diagnostics(path)), _holdings(path))
+    return RunData(name, settings, result, rows, tuple(read_diagnostics(path)), _label_counts(path))
 
 
-def _holdings(path: Path) -> dict[str, Any] | None:
+def _settings(path: Path) -> dict[str, Any]:
+    settings = read_settings(path)
+    if settings is None:
+        raise DpfedError(f"{path / CONFIG} cannot be read: give the folder of a run or of a study")
+    return settings
+
+
+def _label_counts(path: Path) -> dict[str, Any] | None:
+    """Return the table of label counts, None if it is missing or damaged."""
     found = read_object(path / LABEL_COUNTS)
-    classes, labels = found.get("classes"), found.get("labels")
-    if not isinstance(classes, list) or not isinstance(labels, list):
+    classes = found.get("classes")
+    counts = found.get("labels")
+    if not isinstance(classes, list) or not isinstance(counts, list) or not counts:
         return None
-    right = all(
-        isinstance(row, list) and len(row) == len(classes) and all(map(_count, row))
-        for row in labels
-    )
-    return (
-        {"classes": [str(name) for name in classes], "labels": labels} if right and labels else None
-    )
+    for row in counts:
+        if not isinstance(row, list) or len(row) != len(classes):
+            return None
+        if not all(type(count) is int and count >= 0 for count in row):
+            return None
+    return {"classes": [str(name) for name in classes], "labels": counts}
 
 
-def _count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def privacy_of(path: Path, data: RunData, public: bool) -> tuple[Privacy | None, str | None]:
-    """What the ledger says, or why it says nothing."""
-    if data.result.get("release") == NO_PRIVACY:
-        return None, None
+def group_of(label: str, paths: Sequence[Path], runs: Sequence[RunData], public: bool) -> Group:
+    """Return runs that differ in their seed, with the spending of the first from its ledger."""
+    if runs[0].result.get("release") == NO_PRIVACY:
+        return Group(label, tuple(runs))
     try:
-        found = read_recorded_spending(path)
+        found = read_recorded_spending(paths[0])
     except DpfedError as error:
-        if public:  # the sentence names a folder
-            return None, "the ledger could not be read, so this page has no epsilon from it"
-        return None, str(error)
-    each = () if public else tuple(float(value) for value in found.epsilons)
-    return Privacy(
-        found.realised,
-        found.server_worst,
-        found.third_party,
-        found.clients,
-        found.seeded,
-        found.void,
-        each,
-    ), None
+        # The sentence of the error names a folder.
+        hidden = "the ledger could not be read, so this page has no epsilon from it"
+        return Group(label, tuple(runs), trouble=hidden if public else str(error))
+    epsilons = () if public else tuple(float(value) for value in found.epsilons)
+    figures = (found.realised, found.server_worst, found.third_party, found.seeded, found.void)
+    return Group(label, tuple(runs), Privacy(*figures, epsilons))
 
 
 def grouped(paths: Sequence[Path], public: bool) -> list[Group]:
-    """Runs by what they are, in the order they were given."""
-    alike: dict[str, list[tuple[Path, RunData]]] = {}
-    wholes: dict[str, dict[str, Any]] = {}
+    """Return runs grouped by everything but their seeds, in the order of `paths`."""
+    members: dict[str, list[Path]] = {}
+    whole_settings: dict[str, dict[str, Any]] = {}
     for path in paths:
-        data = read_run_data(path, public)
-        # What is hidden still tells runs apart: the same settings on other data are another method's row.
-        whole = flat(read_settings(path) or {})
-        key = json.dumps(
-            {k: v for k, v in whole.items() if k not in ALIKE}, sort_keys=True, default=str
-        )
-        alike.setdefault(key, []).append((path, data))
-        wholes.setdefault(key, whole)
-    members = list(alike.values())
-    names = labels([flat(group[0][1].settings) for group in members], list(wholes.values()))
-    out = []
-    for name, group in zip(names, members, strict=True):
-        path, data = group[0]
-        out.append(Group(name, tuple(run for _, run in group), *privacy_of(path, data, public)))
-    return out
+        # Hidden settings count too: equal settings on other data are another method's row.
+        settings = flat(_settings(path))
+        identity = {key: value for key, value in settings.items() if key not in ALIKE}
+        key = json.dumps(identity, sort_keys=True, default=str)
+        members.setdefault(key, []).append(path)
+        whole_settings.setdefault(key, settings)
+    groups = list(members.values())
+    data = [[read_run_data(path, public) for path in group] for group in groups]
+    names = labels([flat(runs[0].settings) for runs in data], list(whole_settings.values()))
+    return [
+        group_of(name, group, runs, public)
+        for name, group, runs in zip(names, groups, data, strict=True)
+    ]
 
 
 def runs_and_studies(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """Which folders are runs and which are studies; anything else is refused."""
-    runs, studies = [], []
-    for path in paths:
-        if is_run(path):
-            runs.append(path)
-        elif (path / "study.json").is_file():
-            studies.append(path)
-        else:
+    """Return the folders of runs and the folders of studies; refuse any other folder."""
+    runs = [path for path in paths if is_run(path)]
+    studies = [path for path in paths if path not in runs]
+    for path in studies:
+        if not (path / STUDY_FILE).is_file():
             raise DpfedError(
-                f"{path} is neither the folder of a run nor of a study: give what `dpfed run` or `dpfed compare` wrote"
+                f"{path} is neither the folder of a run nor of a study: "
+                "give what `dpfed run` or `dpfed compare` wrote"
             )
     return runs, studies

@@ -1,19 +1,19 @@
-"""The arms of a study: an arm is a method or a variant of one, what it changes in a configuration and what is tuned."""
+"""The arms of a study: methods and variants, with their changes and their tuned keys."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dpfed.config import Config, LoraSection, Registry, build, nearest, overlay
+from dpfed.config import Config, Registry, build, nearest, overlay
 from dpfed.config.parsing import overrides_layer
 from dpfed.errors import DpfedError
 from dpfed.studies.search import Point, Space
 
 REFERENCE = "dp-fedadamw"
+# The order of the paper's tables; the reference comes last.
 ORDER = (
     "dp-fedavg",
     "dp-scaffold",
@@ -24,8 +24,9 @@ ORDER = (
     "dp-fafed",
     "dp-fedlada",
     "dp-adambc",
-)  # as in the paper's tables, the reference last
-EQUAL_EPS, FFA_LORA = "dp-fedsam (equal eps)", "ffa-lora"
+)
+EQUAL_EPS = "dp-fedsam (equal eps)"
+FFA_LORA = "ffa-lora"
 SHORT = {
     EQUAL_EPS: "dp-fedsam:equal_eps=true",
     "dp-fedsam-equal-eps": "dp-fedsam:equal_eps=true",
@@ -35,9 +36,12 @@ SHORT = {
 
 @dataclass(frozen=True)
 class Arm:
-    """row, column  where the arm stands in a preset's grid; a plain comparison has one column
-    grids           tuned keys of [algorithm] and the values the search begins with; empty: nothing is tuned
-    reference       label of the arm that differences are taken against
+    """A method or a variant of one.
+
+    overrides    its changes, as on the command line
+    grids        tuned keys of [algorithm] and the first values of their search
+    row, column  its place in a preset's grid; a plain comparison has one column
+    reference    label of the arm that differences are taken against
     """
 
     label: str
@@ -52,32 +56,30 @@ class Arm:
         return tuple(self.grids.values())
 
     def configure(self, base: Mapping[str, Any], point: Point, registry: Registry) -> Config:
-        """The base with the arm's overrides and the tuned values."""
+        """Return the base with the arm's overrides and the values of a point."""
         tables = overlay(dict(base), overrides_layer(self.overrides))
-        return build(
-            overlay(tables, {"algorithm": dict(zip(self.grids, point, strict=True))}), registry
-        )
+        rates = {"algorithm": dict(zip(self.grids, point, strict=True))}
+        return build(overlay(tables, rates), registry)
 
 
 def parse_arms(
     text: str, base: Config, registry: Registry, grids: Mapping[str, tuple[float, ...]]
 ) -> list[Arm]:
-    return [
-        make_arm(label, arm, registry, grids)
-        for label, arm in parse_names(text, base, registry).items()
-    ]
+    names = parse_names(text, base, registry)
+    return [make_arm(label, variant, registry, grids) for label, variant in names.items()]
 
 
 def parse_names(text: str, base: Config, registry: Registry) -> dict[str, str]:
-    """`all`, or names and variants separated by commas: "dp-fedavg,dp-fedadamw:gamma=0;agg=off"; label -> variant."""
+    """Return variants by label, from `all` or names and variants separated by commas.
+
+    Example: "dp-fedavg,dp-fedadamw:gamma=0;agg=off".
+    """
     words = [word.strip() for word in re.split(r",(?![^\[]*\])", text) if word.strip()]
     if not words:
         raise DpfedError("--algorithms names no method: give names separated by commas, or all")
-    labels = [
-        label
-        for word in words
-        for label in (everything(base, registry) if word == "all" else [word])
-    ]
+    labels: list[str] = []
+    for word in words:
+        labels += everything(base, registry) if word == "all" else [word]
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice:
         raise DpfedError(f"--algorithms names {twice[0]} twice: every arm can be there once")
@@ -85,16 +87,13 @@ def parse_names(text: str, base: Config, registry: Registry) -> dict[str, str]:
 
 
 def everything(base: Config, registry: Registry) -> list[str]:
-    """Every method there is, and the two variants that need only a switch, where the configuration allows them."""
+    """Return every method, and the two variants of SHORT that the configuration allows."""
     names = [name for name in ORDER if name in registry.algorithm]
     names += [name for name in registry.algorithm if name not in (*ORDER, REFERENCE)]
     if "dp-fedsam" in names and base.privacy.enabled and base.privacy.target_epsilon is None:
-        names.insert(
-            names.index("dp-fedsam") + 1, EQUAL_EPS
-        )  # a target is reached by every method alike
-    if base.model.train == "lora" and "freeze_a" in {
-        f.name for f in dataclasses.fields(LoraSection)
-    }:
+        # With a target, every method has the same epsilon anyway.
+        names.insert(names.index("dp-fedsam") + 1, EQUAL_EPS)
+    if base.model.train == "lora":
         names.append(FFA_LORA)
     return [*names, REFERENCE]
 
@@ -106,12 +105,18 @@ def make_arm(
     grids: Mapping[str, tuple[float, ...]],
     **place: str | None,
 ) -> Arm:
-    """An arm from `NAME` or `NAME:key=value;key=value`; keys without a dot belong to [algorithm]."""
+    """Return an arm from `NAME` or `NAME:key=value;key=value`.
+
+    Keys without a dot belong to [algorithm].
+
+    place  fields of the arm for a preset's grid
+    """
     name, _, changes = text.partition(":")
     known = [*registry.algorithm, *SHORT]
     if name not in registry.algorithm:
         raise DpfedError(
-            f"--algorithms: {name!r} is not a method{nearest(name, known)}; `dpfed list algorithms` shows what there is"
+            f"--algorithms: {name!r} is not a method{nearest(name, known)}; "
+            "`dpfed list algorithms` shows what there is"
         )
     overrides = [f"algorithm.name={name}"]
     for item in (part.strip() for part in changes.split(";") if part.strip()):
@@ -120,29 +125,19 @@ def make_arm(
             raise DpfedError(f"--algorithms {text!r}: {item!r} is not of the form key=value")
         overrides.append(item if "." in key else f"algorithm.{item}")
     fixed = {item.partition("=")[0].strip().removeprefix("algorithm.") for item in overrides}
-    tuned = {
-        key: grid
-        for key, grid in _grids(label, name, registry.algorithm[name], grids).items()
-        if key not in fixed
-    }
+    tuned = {}
+    for key, suffix in (("lr", ""), ("server_lr", ".server_lr")):
+        declared = getattr(registry.algorithm[name], f"{key}_grid", None)
+        if declared is not None and key not in fixed:
+            tuned[key] = grids.get(label + suffix, grids.get(name + suffix, declared))
     return Arm(label, tuple(overrides), tuned, **place)  # type: ignore[arg-type]
 
 
-def _grids(
-    label: str, name: str, algorithm: type[Any], given: Mapping[str, tuple[float, ...]]
-) -> dict[str, tuple[float, ...]]:
-    declared = {"lr": algorithm.lr_grid}
-    if hasattr(algorithm, "server_lr_grid"):
-        declared["server_lr"] = algorithm.server_lr_grid
-    out = {}
-    for key, grid in declared.items():
-        suffix = "" if key == "lr" else f".{key}"
-        out[key] = given.get(label + suffix, given.get(name + suffix, grid))
-    return out
-
-
 def parse_grids(items: Sequence[str], registry: Registry) -> dict[str, tuple[float, ...]]:
-    """`--lr NAME=v1,v2,...`: the values a method's search begins with; NAME.server_lr for a second rate."""
+    """Return the first values of each method's search, from `--lr NAME=v1,v2,...`.
+
+    NAME.server_lr stands for the method's second rate.
+    """
     out = {}
     for item in items:
         name, equals, text = item.rpartition("=")
@@ -157,11 +152,11 @@ def parse_grids(items: Sequence[str], registry: Registry) -> dict[str, tuple[flo
         method, _, key = name.strip().partition(":")[0].partition(".")
         if method not in registry.algorithm and method not in SHORT:
             raise DpfedError(
-                f"--lr {item!r}: {method!r} is not a method{nearest(method, list(registry.algorithm))}"
+                f"--lr {item!r}: {method!r} is not a method"
+                f"{nearest(method, list(registry.algorithm))}"
             )
-        if key and not (
-            key == "server_lr" and hasattr(registry.algorithm.get(method), "server_lr_grid")
-        ):
+        has_second_rate = hasattr(registry.algorithm.get(method), "server_lr_grid")
+        if key and not (key == "server_lr" and has_second_rate):
             raise DpfedError(f"--lr {item!r}: {method} has no rate {key!r} to tune")
         out[name.strip()] = values
     return out

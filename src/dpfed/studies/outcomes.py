@@ -1,4 +1,4 @@
-"""A run of a study: its folder is named after its configuration, and says by itself whether it is done."""
+"""The runs of a study: tasks, and their outcomes as read from their folders."""
 
 from __future__ import annotations
 
@@ -17,10 +17,24 @@ from dpfed.studies.search import Score
 from dpfed.training.run_folder.files import METRICS, read_result, read_rows
 from dpfed.training.run_folder.folder import versions
 
+# Errors that reading a damaged file can raise.
+DAMAGED = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
+
 
 @dataclass(frozen=True)
 class Task:
-    """One run to be done. `cost` orders tasks, the longest first; `tuning` runs do not keep their model."""
+    """One run. `tuning` runs do not keep their model; `cost` orders tasks, the longest first.
+
+    key  hash of the configuration, and name of the folder
+    """
 
     key: str
     label: str
@@ -31,10 +45,12 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """accuracy and loss of the last round that was scored, 0 and infinite for a run that diverged; failed: why there is none.
+    """The result of one run.
 
-    records  how many records were scored
-    blind    accuracy and loss of the best answer that is the same for all of them; 0 where answers are not classes
+    accuracy, loss  of the last scored round; 0 and infinity for a run that diverged
+    records         number of scored records
+    blind           accuracy and loss of the best answer that is the same for all records, or 0
+    failed          the reason why there is no result, or None
     """
 
     accuracy: float = 0.0
@@ -59,10 +75,12 @@ def key_of(tables: Mapping[str, Any]) -> str:
 
 
 def blind_of(result: Mapping[str, Any]) -> tuple[float, float]:
-    """By the records of each class that a run has scored: the most frequent class, and the frequencies as probabilities."""
-    counts = [
-        int(row["support"]) for row in (result.get("metrics") or {}).get("per_class", {}).values()
-    ]
+    """Return accuracy and loss of the best answer that is the same for all scored records.
+
+    The accuracy is the share of the largest class; the loss is the entropy of all shares.
+    """
+    per_class = (result.get("metrics") or {}).get("per_class", {})
+    counts = [int(row["support"]) for row in per_class.values()]
     if any(count < 0 for count in counts):
         raise ValueError("a class with fewer than no records")
     shares = [count / sum(counts) for count in counts if count]
@@ -70,7 +88,7 @@ def blind_of(result: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def read_outcome(folder: Path) -> Outcome | None:
-    """The outcome of a run that is done; None when it is not, or was made by other versions of what computes it."""
+    """Return the outcome of an ended run; None if other versions made it or it is damaged."""
     try:
         result = read_result(folder)
         if result["state"] not in ("finished", "stopped") or result["versions"] != versions():
@@ -78,9 +96,9 @@ def read_outcome(folder: Path) -> Outcome | None:
         rows = read_rows(folder / METRICS)
         if [row["round"] for row in rows] != list(range(result["rounds"] + 1)):
             return None
-        rows = [row for row in rows if row["accuracy"] is not None]
-        curve = tuple((int(row["round"]), float(row["accuracy"])) for row in rows)
-        loss = rows[-1]["loss"]
+        scored = [row for row in rows if row["accuracy"] is not None]
+        curve = tuple((int(row["round"]), float(row["accuracy"])) for row in scored)
+        loss = scored[-1]["loss"]
         diverged = bool(result.get("diverged", False))
         found = Outcome(
             accuracy=0.0 if diverged else curve[-1][1],
@@ -94,21 +112,12 @@ def read_outcome(folder: Path) -> Outcome | None:
             curve=curve,
         )
         return found if _plausible(found) else None
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        IndexError,
-        AttributeError,
-        OverflowError,
-        RecursionError,
-    ):
+    except DAMAGED:
         return None
 
 
 def _plausible(found: Outcome) -> bool:
-    """Whether a run can have left this; where it cannot, the file is damaged and the run is done again."""
+    """Return False for values that no run writes: the file is damaged and the run is repeated."""
     figures = [value for value in found.epsilon.values() if value is not None]
     counts = list((found.traffic or {}).values())
     return (
@@ -123,14 +132,15 @@ def _plausible(found: Outcome) -> bool:
 
 
 def clear(folder: Path) -> None:
-    """Removes what an interrupted run left; it was a seeded simulation, so nothing is lost."""
-    for patience in (0.2, 1.0, 5.0):
+    """Remove the folder of an interrupted run, a seeded simulation that can be repeated."""
+    for pause_s in (0.2, 1.0, 5.0):
         if not folder.exists():
             return
         try:
             shutil.rmtree(folder)
         except OSError:
-            time.sleep(patience)  # a worker of a study that was killed may be writing its last
+            # A worker of a killed study may still be writing.
+            time.sleep(pause_s)
     if folder.exists():
         raise DpfedError(
             f"{folder} cannot be removed to make room for a run: check its permissions"

@@ -1,4 +1,4 @@
-"""What a study leaves in its folder: the table in four formats, the curves, every run of the search."""
+"""The files of a finished study: its table in four formats, curves, the points of the search."""
 
 from __future__ import annotations
 
@@ -6,37 +6,44 @@ import csv
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from dpfed.errors import DpfedError
+from dpfed.report.plots import Curve, accuracy_over_rounds
+from dpfed.report.table_files import to_csv, to_json, to_latex, to_markdown
+from dpfed.report.tables import Row, Table, paired
 from dpfed.studies.arms import REFERENCE
-from dpfed.studies.plots import Curve, accuracy_over_rounds
 from dpfed.studies.study import ArmResult, Study
-from dpfed.studies.tables import Row, Table, to_csv, to_json, to_latex, to_markdown
+from dpfed.training.callbacks.public_figures import FIGURES
 
-FILES = (
-    "table.csv",
-    "table.json",
-    "table.md",
-    "table.tex",
-    "curves.png",
-    "curves.svg",
-    "search.csv",
-)
+TABLES = {
+    "table.csv": to_csv,
+    "table.json": to_json,
+    "table.md": to_markdown,
+    "table.tex": to_latex,
+}
+CURVES = ("curves.png", "curves.svg")
+SEARCH = "search.csv"
+FILES = (*TABLES, *CURVES, SEARCH)
 
 
 def table_of(study: Study, results: Sequence[ArmResult]) -> Table:
-    done = {r.arm.label: r for r in results if r.failed is None}
-    references = {r.arm.reference for r in results if r.arm.reference in done}
-    name = next(iter(references)) if len(references) == 1 else REFERENCE if references else None
+    done = {result.arm.label: result for result in results if result.failed is None}
+    references = {result.arm.reference for result in results if result.arm.reference in done}
+    reference = REFERENCE if references else None
+    if len(references) == 1:
+        (reference,) = references
     rows = tuple(_row(result, done, study.search_seeds) for result in results)
-    return Table(study.title, study.axis, rows, name, tuple(_notes(study, rows)))
+    return Table(study.title, study.axis, rows, reference, tuple(_notes(study, rows)))
 
 
 def _row(result: ArmResult, done: Mapping[str, ArmResult], search_seeds: int) -> Row:
-    arm, reported = result.arm, result.reported
-    against = done.get(arm.reference or "")
-    first = reported[0] if reported else None
+    arm = result.arm
+    reported = result.reported
+    accuracies = tuple(outcome.accuracy for outcome in reported)
+    reference = done.get(arm.reference or "")
+    difference = None
+    if reference is not None and reference is not result and reported:
+        difference = paired(accuracies, [outcome.accuracy for outcome in reference.reported])
     return Row(
         label=arm.label,
         row=arm.row or arm.label,
@@ -44,103 +51,102 @@ def _row(result: ArmResult, done: Mapping[str, ArmResult], search_seeds: int) ->
         rates=dict(zip(arm.grids, result.point, strict=True)) if result.point else {},
         tuning_runs=search_seeds * len(result.tuned),
         at_edge=result.at_edge,
-        accuracies=tuple(outcome.accuracy for outcome in reported),
+        accuracies=accuracies,
         diverged=sum(outcome.diverged for outcome in reported),
-        reference=None
-        if against is None or against is result
-        else tuple(o.accuracy for o in against.reported),
-        epsilon=_largest([outcome.epsilon for outcome in reported]),
-        guarantee=first.guarantee if first else "",
-        traffic=first.traffic if first else None,
+        difference=difference,
+        epsilon={view: _largest_epsilon(result, view) for view in FIGURES},
+        guarantee=reported[0].guarantee if reported else "",
+        traffic=reported[0].traffic if reported else None,
         failed=result.failed,
     )
 
 
-def _largest(figures: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
-    """Over seeds: with unequal clients the split, and so epsilon, differs a little between them."""
-    out: dict[str, float | None] = {}
-    for view in ("server_worst", "third_party"):
-        values = [v for figure in figures if (v := figure.get(view)) is not None]
-        out[view] = max(values, default=None)
-    return out
+def _largest_epsilon(result: ArmResult, view: str) -> float | None:
+    """Return the largest over seeds: unequal clients are split differently by each seed."""
+    found = [outcome.epsilon.get(view) for outcome in result.reported]
+    return max((epsilon for epsilon in found if epsilon is not None), default=None)
 
 
 def _notes(study: Study, rows: Sequence[Row]) -> list[str]:
     first = int(study.base["run"]["seed"])
     seeds = f"seeds {first} to {first + study.seeds - 1}" if study.seeds > 1 else f"seed {first}"
-    others = (
-        "another seed"
-        if study.search_seeds == 1
-        else f"the mean of {study.search_seeds} other seeds"
-    )
+    others = "another seed"
+    if study.search_seeds > 1:
+        others = f"the mean of {study.search_seeds} other seeds"
     notes = [
-        f"accuracy: mean ± standard deviation over {seeds} on the test half of the server's public data; "
-        f"rates were chosen on the other half with {others}, by the same number of runs for every method (by accuracy, "
-        "and by loss where accuracies differ by less than one standard error)",
+        f"accuracy: mean ± standard deviation over {seeds} on the test half of the server's public "
+        f"data; rates were chosen on the other half with {others}, by the same number of runs for "
+        "every method (by accuracy, and by loss where accuracies differ by less than one standard "
+        "error)",
         "difference: paired over seeds, in points of accuracy, with its 95 % t interval",
     ]
-    private = [row for row in rows if row.epsilon.get("server_worst") is not None]
-    if private:
-        notes.append(
-            "epsilon excludes tuning: it is that of one run, for a client in every round (server) and for those who see only "
-            "global models (third party)"
-        )
-        said: dict[str, list[str]] = {}
-        for row in private:
-            said.setdefault(row.guarantee, []).append(row.label)
-        alike = len(said) == 1 and len(private) == len(rows)
-        notes += [f"{'all' if alike else ', '.join(names)}: {text}" for text, names in said.items()]
-        notes.append("noise was seeded: simulations, not for release")
+    notes += _privacy_notes(rows)
     if any(row.traffic for row in rows):
         notes.append("up, down: numbers (bytes) that one client sends and receives in a round")
     return notes
 
 
+def _privacy_notes(rows: Sequence[Row]) -> list[str]:
+    labels: dict[str, list[str]] = {}
+    for row in rows:
+        if row.private:
+            labels.setdefault(row.guarantee, []).append(row.label)
+    if not labels:
+        return []
+    names = {guarantee: ", ".join(mine) for guarantee, mine in labels.items()}
+    if len(labels) == 1 and all(row.private for row in rows):
+        names = dict.fromkeys(labels, "all")
+    return [
+        "epsilon excludes tuning: it is that of one run, for a client in every round (server) and "
+        "for those who see only global models (third party)",
+        *(f"{name}: {guarantee}" for guarantee, name in names.items()),
+        "noise was seeded: simulations, not for release",
+    ]
+
+
 def curves_of(results: Sequence[ArmResult], axis: str) -> list[Curve]:
-    """Runs that stopped early have no curve of full length and are left out of the band."""
+    """Return a curve per arm, without the runs that stopped early."""
     out = []
     for result in results:
-        full = max((len(o.curve) for o in result.reported), default=0)
-        lines = [o.curve for o in result.reported if len(o.curve) == full]
+        full = max((len(outcome.curve) for outcome in result.reported), default=0)
+        lines = [outcome.curve for outcome in result.reported if len(outcome.curve) == full]
         if full:
             panel = f"{axis} {result.arm.column}" if axis else ""
-            name = result.arm.row or result.arm.label
+            rounds = tuple(t for t, _ in lines[0])
             seeds = tuple(tuple(accuracy for _, accuracy in line) for line in lines)
-            out.append(Curve(name, panel, tuple(t for t, _ in lines[0]), seeds))
+            out.append(Curve(result.arm.row or result.arm.label, panel, rounds, seeds))
     return out
 
 
 def search_csv(results: Sequence[ArmResult]) -> str:
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
     keys = list(dict.fromkeys(key for result in results for key in result.arm.grids))
-    writer.writerow(["method", *keys, "validation_accuracy", "validation_loss", "chosen"])
+    head = ["method", *keys, "validation_accuracy", "validation_loss", "chosen"]
+    writer = csv.DictWriter(out, head, restval="", lineterminator="\n")
+    writer.writeheader()
     for result in results:
         for point, score in sorted(result.tuned.items()):
-            rates: dict[str, Any] = dict(zip(result.arm.grids, point, strict=True))
-            chosen = "yes" if point == result.point else ""
-            writer.writerow(
-                [
-                    result.arm.label,
-                    *(rates.get(key, "") for key in keys),
-                    score.accuracy,
-                    score.loss,
-                    chosen,
-                ]
-            )
+            line: dict[str, object] = {
+                "method": result.arm.label,
+                "validation_accuracy": score.accuracy,
+                "validation_loss": score.loss,
+                "chosen": "yes" if point == result.point else "",
+            }
+            writer.writerow(line | dict(zip(result.arm.grids, point, strict=True)))
     return out.getvalue()
 
 
 def write(study: Study, results: Sequence[ArmResult], out: Path) -> Table:
+    """Write all files of a study and return its table."""
     table = table_of(study, results)
-    texts = (to_csv(table), to_json(table), to_markdown(table), to_latex(table))
+    several_rows = len({result.arm.row for result in results}) > 1
+    curves = curves_of(results, study.axis if several_rows else "")
     try:
-        for name, text in zip(FILES, texts, strict=False):
-            (out / name).write_text(text, encoding="utf-8")
-        (out / FILES[6]).write_text(search_csv(results), encoding="utf-8")
-        curves = curves_of(results, study.axis if len({r.arm.row for r in results}) > 1 else "")
+        for name, text_of in TABLES.items():
+            (out / name).write_text(text_of(table), encoding="utf-8")
+        (out / SEARCH).write_text(search_csv(results), encoding="utf-8")
         if curves:
-            accuracy_over_rounds(curves, study.title, [out / FILES[4], out / FILES[5]])
+            accuracy_over_rounds(curves, study.title, [out / name for name in CURVES])
     except OSError as error:
         raise DpfedError(
             f"the tables in {out} cannot be written: {error.strerror or error}"

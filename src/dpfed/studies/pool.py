@@ -1,9 +1,10 @@
-"""Worker processes that stay alive between runs, so that imports are paid once. They print nothing.
+"""Worker processes that stay alive between runs, so that each imports its libraries once.
 
-A worker takes configurations, runs them into their folders and answers for each with nothing or a sentence that says what
-went wrong. Several are a pack, computed together (engine/packed.py). A worker that dies takes only its own run with it; the
-runs of a pack that it has not answered for are then done one by one. Workers end with their parent, however that ends: a
-run that went on alone would write into a folder that the next start has given to another.
+A worker receives configurations, runs them into their folders, and answers for each with None or a
+sentence about what failed. Several configurations are a pack: the worker computes them together.
+If a worker dies while it computes a pack, the pool repeats the unanswered runs one by one. Workers
+end with their parent: otherwise they would write into folders that the next start uses again.
+Workers print nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from dpfed.errors import DpfedError, StoppedError
 from dpfed.studies.outcomes import Task, clear
@@ -29,52 +29,57 @@ if TYPE_CHECKING:
     from dpfed.training.job.job_cache import JobCache
 
 
-BROKEN = "CUDA error"  # after which everything on the device fails in this process, whatever run it is of
+# After this error every computation on the device fails in this process.
+BROKEN = "CUDA error"
+STDOUT_AND_STDERR = (1, 2)
+WAIT_FOR_EXIT_S = 5
+
+
+Request = tuple[str, Mapping[str, Any], str, bool]
+"""Key, configuration, folder of a run, and True for a run of the search."""
 
 
 class Pool:
-    """`start` a task while one is `free`, `wait` for the next to end."""
+    """Processes that run tasks: `start` a task while the pool is `free`, then `wait`."""
 
     def __init__(self, workers: int, gpus: int = 0) -> None:
-        self.workers, self._gpus = workers, gpus
+        self.workers = workers
+        self._gpus = gpus
         self._context = multiprocessing.get_context("spawn")
         self._idle: list[Worker] = []
-        self._busy: dict[str, Worker] = {}  # by the first run of what it was given
-        self._again: deque[tuple[Task, Path]] = deque()  # runs whose pack has died
+        # By the key of the first run of the worker's pack.
+        self._busy: dict[str, Worker] = {}
+        # Runs whose pack has died.
+        self._repeat: deque[tuple[Task, Path]] = deque()
 
-    def __enter__(self) -> Pool:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for worker in [*self._idle, *self._busy.values()]:
             worker.end()
 
     def free(self) -> bool:
-        return len(self._busy) < self.workers and not self._again
+        return len(self._busy) < self.workers and not self._repeat
 
     def start(self, task: Task, folder: Path) -> None:
         self.start_pack([(task, folder)])
 
     def start_pack(self, pack: Sequence[tuple[Task, Path]]) -> None:
-        """Several runs for one worker, computed together."""
+        """Give several runs to one worker, which computes them together."""
         if not self._idle:
-            taken = {worker.place for worker in self._busy.values()}
-            place = next(i for i in range(self.workers) if i not in taken)
-            self._idle.append(Worker(self._context, place, visible_gpu(place, self._gpus)))
+            taken = {worker.number for worker in self._busy.values()}
+            number = next(i for i in range(self.workers) if i not in taken)
+            self._idle.append(Worker(self._context, number, visible_gpu(number, self._gpus)))
         worker = self._idle.pop()
         worker.give(pack)
         self._busy[pack[0][0].key] = worker
 
     def wait(self) -> tuple[str, str | None]:
-        """(key, None or what went wrong) of a run that has ended."""
+        """Return the key of a run that has ended, and None or what failed."""
         while True:
-            while self._again and len(self._busy) < self.workers:
-                task, folder = self._again.popleft()
+            while self._repeat and len(self._busy) < self.workers:
+                task, folder = self._repeat.popleft()
                 clear(folder)
                 self.start(task, folder)
             ready = wait([worker.connection for worker in self._busy.values()])
@@ -86,10 +91,10 @@ class Pool:
                 why = worker.obituary()
                 if not worker.packed:
                     return first, why
-                self._again.extend(worker.owes.values())
+                self._repeat.extend(worker.unanswered.values())
                 continue
-            del worker.owes[key]
-            if not worker.owes:
+            del worker.unanswered[key]
+            if not worker.unanswered:
                 del self._busy[first]
                 if answer is not None and BROKEN in answer:
                     worker.end()
@@ -99,25 +104,30 @@ class Pool:
 
 
 class Worker:
-    def __init__(self, context: Any, place: int, gpu: str | None) -> None:
-        self.place = place
-        self.owes: dict[str, tuple[Task, Path]] = {}  # runs that it has not answered for
+    """A process and the connection to it."""
+
+    def __init__(self, context: Any, number: int, gpu: str | None) -> None:
+        self.number = number
+        self.unanswered: dict[str, tuple[Task, Path]] = {}
         self.packed = False
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=work, args=(theirs, gpu), daemon=True)
-        with _ctrl_c_ignored():  # inherited: Ctrl-C is for the parent, who ends its workers
+        # The process inherits this: Ctrl-C is for the parent, which ends its workers.
+        with _ctrl_c_ignored():
             self._process.start()
         theirs.close()
 
     def give(self, pack: Sequence[tuple[Task, Path]]) -> None:
-        self.owes, self.packed = {task.key: (task, folder) for task, folder in pack}, len(pack) > 1
-        with contextlib.suppress(OSError):  # it has died since: `wait` will find out
-            self.connection.send(
-                [(task.key, dict(task.tables), str(folder), task.tuning) for task, folder in pack]
-            )
+        self.unanswered = {task.key: (task, folder) for task, folder in pack}
+        self.packed = len(pack) > 1
+        requests = [(t.key, dict(t.tables), str(folder), t.tuning) for t, folder in pack]
+        # If the process has died since, `Pool.wait` notices.
+        with contextlib.suppress(OSError):
+            self.connection.send(requests)
 
     def obituary(self) -> str:
-        self._process.join(5)
+        """End the process and return how it died."""
+        self._process.join(WAIT_FOR_EXIT_S)
         code = self._process.exitcode
         self.end()
         why = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
@@ -126,15 +136,15 @@ class Worker:
     def end(self) -> None:
         self.connection.close()
         self._process.kill()
-        self._process.join(5)
+        self._process.join(WAIT_FOR_EXIT_S)
 
 
-def visible_gpu(place: int, gpus: int) -> str | None:
-    """With several GPUs each worker sees one."""
+def visible_gpu(number: int, gpus: int) -> str | None:
+    """Return the only GPU that a worker may see, None if there are not several."""
     if gpus < 2:
         return None
     named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return (named or [str(i) for i in range(gpus)])[place % gpus]
+    return (named or [str(i) for i in range(gpus)])[number % gpus]
 
 
 @contextlib.contextmanager
@@ -150,10 +160,10 @@ def _ctrl_c_ignored() -> Iterator[None]:
 
 
 def work(connection: Connection, gpu: str | None) -> None:
-    """The life of a worker."""
+    """Run packs until the connection closes: the main function of a worker process."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     silent = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):
+    for stream in STDOUT_AND_STDERR:
         os.dup2(silent, stream)
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
@@ -162,56 +172,16 @@ def work(connection: Connection, gpu: str | None) -> None:
 
     from dpfed.training.job.job_cache import JobCache
 
-    torch.set_num_threads(1)  # one per process: sums then do not depend on how many cores there are
+    # With one thread per process, sums do not depend on the number of cores.
+    torch.set_num_threads(1)
     sources: dict[Any, Any] = {}
-    shared = JobCache()
+    cache = JobCache()
     while True:
         try:
             pack = connection.recv()
         except EOFError:
             return
-        run_pack(pack, sources, shared, lambda key, answer: connection.send((key, answer)))
-
-
-Given = tuple[str, Mapping[str, Any], str, bool]
-"""(key, tables, folder, tuning) of a run."""
-
-
-def run_pack(
-    pack: Sequence[Given],
-    sources: dict[Any, Any],
-    shared: JobCache,
-    ended: Callable[[str, str | None], None],
-) -> None:
-    """The runs of a pack side by side; one run as it always was. `ended` is told of each as it ends."""
-    from dpfed.training.backends.batched_runs import run_batched
-
-    def task(given: Given) -> Callable[[BatchedRun | None], str | None]:
-        _, tables, folder, tuning = given
-        return lambda place: run_one(tables, Path(folder), tuning, sources, place)
-
-    key, tables, folder, tuning = pack[0]
-    shared.only_for(purpose_of(tables))
-    if len(pack) == 1:
-        head_alone = (
-            tables.get("model", {}).get("train") == "head"
-        )  # whose features take longer than its rounds
-        if not head_alone:
-            shared.clear()
-        ended(
-            key,
-            run_one(tables, Path(folder), tuning, sources, shared=shared if head_alone else None),
-        )
-    else:
-        run_batched(
-            [task(given) for given in pack], shared, lambda i, answer: ended(pack[i][0], answer)
-        )
-
-
-def purpose_of(tables: Mapping[str, Any]) -> str:
-    """Of what a worker keeps between runs: the data, the model, and where and how precisely it computes."""
-    run = tables.get("run", {})
-    return repr((tables.get("data"), tables.get("model"), run.get("device"), run.get("precision")))
+        run_pack(pack, sources, cache, lambda key, answer: connection.send((key, answer)))
 
 
 def _end_with_parent() -> None:
@@ -221,16 +191,55 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
+def run_pack(
+    pack: Sequence[Request],
+    sources: dict[Any, Any],
+    cache: JobCache,
+    on_end: Callable[[str, str | None], None],
+) -> None:
+    """Run a pack together, or a single run by itself; call `on_end` as each run ends."""
+    from dpfed.training.backends.batched_runs import run_batched
+
+    def job(request: Request) -> Callable[[BatchedRun | None], str | None]:
+        _, tables, folder, tuning = request
+        return lambda place: run_one(tables, Path(folder), tuning, sources, place)
+
+    key, tables, folder, tuning = pack[0]
+    cache.only_for(cache_purpose(tables))
+    if len(pack) > 1:
+        run_batched(
+            [job(request) for request in pack], cache, lambda i, said: on_end(pack[i][0], said)
+        )
+        return
+    # Features of a frozen model take longer than the rounds that train a head on them.
+    keeps_features = tables.get("model", {}).get("train") == "head"
+    if not keeps_features:
+        cache.clear()
+    kept = cache if keeps_features else None
+    on_end(key, run_one(tables, Path(folder), tuning, sources, cache=kept))
+
+
+def cache_purpose(tables: Mapping[str, Any]) -> str:
+    """Return what cached objects depend on: the data, the model, device and precision."""
+    run = tables.get("run", {})
+    return repr((tables.get("data"), tables.get("model"), run.get("device"), run.get("precision")))
+
+
 def run_one(
     tables: Mapping[str, Any],
     folder: Path,
     tuning: bool,
     sources: dict[Any, Any],
     place: BatchedRun | None = None,
-    shared: JobCache | None = None,
+    cache: JobCache | None = None,
 ) -> str | None:
-    """One run; a run that stopped has left its results, so that is no failure. `place`: among runs computed together;
-    `shared`: what the run before it has left, for a run by itself."""
+    """Run one configuration and return None or a sentence about what failed.
+
+    A run that stopped early has left its results, so that is no failure.
+
+    place  the run's place in a pack
+    cache  objects of the previous run, for a run by itself
+    """
     from dpfed.config import build
     from dpfed.privacy.oracle import out_of_memory
     from dpfed.registry import registry
@@ -244,10 +253,11 @@ def run_one(
         loader: Any = config.data
         with place.shared.lock if place else contextlib.nullcontext():
             if loader not in sources:
-                sources.clear()  # one at a time: data may be large
+                # Only one source at a time: data may be large.
+                sources.clear()
                 sources[loader] = loader.load()
         with contextlib.suppress(StoppedError):
-            execution = InProcess(cache=shared, batch=place)
+            execution = InProcess(cache=cache, batch=place)
             run(config, folder, source=sources[loader], execution=execution)
         if tuning:
             (folder / MODEL).unlink(missing_ok=True)
@@ -256,30 +266,29 @@ def run_one(
         return str(error)
     except Exception as error:
         if place is not None and str(error).startswith(BROKEN):
-            raise  # the process ends of it, and the pool does the runs of the pack one by one
-        crowded = place is not None and (
-            isinstance(error, UnbatchableError) or out_of_memory(error)
-        )
-        if not crowded:
+            # The process ends, and the pool repeats the runs of the pack one by one.
+            raise
+        if place is None or not (isinstance(error, UnbatchableError) or out_of_memory(error)):
             return _defect(error)
-    clear(folder)  # a seeded simulation, done again from its beginning
-    raise UnbatchableError  # outside the handler, as the first error would hold the run's model
+    # A seeded simulation, repeated from its beginning.
+    clear(folder)
+    # Outside the handler, since the first error would keep the run's model alive.
+    raise UnbatchableError
 
 
 def _defect(error: Exception) -> str:
     where = traceback.extract_tb(error.__traceback__)[-1]
-    detail = str(error).splitlines()[0] if str(error) else ""
+    detail = str(error).partition("\n")[0]
     return f"{type(error).__name__}: {detail} ({Path(where.filename).name}, line {where.lineno})"
 
 
 def default_workers(device: str) -> tuple[int, int]:
-    """(workers, GPUs): one process per GPU where runs are computed on GPUs, else one per core."""
+    """Return (workers, GPUs): one process per GPU if runs compute on GPUs, else one per core."""
     import torch
 
     if device != "cpu" and torch.cuda.is_available():
         gpus = torch.cuda.device_count() if device in ("auto", "cuda") else 1
         return gpus, gpus
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    return cores, 0
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0)), 0
+    return os.cpu_count() or 1, 0

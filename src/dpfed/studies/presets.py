@@ -1,7 +1,7 @@
-"""The paper's ablations and grids on any configuration: each preset is a list of arms laid out in rows and columns.
+"""The paper's ablations and grids as presets: arms in rows and columns, for any configuration.
 
-Values are the paper's where it names them. Every arm tunes its own learning rate: most of these switches also rescale
-the step, so that a comparison at one rate would compare rates.
+Values are the paper's if it names them. Every arm tunes its own learning rate, since most of these
+settings also rescale the step.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dpfed.config import Config, Registry, RunSection, nearest, to_dict
+from dpfed.config import Config, Registry, nearest, to_dict
 from dpfed.errors import DpfedError
 from dpfed.privacy.published import show_setting
 from dpfed.studies.arms import REFERENCE, Arm, make_arm
@@ -18,24 +18,30 @@ from dpfed.studies.arms import REFERENCE, Arm, make_arm
 SIX = ("dp-fedavg", "dp-scaffold", "dp-fedavg-ls", "dp-fedsam", "dp-local-adamw", REFERENCE)
 Grids = Mapping[str, tuple[float, ...]]
 Methods = Mapping[str, str]
-"""label -> arm as on the command line."""
+"""Arms as on the command line, by label."""
 Cells = list[tuple[str, str, str]]
-"""(row, column, arm as on the command line); the reference of a column is its dp-fedadamw row, if it has one."""
+"""(row, column, arm as on the command line) of each arm."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """axis: what the columns are, empty for one column; methods: those of the rows, None where they are fixed."""
+    """A list of arms, made for a configuration and some methods.
+
+    axis       the setting that varies over the columns, empty for one column
+    methods    the methods of the rows, None if the preset fixes them
+    reference  "row" or "row | column" that all differences are taken against; without it, each
+               column's own dp-fedadamw row
+    """
 
     title: str
     axis: str
     methods: tuple[str, ...] | None
     cells: Callable[[Config, Methods], Cells]
-    reference: str | None = None  # "row" or "row | column" that all differences are taken against
+    reference: str | None = None
 
 
 def along(key: str, values: Sequence[float | int]) -> Callable[[Config, Methods], Cells]:
-    """Every method at every value of one key."""
+    """Return the function that gives every method at every value of one key."""
     return lambda base, methods: [
         (label, show_setting(value), joined(arm, f"{key}={value}"))
         for label, arm in methods.items()
@@ -44,9 +50,9 @@ def along(key: str, values: Sequence[float | int]) -> Callable[[Config, Methods]
 
 
 def joined(method: str, *changes: str) -> str:
-    """A method or variant with further changes; they come last, so they win."""
+    """Return a method or variant with further changes; the last value of a key counts."""
     name, _, own = method.partition(":")
-    return f"{name}:{';'.join([part for part in (own, *changes) if part])}"
+    return f"{name}:{';'.join(filter(None, (own, *changes)))}"
 
 
 def components(base: Config, methods: Methods) -> Cells:
@@ -61,11 +67,10 @@ def aggregation(base: Config, methods: Methods) -> Cells:
 
 
 def skew(base: Config, methods: Methods) -> Cells:
-    """Dirichlet's alpha as in the paper, and records dealt at random."""
-    rule = base.data.partition if base.data.partition.startswith("dirichlet") else "dirichlet_equal"
+    """Return the paper's Dirichlet alphas, and records dealt at random."""
+    rule = _dirichlet_rule(base)
     columns: dict[str, tuple[str, ...]] = {
-        show_setting(alpha): (f"data.partition={rule}", f"data.alpha={alpha}")
-        for alpha in (0.1, 0.6, 0.8)
+        show_setting(alpha): (rule, f"data.alpha={alpha}") for alpha in (0.1, 0.6, 0.8)
     }
     columns["iid"] = ("data.partition=iid",)
     return [
@@ -76,42 +81,39 @@ def skew(base: Config, methods: Methods) -> Cells:
 
 
 def clip_norms(base: Config, methods: Methods) -> Cells:
-    """The scale of gradients is the model's, so these are multiples of the configuration's own clip norm."""
+    """Return multiples of the configuration's clip norm: the scale of gradients is the model's."""
     values = [float(f"{base.privacy.clip * factor:.3g}") for factor in (0.1, 0.3, 1, 3, 10)]
     return along("privacy.clip", values)(base, methods)
 
 
 def local_steps(base: Config, methods: Methods) -> Cells:
-    """A quarter to four times the configuration's K, at the same number of rounds."""
+    """Return a quarter to four times the configuration's K, at the same number of rounds."""
     steps = base.run.local_steps
     values = sorted({max(1, steps // 4), max(1, steps // 2), steps, 2 * steps, 4 * steps})
     return along("run.local_steps", values)(base, methods)
 
 
 def diagnostics(base: Config, methods: Methods) -> Cells:
-    """What the noise and the skew each do to the moments: both switched, and two methods without privacy."""
-    rule = base.data.partition if base.data.partition.startswith("dirichlet") else "dirichlet_equal"
-    skews = {"non-IID": f"data.partition={rule}", "IID": "data.partition=iid"}
-    watch = (
-        ("run.diagnostics=true",)
-        if "diagnostics" in {f.name for f in dataclasses.fields(RunSection)}
-        else ()
-    )
-    off = "privacy.enabled=false"
+    """Return arms with and without noise and skew, and two methods without privacy."""
+    skews = {"non-IID": _dirichlet_rule(base), "IID": "data.partition=iid"}
+    privacy: dict[str, tuple[str, ...]] = {"DP": (), "no DP": ("privacy.enabled=false",)}
+    watch = "run.diagnostics=true"
     cells = [
-        (f"{REFERENCE}, {name}", "DP", joined(REFERENCE, part, *watch))
-        for name, part in skews.items()
+        (f"{REFERENCE}, {name}", column, joined(REFERENCE, skew, *off, watch))
+        for column, off in privacy.items()
+        for name, skew in skews.items()
     ]
-    cells += [
-        (f"{REFERENCE}, {name}", "no DP", joined(REFERENCE, part, off, *watch))
-        for name, part in skews.items()
-    ]
-    return cells + [
-        (name, "no DP", joined(name, off, *watch)) for name in ("dp-fedavg", "dp-local-adamw")
-    ]
+    others = ("dp-fedavg", "dp-local-adamw")
+    return cells + [(name, "no DP", joined(name, *privacy["no DP"], watch)) for name in others]
 
 
-ONE, SAM = (REFERENCE,), "dp-fedsam"
+def _dirichlet_rule(base: Config) -> str:
+    rule = base.data.partition
+    return f"data.partition={rule if rule.startswith('dirichlet') else 'dirichlet_equal'}"
+
+
+ONE = (REFERENCE,)
+SAM = "dp-fedsam"
 PRESETS = {
     "ablation-components": Preset("Components of DP-FedAdamW", "", None, components, "full"),
     "ablation-aggregation": Preset(
@@ -149,10 +151,11 @@ PRESETS = {
 def preset_arms(
     name: str, algorithms: Methods | None, base: Config, registry: Registry, grids: Grids
 ) -> tuple[Preset, list[Arm]]:
-    """The arms of a preset, for the given methods where it takes any."""
+    """Return a preset and its arms, for these methods if the preset does not fix them."""
     if name not in PRESETS:
         raise DpfedError(
-            f"--preset {name!r} is not known{nearest(name, PRESETS)}; there are: {', '.join(PRESETS)}"
+            f"--preset {name!r} is not known{nearest(name, PRESETS)}; "
+            f"there are: {', '.join(PRESETS)}"
         )
     preset = PRESETS[name]
     if algorithms is not None and preset.methods is None:
@@ -165,33 +168,19 @@ def preset_arms(
     arms = []
     for row, column, text in cells:
         against = preset.reference or labels.get((REFERENCE, column))
-        arms.append(
-            make_arm(
-                labels[row, column],
-                text,
-                registry,
-                grids,
-                row=row,
-                column=column,
-                reference=against,
-            )
-        )
-    home = _home(arms, [text for _, _, text in cells], base, registry)
+        place = {"row": row, "column": column, "reference": against}
+        arms.append(make_arm(labels[row, column], text, registry, grids, **place))
     if len({arm.row for arm in arms}) == 1 and preset.reference is None:
-        arms = [dataclasses.replace(arm, reference=home) for arm in arms]
+        unchanged = _unchanged(arms, cells[0][2].partition(":")[0], base, registry)
+        arms = [dataclasses.replace(arm, reference=unchanged) for arm in arms]
     return preset, arms
 
 
-def _home(
-    arms: Sequence[Arm], texts: Sequence[str], base: Config, registry: Registry
-) -> str | None:
-    """With one method only: the arm that is the configuration as it stands, if the axis holds its value."""
-    if len({arm.row for arm in arms}) != 1:
-        return None
-    name = texts[0].partition(":")[0]
+def _unchanged(arms: Sequence[Arm], name: str, base: Config, registry: Registry) -> str | None:
+    """Return the label of the arm whose value is the configuration's own, None without one."""
     plain = make_arm(name, name, registry, {})
-    tables, start = to_dict(base), tuple(grid[0] for grid in plain.space)
-    unchanged = plain.configure(tables, start, registry)
-    return next(
-        (arm.label for arm in arms if arm.configure(tables, start, registry) == unchanged), None
-    )
+    tables = to_dict(base)
+    start = tuple(grid[0] for grid in plain.space)
+    wanted = plain.configure(tables, start, registry)
+    found = (arm.label for arm in arms if arm.configure(tables, start, registry) == wanted)
+    return next(found, None)

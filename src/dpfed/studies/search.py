@@ -1,16 +1,18 @@
-"""A search for the best rates that spends the same number of runs on every method. No I/O, nothing at random.
+"""A search for the best learning rates that spends the same number of runs on every method.
 
-A space is one grid per tuned key; a point is one value per key. Every arm begins with as many points as the largest
-grid has. After that each stage gives every arm one more: outside the range by the grid's ratio where the best value (or
-one as good) is at an edge of what was tried, else between the best value and its better neighbour. There are at least
-`extra` stages, and more, up to `limit`, while any arm is at an edge. What comes next follows from the scores alone, so a
-search that was interrupted goes on as if it had not been.
+A space has one grid per tuned key; a point is one value per key. Every method begins with as many
+points as the largest grid has values. Each further stage adds one point to every method:
 
-The best is the highest accuracy, but accuracies within one standard error of it are told apart by their loss: on a small
-validation set many rates reach the same count of right answers, even ones too small to have trained anything.
+    best value at an edge of the tried values    the next value outside, by the grid's ratio
+    best value inside                            between the best value and its better neighbour
 
-Where no rate is better than one answer for all records, nothing says in which direction better ones lie: the arm is at both
-edges, and they take turns, larger rates first.
+There are at least `extra` stages, and up to `limit` while the best value of any method is at an
+edge. The next points follow from the scores alone, so an interrupted search can be resumed.
+
+The best point has the highest accuracy. Among accuracies within one standard error of it, the
+lowest loss decides: on a small validation set many rates reach the same number of right answers.
+If no rate is better than one answer for all records, the direction of better rates is unknown. Then
+both edges take turns, larger rates first.
 """
 
 from __future__ import annotations
@@ -25,10 +27,20 @@ Grid = tuple[float, ...]
 Space = tuple[Grid, ...]
 Point = tuple[float, ...]
 
+EXTRA = 2
+LIMIT = 5
+# A loss below this share of the blind loss shows that the model has learned.
+TAUGHT = 0.98
+# The ratio of a grid with one value.
+LONE = math.sqrt(10)
+
 
 class Score(NamedTuple):
-    """On the validation half; `error` is the standard error of the accuracy, given how many records that has. `blind_accuracy`
-    and `blind_loss` are those of the best answer that is the same for all of them, 0 where there is none."""
+    """The result of a point on the validation half.
+
+    error                       standard error of the accuracy
+    blind_accuracy, blind_loss  of the best answer that is the same for all records, 0 if unknown
+    """
 
     accuracy: float
     loss: float = 0.0
@@ -41,26 +53,23 @@ Scores = Mapping[Point, Score]
 
 
 def mean(scores: Sequence[Score]) -> Score:
-    """Of several seeds. All are scored on the same records, so their error is not smaller than that of one such score; it is
-    larger where seeds differ by more than that."""
+    """Return the mean score of several seeds.
+
+    All seeds are scored on the same records. So the error is at least that of one seed, and larger
+    if the seeds differ by more.
+    """
     count = len(scores)
     accuracy = sum(score.accuracy for score in scores) / count
+    loss = sum(score.loss for score in scores) / count
     spread = sum((score.accuracy - accuracy) ** 2 for score in scores) / max(1, count - 1)
     error = max(math.sqrt(spread / count), sum(score.error for score in scores) / count)
-    first = max(
-        scores, key=lambda score: score.blind_accuracy
-    )  # a seed that diverged may not know it
-    return first._replace(
-        accuracy=accuracy, loss=sum(score.loss for score in scores) / count, error=error
-    )
-
-
-EXTRA, LIMIT = 2, 5
-TAUGHT = 0.98  # a loss below this share of the blind one has learned something
-LONE = math.sqrt(10)  # the ratio of a grid with one value
+    # A seed that diverged may not know the blind accuracy.
+    informed = max(scores, key=lambda score: score.blind_accuracy)
+    return informed._replace(accuracy=accuracy, loss=loss, error=error)
 
 
 def largest(spaces: Sequence[Space]) -> int:
+    """Return the number of values of the largest grid."""
     return max((len(grid) for space in spaces for grid in space), default=0)
 
 
@@ -71,15 +80,15 @@ def next_points(
     limit: int = LIMIT,
     first: int | None = None,
 ) -> list[list[Point]]:
-    """For each arm the points to run now; all empty when the search is over. An arm without keys needs none.
+    """Return the points that each method runs next; all lists are empty at the end of the search.
 
-    first  how many points every arm begins with; given by a study in which an arm has failed, so that it stays the same
+    first  the number of points of the first stage, if methods that have failed are left out
     """
     first = largest(spaces) if first is None else first
-    arms = [i for i, space in enumerate(spaces) if space]
+    tuned = [i for i, space in enumerate(spaces) if space]
     todo: list[list[Point]] = [[] for _ in spaces]
-    target = points_per_arm([scored[i] for i in arms], first, extra, limit)
-    for i in arms:
+    target = points_per_arm([scored[i] for i in tuned], first, extra, limit)
+    for i in tuned:
         if len(scored[i]) < target:
             missing = [point for point in initial(spaces[i], first) if point not in scored[i]]
             todo[i] = missing or [propose(spaces[i], scored[i])]
@@ -87,9 +96,9 @@ def next_points(
 
 
 def points_per_arm(scored: Sequence[Scores], first: int, extra: int, limit: int) -> int:
-    """Return how many points every tuned arm gets, as far as the scores say now.
+    """Return the number of points of every tuned method, as far as the scores tell now.
 
-    The number can still grow, up to `first + limit`, until every arm has this many points.
+    The number can still grow, up to `first + limit`, until every method has this many points.
     """
     counts = [len(scores) for scores in scored]
     if not counts:
@@ -102,13 +111,16 @@ def points_per_arm(scored: Sequence[Scores], first: int, extra: int, limit: int)
 
 
 def initial(space: Space, count: int) -> list[Point]:
-    """One key: its grid. Several keys: `count` points of the cross through the middle of their grids."""
+    """Return the first points: a grid, or for several keys `count` points of a cross.
+
+    The cross goes through the middle of all grids.
+    """
     if len(space) == 1:
         return [(value,) for value in sorted(space[0])]
     grids = [sorted(grid) for grid in space]
     middle = [(len(grid) - 1) // 2 for grid in grids]
     points = [tuple(grid[m] for grid, m in zip(grids, middle, strict=True))]
-    for distance in range(1, max(len(grid) for grid in grids)):
+    for distance in range(1, max(map(len, grids))):
         for sign in (1, -1):
             for key, grid in enumerate(grids):
                 at = middle[key] + sign * distance
@@ -118,14 +130,23 @@ def initial(space: Space, count: int) -> list[Point]:
 
 
 def best(scored: Scores) -> Point:
-    """The winner; among equals the smallest rates."""
+    """Return the winner, or the one with the smallest rates if there are several."""
     return min(winners(scored))
 
 
+def _close_to_top(scored: Scores) -> dict[Point, Score]:
+    """Return the points whose accuracy is within one standard error of the highest."""
+    top = _top(scored)
+    return {point: s for point, s in scored.items() if s.accuracy >= top.accuracy - top.error}
+
+
+def _top(scored: Scores) -> Score:
+    return max(scored.values(), key=lambda score: score.accuracy)
+
+
 def winners(scored: Scores) -> list[Point]:
-    """The points with the lowest loss among those as accurate as the best, up to its error; mostly one."""
-    top = max(scored.values(), key=lambda score: score.accuracy)
-    close = {point: s for point, s in scored.items() if s.accuracy >= top.accuracy - top.error}
+    """Return the points with the lowest loss among those close to the highest accuracy."""
+    close = _close_to_top(scored)
     lowest = min(score.loss for score in close.values())
     return [point for point, score in close.items() if score.loss == lowest]
 
@@ -133,18 +154,17 @@ def winners(scored: Scores) -> list[Point]:
 def decision(scored: Scores) -> str:
     """Return the score of the best point in words, and what decided for it: accuracy or loss."""
     chosen = scored[best(scored)]
-    top = max(scored.values(), key=lambda score: score.accuracy)
-    close = [score for score in scored.values() if score.accuracy >= top.accuracy - top.error]
+    close = _close_to_top(scored)
     if len(close) == 1:
         return f"the highest accuracy, {show_score(chosen.accuracy)}"
     return (
-        f"the lowest loss, {show_score(chosen.loss, 4)}, of {len(close)} tries within one standard error "
-        f"of the highest accuracy, {show_score(top.accuracy)}"
+        f"the lowest loss, {show_score(chosen.loss, 4)}, of {len(close)} tries within one standard "
+        f"error of the highest accuracy, {show_score(_top(scored).accuracy)}"
     )
 
 
 def lost(scored: Scores) -> bool:
-    """Whether no rate has taught anything: none is better than one answer for all, by accuracy or by loss."""
+    """Return True if no rate is better than one answer for all records, by accuracy or loss."""
     top = max(scored.values(), key=lambda score: (score.accuracy, -score.loss))
     least = min(score.loss for score in scored.values())
     return (
@@ -155,56 +175,59 @@ def lost(scored: Scores) -> bool:
 
 
 def at_edges(scored: Scores) -> list[bool]:
-    """For each key whether a best value, or one as good, is the smallest or the largest that was tried."""
-    ends = [_ends(scored, key) for key in range(len(best(scored)))]
-    return [low or high for low, high in ends]
+    """Return for each key if a winning value is the smallest or the largest tried value."""
+    return [any(_edges(scored, key)) for key in range(len(best(scored)))]
 
 
-def _ends(scored: Scores, key: int) -> tuple[bool, bool]:
+def _edges(scored: Scores, key: int) -> tuple[bool, bool]:
+    """Return (lower, upper): True if better values may lie beyond that edge."""
     tried = {point[key] for point in scored}
     if lost(scored):
-        return True, any(
-            math.isfinite(score.loss) for point, score in scored.items() if point[key] == max(tried)
-        )
+        at_top = [score for point, score in scored.items() if point[key] == max(tried)]
+        return True, any(math.isfinite(score.loss) for score in at_top)
     good = {point[key] for point in winners(scored)}
     return min(tried) in good, max(tried) in good
 
 
 def propose(space: Space, scored: Scores) -> Point:
-    """The next point: a key whose best value is at an edge comes first; several keys, and both edges, take turns."""
+    """Return the next point. Keys at an edge come first; several such keys take turns."""
     edges = at_edges(scored)
     keys = [key for key, edge in enumerate(edges) if edge] or list(range(len(edges)))
     key = keys[len(scored) % len(keys)]
-    values = sorted({point[key] for point in scored})
     if edges[key]:
-        low, high = _ends(scored, key)
-        diverged = math.isinf(
-            scored[best(scored)].loss
-        )  # all of them, then: the rates are too large
-        up = high and (not low or (not diverged and _larger_next(values, space[key])))
-        end, factor = (values[-1], ratio(space[key])) if up else (values[0], 1 / ratio(space[key]))
-        start = best({point: score for point, score in scored.items() if point[key] == end})
-        return _moved(start, key, _rounded(end * factor, values))
-
+        return _beyond_edge(space[key], scored, key)
+    values = sorted({point[key] for point in scored})
     top = best(scored)
     at = values.index(top[key])
     beside = (values[at - 1], values[at + 1])
     neighbour = best({point: score for point, score in scored.items() if point[key] in beside})[key]
-    if (
-        _moved(top, key, neighbour) not in scored
-    ):  # with several keys: a value that was tried elsewhere only
+    # With several keys, the neighbour may have been tried only with other values of other keys.
+    if _moved(top, key, neighbour) not in scored:
         return _moved(top, key, neighbour)
     return _moved(top, key, _rounded(math.sqrt(top[key] * neighbour), values))
 
 
-def _larger_next(tried: Sequence[float], grid: Grid) -> bool:
-    """Whether it is the turn of the upper edge: it is no farther from the middle of the grid than the lower one."""
+def _beyond_edge(grid: Grid, scored: Scores, key: int) -> Point:
+    low, high = _edges(scored, key)
+    values = sorted({point[key] for point in scored})
+    # If even the best point has diverged, all rates are too large.
+    all_diverged = math.isinf(scored[best(scored)].loss)
+    up = high and (not low or (not all_diverged and _upper_edge_is_next(values, grid)))
+    end = values[-1] if up else values[0]
+    factor = ratio(grid) if up else 1 / ratio(grid)
+    start = best({point: score for point, score in scored.items() if point[key] == end})
+    return _moved(start, key, _rounded(end * factor, values))
+
+
+def _upper_edge_is_next(tried: Sequence[float], grid: Grid) -> bool:
+    """Return True if the upper edge is no farther from the grid's middle than the lower edge."""
     middle = math.sqrt(max(grid) * min(grid))
-    return max(tried) / middle <= 1.01 * middle / min(tried)  # values are rounded
+    tolerance_for_rounding = 1.01
+    return max(tried) / middle <= tolerance_for_rounding * middle / min(tried)
 
 
 def ratio(grid: Grid) -> float:
-    """The mean ratio of neighbouring values."""
+    """Return the mean ratio of neighbouring values."""
     if len(grid) < 2:
         return LONE
     return float((max(grid) / min(grid)) ** (1 / (len(grid) - 1)))
@@ -215,6 +238,6 @@ def _moved(point: Point, key: int, value: float) -> Point:
 
 
 def _rounded(lr: float, tried: Sequence[float]) -> float:
-    """Three digits are easier to read and repeat; all of them where three would give a value that was tried."""
+    """Return the rate with three digits, or with all if three give a tried value."""
     short = float(f"{lr:.3g}")
     return lr if short in tried else short

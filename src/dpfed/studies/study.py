@@ -1,4 +1,7 @@
-"""A study: search, then the reported seeds. What is still to be done follows from what is done, so it can be resumed."""
+"""A study: a search of learning rates, then the reported seeds.
+
+The next runs follow from the finished ones, so an interrupted study can be resumed.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from dpfed.config import Config, Registry, build, to_dict
+from dpfed.config import Config, Registry, to_dict
 from dpfed.config.key_history import as_first_written
 from dpfed.errors import DpfedError
+from dpfed.report.run_reader import STUDY_FILE
 from dpfed.studies.arms import Arm
 from dpfed.studies.outcomes import Outcome, Task, clear, key_of, read_outcome
+from dpfed.studies.packs import ALONE, Packing, packs_of
 from dpfed.studies.search import (
     EXTRA,
     LIMIT,
@@ -28,16 +33,24 @@ from dpfed.studies.search import (
     next_points,
     points_per_arm,
 )
-from dpfed.training.backends.batched_runs import pack_key
 from dpfed.training.run_folder.files import MODEL
 
-TUNING_SEED = 1_000_003  # so far from the reported ones that no study reaches it
-STUDY, RUNS, LOCK = "study.json", "runs", ".lock"
+# Seeds of the search start here, far beyond the reported seeds of any study.
+TUNING_SEED = 1_000_003
+STUDY = STUDY_FILE
+RUNS = "runs"
+LOCK = ".lock"
 
 
 @dataclass(frozen=True)
 class Study:
-    """What is asked: arms on a base configuration, so many reported seeds, so large a search, each of its points so often."""
+    """The description of a study.
+
+    base          the configuration that the arms change
+    seeds         number of reported seeds
+    extra, limit  stages of the search, see `next_points`
+    search_seeds  number of seeds of each point of the search
+    """
 
     base: Mapping[str, Any]
     arms: tuple[Arm, ...]
@@ -50,10 +63,11 @@ class Study:
 
     @property
     def asked(self) -> dict[str, Any]:
-        """As JSON: two studies with the same answer are the same study."""
+        """The description as JSON; equal descriptions are the same study."""
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        # Studies from before this key have no entry.
         if self.search_seeds == 1:
-            del plain["search_seeds"]  # as in studies that are older than it
+            del plain["search_seeds"]
         return plain
 
     @property
@@ -63,7 +77,10 @@ class Study:
 
 @dataclass(frozen=True)
 class ArmResult:
-    """What an arm came to. `tuned`: every point of its search and its score on the validation half."""
+    """The results of an arm.
+
+    tuned  the score on the validation half of every point of the search
+    """
 
     arm: Arm
     point: Point | None
@@ -75,7 +92,7 @@ class ArmResult:
 
 @dataclass(frozen=True)
 class Planned:
-    """The number of runs of a study, `at_least` so many while its search can still grow."""
+    """The number of runs of a study; `at_least` is True while its search can still grow."""
 
     runs: int
     at_least: bool
@@ -83,10 +100,10 @@ class Planned:
 
 @dataclass(frozen=True)
 class EndedRun:
-    """A run of a study that is done.
+    """A run of a study that has ended.
 
-    fresh  it was run just now, not found in the folder
-    done   runs so far, this one included
+    fresh  True if this process has started it, False if its folder had the result
+    done   number of ended runs, this one included
     """
 
     task: Task
@@ -97,6 +114,8 @@ class EndedRun:
 
 
 class Runner(Protocol):
+    """An executor of tasks, such as `Pool`."""
+
     def free(self) -> bool: ...
     def start(self, task: Task, folder: Path) -> None: ...
     def start_pack(self, pack: Sequence[tuple[Task, Path]]) -> None: ...
@@ -105,7 +124,7 @@ class Runner(Protocol):
 
 @dataclass
 class Progress:
-    """The study as far as it has come: outcomes by key of the run."""
+    """The state of a study: the outcomes of its runs by their keys."""
 
     study: Study
     registry: Registry
@@ -113,62 +132,76 @@ class Progress:
     _tasks: dict[tuple[int, Point, int, bool], Task] = field(default_factory=dict)
 
     def task(self, arm: int, point: Point, seed: int, tuning: bool = False) -> Task:
-        """The run of an arm at a point with the reported seed of that number, or with that of the search."""
-        if (arm, point, seed, tuning) not in self._tasks:
-            self._tasks[arm, point, seed, tuning] = make_task(
-                self.study, arm, point, seed, self.registry, tuning
-            )
-        return self._tasks[arm, point, seed, tuning]
+        """Return the run of an arm at a point, with the seed of that number."""
+        place = (arm, point, seed, tuning)
+        if place not in self._tasks:
+            self._tasks[place] = make_task(self.study, arm, point, seed, self.registry, tuning)
+        return self._tasks[place]
 
     def tries(self, arm: int, point: Point) -> list[Task]:
-        """The runs of the search at a point."""
+        """Return the runs of the search at a point."""
         return [self.task(arm, point, seed, tuning=True) for seed in range(self.study.search_seeds)]
 
     def failure(self, arm: int) -> str | None:
-        mine = [task for (a, *_), task in self._tasks.items() if a == arm]
-        return next(
-            (o.failed for t in mine if (o := self.outcomes.get(t.key)) is not None and o.failed),
-            None,
-        )
+        """Return why the arm's first failed run has failed, None without a failure."""
+        for (number, *_), task in self._tasks.items():
+            outcome = self.outcomes.get(task.key)
+            if number == arm and outcome is not None and outcome.failed:
+                return outcome.failed
+        return None
 
     def scored(self, arm: int) -> dict[Point, Score]:
-        """The points of the search that are done, by the mean over its seeds."""
+        """Return the points of the search whose seeds have all ended, with their mean scores."""
         points = dict.fromkeys(point for a, point, _, tuning in self._tasks if a == arm and tuning)
-        found = {p: [self.outcomes.get(task.key) for task in self.tries(arm, p)] for p in points}
-        return {
-            p: mean([o.score for o in all_ if o is not None])
-            for p, all_ in found.items()
-            if None not in all_
-        }
+        out = {}
+        for point in points:
+            found = [self.outcomes.get(task.key) for task in self.tries(arm, point)]
+            scores = [outcome.score for outcome in found if outcome is not None]
+            if len(scores) == len(found):
+                out[point] = mean(scores)
+        return out
+
+    def _first_points(self) -> int:
+        return largest([arm.space for arm in self.study.arms])
+
+    def _working_arms(self) -> list[int]:
+        """Return the arms without a failed run."""
+        return [i for i in range(len(self.study.arms)) if self.failure(i) is None]
 
     def wanted(self) -> list[Task]:
-        """What can be run now, the longest first: points of the search, or, when that is over, reported seeds."""
-        arms = [i for i in range(len(self.study.arms)) if self.failure(i) is None]
-        spaces = [self.study.arms[i].space for i in arms]
-        first = largest([arm.space for arm in self.study.arms])
+        """Return the runs that can start now, the longest first.
+
+        These are points of the search, and the reported seeds once the search is over.
+        """
+        study = self.study
+        arms = self._working_arms()
         points = next_points(
-            spaces, [self.scored(i) for i in arms], self.study.extra, self.study.limit, first
+            [study.arms[i].space for i in arms],
+            [self.scored(i) for i in arms],
+            study.extra,
+            study.limit,
+            self._first_points(),
         )
         tasks = [
-            t
+            task
             for i, todo in zip(arms, points, strict=True)
             for point in todo
-            for t in self.tries(i, point)
+            for task in self.tries(i, point)
         ]
         if not tasks:
             tasks = [
-                self.task(i, self.chosen(i), seed) for i in arms for seed in range(self.study.seeds)
+                self.task(i, self.chosen(i), seed) for i in arms for seed in range(study.seeds)
             ]
         missing = {task.key: task for task in tasks if task.key not in self.outcomes}
         return sorted(missing.values(), key=lambda task: -task.cost)
 
     def planned(self) -> Planned:
-        """Return how many different runs the study takes, by what is known now."""
+        """Return the number of different runs of the study, as far as it is known now."""
         study = self.study
-        live = [i for i in range(len(study.arms)) if self.failure(i) is None]
+        live = self._working_arms()
         tuned = [i for i in live if study.arms[i].grids]
         scored = [self.scored(i) for i in tuned]
-        first = largest([arm.space for arm in study.arms])
+        first = self._first_points()
         points = points_per_arm(scored, first, study.extra, study.limit)
         searching = any(len(scores) < points for scores in scored)
         done_of_failed = {task.key for (arm, *_), task in self._tasks.items() if arm not in live}
@@ -181,13 +214,13 @@ class Progress:
         return Planned(runs, at_least=points < first + study.limit)
 
     def keys_of(self, arms: Sequence[int]) -> set[str]:
-        """Return the keys of all runs of these arms, whose search is over."""
+        """Return the keys of all runs of these arms, after the end of the search."""
         searched = {task.key for (arm, *_), task in self._tasks.items() if arm in arms}
         seeds = range(self.study.seeds)
         return searched | {self.task(i, self.chosen(i), seed).key for i in arms for seed in seeds}
 
     def signature(self, arm: int) -> tuple[str, Any]:
-        """Return what is equal for arms with equal configurations, which share their runs."""
+        """Return a value that is equal for arms with equal configurations, which share runs."""
         space = self.study.arms[arm].space
         first = initial(space, 1)[0] if space else ()
         return make_task(self.study, arm, first, 0, self.registry).key, space
@@ -213,49 +246,41 @@ class Progress:
 def make_task(
     study: Study, arm: int, point: Point, seed: int, registry: Registry, tuning: bool = False
 ) -> Task:
+    """Return the run of an arm at a point, with the reported seed or the search seed."""
     this = study.arms[arm]
     config = this.configure(study.base, point, registry)
-    first, run = config.run.seed, config.run
+    run = config.run
+    changes: dict[str, Any] = {"seed": run.seed + seed, "eval_on": "test"}
+    phase = f"seed {run.seed + seed}"
     if tuning:
-        # scored once, at its end; with a budget the end may come sooner
-        every = run.eval_every if config.privacy.budget is not None else run.rounds
-        run = dataclasses.replace(
-            run,
-            seed=first + TUNING_SEED + seed,
-            eval_on="validation",
-            eval_every=every,
-            checkpoint_every=0,
-        )
-    else:
-        run = dataclasses.replace(run, seed=first + seed, eval_on="test", checkpoint_every=0)
-    config = dataclasses.replace(config, run=run)
-    tables = to_dict(config)
+        # One evaluation at the end is enough, unless a budget may end the run sooner.
+        every = run.rounds if config.privacy.budget is None else run.eval_every
+        seed_of_search = run.seed + TUNING_SEED + seed
+        changes = {"seed": seed_of_search, "eval_on": "validation", "eval_every": every}
+        phase = f"tuning {seed + 1}" if study.search_seeds > 1 else "tuning"
+    run = dataclasses.replace(run, **changes, checkpoint_every=0)
+    tables = to_dict(dataclasses.replace(config, run=run))
     rates = " ".join(f"{key}={lr:g}" for key, lr in zip(this.grids, point, strict=True))
-    phase = (
-        f"seed {first + seed}"
-        if not tuning
-        else f"tuning {seed + 1}"
-        if study.search_seeds > 1
-        else "tuning"
-    )
-    # The same key in every version, so that a study goes on where an earlier one stopped.
+    # The key is equal in every version, so that a newer version resumes a study.
     key = key_of(as_first_written(tables))
     return Task(key, f"{this.label}  {rates}  {phase}", tables, tuning, cost_of(config))
 
 
 def cost_of(config: Config) -> float:
-    """Gradients of records that a run computes, but for constants."""
-    run, releases = config.run, config.algorithm.releases
+    """Return the number of per-record gradients of a run, up to a constant factor."""
+    run = config.run
+    releases = config.algorithm.releases
     batch = config.privacy.batch or (config.privacy.rate or 0) * 1000
     per_step = run.participation * config.data.clients * batch
     return float(run.rounds * run.local_steps * per_step * releases.batches * releases.releases)
 
 
 def check(study: Study, registry: Registry) -> None:
-    """Everything that can be refused before the first run is."""
+    """Refuse a study whose runs cannot start."""
     if study.base["run"]["noise"] == "os":
         raise DpfedError(
-            'dpfed compare runs many times on the same records, which real noise would have to pay for each time: set run.noise = "seeded"'
+            "dpfed compare runs many times on the same records, which real noise would have to "
+            'pay for each time: set run.noise = "seeded"'
         )
     if study.seeds < 1:
         raise DpfedError(f"--seeds {study.seeds} must be at least 1")
@@ -265,38 +290,37 @@ def check(study: Study, registry: Registry) -> None:
         run = arm.configure(study.base, tuple(grid[0] for grid in arm.space), registry).run
         if (run.noise, run.seed, run.eval_on) != ("seeded", study.base["run"]["seed"], "all"):
             raise DpfedError(
-                f"{arm.label}: run.seed, run.noise and run.eval_on are set by the study, leave them out"
+                f"{arm.label}: run.seed, run.noise and run.eval_on are set by the study, "
+                "leave them out"
             )
 
 
 def claim(out: Path, study: Study, force: bool) -> TextIO:
-    """Makes the folder this study's; nobody else can write to it until the returned file is closed."""
-    mine = out / STUDY
-    if (
-        out.exists()
-        and not mine.exists()
-        and (not out.is_dir() or any(p.name != LOCK for p in out.iterdir()))
-    ):
+    """Write the study's description and lock its folder until the returned file is closed."""
+    description = out / STUDY
+    occupied = out.exists() and (not out.is_dir() or any(p.name != LOCK for p in out.iterdir()))
+    if occupied and not description.exists():
         raise DpfedError(f"{out} is not empty and not a study: choose another --out")
+    asked = json.dumps(study.asked, indent=2) + "\n"
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock = (out / LOCK).open("w")
         try:
-            fcntl.flock(
-                lock, fcntl.LOCK_EX | fcntl.LOCK_NB
-            )  # ends with the process, however that ends
+            # The lock ends with the process, even after a kill.
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DpfedError(
                 f"another dpfed compare is at work in {out}: wait for it or stop it"
             ) from None
-        asked = json.dumps(study.asked, indent=2) + "\n"
-        if mine.exists() and mine.read_bytes() != asked.encode() and not force:
+        is_other = description.exists() and description.read_bytes() != asked.encode()
+        if is_other and not force:
             raise DpfedError(
-                f"{out} holds another study: choose another --out, or --force to replace it (runs that both need are kept)"
+                f"{out} holds another study: choose another --out, or --force to replace it "
+                "(runs that both need are kept)"
             )
-        scratch = mine.with_suffix(".tmp")
+        scratch = description.with_suffix(".tmp")
         scratch.write_text(asked, encoding="utf-8")
-        scratch.replace(mine)
+        scratch.replace(description)
     except OSError as error:
         raise DpfedError(f"the folder {out} cannot be written: {error.strerror or error}") from None
     return lock
@@ -308,47 +332,50 @@ def conduct(
     runner: Runner,
     registry: Registry,
     on_run: Callable[[EndedRun], None] = lambda ended: None,
-    pack: int = 1,
-    workers: int = 1,
+    packing: Packing = ALONE,
 ) -> list[ArmResult]:
-    """Run all that is not done yet and return the arms' results.
+    """Run all that is missing and return the results of the arms.
 
-    `on_run` is called with every run that is done.
-
-    With `pack` up to so many runs go to a worker at once, where they can be computed together.
+    on_run  receives every run that has ended
     """
     progress = Progress(study, registry)
     running: dict[str, Task] = {}
-    done = 0
 
-    def tell(task: Task, outcome: Outcome, fresh: bool) -> None:
-        nonlocal done
-        done += 1
+    def end(task: Task, outcome: Outcome, fresh: bool, done: int) -> None:
         on_run(EndedRun(task, outcome, fresh, done, progress.planned()))
 
     while True:
         wanted = [task for task in progress.wanted() if task.key not in running]
-        found = {
-            task.key: o for task in wanted if (o := read_outcome(out / RUNS / task.key)) is not None
-        }
-        if found:
-            progress.outcomes.update(found)
+        done = len(progress.outcomes)
+        finished = _finished(wanted, out)
+        progress.outcomes |= finished
+        if finished:
             for task in wanted:
-                if task.key in found:
-                    if task.tuning:  # of a study that was killed before it had removed it
-                        (out / RUNS / task.key / MODEL).unlink(missing_ok=True)
-                    tell(task, found[task.key], False)
+                if task.key in finished:
+                    done += 1
+                    end(task, finished[task.key], False, done)
             continue
         if runner.free():
-            _fill(runner, packs_of(wanted, pack, workers, registry), running, out)
+            _fill(runner, packs_of(wanted, packing, registry), running, out)
         if not running:
             return progress.results()
         key, failed = runner.wait()
-        task = running.pop(key)
         outcome = read_outcome(out / RUNS / key) if failed is None else None
-        outcome = outcome or Outcome(failed=failed or "the run left no result")
-        progress.outcomes[key] = outcome
-        tell(task, outcome, True)
+        progress.outcomes[key] = outcome or Outcome(failed=failed or "the run left no result")
+        end(running.pop(key), progress.outcomes[key], True, len(progress.outcomes))
+
+
+def _finished(tasks: Sequence[Task], out: Path) -> dict[str, Outcome]:
+    """Return the outcomes that an earlier start of the study has left."""
+    found = {}
+    for task in tasks:
+        outcome = read_outcome(out / RUNS / task.key)
+        if outcome is not None:
+            found[task.key] = outcome
+            # A study that was killed may have left the model of a search.
+            if task.tuning:
+                (out / RUNS / task.key / MODEL).unlink(missing_ok=True)
+    return found
 
 
 def _fill(
@@ -364,21 +391,3 @@ def _fill(
         else:
             runner.start_pack([(task, out / RUNS / task.key) for task in pack])
         running.update({task.key: task for task in pack})
-
-
-def packs_of(
-    tasks: Sequence[Task], most: int, workers: int, registry: Registry
-) -> list[list[Task]]:
-    """Tasks that can be computed together, up to `most`, in the order given; no more than leaves every worker a share."""
-    if most == 1:
-        return [[task] for task in tasks]
-    kinds: dict[Any, list[Task]] = {}
-    for task in tasks:
-        key = pack_key(build(task.tables, registry))
-        kinds.setdefault(task.key if key is None else ("pack", key), []).append(task)
-    packs = []
-    for kind in kinds.values():
-        count = max(-(-len(kind) // most), min(workers, len(kind)))
-        size = -(-len(kind) // count)
-        packs += [kind[i : i + size] for i in range(0, len(kind), size)]
-    return packs

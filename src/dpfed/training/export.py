@@ -26,11 +26,8 @@ from dpfed.model.task import InputSpec
 from dpfed.privacy.noise import Streams
 from dpfed.registry import registry
 from dpfed.training.budget.prior_spending import SPENDING, spending_of
-from dpfed.training.budget.recorded_spending import (
-    NO_PRIVACY,
-    RecordedSpending,
-    read_recorded_spending,
-)
+from dpfed.training.budget.recorded_spending import RecordedSpending, read_recorded_spending
+from dpfed.training.budget.release import NO_PRIVACY
 from dpfed.training.job.model import block_rules
 from dpfed.training.run_folder.atomic_file import short_errors, write_file
 from dpfed.training.run_folder.embedded_record import embed
@@ -104,7 +101,8 @@ def export(trained: Trained, out: Path, merge: bool = False) -> str:
             "none"
         )
     peft = trained.parts.adapted.peft
-    record = json.dumps(spending_of(trained.result["release"], trained.accounts), indent=1)
+    realised = trained.accounts.realised if trained.accounts else None
+    record = json.dumps(spending_of(trained.result["release"], realised), indent=1)
     _configure(trained)
     kind = "model"
     with short_errors(out):

@@ -15,16 +15,8 @@ from dpfed.privacy.accounting.guarantee import refuse_large_delta
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.training.backends.client_state import ClientStates
 from dpfed.training.backends.execution import Execution
-from dpfed.training.budget.run_ledger import with_recorded_noise
-from dpfed.training.budget.spending import (
-    Budget,
-    Spending,
-    Spent,
-    budget_of,
-    open_ledger,
-    reopen_ledger,
-    spent_before,
-)
+from dpfed.training.budget.ledgers import run_ledger, with_recorded_noise
+from dpfed.training.budget.spending import Budget, Spending, budget_of
 from dpfed.training.callbacks.base import Callback, Callbacks
 from dpfed.training.callbacks.checkpoints import CheckpointWriter, checkpoints_due
 from dpfed.training.callbacks.diagnostics import Diagnostics, refuse_real_noise
@@ -137,7 +129,8 @@ def open_run(
         ledger: Ledger | None = None
         # The ledger before the checkpoints: its lock refuses a run that is still at work.
         if budget is not None and not job.served:
-            ledger = _open_ledger(job, budget, place)
+            released = resume and folder.last_round() > 0
+            ledger = run_ledger(job, budget, folder.ledger, name, released)
             stack.callback(ledger.close)
         yield _ready(job, place, (budget, ledger), execution, [trackers, watchers])
 
@@ -159,7 +152,7 @@ def _ready(
     remote: Any = backend if job.served else None
     checkpoints = Checkpoints(folder.checkpoints, job_hash(run_identity(job), job.theta), states)
     saved = _load_checkpoint(job, folder, checkpoints, remote) if place.resume else None
-    spending = _spending(job, *accounts, saved)
+    spending = Spending.of_run(job, *accounts, saved.taken if saved else None)
     if place.resume:
         _record_changes(job, place, saved)
     rounds = folder.rounds(saved.progress.t, saved.progress.state.result) if saved else []
@@ -206,18 +199,6 @@ def _client_states(job: Job, folder: RunFolder) -> ClientStates:
     return ClientStates(names, job.space.size, folder.checkpoints / "memory", limit)
 
 
-def _open_ledger(job: Job, budget: Budget, place: RunPlace) -> Ledger:
-    folder = place.folder
-    if place.resume and folder.ledger.exists():
-        return reopen_ledger(job, budget, folder.ledger, place.name)
-    if place.resume and folder.last_round() > 0:
-        raise DpfedError(
-            f"the ledger {folder.ledger} is gone, and with it what the run has spent: put it back, "
-            "or begin a new run"
-        )
-    return open_ledger(job, budget, folder.ledger, place.name)
-
-
 def _load_checkpoint(
     job: Job, folder: RunFolder, checkpoints: Checkpoints, remote: Any
 ) -> Saved | None:
@@ -230,25 +211,6 @@ def _load_checkpoint(
     if remote is not None and saved is not None:
         remote.restore(saved.backend)
     return saved
-
-
-def _spending(
-    job: Job, budget: Budget | None, ledger: Ledger | None, saved: Saved | None
-) -> Spending:
-    """Return the accounts of the run so far.
-
-    Real noise is spent for every attempt at a round, seeded noise once.
-    """
-    kept = Spent(saved.taken, {}) if saved else None
-    if ledger is None:
-        return Spending(job, budget, ledger, kept, by_choice=job.served)
-    charged = spent_before(ledger, job.plan.clients)
-    if kept is not None and bool((charged.taken < kept.taken).any()):
-        raise DpfedError(
-            f"the ledger {ledger.path} lacks rounds that the checkpoint knows of: "
-            "put back the newest copy"
-        )
-    return Spending(job, budget, ledger, charged if job.config.run.noise == "os" else kept)
 
 
 def _record_changes(job: Job, place: RunPlace, saved: Saved | None) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from dpfed.config import Config
 from dpfed.privacy.accounting.guarantee import assumptions
-from dpfed.training.budget.recorded_spending import NO_PRIVACY, SEEDED
+from dpfed.training.budget.release import NO_PRIVACY, SEEDED
 from dpfed.training.budget.spending import Spending
 from dpfed.training.job.job import Job
 from dpfed.training.job.message_size import traffic

@@ -1,4 +1,4 @@
-"""The benchmark: every way runs, a peer that cannot is a result, and ratios are what they say."""
+"""The benchmark: every way runs, a failed competitor is a result, ratios are correct."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_peer_that_fails_or_is_missing_is_a_result() -> None:
     assert measure("b", missing, device, 1, 1).failed == INSTALL_OPACUS  # type: ignore[arg-type]
 
 
-def test_on_a_cpu_all_ways_take_a_step_in_turn_and_who_begins_changes() -> None:
+def test_on_a_cpu_the_ways_take_turns_and_the_order_rotates() -> None:
     seen: list[str] = []
 
     def way(name: str) -> tuple[str, Callable[[], Step]]:
@@ -80,7 +80,7 @@ def test_on_a_cpu_all_ways_take_a_step_in_turn_and_who_begins_changes() -> None:
     assert all(m.processor is not None and m.peak is None for m in found if not m.failed)
 
 
-def test_each_step_is_timed_by_itself_and_the_median_counts() -> None:
+def test_the_median_of_single_steps_counts() -> None:
     def slow() -> None:
         time.sleep(0.02 if len(calls) == 2 else 0.0)
         calls.append(None)
@@ -91,7 +91,7 @@ def test_each_step_is_timed_by_itself_and_the_median_counts() -> None:
     )
     assert idle.milliseconds is not None
     assert busy.processor is not None
-    assert idle.milliseconds < 15  # the one slow step of three is not the median
+    assert idle.milliseconds < 15, "the one slow step of three is not the median"
     assert busy.processor > 4
 
 

@@ -8,11 +8,11 @@ import pytest
 
 from dpfed.cli.compare import PLAIN_WIDTH, choices, show_table
 from dpfed.cli.study_watch import StudyWatch
+from dpfed.report.tables import Row, Table, cells, shown_columns
 from dpfed.studies.arms import Arm
 from dpfed.studies.outcomes import Outcome, Task
 from dpfed.studies.search import Score
 from dpfed.studies.study import ArmResult, EndedRun, Planned
-from dpfed.studies.tables import Row, Table, cells, shown_columns
 
 ACCURACIES = (0.9106, 0.9217, 0.8994)
 TRAFFIC = {
@@ -35,7 +35,7 @@ def table() -> Table:
             rates={"lr": 0.00932, "server_lr": 0.0316},
             tuning_runs=7,
             accuracies=ACCURACIES,
-            reference=ACCURACIES,
+            difference=(0.0, 0.0),
             epsilon={"server_worst": 8.0, "third_party": 7.99},
             traffic=TRAFFIC,
         )

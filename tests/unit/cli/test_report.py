@@ -11,11 +11,11 @@ from command import dpfed
 from dpfed.config import build, load, to_dict
 from dpfed.registry import registry
 from dpfed.report.page import body, read_report
-from dpfed.report.study_reader import read_study
 from dpfed.studies.arms import parse_arms
 from dpfed.studies.outcomes import Task
 from dpfed.studies.output import write
 from dpfed.studies.study import Study, claim, conduct
+from dpfed.studies.study_reader import read_study
 from dpfed.training.run import run
 
 KEYS = (
@@ -69,20 +69,20 @@ def test_a_run_becomes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_study_becomes_a_page(study: Path) -> None:
-    listing, groups = read_study(study, public=False)
+    table, groups = read_study(study, public=False)
     # Larger than the only value that the search begins with.
     larger = {"lr": 0.949}
-    assert [(e.row.rates, e.row.tuning_runs) for e in listing.entries] == [(larger, 2)] * 2
-    assert [entry.row.label for entry in listing.entries] == ["dp-fedavg", "dp-fedsam"]
+    assert [(row.rates, row.tuning_runs) for row in table.rows] == [(larger, 2)] * 2
+    assert [row.label for row in table.rows] == ["dp-fedavg", "dp-fedsam"]
     assert [(group.label, len(group.runs)) for group in groups] == [
         ("dp-fedavg", 2),
         ("dp-fedsam", 2),
     ]
-    table = json.loads((study / "table.json").read_text())
-    for record, entry, group in zip(table["rows"], listing.entries, groups, strict=True):
-        assert entry.row.mean == pytest.approx(record["accuracy"])
-        assert sorted(group.accuracies) == sorted(entry.row.accuracies)
-    shown = body(read_report([study]))
+    records = json.loads((study / "table.json").read_text())["rows"]
+    for record, row, group in zip(records, table.rows, groups, strict=True):
+        assert row.mean == pytest.approx(record["accuracy"])
+        assert sorted(group.accuracies) == sorted(row.accuracies)
+    shown = body(read_report([study], read_study=read_study))
     # dp-fedsam releases each batch twice.
     assert "spends a larger epsilon than others" in shown
     assert "is in bold" not in shown, "one alone is compared with nobody"
@@ -95,7 +95,7 @@ def test_a_study_without_its_runs_has_its_table(study: Path, tmp_path: Path) -> 
     alone.mkdir()
     for name in ("study.json", "table.json"):
         (alone / name).write_bytes((study / name).read_bytes())
-    assert "dp-fedsam" in body(read_report([alone]))
+    assert "dp-fedsam" in body(read_report([alone], read_study=read_study))
     (alone / "table.json").write_text("{}")
     assert dpfed("report", str(alone)) == 2
     (alone / "table.json").unlink()

@@ -1,4 +1,4 @@
-"""Files changed at random: whatever is in them, only a sentence comes out, or a data set that is whole."""
+"""Files changed at random give a whole data set or an error of one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data sets through the `datasets` library: with the library where it is installed, with a stand-in for it everywhere."""
+"""Data sets of the `datasets` library, with the library if it is installed, else with a fake."""
 
 from __future__ import annotations
 
@@ -89,6 +89,15 @@ def test_splits_and_a_second_text(library: Any) -> None:
     ).load()
     assert source.test.inputs["text_pair"].tolist() == ["a"]
     assert len(source.classes) == 3
+
+
+def test_names_of_splits_and_a_subset(library: Any) -> None:
+    library.splits = {"first": text_split(2), "second": text_split(1)}
+    keys: Any = {"dataset": "d", "text": "sentence", "subset": "small"}
+    source = Hub(**keys, train_split="first", test_split="second").load()
+    assert (len(source.train), len(source.test)) == (2, 1)
+    with pytest.raises(DpfedError, match=r"data\.test_split is data\.train_split"):
+        Hub(**keys, train_split="first", test_split="first").load()
 
 
 def test_images(library: Any, tmp_path: Path) -> None:

@@ -1,13 +1,17 @@
-"""Partitions: disjoint, complete or said not to be, of the promised sizes, and repeatable (SPEC 1.1)."""
+"""Partitions are disjoint, repeatable and have the sizes that their rule promises."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dpfed.config import DataSection
 from dpfed.data.partition import RULES, Shards, partition, shards_of
+from dpfed.data.tables import Table
 from dpfed.errors import DpfedError
 
 
@@ -15,14 +19,22 @@ def labels_of(count: int, classes: int = 10, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, classes, count)
 
 
-def split(rule: str, labels: np.ndarray, clients: int, alpha: float = 0.5, seed: int = 0) -> Shards:
-    return partition(labels, clients, rule, alpha, np.random.default_rng(seed))
+def split(
+    rule: str,
+    labels: np.ndarray,
+    clients: int,
+    alpha: float = 0.5,
+    seed: int = 0,
+    **columns: np.ndarray,
+) -> Shards:
+    """Return the shards of records with these labels; columns may be `client` and `unit`."""
+    keys: dict[str, Any] = {f"{name}_column": name for name in columns}
+    section = DataSection(clients=clients, partition=rule, alpha=alpha, **keys)  # type: ignore[arg-type]
+    return partition(section, Table({}, labels, columns), np.random.default_rng(seed))
 
 
 def check_disjoint(shards: Shards, records: int) -> None:
-    assert len(np.unique(shards.records)) == len(
-        shards.records
-    )  # nobody twice, at one client or at two
+    assert len(np.unique(shards.records)) == len(shards.records)
     assert len(shards.records) == 0 or (
         shards.records.min() >= 0 and shards.records.max() < records
     )
@@ -59,8 +71,14 @@ def test_disjoint_and_complete_for_any_alpha(rule: str, alpha: float) -> None:
         assert shards.sizes.tolist() == [250] * 4  # floor(n/N), 3 left over
 
 
-@given(st.sampled_from(["iid", "dirichlet_equal"]), st.integers(1, 200), st.integers(1, 30), st.integers(1, 12),
-       st.sampled_from([1e-3, 0.1, 1.0, 100.0]), st.integers(0, 2**31))  # fmt: skip
+@given(
+    st.sampled_from(["iid", "dirichlet_equal"]),
+    st.integers(1, 200),
+    st.integers(1, 30),
+    st.integers(1, 12),
+    st.sampled_from([1e-3, 0.1, 1.0, 100.0]),
+    st.integers(0, 2**31),
+)
 @settings(max_examples=120, deadline=None)
 def test_equal_sizes_for_any_shape(
     rule: str, records: int, clients: int, classes: int, alpha: float, seed: int
@@ -75,8 +93,13 @@ def test_equal_sizes_for_any_shape(
     assert shards.sizes.tolist() == [records // clients] * clients
 
 
-@given(st.integers(20, 300), st.integers(1, 6), st.integers(1, 12), st.sampled_from([0.05, 1.0, 100.0]),
-       st.integers(0, 2**31))  # fmt: skip
+@given(
+    st.integers(20, 300),
+    st.integers(1, 6),
+    st.integers(1, 12),
+    st.sampled_from([0.05, 1.0, 100.0]),
+    st.integers(0, 2**31),
+)
 @settings(max_examples=80, deadline=None)
 def test_classwise_uses_every_record_or_names_the_empty_client(
     records: int, clients: int, classes: int, alpha: float, seed: int
@@ -117,7 +140,7 @@ def test_tiny_alpha_gives_a_client_almost_one_class_while_it_lasts() -> None:
 
 @pytest.mark.parametrize("alpha", [1e100, 1e308, float("inf")])
 def test_a_huge_alpha_is_even_not_one_hot(alpha: float) -> None:
-    """Its gamma draws overflow; falling back to a single class would be the opposite of what was asked for."""
+    """Its gamma draws overflow; equal shares are the limit, not a single class."""
     labels = np.repeat(np.arange(10), 200)
     assert skew(split("dirichlet_equal", labels, 10, alpha), labels) < 0.2
     assert skew(split("dirichlet_classwise", labels, 10, alpha), labels) < 0.2
@@ -169,29 +192,24 @@ def test_an_empty_client_is_named() -> None:
 
 def test_natural_follows_the_column() -> None:
     column = np.array(["oslo", "bonn", "oslo", "lima", "bonn", "oslo"])
-    shards = partition(
-        np.zeros(6, dtype=int), 99, "natural", 1.0, np.random.default_rng(0), owners=column
-    )
-    assert len(shards) == 3  # data.clients has no say
+    shards = split("natural", np.zeros(6, dtype=int), 99, client=column)
+    # data.clients has no effect.
+    assert len(shards) == 3
     assert [shards.of(i).tolist() for i in range(3)] == [[1, 4], [3], [0, 2, 5]]
     with pytest.raises(DpfedError, match="client_column"):
-        partition(np.zeros(6, dtype=int), 3, "natural", 1.0, np.random.default_rng(0))
+        split("natural", np.zeros(6, dtype=int), 3)
 
 
-@pytest.mark.parametrize("what", ["owners", "units"])
-def test_a_missing_name_is_refused(what: str) -> None:
-    """Records without a unit would become one common unit, and nobody's removal would be bounded by C."""
-    column = np.array([1.0, np.nan, 2.0, np.nan])
-    given_ = {"owners": np.array([0, 0, 1, 1]), what: column}
+@pytest.mark.parametrize("kind", ["client", "unit"])
+def test_a_missing_name_is_refused(kind: str) -> None:
+    """Records without a unit would form one unit, and removing one could move the sum beyond C."""
+    columns = {"client": np.array([0, 0, 1, 1]), kind: np.array([1.0, np.nan, 2.0, np.nan])}
     with pytest.raises(DpfedError, match="record 1 has no"):
-        partition(np.zeros(4, dtype=int), 2, "natural", 1.0, np.random.default_rng(0), **given_)
-
-
-# --- shards ------------------------------------------------------------------------------------------------------------
+        split("natural", np.zeros(4, dtype=int), 2, **columns)
 
 
 def naive(owner: np.ndarray, clients: int, units: np.ndarray | None) -> list[list[list[int]]]:
-    """client -> units -> records, by dictionaries."""
+    """Return the records of each unit of each client, found with dictionaries."""
     out = []
     for client in range(clients):
         groups: dict[int, list[int]] = {}
@@ -235,38 +253,27 @@ def test_a_unit_at_two_clients_is_one_unit_at_each() -> None:
 def test_every_unit_has_a_record() -> None:
     shards = split("dirichlet_equal", labels_of(300), 5)
     assert np.diff(shards.units).min() == 1
-    grouped = partition(
-        labels_of(300), 5, "iid", 1.0, np.random.default_rng(0), units=labels_of(300, 40)
-    )
+    grouped = split("iid", labels_of(300), 5, unit=labels_of(300, 40))
     assert np.diff(grouped.units).min() >= 1
     assert grouped.units[-1] == 300
 
 
-@pytest.mark.parametrize("kind", ["owners", "units"])
+@pytest.mark.parametrize("kind", ["client", "unit"])
 @pytest.mark.parametrize("missing", [None, float("nan")])
 def test_a_record_without_a_client_or_unit_is_named(kind: str, missing: object) -> None:
     column = np.array(["a", "b", missing, "a"], dtype=object)
     with pytest.raises(
         DpfedError, match=r"record 2 has no (client|unit): data\.(client|unit)_column"
     ):
-        partition(
-            np.zeros(4, dtype=int),
-            2,
-            "natural",
-            1.0,
-            np.random.default_rng(0),
-            **{"owners": np.arange(4), kind: column},
-        )
+        split("natural", np.zeros(4, dtype=int), 2, **{"client": np.arange(4), kind: column})
     mixed = np.array(["a", 1, 2, "b"], dtype=object)
     with pytest.raises(DpfedError, match="must hold texts or numbers, not both"):
-        partition(np.zeros(4, dtype=int), 2, "natural", 1.0, np.random.default_rng(0), owners=mixed)
+        split("natural", np.zeros(4, dtype=int), 2, client=mixed)
 
 
 def test_natural_clients_have_names() -> None:
     owners = np.array(["b", "a", "b"], dtype=object)
-    shards = partition(
-        np.zeros(3, dtype=int), 9, "natural", 1.0, np.random.default_rng(0), owners=owners
-    )
+    shards = split("natural", np.zeros(3, dtype=int), 9, client=owners)
     assert shards.names == ("a", "b")
     assert [shards.of(i).tolist() for i in range(2)] == [[1], [0, 2]]
     assert split("iid", labels_of(30), 3).names == ()

@@ -25,7 +25,7 @@ def test_the_registry_names_what_there_is() -> None:
     assert REGISTRY["npz"] is Npz
 
 
-# --- digits --------------------------------------------------------------------------------------------------------------
+# ---- digits
 
 
 def test_digits_have_shape_labels_and_range() -> None:
@@ -63,7 +63,7 @@ def test_digits_load_the_same_every_time() -> None:
     assert np.array_equal(a.test.labels, b.test.labels)
 
 
-# --- npz -----------------------------------------------------------------------------------------------------------------
+# ---- npz
 
 
 def arrays(kind: str = "features", n: int = 12) -> dict[str, np.ndarray]:
@@ -253,10 +253,16 @@ def test_a_damaged_archive_is_refused(
     refused_or_loaded(path)
 
 
-@pytest.mark.parametrize("header", ["{'descr': '<f8', 'fortran_order': False, 'shape': (99999999999, 99999999), }",
-                                    "{'descr': '<f8', 'fortran_order': False, 'shape': (-3, 5), }",
-                                    "{'descr': '|O', 'fortran_order': False, 'shape': (12, 5), }",
-                                    "__import__('os').abort()", "{" * 500])  # fmt: skip
+@pytest.mark.parametrize(
+    "header",
+    [
+        "{'descr': '<f8', 'fortran_order': False, 'shape': (99999999999, 99999999), }",
+        "{'descr': '<f8', 'fortran_order': False, 'shape': (-3, 5), }",
+        "{'descr': '|O', 'fortran_order': False, 'shape': (12, 5), }",
+        "__import__('os').abort()",
+        "{" * 500,
+    ],
+)
 def test_a_header_that_lies_is_refused(tmp_path: Path, header: str) -> None:
     path = tmp_path / "lies.npz"
     text = (header + "\n").encode()
@@ -270,7 +276,7 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, header: str) -> None:
         Npz(path=str(path)).load()
 
 
-# --- tables ----------------------------------------------------------------------------------------------------------------
+# ---- tables
 
 
 def table(n: int, label: int = 0) -> Table:

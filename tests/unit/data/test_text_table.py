@@ -1,4 +1,4 @@
-"""A user's table of texts in each format: the same records, and a sentence with the row where something is wrong."""
+"""Tables of texts give the same records in every format; errors name the row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ ROWS = [
     {"text": "two\nlines", "label": "good", "site": "y", "age": 4},
     {"text": "ünïcode", "label": "bad", "site": "x", "age": 5},
 ]
-CSV = 'text,label,site,age\r\n"he said ""no"", twice",bad,x,3\r\n"two\nlines",good,y,4\r\nünïcode,bad,x,5\r\n'
+CSV = (
+    'text,label,site,age\r\n"he said ""no"", twice",bad,x,3\r\n'
+    '"two\nlines",good,y,4\r\nünïcode,bad,x,5\r\n'
+)
 TEST = "text,label\nfine,good\n"
 
 
@@ -89,9 +92,9 @@ def test_pairs(tmp_path: Path) -> None:
 def test_a_natural_partition_by_a_column(tmp_path: Path) -> None:
     from dpfed.data.partition import partition
 
+    section = TextTable(partition="natural", client_column="site")
     source = load(tmp_path, CSV, client_column="site", partition="natural")
-    rng = np.random.default_rng(0)
-    shards = partition(source.train.labels, 1, "natural", 1.0, rng, source.train.column("site"))
+    shards = partition(section, source.train, np.random.default_rng(0))
     assert [shards.of(i).tolist() for i in range(2)] == [[0, 2], [1]]
 
 
@@ -149,19 +152,39 @@ def test_the_fingerprint_follows_the_content(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "suffix", "section", "words"),
     [
-        ("text,label\ngood,1\n,0\n", ".csv", {}, "line 3 of .*train.csv has an empty text in column 'text'"),
+        (
+            "text,label\ngood,1\n,0\n",
+            ".csv",
+            {},
+            "line 3 of .*train.csv has an empty text in column 'text'",
+        ),
         ("text,label\na,1\n   ,0\n", ".csv", {}, "line 3 of .* has an empty text"),
         ("text,label\na,1\nb,\n", ".csv", {}, "line 3 of .*train.csv has no label"),
         ('text,label\n"a\nb",1\nc,\n', ".csv", {}, "line 4 of .*train.csv has no label"),
-        ("text,label\na,1\nb,7\n", ".csv", {"classes": 2}, "line 3 of .* has label '7'; it must be a whole number from 0 to 1"),
+        (
+            "text,label\na,1\nb,7\n",
+            ".csv",
+            {"classes": 2},
+            "line 3 of .* has label '7'; it must be a whole number from 0 to 1",
+        ),
         ("text,label\na,1\nb,-1\n", ".csv", {"classes": 2}, "line 3 of .* has label '-1'"),
         ("text,label\na,1\nb,9999999\n", ".csv", {}, "show 10,000,000 classes"),
-        ("text,label\na,cat\n", ".csv", {"classes": ("dog", "emu")}, r"line 2 .* has label 'cat'; .*\(dog, emu\)"),
+        (
+            "text,label\na,cat\n",
+            ".csv",
+            {"classes": ("dog", "emu")},
+            r"line 2 .* has label 'cat'; .*\(dog, emu\)",
+        ),
         ("text,label\na,1\nb,1,2\n", ".csv", {}, "line 3 of .* has 3 columns, the first line 2"),
         ("text,label\na,1\nb\n", ".csv", {}, "line 3 of .* has 1 columns"),
         ('text,label\na,1\n"open,1\n', ".csv", {}, "line 3 of .* is not comma-separated text"),
         ("text,text\na,1\n", ".csv", {}, "two columns 'text'"),
-        ("note,label\na,1\n", ".csv", {}, "has no column 'text': set data.text to one of note, label"),
+        (
+            "note,label\na,1\n",
+            ".csv",
+            {},
+            "has no column 'text': set data.text to one of note, label",
+        ),
         ("text,y\na,1\n", ".csv", {}, "has no column 'label': set data.label"),
         (b"text,label\na,1\nb\xff,1\n", ".csv", {}, "line 3 of .* is not UTF-8"),
         ("text,label\n", ".csv", {}, "train.csv has no rows"),
@@ -171,19 +194,42 @@ def test_the_fingerprint_follows_the_content(tmp_path: Path) -> None:
         ('{"text": "a", "label": 1}\n{"text": \n', ".jsonl", {}, "line 2 of .* is not JSON"),
         ("[1]\n", ".jsonl", {}, "line 1 of .* is not a JSON object"),
         ("[" * 100_000, ".jsonl", {}, "line 1 of .* is not JSON"),
-        ('{"text": 5, "label": 1}\n', ".jsonl", {}, "line 1 of .* has 5, not a text, in column 'text'"),
+        (
+            '{"text": 5, "label": 1}\n',
+            ".jsonl",
+            {},
+            "line 1 of .* has 5, not a text, in column 'text'",
+        ),
         ('{"text": "a", "label": [1]}\n', ".jsonl", {}, "line 1 of .* has no usable label"),
         ('{"text": "a", "label": null}\n', ".jsonl", {}, "line 1 of .* has no label"),
-        ('{"text": "a", "label": 1}\n{"text": "b", "label": 1, "site": "x"}\n', ".jsonl", {"client_column": "site"},
-         "line 1 of .* has no value in column 'site', which data.client_column needs"),
-        ('{"text": "a", "label": 1, "site": 2}\n{"text": "b", "label": 1, "site": "x"}\n', ".jsonl",
-         {"unit_column": "site"}, "column 'site' of .* must hold texts or numbers, not both"),
+        (
+            '{"text": "a", "label": 1}\n{"text": "b", "label": 1, "site": "x"}\n',
+            ".jsonl",
+            {"client_column": "site"},
+            "line 1 of .* has no value in column 'site', which data.client_column needs",
+        ),
+        (
+            '{"text": "a", "label": 1, "site": 2}\n{"text": "b", "label": 1, "site": "x"}\n',
+            ".jsonl",
+            {"unit_column": "site"},
+            "column 'site' of .* must hold texts or numbers, not both",
+        ),
         (CSV, ".csv", {"client_column": "ward"}, "has no column 'ward': set data.client_column"),
-        ("text,label,site\na,1,\n", ".csv", {"client_column": "site"}, "line 2 of .* has no value in column 'site'"),
+        (
+            "text,label,site\na,1,\n",
+            ".csv",
+            {"client_column": "site"},
+            "line 2 of .* has no value in column 'site'",
+        ),
         (CSV, ".xls", {}, "must end in .csv, .tsv, .jsonl, .parquet"),
-        (b"PAR1 no", ".parquet", {}, "train.parquet (cannot be read as Parquet|is a Parquet file: pip install)"),
+        (
+            b"PAR1 no",
+            ".parquet",
+            {},
+            "train.parquet (cannot be read as Parquet|is a Parquet file: pip install)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_bad_table_is_one_sentence(
     tmp_path: Path, content: Any, suffix: str, section: Any, words: str
 ) -> None:

@@ -41,7 +41,7 @@ from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.noise import OsNoise
 from dpfed.privacy.record_batch import Records
 from dpfed.registry import registry
-from dpfed.training.budget.served_spending import served_spending
+from dpfed.training.budget.recorded_spending import served_spending
 from dpfed.training.job.job import Job
 from dpfed.training.round_context import first_state
 

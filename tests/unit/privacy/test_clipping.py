@@ -1,4 +1,4 @@
-"""Clipping rules: what one unit may add, what a count costs, where C settles; and what has no accounting says so."""
+"""Clipping rules: the bound on one unit, the noise of sum and count, and the path of C."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PER_UNIT: list[ClipMode] = ["flat", "automatic", "quantile"]
 QUANTILE = Clipping("quantile")
 
 
-# --- helpers ---------------------------------------------------------------------------------------------------------
+# --- helpers ---
 
 
 def added(
@@ -51,7 +51,7 @@ def added(
     unit: list[int] | None = None,
     owner: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`clip_and_sum` on hand-made gradients `[M, P]`, cut into two tensors; each its own unit of client 0."""
+    """Clip and sum gradients `[M, P]` as two tensors; by default each is a unit of client 0."""
     unit = list(range(len(grads))) if unit is None else unit
     owner = [0] * (max(unit) + 1) if owner is None else owner
     parts = list(grads.split([1, grads.shape[1] - 1], dim=1))
@@ -60,7 +60,7 @@ def added(
 
 
 class Given:
-    """The input of a record is its gradient, cut into tensors of these widths; times θ's first number, if asked."""
+    """A model in which the input of a record is its gradient, times theta[0] on request."""
 
     has_dropout = False
 
@@ -154,7 +154,7 @@ def trained(job: Job, rounds: int = 3) -> tuple[Tensor, float]:
     return state.theta, state.clip
 
 
-# --- one unit's share of the sum: O2, O3 -----------------------------------------------------------------------------
+# --- one unit's share of the sum: O2, O3 ---
 
 
 def test_automatic_by_hand() -> None:
@@ -166,7 +166,7 @@ def test_automatic_by_hand() -> None:
 
 
 def test_automatic_does_not_blow_up_what_single_precision_takes_for_zero() -> None:
-    """The squares of 2e-23 are lost, so the norm comes out as 0; at s = 1e-30 this would add 2e10 C."""
+    """The squares of 2e-23 underflow, so the norm is 0; s = 1e-30 would add 2e10 C."""
     g = torch.full((1, 1_000_000), 2e-23)
     total, _ = added(g, Clipping("automatic", stability=1e-12), 0.1)
     assert float(total.double().norm()) < 0.1
@@ -239,7 +239,26 @@ def test_a_gradient_just_above_c_is_cut_to_c_and_one_at_c_is_not_touched(
     assert float(total.norm()) == pytest.approx(0.999 * clip, rel=1e-6)
 
 
-# --- the count -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("grid", [False, True])
+def test_float64_rows_and_rows_on_the_grid_keep_the_bound_to_float64_precision(grid: bool) -> None:
+    clip = 0.1
+    grads = torch.randn(40, 300, generator=torch.Generator().manual_seed(0))
+    units = UnitRows(torch.arange(40), torch.ones(40), 40)
+    if grid:
+        step = 2.0**-50
+        steps = torch.full((40,), step, dtype=torch.float64)
+        total, _ = clip_and_sum([grads], units, clip, Clipping(), steps)
+        assert total.dtype == torch.int64
+        total = total.double() * step
+    else:
+        total, _ = clip_and_sum([grads.double()], units, clip, Clipping())
+        assert total.dtype == torch.float64
+    norms = total.norm(dim=1)
+    assert float(norms.max()) <= clip * (1 + 1e-12)
+    assert float(norms.min()) >= clip * (1 - 1e-12)
+
+
+# --- the count ---
 
 
 def test_the_count_by_hand() -> None:
@@ -288,7 +307,7 @@ def test_the_count_does_not_depend_on_chunks() -> None:
     assert torch.equal(shares[0], shares[2])
 
 
-# --- noise of the pair -----------------------------------------------------------------------------------------------
+# --- noise of the pair ---
 
 
 @given(st.floats(0.01, 100), st.floats(1.001, 1000))
@@ -302,7 +321,7 @@ def test_sum_and_count_together_are_one_release(sigma: float, ratio: float) -> N
 
 
 def test_the_released_noise_has_the_claimed_variance() -> None:
-    """Empty clients, so that everything released is noise: 1e5 numbers of the sum and 4e4 counts."""
+    """Clients draw nobody, so the release is noise: 1e5 numbers of the sum and 4e4 counts."""
     clients, width, sigma, clip, batch, steps = 4000, 3, 2.0, 0.5, 4.0, 10
     rule = Clipping("quantile", count_noise=3.0)
     plan = plan_of([100] * clients, batch, sigma, rule, clip)
@@ -326,7 +345,7 @@ def test_the_released_noise_has_the_claimed_variance() -> None:
 
 
 def shift_of_a_canary(sampling: str, rule: Clipping, sigma: float, clip: float) -> np.ndarray:
-    """How far the worst neighbouring change moves (sum, count), each in standard deviations of its released noise."""
+    """Return how far a neighbouring change moves sum and count, in standard deviations."""
     plan = plan_of([10], 5, sigma, rule, clip, sampling=sampling)
     canary, others = torch.tensor([[3.0, 4.0]]), random_gradients(4, 2)
     with_it, counted = added(torch.cat([others, canary * 10]), rule, clip)
@@ -339,7 +358,7 @@ def shift_of_a_canary(sampling: str, rule: Clipping, sigma: float, clip: float) 
 
 
 def delta_of_mixture(shift: np.ndarray, rate: float, epsilon: float) -> float:
-    """δ(ε) of (1−q)N(0,I) + qN(shift,I) against N(0,I), both ways, by summing over a grid of as many dimensions."""
+    """Return δ(ε) between (1−q)N(0,I) + qN(shift,I) and N(0,I), by summing over a grid."""
     axes = [np.linspace(-8, 8 + s, 500 if len(shift) == 2 else 100_000) for s in shift]
     grid = np.meshgrid(*axes, indexing="ij")
     cell = math.prod(float(a[1] - a[0]) for a in axes)
@@ -374,7 +393,7 @@ def test_the_pair_loses_as_much_as_one_gaussian_of_the_charged_multiplier(
     assert float(np.linalg.norm(careless)) > 1.004 / charged
 
 
-# --- where C goes ----------------------------------------------------------------------------------------------------
+# --- where C goes ---
 
 
 def test_next_clip_by_hand() -> None:
@@ -408,7 +427,7 @@ def test_next_clip_is_monotone_and_bounded(
 @pytest.mark.parametrize("wanted", [0.2, 0.5, 0.9])
 @pytest.mark.parametrize("noise", [0.02, 0.5])
 def test_c_settles_at_the_quantile_also_under_noise(wanted: float, noise: float) -> None:
-    """Log-normal norms. Heavy noise leaves 0..1 most of the time; cutting it there would push C off, without end at 0.9."""
+    """With heavy noise the share is often outside 0..1; limiting it to 0..1 would move C away."""
     rng = np.random.default_rng(1)
     rule = Clipping("quantile", quantile=wanted, rate=0.1)
     clip, path = 30.0, []
@@ -432,7 +451,7 @@ def test_c_follows_the_norms_of_a_real_run() -> None:
     assert trained(prepare(config_of(), features()))[1] == 0.5
 
 
-# --- through a whole run ---------------------------------------------------------------------------------------------
+# --- through a whole run ---
 
 
 def test_a_quantile_run_is_charged_sigma_and_costs_what_a_flat_run_costs(tmp_path: Path) -> None:

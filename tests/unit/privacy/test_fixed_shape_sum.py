@@ -1,4 +1,4 @@
-"""Passes of a fixed size give what passes of any size give: nothing cut, nothing counted twice, unused slots silent."""
+"""Passes of a fixed shape give the sums of passes of any size, and unused slots add nothing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def job_of(*overrides: str) -> Job:
     return prepare(load("digits", [*SMALL, *overrides], registry()))
 
 
-# ------------------------------------------------------------------ how many slots
+# --- how many slots ---
 
 
 def work(slots: int, mean: float) -> float:
@@ -74,7 +74,7 @@ def test_slots_hold_the_mean_and_not_much_more(mean: float) -> None:
     assert mean <= slots <= mean + 4 * math.sqrt(mean) + 16
 
 
-# ------------------------------------------------------------------ one pass
+# --- one pass ---
 
 
 def both(
@@ -173,7 +173,7 @@ def test_what_is_no_number_or_not_used_adds_exactly_nothing(
 def test_large_tensors_alone_give_what_all_give_together(
     mode: str, dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The norm is that of the whole vector, and so is whether it is a number, wherever the number is that is none."""
+    """The norm, and the check that it is finite, cover the whole vector."""
     take(way, monkeypatch)
     g = torch.Generator().manual_seed(4)
     sizes = (5, 640, 70, 4160, 64, 300)
@@ -257,7 +257,7 @@ def test_half_precision_gradients_are_clipped_in_full_precision() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 255, 257, 10_000, 300_007])
 def test_long_gradients_are_clipped_as_exactly_as_short_ones(size: int, dtype: torch.dtype) -> None:
-    """A few large numbers, or many equal ones, are where adding up squares one after another loses most."""
+    """A few large numbers, or many equal ones, are the worst case of adding squares in order."""
     g = torch.full((3, size), 0.3)
     g[1] = 1e-3
     g[1, :8] = 30.0
@@ -297,7 +297,7 @@ def test_passes_hold_every_record_once(count: int, slots: int) -> None:
         )
 
 
-# ------------------------------------------------------------------ through the oracle and the engine
+# --- through the oracle and the engine ---
 
 
 def after(job: Job, rounds: int = 2) -> Tensor:
@@ -364,7 +364,7 @@ def test_units_of_several_records_take_the_other_way() -> None:
 def test_sums_of_a_convolutional_network_trained_in_full(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As products and piece by piece, against each record alone, as one convolution with an index for each number."""
+    """Products and pieces give the gradients of each record alone, as plain convolutions."""
     options = ["model.name=gn-resnet18", "model.width=8", "model.groups=4", "run.slots=8"]
     job = job_of(*options)
     theta = job.theta + 0.05 * torch.randn(
@@ -374,9 +374,17 @@ def test_sums_of_a_convolutional_network_trained_in_full(
     monkeypatch.setattr(TwinConv2d, "_product_is_faster", lambda self, x: False)
     inputs, labels = job.records.take(torch.from_numpy(rows))
     alone = [
-        torch.cat(job.model.grads(theta[c : c + 1], torch.tensor([0]), {k: x[i : i + 1] for k, x in inputs.items()}, labels[i : i + 1]), 1)[0]
+        torch.cat(
+            job.model.grads(
+                theta[c : c + 1],
+                torch.tensor([0]),
+                {name: x[i : i + 1] for name, x in inputs.items()},
+                labels[i : i + 1],
+            ),
+            dim=1,
+        )[0]
         for i, c in enumerate(client)
-    ]  # fmt: skip
+    ]
     clip = 0.5 * float(alone[0].norm())
     wanted = torch.zeros_like(theta)
     for c, grad in zip(client, alone, strict=True):
@@ -399,7 +407,7 @@ def test_sums_of_a_convolutional_network_trained_in_full(
     assert [len(g) > 10 for g in groups] == [True]
 
 
-# ------------------------------------------------------------------ precision and compilation
+# --- precision and compilation ---
 
 
 def test_bfloat16_is_near_float32_and_keeps_its_state_in_float32() -> None:
@@ -470,14 +478,15 @@ def test_compilation_is_left_to_runs_that_repay_it() -> None:
     assert not worth_compiling(long, torch.device("cpu"))
 
 
-# ------------------------------------------------------------------ capture
+# --- capture ---
 
 
 def test_a_pass_is_captured_on_the_device_of_its_tensors_and_whoever_else_is_at_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A thread's current device need not be it: on another one nothing would be captured, and every replay would give out
-    the first batch's sums again."""
+    """A thread may have another current device. A capture there would be empty, and every replay
+    would return the sums of the first batch.
+    """
     job = job_of("run.slots=16")
     shape = PassShape(1, 16, job.space.size)
     fixed = FixedSum(job.model, job.records, job.plan.clipping, None, shape)
@@ -511,7 +520,7 @@ def test_a_pass_is_captured_on_the_device_of_its_tensors_and_whoever_else_is_at_
 def test_a_captured_pass_that_computes_something_else_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Compilers' guards are skipped while a pass is captured: the fourth computation is the captured one."""
+    """A capture skips the guards of compilers; the fourth computation is the captured one."""
     job = job_of("run.slots=16")
     shape = PassShape(1, 16, job.space.size)
     fixed = FixedSum(job.model, job.records, job.plan.clipping, None, shape)
@@ -547,7 +556,7 @@ def test_a_captured_pass_that_computes_something_else_is_not_used(
 
 
 def test_three_parts_of_each_clients_weights_come_together_again() -> None:
-    """As on a GPU, where parts are multiplied by matrix units: each client's sum is made of its own three parts."""
+    """The sum of a client is made of its own three parts, as on the tensor cores of a GPU."""
     generator = torch.Generator().manual_seed(0)
     weights, rows = (
         torch.rand(3, 7, generator=generator),
@@ -562,7 +571,7 @@ def test_three_parts_of_each_clients_weights_come_together_again() -> None:
 
 
 def test_squares_of_many_tensors_are_added_in_double_precision() -> None:
-    """2^24 and sixty-four times 1: a float32 number would stay at 2^24, and the norm would be too small."""
+    """In float32, 2^24 plus 64 times 1 stays 2^24, and the norm would be too small."""
     large, ones = torch.tensor([[4096.0]]), torch.tensor([[1.0]])
     assert float(row_norms([large, *[ones] * 64])) == pytest.approx((2**24 + 64) ** 0.5, rel=1e-7)
     assert float(row_norms([large, *[ones] * 64])) > 4096

@@ -1,4 +1,4 @@
-"""Sums on a grid: nothing but whole steps leaves, one unit moves them by no more than is said, and noise is as charged."""
+"""Sums on a grid are whole steps, keep the stated sensitivity, and have the charged noise."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_step_costs_less_than_is_allowed(std: float, clip: float, size: int)
 
 @pytest.mark.parametrize("size", [1, 650, 10**9])
 def test_noise_that_would_not_fit_in_64_bits_is_refused(size: int) -> None:
-    """Cast to whole numbers it would be the same for every draw, and the sign of what is released that of the sum."""
+    """Noise that overflows 64 bits is one number, so a release would show the sign of the sum."""
     most = 2.0**51 * 2 * LOSS / math.sqrt(size)
     assert 9 * grid_of(most * 0.9, 1.0, size).std < 2**56
     for sigma in (most * 1.1, 1e13, 1e30, math.inf):
@@ -166,7 +166,7 @@ def test_the_noise_has_the_variance_that_is_said() -> None:
 
 
 def test_the_noise_is_fine_enough_to_reach_every_step() -> None:
-    """Noise of single precision has 23 bits behind the point where it is large, and would hit every 64th step of 2^29."""
+    """Large float32 noise has 23 bits after the point, and would hit every 64th step only."""
     z = OsNoise(CPU).normal64(4000)
     large = z[z.abs() > 1]
     assert len(large) > 500
@@ -187,9 +187,14 @@ class Fixed:
 
 def oracle_of(grid: bool, clipping: Clipping, secret: bool = False) -> FleetOracle:
     plan = Plan(
-        sampling="poisson", clip=0.5, sizes=np.array([4, 8]), rates=np.array([0.5, 0.5]), expected=np.array([2.0, 4.0]),
-        multipliers=np.array([1.0, 2.0]), clipping=clipping,
-    )  # fmt: skip
+        sampling="poisson",
+        clip=0.5,
+        sizes=np.array([4, 8]),
+        rates=np.array([0.5, 0.5]),
+        expected=np.array([2.0, 4.0]),
+        multipliers=np.array([1.0, 2.0]),
+        clipping=clipping,
+    )
     records = Records(
         {"g": torch.randn(12, 6, generator=torch.Generator().manual_seed(2))}, torch.arange(12)
     )

@@ -1,4 +1,4 @@
-"""Isolation of records: an adversarial theta must not let one record move the gradients of others."""
+"""Isolation of records: at no theta does one record change the gradients of others."""
 
 from __future__ import annotations
 
@@ -116,9 +116,9 @@ def clipped_sum(
         RoundTerms(plan, Streams(0, secret=True), 1, [0], 1, grid=grid, isolation=isolation),
     )
     if view is not None:
-        oracle._gradients.augment_seeds = [0]
+        oracle._gradients.augment_seeds = np.zeros(1, dtype=np.int64)
     if model.has_dropout:
-        oracle._gradients.dropout_seeds = [0]
+        oracle._gradients.dropout_seeds = np.zeros(1, dtype=np.int64)
     drawn = oracle._draw() if slots is None else slots
     total, _ = oracle._clipped_sum(theta.unsqueeze(0), drawn)
     steps = oracle._grid[0].step if oracle._grid is not None else 1.0
@@ -127,7 +127,7 @@ def clipped_sum(
 
 @dataclass(frozen=True)
 class Moved:
-    """What deleting the first unit does: to the sum, in units of C, and to the others' gradients."""
+    """Effect of deleting the first unit on the sum, in units of C, and on other gradients."""
 
     by: float
     others_equal: bool

@@ -1,4 +1,4 @@
-"""Keyed streams and the noise itself (DESIGN 6, SPEC 6.7): nothing repeats, nothing is shared, all of it is N(0, 1)."""
+"""Keyed streams never repeat and share nothing, and the noise is N(0, 1)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_round_and_client_are_not_interchangeable() -> None:
 
 
 def test_every_number_of_the_key_matters() -> None:
-    """Two keys that agree in their first 64 bits must still be two streams: the generator takes all 128."""
+    """Keys that agree in their first 64 bits are two streams: the generator uses all 128."""
     key = Streams(0).key("batch", 1, 1)
     generator = Streams(0).generator("batch", 1, 1)
     assert generator.bit_generator.state["state"]["key"].tobytes() == key
@@ -71,7 +71,7 @@ def test_secret_noise_is_not_of_the_seed() -> None:
     streams = Streams(0, secret=True)
     first, second = streams.noise(1, 1, CPU), streams.noise(1, 1, CPU)
     assert isinstance(first, OsNoise)
-    assert not torch.equal(first.normal(50), second.normal(50))
+    assert not torch.equal(first.normal64(50), second.normal64(50))
     assert isinstance(Streams(0).noise(1, 1, CPU), SeededNoise)
 
 
@@ -83,20 +83,20 @@ def test_a_seed_beyond_64_bits_is_a_sentence_not_a_traceback() -> None:
 
 def test_noise_is_drawn_in_order_and_never_again() -> None:
     noise = Streams(0).noise(1, 1, CPU)
-    first, second = noise.normal(1000), noise.normal(1000)
+    first, second = noise.normal64(1000).float(), noise.normal64(1000).float()
     assert abs(float(torch.corrcoef(torch.stack([first, second]))[0, 1])) < 0.2
     again = Streams(0).noise(1, 1, CPU)
-    assert torch.equal(again.normal(1000), first)
-    assert torch.equal(again.normal(1000), second)
+    assert torch.equal(again.normal64(1000).float(), first)
+    assert torch.equal(again.normal64(1000).float(), second)
 
 
 def test_noise_of_neighbouring_streams_is_uncorrelated() -> None:
-    """Rounds, clients and steps, as a matrix of correlations: a generator re-seeded by round would show ones."""
+    """Rounds, clients and steps are uncorrelated; generators with equal seeds would not be."""
     size = 20_000
     rows = []
     for t, client in itertools.product((1, 2, 3), (0, 1, 2)):
         noise = Streams(5).noise(t, client, CPU)
-        rows += [noise.normal(size), noise.normal(size)]
+        rows += [noise.normal64(size).float(), noise.normal64(size).float()]
     rows.append(
         torch.from_numpy(stats.norm.ppf(Streams(5).generator("batch", 1, 0).random(size))).float()
     )
@@ -109,9 +109,9 @@ def test_noise_of_neighbouring_streams_is_uncorrelated() -> None:
 def test_noise_is_standard_normal(kind: str) -> None:
     n = 400_000
     noise = OsNoise(CPU) if kind == "os" else Streams(11).noise(1, 1, CPU)
-    x = noise.normal(n).double().numpy()
+    x = noise.normal64(n).float().double().numpy()
     assert x.dtype == np.float64
-    # The operating system's noise has no seed: 6 standard errors, one false alarm in 10^8 runs for each line.
+    # The system's noise has no seed: 6 standard errors, one false alarm in 10^8 runs.
     assert abs(x.mean()) < 6 / math.sqrt(n)
     assert abs(x.var() - 1) < 6 * math.sqrt(2 / n)
     assert abs(stats.skew(x)) < 6 * math.sqrt(6 / n)
@@ -127,7 +127,7 @@ def test_noise_is_standard_normal(kind: str) -> None:
 @pytest.mark.parametrize("size", [0, 1, 2, 7])
 def test_any_number_of_noise_values(size: int) -> None:
     for noise in (OsNoise(CPU), Streams(0).noise(1, 1, CPU)):
-        values = noise.normal(size)
+        values = noise.normal64(size).float()
         assert values.shape == (size,)
         assert values.dtype == torch.float32
         assert values.isfinite().all()
@@ -141,8 +141,8 @@ def test_a_row_is_filled_with_the_very_numbers_that_would_be_given(kind: str, si
     matrix = torch.full((3, size), 7.0)
     noise.fill(matrix[1])
     noise.fill(matrix[0])
-    assert torch.equal(matrix[1], wanted.normal(size))
-    assert torch.equal(matrix[0], wanted.normal(size))
+    assert torch.equal(matrix[1], wanted.normal64(size).float())
+    assert torch.equal(matrix[0], wanted.normal64(size).float())
     assert matrix[2].eq(7).all()
 
 
@@ -161,13 +161,13 @@ def test_os_uniform_numbers_exclude_zero_and_fill_the_interval(
 
     monkeypatch.setattr(noise, "_stream", Zeros())
     assert noise.uniform(4).tolist() == [2.0**-53] * 4
-    assert noise.normal(8).isfinite().all()
+    assert noise.normal64(8).isfinite().all()
 
 
 def test_key_and_nonce_of_secret_noise_come_from_the_operating_system(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A fixed key under a fresh nonce would give different numbers too, so the numbers alone do not show it."""
+    """A fixed key with a fresh nonce gives fresh numbers too, so this reads the key itself."""
     given: list[bytes] = []
 
     def entropy(size: int) -> bytes:

@@ -1,4 +1,4 @@
-"""The DP gradient oracle against SPEC 1.4 and 9 (O1-O11): what is drawn, clipped, summed, noised and divided."""
+"""The oracle draws, clips, sums, noises and divides as docs/algorithms.md says (O1 to O11)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ C = 0.1
 FEATURES, CLASSES, HIDDEN = 6, 3, 5
 
 
-# --- helpers -------------------------------------------------------------------------------------------------------
+# --- helpers ---
 
 
 class Net(nn.Module):
@@ -75,7 +75,7 @@ def net_records(count: int) -> Records:
 
 @dataclass
 class Stub:
-    """Hand-made gradients: the input of a record is its gradient, cut into tensors of these widths."""
+    """A model in which the input of a record is its gradient, cut into these widths."""
 
     widths: tuple[int, ...] = (3, 4)
     calls: int = 0
@@ -180,7 +180,7 @@ def loop_gradients(model: PerSample, theta: Tensor, records: Records) -> Tensor:
 
 
 def reference_sum(grads: Tensor, clip: float) -> Tensor:
-    """SPEC 1.4 in double precision: ḡ_j = g_j · min(1, C/‖g_j‖), summed."""
+    """Return the sum in float64: ḡ_j = g_j · min(1, C/‖g_j‖), summed."""
     g = grads.double()
     norms = g.norm(dim=1, keepdim=True)
     return (g * torch.where(norms > clip, clip / norms, torch.ones_like(norms))).sum(0)
@@ -189,7 +189,7 @@ def reference_sum(grads: Tensor, clip: float) -> Tensor:
 def per_tensor_clip(
     grads: list[Tensor], units: UnitRows, clip: float, rule: Clipping, grid_steps: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The mutant of SPEC 0.1: every tensor clipped by itself."""
+    """Clip every tensor by its own norm: a broken build that tests must catch."""
     each = [clip_and_sum([g], units, clip, rule, grid_steps) for g in grads]
     return torch.cat([total for total, _ in each], dim=1), each[0][1]
 
@@ -198,7 +198,7 @@ def gradients_of_size(count: int, width: int = 7, size: float = 1.0, seed: int =
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed)) * size
 
 
-# --- O1, O2, O3: the gradient, its clip, its sensitivity ---------------------------------------------------------------
+# --- O1, O2, O3: the gradient, its clip, its sensitivity ---
 
 
 def test_o1_without_noise_clip_and_sampling_it_is_the_full_batch_mean_gradient() -> None:
@@ -307,7 +307,7 @@ def test_several_clients_keep_their_own_sums() -> None:
         torch.testing.assert_close(found[s].double(), reference_sum(own, C), rtol=1e-5, atol=1e-7)
 
 
-# --- O4, O5, O7: noise and divisor ------------------------------------------------------------------------------------
+# --- O4, O5, O7: noise and divisor ---
 
 
 def test_o4_an_empty_batch_is_pure_noise_of_std_sigma_c_over_b() -> None:
@@ -351,7 +351,7 @@ def test_o5_variance_is_phi_and_mean_is_the_clipped_mean(
 
 
 def test_noise_is_each_clients_stream_times_its_own_level() -> None:
-    """Number for number, of two releases one after another; the last bit is left to the order of rounding."""
+    """Two releases in sequence have the expected numbers, up to rounding."""
     grads = gradients_of_size(12, size=0.3)
     records, theta = stub_records(grads), torch.zeros(2, grads.shape[1])
     plan = plan_of([6, 6], [4.0, 3.0], sigma=1.5)
@@ -361,7 +361,7 @@ def test_noise_is_each_clients_stream_times_its_own_level() -> None:
     )
     streams = [Streams(5).noise(1, i, torch.device("cpu")) for i in (0, 1)]
     for _ in range(2):
-        z = torch.stack([noise.normal(grads.shape[1]) for noise in streams])
+        z = torch.stack([noise.normal64(grads.shape[1]).float() for noise in streams])
         mean = silent(theta)[0]
         std = torch.tensor(
             [[plan.noise_std(i) / plan.expected[i]] for i in (0, 1)], dtype=torch.float32
@@ -382,7 +382,7 @@ def test_o7_the_divisor_is_the_expected_batch_whatever_was_drawn(drawn: int) -> 
 
 
 def test_o7_through_a_real_draw() -> None:
-    """Equal gradients below the clip: the result counts the batch, so |J|/B differs from 1 and averages to it."""
+    """With equal gradients below C the result is |J|/B, which has the mean 1."""
     value = torch.zeros(60, 7)
     value[:, 0] = C / 2
     stub = Stub(rows=[])
@@ -413,7 +413,7 @@ def test_each_client_has_its_own_noise_level_and_divisor() -> None:
         assert plan.noise_std(client) == plan.mechanism(client).noise_multiplier * C
 
 
-# --- O6: micro-batches and chunks --------------------------------------------------------------------------------------
+# --- O6: micro-batches and chunks ---
 
 
 @pytest.mark.parametrize("max_slots", [1, 3, 16])
@@ -478,7 +478,7 @@ def test_no_record_is_dropped_when_more_are_drawn_than_fit() -> None:
     assert stub.calls > 1
 
 
-# --- non-finite and huge gradients ---------------------------------------------------------------------------------------
+# --- non-finite and huge gradients ---
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -544,7 +544,7 @@ def test_non_finite_theta_of_one_client_does_not_reach_another() -> None:
     assert torch.equal(found[0], torch.zeros_like(found[0]))
 
 
-# --- units of several records ---------------------------------------------------------------------------------------------
+# --- units of several records ---
 
 
 def test_a_unit_is_averaged_inside_and_clipped_once() -> None:
@@ -592,14 +592,14 @@ def test_units_are_drawn_whole_and_by_their_number_not_by_records() -> None:
 
 
 def test_a_unit_without_records_is_refused() -> None:
-    """A batch of one empty unit and one of two records would look like two single records, clipped twice."""
+    """Else an empty unit and one of two records would count as two units of one record."""
     shards = Shards(np.array([0, 2]), np.array([0, 0, 2]), np.array([0, 1]))
     oracle = make(Stub(), stub_records(torch.ones(2, 7)), shards, plan_of([2], 2.0))
     with pytest.raises(ValueError, match="without records"):
         oracle(torch.zeros(1, 7))
 
 
-# --- O10: frozen weights ----------------------------------------------------------------------------------------------------
+# --- O10: frozen weights ---
 
 
 def test_o10_frozen_weights_are_untouched_and_outside_the_norm() -> None:
@@ -619,7 +619,7 @@ def test_o10_frozen_weights_are_untouched_and_outside_the_norm() -> None:
     assert float(alone.double().norm()) == pytest.approx(clip, rel=1e-5)
 
 
-# --- O11: independent noise ---------------------------------------------------------------------------------------------------
+# --- O11: independent noise ---
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
@@ -711,7 +711,7 @@ def test_secret_streams_use_the_cryptographic_noise() -> None:
     assert not torch.equal(made[0](torch.zeros(1, 7))[0], made[1](torch.zeros(1, 7))[0])
 
 
-# --- the oracle keeps to what was charged -----------------------------------------------------------------------------------
+# --- the oracle keeps to what was charged ---
 
 
 def test_again_is_refused_unless_declared() -> None:
@@ -759,7 +759,7 @@ def test_more_draws_than_charged_are_refused(steps: int, batches: int, releases:
 
 @pytest.mark.parametrize("grid", [False, True])
 def test_no_noised_value_is_given_out_before_the_charge_is_on_the_disk(grid: bool) -> None:
-    """The oracle waits for the charge at every release, and gives nothing out if it cannot be written."""
+    """Each release waits for its charge, and returns nothing if that cannot be written."""
     waited: list[int] = []
 
     def wait() -> None:
@@ -781,7 +781,7 @@ def test_no_noised_value_is_given_out_before_the_charge_is_on_the_disk(grid: boo
         oracle(torch.zeros(1, 7))
 
 
-# --- the fleet: rows do not depend on who else is there ---------------------------------------------------------------------------
+# --- the fleet: rows do not depend on who else is there ---
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])

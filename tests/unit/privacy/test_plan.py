@@ -1,4 +1,4 @@
-"""The plan's constants: rates, expected batches and noise from declared sizes, and the oracle that runs by them."""
+"""Rates, expected batches and noise follow from declared sizes, and the oracle uses them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def plan_for(sizes: list[int], releases: int = 1, unit: str | None = None, **pri
     return make_plan(PrivacySection(**settings_), np.array(sizes), SCHEDULE, 1, releases, unit)
 
 
-# --- batches and rates -----------------------------------------------------------------------------------------------
+# --- batches and rates ---
 
 
 def test_equal_clients_have_the_batch_that_was_asked_for() -> None:
@@ -45,7 +45,7 @@ def test_equal_clients_have_the_batch_that_was_asked_for() -> None:
 
 
 def test_phi_of_the_papers_setting() -> None:
-    assert plan_for([1000] * 4, batch=16).phi(3) == pytest.approx(3.906e-5, rel=1e-4)  # SPEC 1
+    assert plan_for([1000] * 4, batch=16).phi(3) == pytest.approx(3.906e-5, rel=1e-4)
 
 
 def test_unequal_clients_share_one_rate() -> None:
@@ -98,7 +98,7 @@ def test_fixed_wor_has_whole_batches() -> None:
     assert plan_for([2, 2, 2, 2], rate=0.01, sampling="fixed_wor").expected.tolist() == [1.0] * 4
     mechanism = plan.mechanism(1)
     assert mechanism.adjacency == "replace one"
-    assert mechanism.effective_multiplier == pytest.approx(0.5)  # SPEC 8: multiplier σ/2
+    assert mechanism.effective_multiplier == pytest.approx(0.5)
 
 
 @given(
@@ -127,7 +127,7 @@ def test_every_plan_is_consistent_or_refused(
             assert plan.expected[i] == round(plan.expected[i]) >= 1
 
 
-# --- noise -----------------------------------------------------------------------------------------------------------
+# --- noise ---
 
 
 def test_without_privacy_nothing_is_clipped_or_noised() -> None:
@@ -245,7 +245,7 @@ def test_the_cohort_is_the_rounded_share_and_at_least_one(
     assert schedule.participation == cohort / clients
 
 
-# --- what the oracle does is what the mechanism says --------------------------------------------------------------------
+# --- what the oracle does is what the mechanism says ---
 
 
 class Ones:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import dpfed
-from dpfed.privacy.ledger.ledger import Charge, Ledger
+from dpfed.privacy.ledger.charge import Charge
+from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.private_files import make_private_folder, open_private, restrict_tree
 
@@ -92,7 +93,7 @@ def test_a_ledger_of_an_older_version_is_restricted_when_it_is_written_again(
     assert {mode(path) for path in tmp_path.iterdir()} == {0o600}
 
 
-# ------------------------------------------------------------------------ nothing is written in another way
+# --- nothing is written in another way ---
 
 ROOT = Path(dpfed.__file__).parent
 WRITING = ("privacy", "training", "federation")

@@ -1,4 +1,4 @@
-"""Published figures never promise more than was computed, and no code formats them in another way."""
+"""Published figures promise no more than was computed, and no code formats them otherwise."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_examples(show: Callable[[float | None], str], value: float | None, text
     assert show(value) == text
 
 
-# ------------------------------------------------------------------------ no format beside these functions
+# --- no format beside these functions ---
 
 ROOT = Path(dpfed.__file__).parent
 SHOWING = ("privacy", "engine", "report", "cli", "federation", "compare", "api.py")
@@ -168,7 +168,7 @@ HARMLESS = frozenset(
 
 
 def formats(source: str) -> Iterator[str]:
-    """Yield every expression of a source that is turned into text with a float format of its own."""
+    """Yield every expression of a source that is formatted with its own float format."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FormattedValue) and node.format_spec is not None:
             spec = "".join(

@@ -1,4 +1,4 @@
-"""Several views of a record: one mean gradient, one clipped contribution, whichever way it is computed."""
+"""A record with several augmentations is one mean gradient and one clipped contribution."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def loop_gradient(model: PerSample, theta: Tensor, x: Tensor, label: Tensor) -> 
 def loop_means(
     model: PerSample, theta: Tensor, records: Records, keys: list[int], count: int
 ) -> Tensor:
-    """The reference: view after view of record after record, each with a forward and backward of its own."""
+    """Return the reference: one forward and backward for each augmentation of each record."""
     means = []
     for row, key in enumerate(keys):
         grads = []
@@ -170,7 +170,7 @@ def test_the_mean_over_views_is_clipped_once(way: dict[str, int]) -> None:
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("clip", [1e-3, 0.3])
 def test_one_record_moves_the_sum_by_c_at_most(way: dict[str, int], clip: float) -> None:
-    """The last record of a client comes or goes: the others keep their keys, and the sum moves by one contribution."""
+    """Without the last record the others keep their keys, and the sum moves by at most C."""
     model, theta = net()
     records = records_of(6)
     everyone, others = (

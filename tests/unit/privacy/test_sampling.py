@@ -1,4 +1,4 @@
-"""How batches are drawn (O8): by independent coins, or a fixed number of distinct records, fresh at every step."""
+"""Batches are independent draws per record, or a fixed number of distinct records (O8)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNITS, RATE, STEPS = 80, 0.2, 6000
 
 
 def indicators(sample: Sampler, steps: int = STEPS, units: int = UNITS) -> np.ndarray:
-    """`[steps, units]`: which record was in which batch, all steps from one stream as in a round."""
+    """Return `[steps, units]`, True for records in a batch; all steps use one stream."""
     rng = Streams(0).generator("batch", 1, 1)
     out = np.zeros((steps, units), dtype=bool)
     for k in range(steps):

@@ -1,4 +1,4 @@
-"""The page: seeds are grouped, every number is where it belongs, nothing that was text becomes HTML."""
+"""The page: seeds are grouped, figures have the right numbers, text never becomes HTML."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from report_case import SEEDS
 
 from dpfed.errors import DpfedError
 from dpfed.privacy.published import plotted_loss, show_loss
+from dpfed.report import page
 from dpfed.report.labels import apart, labels
 from dpfed.report.narrative import cards
-from dpfed.report.page import Report, body, inlined, read_report, render
+from dpfed.report.page import Report, body, json_block, read_report, render
 from dpfed.report.run_reader import Group, RunData, grouped, rounds_shown
 from dpfed.training.budget.recorded_spending import read_recorded_spending
 
@@ -57,7 +58,9 @@ def test_runs_that_differ_in_their_seed_are_one_group(report: Report) -> None:
     assert [(g.label, len(g.runs)) for g in report.groups] == [("dp-fedadamw", 2), ("dp-fedavg", 1)]
 
 
-def test_the_line_is_the_mean_and_the_band_the_extremes(report: Report, runs: list[Path]) -> None:
+def test_the_line_is_the_mean_and_the_band_spans_the_seeds(
+    report: Report, runs: list[Path]
+) -> None:
     by_hand = np.array([[100 * row["accuracy"] for row in lines_of(path)] for path in runs[:2]])
     band, line, other = figure(report, "accuracy")["data"]
     assert line["x"] == [0, 1, 2, 3]
@@ -73,7 +76,7 @@ def test_a_run_that_stopped_early_does_not_cut_the_others_short() -> None:
     group = Group("x", (data(5), data(2, diverged=True), data(5)))
     at, values = group.bands("accuracy")
     assert (at, values.shape) == ([0, 1, 2, 3, 4], (2, 5))
-    assert group.accuracies == (0.4, 0.0, 0.4)  # but it counts
+    assert group.accuracies == (0.4, 0.0, 0.4), "a diverged run still counts"
 
 
 def test_epsilon_is_drawn_for_both_views_with_the_budget(report: Report, runs: list[Path]) -> None:
@@ -87,7 +90,7 @@ def test_epsilon_is_drawn_for_both_views_with_the_budget(report: Report, runs: l
     assert drawn["layout"]["marks"] == [{"value": 9.0, "text": "budget 9"}]
 
 
-def test_every_figure_has_labels_words_and_numbers(report: Report) -> None:
+def test_every_figure_has_labels_a_caption_and_numbers(report: Report) -> None:
     want = {
         "accuracy",
         "loss",
@@ -114,13 +117,13 @@ def test_every_figure_has_labels_words_and_numbers(report: Report) -> None:
     assert len(marks) == len(report.figures)
 
 
-def test_the_label_map_holds_what_clients_hold(report: Report, runs: list[Path]) -> None:
+def test_the_label_map_shows_the_recorded_counts(report: Report, runs: list[Path]) -> None:
     held = json.loads((runs[0] / "holdings.json").read_text())
     assert figure(report, "labels")["data"][0]["z"] == held["labels"]
     assert "private" in held["release"]
 
 
-def test_the_clients_own_epsilon_is_that_of_the_ledger(report: Report, runs: list[Path]) -> None:
+def test_the_epsilon_of_each_client_is_the_ledgers(report: Report, runs: list[Path]) -> None:
     rows = [row for row in figure(report, "clients")["rows"] if row[0] == "dp-fedadamw"]
     assert [row[2] for row in rows] == [
         plotted_loss(each) for each in read_recorded_spending(runs[0]).epsilons
@@ -133,17 +136,16 @@ def test_the_best_on_equal_terms_is_bold(report: Report) -> None:
     assert "the best on equal terms is in bold" in body(report)
 
 
-# ---- the public page
-
-
-def test_a_single_run_has_its_figures_on_top(runs: list[Path]) -> None:
-    """Nobody is compared, and what it reached and spent is still the first thing to say."""
+def test_a_single_run_has_accuracy_and_epsilon_on_top(runs: list[Path]) -> None:
     alone = read_report([runs[0]])
     assert [card.name for card in cards(alone.groups)][:2] == ["Accuracy", "Epsilon, server"]
     assert "Nothing has been scored yet" not in render(alone)
 
 
-def test_a_public_page_holds_nothing_of_single_clients(public: Report, runs: list[Path]) -> None:
+# ---- the public page
+
+
+def test_a_public_page_has_no_value_of_a_single_client(public: Report, runs: list[Path]) -> None:
     assert {f.id for f in public.figures} == {
         "accuracy",
         "loss",
@@ -152,7 +154,7 @@ def test_a_public_page_holds_nothing_of_single_clients(public: Report, runs: lis
         "traffic",
         "volume",
     }
-    text = body(public) + inlined([f.plain() for f in public.figures])
+    text = body(public) + json_block([f.plain() for f in public.figures])
     for word in [
         *SEEDS,
         "987654321",
@@ -175,16 +177,14 @@ def test_a_public_page_holds_nothing_of_single_clients(public: Report, runs: lis
     assert all(not g.privacy.epsilons for g in public.groups if g.privacy)
 
 
-def test_a_public_page_says_what_it_leaves_out_and_why(public: Report, report: Report) -> None:
+def test_a_public_page_lists_the_values_it_leaves_out(public: Report, report: Report) -> None:
     assert "who takes part in which round" in body(public)
-    assert "not for release" in body(public)  # the noise was seeded, and every artefact says so
+    assert "not for release" in body(public), "the noise was seeded"
     assert "For the operator only" in body(report)
     assert "For the operator only" not in body(public)
 
 
-def test_files_that_are_new_in_a_folder_do_not_reach_a_public_page(
-    runs: list[Path], tmp_path: Path
-) -> None:
+def test_unknown_fields_do_not_reach_a_public_page(runs: list[Path], tmp_path: Path) -> None:
     run = shutil.copytree(runs[0], tmp_path / "run")
     result = json.loads((run / "run.json").read_text())
     result |= {"clients_spent": "SECRET", "stopped": "SECRET", "out": "SECRET"}
@@ -194,7 +194,7 @@ def test_files_that_are_new_in_a_folder_do_not_reach_a_public_page(
     assert "SECRET" not in render(read_report([run], public=True))
 
 
-# ---- text stays text
+# ---- escaping
 
 
 def hostile(run: Path, folder: Path) -> Path:
@@ -215,27 +215,23 @@ def hostile(run: Path, folder: Path) -> Path:
 
 @pytest.mark.parametrize("public", [False, True])
 def test_a_hostile_name_is_only_text(runs: list[Path], tmp_path: Path, public: bool) -> None:
-    page = render(read_report([hostile(runs[0], tmp_path), runs[2]], public=public))
-    tags = Tags(page).found
-    assert (
-        len([1 for tag, _ in tags if tag == "script"]) == 3
-    )  # figures, the library, the page's own
+    html = render(read_report([hostile(runs[0], tmp_path), runs[2]], public=public))
+    tags = Tags(html).found
+    scripts = [attrs.get("id") for tag, attrs in tags if tag == "script"]
+    assert scripts == ["figures", "library", None]
     assert not [tag for tag, _ in tags if tag == "img"]
     assert not [attrs for _, attrs in tags if any(name.startswith("on") for name in attrs)]
-    data = page.split('id="figures">', 1)[1].split("</script>", 1)[0]
+    data = html.split('id="figures">', 1)[1].split("</script>", 1)[0]
     assert "<" not in data
     figures = json.loads(data)
     names = [t.get("name", "") for f in figures.values() for t in f["data"]]
-    assert any(
-        "&lt;img" in name for name in names
-    )  # what plotly would read as HTML is escaped for it
+    assert any("&lt;img" in name for name in names), "plotly would read HTML in names"
     assert not any("<img" in name for name in names)
     assert any(HOSTILE in str(cell) for f in figures.values() for row in f["rows"] for cell in row)
 
 
 def test_the_page_runs_its_own_scripts_and_fetches_nothing(report: Report) -> None:
-    page = render(report)
-    tags = Tags(page).found
+    tags = Tags(render(report)).found
     policy = next(
         a["content"] or "" for tag, a in tags if a.get("http-equiv") == "Content-Security-Policy"
     )
@@ -245,13 +241,13 @@ def test_the_page_runs_its_own_scripts_and_fetches_nothing(report: Report) -> No
     assert "unsafe-inline" not in policy.split("style-src")[0]
     places = [a.get("src") or a.get("href") or "" for tag, a in tags]
     assert not [place for place in places if place and not place.startswith(("#", "data:"))]
-    assert "connect-src &#x27;self&#x27;" in render(report, "v1")
+    assert "connect-src &#39;self&#39;" in render(report, "v1")
 
 
-# ---- what is wrong with folders
+# ---- labels, rounds, damaged folders
 
 
-def test_runs_are_told_apart_by_what_differs() -> None:
+def test_labels_name_the_settings_that_differ() -> None:
     one = {"algorithm.name": "a", "algorithm.lr": 0.1, "run.seed": 1, "data.alpha": 0.5}
     assert labels([one, {**one, "algorithm.lr": 0.2}]) == ["a, lr 0.1", "a, lr 0.2"]
     assert labels([one, {**one, "algorithm.name": "b", "algorithm.lr": 3}]) == ["a", "b"]
@@ -266,7 +262,7 @@ def test_runs_are_told_apart_by_what_differs() -> None:
     assert [label[-6:] for label in labels(paths)] == ["long/x", "long/y"]
 
 
-def test_what_a_public_page_hides_is_named_without_its_value() -> None:
+def test_hidden_settings_are_numbered_in_labels() -> None:
     one = {"algorithm.name": "a", "algorithm.lr": 0.1}
     whole = [{**one, "data.path": path} for path in ("/home/b", "/home/c", "/home/b")]
     whole[2]["data.alpha"] = 1.0
@@ -280,7 +276,7 @@ def test_a_label_has_at_most_a_few_settings() -> None:
     assert labels([one, other])[0] == "a, key0 0, key1 0, key2 0, key3 0, 5 more settings"
 
 
-def test_equal_methods_of_several_folders_are_told_apart() -> None:
+def test_equal_labels_of_several_folders_become_different() -> None:
     one = {"algorithm.name": "a", "algorithm.lr": 0.1}
     other = {**one, "algorithm.lr": 2.9, "run.seed": 5}
     places = ["given by itself", "in s1", "in s2"]
@@ -294,7 +290,7 @@ def test_equal_methods_of_several_folders_are_told_apart() -> None:
     assert apart(["a", "a"], [one, one], [one, one]) == ["a, no. 1", "a, no. 2"]
 
 
-def test_epsilon_is_computed_most_often_where_it_bends() -> None:
+def test_epsilon_is_computed_most_often_in_early_rounds() -> None:
     assert rounds_shown(1) == (1,)
     assert rounds_shown(3) == (1, 2, 3)
     some = rounds_shown(1000)
@@ -304,7 +300,7 @@ def test_epsilon_is_computed_most_often_where_it_bends() -> None:
     assert max(b - a for a, b in itertools.pairwise(some)) <= 170
 
 
-def test_a_run_that_goes_on_or_is_damaged_is_still_shown(runs: list[Path], tmp_path: Path) -> None:
+def test_a_damaged_run_is_still_shown(runs: list[Path], tmp_path: Path) -> None:
     run = shutil.copytree(runs[0], tmp_path / "run")
     (run / "run.json").write_text("{")
     (run / "holdings.json").write_text('{"classes": ["a"], "labels": [[1, 2]]}')
@@ -316,7 +312,7 @@ def test_a_run_that_goes_on_or_is_damaged_is_still_shown(runs: list[Path], tmp_p
     assert "labels" not in {f.id for f in shown.figures}
 
 
-def test_a_folder_that_is_no_run_is_one_sentence(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DpfedError, match="neither the folder of a run nor of a study"):
         read_report([tmp_path])
 
@@ -332,3 +328,18 @@ def test_a_run_without_privacy_says_so(runs: list[Path], tmp_path: Path) -> None
     assert "No privacy" in body(shown)
     assert {"epsilon", "tradeoff", "clients"}.isdisjoint(f.id for f in shown.figures)
     assert grouped([run], False)[0].epsilon == {"server_worst": None, "third_party": None}
+
+
+def test_only_the_pages_own_files_are_marked_safe() -> None:
+    templates = Path(page.__file__).parent / "templates"
+    text = "".join(path.read_text() for path in templates.glob("*.html.j2"))
+    assert set(re.findall(r"\{\{ (\w+) \| safe \}\}", text)) == {"figures", "script", "style"}
+    assert text.count("safe }}") == 3
+    assert "autoescape" not in text
+    assert page.TEMPLATES.autoescape is True
+
+
+def test_a_study_needs_its_reader(tmp_path: Path) -> None:
+    (tmp_path / "study.json").write_text("{}")
+    with pytest.raises(DpfedError, match="folder of a study"):
+        read_report([tmp_path])

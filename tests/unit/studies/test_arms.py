@@ -1,4 +1,4 @@
-"""Arms from words: names, variants, grids; and the paper's presets as arms."""
+"""Arms from the command line (names, variants, grids) and from the paper's presets."""
 
 from __future__ import annotations
 

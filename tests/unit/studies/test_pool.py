@@ -1,4 +1,4 @@
-"""Workers: one that dies takes only its run with it, mistakes come back as sentences, GPUs are dealt out."""
+"""Workers: a death affects one run only, mistakes become sentences, each worker has its GPU."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ def test_each_worker_sees_one_of_several_gpus(monkeypatch: pytest.MonkeyPatch) -
     assert [visible_gpu(i, 2) for i in range(3)] == ["3", "5", "3"]
 
 
-def test_a_pack_is_answered_run_by_run(tmp_path: Path) -> None:
-    """Mistakes and divergence are those of their own run; the others of the pack are as complete as ever."""
+def test_each_run_of_a_pack_has_its_own_answer(tmp_path: Path) -> None:
+    """A mistake or a divergence of one run does not change the other runs of its pack."""
     pack = [
         task("run.checkpoint_every=0", "run.seed=1"),
         task("run.checkpoint_every=0", "algorithm.name=dp-fedavg", "algorithm.lr=1e38"),
@@ -127,13 +127,15 @@ def test_a_pack_is_answered_run_by_run(tmp_path: Path) -> None:
     assert not (tmp_path / pack[0].key / "model.safetensors").exists()
 
 
-def test_runs_of_a_pack_that_died_are_done_one_by_one(tmp_path: Path) -> None:
-    """Three for one worker: the first is answered for, then the worker is killed."""
+def test_runs_of_a_dead_pack_are_repeated_one_by_one(tmp_path: Path) -> None:
+    """One worker has three runs; it dies after its first answer."""
     pack = [task("run.checkpoint_every=0", f"run.seed={seed}") for seed in range(3)]
 
     class Dying(Worker):
         def __init__(self, *given: Any) -> None:
-            self.place, self.owes, self.packed = 0, {}, False
+            self.number = 0
+            self.unanswered = {}
+            self.packed = False
             self.connection, self.theirs = multiprocessing.Pipe()
 
         def obituary(self) -> str:
@@ -156,8 +158,8 @@ def test_runs_of_a_pack_that_died_are_done_one_by_one(tmp_path: Path) -> None:
         second.theirs.send((pack[1].key, None))
         assert pool.wait() == (pack[1].key, None)
         assert [key for key, *_ in second.theirs.recv()] == [pack[1].key]
-        assert not (tmp_path / pack[1].key).exists(), "what the dead one left is removed"
-        assert not pool.free(), "one is still to be done again"
+        assert not (tmp_path / pack[1].key).exists(), "the files of the dead worker are removed"
+        assert not pool.free(), "one run is still to be repeated"
         second.theirs.send((pack[2].key, "too large"))
         assert pool.wait() == (pack[2].key, "too large")
         assert pool.free()
@@ -167,10 +169,10 @@ def test_runs_of_a_pack_that_died_are_done_one_by_one(tmp_path: Path) -> None:
     "where",
     ["dpfed.model.per_sample.gradients.PerSample.raw_grads", "dpfed.training.round_loop.aggregate"],
 )
-def test_a_run_that_finds_no_room_beside_others_is_done_again_alone(
+def test_a_run_out_of_memory_in_a_pack_is_repeated_alone(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither stopped halfway, as one that has the device to itself would be, nor told as a failure."""
+    """The run is complete: neither stopped early nor reported as a failure."""
     pack = [
         task("run.checkpoint_every=0", "model.liveness=false", f"run.seed={seed}")
         for seed in range(2)
@@ -192,17 +194,17 @@ def test_a_run_that_finds_no_room_beside_others_is_done_again_alone(
         assert (result["state"], result["rounds"]) == ("finished", t.tables["run"]["rounds"])
 
 
-def test_a_run_by_itself_has_the_room_to_itself(tmp_path: Path) -> None:
+def test_a_single_run_clears_the_cache(tmp_path: Path) -> None:
     shared, one = JobCache(), task()
     shared.get("model", 1, object)
     run_pack([(one.key, one.tables, str(tmp_path), True)], {}, shared, lambda key, answer: None)
     assert shared.get("model", 1, lambda: "made anew") == "made anew"
 
 
-def test_features_outlive_a_run_of_the_head_alone(
+def test_features_are_kept_between_runs_of_the_head(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They take longer than the run itself. What the second run comes to is what it comes to with features of its own."""
+    """The second run has the results that it has with features of its own."""
     from dpfed.training.job import frozen_features
 
     made: list[int] = []
@@ -226,7 +228,7 @@ def test_features_outlive_a_run_of_the_head_alone(
             answers.__setitem__,
         )
     assert answers == {one.key: None for one in both}
-    assert len(made) == 2  # of the training records and of those that score
+    assert len(made) == 2, "features of the training records and of the test records"
     run_pack(
         [(both[1].key, both[1].tables, str(tmp_path / "alone"), False)],
         {},
@@ -242,7 +244,7 @@ def test_features_outlive_a_run_of_the_head_alone(
 
 @pytest.mark.usefixtures("from_source")
 def test_a_run_from_a_source_tree_names_its_version(tmp_path: Path) -> None:
-    """Otherwise runs of different versions would count as equal."""
+    """Without a version, runs of different versions would count as equal."""
     import dpfed
 
     one = task()
@@ -253,8 +255,8 @@ def test_a_run_from_a_source_tree_names_its_version(tmp_path: Path) -> None:
     )
 
 
-def test_what_was_kept_for_another_model_is_let_go(tmp_path: Path) -> None:
-    """A run of the head alone needs the room that the pack before it had."""
+def test_the_cache_of_another_model_is_cleared(tmp_path: Path) -> None:
+    """A run of the head needs the memory of the previous pack."""
     shared, answers = JobCache(), dict[str, Any]()
     for i, model in enumerate((("model.train=lora",), ("model.train=head", "run.features=true"))):
         one = task("model.name=glyph-vit", "run.rounds=1", *model)
@@ -267,10 +269,10 @@ def test_what_was_kept_for_another_model_is_let_go(tmp_path: Path) -> None:
     assert shared.get("left over", 1, lambda: "made anew") == "made anew"
 
 
-def test_a_broken_device_is_nobody_elses_failure(
+def test_a_broken_device_fails_one_run_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pack ends with its process and is done one by one elsewhere; a run alone is told, and its worker not used again."""
+    """A pack is repeated one by one in another process; a single run fails and its worker ends."""
     pack = [task("run.checkpoint_every=0", f"run.seed={seed}") for seed in range(2)]
 
     def broken(*given: Any) -> None:
@@ -289,7 +291,9 @@ def test_a_broken_device_is_nobody_elses_failure(
     ended: list[Any] = []
     with Pool(1) as pool:
         worker = Worker.__new__(Worker)
-        worker.place, worker.owes, worker.packed = 0, {}, False
+        worker.number = 0
+        worker.unanswered = {}
+        worker.packed = False
         worker.connection, theirs = multiprocessing.Pipe()
         worker.end = lambda: ended.append(worker)
         pool._idle.append(worker)

@@ -1,4 +1,4 @@
-"""The search by hand, and what must hold of any search: equal effort, no point twice, an end, a bracketed best."""
+"""The search: examples by hand, and properties of every search (equal effort, an end, ...)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dpfed.studies.search import (
 def search(
     spaces: list[Space], score: Callable[[int, Point], float], extra: int = 2, limit: int = 5
 ) -> tuple[list[dict[Point, Score]], list[list[Point]]]:
-    """Runs a search to its end; also gives the order in which each arm's points came."""
+    """Run a search to its end; return the scores, and the points of each arm in their order."""
     scored: list[dict[Point, Score]] = [{} for _ in spaces]
     order: list[list[Point]] = [[] for _ in spaces]
     for _ in range(1000):
@@ -48,7 +48,8 @@ def hill(top: float) -> Callable[[int, Point], float]:
 
 def test_an_interior_best_is_refined_towards_its_better_neighbour() -> None:
     scored, order = search([((0.01, 0.1, 1.0, 10.0),)], hill(0.2))
-    # after the grid the best is 0.1 and 1.0 is its better neighbour: sqrt(0.1) = 0.316; then sqrt(0.1 * 0.316) = 0.178
+    # After the grid the best is 0.1, with 1.0 as its better neighbour: sqrt(0.1) = 0.316.
+    # Then sqrt(0.1 * 0.316) = 0.178.
     assert order[0] == [(0.01,), (0.1,), (1.0,), (10.0,), (0.316,), (0.178,)]
     assert best(scored[0]) == (0.178,)
     assert at_edges(scored[0]) == [False]
@@ -64,10 +65,11 @@ def test_a_best_at_the_edge_widens_by_the_grids_ratio() -> None:
 
 
 def test_one_arm_at_an_edge_gives_every_arm_another_stage() -> None:
-    far, near = ((0.01, 0.1, 1.0, 10.0),), ((0.01, 0.1, 1.0, 10.0),)
+    space: Space = ((0.01, 0.1, 1.0, 10.0),)
     tops = (2e3, 0.3)
-    scored, _ = search([far, near], lambda i, p: -abs(math.log(p[0] / tops[i])))
-    assert [len(s) for s in scored] == [7, 7]  # four, then 100, 1000 and 1e4, which brackets 1000
+    scored, _ = search([space, space], lambda i, p: -abs(math.log(p[0] / tops[i])))
+    # Four, then 100, 1000 and 1e4, which brackets 1000.
+    assert [len(s) for s in scored] == [7, 7]
 
 
 def test_ties_go_to_the_smaller_rate_but_a_tie_at_the_edge_is_an_edge() -> None:
@@ -78,8 +80,8 @@ def test_ties_go_to_the_smaller_rate_but_a_tie_at_the_edge_is_an_edge() -> None:
     assert propose(((0.1, 1.0, 10.0),), {**flat, (100.0,): Score(0.2)}) == (3.16,)
 
 
-def test_accuracies_within_a_standard_error_are_told_apart_by_loss() -> None:
-    """A head that starts at zero is right as soon as it moves at all: only the loss knows that nothing was learned."""
+def test_loss_decides_among_accuracies_within_a_standard_error() -> None:
+    """A head that starts at zero has a high accuracy after any step; its loss stays high."""
     plateau = {
         (0.1,): Score(0.95, 2.3, 0.02),
         (1.0,): Score(0.95, 1.5, 0.02),
@@ -90,12 +92,12 @@ def test_accuracies_within_a_standard_error_are_told_apart_by_loss() -> None:
         "more than one standard error below"
     )
     assert best({**plateau, (100.0,): Score(0.98, 0.9, 0.01)}) == (100.0,), (
-        "clearly better, whatever its loss"
+        "clearly better, so its loss does not matter"
     )
     assert best({p: s._replace(error=0.0) for p, s in plateau.items()}) == (1.0,)
 
 
-def test_a_plateau_is_left_at_both_ends_by_turns() -> None:
+def test_both_ends_of_a_plateau_take_turns() -> None:
     _, order = search([((1.0, 10.0),)], lambda i, point: 0.1)
     assert order[0] == [(1.0,), (10.0,), (100.0,), (0.1,), (1000.0,), (0.01,), (10000.0,)]
 
@@ -104,8 +106,8 @@ def stuck(loss: float, accuracy: float = 0.51) -> Score:
     return Score(accuracy, loss, error=0.024, blind_accuracy=0.51, blind_loss=0.693)
 
 
-def test_where_nothing_was_learned_both_ends_are_tried_whatever_the_loss() -> None:
-    """The loss is least where a rate is too small to move anything, and would lead away from the rates that teach."""
+def test_without_learning_both_ends_are_tried_and_loss_is_ignored() -> None:
+    """A rate too small to change the model has the lowest loss, so loss is not used here."""
     grid = (0.1, 0.3, 1.0)
     scored = {(0.1,): stuck(0.692), (0.3,): stuck(0.9, 0.52), (1.0,): stuck(2.4)}
     assert lost(scored)
@@ -120,8 +122,8 @@ def test_where_nothing_was_learned_both_ends_are_tried_whatever_the_loss() -> No
     ), "no classes"
 
 
-def test_a_loss_that_fell_is_learning_though_the_accuracy_is_that_of_one_answer() -> None:
-    """Nine records in ten are of one class."""
+def test_a_lower_loss_shows_learning_at_the_accuracy_of_one_answer() -> None:
+    """Nine of ten records have the same class."""
     rare = {
         (rate,): Score(0.915, loss, 0.02, 0.9, 0.325)
         for rate, loss in ((0.1, 0.32), (0.3, 0.20), (1.0, 0.5))
@@ -130,7 +132,7 @@ def test_a_loss_that_fell_is_learning_though_the_accuracy_is_that_of_one_answer(
     assert (at_edges(rare), propose(((0.1, 0.3, 1.0),), rare)) == ([False], (0.173,))
 
 
-def test_rates_that_diverge_are_not_passed_where_nothing_was_learned() -> None:
+def test_without_learning_no_rate_beyond_a_diverged_one_is_tried() -> None:
     grid = (0.1, 0.3, 1.0)
     gone = Score(0.0, math.inf, 0.0, 0.51, 0.693)
     assert propose((grid,), {(0.1,): stuck(0.69), (0.3,): gone, (1.0,): gone}) == (0.0316,)
@@ -139,7 +141,7 @@ def test_rates_that_diverge_are_not_passed_where_nothing_was_learned() -> None:
     assert lost(dict(tie)) is lost(dict(tie[::-1])) is True
 
 
-def test_two_rates_that_taught_nothing_both_take_turns() -> None:
+def test_without_learning_both_keys_take_turns() -> None:
     space: Space = ((0.01, 0.1, 1.0), (0.001, 0.01, 0.1))
     scored = dict.fromkeys(initial(space, 5), stuck(0.693))
     asked = []
@@ -148,17 +150,17 @@ def test_two_rates_that_taught_nothing_both_take_turns() -> None:
         scored[asked[-1]] = stuck(0.693)
     assert len(set(asked)) == 4
     assert {max(point) > 1 or point[1] > 0.1 for point in asked} == {True, False}
-    assert {point[0] in (0.001, 10.0) for point in asked} == {True, False}  # one key at a time
+    assert {point[0] in (0.001, 10.0) for point in asked} == {True, False}, "one key at a time"
 
 
-def test_all_diverged_goes_down() -> None:
+def test_if_all_rates_diverge_smaller_ones_follow() -> None:
     grid = (1.0, 10.0, 100.0)
     diverged = {(value,): Score(0.0, math.inf) for value in grid}
     assert propose((grid,), diverged) == (0.1,)
     assert propose((grid,), {**diverged, (0.1,): Score(0.0, math.inf)}) == (0.01,)
 
 
-def test_smaller_grids_catch_up_before_anything_else() -> None:
+def test_smaller_grids_grow_to_the_largest_first() -> None:
     scored, order = search([((1.0, 10.0, 100.0, 1000.0),), ((1.0, 10.0),)], hill(10.5))
     assert [len(s) for s in scored] == [6, 6]
     assert order[1][:3] == [(1.0,), (10.0,), (100.0,)], "10 is at the edge of its two values"
@@ -175,11 +177,11 @@ def test_two_rates_share_the_same_number_of_runs() -> None:
 
     scored, order = search([one, two], score)
     assert len(scored[0]) == len(scored[1])
-    # the cross through (0.1, 0.01): each key up, then the first key down
+    # The cross through (0.1, 0.01): each key up, then the first key down.
     assert order[1][:4] == [(0.1, 0.01), (1.0, 0.01), (0.1, 0.1), (0.01, 0.01)]
-    # (0.1, 0.1) is best and its second value the largest tried: outside by the ratio
+    # (0.1, 0.1) is best, and its second value the largest tried one: outside by the ratio.
     assert order[1][4] == (0.1, 1.0)
-    # both keys are inside now; with five points it is the second key's turn: between 0.1 and 1.0
+    # Both keys are inside now, and the second key has its turn: between 0.1 and 1.0.
     assert order[1][5] == (0.1, 0.316)
 
 
@@ -189,8 +191,8 @@ def test_arms_without_a_tuned_key_need_no_runs() -> None:
     assert len(scored[0]) == 0
 
 
-def test_what_is_asked_does_not_depend_on_the_order_of_arrival() -> None:
-    """Points of one arm are decided by that arm's scores alone until the stages that all arms share."""
+def test_the_next_points_do_not_depend_on_the_order_of_results() -> None:
+    """Until the shared stages, the points of an arm depend on its own scores alone."""
     space: Space = ((0.1, 1.0, 10.0),)
     ahead = {(0.1,): Score(0.1), (1.0,): Score(0.5), (10.0,): Score(0.2), (3.16,): Score(0.4)}
     assert next_points([space, space], [ahead, {}])[0] == next_points([space], [ahead])[0]
@@ -225,7 +227,7 @@ def test_every_arm_gets_the_same_number_of_runs(
 
 
 @given(grids, st.floats(1e-6, 1e3))
-def test_on_a_hill_the_best_is_bracketed_or_said_to_be_at_the_edge(
+def test_a_single_maximum_is_bracketed_or_reported_at_the_edge(
     grid: tuple[float, ...], top: float
 ) -> None:
     scored, _ = search([(grid,)], hill(top))
@@ -243,11 +245,11 @@ def test_initial_has_no_repeats_and_no_more_than_asked() -> None:
     assert initial(space, 2) == [(2.0, 5.0), (3.0, 5.0)]
 
 
-def test_the_mean_of_seeds_is_no_surer_than_one_score_and_less_where_they_differ() -> None:
+def test_the_error_of_a_mean_is_never_below_that_of_one_seed() -> None:
     one = Score(0.8, 0.5, 0.02, 0.6, 0.69)
     assert mean([one]) == one
     assert mean([one] * 4) == pytest.approx(one), "they are scored on the same records"
     apart = mean([Score(0.5, 0.7, 0.02), Score(0.9, 0.3, 0.02)])
-    # the spread of 0.5 and 0.9 is 0.08 by n - 1, so the mean's error is sqrt(0.08 / 2)
+    # The variance of 0.5 and 0.9 is 0.08 (n - 1), so the error of the mean is sqrt(0.08 / 2).
     assert apart == pytest.approx(Score(0.7, 0.5, 0.2))
-    assert mean([one, Score(0.0, math.inf, 0.0)]).loss == math.inf, "one that diverged"
+    assert mean([one, Score(0.0, math.inf, 0.0)]).loss == math.inf, "one seed diverged"

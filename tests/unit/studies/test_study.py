@@ -1,4 +1,4 @@
-"""A study with a runner that trains nothing: what is run, with which seed and half, and that it can be resumed."""
+"""A study with a runner that trains nothing: which runs, seeds and halves, and how it resumes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from dpfed.errors import DpfedError
 from dpfed.registry import registry
 from dpfed.studies.outcomes import Task, read_outcome
 from dpfed.studies.output import FILES, write
-from dpfed.studies.study import TUNING_SEED, Study, check, claim, conduct, make_task, packs_of
+from dpfed.studies.packs import Packing, packs_of
+from dpfed.studies.study import TUNING_SEED, Study, check, claim, conduct, make_task
 
 TOPS = {"dp-fedavg": 0.05, "dp-fedadamw": 0.02, "dp-fedsam": 0.05}
 
 
 def score(tables: Mapping[str, Any]) -> float:
-    """A hill over the learning rate; the seed moves it a little."""
+    """Return an accuracy with one maximum over the learning rate, shifted a little by the seed."""
     algorithm, run = tables["algorithm"], tables["run"]
     gap = abs(math.log10(algorithm["lr"] / TOPS[algorithm["name"]]))
     return (
@@ -66,14 +67,14 @@ def test_tuning_runs_are_scored_once_unless_a_budget_may_end_them(tmp_path: Path
 
 
 def by_luck(tables: Mapping[str, Any]) -> float:
-    """0.1 is always good, and the next larger rate of the grid better, but for the first seed of the search alone."""
+    """Return a good accuracy for rate 0.1, and a better one for larger rates with one seed only."""
     rate, seed = tables["algorithm"]["lr"], tables["run"]["seed"]
     if math.isclose(rate, 0.1):
         return 0.7
     return 0.9 if rate > 0.1 and seed == TUNING_SEED else 0.5
 
 
-def test_with_several_seeds_the_search_goes_by_their_mean(tmp_path: Path) -> None:
+def test_with_several_seeds_the_search_uses_their_mean(tmp_path: Path) -> None:
     one = study("dp-fedavg", seeds=1)
     three = dataclasses.replace(one, search_seeds=3)
     (lucky,) = conduct(one, tmp_path / "one", FakeRunner(by_luck), registry())
@@ -158,7 +159,7 @@ def test_an_arm_that_fails_leaves_the_others(tmp_path: Path) -> None:
 
 
 def test_an_arm_that_fails_does_not_change_the_effort_of_the_others(tmp_path: Path) -> None:
-    """Otherwise the table would depend on how soon it failed."""
+    """Otherwise the table would depend on the moment of the failure."""
 
     def refuse(tables: Mapping[str, Any]) -> float | str:
         return "no" if tables["algorithm"]["name"] == "dp-fedavg" else score(tables)
@@ -174,7 +175,7 @@ def test_an_arm_that_fails_does_not_change_the_effort_of_the_others(tmp_path: Pa
     assert len(results[1].tuned) >= 6 + 2
 
 
-def test_a_diverged_run_counts_as_nothing(tmp_path: Path) -> None:
+def test_a_diverged_run_has_accuracy_0(tmp_path: Path) -> None:
     leave(tmp_path / "r", 0.9, state="stopped", diverged=True)
     found = read_outcome(tmp_path / "r")
     assert found is not None
@@ -203,7 +204,7 @@ def test_the_longest_runs_come_first(tmp_path: Path) -> None:
 
 
 def test_a_killed_study_leaves_no_models_of_its_search(tmp_path: Path) -> None:
-    """A worker removes them after the run; whoever goes on does it for one that could not."""
+    """A worker removes them after the run; after a kill, the resumed study removes them."""
     runner = FakeRunner(score)
     conduct(study(), tmp_path, runner, registry())
     models = {task.key: tmp_path / "runs" / task.key / "model.safetensors" for task in runner.ran}
@@ -222,7 +223,7 @@ def test_arms_with_equal_configurations_share_their_runs(tmp_path: Path) -> None
     assert results[0].reported == results[1].reported
 
 
-def test_a_folder_is_one_studys(tmp_path: Path) -> None:
+def test_a_folder_belongs_to_one_study(tmp_path: Path) -> None:
     with claim(tmp_path / "s", study(), force=False):
         pass
     with claim(tmp_path / "s", study(), force=False):
@@ -249,14 +250,14 @@ def test_a_folder_is_one_studys(tmp_path: Path) -> None:
         ("dp-fedavg:gamma=1", (), "gamma is not a key"),
     ],
 )
-def test_what_is_refused_before_the_first_run(
+def test_a_study_is_refused_before_its_first_run(
     algorithms: str, sets: tuple[str, ...], words: str
 ) -> None:
     with pytest.raises(DpfedError, match=words):
         check(study(algorithms, sets=sets), registry())
 
 
-def test_a_study_is_named_after_what_is_asked() -> None:
+def test_a_study_is_named_after_its_description() -> None:
     assert study().name == study().name
     assert study().name != study(seeds=3).name
     assert study().name.startswith("compare-digits-")
@@ -285,7 +286,7 @@ def test_packs_are_even_and_leave_no_worker_idle(
     count: int, most: int, workers: int, sizes: list[int]
 ) -> None:
     tasks = tasks_of(count)
-    packs = packs_of(tasks, most, workers, registry())
+    packs = packs_of(tasks, Packing(most, workers), registry())
     assert [len(pack) for pack in packs] == sizes
     assert [task for pack in packs for task in pack] == tasks
 
@@ -293,14 +294,16 @@ def test_packs_are_even_and_leave_no_worker_idle(
 def test_runs_that_do_not_fit_together_are_not_packed() -> None:
     alone, others = tasks_of(2, "run.diagnostics=true"), tasks_of(2, "data.alpha=0.3")
     mine = tasks_of(2)
-    packs = packs_of([alone[0], mine[0], others[0], alone[1], mine[1], others[1]], 8, 1, registry())
+    packs = packs_of(
+        [alone[0], mine[0], others[0], alone[1], mine[1], others[1]], Packing(8), registry()
+    )
     assert packs == [[alone[0]], mine, others, [alone[1]]]
 
 
-def test_a_packed_study_comes_to_the_same_results(tmp_path: Path) -> None:
+def test_a_packed_study_has_the_same_results(tmp_path: Path) -> None:
     plain, packed = FakeRunner(score), FakeRunner(score)
     wanted = conduct(study(), tmp_path / "a", plain, registry())
-    assert conduct(study(), tmp_path / "b", packed, registry(), pack=4) == wanted
+    assert conduct(study(), tmp_path / "b", packed, registry(), packing=Packing(4)) == wanted
     assert sorted(t.key for t in packed.ran) == sorted(t.key for t in plain.ran)
     assert packed.packs
     assert not plain.packs
@@ -309,7 +312,7 @@ def test_a_packed_study_comes_to_the_same_results(tmp_path: Path) -> None:
 
 
 def counts(runner: FakeRunner, asked: Study, folder: Path) -> list[tuple[int, int, bool]]:
-    """Return (done, planned, at least) as they were reported after each run."""
+    """Return (done, planned, at least) after each run."""
     seen: list[tuple[int, int, bool]] = []
     conduct(
         asked,

@@ -13,20 +13,21 @@ import numpy as np
 import pytest
 
 from dpfed.errors import DpfedError, StoppedError
-from dpfed.privacy.accounting.guarantee import FEW, PriorSpending
+from dpfed.privacy.accounting.guarantee import MAX_EXACT_KINDS, PriorSpending
 from dpfed.privacy.accounting.pld import epsilon
-from dpfed.privacy.ledger.ledger import Charge, Ledger
+from dpfed.privacy.ledger.charge import Charge
+from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.mechanism import Mechanism, Sampling
 from dpfed.privacy.plan import Plan, Schedule
+from dpfed.training.budget.ledgers import run_ledger
 from dpfed.training.budget.recorded_spending import own_spending, read_recorded_spending
 from dpfed.training.budget.spending import (
     MOST_KINDS,
+    RoundsCharged,
     Spending,
-    Spent,
     budget_of,
     coarser,
-    open_ledger,
-    spent_before,
+    rounds_charged,
 )
 from dpfed.training.job.job import Job
 
@@ -70,7 +71,7 @@ def spending_of(
 ) -> Spending:
     privacy = job.config.privacy
     budget = budget_of(job.plan, job.schedule, DELTA, privacy.budget, past=past or PriorSpending())
-    return Spending(job, budget, None, Spent(np.array(taken), attempts or {}), **keys)
+    return Spending(job, budget, None, RoundsCharged(np.array(taken), attempts or {}), **keys)
 
 
 def costs(plan: Plan, taken: Sequence[int], prior: Any = ()) -> list[float]:
@@ -79,7 +80,7 @@ def costs(plan: Plan, taken: Sequence[int], prior: Any = ()) -> list[float]:
     return [epsilon(history, DELTA).value for history in histories]
 
 
-# ------------------------------------------------------------------------------------------------ budgets
+# --- budgets ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prior", [(), PRIOR])
@@ -131,13 +132,13 @@ def test_the_grid_of_many_mechanisms_never_costs_less_than_the_clients_own() -> 
         assert made[kind].noise_multiplier <= noise[client] * (1 + 1e-12)
 
 
-# ------------------------------------------------------------------------------------------------ what was spent
+# --- what was spent -----------------------------------------------------------------------------
 
 
 RATES = {
     "equal": [0.1, 0.1, 0.1],
     "few": [0.1, 0.3, 0.05],
-    "many": [0.1 + 0.001 * i for i in range(FEW + 4)],
+    "many": [0.1 + 0.001 * i for i in range(MAX_EXACT_KINDS + 4)],
 }
 
 
@@ -178,7 +179,7 @@ def test_every_round_that_a_client_takes_part_in_is_counted() -> None:
     spending = spending_of(job_of(plan_of([0.1] * 3)), [1, 0, 2])
     spending.charge(3, [0, 2])
     spending.charge(4, [2])
-    assert spending.taken.tolist() == [2, 0, 4]
+    assert spending.rounds_taken.tolist() == [2, 0, 4]
 
 
 @pytest.mark.parametrize(
@@ -220,12 +221,12 @@ def ledger_of(path: Path, cohorts: Sequence[tuple[int, Sequence[int]]]) -> Ledge
 
 def test_what_was_spent_before_counts_every_attempt_and_no_void_row(tmp_path: Path) -> None:
     with ledger_of(tmp_path, [(1, [0, 1]), (2, [2]), (2, [0])]) as ledger:
-        found = spent_before(ledger, 4)
-    assert found.taken.tolist() == [2, 1, 1, 0]
+        found = rounds_charged(ledger, 4)
+    assert found.rounds_taken.tolist() == [2, 1, 1, 0]
     assert found.attempts == {1: 1, 2: 2}
 
 
-# ------------------------------------------------------------------------------------------------ read back
+# --- read back ----------------------------------------------------------------------------------
 
 
 def folder_of(
@@ -237,7 +238,7 @@ def folder_of(
     budget = budget_of(plan, job.schedule, DELTA, past=PriorSpending(prior))
     path.mkdir()
     (path / "run.json").write_text('{"run": "name", "release": "the model may be released"}')
-    with open_ledger(job, budget, path / "ledger.sqlite", "name") as ledger:
+    with run_ledger(job, budget, path / "ledger.sqlite", "name") as ledger:
         for t, cohort in cohorts:
             ledger.charge([Charge(i, t, STEPS, plan.mechanism(i), "os") for i in cohort])
     return path

@@ -20,7 +20,8 @@ from dpfed.config import load
 from dpfed.errors import DpfedError, StoppedError
 from dpfed.model.build import assemble
 from dpfed.model.zoo.glyph_vit import WEIGHTS as GLYPHS
-from dpfed.privacy.ledger.ledger import Charge, Ledger
+from dpfed.privacy.ledger.charge import Charge
+from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.published import show_loss
 from dpfed.registry import registry
 from dpfed.report.model_card import write_export

@@ -33,7 +33,7 @@ from dpfed.data.tables import Source, Table
 from dpfed.model.export_files import Companions, ImageInput, Reading, image_companions
 from dpfed.model.shipped.image_processor import RunImageProcessor
 from dpfed.model.task import InputSpec
-from dpfed.model.zoo.built import images as entering
+from dpfed.model.zoo.image_inputs import images as entering
 from dpfed.registry import registry
 from dpfed.report.model_card import write_export
 from dpfed.training.run import run
@@ -199,7 +199,7 @@ def test_the_shipped_processor_equals_reading_and_preparing(
         prepared = (raw["pixel_values"].float() / 255.0 - 0.4) / torch.tensor(0.3)
         wanted = prepared.expand(-1, channels, -1, -1)
     else:
-        wanted = entering(spec, size, channels, *constants, resize, sharpen)(raw)["pixel_values"]
+        wanted = entering(entry)(raw)["pixel_values"]
     torch.testing.assert_close(processor(picture)["pixel_values"], wanted, atol=1e-6, rtol=0)
     torch.testing.assert_close(
         processor([np.asarray(picture)])["pixel_values"], wanted, atol=1e-6, rtol=0

@@ -350,10 +350,10 @@ def test_nothing_is_drawn_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_seeded_noise_begins_again_where_it_began() -> None:
     for noise in (Streams(1).noise(2, 3, torch.device("cpu")), OsNoise(torch.device("cpu"))):
-        numbers = [noise.normal(5), noise.normal(3)]
+        numbers = [noise.normal64(5).float(), noise.normal64(3).float()]
         other = noise.again()
-        assert torch.equal(other.normal(5), numbers[0])
-        assert torch.equal(other.normal(3), numbers[1])
+        assert torch.equal(other.normal64(5).float(), numbers[0])
+        assert torch.equal(other.normal64(3).float(), numbers[1])
 
 
 def test_no_room_for_one_record_is_one_sentence() -> None:

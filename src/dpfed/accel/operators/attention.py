@@ -35,7 +35,6 @@ def available(x: Tensor) -> bool:
 
 
 def _works_on(index: int) -> bool:
-    """Return True if the kernels passed their check on this GPU."""
     if index not in _WORKING:
         if torch.cuda.is_current_stream_capturing():
             return False
@@ -176,7 +175,6 @@ def _tile_side(count: int) -> int:
 def _launch(
     q: Tensor, bias: Tensor | None, mask: Tensor | None, heads: int
 ) -> tuple[tuple[int], dict[str, Any]]:
-    """Return the grid and the constants of a kernel call."""
     n, depth = q.shape[1], q.shape[2] // heads
     side = _tile_side(n)
     # As many warps as hold a tile in registers.

@@ -58,8 +58,6 @@ def _scaled_mask(x: Tensor, key: Tensor, rule: Tensor, width: int) -> Tensor:
 
 
 class DropoutFunction(torch.autograd.Function):
-    """Dropout by the kernel; its gradient is dropped by the same mask."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, key: Tensor, rule: Tensor) -> Tensor:
         from dpfed.accel import dropout

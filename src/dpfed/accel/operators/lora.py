@@ -64,8 +64,6 @@ def _scaled_bmm(one: Tensor, other: Tensor, scale: float) -> Tensor:
 
 
 class LoraProduct(torch.autograd.Function):
-    """`product` with its own backward pass."""
-
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float

@@ -21,8 +21,6 @@ def frozen_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Te
 
 
 class FrozenLayerNorm(torch.autograd.Function):
-    """Layer normalisation by the kernels, with a gradient for `x` alone."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         from dpfed.accel import norm

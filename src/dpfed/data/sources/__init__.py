@@ -1,14 +1,14 @@
-"""One file per data set family. A source is a `[data]` section with a `load()`; it is listed here by name."""
+"""Data sources by name. A source is a `[data]` section with a `load()`; one file per family."""
 
 from __future__ import annotations
 
 from dpfed.config import DataSection
 from dpfed.data.sources.cifar import Cifar10, Cifar100
 from dpfed.data.sources.digits import Digits
-from dpfed.data.sources.given import Given
 from dpfed.data.sources.glue import Mnli, Qnli, Qqp, Rte, Sst2
 from dpfed.data.sources.hub import Hub
 from dpfed.data.sources.image_folder import ImageFolder
+from dpfed.data.sources.in_memory import InMemory
 from dpfed.data.sources.mnist import FashionMnist, Mnist
 from dpfed.data.sources.npz import Npz
 from dpfed.data.sources.text_table import TextTable
@@ -30,6 +30,6 @@ SOURCES = (
     Rte,
     TextTable,
     Hub,
-    Given,
+    InMemory,
 )
 REGISTRY: dict[str, type[DataSection]] = {cls.name: cls for cls in SOURCES}

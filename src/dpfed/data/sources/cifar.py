@@ -1,9 +1,9 @@
-"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009): 50,000 and 10,000 colour images of 32x32 pixels, 10 or 100 classes.
+"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009): 60,000 colour images of 32x32 pixels.
 
-`data.path` is an archive as published (binary or Python version), the folder that it unpacks to, or the
-folder around either. An archive is read without being unpacked. The checksums of archives and pickles are
-compared with the published ones, and counts in every case. `data.check = false` reads other files in the
-same layout.
+`data.path` is a published archive (binary or Python version), the folder that it unpacks to, or the
+folder around either. An archive is read without being unpacked. Checksums of archives and pickles
+are compared with the published ones, and counts in every case. `data.check = false` reads other
+files in the same layout.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dpfed.data.files import (
     tar_members,
 )
 from dpfed.data.pickles import RefusedError, loads
-from dpfed.data.tables import Published, Source
+from dpfed.data.tables import Published, Source, expect_labels
 from dpfed.errors import DpfedError
 
 URL = "https://www.cs.toronto.edu/~kriz/"
@@ -36,72 +36,114 @@ PIXELS = 3 * 32 * 32
 VERSION = 1
 
 CIFAR10 = "airplane automobile bird cat deer dog frog horse ship truck"
-COARSE = """aquatic_mammals fish flowers food_containers fruit_and_vegetables household_electrical_devices
-household_furniture insects large_carnivores large_man-made_outdoor_things large_natural_outdoor_scenes
-large_omnivores_and_herbivores medium_mammals non-insect_invertebrates people reptiles small_mammals trees vehicles_1
-vehicles_2"""
-FINE = """apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
-caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant flatfish
-forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree motorcycle
-mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain plate poppy porcupine
-possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider squirrel streetcar
-sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle wardrobe whale willow_tree
-wolf woman worm"""
+COARSE = """aquatic_mammals fish flowers food_containers fruit_and_vegetables
+household_electrical_devices household_furniture insects large_carnivores
+large_man-made_outdoor_things large_natural_outdoor_scenes large_omnivores_and_herbivores
+medium_mammals non-insect_invertebrates people reptiles small_mammals trees vehicles_1 vehicles_2"""
+FINE = """apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus
+butterfly camel can castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab
+crocodile cup dinosaur dolphin elephant flatfish forest fox girl hamster house kangaroo keyboard
+lamp lawn_mower leopard lion lizard lobster man maple_tree motorcycle mountain mouse mushroom
+oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain plate poppy porcupine
+possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider
+squirrel streetcar sunflower sweet_pepper table tank telephone television tiger tractor train trout
+tulip turtle wardrobe whale willow_tree wolf woman worm"""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One published form: the files of each part, and where a record's label and the classes' names are."""
+    """One published form of a data set.
+
+    names       file with the names of the classes
+    labels      key of the labels in a pickle, or their byte in a binary record
+    names_key   key of the class names in a pickle; a binary layout has one name per line
+    head        label bytes before the pixels of a binary record; 0: the files are pickles
+    pickle_md5  checksums of `files` and `names`, in order
+    """
 
     folder: str
     archive: str
     md5: str
     train: tuple[str, ...]
     test: tuple[str, ...]
-    names: str  # the file of class names
-    labels: str | int  # the pickle's key, or the byte of a binary record
-    names_key: str = ""  # the pickle's key; a binary layout has one name in each line
-    head: int = 0  # label bytes before the pixels of a binary record; 0: a pickle
-    pickle_md5: tuple[str, ...] = ()  # of `files` and `names`, in order
+    names: str
+    labels: str | int
+    names_key: str = ""
+    head: int = 0
+    pickle_md5: tuple[str, ...] = ()
 
     @property
     def files(self) -> tuple[str, ...]:
         return (*self.train, *self.test)
+
+    @property
+    def url(self) -> str:
+        return URL + self.archive
 
 
 def cifar10_layouts() -> tuple[Layout, ...]:
     batches = tuple(f"data_batch_{i}" for i in range(1, 6))
     return (
         Layout(
-            "cifar-10-batches-bin", "cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530",
-            tuple(f"{b}.bin" for b in batches), ("test_batch.bin",), "batches.meta.txt", labels=0, head=1,
+            "cifar-10-batches-bin",
+            "cifar-10-binary.tar.gz",
+            "c32a1d4ab5d03f1284b67883e8d87530",
+            tuple(f"{b}.bin" for b in batches),
+            ("test_batch.bin",),
+            "batches.meta.txt",
+            labels=0,
+            head=1,
         ),
         Layout(
-            "cifar-10-batches-py", "cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a",
-            batches, ("test_batch",), "batches.meta", labels="labels", names_key="label_names",
+            "cifar-10-batches-py",
+            "cifar-10-python.tar.gz",
+            "c58f30108f718f92721af3b95e74349a",
+            batches,
+            ("test_batch",),
+            "batches.meta",
+            labels="labels",
+            names_key="label_names",
             pickle_md5=(
-                "c99cafc152244af753f735de768cd75f", "d4bba439e000b95fd0a9bffe97cbabec", "54ebc095f3ab1f0389bbae665268c751",
-                "634d18415352ddfa80567beed471001a", "482c414d41f54cd18b22e5b47cb7c3cb", "40351d587109b95175f43aff81a1287e",
+                "c99cafc152244af753f735de768cd75f",
+                "d4bba439e000b95fd0a9bffe97cbabec",
+                "54ebc095f3ab1f0389bbae665268c751",
+                "634d18415352ddfa80567beed471001a",
+                "482c414d41f54cd18b22e5b47cb7c3cb",
+                "40351d587109b95175f43aff81a1287e",
                 "5ff9c542aee3614f3951f8cda6e48888",
             ),
         ),
-    )  # fmt: skip
+    )
 
 
 def cifar100_layouts(label: str) -> tuple[Layout, ...]:
     return (
         Layout(
-            "cifar-100-binary", "cifar-100-binary.tar.gz", "03b5dce01913d631647c71ecec9e9cb8",
-            ("train.bin",), ("test.bin",), f"{label}_label_names.txt", labels=("coarse", "fine").index(label), head=2,
+            "cifar-100-binary",
+            "cifar-100-binary.tar.gz",
+            "03b5dce01913d631647c71ecec9e9cb8",
+            ("train.bin",),
+            ("test.bin",),
+            f"{label}_label_names.txt",
+            labels=("coarse", "fine").index(label),
+            head=2,
         ),
         Layout(
-            "cifar-100-python", "cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85",
-            ("train",), ("test",), "meta", labels=f"{label}_labels", names_key=f"{label}_label_names",
+            "cifar-100-python",
+            "cifar-100-python.tar.gz",
+            "eb9058c3a382ffc7106e4002c42a8d85",
+            ("train",),
+            ("test",),
+            "meta",
+            labels=f"{label}_labels",
+            names_key=f"{label}_label_names",
             pickle_md5=(
-                "16019d7e3df5f24257cddd939b257f8d", "f0ef6b0ae62326f3e7ffdfab6717acfc", "7973b15100ade9c7d40fb424638fde48",
+                "16019d7e3df5f24257cddd939b257f8d",
+                "f0ef6b0ae62326f3e7ffdfab6717acfc",
+                "7973b15100ade9c7d40fb424638fde48",
             ),
         ),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -126,22 +168,21 @@ class Cifar100(DataSection):
     ] = True
 
     @property
+    def class_names(self) -> list[str]:
+        return (FINE if self.label == "fine" else COARSE).split()
+
+    @property
     def published(self) -> Published:
-        return Published(50_000, 100 if self.label == "fine" else 20, "image", (3, 32, 32))
+        return Published(50_000, len(self.class_names), "image", (3, 32, 32))
 
     def load(self) -> Source:
-        return load(
-            self,
-            cifar100_layouts(self.label),
-            (FINE if self.label == "fine" else COARSE).split(),
-            self.check,
-        )
+        return load(self, cifar100_layouts(self.label), self.class_names, self.check)
 
 
 def load(
     section: DataSection, layouts: tuple[Layout, ...], official: list[str], check: bool
 ) -> Source:
-    url = " or ".join(URL + layout.archive for layout in layouts)
+    url = " or ".join(layout.url for layout in layouts)
     what = f"the archive or its folder {layouts[0].folder}"
     path = path_of(section, what, url)
     found = locate(path, layouts)
@@ -151,114 +192,107 @@ def load(
     options = {"check": check, "label": getattr(section, "label", None)}
     with reading(path):
         key = key_of(section.name, VERSION, files, options)
-    return image_source(key, lambda: build(files, layouts, layout, official, check))
+
+    def build() -> Arrays:
+        if layout is None:
+            return arrays_of(
+                *from_archive(files[0], layouts, check), str(files[0]), official, check
+            )
+        content = {file.name: read_bytes(file) for file in files}
+        folder = files[0].parent
+        if check:
+            for name, md5 in zip((*layout.files, layout.names), layout.pickle_md5, strict=False):
+                if name in content:
+                    check_md5(folder / name, md5, layout.url)
+        return arrays_of(layout, content, str(folder), official, check)
+
+    return image_source(key, build)
 
 
 def locate(path: Path, layouts: tuple[Layout, ...]) -> tuple[Layout | None, list[Path]] | None:
-    """The layout and its files; for an archive the layout is known only when it has been read."""
+    """Return the layout and its files; the layout of an archive is None until it is read."""
     if path.is_file():
         return None, [path]
     for layout in layouts:
         for folder in (path, path / layout.folder):
-            there = [name for name in layout.files if (folder / name).is_file()]
-            if there and len(there) < len(layout.files):
-                absent = next(name for name in layout.files if name not in there)
+            found = [name for name in layout.files if (folder / name).is_file()]
+            if found and len(found) < len(layout.files):
+                absent = next(name for name in layout.files if name not in found)
                 raise DpfedError(
                     f"{folder} has no {absent}: unpack {layout.archive} from {URL} again"
                 )
-            if there:
-                names = folder / layout.names
-                return layout, [
-                    *(folder / name for name in layout.files),
-                    *([names] if names.is_file() else []),
-                ]
+            if found:
+                files = [folder / name for name in (*layout.files, layout.names)]
+                return layout, [file for file in files if file.is_file()]
     for layout in layouts:
         if (path / layout.archive).is_file():
             return None, [path / layout.archive]
     return None
 
 
-def build(
-    files: list[Path],
-    layouts: tuple[Layout, ...],
-    layout: Layout | None,
-    official: list[str],
-    check: bool,
+def from_archive(
+    path: Path, layouts: tuple[Layout, ...], check: bool
+) -> tuple[Layout, dict[str, bytes]]:
+    """Return the layout of an archive and the content of its files."""
+    content = tar_members(path, {name for one in layouts for name in (*one.files, one.names)})
+    nearest = max(layouts, key=lambda one: sum(name in content for name in one.files))
+    absent = next((name for name in nearest.files if name not in content), None)
+    if absent is not None:
+        raise DpfedError(
+            f"{path} has no {absent} inside: download {nearest.archive} again from {nearest.url}"
+        )
+    if check:
+        check_md5(path, nearest.md5, nearest.url)
+    return nearest, content
+
+
+def arrays_of(
+    layout: Layout, content: dict[str, bytes], where: str, official: list[str], check: bool
 ) -> Arrays:
-    if layout is None:
-        layout, content = from_archive(files[0], layouts, check)
-        where = str(files[0])
-    else:
-        content = {file.name: read_bytes(file) for file in files}
-        where = str(files[0].parent)
-        if check:
-            for name, md5 in zip((*layout.files, layout.names), layout.pickle_md5, strict=False):
-                if name in content:
-                    check_md5(files[0].parent / name, md5, URL + layout.archive)
+    """Return the images, labels and class names of a layout's files."""
     out: Arrays = {}
     for part, members, count in (("train", layout.train, 50_000), ("test", layout.test, 10_000)):
         read = [batch(content[m], layout, f"{where}/{m}", len(official)) for m in members]
         if check:
             for member, (_, labels) in zip(members, read, strict=True):
-                expect_count(
-                    len(labels), count // len(members), f"{where}/{member}", URL + layout.archive
-                )
+                expect_count(len(labels), count // len(members), f"{where}/{member}", layout.url)
         out[f"{part}_x"] = np.concatenate([x for x, _ in read])
         out[f"{part}_y"] = np.concatenate([y for _, y in read])
-    out["names"] = np.array(
-        class_names(content.get(layout.names), layout, f"{where}/{layout.names}", official)
-    )
+    label = f"{where}/{layout.names}"
+    out["names"] = np.array(class_names(content.get(layout.names), layout, label, official))
     return out
 
 
-def from_archive(
-    path: Path, layouts: tuple[Layout, ...], check: bool
-) -> tuple[Layout, dict[str, bytes]]:
-    content = tar_members(path, {name for one in layouts for name in (*one.files, one.names)})
-    fits = [one for one in layouts if all(name in content for name in one.files)]
-    if not fits:
-        near = max(layouts, key=lambda one: sum(name in content for name in one.files))
-        absent = next(name for name in near.files if name not in content)
-        raise DpfedError(
-            f"{path} has no {absent} inside: download {near.archive} again from {URL}{near.archive}"
-        )
-    if check:
-        check_md5(path, fits[0].md5, URL + fits[0].archive)
-    return fits[0], content
-
-
 def batch(data: bytes, layout: Layout, label: str, classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Images [n, 3, 32, 32] and labels of one file."""
+    """Return the images [n, 3, 32, 32] and labels of one file."""
     if layout.head:
         length = layout.head + PIXELS
         if len(data) % length or not data:
             raise DpfedError(
-                f"{label} ends inside record {len(data) // length} (a record has {length} bytes): download it again"
+                f"{label} ends inside record {len(data) // length} (a record has {length} bytes): "
+                "download it again"
             )
         records = np.frombuffer(data, dtype=np.uint8).reshape(-1, length)
         labels = records[:, int(layout.labels)].astype(np.int64)
         images = records[:, layout.head :]
     else:
         images, labels = pickled(data, str(layout.labels), label)
-    bad = np.flatnonzero((labels < 0) | (labels >= classes))
-    if len(bad):
-        raise DpfedError(
-            f"record {bad[0]} of {label} has label {labels[bad[0]]}; labels are 0 to {classes - 1}: download it again"
-        )
+    expect_labels(labels, classes, label, remedy=": download it again")
     return images.reshape(-1, 3, 32, 32), labels
 
 
 def pickled(data: bytes, key: str, label: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the images and labels of a pickle."""
     content = unpickle(data, label)
-    images, labels = content.get("data"), content.get(key)
-    if (
-        not isinstance(images, np.ndarray)
-        or images.dtype != np.uint8
-        or images.shape[1:] != (PIXELS,)
-    ):
+    images = np.asarray(content.get("data"))
+    labels = content.get(key)
+    if images.dtype != np.uint8 or images.shape[1:] != (PIXELS,):
         raise DpfedError(f"{label} has no images of {PIXELS} bytes under 'data': download it again")
-    whole = isinstance(labels, list) and all(type(y) is int and 0 <= y < 256 for y in labels)
-    if not isinstance(labels, list) or not whole or not labels:
+    if (
+        not isinstance(labels, list)
+        or not labels
+        or not all(type(y) is int and 0 <= y < 256 for y in labels)
+    ):
         raise DpfedError(f"{label} has no list of labels under {key!r}: download it again")
     if len(labels) != len(images):
         raise DpfedError(
@@ -274,31 +308,28 @@ def unpickle(data: bytes, label: str) -> dict[str, Any]:
         raise DpfedError(f"{label} is not a pickle of arrays and lists: {error}") from None
     if not isinstance(content, dict):
         raise DpfedError(f"{label} is not a pickle of named arrays: download it again")
-    return {
-        k.decode("latin-1") if isinstance(k, bytes) else str(k): value
-        for k, value in content.items()
-    }
+    return {text_of(key): value for key, value in content.items()}
+
+
+def text_of(value: Any) -> str:
+    """Return a name in a pickle as text; Python 2 wrote names as bytes."""
+    return value.decode("latin-1") if isinstance(value, bytes) else str(value)
 
 
 def class_names(data: bytes | None, layout: Layout, label: str, official: list[str]) -> list[str]:
-    """The names in the archive, where it has them; the official ones else."""
+    """Return the class names in the files, or the official ones if the files have none."""
     if data is None:
         return official
     if layout.head:
         names: Any = [line.strip() for line in lines_of(data, label) if line.strip()]
     else:
         names = unpickle(data, label).get(layout.names_key)
-        names = (
-            [n.decode("latin-1") if isinstance(n, bytes) else n for n in names]
-            if isinstance(names, list)
-            else None
-        )
     if (
         not isinstance(names, list)
         or len(names) != len(official)
-        or not all(isinstance(n, str) for n in names)
+        or not all(isinstance(name, str | bytes) for name in names)
     ):
         raise DpfedError(
             f"{label} does not name {len(official)} classes: download it again or delete it"
         )
-    return names
+    return [text_of(name) for name in names]

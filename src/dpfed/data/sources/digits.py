@@ -1,4 +1,4 @@
-"""The 1,797 handwritten digits of 8x8 pixels that come with scikit-learn (Alpaydin, Kaynak 1998)."""
+"""The 1,797 handwritten digits of 8x8 pixels in scikit-learn (Alpaydin, Kaynak 1998)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dpfed.data.tables import Source, Table
 
 @dataclass(frozen=True)
 class Digits(DataSection):
-    """Embedded, so that a first run needs no download. Every fifth record of a class is in the test set."""
+    """Digits that need no download. Every fifth record of a class is in the test set."""
 
     name: str = "digits"
 
@@ -28,7 +28,7 @@ class Digits(DataSection):
         return Source(
             train=Table({"pixel_values": images[~test]}, labels[~test]),
             test=Table({"pixel_values": images[test]}, labels[test]),
-            classes=tuple(str(c) for c in range(10)),
+            classes=tuple("0123456789"),
             kind="image",
             white=16.0,
         )

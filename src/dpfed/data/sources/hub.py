@@ -1,4 +1,4 @@
-"""Any data set that the `datasets` library loads: a name on the Hugging Face hub, or a folder on this machine.
+"""A data set that the `datasets` library loads: a name on the Hugging Face hub, or a folder.
 
     [data]
     name = "hub"
@@ -6,7 +6,8 @@
     text = "sentence"
     test_split = "validation"
 
-Give `data.text` (and `data.text_pair`) for texts or `data.image` for images. Code from the hub is never run.
+Give `data.text` (and `data.text_pair`) for texts or `data.image` for images. Code from the hub is
+never run.
 """
 
 from __future__ import annotations
@@ -21,12 +22,11 @@ from annotated_types import Ge, Le
 
 from dpfed.config import DataSection
 from dpfed.data.cache import Arrays, cached, key_of
-from dpfed.data.columns import Columns, plain_column
-from dpfed.data.files import reason
-from dpfed.data.images import Colour, decode, stack
+from dpfed.data.columns import Columns
+from dpfed.data.images import Colour, decode_all
 from dpfed.data.labels import Column, encode
 from dpfed.data.tables import Kind, Source, Table
-from dpfed.errors import DpfedError
+from dpfed.errors import DpfedError, reason
 
 VERSION = 1
 Count = Annotated[int, Ge(2)]
@@ -36,7 +36,7 @@ Count = Annotated[int, Ge(2)]
 class Hub(DataSection):
     name: str = "hub"
     dataset: Annotated[str | None, "name on the hub, or a folder"] = None
-    subset: Annotated[str | None, "configuration of the data set, where it has several"] = None
+    subset: Annotated[str | None, "configuration of the data set, if it has several"] = None
     train_split: Annotated[str, "split with the clients' records"] = "train"
     test_split: Annotated[str, "split with the server's test set"] = "test"
     text: Annotated[str | None, "column with the text"] = None
@@ -44,7 +44,7 @@ class Hub(DataSection):
     image: Annotated[str | None, "column with the image"] = None
     label: Annotated[str, "column with the label"] = "label"
     size: Annotated[
-        int | None, Ge(1), Le(4096), "images: resize the shorter side to this, cut out the middle"
+        int | None, Ge(1), Le(4096), "images: resize the shorter side to this and crop the middle"
     ] = None
     colour: Annotated[Colour, "images: three channels or one"] = "rgb"
     classes: Annotated[
@@ -56,7 +56,8 @@ class Hub(DataSection):
         wanted = self.dataset or self.path
         if wanted is None:
             raise DpfedError(
-                'data.name = "hub" loads a data set: set data.dataset to its name on the hub or to a folder'
+                'data.name = "hub" loads a data set: set data.dataset to its name on the hub or to '
+                "a folder"
             )
         if (self.text is None) == (self.image is None):
             raise DpfedError(
@@ -64,68 +65,59 @@ class Hub(DataSection):
             )
         if self.train_split == self.test_split:
             raise DpfedError(
-                "data.test_split is data.train_split: the test set is public and must be other records"
+                "data.test_split is data.train_split: the test set is public and must be other "
+                "records"
             )
         splits = fetch(wanted, self.subset, (self.train_split, self.test_split))
         return self._source(wanted, splits)
 
     def _source(self, wanted: str, splits: list[Any]) -> Source:
-        used = {self.text, self.text_pair, self.image, self.label}
         tables = [
-            columns_of(split, f"{wanted} ({part})", {self.image, None})
+            columns_of(split, f"{wanted} ({part})", without=self.image)
             for split, part in zip(splits, (self.train_split, self.test_split), strict=True)
         ]
-        marks = [str(getattr(split, "_fingerprint", "")) for split in splits]
-        options = [self.text, self.text_pair, self.image, self.size, self.colour]
-        fingerprint = (
-            key_of(self.name, VERSION, (), {"marks": marks, "options": options})
-            if all(marks)
-            else ""
+        fingerprint = self._fingerprint(splits)
+        labels = encode(
+            [Column(t.get(self.label, "data.label"), t.places()) for t in tables],
+            self.classes or declared_names(splits[0], self.label),
         )
-        names = self.classes or declared_names(splits[0], self.label)
-        found = encode([Column(t.get(self.label, "data.label"), t.places()) for t in tables], names)
-        kind: Kind = "text" if self.image is None else "image"
-        inputs = (
-            [self._texts(t) for t in tables]
-            if kind == "text"
-            else self._images(splits, tables, fingerprint)
-        )
-        extra = {n: plain_column(v) for n, v in tables[0].values.items() if n not in used}
-        columns = {n: a for n, a in extra.items() if a is not None}
-        for key, name in (
-            ("data.client_column", self.client_column),
-            ("data.unit_column", self.unit_column),
-        ):
-            if name is not None:
-                columns[name] = tables[0].key_column(name, key)
+        kind: Kind = "image"
+        if self.text is None:
+            inputs = self._images(splits, tables, fingerprint)
+        else:
+            kind = "text"
+            inputs = [table.texts(self.text, self.text_pair) for table in tables]
+        used = {self.text, self.text_pair, self.image, self.label}
+        columns = tables[0].other_columns(used, self.client_column, self.unit_column)
         return Source(
-            train=Table(inputs[0], found.parts[0], columns),
-            test=Table(inputs[1], found.parts[1]),
-            classes=found.names,
+            train=Table(inputs[0], labels.parts[0], columns),
+            test=Table(inputs[1], labels.parts[1]),
+            classes=labels.names,
             kind=kind,
-            declared=found.declared,
+            declared=labels.declared,
             fingerprint=fingerprint,
         )
 
-    def _texts(self, table: Columns) -> dict[str, np.ndarray]:
-        out = {"text": table.texts(str(self.text), "data.text")}
-        if self.text_pair is not None:
-            out["text_pair"] = table.texts(self.text_pair, "data.text_pair")
-        return out
+    def _fingerprint(self, splits: list[Any]) -> str:
+        """Return a hash of the splits and options; "" if the library does not identify a split."""
+        marks = [str(getattr(split, "_fingerprint", "")) for split in splits]
+        options = [self.text, self.text_pair, self.image, self.size, self.colour]
+        if not all(marks):
+            return ""
+        return key_of(self.name, VERSION, (), {"marks": marks, "options": options})
 
     def _images(
         self, splits: list[Any], tables: list[Columns], fingerprint: str
     ) -> list[dict[str, np.ndarray]]:
         def build() -> Arrays:
-            raw = [
-                encoded_images(s, str(self.image), t) for s, t in zip(splits, tables, strict=True)
-            ]
-            places = [place for t in tables for place in t.places()]
-            everything = [data for part in raw for data in part]
-            pixels = stack(
-                lambda i: decode(everything[i], places[i], self.colour, self.size),
-                places,
+            pairs = zip(splits, tables, strict=True)
+            raw = [encoded_images(split, str(self.image), table) for split, table in pairs]
+            pixels = decode_all(
+                [*raw[0], *raw[1]].__getitem__,
+                [place for table in tables for place in table.places()],
                 "set data.size to one size",
+                self.colour,
+                self.size,
             )
             return {"train": pixels[: len(raw[0])], "test": pixels[len(raw[0]) :]}
 
@@ -134,7 +126,7 @@ class Hub(DataSection):
 
 
 def fetch(wanted: str, subset: str | None, splits: tuple[str, str]) -> list[Any]:
-    """The two splits, from a folder or the hub."""
+    """Return the two splits, from a folder or the hub."""
     try:
         import datasets
     except ImportError:
@@ -153,19 +145,19 @@ def fetch(wanted: str, subset: str | None, splits: tuple[str, str]) -> list[Any]
             return [saved[split] for split in splits]
         name = str(folder) if folder.exists() else wanted
         return [datasets.load_dataset(name, subset, split=split) for split in splits]
-    except (
-        Exception
-    ) as error:  # the library hands on whatever the network, its parsers and its cache raise
+    except Exception as error:
+        # The library passes on errors of the network, of parsers and of its cache.
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
         raise DpfedError(
-            f"data.dataset = {wanted!r} cannot be loaded with splits {splits[0]!r} and {splits[1]!r}: {reason(error)}{offline}"
+            f"data.dataset = {wanted!r} cannot be loaded with splits {splits[0]!r} and "
+            f"{splits[1]!r}: {reason(error)}{offline}"
         ) from None
 
 
-def columns_of(split: Any, label: str, without: set[str | None]) -> Columns:
-    """All columns but the images', which are decoded one by one."""
+def columns_of(split: Any, label: str, without: str | None) -> Columns:
+    """Return all columns of a split except the images, which are decoded later."""
     try:
-        names = [name for name in split.column_names if name not in without]
+        names = [name for name in split.column_names if name != without]
         values = {name: list(split.with_format(None)[name]) for name in names}
         count = len(split)
     except Exception as error:
@@ -176,18 +168,19 @@ def columns_of(split: Any, label: str, without: set[str | None]) -> Columns:
 
 
 def declared_names(split: Any, label: str) -> tuple[str, ...] | None:
-    """The class names that the data set declares; None where it does not."""
+    """Return the class names that the data set declares, or None."""
     names = getattr(split.features.get(label), "names", None)
     return tuple(map(str, names)) if names and len(names) > 1 else None
 
 
 def encoded_images(split: Any, column: str, table: Columns) -> list[bytes]:
-    """The images as the bytes of their files."""
+    """Return the images as the bytes of their files."""
     import datasets
 
     if column not in split.column_names:
         raise DpfedError(
-            f"{table.label} has no column {column!r}: set data.image to one of {', '.join(split.column_names)}"
+            f"{table.label} has no column {column!r}: set data.image to one of "
+            f"{', '.join(split.column_names)}"
         )
     out = []
     try:
@@ -197,10 +190,10 @@ def encoded_images(split: Any, column: str, table: Columns) -> list[bytes]:
             f"column {column!r} of {table.label} does not hold images: {reason(error)}"
         ) from None
     for i, cell in enumerate(cells):
-        data = cell.get("bytes") if isinstance(cell, dict) else None
-        path = cell.get("path") if isinstance(cell, dict) else None
+        file = cell if isinstance(cell, dict) else {}
+        data = file.get("bytes")
         try:
-            out.append(data if data is not None else Path(str(path)).read_bytes())
+            out.append(Path(str(file.get("path"))).read_bytes() if data is None else data)
         except OSError as error:
             raise DpfedError(f"{table.place(i)} has no image: {reason(error)}") from None
     return out

@@ -1,7 +1,10 @@
-"""MNIST (LeCun, Cortes, Burges 1998) and Fashion-MNIST (Xiao, Rasul, Vollgraf 2017): grey images of 28x28 pixels in IDX files.
+"""MNIST and Fashion-MNIST: grey images of 28x28 pixels in IDX files.
 
-`data.path` is the folder with the four files, plain or .gz. Their counts are compared with the published ones, not the
-checksums of the .gz files: Linux distributions compress them anew. gzip's own checksum is verified in any case.
+MNIST: LeCun, Cortes, Burges 1998. Fashion-MNIST: Xiao, Rasul, Vollgraf 2017.
+
+`data.path` is the folder with the four files, plain or .gz. Their counts are compared with the
+published ones. Checksums of the .gz files are not, because Linux distributions compress them anew.
+The checksum inside a .gz file is always verified.
 """
 
 from __future__ import annotations
@@ -17,25 +20,11 @@ import numpy as np
 from dpfed.config import DataSection
 from dpfed.data.cache import Arrays, key_of
 from dpfed.data.files import expect_count, image_source, path_of, read_bytes, reading
-from dpfed.data.tables import Published, Source
+from dpfed.data.tables import Published, Source, expect_labels
 from dpfed.errors import DpfedError
 
 VERSION = 1
-MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
-FASHION_URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
-FASHION = (
-    "T-shirt/top",
-    "Trouser",
-    "Pullover",
-    "Dress",
-    "Coat",
-    "Sandal",
-    "Shirt",
-    "Sneaker",
-    "Bag",
-    "Ankle boot",
-)
 PARTS = (("train", "train", 60_000), ("test", "t10k", 10_000))
 WHAT = (
     "the folder with train-images-idx3-ubyte.gz, train-labels-idx1-ubyte.gz and the two t10k files"
@@ -48,66 +37,72 @@ class Mnist(DataSection):
     check: Annotated[bool, "refuse files whose counts differ from the published ones"] = True
 
     published: ClassVar[Published] = Published(60_000, 10, "image", (1, 28, 28))
+    url: ClassVar[str] = "https://ossci-datasets.s3.amazonaws.com/mnist/"
+    class_names: ClassVar[tuple[str, ...]] = tuple("0123456789")
+
+    def folder(self) -> Path:
+        return path_of(self, WHAT, f"the four files of {self.url}")
 
     def load(self) -> Source:
-        folder = path_of(self, WHAT, f"the four files of {MNIST_URL}")
-        return load(self.name, folder, tuple("0123456789"), self.check, MNIST_URL)
+        folder = self.folder()
+        files = [
+            find(folder, f"{stem}-{what}", self.url)
+            for _, stem, _ in PARTS
+            for what in ("images-idx3", "labels-idx1")
+        ]
+        with reading(folder):
+            key = key_of(self.name, VERSION, files, {"check": self.check})
+        return image_source(key, lambda: self._build(files))
 
-
-@dataclass(frozen=True)
-class FashionMnist(DataSection):
-    name: str = "fashion-mnist"
-    check: Annotated[bool, "refuse files whose counts differ from the published ones"] = True
-
-    published: ClassVar[Published] = Published(60_000, 10, "image", (1, 28, 28))
-
-    def load(self) -> Source:
-        if self.path is None and DEBIAN.is_dir():
-            folder = DEBIAN
-        else:
-            also = (
-                f"(or install the Debian package dataset-fashion-mnist, which has them in {DEBIAN})"
-            )
-            folder = path_of(self, WHAT, f"the four files of {FASHION_URL} {also}")
-        return load(self.name, folder, FASHION, self.check, FASHION_URL)
-
-
-def load(name: str, folder: Path, names: tuple[str, ...], check: bool, url: str) -> Source:
-    files = [
-        find(folder, f"{stem}-{what}", url)
-        for _, stem, _ in PARTS
-        for what in ("images-idx3", "labels-idx1")
-    ]
-    with reading(folder):
-        key = key_of(name, VERSION, files, {"check": check})
-
-    def build() -> Arrays:
-        out: Arrays = {"names": np.array(names)}
+    def _build(self, files: list[Path]) -> Arrays:
+        out: Arrays = {"names": np.array(self.class_names)}
         for (part, _, count), images, labels in zip(PARTS, files[::2], files[1::2], strict=True):
-            x, y = read_idx(images, 3), read_idx(labels, 1)
+            x = read_idx(images, 3)
+            y = read_idx(labels, 1)
             if len(x) != len(y):
                 raise DpfedError(
-                    f"{images} has {len(x)} images and {labels} {len(y)} labels: download both again"
+                    f"{images} has {len(x)} images and {labels} {len(y)} labels: "
+                    "download both again"
                 )
-            if check:
-                expect_count(len(y), count, str(images), url)
-            bad = np.flatnonzero(y >= len(names))
-            if len(bad):
-                raise DpfedError(
-                    f"record {bad[0]} of {labels} has label {y[bad[0]]}; labels are 0 to {len(names) - 1}"
-                )
-            out[f"{part}_x"], out[f"{part}_y"] = x[:, None], y.astype(np.int64)
+            if self.check:
+                expect_count(len(y), count, str(images), self.url)
+            expect_labels(y, len(self.class_names), str(labels))
+            out[f"{part}_x"] = x[:, None]
+            out[f"{part}_y"] = y.astype(np.int64)
         if out["train_x"].shape[1:] != out["test_x"].shape[1:]:
             raise DpfedError(
                 f"{files[0]} and {files[2]} have images of different sizes: download both again"
             )
         return out
 
-    return image_source(key, build)
+
+@dataclass(frozen=True)
+class FashionMnist(Mnist):
+    name: str = "fashion-mnist"
+
+    url: ClassVar[str] = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
+    class_names: ClassVar[tuple[str, ...]] = (
+        "T-shirt/top",
+        "Trouser",
+        "Pullover",
+        "Dress",
+        "Coat",
+        "Sandal",
+        "Shirt",
+        "Sneaker",
+        "Bag",
+        "Ankle boot",
+    )
+
+    def folder(self) -> Path:
+        if self.path is None and DEBIAN.is_dir():
+            return DEBIAN
+        also = f"(or install the Debian package dataset-fashion-mnist, which has them in {DEBIAN})"
+        return path_of(self, WHAT, f"the four files of {self.url} {also}")
 
 
 def find(folder: Path, stem: str, url: str) -> Path:
-    """The file under any of the names that it goes by."""
+    """Return a file under any of its common names."""
     for name in (f"{stem}-ubyte", f"{stem.replace('-idx', '.idx')}-ubyte"):
         for suffix in (".gz", ""):
             if (folder / (name + suffix)).is_file():
@@ -118,7 +113,10 @@ def find(folder: Path, stem: str, url: str) -> Path:
 
 
 def read_idx(path: Path, axes: int) -> np.ndarray:
-    """An IDX file of bytes with that many axes: two zeros, the type 8, the number of axes, each length, the bytes."""
+    """Return the array of an IDX file of bytes with that many axes.
+
+    The file has two zeros, the type 8, the number of axes, the length of each axis, and the bytes.
+    """
     data = read_bytes(path)
     head = 4 + 4 * axes
     if len(data) < head or data[:4] != bytes((0, 0, 8, axes)):
@@ -128,9 +126,9 @@ def read_idx(path: Path, axes: int) -> np.ndarray:
         raise DpfedError(f"{path} is empty: download it again")
     record = math.prod(shape[1:])
     if len(data) - head != shape[0] * record:
-        there = (len(data) - head) // record
-        what = (
-            f"ends inside record {there}" if there < shape[0] else "goes on after its last record"
-        )
+        complete = (len(data) - head) // record
+        what = "goes on after its last record"
+        if complete < shape[0]:
+            what = f"ends inside record {complete}"
         raise DpfedError(f"{path} {what} of {shape[0]:,}: download it again")
     return np.frombuffer(data, dtype=np.uint8, offset=head).reshape(shape)

@@ -1,8 +1,9 @@
-"""A user's own arrays in one NumPy archive: images or feature vectors, with optional client and unit columns.
+"""A user's own arrays in one NumPy archive: images or feature vectors, client and unit columns.
 
     np.savez("my.npz", x_train=..., y_train=..., x_test=..., y_test=..., train_hospital=...)
 
-`x` of shape [n, channels, height, width] and type uint8 is images, [n, features] of a float type is features.
+`x` is images if its shape is [n, channels, height, width] and its type uint8, and features if its
+shape is [n, features] and its type a float.
 `train_NAME` is a column of the training records for `data.client_column` or `data.unit_column`.
 """
 
@@ -16,11 +17,11 @@ import numpy as np
 from annotated_types import Ge
 
 from dpfed.config import DataSection
+from dpfed.data.labels import MOST_CLASSES
 from dpfed.data.tables import Source, Table
-from dpfed.errors import DpfedError
+from dpfed.errors import DpfedError, reason
 
 NEEDED = ("x_train", "y_train", "x_test", "y_test")
-MOST_CLASSES = 100_000
 
 
 @dataclass(frozen=True)
@@ -40,22 +41,21 @@ class Npz(DataSection):
         missing = [name for name in NEEDED if name not in arrays]
         if missing:
             raise DpfedError(f"{self.path} has no array {missing[0]}; it needs {', '.join(NEEDED)}")
-        image = arrays["x_train"].ndim == 4 and arrays["x_train"].dtype == np.uint8
-        if not image and not (arrays["x_train"].ndim == 2 and arrays["x_train"].dtype.kind == "f"):
-            shape, kind = arrays["x_train"].shape, arrays["x_train"].dtype
+        x = arrays["x_train"]
+        image = x.ndim == 4 and x.dtype == np.uint8
+        if not image and not (x.ndim == 2 and x.dtype.kind == "f"):
             raise DpfedError(
-                f"x_train of {self.path} has shape {shape} and type {kind}: it must be uint8 [n, c, h, w] or float [n, d]"
+                f"x_train of {self.path} has shape {x.shape} and type {x.dtype}: "
+                "it must be uint8 [n, c, h, w] or float [n, d]"
             )
-        labels = {part: self._labels(arrays[f"y_{part}"], part) for part in ("train", "test")}
         name = "pixel_values" if image else "features"
+        train = self._labels(arrays, "train")
+        test = self._labels(arrays, "test")
+        shown = int(max(train.max(), test.max())) + 1
         return Source(
-            train=Table(
-                {name: self._inputs(arrays, "train")},
-                labels["train"],
-                self._columns(arrays, labels["train"]),
-            ),
-            test=Table({name: self._inputs(arrays, "test")}, labels["test"]),
-            classes=tuple(str(c) for c in range(self._count(labels))),
+            train=Table({name: self._inputs(arrays, "train")}, train, self._columns(arrays, train)),
+            test=Table({name: self._inputs(arrays, "test")}, test),
+            classes=tuple(map(str, range(shown if self.classes is None else self.classes))),
             kind="image" if image else "features",
             declared=self.classes is not None,
         )
@@ -67,19 +67,13 @@ class Npz(DataSection):
                 raise ValueError("it holds a single array; np.savez writes several")
             with archive:
                 arrays = {key: archive[key] for key in archive.files}
-        except (
-            Exception
-        ) as error:  # for damaged files NumPy and zipfile raise a dozen kinds, down to TokenError
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise DpfedError(f"{path} cannot be read as an .npz archive: {reason}") from None
+        except Exception as error:
+            # For damaged files numpy and zipfile raise errors of many classes, even TokenError.
+            raise DpfedError(f"{path} cannot be read as an .npz archive: {reason(error)}") from None
         return {key: value for key, value in arrays.items() if isinstance(value, np.ndarray)}
 
-    def _count(self, labels: dict[str, np.ndarray]) -> int:
-        """The shape of the head is public, so a real federation declares it; only a simulation reads it off the labels."""
-        shown = int(max(labels["train"].max(), labels["test"].max())) + 1
-        return shown if self.classes is None else self.classes
-
-    def _labels(self, labels: np.ndarray, part: str) -> np.ndarray:
+    def _labels(self, arrays: dict[str, np.ndarray], part: str) -> np.ndarray:
+        labels = arrays[f"y_{part}"]
         if labels.ndim != 1 or labels.dtype.kind not in "iu" or len(labels) == 0:
             raise DpfedError(f"y_{part} of {self.path} must be a non-empty list of whole numbers")
         if labels.max() >= MOST_CLASSES:
@@ -89,29 +83,26 @@ class Npz(DataSection):
         return labels.astype(np.int64)
 
     def _inputs(self, arrays: dict[str, np.ndarray], part: str) -> np.ndarray:
-        """`x_train` or `x_test`: of one kind and one shape, and finite."""
-        x, like = arrays[f"x_{part}"], arrays["x_train"]
-        same = (
-            x.shape[1:] == like.shape[1:]
-            and x.ndim == like.ndim
-            and x.dtype.kind == like.dtype.kind
-        )
+        """Return `x_train` or `x_test`; both must be finite and of one kind and shape."""
+        x = arrays[f"x_{part}"]
+        like = arrays["x_train"]
+        same = x.ndim == like.ndim and x.shape[1:] == like.shape[1:]
         wide = like.dtype == np.uint8 and x.dtype != np.uint8
-        if not same or wide or 0 in x.shape[1:]:
+        if not same or x.dtype.kind != like.dtype.kind or wide or 0 in x.shape[1:]:
             raise DpfedError(
-                f"x_{part} of {self.path} has shape {x.shape} and type {x.dtype}, x_train {like.shape} and {like.dtype}: "
-                "all records must be of one kind, and none empty"
+                f"x_{part} of {self.path} has shape {x.shape} and type {x.dtype}, x_train "
+                f"{like.shape} and {like.dtype}: all records must be of one kind, and none empty"
             )
         if like.dtype == np.uint8:
             return x
         with np.errstate(over="ignore"):
             x = x.astype(np.float32)
         bad = np.flatnonzero(~np.isfinite(x).all(axis=1))
-        if len(
-            bad
-        ):  # such a record would silently add nothing to any round, or ruin the evaluation
+        # Such a record would silently add nothing to a round, or spoil the evaluation.
+        if len(bad):
             raise DpfedError(
-                f"row {bad[0]} of x_{part} in {self.path} is not finite in single precision: mend or drop it"
+                f"row {bad[0]} of x_{part} in {self.path} is not finite in single precision: "
+                "mend or drop it"
             )
         return x
 
@@ -124,7 +115,7 @@ class Npz(DataSection):
         for name in (self.client_column, self.unit_column):
             if name in found and found[name].shape != labels.shape:
                 raise DpfedError(
-                    f"train_{name} of {self.path} has shape {found[name].shape}: a column has one value for each of the "
-                    f"{len(labels)} training records"
+                    f"train_{name} of {self.path} has shape {found[name].shape}: a column has one "
+                    f"value for each of the {len(labels)} training records"
                 )
         return {name: value for name, value in found.items() if value.shape == labels.shape}

@@ -3,14 +3,15 @@
     [data]
     name = "text-table"
     path = "private.csv"       # the clients' records
-    test_path = "public.csv"   # the server's test set: a part of the private records would not be public
+    test_path = "public.csv"   # the server's test set; private records must not be in it
     text = "note"
     label = "diagnosis"
     classes = ["benign", "malignant"]
     partition = "natural"
     client_column = "hospital"
 
-All other columns can serve as `data.client_column` and `data.unit_column`. TSV files have no quoting.
+All other columns can serve as `data.client_column` and `data.unit_column`. TSV files have no
+quoting.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ import numpy as np
 from annotated_types import Ge
 
 from dpfed.config import DataSection
-from dpfed.data.columns import Columns, plain_column, read_columns
+from dpfed.data.columns import Columns, read_columns
 from dpfed.data.files import reading
-from dpfed.data.labels import Column, encode
+from dpfed.data.labels import Column, Encoded, encode
 from dpfed.data.tables import Source, Table
 from dpfed.errors import DpfedError
 
@@ -40,9 +41,9 @@ class TextTable(DataSection):
     test_path: Annotated[str | None, "table with the server's public test set"] = None
     text: Annotated[str, "column with the text"] = "text"
     text_pair: Annotated[str | None, "column with a second text, for pairs"] = None
-    label: Annotated[
-        str, 'column with the label; "" where there is none, as for language modelling'
-    ] = "label"
+    label: Annotated[str, 'column with the label; "" if there is none, as for language models'] = (
+        "label"
+    )
     classes: Annotated[
         tuple[str, ...] | Count | None,
         "names of the classes, or how many; default: as the labels show",
@@ -51,8 +52,8 @@ class TextTable(DataSection):
     def load(self) -> Source:
         if self.path is None or self.test_path is None:
             raise DpfedError(
-                'data.name = "text-table" reads two tables (.csv, .tsv, .jsonl or .parquet): set data.path to the private '
-                "records and data.test_path to a public test set"
+                'data.name = "text-table" reads two tables (.csv, .tsv, .jsonl or .parquet): set '
+                "data.path to the private records and data.test_path to a public test set"
             )
         paths = [Path(p).expanduser() for p in (self.path, self.test_path)]
         with reading(paths[0]):
@@ -61,13 +62,16 @@ class TextTable(DataSection):
                     "data.test_path is data.path: the test set is public and must be other records"
                 )
         train, test = (read_columns(path) for path in paths)
-        labels, classes, declared = self._labels(train, test)
+        labels = self._labels(train, test)
+        inputs = [table.texts(self.text, self.text_pair) for table in (train, test)]
+        used = {self.text, self.text_pair, self.label}
+        columns = train.other_columns(used, self.client_column, self.unit_column)
         return Source(
-            train=Table(self._inputs(train), labels[0], self._columns(train)),
-            test=Table(self._inputs(test), labels[1]),
-            classes=classes,
+            train=Table(inputs[0], labels.parts[0], columns),
+            test=Table(inputs[1], labels.parts[1]),
+            classes=labels.names,
             kind="text",
-            declared=declared,
+            declared=labels.declared,
             fingerprint=self._fingerprint(paths),
             notes=tuple(
                 f"{table.label} is read with a {table.separator} between columns"
@@ -76,42 +80,15 @@ class TextTable(DataSection):
             ),
         )
 
-    def _labels(
-        self, train: Columns, test: Columns
-    ) -> tuple[tuple[np.ndarray, ...], tuple[str, ...], bool]:
+    def _labels(self, train: Columns, test: Columns) -> Encoded:
         if not self.label:
-            return (
-                tuple(np.zeros(len(t.rows), dtype=np.int64) for t in (train, test)),
-                ("text",),
-                True,
-            )
+            zeros = tuple(np.zeros(len(t.rows), dtype=np.int64) for t in (train, test))
+            return Encoded(zeros, ("text",), declared=True)
         parts = [Column(t.get(self.label, "data.label"), t.places()) for t in (train, test)]
-        found = encode(parts, self.classes)
-        return found.parts, found.names, found.declared
-
-    def _inputs(self, table: Columns) -> dict[str, np.ndarray]:
-        out = {"text": table.texts(self.text, "data.text")}
-        if self.text_pair is not None:
-            out["text_pair"] = table.texts(self.text_pair, "data.text_pair")
-        return out
-
-    def _columns(self, table: Columns) -> dict[str, np.ndarray]:
-        used = {self.text, self.text_pair, self.label}
-        columns = {}
-        for name, values in table.values.items():
-            array = plain_column(values) if name not in used else None
-            if array is not None:
-                columns[name] = array
-        for key, wanted in (
-            ("data.client_column", self.client_column),
-            ("data.unit_column", self.unit_column),
-        ):
-            if wanted is not None:
-                columns[wanted] = table.key_column(wanted, key)
-        return columns
+        return encode(parts, self.classes)
 
     def _fingerprint(self, paths: list[Path]) -> str:
-        """Of the content, not of the files' times: a user's table is small enough to be read whole each time."""
+        """Return a hash of the content: users' tables are small enough to be read each time."""
         digest = hashlib.sha256(json.dumps([self.text, self.text_pair]).encode())
         for path in paths:
             with reading(path), path.open("rb") as stream:

@@ -1,8 +1,9 @@
-"""Tiny-ImageNet-200 (Stanford CS231n 2015): 100,000 and 10,000 colour images of 64x64 pixels, 200 classes.
+"""Tiny-ImageNet-200 (Stanford CS231n 2015): 110,000 colour images of 64x64 pixels, 200 classes.
 
-`data.path` is the folder tiny-imagenet-200, the folder around it, or the .zip, which is read without being unpacked. The
-published test set has no labels, so its validation set is the test set here. Class numbers follow the sorted WordNet
-ids, as readers of image folders number them. `data.check = false` reads a sample of it in the same layout.
+`data.path` is the folder tiny-imagenet-200, the folder around it, or the .zip, which is read
+without being unpacked. The published test set has no labels, so its validation set is the test set
+here. Class numbers follow the sorted WordNet ids, as readers of image folders number them.
+`data.check = false` reads a sample of it in the same layout.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dpfed.data.files import (
     lines_of,
     missing,
     path_of,
+    read_bytes,
     reading,
 )
 from dpfed.data.images import decode_all
@@ -35,17 +37,25 @@ VERSION = 1
 ROOT = "tiny-imagenet-200"
 URL = "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
 WHAT = f"the .zip or its folder {ROOT}"
-SIDE, CLASSES, TRAIN, TEST = 64, 200, 100_000, 10_000
+ANNOTATIONS = "val/val_annotations.txt"
+SIDE = 64
+CLASSES = 200
+RECORDS = {"train": 100_000, "val": 10_000}
 
 
 @dataclass(frozen=True)
 class Files:
-    """A folder or a zip archive: names relative to the root, and how to read one."""
+    """Files of a folder or a zip archive.
+
+    names   paths relative to the root
+    read    returns the content of a file
+    stamps  files whose size and time are part of the cache key
+    """
 
     label: str
     names: list[str]
     read: Callable[[str], bytes]
-    stamps: Sequence[Path | str]  # what the cache's key depends on
+    stamps: Sequence[Path | str]
 
     def lines(self, name: str) -> list[str]:
         if name not in self.names:
@@ -58,7 +68,7 @@ class TinyImagenet(DataSection):
     name: str = "tiny-imagenet"
     check: Annotated[bool, "refuse a set whose counts differ from the published ones"] = True
 
-    published: ClassVar[Published] = Published(100_000, 200, "image", (3, 64, 64))
+    published: ClassVar[Published] = Published(100_000, CLASSES, "image", (3, SIDE, SIDE))
 
     def load(self) -> Source:
         path = path_of(self, WHAT, URL)
@@ -78,10 +88,10 @@ class TinyImagenet(DataSection):
 
 def of_zip(path: Path, archive: zipfile.ZipFile) -> Files:
     inside = [name for name in archive.namelist() if not name.endswith("/")]
-    at = next((name for name in inside if name.split("/")[-1] == "wnids.txt"), None)
-    if at is None:
+    wnids = next((name for name in inside if name.split("/")[-1] == "wnids.txt"), None)
+    if wnids is None:
         raise DpfedError(f"{path} has no wnids.txt inside: download {URL} again")
-    root = at.removesuffix("wnids.txt")
+    root = wnids.removesuffix("wnids.txt")
 
     def read(name: str) -> bytes:
         info = archive.getinfo(root + name)
@@ -91,7 +101,8 @@ def of_zip(path: Path, archive: zipfile.ZipFile) -> Files:
             )
         try:
             return archive.read(info)
-        except Exception as error:  # zipfile hands on what each decompressor raises
+        except Exception as error:
+            # zipfile passes on the errors of every decompressor.
             raise DpfedError(f"{path}/{root}{name} cannot be read: {error}") from None
 
     names = sorted(name.removeprefix(root) for name in inside if name.startswith(root))
@@ -100,94 +111,83 @@ def of_zip(path: Path, archive: zipfile.ZipFile) -> Files:
 
 def of_folder(folder: Path) -> Files:
     train = folder / "train"
-    wnids = sorted(f.name for f in train.iterdir()) if train.is_dir() else []
-    names = []
-    for part in ("", "val/", "val/images/", *(f"train/{wnid}/images/" for wnid in wnids)):
-        if (folder / part).is_dir():
-            names += [
-                part + name
-                for name in os.listdir(folder / part)
-                if name.upper().endswith((".TXT", ".JPEG"))
-            ]
-    names.sort()
-
-    def read(name: str) -> bytes:
-        with reading(folder / name):
-            return (folder / name).read_bytes()
-
-    return Files(str(folder), names, read, [f"{folder}/{name}" for name in names])
+    wnids = sorted(os.listdir(train)) if train.is_dir() else []
+    parts = ("", "val/", "val/images/", *(f"train/{wnid}/images/" for wnid in wnids))
+    names = sorted(
+        part + name
+        for part in parts
+        if (folder / part).is_dir()
+        for name in os.listdir(folder / part)
+        if name.upper().endswith((".TXT", ".JPEG"))
+    )
+    stamps = [f"{folder}/{name}" for name in names]
+    return Files(str(folder), names, lambda name: read_bytes(folder / name), stamps)
 
 
 def build(files: Files, check: bool) -> Arrays:
     wnids = sorted(line.strip() for line in files.lines("wnids.txt"))
     if len(set(wnids)) != len(wnids) or (check and len(wnids) != CLASSES):
         raise DpfedError(
-            f"{files.label}/wnids.txt names {len(set(wnids))} classes, not {CLASSES}: download {URL} again"
+            f"{files.label}/wnids.txt names {len(set(wnids))} classes, not {CLASSES}: "
+            f"download {URL} again"
         )
-    number = {wnid: i for i, wnid in enumerate(wnids)}
-    train = [
-        n
-        for n in files.names
-        if n.startswith("train/") and "/images/" in n and n.upper().endswith(".JPEG")
-    ]
-    train_labels = []
-    for name in train:
-        wnid = name.split("/")[1]
-        if wnid not in number:
-            raise DpfedError(
-                f"{files.label}/train/{wnid} is not a class of wnids.txt: download {URL} again"
-            )
-        train_labels.append(number[wnid])
-    test, test_labels = annotated(files, number)
-    out: Arrays = {"names": np.array(spoken(files, wnids))}
-    for part, where, names, labels, count in (
-        ("train", "train", train, train_labels, TRAIN),
-        ("test", "val", test, test_labels, TEST),
-    ):
-        if check or not names:
-            expect_count(len(names), count, f"{files.label}/{where}", URL)
-        out[f"{part}_x"] = images(files, names)
-        out[f"{part}_y"] = np.array(labels, dtype=np.int64)
+    numbers = {wnid: i for i, wnid in enumerate(wnids)}
+    out: Arrays = {"names": np.array(class_names(files, wnids))}
+    labelled = {"train": training_images(files, numbers), "val": validation_images(files, numbers)}
+    for part, (where, labels) in zip(("train", "test"), labelled.items(), strict=True):
+        if check or not labels:
+            expect_count(len(labels), RECORDS[where], f"{files.label}/{where}", URL)
+        out[f"{part}_x"] = images(files, list(labels))
+        out[f"{part}_y"] = np.array(list(labels.values()), dtype=np.int64)
     return out
 
 
 def images(files: Files, names: list[str]) -> np.ndarray:
     hint = f"all images are {SIDE}x{SIDE}, download {URL} again"
-    out = decode_all(
-        lambda i: files.read(names[i]), [f"{files.label}/{name}" for name in names], hint
-    )
+    labels = [f"{files.label}/{name}" for name in names]
+    out = decode_all(lambda i: files.read(names[i]), labels, hint)
     if out.shape[1:] != (3, SIDE, SIDE):
-        raise DpfedError(
-            f"{files.label}/{names[0]} is {out.shape[3]}x{out.shape[2]} pixels: {hint}"
-        )
+        raise DpfedError(f"{labels[0]} is {out.shape[3]}x{out.shape[2]} pixels: {hint}")
     return out
 
 
-def annotated(files: Files, number: dict[str, int]) -> tuple[list[str], list[int]]:
-    """The validation images with the labels that val_annotations.txt gives them."""
-    names, labels, there = [], [], set(files.names)
-    for row, line in enumerate(files.lines("val/val_annotations.txt"), 1):
+def training_images(files: Files, numbers: dict[str, int]) -> dict[str, int]:
+    """Return the class number of each training image; its folder is the class."""
+    labels = {}
+    for name in files.names:
+        if name.startswith("train/") and "/images/" in name and name.upper().endswith(".JPEG"):
+            wnid = name.split("/")[1]
+            if wnid not in numbers:
+                raise DpfedError(
+                    f"{files.label}/train/{wnid} is not a class of wnids.txt: download {URL} again"
+                )
+            labels[name] = numbers[wnid]
+    return labels
+
+
+def validation_images(files: Files, numbers: dict[str, int]) -> dict[str, int]:
+    """Return the class number of each validation image, from val_annotations.txt."""
+    labels = {}
+    known = set(files.names)
+    for row, line in enumerate(files.lines(ANNOTATIONS), 1):
         cells = line.split("\t")
+        place = f"line {row} of {files.label}/{ANNOTATIONS}"
         if len(cells) != 6:
-            raise DpfedError(
-                f"line {row} of {files.label}/val/val_annotations.txt has {len(cells)} columns, not 6"
-            )
-        if cells[1] not in number:
-            raise DpfedError(
-                f"line {row} of {files.label}/val/val_annotations.txt has the unknown class {cells[1]}"
-            )
+            raise DpfedError(f"{place} has {len(cells)} columns, not 6")
+        if cells[1] not in numbers:
+            raise DpfedError(f"{place} has the unknown class {cells[1]}")
         name = f"val/images/{cells[0]}"
-        if name not in there:
+        if name not in known:
             raise DpfedError(
-                f"{files.label} has no {name}, which val_annotations.txt lists: download {URL} again"
+                f"{files.label} has no {name}, which val_annotations.txt lists: "
+                f"download {URL} again"
             )
-        names.append(name)
-        labels.append(number[cells[1]])
-    return names, labels
+        labels[name] = numbers[cells[1]]
+    return labels
 
 
-def spoken(files: Files, wnids: list[str]) -> list[str]:
-    """The first word for each class, where words.txt has it."""
+def class_names(files: Files, wnids: list[str]) -> list[str]:
+    """Return the first word for each class in words.txt, or its WordNet id."""
     words = {}
     if "words.txt" in files.names:
         for line in files.lines("words.txt"):

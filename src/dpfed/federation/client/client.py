@@ -75,13 +75,15 @@ from dpfed.federation.policy import (
     check_sender,
     check_training,
 )
-from dpfed.privacy.accounting.pld import epsilon, rdp_epsilon
-from dpfed.privacy.ledger.ledger import Charge, Ledger
+from dpfed.privacy.accounting.pld import epsilon
+from dpfed.privacy.accounting.rdp import rdp_epsilon
+from dpfed.privacy.ledger.charge import Charge
+from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.oracle import FleetOracle, PassLimits, RoundTerms
 from dpfed.privacy.published import show_loss
 from dpfed.privacy.record_batch import PrivateData, Records
-from dpfed.training.budget.recorded_spending import OWN_LEDGER
+from dpfed.training.budget.ledgers import client_ledger
 from dpfed.training.job.data import (
     augmentations_for,
     records_of,
@@ -291,15 +293,9 @@ class Client:
         return records, Shards(np.zeros(2, dtype=np.int64), np.zeros(1, dtype=np.int64), none)
 
     def _ledger(self) -> Ledger:
-        path = self._state / OWN_LEDGER
-        name = self.config.client.name
-        if path.exists():
-            return Ledger.open(path, client=name)
-        if (self._state / "runs").exists():
-            raise DpfedError(
-                f"the ledger {path} is gone, and with it what this client has spent: put it back"
-            )
-        return Ledger.create(path, client=name, delta=self.config.policy.delta)
+        client = self.config.client
+        released = (self._state / "runs").exists()
+        return client_ledger(self._state, client.name, self.config.policy.delta, released)
 
     def _history(self, ledger: Ledger) -> History:
         return ledger.history(self.config.client.name)

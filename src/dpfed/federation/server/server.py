@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dpfed.algorithms.base import Message
 from dpfed.config import Config, FederationSection, to_dict
-from dpfed.errors import DpfedError, StoppedError
+from dpfed.errors import DpfedError, StoppedError, counted
 from dpfed.federation.held_out import Score, bounds, score_of
 from dpfed.federation.messages import (
     ClippingTerms,
@@ -40,7 +40,6 @@ from dpfed.federation.messages import (
     unpack_reply,
 )
 from dpfed.model.model_hash import model_hash
-from dpfed.text import counted
 from dpfed.training.backends.base import LostRoundError, WaitForCharge, no_charge
 from dpfed.training.job.job import Job
 from dpfed.training.job.message_size import meta_message

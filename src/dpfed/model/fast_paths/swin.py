@@ -199,8 +199,6 @@ def _window_orders(layer: Any, x: Tensor, size: Size) -> tuple[Tensor, Tensor] |
 def _order(
     key: tuple[Any, ...], count: int, place: Callable[[Tensor], Tensor], device: torch.device
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the order in which `place` puts `count` rows, and its inverse."""
-
     def make() -> tuple[Tensor, Tensor]:
         rows = torch.arange(count, device=device)
         order = place(rows.unsqueeze(-1)).reshape(-1)

@@ -41,8 +41,6 @@ def per_sample(x: Tensor, samples: int, module: nn.Module) -> Tensor:
 
 
 class BatchedLinear(nn.Linear):
-    """A linear layer with weights `[M, out, in]`."""
-
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.dim() == 2:
             return super().forward(x)
@@ -58,8 +56,6 @@ class BatchedLinear(nn.Linear):
 
 
 class BatchedLayerNorm(nn.LayerNorm):
-    """Layer normalisation with weights `[M, *normalized_shape]`."""
-
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
         extra = len(self.normalized_shape) + 1
@@ -76,8 +72,6 @@ class BatchedLayerNorm(nn.LayerNorm):
 
 
 class BatchedGroupNorm(nn.GroupNorm):
-    """Group normalisation with weights `[M, channels]`."""
-
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
         if weight is None or weight.dim() == 1:
@@ -90,8 +84,6 @@ class BatchedGroupNorm(nn.GroupNorm):
 
 
 class BatchedEmbedding(nn.Embedding):
-    """An embedding with tables `[M, rows, width]`."""
-
     def forward(self, ids: Tensor) -> Tensor:
         if self.weight.dim() == 2:
             return super().forward(ids)
@@ -111,8 +103,6 @@ class BatchedEmbedding(nn.Embedding):
 
 
 class TwinConv2d(nn.Conv2d):
-    """A convolution with weights `[M, out, in, h, w]`."""
-
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.dim() == 4:
             return super().forward(x)
@@ -137,7 +127,6 @@ class TwinConv2d(nn.Conv2d):
         return y.flatten(0, 1).to(x.dtype)
 
     def _as_product(self, per: Tensor) -> bool:
-        """Return True if one matrix product per sample gives the convolution, and is faster."""
         return (
             self.groups == 1
             and per.shape[1] == 1
@@ -198,8 +187,6 @@ def loop_layer(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _by_loop(one: Callable[..., Any], axes: list[int | None]) -> Callable[..., Any]:
-    """Return a function that calls `one` for each record and stacks the results, as `vmap` does."""
-
     def run(weights: dict[str, Tensor], *leaves: Any) -> list[Tensor]:
         rows = []
         for j in range(len(next(iter(weights.values())))):
@@ -212,8 +199,6 @@ def _by_loop(one: Callable[..., Any], axes: list[int | None]) -> Callable[..., A
 
 
 def _mapped_layer(cls: type[nn.Module], map_records: MapRecords) -> type[nn.Module]:
-    """Return a class whose forward pass is mapped over samples and weight copies."""
-
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         plain_dims: dict[str, int] = self._plain_dims  # type: ignore[assignment]
         batched: dict[str, Tensor] = {
@@ -268,11 +253,6 @@ def _is_batched(leaf: Any, samples: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] % samples == 0
 
 
-def install_batched_layer(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Replace the class in place; the module keeps its name, its parameters and its hooks."""
-    module.__class__ = cls
-
-
 def install_swin_bias(module: nn.Module, parent: nn.Module | None) -> bool:
     """Batch Swin's position bias and the attention above it; return False for other modules.
 
@@ -280,9 +260,9 @@ def install_swin_bias(module: nn.Module, parent: nn.Module | None) -> bool:
     """
     if type(module).__name__ != "SwinRelativePositionBias" or parent is None:
         return False
-    install_batched_layer(module, _batched_swin_bias(type(module)))
+    module.__class__ = _batched_swin_bias(type(module))
     module._windows = 1  # type: ignore[assignment]
-    install_batched_layer(parent, _batched_swin_attention(type(parent)))
+    parent.__class__ = _batched_swin_attention(type(parent))
     return True
 
 

@@ -32,7 +32,10 @@ class Compiled:
         self._plain = plain
         self._layers = repeated_layers(model)
         self._options = {"dynamic": False, **options}
-        self._ways = [("layer by layer", self._by_layers), ("as a whole", self._whole)]
+        self._ways: list[tuple[str, Callable[[], Callable[..., Tensor]]]] = [
+            ("layer by layer", self._by_layers),
+            ("as a whole", lambda: torch.compile(self._plain, **self._options)),
+        ]
         if not self._layers:
             self._ways.pop(0)
         self._current: Callable[..., Tensor] | None = None
@@ -54,10 +57,6 @@ class Compiled:
         for layer in self._layers:
             layer.compile(**self._options)
         return self._plain
-
-    def _whole(self) -> Callable[..., Tensor]:
-        compiled: Callable[..., Tensor] = torch.compile(self._plain, **self._options)
-        return compiled
 
     def _give_up(self, error: Exception) -> None:
         how, _ = self._ways.pop(0)

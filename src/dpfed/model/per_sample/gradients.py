@@ -24,7 +24,6 @@ from dpfed.model.parameter_vector import Space
 from dpfed.model.per_sample.batched_layers import (
     BATCHED_LAYERS,
     BatchedLinear,
-    install_batched_layer,
     install_swin_bias,
     vmap_layer,
 )
@@ -203,7 +202,6 @@ class PerSample:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _copies(self, theta: Tensor, client: Tensor) -> list[Tensor]:
-        """Return each record's copy of every trainable tensor, all gathered in one operation."""
         layout = self._copy_layout
         rows = layout.rows(theta, self.dtype)
         if theta.shape[0] == 1:
@@ -297,7 +295,6 @@ def install_batched_layers(model: nn.Module, space: Space) -> None:
 def _install_batched(
     module: nn.Module, name: str, parent: nn.Module | None, trained: set[int]
 ) -> None:
-    """Replace the class of one module, unless that is done already."""
     if isinstance(module, nn.Embedding) and (
         module.max_norm is not None or module.scale_grad_by_freq
     ):
@@ -310,7 +307,7 @@ def _install_batched(
         return
     batched = BATCHED_LAYERS.get(type(module))
     if batched is not None and all(id(p) in trained for p in module.parameters()):
-        install_batched_layer(module, batched)
+        module.__class__ = batched
     elif not install_swin_bias(module, parent):
         module._plain_dims = {n: p.dim() for n, p in module.named_parameters()}  # type: ignore[assignment]
-        install_batched_layer(module, vmap_layer(type(module)))
+        module.__class__ = vmap_layer(type(module))

@@ -107,16 +107,13 @@ def heads_of(model: nn.Module, trained: tuple[str, ...]) -> list[str]:
 
 
 def _up_to(name: str, forward: Forward) -> Forward:
-    """Return the forward pass with the head's input as its result."""
-
     def features(model: nn.Module, weights: dict[str, Tensor], inputs: Batch) -> Tensor:
         head_inputs: list[Tensor] = []
         head_outputs: list[Any] = []
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if len(args) != 1 or kwargs or not torch.is_tensor(args[0]):
-                raise _NotSeparableError
-            if not args[0].is_floating_point():
+            one_tensor = len(args) == 1 and not kwargs and torch.is_tensor(args[0])
+            if not one_tensor or not args[0].is_floating_point():
                 raise _NotSeparableError
             # A copy: a head may begin with an operation in place.
             head_inputs.append(args[0].detach().clone())
@@ -134,10 +131,9 @@ def _up_to(name: str, forward: Forward) -> Forward:
         finally:
             for hook in hooks:
                 hook.remove()
-        if len(head_outputs) != 1 or head_outputs[0] is not scores:
-            raise _NotSeparableError
+        is_last = len(head_outputs) == 1 and head_outputs[0] is scores
         records = len(next(iter(inputs.values())))
-        if head_inputs[0].dim() < 2 or len(head_inputs[0]) != records:
+        if not is_last or head_inputs[0].dim() < 2 or len(head_inputs[0]) != records:
             raise _NotSeparableError
         return head_inputs[0]
 
@@ -145,8 +141,6 @@ def _up_to(name: str, forward: Forward) -> Forward:
 
 
 def _from(name: str) -> Forward:
-    """Return the forward pass of the head alone; its weights keep their names in the model."""
-
     def scores(model: nn.Module, weights: dict[str, Tensor], inputs: Batch) -> Tensor:
         own = {tensor.removeprefix(f"{name}."): w for tensor, w in weights.items()}
         head = model.get_submodule(name)

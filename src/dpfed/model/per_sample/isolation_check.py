@@ -74,7 +74,6 @@ def _records_near(
 
 
 def _moved(theta: Tensor, generator: torch.Generator) -> Tensor:
-    """Return two clients' weights near the given ones."""
     return theta + 0.02 * torch.randn(2, len(theta), generator=generator).to(theta.device)
 
 
@@ -138,7 +137,6 @@ def _check_gradients(
 
 
 def _way_out(model: PerSample) -> str:
-    """Return what the user can change, given what is trained now."""
     if any(".lora_" in name for name in model.space.names):
         return 'leave that layer out of model.lora.targets, or set model.train = "head"'
     everything = sum(p.numel() for p in model.model.parameters())

@@ -44,8 +44,6 @@ def _key_and_rule(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 class TwinDropout(nn.Dropout):
-    """Dropout of single numbers."""
-
     def forward(self, x: Tensor) -> Tensor:
         buffers = _key_and_rule(self, x)
         return x if buffers is None else drop(x, *buffers)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpfed.model.per_sample.batched_layers import install_batched_layer, loop_layer, vmap_layer
+from dpfed.model.per_sample.batched_layers import loop_layer, vmap_layer
 from dpfed.model.per_sample.derived_class import derived, once_per_class
 
 
@@ -23,7 +23,7 @@ def map_whole_modules(model: nn.Module, trained: set[int]) -> None:
             continue
         mapped: Any = module
         mapped._plain_dims = {name: p.dim() for name, p in module.named_parameters()}
-        install_batched_layer(module, make(type(module)))
+        module.__class__ = make(type(module))
 
 
 @once_per_class

@@ -1,4 +1,4 @@
-"""Models by name. A model is a `[model]` section with a `build(spec)`; it is listed here."""
+"""Models by name. A model is a `[model]` section with a `build(spec)`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A small Vision Transformer for 8x8 grey images, pretrained by `experiments/pretrain_glyphs.py` on drawn glyphs.
+"""A small Vision Transformer for 8x8 grey images, whose weights come with the package.
 
-Its weights come with the package (`weights/glyph-vit`); the glyphs are public by construction, drawn from fonts and
-strokes, so the pretraining has no privacy cost.
+`experiments/pretrain_glyphs.py` pretrained it on drawn glyphs. They are public by construction, so
+the pretraining has no privacy cost.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dpfed.config import ModelSection
 from dpfed.errors import DpfedError
 from dpfed.model.export_files import ImageInput, image_companions
 from dpfed.model.task import InputSpec
-from dpfed.model.zoo.built import Built, normalise
+from dpfed.model.zoo.built import Built
+from dpfed.model.zoo.image_inputs import images
 from dpfed.model.zoo.pretrained import config_of, model_of, public_constants
 
 WEIGHTS = Path(__file__).parent / "weights" / "glyph-vit"
@@ -35,13 +36,13 @@ class GlyphViT(ModelSection):
 
         if spec.kind != "image" or spec.shape != (1, 8, 8):
             raise DpfedError(
-                f"glyph-vit reads grey images of 8x8 pixels, this data has {spec.kind} of shape {spec.shape}"
+                f"glyph-vit reads grey images of 8x8 pixels, this data has {spec.kind} of shape "
+                f"{spec.shape}"
             )
         weights = self.chosen()
         model, heads, notes = model_of(
             AutoModelForImageClassification, config_of(weights), weights, spec.classes
         )
         mean, std = public_constants(weights) or ((0.5,), (0.5,))
-        enter = normalise(spec.name, spec.white, mean, std)
         entry = ImageInput(spec, None, 1, mean, std)
-        return Built(model, heads, enter, notes=notes, companions=image_companions(entry))
+        return Built(model, heads, images(entry), notes=notes, companions=image_companions(entry))

@@ -1,4 +1,4 @@
-"""Softmax regression: the smallest honest model, and a yardstick for the others."""
+"""Softmax regression, a baseline for the other models."""
 
 from __future__ import annotations
 

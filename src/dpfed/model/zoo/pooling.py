@@ -1,8 +1,7 @@
-"""The pooling of a sentence encoder, read from `modules.json` of sentence-transformers."""
+"""Pooling of a sentence encoder, read from `modules.json` of sentence-transformers."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,13 @@ from torch import nn
 
 from dpfed.errors import DpfedError
 from dpfed.model.export_files import Companions
-from dpfed.model.zoo.pretrained import HubSilentError, first_line, folder_of, hub_file
+from dpfed.model.zoo.hub import json_beside
 
 MODULES = "modules.json"
-BODY = "body"  # name of the encoder inside the pooled classifier
+# Name of the encoder inside the pooled classifier.
+BODY = "body"
 WAYS = ("mean", "cls")
+# Flags of `1_Pooling/config.json` before sentence-transformers had `pooling_mode`.
 OLD_KEYS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -25,13 +26,12 @@ OLD_KEYS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""Flags of `1_Pooling/config.json` before sentence-transformers had `pooling_mode`."""
 REMEDY = 'set model.pooling = "none" for the model\'s own head'
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """How token vectors become one vector. way: mean or cls; normalize: to a fixed length."""
+    """Pooling of token vectors: the mean or the first (cls), with or without a Normalize module."""
 
     way: str
     normalize: bool
@@ -39,10 +39,10 @@ class Pooling:
 
 def pooling_of(weights: str) -> Pooling | None:
     """Return the pooling that a folder or hub model asks for; None without `modules.json`."""
-    modules = _read(weights, MODULES)
-    if modules is None:
+    found = json_beside(weights, MODULES)
+    if found is None:
         return None
-    kinds = _kinds(weights, modules)
+    kinds = _kinds(weights, found[1])
     if "Pooling" not in kinds:
         return None
     unknown = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
@@ -58,7 +58,8 @@ def pooled_config(config: Any, pooling: Pooling) -> Any:
     """Return the configuration of a classifier on the pooled tokens of an encoder."""
     from dpfed.model.shipped.modeling_pooled import PooledConfig
 
-    config._name_or_path = ""  # exports do not say where the weights lie on this machine
+    # Exports do not contain paths of this machine.
+    config._name_or_path = ""
     return PooledConfig(text_config=config, pooling=pooling.way, normalize=pooling.normalize)
 
 
@@ -88,7 +89,7 @@ def with_pooling_code(model: nn.Module, companions: Companions) -> Companions:
 
 
 def adapter_is_pooled(folder: Path) -> bool:
-    """Return whether an adapter was trained on a pooled classifier; older ones were not."""
+    """Return True if an adapter was trained on a pooled classifier; older ones were not."""
     try:
         with safe_open(folder / "adapter_model.safetensors", "pt") as tensors:
             names = list(tensors.keys())
@@ -103,13 +104,14 @@ def _kinds(weights: str, modules: Any) -> dict[str, str]:
     try:
         return {str(m["type"]).rpartition(".")[2]: str(m["path"]) for m in modules}
     except (KeyError, TypeError):
-        said = f"{MODULES} is not a list with type and path"
-        raise DpfedError(f"model.weights = {weights!r}: {said}: {REMEDY}") from None
+        raise DpfedError(
+            f"model.weights = {weights!r}: {MODULES} is not a list with type and path: {REMEDY}"
+        ) from None
 
 
 def _way(weights: str, folder: str) -> str:
     name = f"{folder}/config.json"
-    stated = _read(weights, name)
+    _, stated = json_beside(weights, name) or ("", None)
     if not isinstance(stated, dict):
         raise DpfedError(
             f"model.weights = {weights!r}: {MODULES} names {name}, which is missing or no table: "
@@ -126,18 +128,3 @@ def _way(weights: str, folder: str) -> str:
             f"and only {' or '.join(WAYS)} can be trained here: {REMEDY}"
         )
     return str(ways[0])
-
-
-def _read(weights: str, name: str) -> Any:
-    """Return a JSON file beside the weights; None where there is none, or the hub does not answer."""
-    folder = folder_of(weights)
-    try:
-        path = hub_file(weights, name) if folder is None else folder / name
-    except HubSilentError:
-        return None
-    if path is None or not path.is_file():
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DpfedError(f"{path} cannot be read: {first_line(error)}") from None

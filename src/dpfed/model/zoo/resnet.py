@@ -1,7 +1,8 @@
-"""ResNet-18 with GroupNorm for small images: 3x3 stem without stride, no max-pool (He et al. 2016; Wu, He 2018).
+"""ResNet-18 with GroupNorm for small images (He et al. 2016; Wu, He 2018).
 
-BatchNorm would mix the records of a batch, so every norm is a GroupNorm. Trained whole, by its head, or with LoRA on its
-convolutions (A: r x in x k x k, B: out x r x 1 x 1).
+The stem is a 3x3 convolution without stride and max-pool. BatchNorm would mix the records of a
+batch, so every norm is a GroupNorm. LoRA adapts the convolutions (A: r x in x k x k, B: out x r x 1
+x 1).
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from dpfed.config import ModelSection
 from dpfed.errors import DpfedError
 from dpfed.model.export_files import ImageInput, image_companions
 from dpfed.model.task import InputSpec
-from dpfed.model.zoo.built import Built, fresh_head, normalise
+from dpfed.model.zoo.built import Built, fresh_head
+from dpfed.model.zoo.image_inputs import images
 from dpfed.model.zoo.pretrained import load_tensors, on_meta
 
 STAGES = (2, 2, 2, 2)
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut; the shortcut is a 1x1 convolution where the shape changes."""
+    """Two 3x3 convolutions and a shortcut, which is a 1x1 convolution if the shape changes."""
 
     def __init__(self, inside: int, outside: int, stride: int, groups: int) -> None:
         super().__init__()
@@ -52,7 +54,8 @@ class ResNet(nn.Module):
         self.conv = nn.Conv2d(channels, width, 3, 1, 1, bias=False)
         self.norm = nn.GroupNorm(groups, width)
         self.relu = nn.ReLU()
-        stages, inside = [], width
+        stages = []
+        inside = width
         for stage, depth in enumerate(STAGES):
             outside = width * 2**stage
             blocks = []
@@ -99,8 +102,5 @@ class GNResNet18(ModelSection):
         model = ResNet(channels, spec.classes, self.width, self.groups)
         if self.weights not in (None, "random") and not on_meta():
             load_tensors(model, str(self.weights), self.name, new_head="classifier")
-        mean = (0.5,) * channels
-        std = (0.25,) * channels
-        enter = normalise(spec.name, spec.white, mean, std)
-        companions = image_companions(ImageInput(spec, None, channels, mean, std))
-        return Built(model, "classifier", enter, companions=companions)
+        entry = ImageInput(spec, None, channels, (0.5,) * channels, (0.25,) * channels)
+        return Built(model, "classifier", images(entry), companions=image_companions(entry))

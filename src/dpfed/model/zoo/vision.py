@@ -1,29 +1,40 @@
-"""Vision Transformers of the paper (ViT-Base/16, Swin-Tiny, Swin-Base) and any image classifier of `transformers`.
+"""Vision models: ViT-Base/16, Swin-Tiny, Swin-Base, and image classifiers of `transformers`.
 
-Images of another size are resized on the device, bilinearly, each by itself. The head is new and starts at zero.
-ViT: Dosovitskiy et al. 2021; Swin and its stochastic depth: Liu et al. 2021.
+Images of another size are resized on the device, each by itself. A new head starts at zero.
+ViT: Dosovitskiy et al. 2021. Swin and its stochastic depth: Liu et al. 2021.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Lt
 
-from dpfed.config import ModelSection
 from dpfed.errors import DpfedError
 from dpfed.model.export_files import ImageInput, image_companions
 from dpfed.model.task import InputSpec
-from dpfed.model.zoo.built import IMAGENET, Built, expect_images, images
-from dpfed.model.zoo.pretrained import Head, config_of, model_of, public_constants, shape_suffices
+from dpfed.model.zoo.built import Built
+from dpfed.model.zoo.image_inputs import IMAGENET, expect_images, images
+from dpfed.model.zoo.pretrained import (
+    Head,
+    PretrainedSection,
+    config_of,
+    model_of,
+    public_constants,
+    refuse_other,
+    shape_suffices,
+)
 
-USUAL = 224
+USUAL_SIDE = 224
+USUAL_PATCH = 4
+USUAL_WINDOW = 7
+# Window positions. Fused attention computes at least 64, so small windows are faster without it.
+SMALL_WINDOW = 32
 
 
 def stages(image: int, patch: int, count: int) -> list[int]:
-    """Patches along one side in each stage of a Swin; odd numbers are padded before they are halved."""
+    """Return the patches per side in each stage of a Swin; a stage halves them, rounded up."""
     out = [-(-image // patch)]
     for _ in range(count - 1):
         out.append(-(-out[-1] // 2))
@@ -31,36 +42,29 @@ def stages(image: int, patch: int, count: int) -> list[int]:
 
 
 def check_swin(name: str, image: int, patch: int, window: int, count: int, fixed: bool) -> None:
-    """A stage smaller than the window fails deep inside attention. `fixed`: patch and window belong to the weights."""
+    """Raise DpfedError if a stage is smaller than the window, which fails inside attention.
+
+    count  number of stages
+    fixed  True if patch and window belong to the weights
+    """
     sides = stages(image, patch, count)
     if min(sides) >= window:
         return
-    least = next(
-        size for size in range(image, 100_000) if min(stages(size, patch, count)) >= window
-    )
-    ways = [f"model.image_size >= {least}"]
+    sizes = range(image, 100_000)
+    smallest = next(size for size in sizes if min(stages(size, patch, count)) >= window)
+    remedies = [f"model.image_size >= {smallest}"]
     if not fixed:
         fits = [(p, min(window, stages(image, p, count)[-1])) for p in (4, 2, 1) if p <= patch]
-        ways += [f"model.patch_size = {p} with model.window = {w}" for p, w in fits if w >= 2]
+        remedies += [f"model.patch_size = {p} with model.window = {w}" for p, w in fits if w >= 2]
     raise DpfedError(
-        f"{name} at {image} pixels has stages of {', '.join(map(str, sides))} patches a side, less than its window of "
-        f"{window}: set {' or '.join(ways)}"
+        f"{name} at {image} pixels has stages of {', '.join(map(str, sides))} patches a side, "
+        f"less than its window of {window}: set {' or '.join(remedies)}"
     )
-
-
-def refuse_other(name: str, found: Any, expected: Mapping[str, Any], other: str) -> None:
-    """Weights of another shape under the paper's name would be a silent change of the experiment."""
-    for key, value in expected.items():
-        have = getattr(found, key, None)
-        if have != value and have != list(value if isinstance(value, tuple) else ()):
-            raise DpfedError(
-                f"the weights for {name} have {key} = {have}, not {value}: use model.name = {other!r} for them"
-            )
 
 
 @dataclass(frozen=True)
-class VisionSection(ModelSection):
-    """What image classifiers of `transformers` share."""
+class VisionSection(PretrainedSection):
+    """Keys and steps that all image classifiers of `transformers` share."""
 
     image_size: Annotated[
         int | None, Ge(1), "side that images are resized to; default: that of the weights, or 224"
@@ -69,24 +73,15 @@ class VisionSection(ModelSection):
     sharpen: Annotated[
         float,
         Ge(0),
-        "unsharp mask after resizing: so many times the detail that a blur takes away; 0: none",
+        "strength of an unsharp mask after resizing, in units of the detail that a blur removes",
     ] = 0.0
     head: Annotated[
         Head, "new: starts at zero; kept: that of the weights, which must be for these classes"
     ] = "new"
 
     def usual_spec(self) -> InputSpec:
-        side = self.image_size or USUAL
+        side = self.image_size or USUAL_SIDE
         return InputSpec("image", "pixel_values", (3, side, side), 10)
-
-    def chosen(self) -> str | None:
-        """The weights, None for random ones; leaving it open is refused, as an untrained model only looks like one."""
-        if self.weights is None:
-            raise DpfedError(
-                f"model.name = {self.name!r} needs model.weights: a folder or hub name with pretrained weights, or "
-                '"random" to train from nothing'
-            )
-        return None if self.weights == "random" else self.weights
 
     def finish(self, config: Any, spec: InputSpec) -> Built:
         from transformers import AutoModelForImageClassification
@@ -99,30 +94,32 @@ class VisionSection(ModelSection):
         )
         mean, std = public_constants(weights) or IMAGENET
         if len(mean) != channels:
-            mean, std = (0.5,) * channels, (0.25,) * channels
+            mean = (0.5,) * channels
+            std = (0.25,) * channels
         size = self.image_size or _side(config)
         if self.sharpen and size < 3:
             raise DpfedError(
                 "model.sharpen needs images of at least 3 pixels a side: leave it at 0"
             )
-        enter = images(spec, size, channels, mean, std, self.resize, self.sharpen)
         entry = ImageInput(spec, size, channels, mean, std, self.resize, self.sharpen)
-        companions = image_companions(entry)
-        return Built(model, heads, enter, rows=_rows(size), notes=notes, companions=companions)
-
-
-def _rows(size: int) -> int:
-    return max(16, 1024 * 32 * 32 // (size * size))
+        return Built(
+            model,
+            heads,
+            images(entry),
+            rows=max(16, 1024 * 32 * 32 // (size * size)),
+            notes=notes,
+            companions=image_companions(entry),
+        )
 
 
 def _side(config: Any) -> int:
     """Return the side of the images that the weights are for."""
-    size = _image_size(config) or USUAL
-    return int(size) if isinstance(size, int) else int(size[0])
+    size = _image_size(config) or USUAL_SIDE
+    return int(size if isinstance(size, int) else size[0])
 
 
 def _image_size(config: Any) -> Any:
-    """Return the configured size; a model of images and texts has it in its part for images."""
+    """Return the configured size; models of images and texts have it in their vision part."""
     own = getattr(config, "image_size", None)
     return own or getattr(getattr(config, "vision_config", None), "image_size", None)
 
@@ -134,23 +131,25 @@ class ViTBase(VisionSection):
     name: str = "vit-base"
 
     shape: ClassVar[dict[str, Any]] = {
-        "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
         "patch_size": 16,
-    }  # fmt: skip
+    }
 
     def build(self, spec: InputSpec) -> Built:
         from transformers import ViTConfig
 
         weights = self.chosen()
-        if shape_suffices(weights):
-            config: Any = ViTConfig(**self.shape, image_size=self.image_size or USUAL)
-        else:
+        config: Any = ViTConfig(**self.shape, image_size=self.image_size or USUAL_SIDE)
+        if not shape_suffices(weights):
             config = config_of(str(weights))
         refuse_other(self.name, config, {"model_type": "vit", **self.shape}, "auto-image")
         if self.image_size and self.image_size != _side(config):
             raise DpfedError(
-                f"the weights for {self.name} have a position for each patch of {_side(config)} pixels: leave "
-                "model.image_size unset, images are resized to that"
+                f"the weights for {self.name} have a position for each patch of {_side(config)} "
+                "pixels: leave model.image_size unset, images are resized to that"
             )
         if _side(config) % 16:
             raise DpfedError(
@@ -174,52 +173,47 @@ class SwinSection(VisionSection):
     def __post_init__(self) -> None:
         if self.weights in (None, "random"):
             count = len(self.shape.get("depths", (2, 2, 2, 2)))
-            check_swin(
-                self.name,
-                self.image_size or USUAL,
-                self.patch_size or 4,
-                self.window or 7,
-                count,
-                fixed=False,
-            )
+            image, patch, window = self._sizes()
+            check_swin(self.name, image, patch, window, count, fixed=False)
+
+    def _sizes(self) -> tuple[int, int, int]:
+        """Return the sides of an image, a patch and a window for random weights."""
+        return (
+            self.image_size or USUAL_SIDE,
+            self.patch_size or USUAL_PATCH,
+            self.window or USUAL_WINDOW,
+        )
 
     def build(self, spec: InputSpec) -> Built:
         from transformers import SwinConfig
 
         weights = self.chosen()
         if shape_suffices(weights):
+            image, patch, window = self._sizes()
+            shape = {k: list(v) if isinstance(v, tuple) else v for k, v in self.shape.items()}
             config: Any = SwinConfig(
-                **{k: list(v) if isinstance(v, tuple) else v for k, v in self.shape.items()},
-                image_size=self.image_size or USUAL,
-                patch_size=self.patch_size or 4,
-                window_size=self.window or 7,
+                **shape, image_size=image, patch_size=patch, window_size=window
             )
         else:
             config = config_of(str(weights))
-            refuse_other(self.name, config, {"model_type": "swin", **self.shape}, "auto-image")
-            own = {"patch_size": self.patch_size, "window_size": self.window}
-            refuse_other(
-                self.name, config, {k: v for k, v in own.items() if v is not None}, "auto-image"
-            )
+            chosen = {"patch_size": self.patch_size, "window_size": self.window}
+            expected = {"model_type": "swin", **self.shape}
+            expected |= {key: value for key, value in chosen.items() if value is not None}
+            refuse_other(self.name, config, expected, "auto-image")
         config.drop_path_rate = self.drop_path
         return self.finish(sized(config, self.name, self.image_size, weights is not None), spec)
 
 
-SMALL_WINDOW = 32  # positions; fused attention computes 64 at least, so that smaller windows are faster as plain products
-
-
 def sized(config: Any, name: str, image_size: int | None, pretrained: bool) -> Any:
-    """A Swin for another image size: it has no table of absolute positions, so any size its windows fit will do."""
+    """Return a Swin for another image size: any size that its windows fit.
+
+    It has no table of absolute positions, unless `use_absolute_embeddings` is set.
+    """
     if image_size is not None and not getattr(config, "use_absolute_embeddings", False):
         config.image_size = image_size
-    check_swin(
-        name,
-        image_size or _side(config),
-        config.patch_size,
-        config.window_size,
-        len(config.depths),
-        pretrained,
-    )
+    side = image_size or _side(config)
+    count = len(config.depths)
+    check_swin(name, side, config.patch_size, config.window_size, count, pretrained)
     if config.window_size**2 <= SMALL_WINDOW:
         config._attn_implementation = "eager"
     return config
@@ -259,16 +253,11 @@ class AutoImage(VisionSection):
 
     name: str = "auto-image"
     drop_path: Annotated[
-        float | None, Ge(0), Lt(1), "stochastic depth; default: as the weights' configuration says"
+        float | None, Ge(0), Lt(1), "stochastic depth; default: that of the weights"
     ] = None
 
     def build(self, spec: InputSpec) -> Built:
-        weights = self.chosen()
-        if weights is None:
-            raise DpfedError(
-                'model.name = "auto-image" takes its shape from model.weights: give a folder or hub name'
-            )
-        config = config_of(weights)
+        config = config_of(self.pretrained())
         if self.drop_path is not None:
             if not hasattr(config, "drop_path_rate"):
                 raise DpfedError(
@@ -279,7 +268,7 @@ class AutoImage(VisionSection):
             config = sized(config, self.name, self.image_size, pretrained=True)
         elif self.image_size and _image_size(config) and self.image_size != _side(config):
             raise DpfedError(
-                f"model.image_size = {self.image_size}: these weights are for {_side(config)} pixels; leave it unset, "
-                "images are resized to that"
+                f"model.image_size = {self.image_size}: these weights are for {_side(config)} "
+                "pixels; leave it unset, images are resized to that"
             )
         return self.finish(config, spec)

@@ -1,8 +1,9 @@
-"""The privacy statement of a plan: who can see what, with which guarantee, what was assumed public (SPEC 6.1, 6.2).
+"""The privacy statement of a plan: each observer's guarantee, and the facts assumed public.
 
-A statement is fixed before anything is released: it knows every mechanism that any client may run and, round by round,
-the fewest clients a cohort can be drawn from. Nothing in it depends on who took part. The third-party figure and
-figures of single clients are never made public together: the first holds only while nobody outside knows who took part.
+A statement is fixed before anything is released. It contains every mechanism that a client may run
+and, per round, the fewest clients that a cohort can be drawn from. It does not depend on who took
+part. Never publish the third-party figure together with figures of single clients: it holds only
+while nobody outside knows who took part. See docs/privacy.md, "Two observers".
 """
 
 from __future__ import annotations
@@ -18,61 +19,67 @@ from dpfed.privacy.accounting.observers import (
     expected_rounds,
     participation_probability,
     server_epsilon,
-    third_party_rounds_epsilon,
+    third_party_epsilon,
 )
 from dpfed.privacy.accounting.pld import (
     delta_at,
     epsilon,
     membership_advantage,
-    rdp_epsilon,
     replace_one_epsilon,
     tuning_epsilon,
 )
-from dpfed.privacy.accounting.population import largest_epsilon
+from dpfed.privacy.accounting.population import Population, largest_epsilon
+from dpfed.privacy.accounting.rdp import rdp_epsilon
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.published import show_delta, show_rate, show_sigma
 
 PUBLIC = (
-    "number of clients, their sizes and sampling rates, clip norm, noise multiplier, architecture, initial weights, "
-    "learning rates and every other setting"
+    "number of clients, their sizes and sampling rates, clip norm, noise multiplier, architecture, "
+    "initial weights, learning rates and every other setting"
 )
-NOT_COVERED = "choosing settings by looking at results on private data, floating-point effects, timing and other side channels"
+NOT_COVERED = (
+    "choosing settings by looking at results on private data, floating-point effects, "
+    "timing and other side channels"
+)
 UNCOUNTED = (
     "epsilon holds only if what training started from was not trained on these clients' records"
 )
-FEW = 8  # so many different mechanisms are accounted for one by one; for more, one that costs at least as much as each
+# More mechanisms than this are replaced by one that costs at least as much as each of them.
+MAX_EXACT_KINDS = 8
 
 Chances = tuple[tuple[float, int], ...]
-"""(probability that a client is drawn in a round, for how many rounds), an upper bound known in advance."""
+"""(probability that a client is drawn in a round, number of such rounds), fixed in advance."""
 
 
 def fewest_eligible(
     clients: int, cohort: int, rounds: int, limits: Sequence[int] | None
 ) -> list[tuple[int, int]]:
-    """(fewest clients that a round can be drawn from, for how many rounds).
+    """Return (fewest clients that a round can be drawn from, for how many rounds).
 
-    `limits` says how many rounds each client's budget allows. Before round t there were S(t-1) participations, and they
-    can exhaust the most clients by falling on those with the smallest limits; a limit of L takes L rounds to reach.
-    What really happened would be a smaller exhaustion, but it depends on who took part, so it may not be used.
+    `limits` is the number of rounds that each client's budget allows. Before round t there were
+    S(t-1) participations. They exhaust the most clients if they fall on the smallest limits; a
+    limit of L takes L rounds. The real course depends on who took part, so it may not be used.
     """
     if limits is None:
         return [(clients, rounds)]
     ordered = sorted(limits)
-    out: list[tuple[int, int]] = []
+    stretches: list[tuple[int, int]] = []
     for t in range(1, rounds + 1):
-        left, gone = cohort * (t - 1), 0
-        while gone < clients and ordered[gone] <= min(left, t - 1):
-            left -= ordered[gone]
-            gone += 1
-        if out and out[-1][0] == clients - gone:
-            out[-1] = (clients - gone, out[-1][1] + 1)
+        left = cohort * (t - 1)
+        exhausted = 0
+        while exhausted < clients and ordered[exhausted] <= min(left, t - 1):
+            left -= ordered[exhausted]
+            exhausted += 1
+        eligible = clients - exhausted
+        if stretches and stretches[-1][0] == eligible:
+            stretches[-1] = (eligible, stretches[-1][1] + 1)
         else:
-            out.append((clients - gone, 1))
-    return out
+            stretches.append((eligible, 1))
+    return stretches
 
 
 def chances(cohort: int, eligible: Sequence[tuple[int, int]], colluding: int = 0) -> Chances:
-    """The probability of being drawn against `colluding` fellow clients, who know when they were not drawn."""
+    """The probability of being drawn; `colluding` fellow clients know when they were not drawn."""
     return tuple(
         (1.0 if n <= cohort else participation_probability(cohort, n, min(colluding, n - 1)), count)
         for n, count in eligible
@@ -82,19 +89,20 @@ def chances(cohort: int, eligible: Sequence[tuple[int, int]], colluding: int = 0
 def delta_warning(
     delta: float, largest: int, unit: str = "record", section: str = "privacy"
 ) -> str | None:
-    """Return a warning if delta is at least 1 / (10 R); `largest` is R, the largest client's units."""
+    """Return a warning if delta is at least 1 / (10 R); `largest` is R, the most units held."""
     if delta < 1 / (10 * largest):
         return None
     advice = 10.0 ** math.floor(math.log10(0.999 / (10 * largest)))
     held = f"{largest} {unit}s" if largest != 1 else f"1 {unit}"
     if is_large_delta(delta, largest):
         return (
-            f"{section}.delta = {show_delta(delta)} is at least 1 / {largest}, and the largest client has {held}: "
-            f"publishing one {unit} at random satisfies such a guarantee, so use {show_delta(advice)} or less"
+            f"{section}.delta = {show_delta(delta)} is at least 1 / {largest}, and the largest "
+            f"client has {held}: publishing one {unit} at random satisfies such a guarantee, so "
+            f"use {show_delta(advice)} or less"
         )
     return (
-        f"{section}.delta = {show_delta(delta)} is at least a tenth of 1 / {largest}, and the largest client has {held}: "
-        f"use {show_delta(advice)} or less"
+        f"{section}.delta = {show_delta(delta)} is at least a tenth of 1 / {largest}, and the "
+        f"largest client has {held}: use {show_delta(advice)} or less"
     )
 
 
@@ -118,11 +126,11 @@ Prior = tuple[tuple[Mechanism, int], ...]
 
 @dataclass(frozen=True)
 class PriorSpending:
-    """What was spent before on what a run starts from.
+    """Privacy spent on the weights or the adapter that a run starts from.
 
-    prior      counted for every client
-    uncounted  whether there is something whose cost nobody has counted
-    notes      what to say about it
+    prior      releases, counted for every client
+    uncounted  True if the start may have used these clients' records without a record of the cost
+    notes      sentences for the user
     """
 
     prior: Prior = ()
@@ -135,11 +143,10 @@ NO_PRIOR_SPENDING = PriorSpending()
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan as the statement speaks of it: T rounds of K local steps, for clients that run one of `kinds`.
+    """A plan of T rounds of K local steps, for clients that run one of the mechanisms `kinds`.
 
-    prior      what every client may have spent before, on what the run starts from
-    uncounted  whether the run starts from something whose cost to these clients nobody has counted
-    largest    units of the largest client; None where unknown
+    prior, uncounted  as in `PriorSpending`
+    largest           units of the largest client; None where unknown
     """
 
     kinds: tuple[Mechanism, ...]
@@ -154,7 +161,7 @@ class Planned:
 
     @property
     def warnings(self) -> list[str]:
-        """What makes the figures of this plan worth little."""
+        """Reasons why the figures of this plan are worth little."""
         found = None if self.largest is None else delta_warning(self.delta, self.largest, self.unit)
         return [found] if found else []
 
@@ -164,31 +171,41 @@ class Planned:
 
     @cached_property
     def worst_kind(self) -> Mechanism:
-        """The mechanism with the largest epsilon (one that costs at least as much, where there are many)."""
-        if len(self._few) == 1:
-            return self._few[0]
+        """The mechanism with the largest epsilon, or one that costs at least as much."""
         return max(
-            self.kinds,
+            self._accounted_kinds,
             key=lambda kind: server_epsilon(kind, self.local_steps, self.rounds, self.delta),
         )
 
     @property
     def bound(self) -> list[tuple[Mechanism, int]]:
-        """A history that costs at least as much as that of any client, at every delta and whatever is added to it.
+        """A history that costs at least as much as any client's, at every delta.
 
-        The costliest kind will not do: kinds with one epsilon at this delta have different ones at another.
+        The costliest kind will not do: kinds of equal epsilon at this delta differ at another.
         """
-        return [*self.prior, (self._dominating(), self.local_steps * self.rounds)]
+        return [*self.prior, (self._dominating, self.local_steps * self.rounds)]
 
     @property
     def histories(self) -> list[list[tuple[Mechanism, int]]]:
-        """Of clients that take part in every round, one for each kind. Which of them costs most depends on the question."""
-        return [[*self.prior, (kind, self.local_steps * self.rounds)] for kind in self._few]
+        """One history per kind, of clients that take part in every round."""
+        return self._histories_after(self.rounds)
+
+    def _histories_after(self, rounds: int) -> list[list[tuple[Mechanism, int]]]:
+        steps = self.local_steps * rounds
+        return [[*self.prior, (kind, steps)] for kind in self._accounted_kinds]
 
     @cached_property
-    def _few(self) -> tuple[Mechanism, ...]:
-        """The mechanisms that are accounted for one by one."""
-        return self.kinds if len(self.kinds) <= FEW else (self._dominating(),)
+    def _accounted_kinds(self) -> tuple[Mechanism, ...]:
+        return self.kinds if len(self.kinds) <= MAX_EXACT_KINDS else (self._dominating,)
+
+    @cached_property
+    def _dominating(self) -> Mechanism:
+        """The highest rate with the least noise."""
+        return replace(
+            self.kinds[0],
+            rate=max(kind.rate for kind in self.kinds),
+            noise_multiplier=min(kind.noise_multiplier for kind in self.kinds),
+        )
 
     @cached_property
     def server_worst(self) -> float:
@@ -199,56 +216,39 @@ class Planned:
         return self.server(expected_rounds(self.rounds, self.participation))
 
     def server(self, rounds: int) -> float:
-        """The server's figure for the costliest client after it took part in so many rounds."""
-        first, steps = self.kinds[0], self.local_steps * rounds
+        """The server's epsilon for the costliest client after it took part in `rounds` rounds."""
         if self.prior:
-            return max(
-                epsilon([*self.prior, (kind, steps)], self.delta).value for kind in self._few
-            )
-        if first.sampling == "poisson":
-            return largest_epsilon(
-                [kind.rate for kind in self.kinds],
-                [rounds] * len(self.kinds),
-                self.local_steps,
-                [kind.noise_multiplier for kind in self.kinds],
-                self.delta,
-                batches=first.batches,
-                releases=first.releases,
-            )
+            return max(epsilon(h, self.delta).value for h in self._histories_after(rounds))
+        if self.kinds[0].sampling == "poisson":
+            population = Population.of(self.kinds, rounds, self.local_steps)
+            return largest_epsilon(population, self.delta)
         return max(
             server_epsilon(kind, self.local_steps, rounds, self.delta) for kind in self.kinds
         )
 
     @cached_property
     def third_party(self) -> float:
-        """SPEC 6.2(b), never above the server's figure."""
+        """The third party's epsilon, at most the server's figure."""
         return self.third_party_after(self.rounds)
 
     def third_party_after(self, rounds: int) -> float:
-        parts, left = [], rounds
+        stretches: list[tuple[float, int]] = []
+        left = rounds
         for probability, count in self.chances:
-            parts.append((probability, min(count, left)))
-            left -= parts[-1][1]
+            stretches.append((probability, min(count, left)))
+            left -= stretches[-1][1]
         before = [Rounds(kind, steps) for kind, steps in self.prior]
-        found = max(
-            third_party_rounds_epsilon(
-                [*before, *(Rounds(kind, self.local_steps, n, p) for p, n in parts)], self.delta
+        figures = [
+            third_party_epsilon(
+                [*before, *(Rounds(kind, self.local_steps, n, p) for p, n in stretches)], self.delta
             )
-            for kind in self._few
-        )
-        return min(found, self.server(rounds))
+            for kind in self._accounted_kinds
+        ]
+        return min(max(figures), self.server(rounds))
 
     @cached_property
     def rdp_server_worst(self) -> float:
-        steps = self.local_steps * self.rounds
-        return max(rdp_epsilon([*self.prior, (kind, steps)], self.delta) for kind in self._few)
-
-    def _dominating(self) -> Mechanism:
-        return replace(
-            self.kinds[0],
-            rate=max(kind.rate for kind in self.kinds),
-            noise_multiplier=min(kind.noise_multiplier for kind in self.kinds),
-        )
+        return max(rdp_epsilon(history, self.delta) for history in self.histories)
 
     def assumptions(self) -> str:
         return assumptions(self.kinds, self.delta, self.unit, self.prior, self.uncounted)
@@ -259,56 +259,63 @@ class Planned:
         return at, [self.server(t) for t in at], [self.third_party_after(t) for t in at]
 
     def meaning(self) -> dict[str, float]:
-        """What people ask of an epsilon: the replace-one figure and the largest advantage in guessing membership."""
-        out = {"membership_advantage": max(map(membership_advantage, self.histories))}
+        """Figures that explain an epsilon: membership advantage, and epsilon under replace-one."""
+        figures = {"membership_advantage": max(map(membership_advantage, self.histories))}
         if self.kinds[0].sampling == "poisson":
-            out["replace_one"] = max(
+            figures["replace_one"] = max(
                 replace_one_epsilon(history, self.delta) for history in self.histories
             )
-        return out
+        return figures
 
     def curve(self, epsilons: Sequence[float]) -> list[tuple[float, float]]:
         """(epsilon, delta) pairs that hold at the same time, for every client."""
         return [(e, max(delta_at(history, e) for history in self.histories)) for e in epsilons]
 
     def tuned(self, runs: int) -> float:
-        """Epsilon when the best of so many runs on the same data was chosen and all of them are counted."""
+        """Epsilon of the best of `runs` runs on the same data, all of them counted."""
         return max(tuning_epsilon(history, self.delta, runs) for history in self.histories)
 
 
 def assumptions(
     kinds: Sequence[Mechanism], delta: float, unit: str, prior: Prior = (), uncounted: bool = False
 ) -> str:
-    """What stands beside every epsilon: delta, neighbouring relation, unit, sampling, noise, accountant."""
+    """Return the facts beside an epsilon: delta, neighbours, unit, sampling, noise, accountant."""
     first = kinds[0]
     accountant = "PLD" if first.sampling == "poisson" else "RDP"
     rates = _span([kind.rate for kind in kinds], show_rate)
     noise = _span([kind.noise_multiplier for kind in kinds], show_sigma)
-    return (
-        f"(epsilon, delta = {show_delta(delta)}) differential privacy for {first.adjacency} {unit} of one client; "
-        f"{first.sampling} sampling at rate {rates}; noise multiplier {noise}; {accountant} accountant"
-        + (
-            f"; with {sum(n for _, n in prior)} releases besides: spent before on what it started from, or on counts of held-out records"
-            if prior
-            else ""
+    parts = [
+        f"(epsilon, delta = {show_delta(delta)}) differential privacy for {first.adjacency} {unit} "
+        "of one client",
+        f"{first.sampling} sampling at rate {rates}",
+        f"noise multiplier {noise}",
+        f"{accountant} accountant",
+    ]
+    if prior:
+        count = sum(steps for _, steps in prior)
+        parts.append(
+            f"with {count} releases besides: spent before on what it started from, "
+            "or on counts of held-out records"
         )
-        + (f"; {UNCOUNTED}" if uncounted else "")
-    )
+    if uncounted:
+        parts.append(UNCOUNTED)
+    return "; ".join(parts)
 
 
 def _span(values: Sequence[float], show: Callable[[float], str]) -> str:
     """Return one value as text, or the least and the greatest of several."""
-    least, most = show(min(values)), show(max(values))
+    least = show(min(values))
+    most = show(max(values))
     return least if least == most else f"{least} to {most}"
 
 
 def asymptotic(planned: Planned, clients: int | None) -> dict[str, float]:
-    """The paper's formulas (13) and (14) with constant 1: not a guarantee, printed for comparison only (SPEC 6.6)."""
+    """The paper's formulas (13) and (14) with constant 1: for comparison only, not a guarantee."""
     kind = planned.worst_kind
     steps = planned.rounds * planned.local_steps
     logs = math.log(2 * planned.rounds / planned.delta) * math.log(2 / planned.delta)
     eq13 = kind.rate * math.sqrt(steps * logs) / kind.noise_multiplier
-    out = {"paper_eq_13": eq13}
+    figures = {"paper_eq_13": eq13}
     if clients is not None:
-        out["paper_eq_14"] = eq13 * math.sqrt(clients / planned.participation)
-    return out
+        figures["paper_eq_14"] = eq13 * math.sqrt(clients / planned.participation)
+    return figures

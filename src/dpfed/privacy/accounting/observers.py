@@ -1,43 +1,37 @@
-"""Who can see what, and the epsilon of each (SPEC 6.2).
+"""The epsilon of each observer: the server, and a third party that sees only the global models.
 
-The server sees every message of a client and knows who took part; its number is the headline. A third party sees only
-the global models and must not know who took part; its smaller number is void as soon as a seed, a cohort or any
-per-client figure is public, and when clients choose for themselves whether they take part.
+The server sees every message of a client and knows who took part; its figure is the headline. A
+third party must not know who took part. Its smaller figure is void as soon as a seed, a cohort or
+any per-client figure is public, and when clients choose for themselves whether they take part.
+See docs/privacy.md, "Two observers".
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import numpy as np
 
 from dpfed.errors import DpfedError
-from dpfed.privacy.accounting.pld import (
-    Term,
-    canonical,
-    check_against_rdp,
-    check_delta,
-    epsilon,
-    epsilon_of_terms,
-    mixed_rdp_curve,
-    rdp_curve,
-    rdp_curve_epsilon,
-    rdp_epsilon,
-)
+from dpfed.privacy.accounting.history import check_delta
+from dpfed.privacy.accounting.loss_distribution import Term, canonical
+from dpfed.privacy.accounting.pld import check_against_rdp, epsilon, epsilon_of_terms
+from dpfed.privacy.accounting.rdp import mixed_rdp_curve, rdp_curve, rdp_curve_epsilon, rdp_epsilon
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.published import show_setting
 
 View = Literal["server_worst", "server_expected", "third_party"]
+VIEWS = get_args(View)
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """`rounds` rounds of `local_steps` steps each; in each the client takes part with `probability`, by a secret coin.
+    """`rounds` rounds of `local_steps` steps; the client takes part in each with `probability`.
 
-    Where the eligible clients or the cohort change, one `Rounds` stands for each stretch of equal S_t/eligible_t.
+    The draw is secret. A history of changing cohorts has one `Rounds` per stretch of equal S/N.
     """
 
     step: Mechanism
@@ -52,12 +46,17 @@ class Rounds:
             )
         if not 0 <= self.probability <= 1:
             raise DpfedError(
-                f"the probability of taking part lies in [0, 1], not {show_setting(self.probability)}."
+                "the probability of taking part lies in [0, 1], "
+                f"not {show_setting(self.probability)}."
             )
+
+    @property
+    def term(self) -> Term:
+        return Term.of(self.step, self.local_steps, self.probability, self.rounds)
 
 
 def participation_probability(cohort: int, clients: int, colluding: int = 0) -> float:
-    """S/(N-c): colluding clients know when they were not drawn, so only N-c clients share the secret."""
+    """S/(N-c): colluding clients know when they were not drawn, so only N-c share the secret."""
     if not 1 <= cohort <= clients:
         raise DpfedError(f"a cohort of {cohort} cannot be drawn from {clients} clients.")
     if not 0 <= colluding < clients:
@@ -66,62 +65,55 @@ def participation_probability(cohort: int, clients: int, colluding: int = 0) -> 
 
 
 def server_epsilon(step: Mechanism, local_steps: int, rounds: int, delta: float) -> float:
-    """What the server learns of a client that took part in `rounds` rounds."""
+    """The server's epsilon for a client that took part in `rounds` rounds."""
     return epsilon([(step, local_steps * rounds)], delta).value
 
 
 def expected_rounds(rounds: int, participation: float) -> int:
-    """L*T rounded up, so that the figure is never for fewer rounds than expected."""
+    """Expected number of rounds of one client, rounded up."""
     return math.ceil(participation * rounds - 1e-9)
 
 
-def third_party_epsilon(
-    step: Mechanism, local_steps: int, rounds: int, participation_prob: float, delta: float
-) -> float:
-    """Smallest epsilon with sum_n Bin(n; T, S/N) delta_{nK}(epsilon) <= delta (SPEC 6.2 b)."""
-    return third_party_rounds_epsilon(
-        [Rounds(step, local_steps, rounds, participation_prob)], delta
-    )
+def third_party_epsilon(history: Sequence[Rounds], delta: float) -> float:
+    """Smallest epsilon with sum_n P(n) delta_{nK}(epsilon) <= delta, n the rounds that were taken.
 
-
-def third_party_rounds_epsilon(history: Sequence[Rounds], delta: float) -> float:
-    """The same for probabilities, rates or noise that change from round to round (Poisson-binomial participation).
-
-    Fixed-size sampling has no loss distribution here; the same mixture is then taken of its Renyi divergences, which
-    is valid and looser.
+    n is Poisson-binomial over the history. Fixed-size sampling has no loss distribution here; the
+    mixture of its Renyi divergences is valid too, and looser.
     """
     check_delta(delta)
-    taken = [
+    possible = [
         part
         for part in history
         if part.probability > 0 and part.rounds > 0 and part.local_steps > 0
     ]
-    # The server's figure is needed as the check, and it refuses histories that no one epsilon covers.
-    bound = rdp_epsilon([(part.step, part.local_steps * part.rounds) for part in taken], delta)
-    if taken and taken[0].step.sampling == "fixed_wor":
+    # The server's figure is the check. It refuses histories that no single epsilon covers.
+    bound = rdp_epsilon([(part.step, part.local_steps * part.rounds) for part in possible], delta)
+    if possible and possible[0].step.sampling == "fixed_wor":
         curves = [
             mixed_rdp_curve(
                 rdp_curve([(part.step, part.local_steps)]), part.probability, part.rounds
             )
-            for part in taken
+            for part in possible
         ]
         return rdp_curve_epsilon(np.sum(curves, axis=0), delta)
-    value = epsilon_of_terms(canonical(_term(part) for part in taken), delta)
+    value = epsilon_of_terms(canonical(part.term for part in possible), delta)
     check_against_rdp(value, bound)
     return value
 
 
-def _term(part: Rounds) -> Term:
-    step = part.step
-    steps = part.local_steps * step.batches
-    return Term(step.rate, step.effective_multiplier, steps, part.probability, part.rounds)
+def as_seen(view: View, plan: Rounds) -> Rounds:
+    """Return the plan with the participation of a view; the server knows each round's cohort."""
+    if view == "server_worst":
+        return replace(plan, probability=1.0)
+    if view == "server_expected":
+        rounds = expected_rounds(plan.rounds, plan.probability)
+        return replace(plan, rounds=rounds, probability=1.0)
+    return plan
 
 
-def view_epsilon(
-    view: View, step: Mechanism, local_steps: int, rounds: int, participation: float, delta: float
-) -> float:
-    """The epsilon of one view of a plan of `rounds` rounds with participation L = S/N."""
+def view_epsilon(view: View, plan: Rounds, delta: float) -> float:
+    """The epsilon of one view of a plan whose participation S/N is `plan.probability`."""
     if view == "third_party":
-        return third_party_epsilon(step, local_steps, rounds, participation, delta)
-    taken = rounds if view == "server_worst" else expected_rounds(rounds, participation)
-    return server_epsilon(step, local_steps, taken, delta)
+        return third_party_epsilon([plan], delta)
+    seen = as_seen(view, plan)
+    return server_epsilon(seen.step, seen.local_steps, seen.rounds, delta)

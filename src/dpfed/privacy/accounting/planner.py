@@ -1,19 +1,20 @@
-"""A privacy plan from plain numbers, for those who ask what epsilon a setting would have."""
+"""A privacy plan from plain numbers: the epsilon of a setting without a configuration."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting.calibrate import calibrate_sigma
 from dpfed.privacy.accounting.guarantee import Planned
-from dpfed.privacy.accounting.observers import View, participation_probability
+from dpfed.privacy.accounting.observers import Rounds, View, participation_probability
 from dpfed.privacy.mechanism import Mechanism, Sampling
 from dpfed.privacy.published import show_setting
 
 
 class Releases(Protocol):
-    """What one local step takes from the oracle, as the algorithm declares it."""
+    """Batches and releases per batch of one local step, as the algorithm declares them."""
 
     @property
     def batches(self) -> int: ...
@@ -22,76 +23,88 @@ class Releases(Protocol):
     def releases(self) -> int: ...
 
 
-def plan_from_numbers(
-    *,
-    records: int,
-    batch: float,
-    rounds: int,
-    local_steps: int,
-    sigma: float | None,
-    target_epsilon: float | None,
-    participation: float,
-    delta: float,
-    sampling: str,
-    releases: Releases,
-    view: str,
-    clients: int | None,
-    colluding: int,
-) -> Planned:
-    _refuse(records, batch, rounds, local_steps, participation, delta, sampling)
-    rate = batch / records
-    odds = participation
-    if clients is not None:
-        cohort = max(1, round(participation * clients))
-        participation = participation_probability(cohort, clients)
-        odds = participation_probability(cohort, clients, colluding)
-    elif colluding:
-        raise DpfedError("--colluding needs --clients, the number of clients there are")
-    kind = cast(Sampling, sampling)
-    if kind == "fixed_wor" and batch != int(batch):
-        raise DpfedError(f"--batch {batch:g} must be a whole number with --sampling fixed_wor")
-    if (sigma is None) == (target_epsilon is None):
-        raise DpfedError("give exactly one of --sigma and --target-epsilon")
-    if target_epsilon is not None:
-        sigma = calibrate_sigma(
-            rate=rate,
-            local_steps=local_steps,
-            rounds=rounds,
-            target_epsilon=target_epsilon,
-            delta=delta,
-            participation=odds if view == "third_party" else participation,
-            view=cast(View, view),
-            sampling=kind,
-            batches=releases.batches,
-            releases=releases.releases,
+@dataclass(frozen=True, kw_only=True)
+class PlanNumbers:
+    """The numbers of a plan; exactly one of `sigma` and `target_epsilon` is given.
+
+    records, batch            units of one client and expected batch; their ratio is the rate
+    participation, colluding  share of clients per round, and clients that help the third party
+    """
+
+    records: int
+    batch: float
+    rounds: int
+    local_steps: int
+    sigma: float | None
+    target_epsilon: float | None
+    participation: float
+    delta: float
+    sampling: str
+    releases: Releases
+    view: str
+    clients: int | None
+    colluding: int
+
+    def planned(self) -> Planned:
+        """Return the checked plan, with calibrated noise where a target is given."""
+        self._refuse_impossible()
+        participation = odds = self.participation
+        if self.clients is not None:
+            cohort = max(1, round(participation * self.clients))
+            participation = participation_probability(cohort, self.clients)
+            odds = participation_probability(cohort, self.clients, self.colluding)
+        sigma = self.sigma
+        if self.target_epsilon is not None:
+            secret = odds if self.view == "third_party" else participation
+            rounds = Rounds(self._step(0.0), self.local_steps, self.rounds, secret)
+            view = cast(View, self.view)
+            sigma = calibrate_sigma(rounds, self.target_epsilon, self.delta, view)
+        if sigma is None or not sigma > 0:
+            raise DpfedError(f"--sigma {sigma} must be > 0: without noise there is no privacy")
+        return Planned(
+            (self._step(sigma),),
+            self.local_steps,
+            participation,
+            ((odds, self.rounds),),
+            self.delta,
+            largest=self.records,
         )
-    if sigma is None or not sigma > 0:
-        raise DpfedError(f"--sigma {sigma} must be > 0: without noise there is no privacy")
-    step = Mechanism(kind, rate, sigma, releases.batches, releases.releases)
-    return Planned((step,), local_steps, participation, ((odds, rounds),), delta, largest=records)
 
+    def _step(self, sigma: float) -> Mechanism:
+        rate = self.batch / self.records
+        sampling = cast(Sampling, self.sampling)
+        return Mechanism(sampling, rate, sigma, self.releases.batches, self.releases.releases)
 
-def _refuse(
-    records: int,
-    batch: float,
-    rounds: int,
-    local_steps: int,
-    participation: float,
-    delta: float,
-    sampling: str,
-) -> None:
-    checks = (
-        (records >= 1, f"--records {records} must be at least 1"),
-        (0 < batch <= records, f"--batch {batch:g} must be > 0 and at most --records {records}"),
-        (rounds >= 1, f"--rounds {rounds} must be at least 1"),
-        (local_steps >= 1, f"--local-steps {local_steps} must be at least 1"),
-        (0 < participation <= 1, f"--participation {participation:g} must be in (0, 1]"),
-        (0 < delta < 1, f"--delta {show_setting(delta)} must be between 0 and 1"),
-        (
-            sampling in ("poisson", "fixed_wor"),
-            f"--sampling {sampling} must be poisson or fixed_wor: no other has accounting",
-        ),
-    )
-    for fine, sentence in checks:
-        if not fine:
-            raise DpfedError(sentence)
+    def _refuse_impossible(self) -> None:
+        batch = f"--batch {self.batch:g}"
+        share = f"--participation {self.participation:g}"
+        checks = (
+            (self.records >= 1, f"--records {self.records} must be at least 1"),
+            (
+                0 < self.batch <= self.records,
+                f"{batch} must be > 0 and at most --records {self.records}",
+            ),
+            (self.rounds >= 1, f"--rounds {self.rounds} must be at least 1"),
+            (self.local_steps >= 1, f"--local-steps {self.local_steps} must be at least 1"),
+            (0 < self.participation <= 1, f"{share} must be in (0, 1]"),
+            (0 < self.delta < 1, f"--delta {show_setting(self.delta)} must be between 0 and 1"),
+            (
+                self.sampling in ("poisson", "fixed_wor"),
+                f"--sampling {self.sampling} must be poisson or fixed_wor: no other has accounting",
+            ),
+            (
+                self.clients is not None or not self.colluding,
+                "--colluding needs --clients, the number of clients there are",
+            ),
+            (
+                self.sampling == "poisson" or self.batch == int(self.batch),
+                f"{batch} must be a whole number with --sampling fixed_wor",
+            ),
+            (
+                (self.sigma is None) != (self.target_epsilon is None),
+                "give exactly one of --sigma and --target-epsilon",
+            ),
+        )
+        for fine, sentence in checks:
+            if not fine:
+                raise DpfedError(sentence)

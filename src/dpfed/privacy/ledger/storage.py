@@ -1,6 +1,4 @@
-"""The files of a ledger: the SQLite file itself, the head beside it, the lock of the one writer, and what goes wrong
-with files said in one sentence. What a ledger means is in `ledger.py`.
-"""
+"""The files of a ledger: the SQLite file, the head, the writer's lock, and their errors."""
 
 from __future__ import annotations
 
@@ -18,14 +16,15 @@ from dpfed.errors import DpfedError
 from dpfed.privacy.private_files import fsync, open_private, replace_file, restrict_file
 
 FORMAT = 1
-_APPLICATION_ID = 0x64706664  # "dpfd", in SQLite's file header
+# "dpfd" in SQLite's file header.
+_APPLICATION_ID = 0x64706664
 _FORBID = "BEGIN SELECT RAISE(ABORT, 'the privacy ledger is append-only'); END"
-# Compared word for word on opening: a foreign trigger or view in the file could change what a query sees.
+# Compared word for word on opening: a foreign trigger or view could change a query's result.
 _TABLES = (
     "CREATE TABLE meta (json TEXT NOT NULL)",
-    "CREATE TABLE charge (seq INTEGER PRIMARY KEY, txn INTEGER, run TEXT, client, round INTEGER, part TEXT, "
-    "attempt INTEGER, steps INTEGER, sampling TEXT, rate REAL, noise_multiplier REAL, batches INTEGER, "
-    "releases INTEGER, noise TEXT, void INTEGER, time REAL, prev TEXT, hash TEXT)",
+    "CREATE TABLE charge (seq INTEGER PRIMARY KEY, txn INTEGER, run TEXT, client, round INTEGER, "
+    "part TEXT, attempt INTEGER, steps INTEGER, sampling TEXT, rate REAL, noise_multiplier REAL, "
+    "batches INTEGER, releases INTEGER, noise TEXT, void INTEGER, time REAL, prev TEXT, hash TEXT)",
     "CREATE UNIQUE INDEX charge_key ON charge (run, client, round, part, attempt)",
     f"CREATE TRIGGER charge_edit BEFORE UPDATE ON charge {_FORBID}",
     f"CREATE TRIGGER charge_drop BEFORE DELETE ON charge {_FORBID}",
@@ -34,7 +33,7 @@ canonical = json.JSONEncoder(separators=(",", ":"), sort_keys=True, allow_nan=Fa
 
 
 class Head(NamedTuple):
-    """How far a ledger goes: its number of rows and the hash of the last one."""
+    """Number of rows of a ledger, and the hash of the last one."""
 
     rows: int
     hash: str
@@ -43,11 +42,13 @@ class Head(NamedTuple):
 def row_hash(fields: Sequence[object]) -> str:
     try:
         return hashlib.sha256(canonical(fields).encode()).hexdigest()
-    except (TypeError, ValueError):  # bytes or infinity: nothing that we ever wrote
+    except (TypeError, ValueError):
+        # Bytes or infinity: this program never wrote them.
         return ""
 
 
 def nameable(text: object) -> bool:
+    """Return True for 1 to 200 printable characters."""
     return isinstance(text, str) and 0 < len(text) <= 200 and text.isprintable()
 
 
@@ -67,7 +68,7 @@ def ledger_error(path: Path, what: str) -> DpfedError:
 
 
 @contextmanager
-def trusted(path: Path, seq: int) -> Iterator[None]:
+def row_errors(path: Path, seq: int) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -75,20 +76,17 @@ def trusted(path: Path, seq: int) -> Iterator[None]:
 
 
 @contextmanager
-def plainly(path: Path) -> Iterator[None]:
-    """Turns what a disk, or foreign bytes in a file, can do to us into one sentence."""
+def file_errors(path: Path) -> Iterator[None]:
+    """Turn an error of the disk or of damaged bytes into one sentence."""
     try:
         yield
-    except sqlite3.ProgrammingError:  # a mistake in this program, such as use after close
+    except sqlite3.ProgrammingError:
+        # A defect of this program, such as use after close.
         raise
-    except (
-        sqlite3.Error,
-        OSError,
-        UnicodeDecodeError,
-    ) as error:  # the last: SQLite quoting a damaged schema
-        name = getattr(
-            error, "sqlite_errorname", "SQLITE_IOERR" if isinstance(error, OSError) else ""
-        )
+    except (sqlite3.Error, OSError, UnicodeDecodeError) as error:
+        # SQLite raises UnicodeDecodeError when it quotes a damaged schema.
+        default = "SQLITE_IOERR" if isinstance(error, OSError) else ""
+        name = getattr(error, "sqlite_errorname", default)
         if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
             what = "another process is using it, wait for that or stop it"
         elif name.startswith(("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")):
@@ -102,8 +100,8 @@ def beside(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
 
 
-def pending(path: Path) -> bool:
-    """Whether rows may be waiting in the write-ahead log, after a crash or with a writer at work."""
+def has_log(path: Path) -> bool:
+    """Return True if the write-ahead log may have rows, after a crash or with an active writer."""
     wal = beside(path, "-wal")
     return wal.exists() and wal.stat().st_size > 0
 
@@ -149,8 +147,8 @@ def take_lock(path: Path) -> IO[bytes]:
 
 
 def connect(path: Path, mode: str) -> sqlite3.Connection:
-    # Only SQLite may open the file: closing it ourselves drops the locks of our other connections to it.
-    # A run charges on a thread of its own and waits for it before the next call: never two threads at once.
+    # Only SQLite may open the file: closing it here would drop the locks of other connections.
+    # A run charges on another thread and waits for it before the next call, so no two overlap.
     db = sqlite3.connect(
         f"{path.as_uri()}?{mode}", uri=True, isolation_level=None, check_same_thread=False
     )
@@ -163,9 +161,8 @@ def connect(path: Path, mode: str) -> sqlite3.Connection:
         db.close()
         unwritable = mode == "mode=ro" and not os.access(path.parent, os.W_OK)
         if isinstance(error, sqlite3.OperationalError) and unwritable:
-            return connect(
-                path, "immutable=1"
-            )  # SQLite wants to make a file for shared memory, and cannot
+            # SQLite cannot create its file for shared memory.
+            return connect(path, "immutable=1")
         raise
     return db
 
@@ -173,12 +170,12 @@ def connect(path: Path, mode: str) -> sqlite3.Connection:
 def check_vacant(path: Path) -> None:
     if path.exists():
         raise ledger_error(path, "it exists already, open it or choose another place")
-    if pending(path) or (read_head(path) or (0,))[0]:
+    if has_log(path) or (read_head(path) or (0,))[0]:
         raise ledger_error(path, "it is gone, but files beside it remember charges; put it back")
 
 
 def build_file(path: Path, meta: str) -> None:
-    """Makes the file under another name first, so that a ledger exists whole or not at all."""
+    """Create the file under another name first, so that a ledger exists whole or not at all."""
     new = beside(path, ".new")
     try:
         new.unlink(missing_ok=True)
@@ -203,11 +200,11 @@ def build_file(path: Path, meta: str) -> None:
 
 
 def read_meta(path: Path, owner: tuple[str, str] | None) -> str:
-    """The ledger's description."""
+    """Return the ledger's description; refuse a damaged file or one of another owner."""
     if not path.exists():
         raise ledger_error(path, "there is no such file")
-    # A process killed while it moved pages out of the log leaves a file that is whole only together with the log.
-    with closing(connect(path, "mode=ro" if pending(path) else "immutable=1")) as db:
+    # After a crash while pages moved out of the log, the file is whole only together with the log.
+    with closing(connect(path, "mode=ro" if has_log(path) else "immutable=1")) as db:
         ((application,),) = db.execute("PRAGMA application_id")
         ((version,),) = db.execute("PRAGMA user_version")
         if application != _APPLICATION_ID:

@@ -1,6 +1,7 @@
 (function () {
   "use strict";
-  // Okabe and Ito's colours, in an order that has contrast on each ground; dashes and markers tell series apart without them.
+  // Okabe and Ito's colours, ordered by contrast on each background. Dashes and markers also
+  // distinguish the series.
   var LIGHT = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"];
   var DARK = ["#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#D55E00", "#FFFFFF"];
   var DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
@@ -72,7 +73,8 @@
     out.paper_bgcolor = out.plot_bgcolor = look.card;
     out.xaxis = axis(spec.layout.xaxis, look);
     out.yaxis = axis(spec.layout.yaxis, look);
-        var across = narrow() ? 1 : spec.wide ? 5 : 3, many = spec.data.filter(function (t) { return t.showlegend !== false; }).length;
+    var across = narrow() ? 1 : spec.wide ? 5 : 3;
+    var many = spec.data.filter(function (t) { return t.showlegend !== false; }).length;
     out.height = spec.height + 22 * Math.max(0, Math.ceil(many / across) - 1 - (narrow() ? 1 : 0));
     out.uirevision = "kept";
     out.hovermode = spec.data.some(function (t) { return t.type === "heatmap"; }) ? "closest" : "x unified";
@@ -129,7 +131,7 @@
   function csv(spec) {
     function cell(value) {
       if (value === null || value === undefined) { return ""; }
-      // A text that begins like a formula would be run by a spreadsheet.
+      // A spreadsheet would run a text that begins like a formula.
       var text = typeof value === "string" && /^[=+\-@\t\r]/.test(value) ? "'" + value : String(value);
       return /[",\n\r]/.test(text) ? '"' + text.replace(/"/g, '""') + '"' : text;
     }
@@ -163,7 +165,7 @@
     }
   }
 
-  // Boxes of tables: `wide` if the table does not fit, `more` while columns follow to the right.
+  // Boxes of tables: `wide` if the table does not fit, `more` if columns follow to the right.
   var BOXES = ".scroll, .tools details > div";
   function mark(box) {
     var hidden = box.scrollWidth - box.clientWidth;
@@ -201,7 +203,7 @@
   window.matchMedia("print").addEventListener("change", function (event) { forPrint(event.matches); });
   darkQuery.addEventListener("change", drawAll);
 
-  // While a run goes on, what has changed is put in its place; zoom and open tables stay as they are.
+  // While a run is in progress, changed parts are replaced; zoom and open tables stay.
   function shape(root) {
     return Array.from(root.querySelectorAll("[data-part],[data-figure]"), function (e) {
       return e.dataset.part || e.dataset.figure;
@@ -238,7 +240,7 @@
     });
   }
 
-  // The drawing library travels compressed. Its hash is in the page's policy, so that only what was packed runs.
+  // The drawing library is compressed. The page's policy has its hash, so no other script runs.
   function unpack() {
     var letters = atob(document.getElementById("library").textContent), bytes = new Uint8Array(letters.length);
     for (var i = 0; i < letters.length; i++) { bytes[i] = letters.charCodeAt(i); }

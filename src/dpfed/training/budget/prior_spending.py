@@ -1,4 +1,4 @@
-"""What the start of a run has cost: the spending record of an adapter or a model.
+"""The spending record of an adapter or a model: the privacy that the start of a run has cost.
 
 `dpfed export` writes the record twice: into `dpfed.json` and into the metadata of each safetensors
 file. A run reads it where `model.adapter` or `model.weights` starts from it. The record states a
@@ -9,31 +9,29 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dpfed.config import Config
 from dpfed.errors import DpfedError
-from dpfed.model.zoo.pretrained import HubSilentError, hub_file, hub_metadata
-from dpfed.privacy.accounting.guarantee import UNCOUNTED, Prior, PriorSpending
+from dpfed.model.zoo.hub import HubSilentError, hub_file, hub_metadata
+from dpfed.privacy.accounting.guarantee import UNCOUNTED, Planned, Prior, PriorSpending
 from dpfed.privacy.mechanism import Mechanism
-from dpfed.training.budget.recorded_spending import NO_PRIVACY, SEEDED, RecordedSpending
+from dpfed.training.budget.release import NO_PRIVACY, SEEDED
 from dpfed.training.run_folder.atomic_file import write_file
 from dpfed.training.run_folder.embedded_record import METADATA, embed, embedded
 
 SPENDING = "dpfed.json"
 FORMAT = 1
-LEAST_NOISE, MOST_NOISE = (
-    1e-3,
-    1e9,
-)  # beyond, an epsilon overflows, so no run that was accounted for can have had it
+# Outside these limits an epsilon overflows, so no accounted run can have had such noise.
+LEAST_NOISE = 1e-3
+MOST_NOISE = 1e9
 
 
 @dataclass(frozen=True)
-class Stored:
-    """One record, read and checked; `text` is the record as it was written."""
+class SpendingRecord:
+    """A checked record; `text` is the record as it was written."""
 
     release: str
     unit: str | None
@@ -42,142 +40,143 @@ class Stored:
     text: str = field(compare=False)
 
 
-def spending_of(release: str, accounts: RecordedSpending | None) -> dict[str, Any]:
-    """The content of the record; `accounts` is None for a run without privacy."""
-    history = [] if accounts is None else accounts.realised.bound
+def spending_of(release: str, realised: Planned | None) -> dict[str, Any]:
+    """Return the content of the record; `realised` is None for a run without privacy."""
+    history = [] if realised is None else realised.bound
     return {
         "format": FORMAT,
         "release": release,
-        "delta": None if accounts is None else accounts.planned.delta,
-        "unit": None if accounts is None else accounts.planned.unit,
+        "delta": None if realised is None else realised.delta,
+        "unit": None if realised is None else realised.unit,
         "history": [[*astuple(mechanism), steps] for mechanism, steps in history],
-        "uncounted": accounts is None or accounts.planned.uncounted,
+        "uncounted": realised is None or realised.uncounted,
     }
 
 
 def prior_spending_of(config: Config) -> PriorSpending:
-    """What was spent on the adapter and on the weights that a configuration starts from."""
+    """Return the spending on the weights and the adapter that a configuration starts from."""
     prior: list[tuple[Mechanism, int]] = []
-    uncounted, notes = False, []
-    for given, what in ((config.model.weights, "model"), (config.model.adapter, "adapter")):
-        if given is None or given == "random":
+    uncounted = False
+    notes = []
+    for start, part in ((config.model.weights, "model"), (config.model.adapter, "adapter")):
+        if start is None or start == "random":
             continue
-        if what == "adapter":
-            _refuse_no_adapter(given)
-        try:
-            stored = record_of(given)
-            known = True
-        except HubSilentError:
-            stored = None
-            known = False
-        if stored is None:
-            subject = (
-                _unrecorded(config, given, what)
-                if known
-                else f"the {what} {given}, as far as is known,"
+        record, unrecorded = _recorded_or_not(config, start, part)
+        if unrecorded is not None:
+            uncounted = True
+            notes.append(
+                f"{unrecorded} has no record of what was spent on it ({SPENDING}): {UNCOUNTED}"
             )
-            if subject is not None:
-                uncounted = True
-                notes.append(
-                    f"{subject} has no record of what was spent on it ({SPENDING}): {UNCOUNTED}"
-                )
+        if record is None:
             continue
-        refuse_unfit(config, given, stored)
-        prior += stored.prior
-        uncounted = uncounted or stored.uncounted
-        if stored.prior:
-            notes.append(f"what was spent on the {what} {given} before is counted for every client")
-        if stored.uncounted:
+        refuse_unfit(config, start, record)
+        prior += record.prior
+        if record.prior:
+            notes.append(f"what was spent on the {part} {start} before is counted for every client")
+        if record.uncounted:
+            uncounted = True
             cause = "or what it came from was trained without privacy or has no record"
-            notes.append(f"the {what} {given} {cause}: {UNCOUNTED}")
+            notes.append(f"the {part} {start} {cause}: {UNCOUNTED}")
     return PriorSpending(tuple(prior), uncounted, tuple(notes))
 
 
-def _refuse_no_adapter(given: str) -> None:
-    """A typing error in the path must not pass for a new adapter."""
-    if not (Path(given).expanduser() / "adapter_config.json").is_file():
+def _recorded_or_not(
+    config: Config, start: str, part: str
+) -> tuple[SpendingRecord | None, str | None]:
+    """Return the record of a start, or the subject of the warning that it has none."""
+    if part == "adapter" and not (Path(start).expanduser() / "adapter_config.json").is_file():
+        # A typing error in the path must not pass for a new adapter.
         remedy = "give a folder written by peft"
-        raise DpfedError(f"model.adapter = {given!r} has no adapter_config.json: {remedy}")
+        raise DpfedError(f"model.adapter = {start!r} has no adapter_config.json: {remedy}")
+    try:
+        record = record_of(start)
+    except HubSilentError:
+        return None, f"the {part} {start}, as far as is known,"
+    if record is not None:
+        return record, None
+    return None, _unrecorded(config, start, part)
 
 
-def _unrecorded(config: Config, given: str, what: str) -> str | None:
+def _unrecorded(config: Config, start: str, part: str) -> str | None:
     """Return the subject of the warning for a start without a record; None for a public one.
 
     Only a name on the hub with a new head is public. A folder on this machine may hold anything,
     and a kept head is for these very classes.
     """
-    if what == "model" and getattr(config.model, "head", "new") == "kept":
-        return f"the kept head of {given}"
-    if what == "adapter" or Path(given).expanduser().exists():
-        return f"the {what} {given}"
+    if part == "model" and getattr(config.model, "head", "new") == "kept":
+        return f"the kept head of {start}"
+    if part == "adapter" or Path(start).expanduser().exists():
+        return f"the {part} {start}"
     return None
 
 
 def served_prior_spending(config: Config) -> PriorSpending:
-    """For a server's run: with all noised counts on held-out records that it will ask for. Training and held-out records are
-    disjoint, but who holds which is a client's own affair: both are counted for every record, as clients' ledgers do."""
-    past, section = prior_spending_of(config), config.federation
-    counts = (
-        config.run.rounds // section.evaluate_every if section and section.evaluate_every else 0
-    )
-    if section is None or not counts:
-        return past
-    asked = (Mechanism("poisson", 1.0, section.evaluate_sigma), counts)
-    note = f"epsilon counts {counts} noised counts on held-out records as well (federation.evaluate_every)"
-    return PriorSpending((*past.prior, asked), past.uncounted, (*past.notes, note))
+    """Return the prior spending of a server's run, with its noised counts on held-out records.
 
-
-def record_of(given: str) -> Stored | None:
-    """Return the record of a folder, a file of weights or a hub name; None if it has none."""
-    start = Path(given).expanduser()
-    found = _local_records(start) if start.exists() else _hub_records(given)
-    stored = {where: checked(text, where) for where, text in found.items()}
-    return _agreed(stored)
-
-
-def _local_records(start: Path) -> dict[str, str]:
-    path = (start.parent if start.is_file() else start) / SPENDING
-    # A link to nothing is damage, not absence.
-    found = {str(path): _read(path)} if os.path.lexists(path) else {}
-    return found | {f"the metadata of {file}": record for file, record in embedded(start).items()}
-
-
-def _hub_records(name: str) -> dict[str, str]:
-    """The records of a model on the hub: an export may have been published there."""
-    found: dict[str, str] = {}
-    silent: HubSilentError | None = None
-    try:
-        path = hub_file(name, SPENDING)
-        if path is not None:
-            found[str(path)] = _read(path)
-    except HubSilentError as error:
-        silent = error
-    try:
-        headers = hub_metadata(name)
-        records = {file: values[METADATA] for file, values in headers.items() if METADATA in values}
-        found |= {f"the metadata of {file} of {name}": record for file, record in records.items()}
-    except HubSilentError as error:
-        silent = error
-    if silent is not None and not found:
-        raise silent
-    return found
-
-
-def _agreed(stored: Mapping[str, Stored]) -> Stored | None:
-    """Return the one record; refuse records that differ.
-
-    Which of two costs more depends on delta and on the rounds to come, so none can be chosen.
+    Training and held-out records are disjoint, but only the client knows which are which. So both
+    are counted for every record, as the clients' ledgers do.
     """
-    if not stored:
+    past = prior_spending_of(config)
+    section = config.federation
+    if section is None or not section.evaluate_every:
+        return past
+    counts = config.run.rounds // section.evaluate_every
+    if not counts:
+        return past
+    held_out = (Mechanism("poisson", 1.0, section.evaluate_sigma), counts)
+    note = (
+        f"epsilon counts {counts} noised counts on held-out records as well "
+        "(federation.evaluate_every)"
+    )
+    return PriorSpending((*past.prior, held_out), past.uncounted, (*past.notes, note))
+
+
+def record_of(start: str) -> SpendingRecord | None:
+    """Return the record of a folder, a file of weights or a hub name; None if it has none.
+
+    Records that differ are refused: which of them costs more depends on delta and on later rounds.
+    """
+    path = Path(start).expanduser()
+    texts = _local_records(path) if path.exists() else _hub_records(start)
+    records = {where: checked(text, where) for where, text in texts.items()}
+    if not records:
         return None
-    (first, one), *others = stored.items()
+    (first, record), *others = records.items()
     for second, other in others:
-        if other != one:
+        if other != record:
             raise DpfedError(
                 f"{first} and {second} state different spending, and nobody knows which is true: "
                 "export the model again or choose another start"
             )
-    return one
+    return record
+
+
+def _local_records(start: Path) -> dict[str, str]:
+    path = (start.parent if start.is_file() else start) / SPENDING
+    # A broken link is damage, not absence.
+    texts = {str(path): _read(path)} if os.path.lexists(path) else {}
+    return texts | {f"the metadata of {file}": record for file, record in embedded(start).items()}
+
+
+def _hub_records(name: str) -> dict[str, str]:
+    """Return the records of a model on the hub, where an export may have been published."""
+    texts: dict[str, str] = {}
+    silent: HubSilentError | None = None
+    try:
+        path = hub_file(name, SPENDING)
+        if path is not None:
+            texts[str(path)] = _read(path)
+    except HubSilentError as error:
+        silent = error
+    try:
+        for file, values in hub_metadata(name).items():
+            if METADATA in values:
+                texts[f"the metadata of {file} of {name}"] = values[METADATA]
+    except HubSilentError as error:
+        silent = error
+    if silent is not None and not texts:
+        raise silent
+    return texts
 
 
 def write_record(folder: Path, record: str) -> None:
@@ -197,64 +196,60 @@ def _damaged(where: str) -> DpfedError:
     return DpfedError(f"{where} is damaged: without it nobody knows what was spent before")
 
 
-def read_stored(path: Path) -> Stored:
-    """Return the record in a file, checked."""
-    return checked(_read(path), str(path))
-
-
-def checked(text: str, where: str) -> Stored:
-    """Return the record; refuse one that cannot be true.
-
-    Numbers of another type or range would pass for a smaller cost.
-    """
+def checked(text: str, where: str) -> SpendingRecord:
+    """Return the record; refuse one with numbers outside the types and ranges of a real run."""
     try:
         stored = json.loads(text)
-        release, unit, uncounted = stored["release"], stored["unit"], stored["uncounted"]
+        release = stored["release"]
+        unit = stored["unit"]
+        uncounted = stored["uncounted"]
         rows = [(Mechanism(*kind), steps) for *kind, steps in stored["history"]]
-        whole = [
+        counts = [
             n for mechanism, steps in rows for n in (mechanism.batches, mechanism.releases, steps)
         ]
-        real = [(mechanism.rate, mechanism.noise_multiplier) for mechanism, _ in rows]
         private = release != NO_PRIVACY
-        fine = (
-            stored["format"] == FORMAT
-            and isinstance(release, str)
-            and isinstance(unit, str) == private == bool(rows)
-            and isinstance(uncounted, bool)
-            and (private or uncounted)
-            and all(type(n) is int and 1 <= n <= 10**9 for n in whole)
-            and all(type(x) in (int, float) for pair in real for x in pair)
-            and all(LEAST_NOISE <= noise <= MOST_NOISE for _, noise in real)
-            and len({mechanism.sampling for mechanism, _ in rows}) <= 1
+        rules = (
+            stored["format"] == FORMAT,
+            isinstance(release, str),
+            isinstance(unit, str) == private == bool(rows),
+            isinstance(uncounted, bool),
+            private or uncounted,
+            all(type(n) is int and 1 <= n <= 10**9 for n in counts),
+            all(type(kind.rate) in (int, float) for kind, _ in rows),
+            all(type(kind.noise_multiplier) in (int, float) for kind, _ in rows),
+            all(LEAST_NOISE <= kind.noise_multiplier <= MOST_NOISE for kind, _ in rows),
+            len({mechanism.sampling for mechanism, _ in rows}) <= 1,
         )
-        if not fine:
+        if not all(rules):
             raise ValueError
-        return Stored(release, unit, tuple(rows), uncounted, text)
+        return SpendingRecord(release, unit, tuple(rows), uncounted, text)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise _damaged(where) from None
 
 
-def refuse_unfit(config: Config, start: str, stored: Stored) -> None:
-    """Costs add up only where they speak of the same neighbours, and seeded noise stays seeded in whatever comes after."""
-    unit, p = config.data.unit_column or "record", config.privacy
-    protects = p.enabled and p.sigma != 0
-    if not stored.prior or not protects:
+def refuse_unfit(config: Config, start: str, record: SpendingRecord) -> None:
+    """Refuse a start whose cost cannot be added: other units or sampling, or removable noise."""
+    unit = config.data.unit_column or "record"
+    privacy = config.privacy
+    if not record.prior or not privacy.enabled or privacy.sigma == 0:
         return
-    sampling = stored.prior[0][0].sampling
-    if stored.unit != unit:
+    sampling = record.prior[0][0].sampling
+    if record.unit != unit:
         raise DpfedError(
-            f"{start} was trained to protect each {stored.unit}, this run protects each {unit}, and no epsilon covers "
-            "both: set data.unit_column as it was, or begin from something else"
+            f"{start} was trained to protect each {record.unit}, this run protects each {unit}, "
+            "and no epsilon covers both: set data.unit_column as it was, or begin from something "
+            "else"
         )
-    if sampling != p.sampling:
+    if sampling != privacy.sampling:
         raise DpfedError(
-            f"{start} was trained with {sampling} sampling, whose cost and that of {p.sampling} sampling do not add up: "
+            f"{start} was trained with {sampling} sampling, whose cost and that of "
+            f"{privacy.sampling} sampling do not add up: "
             f'set privacy.sampling = "{sampling}"'
         )
-    if stored.release.startswith(SEEDED) and config.run.noise == "os":
+    if record.release.startswith(SEEDED) and config.run.noise == "os":
         raise DpfedError(
-            f'{start} was trained with seeded noise, which can be removed again: with run.noise = "os" begin from what was '
-            "trained with it too"
+            f"{start} was trained with seeded noise, which can be removed again: "
+            'with run.noise = "os" begin from what was trained with it too'
         )
 
 

@@ -1,4 +1,8 @@
-"""What a run has spent, read back from its folder: the ledger is the authority, nothing is recomputed from settings."""
+"""The recorded spending of a run or of a real client, read from its folder.
+
+The ledger is the authority. Only a server's run, whose clients have the ledgers, is bounded from
+its configuration.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,28 @@ from typing import Any
 
 import numpy as np
 
+from dpfed.config import load
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting.guarantee import Planned, chances
+from dpfed.privacy.accounting.history import History
 from dpfed.privacy.accounting.observers import participation_probability
-from dpfed.privacy.accounting.pld import History, epsilon
-from dpfed.privacy.accounting.population import population_epsilon
-from dpfed.privacy.ledger.ledger import Client, Ledger
+from dpfed.privacy.accounting.pld import epsilon
+from dpfed.privacy.accounting.population import Population, population_epsilon
+from dpfed.privacy.ledger.charge import Client
+from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.mechanism import Mechanism
-from dpfed.training.budget.spending import stated_rounds
+from dpfed.privacy.plan import Plan
+from dpfed.registry import registry
+from dpfed.training.budget.ledgers import (
+    CALIBRATION_TOLERANCE,
+    OWN_LEDGER,
+    no_statement,
+    stated_rounds,
+)
+from dpfed.training.budget.prior_spending import served_prior_spending
+from dpfed.training.budget.release import NO_PRIVACY, SEEDED
+from dpfed.training.budget.spending import budget_of, rounds_charged
+from dpfed.training.job.plan import declared_sizes, plan_for
 from dpfed.training.run_folder.files import (
     COHORTS,
     CONFIG,
@@ -27,16 +45,22 @@ from dpfed.training.run_folder.files import (
     read_settings,
 )
 
-NO_PRIVACY, SEEDED = "no privacy", "simulation"  # how the release notes of such runs begin
-OWN_LEDGER = "ledger.db"  # of a real client, in its state folder
-FEW = 50  # so many different histories are accounted for one by one, more by the population's bound
+# More different histories than this are bounded together as a population.
+MAX_EXACT_HISTORIES = 50
+BY_CHOICE = "the clients of a federation stay away as they like, so it equals the server's figure"
+REPEATED = "a round was attempted more than once, so it equals the server's figure"
 
 
 @dataclass(frozen=True)
 class RecordedSpending:
-    """Spending of a run: one epsilon per client (of all N), and the statement it was made under.
+    """The spending of a run.
 
-    void  why the third-party figure does not hold, or None
+    planned      the statement that the run was made under
+    epsilons     the server's epsilon of each of the N clients
+    rows         rows of the ledger
+    void         the reason why the third-party figure does not hold, or None
+    most_rounds  rounds of the client that took most, every attempt counted
+    served       True for a server's run, whose clients are real
     """
 
     planned: Planned
@@ -45,12 +69,12 @@ class RecordedSpending:
     rows: int
     seeded: bool
     void: str | None
-    most_rounds: int = 0  # of any client, every attempt counted
-    served: bool = False  # of a server's run, whose clients are real
+    most_rounds: int = 0
+    served: bool = False
 
     @property
     def realised(self) -> Planned:
-        """The plan as it came out: where attempts were repeated, a client may have released more than T rounds."""
+        """The plan with the realised number of rounds, if repeated attempts made it larger."""
         if self.most_rounds <= self.planned.rounds:
             return self.planned
         return replace(self.planned, chances=((1.0, self.most_rounds),))
@@ -61,7 +85,7 @@ class RecordedSpending:
 
     @property
     def server_worst(self) -> float:
-        """Repeated attempts can have cost more than the plan foresaw."""
+        """The planned worst case, or more if repeated attempts cost more."""
         return max(self.planned.server_worst, self.server_max)
 
     @property
@@ -71,7 +95,7 @@ class RecordedSpending:
 
 @dataclass(frozen=True)
 class OwnSpending:
-    """What one real client has spent, over all its runs. Rows of test mode are void and cost nothing."""
+    """The spending of one real client over all its runs; `void` rows of test mode cost nothing."""
 
     client: str
     epsilon: float
@@ -82,26 +106,24 @@ class OwnSpending:
 
 
 def own_ledger(path: Path) -> Path | None:
-    """The ledger in a client's state folder, or the file itself; None if it is neither."""
+    """Return the ledger in a client's state folder, or the file itself; None if it is neither."""
     path = path / OWN_LEDGER if path.is_dir() else path
     return path if path.is_file() and path.name == OWN_LEDGER else None
 
 
 def own_spending(path: Path) -> OwnSpending:
-    """Verifies the ledger's whole chain first; may be asked while the client is at work."""
+    """Return a client's spending after verifying its whole ledger; the client may be running."""
     with Ledger.open(path, readonly=True) as ledger:
         ledger.verify()
         if ledger.meta.get("kind") != "client":
             raise DpfedError(f"{path} is not the ledger of a client: give a client's state folder")
-        name, delta = str(ledger.meta["owner"]), float(ledger.meta["delta"])
+        name = str(ledger.meta["owner"])
+        delta = float(ledger.meta["delta"])
         rows = list(ledger.rows())
-        spent = (
-            epsilon(ledger.history(name), delta).value
-            if any(not row.charge.void for row in rows)
-            else 0.0
-        )
+        history = ledger.history(name)
+    value = epsilon(history, delta).value if history else 0.0
     void = sum(row.charge.void for row in rows)
-    return OwnSpending(name, spent, delta, len({row.run for row in rows}), len(rows), void)
+    return OwnSpending(name, value, delta, len({row.run for row in rows}), len(rows), void)
 
 
 def is_run(path: Path) -> bool:
@@ -109,62 +131,44 @@ def is_run(path: Path) -> bool:
 
 
 def read_recorded_spending(folder: Path, colluding: int = 0) -> RecordedSpending:
-    """Verifies the ledger's whole chain, then accounts for every client."""
-    result = _result(folder)
-    if result.get("release") == NO_PRIVACY:
+    """Return the spending of a run after verifying its whole ledger."""
+    result = read_result(folder)
+    if not isinstance(result.get("run"), str):
+        raise DpfedError(
+            f"{folder / RESULT} does not name the run, "
+            "so its ledger cannot be trusted to be its own"
+        )
+    release = str(result.get("release"))
+    if release == NO_PRIVACY:
         raise DpfedError(
             f"{folder} is a run without privacy: nothing in it is protected, so there is no epsilon"
         )
+    seeded = release.startswith(SEEDED)
     if (folder / COHORTS).exists():
-        from dpfed.training.budget.served_spending import (
-            served_spending,  # it puts together what this module is a part of
-        )
-
-        seeded = str(result.get("release")).startswith(SEEDED)
         return served_spending(folder, seeded, colluding, result.get("sigma"))
-    with Ledger.open(folder / LEDGER, run=str(result["run"]), readonly=True) as ledger:
+    with Ledger.open(folder / LEDGER, run=result["run"], readonly=True) as ledger:
         head = ledger.verify()
-        meta = ledger.meta
         histories = ledger.histories()
-        taken = ledger.participation()
-        cohorts, seeded = set(), str(result.get("release")).startswith(SEEDED)
-        eligible = _eligible(folder, ledger)
-        for row in ledger.rows():
-            if row.charge.void:
-                continue
-            cohorts.add(
-                (row.charge.round, row.txn)
-            )  # two attempts at a round may have no client in common
-            seeded = seeded or row.charge.noise == "seeded"
-        repeated = len(cohorts) > len({t for t, _ in cohorts})
-    if not histories:
-        raise DpfedError(f"{folder} has an empty ledger: nothing was released yet")
-    planned = replace(
-        _planned(folder, meta, eligible, colluding), largest=_largest(folder, result, meta)
-    )
-    clients = int(meta["clients"])
-    epsilons = _epsilons(histories, taken, planned, clients)
+        if not histories:
+            raise DpfedError(f"{folder} has an empty ledger: nothing was released yet")
+        planned = _planned(folder, ledger, colluding)
+        planned = replace(planned, largest=_largest(folder, result, ledger.meta))
+        clients = int(ledger.meta["clients"])
+        charged = rounds_charged(ledger, clients)
+        seeded = seeded or any(
+            row.charge.noise == "seeded" for row in ledger.rows() if not row.charge.void
+        )
+        epsilons = _epsilons(histories, ledger.participation(), planned, clients)
+    most_steps = max(sum(steps for _, steps in history) for history in histories.values())
+    repeated = any(attempts > 1 for attempts in charged.attempts.values())
     return RecordedSpending(
         planned=planned,
         clients=clients,
         epsilons=epsilons,
-        most_rounds=math.ceil(
-            max(sum(n for _, n in h) for h in histories.values()) / planned.local_steps
-        ),
+        most_rounds=math.ceil(most_steps / planned.local_steps),
         rows=head.rows,
         seeded=seeded,
-        void="a round was attempted more than once, so it equals the server's figure"
-        if repeated
-        else None,
-    )
-
-
-def _result(folder: Path) -> dict[str, Any]:
-    found = read_result(folder)
-    if isinstance(found.get("run"), str):
-        return found
-    raise DpfedError(
-        f"{folder / RESULT} does not name the run, so its ledger cannot be trusted to be its own"
+        void=REPEATED if repeated else None,
     )
 
 
@@ -181,66 +185,98 @@ def _largest(folder: Path, result: Mapping[str, Any], meta: Mapping[str, Any]) -
         return None
 
 
-def _eligible(folder: Path, ledger: Ledger) -> list[tuple[int, int]]:
-    try:
-        return stated_rounds(ledger)
-    except (KeyError, TypeError, ValueError):
-        raise _no_plan(folder) from None
-
-
-def _no_plan(folder: Path) -> DpfedError:
-    return DpfedError(
-        f"the ledger of {folder} does not state its plan: it was not written by a run"
-    )
-
-
-def _planned(
-    folder: Path, meta: Mapping[str, Any], eligible: list[tuple[int, int]], colluding: int
-) -> Planned:
-    """The statement as it was fixed before round 1, with the rounds that were added since; the ledger's chain protects it from being edited."""
+def _planned(folder: Path, ledger: Ledger, colluding: int) -> Planned:
+    """Return the statement of the ledger, with added rounds; the ledger's chain protects it."""
+    meta = ledger.meta
     try:
         kinds = [
             Mechanism(meta["sampling"], q, s, meta["batches"], meta["releases"])
             for q, s in meta["kinds"]
         ]
-        cohort, clients = int(meta["cohort"]), int(meta["clients"])
-        share = participation_probability(cohort, clients)
-        odds = chances(cohort, eligible, colluding)
-        prior = tuple((Mechanism(*kind), int(steps)) for *kind, steps in meta["prior"])
-        steps, delta, unit = int(meta["local_steps"]), float(meta["delta"]), str(meta["unit"])
+        cohort = int(meta["cohort"])
         return Planned(
-            tuple(kinds), steps, share, odds, delta, unit, prior, bool(meta["uncounted"])
+            tuple(kinds),
+            int(meta["local_steps"]),
+            participation_probability(cohort, int(meta["clients"])),
+            chances(cohort, stated_rounds(ledger), colluding),
+            float(meta["delta"]),
+            str(meta["unit"]),
+            tuple((Mechanism(*kind), int(steps)) for *kind, steps in meta["prior"]),
+            bool(meta["uncounted"]),
         )
     except (KeyError, TypeError, ValueError):
-        raise _no_plan(folder) from None
+        raise no_statement(f"of {folder}") from None
 
 
 def _epsilons(
-    histories: Mapping[Client, History], taken: Mapping[Client, int], planned: Planned, clients: int
+    histories: Mapping[Client, History],
+    rounds_taken: Mapping[Client, int],
+    planned: Planned,
+    clients: int,
 ) -> np.ndarray:
-    """Server's view of each client, by its number; who never took part has spent nothing but what was spent before."""
+    """Return the server's epsilon of each client, the prior spending included."""
     prior = planned.prior
-    out = np.full(clients, epsilon(prior, planned.delta).value)
-    who = [int(client) for client in histories]
-    keys = [(*prior, *history) for history in histories.values()]
-    rounds = [taken[client] for client in histories]
-    steps = planned.local_steps
-    simple = all(
-        len(key) == 1 and key[0][1] == steps * n for key, n in zip(keys, rounds, strict=True)
+    epsilons = np.full(clients, epsilon(prior, planned.delta).value)
+    numbers = [int(client) for client in histories]
+    whole = [(*prior, *history) for history in histories.values()]
+    rounds = [rounds_taken[client] for client in histories]
+    one_mechanism = all(
+        len(history) == 1 and history[0][1] == planned.local_steps * n
+        for history, n in zip(whole, rounds, strict=True)
     )
-    first = keys[0][0][0]
-    if len(set(keys)) > FEW and simple and first.sampling == "poisson":
-        kinds = [key[0][0] for key in keys]
-        out[who] = population_epsilon(
-            [m.rate for m in kinds],
-            rounds,
-            steps,
-            [m.noise_multiplier for m in kinds],
-            planned.delta,
-            batches=first.batches,
-            releases=first.releases,
-        )
+    kinds = [history[0][0] for history in whole]
+    many = len(set(whole)) > MAX_EXACT_HISTORIES
+    if many and one_mechanism and kinds[0].sampling == "poisson":
+        population = Population.of(kinds, rounds, planned.local_steps)
+        epsilons[numbers] = population_epsilon(population, planned.delta)
     else:
-        known = {key: epsilon(key, planned.delta).value for key in set(keys)}
-        out[who] = [known[key] for key in keys]
-    return out
+        known = {history: epsilon(history, planned.delta).value for history in set(whole)}
+        epsilons[numbers] = [known[history] for history in whole]
+    return epsilons
+
+
+def served_spending(
+    folder: Path, seeded: bool, colluding: int = 0, sigma: float | list[float] | None = None
+) -> RecordedSpending:
+    """Return upper bounds for a server's run, as if every client had taken part in every round.
+
+    They follow from the configuration; `sigma` is the recorded noise of a calibrated run.
+    """
+    config = load(folder / CONFIG, [], registry())
+    past = served_prior_spending(config)
+    plan, schedule = plan_for(config, declared_sizes(config))
+    if not plan.private:
+        raise DpfedError(
+            f"the configuration in {folder} is none that a server has run by: put back its {CONFIG}"
+        )
+    if config.privacy.target_epsilon is not None:
+        plan = with_least_noise(plan, sigma)
+    delta = config.privacy.delta
+    budget = budget_of(plan, schedule, delta, config.privacy.budget, colluding, past)
+    steps = schedule.rounds * schedule.local_steps
+    kinds, kind_of_client = plan.kinds()
+    costs = [epsilon([*past.prior, (kind, steps)], delta).value for kind in kinds]
+    return RecordedSpending(
+        planned=budget.planned,
+        clients=schedule.clients,
+        epsilons=np.array(costs)[kind_of_client],
+        rows=0,
+        seeded=seeded,
+        void=BY_CHOICE,
+        most_rounds=schedule.rounds,
+        served=True,
+    )
+
+
+def with_least_noise(plan: Plan, recorded: float | list[float] | None) -> Plan:
+    """Return the plan with no more noise than a server's result records as its sigma.
+
+    Another version may have calibrated a slightly smaller sigma for the same target.
+    """
+    if recorded is None:
+        return plan
+    computed = np.array([plan.multipliers.min(), plan.multipliers.max()])
+    ratio = float((np.broadcast_to(recorded, 2) / computed).min())
+    if not 1 - CALIBRATION_TOLERANCE <= ratio < 1:
+        return plan
+    return replace(plan, multipliers=ratio * plan.multipliers)

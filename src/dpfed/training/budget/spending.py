@@ -1,54 +1,57 @@
-"""What the clients spend: the statement is fixed before round 1, charges go to the ledger before each round, and budgets
-decide who may still take part."""
+"""The spending of a run: its statement before round 1, charges before each round, and budgets."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 
-from dpfed.errors import DpfedError, StoppedError
+from dpfed.errors import DpfedError, StoppedError, counted
 from dpfed.privacy.accounting.guarantee import (
-    FEW,
+    MAX_EXACT_KINDS,
     NO_PRIOR_SPENDING,
     Planned,
-    Prior,
     PriorSpending,
     chances,
     fewest_eligible,
 )
 from dpfed.privacy.accounting.pld import epsilon
-from dpfed.privacy.accounting.population import largest_epsilon
-from dpfed.privacy.ledger.ledger import Charge, Ledger
+from dpfed.privacy.accounting.population import Population, largest_epsilon
+from dpfed.privacy.ledger.charge import Charge
+from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.plan import Plan, Schedule
 from dpfed.privacy.published import show_setting
-from dpfed.text import counted
 from dpfed.training.job.job import Job
 
-EXTENSION = "statement"  # whose void rows say how many rounds were added: `round` clients to draw from, for `steps` rounds
-MOST_KINDS = 500  # a statement names so many different mechanisms; more are rounded up to a grid
+# A statement contains at most this many mechanisms; more are rounded up to a grid.
+MOST_KINDS = 500
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The statement of a run and what it follows from. `limits`: rounds that each client's budget allows."""
+    """The statement of a run.
+
+    eligible  (fewest clients to draw from, number of rounds), in order
+    limits    rounds that each client's budget allows; None without a budget
+    """
 
     planned: Planned
     eligible: list[tuple[int, int]]
     limits: np.ndarray | None
 
     def check(self) -> None:
-        """A plan that cannot be accounted for is refused before anything is written or released."""
+        """Refuse a plan without a finite epsilon, before anything is written or released."""
         if not all(map(math.isfinite, (self.planned.server_worst, self.planned.third_party))):
             raise DpfedError(
-                "this plan has no finite epsilon: more noise, fewer steps or a smaller rate are needed"
+                "this plan has no finite epsilon: more noise, fewer steps or a smaller rate are "
+                "needed"
             )
 
 
@@ -60,16 +63,18 @@ def budget_of(
     colluding: int = 0,
     past: PriorSpending = NO_PRIOR_SPENDING,
 ) -> Budget:
-    """Everything that can be said of a plan's spending in advance."""
-    kinds, which = plan.kinds()
+    """Return the statement of a plan, with `past` counted for every client."""
+    kinds, kind_of_client = plan.kinds()
     if len(kinds) > MOST_KINDS:
-        kinds, which = coarser(plan)
+        kinds, kind_of_client = coarser(plan)
     limits = None
     if budget is not None:
-        some, where = (kinds, which) if len(kinds) <= FEW else coarser(plan)
-        limits = np.array(
-            [_rounds_within(kind, schedule, delta, budget, past.prior) for kind in some]
-        )[where]
+        limited_kinds = kinds
+        limited_kind_of_client = kind_of_client
+        if len(kinds) > MAX_EXACT_KINDS:
+            limited_kinds, limited_kind_of_client = coarser(plan)
+        counts = [_rounds_within(kind, schedule, delta, budget, past) for kind in limited_kinds]
+        limits = np.array(counts)[limited_kind_of_client]
     eligible = fewest_eligible(schedule.clients, schedule.cohort, schedule.rounds, limits)
     planned = Planned(
         tuple(kinds),
@@ -85,191 +90,134 @@ def budget_of(
     return Budget(planned, eligible, limits)
 
 
+def _rounds_within(
+    kind: Mechanism, schedule: Schedule, delta: float, budget: float, past: PriorSpending
+) -> int:
+    """Return the number of rounds that cost at most the budget."""
+
+    def cost(rounds: int) -> float:
+        return epsilon([*past.prior, (kind, schedule.local_steps * rounds)], delta).value
+
+    return bisect_right(range(1, schedule.rounds + 1), budget, key=cost)
+
+
 def coarser(plan: Plan) -> tuple[list[Mechanism], np.ndarray]:
-    """Mechanisms on a grid, each at least as costly as the clients' that stand for it, and which one is whose."""
+    """Return mechanisms on a grid, and the index of each client's one.
+
+    The mechanism of a client costs at least as much as its own.
+    """
     step = 0.05
-    rate = np.minimum(1.0, np.exp(np.ceil(np.log(plan.rates) / step) * step))
+    rates = np.minimum(1.0, np.exp(np.ceil(np.log(plan.rates) / step) * step))
     noise = np.exp(np.floor(np.log(plan.multipliers) / step) * step)
-    pairs, which = np.unique(np.stack([rate, noise]), axis=1, return_inverse=True)
-    made = [
+    pairs, kind_of_client = np.unique(np.stack([rates, noise]), axis=1, return_inverse=True)
+    kinds = [
         replace(plan.mechanism(0), rate=float(q), noise_multiplier=float(s)) for q, s in pairs.T
     ]
-    return made, np.asarray(which).reshape(-1)
-
-
-def _rounds_within(
-    kind: Mechanism, schedule: Schedule, delta: float, budget: float, prior: Prior
-) -> int:
-    low, high = 0, schedule.rounds + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        within = epsilon([*prior, (kind, schedule.local_steps * middle)], delta).value <= budget
-        low, high = (middle, high) if within else (low, middle)
-    return low
-
-
-def statement_of(job: Job, budget: Budget) -> dict[str, Any]:
-    """What stands in a run's ledger for good: the whole statement, so that it can be read without anything else."""
-    first = budget.planned.kinds[0]
-    return {
-        "delta": job.config.privacy.delta,
-        "unit": job.plan.unit,
-        "clients": job.schedule.clients,
-        "cohort": job.schedule.cohort,
-        "local_steps": job.schedule.local_steps,
-        "sampling": first.sampling,
-        "batches": first.batches,
-        "releases": first.releases,
-        "clip_mode": job.plan.clipping.mode,
-        "kinds": [[kind.rate, kind.noise_multiplier] for kind in budget.planned.kinds],
-        "eligible": [list(pair) for pair in budget.eligible],
-        "prior": [[*astuple(kind), steps] for kind, steps in budget.planned.prior],
-        "uncounted": budget.planned.uncounted,
-    }
-
-
-def open_ledger(job: Job, budget: Budget, path: Path, name: str) -> Ledger:
-    """The run's new ledger."""
-    return Ledger.create(path, run=name, **statement_of(job, budget))
-
-
-def reopen_ledger(job: Job, budget: Budget, path: Path, name: str) -> Ledger:
-    """The ledger of a run that goes on: verified, and refused if it was written under another statement."""
-    ledger = Ledger.open(path, run=name)
-    try:
-        ledger.verify()
-        statement = statement_of(job, budget)
-        del statement["eligible"]  # what more rounds change
-        if ledger.meta.get("uncounted") is False:
-            # Ledgers of earlier versions say nothing of local weights without a record.
-            del statement["uncounted"]
-        for key, value in statement.items():
-            if ledger.meta.get(key) != value:
-                raise DpfedError(
-                    f"the ledger {path} was written for another {key}: this is not the run it belongs to"
-                )
-        _extend(job, budget, ledger)
-    except BaseException:
-        ledger.close()
-        raise
-    return ledger
-
-
-def stated_rounds(ledger: Ledger) -> list[tuple[int, int]]:
-    """`eligible` of the statement: as it was before round 1, or as the last extension has it."""
-    extensions: dict[int, list[tuple[int, int]]] = {}
-    for row in ledger.rows():
-        if row.charge.void and row.charge.client == EXTENSION:
-            extensions.setdefault(row.txn, []).append((row.charge.round, row.charge.steps))
-    first = [(int(n), int(count)) for n, count in ledger.meta["eligible"]]
-    return extensions[max(extensions)] if extensions else first
-
-
-def _extend(job: Job, budget: Budget, ledger: Ledger) -> None:
-    """Rounds that are added are stated before any of them is charged, in the ledger's own chain."""
-    try:
-        before = stated_rounds(ledger)
-    except (KeyError, TypeError, ValueError):
-        raise DpfedError(
-            f"the ledger {ledger.path} does not state its plan: it was not written by a run"
-        ) from None
-    if before == budget.eligible:
-        return
-    old, new = (
-        np.repeat([n for n, _ in pairs], [count for _, count in pairs])
-        for pairs in (before, budget.eligible)
-    )
-    if len(new) < len(old):
-        raise DpfedError(
-            f"the ledger {ledger.path} states {counted(len(old), 'round')}: go on with --set run.rounds={len(old)} or more"
-        )
-    if len(new) == len(old) or not np.array_equal(new[: len(old)], old):
-        raise DpfedError(
-            f"the ledger {ledger.path} was written for another plan: this is not the run it belongs to"
-        )
-    # Void rows: they are hashed and kept like charges, and nobody's spending. Killed here, the same rows are found again.
-    part, kind = f"of {len(new)} rounds", job.plan.mechanism(0)
-    ledger.charge(
-        [Charge(EXTENSION, n, count, kind, "seeded", True, part) for n, count in budget.eligible]
-    )
+    return kinds, np.asarray(kind_of_client).reshape(-1)
 
 
 @dataclass(frozen=True)
-class Spent:
-    """taken: rounds that each client was charged for, every attempt counted; attempts: of each round, by its number."""
+class RoundsCharged:
+    """Rounds that were charged: per client every attempt counts; `attempts` is per round."""
 
-    taken: np.ndarray
+    rounds_taken: np.ndarray
     attempts: dict[int, int]
 
 
-def spent_before(ledger: Ledger, clients: int) -> Spent:
-    """From the ledger. A cohort is one transaction, and two cohorts of a round may have no client in common."""
-    taken, cohorts = np.zeros(clients, dtype=np.int64), set()
+def rounds_charged(ledger: Ledger, clients: int) -> RoundsCharged:
+    """Count the charged rounds of a ledger; each transaction is one attempt at a round."""
+    rounds_taken = np.zeros(clients, dtype=np.int64)
+    cohorts = set()
     for row in ledger.rows():
-        if row.charge.void:
-            continue
-        taken[int(row.charge.client)] += 1
-        cohorts.add((row.charge.round, row.txn))
-    return Spent(taken, dict(Counter(t for t, _ in cohorts)))
+        if not row.charge.void:
+            rounds_taken[int(row.charge.client)] += 1
+            cohorts.add((row.charge.round, row.txn))
+    return RoundsCharged(rounds_taken, dict(Counter(t for t, _ in cohorts)))
 
 
 class Spending:
-    """The run's accounts while it runs. Without privacy nothing is charged and there are no figures."""
+    """The accounts of one run. Without privacy nothing is charged and there are no figures."""
 
     def __init__(
         self,
         job: Job,
         budget: Budget | None,
         ledger: Ledger | None,
-        before: Spent | None = None,
+        before: RoundsCharged | None = None,
         by_choice: bool = False,
     ) -> None:
-        """`by_choice`: clients stay away as they like, so that nobody's part in a round is by chance (SPEC 6.2)."""
-        self._job, self._budget, self._ledger, self._by_choice = job, budget, ledger, by_choice
-        before = before or Spent(np.zeros(job.plan.clients, dtype=np.int64), {})
-        self.taken, self._attempts = before.taken.copy(), dict(before.attempts)
-        self._beside = ThreadPoolExecutor(
-            1, thread_name_prefix="dpfed-accounts"
-        )  # its thread ends with this object
+        """With `by_choice` clients stay away as they like, so participation is not by chance."""
+        self._job = job
+        self._budget = budget
+        self._ledger = ledger
+        self._by_choice = by_choice
+        before = before or RoundsCharged(np.zeros(job.plan.clients, dtype=np.int64), {})
+        self.rounds_taken = before.rounds_taken.copy()
+        self._attempts = dict(before.attempts)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="dpfed-accounts")
+
+    @classmethod
+    def of_run(
+        cls,
+        job: Job,
+        budget: Budget | None,
+        ledger: Ledger | None,
+        rounds_saved: np.ndarray | None = None,
+    ) -> Self:
+        """Return the accounts of a run; `rounds_saved` are the rounds taken in its checkpoint.
+
+        Operating system noise never repeats, so every charged attempt counts. Repeated seeded noise
+        counts once.
+        """
+        saved = None if rounds_saved is None else RoundsCharged(rounds_saved, {})
+        if ledger is None:
+            return cls(job, budget, None, saved, by_choice=job.served)
+        charged = rounds_charged(ledger, job.plan.clients)
+        if saved is not None and bool((charged.rounds_taken < saved.rounds_taken).any()):
+            raise DpfedError(
+                f"the ledger {ledger.path} lacks rounds that the checkpoint knows of: "
+                "put back the newest copy"
+            )
+        return cls(job, budget, ledger, charged if job.config.run.noise == "os" else saved)
 
     def eligible(self) -> np.ndarray:
         """Clients whose next round stays within their budget."""
         clients = np.arange(self._job.plan.clients)
         limits = self._budget.limits if self._budget else None
-        return clients if limits is None else clients[self.taken < limits]
+        return clients if limits is None else clients[self.rounds_taken < limits]
 
     def enough(self, t: int) -> np.ndarray:
-        """The eligible clients, or the end of the run."""
+        """Return the eligible clients of round t; stop the run if they are too few."""
         able = self.eligible()
         needed = self._job.config.run.min_clients or self._job.schedule.cohort
         if len(able) < needed:
             budget = show_setting(self._job.config.privacy.budget or 0)
             raise StoppedError(
-                f"before round {t} only {counted(len(able), 'client')} can stay within privacy.budget = {budget} "
-                f"and {needed} are needed: the run ends with what it has"
+                f"before round {t} only {counted(len(able), 'client')} can stay within "
+                f"privacy.budget = {budget} and {needed} are needed: "
+                "the run ends with what it has"
             )
         return able
 
     def charge(self, t: int, cohort: Sequence[int]) -> None:
-        """Durable when it returns; only then may the round's noised values leave the oracle."""
+        """Charge a cohort; when this returns, the round's noised values may leave the oracle."""
         self.begin_charge(t, cohort)()
 
     def begin_charge(self, t: int, cohort: Sequence[int]) -> Callable[[], None]:
-        """`charge` on a thread, while the device works up to its first noised value. What it returns waits for the disk,
-        and raises if the charge cannot be written; nothing else may touch the ledger before."""
-        charges: list[Charge] = []
-        if self._ledger is not None:
-            plan, steps, noise = (
-                self._job.plan,
-                self._job.schedule.local_steps,
-                self._job.config.run.noise,
-            )
-            charges = [Charge(i, t, steps, plan.mechanism(i), noise) for i in cohort]
-        self.taken[list(cohort)] += 1
+        """Charge a cohort on another thread; return a function that waits until it is on disk.
+
+        The function raises if the charge cannot be written. Until then nothing else may use the
+        ledger, and no noised value may leave the oracle.
+        """
+        self.rounds_taken[list(cohort)] += 1
         self._attempts[t] = self._attempts.get(t, 0) + 1
         if self._ledger is None:
             return lambda: None
-        written = self._beside.submit(self._ledger.charge, charges)
+        plan = self._job.plan
+        steps = self._job.schedule.local_steps
+        noise = self._job.config.run.noise
+        charges = [Charge(i, t, steps, plan.mechanism(i), noise) for i in cohort]
+        written = self._worker.submit(self._ledger.charge, charges)
 
         def wait_for_charge() -> None:
             written.result()
@@ -277,46 +225,44 @@ class Spending:
         return wait_for_charge
 
     def begin_server_max(self) -> Callable[[], float | None]:
-        """`server_max` of the rounds charged so far, on the same thread."""
-        return self._beside.submit(self.server_max).result
+        """Compute `server_max` of the rounds charged so far on the same thread."""
+        return self._worker.submit(self.server_max).result
 
     def server_max(self) -> float | None:
-        """The largest epsilon of any client, for the rounds it really took part in."""
+        """The largest epsilon of any client, for the rounds that it took part in."""
         if self._budget is None:
             return None
-        plan, steps, delta = (
-            self._job.plan,
-            self._job.schedule.local_steps,
-            self._job.config.privacy.delta,
-        )
+        plan = self._job.plan
+        steps = self._job.schedule.local_steps
+        delta = self._job.config.privacy.delta
         prior = self._budget.planned.prior
         if plan.sampling == "poisson" and not prior:
-            releases = {"batches": plan.batches, "releases": plan.releases}
-            return largest_epsilon(
-                plan.rates, self.taken, steps, plan.multipliers, delta, **releases
+            multipliers = plan.multipliers / math.sqrt(plan.releases)
+            population = Population(
+                plan.rates, multipliers, self.rounds_taken, steps * plan.batches
             )
-        kinds, which = plan.kinds()
-        if len(kinds) > FEW and prior:
-            return self._budget.planned.server(
-                int(self.taken.max())
-            )  # a grid's figure might pass server_worst
-        if len(kinds) > FEW:
-            kinds, which = coarser(plan)
-        most = [int(self.taken[which == k].max()) for k in range(len(kinds))]
+            return largest_epsilon(population, delta)
+        kinds, kind_of_client = plan.kinds()
+        if len(kinds) > MAX_EXACT_KINDS and prior:
+            # The figure of a grid might be larger than server_worst.
+            return self._budget.planned.server(int(self.rounds_taken.max()))
+        if len(kinds) > MAX_EXACT_KINDS:
+            kinds, kind_of_client = coarser(plan)
+        most = [int(self.rounds_taken[kind_of_client == k].max()) for k in range(len(kinds))]
         return max(
             epsilon([*prior, (kind, steps * n)], delta).value
             for kind, n in zip(kinds, most, strict=True)
         )
 
     def figures(self) -> dict[str, float | None]:
-        """server_worst and third_party of the plan, server_max of what was spent; None without privacy."""
+        """Planned server_worst and third_party, realised server_max; None without privacy."""
         if self._budget is None:
             return {"server_worst": None, "server_max": None, "third_party": None}
-        planned, most = self._budget.planned, self.server_max()
+        planned = self._budget.planned
+        most = self.server_max()
         worst = max(planned.server_worst, most or 0.0)
-        repeated = any(
-            n > 1 for n in self._attempts.values()
-        )  # then who took part is no longer by the plan's chances
+        # After a repeated attempt participation no longer follows the plan's chances.
+        repeated = any(n > 1 for n in self._attempts.values())
         return {
             "server_worst": worst,
             "server_max": most,

@@ -36,7 +36,7 @@ class CheckpointWriter(Callback):
         known = self._remote.after(progress.t, progress.state) if self._remote else None
         # Remote clients store only their last messages, so the server must not fall behind them.
         wait = self._remote is not None
-        taken = self._spending.taken
+        taken = self._spending.rounds_taken
         self._checkpoints.save_beside(progress, taken, known, self._folder.sync, wait=wait)
 
 

@@ -17,8 +17,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from dpfed.errors import counted
 from dpfed.privacy.published import show_loss, show_score
-from dpfed.text import counted
 from dpfed.training.callbacks.activity import Activity
 from dpfed.training.callbacks.base import Callback
 from dpfed.training.job.job import Job

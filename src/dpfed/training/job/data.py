@@ -99,17 +99,8 @@ def tokenised(section: ModelSection, source: Source) -> Source:
 
 
 def shards_for(config: Config, source: Source, streams: Streams) -> Shards:
-    """Divide the training records among the clients."""
-    data = config.data
-    return partition(
-        source.train.labels,
-        data.clients,
-        data.partition,
-        data.alpha,
-        streams.generator("partition"),
-        owners=source.train.column(data.client_column),
-        units=source.train.column(data.unit_column),
-    )
+    """Return the records of each client, drawn from the partition's own stream."""
+    return partition(config.data, source.train, streams.generator("partition"))
 
 
 def scored_half(table: Table, which: str) -> Table:

@@ -16,7 +16,7 @@ from dpfed.config import build, to_toml
 from dpfed.errors import DpfedError, StoppedError
 from dpfed.privacy.accounting.pld import epsilon
 from dpfed.registry import registry
-from dpfed.training.budget.prior_spending import read_stored
+from dpfed.training.budget.prior_spending import checked
 from dpfed.training.budget.recorded_spending import read_recorded_spending
 from dpfed.training.export import export, read_run
 from dpfed.training.job.job import prepare, prepare_server
@@ -168,7 +168,7 @@ def test_a_servers_run_is_accounted_for_and_exported_with_upper_bounds(tmp_path:
     assert not accounts.seeded
     trained = read_run(tmp_path / "out")
     assert export(trained, tmp_path / "model") == "model"
-    stored = read_stored(tmp_path / "model" / "dpfed.json")
+    stored = checked((tmp_path / "model" / "dpfed.json").read_text(), "dpfed.json")
     assert stored.prior == ((job.plan.mechanism(0), 6),)
 
 

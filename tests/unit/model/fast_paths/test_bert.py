@@ -26,7 +26,7 @@ from dpfed import accel
 from dpfed.accel.operators import attention as operators
 from dpfed.accel.operators.attention import window_attention
 from dpfed.model.fast_paths import bert as fast_bert
-from dpfed.model.zoo.text import additive
+from dpfed.model.zoo.text_inputs import additive
 from dpfed.privacy.clipping import Clipping
 from dpfed.privacy.fixed_shape_sum import FixedSum, Pass, PassShape
 from dpfed.privacy.record_batch import Records

@@ -127,7 +127,7 @@ def test_embedding(
 def test_embedding_refuses_ids_beyond_its_table(bad: int) -> None:
     """In the table of all copies such an id would address another record's copy."""
     leaf = nn.Embedding(3, 2)
-    batched_layers.install_batched_layer(leaf, batched_layers.BatchedEmbedding)
+    leaf.__class__ = batched_layers.BatchedEmbedding
     copies = {"weight": leaf.weight.expand(2, 3, 2)}
     torch.func.functional_call(leaf, copies, (torch.tensor([[2], [1]]),))
     with pytest.raises(IndexError):
@@ -211,7 +211,7 @@ def test_conv2d_on_a_cpu_goes_the_quicker_way() -> None:
 
     def pays(channels: int, side: int, kernel: int = 3, outs: int | None = None) -> bool:
         conv = nn.Conv2d(channels, outs or channels, kernel, padding=kernel // 2)
-        batched_layers.install_batched_layer(conv, batched_layers.TwinConv2d)
+        conv.__class__ = batched_layers.TwinConv2d
         x = torch.empty(4, 1, channels, side, side)
         assert conv._product_is_faster(x.to("meta"))
         return conv._product_is_faster(x)

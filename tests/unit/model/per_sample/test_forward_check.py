@@ -54,7 +54,8 @@ from dpfed.model.per_sample.gradients import trainable
 from dpfed.model.per_sample.isolation_check import RECORDS, check_apart
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo.built import Built
-from dpfed.model.zoo.text import AutoCausal, AutoText, tokens
+from dpfed.model.zoo.text import AutoCausal, AutoText
+from dpfed.model.zoo.text_inputs import tokens
 from dpfed.model.zoo.vision import AutoImage
 
 Build = Callable[[], nn.Module]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting.calibrate import LARGEST_SIGMA, calibrate_sigma, smallest_sigma
-from dpfed.privacy.accounting.observers import view_epsilon
+from dpfed.privacy.accounting.observers import Rounds, view_epsilon
 from dpfed.privacy.mechanism import Mechanism
 
-PLAN = {"rate": 0.016, "local_steps": 20, "rounds": 100, "delta": 1e-5}
+CIFAR = Mechanism("poisson", 0.016, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,7 @@ PLAN = {"rate": 0.016, "local_steps": 20, "rounds": 100, "delta": 1e-5}
     ],
 )
 def test_noise_levels_of_spec_6_4(rounds: int, target: float, sigma: float) -> None:
-    found = calibrate_sigma(**{**PLAN, "rounds": rounds}, target_epsilon=target)  # type: ignore[arg-type]
+    found = calibrate_sigma(Rounds(CIFAR, 20, rounds), target, 1e-5)
     assert found == pytest.approx(sigma, rel=2e-3)
 
 
@@ -48,24 +49,13 @@ GRID = [
 def test_round_trip_never_overshoots_and_is_minimal(  # type: ignore[no-untyped-def]
     view, sampling, rate, steps, rounds, part, target, batches, releases
 ) -> None:
-    sigma = calibrate_sigma(
-        rate=rate,
-        local_steps=steps,
-        rounds=rounds,
-        participation=part,
-        target_epsilon=target,
-        delta=1e-5,
-        view=view,
-        sampling=sampling,
-        batches=batches,
-        releases=releases,
-    )
+    def plan(noise: float) -> Rounds:
+        return Rounds(Mechanism(sampling, rate, noise, batches, releases), steps, rounds, part)
 
     def spent(noise: float) -> float:
-        return view_epsilon(
-            view, Mechanism(sampling, rate, noise, batches, releases), steps, rounds, part, 1e-5
-        )
+        return view_epsilon(view, plan(noise), 1e-5)
 
+    sigma = calibrate_sigma(plan(0.0), target, 1e-5, view)
     assert spent(sigma) <= target
     assert spent(sigma * (1 - 1.001e-3)) > target
 
@@ -85,12 +75,15 @@ def test_a_poor_estimate_only_costs_time() -> None:
 
 
 def test_a_floor_below_which_epsilon_cannot_go_is_named() -> None:
+    def floor(sigma: float) -> float:
+        return 0.7 + 1 / (1 + sigma) - 1 / (1 + LARGEST_SIGMA)
+
     with pytest.raises(
         DpfedError, match=r"smallest epsilon possible for this plan is 0\.700; take fewer rounds"
     ):
-        smallest_sigma(lambda sigma: 0.7 + 1 / (1 + sigma) - 1 / (1 + LARGEST_SIGMA), 0.5)
+        smallest_sigma(floor, 0.5, floor)
     with pytest.raises(DpfedError, match=r"smallest epsilon possible for this plan is 0\.04"):
-        calibrate_sigma(rate=1.0, local_steps=20, rounds=1000, delta=1e-5, target_epsilon=0.01)
+        calibrate_sigma(Rounds(Mechanism("poisson", 1.0, 1.0), 20, 1000), 0.01, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -102,15 +95,12 @@ def test_a_floor_below_which_epsilon_cannot_go_is_named() -> None:
         ({"target_epsilon": -1.0}, "above 0"),
         ({"target_epsilon": math.inf}, "above 0"),
         ({"target_epsilon": math.nan}, "above 0"),
-        ({"rate": 1.5}, "rate"),
-        ({"rate": 0.0}, "rate"),
-        ({"rounds": 0}, "without any local step"),
-        ({"participation": 2.0}, "probability"),
+        ({"plan": Rounds(CIFAR, 20, 0)}, "without any local step"),
         ({"view": "nobody"}, "view"),
-        ({"sampling": "shuffle"}, "no accounting"),
     ],
 )
-def test_bad_values_are_refused_in_one_sentence(change: dict[str, object], word: str) -> None:
+def test_bad_values_are_refused_in_one_sentence(change: dict[str, Any], word: str) -> None:
+    plan = Rounds(CIFAR, 20, 100)
     with pytest.raises(DpfedError, match=word) as caught:
-        calibrate_sigma(**{**PLAN, "target_epsilon": 1.0, **change})  # type: ignore[arg-type]
+        calibrate_sigma(**{"plan": plan, "target_epsilon": 1.0, "delta": 1e-5, **change})
     assert "\n" not in str(caught.value)

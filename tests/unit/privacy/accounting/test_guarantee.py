@@ -14,7 +14,8 @@ from dpfed.privacy.accounting.guarantee import (
 from dpfed.privacy.accounting.pld import delta_at, epsilon
 from dpfed.privacy.mechanism import Mechanism
 
-# Both cost about 4 at delta 1e-5 over 200 steps, the first a little more; at a smaller delta the second is far dearer.
+# Both cost about 4 at delta 1e-5 over 200 steps, the first a little more.
+# At a smaller delta the second costs far more.
 KINDS = (
     Mechanism("poisson", 0.5, 7.7220742643420905),
     Mechanism("poisson", 0.01, 0.6219306499559979),

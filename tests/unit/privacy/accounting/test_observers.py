@@ -15,13 +15,16 @@ from dpfed.privacy.accounting.observers import (
     participation_probability,
     server_epsilon,
     third_party_epsilon,
-    third_party_rounds_epsilon,
     view_epsilon,
 )
 from dpfed.privacy.accounting.pld import delta_at, pld_epsilon
 from dpfed.privacy.mechanism import Mechanism
 
 CIFAR = Mechanism("poisson", 0.016, 1.0)
+
+
+def third_party(step: Mechanism, local_steps: int, rounds: int, probability: float) -> float:
+    return third_party_epsilon([Rounds(step, local_steps, rounds, probability)], 1e-5)
 
 
 def planned(
@@ -51,14 +54,14 @@ def test_rows_of_spec_6_4(
 
 
 def test_third_party_is_the_sum_of_spec_6_2_b() -> None:
-    at = third_party_epsilon(CIFAR, 5, 12, 0.3, 1e-5)
+    at = third_party(CIFAR, 5, 12, 0.3)
     total = sum(stats.binom.pmf(n, 12, 0.3) * delta_at([(CIFAR, 5 * n)], at) for n in range(1, 13))
     assert total == pytest.approx(1e-5, rel=2e-3)
 
 
 def test_third_party_with_changing_probabilities_is_poisson_binomial() -> None:
     chances = [0.2, 0.2, 0.5, 0.9]
-    at = third_party_rounds_epsilon([Rounds(CIFAR, 40, 1, p) for p in chances], 1e-5)
+    at = third_party_epsilon([Rounds(CIFAR, 40, 1, p) for p in chances], 1e-5)
     law = [1.0]
     for p in chances:
         law = [(1 - p) * a + p * b for a, b in zip([*law, 0.0], [0.0, *law], strict=True)]
@@ -69,7 +72,7 @@ def test_third_party_with_changing_probabilities_is_poisson_binomial() -> None:
 def test_third_party_lies_between_no_round_and_all_rounds() -> None:
     """A7."""
     server = server_epsilon(CIFAR, 5, 10, 1e-5)
-    figures = [third_party_epsilon(CIFAR, 5, 10, p, 1e-5) for p in (0.0, 0.05, 0.3, 0.9, 1.0)]
+    figures = [third_party(CIFAR, 5, 10, p) for p in (0.0, 0.05, 0.3, 0.9, 1.0)]
     assert figures == sorted(figures)
     assert figures[0] == 0
     assert figures[-1] == server
@@ -77,22 +80,18 @@ def test_third_party_lies_between_no_round_and_all_rounds() -> None:
 
 
 def test_colluding_clients_raise_the_probability() -> None:
-    assert third_party_epsilon(
-        CIFAR, 20, 100, participation_probability(5, 50, 1), 1e-5
-    ) == pytest.approx(1.575, rel=0.01)
+    assert third_party(CIFAR, 20, 100, participation_probability(5, 50, 1)) == pytest.approx(
+        1.575, rel=0.01
+    )
     assert participation_probability(5, 50, 49) == 1.0
     assert participation_probability(4, 4) == 1.0
 
 
 def test_shared_batches_count_in_every_view() -> None:
     twice = Mechanism("poisson", 0.016, math.sqrt(2), releases=2)
-    assert third_party_epsilon(twice, 5, 10, 0.3, 1e-5) == pytest.approx(
-        third_party_epsilon(CIFAR, 5, 10, 0.3, 1e-5), rel=1e-6
-    )
+    assert third_party(twice, 5, 10, 0.3) == pytest.approx(third_party(CIFAR, 5, 10, 0.3), rel=1e-6)
     pair = Mechanism("poisson", 0.016, 1.0, batches=2)
-    assert third_party_epsilon(pair, 5, 10, 0.3, 1e-5) == third_party_epsilon(
-        CIFAR, 10, 10, 0.3, 1e-5
-    )
+    assert third_party(pair, 5, 10, 0.3) == third_party(CIFAR, 10, 10, 0.3)
 
 
 def test_fixed_size_views_are_ordered() -> None:
@@ -101,14 +100,14 @@ def test_fixed_size_views_are_ordered() -> None:
     assert found.server_expected < found.third_party < found.server_worst
     assert "RDP" in found.assumptions()
     assert "replace one" in found.assumptions()
-    assert third_party_epsilon(
-        Mechanism("fixed_wor", 0.016, 2.0), 20, 100, 1.0, 1e-5
-    ) == pytest.approx(found.server_worst, rel=1e-9)
+    assert third_party(Mechanism("fixed_wor", 0.016, 2.0), 20, 100, 1.0) == pytest.approx(
+        found.server_worst, rel=1e-9
+    )
 
 
 def test_expected_rounds_are_rounded_up() -> None:
     assert [expected_rounds(100, p) for p in (0.1, 0.101, 1.0)] == [10, 11, 100]
-    assert view_epsilon("server_expected", CIFAR, 5, 10, 0.31, 1e-5) == server_epsilon(
+    assert view_epsilon("server_expected", Rounds(CIFAR, 5, 10, 0.31), 1e-5) == server_epsilon(
         CIFAR, 5, 4, 1e-5
     )
 
@@ -128,16 +127,14 @@ def test_the_run_is_as_bad_as_its_worst_client() -> None:
 
 def test_bad_plans_are_refused_in_one_sentence() -> None:
     with pytest.raises(DpfedError, match="probability"):
-        third_party_epsilon(CIFAR, 5, 10, 1.5, 1e-5)
+        third_party(CIFAR, 5, 10, 1.5)
     with pytest.raises(DpfedError, match="cannot be accounted"):
         Rounds(CIFAR, 5, -10, 0.5)
     with pytest.raises(DpfedError, match="delta"):
-        third_party_epsilon(CIFAR, 5, 10, 0.5, 1.0)
+        third_party_epsilon([Rounds(CIFAR, 5, 10, 0.5)], 1.0)
     with pytest.raises(DpfedError, match="cohort of 9"):
         participation_probability(9, 4)
     with pytest.raises(DpfedError, match="collude"):
         participation_probability(2, 4, 4)
     with pytest.raises(DpfedError, match="mixes"):
-        third_party_rounds_epsilon(
-            [Rounds(CIFAR, 1), Rounds(Mechanism("fixed_wor", 0.1, 1.0), 1)], 1e-5
-        )
+        third_party_epsilon([Rounds(CIFAR, 1), Rounds(Mechanism("fixed_wor", 0.1, 1.0), 1)], 1e-5)

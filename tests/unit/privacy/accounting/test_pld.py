@@ -1,4 +1,4 @@
-"""SPEC 6 and tests A1-A6: every number has a second source, an exact formula or SPEC's table."""
+"""Every number has a second source: an exact formula, another accountant or a published table."""
 
 from __future__ import annotations
 
@@ -15,19 +15,25 @@ from scipy import optimize, special
 
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting import pld as pld_module
+from dpfed.privacy.accounting.loss_distribution import (
+    Term,
+    _one_step,
+    canonical,
+    compose,
+    interval_for,
+    terms_of,
+)
 from dpfed.privacy.accounting.pld import (
     AccountingError,
-    Term,
     delta_at,
     delta_curve,
     epsilon,
-    interval_for,
     membership_advantage,
     pld_epsilon,
-    rdp_epsilon,
     replace_one_epsilon,
     tuning_epsilon,
 )
+from dpfed.privacy.accounting.rdp import rdp_epsilon
 from dpfed.privacy.mechanism import Mechanism, Sampling
 
 CIFAR = Mechanism("poisson", 0.016, 1.0)
@@ -40,7 +46,7 @@ def poisson(
 
 
 def gaussian_delta(at: float, mu: float) -> float:
-    """Balle and Wang 2018: steps without sampling are one Gaussian with shift mu = sqrt(steps)/sigma."""
+    """Balle and Wang 2018: unsampled steps are one Gaussian with shift mu = sqrt(steps)/sigma."""
     upper = math.exp(special.log_ndtr(mu / 2 - at / mu))
     return upper - math.exp(at + special.log_ndtr(-mu / 2 - at / mu))
 
@@ -53,7 +59,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     return float(optimize.brentq(gap, 0, 2000, xtol=1e-12))
 
 
-# ------------------------------------------------------------------------------------------------ A1: full batches
+# --- A1: full batches ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -88,7 +94,7 @@ def test_delta_curve_and_membership_advantage_equal_the_analytic_gaussian(
     assert found[0] == pytest.approx(2 * special.ndtr(mu / 2) - 1, rel=2e-3)
 
 
-# ---------------------------------------------------------------------------------------------- A2: SPEC 6.3, 6.4
+# --- A2: SPEC 6.3, 6.4 --------------------------------------------------------------------------
 
 SERVER = [
     (0.016, 2000, 1e-5, 4.363, 4.794),
@@ -128,11 +134,9 @@ def test_halving_the_grid_moves_epsilon_by_less_than_half_a_percent(
     rate: float, steps: int, delta: float
 ) -> None:
     found = pld_epsilon(poisson(rate, steps), delta)
-    terms = pld_module.terms_of(poisson(rate, steps))
+    terms = terms_of(poisson(rate, steps))
     assert interval_for(found, terms) <= min(1e-4, found / 2000)
-    finer = pld_module.compose.__wrapped__(
-        terms, interval_for(found, terms) / 2
-    ).get_epsilon_for_delta(delta)
+    finer = compose.__wrapped__(terms, interval_for(found, terms) / 2).get_epsilon_for_delta(delta)
     assert finer * (1 - 1e-6) <= found <= finer * 1.005
 
 
@@ -140,7 +144,7 @@ def test_halving_the_grid_moves_epsilon_by_less_than_half_a_percent(
     ("rate", "sigma", "interval"), [(0.016, 1.0, 1e-3), (0.9, 0.3, 1e-3), (1e-3, 20.0, 1e-5)]
 )
 def test_one_step_is_dp_accountings(rate: float, sigma: float, interval: float) -> None:
-    ours = pld_module._one_step(rate, sigma, interval, -50.0)
+    ours = _one_step(rate, sigma, interval, -50.0)
     theirs = dpa_pld.from_gaussian_mechanism(
         sigma, value_discretization_interval=interval, sampling_prob=rate
     )
@@ -154,15 +158,10 @@ def test_one_step_is_dp_accountings(rate: float, sigma: float, interval: float) 
 def test_memory_stays_bounded_when_there_is_hardly_any_noise() -> None:
     found = pld_epsilon(poisson(0.1, 200, 0.1), 1e-5)
     assert 100 < found < rdp_epsilon(poisson(0.1, 200, 0.1), 1e-5)
-    assert (
-        pld_module.compose(
-            pld_module.terms_of(poisson(0.1, 200, 0.1)), interval_for(found)
-        )._pmf_remove.size
-        < 2e7
-    )
+    assert compose(terms_of(poisson(0.1, 200, 0.1)), interval_for(found))._pmf_remove.size < 2e7
 
 
-# ------------------------------------------------------------------------------------------ A3, A4: order relations
+# --- A3, A4: order relations --------------------------------------------------------------------
 
 PLANS = {"rate": st.floats(0.002, 0.5), "steps": st.integers(1, 150), "sigma": st.floats(0.7, 6)}
 
@@ -185,7 +184,7 @@ def test_an_rdp_figure_below_pld_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
         epsilon(poisson(0.016, 2000), 1e-5)
 
 
-# ----------------------------------------------------------------------------- A5 and what a step releases together
+# --- A5 and what a step releases together -------------------------------------------------------
 
 
 def test_two_releases_of_one_batch_are_one_at_sigma_over_root_two() -> None:
@@ -208,16 +207,16 @@ def test_changing_rates_and_noise_compose_as_dp_accounting_composes_them() -> No
     for rate, sigma, count in [(0.02, 1.0, 500), (0.05, 1.5 / math.sqrt(2), 100)]:
         accountant.compose(dpa.PoissonSampledDpEvent(rate, dpa.GaussianDpEvent(sigma)), count)
     assert pld_epsilon(history, 1e-5) == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-5)
-    assert pld_module.terms_of(history) == pld_module.terms_of(history[::-1])
-    assert len(pld_module.terms_of(history)) == 2
+    assert terms_of(history) == terms_of(history[::-1])
+    assert len(terms_of(history)) == 2
     assert epsilon(history, 1e-5).value > max(pld_epsilon([part], 1e-5) for part in history)
 
 
-# -------------------------------------------------------------------------------------------- A6: fixed-size batches
+# --- A6: fixed-size batches ---------------------------------------------------------------------
 
 
 def theorem_9(rate: float, multiplier: float, steps: int, delta: float) -> float:
-    """Wang, Balle, Kasiviswanathan 2019, Theorem 9 at integer orders, written from the paper (SPEC 6.5)."""
+    """Wang, Balle and Kasiviswanathan 2019, Theorem 9 at integer orders, from the paper."""
     best = math.inf
     for order in range(2, 257):
         rho = [j / (2 * multiplier**2) for j in range(order + 1)]
@@ -238,16 +237,12 @@ def test_fixed_size_batches_by_theorem_9_with_sensitivity_2c(sigma: float, expec
     found = epsilon([(Mechanism("fixed_wor", 0.016, sigma), 2000)], 1e-5)
     assert found.value == pytest.approx(expected, rel=1e-3)
     assert found.value == pytest.approx(theorem_9(0.016, sigma / 2, 2000, 1e-5), rel=1e-2)
-    assert (found.accountant, found.adjacency, found.sampling) == (
-        "RDP",
-        "replace one",
-        "fixed_wor",
-    )
+    assert (found.accountant, found.adjacency) == ("RDP", "replace one")
     assert replace_one_epsilon([(Mechanism("fixed_wor", 0.016, sigma), 2000)], 1e-5) == found.value
     assert 0 < delta_at([(Mechanism("fixed_wor", 0.016, sigma), 2000)], found.value) <= 1.001e-5
 
 
-# -------------------------------------------------------------------------------------------------- edges and labels
+# --- edges and labels ---------------------------------------------------------------------------
 
 
 def test_nothing_released_costs_nothing_and_no_noise_costs_everything() -> None:
@@ -260,12 +255,6 @@ def test_nothing_released_costs_nothing_and_no_noise_costs_everything() -> None:
     assert pld_epsilon([*bare, (CIFAR, 5)], 1e-5) == math.inf
     assert membership_advantage(bare) == 1
     assert pld_epsilon(poisson(1e-5, 2, 5.0), 1e-3) == 0
-
-
-def test_everything_stands_beside_the_number() -> None:
-    text = str(epsilon([(CIFAR, 200)], 1e-5))
-    for word in ("1.477", "1e-05", "PLD", "add/remove one", "poisson"):
-        assert word in text
 
 
 @pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, 2.0, math.nan, 1e-14])
@@ -298,21 +287,6 @@ def test_tuning_costs() -> None:
     history = poisson(0.016, 200)
     assert tuning_epsilon(history, 1e-5, 1) == epsilon(history, 1e-5).value
     assert tuning_epsilon(history, 1e-5, 10) == pld_epsilon(poisson(0.016, 2000), 1e-5)
-    # Papernot and Steinke, Theorem 6 (Poisson), written out: rho + mean * delta_hat + log(mean)/(order - 1).
-    orders, curve = pld_module._orders(), pld_module.rdp_curve(history)
-    hats = [
-        np.min(
-            (orders - 1) * (curve - math.log1p(1 / (o - 1)) + np.log1p(-1 / orders))
-            - np.log(orders)
-        )
-        for o in orders
-    ]
-    tuned = curve + 10 * np.exp(hats) + math.log(10) / (orders - 1)
-    byhand = np.min(tuned + np.log1p(-1 / orders) - np.log(1e-5 * orders) / (orders - 1))
-    assert tuning_epsilon(history, 1e-5, 10, "poisson") == pytest.approx(float(byhand), rel=0.05)
-    for repeats in ("geometric", "logarithmic", "poisson"):
-        random = tuning_epsilon(history, 1e-5, 10, repeats)  # type: ignore[arg-type]
-        assert epsilon(history, 1e-5).value < random
     with pytest.raises(DpfedError, match="at least 1"):
         tuning_epsilon(history, 1e-5, 0)
 
@@ -327,9 +301,7 @@ def test_a_step_of_two_batches_costs_what_two_steps_cost(sampling: Sampling) -> 
     assert epsilon(twice, 1e-5) == epsilon(two_steps, 1e-5)
     assert rdp_epsilon(twice, 1e-5) == pytest.approx(rdp_epsilon(two_steps, 1e-5), rel=1e-12)
     assert delta_at(twice, 0.5) == pytest.approx(delta_at(two_steps, 0.5), rel=1e-12)
-    for repeats in ("fixed", "geometric"):
-        one, two = (tuning_epsilon(history, 1e-5, 3, repeats) for history in (twice, two_steps))  # type: ignore[arg-type]
-        assert one == pytest.approx(two, rel=1e-12)
+    assert tuning_epsilon(twice, 1e-5, 3) == tuning_epsilon(two_steps, 1e-5, 3)
 
 
 def test_equal_terms_are_joined() -> None:
@@ -339,4 +311,4 @@ def test_equal_terms_are_joined() -> None:
         Term(0.1, 1.0, 5, 0.5, 2),
         Term(0.1, 1.0, 5, 0.0, 9),
     ]
-    assert pld_module.canonical(terms) == (Term(0.1, 1.0, 5, 0.5, 2), Term(0.1, 1.0, 11, 1.0, 1))
+    assert canonical(terms) == (Term(0.1, 1.0, 5, 0.5, 2), Term(0.1, 1.0, 11, 1.0, 1))

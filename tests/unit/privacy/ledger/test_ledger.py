@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 from dpfed.errors import DpfedError
 from dpfed.privacy.ledger import ledger as module
 from dpfed.privacy.ledger import storage as files
-from dpfed.privacy.ledger.ledger import Charge, Ledger
+from dpfed.privacy.ledger.charge import Charge
+from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.ledger.storage import Head
 from dpfed.privacy.mechanism import Mechanism
 

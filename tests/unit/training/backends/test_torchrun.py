@@ -104,7 +104,7 @@ def begin_with_other_noise(config: Config, out: Path) -> None:
             raise CrashError
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "calibrate_sigma", lambda **keys: (1 + 1e-5) * calibrate_sigma(**keys))
+        patch.setattr(plan, "calibrate_sigma", lambda *plan: (1 + 1e-5) * calibrate_sigma(*plan))
         with pytest.raises(CrashError):
             run(config, out, callbacks=[Watcher(on_round=crash)])
 

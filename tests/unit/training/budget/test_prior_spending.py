@@ -24,14 +24,16 @@ from dpfed.config import Config
 from dpfed.data.tables import Source, Table
 from dpfed.errors import DpfedError, StoppedError
 from dpfed.privacy.accounting.guarantee import UNCOUNTED, Planned, PriorSpending
-from dpfed.privacy.accounting.observers import Rounds, third_party_rounds_epsilon
+from dpfed.privacy.accounting.observers import Rounds, third_party_epsilon
 from dpfed.privacy.accounting.pld import epsilon
-from dpfed.privacy.ledger.ledger import Charge, Ledger
+from dpfed.privacy.ledger.charge import Charge
+from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.plan import Plan, Schedule
 from dpfed.report.model_card import write_export
 from dpfed.training.budget.prior_spending import SPENDING, prior_spending_of, spending_of
-from dpfed.training.budget.recorded_spending import NO_PRIVACY, read_recorded_spending
+from dpfed.training.budget.recorded_spending import read_recorded_spending
+from dpfed.training.budget.release import NO_PRIVACY
 from dpfed.training.budget.spending import Spending, budget_of
 from dpfed.training.job.plan import plan_of
 from dpfed.training.result import RELEASABLE, SIMULATION
@@ -95,7 +97,7 @@ def test_epsilon_is_that_of_the_joined_history(start: Path, tmp_path: Path) -> N
     joined = epsilon([(FIRST, 4), (second, 4)], DELTA).value
     assert result["epsilon"]["server_worst"] == pytest.approx(joined, rel=1e-6)
     assert joined > epsilon([(FIRST, 4)], DELTA).value
-    mixed = third_party_rounds_epsilon([Rounds(FIRST, 4), Rounds(second, 2, 2, 0.5)], DELTA)
+    mixed = third_party_epsilon([Rounds(FIRST, 4), Rounds(second, 2, 2, 0.5)], DELTA)
     assert result["epsilon"]["third_party"] == pytest.approx(mixed, rel=1e-6)
     assert mixed < joined
     assert "with 4 releases besides: spent before on what it started from" in result["guarantee"]
@@ -226,7 +228,7 @@ def test_the_record_on_the_hub_is_asked_for_in_the_version_that_is_here(
         return str(tmp_path / file)
 
     monkeypatch.delenv("HF_HUB_OFFLINE")
-    monkeypatch.setattr("dpfed.model.zoo.pretrained.reach", lambda name, key: None)
+    monkeypatch.setattr("dpfed.model.zoo.hub.reach", lambda name, key: None)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     cached = {"config.json": "snapshots/abc/config.json"}
     monkeypatch.setattr(
@@ -245,7 +247,7 @@ def test_the_headers_on_the_hub_are_asked_where_nothing_is_here(
 ) -> None:
     headers = {"model.safetensors": SimpleNamespace(metadata={METADATA: edited()})}
     monkeypatch.delenv("HF_HUB_OFFLINE")
-    monkeypatch.setattr("dpfed.model.zoo.pretrained.reach", lambda name, key: None)
+    monkeypatch.setattr("dpfed.model.zoo.hub.reach", lambda name, key: None)
     monkeypatch.setattr("dpfed.training.budget.prior_spending.hub_file", lambda name, file: None)
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: None)
     monkeypatch.setattr(
@@ -262,7 +264,7 @@ def test_a_hub_that_does_not_answer_is_no_proof_of_absence(monkeypatch: pytest.M
         raise TimeoutError("timed out")
 
     monkeypatch.delenv("HF_HUB_OFFLINE")
-    monkeypatch.setattr("dpfed.model.zoo.pretrained.reach", lambda name, key: None)
+    monkeypatch.setattr("dpfed.model.zoo.hub.reach", lambda name, key: None)
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: None)
     start = settings({"name": "auto-image", "weights": "somebody/export"})
     for call in ("hf_hub_download", "get_safetensors_metadata"):
@@ -791,11 +793,11 @@ def test_spending_of_many_kinds_is_a_bound_in_every_round() -> None:
     job: Any = type("Job", (), {"plan": plan, "schedule": Schedule(12, 3, 40, 5)})()
     job.config = settings({"name": "auto-image"})
     spending = Spending(job, budget, None)
-    spending.taken[[2, 5]] = (3, 7)
+    spending.rounds_taken[[2, 5]] = (3, 7)
     shown = spending.server_max()
     assert shown is not None
     true = max(
-        epsilon([*prior, (plan.mechanism(i), 5 * int(spending.taken[i]))], DELTA).value
+        epsilon([*prior, (plan.mechanism(i), 5 * int(spending.rounds_taken[i]))], DELTA).value
         for i in (2, 5)
     )
     assert true <= shown <= budget.planned.server_worst

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,13 +21,13 @@ from dpfed.privacy.accounting.calibrate import calibrate_sigma
 from dpfed.privacy.accounting.guarantee import Planned, chances, fewest_eligible
 from dpfed.privacy.accounting.observers import server_epsilon
 from dpfed.privacy.accounting.pld import delta_at, epsilon
-from dpfed.privacy.ledger.ledger import Charge, Ledger
+from dpfed.privacy.ledger.charge import Charge
+from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.plan import Plan, Schedule
 from dpfed.registry import registry
-from dpfed.training.budget.recorded_spending import read_recorded_spending
-from dpfed.training.budget.run_ledger import recorded_multipliers
-from dpfed.training.budget.served_spending import with_least_noise
+from dpfed.training.budget.ledgers import recorded_multipliers
+from dpfed.training.budget.recorded_spending import read_recorded_spending, with_least_noise
 from dpfed.training.budget.spending import budget_of, coarser
 from dpfed.training.job.job import Job, prepare
 from dpfed.training.job.plan import plan_of
@@ -251,8 +252,8 @@ class CrashError(Exception):
 def interrupted(keys: list[str], folder: Path, noise_factor: float) -> list[float]:
     """Crash after round 2 of a run whose calibration differs by a factor; return its noise."""
 
-    def other_root(**settings: object) -> float:
-        return noise_factor * calibrate_sigma(**settings)  # type: ignore[arg-type]
+    def other_root(*settings: Any) -> float:
+        return noise_factor * calibrate_sigma(*settings)
 
     def crash(round: Round) -> None:
         if round.t == 2:

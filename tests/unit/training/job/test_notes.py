@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from dpfed.config import build
-from dpfed.data.sources.given import source_of
+from dpfed.data.sources.in_memory import source_of
 from dpfed.privacy.noise import Streams
 from dpfed.registry import registry
 from dpfed.training.job.data import shards_for

@@ -19,8 +19,8 @@ from dpfed.privacy.accounting.pld import epsilon
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.registry import registry
+from dpfed.training.budget.ledgers import EXTENSION
 from dpfed.training.budget.recorded_spending import read_recorded_spending
-from dpfed.training.budget.spending import EXTENSION
 from dpfed.training.open_run import Mode
 from dpfed.training.rounds import Round
 from dpfed.training.run import run

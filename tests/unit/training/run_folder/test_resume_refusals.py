@@ -26,8 +26,10 @@ from safetensors.torch import load_file
 
 from dpfed.data.tables import Source, Table
 from dpfed.errors import DpfedError
-from dpfed.privacy.ledger.ledger import Charge, Ledger
+from dpfed.privacy.ledger.charge import Charge
+from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.training.budget.recorded_spending import read_recorded_spending
+from dpfed.training.callbacks.progress import ProgressDisplay
 from dpfed.training.job.job import Job
 from dpfed.training.run import run
 from dpfed.training.run_identity import run_identity
@@ -255,7 +257,7 @@ def test_the_command_resumes_and_refuses_in_one_sentence(
     sets = [word for key in QUICK for word in ("--set", key)]
 
     with monkeypatch.context() as patch:
-        patch.setattr(Watch, "round", lambda self, round: stop_after(2)(round))
+        patch.setattr(ProgressDisplay, "on_round", lambda self, round: stop_after(2)(round))
         with pytest.raises(CrashError):
             dpfed("run", *sets, "--out", str(out))
     for args, words in (

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from command import dpfed
 
-from dpfed.text import counted
+from dpfed.errors import counted
 
 PLURAL_OF_ONE = re.compile(
-    r"(?<![\d.,])1 (?:local |trainable |test |training )?(?:clients|rounds|steps|blocks|runs|records)\b"
+    r"(?<![\d.,])1 (?:local |trainable |test |training )?"
+    r"(?:clients|rounds|steps|blocks|runs|records)\b"
 )
 
 

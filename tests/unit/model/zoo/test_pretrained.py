@@ -14,7 +14,7 @@ from gradient_case import vit
 
 from dpfed.errors import DpfedError
 from dpfed.model.task import InputSpec
-from dpfed.model.zoo import pretrained
+from dpfed.model.zoo import hub
 from dpfed.model.zoo.vision import AutoImage
 
 SPEC = InputSpec("image", "pixel_values", (1, 8, 8), 4)
@@ -22,7 +22,7 @@ SPEC = InputSpec("image", "pixel_values", (1, 8, 8), 4)
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretrained.reach.cache_clear()
+    hub.reach.cache_clear()
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.delenv("HF_TOKEN", raising=False)
 
@@ -120,7 +120,8 @@ def test_the_head_is_new_even_where_the_classes_agree(tmp_path: Path) -> None:
 
 def test_code_that_comes_with_weights_is_never_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
-        '{"model_type": "mine", "auto_map": {"AutoConfig": "evil.Config", "AutoModelForImageClassification": "evil.M"}}'
+        '{"model_type": "mine", "auto_map": {"AutoConfig": "evil.Config", '
+        '"AutoModelForImageClassification": "evil.M"}}'
     )
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     with pytest.raises(DpfedError, match="cannot be used"):

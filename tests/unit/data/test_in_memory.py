@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from dpfed.data.sources import REGISTRY
-from dpfed.data.sources.given import source_of
+from dpfed.data.sources.in_memory import source_of
 from dpfed.data.tables import Source
 from dpfed.errors import DpfedError
 
@@ -132,7 +132,7 @@ def test_labels_may_be_numbers_of_any_type(holder: Any) -> None:
 
 
 def test_categorical_columns() -> None:
-    """Categories give names and order; pandas reads them off the labels, so they declare nothing."""
+    """Categories give names and order. pandas reads them off the labels: not a declaration."""
     column = Categorical(["high", "low", "high"], ["low", "high"])
     found = both(
         {"text": ["a", "b", "c"], "label": column, "ward": Categorical(["x", "y", "x"], ["x", "y"])}
@@ -238,7 +238,7 @@ def test_rows_of_numbers(name: str, rows: Any) -> None:
 
 
 def test_columns_of_no_use_are_left_out() -> None:
-    """Ragged lists and objects beside the records, as tokenised datasets have them, are nobody's client."""
+    """Ragged lists and objects, which tokenised datasets have, cannot name clients."""
     source = both(
         {**TEXT, "tokens": [[1], [1, 2], []], "object": [None, {}, []], "box": np.ones((3, 2))}
     )

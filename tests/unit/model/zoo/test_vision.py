@@ -1,4 +1,4 @@
-"""Vision Transformers: the paper's shapes and counts, gradients of small versions, sizes, resizing, weights."""
+"""Vision Transformers: shapes and counts of the paper, gradients, image sizes, weights."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from zoo_case import ZooCase, alone_image, lora, save, with_train
 from dpfed.accel.operators.dropout import keep_mask
 from dpfed.errors import DpfedError
 from dpfed.model.build import block_sizes, describe_space
+from dpfed.model.export_files import ImageInput
 from dpfed.model.per_sample.keyed_dropout import rule_of
 from dpfed.model.task import InputSpec
-from dpfed.model.zoo.built import blurred, images
+from dpfed.model.zoo.image_inputs import blurred, images
 from dpfed.model.zoo.vision import AutoImage, SwinBase, SwinTiny, ViTBase, stages
 
 SPEC = InputSpec("image", "pixel_values", (3, 32, 32), 10)
@@ -52,7 +53,7 @@ def vit_count(d: int, layers: int, mlp: int, classes: int) -> int:
 
 
 def test_parameter_counts_of_the_paper() -> None:
-    """Formulae from the table of architectures; the figures are those published for ImageNet less 990 classes."""
+    """The counts are those published for ImageNet, less 990 classes."""
     counts = {
         ViTBase: (vit_count(768, 12, 3072, 10), 85_806_346),
         SwinTiny: (swin_count(96, (2, 2, 6, 2), (3, 6, 12, 24), 10), 27_527_044),
@@ -64,8 +65,7 @@ def test_parameter_counts_of_the_paper() -> None:
 
 
 def test_blocks_of_swin_base() -> None:
-    """LoRA on q, k, v and o. SPEC counts 1,200 for a fused qkv with one A (3H + 1 + 2 per layer); three separate
-    projections have three A, so 3H + 3 + 2: two more in each of the 24 layers."""
+    """LoRA on q, k, v and o: three separate projections have three A, so 3H + 3 + 2 per layer."""
     section = SwinBase(
         weights="random", lora=lora(r=16, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
     )
@@ -119,7 +119,7 @@ def test_gradients_equal_the_loop(build: object, train: str, tmp_path: Path) -> 
 
 
 class Fixed(nn.Module):
-    """Stochastic depth with its decision made: the branch of this record is kept (and scaled) or not."""
+    """Stochastic depth for a given draw: the branch of this record is scaled or dropped."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ def test_sizes_that_cannot_work_are_refused_with_some_that_do(
 def test_sizes_that_are_accepted_do_work(
     keys: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a narrow Swin with the same geometry: the promise of the check is a forward pass that runs."""
+    """A narrow Swin of the same geometry runs its forward pass if the check accepts it."""
     monkeypatch.setattr(
         SwinTiny, "shape", {"embed_dim": 4, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 1, 1)}
     )
@@ -259,7 +259,7 @@ def test_positions_of_a_pretrained_vit_are_fixed(tmp_path: Path) -> None:
 
 def test_images_are_repeated_resized_and_normalised_one_by_one() -> None:
     spec = InputSpec("image", "x", (1, 2, 2), 2, white=10.0)
-    prepare = images(spec, 4, 3, (0.5, 0.0, 0.0), (0.5, 1.0, 2.0))
+    prepare = images(ImageInput(spec, 4, 3, (0.5, 0.0, 0.0), (0.5, 1.0, 2.0)))
     x = torch.tensor([[[[0, 10], [0, 10]]], [[[5, 5], [5, 5]]]], dtype=torch.uint8)
     got = prepare({"x": x})["x"]
     # bilinear between the centres of two pixels: 0, a quarter, three quarters, 1
@@ -274,7 +274,7 @@ def test_smaller_images_are_averaged_not_picked() -> None:
     spec = InputSpec("image", "x", (1, 8, 8), 2, white=1.0)
     x = torch.zeros(1, 1, 8, 8, dtype=torch.uint8)
     x[..., 0::2] = 1
-    got = images(spec, 2, 1, (0.0,), (1.0,))({"x": x})["x"]
+    got = images(ImageInput(spec, 2, 1, (0.0,), (1.0,)))({"x": x})["x"]
     want = F.interpolate(x.float(), (2, 2), mode="bilinear", align_corners=False, antialias=True)
     torch.testing.assert_close(got, want)
     assert (got - 0.5).abs().max() < 0.1
@@ -311,7 +311,7 @@ def test_other_data_is_refused(spec: InputSpec, tmp_path: Path) -> None:
 
 
 def test_any_image_classifier(tmp_path: Path) -> None:
-    """DeiT has rules of its own; ResNet's BatchNorm is frozen by LoRA, and its classifier is a sequence of modules."""
+    """DeiT has its own rules. LoRA freezes ResNet's BatchNorm; its head is a sequence."""
     config = DeiTConfig(
         hidden_size=8,
         num_hidden_layers=1,
@@ -360,13 +360,13 @@ def test_sharpened_images_have_more_detail_and_stay_in_range() -> None:
     x = torch.full((2, 1, 8, 8), 4, dtype=torch.uint8)
     x[0, 0, :, 4:] = 6
     plain, sharp = (
-        images(spec, 8, 1, (0.0,), (1.0,), sharpen=s)({"x": x})["x"] for s in (0.0, 2.0)
+        images(ImageInput(spec, 8, 1, (0.0,), (1.0,), sharpen=s))({"x": x})["x"] for s in (0.0, 2.0)
     )
     want = (plain * 10 + 2.0 * (plain * 10 - blurred(plain * 10))).clamp(0, 10) / 10
     torch.testing.assert_close(sharp, want)
     assert sharp[0].max() > plain[0].max() + 0.05
     torch.testing.assert_close(sharp[1], plain[1])  # without detail nothing changes
-    loud = images(spec, 8, 1, (0.0,), (1.0,), sharpen=50.0)({"x": x})["x"]
+    loud = images(ImageInput(spec, 8, 1, (0.0,), (1.0,), sharpen=50.0))({"x": x})["x"]
     assert loud.min() == 0
     assert loud.max() == 1
 
@@ -374,7 +374,7 @@ def test_sharpened_images_have_more_detail_and_stay_in_range() -> None:
 def test_bicubic_is_torchs_own_cut_to_the_range() -> None:
     spec = InputSpec("image", "x", (1, 4, 4), 2, white=1.0)
     x = (torch.rand(3, 1, 4, 4, generator=torch.Generator().manual_seed(0)) > 0.5).to(torch.uint8)
-    got = images(spec, 8, 1, (0.0,), (1.0,), resize="bicubic")({"x": x})["x"]
+    got = images(ImageInput(spec, 8, 1, (0.0,), (1.0,), resize="bicubic"))({"x": x})["x"]
     raw = F.interpolate(x.float(), (8, 8), mode="bicubic", align_corners=False)
     assert raw.max() > 1
     torch.testing.assert_close(got, raw.clamp(0, 1))

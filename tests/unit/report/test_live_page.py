@@ -1,4 +1,4 @@
-"""The page of a run that goes on: news as they come, for this machine only, and nothing else of the disk."""
+"""The page of a running run: changes arrive, other hosts are refused, no other file is served."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from dpfed.errors import DpfedError
+from dpfed.report.live_page import open_server
 from dpfed.report.page import read_report, render
-from dpfed.report.watch import open_server
 
 
 @pytest.fixture
 def live(runs: list[Path], tmp_path: Path) -> Path:
-    """A run that has come to round 1."""
+    """Return a running run that has completed round 1."""
     run = shutil.copytree(runs[0], tmp_path / "live")
     name = json.loads((run / "run.json").read_text())["run"]
     (run / "run.json").write_text(
@@ -33,7 +33,7 @@ def live(runs: list[Path], tmp_path: Path) -> Path:
 
 @pytest.fixture
 def port(live: Path) -> Iterator[int]:
-    with open_server([live], False, 0) as server:
+    with open_server([live], 0, lambda: read_report([live])) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         yield int(server.server_address[1])
@@ -50,7 +50,7 @@ def get(port: int, path: str, host: str | None = None, method: str = "GET") -> t
     return answer.status, content
 
 
-def test_news_come_as_lines_do(port: int, live: Path) -> None:
+def test_a_new_line_of_metrics_changes_the_page(port: int, live: Path) -> None:
     status, page = get(port, "/")
     assert status == 200
     assert b"round 1 of 3" in page
@@ -58,8 +58,8 @@ def test_news_come_as_lines_do(port: int, live: Path) -> None:
     assert get(port, f"/state.json?seen={version}") == (204, b"")
     with (live / "metrics.jsonl").open("a") as file:
         file.write((live.parent / "rest").read_text())
-    status, news = get(port, f"/state.json?seen={version}")
-    state = json.loads(news)
+    status, content = get(port, f"/state.json?seen={version}")
+    state = json.loads(content)
     assert status == 200
     assert state["version"] != version
     assert "round 3 of 3" in state["html"]
@@ -70,32 +70,32 @@ def test_news_come_as_lines_do(port: int, live: Path) -> None:
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "127.0.0.1:1", ""]
 )
-def test_whoever_asks_by_another_name_is_refused(port: int, host: str) -> None:
+def test_a_request_for_another_host_is_refused(port: int, host: str) -> None:
     assert get(port, "/", host or "x")[0] == 403
 
 
-def test_this_machine_by_its_other_name_is_answered(port: int) -> None:
+def test_localhost_is_answered(port: int) -> None:
     assert get(port, "/state.json?seen=", f"localhost:{port}")[0] == 200
 
 
 @pytest.mark.parametrize(
     "path", ["/run.json", "/../run.json", "/ledger.sqlite", "/static/", "/%2e%2e/x"]
 )
-def test_nothing_else_is_served(port: int, path: str) -> None:
+def test_no_other_file_is_served(port: int, path: str) -> None:
     assert get(port, path)[0] == 404
 
 
-def test_only_reading_is_possible(port: int) -> None:
+def test_only_get_requests_are_answered(port: int) -> None:
     assert get(port, "/", method="POST")[0] == 501
 
 
 def test_a_port_in_use_is_one_sentence(port: int, live: Path) -> None:
     with pytest.raises(DpfedError, match="choose another --port"):
-        open_server([live], False, port)
+        open_server([live], port, lambda: read_report([live]))
 
 
 def cards_of(page: str) -> dict[str, tuple[str, str]]:
-    """Return value and note of every number of the headline, by its name."""
+    """Return value and note of each number of the headline, by its name."""
     found = re.findall(
         r'<dt>(.*?)</dt><dd class="value">(.*?)</dd><dd class="under">(.*?)</dd>', page
     )
@@ -103,7 +103,7 @@ def cards_of(page: str) -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.parametrize("public", [False, True])
-def test_epsilon_spent_and_planned_are_apart_while_a_run_goes_on(
+def test_a_running_run_shows_spent_and_planned_epsilon(
     live: Path, runs: list[Path], public: bool
 ) -> None:
     page = render(read_report([live], public))

@@ -1,4 +1,4 @@
-"""Language models: tokens, masks with real padding, per-sample gradients, causal loss, MiniLM from its package."""
+"""Language models: tokens, padding, per-sample gradients, causal loss, and MiniLM's package."""
 
 from __future__ import annotations
 
@@ -36,10 +36,9 @@ from dpfed.model.zoo.text import (
     AutoText,
     MiniLM,
     RobertaBase,
-    additive,
     refuse_other_dropout,
-    tokens,
 )
+from dpfed.model.zoo.text_inputs import additive, tokens
 
 # ---- gradients: the padded batch against each record alone, unpadded
 
@@ -60,7 +59,7 @@ def test_classifiers_equal_the_unpadded_loop(
 @pytest.mark.parametrize("train", ["lora", "full"])
 @pytest.mark.parametrize("build", [gpt2, llama, mistral])
 def test_language_models_equal_the_unpadded_loop(build: Any, train: str, tmp_path: Path) -> None:
-    """The reference is transformers' own loss of the unpadded record. GPT-2's full training has tied embeddings."""
+    """The reference is transformers' own loss of the unpadded record; GPT-2 ties embeddings."""
     case = ZooCase(
         with_train(AutoCausal(weights=save(build(), tmp_path), max_length=8), train),
         text_spec(classes=1),
@@ -311,7 +310,7 @@ def test_encode_in_chunks_and_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     model = section(tokenizer(tmp_path))
     texts = {"text": strings("a", "good", "bad film", "so", "a film")}
     whole = model.encode(texts)
-    monkeypatch.setattr("dpfed.model.zoo.text.CHUNK", 2)
+    monkeypatch.setattr("dpfed.model.zoo.text.TEXTS_PER_CALL", 2)
     again = model.encode(texts)
     assert all(np.array_equal(whole[k], again[k]) for k in whole)
     assert {k: v.shape for k, v in model.encode({"text": strings()}).items()} == {

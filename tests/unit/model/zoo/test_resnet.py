@@ -1,4 +1,4 @@
-"""GN-ResNet-18: the paper's shapes, per-sample gradients whole and with LoRA on convolutions, blocks."""
+"""GN-ResNet-18: the paper's shapes, per-sample gradients in full and with LoRA, blocks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_gradients_equal_the_loop(train: str, keys: dict[str, object]) -> None:
 
 
 def test_adapters_are_on_every_convolution() -> None:
-    """A: r x in x k x k, B: out x r x 1 x 1; 20 convolutions (stem, 16, three shortcuts), and the head whole."""
+    """A: r x in x k x k, B: out x r x 1 x 1, on 20 convolutions, and the whole head."""
     case = ZooCase(with_train(SMALL, "lora"), SPEC)
     shapes = dict(zip(case.space.names, case.space.shapes, strict=True))
     assert shapes["conv.lora_A.default.weight"] == (2, 3, 3, 3)
@@ -54,8 +54,10 @@ def test_adapters_are_on_every_convolution() -> None:
 
 @pytest.mark.parametrize("classes", [10, 100])
 def test_parameter_count_of_the_paper(classes: int) -> None:
-    """By hand: stem, four stages of two blocks of two 3x3 convolutions, 1x1 shortcuts into stages 2-4, two numbers per
-    normalised channel, the head. 11,173,962 for CIFAR-10."""
+    """By hand: stem, four stages of two blocks of two 3x3 convolutions, 1x1 shortcuts, norms, head.
+
+    Shortcuts lead into stages 2 to 4. A norm has two numbers per channel. CIFAR-10: 11,173,962.
+    """
     widths = (64, 128, 256, 512)
     convs = 3 * 64 * 9
     norms = 64

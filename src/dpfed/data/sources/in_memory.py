@@ -1,6 +1,6 @@
-"""Columns that a program hands over to `dpfed.fine_tune` instead of files.
+"""Columns that a program passes to `dpfed.fine_tune`: a dictionary, a data frame or a dataset.
 
-They come from a dictionary, a data frame or a Hugging Face dataset; what they are follows from their names.
+The names of the columns say what they are.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dpfed.config import DataSection
+from dpfed.data.cache import text_array
 from dpfed.data.columns import is_missing
 from dpfed.data.labels import Column, Encoded, encode
 from dpfed.data.tables import Kind, Source, Table
@@ -28,22 +29,23 @@ PAIRS = (
 TEXTS = ("text", "sentence")
 IMAGES = ("image", "img", "pixel_values")
 FEATURES = ("features",)
-EITHER = "x"  # pictures, or rows of numbers
+# A column of pictures or of feature vectors.
+EITHER = "x"
 
 
 @dataclass(frozen=True)
-class Given(DataSection):
+class InMemory(DataSection):
     name: str = "given"
 
     def load(self) -> Source:
         raise DpfedError(
-            "this run's data were handed over by a program, so only that program can give them again: call "
-            "dpfed.fine_tune there, or put them into files and use another data.name"
+            "this run's data were handed over by a program, so only that program can give them "
+            "again: call dpfed.fine_tune there, or put them into files and use another data.name"
         )
 
 
 def source_of(train: Any, test: Any, classes: Sequence[str] | int | None = None) -> Source:
-    """Return two tables of the same columns; names and types of the columns say what they are.
+    """Return a source of two tables with the same columns.
 
     classes  names of the classes in the order of their numbers, or how many there are
     """
@@ -59,7 +61,8 @@ def source_of(train: Any, test: Any, classes: Sequence[str] | int | None = None)
     for name, x in first.inputs.items():
         if x.shape[1:] != second.inputs[name].shape[1:]:
             raise DpfedError(
-                f"a record of train has shape {x.shape[1:]} and one of test {second.inputs[name].shape[1:]}"
+                f"a record of train has shape {x.shape[1:]} and one of test "
+                f"{second.inputs[name].shape[1:]}"
             )
     return Source(first, second, labels.names, kind, declared=labels.declared)
 
@@ -70,12 +73,12 @@ def _labels(train: Any, test: Any, classes: Sequence[str] | int | None) -> Encod
     columns = [column for column, _ in parts]
     if classes is not None:
         return encode(columns, _declared(classes))
-    stated = _names(train)
+    stated = _class_names(train)
     if stated and all(isinstance(value, int) for column in columns for value in column.values):
-        # The numbers of a dataset with named classes are places in that list of names.
-        return replace(encode(columns, len(stated)), names=tuple(stated))
+        # Labels of a dataset with named classes are positions in its list of names.
+        return replace(encode(columns, len(stated)), names=stated)
     if stated:
-        return encode(columns, tuple(stated))
+        return encode(columns, stated)
     categories = parts[0][1]
     if len(categories) > 1 and categories == parts[1][1]:
         # A data frame makes categories of the labels it holds, so they are no declaration.
@@ -92,7 +95,7 @@ def _declared(classes: Sequence[str] | int) -> tuple[str, ...] | int:
         return classes
     if isinstance(classes, str) or not isinstance(classes, Sequence | np.ndarray):
         raise DpfedError(f"classes must be a list of names or their number, not {classes!r:.60}")
-    return tuple(str(name) for name in classes)
+    return tuple(map(str, classes))
 
 
 def _label_column(data: Any, part: str) -> tuple[Column, tuple[str, ...]]:
@@ -110,20 +113,26 @@ def _label_column(data: Any, part: str) -> tuple[Column, tuple[str, ...]]:
         )
     places = [f"row {i} of {part}" for i in range(len(labels))]
     values = [None if is_missing(value) else value for value in labels.tolist()]
-    return Column(values, places), _categories(columns[label])
+    # Only columns of pandas have categories.
+    categories = getattr(getattr(columns[label], "dtype", None), "categories", None)
+    return Column(values, places), tuple(map(str, () if categories is None else categories))
 
 
-def _categories(values: Any) -> tuple[str, ...]:
-    """Return the categories of a column of pandas, none for any other column."""
-    found = getattr(getattr(values, "dtype", None), "categories", None)
-    return () if found is None else tuple(str(name) for name in found)
+def _class_names(data: Any) -> tuple[str, ...]:
+    """Return the class names that a dataset states for its label column."""
+    features = getattr(data, "features", None)
+    label = _pick(features, LABELS) if isinstance(features, Mapping) else None
+    if label is None:
+        return ()
+    return tuple(getattr(features[label], "names", None) or ())  # type: ignore[index]
 
 
 def _refuse_negative(column: Column) -> None:
     for value, place in zip(column.values, column.places, strict=True):
         if isinstance(value, int | float) and value < 0:
             raise DpfedError(
-                f"{place} has label {value}: number the classes 0, 1, 2, ..., or name every label in classes"
+                f"{place} has label {value}: number the classes 0, 1, 2, ..., "
+                "or name every label in classes"
             )
 
 
@@ -137,22 +146,22 @@ def _table(data: Any, labels: np.ndarray, part: str) -> tuple[Table, Kind]:
     rest = {
         name: _array(values)
         for name, values in columns.items()
-        if name not in used and _plain(values)
+        if name not in used and _names_clients(values)
     }
     flat = {name: values for name, values in rest.items() if values.shape == labels.shape}
     return Table(inputs, labels, flat), kind
 
 
 def _array(values: Any) -> np.ndarray:
-    """Rows of different lengths make an array without a shape, which the caller refuses."""
+    """Return an array; rows of different lengths give one of shape (), which callers refuse."""
     try:
         return np.asarray(values)
     except ValueError:
         return np.empty((), dtype=object)
 
 
-def _plain(values: Any) -> bool:
-    """A column that can name clients or units. What else there is stays unread: it may be large."""
+def _names_clients(values: Any) -> bool:
+    """Return True if a column can name clients or units; others may be large and stay unread."""
     kinds = str | int | float | np.generic | None
     return len(values) > 0 and isinstance(next(iter(values)), kinds)
 
@@ -161,10 +170,12 @@ def _columns(data: Any, part: str) -> dict[str, Any]:
     if isinstance(data, Mapping):
         return dict(data)
     names = getattr(data, "column_names", None)
-    names = list(data.columns) if names is None and hasattr(data, "columns") else names
+    if names is None:
+        names = list(getattr(data, "columns", ()))
     if not names:
         raise DpfedError(
-            f"{part} must be a dictionary of columns, a data frame or a dataset, not {type(data).__name__}"
+            f"{part} must be a dictionary of columns, a data frame or a dataset, "
+            f"not {type(data).__name__}"
         )
     return {str(name): data[name] for name in names}
 
@@ -174,31 +185,23 @@ def _pick(columns: Mapping[str, Any], names: Sequence[str]) -> str | None:
 
 
 def _inputs(columns: Mapping[str, Any], part: str) -> tuple[dict[str, np.ndarray], Kind, set[str]]:
-    pair = next((two for two in PAIRS if two[0] in columns and two[1] in columns), None)
-    text = _pick(columns, TEXTS)
-    names = {"text": pair[0], "text_pair": pair[1]} if pair else {"text": text} if text else {}
-    if names:
-        return (
-            {key: _strings(columns[name], name, part) for key, name in names.items()},
-            "text",
-            set(names.values()),
-        )
+    """Return the inputs of a model, their kind, and the columns they come from."""
+    singles = [(name,) for name in TEXTS]
+    texts = next((c for c in (*PAIRS, *singles) if all(name in columns for name in c)), None)
+    if texts is not None:
+        names = zip(("text", "text_pair"), texts, strict=False)
+        inputs = {key: _strings(columns[name], name, part) for key, name in names}
+        return inputs, "text", set(texts)
     picture = EITHER in columns and _is_picture(columns[EITHER])
     image = _pick(columns, (*IMAGES, EITHER) if picture else IMAGES)
     if image is not None:
         return {"pixel_values": _pixels(columns[image], image, part)}, "image", {image}
     plain = _pick(columns, (*FEATURES, EITHER))
     if plain is not None:
-        values = _array(columns[plain])
-        values = values.astype(np.float32) if values.dtype.kind in "iufb" else values
-        if values.ndim != 2 or values.dtype != np.float32 or not np.isfinite(values).all():
-            raise DpfedError(
-                f"the column {plain} of {part} must be finite numbers, one row for each record"
-            )
-        return {"features": values}, "features", {plain}
+        return {"features": _features(columns[plain], plain, part)}, "features", {plain}
     raise DpfedError(
-        f"{part} has no column that a model reads: call one {TEXTS[0]!r}, {IMAGES[0]!r} or {FEATURES[0]!r}; it has: "
-        f"{', '.join(columns)}"
+        f"{part} has no column that a model reads: call one {TEXTS[0]!r}, {IMAGES[0]!r} or "
+        f"{FEATURES[0]!r}; it has: {', '.join(columns)}"
     )
 
 
@@ -208,58 +211,62 @@ def _is_picture(values: Any) -> bool:
 
 
 def _strings(values: Any, name: str, part: str) -> np.ndarray:
-    out = np.empty(len(values), dtype=object)
     for i, value in enumerate(values):
         if not isinstance(value, str):
             raise DpfedError(
                 f"row {i} of the column {name} of {part} is no text but {type(value).__name__}"
             )
-        out[i] = value
-    return out
+    return text_array(list(values))
+
+
+def _features(column: Any, name: str, part: str) -> np.ndarray:
+    values = _array(column)
+    if values.dtype.kind in "iufb":
+        values = values.astype(np.float32)
+    if values.ndim != 2 or values.dtype != np.float32 or not np.isfinite(values).all():
+        raise DpfedError(
+            f"the column {name} of {part} must be finite numbers, one row for each record"
+        )
+    return values
 
 
 def _pixels(values: Any, name: str, part: str) -> np.ndarray:
-    """uint8 [n, channels, height, width], from an array or from pictures of one size; grey ones among colours are
-    repeated."""
+    """Return uint8 [n, channels, height, width]; grey images among coloured ones are repeated."""
     rows: list[np.ndarray] = []
     for i, picture in enumerate(values):
         pixels = _channels_first(picture)
         if pixels is None:
             raise DpfedError(
-                f"row {i} of the column {name} of {part} is no picture of whole numbers from 0 to 255 (uint8) with 1 or 3 "
-                "channels"
+                f"row {i} of the column {name} of {part} is no picture of whole numbers from 0 to "
+                "255 (uint8) with 1 or 3 channels"
             )
         rows.append(pixels)
         if pixels.shape[1:] != rows[0].shape[1:]:
             raise DpfedError(
-                f"row {i} of the column {name} of {part} has {pixels.shape[1]} x {pixels.shape[2]} pixels and row 0 has "
-                f"{rows[0].shape[1]} x {rows[0].shape[2]}: pictures must be of one size"
+                f"row {i} of the column {name} of {part} has {pixels.shape[1]} x {pixels.shape[2]} "
+                f"pixels and row 0 has {rows[0].shape[1]} x {rows[0].shape[2]}: pictures must be "
+                "of one size"
             )
     if not rows:
         raise DpfedError(f"the column {name} of {part} is empty")
     channels = max(len(row) for row in rows)
-    return np.ascontiguousarray(
-        np.stack([np.broadcast_to(row, (channels, *row.shape[1:])) for row in rows])
-    )
+    same = [np.broadcast_to(row, (channels, *row.shape[1:])) for row in rows]
+    return np.ascontiguousarray(np.stack(same))
 
 
 def _channels_first(picture: Any) -> np.ndarray | None:
-    """[channels, height, width] of one picture; of an array whose first and last axis could both be channels, the first."""
-    if hasattr(picture, "convert"):
-        pixels = np.asarray(picture.convert("L" if picture.mode in ("L", "1") else "RGB"))
-        return pixels[None] if pixels.ndim == 2 else np.moveaxis(pixels, -1, 0)
+    """Return [channels, height, width] of a picture, or None if it is not one.
+
+    If the first and the last axis of an array could be the channels, the first is taken.
+    """
+    is_image = hasattr(picture, "convert")
+    if is_image:
+        picture = picture.convert("L" if picture.mode in ("L", "1") else "RGB")
     pixels = _array(picture)
     if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or 0 in pixels.shape:
         return None
     if pixels.ndim == 2:
         return pixels[None]
-    if pixels.shape[0] in (1, 3):
+    if pixels.shape[0] in (1, 3) and not is_image:
         return pixels
     return np.moveaxis(pixels, -1, 0) if pixels.shape[-1] in (1, 3) else None
-
-
-def _names(data: Any) -> list[str]:
-    """Class names that a dataset states itself."""
-    features = getattr(data, "features", None) or {}
-    label = _pick(features, LABELS) if isinstance(features, Mapping) else None
-    return list(getattr(features[label], "names", None) or []) if label else []

@@ -1,0 +1,124 @@
+"""Prepare texts for a model: load its tokenizer, and build its attention mask."""
+
+from __future__ import annotations
+
+import inspect
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpfed.errors import DpfedError, reason
+from dpfed.model.blocks import inner_config
+from dpfed.model.zoo.built import Prepare
+from dpfed.model.zoo.hub import source_of
+
+
+@lru_cache(maxsize=4)
+def tokenizer_of(name: str, key: str) -> Any:
+    """Return a fast tokenizer that pads on the right; its end token may stand for padding."""
+    return padded_right(plain_tokenizer(name, key), name, key)
+
+
+def padded_right(tokenizer: Any, name: str, key: str) -> Any:
+    """Return the tokenizer, changed so that it pads and cuts on the right."""
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise DpfedError(
+                f"the tokenizer of {key} = {name!r} has neither a padding nor an end token: add one"
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = tokenizer.truncation_side = "right"
+    return tokenizer
+
+
+def plain_tokenizer(name: str, key: str) -> Any:
+    """Return a new fast tokenizer as its files describe it."""
+    from transformers import AutoTokenizer
+
+    source, local = source_of(name, key)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, local_files_only=local, trust_remote_code=False
+        )
+        # The library makes up an empty tokenizer if files are missing. A damaged one fails here.
+        made_up = len(tokenizer) <= len(tokenizer.all_special_ids)
+    except Exception as error:
+        # Missing, damaged or unknown files raise errors of many classes.
+        raise DpfedError(
+            f"{key} = {name!r} has no tokenizer that can be loaded ({reason(error)}): "
+            "set model.tokenizer to a folder with tokenizer.json"
+        ) from None
+    if made_up:
+        raise DpfedError(
+            f"{key} = {name!r} has no tokenizer: set model.tokenizer to a folder with "
+            "tokenizer.json"
+        )
+    if not tokenizer.is_fast:
+        raise DpfedError(
+            f"{key} = {name!r} has only a slow tokenizer: convert it to one with tokenizer.json"
+        )
+    return tokenizer
+
+
+def tokens(model: nn.Module, causal: bool) -> tuple[Prepare, ...]:
+    """Return the forms in which records can enter the model, the preferred one first.
+
+    The first form has an additive 4-D mask, with which no branch of a model depends on the records.
+    The last form has the plain mask, from which models with sliding windows build their own.
+    Positions are always the model's own.
+    """
+    config: Any = inner_config(model)
+    flags = [bool(m.is_causal) for m in model.modules() if hasattr(m, "is_causal")]
+    kinds = getattr(config, "layer_types", None) or ()
+    sliding = getattr(config, "sliding_window", None) is not None or "sliding_attention" in kinds
+    plain = _form(model, None)
+    if not flags or sliding:
+        return (plain,)
+    return _form(model, causal or any(flags)), plain
+
+
+def _form(model: nn.Module, ahead: bool | None) -> Prepare:
+    """Return a form of inputs.
+
+    ahead  True: a 4-D mask that hides later tokens; False: a 4-D mask; None: the plain mask
+    """
+    takes_types = "token_type_ids" in _arguments(model)
+    padding = getattr(inner_config(model), "pad_token_id", None)
+
+    def prepare(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        ids = inputs["input_ids"].long()
+        real = inputs["attention_mask"].bool()
+        if padding is not None and padding >= 0:
+            # A tokenizer may pad with another token than the model.
+            ids = ids.masked_fill(~real, padding)
+        mask = real.long() if ahead is None else additive(real, ahead)
+        out = {"input_ids": ids, "attention_mask": mask}
+        if takes_types and "token_type_ids" in inputs:
+            out["token_type_ids"] = inputs["token_type_ids"].long()
+        return out
+
+    return prepare
+
+
+def _arguments(model: nn.Module) -> set[str]:
+    """Return the arguments of the model, and of its body if the model passes any on."""
+    found = set(inspect.signature(model.forward).parameters)
+    body = getattr(model, str(getattr(model, "base_model_prefix", "")), None)
+    if "kwargs" in found and isinstance(body, nn.Module):
+        found |= set(inspect.signature(body.forward).parameters)
+    return found
+
+
+def additive(real: Tensor, ahead: bool) -> Tensor:
+    """Return the mask `[M, 1, 1 or L, L]` of the real tokens `[M, L]`.
+
+    It is 0 for visible tokens and the lowest float32 for hidden ones. `ahead` hides later tokens.
+    """
+    seen = real[:, None, None, :]
+    length = real.shape[1]
+    if ahead:
+        seen = seen & torch.ones(length, length, dtype=torch.bool, device=real.device).tril()
+    lowest = torch.finfo(torch.float32).min
+    return torch.zeros(seen.shape, device=real.device).masked_fill(~seen, lowest)

@@ -1,0 +1,100 @@
+"""Renyi differential privacy: the check of every PLD figure, and fixed-size sampling."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, cast
+
+import dp_accounting as dpa
+import numpy as np
+from dp_accounting import rdp as dpa_rdp
+from dp_accounting.rdp import rdp_privacy_accountant as dpa_rdp_curve
+
+from dpfed.privacy.accounting.history import Floats, History, check_delta, released
+
+ORDERS = np.asarray(dpa_rdp_curve.DEFAULT_RDP_ORDERS, dtype=np.float64)
+# Allowance for rounding in one step's Renyi divergence; it errs upwards.
+_RDP_ROUNDING = 2e-16
+
+
+@contextlib.contextmanager
+def _orders_may_fail() -> Iterator[None]:
+    """Silence dp_accounting's note about orders that did not converge; RDP only grows by it."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "failed to converge" not in record.getMessage()
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
+
+
+@lru_cache(maxsize=256)
+def rdp_of_step(sampling: str, rate: float, multiplier: float) -> Floats:
+    """Renyi divergence of one step at every order, rounded up."""
+    if multiplier == 0:
+        return np.full(len(ORDERS), math.inf)
+    gaussian = dpa.GaussianDpEvent(multiplier)
+    event: Any
+    if sampling == "poisson":
+        relation = dpa.NeighboringRelation.ADD_OR_REMOVE_ONE
+        event = dpa.PoissonSampledDpEvent(rate, gaussian)
+    else:
+        relation = dpa.NeighboringRelation.REPLACE_ONE
+        # The event takes two integers; the rate is rounded up to a multiple of 1e-12.
+        drawn = min(10**12, math.ceil(rate * 10**12))
+        event = dpa.SampledWithoutReplacementDpEvent(10**12, drawn, gaussian)
+    accountant = dpa_rdp.RdpAccountant(orders=ORDERS, neighboring_relation=relation)
+    with _orders_may_fail():
+        accountant.compose(event)
+    allowance = _RDP_ROUNDING * (ORDERS + 10) / (ORDERS - 1)
+    return cast(Floats, np.maximum(accountant.rdp, 0) + allowance)
+
+
+def rdp_curve(history: History) -> Floats:
+    """Renyi divergence of a history at every order."""
+    curves = (
+        steps
+        * mechanism.batches
+        * rdp_of_step(mechanism.sampling, mechanism.rate, mechanism.effective_multiplier)
+        for mechanism, steps in released(history)
+    )
+    return sum(curves, np.zeros(len(ORDERS)))
+
+
+def mixed_rdp_curve(curve: Floats, probability: float, rounds: int) -> Floats:
+    """Renyi divergence of `rounds` rounds, each taken with `probability`.
+
+    The adversary learns which rounds were taken.
+    """
+    factor = ORDERS - 1
+    with np.errstate(divide="ignore"):
+        mixed = np.logaddexp(np.log1p(-probability), np.log(probability) + factor * curve)
+    return cast(Floats, rounds * np.maximum(mixed, 0) / factor)
+
+
+def rdp_curve_epsilon(curve: Floats, delta: float) -> float:
+    """Epsilon of a Renyi curve; infinite where no order is finite."""
+    return float(dpa_rdp_curve.compute_epsilon(ORDERS, curve, delta)[0])
+
+
+def rdp_curve_delta(curve: Floats, epsilon: float) -> float:
+    """delta(epsilon) of a Renyi curve."""
+    return float(dpa_rdp_curve.compute_delta(ORDERS, curve, epsilon)[0])
+
+
+def rdp_epsilon(history: History, delta: float) -> float:
+    """Epsilon by Renyi DP: Mironov 2019 for Poisson sampling (add/remove one record).
+
+    Fixed-size sampling (replace one record) uses Wang et al. 2019, Theorem 9, with the multiplier
+    taken against the sensitivity 2C.
+    """
+    check_delta(delta)
+    return rdp_curve_epsilon(rdp_curve(history), delta) if released(history) else 0.0

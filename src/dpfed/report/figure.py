@@ -1,0 +1,115 @@
+"""A figure of a page as data, and the parts that figures have in common.
+
+A trace names its series and its role in `meta`. The page's script chooses colours, dashes and
+markers, since it knows whether the page is light or dark.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dpfed.privacy.published import show_delta
+
+Trace = dict[str, Any]
+ROUNDS = "round"
+MAX_MARKED_POINTS = 12
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure with labels, units, a caption and its numbers.
+
+    head, rows  the numbers, for the table below the figure and for CSV
+    more        further entries of plotly's layout
+    wide        True for a figure as wide as the page
+    """
+
+    id: str
+    section: str
+    title: str
+    caption: str
+    x: Mapping[str, Any]
+    y: Mapping[str, Any]
+    traces: Sequence[Trace]
+    head: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    more: Mapping[str, Any] = field(default_factory=dict)
+    wide: bool = False
+    height: int = 340
+
+    def plain(self) -> dict[str, Any]:
+        """Return the figure as JSON for the page's script."""
+        return {
+            "data": list(self.traces),
+            "layout": {"xaxis": dict(self.x), "yaxis": dict(self.y), **self.more},
+            "height": self.height,
+            "wide": self.wide,
+            "name": self.id,
+            "head": list(self.head),
+            "rows": [list(row) for row in self.rows],
+        }
+
+    @property
+    def description(self) -> str:
+        """Text for screen readers."""
+        series = len({str(row[0]) for row in self.rows})
+        numbers = f"{series} series; the numbers are in the table below the figure."
+        return f"{self.title}. {self.caption} {numbers}"
+
+
+def axis(title: str, **more: Any) -> dict[str, Any]:
+    return {"title": {"text": title}, **more}
+
+
+def line(x: Sequence[Any], y: Sequence[float], name: str, series: int, **meta: Any) -> Trace:
+    most_markers = 0 if len(x) <= MAX_MARKED_POINTS else 8
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "x": list(x),
+        "y": list(y),
+        "name": inert(name),
+        "legendgroup": str(series),
+        "marker": {"maxdisplayed": most_markers},
+        "meta": {"series": series, "role": "line", **meta},
+    }
+
+
+def band(x: Sequence[int], values: np.ndarray, series: int) -> Trace:
+    """Return the area between the lowest and the highest seed; `values` is `[seeds, rounds]`."""
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": [*x, *reversed(x)],
+        "y": [*values.max(0).tolist(), *reversed(values.min(0).tolist())],
+        "fill": "toself",
+        "hoverinfo": "skip",
+        "showlegend": False,
+        "legendgroup": str(series),
+        "meta": {"series": series, "role": "band"},
+    }
+
+
+def bars(x: Sequence[Any], y: Sequence[Any], name: str, series: int, **more: Any) -> Trace:
+    meta = {"series": series, "role": "bar"}
+    return {"type": "bar", **more, "x": x, "y": y, "name": name, "meta": meta}
+
+
+def inert(text: str) -> str:
+    """Escape a name or a label, in which plotly would read HTML."""
+    return html.escape(str(text), quote=False)
+
+
+def joined(names: Sequence[str]) -> str:
+    """Return one or two names in full, of more the first and a count."""
+    return " and ".join(names) if len(names) <= 2 else f"{names[0]} and {len(names) - 1} more"
+
+
+def short(delta: float) -> str:
+    """Return a delta such as 1e-5, without leading zeros in its exponent."""
+    return show_delta(delta).replace("e-0", "e-")

@@ -1,0 +1,146 @@
+"""The page of runs in progress, served to this machine alone.
+
+The server answers two addresses: the page, and its changes since a version. It refuses requests
+that name another host, so that a page of another site cannot read it (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+from dpfed.errors import DpfedError
+from dpfed.report.page import Report, body, plain_figures, render
+from dpfed.training.callbacks.diagnostics import FILE as DIAGNOSTICS
+from dpfed.training.run_folder.files import CONFIG, METRICS, RESULT
+
+HOST = "127.0.0.1"
+WATCHED_FILES = (CONFIG, METRICS, RESULT, DIAGNOSTICS, "table.json")
+
+
+class LivePage:
+    """The page of some folders, read again when one of their files has changed."""
+
+    def __init__(self, folders: Sequence[Path], read: Callable[[], Report]) -> None:
+        self._folders = folders
+        self._read = read
+        self._lock = threading.Lock()
+        # Before the report, so that a file that changes meanwhile is read again.
+        self._stamps = self._file_stamps()
+        self._report = read()
+
+    def _file_stamps(self) -> list[tuple[str, int, int]]:
+        """Return path, time and size of each watched file that exists."""
+        found = []
+        for path in (folder / name for folder in self._folders for name in WATCHED_FILES):
+            try:
+                stat = path.stat()
+            except OSError:
+                continue
+            found.append((str(path), stat.st_mtime_ns, stat.st_size))
+        return found
+
+    def _refresh(self) -> str:
+        """Read changed files and return the version of the page."""
+        stamps = self._file_stamps()
+        if stamps != self._stamps:
+            try:
+                self._report = self._read()
+                self._stamps = stamps
+            except DpfedError:
+                # A run is just replacing a file: the next request finds it.
+                pass
+        return hashlib.sha256(repr(self._stamps).encode()).hexdigest()[:16]
+
+    def page(self) -> bytes:
+        with self._lock:
+            version = self._refresh()
+            return render(self._report, version).encode()
+
+    def changes(self, seen: str) -> bytes | None:
+        """Return the contents of the page as JSON, None if the version has been seen."""
+        with self._lock:
+            version = self._refresh()
+            if version == seen:
+                return None
+            html = f'<main id="main">{body(self._report)}</main>'
+            state = {"version": version, "html": html, "figures": plain_figures(self._report)}
+            return json.dumps(state, allow_nan=False).encode()
+
+
+def handler(live: LivePage) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        server_version = "dpfed"
+        sys_version = ""
+
+        def do_GET(self) -> None:
+            port = self.connection.getsockname()[1]
+            asked = urlsplit(self.path)
+            if self.headers.get("Host") not in (f"{HOST}:{port}", f"localhost:{port}"):
+                self._answer(403, b"this page is for this machine only", "text/plain")
+            elif asked.path == "/":
+                self._answer(200, live.page(), "text/html; charset=utf-8")
+            elif asked.path != "/state.json":
+                self._answer(404, b"there is nothing here", "text/plain")
+            elif changes := live.changes(parse_qs(asked.query).get("seen", [""])[0]):
+                self._answer(200, changes, "application/json")
+            else:
+                self._answer(204, b"", "text/plain")
+
+        def _answer(self, status: int, content: bytes, kind: str) -> None:
+            headers = {
+                "Content-Type": kind,
+                "Content-Length": str(len(content)),
+                "Cache-Control": "no-store",
+                "X-Content-Type-Options": "nosniff",
+                "X-Frame-Options": "DENY",
+                "Cross-Origin-Resource-Policy": "same-origin",
+            }
+            try:
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(content)
+            except ConnectionError:
+                # The client has closed the connection.
+                self.close_connection = True
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Print nothing: one line per request would hide the address."""
+
+    return Handler
+
+
+def open_server(
+    folders: Sequence[Path], port: int, read: Callable[[], Report]
+) -> ThreadingHTTPServer:
+    live = LivePage(folders, read)
+    try:
+        server = ThreadingHTTPServer((HOST, port), handler(live))
+    except OSError as error:
+        raise DpfedError(
+            f"port {port} cannot be used ({error.strerror or error}): choose another --port, or 0"
+        ) from None
+    server.daemon_threads = True
+    return server
+
+
+def serve(
+    folders: Sequence[Path],
+    port: int,
+    read: Callable[[], Report],
+    on_start: Callable[[str], None],
+) -> None:
+    """Serve the page until Ctrl-C; `on_start` receives its address."""
+    with open_server(folders, port, read) as server:
+        on_start(f"http://{HOST}:{server.server_address[1]}/")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return

@@ -1,0 +1,157 @@
+"""Plots as PNG or SVG, drawn with matplotlib off screen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dpfed.errors import DpfedError
+from dpfed.privacy.accounting.guarantee import Planned
+from dpfed.privacy.private_files import open_private
+from dpfed.privacy.published import show_delta
+
+# Okabe and Ito's eight colours without yellow, which is hard to see on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+STYLES = ("-", "--", "-.", ":")
+MAX_NAMED_CLIENTS = 60
+MAX_NAMED_CLASSES = 30
+MAX_NAME_LETTERS = 20
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Accuracy over rounds of one method: one line of values per seed, at the same rounds."""
+
+    name: str
+    panel: str
+    rounds: tuple[int, ...]
+    seeds: tuple[tuple[float, ...], ...]
+
+
+def epsilon_over_rounds(planned: Planned, path: Path) -> None:
+    """Draw epsilon after each round, for the server (a client in every round) and a third party."""
+    figure, axes = _single_plot(path, (6.4, 4))
+    at, server, third = planned.over_rounds()
+    label = "server, a client in every round"
+    axes.plot(at, server, "-", color=COLOURS[0], label=label, linewidth=2)
+    axes.plot(at, third, "--", color=COLOURS[1], label="third party", linewidth=2)
+    y_label = f"epsilon at delta = {show_delta(planned.delta)}"
+    axes.set(xlabel="round", ylabel=y_label, title="Privacy spent over rounds")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    _save_private(figure, path)
+
+
+def label_table(
+    counts: np.ndarray, classes: Sequence[str], title: str, path: Path, names: Sequence[str] = ()
+) -> None:
+    """Draw a heat map of record counts: one row per client, one column per class."""
+    width = 3.2 + 0.3 * min(len(classes), MAX_NAMED_CLASSES)
+    height = 2.4 + 0.14 * min(len(counts), MAX_NAMED_CLIENTS)
+    figure, axes = _single_plot(path, (width, height))
+    # cividis reads the same with any colour vision and in grey (Nuñez, Anderton, Renslow 2018).
+    image = axes.imshow(counts, aspect="auto", cmap="cividis", interpolation="nearest", vmin=0)
+    figure.colorbar(image, label="training records")
+    axes.set(xlabel="label", ylabel="client")
+    axes.set_title(title, fontsize=9)
+    if len(classes) <= MAX_NAMED_CLASSES:
+        axes.set_xticks(range(len(classes)), _tick_labels(classes), rotation=60, ha="right")
+    if 0 < len(names) <= MAX_NAMED_CLIENTS:
+        axes.set_yticks(range(len(names)), _tick_labels(names))
+    else:
+        axes.yaxis.get_major_locator().set_params(integer=True)
+    _save_private(figure, path)
+
+
+def accuracy_over_rounds(curves: Sequence[Curve], title: str, paths: Sequence[Path]) -> None:
+    """Draw the mean over seeds with a band from the lowest to the highest seed, by panel."""
+    pyplot = _pyplot()
+    names = list(dict.fromkeys(curve.name for curve in curves))
+    panels = list(dict.fromkeys(curve.panel for curve in curves))
+    across = min(len(panels), 3)
+    down = -(-len(panels) // across)
+    width = 6.4 if across == 1 else 4.2 * across
+    # With a fixed salt equal studies give equal files.
+    with pyplot.rc_context({"svg.hashsalt": "dpfed"}):
+        figure, grid = pyplot.subplots(
+            down,
+            across,
+            squeeze=False,
+            sharey=True,
+            figsize=(width, 4.2 * down),
+            layout="constrained",
+        )
+        for axes in grid.flat[len(panels) :]:
+            axes.set_visible(False)
+        for panel, axes in zip(panels, grid.flat, strict=False):
+            for curve in curves:
+                if curve.panel == panel:
+                    _draw_curve(axes, curve, names.index(curve.name))
+            axes.set(title=panel or title, xlabel="round")
+            axes.grid(alpha=0.3)
+        for axes in grid[:, 0]:
+            axes.set(ylim=_accuracy_limits(curves), ylabel="accuracy on the test half, %")
+        handles: dict[str, Any] = {}
+        for axes in grid.flat:
+            drawn, labels = axes.get_legend_handles_labels()
+            handles |= dict(zip(labels, drawn, strict=True))
+        place = {"loc": "outside lower center", "ncols": 3, "fontsize": "small"}
+        figure.legend(handles.values(), handles.keys(), **place)
+        for path in paths:
+            metadata = {"Date": None} if path.suffix == ".svg" else None
+            figure.savefig(path, dpi=150, metadata=metadata)
+        pyplot.close(figure)
+
+
+def _accuracy_limits(curves: Sequence[Curve]) -> tuple[float, float]:
+    """Return the range of the y axis in per cent, without round 0, which would flatten the rest."""
+    trained = [100 * value for c in curves for line in c.seeds for value in (line[1:] or line)]
+    margin = max(1.0, 0.05 * (max(trained) - min(trained)))
+    return max(0, min(trained) - margin), min(100, max(trained) + margin)
+
+
+def _draw_curve(axes: Any, curve: Curve, number: int) -> None:
+    values = 100 * np.asarray(curve.seeds)
+    colour = COLOURS[number % len(COLOURS)]
+    style = STYLES[number // len(COLOURS) % len(STYLES)]
+    axes.plot(curve.rounds, values.mean(0), style, color=colour, label=curve.name, linewidth=1.8)
+    if len(values) > 1:
+        band = {"color": colour, "alpha": 0.15, "linewidth": 0}
+        axes.fill_between(curve.rounds, values.min(0), values.max(0), **band)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _single_plot(path: Path, inches: tuple[float, float]) -> Any:
+    """Return figure and axes; refuse a path whose format cannot be drawn."""
+    if path.suffix.lower() not in (".png", ".svg"):
+        raise DpfedError(f"--plot {path} must end in .png or .svg")
+    return _pyplot().subplots(figsize=inches, layout="constrained")
+
+
+def _tick_labels(names: Sequence[str]) -> list[str]:
+    """Return short names in which matplotlib finds no formula."""
+    return [name[:MAX_NAME_LETTERS].replace("$", r"\$") for name in names]
+
+
+def _save_private(figure: Any, path: Path) -> None:
+    """Write a plot that only its owner may read: it shows counts or spending without noise."""
+    try:
+        with open_private(path, "wb") as file:
+            figure.savefig(file, dpi=150, format=path.suffix[1:].lower())
+    except OSError as error:
+        raise DpfedError(f"the plot {path} cannot be written: {error.strerror or error}") from None
+    finally:
+        _pyplot().close(figure)

@@ -1,0 +1,181 @@
+"""Figures of the privacy section: epsilon over rounds, against accuracy, and of each client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dpfed.privacy.published import PLOTTED_DIGITS, plotted_loss, show_setting
+from dpfed.report.figure import ROUNDS, Figure, axis, bars, inert, joined, line, short
+from dpfed.report.run_reader import Group, Privacy, RunData, number
+
+# Words, series and dash of each view. The first two methods do not have these series' colours.
+VIEWS = (("server, a client in every round", 6, "solid"), ("third party", 2, "dash"))
+MOST_SPENT = "client that spent most so far"
+MOST_SPENT_SERIES = 3
+
+
+class Plan(NamedTuple):
+    """A plan, and the methods that follow it (no name if all do)."""
+
+    name: str
+    group: Group
+    privacy: Privacy
+
+
+def epsilon_axis(title: str, **more: Any) -> dict[str, Any]:
+    """Return an axis whose hover labels keep every digit of `plotted_loss`."""
+    return axis(title, hoverformat=f".{PLOTTED_DIGITS}~r", **more)
+
+
+def losses(values: Iterable[float]) -> list[float]:
+    return [plotted_loss(value) for value in values]
+
+
+def plans(groups: Sequence[Group]) -> list[Plan]:
+    """Return each different plan once."""
+    found: dict[Any, list[Group]] = {}
+    for group in groups:
+        if group.privacy is not None:
+            key = (group.privacy.planned, group.privacy.void, _limit(group))
+            found.setdefault(key, []).append(group)
+    out = []
+    for members in found.values():
+        name = joined([group.label for group in members]) if len(found) > 1 else ""
+        assert members[0].privacy is not None
+        out.append(Plan(name, members[0], members[0].privacy))
+    return out
+
+
+def _limit(group: Group) -> tuple[str, float] | None:
+    section = group.settings.get("privacy", {})
+    for key, word in (("budget", "budget"), ("target_epsilon", "target")):
+        if (value := number(section.get(key))) is not None:
+            return word, value
+    return None
+
+
+def epsilon_over_rounds(groups: Sequence[Group]) -> Figure | None:
+    """Draw the plan of both views; on the operator's page also the largest epsilon spent."""
+    found = plans(groups)
+    if not found:
+        return None
+    traces, rows = [], []
+    for number_of, plan in enumerate(found):
+        at, *curves = plan.privacy.over_rounds()
+        start = _before_round_1(plan.privacy)
+        for (view, neutral, dash), curve in zip(VIEWS, curves, strict=True):
+            values = losses(curve)
+            name = f"{view} ({plan.name})" if plan.name else view
+            series = number_of if plan.name else neutral
+            traces.append(line([0, *at], [start, *values], name, series, dash=dash))
+            rows += [[name, t, value] for t, value in zip(at, values, strict=True)]
+        # A public page has no such curve.
+        spent = plan.group.runs[0].curve("epsilon_server_max")
+        if spent and not plan.name:
+            values = losses(spent.values())
+            traces.append(line(list(spent), values, MOST_SPENT, MOST_SPENT_SERIES, dash="dot"))
+            rows += [[MOST_SPENT, t, value] for t, value in zip(spent, values, strict=True)]
+    first = found[0].privacy
+    points = len(first.over_rounds()[0])
+    caption = (
+        "What the plan allows after each round. The server sees every message and who took part; "
+        "a third party sees only the global models, and not who took part. Smaller is more private."
+    )
+    if points < first.planned.rounds:
+        caption += f" Computed at {points} rounds and joined by lines."
+    return Figure(
+        id="epsilon",
+        section="privacy",
+        title="Epsilon over rounds",
+        caption=caption,
+        x=axis(ROUNDS),
+        y=epsilon_axis(f"epsilon at δ = {short(first.planned.delta)}", rangemode="tozero"),
+        traces=traces,
+        head=["view", "round", "epsilon"],
+        rows=rows,
+        more={"marks": _limit_marks(found)},
+    )
+
+
+def _limit_marks(found: Sequence[Plan]) -> list[dict[str, Any]]:
+    """Return a horizontal line for each budget or target."""
+    limits = dict.fromkeys(limit for plan in found if (limit := _limit(plan.group)) is not None)
+    return [{"value": value, "text": f"{word} {show_setting(value)}"} for word, value in limits]
+
+
+def _before_round_1(privacy: Privacy) -> float:
+    return plotted_loss(privacy.planned.server(0)) if privacy.planned.prior else 0.0
+
+
+def accuracy_against_epsilon(groups: Sequence[Group]) -> Figure:
+    traces, rows = [], []
+    for i, group in enumerate(groups):
+        at, values = group.bands("accuracy")
+        if not at or group.privacy is None:
+            continue
+        mean = dict(zip(at, (100 * values.mean(0)).tolist(), strict=True))
+        rounds, server, _ = group.privacy.over_rounds()
+        points = [(t, e, mean[t]) for t, e in zip(rounds, losses(server), strict=True) if t in mean]
+        if points:
+            shown, epsilons, accuracies = zip(*points, strict=True)
+            text = [f"round {t}" for t in shown]
+            traces.append({**line(epsilons, accuracies, group.label, i), "text": text})
+            rows += [[group.label, *point] for point in points]
+    return Figure(
+        id="tradeoff",
+        section="privacy",
+        title="Accuracy against epsilon",
+        caption="Round by round, for a client in every one of them (mean over seeds). "
+        "Up and left is better.",
+        x=epsilon_axis("epsilon, server's view", rangemode="tozero"),
+        y=axis("accuracy, %"),
+        traces=traces,
+        head=["method", "round", "epsilon", "accuracy, %"],
+        rows=rows,
+    )
+
+
+def clients_epsilon(groups: Sequence[Group]) -> Figure | None:
+    """Draw a histogram over clients of each group's first run; equal cohorts are drawn once."""
+    found: dict[tuple[float, ...], list[Group]] = {}
+    for group in groups:
+        if group.privacy and group.privacy.epsilons:
+            found.setdefault(group.privacy.epsilons, []).append(group)
+    if not found:
+        return None
+    top = max(map(max, found))
+    edges = np.linspace(0, top * 1.0001 or 1.0, 25)
+    middles = ((edges[1:] + edges[:-1]) / 2).tolist()
+    traces = []
+    rows = []
+    for i, (epsilons, members) in enumerate(found.items()):
+        counts = np.histogram(epsilons, edges)[0].tolist()
+        traces.append(bars(middles, counts, inert(joined([g.label for g in members])), i))
+        for group in members:
+            clients = zip(client_names(group.runs[0], len(epsilons)), losses(epsilons), strict=True)
+            rows += [[group.label, *client] for client in clients]
+    return Figure(
+        id="clients",
+        section="privacy",
+        title="Epsilon of every client",
+        caption="What the server has learned of each client so far, by the rounds it really took "
+        "part in (first run of each method). For the operator only: published, it would void the "
+        "third party's figure.",
+        x=axis("epsilon of a client, server's view", range=[0, top * 1.04 or 1.0]),
+        y=axis("clients"),
+        traces=traces,
+        head=["method", "client", "epsilon"],
+        rows=rows,
+        more={"barmode": "group", "bargap": 0.08},
+    )
+
+
+def client_names(run: RunData, count: int) -> list[str] | list[int]:
+    """Return the names of a run's clients, or their numbers if it has no usable names."""
+    names = run.result.get("client_names")
+    if isinstance(names, list) and len({str(name) for name in names}) == count == len(names):
+        return [str(name) for name in names]
+    return list(range(count))

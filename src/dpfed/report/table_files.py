@@ -1,0 +1,149 @@
+"""Tables as CSV, JSON, Markdown and LaTeX: equal studies give equal files."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dpfed.report.tables import (
+    Row,
+    Table,
+    cells,
+    emphasised,
+    footnotes,
+    grid_words,
+    larger_epsilon,
+)
+from dpfed.training.callbacks.public_figures import FIGURES
+
+TRAFFIC = ("up_numbers", "up_bytes", "down_numbers", "down_bytes")
+_LATEX = str.maketrans({
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
+    "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$",
+    "–": "--", "|": r"\textbar{}", "¶": r"$^{\P}$", "†": r"$^{\dagger}$", "‡": r"$^{\ddagger}$",
+    "§": r"$^{\S}$", "<": r"\textless{}", ">": r"\textgreater{}",
+    # `to_latex` puts these two around bold words, so that escaping does not touch the command.
+    "\x00": r"\textbf{", "\x01": "}",
+})  # fmt: skip
+
+
+def records(table: Table) -> list[dict[str, Any]]:
+    """Return every row as plain values, accuracies from 0 to 1."""
+    costly = larger_epsilon(table)
+    return [_record(row, row.label in costly) for row in table.rows]
+
+
+def _record(row: Row, is_costly: bool) -> dict[str, Any]:
+    mean, half = row.difference or (None, None)
+    interval = None if mean is None or half is None else [mean - half, mean + half]
+    return {
+        "method": row.label,
+        "row": row.row or row.label,
+        "column": row.column,
+        "rates": dict(row.rates),
+        "tuning_runs": row.tuning_runs,
+        "at_edge": row.at_edge,
+        "seeds": len(row.accuracies),
+        "accuracy": row.mean,
+        "std": row.std,
+        "accuracies": list(row.accuracies),
+        "diverged": row.diverged,
+        "difference": mean,
+        "interval": interval,
+        "epsilon": {view: row.epsilon.get(view) for view in FIGURES},
+        "larger_epsilon": is_costly,
+        "guarantee": row.guarantee,
+        "traffic": dict(row.traffic) if row.traffic else None,
+        "failed": row.failed,
+    }
+
+
+def to_json(table: Table) -> str:
+    whole = {
+        "title": table.title,
+        "axis": table.axis,
+        "reference": table.reference,
+        "rows": records(table),
+        "notes": list(table.notes),
+    }
+    return json.dumps(whole, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def to_csv(table: Table) -> str:
+    """Return one line per row; blanks join lists, and nested values have a column each."""
+    out = io.StringIO()
+    lines = [_csv_line(record) for record in records(table)]
+    keys = list(dict.fromkeys(key for line in lines for key in line))
+    writer = csv.DictWriter(out, keys, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return out.getvalue()
+
+
+def _csv_line(record: Mapping[str, Any]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in record.items():
+        if key == "rates":
+            out[key] = " ".join(f"{name}={lr:g}" for name, lr in value.items())
+        elif key == "interval":
+            out["interval_low"], out["interval_high"] = value or (None, None)
+        elif key == "traffic":
+            out |= {part: (value or {}).get(part) for part in TRAFFIC}
+        elif isinstance(value, dict):
+            out |= {f"{key}_{part}": inner for part, inner in value.items()}
+        elif isinstance(value, list):
+            out[key] = " ".join(map(str, value))
+        else:
+            out[key] = value
+    return out
+
+
+def to_markdown(table: Table) -> str:
+    def bold(text: str) -> str:
+        return f"**{text}**"
+
+    grid = grid_words(table, bold)
+    head, body = cells(table)
+    notes = "\n".join(f"- {line}" for line in [*footnotes(table), *table.notes])
+    parts = [f"# {table.title}", *([_pipes(*grid)] if grid else [])]
+    return "\n\n".join([*parts, _pipes(head, emphasised(table, body, bold)), notes]) + "\n"
+
+
+def _pipes(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join(
+        "| " + " | ".join(word.replace("|", "\\|") for word in line) + " |" for line in lines
+    )
+
+
+def escape(text: str) -> str:
+    """Return the text for LaTeX."""
+    return text.translate(_LATEX)
+
+
+def to_latex(table: Table) -> str:
+    """Return a table environment for a paper; it needs \\usepackage{booktabs}."""
+
+    def bold(text: str) -> str:
+        return f"\x00{text}\x01"
+
+    grid = grid_words(table, bold)
+    head, body = cells(table)
+    blocks = [*([_tabular(*grid)] if grid else []), _tabular(head, emphasised(table, body, bold))]
+    notes = r" \\ ".join(escape(line) for line in [*footnotes(table), *table.notes])
+    lines = ["% needs \\usepackage{booktabs}", r"\begin{table}", r"\centering", r"\small"]
+    lines += [rf"\caption{{{escape(table.title)}}}", "\n\n\\bigskip\n".join(blocks)]
+    lines += ["", r"\smallskip", rf"\parbox{{\linewidth}}{{\footnotesize {notes}}}", r"\end{table}"]
+    return "\n".join(lines) + "\n"
+
+
+def _tabular(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    def line(words: Sequence[str]) -> str:
+        return " & ".join(map(escape, words)) + r" \\"
+
+    spec = "l" + "c" * (len(head) - 1)
+    rows = [rf"\begin{{tabular}}{{{spec}}}", r"\toprule", line(head), r"\midrule", *map(line, body)]
+    return "\n".join([*rows, r"\bottomrule", r"\end{tabular}"])

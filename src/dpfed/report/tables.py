@@ -1,0 +1,245 @@
+"""The table of a comparison: its rows, the best rows on equal terms, and its cells as words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from dpfed.privacy.published import show_loss, show_percent
+from dpfed.training.callbacks.public_figures import FIGURES
+
+# Epsilons of runs that were calibrated to equal targets differ by less than this factor.
+LARGER = 1.01
+DASH = "–"
+# An asterisk would begin a list in Markdown.
+FOOTNOTES = {
+    "†": "spends a larger epsilon than others at the same noise, so it is not on equal terms "
+    "(never in bold)",
+    "¶": "the best rate is at the edge of what was tried, or none was better than one answer for "
+    "all: a better one may lie outside",
+    "‡": "has runs that diverged, which count as accuracy 0",
+    "§": "could not be run: ",
+}
+# Columns of `cells`, the most important first: a narrow screen shows the first ones.
+IMPORTANCE = (0, 3, 4, 1, 5, 6, 2, 7, 8)
+EMPHASISED_COLUMNS = (0, 3)
+
+Bold = Callable[[str], str]
+Words = tuple[list[str], list[list[str]]]
+"""Header and body of a table, as words."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The results of one method or variant.
+
+    accuracies  of the reported seeds, in their order
+    difference  mean paired difference to the reference, and half its 95 % interval (one seed: None)
+    epsilon     server_worst and third_party, None without privacy
+    failed      the reason why there are no results
+    """
+
+    label: str
+    row: str = ""
+    column: str = ""
+    rates: Mapping[str, float] = field(default_factory=dict)
+    tuning_runs: int = 0
+    at_edge: bool = False
+    accuracies: tuple[float, ...] = ()
+    diverged: int = 0
+    difference: tuple[float, float | None] | None = None
+    epsilon: Mapping[str, float | None] = field(default_factory=dict)
+    guarantee: str = ""
+    traffic: Mapping[str, int] | None = None
+    failed: str | None = None
+
+    @property
+    def mean(self) -> float | None:
+        return float(np.mean(self.accuracies)) if self.accuracies else None
+
+    @property
+    def std(self) -> float | None:
+        return float(np.std(self.accuracies, ddof=1)) if len(self.accuracies) > 1 else None
+
+    @property
+    def private(self) -> bool:
+        return self.epsilon.get("server_worst") is not None
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows of a comparison.
+
+    axis       the setting that varies over the columns of a grid, empty without a grid
+    reference  label of the row that differences are taken against
+    """
+
+    title: str
+    axis: str
+    rows: tuple[Row, ...]
+    reference: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float | None]:
+    """Return the mean difference over equal seeds and half the width of its 95 % t interval."""
+    from scipy import stats
+
+    gaps = np.asarray(ours) - np.asarray(theirs)
+    if len(gaps) < 2:
+        return float(gaps.mean()), None
+    quantile = float(stats.t.ppf(0.975, len(gaps) - 1))
+    return float(gaps.mean()), quantile * float(gaps.std(ddof=1)) / math.sqrt(len(gaps))
+
+
+def larger_epsilon(table: Table) -> set[str]:
+    """Return the labels of rows that spend more than the cheapest row of their column."""
+    out = set()
+    for column in {row.column for row in table.rows}:
+        rows = [row for row in table.rows if row.column == column]
+        spent = {row.label: e for row in rows if (e := row.epsilon.get("server_worst"))}
+        out |= {label for label, value in spent.items() if value > LARGER * min(spent.values())}
+    return out
+
+
+def best_of(rows: Sequence[Row], without: set[str], least: int = 2) -> set[str]:
+    """Return the labels of the highest mean accuracy, ties included.
+
+    Rows without privacy do not compete with private ones. The set is empty if fewer than `least`
+    rows can be compared.
+    """
+    scored = [row for row in rows if row.mean is not None]
+    private = [row for row in scored if row.private]
+    means = {row.label: row.mean or 0.0 for row in private or scored if row.label not in without}
+    if len(means) < least:
+        return set()
+    top = max(means.values(), default=0.0)
+    return {label for label, mean in means.items() if mean == top}
+
+
+def percent(mean: float | None, spread: float | None, sign: bool = False) -> str:
+    if mean is None:
+        return DASH
+    text = show_percent(mean, 2, sign)
+    return text if spread is None else f"{text} ± {show_percent(spread, 2)}"
+
+
+def size(count: float) -> str:
+    """Return a number of bytes with its unit: "24.4 kB"."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
+
+
+def cells(table: Table) -> Words:
+    """Return the table of all rows; marks refer to `footnotes`."""
+    costly = larger_epsilon(table)
+    reference = table.reference or "reference"
+    head = ["method", "tuned", "tuning runs", "accuracy %", f"difference to {reference}"]
+    head += ["epsilon (server)", "epsilon (third party)", "up", "down"]
+    body = []
+    for row in table.rows:
+        rates = " ".join(f"{key} {lr:g}" for key, lr in row.rates.items())
+        difference, half = row.difference or (None, None)
+        line = [
+            " ".join([row.label, *_marks(row, costly)]),
+            rates or DASH,
+            str(row.tuning_runs),
+            percent(row.mean, row.std),
+            percent(difference, half, sign=True),
+            *(_epsilon(row, view) for view in FIGURES),
+            _sent(row, "up"),
+            _sent(row, "down"),
+        ]
+        body.append(line)
+    return head, body
+
+
+def _epsilon(row: Row, view: str) -> str:
+    if row.private:
+        return show_loss(row.epsilon[view], 2)
+    return "no privacy" if row.accuracies else DASH
+
+
+def _sent(row: Row, way: str) -> str:
+    if not row.traffic or f"{way}_numbers" not in row.traffic:
+        return DASH
+    return f"{row.traffic[f'{way}_numbers']:,} ({size(row.traffic[f'{way}_bytes'])})"
+
+
+def _marks(row: Row, costly: set[str]) -> str:
+    flags = row.label in costly, row.at_edge, row.diverged > 0, row.failed is not None
+    return "".join(mark for mark, on in zip(FOOTNOTES, flags, strict=True) if on)
+
+
+def footnotes(table: Table) -> list[str]:
+    """Return the sentences of the marks that the table uses."""
+    costly = larger_epsilon(table)
+    used = {mark for row in table.rows for mark in _marks(row, costly)}
+    failed = "; ".join(f"{row.label}: {row.failed}" for row in table.rows if row.failed)
+    sentences = {**FOOTNOTES, "§": FOOTNOTES["§"] + failed}
+    return [f"{mark} {sentence}" for mark, sentence in sentences.items() if mark in used]
+
+
+def emphasised(table: Table, body: Sequence[Sequence[str]], bold: Bold) -> list[list[str]]:
+    """Return the body with the best row's name and accuracy in bold; a grid has its own bold."""
+    best = set() if table.axis else best_of(table.rows, larger_epsilon(table))
+    return [
+        [
+            bold(word) if row.label in best and i in EMPHASISED_COLUMNS else word
+            for i, word in enumerate(line)
+        ]
+        for row, line in zip(table.rows, body, strict=True)
+    ]
+
+
+def grid_words(table: Table, bold: Bold) -> Words | None:
+    """Return the accuracies of a table with an axis: a line per row name, a column per value."""
+    if not table.axis:
+        return None
+    columns = list(dict.fromkeys(row.column for row in table.rows))
+    names = list(dict.fromkeys(row.row for row in table.rows))
+    at = {(row.row, row.column): row for row in table.rows}
+    costly = larger_epsilon(table)
+    best: set[str] = set()
+    if len(names) > 1:
+        for column in columns:
+            best |= best_of([row for row in table.rows if row.column == column], costly)
+    else:
+        # With one method its values compete with each other.
+        in_one_column = tuple(replace(row, column="") for row in table.rows)
+        best = best_of(table.rows, larger_epsilon(replace(table, rows=in_one_column)))
+
+    def word(row: Row | None) -> str:
+        if row is None:
+            return DASH
+        text = percent(row.mean, row.std)
+        return (bold(text) if row.label in best else text) + _marks(row, costly)
+
+    body = [[name, *(word(at.get((name, column))) for column in columns)] for name in names]
+    return ["method", *(f"{table.axis} {column}" for column in columns)], body
+
+
+def shown_columns(head: Sequence[str], body: Sequence[Sequence[str]], width: int) -> dict[int, int]:
+    """Return the columns that fit into `width` letters, with their widths.
+
+    A header may be broken between words, a cell may not, except the method's name.
+    """
+    border = 3
+    left = width - 1
+    shown: dict[int, int] = {}
+    for i in IMPORTANCE:
+        longest_word = max(len(word) for word in head[i].split())
+        wanted = max([longest_word, *(len(line[i]) for line in body)])
+        if i == 0:
+            wanted = min(wanted, max(12, width // 3))
+        left -= wanted + border
+        if left < 0 and shown:
+            break
+        shown[i] = wanted
+    return dict(sorted(shown.items()))
