@@ -59,7 +59,7 @@ from dpfed.training.round_context import first_state
 from dpfed.training.run import run
 from dpfed.training.run_folder.checkpoint import Checkpoints, index_hash, job_hash
 from dpfed.training.run_folder.folder import refuse_occupied
-from dpfed.training.run_identity import run_identity
+from dpfed.training.run_folder.run_identity import run_identity
 
 KNOWN = registry()
 CPU = torch.device("cpu")

@@ -93,7 +93,7 @@ def test_a_checkpoint_cannot_name_a_memory_outside_its_folder(tmp_path: Path) ->
     from dpfed.training.backends.client_state import ClientStates
     from dpfed.training.round_context import first_state
     from dpfed.training.run_folder.checkpoint import Checkpoints, index_hash, job_hash
-    from dpfed.training.run_identity import run_identity
+    from dpfed.training.run_folder.run_identity import run_identity
 
     job = stopped_run()[0]
     for path in (folder / "checkpoint").glob("round-*.json"):

@@ -69,7 +69,7 @@ def describe(
         f"NOTE: {WARNING}",
     ]
     if plot is not None:
-        from dpfed.report.plots import label_table
+        from dpfed.report.figures.plots import label_table
 
         title = f"{settings.data.name}, {rule(settings)}\nsimulation: not for release"
         label_table(counts, source.classes, title, plot, shards.names)

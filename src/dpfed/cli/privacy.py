@@ -141,7 +141,7 @@ def privacy(
         extras["asymptotic_not_a_guarantee"] = paper_formulas(realised, clients)
     lines = [*table(planned, spending, figures, public), *extra_lines(extras)]
     if plot is not None:
-        from dpfed.report.plots import epsilon_over_rounds
+        from dpfed.report.figures.plots import epsilon_over_rounds
 
         epsilon_over_rounds(planned, plot)
         lines.append(f"plot written to {plot}")

@@ -33,7 +33,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from dpfed.errors import DpfedError
-from dpfed.privacy.private_files import make_private_folder, open_private
+from dpfed.privacy.ledger.private_files import make_private_folder, open_private
 
 CURVE = ec.SECP384R1()
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

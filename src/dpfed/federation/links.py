@@ -24,7 +24,7 @@ from dpfed.errors import DpfedError, StoppedError
 from dpfed.federation import keys
 from dpfed.federation.client_config import DEFAULT_PORT, LinkSection
 from dpfed.federation.flower.child import SECRET_VARIABLE
-from dpfed.privacy.private_files import OWNER_UMASK, make_private_folder, open_private
+from dpfed.privacy.ledger.private_files import OWNER_UMASK, make_private_folder, open_private
 
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",

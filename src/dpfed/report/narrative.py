@@ -9,7 +9,7 @@ from typing import Any
 from dpfed.errors import counted
 from dpfed.privacy.accounting.guarantee import NOT_COVERED, PUBLIC
 from dpfed.privacy.published import show_loss, show_percent
-from dpfed.report.figure import joined, short
+from dpfed.report.figures.figure import joined, short
 from dpfed.report.run_reader import Group, RunData, number
 from dpfed.report.tables import Row, Table, best_of, larger_epsilon, size
 from dpfed.training.budget.release import NO_PRIVACY, SEEDED

@@ -20,10 +20,10 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from dpfed.errors import DpfedError
-from dpfed.privacy.private_files import open_private
+from dpfed.privacy.ledger.private_files import open_private
 from dpfed.report import narrative
-from dpfed.report.figure import Figure
-from dpfed.report.figures import all_figures
+from dpfed.report.figures.figure import Figure
+from dpfed.report.figures.run_figures import all_figures
 from dpfed.report.labels import apart
 from dpfed.report.run_reader import Group, grouped, runs_and_studies
 from dpfed.report.sections import sections_of

@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from dpfed.privacy.published import show_setting
 from dpfed.report import narrative
-from dpfed.report.figure import Figure
+from dpfed.report.figures.figure import Figure
 from dpfed.report.run_reader import Group, RunData, number
 from dpfed.report.tables import (
     DASH,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dpfed.errors import DpfedError
-from dpfed.report.plots import Curve, accuracy_over_rounds
+from dpfed.report.figures.plots import Curve, accuracy_over_rounds
 from dpfed.report.table_files import to_csv, to_json, to_latex, to_markdown
 from dpfed.report.tables import Row, Table, paired
 from dpfed.studies.arms import REFERENCE

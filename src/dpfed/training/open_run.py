@@ -33,7 +33,7 @@ from dpfed.training.run_folder.files import LEDGER, read_result
 from dpfed.training.run_folder.folder import RunFolder, refuse_occupied
 from dpfed.training.run_folder.label_counts import write_label_counts
 from dpfed.training.run_folder.resume import changes, refuse_kind, refuse_other, run_name
-from dpfed.training.run_identity import run_identity
+from dpfed.training.run_folder.run_identity import run_identity
 
 Mode = Literal["new", "replace", "resume"]
 """A run that starts in a new folder, replaces the run in its folder, or resumes it."""

@@ -12,10 +12,10 @@ from torch import Tensor
 from dpfed.algorithms.base import Message
 from dpfed.errors import InterruptedRunError, StoppedError
 from dpfed.training.backends.base import Backend, LostRoundError
+from dpfed.training.backends.finite_check import begin_finite_check
 from dpfed.training.budget.spending import Spending
 from dpfed.training.callbacks.base import Callback
 from dpfed.training.evaluation import evaluate
-from dpfed.training.finite_check import begin_finite_check
 from dpfed.training.job.job import Job
 from dpfed.training.round_context import context, first_state
 from dpfed.training.rounds import Progress, Round

@@ -83,7 +83,7 @@ def test_the_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: st
 def test_the_plot_shows_the_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.axes import Axes
 
-    from dpfed.report.plots import label_table
+    from dpfed.report.figures.plots import label_table
 
     shown = []
     real = Axes.imshow

@@ -20,10 +20,10 @@ from dpfed.errors import DivergedError, InterruptedRunError
 from dpfed.registry import registry
 from dpfed.training import open_run, round_loop
 from dpfed.training.backends.execution import InProcess
+from dpfed.training.backends.finite_check import begin_finite_check
 from dpfed.training.backends.fleet import Fleet
 from dpfed.training.budget.spending import Spending
 from dpfed.training.callbacks.checkpoints import checkpoints_due
-from dpfed.training.finite_check import begin_finite_check
 from dpfed.training.job.job import Job, prepare
 from dpfed.training.open_run import Mode
 from dpfed.training.round_context import first_state

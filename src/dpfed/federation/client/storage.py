@@ -26,7 +26,12 @@ from torch import Tensor
 from dpfed.algorithms.base import ClientState
 from dpfed.errors import DpfedError
 from dpfed.federation.policy import RefusedError
-from dpfed.privacy.private_files import fsync, make_private_folder, restrict_file, restrict_tree
+from dpfed.privacy.ledger.private_files import (
+    fsync,
+    make_private_folder,
+    restrict_file,
+    restrict_tree,
+)
 from dpfed.training.run_folder.atomic_file import write_file
 
 LOG = logging.getLogger("dpfed")

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from dpfed.privacy.ledger.charge import Charge, Client, Row
+from dpfed.privacy.ledger.private_files import fsync
 from dpfed.privacy.ledger.storage import (
     FORMAT,
     Head,
@@ -48,7 +49,6 @@ from dpfed.privacy.ledger.storage import (
     write_head,
 )
 from dpfed.privacy.mechanism import Mechanism
-from dpfed.privacy.private_files import fsync
 
 Pathlike = str | os.PathLike[str]
 History = list[tuple[Mechanism, int]]

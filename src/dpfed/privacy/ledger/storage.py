@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from dpfed.errors import DpfedError
-from dpfed.privacy.private_files import fsync, open_private, replace_file, restrict_file
+from dpfed.privacy.ledger.private_files import fsync, open_private, replace_file, restrict_file
 
 FORMAT = 1
 # "dpfd" in SQLite's file header.

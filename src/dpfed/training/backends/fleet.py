@@ -26,9 +26,9 @@ from dpfed.privacy.record_batch import PrivateData
 from dpfed.training.backends.base import WaitForCharge, no_charge
 from dpfed.training.backends.batched_runs import UnbatchableError
 from dpfed.training.backends.client_state import ClientStates
+from dpfed.training.backends.finite_check import require_finite_messages
 from dpfed.training.backends.memory_fit import fleet_size, slots_of
 from dpfed.training.callbacks.activity import Activity
-from dpfed.training.finite_check import require_finite_messages
 from dpfed.training.job.job import Job
 from dpfed.training.local_steps import LocalResult, run_local_steps
 from dpfed.training.round_context import context

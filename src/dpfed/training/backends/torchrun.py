@@ -44,7 +44,7 @@ from dpfed.training.backends.client_state import ClientStates
 from dpfed.training.backends.fleet import Fleet
 from dpfed.training.job.job import Job
 from dpfed.training.round_context import first_state
-from dpfed.training.run_identity import run_identity
+from dpfed.training.run_folder.run_identity import run_identity
 from dpfed.training.server_state import State
 
 # Commands of rank 0, the first number of a header.

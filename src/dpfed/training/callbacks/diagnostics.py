@@ -21,7 +21,7 @@ from torch import Tensor
 from dpfed.algorithms.base import Context
 from dpfed.config import Config
 from dpfed.errors import DpfedError
-from dpfed.privacy.private_files import open_private
+from dpfed.privacy.ledger.private_files import open_private
 from dpfed.training.callbacks.base import Callback
 from dpfed.training.job.job import Job
 from dpfed.training.local_steps import LocalResult

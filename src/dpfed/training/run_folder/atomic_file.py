@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO
 
 from dpfed.errors import DpfedError
-from dpfed.privacy.private_files import make_private_folder, replace_file
+from dpfed.privacy.ledger.private_files import make_private_folder, replace_file
 
 
 def write_file(path: Path, write: Callable[[IO[bytes]], object], for_release: bool = False) -> str:

@@ -24,7 +24,7 @@ from dpfed.config import Config, to_toml
 from dpfed.errors import DpfedError, phrase
 from dpfed.model.parameter_vector import Space
 from dpfed.privacy.ledger.ledger import Ledger
-from dpfed.privacy.private_files import make_private_folder, open_private, restrict_tree
+from dpfed.privacy.ledger.private_files import make_private_folder, open_private, restrict_tree
 from dpfed.training.rounds import Round
 from dpfed.training.run_folder.atomic_file import short_errors, write_file
 from dpfed.training.run_folder.files import (

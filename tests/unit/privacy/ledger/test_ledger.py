@@ -596,7 +596,7 @@ def test_a_damaged_head_file_is_refused(tmp_path: Path, content: bytes) -> None:
 
 OPEN = """
 from dpfed.errors import DpfedError
-from dpfed.privacy import private_files
+from dpfed.privacy.ledger import private_files
 from dpfed.privacy.ledger import ledger as module, storage as files
 from dpfed.privacy.ledger.ledger import *
 m = Mechanism('poisson', .1, 1.)

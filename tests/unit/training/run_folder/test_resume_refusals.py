@@ -32,7 +32,7 @@ from dpfed.training.budget.recorded_spending import read_recorded_spending
 from dpfed.training.callbacks.progress import ProgressDisplay
 from dpfed.training.job.job import Job
 from dpfed.training.run import run
-from dpfed.training.run_identity import run_identity
+from dpfed.training.run_folder.run_identity import run_identity
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ import pytest
 import dpfed
 from dpfed.privacy.ledger.charge import Charge
 from dpfed.privacy.ledger.ledger import Ledger
+from dpfed.privacy.ledger.private_files import make_private_folder, open_private, restrict_tree
 from dpfed.privacy.mechanism import Mechanism
-from dpfed.privacy.private_files import make_private_folder, open_private, restrict_tree
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o777], ids=oct)
@@ -104,7 +104,7 @@ BY_UMASK = {
     "training/run_folder/folder.py": {"mkdir"},
     "federation/client/storage.py": {"mkdir"},
     "federation/flower/apps.py": {"mkdir", "write_bytes"},
-    "privacy/private_files.py": {"mkdir", "open"},
+    "privacy/ledger/private_files.py": {"mkdir", "open"},
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dpfed.privacy.published import PLOTTED_DIGITS, plotted_loss, show_setting
-from dpfed.report.figure import ROUNDS, Figure, axis, bars, inert, joined, line, short
+from dpfed.report.figures.figure import ROUNDS, Figure, axis, bars, inert, joined, line, short
 from dpfed.report.run_reader import Group, Privacy, RunData, number
 
 # Words, series and dash of each view. The first two methods do not have these series' colours.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dpfed.report.plots import Curve, accuracy_over_rounds
+from dpfed.report.figures.plots import Curve, accuracy_over_rounds
 
 
 def test_curves_are_drawn_the_same_each_time(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from dpfed.report.figure import ROUNDS, Figure, axis, band, bars, inert, line
-from dpfed.report.privacy_figures import (
+from dpfed.report.figures.figure import ROUNDS, Figure, axis, band, bars, inert, line
+from dpfed.report.figures.privacy_figures import (
     accuracy_against_epsilon,
     client_names,
     clients_epsilon,

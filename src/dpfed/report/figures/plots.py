@@ -11,7 +11,7 @@ import numpy as np
 
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting.guarantee import Planned
-from dpfed.privacy.private_files import open_private
+from dpfed.privacy.ledger.private_files import open_private
 from dpfed.privacy.published import show_delta
 
 # Okabe and Ito's eight colours without yellow, which is hard to see on white.
