@@ -91,13 +91,12 @@ def compare(
     folder = out or Path("runs") / study.name
     count, gpus = default_workers(str(study.base["run"]["device"]))
     count = workers or count
-    together = pack_size(pack, gpus)
+    packing = Packing(pack_size(pack, gpus), count)
     with claim(folder, study, force), Pool(count, gpus) as pool, StudyWatch() as watch:
         planned = runs_in_words(Progress(study, known).planned())
         arms = counted(len(study.arms), "arm")
         watch.say(f"{arms}, {planned}, {count} at a time, into {folder}")
         try:
-            packing = Packing(together, count)
             results = conduct(study, folder, pool, known, watch.run, packing)
         except KeyboardInterrupt:
             watch.say("stopped: the same command goes on from here, finished runs are kept")
