@@ -94,8 +94,7 @@ def compare(
     packing = Packing(pack_size(pack, gpus), count)
     with claim(folder, study, force), Pool(count, gpus) as pool, StudyWatch() as watch:
         planned = runs_in_words(Progress(study, known).planned())
-        arms = counted(len(study.arms), "arm")
-        watch.say(f"{arms}, {planned}, {count} at a time, into {folder}")
+        watch.say(f"{counted(len(study.arms), 'arm')}, {planned}, {count} at a time, into {folder}")
         try:
             results = conduct(study, folder, pool, known, watch.run, packing)
         except KeyboardInterrupt:
