@@ -229,7 +229,7 @@ COMMANDS_ONLY = {
     "training/export.py",
     "training/backends/batched_runs.py",
     "training/run_folder/resume.py",
-    "training/budget/spending.py",
+    "training/budget/ledgers.py",
 }
 
 

@@ -104,6 +104,7 @@ def spec_of_options(
 def lines(found: dict[str, Any], spec: InputSpec) -> list[str]:
     shapes = {name: "x".join(map(str, s)) or "1" for name, s in found["tensors"].items()}
     sizes = {name: f"{size:,}" for name, size in found["blocks"].items()}
+    up_bytes = 4 * found["uplink"]
     return [
         f"{found['model']} ({found['class']}), train = {found['train']}, for {spec.kind} of "
         f"shape {'x'.join(map(str, spec.shape))} and {spec.classes} classes",
@@ -117,7 +118,7 @@ def lines(found: dict[str, Any], spec: InputSpec) -> list[str]:
         *gathered_lines(sizes),
         "",
         f"uplink of dp-fedadamw: P + blocks = {found['uplink']:,} numbers "
-        f"({4 * found['uplink'] / 1e6:.2f} MB) per client and round",
+        f"({up_bytes / 1e6:.2f} MB) per client and round",
         *(f"note: {note}" for note in found["notes"]),
     ]
 

@@ -115,7 +115,7 @@ def test_examples(show: Callable[[float | None], str], value: float | None, text
 # --- no format beside these functions ---
 
 ROOT = Path(dpfed.__file__).parent
-SHOWING = ("privacy", "engine", "report", "cli", "federation", "compare", "api.py")
+SHOWING = ("privacy", "training", "report", "cli", "federation", "studies", "api.py")
 FLOAT_SPEC = re.compile(r"[-+ #0-9,_<>^]*(\.[0-9]+)?[eEfFgGn%]")
 PERCENT_FORMAT = re.compile(r"%[-+ #0-9]*(\.[0-9]+)?[eEfFgG](?![A-Za-z])")
 # Times, sizes, learning rates and settings that say nothing about privacy, by their own names.
@@ -126,7 +126,7 @@ HARMLESS = frozenset(
         "processor",
         "ratio",
         "wait",
-        "_timeout",
+        "timeout",
         "limit",
         "norm_limit",
         "up",
@@ -159,8 +159,9 @@ HARMLESS = frozenset(
         "batch",
         "median",
         "mean",
-        "LARGEST",
-        "FIELDS",
+        "MAX_NOISE",
+        "MAX_TENSOR_VALUE",
+        "MAX_ALGORITHM_VALUE",
         "CLIPS",
         "distance",
     ]

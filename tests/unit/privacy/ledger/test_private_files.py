@@ -99,7 +99,7 @@ ROOT = Path(dpfed.__file__).parent
 WRITING = ("privacy", "training", "federation")
 # Parents of a run's or a client's folder, and what is made for release: there the umask decides.
 BY_UMASK = {
-    "training/run_folder/atomic_file.py": {"mkdir", "open"},
+    "training/run_folder/atomic_file.py": {"mkdir"},
     "training/export.py": {"mkdir"},
     "training/run_folder/folder.py": {"mkdir"},
     "federation/client/storage.py": {"mkdir"},

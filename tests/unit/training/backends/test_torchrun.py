@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import callback_case
 import numpy as np
 import pytest
 import torch
@@ -128,7 +129,7 @@ import json, os, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1].split(os.pathsep)
 import test_torchrun as here
 import torch.distributed
 from dpfed.training.backends.torchrun import Group
@@ -182,7 +183,8 @@ except StoppedError as error:
 def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the runs of two processes."""
     out = tmp_path_factory.mktemp("together")
-    here = str(Path(__file__).parent)
+    # The test's own folder and that of the shared helpers.
+    here = os.pathsep.join([str(Path(__file__).parent), str(Path(callback_case.__file__).parent)])
     both = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, here, str(r), str(out)], stderr=subprocess.PIPE, text=True
