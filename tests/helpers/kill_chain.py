@@ -132,13 +132,13 @@ def watch(out: Path, act: Act) -> None:
         fsync(handle)
 
     def witnessed(self: Fleet, t: int, state: Any, clients: Any, wait_for_charge: Any) -> Any:
-        told = []
+        lines = []
 
         def released() -> None:
             wait_for_charge()
             # From here on noised values are released.
-            if not told:
-                told.append(os.write(witness, (json.dumps([t, list(clients)]) + "\n").encode()))
+            if not lines:
+                lines.append(os.write(witness, (json.dumps([t, list(clients)]) + "\n").encode()))
 
         act("cohort", next(cohorts))
         mean = run_cohort(self, t, state, clients, released)
@@ -190,9 +190,7 @@ def whole(args: list[str], out: Path, log: Path, act: Act = lambda kind, n: None
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     if status != 0:
-        raise WrongError(
-            f"a link that nobody killed ended with {status}: {log.read_text()[-2000:]}"
-        )
+        raise WrongError(f"a link without a kill ended with {status}: {log.read_text()[-2000:]}")
 
 
 def killed(args: list[str], out: Path, log: Path, rng: random.Random, usual: Usual) -> str | None:

@@ -175,7 +175,7 @@ def test_a_client_with_non_finite_values_stops_the_run(
     assert (tmp_path / "run" / "checkpoint" / "round-1.json").exists()
     monkeypatch.undo()
     whole = run(config_of(run=settings), tmp_path / "whole", source=source())
-    again = run(config_of(run=settings), tmp_path / "run", source=source(), resume=True)
+    again = run(config_of(run=settings), tmp_path / "run", source=source(), mode="resume")
     assert again["test_loss"] == whole["test_loss"]
 
 

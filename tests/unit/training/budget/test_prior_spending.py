@@ -371,18 +371,18 @@ def test_privacy_before_and_after_the_run_agree(start: Path, tmp_path: Path) -> 
         start, data={"name": "npz", "path": str(tmp_path / "data.npz"), "classes": 3}
     )
     run(config, tmp_path / "r")
-    told = []
+    printed = []
     for target in (tmp_path / "r", tmp_path / "r" / "config.toml"):
         result = CliRunner().invoke(app, ["privacy", str(target), "--json"])
         assert result.exit_code == 0, result.output
-        told.append(json.loads(result.stdout.splitlines()[-1]))
+        printed.append(json.loads(result.stdout.splitlines()[-1]))
     for key in ("server_worst", "third_party", "rdp_server_worst", "guarantee", "delta", "sigma"):
         assert (
-            told[0][key] == pytest.approx(told[1][key])
-            if isinstance(told[0][key], float)
-            else told[0][key] == told[1][key]
+            printed[0][key] == pytest.approx(printed[1][key])
+            if isinstance(printed[0][key], float)
+            else printed[0][key] == printed[1][key]
         )
-    assert told[0]["server_worst"] == pytest.approx(
+    assert printed[0]["server_worst"] == pytest.approx(
         epsilon([(FIRST, 4), (replace(FIRST, noise_multiplier=2.0), 4)], DELTA).value
     )
 

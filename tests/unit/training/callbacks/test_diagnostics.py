@@ -21,6 +21,7 @@ from dpfed.registry import registry
 from dpfed.training.backends.fleet import Fleet
 from dpfed.training.callbacks.diagnostics import BINS, DECADES, Diagnostics, read_diagnostics
 from dpfed.training.job.job import Job, prepare
+from dpfed.training.local_steps import LocalResult
 from dpfed.training.round_context import context, first_state
 from dpfed.training.run import run
 
@@ -59,8 +60,8 @@ def clients_of(job: Job) -> list[Any]:
     """Return each client's state after round 1, computed one client at a time."""
     seen: list[Any] = []
 
-    def watch(ctx: Any, clients: Sequence[int], local: Any) -> None:
-        seen.append(local)
+    def watch(ctx: Any, clients: Sequence[int], result: LocalResult) -> None:
+        seen.append(result.states)
 
     fleet = Fleet(job, watch=watch)
     for i in range(CLIENTS):
@@ -189,11 +190,11 @@ def test_values_off_the_scale_are_in_the_outer_bins_and_nan_is_null(tmp_path: Pa
     v = torch.full_like(local.v_hat, 1e6)
     v[0, 0] = 0.0
     diagnostics = Diagnostics(tmp_path, job)
-    diagnostics.watch(context(job, 1, [0]), [0], dataclasses.replace(local, v_hat=v))
+    large = dataclasses.replace(local, v_hat=v)
+    diagnostics.watch(context(job, 1, [0]), [0], LocalResult(large, {}, {}))
     diagnostics.on_round(SimpleNamespace(t=1))
-    diagnostics.watch(
-        context(job, 2, [0]), [0], dataclasses.replace(local, theta=local.theta * math.nan)
-    )
+    broken = dataclasses.replace(local, theta=local.theta * math.nan)
+    diagnostics.watch(context(job, 2, [0]), [0], LocalResult(broken, {}, {}))
     diagnostics.on_round(SimpleNamespace(t=2))
     lines = (tmp_path / "diagnostics.jsonl").read_text().splitlines()
     first, second = (

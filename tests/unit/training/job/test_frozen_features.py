@@ -282,7 +282,7 @@ def test_jobs_share_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_shared_features_keep_their_data_alive(tmp_path: Path) -> None:
-    """Otherwise new data could get the `id` of deleted data, and with it the features."""
+    """New data could get the `id` of deleted data, and then wrong features."""
     shared, config = JobCache(), config_of("bert", tmp_path)
     raw = texts()
     job = prepare(config, raw, shared)
