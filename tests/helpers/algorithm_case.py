@@ -1,4 +1,4 @@
-"""A fake oracle and a tiny round loop, so that an algorithm can be tested by its contract alone: no data, no model."""
+"""A fake oracle and a small round loop, to test algorithms without data or a model."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ Gradient = Callable[[Tensor], Tensor]
 
 
 def make_space(*sizes: int) -> Space:
-    """A space of so many tensors of these sizes, each of them one block."""
+    """Return a space with one tensor and one block for each size."""
     names = tuple(f"block{i}" for i in range(len(sizes)))
     blocks = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     return Space(names, tuple(torch.Size([n]) for n in sizes), names, blocks)
 
 
 class FakeOracle:
-    """Gradients from a plain function of θ `[S, P]`, plus Gaussian noise of the stated variance; it counts its calls."""
+    """An oracle of a plain function of θ `[S, P]`, with Gaussian noise of variance `phi`."""
 
     def __init__(
         self, gradient: Gradient, phi: Tensor, generator: torch.Generator | None = None
     ) -> None:
         self.gradient, self.phi, self.generator = gradient, phi, generator
         self.calls, self.again_calls = 0, 0
-        self.given: list[
-            tuple[Tensor, Tensor]
-        ] = []  # what was handed out, and a copy made at that moment
+        # The last gradients and copies of them, so that a test can find changes in place.
+        self.given: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         self.calls += 1
@@ -57,7 +56,7 @@ class FakeOracle:
 
 
 class Table:
-    """Gradients read from a list, one `[S, P]` per call, whatever θ is: for examples worked out by hand."""
+    """An oracle that returns listed gradients `[S, P]`, one per call, for examples by hand."""
 
     def __init__(
         self, gradients: Sequence[Tensor], phi: Tensor, second: Sequence[Tensor] | None = None
@@ -75,15 +74,14 @@ class Table:
 
 @dataclass
 class History:
-    """What a run leaves behind: the server and all clients' memory after rounds 0..T, each round's messages and oracle."""
+    """The server and the clients' memory after rounds 0 to T, with the messages and oracles."""
 
     servers: list[Any]
     means: list[dict[str, Tensor]] = field(default_factory=list)
     messages: list[dict[str, Tensor]] = field(default_factory=list)
     oracles: list[Any] = field(default_factory=list)
-    memories: list[ClientState] = field(
-        default_factory=list
-    )  # {name: [N, P], "seen": [N]}, or {} where nothing is kept
+    # Entries are {name: [N, P], "seen": [N]}, or {} for algorithms without memory.
+    memories: list[ClientState] = field(default_factory=list)
 
     @property
     def theta(self) -> Tensor:
@@ -147,9 +145,10 @@ def run_rounds(
     checked: bool = True,
     cohorts: Sequence[Sequence[int]] | None = None,
 ) -> History:
-    """T rounds through the five methods and a plain mean; `watch(ctx, k, before, after)` sees each step.
+    """Run T rounds of an algorithm's five methods with a plain mean of the messages.
 
-    All clients take part, or those of `cohorts[t-1]`; what clients remember is theirs, whoever took part in between.
+    `watch(ctx, k, before, after)` is called for each step. The clients of round t are
+    `cohorts[t-1]`, by default all. Clients keep their memory over rounds without them.
     """
     theta = torch.zeros(space.size) if theta is None else theta
     phi = phi if isinstance(phi, Tensor) else torch.full((clients, 1), phi, dtype=theta.dtype)
@@ -185,7 +184,7 @@ def run_rounds(
 
 
 def blank_memory(algorithm: Algorithm, clients: int, theta: Tensor) -> ClientState:
-    """What clients that were never drawn remember: zeros, and that they were not seen; {} where nothing is kept."""
+    """Return zeros and `seen` = False for each client, or {} for an algorithm without memory."""
     if not algorithm.remembers:
         return {}
     blank: ClientState = {
@@ -195,7 +194,7 @@ def blank_memory(algorithm: Algorithm, clients: int, theta: Tensor) -> ClientSta
 
 
 def remember(old: ClientState, chosen: Tensor, new: ClientState) -> ClientState:
-    """The memory of all clients after the chosen ones have taken part."""
+    """Return the memory of all clients after a round of the chosen ones."""
     assert set(new) | {"seen"} == set(old) | {"seen"}, (
         "finish gives back the vectors that the algorithm names"
     )
@@ -208,7 +207,7 @@ def remember(old: ClientState, chosen: Tensor, new: ClientState) -> ClientState:
 
 
 def noise(seed: int = 0) -> OracleFactory:
-    """Pure noise of the context's Φ, one stream over all rounds."""
+    """Make oracles of noise alone, with one random stream for all rounds."""
     return noisy(torch.zeros_like, seed)
 
 
@@ -218,12 +217,12 @@ def noisy(gradient: Gradient, seed: int = 0) -> OracleFactory:
 
 
 def exact(gradient: Gradient) -> OracleFactory:
-    """No noise: the gradient itself."""
+    """Make oracles without noise."""
     return lambda ctx: FakeOracle(gradient, ctx.phi)
 
 
 def curved(size: int, dtype: torch.dtype = torch.float32) -> Gradient:
-    """The gradient of a small non-quadratic function, of very different sizes per coordinate."""
+    """Return a non-quadratic function's gradient, with very different sizes per coordinate."""
     generator = torch.Generator().manual_seed(7)
     matrix = torch.randn(size, size, generator=generator, dtype=torch.float64)
     scale = torch.logspace(-2, 1, size, dtype=torch.float64)
@@ -238,12 +237,15 @@ def start_point(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    """‖a − b‖ / ‖b‖."""
+    """Return ‖a − b‖ / ‖b‖."""
     return float((a - b).double().norm() / b.double().norm())
 
 
 def tables(gradients: Sequence[Any], second: Sequence[Any] | None = None) -> OracleFactory:
-    """Hand-written gradients, `gradients[t-1][k-1]` a list of rows, one per client of that round; `second` for `again`."""
+    """Make oracles of listed gradients; `second` holds the answers of `again`.
+
+    `gradients[t-1][k-1]` is a list of rows, one per client of round t.
+    """
 
     def rows(steps: Any) -> list[Tensor]:
         return [torch.tensor(step, dtype=torch.float64) for step in steps]
@@ -256,7 +258,7 @@ def tables(gradients: Sequence[Any], second: Sequence[Any] | None = None) -> Ora
 
 
 def small_run(algorithm: Algorithm, schedule: str = "constant") -> Tensor:
-    """How far four noisy rounds of three steps of two clients carry θ: enough for every switch to show."""
+    """Return the change of θ in four noisy rounds, which depends on every key of an algorithm."""
     theta = start_point(6, torch.float64)
     oracle = noisy(curved(6, torch.float64), seed=11)
     return run_rounds(
@@ -265,5 +267,5 @@ def small_run(algorithm: Algorithm, schedule: str = "constant") -> Tensor:
 
 
 def keys_of(algorithm: type[Algorithm]) -> set[str]:
-    """The keys that a test of the algorithm must turn; the weights of the mean are the backend's."""
+    """Return the keys that a test must change, without `agg_weights`, which the backend reads."""
     return {f.name for f in fields(algorithm)} - {"agg_weights"}

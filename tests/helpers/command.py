@@ -1,4 +1,4 @@
-"""The command line in this process, for tests."""
+"""Run the command line in this process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dpfed.cli.main import main
 
 
 def dpfed(*args: str) -> int:
-    """Runs the command as the console script would, and returns its exit code."""
+    """Run the command like the console script and return its exit code."""
     old = sys.argv
     sys.argv = ["dpfed", *args]
     try:

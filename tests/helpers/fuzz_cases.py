@@ -119,7 +119,7 @@ def read_configuration(folder: Path) -> None:
 
 
 def override(rng: Random) -> bool:
-    """`--set` with a key that there is, or nearly, and any text."""
+    """Use `--set` with a real or slightly changed key and any text."""
     section = rng.choice(
         ("data", "model", "algorithm", "privacy", "run", "model.lora", "", "x", "data.")
     )
@@ -159,7 +159,7 @@ def override(rng: Random) -> bool:
     return read_plainly(lambda _: to_toml(load("digits", [item], KNOWN)), Path())
 
 
-# ---- a run's folder
+# ---- run folders
 
 
 def run_config() -> Any:
@@ -181,7 +181,7 @@ def run_config() -> Any:
 
 @cache
 def stopped_run() -> tuple[Any, Files]:
-    """A job, and the folder of its run, which was stopped before its last round."""
+    """Return a job and the folder of its run, which stopped before its last round."""
 
     class StopError(Exception):
         pass
@@ -271,7 +271,7 @@ def occupied(folder: Path) -> None:
     refuse_occupied(folder, force=True)
 
 
-# ---- what a run starts from
+# ---- models and adapters
 
 SPEC = InputSpec("image", "pixel_values", (3, 8, 8), 3)
 
@@ -390,14 +390,15 @@ def study_files() -> Files:
 def read_study(folder: Path) -> None:
     with claim(folder, study(), force=False):
         results = conduct(study(), folder, study_case.FakeRunner(score), KNOWN)
-        table = table_of(study(), results)  # all that is written but the plots, which take a second
+        # All output except the plots, which take a second.
+        table = table_of(study(), results)
         for form in (to_csv, to_json, to_markdown, to_latex):
             form(table).encode()
         search_csv(results).encode()
         curves_of(results, "")
 
 
-# ---- the wire
+# ---- messages
 
 TERMS = Terms(
     run="run-1",

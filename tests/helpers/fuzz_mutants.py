@@ -62,7 +62,7 @@ NESTED = (
 
 
 def mutate(rng: Random, name: str, content: bytes, odd: tuple[Any, ...] = ODD) -> bytes:
-    """One change of a file, or rarely several."""
+    """Return the files after one change, or rarely several."""
     out = content
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         if name.endswith((".json", ".jsonl")) and rng.random() < 0.6:

@@ -1,4 +1,4 @@
-"""Cases that several tests share: gradient."""
+"""Compare per-sample gradients of small models with a loop over single records."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Inputs = dict[str, Tensor]
 def loop(
     model: nn.Module, space: Space, theta: Tensor, client: Tensor, inputs: Inputs, labels: Tensor
 ) -> Tensor:
-    """Gradient of each record by itself, `[N, P]`: one plain model, one forward and one backward per record."""
+    """Return each record's gradient `[N, P]`, with one backward pass per record."""
     parameters = dict(model.named_parameters())
     out = torch.zeros(len(client), space.size)
     for j in range(len(client)):
@@ -59,7 +59,7 @@ def loop(
 
 
 class Case:
-    """A model made ready, beside an untouched copy of it."""
+    """A model prepared for per-sample gradients, and a plain copy of it."""
 
     def __init__(self, model: nn.Module) -> None:
         tensors = trainable(model)
@@ -69,14 +69,14 @@ class Case:
         self.ready = PerSample(model.eval(), self.space, call, per_record_loss)
 
     def rows(self, clients: int, seed: int = 0) -> Tensor:
-        """Different weights for each client, none of them at a special place (LoRA's B = 0)."""
+        """Return different weights for each client; LoRA's B is not zero."""
         noise = torch.randn(clients, self.space.size, generator=torch.Generator().manual_seed(seed))
         return self.theta + 0.1 * noise
 
     def check(
         self, inputs: Inputs, labels: Tensor, clients: int, nan: int | None = None, seed: int = 0
     ) -> Tensor:
-        """Compares, record by record, in norm; with `nan`, that record's is not finite and no other notices."""
+        """Compare each record's gradient; only that of record `nan` may be non-finite."""
         client = torch.arange(len(labels)).flip(0) % clients
         theta = self.rows(clients, seed)
         grads = self.ready.grads(theta, client, inputs, labels)
@@ -97,17 +97,17 @@ class Case:
 
 def close(got: Tensor, want: Tensor, space: Space) -> None:
     for mine, reference in zip(got, want, strict=True):
-        assert (
-            mine - reference
-        ).norm() <= 3 * TOLERANCE * reference.norm()  # a gradient that nearly cancels is less exact
-    # And each tensor by itself. What is far below the whole is rounding: a key's bias has gradient zero in exact numbers.
+        # Sums that nearly cancel are less exact.
+        assert (mine - reference).norm() <= 3 * TOLERANCE * reference.norm()
+    # Tensors with tiny gradients contain rounding errors only: the exact gradient of a key's bias
+    # is zero.
     for name, part in zip(space.names, space.slices(), strict=True):
         error, size = (got[:, part] - want[:, part]).norm(), want[:, part].norm()
         assert error <= TOLERANCE * size + 2e-5 * want.norm(), f"{name}: {error / size:.1e}"
 
 
 def spread(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Weights that follow from the seed alone, none at a special place, so that biases, norms and tables matter."""
+    """Draw all weights from the seed, so that biases, norms and embeddings affect the output."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -117,27 +117,29 @@ def spread(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def swin(**other: object) -> nn.Module:
-    """Two stages of two layers, so that windows are folded, shifted and merged."""
+    """Return a Swin of two stages with two layers each, which shifts and merges windows."""
     config: dict[str, object] = {
-        "image_size": 16, "patch_size": 2, "num_channels": 1, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 4],
-        "window_size": 2, "num_labels": CLASSES, "drop_path_rate": 0.0, "mlp_ratio": 2.0,
+        "image_size": 16, "patch_size": 2, "num_channels": 1, "embed_dim": 8, "depths": [2, 2],
+        "num_heads": [2, 4], "window_size": 2, "num_labels": CLASSES, "drop_path_rate": 0.0,
+        "mlp_ratio": 2.0,
     }  # fmt: skip
     return spread(SwinForImageClassification(SwinConfig(**{**config, **other})))
 
 
 def vit(**other: object) -> nn.Module:
     config: dict[str, object] = {
-        "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12, "image_size": 8,
-        "patch_size": 4, "num_channels": 1, "num_labels": CLASSES,
+        "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "intermediate_size": 12, "image_size": 8, "patch_size": 4, "num_channels": 1,
+        "num_labels": CLASSES,
     }  # fmt: skip
     return spread(ViTForImageClassification(ViTConfig(**{**config, **other})))
 
 
 def _text(**other: object) -> dict[str, object]:
     return {
-        "vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12,
-        "max_position_embeddings": 12, "num_labels": CLASSES, "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0, **other,
+        "vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "intermediate_size": 12, "max_position_embeddings": 12, "num_labels": CLASSES,
+        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, **other,
     }  # fmt: skip
 
 
@@ -159,7 +161,7 @@ def images(side: int) -> Callable[[int], Inputs]:
 
 def texts(pad: int) -> Callable[[int], Inputs]:
     def make(count: int) -> Inputs:
-        """Records of different length; the rest of each is padding, and the mask says so."""
+        """Return padded records of different lengths with their attention mask."""
         ids = torch.randint(2, 20, (count, 7), generator=torch.Generator().manual_seed(4))
         mask = (torch.arange(7) < torch.tensor([4, 7, 2, 6, 3][:count]).reshape(-1, 1)).long()
         return {"input_ids": torch.where(mask > 0, ids, pad), "attention_mask": mask}

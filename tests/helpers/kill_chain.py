@@ -132,13 +132,13 @@ def watch(out: Path, act: Act) -> None:
         fsync(handle)
 
     def witnessed(self: Fleet, t: int, state: Any, clients: Any, wait_for_charge: Any) -> Any:
-        told = []
+        lines = []
 
         def released() -> None:
             wait_for_charge()
             # From here on noised values are released.
-            if not told:
-                told.append(os.write(witness, (json.dumps([t, list(clients)]) + "\n").encode()))
+            if not lines:
+                lines.append(os.write(witness, (json.dumps([t, list(clients)]) + "\n").encode()))
 
         act("cohort", next(cohorts))
         mean = run_cohort(self, t, state, clients, released)
@@ -190,15 +190,13 @@ def whole(args: list[str], out: Path, log: Path, act: Act = lambda kind, n: None
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     if status != 0:
-        raise WrongError(
-            f"a link that nobody killed ended with {status}: {log.read_text()[-2000:]}"
-        )
+        raise WrongError(f"a link without a kill ended with {status}: {log.read_text()[-2000:]}")
 
 
 def killed(args: list[str], out: Path, log: Path, rng: random.Random, usual: Usual) -> str | None:
-    """Run a link and kill it; return its status, or None if it ended first."""
+    """Start a link and kill it; return its status, or None if it ended first."""
     how = rng.choices(["start", "clock", "file", "cohort"], [1, 2, 2, 1])[0]
-    # Of a run that has gone some way less is left: aim at the part that there is.
+    # A run that has completed some rounds is shorter: kill within the rest.
     at = rng.randint(1, int(0.6 * (2 * ROUNDS if how == "cohort" else usual.files)))
     delay = {"start": rng.uniform(0, usual.start), "clock": rng.uniform(0, usual.work * 0.6)}.get(
         how, TIMEOUT
@@ -311,7 +309,7 @@ def references(cases: list[str], data: Path, folder: Path) -> dict[str, Usual]:
 def chains(
     lane: int, kills: int, seed: int, data: Path, folder: Path, known: dict[str, Usual]
 ) -> Iterator[dict[str, Any]]:
-    """Run chains of one lane until it has killed often enough; each prints one line."""
+    """Run chains until the lane has made enough kills; print one line for each."""
     rng = random.Random(f"{seed}-{lane}")
     done = 0
     for number, case in enumerate(itertools.cycle(known)):

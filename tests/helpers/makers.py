@@ -125,7 +125,7 @@ def image(
 
 
 def tiny_imagenet() -> dict[str, bytes]:
-    """Two classes, two training images of each (one grey), two validation images."""
+    """Return two classes of two training images, one grey, and two validation images."""
     files = {
         "wnids.txt": b"n02\nn01\n",
         "words.txt": b"n01\tgoldfish, Carassius auratus\nn02\tfrog\nn99\tthing\n",

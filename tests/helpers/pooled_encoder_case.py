@@ -1,4 +1,4 @@
-"""Cases that several tests share: pooled encoder."""
+"""A small sentence encoder with its tokenizer and pooling."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import BertConfig, BertModel
 
 
 def encoder(folder: Path) -> str:
-    """A tiny BERT with dropout, its tokenizer, and the pooling that its folder states."""
+    """Save a tiny BERT with dropout, a tokenizer and pooling files."""
     base("bert", folder)
     BertModel(BertConfig(**TEXT, **SIZES)).save_pretrained(folder)
     return state_pooling(folder, None, "Normalize")

@@ -1,4 +1,4 @@
-"""A tiny sentence encoder in the layout of sentence-transformers, made by the test."""
+"""Pooling files in the layout of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MEAN = {"word_embedding_dimension": 8, "pooling_mode_mean_tokens": True}
 
 
 def state_pooling(folder: Path, pooling: dict[str, Any] | None = None, *more: str) -> str:
-    """Write modules.json and 1_Pooling/config.json beside weights; `more` are further modules."""
+    """Write modules.json and 1_Pooling/config.json; `more` are further modules."""
     kinds = ["Transformer", "Pooling", *more]
     paths = ["", "1_Pooling", *(f"{i}_{kind}" for i, kind in enumerate(more, 2))]
     modules = [

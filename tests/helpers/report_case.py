@@ -1,4 +1,4 @@
-"""Small runs for reports: two seeds of one method and one of another, with diagnostics and a budget."""
+"""Small runs for reports: two methods, one with two seeds, with diagnostics and a budget."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dpfed.registry import registry
 from dpfed.training.run import run
 
 KEYS = (
-    "model.name=linear data.clients=8 run.rounds=3 run.local_steps=1 run.participation=0.5 privacy.batch=32 "
-    "privacy.sigma=2 run.diagnostics=true run.checkpoint_every=0 privacy.budget=9"
+    "model.name=linear data.clients=8 run.rounds=3 run.local_steps=1 run.participation=0.5 "
+    "privacy.batch=32 privacy.sigma=2 run.diagnostics=true run.checkpoint_every=0 privacy.budget=9"
 )
 SEEDS = {
     "adam-0": ("dp-fedadamw", 0),

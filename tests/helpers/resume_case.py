@@ -50,7 +50,7 @@ class Local:
 
 @dataclass(frozen=True)
 class Remembering(Averaging):
-    """Clients remember their last mean gradient; two fields of the server start as one tensor."""
+    """An algorithm with client memory; two fields of the server start as one tensor."""
 
     name = "remembering"
     lr_grid = (0.1,)
@@ -118,11 +118,11 @@ SOURCE = features()
 
 
 class CrashError(Exception):
-    """Stands for a power cut."""
+    """A simulated power cut."""
 
 
 def stop_after(t: int) -> Callable[[Round], None]:
-    """Return an observer that stops the run after the metrics of round t, before its checkpoint."""
+    """Return an observer that stops the run between the metrics and the checkpoint of round t."""
 
     def observe(round: Round) -> None:
         if round.t == t:

@@ -1,4 +1,4 @@
-"""Cases that several tests share: server state."""
+"""A small configuration for tests of the round loop and the server's state."""
 
 from __future__ import annotations
 

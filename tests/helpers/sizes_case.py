@@ -1,4 +1,4 @@
-"""Cases that several tests share: sizes."""
+"""Sizes of a tiny text model."""
 
 from __future__ import annotations
 

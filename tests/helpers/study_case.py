@@ -1,4 +1,4 @@
-"""A study without training: a runner that writes what a run would leave."""
+"""A study without training: its runner writes the files of a run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def study(
 
 
 def leave(folder: Path, accuracy: float, **more: Any) -> None:
-    """The files of a finished run."""
+    """Write the files of a finished run."""
     folder.mkdir(parents=True)
     rows = [{"round": t, "accuracy": accuracy * t / 2, "loss": 1.0} for t in range(3)]
     (folder / METRICS).write_text("\n".join(json.dumps(row) for row in rows) + "\n")
@@ -50,7 +50,7 @@ def leave(folder: Path, accuracy: float, **more: Any) -> None:
 
 
 class FakeRunner:
-    """Runs at once; scores by a function of the tables; may break down after so many runs."""
+    """A runner that scores by a function of the tables and may fail after `dies_after` runs."""
 
     def __init__(
         self, score: Callable[[Mapping[str, Any]], float | str], dies_after: int | None = None
@@ -66,7 +66,8 @@ class FakeRunner:
     def start(self, task: Task, folder: Path) -> None:
         if self.dies_after is not None and len(self.ran) >= self.dies_after:
             folder.mkdir(parents=True)
-            (folder / RESULT).write_text('{"state": "runn')  # killed in the middle of a word
+            # A process killed during a write leaves an incomplete file.
+            (folder / RESULT).write_text('{"state": "runn')
             raise KeyboardInterrupt
         self.ran.append(task)
         found = self.score(task.tables)
@@ -82,4 +83,5 @@ class FakeRunner:
             self.start(task, folder)
 
     def wait(self) -> tuple[str, str | None]:
-        return self._waiting.pop()  # the last first: results may come in any order
+        # Results may come in any order.
+        return self._waiting.pop()

@@ -1,4 +1,4 @@
-"""Cases that several tests share: vision."""
+"""Small saved Swin and ViT models."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from zoo_case import save
 
 def tiny_swin(folder: Path, **other: object) -> str:
     config: dict[str, object] = {
-        "image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 4], "window_size": 2,
-        "mlp_ratio": 2.0, "drop_path_rate": 0.0, "num_labels": 5,
+        "image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 4],
+        "window_size": 2, "mlp_ratio": 2.0, "drop_path_rate": 0.0, "num_labels": 5,
     }  # fmt: skip
     return save(SwinForImageClassification(SwinConfig(**{**config, **other})), folder)
 
 
 def tiny_vit(folder: Path) -> str:
     config = ViTConfig(
-        hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12, image_size=8, patch_size=4,
-        num_labels=5,
+        hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12,
+        image_size=8, patch_size=4, num_labels=5,
     )  # fmt: skip
     return save(ViTForImageClassification(config), folder)

@@ -1,4 +1,4 @@
-"""A model as a run prepares it, an untouched copy, and a loop over single records as reference."""
+"""Compare a model prepared for a run with a loop of a plain copy over single records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dpfed.model.task import InputSpec
 
 Inputs = dict[str, Tensor]
 Alone = Callable[[nn.Module, Inputs, Tensor], Tensor]
-"""(plain model, raw inputs of one record, its label) -> its loss, without anything of ours."""
+"""Maps a plain model, the raw inputs of one record and its label to its loss."""
 
 
 def lora(**keys: object) -> LoraSection:
@@ -40,7 +40,7 @@ class ZooCase:
         self.ready, self.form = faithful_model(self.built, model, self.space, outputs)
 
     def rows(self, clients: int) -> Tensor:
-        """Different weights for each client, away from zero heads and from LoRA's B = 0."""
+        """Return different weights for each client, so heads and LoRA's B are not zero."""
         return self.theta + 0.1 * torch.randn(
             clients, self.space.size, generator=torch.Generator().manual_seed(0)
         )
@@ -51,7 +51,7 @@ class ZooCase:
         return self.plain
 
     def check(self, inputs: Inputs, labels: Tensor, alone: Alone, clients: int = 2) -> Tensor:
-        """Per-sample gradients against each record alone in the plain model."""
+        """Compare per-sample gradients with those of each record alone in the plain model."""
         client = torch.arange(len(labels)).flip(0) % clients
         theta = self.rows(clients)
         got = torch.cat(self.ready.grads(theta, client, inputs, labels), 1)
@@ -99,9 +99,8 @@ def alone_text(model: nn.Module, one: Inputs, label: Tensor) -> Tensor:
 
 def alone_causal(model: nn.Module, one: Inputs, label: Tensor) -> Tensor:
     inputs = unpadded(one)
-    return model(
-        **inputs, labels=inputs["input_ids"]
-    ).loss  # transformers' own mean over next tokens
+    # The loss of transformers is the mean over next tokens.
+    return model(**inputs, labels=inputs["input_ids"]).loss
 
 
 def spread_weights(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -123,7 +122,7 @@ def text_spec(length: int = 8, classes: int = 3) -> InputSpec:
 
 
 def tokens_of(count: int, length: int, vocabulary: int, pad: int, low: int = 2) -> Inputs:
-    """Ids that never are the padding; lengths that differ."""
+    """Return records of different lengths whose tokens are never the padding token."""
     generator = torch.Generator().manual_seed(count)
     ids = torch.randint(low, vocabulary, (count, length), generator=generator)
     lengths = torch.tensor([[5, length, 3, 6, 2][j % 5] for j in range(count)]).unsqueeze(1)

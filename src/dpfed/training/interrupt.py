@@ -33,10 +33,8 @@ class Stop:
         if self.gently and self._signal is None:
             self._signal = received
             # os.write, because the signal may interrupt a call of print.
-            os.write(
-                2,
-                f"{received.name}: stopping after this local step; once more to stop at once\n".encode(),
-            )
+            notice = f"{received.name}: stopping after this local step; once more to stop at once\n"
+            os.write(2, notice.encode())
         elif received is signal.SIGINT:
             raise KeyboardInterrupt
         else:

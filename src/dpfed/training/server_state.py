@@ -1,4 +1,4 @@
-"""The server's state between two rounds: all that the next round needs, except the clients' memory."""
+"""The server's state between two rounds, without the clients' memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's accounts, unit by unit: budgets in rounds, what was taken, and the figures that follow, before and after."""
+"""Accounts of a run: budgets in rounds, charged rounds and epsilons, during and after it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def plan_of(
 
 
 def job_of(plan: Plan, rounds: int = 4, budget: float | None = None, cohort: int = 1) -> Job:
-    """The parts of a job that accounts are made of."""
+    """Return the parts of a job that accounts need."""
     config = SimpleNamespace(
         privacy=SimpleNamespace(delta=DELTA, budget=budget),
         run=SimpleNamespace(min_clients=None, noise="os"),
@@ -75,7 +75,7 @@ def spending_of(
 
 
 def costs(plan: Plan, taken: Sequence[int], prior: Any = ()) -> list[float]:
-    """Each client's epsilon by the definition."""
+    """Return each client's epsilon by the definition."""
     histories = [[*prior, (plan.mechanism(i), STEPS * n)] for i, n in enumerate(taken)]
     return [epsilon(history, DELTA).value for history in histories]
 
@@ -85,8 +85,8 @@ def costs(plan: Plan, taken: Sequence[int], prior: Any = ()) -> list[float]:
 
 @pytest.mark.parametrize("prior", [(), PRIOR])
 @pytest.mark.parametrize("rounds", [1, 3, 4])
-def test_a_budget_allows_exactly_the_rounds_that_stay_within_it(rounds: int, prior: Any) -> None:
-    """At the epsilon of so many rounds the last of them is allowed, and just below it is not."""
+def test_a_budget_allows_as_many_rounds_as_fit(rounds: int, prior: Any) -> None:
+    """A budget slightly below the epsilon of `rounds` rounds allows one round less."""
     plan, schedule = plan_of([0.1, 0.1]), Schedule(2, 1, 4, STEPS)
     exact = epsilon([*prior, (STEP, STEPS * rounds)], DELTA).value
     for budget, allowed in ((exact, rounds), (exact * (1 - 1e-9), rounds - 1)):
@@ -95,13 +95,13 @@ def test_a_budget_allows_exactly_the_rounds_that_stay_within_it(rounds: int, pri
         assert found.limits.tolist() == [allowed] * 2
 
 
-def test_no_client_has_a_limit_beyond_the_rounds_of_the_run() -> None:
+def test_a_limit_is_at_most_the_rounds_of_the_run() -> None:
     found = budget_of(plan_of([0.1]), Schedule(1, 1, 4, STEPS), DELTA, budget=1000.0)
     assert found.limits is not None
     assert found.limits.tolist() == [4]
 
 
-def test_a_client_is_left_out_as_soon_as_its_limit_is_reached() -> None:
+def test_a_client_at_its_limit_is_not_eligible() -> None:
     limit = 2
     budget = epsilon([(STEP, STEPS * limit)], DELTA).value
     job = job_of(plan_of([0.1] * 4), budget=budget)
@@ -117,11 +117,11 @@ def test_a_client_is_left_out_as_soon_as_its_limit_is_reached() -> None:
         spending.enough(4)
 
 
-def test_without_a_budget_nobody_is_left_out() -> None:
+def test_without_a_budget_all_clients_are_eligible() -> None:
     assert spending_of(job_of(plan_of([0.1] * 2)), [90, 0]).eligible().tolist() == [0, 1]
 
 
-def test_the_grid_of_many_mechanisms_never_costs_less_than_the_clients_own() -> None:
+def test_rounded_mechanisms_cost_at_least_as_much_as_exact_ones() -> None:
     rng = np.random.default_rng(0)
     plan = plan_of(rng.uniform(0.01, 0.9, 60))
     noise = rng.uniform(0.5, 4.0, 60)
@@ -132,7 +132,7 @@ def test_the_grid_of_many_mechanisms_never_costs_less_than_the_clients_own() -> 
         assert made[kind].noise_multiplier <= noise[client] * (1 + 1e-12)
 
 
-# --- what was spent -----------------------------------------------------------------------------
+# --- charged rounds and epsilons ----------------------------------------------------------------
 
 
 RATES = {
@@ -145,7 +145,7 @@ RATES = {
 @pytest.mark.parametrize("prior", [(), PRIOR], ids=["alone", "after another"])
 @pytest.mark.parametrize("rates", ["equal", "few"])
 @pytest.mark.parametrize("released", [(1, 1), (2, 1), (1, 3)])
-def test_the_largest_epsilon_is_that_of_the_client_that_spent_most(
+def test_server_max_is_the_largest_epsilon_of_a_client(
     released: tuple[int, int], rates: str, prior: Any
 ) -> None:
     batches, releases = released
@@ -154,7 +154,7 @@ def test_the_largest_epsilon_is_that_of_the_client_that_spent_most(
     assert spending.server_max() == pytest.approx(max(costs(plan, taken, prior)), rel=1e-9)
 
 
-def test_the_largest_epsilon_of_fixed_batches_is_that_of_the_client_that_spent_most() -> None:
+def test_server_max_of_fixed_batches_is_the_largest_epsilon() -> None:
     plan, taken = plan_of(RATES["few"], sampling="fixed_wor", releases=2), [4, 1, 3]
     assert spending_of(job_of(plan), taken).server_max() == pytest.approx(
         max(costs(plan, taken)), rel=1e-9
@@ -164,7 +164,7 @@ def test_the_largest_epsilon_of_fixed_batches_is_that_of_the_client_that_spent_m
 @pytest.mark.parametrize(
     ("sampling", "prior"), [("poisson", ()), ("poisson", PRIOR), ("fixed_wor", ())]
 )
-def test_the_largest_epsilon_of_many_different_clients_is_never_too_small(
+def test_server_max_of_many_different_clients_is_an_upper_bound(
     sampling: Sampling, prior: Any
 ) -> None:
     plan = plan_of(RATES["many"], sampling=sampling)
@@ -175,7 +175,7 @@ def test_the_largest_epsilon_of_many_different_clients_is_never_too_small(
     assert found >= epsilon(costliest, DELTA).value * (1 - 1e-9)
 
 
-def test_every_round_that_a_client_takes_part_in_is_counted() -> None:
+def test_every_participation_of_a_client_is_counted() -> None:
     spending = spending_of(job_of(plan_of([0.1] * 3)), [1, 0, 2])
     spending.charge(3, [0, 2])
     spending.charge(4, [2])
@@ -185,7 +185,7 @@ def test_every_round_that_a_client_takes_part_in_is_counted() -> None:
 @pytest.mark.parametrize(
     ("attempts", "by_choice", "void"), [({1: 1}, False, 0), ({1: 2}, False, 1), ({}, True, 1)]
 )
-def test_the_third_partys_figure_is_the_servers_where_who_took_part_is_not_by_chance(
+def test_without_random_cohorts_the_third_party_figure_is_the_servers(
     attempts: dict[int, int], by_choice: bool, void: bool
 ) -> None:
     spending = spending_of(
@@ -199,8 +199,8 @@ def test_the_third_partys_figure_is_the_servers_where_who_took_part_is_not_by_ch
     assert third <= worst
 
 
-def test_the_worst_figure_is_never_below_what_was_spent() -> None:
-    """Attempts that were repeated can have cost more than the plan foresaw."""
+def test_the_worst_figure_is_at_least_the_realised_one() -> None:
+    """Repeated attempts can cost more than the plan."""
     plan, taken = plan_of([0.1] * 2), [9, 0]
     figures = spending_of(job_of(plan), taken, attempts={1: 6}).figures()
     assert (
@@ -211,7 +211,7 @@ def test_the_worst_figure_is_never_below_what_was_spent() -> None:
 
 
 def ledger_of(path: Path, cohorts: Sequence[tuple[int, Sequence[int]]]) -> Ledger:
-    """A ledger with one transaction for each (round, cohort), and a void row that is nobody's spending."""
+    """Make a ledger with a charge for each (round, cohort) and one void row."""
     ledger = Ledger.create(path / "l.sqlite", run="r")
     ledger.charge([Charge("statement", 5, 9, STEP, "seeded", True, "of 9 rounds")])
     for t, cohort in cohorts:
@@ -219,20 +219,20 @@ def ledger_of(path: Path, cohorts: Sequence[tuple[int, Sequence[int]]]) -> Ledge
     return ledger
 
 
-def test_what_was_spent_before_counts_every_attempt_and_no_void_row(tmp_path: Path) -> None:
+def test_rounds_in_the_ledger_count_attempts_and_no_void_row(tmp_path: Path) -> None:
     with ledger_of(tmp_path, [(1, [0, 1]), (2, [2]), (2, [0])]) as ledger:
         found = rounds_charged(ledger, 4)
     assert found.rounds_taken.tolist() == [2, 1, 1, 0]
     assert found.attempts == {1: 1, 2: 2}
 
 
-# --- read back ----------------------------------------------------------------------------------
+# --- accounts read from a folder ----------------------------------------------------------------
 
 
 def folder_of(
     path: Path, plan: Plan, cohorts: Sequence[tuple[int, Sequence[int]]], prior: Any = ()
 ) -> Path:
-    """The parts of a run's folder that accounts are read from."""
+    """Write the files of a run's folder that accounts need."""
     job = job_of(plan, cohort=2)
     job = cast(Job, SimpleNamespace(**vars(job), unit="record"))
     budget = budget_of(plan, job.schedule, DELTA, past=PriorSpending(prior))
@@ -246,7 +246,7 @@ def folder_of(
 
 @pytest.mark.parametrize("prior", [(), PRIOR], ids=["alone", "after another"])
 @pytest.mark.parametrize("released", [(1, 1), (2, 1), (1, 3)])
-def test_accounts_read_back_are_those_of_the_definition(
+def test_recorded_epsilons_equal_the_definition(
     released: tuple[int, int], prior: Any, tmp_path: Path
 ) -> None:
     plan = plan_of([0.1, 0.3, 0.05, 0.2], batches=released[0], releases=released[1])
@@ -270,7 +270,7 @@ def test_accounts_of_many_different_clients_count_every_release(tmp_path: Path) 
         assert exact * (1 - 1e-9) <= found.epsilons[client] <= exact * 1.031
 
 
-def test_a_repeated_attempt_voids_the_third_partys_figure_and_is_counted(tmp_path: Path) -> None:
+def test_a_repeated_attempt_counts_and_voids_the_third_party_figure(tmp_path: Path) -> None:
     plan = plan_of([0.1] * 4)
     cohorts = [(1, [0, 1]), *[(2, [0, 2])] * 5]
     found = read_recorded_spending(folder_of(tmp_path / "r", plan, cohorts))
@@ -280,7 +280,7 @@ def test_a_repeated_attempt_voids_the_third_partys_figure_and_is_counted(tmp_pat
     assert found.server_worst == pytest.approx(costs(plan, [6])[0], rel=1e-9)
 
 
-def test_a_part_of_a_round_counts_as_a_whole_one(tmp_path: Path) -> None:
+def test_a_partial_round_counts_as_a_whole_one(tmp_path: Path) -> None:
     plan = plan_of([0.1] * 4)
     folder = folder_of(tmp_path / "r", plan, [(t, [0, 1]) for t in range(1, 5)])
     with Ledger.open(folder / "ledger.sqlite", run="name") as ledger:
@@ -289,7 +289,7 @@ def test_a_part_of_a_round_counts_as_a_whole_one(tmp_path: Path) -> None:
 
 
 def edit(path: Path, change: str) -> None:
-    """Change rows of a ledger behind its back."""
+    """Change rows of a ledger without its trigger."""
     with closing(sqlite3.connect(path)) as db, db:
         ((trigger,),) = db.execute("SELECT sql FROM sqlite_master WHERE name = 'charge_edit'")
         db.execute("DROP TRIGGER charge_edit")
@@ -297,7 +297,7 @@ def edit(path: Path, change: str) -> None:
         db.execute(trigger)
 
 
-def test_an_edited_row_of_a_clients_own_ledger_is_found_before_any_figure_is_given(
+def test_an_edited_row_of_a_clients_ledger_is_refused(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "ledger.db"
@@ -311,8 +311,8 @@ def test_an_edited_row_of_a_clients_own_ledger_is_found_before_any_figure_is_giv
         own_spending(path)
 
 
-def test_colluding_clients_make_the_third_partys_figure_larger(tmp_path: Path) -> None:
-    """With all others colluding, the third party knows who took part, as the server does."""
+def test_colluding_clients_enlarge_the_third_party_figure(tmp_path: Path) -> None:
+    """If all others collude, the third party knows the participants like the server."""
     folder = folder_of(tmp_path / "r", plan_of([0.1] * 8), [(1, [0, 1])])
     alone, some, all_others = (
         read_recorded_spending(folder, colluding).third_party for colluding in (0, 3, 7)
@@ -321,7 +321,7 @@ def test_colluding_clients_make_the_third_partys_figure_larger(tmp_path: Path) -
     assert read_recorded_spending(folder, 3).planned.chances == ((2 / 5, 4),)
 
 
-def test_seeded_rows_make_the_accounts_those_of_a_simulation(tmp_path: Path) -> None:
+def test_a_seeded_row_makes_the_run_a_simulation(tmp_path: Path) -> None:
     plan = plan_of([0.1] * 4)
     folder = folder_of(tmp_path / "r", plan, [(1, [0, 1])])
     with Ledger.open(folder / "ledger.sqlite", run="name") as ledger:
@@ -329,7 +329,7 @@ def test_seeded_rows_make_the_accounts_those_of_a_simulation(tmp_path: Path) -> 
     assert read_recorded_spending(folder).seeded
 
 
-def test_more_kinds_than_a_statement_names_are_rounded_to_costlier_ones() -> None:
+def test_too_many_kinds_are_rounded_to_costlier_ones() -> None:
     rates = np.linspace(0.01, 0.9, MOST_KINDS + 1)
     planned = budget_of(plan_of(rates.tolist()), Schedule(len(rates), 1, 1, 1), DELTA).planned
     assert len(planned.kinds) <= MOST_KINDS

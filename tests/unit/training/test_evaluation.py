@@ -1,4 +1,4 @@
-"""Accuracy, F1 and each class: by hand, and against scikit-learn."""
+"""Accuracy, F1 and scores of each class equal values by hand and those of scikit-learn."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dpfed.training.evaluation import class_scores, confusion, task_metrics
 def job_of(
     labels: list[int], answers: list[int], classes: int, classifies: bool = True, batch: int = 1024
 ) -> Any:
-    """A job whose model answers as it is told: the inputs are the answers."""
+    """Return a job whose model returns its inputs as answers."""
     test = Records({"x": torch.tensor(answers)}, torch.tensor(labels))
 
     def scores(theta: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -38,8 +38,8 @@ def job_of(
 THETA = torch.zeros(1)
 
 
-def test_by_hand() -> None:
-    """Ten records, three classes:  truth 0: 3 right, 1 as 1;  truth 1: 2 right, 1 as 0, 1 as 2;  truth 2: 1 right, 1 as 0."""
+def test_scores_equal_values_by_hand() -> None:
+    """Ten records of three classes, with six correct answers."""
     labels, answers = [0, 0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 0, 0, 1, 1, 1, 0, 2, 2, 0]
     table = confusion(job_of(labels, answers, 3, batch=4), THETA)
     assert table.tolist() == [[3, 1, 0], [1, 2, 1], [1, 0, 1]]
@@ -63,7 +63,8 @@ def test_by_hand() -> None:
     found = task_metrics(job_of(labels, answers, 3), THETA)
     assert found["accuracy"] == 0.6
     assert found["macro_f1"] == pytest.approx((2 / 3 + 4 / 7 + 1 / 2) / 3)
-    assert "f1" not in found  # which class would it be of?
+    # F1 of one class is defined for two classes only.
+    assert "f1" not in found
     assert found["per_class"]["class 1"]["support"] == 4
 
 
@@ -78,8 +79,10 @@ def test_by_hand() -> None:
     ),
     st.integers(1, 7),
 )
-def test_as_scikit_learn(case: tuple[int, list[tuple[int, int]]], rows: int) -> None:
-    """Classes without records, classes that were never answered, and batches of any size."""
+def test_scores_equal_those_of_scikit_learn(
+    case: tuple[int, list[tuple[int, int]]], rows: int
+) -> None:
+    """Cases include classes without records or answers, and batches of any size."""
     classes, pairs = case
     labels, answers = [a for a, _ in pairs], [b for _, b in pairs]
     job = job_of(labels, answers, classes, batch=rows)
@@ -100,20 +103,20 @@ def test_as_scikit_learn(case: tuple[int, list[tuple[int, int]]], rows: int) -> 
         assert got["f1"] == pytest.approx(want[2][1])
 
 
-def test_one_answer_for_all_is_said() -> None:
+def test_a_constant_answer_is_reported() -> None:
     found = task_metrics(job_of([0, 1, 1, 2], [1, 1, 1, 1], 3), THETA)
     assert found["one_answer"] == "class 1"
     assert "one_answer" not in task_metrics(job_of([0, 1, 1, 2], [1, 1, 1, 0], 3), THETA)
-    assert "one_answer" not in task_metrics(
-        job_of([1, 1], [1, 1], 3), THETA
-    )  # there is no other to tell it from
+    # All records have one class, so one answer is correct.
+    assert "one_answer" not in task_metrics(job_of([1, 1], [1, 1], 3), THETA)
     result = {
-        "metrics": found, "test_accuracy": 0.5, "start_accuracy": 0.25, "rounds": 1, "seconds": 1.0, "out": "here",
-        "epsilon": {"server_worst": None}, "release": "no",
+        "metrics": found, "test_accuracy": 0.5, "start_accuracy": 0.25, "rounds": 1,
+        "seconds": 1.0, "out": "here", "epsilon": {"server_worst": None}, "release": "no",
     }  # fmt: skip
     said = closing(result)[1]
     assert "every test record is taken for 'class 1'" in said
-    assert "privacy.clip" not in said  # there is none
+    # Without privacy there is no clip norm.
+    assert "privacy.clip" not in said
     private = {**result, "epsilon": {"server_worst": 1.0}, "served": True, "guarantee": ""}
     assert "privacy.clip" in closing(private)[1]
     assert "each try spends epsilon again" in closing(private)[1]
@@ -122,5 +125,5 @@ def test_one_answer_for_all_is_said() -> None:
     assert not any("every" in line for line in closing(result))
 
 
-def test_a_language_model_has_no_classes_to_score() -> None:
+def test_a_language_model_has_no_class_scores() -> None:
     assert task_metrics(job_of([0], [0], 1, classifies=False), THETA) == {}

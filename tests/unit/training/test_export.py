@@ -39,7 +39,7 @@ def logits_of(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("freeze_a", [False, True])
 def test_a_vision_adapter_loads_with_plain_peft(tmp_path: Path, freeze_a: bool) -> None:
-    """With A frozen no file of the run has A, so the export draws it from the same seed."""
+    """A frozen A is in no file of the run, so the export draws it from the seed."""
     folder = vit_run(tmp_path, model={"lora": {"r": 2, "freeze_a": freeze_a}}, run={"seed": 7})
     assert any("lora_A" in n for n in load_file(folder / "model.safetensors")) is not freeze_a
     assert write_export(folder, tmp_path / "out") == "adapter"
@@ -90,7 +90,7 @@ def demonstration(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_demonstration_as_adapter_and_merged(demonstration: Path, tmp_path: Path) -> None:
+def test_the_demo_run_as_adapter_and_merged(demonstration: Path, tmp_path: Path) -> None:
     assert write_export(demonstration, tmp_path / "adapter") == "adapter"
     assert write_export(demonstration, tmp_path / "merged", merge=True) == "model"
     plain = AutoModelForImageClassification.from_pretrained(
@@ -107,8 +107,8 @@ def test_the_demonstration_as_adapter_and_merged(demonstration: Path, tmp_path: 
     assert not (tmp_path / "merged" / "adapter_config.json").exists()
 
 
-def test_adapters_of_a_cnn(tmp_path: Path) -> None:
-    """LoRA on convolutions; the export draws the random base again from its seed."""
+def test_the_adapters_of_a_cnn_are_exported(tmp_path: Path) -> None:
+    """The export draws the random base of a convolutional LoRA model from its seed."""
     model = {"name": "gn-resnet18", "train": "lora", "width": 4, "groups": 2, "weights": "random"}
     folder = tmp_path / "run"
     run(settings(model, run={"seed": 3}), folder, source=images())
@@ -144,7 +144,7 @@ def test_without_an_adapter_the_whole_model_is_written(tmp_path: Path, train: st
     assert not (tmp_path / "other").exists()
 
 
-def test_an_adapter_trains_on_from_where_it_was(demonstration: Path, tmp_path: Path) -> None:
+def test_training_continues_from_an_exported_adapter(demonstration: Path, tmp_path: Path) -> None:
     write_export(demonstration, tmp_path / "adapter")
     keys = [
         "privacy.sigma=1.0",
@@ -159,10 +159,10 @@ def test_an_adapter_trains_on_from_where_it_was(demonstration: Path, tmp_path: P
     assert all(torch.equal(begun[name], stored[name]) for name in stored)
 
 
-# ---- runs that cannot be exported, and places that cannot be written to
+# ---- runs and target folders that are refused
 
 
-def test_a_run_that_was_stopped_is_exported_with_what_it_has(tmp_path: Path) -> None:
+def test_a_stopped_run_can_be_exported(tmp_path: Path) -> None:
     with pytest.raises(StoppedError):
         vit_run(
             tmp_path, run={"rounds": 6, "eval_every": 4, "min_clients": 2}, privacy={"budget": 8.0}
@@ -219,7 +219,7 @@ def test_damaged_weights_are_never_exported(tmp_path: Path) -> None:
         read_run(folder)
 
 
-def test_an_occupied_target_is_left_alone(tmp_path: Path) -> None:
+def test_a_target_folder_with_files_is_refused(tmp_path: Path) -> None:
     folder = vit_run(tmp_path)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
@@ -234,10 +234,10 @@ def test_an_occupied_target_is_left_alone(tmp_path: Path) -> None:
     write_export(folder, tmp_path / "empty")
 
 
-def test_no_adapter_is_ever_without_its_record(
+def test_the_spending_record_is_written_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An export that crashed midway has the spending record, so it never looks free of cost."""
+    """An incomplete export already has the spending record."""
     trained = read_run(vit_run(tmp_path))
 
     def fail(*args: object, **keys: object) -> None:
@@ -258,9 +258,7 @@ def exported_text(folder: Path, out: Path) -> str:
     return "\n".join(p.read_text() for p in sorted(out.iterdir()) if p.suffix in (".md", ".json"))
 
 
-def test_the_card_says_what_must_stand_beside_an_epsilon(
-    demonstration: Path, tmp_path: Path
-) -> None:
+def test_the_card_explains_its_epsilon(demonstration: Path, tmp_path: Path) -> None:
     write_export(demonstration, tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
     result = json.loads((demonstration / "run.json").read_text())
@@ -285,12 +283,12 @@ def test_the_card_says_what_must_stand_beside_an_epsilon(
         "glyph-vit as it comes with dpfed",
     ):
         assert words in card
-    # The base has no name on a hub.
+    # The base is not on a hub.
     assert "base_model:" not in card
 
 
-def test_nothing_says_who_took_part(demonstration: Path, tmp_path: Path) -> None:
-    """The third party's figure is void beside a seed, a cohort or any client's own figure."""
+def test_an_export_does_not_reveal_participants(demonstration: Path, tmp_path: Path) -> None:
+    """A seed, a cohort or a client's epsilon would void the third party's figure."""
     text = exported_text(demonstration, tmp_path / "out")
     result = json.loads((demonstration / "run.json").read_text())
     most = result["epsilon"]["server_max"]
@@ -304,7 +302,7 @@ def test_nothing_says_who_took_part(demonstration: Path, tmp_path: Path) -> None
         result["run"],
     ):
         assert secret not in text
-    # Otherwise the search above would find nothing.
+    # The run stores these values, so the search above can fail.
     assert most != result["epsilon"]["server_worst"]
     for path in (tmp_path / "out").iterdir():
         assert b"987654321" not in path.read_bytes()
@@ -338,8 +336,10 @@ def test_real_noise_may_be_released(tmp_path: Path) -> None:
     )
 
 
-def test_the_base_is_what_the_user_gave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bare name could be taken for a repository on the hub."""
+def test_the_base_is_named_as_the_user_gave_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name without a path could mean a repository on the hub."""
     base("vit", tmp_path / "base")
     monkeypatch.chdir(tmp_path)
     run(settings({"name": "auto-image", "weights": "base"}), tmp_path / "run", source=images())
@@ -380,7 +380,7 @@ def test_random_bases_have_no_name(tmp_path: Path) -> None:
     assert "machine that trained" not in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_the_ledger_knows_better_than_an_edited_result(tmp_path: Path) -> None:
+def test_the_ledger_overrides_an_edited_result(tmp_path: Path) -> None:
     folder = vit_run(tmp_path)
     result = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({**result, "release": "the model may be released"}))
@@ -388,7 +388,7 @@ def test_the_ledger_knows_better_than_an_edited_result(tmp_path: Path) -> None:
     assert "**Not for release.**" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_repeated_attempts_void_the_third_party_and_cost(tmp_path: Path) -> None:
+def test_repeated_attempts_raise_epsilon_and_void_the_third_party_figure(tmp_path: Path) -> None:
     folder = vit_run(tmp_path, run={"noise": "os"})
     name = json.loads((folder / "run.json").read_text())["run"]
     with Ledger.open(folder / "ledger.sqlite", run=name) as ledger:
@@ -432,7 +432,7 @@ def test_two_classes_have_an_f1_and_many_have_no_table(tmp_path: Path) -> None:
     assert "| precision |" not in (tmp_path / "again" / "README.md").read_text()
 
 
-def test_the_command(demonstration: Path, tmp_path: Path) -> None:
+def test_the_export_command(demonstration: Path, tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
     result = CliRunner().invoke(
@@ -446,8 +446,8 @@ def test_the_command(demonstration: Path, tmp_path: Path) -> None:
     assert np.isfinite(load_file(tmp_path / "out" / "model.safetensors")["classifier.weight"]).all()
 
 
-def test_the_head_first_and_adapters_after(tmp_path: Path) -> None:
-    """A run of the head alone is exported, then a run with adapters starts from it."""
+def test_adapters_can_start_from_an_exported_head(tmp_path: Path) -> None:
+    """A run with adapters starts from the export of a run of the head."""
     first = vit_run(tmp_path, "first", {"train": "head"}, algorithm={"lr": 0.5})
     assert write_export(first, tmp_path / "whole") == "model"
     second = vit_run(tmp_path, "second", {"weights": str(tmp_path / "whole"), "head": "kept"})
@@ -463,7 +463,7 @@ def test_the_head_first_and_adapters_after(tmp_path: Path) -> None:
     assert two["epsilon"]["server_worst"] > three["epsilon"]["server_worst"] + 0.1
 
 
-def test_the_card_says_how_images_were_made_sharp(tmp_path: Path) -> None:
+def test_the_card_describes_image_sharpening(tmp_path: Path) -> None:
     folder = vit_run(tmp_path, model={"resize": "bicubic", "sharpen": 1.5})
     write_export(folder, tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()

@@ -43,7 +43,7 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }} so {% endfor %}"
 
 
 def used(folder: Path, base: Path) -> Any:
-    """Run the code of the card and return the pipeline that it makes."""
+    """Run the code of the model card and return its pipeline."""
     card = (folder / "README.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", card, re.S)
     names: dict[str, Any] = {"base_model": str(base)}
@@ -52,7 +52,7 @@ def used(folder: Path, base: Path) -> Any:
 
 
 def scores_of(answers: list[list[dict[str, Any]]], classes: tuple[str, ...]) -> Tensor:
-    """Return the answers of a pipeline, `[records, classes]`, matched by class names."""
+    """Return the scores of a pipeline, `[records, classes]`, in the order of the class names."""
     return torch.tensor(
         [[{a["label"]: a["score"] for a in each}[name] for name in classes] for each in answers]
     )
@@ -103,7 +103,7 @@ def image_base(folder: Path, channels: int = 3) -> str:
 
 
 def image_source(side: int, channels: int = 3) -> Source:
-    """Images of smooth noise: each class has its own brightness and each record its own edges."""
+    """Return images of random pixels with the labels of `images`."""
     source = images(side, channels)
     rng = np.random.default_rng(1)
     x = rng.integers(0, 256, source.train.inputs["pixel_values"].shape).astype(np.uint8)
@@ -114,8 +114,8 @@ def image_source(side: int, channels: int = 3) -> Source:
 
 @pytest.mark.parametrize("merge", KINDS)
 @pytest.mark.parametrize("side", [8, 5, 20])
-def test_an_image_pipeline_answers_as_the_run(tmp_path: Path, side: int, merge: bool) -> None:
-    """The processor of transformers rounds resized pixels to whole numbers, hence the tolerance."""
+def test_an_image_pipeline_reproduces_the_scores(tmp_path: Path, side: int, merge: bool) -> None:
+    """The processor rounds resized pixels to integers, so scores differ slightly."""
     model = {"name": "auto-image", "weights": image_base(tmp_path / "base")}
     source = image_source(side)
     pipe, scores = exported(tmp_path, model, source, merge)
@@ -135,7 +135,7 @@ def test_an_image_pipeline_answers_as_the_run(tmp_path: Path, side: int, merge: 
         ({}, 8, 1, "images of 1 channel"),
     ],
 )
-def test_a_shipped_processor_does_the_rest(
+def test_a_shipped_processor_prepares_images(
     tmp_path: Path,
     settings_of_model: dict[str, Any],
     side: int,
@@ -160,8 +160,8 @@ def test_a_shipped_processor_does_the_rest(
     )
 
 
-def test_the_demonstration_is_reproduced_by_its_export(tmp_path: Path) -> None:
-    """Grey images of 17 levels."""
+def test_the_export_of_the_demo_run_reproduces_its_scores(tmp_path: Path) -> None:
+    """The images are grey and have 17 levels."""
     from dpfed.model.zoo.glyph_vit import WEIGHTS
 
     run(
@@ -206,7 +206,7 @@ def test_the_shipped_processor_equals_reading_and_preparing(
     )
 
 
-def test_how_files_were_read_is_a_part_of_the_export(tmp_path: Path) -> None:
+def test_the_export_includes_the_resizing_of_files(tmp_path: Path) -> None:
     """With data.size the images are resized and cropped before the model resizes again."""
     rng = np.random.default_rng(0)
     for part in ("train", "test"):
@@ -278,8 +278,8 @@ def pairs() -> Source:
 
 @pytest.mark.parametrize("merge", KINDS)
 @pytest.mark.parametrize("length", [3, 8])
-def test_a_text_pipeline_answers_as_the_run(tmp_path: Path, length: int, merge: bool) -> None:
-    """With three tokens some texts are cut: on the left by the base, on the right by the run."""
+def test_a_text_pipeline_reproduces_the_scores(tmp_path: Path, length: int, merge: bool) -> None:
+    """With length 3 the run cuts texts on the right, although the base cuts on the left."""
     weights = text_base(tmp_path / "base", padding_side="left", truncation_side="left")
     model = {"name": "auto-text", "weights": weights, "max_length": length}
     pipe, scores = exported(tmp_path, model, texts(), merge)
@@ -296,7 +296,7 @@ def test_a_text_pipeline_answers_as_the_run(tmp_path: Path, length: int, merge: 
 
 
 @pytest.mark.parametrize("merge", KINDS)
-def test_pairs_of_texts(tmp_path: Path, merge: bool) -> None:
+def test_a_pipeline_of_text_pairs_reproduces_the_scores(tmp_path: Path, merge: bool) -> None:
     more = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
     model = {"name": "auto-text", "weights": text_base(tmp_path / "base", **more), "max_length": 6}
     source = pairs()
@@ -311,7 +311,7 @@ def test_pairs_of_texts(tmp_path: Path, merge: bool) -> None:
 
 
 @pytest.mark.parametrize("merge", KINDS)
-def test_a_causal_model_answers_as_the_run(tmp_path: Path, merge: bool) -> None:
+def test_a_causal_model_reproduces_the_scores(tmp_path: Path, merge: bool) -> None:
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=6, n_positions=12, n_embd=8, n_layer=1, n_head=2, initializer_range=0.5
@@ -344,7 +344,7 @@ def test_a_causal_model_answers_as_the_run(tmp_path: Path, merge: bool) -> None:
         assert json.loads((tmp_path / "out" / "config.json").read_text()).get("use_cache", True)
 
 
-def test_a_text_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+def test_a_text_model_without_a_tokenizer_can_be_exported(tmp_path: Path) -> None:
     """Data that already are tokens need no tokenizer."""
     base = text_base(tmp_path / "base")
     source = texts()
@@ -375,10 +375,12 @@ def test_a_text_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     assert "This folder has no tokenizer" in (tmp_path / "out" / "README.md").read_text()
 
 
-# ---- the hook
+# ---- files of models
 
 
-def test_a_model_can_add_files_and_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_can_add_files_and_entries_to_its_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from dpfed.model.zoo.built import Built
     from dpfed.model.zoo.vision import AutoImage
 

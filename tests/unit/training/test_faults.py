@@ -1,4 +1,4 @@
-"""Full disks, read-only folders and two runs in one place: one sentence, and nothing is lost."""
+"""Full disks, read-only folders and two runs in one folder lose nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PLAIN = load(DEFAULT, [*KEYS.split(), "privacy.enabled=false"], registry())
 
 
 class CrashError(Exception):
-    """Power cut."""
+    """A simulated power cut."""
 
 
 def crash(t: int) -> Any:
@@ -75,7 +75,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @contextmanager
 def full_from(nth: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Make the disk full from the n-th sync on; every file is then cut short."""
+    """Make the disk full from the n-th sync on; later files are incomplete."""
     count = [0]
     fsync = os.fsync
 
@@ -90,7 +90,7 @@ def full_from(nth: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         yield count
 
 
-def test_a_disk_that_fills_up_anywhere_ends_in_one_sentence_and_the_run_goes_on_later(
+def test_a_run_resumes_after_a_full_disk_at_any_sync(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with full_from(10**9, monkeypatch) as count:
@@ -104,7 +104,7 @@ def test_a_disk_that_fills_up_anywhere_ends_in_one_sentence_and_the_run_goes_on_
         ):
             run(CONFIG, out)
         assert "\n" not in str(caught.value)
-        # The last sync of all comes after the result is in place.
+        # The last sync comes after the result is complete.
         if read_result(out).get("state") != "finished":
             run(CONFIG, out, mode="resume" if (out / "config.toml").exists() else "new")
         same(whole, out)
@@ -112,7 +112,7 @@ def test_a_disk_that_fills_up_anywhere_ends_in_one_sentence_and_the_run_goes_on_
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 200 kB, where this user may mount one."""
+    """Mount a file system of 200 kB, if this user may."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(folder)]
@@ -126,10 +126,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=False)
 
 
-def test_a_real_full_disk(
+def test_a_run_resumes_after_a_real_full_disk(
     small_disk: Path, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Less and less space is free, so that each kind of file is once the first that fails."""
+    """Each repetition has less free space, so that each kind of file fails first once."""
     sets = [word for key in KEYS.split() for word in ("--set", key)]
     failed = 0
     for free in (0, 8, 20, 40, 56, 72, 90, 110):
@@ -156,10 +156,10 @@ def test_a_real_full_disk(
     assert failed >= 4
 
 
-def test_metrics_on_a_full_disk_are_one_sentence_also_when_they_are_closed(
+def test_an_error_of_closing_metrics_does_not_hide_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Closing such a file fails too, and must not hide the first failure."""
+    """Closing such a file fails too, but the first error is reported."""
     full = Path("/dev/full")
     monkeypatch.setattr("dpfed.training.run_folder.folder._reopened", lambda path: full.open("w"))
     with pytest.raises(DpfedError, match=r"metrics\.jsonl cannot be written: No space left"):
@@ -169,10 +169,10 @@ def test_metrics_on_a_full_disk_are_one_sentence_also_when_they_are_closed(
 # --- folders ---
 
 
-def test_a_folder_that_cannot_be_written(
+def test_a_read_only_folder_is_refused(
     small_disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A read-only file system, which stops root too: no new run, no resuming, but reading."""
+    """A read-only file system allows reading, and neither a new run nor resuming."""
     sets = [word for key in KEYS.split() for word in ("--set", key)]
     out = small_disk / "r"
     with pytest.raises(CrashError):
@@ -191,8 +191,10 @@ def test_a_folder_that_cannot_be_written(
     assert dpfed("run", "--resume", str(out)) == 0
 
 
-def test_permission_denied_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Permissions do not stop root, so the test raises the refusal itself."""
+def test_a_denied_permission_gives_a_one_sentence_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root ignores permissions, so the test raises the error itself."""
     opened = os.open
 
     def denied(path: Any, flags: int, *args: Any, **more: Any) -> int:
@@ -216,7 +218,7 @@ sys.stdin.read()
 
 @contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Another process has the lock."""
+    """Hold the lock in another process."""
     command = [sys.executable, "-c", HOLD, str(path)]
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert other.stdout is not None
@@ -229,7 +231,7 @@ def held(path: Path) -> Iterator[None]:
     ("lock", "words"),
     [(".lock", "another run is at work"), ("ledger.sqlite.lock", "another process")],
 )
-def test_a_folder_or_ledger_in_use_is_left_alone(
+def test_a_folder_or_ledger_in_use_is_refused(
     lock: str, words: str, tmp_path: Path, whole: Path
 ) -> None:
     out = tmp_path / "r"
@@ -243,8 +245,8 @@ def test_a_folder_or_ledger_in_use_is_left_alone(
     same(whole, out)
 
 
-def test_two_runs_without_privacy_do_not_share_a_folder(tmp_path: Path) -> None:
-    """The second run is started while the first is in round 1: new, forced and resumed."""
+def test_a_folder_of_a_running_run_is_refused(tmp_path: Path) -> None:
+    """A new, a forced and a resumed run start while the first run is in round 1."""
     out, said = tmp_path / "r", []
 
     def second(round: Round) -> None:
@@ -261,7 +263,7 @@ def test_two_runs_without_privacy_do_not_share_a_folder(tmp_path: Path) -> None:
     assert "already holds a run" in said[0]
 
 
-def test_what_a_run_killed_at_its_very_beginning_leaves_is_no_obstacle(
+def test_a_run_can_start_in_the_folder_of_a_run_killed_at_its_start(
     tmp_path: Path, whole: Path
 ) -> None:
     out = tmp_path / "r"
@@ -277,7 +279,7 @@ def test_what_a_run_killed_at_its_very_beginning_leaves_is_no_obstacle(
         run(CONFIG, tmp_path / "mine")
 
 
-def test_metrics_that_are_lost_or_damaged(tmp_path: Path, whole: Path) -> None:
+def test_lost_or_damaged_metrics_are_refused(tmp_path: Path, whole: Path) -> None:
     out = tmp_path / "r"
     with pytest.raises(CrashError):
         run(CONFIG, out, callbacks=[Watcher(on_round=crash(3))])

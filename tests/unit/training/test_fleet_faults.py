@@ -1,4 +1,4 @@
-"""Numbers that are none, and devices that are full: nothing wrong comes out, and nothing private is told."""
+"""Non-finite values and out-of-memory errors give no wrong results and no private output."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def job_of(given: Source | None = None, **sections: dict[str, Any]) -> Job:
 
 
 def after(job: Job, fleet: Fleet | None = None, rounds: int = 2) -> dict[str, Tensor]:
-    """The server's state after two rounds of everyone, and what the clients remember."""
+    """Return the server's state and the clients' memory after rounds of all clients."""
     state, fleet = first_state(job), fleet or Fleet(job)
     for t in range(1, rounds + 1):
         cohort = choose(job, t, np.arange(CLIENTS))
@@ -79,15 +79,13 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
         torch.testing.assert_close(a[name], b[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-# --- numbers that are none --------------------------------------------------------------------------------------------------
+# --- non-finite values ---
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("rows", [slice(3, 4), slice(EACH, 2 * EACH)])
-def test_records_without_a_gradient_count_as_zero_and_the_run_goes_on(
-    bad: float, rows: slice
-) -> None:
-    """One record, or all of client 1. The reference has records of no gradient at all: every factor of it is exact zero."""
+def test_records_without_a_finite_gradient_count_as_zero(bad: float, rows: slice) -> None:
+    """The spoiled records are one record or all of client 1; the reference has zeros for them."""
 
     def spoil(x: np.ndarray) -> None:
         x[rows] = bad
@@ -107,32 +105,34 @@ def test_records_without_a_gradient_count_as_zero_and_the_run_goes_on(
     found = after(job)
     same(found, after(reference))
     assert all(bool(v.isfinite().all()) for v in found.values())
-    with pytest.raises(AssertionError):  # the record does count while it is whole
+    # Without the fault these records change the result.
+    with pytest.raises(AssertionError):
         same(found, after(job_of(source())))
 
 
-def test_passes_of_a_fixed_size_tell_of_what_is_lost_as_well(
+def test_fixed_size_passes_log_lost_records(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def spoil(x: np.ndarray) -> None:
         x[EACH : 2 * EACH] = math.nan
 
     caplog.set_level(logging.DEBUG, logger="dpfed.private")
-    run(config_of(run={"slots": 24}), tmp_path / "told", source=source(spoil))
+    run(config_of(run={"slots": 24}), tmp_path / "logged", source=source(spoil))
     assert any("client 1:" in r.getMessage() for r in caplog.records)
 
 
-def test_what_is_lost_is_told_to_the_private_log_only(
+def test_lost_records_are_in_the_private_log_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def spoil(x: np.ndarray) -> None:
         x[EACH : 2 * EACH] = math.nan
 
-    caplog.set_level(logging.DEBUG)  # a program that logs everything
+    # Even a program that logs everything does not enable the private log.
+    caplog.set_level(logging.DEBUG)
     quiet = run(config_of(), tmp_path / "quiet", source=source(spoil))
     assert not caplog.records
     caplog.set_level(logging.DEBUG, logger="dpfed.private")
-    told = run(config_of(), tmp_path / "told", source=source(spoil))
+    logged = run(config_of(), tmp_path / "logged", source=source(spoil))
     lines = [r.getMessage() for r in caplog.records]
     assert lines
     assert all(r.name == "dpfed.private" and r.levelno == logging.DEBUG for r in caplog.records)
@@ -140,17 +140,17 @@ def test_what_is_lost_is_told_to_the_private_log_only(
     assert {line.split(",")[0] for line in lines} == {"round 1", "round 2"}
     out, err = capfd.readouterr()
     assert "finite" not in out + err
-    for file in (tmp_path / "told").rglob("*"):
+    for file in (tmp_path / "logged").rglob("*"):
         if file.suffix in (".json", ".jsonl", ".toml"):
             assert "finite" not in file.read_text()
     drop = {"out", "seconds"}
     assert {k: v for k, v in quiet.items() if k not in drop} == {
-        k: v for k, v in told.items() if k not in drop
+        k: v for k, v in logged.items() if k not in drop
     }
 
 
 class Struck(FleetOracle):
-    """From its second step on, the noised gradient of client 3 is no number."""
+    """An oracle whose noised gradient of client 3 is infinite in round 2."""
 
     def _release(self, theta: Tensor, slots: Any) -> tuple[Tensor, Tensor]:
         g, phi = super()._release(theta, slots)
@@ -160,7 +160,7 @@ class Struck(FleetOracle):
 
 
 @pytest.mark.parametrize("size", [1, 2, "auto"])
-def test_a_client_that_leaves_the_numbers_stops_the_run_by_name(
+def test_a_client_with_non_finite_values_stops_the_run(
     size: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dpfed.training.backends.fleet.FleetOracle", Struck)
@@ -179,13 +179,13 @@ def test_a_client_that_leaves_the_numbers_stops_the_run_by_name(
     assert again["test_loss"] == whole["test_loss"]
 
 
-def test_allow_nan_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_allow_nan_the_run_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dpfed.training.backends.fleet.FleetOracle", Struck)
     found = after(job_of(run={"allow_nan": True}))
     assert not bool(found["theta"].isfinite().all())
 
 
-def test_a_memory_that_is_no_number_stops_the_run_too() -> None:
+def test_a_non_finite_memory_stops_the_run() -> None:
     job = job_of()
     fleet = Fleet(job)
     fleet.memory.put(
@@ -198,7 +198,7 @@ def test_a_memory_that_is_no_number_stops_the_run_too() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_an_overflow_in_half_precision_does_not_pass_the_clip(dtype: torch.dtype) -> None:
+def test_an_overflow_in_half_precision_is_clipped(dtype: torch.dtype) -> None:
     from dpfed.privacy.clipping import Clipping, UnitRows, clip_and_sum
 
     grads = torch.tensor([[3.0, 4.0], [1e30, 1.0], [60000.0, 60000.0], [0.25, 0.0]])
@@ -206,19 +206,20 @@ def test_an_overflow_in_half_precision_does_not_pass_the_clip(dtype: torch.dtype
     unit, owner = torch.arange(4), torch.zeros(4, dtype=torch.int64)
     total, _ = clip_and_sum(halves, UnitRows(owner, torch.ones_like(unit), 1), 1.0, Clipping())
     assert total.dtype == torch.float32
-    # 60000² is infinite in half precision, so a norm in it would have lost the third record
+    # 60000² overflows float16, so a norm in float16 would lose the third record.
     half = 0.5**0.5
     expected = [0.6 + half + 0.25, 0.8 + half]
-    if dtype == torch.bfloat16:  # 1e30 is a number there; its square is none in single precision
+    # 1e30 is finite in bfloat16; its square overflows float32.
+    if dtype == torch.bfloat16:
         assert halves[0][1].isfinite().all()
     torch.testing.assert_close(total[0], torch.tensor(expected), rtol=1e-2, atol=1e-2)
 
 
-# --- no room ----------------------------------------------------------------------------------------------------------------
+# --- out of memory ---
 
 
 def crowd(job: Job, most: int, error: Exception | None = None, by: str = "records") -> list[int]:
-    """A device on which a pass has room for so many records (or rows of theta) only; returns the sizes tried."""
+    """Raise in passes of more than `most` records or clients; return the sizes of all passes."""
     grads, tried = job.model.grads, []
 
     def tight(
@@ -235,12 +236,15 @@ def crowd(job: Job, most: int, error: Exception | None = None, by: str = "record
 
 
 ALGORITHMS = ["dp-scaffold", "dp-fedsam", "dp-fedadamw"]
-CPU_SAYS = "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"
+CPU_MESSAGE = (
+    "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: "
+    "you tried to allocate 1 bytes"
+)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("by", ["records", "clients"])
-def test_a_full_device_changes_nothing_but_the_size(
+def test_a_full_device_does_not_change_results(
     algorithm: str, by: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = {"algorithm": {"name": algorithm}}
@@ -269,19 +273,19 @@ def test_the_size_that_fits_is_kept() -> None:
     "error",
     [
         torch.OutOfMemoryError("x"),
-        RuntimeError(CPU_SAYS),
+        RuntimeError(CPU_MESSAGE),
         MemoryError(),
         RuntimeError("not enough memory"),
     ],
 )
-def test_every_way_of_saying_so_is_known(error: Exception) -> None:
+def test_every_out_of_memory_error_is_recognised(error: Exception) -> None:
     assert out_of_memory(error)
     job = job_of()
     crowd(job, 4, error)
     same(after(job), after(job_of()))
 
 
-def test_other_errors_are_not_taken_for_it() -> None:
+def test_other_errors_are_raised_without_a_retry() -> None:
     job = job_of()
     tried = crowd(job, 0, RuntimeError("shapes do not match"))
     with pytest.raises(RuntimeError, match="shapes"):
@@ -291,7 +295,7 @@ def test_other_errors_are_not_taken_for_it() -> None:
 
 
 def test_nothing_is_drawn_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With noise of the operating system too: a second draw would prefer batches that fit, which nobody has charged."""
+    """A second draw would favour small batches, which the charged mechanism does not describe."""
     settings = {"run": {"noise": "os"}, "privacy": {"sigma": 1.0}}
     given = source()
     object.__setattr__(given, "declared", True)
@@ -323,20 +327,19 @@ def test_nothing_is_drawn_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FleetOracle, "_draw", noted)
     grads, calls = job.model.grads, []
 
-    def late(theta: Tensor, *rest: Any) -> list[Tensor]:
-        """No room for more than two rows of theta, once the first step of the fleet has been released."""
+    def out_of_memory_later(theta: Tensor, *rest: Any) -> list[Tensor]:
+        """Raise for more than two rows of theta after the first step of the fleet."""
         calls.append(len(theta))
         if len(theta) > 2 and len(calls) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return grads(theta, *rest)
 
-    job.model.grads = late  # type: ignore[method-assign]
+    job.model.grads = out_of_memory_later  # type: ignore[method-assign]
     Fleet(job).run_cohort(1, first_state(job), range(CLIENTS))
     assert entropy["drawn"] == CLIENTS
     assert len(released) == CLIENTS
-    for (
-        numbers
-    ) in released.values():  # one step of the first attempt, then both steps from the beginning
+    # One step of the first attempt, then both steps of the second one.
+    for numbers in released.values():
         assert len(numbers) >= 3
         assert torch.equal(numbers[0], numbers[-2])
         assert not torch.equal(numbers[-1], numbers[-2])
@@ -344,11 +347,12 @@ def test_nothing_is_drawn_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     second: dict[tuple[int, ...], list[int]] = {}
     for clients, rows in batches:
         if len(clients) <= 2:
-            second.setdefault(clients, rows)  # the first step of a fleet that fits
+            # The first step of a fleet that fits.
+            second.setdefault(clients, rows)
     assert sorted(row for rows in second.values() for row in rows) == sorted(whole)
 
 
-def test_seeded_noise_begins_again_where_it_began() -> None:
+def test_noise_can_be_repeated_from_its_start() -> None:
     for noise in (Streams(1).noise(2, 3, torch.device("cpu")), OsNoise(torch.device("cpu"))):
         numbers = [noise.normal64(5).float(), noise.normal64(3).float()]
         other = noise.again()
@@ -356,7 +360,7 @@ def test_seeded_noise_begins_again_where_it_began() -> None:
         assert torch.equal(other.normal64(3).float(), numbers[1])
 
 
-def test_no_room_for_one_record_is_one_sentence() -> None:
+def test_no_memory_for_one_record_gives_a_one_sentence_error() -> None:
     job = job_of()
     tried = crowd(job, 0)
     with pytest.raises(StoppedError, match="not even one record of one client") as caught:
@@ -366,8 +370,8 @@ def test_no_room_for_one_record_is_one_sentence() -> None:
     assert len(job.notes) == len(set(job.notes))
 
 
-def test_a_unit_is_not_cut_to_make_room() -> None:
-    """A unit of several records needs them all at once: rather no run than a wrong one."""
+def test_a_unit_is_never_split() -> None:
+    """The gradient of a unit needs all its records at once, so the run stops."""
     given = source()
     given.train.columns["patient"] = np.arange(CLIENTS * EACH) // 3
     job = job_of(given, data={"unit_column": "patient"}, privacy={"batch": 2})
@@ -376,5 +380,5 @@ def test_a_unit_is_not_cut_to_make_room() -> None:
         after(job)
 
 
-def test_the_log_of_lost_records_is_off() -> None:
+def test_the_private_log_is_off_by_default() -> None:
     assert not oracle_module.PRIVATE.isEnabledFor(logging.DEBUG)

@@ -1,4 +1,4 @@
-"""The two halves of the public test data: disjoint, complete, alike, and really scored."""
+"""Validation and test halves of the public test data are disjoint, complete and stratified."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def table(labels: list[int]) -> Table:
     return Table({"x": rows[:, None]}, np.array(labels), {"owner": rows})
 
 
-def test_alternate_records_of_each_class() -> None:
+def test_records_of_each_class_alternate_between_the_halves() -> None:
     whole = table([0, 0, 1, 0, 1, 1, 0, 2])
     validation, test = scored_half(whole, "validation"), scored_half(whole, "test")
     # Class 0 has records 0, 1, 3 and 6, class 1 has 2, 4 and 5, class 2 has 7.
@@ -31,12 +31,12 @@ def test_alternate_records_of_each_class() -> None:
     assert scored_half(whole, "all") is whole
 
 
-def test_too_small_to_be_halved() -> None:
+def test_a_test_set_too_small_for_halves_is_refused() -> None:
     with pytest.raises(DpfedError, match="too small"):
         scored_half(table([0, 1, 2]), "test")
 
 
-def test_a_run_scores_the_half_it_is_told_to() -> None:
+def test_a_run_scores_the_configured_half() -> None:
     config = load("digits", ["model.name=linear", "privacy.sigma=1"], registry())
     found = {}
     for which in ("all", "validation", "test"):

@@ -30,7 +30,7 @@ def old_run(tmp_path: Path) -> Path:
     return shutil.copytree(FIXTURES / "run-0.1", tmp_path / "run")
 
 
-def test_an_old_run_resumes_as_if_nothing_had_changed(old_run: Path, tmp_path: Path) -> None:
+def test_an_old_run_resumes_with_equal_results(old_run: Path, tmp_path: Path) -> None:
     config = load(old_run / "config.toml", ["run.rounds=4"], registry())
     run(config, old_run, mode="resume")
     run(config, tmp_path / "whole")
@@ -40,7 +40,7 @@ def test_an_old_run_resumes_as_if_nothing_had_changed(old_run: Path, tmp_path: P
 
 
 def test_an_old_calibrated_run_resumes_with_its_recorded_noise(tmp_path: Path) -> None:
-    """Version 0.1 had another root search, so its sigma differs from today's in the sixth digit."""
+    """Version 0.1 used another root search, so its sigma differs in the sixth digit."""
     out = shutil.copytree(FIXTURES / "run-0.1-target", tmp_path / "run")
     config = load(out / "config.toml", [], registry())
     result = run(config, out, "resume")
@@ -50,24 +50,25 @@ def test_an_old_calibrated_run_resumes_with_its_recorded_noise(tmp_path: Path) -
     assert len(charged) == 8
     assert all(kind.noise_multiplier == recorded[kind.rate] for kind in charged)
     assert result["sigma"] == [min(recorded.values()), max(recorded.values())]
-    assert result["epsilon"]["server_worst"] == 1.9989122128856929  # as version 0.1 reported it
+    # Version 0.1 reported this value.
+    assert result["epsilon"]["server_worst"] == 1.9989122128856929
     today, _ = plan_of(config)
     assert not set(today.multipliers.tolist()) & set(recorded.values())
 
 
-def test_an_old_run_is_accounted_reported_and_exported(old_run: Path, tmp_path: Path) -> None:
+def test_privacy_report_and_export_read_an_old_run(old_run: Path, tmp_path: Path) -> None:
     assert dpfed("privacy", str(old_run)) == 0
     assert dpfed("report", str(old_run), "--out", str(tmp_path / "page.html")) == 0
     assert dpfed("export", str(old_run), str(tmp_path / "model")) == 0
 
 
-def test_an_old_adapter_is_a_start_whose_cost_is_counted() -> None:
+def test_the_cost_of_an_old_adapter_is_counted() -> None:
     stored = record_of(str(FIXTURES / "export-0.1"))
     assert stored is not None
     assert [steps for _, steps in stored.prior] == [1]
 
 
-def test_deleted_keys_at_their_defaults_are_ignored_and_other_values_refused() -> None:
+def test_deleted_keys_are_ignored_only_at_their_defaults() -> None:
     for section, cls in (("algorithm", DPFedAdamW), ("privacy", PrivacySection)):
         gone = {
             key: deleted.default
@@ -87,7 +88,7 @@ def test_deleted_keys_at_their_defaults_are_ignored_and_other_values_refused() -
             parse(section, PrivacySection if section == "privacy" else DPFedAdamW, {key: value})
 
 
-def test_settings_have_the_form_of_the_first_version() -> None:
+def test_settings_keep_the_format_of_version_0_1() -> None:
     config = load(FIXTURES / "run-0.1" / "config.toml", [], registry())
     written = as_first_written(
         {"algorithm": {"name": "dp-fedadamw"}, "privacy": {"isolation": "fast", "sigma": 2.0}}

@@ -58,7 +58,7 @@ def open_to_others(folder: Path) -> dict[str, str]:
 
 @pytest.mark.usefixtures("umask")
 @pytest.mark.parametrize("noise", ["os", "seeded"])
-def test_a_run_folder_is_its_owners_alone_at_every_moment(noise: str, tmp_path: Path) -> None:
+def test_a_run_folder_is_never_readable_by_others(noise: str, tmp_path: Path) -> None:
     out = tmp_path / "runs" / "first"
     during: list[dict[str, str]] = []
     diagnostics = noise == "seeded"
@@ -82,7 +82,7 @@ def test_a_run_folder_is_its_owners_alone_at_every_moment(noise: str, tmp_path: 
     assert ("diagnostics.jsonl" in files) == ("holdings.json" in files) == diagnostics
 
 
-def test_a_run_folder_of_an_older_version_is_restricted_when_it_goes_on(tmp_path: Path) -> None:
+def test_resuming_restricts_the_folder_of_an_older_version(tmp_path: Path) -> None:
     out = tmp_path / "run"
     trained(out, section={"noise": "os"})
     for path in (out, *out.rglob("*")):
@@ -91,7 +91,7 @@ def test_a_run_folder_of_an_older_version_is_restricted_when_it_goes_on(tmp_path
     assert open_to_others(out) == {}
 
 
-def test_what_is_made_for_release_is_as_the_umask_says(umask: int, tmp_path: Path) -> None:
+def test_files_for_release_follow_the_umask(umask: int, tmp_path: Path) -> None:
     trained(tmp_path / "run", section={"noise": "os"})
     write_export(tmp_path / "run", tmp_path / "export")
     write_page([tmp_path / "run"], tmp_path / "public.html", public=True)
@@ -101,7 +101,7 @@ def test_what_is_made_for_release_is_as_the_umask_says(umask: int, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("umask")
-def test_the_operators_page_is_for_the_operator_alone(tmp_path: Path) -> None:
+def test_the_operators_page_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
     trained(tmp_path / "run")
     write_page([tmp_path / "run"], tmp_path / "report.html")
     assert (tmp_path / "report.html").stat().st_mode & 0o777 == 0o600

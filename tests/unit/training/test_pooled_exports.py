@@ -1,4 +1,4 @@
-"""Exports of a sentence encoder give the run's answers by the code of their card alone."""
+"""The code of a sentence encoder's model card reproduces the run's scores."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ print(json.dumps(rows))
 
 
 def elsewhere(code: str, *given: Any) -> subprocess.CompletedProcess[str]:
-    """Run code in another process, which has no class of dpfed."""
+    """Run code in another process without dpfed."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     command = [sys.executable, "-c", code, *(json.dumps(x) for x in given)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -54,7 +54,9 @@ def pooled(tmp: Path, train: str, **changes: Any) -> Config:
     [("head", False), ("full", False), ("lora", False), ("lora", True)],
     ids=["head", "full", "adapter", "merged"],
 )
-def test_the_card_answers_as_the_run(train: str, merge: bool, tmp_path: Path) -> None:
+def test_the_code_of_the_card_reproduces_the_scores(
+    train: str, merge: bool, tmp_path: Path
+) -> None:
     source = texts()
     run(pooled(tmp_path, train), tmp_path / "run", source=source)
     write_export(tmp_path / "run", tmp_path / "out", merge)
@@ -71,7 +73,7 @@ def test_the_card_answers_as_the_run(train: str, merge: bool, tmp_path: Path) ->
 
 
 def test_without_its_code_the_export_is_refused(tmp_path: Path) -> None:
-    """BERT's own classifier would load the encoder and answer at random."""
+    """BERT's own classifier would load the encoder with a random head."""
     run(pooled(tmp_path, "head"), tmp_path / "run", source=texts())
     write_export(tmp_path / "run", tmp_path / "out")
     load = "AutoModelForSequenceClassification.from_pretrained"
@@ -82,8 +84,8 @@ def test_without_its_code_the_export_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("merge", [False, True], ids=["adapter", "merged"])
-def test_training_goes_on_from_an_export(merge: bool, tmp_path: Path) -> None:
-    """The second run starts with the final answers of the first one."""
+def test_training_continues_from_an_export(merge: bool, tmp_path: Path) -> None:
+    """The second run starts with the final scores of the first one."""
     config = pooled(tmp_path, "lora")
     run(config, tmp_path / "run", source=texts())
     write_export(tmp_path / "run", tmp_path / "out", merge)

@@ -25,7 +25,7 @@ def config_of(folder: Path, model: dict[str, Any] | None = None, **changes: Any)
     return settings({**section, **(model or {})}, **changes)
 
 
-def test_the_same_head_with_and_without_features(tmp_path: Path) -> None:
+def test_features_do_not_change_the_trained_head(tmp_path: Path) -> None:
     encoder(tmp_path / "base")
     found = []
     for features in (True, False):
@@ -39,7 +39,7 @@ def test_the_same_head_with_and_without_features(tmp_path: Path) -> None:
         torch.testing.assert_close(value, found[1][name], rtol=0, atol=1e-6)
 
 
-def test_features_are_those_of_sentence_transformers(tmp_path: Path) -> None:
+def test_features_equal_those_of_sentence_transformers(tmp_path: Path) -> None:
     library = pytest.importorskip("sentence_transformers")
     folder = encoder(tmp_path)
     job = prepare(config_of(tmp_path, run={"features": True}), texts())
@@ -49,7 +49,7 @@ def test_features_are_those_of_sentence_transformers(tmp_path: Path) -> None:
 
 
 def test_an_older_run_folder_keeps_the_models_own_head(tmp_path: Path) -> None:
-    """Its head fits the pooled vectors by shape, so it would answer wrongly without an error."""
+    """The old head has the shape of the new one, so a mix-up would raise no error."""
     encoder(tmp_path / "base")
     config = config_of(tmp_path / "base", {"pooling": "none"})
     run(config, tmp_path / "run", source=texts())

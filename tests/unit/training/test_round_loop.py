@@ -1,4 +1,4 @@
-"""Rounds that are told of late, as on a GPU: the same rounds, in the same order, and never one that is not finite."""
+"""Overlapped rounds, which are reported one round later, equal rounds without overlap."""
 
 from __future__ import annotations
 
@@ -37,52 +37,58 @@ def config_of(**run: Any) -> Config:
     return server_state_case.config_of(**{"rounds": 6, "eval_every": 4, **run})
 
 
-class Told:
-    """What was said, in order: cohorts that were asked for, rounds that were told of, progress that was kept."""
+class RecordedLoop:
+    """A round loop that records cohorts, reported rounds and checkpoints in order."""
 
-    def __init__(self, job: Job, late: bool, due: Any = lambda t: False) -> None:
-        self.words: list[str] = []
+    def __init__(self, job: Job, overlapped: bool, due: Any = lambda t: False) -> None:
+        self.events: list[str] = []
         self.rounds: list[Round] = []
-        told = self
+        recorded = self
 
         class Watched(Fleet):
             def run_cohort(self, t: int, *rest: Any, **more: Any) -> Any:
-                told.words.append(f"cohort {t}")
+                recorded.events.append(f"cohort {t}")
                 return super().run_cohort(t, *rest, **more)
 
         def observe(round: Round) -> None:
-            told.words.append(f"told {round.t}")
-            told.rounds.append(round)
+            recorded.events.append(f"reported {round.t}")
+            recorded.rounds.append(round)
 
         def keep(progress: Progress) -> None:
-            told.words.append(f"kept {progress.t}")
+            recorded.events.append(f"saved {progress.t}")
 
         def call(stop: Callable[[], None] = lambda: None) -> Tensor:
-            fleet = Watched(job, check_messages=not late)
+            fleet = Watched(job, check_messages=not overlapped)
             watcher = Watcher(on_round=observe, on_checkpoint=keep)
             spending = Spending(job, None, None)
-            return RoundLoop(job, fleet, spending, watcher, stop, due, overlap=late).run()
+            return RoundLoop(job, fleet, spending, watcher, stop, due, overlap=overlapped).run()
 
         self.call = call
 
 
-def test_the_same_rounds_one_later() -> None:
+def test_overlap_does_not_change_rounds() -> None:
     job = prepare(config_of())
-    prompt, late = Told(job, False, lambda t: t == 2), Told(job, True, lambda t: t == 2)
-    assert torch.equal(prompt.call(), late.call())
-    assert prompt.words == [
-        "told 0", "cohort 1", "told 1", "cohort 2", "told 2", "kept 2", "cohort 3", "told 3", "cohort 4", "told 4",
-        "cohort 5", "told 5", "cohort 6", "told 6",
+    direct, overlapped = (
+        RecordedLoop(job, False, lambda t: t == 2),
+        RecordedLoop(job, True, lambda t: t == 2),
+    )
+    assert torch.equal(direct.call(), overlapped.call())
+    assert direct.events == [
+        "reported 0", "cohort 1", "reported 1", "cohort 2", "reported 2", "saved 2",
+        "cohort 3", "reported 3", "cohort 4", "reported 4",
+        "cohort 5", "reported 5", "cohort 6", "reported 6",
     ]  # fmt: skip
-    assert late.words == [  # rounds 2 (due), 4 and 6 (scored) are told of at once
-        "told 0", "cohort 1", "cohort 2", "told 1", "told 2", "kept 2", "cohort 3", "cohort 4", "told 3", "told 4",
-        "cohort 5", "cohort 6", "told 5", "told 6",
+    # Round 2 has a checkpoint and rounds 4 and 6 are scored, so they are reported at once.
+    assert overlapped.events == [
+        "reported 0", "cohort 1", "cohort 2", "reported 1", "reported 2", "saved 2",
+        "cohort 3", "cohort 4", "reported 3", "reported 4",
+        "cohort 5", "cohort 6", "reported 5", "reported 6",
     ]  # fmt: skip
-    for one, other in zip(prompt.rounds, late.rounds, strict=True):
+    for one, other in zip(direct.rounds, overlapped.rounds, strict=True):
         assert torch.equal(one.theta, other.theta)
         strip = {"theta": torch.zeros(1), "seconds": 0.0}
         assert repr(replace(one, **strip)) == repr(replace(other, **strip))
-    assert [round.accuracy is None for round in late.rounds] == [
+    assert [round.accuracy is None for round in overlapped.rounds] == [
         False,
         True,
         True,
@@ -93,10 +99,10 @@ def test_the_same_rounds_one_later() -> None:
     ]
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("bad", [1, 3, 4, 6])
-def test_a_round_that_is_not_finite_is_never_told_of(
-    bad: int, late: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_non_finite_round_is_never_reported(
+    bad: int, overlapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = prepare(config_of())
     right = round_loop.aggregate
@@ -110,29 +116,30 @@ def test_a_round_that_is_not_finite_is_never_told_of(
         )
 
     monkeypatch.setattr(round_loop, "aggregate", broken)
-    told = Told(job, late)
+    recorded = RecordedLoop(job, overlapped)
     with pytest.raises(
         DivergedError, match=f"after round {bad} the server's theta is no longer finite"
     ):
-        told.call()
-    assert [round.t for round in told.rounds] == list(range(bad))
-    assert all(round.theta.isfinite().all() for round in told.rounds)
+        recorded.call()
+    assert [round.t for round in recorded.rounds] == list(range(bad))
+    assert all(round.theta.isfinite().all() for round in recorded.rounds)
 
 
-def test_an_interruption_tells_of_what_is_over() -> None:
+def test_an_interruption_reports_completed_rounds() -> None:
     job, calls = prepare(config_of()), iter(range(100))
 
     def stop() -> None:
-        if next(calls) == 3:  # before round 4
+        # This call comes before round 4.
+        if next(calls) == 3:
             raise InterruptedRunError("SIGTERM", 15)
 
-    told = Told(job, True)
+    recorded = RecordedLoop(job, True)
     with pytest.raises(InterruptedRunError):
-        told.call(stop)
-    assert told.words[-3:] == ["cohort 3", "told 2", "told 3"]
+        recorded.call(stop)
+    assert recorded.events[-3:] == ["cohort 3", "reported 2", "reported 3"]
 
 
-def test_finite_by_hand() -> None:
+def test_the_finite_check_finds_nan_and_infinity() -> None:
     state = first_state(prepare(config_of()))
     begin_finite_check(state, 7)()
     for value in (float("nan"), float("inf")):
@@ -149,15 +156,13 @@ def times(job: Any, seconds: list[float]) -> list[int]:
     return [t for t in range(1, len(seconds) + 1) if due(t)]
 
 
-def test_when_checkpoints_are_due() -> None:
+def test_rounds_with_a_checkpoint() -> None:
     def job(device: str, **run: Any) -> Any:
         return SimpleNamespace(device=torch.device(device), config=config_of(**run), served=False)
 
     seconds = [0.2, 0.9, 1.1, 1.9, 2.05, 2.2]
-    assert times(job("cuda"), seconds) == [
-        3,
-        6,
-    ]  # a second after the last, and after the last round
+    # Due one second after the last checkpoint, and after the last round.
+    assert times(job("cuda"), seconds) == [3, 6]
     assert times(job("cuda"), [0.2, 0.9, 1.1, 1.9, 2.3, 2.4]) == [3, 5, 6]
     assert times(job("cpu"), seconds) == [1, 2, 3, 4, 5, 6]
     assert times(job("cuda", noise="os"), seconds) == [1, 2, 3, 4, 5, 6]
@@ -165,10 +170,10 @@ def test_when_checkpoints_are_due() -> None:
     assert times(job("cuda", checkpoint_every=0), seconds) == []
 
 
-def test_a_whole_run_with_few_checkpoints_goes_on_as_if_there_were_many(
+def test_a_run_with_few_checkpoints_resumes_with_equal_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed after round 5 with a checkpoint after round 2 only."""
+    """The run is killed after round 5 and has one checkpoint, after round 2."""
 
     def go(out: Path, mode: Mode = "new", crash: int = 99) -> list[str]:
         def observe(round: Round) -> None:
@@ -190,34 +195,35 @@ def test_a_whole_run_with_few_checkpoints_goes_on_as_if_there_were_many(
 
 
 @pytest.mark.parametrize("method", ["dp-fedadamw", "dp-scaffold"])
-def test_a_late_run_is_the_prompt_one(
+def test_a_run_with_overlap_equals_a_run_without(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole of `run`, as on a GPU but for the device: the same metrics, charges and model; interrupted and resumed too."""
+    """Metrics, epsilons and model are equal with overlap, also after an interruption."""
     config = replace(config_of(), algorithm=registry().algorithm[method](lr=0.05))
     files: list[tuple[Any, ...]] = []
 
-    def kept(out: Path) -> tuple[Any, ...]:
+    def files_of(out: Path) -> tuple[Any, ...]:
         lines = [
             line.split('"seconds"')[0] for line in (out / "metrics.jsonl").read_text().splitlines()
         ]
         figures = json.loads((out / "run.json").read_text())["epsilon"]
         return lines, figures, (out / "model.safetensors").read_bytes()
 
-    run(config, tmp_path / "prompt")
-    files.append(kept(tmp_path / "prompt"))
+    run(config, tmp_path / "direct")
+    files.append(files_of(tmp_path / "direct"))
     monkeypatch.setattr(open_run, "may_overlap", lambda job: True)
     monkeypatch.setattr(open_run, "checkpoints_due", lambda job: lambda t: t in (2, 6))
-    run(config, tmp_path / "late")
-    files.append(kept(tmp_path / "late"))
+    run(config, tmp_path / "overlapped")
+    files.append(files_of(tmp_path / "overlapped"))
     steps = iter(range(100))
 
     def stop() -> None:
-        if next(steps) == 11:  # within a round that nobody was told of
+        # This step is in a round that is not reported yet.
+        if next(steps) == 11:
             raise InterruptedRunError("SIGTERM", 15)
 
     with pytest.raises(InterruptedRunError):
         run(config, tmp_path / "cut", execution=InProcess(stop))
     run(config, tmp_path / "cut", mode="resume")
-    files.append(kept(tmp_path / "cut"))
+    files.append(files_of(tmp_path / "cut"))
     assert files[0] == files[1] == files[2]

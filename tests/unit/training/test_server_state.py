@@ -1,4 +1,4 @@
-"""The average of the server's iterates: the arithmetic by hand, and that it is what a run evaluates and saves."""
+"""The average of the server's iterates equals values by hand; a run scores and saves it."""
 
 from __future__ import annotations
 
@@ -32,40 +32,41 @@ from dpfed.training.server_state import AVERAGE, State
 
 
 def thetas(config: Config) -> list[Tensor]:
-    """The iterates of a run without an average."""
+    """Return the iterates of a run without an average."""
     seen: list[Round] = []
     job = prepare(config)
     RoundLoop(job, Fleet(job), Spending(job, None, None), Watcher(on_round=seen.append)).run()
     return [round.theta for round in seen]
 
 
-def test_the_average_by_hand() -> None:
+def test_the_average_equals_values_by_hand() -> None:
     state = State(Point(torch.tensor([8.0])), 1.0).averaging()
-    assert state.result.tolist() == [8.0]  # nothing to average yet: the start
+    # Before the first round the average is the start.
+    assert state.result.tolist() == [8.0]
     found = []
     for value in (1.0, 3.0, 5.0):
         state = state.after(Point(torch.tensor([value])), 1.0, 0.5)
         found.append(state.result.item())
-    # Weights 1; 1/3, 2/3; 1/7, 2/7, 4/7: those of the start point are none.
+    # The weights are 1; 1/3, 2/3; 1/7, 2/7, 4/7. The start has no weight.
     assert found == pytest.approx([1.0, 7 / 3, 27 / 7])
     assert state.theta.tolist() == [5.0]
 
 
-def test_a_constant_is_its_own_average_however_slow_it_is() -> None:
+def test_the_average_of_equal_iterates_is_exact() -> None:
     state = State(Point(torch.tensor([8.0])), 1.0).averaging()
     for _ in range(50):
         state = state.after(Point(torch.tensor([0.1, -3e4])), 1.0, 0.999)
         torch.testing.assert_close(state.result, torch.tensor([0.1, -3e4]), rtol=1e-5, atol=0)
 
 
-def test_without_an_average_nothing_is_kept() -> None:
+def test_without_an_average_the_state_has_none() -> None:
     state = first_state(prepare(config_of()))
     assert state.average is None
     assert AVERAGE not in state.tensors()
     assert state.result is state.theta
 
 
-def test_a_run_evaluates_and_saves_the_average_and_its_clients_go_on_from_the_last(
+def test_the_average_is_scored_and_saved_but_not_sent_to_clients(
     tmp_path: Path,
 ) -> None:
     config = config_of(average=0.6)
@@ -86,10 +87,9 @@ def test_a_run_evaluates_and_saves_the_average_and_its_clients_go_on_from_the_la
     rows = [
         json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()
     ]
-    assert [row["accuracy"] == row.get("last_accuracy") for row in rows[:2]] == [
-        False,
-        True,
-    ]  # one iterate: the same
+    # After one round the average is the last iterate.
+    same = [row["accuracy"] == row.get("last_accuracy") for row in rows[:2]]
+    assert same == [False, True]
     assert "last_accuracy" not in rows[0]
     assert (rows[-1]["accuracy"], rows[-1]["last_accuracy"]) == scores
     stored = json.loads((tmp_path / "r" / "run.json").read_text())
@@ -99,10 +99,13 @@ def test_a_run_evaluates_and_saves_the_average_and_its_clients_go_on_from_the_la
 def test_a_run_killed_after_its_last_round_still_saves_the_average(tmp_path: Path) -> None:
     config, out = config_of(average=0.6), tmp_path / "r"
     result = run(config, out)
-    before, told = load_file(out / "model.safetensors"), json.loads((out / "run.json").read_text())
+    before, stored = (
+        load_file(out / "model.safetensors"),
+        json.loads((out / "run.json").read_text()),
+    )
     (out / "model.safetensors").unlink()
     (out / "run.json").write_text(
-        json.dumps({"run": told["run"], "state": "running", "release": told["release"]})
+        json.dumps({"run": stored["run"], "state": "running", "release": stored["release"]})
     )
     again = run(config, out, mode="resume")
     after = load_file(out / "model.safetensors")
@@ -112,7 +115,7 @@ def test_a_run_killed_after_its_last_round_still_saves_the_average(tmp_path: Pat
     ]
 
 
-def test_what_it_costs_is_what_it_costs_without(tmp_path: Path) -> None:
+def test_the_average_does_not_change_epsilon(tmp_path: Path) -> None:
     one, two = (
         run(config_of(), tmp_path / "a"),
         run(config_of(average=0.9, eval_every=3), tmp_path / "b"),
@@ -125,7 +128,7 @@ def test_what_it_costs_is_what_it_costs_without(tmp_path: Path) -> None:
     assert ["last_accuracy" in row for row in rows] == [False, False, False, True, True]
 
 
-def test_a_round_that_is_lost_is_not_averaged_twice() -> None:
+def test_a_lost_round_does_not_change_the_average() -> None:
     job, plain = prepare(config_of(average=0.5, rounds=3)), thetas(config_of(rounds=3))
 
     class Losing(Fleet):
@@ -142,10 +145,11 @@ def test_a_round_that_is_lost_is_not_averaged_twice() -> None:
     assert torch.equal(seen[2].theta, plain[0])
     assert not torch.equal(found, plain[0])
     torch.testing.assert_close(found, seen[3].theta, rtol=0, atol=0)
-    assert seen[3].accuracy == seen[3].last_accuracy  # the first iterate is the whole average
+    # The average of one iterate is this iterate.
+    assert seen[3].accuracy == seen[3].last_accuracy
 
 
-def test_an_average_that_is_no_number_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_non_finite_average_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     job = prepare(config_of(average=0.5))
     right = round_loop.aggregate
 
@@ -161,7 +165,7 @@ def test_an_average_that_is_no_number_ends_the_run(monkeypatch: pytest.MonkeyPat
         RoundLoop(job, Fleet(job), Spending(job, None, None), Callback()).run()
 
 
-def test_in_python(tmp_path: Path) -> None:
+def test_fine_tune_returns_the_score_of_the_last_iterate(tmp_path: Path) -> None:
     g = torch.Generator().manual_seed(0)
     x = torch.randn(80, 4, generator=g).numpy()
     private, public = (
@@ -182,6 +186,6 @@ def test_in_python(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [1.0, -0.1, float("nan")])
-def test_weights_that_make_no_average_are_refused(value: float) -> None:
+def test_invalid_weights_of_the_average_are_refused(value: float) -> None:
     with pytest.raises(DpfedError, match=r"run\.average = .* is not allowed"):
         config_of(average=value)

@@ -1,4 +1,4 @@
-"""Texts to a trained vector: tokenizer, loss and score of the model in one small run each."""
+"""Small runs of text models: tokenizer, loss and scores."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_text_classifier_runs(tmp_path: Path) -> None:
 
 
 def test_a_text_classifier_learns_without_noise(tmp_path: Path) -> None:
-    """The whole path from random weights: the classes differ in one word."""
+    """The classes differ in one word, and training starts from random weights."""
     config = config_of("auto-text", bert(tmp_path / "model"), enabled=False, batch=12.0)
     run_keys = replace(config.run, rounds=6, local_steps=10, lr_schedule="constant")
     config = replace(
@@ -129,7 +129,7 @@ def test_a_language_model_runs_and_is_scored_by_its_tokens(tmp_path: Path) -> No
     assert result["test_loss"] != pytest.approx(loss, rel=1e-4)
 
 
-def test_text_is_tokenised_once_and_its_shape_is_known_before(tmp_path: Path) -> None:
+def test_text_is_tokenised_once_with_a_known_shape(tmp_path: Path) -> None:
     section = config_of("auto-text", bert(tmp_path)).model
     source = texts(labelled=True)
     coded = tokenised(section, source)
@@ -139,7 +139,7 @@ def test_text_is_tokenised_once_and_its_shape_is_known_before(tmp_path: Path) ->
     assert spec_of(source, section) == spec_of(coded, section)
 
 
-def test_tokens_are_kept_by_data_and_encoding(
+def test_tokens_are_cached_by_data_and_encoding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DPFED_CACHE", str(tmp_path / "cache"))
@@ -160,7 +160,7 @@ def test_tokens_are_kept_by_data_and_encoding(
     assert len(calls) == 6
 
 
-def test_text_needs_a_language_model(tmp_path: Path) -> None:
+def test_text_with_an_image_model_is_refused(tmp_path: Path) -> None:
     config = build({"privacy": {"batch": 4.0, "sigma": 1.0}}, registry())
     with pytest.raises(DpfedError, match="'glyph-vit' does not read text: choose a language model"):
         prepare(config, texts(labelled=True))

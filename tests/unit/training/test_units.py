@@ -17,7 +17,7 @@ from dpfed.training.run import run
 
 @pytest.fixture
 def hospital(tmp_path: Path) -> Path:
-    """Three hospitals, 20 patients each with 1 to 3 records at their hospital."""
+    """Write records of three hospitals; each has 20 patients with 1 to 3 records."""
     rng = np.random.default_rng(0)
     rows, labels, hospitals, patients = [], [], [], []
     for h in range(3):
@@ -58,7 +58,7 @@ def settings(hospital: Path, *more: str) -> list[str]:
     return [*common, *more]
 
 
-def test_clients_come_from_the_column(hospital: Path) -> None:
+def test_clients_are_the_values_of_a_column(hospital: Path) -> None:
     job = prepare(load("digits", settings(hospital), registry()))
     assert len(job.shards) == 3
     owners = np.load(hospital)["train_hospital"]
@@ -99,7 +99,7 @@ def test_a_patient_is_protected_as_a_whole(hospital: Path, tmp_path: Path) -> No
     assert json.loads((tmp_path / "r" / "run.json").read_text())["guarantee"] == result["guarantee"]
 
 
-def test_a_column_that_is_not_there(hospital: Path) -> None:
+def test_a_missing_column_is_refused(hospital: Path) -> None:
     from dpfed.errors import DpfedError
 
     with pytest.raises(DpfedError, match=r"no column 'ward'.*hospital, patient"):

@@ -1,8 +1,8 @@
 """The fleet: S clients of a cohort computed side by side, as rows of one tensor `[S, P]`.
 
-A cohort larger than `run.fleet_size` is split into several fleets. Random streams belong to clients,
-so the split changes only the order of additions. A fleet that does not fit into the device's memory
-is halved, and its steps run again with the same random numbers.
+A cohort larger than `run.fleet_size` is split into several fleets. Random streams belong to
+clients, so the split changes only the order of additions. A fleet that does not fit into the
+device's memory is halved, and its steps run again with the same random numbers.
 """
 
 from __future__ import annotations

@@ -78,7 +78,8 @@ class Group:
         except (RuntimeError, ValueError) as error:
             raise DpfedError(
                 f"the {world} processes of the run did not find one another in {timeout} seconds "
-                f"({str(error).splitlines()[0]}): start all of them by torchrun, or raise run.timeout"
+                f"({str(error).splitlines()[0]}): start all of them by torchrun, "
+                "or raise run.timeout"
             ) from None
 
     @contextmanager
@@ -161,7 +162,8 @@ def join(config: Config) -> Group | None:
         return None
     if not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise DpfedError(
-            f"WORLD_SIZE = {world} without RANK, MASTER_ADDR and MASTER_PORT: start the run by torchrun"
+            f"WORLD_SIZE = {world} without RANK, MASTER_ADDR and MASTER_PORT: "
+            "start the run by torchrun"
         )
     rank = int(os.environ["RANK"])
     device = config.run.device

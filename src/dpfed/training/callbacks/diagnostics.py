@@ -40,7 +40,8 @@ def refuse_real_noise(config: Config) -> None:
     """Refuse diagnostics with real noise, before a folder is created."""
     if config.run.diagnostics and config.run.noise == "os":
         raise DpfedError(
-            'run.diagnostics reads the clients\' states and cannot be released: not with run.noise = "os"'
+            "run.diagnostics reads the clients' states and cannot be released: "
+            'not with run.noise = "os"'
         )
 
 

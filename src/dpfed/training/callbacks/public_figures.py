@@ -45,11 +45,13 @@ HIDDEN = ("run.seed", "run.trackers", "model.adapter", "federation.clients", "fe
 LEFT_OUT = (
     ("the seed", "it decides who takes part in which round"),
     ("cohorts, their sizes and how many clients could still be drawn", "they tell who took part"),
-    ("every figure of a single client: its epsilon, its rounds, what the client that spent most has spent",
+    ("every figure of a single client: its epsilon, its rounds, "
+     "what the client that spent most has spent",
      "the third party's epsilon holds only while they are secret"),
     ("the table of clients and labels", "it counts private records without noise"),
     ("diagnostics of clients' states", "they are computed from private records without noise"),
-    ("times of rounds, names of runs and folders", "times depend on batches, and names may hold any of the above"),
+    ("times of rounds, names of runs and folders",
+     "times depend on batches, and names may hold any of the above"),
 )  # fmt: skip
 
 
@@ -106,7 +108,7 @@ def public_result(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def public_metrics(round: Round, planned: Planned | None) -> dict[str, float]:
-    """Return the figures of a round for trackers: scores on the server's test set, planned epsilon."""
+    """Return a round's figures for trackers: scores on the server's test set, planned epsilon."""
     found: dict[str, float | None] = {
         "accuracy": round.accuracy,
         "loss": round.loss,

@@ -3,7 +3,8 @@
 A tracker gets three calls: `start(settings)` with the first round, `log(round, metrics)` and
 `finish()`. It receives only figures that may be published (see `public_figures`): no seed, no
 cohort, nothing about single clients. Nothing leaves the machine by default. MLflow writes into the
-run's folder unless MLFLOW_TRACKING_URI is set. Weights & Biases works offline unless WANDB_MODE is set.
+run's folder unless MLFLOW_TRACKING_URI is set. Weights & Biases works offline unless WANDB_MODE is
+set.
 """
 
 from __future__ import annotations

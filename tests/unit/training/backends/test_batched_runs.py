@@ -1,4 +1,4 @@
-"""Runs computed together are the runs they are alone: same numbers, whole folders, and no run hurts another."""
+"""Runs in a pack have the results and folders of separate runs, also when one of them fails."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def config_of(*overrides: str) -> Config:
 
 
 def packed(configs: list[Config], out: Path, shared: JobCache | None = None) -> list[Any]:
-    """Each run's result, or what it raised."""
+    """Return each run's result, or the error that it raised."""
 
     def task(number: int) -> Callable[[BatchedRun | None], Any]:
         def work(place: BatchedRun | None) -> Any:
@@ -82,7 +82,7 @@ def theta_of(folder: Path) -> Tensor:
     )
 
 
-# ------------------------------------------------------------------ the same numbers
+# ------------------------------------------------------------------ equal results
 
 MIXED = [
     ["algorithm.name=dp-fedadamw", "algorithm.lr=0.01"],
@@ -105,8 +105,10 @@ MIXED = [
 ]
 
 
-def test_a_packed_run_is_the_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two asks a step (dp-fedsam), clients' memory (dp-scaffold), other seeds, rates, noise and clip norms, together."""
+def test_a_packed_run_has_the_results_of_a_separate_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pack mixes methods, seeds, learning rates, noise and clip norms."""
     configs = [config_of(*keys) for keys in MIXED]
     assert len({pack_key(config) for config in configs}) == 1
     sizes: list[int] = []
@@ -129,7 +131,7 @@ def test_a_packed_run_is_the_run_alone(tmp_path: Path, monkeypatch: pytest.Monke
         assert sorted(p.name for p in (tmp_path / "packed" / str(i)).iterdir()) == names
 
 
-def test_quantile_clipping_keeps_its_own_clip_norms(tmp_path: Path) -> None:
+def test_packed_runs_have_their_own_quantile_clip_norms(tmp_path: Path) -> None:
     keys = ["privacy.clip_mode=quantile", "algorithm.name=dp-fedavg", "algorithm.lr=0.3"]
     configs = [
         config_of(*keys, f"privacy.clip={clip}", f"run.seed={seed}")
@@ -152,7 +154,7 @@ def test_quantile_clipping_keeps_its_own_clip_norms(tmp_path: Path) -> None:
     assert clips[0] < 1 < clips[1]
 
 
-def test_augmented_views_and_automatic_slots(tmp_path: Path) -> None:
+def test_a_pack_with_augmentations_and_automatic_slots(tmp_path: Path) -> None:
     keys = [
         "data.augment=crop_flip",
         "data.views=2",
@@ -170,7 +172,7 @@ def test_augmented_views_and_automatic_slots(tmp_path: Path) -> None:
     )
 
 
-def test_a_run_that_diverges_is_its_own_affair(tmp_path: Path) -> None:
+def test_a_failing_run_does_not_affect_the_others(tmp_path: Path) -> None:
     wild = config_of("algorithm.name=dp-fedavg", "algorithm.lr=1e38")
     calm = config_of("algorithm.name=dp-fedavg", "algorithm.lr=0.3")
     wrong = config_of("algorithm.name=dp-fedavg", "algorithm.lr=0.3", "privacy.budget=1e-9")
@@ -184,7 +186,7 @@ def test_a_run_that_diverges_is_its_own_affair(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "packed" / "0" / "run.json").read_text())["diverged"] is True
 
 
-def test_without_room_for_any_union_each_run_goes_on_by_itself(
+def test_packed_runs_continue_alone_if_no_joint_pass_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configs = [
@@ -204,8 +206,8 @@ def test_without_room_for_any_union_each_run_goes_on_by_itself(
         torch.testing.assert_close(mine, alone, rtol=0, atol=1e-6)
 
 
-def test_threads_that_share_a_model_do_not_meet_inside_it() -> None:
-    """The weights are exchanged inside the modules while a forward runs."""
+def test_threads_can_share_a_model() -> None:
+    """A forward pass replaces the weights of the modules, so passes must not overlap."""
     job = prepare(config_of("model.name=glyph-vit", "model.lora.r=2", "model.liveness=false"))
     thetas = [
         job.theta + 0.1 * torch.randn(job.theta.shape, generator=torch.Generator().manual_seed(i))
@@ -225,7 +227,7 @@ def test_threads_that_share_a_model_do_not_meet_inside_it() -> None:
         assert torch.equal(each, wanted[i % 4])
 
 
-# ------------------------------------------------------------------ what is shared
+# ------------------------------------------------------------------ shared data and models
 
 
 def test_a_second_job_shares_records_and_model_and_starts_from_its_own_weights(
@@ -249,8 +251,8 @@ def test_a_second_job_shares_records_and_model_and_starts_from_its_own_weights(
         assert torch.equal(job.theta, prepare(config).theta)
 
 
-def test_jobs_prepared_at_the_same_time_start_as_they_do_alone() -> None:
-    """Initial weights come from torch's one global generator."""
+def test_jobs_prepared_in_parallel_have_their_own_start_weights() -> None:
+    """Initial weights come from torch's global generator."""
     keys = ["model.name=glyph-vit", "model.lora.r=2", "model.liveness=false"]
     configs, shared = [config_of(*keys, f"run.seed={s}") for s in range(6)], JobCache()
     with ThreadPoolExecutor(6) as threads:
@@ -259,16 +261,16 @@ def test_jobs_prepared_at_the_same_time_start_as_they_do_alone() -> None:
         assert torch.equal(theta, prepare(config).theta)
 
 
-def test_a_fleet_that_gives_up_its_seat_leaves_it() -> None:
+def test_a_fleet_leaves_the_pack_if_its_pass_does_not_fit() -> None:
     job = prepare(config_of())
     pack = Pack(2)
-    seated = replace(job, batched_sum=pack.join_batch(job, 0))
-    fleet = Fleet(seated)
-    assert fleet._fixed_sum([0, 1]) is seated.batched_sum
+    joined = replace(job, batched_sum=pack.join_batch(job, 0))
+    fleet = Fleet(joined)
+    assert fleet._fixed_sum([0, 1]) is joined.batched_sum
     fleet._fixed_fits = False
     assert fleet._fixed_sum([0, 1]) is None
     with pytest.raises(RuntimeError, match="left"):
-        seated.batched_sum.sums(job.theta.unsqueeze(0), {}, 1.0)
+        joined.batched_sum.sums(job.theta.unsqueeze(0), {}, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -281,8 +283,8 @@ def test_a_fleet_that_gives_up_its_seat_leaves_it() -> None:
     ],
     ids=str,
 )
-def test_another_model_or_other_data_are_not_shared(other: list[str]) -> None:
-    """A frozen at a start that follows from the seed (FFA-LoRA) is another model for each seed."""
+def test_different_models_or_data_are_not_shared(other: list[str]) -> None:
+    """With `freeze_a` the frozen weights depend on the seed, so each seed has another model."""
     keys = ["model.name=glyph-vit", "model.lora.r=2", "model.liveness=false"]
     first = [*keys, "model.lora.freeze_a=true"] if "freeze_a" in other[0] else keys
     shared = JobCache()
@@ -295,8 +297,8 @@ def test_another_model_or_other_data_are_not_shared(other: list[str]) -> None:
         assert one.model is not two.model
 
 
-def test_a_run_that_does_not_fit_in_runs_alone_afterwards(tmp_path: Path) -> None:
-    """Frozen weights that follow from the seed: found out before anything is written."""
+def test_a_run_that_cannot_join_a_pack_runs_alone_afterwards(tmp_path: Path) -> None:
+    """The frozen weights depend on the seed, which is detected before anything is written."""
     keys = [
         "model.name=glyph-vit",
         "model.lora.r=2",
@@ -327,7 +329,7 @@ def test_a_run_that_does_not_fit_in_runs_alone_afterwards(tmp_path: Path) -> Non
         pack.join_batch(prepare(configs[1], shared=shared), 1)
 
 
-def test_a_run_that_has_to_run_alone_holds_nothing_until_then() -> None:
+def test_a_run_that_cannot_join_a_pack_frees_its_memory() -> None:
     class Model:
         pass
 
@@ -344,8 +346,8 @@ def test_a_run_that_has_to_run_alone_holds_nothing_until_then() -> None:
     assert run_batched([task, task]) == [0, 0]
 
 
-def test_records_are_never_those_of_a_source_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are known by their source's identity, which another source may come to have once that one is gone."""
+def test_cached_records_keep_their_source_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache key contains the source's `id`, which a new object could get after deletion."""
     made: list[weakref.ref[Any]] = []
 
     def fresh(section: Any, source: Any) -> Any:
@@ -365,7 +367,7 @@ def test_records_are_never_those_of_a_source_that_is_gone(monkeypatch: pytest.Mo
     assert made[0]() is None
 
 
-def test_an_error_of_a_task_is_raised_when_all_have_ended() -> None:
+def test_a_task_error_is_raised_after_all_tasks_have_ended() -> None:
     def fails(place: BatchedRun | None) -> int:
         raise OSError("the disk is full")
 
@@ -379,7 +381,7 @@ def test_an_error_of_a_task_is_raised_when_all_have_ended() -> None:
     assert ended == [2]
 
 
-# ------------------------------------------------------------------ what may be packed
+# ------------------------------------------------------------------ runs that may share a pack
 
 
 @pytest.mark.parametrize(
@@ -400,7 +402,7 @@ def test_an_error_of_a_task_is_raised_when_all_have_ended() -> None:
     ],
     ids=str,
 )
-def test_what_is_a_runs_own(keys: list[str]) -> None:
+def test_settings_that_may_differ_in_a_pack(keys: list[str]) -> None:
     assert pack_key(config_of("algorithm.lr=0.01", *keys)) == pack_key(
         config_of("algorithm.lr=0.01")
     )
@@ -431,7 +433,7 @@ def test_what_is_a_runs_own(keys: list[str]) -> None:
     ],
     ids=str,
 )
-def test_what_a_pass_has_in_common(keys: list[str]) -> None:
+def test_settings_that_must_be_equal_in_a_pack(keys: list[str]) -> None:
     mine = pack_key(config_of("algorithm.lr=0.01", *keys))
     assert mine is not None
     assert mine != pack_key(config_of("algorithm.lr=0.01"))
@@ -449,11 +451,11 @@ def test_what_a_pass_has_in_common(keys: list[str]) -> None:
     ],
     ids=str,
 )
-def test_what_runs_by_itself(keys: list[str]) -> None:
+def test_settings_that_exclude_packing(keys: list[str]) -> None:
     assert pack_key(config_of("algorithm.lr=0.01", *keys)) is None
 
 
-def test_runs_without_a_key_are_never_together() -> None:
+def test_runs_without_a_pack_key_are_never_packed() -> None:
     job = prepare(config_of("privacy.grid=true"))
     assert not can_share_pass(job, job)
     with pytest.raises(UnbatchableError):
@@ -461,7 +463,7 @@ def test_runs_without_a_key_are_never_together() -> None:
 
 
 @pytest.mark.parametrize("keys", [["model.lora.freeze_a=true"], ["model.weights=random"]], ids=str)
-def test_frozen_weights_that_follow_from_the_seed_make_another_key(keys: list[str]) -> None:
+def test_seeded_frozen_weights_change_the_pack_key(keys: list[str]) -> None:
     keys = ["model.name=glyph-vit", *keys]
     assert pack_key(config_of(*keys, "run.seed=1")) != pack_key(config_of(*keys, "run.seed=2"))
     assert pack_key(config_of(*keys, "run.seed=1", "algorithm.lr=1")) == pack_key(
@@ -473,7 +475,7 @@ def test_frozen_weights_that_follow_from_the_seed_make_another_key(keys: list[st
     )
 
 
-def test_without_privacy_nothing_is_clipped_whatever_the_mode_says() -> None:
+def test_without_privacy_the_clip_mode_does_not_matter() -> None:
     plain = config_of("privacy.enabled=false", "privacy.clip_mode=automatic")
     assert pack_key(plain) == pack_key(config_of())
     assert can_share_pass(
@@ -481,20 +483,23 @@ def test_without_privacy_nothing_is_clipped_whatever_the_mode_says() -> None:
     )
 
 
-def test_a_method_without_blocks_has_those_of_a_model_by_itself() -> None:
+def test_methods_without_blocks_use_the_default_blocks() -> None:
     defaults = inspect.signature(assemble).parameters
     assert {key: defaults[key].default for key in BLOCKS} == BLOCKS
 
 
-def test_protected_units_of_several_records_run_by_themselves() -> None:
+def test_runs_with_a_unit_column_are_not_packed() -> None:
     config = config_of("algorithm.lr=0.01")
     assert pack_key(replace(config, data=replace(config.data, unit_column="patient"))) is None
 
 
-def test_slots_of_a_union() -> None:
+def test_a_joint_pass_has_slots_for_all_runs() -> None:
     job = prepare(config_of("run.slots=auto"))
     assert union_slots(job, 4) < 4 * union_slots(job, 1)
-    assert union_slots(job, 4) >= 4 * 4 * 16  # runs, clients of a round, records of a batch
+    runs = 4
+    clients_of_a_round = 4
+    records_of_a_batch = 16
+    assert union_slots(job, runs) >= runs * clients_of_a_round * records_of_a_batch
     assert union_slots(prepare(config_of()), 4) == 160
 
 

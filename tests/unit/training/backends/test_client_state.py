@@ -1,4 +1,4 @@
-"""What clients keep between rounds: the same numbers back, whether held, spilled or restored; nothing of it overwritten."""
+"""Clients' memory between rounds: in RAM, in files, in checkpoints and after restoring."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from dpfed.training.backends.client_state import ClientStates, Entry
 
 SIZE = 5
 CPU = torch.device("cpu")
-ONE = 2 * SIZE * 4  # bytes of one client: two vectors
+# Bytes of one client, which has two vectors.
+ONE = 2 * SIZE * 4
 
 
 def made(folder: Path, limit: int = 10**9, names: Sequence[str] = ("c", "x")) -> ClientStates:
@@ -29,7 +30,7 @@ def made(folder: Path, limit: int = 10**9, names: Sequence[str] = ("c", "x")) ->
 
 
 def vectors(*values: float) -> dict[str, Tensor]:
-    """Two vectors for each client, made of one number each."""
+    """Return two vectors for each client; one number fills a vector."""
     rows = torch.tensor(values).unsqueeze(1) * torch.ones(1, SIZE)
     return {"c": rows, "x": -rows}
 
@@ -49,7 +50,7 @@ def files(folder: Path) -> set[str]:
     )
 
 
-def test_what_was_put_is_gathered_and_who_was_never_drawn_is_zero_and_not_seen(
+def test_gather_returns_stored_vectors_and_zeros_for_new_clients(
     tmp_path: Path,
 ) -> None:
     memory = made(tmp_path)
@@ -60,10 +61,11 @@ def test_what_was_put_is_gathered_and_who_was_never_drawn_is_zero_and_not_seen(
     memory.put(2, [3], vectors(7.0))
     assert held(memory, 3, 2) == [7.0, 2.5]
     assert len(memory) == 3
-    assert files(tmp_path) == set()  # nothing is written while it fits
+    # Below the limit nothing is written.
+    assert files(tmp_path) == set()
 
 
-def test_what_is_gathered_later_does_not_change_with_the_callers_tensors(tmp_path: Path) -> None:
+def test_stored_vectors_are_copies(tmp_path: Path) -> None:
     memory, given = made(tmp_path), vectors(1.0)
     memory.put(1, [0], given)
     given["c"].zero_()
@@ -71,7 +73,7 @@ def test_what_is_gathered_later_does_not_change_with_the_callers_tensors(tmp_pat
     assert held(memory, 0) == [1.0]
 
 
-def test_nothing_is_remembered_by_algorithms_that_remember_nothing(tmp_path: Path) -> None:
+def test_algorithms_without_memory_store_nothing(tmp_path: Path) -> None:
     memory = made(tmp_path, names=())
     memory.put(1, [0, 1], {})
     assert memory.gather([0, 1], CPU) == {}
@@ -79,12 +81,12 @@ def test_nothing_is_remembered_by_algorithms_that_remember_nothing(tmp_path: Pat
     assert len(memory) == 0
 
 
-def test_an_algorithm_gives_back_what_it_says_it_remembers(tmp_path: Path) -> None:
+def test_a_missing_vector_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="remembers"):
         made(tmp_path).put(1, [0], {"c": torch.zeros(1, SIZE)})
 
 
-def test_beyond_the_limit_the_ones_used_longest_ago_go_to_files_and_come_back(
+def test_least_recently_used_clients_move_to_files(
     tmp_path: Path,
 ) -> None:
     memory = made(tmp_path, limit=3 * ONE)
@@ -93,18 +95,19 @@ def test_beyond_the_limit_the_ones_used_longest_ago_go_to_files_and_come_back(
         assert memory.bytes_in_memory <= 3 * ONE
     assert len(files(tmp_path)) == 5
     assert held(memory, *range(2, 10)) == [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5]
-    assert memory.bytes_in_memory <= 3 * ONE  # reading does not bring them back
+    # Reading leaves clients in their files.
+    assert memory.bytes_in_memory <= 3 * ONE
     assert len(memory) == 8
 
 
-def test_one_client_larger_than_the_limit_is_still_served(tmp_path: Path) -> None:
+def test_a_client_larger_than_the_limit_is_stored(tmp_path: Path) -> None:
     memory = made(tmp_path, limit=1)
     memory.put(1, [0, 1], vectors(1.0, 2.0))
     assert held(memory, 0, 1) == [1.0, 2.0]
     assert memory.bytes_in_memory == ONE
 
 
-def test_files_that_no_checkpoint_names_do_not_pile_up(tmp_path: Path) -> None:
+def test_files_of_no_checkpoint_are_removed(tmp_path: Path) -> None:
     memory = made(tmp_path, limit=ONE)
     for t in range(1, 21):
         memory.put(t, [0, 1, 2], vectors(t, t, t))
@@ -117,7 +120,7 @@ def test_files_that_no_checkpoint_names_do_not_pile_up(tmp_path: Path) -> None:
     assert held(memory, 0, 1, 2) == [40.0] * 3
 
 
-def test_save_writes_only_who_changed_and_never_over_a_file(
+def test_save_writes_changed_clients_to_new_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[str] = []
@@ -141,7 +144,7 @@ def test_save_writes_only_who_changed_and_never_over_a_file(
     assert len(written) == 4
 
 
-def test_prune_keeps_what_two_checkpoints_name(tmp_path: Path) -> None:
+def test_prune_keeps_the_files_of_two_checkpoints(tmp_path: Path) -> None:
     memory = made(tmp_path)
     names = []
     for t in range(1, 4):
@@ -153,10 +156,11 @@ def test_prune_keeps_what_two_checkpoints_name(tmp_path: Path) -> None:
     assert "client-0.round-1.npy" not in files(tmp_path)
     assert "client-0.round-2.npy" in files(tmp_path)
     memory.prune(set())
-    assert files(tmp_path) == names[2]  # what is in use is never removed
+    # Files in use are never removed.
+    assert files(tmp_path) == names[2]
 
 
-def test_a_fresh_memory_takes_up_what_was_saved(tmp_path: Path) -> None:
+def test_a_new_memory_restores_saved_clients(tmp_path: Path) -> None:
     memory = made(tmp_path)
     memory.put(3, [0, 5], vectors(0.1, 0.2))
     entries = memory.save()
@@ -166,7 +170,8 @@ def test_a_fresh_memory_takes_up_what_was_saved(tmp_path: Path) -> None:
     other.restore(entries)
     assert held(other, 0, 5, 7) == [float(np.float32(0.1)), float(np.float32(0.2)), 0.0]
     assert len(other) == 2
-    assert other.save() == entries  # nothing to write
+    # Nothing has changed since the checkpoint.
+    assert other.save() == entries
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "gone"])
@@ -185,7 +190,7 @@ def test_a_damaged_file_is_refused_in_one_sentence(tmp_path: Path, harm: str) ->
         made(tmp_path).restore(entries)
 
 
-def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+def test_a_full_disk_gives_a_one_sentence_error(tmp_path: Path) -> None:
     (tmp_path / "memory").write_text("a file where the folder should be")
     memory = made(tmp_path, limit=1)
     with pytest.raises(DpfedError, match="cannot be written"):
@@ -193,7 +198,7 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
 
 
 class Machine(RuleBasedStateMachine):
-    """Against a plain dictionary, with checkpoints that are kept two deep and crashes in between."""
+    """Compare the memory with a dictionary, with two checkpoints and crashes in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +213,8 @@ class Machine(RuleBasedStateMachine):
     @rule(clients=st.sets(st.integers(0, 5), min_size=1, max_size=3))
     def put(self, clients: set[int]) -> None:
         self.t += 1
-        self.count += 1  # a round that is run again need not give the same numbers
+        # A repeated round may give other numbers.
+        self.count += 1
         values = {i: self.count + i / 8 for i in sorted(clients)}
         self.memory.put(self.t, list(values), vectors(*values.values()))
         self.truth |= values
@@ -245,23 +251,23 @@ Machine.TestCase.settings = settings(max_examples=15, stateful_step_count=25, de
 TestMemory = Machine.TestCase
 
 
-def test_what_is_spilled_while_a_checkpoint_is_written_is_not_lost(tmp_path: Path) -> None:
-    """The disk is slow: between `begin_save` and its writing another round comes, and there is room for one client only."""
+def test_a_client_that_leaves_memory_during_a_checkpoint_is_saved(tmp_path: Path) -> None:
+    """Between `begin_save` and its writing another round ends; one client fits into memory."""
     memory = made(tmp_path, limit=ONE)
     memory.put(1, [0], vectors(1.0))
     memory.save()
     memory.put(2, [0], vectors(2.0))
     write = memory.begin_save()
-    memory.put(3, [1], vectors(3.0))  # pushes client 0 out before its file of round 2 is written
+    # Client 0 leaves the memory before its file of round 2 is written.
+    memory.put(3, [1], vectors(3.0))
     assert held(memory, 0, 1) == [2.0, 3.0]
     kept = write()
     assert kept[0].file == "client-0.round-2.npy"
     memory.put(4, [0], vectors(4.0))
     write_later = memory.begin_save()
     memory.put(5, [0], vectors(5.0))
-    assert (
-        write_later()[0].file == "client-0.round-4.npy"
-    )  # the checkpoint's own round, not what came after
+    # The checkpoint has the vectors of its own round, not later ones.
+    assert write_later()[0].file == "client-0.round-4.npy"
     assert held(memory, 0) == [5.0]
     assert memory.save()[0].file == "client-0.round-5.npy"
     fresh = made(tmp_path)

@@ -1,4 +1,4 @@
-"""The fleet: the same run whatever the fleet size, and nothing drawn that was not charged first."""
+"""The fleet: its size does not change results, and every release is charged first."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def tensors_of(server: Any) -> dict[str, Tensor]:
 
 
 def after(job: Job, rounds: int = 1) -> dict[str, Tensor]:
-    """The server's state after so many rounds, without ledger or evaluation."""
+    """Return the server's state after some rounds without a ledger or evaluation."""
     state = first_state(job)
     backend = Fleet(job)
     for t in range(1, rounds + 1):
@@ -117,16 +117,17 @@ def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max(float((a[k] - b[k]).norm() / a[k].norm()) for k in a if float(a[k].norm()) > 0)
 
 
-# --- fleet size -----------------------------------------------------------------------------------------------------------
+# --- fleet size ---
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("model", ["linear", "dropnet"])
-def test_the_fleet_size_changes_nothing(algorithm: str, model: str) -> None:
+def test_the_fleet_size_does_not_change_results(algorithm: str, model: str) -> None:
     common: dict[str, Any] = {"algorithm": {"name": algorithm}, "model": {"name": model}}
     states = {size: after(job_of(**common, run={"fleet_size": size})) for size in (1, 2, 5, "auto")}
     start = job_of(**common).theta
-    assert float((states[1]["theta"] - start).norm()) > 1e-3  # it did train
+    # The run has trained.
+    assert float((states[1]["theta"] - start).norm()) > 1e-3
     for size in (2, 5, "auto"):
         assert apart(states[1], states[size]) <= 1e-5, size
     moved = states[1]["theta"] - start
@@ -135,7 +136,7 @@ def test_the_fleet_size_changes_nothing(algorithm: str, model: str) -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("size", [1, 2, "auto"])
-def test_the_same_fleet_size_is_bitwise_the_same(algorithm: str, size: int | str) -> None:
+def test_equal_fleet_sizes_give_bitwise_equal_results(algorithm: str, size: int | str) -> None:
     first, second = (
         after(
             job_of(
@@ -149,18 +150,18 @@ def test_the_same_fleet_size_is_bitwise_the_same(algorithm: str, size: int | str
 
 
 @pytest.mark.parametrize("slots", [1, 7, 512])
-def test_records_in_a_forward_pass_change_nothing(slots: int) -> None:
+def test_the_number_of_slots_does_not_change_results(slots: int) -> None:
     common: dict[str, Any] = {"model": {"name": "dropnet"}, "algorithm": {"name": "dp-fedavg"}}
     a = after(job_of(**common))
     assert apart(a, after(job_of(**common, run={"max_slots": slots}))) <= 1e-5
 
 
-def test_another_seed_is_another_run() -> None:
+def test_another_seed_gives_other_results() -> None:
     assert apart(after(job_of()), after(job_of(run={"seed": 1}))) > 1e-2
 
 
 def test_dropout_without_keys_would_depend_on_the_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant: masks from one common generator, in the order in which records happen to be computed."""
+    """A mutant draws masks from one generator in the order of computation."""
     generator = torch.Generator()
 
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -182,7 +183,7 @@ def test_dropout_without_keys_would_depend_on_the_fleet(monkeypatch: pytest.Monk
     assert apart(*states) > 1e-4
 
 
-def test_dropout_is_really_on() -> None:
+def test_dropout_changes_results() -> None:
     a = after(job_of(model={"name": "dropnet"}))
     job = job_of(model={"name": "dropnet"})
     for module in job.model.model.modules():
@@ -191,7 +192,7 @@ def test_dropout_is_really_on() -> None:
     assert apart(a, after(job)) > 1e-4
 
 
-def test_the_mean_has_its_weights_over_all_fleets() -> None:
+def test_the_mean_of_all_fleets_is_weighted() -> None:
     unequal: dict[str, Any] = {"partition": "dirichlet_classwise", "alpha": 1.0, "clients": 5}
     for weights in ("uniform", "size"):
         algorithm = {"name": "dp-fedavg", "agg_weights": weights, "lr": 0.1}
@@ -216,10 +217,10 @@ def test_cosine_and_constant_learning_rates() -> None:
     assert learning_rate(0.1, "cosine", 10, 10) > 0
 
 
-# --- cohorts --------------------------------------------------------------------------------------------------------------
+# --- cohorts ---
 
 
-def test_cohorts_are_distinct_clients_uniform_and_fresh_each_round() -> None:
+def test_cohorts_are_uniform_and_differ_between_rounds() -> None:
     job = job_of(data={"clients": 10}, run={"participation": 0.3, "rounds": 600})
     everyone = np.arange(10)
     cohorts = [choose(job, t, everyone) for t in range(1, 601)]
@@ -227,16 +228,17 @@ def test_cohorts_are_distinct_clients_uniform_and_fresh_each_round() -> None:
     assert cohorts == [choose(job, t, everyone) for t in range(1, 601)]
     share = np.bincount(np.concatenate(cohorts), minlength=10) / 600
     assert np.abs(share - 0.3).max() < 5 * math.sqrt(0.3 * 0.7 / 600)
-    assert len({tuple(c) for c in cohorts}) > 80  # of 120 possible
+    # There are 120 possible cohorts.
+    assert len({tuple(c) for c in cohorts}) > 80
     assert set(choose(job, 1, np.array([2, 5, 7, 9]))) <= {2, 5, 7, 9}
 
 
-# --- charged before, and as much as, it is released --------------------------------------------------------------------------
+# --- charges come before releases ---
 
 
 @dataclass
 class Spy:
-    """Everything that happens in a run, in order."""
+    """The charges and releases of a run, in order."""
 
     events: list[tuple[str, int, tuple[int, ...]]]
     oracles: list[FleetOracle]
@@ -249,7 +251,8 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
     release = FleetOracle._release
 
     def spied_charge(self: Ledger, charges: Any, run: str | None = None) -> Any:
-        time.sleep(0.02)  # a slow disk: long enough for a step that does not wait to be over before
+        # A slow disk: a step that does not wait for the charge would end first.
+        time.sleep(0.02)
         rows = charge(self, charges, run)
         seen.events.append(("charged", charges[0].round, tuple(c.client for c in charges)))
         return rows
@@ -272,7 +275,7 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("size", [2, "auto"])
-def test_every_release_was_charged_before_and_all_that_was_charged_is_drawn(
+def test_every_release_is_charged_first_and_every_charge_is_used(
     spy: Spy, tmp_path: Path, algorithm: str, size: int | str
 ) -> None:
     job = job_of(algorithm={"name": algorithm}, run={"fleet_size": size})
@@ -296,8 +299,8 @@ def test_every_release_was_charged_before_and_all_that_was_charged_is_drawn(
     assert all(oracle.drawn == job.schedule.local_steps for oracle in spy.oracles)
 
 
-def test_the_spy_sees_a_charge_that_comes_too_late(spy: Spy, tmp_path: Path) -> None:
-    """Shows that the order above can fail: the same events with the cohort computed first."""
+def test_the_spy_finds_a_charge_after_the_release(spy: Spy, tmp_path: Path) -> None:
+    """The test above can fail: here the cohort is computed before the charge."""
     job = job_of()
     with Ledger.create(tmp_path / "ledger.db", run="r") as ledger:
         spending = accounts(job, ledger)
@@ -325,7 +328,7 @@ def test_nothing_is_released_when_the_charge_fails(
     assert spy.events == []
 
 
-def test_an_algorithm_that_takes_more_than_it_declares_is_stopped(
+def test_an_algorithm_with_undeclared_releases_is_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job = job_of(algorithm={"name": "dp-fedavg"})
@@ -350,7 +353,8 @@ def test_an_algorithm_that_takes_more_than_it_declares_is_stopped(
         after(job)
     monkeypatch.setattr(cls, "releases", property(lambda self: Releases(1, 2)))
     declared = job_of(algorithm={"name": "dp-fedavg"})
-    after(declared)  # now it is in the plan, and so in what the ledger is told
+    # The declared releases are part of the plan and of each charge.
+    after(declared)
     assert declared.plan.mechanism(0).releases == 2
 
 
@@ -364,7 +368,7 @@ def test_without_privacy_nothing_is_charged_or_noised() -> None:
     assert torch.equal(fleet_module.context(job, 1, [0, 1]).phi, torch.zeros(2, 1))
 
 
-def test_a_state_that_is_no_longer_finite_stops_the_run() -> None:
+def test_a_state_that_is_not_finite_stops_the_run() -> None:
     class Broken(Fleet):
         def run_cohort(
             self, t: int, state: State, clients: Sequence[int], wait_for_charge: Any = None
@@ -379,7 +383,7 @@ def test_a_state_that_is_no_longer_finite_stops_the_run() -> None:
     assert [r.t for r in rounds] == [0, 1]
 
 
-# --- preparation ------------------------------------------------------------------------------------------------------------
+# --- preparation ---
 
 
 def features(units: int = 0) -> Source:
@@ -392,7 +396,7 @@ def features(units: int = 0) -> Source:
     return Source(train_, test, ("a", "b", "c"), "features")
 
 
-def test_units_are_the_clients_sizes_and_are_named() -> None:
+def test_client_sizes_are_counted_in_units() -> None:
     job = job_of(
         features(units=40),
         data={"partition": "natural", "client_column": "hospital", "unit_column": "patient"},
@@ -405,12 +409,12 @@ def test_units_are_the_clients_sizes_and_are_named() -> None:
     assert all(bool(x.isfinite().all()) for x in small.values())
 
 
-def test_more_clients_needed_than_there_are_is_refused_at_the_start() -> None:
+def test_min_clients_above_the_number_of_clients_is_refused() -> None:
     with pytest.raises(DpfedError, match=r"run\.min_clients = 99"):
         job_of(run={"min_clients": 99})
 
 
-def test_records_left_over_are_told() -> None:
+def test_unused_records_are_reported() -> None:
     job = job_of(features(), data={"clients": 3}, privacy={"batch": 5})
     assert any("2 of 80 training records are not used" in note for note in job.notes)
     assert not any(
@@ -419,20 +423,20 @@ def test_records_left_over_are_told() -> None:
     )
 
 
-def test_a_batch_larger_than_a_client_is_refused_before_anything_runs() -> None:
+def test_a_batch_larger_than_a_client_is_refused() -> None:
     with pytest.raises(DpfedError, match=r"privacy\.batch"):
         job_of(features(), data={"clients": 40}, privacy={"batch": 5})
 
 
-def test_the_test_set_is_no_part_of_the_private_records() -> None:
+def test_the_test_set_contains_no_private_records() -> None:
     job = job_of()
     private = {bytes(x.numpy()) for x in job.records.inputs["pixel_values"]}
     assert len(job.records.labels) + len(job.test.labels) == 1797
     assert not private & {bytes(x.numpy()) for x in job.test.inputs["pixel_values"]}
 
 
-def test_a_gpu_computes_with_whole_numbers() -> None:
-    """Products and convolutions alike: cuDNN's are cut short unless it is told not to, also where matrix products are whole."""
+def test_tf32_is_disabled_on_a_gpu() -> None:
+    """TF32 is disabled for matrix products and, by a separate switch, for convolutions."""
     switches: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = [switch.allow_tf32 for switch in switches]
     try:

@@ -1,4 +1,4 @@
-"""How many clients fit side by side; and that nothing at start-up is done client by client."""
+"""The fleet size that fits into memory, and a start-up without loops over clients."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def test_a_cohort_is_halved_until_it_fits(
     assert asked == tried
 
 
-def test_on_a_cpu_the_cohort_is_one_fleet_and_a_given_size_is_kept() -> None:
+def test_on_a_cpu_the_fleet_is_the_cohort_or_has_the_configured_size() -> None:
     assert fleet_size(job_of()) == 5
     assert fleet_size(job_of(run={"fleet_size": 2})) == 2
 
 
-def test_what_is_tried_has_the_shape_of_the_run_and_reads_no_record(
+def test_a_blank_pass_has_the_shape_of_the_run_and_reads_no_record(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job, seen = job_of(), []
@@ -81,13 +81,14 @@ def test_what_is_tried_has_the_shape_of_the_run_and_reads_no_record(
         assert not bool(labels.any())
         assert sorted(set(filling.packed[1].tolist())) == [0, 1, 2]
 
-    blank_pass(job, 3, 24)  # as it is, and then watched
+    # The first pass is real, the second one is only recorded.
+    blank_pass(job, 3, 24)
     monkeypatch.setattr(FixedSum, "__call__", call)
     blank_pass(job, 3, 24)
     assert seen == [(3, 24, (3, job.space.size))]
 
 
-def test_what_is_tried_has_all_views_of_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blank_pass_has_all_augmentations_of_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     job, seen = job_of(data={"augment": "crop_flip", "views": 4}), []
     right = type(job.model).raw_grads
 
@@ -101,11 +102,12 @@ def test_what_is_tried_has_all_views_of_a_record(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("graphs", [False, "auto"])
-def test_what_fits_is_a_pass_and_the_states_of_the_clients(
+def test_memory_holds_a_pass_and_the_states_of_the_clients(
     graphs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = job_of(run={"graphs": graphs})
-    assert local_bytes(job.algorithm, job.space) == 4 * 650  # DP-FedAvg's client has θ alone
+    # A client of DP-FedAvg has one vector, θ.
+    assert local_bytes(job.algorithm, job.space) == 4 * 650
     needed = 1000 * (1 if graphs is False else 2) + COPIES * 3 * 4 * 650
     for free, fit in ((needed, True), (needed - 1, False)):
         fake = {
@@ -127,12 +129,12 @@ def test_what_fits_is_a_pass_and_the_states_of_the_clients(
     assert fits(job, 3) is False
 
 
-def test_slots_are_those_of_the_largest_clients() -> None:
+def test_slots_suffice_for_the_clients_of_a_fleet() -> None:
     assert slots_of(job_of(run={"slots": 40}), 3) == 40
     assert slots_of(job_of(), 5) >= 5 * 8
 
 
-# --- growth with the number of clients ----------------------------------------------------------------------------------
+# --- growth with the number of clients ---
 
 
 @pytest.mark.parametrize(
@@ -140,7 +142,7 @@ def test_slots_are_those_of_the_largest_clients() -> None:
     [{}, {"clip_mode": "quantile"}, {"sigma": 0.0}, {"enabled": False}],
     ids=["flat", "quantile", "no noise", "off"],
 )
-def test_the_noise_of_many_clients_is_that_of_each(privacy: dict[str, Any]) -> None:
+def test_the_noise_of_many_clients_equals_the_noise_of_each(privacy: dict[str, Any]) -> None:
     job = job_of(data={"partition": "dirichlet_classwise", "alpha": 5.0}, privacy=privacy)
     chosen = np.array([7, 0, 3, 3])
     one_by_one = [job.plan.phi(i) for i in chosen]
@@ -152,7 +154,7 @@ def test_the_noise_of_many_clients_is_that_of_each(privacy: dict[str, Any]) -> N
     )
 
 
-def test_the_first_state_asks_no_client_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_state_has_no_loop_over_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of(algorithm={"name": "dp-fedlada"})
     expected = job.plan.phi(0)
 

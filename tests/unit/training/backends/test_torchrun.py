@@ -1,4 +1,4 @@
-"""Several processes compute the same run as one; a process that is lost ends the run with a sentence and a checkpoint."""
+"""Several processes compute one run; a lost process ends it with a sentence and a checkpoint."""
 
 from __future__ import annotations
 
@@ -35,22 +35,19 @@ from dpfed.training.run_folder.resume import fixed_settings
 
 pytestmark = pytest.mark.timeout(1000)
 ROUNDS = 3
-HANG = 900  # seconds; only what hangs takes so long
+# Seconds until a hanging process fails the test.
+HANG = 900
 CASES: dict[str, dict[str, dict[str, Any]]] = {
-    "fedadamw": {
-        "algorithm": {"name": "dp-fedadamw", "lr": 0.05},
-        "run": {"participation": 0.5},
-    },  # S = 5: 3 and 2
+    # The processes compute 3 and 2 clients.
+    "fedadamw": {"algorithm": {"name": "dp-fedadamw", "lr": 0.05}, "run": {"participation": 0.5}},
     "scaffold": {"algorithm": {"name": "dp-scaffold", "lr": 0.3}, "run": {"participation": 0.5}},
     "quantile": {
         "algorithm": {"name": "dp-fedavg", "lr": 0.3},
         "privacy": {"clip_mode": "quantile"},
         "run": {"average": 0.5},
     },
-    "one": {
-        "algorithm": {"name": "dp-fedavg", "lr": 0.3},
-        "run": {"participation": 0.1},
-    },  # S = 1: rank 1 is idle
+    # The cohort has one client, so rank 1 is idle.
+    "one": {"algorithm": {"name": "dp-fedavg", "lr": 0.3}, "run": {"participation": 0.1}},
     "weights": {
         "data": {"partition": "dirichlet_classwise", "alpha": 5.0},
         "algorithm": {"name": "dp-scaffold", "lr": 0.3, "agg_weights": "size"},
@@ -94,7 +91,7 @@ TARGET: dict[str, dict[str, Any]] = {
 
 
 class CrashError(Exception):
-    """The process was killed."""
+    """A simulated kill of the process."""
 
 
 def begin_with_other_noise(config: Config, out: Path) -> None:
@@ -123,7 +120,7 @@ def write_received_noise(path: Path) -> None:
     torchrun.with_received_noise = written
 
 
-# What each process runs: all cases one after another, so that the price of starting is paid once.
+# The program of each process: it runs all cases, so that processes start only once.
 RANK = """
 import json, os, sys
 from pathlib import Path
@@ -181,7 +178,7 @@ except StoppedError as error:
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the runs of two processes."""
+    """Return the folder with the runs of two processes."""
     out = tmp_path_factory.mktemp("together")
     # The test's own folder and that of the shared helpers.
     here = os.pathsep.join([str(Path(__file__).parent), str(Path(callback_case.__file__).parent)])
@@ -197,7 +194,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes_compute_what_one_does(case: str, together: Path, tmp_path: Path) -> None:
+def test_two_processes_compute_the_run_of_one(case: str, together: Path, tmp_path: Path) -> None:
     alone = run(config_of(**CASES[case]), tmp_path / "alone")
     found = json.loads((together / case / "run.json").read_text())
     assert found["state"] == "finished"
@@ -215,10 +212,10 @@ def test_two_processes_compute_what_one_does(case: str, together: Path, tmp_path
 
 
 @pytest.mark.parametrize("case", ["scaffold", "weights"])
-def test_the_checkpoint_holds_the_memory_of_every_client(
+def test_the_checkpoint_has_the_memory_of_every_client(
     case: str, together: Path, tmp_path: Path
 ) -> None:
-    """And all of it is what one process would have written, whoever computed it."""
+    """The vectors equal those of a run in one process."""
     run(config_of(**CASES[case]), tmp_path / "alone")
     folders = [folder / "checkpoint" for folder in (tmp_path / "alone", together / case)]
     one, two = (json.loads((folder / f"round-{ROUNDS}.json").read_text()) for folder in folders)
@@ -231,10 +228,10 @@ def test_the_checkpoint_holds_the_memory_of_every_client(
         assert np.abs(a - b).max() < 1e-5
 
 
-def test_noise_that_cannot_be_repeated_is_drawn_by_each_process_for_its_own_clients(
+def test_each_process_draws_real_noise_for_its_own_clients(
     together: Path,
 ) -> None:
-    """Rank 0 alone draws the cohort and charges it, so the two streams of secrets need not agree on anything."""
+    """Only rank 0 draws cohorts and charges, so the processes need no common random numbers."""
     found = json.loads((together / "secret" / "run.json").read_text())
     assert found["state"] == "finished"
     assert found["release"].startswith("the model may be released")
@@ -262,7 +259,7 @@ def test_processes_with_different_jobs_are_refused_before_anything_is_written(
     assert not (together / "other").exists()
 
 
-# --- a process that is lost -------------------------------------------------------------------------------------------
+# --- lost processes ---
 
 
 def _free_port() -> int:
@@ -271,8 +268,8 @@ def _free_port() -> int:
         return int(s.getsockname()[1])
 
 
-# Process 1 stops itself in round 3 and leaves a file that says so. Process 0 waits for the file just before it depends on
-# process 1, and only then takes a short timeout. So the outcome does not depend on how fast either of them is.
+# Process 1 stops itself in round 3 after it has made the file `frozen`. Process 0 waits for that
+# file and then sets a short timeout, so the result does not depend on speed.
 FREEZING = """
 import datetime, os, signal, sys, time
 from pathlib import Path
@@ -340,10 +337,8 @@ def _start(rank: int, port: int, call: list[str]) -> subprocess.Popen[str]:
     )
 
 
-def test_a_killed_process_ends_the_run_and_another_process_can_go_on(
-    together: Path, tmp_path: Path
-) -> None:
-    """Round 3 was begun and never done: what was known after round 2 is kept, and the rest can be done by one process."""
+def test_a_run_with_a_killed_process_can_be_resumed(together: Path, tmp_path: Path) -> None:
+    """The run stops with the state after round 2, and one process completes it."""
     assert "another process of the run was lost" in (together / "killed.txt").read_text()
     stopped = json.loads((together / "killed" / "run.json").read_text())
     assert (stopped["state"], stopped["rounds"]) == ("stopped", 2)
@@ -361,9 +356,7 @@ def test_a_killed_process_ends_the_run_and_another_process_can_go_on(
 
 
 @pytest.mark.parametrize("where", ["beginning", "computing", "summing", "remembering"])
-def test_a_frozen_process_is_given_up_with_one_sentence_and_exit_code_3(
-    where: str, tmp_path: Path
-) -> None:
+def test_a_frozen_process_ends_the_run_with_exit_code_3(where: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
     config = config_of(
         algorithm={"name": "dp-scaffold", "lr": 0.3}, run={"rounds": 30, "timeout": HANG}
@@ -389,10 +382,10 @@ def test_a_frozen_process_is_given_up_with_one_sentence_and_exit_code_3(
     assert (stopped["state"], stopped["rounds"]) == ("stopped", 2)
 
 
-# --- the parts ----------------------------------------------------------------------------------------------------------
+# --- functions ---
 
 
-def test_packing_keeps_every_bit_of_every_type() -> None:
+def test_packing_is_bitwise_exact_for_every_dtype() -> None:
     tensors = {
         "a": torch.tensor([[1.5, float("nan")], [-0.0, 3e-42]]),
         "b": torch.tensor([True, False, True]),
@@ -428,7 +421,7 @@ def test_without_torchrun_there_is_no_group(monkeypatch: pytest.MonkeyPatch) -> 
         ({"run": {"timeout": 1}}, {"RANK": "0"}, "did not find one another in 1 seconds"),
     ],
 )
-def test_what_cannot_run_on_several_processes_is_refused(
+def test_settings_that_exclude_several_processes_are_refused(
     sections: dict[str, Any],
     environment: dict[str, str],
     sentence: str,
@@ -445,7 +438,7 @@ def test_what_cannot_run_on_several_processes_is_refused(
         join(config_of(**sections))
 
 
-def test_another_process_says_which_it_is(
+def test_error_messages_name_the_rank(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "3")
@@ -455,5 +448,5 @@ def test_another_process_says_which_it_is(
     assert capsys.readouterr().err.startswith("dpfed, process 3: there is no configuration")
 
 
-def test_the_timeout_may_change_when_a_run_goes_on() -> None:
+def test_the_timeout_may_change_when_a_run_resumes() -> None:
     assert fixed_settings(config_of()) == fixed_settings(config_of(run={"timeout": 7}))

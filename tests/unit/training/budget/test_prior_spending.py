@@ -41,12 +41,13 @@ from dpfed.training.run import run
 from dpfed.training.run_folder.embedded_record import METADATA, embed
 
 DELTA = 1e-5
-FIRST = Mechanism("poisson", 0.5, 1.0)  # 6 of 12 records, what the runs below do
+# The mechanism of the runs below, with batches of 6 of 12 records.
+FIRST = Mechanism("poisson", 0.5, 1.0)
 
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a base and the adapter of a first run of 2 rounds, one of 2 clients in each."""
+    """Make a base and the adapter of a first run: 2 rounds, each with one of 2 clients."""
     tmp = tmp_path_factory.mktemp("start")
     write_export(vit_run(tmp, "first"), tmp / "adapter")
     return tmp
@@ -69,7 +70,7 @@ def config_of(start: Path, adapter: str | Path = "adapter", **changes: Any) -> C
 
 
 def copied(start: Path, to: Path, content: str | None) -> Path:
-    """The adapter as other programs write it, with another record beside it or with none."""
+    """Copy the adapter without embedded metadata, with `content` as its record, if any."""
     to.mkdir()
     (to / "adapter_config.json").write_bytes(
         (start / "adapter" / "adapter_config.json").read_bytes()
@@ -82,11 +83,10 @@ def copied(start: Path, to: Path, content: str | None) -> Path:
     return to
 
 
-def test_the_record_is_the_plan_for_a_client_in_every_round(start: Path) -> None:
+def test_the_record_is_the_cost_of_a_client_in_every_round(start: Path) -> None:
     stored = json.loads((start / "adapter" / SPENDING).read_text())
-    assert stored["history"] == [
-        ["poisson", 0.5, 1.0, 1, 1, 4]
-    ]  # 2 rounds of 2 steps, though each took part in one
+    # 2 rounds of 2 steps, although each client took part in one round.
+    assert stored["history"] == [["poisson", 0.5, 1.0, 1, 1, 4]]
     assert (stored["delta"], stored["unit"]) == (DELTA, "record")
     assert prior_spending_of(config_of(start)).prior == ((FIRST, 4),)
 
@@ -109,12 +109,13 @@ def test_epsilon_is_that_of_the_joined_history(start: Path, tmp_path: Path) -> N
         for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()
     ]
     assert sum(taken) == 4
-    assert (
-        accounts.epsilons.min() >= epsilon([(FIRST, 4)], DELTA).value - 1e-9
-    )  # who never took part has spent that
+    # Clients that never took part have spent the cost of the first run.
+    assert accounts.epsilons.min() >= epsilon([(FIRST, 4)], DELTA).value - 1e-9
 
 
-def test_who_never_took_part_has_still_spent_what_was_before(start: Path, tmp_path: Path) -> None:
+def test_clients_that_never_took_part_have_spent_the_earlier_cost(
+    start: Path, tmp_path: Path
+) -> None:
     go_on(start, tmp_path / "r", run={"rounds": 1})
     least, most = sorted(read_recorded_spending(tmp_path / "r").epsilons)
     assert least == pytest.approx(epsilon([(FIRST, 4)], DELTA).value)
@@ -131,18 +132,19 @@ def digits() -> Config:
 
 
 @pytest.mark.parametrize("key", ["adapter", "weights"])
-def test_what_was_spent_is_counted_wherever_a_run_starts_from(
+def test_the_earlier_cost_counts_for_every_kind_of_start(
     key: str, start: Path, digits: Config
 ) -> None:
     past = prior_spending_of(settings({"name": "auto-image", key: str(start / "adapter")}))
     assert past.prior == ((FIRST, 4),)
-    assert past.uncounted  # the first run's base is a folder without a record
+    # The base of the first run is a folder without a record.
+    assert past.uncounted
     plan, schedule = plan_of(digits)
     planned = budget_of(plan, schedule, DELTA, past=past).planned
     assert planned.server_worst == epsilon([(FIRST, 4), (plan.mechanism(0), 4)], DELTA).value
 
 
-def test_weights_that_are_one_file_have_their_record_beside_them(
+def test_a_single_weights_file_has_its_record_in_the_same_folder(
     start: Path, tmp_path: Path
 ) -> None:
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
@@ -160,7 +162,7 @@ def test_weights_that_are_one_file_have_their_record_beside_them(
         prior_spending_of(config)
 
 
-def test_both_starts_add_up(start: Path) -> None:
+def test_the_costs_of_base_and_adapter_are_added(start: Path) -> None:
     model = {
         "name": "auto-image",
         "weights": str(start / "adapter"),
@@ -169,10 +171,8 @@ def test_both_starts_add_up(start: Path) -> None:
     assert prior_spending_of(settings(model)).prior == ((FIRST, 4), (FIRST, 4))
 
 
-def test_what_comes_with_the_program_is_public_and_a_folder_is_not(
-    start: Path, tmp_path: Path
-) -> None:
-    """A folder on this machine may hold anything; every epsilon then says on what it depends."""
+def test_bundled_models_are_public_and_local_folders_are_not(start: Path, tmp_path: Path) -> None:
+    """A local folder may contain anything, so its unknown cost is noted."""
     past = prior_spending_of(settings({"name": "auto-image", "weights": str(start / "base")}))
     assert past.uncounted
     assert past.prior == ()
@@ -194,10 +194,10 @@ def test_what_comes_with_the_program_is_public_and_a_folder_is_not(
     ).uncounted
 
 
-def test_a_model_on_the_hub_has_its_record_beside_it(
+def test_a_model_on_the_hub_has_its_record_in_its_repository(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An export that was published and is asked for by name."""
+    """The start is a published export, given by its name."""
     version = tmp_path / "models--somebody--export" / "snapshots" / ("a" * 40)
     version.mkdir(parents=True)
     (tmp_path / "models--somebody--export" / "refs").mkdir()
@@ -205,7 +205,8 @@ def test_a_model_on_the_hub_has_its_record_beside_it(
     (version / "config.json").write_text("{}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     config = settings({"name": "auto-image", "weights": "somebody/export"})
-    assert prior_spending_of(config).uncounted  # offline, nobody can say that there is no record
+    # Offline, the absence of a record cannot be proven.
+    assert prior_spending_of(config).uncounted
     (version / SPENDING).write_text(edited())
     assert prior_spending_of(config).prior == ((FIRST, 4),)
     assert _account(SimpleNamespace(name_or_path="somebody/export")) == edited()
@@ -217,7 +218,7 @@ def test_a_model_on_the_hub_has_its_record_beside_it(
     assert _account(SimpleNamespace(name_or_path="somebody/other")) is None
 
 
-def test_the_record_on_the_hub_is_asked_for_in_the_version_that_is_here(
+def test_the_record_on_the_hub_is_read_from_the_cached_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
@@ -242,7 +243,7 @@ def test_the_record_on_the_hub_is_asked_for_in_the_version_that_is_here(
     assert len(asked) == 1
 
 
-def test_the_headers_on_the_hub_are_asked_where_nothing_is_here(
+def test_headers_on_the_hub_are_read_without_a_cached_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     headers = {"model.safetensors": SimpleNamespace(metadata={METADATA: edited()})}
@@ -259,7 +260,7 @@ def test_the_headers_on_the_hub_are_asked_where_nothing_is_here(
     ).prior == ((FIRST, 4),)
 
 
-def test_a_hub_that_does_not_answer_is_no_proof_of_absence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_answer_of_the_hub_the_cost_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_answer(*args: Any, **keys: Any) -> None:
         raise TimeoutError("timed out")
 
@@ -289,10 +290,8 @@ def absent(*args: Any, **keys: Any) -> None:
     raise EntryNotFoundError("there is no such file")
 
 
-def test_a_kept_head_without_a_record_is_not_taken_for_a_public_one(
-    start: Path, tmp_path: Path
-) -> None:
-    """It is for these very classes, so that it may have been trained on these very records."""
+def test_a_kept_head_without_a_record_has_unknown_cost(start: Path, tmp_path: Path) -> None:
+    """The head has the classes of the run, so it may have been trained on the same records."""
     model = {"name": "auto-image", "weights": str(start / "base"), "head": "kept"}
     past = prior_spending_of(settings(model))
     assert past.uncounted
@@ -306,8 +305,8 @@ def test_a_kept_head_without_a_record_is_not_taken_for_a_public_one(
     assert prior_spending_of(settings({**model, "weights": "google/some-model"})).uncounted
 
 
-def test_repeated_attempts_are_in_what_is_handed_on(digits: Config, tmp_path: Path) -> None:
-    """A client that was charged three times in a plan of two rounds: the file says three."""
+def test_repeated_attempts_are_in_the_exported_record(digits: Config, tmp_path: Path) -> None:
+    """A client was charged three times in a plan of two rounds; the record says three."""
     run(digits, tmp_path / "r")
     before = read_recorded_spending(tmp_path / "r")
     plan, _ = plan_of(digits)
@@ -328,7 +327,7 @@ def test_repeated_attempts_are_in_what_is_handed_on(digits: Config, tmp_path: Pa
     assert replace(accounts, most_rounds=2).realised is accounts.planned
 
 
-def test_a_model_in_memory_keeps_the_account_of_the_folder_it_came_from(
+def test_a_model_in_memory_has_the_record_of_its_folder(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import ViTForImageClassification
@@ -344,9 +343,8 @@ def test_a_model_in_memory_keeps_the_account_of_the_folder_it_came_from(
     assert prior_spending_of(settings({"name": "auto-image", "weights": str(base)})).prior == (
         (FIRST, 4),
     )
-    monkeypatch.chdir(
-        folder
-    )  # a model that comes from nowhere has no account, wherever one happens to be
+    # A model without a source has no record, even if the working folder has one.
+    monkeypatch.chdir(folder)
     fresh = ViTForImageClassification(
         ViTForImageClassification.from_pretrained(start / "base").config
     )
@@ -360,7 +358,7 @@ def test_a_model_in_memory_keeps_the_account_of_the_folder_it_came_from(
     assert not (tmp_path / "bad-base").exists()
 
 
-def test_privacy_of_the_configuration_and_of_the_run_agree(start: Path, tmp_path: Path) -> None:
+def test_privacy_before_and_after_the_run_agree(start: Path, tmp_path: Path) -> None:
     source = images()
     np.savez(
         tmp_path / "data.npz",
@@ -373,23 +371,23 @@ def test_privacy_of_the_configuration_and_of_the_run_agree(start: Path, tmp_path
         start, data={"name": "npz", "path": str(tmp_path / "data.npz"), "classes": 3}
     )
     run(config, tmp_path / "r")
-    told = []
+    printed = []
     for target in (tmp_path / "r", tmp_path / "r" / "config.toml"):
         result = CliRunner().invoke(app, ["privacy", str(target), "--json"])
         assert result.exit_code == 0, result.output
-        told.append(json.loads(result.stdout.splitlines()[-1]))
+        printed.append(json.loads(result.stdout.splitlines()[-1]))
     for key in ("server_worst", "third_party", "rdp_server_worst", "guarantee", "delta", "sigma"):
         assert (
-            told[0][key] == pytest.approx(told[1][key])
-            if isinstance(told[0][key], float)
-            else told[0][key] == told[1][key]
+            printed[0][key] == pytest.approx(printed[1][key])
+            if isinstance(printed[0][key], float)
+            else printed[0][key] == printed[1][key]
         )
-    assert told[0]["server_worst"] == pytest.approx(
+    assert printed[0]["server_worst"] == pytest.approx(
         epsilon([(FIRST, 4), (replace(FIRST, noise_multiplier=2.0), 4)], DELTA).value
     )
 
 
-def test_a_budget_counts_what_was_before(start: Path, tmp_path: Path) -> None:
+def test_a_budget_includes_the_earlier_cost(start: Path, tmp_path: Path) -> None:
     spent = epsilon([(FIRST, 4)], DELTA).value
     second = replace(FIRST, noise_multiplier=2.0)
     one = epsilon([(FIRST, 4), (second, 2)], DELTA).value
@@ -397,13 +395,16 @@ def test_a_budget_counts_what_was_before(start: Path, tmp_path: Path) -> None:
     plenty = {"run": {"rounds": 5}, "privacy": {"budget": (one + two) / 2}}
     with pytest.raises(StoppedError, match="only 0 clients can stay within"):
         go_on(start, tmp_path / "r", **plenty)
-    assert json.loads((tmp_path / "r" / "run.json").read_text())["rounds"] == 2  # each client once
+    # Each client took part once.
+    assert json.loads((tmp_path / "r" / "run.json").read_text())["rounds"] == 2
     assert read_recorded_spending(tmp_path / "r").server_max == pytest.approx(one)
     with pytest.raises(StoppedError, match="before round 1"):
         go_on(start, tmp_path / "none", privacy={"budget": spent * 0.9})
 
 
-def test_a_target_is_refused_before_anything_is_written(start: Path, tmp_path: Path) -> None:
+def test_a_target_epsilon_is_refused_before_anything_is_written(
+    start: Path, tmp_path: Path
+) -> None:
     with pytest.raises(DpfedError, match=r"a target would be passed: give privacy\.sigma"):
         go_on(start, tmp_path / "r", privacy={"target_epsilon": 50.0, "sigma": None})
     assert not (tmp_path / "r").exists()
@@ -447,7 +448,7 @@ def row(**changes: Any) -> str:
         edited(history=[[]]),
         edited(history=[["poisson"]]),
         edited(release=None),
-        edited(release=NO_PRIVACY),  # with a history
+        edited(release=NO_PRIVACY),
         edited(**{**OPEN, "uncounted": False}),
         edited(uncounted=None),
         edited(uncounted=0),
@@ -478,13 +479,13 @@ def row(**changes: Any) -> str:
         edited(history=[["poisson", 0.5, 1.0, 1, 1, 4], ["fixed_wor", 0.5, 1.0, 1, 1, 4]]),
     ],
 )
-def test_a_record_that_cannot_be_true_is_refused(start: Path, tmp_path: Path, content: str) -> None:
+def test_an_invalid_record_is_refused(start: Path, tmp_path: Path, content: str) -> None:
     copied(start, tmp_path / "copy", content)
     with pytest.raises(DpfedError, match=r"dpfed\.json is damaged: without it nobody knows"):
         prior_spending_of(config_of(start, tmp_path / "copy"))
 
 
-def test_what_cannot_be_read_is_not_what_is_not_there(start: Path, tmp_path: Path) -> None:
+def test_an_unreadable_record_is_not_a_missing_one(start: Path, tmp_path: Path) -> None:
     one = copied(start, tmp_path / "folder", None)
     (one / SPENDING).mkdir()
     two = copied(start, tmp_path / "link", None)
@@ -495,7 +496,7 @@ def test_what_cannot_be_read_is_not_what_is_not_there(start: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("merge", [False, True])
-def test_weights_keep_their_record_without_the_file_beside_them(
+def test_the_record_in_the_weights_survives_without_its_file(
     start: Path, tmp_path: Path, merge: bool
 ) -> None:
     out = tmp_path / "export"
@@ -541,7 +542,7 @@ def test_every_shard_has_the_record(start: Path, tmp_path: Path) -> None:
 
 
 def test_two_records_that_differ_are_refused(start: Path, tmp_path: Path) -> None:
-    """Two histories may change places at another delta, so none can be chosen."""
+    """The larger of two histories can depend on delta, so none is chosen."""
     adapter = copied(start, tmp_path / "copy", row(steps=1))
     embed(adapter, row(steps=4))
     with pytest.raises(
@@ -554,7 +555,9 @@ def test_two_records_that_differ_are_refused(start: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", "[" * 100_000, '{"format": 2}', "\x00"])
-def test_damaged_metadata_is_one_sentence(start: Path, tmp_path: Path, content: str) -> None:
+def test_damaged_metadata_gives_a_one_sentence_error(
+    start: Path, tmp_path: Path, content: str
+) -> None:
     adapter = copied(start, tmp_path / "copy", None)
     embed(adapter, content)
     with pytest.raises(
@@ -564,10 +567,10 @@ def test_damaged_metadata_is_one_sentence(start: Path, tmp_path: Path, content: 
     assert "\n" not in str(error.value)
 
 
-def test_a_run_of_an_earlier_version_goes_on(
+def test_a_run_of_an_earlier_version_resumes(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its ledger says nothing of a base without a record."""
+    """The old ledger has no entry about a base without a record."""
     model = {"name": "auto-image", "weights": str(start / "base")}
     keys = {"checkpoint_every": 1, "lr_schedule": "constant"}
     config = settings(model, run=keys)
@@ -580,10 +583,8 @@ def test_a_run_of_an_earlier_version_goes_on(
     assert UNCOUNTED in run(longer, tmp_path / "r", source=images(), mode="resume")["guarantee"]
 
 
-def test_an_edited_record_changes_the_figure_and_the_ledger_keeps_it(
-    start: Path, tmp_path: Path
-) -> None:
-    """The file can be edited, but what it said is in the ledger for good."""
+def test_a_later_edit_of_the_record_does_not_change_the_ledger(start: Path, tmp_path: Path) -> None:
+    """The ledger stores the history that the record had at the start."""
     adapter = copied(start, tmp_path / "copy", row(steps=40))
     go_on(start, tmp_path / "r", adapter)
     before = read_recorded_spending(tmp_path / "r").server_worst
@@ -598,10 +599,10 @@ def test_an_edited_record_changes_the_figure_and_the_ledger_keeps_it(
     [
         (None, "has no record of what was spent on it"),
         (edited(**OPEN), "was trained without privacy"),
-        (edited(uncounted=True), "was trained without privacy"),  # it came from such a start
+        (edited(uncounted=True), "was trained without privacy"),
     ],
 )
-def test_a_start_of_unknown_cost_is_said_beside_every_epsilon(
+def test_a_start_of_unknown_cost_is_named_with_every_epsilon(
     start: Path, tmp_path: Path, content: str | None, words: str
 ) -> None:
     adapter = copied(start, tmp_path / "copy", content)
@@ -628,9 +629,7 @@ def test_a_start_of_unknown_cost_is_said_beside_every_epsilon(
     assert json.loads((tmp_path / "out" / SPENDING).read_text())["uncounted"]
 
 
-def test_training_without_privacy_is_remembered_by_what_comes_after(
-    start: Path, tmp_path: Path
-) -> None:
+def test_later_runs_report_training_without_privacy(start: Path, tmp_path: Path) -> None:
     vit_run(start, tmp_path / "open", privacy={"enabled": False})
     write_export(tmp_path / "open", tmp_path / "x")
     go_on(start, tmp_path / "private", tmp_path / "x", run={"noise": "os"})
@@ -640,7 +639,7 @@ def test_training_without_privacy_is_remembered_by_what_comes_after(
     assert past.prior == ((replace(FIRST, noise_multiplier=2.0), 4),)
 
 
-def test_a_slip_in_the_path_is_no_new_adapter(start: Path, tmp_path: Path) -> None:
+def test_a_wrong_adapter_path_is_refused(start: Path, tmp_path: Path) -> None:
     with pytest.raises(DpfedError, match=r"has no adapter_config\.json"):
         prior_spending_of(config_of(start, tmp_path / "adaptor"))
     assert prior_spending_of(settings({"name": "auto-image"})).prior == ()
@@ -649,7 +648,7 @@ def test_a_slip_in_the_path_is_no_new_adapter(start: Path, tmp_path: Path) -> No
 # ---- what does not add up
 
 
-def test_other_sampling_is_refused_in_one_sentence(start: Path, tmp_path: Path) -> None:
+def test_a_start_with_other_sampling_is_refused(start: Path, tmp_path: Path) -> None:
     with pytest.raises(
         DpfedError, match=r'do not add up: set privacy\.sampling = "poisson"'
     ) as error:
@@ -658,7 +657,7 @@ def test_other_sampling_is_refused_in_one_sentence(start: Path, tmp_path: Path) 
     assert not (tmp_path / "r").exists()
 
 
-def test_mixed_sampling_is_refused_by_the_accounts_too(digits: Config) -> None:
+def test_accounts_with_mixed_sampling_are_refused(digits: Config) -> None:
     plan, schedule = plan_of(digits)
     mixed = PriorSpending(((Mechanism("fixed_wor", 0.5, 4.0), 4),))
     with pytest.raises(DpfedError, match="mixes Poisson and fixed-size sampling"):
@@ -666,7 +665,7 @@ def test_mixed_sampling_is_refused_by_the_accounts_too(digits: Config) -> None:
 
 
 def test_another_protected_unit_is_refused(start: Path, tmp_path: Path) -> None:
-    """One record's cost says nothing of what one patient with many records has spent."""
+    """The epsilon of one record is no bound for a patient with many records."""
     changes = {"data": {"unit_column": "patient"}}
     with pytest.raises(DpfedError, match=r"to protect each record, this run protects each patient"):
         go_on(start, tmp_path / "r", **changes)
@@ -678,13 +677,13 @@ def test_another_protected_unit_is_refused(start: Path, tmp_path: Path) -> None:
     prior_spending_of(config_of(start, adapter, privacy={"enabled": False}))
 
 
-def test_a_run_without_privacy_may_start_from_anything(start: Path, tmp_path: Path) -> None:
+def test_a_run_without_privacy_may_start_from_any_model(start: Path, tmp_path: Path) -> None:
     result = go_on(start, tmp_path / "r", privacy={"enabled": False, "sampling": "fixed_wor"})
     assert result["release"] == "no privacy"
     assert result["epsilon"]["server_worst"] is None
 
 
-def test_fixed_sampling_adds_up_with_itself(start: Path, tmp_path: Path) -> None:
+def test_fixed_sampling_may_follow_fixed_sampling(start: Path, tmp_path: Path) -> None:
     content = row(sampling="fixed_wor", noise=4.0)
     adapter = copied(start, tmp_path / "copy", content)
     result = go_on(start, tmp_path / "r", adapter, privacy={"sampling": "fixed_wor", "sigma": 4.0})
@@ -695,8 +694,8 @@ def test_fixed_sampling_adds_up_with_itself(start: Path, tmp_path: Path) -> None
 # ---- chains
 
 
-def test_seeded_noise_stays_seeded(start: Path, tmp_path: Path) -> None:
-    """Removing the first run's seeded noise reveals its records, whatever the second run does."""
+def test_a_run_after_a_simulation_is_a_simulation(start: Path, tmp_path: Path) -> None:
+    """Anyone can remove the seeded noise of the first run, so the second run cannot protect it."""
     real = {"run": {"noise": "os"}}
     for key in ("adapter", "weights"):
         first = settings(
@@ -717,10 +716,8 @@ def test_seeded_noise_stays_seeded(start: Path, tmp_path: Path) -> None:
     assert not read_recorded_spending(tmp_path / "s").seeded
 
 
-def test_a_run_that_is_called_a_simulation_is_one_for_its_accounts(
-    start: Path, tmp_path: Path
-) -> None:
-    """The more careful of ledger and result decides."""
+def test_the_ledger_or_the_result_can_make_a_run_a_simulation(start: Path, tmp_path: Path) -> None:
+    """A run counts as a simulation if its ledger or its result says so."""
     go_on(start, tmp_path / "r", copied(start, tmp_path / "copy", edited()), run={"noise": "os"})
     result = json.loads((tmp_path / "r" / "run.json").read_text())
     (tmp_path / "r" / "run.json").write_text(json.dumps({**result, "release": SIMULATION}))
@@ -738,8 +735,8 @@ def test_a_chain_of_two_exports(start: Path, tmp_path: Path) -> None:
     assert [(r[2], r[5]) for r in stored["history"]] == [(1.0, 4), (2.0, 4), (3.0, 4)]
 
 
-def test_what_is_carried_on_costs_at_least_as_much_as_any_client() -> None:
-    """The kind that costs more now (3.93, 2.97) costs less after more is added (10.40, 10.69)."""
+def test_the_exported_cost_is_a_bound_for_every_client() -> None:
+    """The kind with the larger epsilon now has the smaller one after another run."""
     much, little = Mechanism("poisson", 0.5, 2.5), Mechanism("poisson", 0.05, 0.7)
     planned = Planned((much, little), 5, 1.0, ((1.0, 2),), DELTA)
     later = (Mechanism("poisson", 0.2, 1.0), 50)
@@ -753,7 +750,7 @@ def test_what_is_carried_on_costs_at_least_as_much_as_any_client() -> None:
 
 
 def unequal(clients: int) -> Source:
-    """Clients of different sizes, each with its own rate."""
+    """Return clients of different sizes, so each has its own rate."""
     rng = np.random.default_rng(0)
     sizes = np.arange(12, 12 + clients)
     owners = np.repeat(np.arange(clients), sizes)
@@ -765,8 +762,8 @@ def unequal(clients: int) -> Source:
     )
 
 
-def test_many_kinds_of_clients(start: Path, tmp_path: Path) -> None:
-    """More than eight mechanisms are replaced by one that costs at least as much as each."""
+def test_figures_and_record_of_nine_kinds_of_clients(start: Path, tmp_path: Path) -> None:
+    """The record replaces the nine mechanisms by one that costs at least as much as each."""
     changes = {
         "data": {"partition": "natural", "client_column": "owner"},
         "privacy": {"batch_per_client": True},
@@ -778,7 +775,8 @@ def test_many_kinds_of_clients(start: Path, tmp_path: Path) -> None:
     want = epsilon([(FIRST, 4), (dearest, 2)], DELTA).value
     assert len(accounts.planned.kinds) == 9
     assert accounts.server_worst == pytest.approx(want)
-    assert accounts.server_max == pytest.approx(want)  # the smallest client took part
+    # The smallest client, which has the largest rate, took part.
+    assert accounts.server_max == pytest.approx(want)
     assert result["epsilon"]["server_worst"] == pytest.approx(accounts.server_worst)
     assert result["epsilon"]["server_max"] == pytest.approx(accounts.server_max)
     least = epsilon([(FIRST, 4), (replace(dearest, rate=6 / 20), 2)], DELTA).value
@@ -787,7 +785,7 @@ def test_many_kinds_of_clients(start: Path, tmp_path: Path) -> None:
     assert stored["history"][1] == ["poisson", 0.5, 2.0, 1, 1, 2]
 
 
-def test_spending_of_many_kinds_is_a_bound_in_every_round() -> None:
+def test_the_figure_of_many_kinds_is_an_upper_bound() -> None:
     sizes = np.linspace(100, 140, 12).round()
     plan = Plan("poisson", 1.0, sizes, 10 / sizes, np.full(12, 10.0), np.full(12, 2.0))
     prior = ((FIRST, 4),)
@@ -805,7 +803,7 @@ def test_spending_of_many_kinds_is_a_bound_in_every_round() -> None:
     assert true <= shown <= budget.planned.server_worst
 
 
-def test_what_a_number_allows_is_asked_of_every_kind() -> None:
+def test_the_delta_of_an_epsilon_is_the_largest_of_all_kinds() -> None:
     """The second kind has the larger epsilon at delta 1e-5, the first the larger delta at 0.5."""
     much, little = Mechanism("poisson", 0.5, 2.5), Mechanism("poisson", 0.05, 0.7)
     planned = Planned((much, little), 5, 1.0, ((1.0, 2),), DELTA, prior=((FIRST, 1),))

@@ -1,4 +1,4 @@
-"""Statements that hold for every client: unequal clients, budgets, repeated attempts, resumes."""
+"""Epsilons hold for every client: unequal clients, budgets, repeated attempts, resumes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from dpfed.training.run import run
 
 @pytest.fixture
 def unequal(tmp_path: Path) -> list[str]:
-    """One small client among five large ones: it spends most and is in few cohorts."""
+    """Return settings with one small client, which has the largest epsilon, and five large ones."""
     rng = np.random.default_rng(0)
     sizes = [40] + [300] * 5
     owners = np.repeat([f"client-{i}" for i in range(6)], sizes)
@@ -61,7 +61,7 @@ def unequal(tmp_path: Path) -> list[str]:
 
 
 def absent_seed(keys: list[str]) -> int:
-    """A seed with which the costly client is never drawn."""
+    """Return a seed with which the costly client is never drawn."""
     from dpfed.training.round_loop import choose
 
     for seed in range(50):
@@ -71,7 +71,9 @@ def absent_seed(keys: list[str]) -> int:
     raise AssertionError("no such seed")
 
 
-def test_a_client_that_was_not_drawn_is_not_forgotten(unequal: list[str], tmp_path: Path) -> None:
+def test_clients_that_were_not_drawn_count_in_the_worst_figure(
+    unequal: list[str], tmp_path: Path
+) -> None:
     keys = [*unequal, "privacy.sigma=1.0"]
     config = load("digits", [*keys, f"run.seed={absent_seed(keys)}"], registry())
     result = run(config, tmp_path / "r")
@@ -84,9 +86,7 @@ def test_a_client_that_was_not_drawn_is_not_forgotten(unequal: list[str], tmp_pa
     )
 
 
-def test_a_sigma_for_each_client_is_reported_as_what_each_has(
-    unequal: list[str], tmp_path: Path
-) -> None:
+def test_a_sigma_per_client_is_reported_as_a_range(unequal: list[str], tmp_path: Path) -> None:
     keys = [*unequal, "privacy.target_epsilon=2", "privacy.sigma_per_client=true"]
     plan, schedule = plan_of(load("digits", keys, registry()))
     assert len(plan.kinds()[0]) == 2
@@ -130,13 +130,13 @@ def test_without_budgets_every_client_is_eligible() -> None:
     assert chances(3, [(3, 1), (2, 1)]) == ((1.0, 1), (1.0, 1))
 
 
-def test_the_third_party_figure_under_budgets_holds_for_every_course_of_the_run() -> None:
-    """N clients, one per round, each at most twice: delta holds for the eligible of each round."""
+def test_the_third_party_figure_holds_for_every_order_of_exhaustion() -> None:
+    """Delta must hold for every sequence of the numbers of eligible clients."""
     clients, rounds, limit, delta = 5, 3, 2, 1e-5
     step = Mechanism("poisson", 0.2, 1.0)
     eligible = fewest_eligible(clients, 1, rounds, [limit] * clients)
     claimed = Planned((step,), 20, 1 / clients, chances(1, eligible), delta).third_party
-    # One client's number of rounds, jointly with the course of the eligible counts, by enumeration.
+    # Enumerate the rounds of client 0 for each sequence of the numbers of eligible clients.
     courses: dict[tuple[int, ...], dict[int, float]] = {}
 
     def walk(t: int, taken: tuple[int, ...], course: tuple[int, ...], p: float) -> None:
@@ -157,7 +157,7 @@ def test_the_third_party_figure_under_budgets_holds_for_every_course_of_the_run(
         assert spent <= delta * (1 + 1e-6)
 
 
-def test_limits_of_many_kinds_of_clients_are_never_too_generous() -> None:
+def test_limits_of_many_kinds_of_clients_stay_within_the_budget() -> None:
     sizes = np.linspace(100, 140, 12).round()
     expected = np.full(12, 10.0)
     plan = Plan("poisson", 1.0, sizes, expected / sizes, expected, np.full(12, 2.0))
@@ -172,7 +172,7 @@ def test_limits_of_many_kinds_of_clients_are_never_too_generous() -> None:
     assert all(made[k].rate >= plan.rates[i] for i, k in enumerate(which))
 
 
-def test_attempts_that_were_repeated_count_and_void_the_third_party_figure(tmp_path: Path) -> None:
+def test_repeated_attempts_count_and_void_the_third_party_figure(tmp_path: Path) -> None:
     keys = [
         "model.name=linear",
         "run.rounds=1",
@@ -240,7 +240,7 @@ def test_real_noise_needs_declared_classes_and_whole_units(unequal: list[str]) -
         (["privacy.enabled=false", "privacy.budget=1"], "budget"),
     ],
 )
-def test_numbers_without_meaning_are_refused_before_anything_is_written(
+def test_invalid_numbers_are_refused_before_anything_is_written(
     tmp_path: Path, keys: list[str], words: str
 ) -> None:
     with pytest.raises(DpfedError, match=words):
@@ -248,7 +248,7 @@ def test_numbers_without_meaning_are_refused_before_anything_is_written(
     assert not (tmp_path / "r").exists()
 
 
-def test_a_statement_is_finite_or_refused() -> None:
+def test_planned_epsilons_are_finite_and_ordered() -> None:
     planned = Planned((Mechanism("poisson", 0.5, 1.0),), 3, 0.5, ((0.5, 4),), 1e-5)
     assert math.isfinite(planned.server_worst)
     assert planned.third_party <= planned.server_worst
@@ -256,7 +256,7 @@ def test_a_statement_is_finite_or_refused() -> None:
 
 
 class CrashError(Exception):
-    """The process was killed."""
+    """A simulated kill of the process."""
 
 
 def interrupted(keys: list[str], folder: Path, noise_factor: float) -> list[float]:
@@ -301,7 +301,7 @@ def test_a_resumed_run_adds_and_charges_the_noise_that_its_ledger_records(
     assert read_recorded_spending(folder).server_worst == result["epsilon"]["server_worst"]
 
 
-def test_a_ledger_with_quite_other_noise_is_refused(unequal: list[str], tmp_path: Path) -> None:
+def test_a_ledger_with_very_different_noise_is_refused(unequal: list[str], tmp_path: Path) -> None:
     keys = [*unequal, "privacy.target_epsilon=2", "run.rounds=4"]
     interrupted(keys, tmp_path / "r", 1 + 2e-4)
     with pytest.raises(DpfedError, match="written for another kinds"):
@@ -309,7 +309,7 @@ def test_a_ledger_with_quite_other_noise_is_refused(unequal: list[str], tmp_path
 
 
 def test_recorded_noise_is_found_in_the_rows_where_the_statement_is_a_grid(tmp_path: Path) -> None:
-    """A statement of more than 500 mechanisms holds rounded ones."""
+    """A statement of more than 500 mechanisms has rounded values."""
     sizes = np.arange(100, 701)
     expected = np.full(601, 10.0)
     old = Plan("poisson", 1.0, sizes, expected / sizes, expected, np.full(601, 2.0))

@@ -1,4 +1,4 @@
-"""Progress inside a round: counts of steps and of records, the same whatever records are drawn."""
+"""Progress inside a round: counts of steps and of records, independent of the records."""
 
 from __future__ import annotations
 
@@ -46,17 +46,19 @@ def test_local_steps_of_all_clients_are_counted(tmp_path: Path) -> None:
     assert any(a.name == "test records" and a.round is None for a in seen)
 
 
-def test_fleets_of_a_cohort_count_on(tmp_path: Path) -> None:
+def test_steps_are_counted_over_all_fleets_of_a_cohort(tmp_path: Path) -> None:
     seen = activities(tmp_path / "run", "run.fleet_size=2", "run.rounds=1")
     assert [a.done for a in seen if a.name == "local steps"] == [0, 2, 4, 6, 8, 10]
 
 
-def test_nothing_depends_on_the_records_that_are_drawn(tmp_path: Path) -> None:
+def test_counts_do_not_depend_on_the_drawn_records(tmp_path: Path) -> None:
     one, other = (activities(tmp_path / seed, f"run.seed={seed}") for seed in ("1", "2"))
     assert one == other
 
 
-def test_steps_of_an_attempt_without_room_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_before_an_out_of_memory_error_are_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[Activity] = []
     job = replace(prepare(load("digits", SMALL, registry())), on_activity=seen.append)
     original = type(job.algorithm).step

@@ -1,4 +1,4 @@
-"""Diagnostics: by a plain loop over the clients, the same for every fleet size, and only where they may be."""
+"""Diagnostics equal a loop over the clients, and exist only in runs without real noise."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def result_of(states: Any) -> LocalResult:
 
 
 def clients_of(job: Job) -> list[Any]:
-    """The state of every client at the end of round 1, each computed alone."""
+    """Return each client's state after round 1, computed one client at a time."""
     seen: list[Any] = []
 
     def watch(ctx: Any, clients: Sequence[int], result: LocalResult) -> None:
@@ -75,7 +75,7 @@ def clients_of(job: Job) -> list[Any]:
 
 @pytest.mark.parametrize("algorithm", ["dp-fedadamw", "dp-local-adamw", "dp-fedavg"])
 @pytest.mark.parametrize("size", [1, 4, "auto"])
-def test_values_by_a_loop_whatever_the_fleet(
+def test_values_equal_a_loop_over_the_clients(
     algorithm: str, size: int | str, tmp_path: Path
 ) -> None:
     config = config_of(algorithm={"name": algorithm}, run={"fleet_size": size})
@@ -114,7 +114,8 @@ def test_values_by_a_loop_whatever_the_fleet(
             wanted[int((math.log10(max(value, 1e-9)) - DECADES[0]) / width)] += 1
         found = np.array(row[f"{name}_histogram"])
         assert found.sum() == values.size
-        assert np.abs(found - wanted).sum() <= 4  # a value on the edge of a bin
+        # Rounding may move values at the edge of a bin.
+        assert np.abs(found - wanted).sum() <= 4
 
 
 def test_the_noise_of_unequal_clients_does_not_depend_on_the_fleet(tmp_path: Path) -> None:
@@ -141,8 +142,8 @@ def test_the_noise_of_unequal_clients_does_not_depend_on_the_fleet(tmp_path: Pat
     assert found[0] == pytest.approx(found[2], rel=1e-9)
 
 
-def test_noise_alone_puts_the_root_of_v_at_its_own_level(tmp_path: Path) -> None:
-    """Records of zeros, and a clip norm that leaves nothing of the bias' gradient beside the noise."""
+def test_with_noise_alone_the_root_of_v_is_the_noise_std(tmp_path: Path) -> None:
+    """The records are zeros, and the clipped gradient of the bias is far below the noise."""
     config = config_of(privacy={"sigma": 50.0}, run={"local_steps": 30})
     run(config, tmp_path / "r", source=features(40, zero=True))
     for row in read_diagnostics(tmp_path / "r"):
@@ -155,7 +156,7 @@ def test_noise_alone_puts_the_root_of_v_at_its_own_level(tmp_path: Path) -> None
         assert middle == pytest.approx(math.log10(row["noise_std"]), abs=0.1)
 
 
-def test_one_line_a_round_with_what_it_is_and_only_if_asked(tmp_path: Path) -> None:
+def test_each_round_has_one_line_if_diagnostics_are_on(tmp_path: Path) -> None:
     run(config_of(run={"rounds": 7}), tmp_path / "r", source=features())
     rows = read_diagnostics(tmp_path / "r")
     assert [row["round"] for row in rows] == list(range(1, 8))
@@ -166,7 +167,7 @@ def test_one_line_a_round_with_what_it_is_and_only_if_asked(tmp_path: Path) -> N
     assert read_diagnostics(tmp_path / "off") == []
 
 
-def test_real_noise_refuses_them_before_anything_is_written(tmp_path: Path) -> None:
+def test_diagnostics_with_real_noise_are_refused_before_any_file(tmp_path: Path) -> None:
     with pytest.raises(DpfedError, match=r"run\.diagnostics"):
         run(config_of(run={"noise": "os"}), tmp_path / "r", source=features())
     assert not (tmp_path / "r").exists()
@@ -177,7 +178,7 @@ def test_real_noise_refuses_them_before_anything_is_written(tmp_path: Path) -> N
     )
 
 
-def test_they_change_nothing_of_the_run(tmp_path: Path) -> None:
+def test_diagnostics_do_not_change_the_run(tmp_path: Path) -> None:
     results = [
         run(config_of(run={"diagnostics": on}), tmp_path / str(on), source=features())
         for on in (True, False)
@@ -187,7 +188,7 @@ def test_they_change_nothing_of_the_run(tmp_path: Path) -> None:
     assert results[0]["epsilon"] == results[1]["epsilon"]
 
 
-def test_values_off_the_scale_are_in_the_outer_bins_and_nonsense_is_null(tmp_path: Path) -> None:
+def test_values_off_the_scale_are_in_the_outer_bins_and_nan_is_null(tmp_path: Path) -> None:
     job = prepare(config_of(), features())
     local = clients_of(job)[0]
     v = torch.full_like(local.v_hat, 1e6)
@@ -206,7 +207,7 @@ def test_values_off_the_scale_are_in_the_outer_bins_and_nonsense_is_null(tmp_pat
     assert second["drift"] is None
 
 
-def test_of_a_round_that_was_run_again_the_last_line_counts(tmp_path: Path) -> None:
+def test_a_repeated_round_is_read_from_its_last_line(tmp_path: Path) -> None:
     lines = [
         '{"round": 1, "drift": 1}',
         '{"round": 2, "drift": 5}',

@@ -35,7 +35,7 @@ def test_a_plain_log_gets_a_line_only_after_silence(capsys: pytest.CaptureFixtur
     assert lines == ["round 1/5  local steps 10 of 25", "round 1/5  local steps 20 of 25"]
 
 
-def test_any_other_line_ends_the_silence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_any_other_line_restarts_the_silence(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     with ProgressDisplay(5, clock=clock) as watch:
         clock.now += progress.SILENCE_S

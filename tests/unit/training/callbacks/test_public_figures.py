@@ -1,4 +1,4 @@
-"""What may be published: a list of what is let through, so that a new field is private until somebody says otherwise."""
+"""Public figures come from a list of allowed fields; all other fields are private."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dpfed.training.callbacks.public_figures import (
 from dpfed.training.rounds import Round
 
 
-def test_a_line_of_metrics_loses_who_took_part_and_when() -> None:
+def test_public_metrics_have_no_cohort_and_no_times() -> None:
     row = {
         "round": 3,
         "accuracy": 0.5,
@@ -33,7 +33,7 @@ def test_a_line_of_metrics_loses_who_took_part_and_when() -> None:
     assert public_row(row) == {"round": 3, "accuracy": 0.5, "loss": 1.0, "clip": 0.1}
 
 
-def test_a_result_loses_what_single_clients_spent() -> None:
+def test_a_public_result_has_no_figures_of_single_clients() -> None:
     figures = {"server_worst": 8.0, "server_max": 6.4, "third_party": 5.8}
     result = {
         "epsilon": figures,
@@ -60,7 +60,7 @@ def test_a_result_loses_what_single_clients_spent() -> None:
         ({"model": {"lora": {"r": 2}}}, {"model.lora.r": 2}),
     ],
 )
-def test_settings_lose_the_seed_and_places(
+def test_public_settings_have_no_seed_and_no_paths(
     tables: dict[str, object], left: dict[str, object]
 ) -> None:
     assert flat(public_settings(tables)) == left
@@ -70,15 +70,20 @@ def round_of(t: int, accuracy: float | None, loss: float | None = 1.0) -> Round:
     return Round(t, accuracy, loss, 3.0, 5, 9, 0.1, 1.0, torch.zeros(1))
 
 
-def test_a_tracker_hears_the_plan_and_not_the_client_that_spent_most() -> None:
+def test_trackers_get_the_planned_epsilon_and_no_clients_epsilon() -> None:
     planned = Planned((Mechanism("poisson", 0.1, 2.0),), 2, 0.5, ((0.5, 4),), 1e-5)
-    told = public_metrics(round_of(2, 0.7), planned)
-    assert told == {"accuracy": 0.7, "loss": 1.0, "clip": 0.1, "epsilon_planned": planned.server(2)}
+    reported = public_metrics(round_of(2, 0.7), planned)
+    assert reported == {
+        "accuracy": 0.7,
+        "loss": 1.0,
+        "clip": 0.1,
+        "epsilon_planned": planned.server(2),
+    }
     assert public_metrics(round_of(2, None, None), planned) == {"clip": 0.1}
     assert public_metrics(round_of(2, 0.7, math.inf), None) == {"accuracy": 0.7, "clip": 0.1}
 
 
-def test_names_of_clients_and_of_folders_are_left_out() -> None:
+def test_public_settings_have_no_names_of_clients_or_folders() -> None:
     tables = {
         "model": {"adapter": "runs/clinic-b", "name": "linear"},
         "federation": {"clients": {"clinic-a": 5}, "held_out": {"clinic-a": 2}, "timeout": 9.0},

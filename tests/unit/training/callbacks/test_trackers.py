@@ -1,4 +1,4 @@
-"""Trackers: told what may be published, refused early when missing, left out when they fail."""
+"""Trackers get public figures only, are refused if missing, and are left out if they fail."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ FEW = ("run.rounds=2", "run.diagnostics=false")
 
 
 class Spy:
-    """Remembers what it is told."""
+    """A tracker that records its calls."""
 
-    heard: list[tuple[str, Any]]
+    calls: list[tuple[str, Any]]
 
     def __init__(self, folder: Path) -> None:
-        self.heard = []
+        self.calls = []
         Spy.last = self  # type: ignore[attr-defined]
 
     def start(self, settings: Mapping[str, Any]) -> None:
-        self.heard.append(("start", dict(settings)))
+        self.calls.append(("start", dict(settings)))
 
     def log(self, t: int, metrics: Mapping[str, float]) -> None:
-        self.heard.append(("log", (t, dict(metrics))))
+        self.calls.append(("log", (t, dict(metrics))))
 
     def finish(self) -> None:
-        self.heard.append(("finish", None))
+        self.calls.append(("finish", None))
 
 
 @pytest.fixture
@@ -41,24 +41,24 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("spied")
-def test_a_tracker_is_told_what_may_be_published(tmp_path: Path) -> None:
+def test_a_tracker_gets_only_public_figures(tmp_path: Path) -> None:
     make_run(tmp_path / "r", "dp-fedavg", 987654321, *FEW, 'run.trackers=["wandb"]')
-    heard = Spy.last.heard  # type: ignore[attr-defined]
-    assert [kind for kind, _ in heard] == ["start", "log", "log", "log", "log", "finish"]
-    settings = heard[0][1]
+    calls = Spy.last.calls  # type: ignore[attr-defined]
+    assert [kind for kind, _ in calls] == ["start", "log", "log", "log", "log", "finish"]
+    settings = calls[0][1]
     assert settings["algorithm.name"] == '"dp-fedavg"'
     assert "run.seed" not in settings
-    assert "987654321" not in str(heard)
-    told = [what for kind, what in heard if kind == "log"]
-    assert [t for t, _ in told] == [0, 1, 2, 2]
-    assert set(told[1][1]) == {"accuracy", "loss", "clip", "epsilon_planned"}
-    assert set(told[3][1]) == {"epsilon_server_worst", "epsilon_third_party"}
-    assert told[3][1]["epsilon_server_worst"] == pytest.approx(told[2][1]["epsilon_planned"])
+    assert "987654321" not in str(calls)
+    logged = [what for kind, what in calls if kind == "log"]
+    assert [t for t, _ in logged] == [0, 1, 2, 2]
+    assert set(logged[1][1]) == {"accuracy", "loss", "clip", "epsilon_planned"}
+    assert set(logged[3][1]) == {"epsilon_server_worst", "epsilon_third_party"}
+    assert logged[3][1]["epsilon_server_worst"] == pytest.approx(logged[2][1]["epsilon_planned"])
 
 
 @pytest.mark.parametrize("broken", ["start", "log", "finish"])
 @pytest.mark.usefixtures("spied")
-def test_a_tracker_that_fails_is_named_once_and_the_run_goes_on(
+def test_a_failing_tracker_is_reported_once_and_the_run_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broken: str
 ) -> None:
     def fail(*_: Any) -> None:
@@ -75,7 +75,7 @@ def test_a_tracker_that_fails_is_named_once_and_the_run_goes_on(
     assert (tmp_path / "r" / "model.safetensors").exists()
 
 
-def test_a_missing_package_is_said_before_anything_is_charged(
+def test_a_missing_package_is_reported_before_any_charge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(trackers.KINDS, "mlflow", (Spy, "there_is_no_such_package"))
@@ -85,7 +85,7 @@ def test_a_missing_package_is_said_before_anything_is_charged(
 
 
 @pytest.mark.usefixtures("spied")
-def test_wandb_tells_times_and_is_not_for_real_noise(tmp_path: Path) -> None:
+def test_wandb_publishes_times_and_is_refused_with_real_noise(tmp_path: Path) -> None:
     with pytest.raises(DpfedError, match="wandb stores when each round ended"):
         make_run(tmp_path / "r", "dp-fedavg", 1, *FEW, 'run.trackers=["wandb"]', 'run.noise="os"')
 
@@ -108,14 +108,11 @@ def test_tensorboard_reads_the_event_files(tmp_path: Path) -> None:
         events.Tags()["scalars"]
     )
     assert [e.step for e in events.Scalars("accuracy")] == [0, 1, 2]
-    assert [e.wall_time for e in events.Scalars("accuracy")] == [
-        0,
-        1,
-        2,
-    ]  # no times of rounds, which are private
+    # Times of rounds are private, so the event times are the round numbers.
+    assert [e.wall_time for e in events.Scalars("accuracy")] == [0, 1, 2]
 
 
-def test_mlflow_keeps_a_run_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_stores_a_run_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -138,7 +135,8 @@ def test_wandb_works_offline(
     make_run(tmp_path / "r", "dp-fedavg", 987654321, *FEW, 'run.trackers=["wandb"]')
     assert "failed" not in capsys.readouterr().err
     (stored,) = (tmp_path / "r" / "wandb").glob("offline-run-*/run-*.wandb")
-    for _ in range(100):  # its own process writes the file
+    # Another process writes the file.
+    for _ in range(100):
         if stored.stat().st_size > 500:
             break
         time.sleep(0.1)

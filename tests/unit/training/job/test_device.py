@@ -31,7 +31,7 @@ def test_a_large_model_after_a_small_one_has_the_usual_threads() -> None:
     assert seen == [3, 1, 1, 3, 1]
 
 
-def test_one_thread_that_somebody_chose_stays() -> None:
+def test_a_thread_count_set_by_the_user_is_unchanged() -> None:
     torch.set_num_threads(1)
     set_threads("auto", SMALL_MODEL)
     assert torch.get_num_threads() == 1
@@ -44,7 +44,7 @@ def test_a_head_on_features_is_a_small_model(
 ) -> None:
     """The size of the whole model does not matter."""
     section = {"name": "auto-image", "weights": base("vit", tmp_path), "train": "head"}
-    # The model has more parameters than that, its head has 27.
+    # The model has more parameters than this limit; its head has 27.
     monkeypatch.setattr(device, "SMALL_MODEL", 100)
     torch.set_num_threads(2)
     assert prepare(settings(section, run={"features": False}), images()).space.size == 27

@@ -42,7 +42,7 @@ NONE = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def weights(kind: str, folder: Path) -> dict[str, Any]:
-    """Return a small model's section. Text models have dropout inside the head at most."""
+    """Return a section of a small model; text models have no dropout before the head."""
     found = base(kind, folder)
     torch.manual_seed(0)
     if kind == "bert":
@@ -80,7 +80,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["vit", "bert", "roberta"])
-def test_the_same_vector_with_and_without(kind: str, tmp_path: Path) -> None:
+def test_results_are_equal_with_and_without_features(kind: str, tmp_path: Path) -> None:
     source = source_of(kind)
     once = run(config_of(kind, tmp_path / "base"), tmp_path / "once", source=source)
     whole = run(config_of(kind, tmp_path / "base", False), tmp_path / "whole", source=source)
@@ -103,7 +103,7 @@ def test_the_same_vector_with_and_without(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["vit", "bert", "roberta"])
 def test_the_export_is_a_whole_model(kind: str, tmp_path: Path) -> None:
-    """Plain transformers gives the logits of the run, and so its accuracy."""
+    """Plain transformers reproduces the logits of the run."""
     source = source_of(kind)
     config = config_of(kind, tmp_path / "base")
     result = run(config, tmp_path / "run", source=source)
@@ -155,7 +155,7 @@ def test_every_record_goes_through_the_frozen_part_once(
     assert not calls
 
 
-def test_pieces_of_a_table_are_its_records_in_order(
+def test_features_computed_in_pieces_are_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = prepare(config_of("vit", tmp_path), images())
@@ -172,11 +172,11 @@ def test_pieces_of_a_table_are_its_records_in_order(
     torch.testing.assert_close(again.records.inputs["features"], job.records.inputs["features"])
 
 
-# ------------------------------------------------------------------ when
+# ------------------------------------------------------------------ when features are used
 
 
-def test_auto_is_where_it_saves_work(tmp_path: Path) -> None:
-    """2 rounds of 2 steps with batches of 6 take 24 records, of which there are 24."""
+def test_auto_uses_features_where_they_save_work(tmp_path: Path) -> None:
+    """The run draws 24 records in all, as many as the data set has."""
     assert prepare(config_of("vit", tmp_path, "auto"), images()).raw_inputs is not None
     assert (
         prepare(config_of("vit", tmp_path, "auto", run={"rounds": 1}), images()).raw_inputs is None
@@ -199,7 +199,7 @@ def test_auto_is_where_it_saves_work(tmp_path: Path) -> None:
     ],
     ids=["lora", "augment"],
 )
-def test_true_is_refused_where_it_cannot_be_done(
+def test_true_is_refused_where_features_are_impossible(
     changes: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     with pytest.raises(
@@ -210,7 +210,7 @@ def test_true_is_refused_where_it_cannot_be_done(
     assert prepare(config_of("vit", tmp_path, "auto", **changes), images()).raw_inputs is None
 
 
-def test_a_model_with_dropout_before_its_head_stays_whole(tmp_path: Path) -> None:
+def test_dropout_before_the_head_excludes_features(tmp_path: Path) -> None:
     section = {
         "name": "auto-text",
         "weights": base("bert", tmp_path),
@@ -225,7 +225,7 @@ def test_a_model_with_dropout_before_its_head_stays_whole(tmp_path: Path) -> Non
 
 
 def test_features_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """30 records whose features take one MiB each."""
+    """There are 30 records with features of one MiB each."""
     original = frozen_features.split
 
     def heavy(*given: Any) -> Any:
@@ -248,7 +248,7 @@ def test_features_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         prepare(config_of("vit", tmp_path, True, run={"memory_limit": 29}), images())
 
 
-def test_without_room_the_whole_model_is_used(
+def test_without_memory_for_features_the_whole_model_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*given: Any) -> None:
@@ -281,8 +281,8 @@ def test_jobs_share_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert made == [24, 6, 24, 6, 3]
 
 
-def test_shared_features_keep_the_data_that_names_them(tmp_path: Path) -> None:
-    """Otherwise new data could get the `id` of deleted data, and with it the features."""
+def test_shared_features_keep_their_data_alive(tmp_path: Path) -> None:
+    """New data could get the `id` of deleted data, and then wrong features."""
     shared, config = JobCache(), config_of("bert", tmp_path)
     raw = texts()
     job = prepare(config, raw, shared)
@@ -295,7 +295,7 @@ def test_shared_features_keep_the_data_that_names_them(tmp_path: Path) -> None:
     assert named() is not None
 
 
-def test_a_pack_on_features_is_the_runs_alone(
+def test_a_pack_on_features_equals_separate_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, source = counted(monkeypatch), images()

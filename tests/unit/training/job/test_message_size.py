@@ -1,4 +1,4 @@
-"""Message sizes: by hand, and equal to the messages of a real round."""
+"""Message sizes equal values by hand and the messages of a real round."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SPACE = Space(NAMES, SHAPES, NAMES, BLOCK_OF_EACH)
     ],
     ids=str,
 )
-def test_dp_fedadamw_by_hand(options: dict[str, Any], up: int, down: int) -> None:
+def test_dp_fedadamw_sizes_by_hand(options: dict[str, Any], up: int, down: int) -> None:
     assert traffic(DPFedAdamW(**options), SPACE) == Traffic(up, 4 * up, down, 4 * down)
 
 
@@ -79,7 +79,7 @@ def test_sizes_are_those_of_real_messages_and_of_the_fields_that_clients_read(
     read: set[str] = set()
 
     class Watched:
-        """The server's state; it records which fields are read."""
+        """A server state that records which fields are read."""
 
         def __getattr__(self, name: str) -> Any:
             read.add(name)
@@ -93,7 +93,7 @@ def test_sizes_are_those_of_real_messages_and_of_the_fields_that_clients_read(
 
 
 class Huge:
-    """A space of a billion numbers; no test could store its vectors."""
+    """A space of a billion numbers, whose vectors do not fit into memory."""
 
     size, num_blocks = 10**9, 1
 
@@ -101,5 +101,5 @@ class Huge:
         return [slice(0, self.size)]
 
 
-def test_it_is_found_without_making_the_vectors() -> None:
+def test_sizes_are_computed_without_allocating_vectors() -> None:
     assert traffic(DPFedAdamW(), Huge()).down_bytes == 8 * Huge.size + 4  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Notes and warnings about data: the same sentences for every source."""
+"""Notes and warnings about data are equal for every source."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def warned(data: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("source", [npz, text_table])
-def test_gaps_between_labels_are_said_unless_declared(source: Any, tmp_path: Path) -> None:
+def test_gaps_between_labels_are_reported_unless_declared(source: Any, tmp_path: Path) -> None:
     section = source(tmp_path)
     assert [said.split(":")[0] for said in warned(section)] == [GAPS]
     assert warned({**section, "classes": 8}) == []
 
 
-def test_an_empty_class_folder_is_said_unless_declared(
+def test_an_empty_class_folder_is_reported_unless_declared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DPFED_CACHE", str(tmp_path / "cache"))
@@ -75,7 +75,7 @@ def test_an_empty_class_folder_is_said_unless_declared(
     assert warned({**section, "classes": ["ant", "bee", "emu"]}) == []
 
 
-def test_labels_in_memory_and_of_one_class() -> None:
+def test_notes_on_labels_in_memory_and_on_one_class() -> None:
     tables = {"data": {"name": "given", "clients": 2}, "privacy": {"sigma": 1.0, "batch": 1.0}}
     config = build(tables, registry())
     for labels, classes, expected in (

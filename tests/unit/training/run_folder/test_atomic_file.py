@@ -9,7 +9,7 @@ from typing import IO
 from dpfed.training.run_folder.atomic_file import write_file
 
 
-def test_a_file_is_its_owners_alone_from_the_first_byte_on(tmp_path: Path) -> None:
+def test_a_file_is_never_readable_by_others(tmp_path: Path) -> None:
     seen: list[int] = []
 
     def write(file: IO[bytes]) -> None:
@@ -21,7 +21,7 @@ def test_a_file_is_its_owners_alone_from_the_first_byte_on(tmp_path: Path) -> No
     assert (tmp_path / "k").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_file_for_release_is_as_the_umask_says(tmp_path: Path) -> None:
+def test_a_file_for_release_follows_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
         write_file(tmp_path / "export" / "k", lambda file: file.write(b"model"), for_release=True)

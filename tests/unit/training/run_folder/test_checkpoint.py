@@ -46,7 +46,7 @@ from dpfed.training.server_state import State
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
-    """Runs that were not stopped."""
+    """Make runs that were not stopped."""
     done = {}
     for name, sections in KINDS.items():
         out = tmp_path_factory.mktemp("whole") / name
@@ -75,12 +75,12 @@ def test_a_stopped_run_resumes_bitwise(name: str, t: int, whole: Any, tmp_path: 
 
 
 def test_quantile_clipping_moves_the_clip_norm(whole: Any) -> None:
-    """Otherwise the test above would not test the clip norm."""
+    """The test above needs a clip norm that changes."""
     clips = [row["clip"] for row in metrics(whole["dp-fedavg"][0])]
     assert len(set(clips[1:])) == ROUNDS
 
 
-def test_a_run_stopped_twice_and_with_rare_checkpoints(tmp_path: Path, whole: Any) -> None:
+def test_a_run_with_rare_checkpoints_can_be_stopped_twice(tmp_path: Path, whole: Any) -> None:
     config = config_of("remembering", run={**KINDS["remembering"]["run"], "checkpoint_every": 2})
     out = crashed(config, tmp_path / "r", 4)
     # Rounds 3 and 4 run again.
@@ -91,7 +91,7 @@ def test_a_run_stopped_twice_and_with_rare_checkpoints(tmp_path: Path, whole: An
     same(whole["remembering"][0], out)
 
 
-def test_without_checkpoints_a_run_begins_again(tmp_path: Path, whole: Any) -> None:
+def test_without_checkpoints_a_run_starts_again(tmp_path: Path, whole: Any) -> None:
     config = config_of(run={"checkpoint_every": 0})
     out = crashed(config, tmp_path / "r", 3)
     assert not (out / "checkpoint").exists()
@@ -99,7 +99,7 @@ def test_without_checkpoints_a_run_begins_again(tmp_path: Path, whole: Any) -> N
     assert metrics(out) == metrics(whole["dp-fedadamw"][0])
 
 
-def test_memory_in_files_gives_equal_results(
+def test_client_memory_in_files_gives_equal_results(
     tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     init = ClientStates.__init__
@@ -114,7 +114,7 @@ def test_memory_in_files_gives_equal_results(
     same(whole["remembering"][0], out)
 
 
-def test_two_checkpoints_and_their_files_stay(whole: Any) -> None:
+def test_the_last_two_checkpoints_are_kept(whole: Any) -> None:
     folder = whole["remembering"][0] / "checkpoint"
     assert {p.stem for p in folder.glob("round-*")} == {f"round-{ROUNDS - 1}", f"round-{ROUNDS}"}
     named = {
@@ -137,7 +137,7 @@ def flip(path: Path, at: int = -3) -> None:
 @pytest.mark.parametrize(
     "what", ["round-3.json", "round-3.safetensors", "memory", "cut", "not JSON", "list"]
 )
-def test_a_damaged_newest_checkpoint_leaves_the_one_before_it(
+def test_after_damage_the_previous_checkpoint_is_used(
     what: str, whole: Any, tmp_path: Path
 ) -> None:
     config = config_of("remembering", **KINDS["remembering"])
@@ -164,7 +164,7 @@ def test_a_damaged_newest_checkpoint_leaves_the_one_before_it(
     same(whole["remembering"][0], out)
 
 
-def test_damage_of_all_checkpoints_is_one_sentence_and_changes_nothing(
+def test_damage_of_all_checkpoints_is_reported_and_changes_no_file(
     tmp_path: Path,
 ) -> None:
     config = config_of()
@@ -178,7 +178,7 @@ def test_damage_of_all_checkpoints_is_one_sentence_and_changes_nothing(
     assert (out / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_line_of_metrics_cut_short_is_dropped(tmp_path: Path, whole: Any) -> None:
+def test_an_incomplete_line_of_metrics_is_dropped(tmp_path: Path, whole: Any) -> None:
     config = config_of()
     out = crashed(config, tmp_path / "r", 2)
     with (out / "metrics.jsonl").open("a") as file:
@@ -188,7 +188,7 @@ def test_a_line_of_metrics_cut_short_is_dropped(tmp_path: Path, whole: Any) -> N
 
 
 def test_missing_metrics_are_refused(tmp_path: Path) -> None:
-    """The first line has the start_accuracy."""
+    """Only the first line has the start_accuracy."""
     config = config_of()
     out = crashed(config, tmp_path / "r", 3)
     lines = (out / "metrics.jsonl").read_text().splitlines()
@@ -198,8 +198,8 @@ def test_missing_metrics_are_refused(tmp_path: Path) -> None:
             resumed(config, out)
 
 
-def test_a_state_of_another_form_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    """The state after an update of the program that added a field."""
+def test_a_state_with_other_fields_is_refused(tmp_path: Path) -> None:
+    """A program version with a new field refuses an older state."""
     memory = ClientStates((), 3, tmp_path / "memory", 1)
     checkpoints = Checkpoints(tmp_path, "job", memory)
     checkpoints.save(Progress(1, State(Point(torch.ones(3)), 1.0)), np.array([1, 0]), wait=True)
@@ -217,7 +217,7 @@ def test_a_state_of_another_form_is_refused_in_one_sentence(tmp_path: Path) -> N
     assert "another configuration" in said[0]
 
 
-def test_what_is_read_back_is_what_was_saved(tmp_path: Path) -> None:
+def test_a_checkpoint_is_read_back_unchanged(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, "job", ClientStates((), 3, tmp_path / "memory", 1))
     shared = torch.tensor([1e-30, -0.0, 3.0])
     # One tensor in two fields.
@@ -244,7 +244,7 @@ def test_what_is_read_back_is_what_was_saved(tmp_path: Path) -> None:
 # --- full disks ---
 
 
-def test_a_write_that_fails_midway_leaves_the_old_file(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     write_file(path, lambda file: file.write(b"old"))
 
@@ -259,7 +259,7 @@ def test_a_write_that_fails_midway_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_file_is_replaced_only_when_it_is_on_the_disk(
+def test_a_file_is_synced_before_it_replaces_another(
     tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "state.json"
@@ -279,10 +279,10 @@ def test_a_file_is_replaced_only_when_it_is_on_the_disk(
 
 
 @pytest.mark.parametrize("nth", [1, 3, 4])
-def test_a_disk_that_fills_up_during_a_checkpoint_ends_the_run_in_one_sentence(
+def test_a_full_disk_during_a_checkpoint_ends_the_run(
     nth: int, tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It fails at the first state, the second state, or the second index."""
+    """The disk fails at the first state, the second state, or the second index."""
     out, written = tmp_path / "r", 0
 
     def failing(path: Path, write: Callable[[IO[bytes]], object]) -> str:
@@ -306,7 +306,7 @@ def test_a_disk_that_fills_up_during_a_checkpoint_ends_the_run_in_one_sentence(
 
 
 @pytest.mark.parametrize("call", ["flush", "fileno"])
-def test_a_disk_that_is_full_for_the_metrics_is_one_sentence(tmp_path: Path, call: str) -> None:
+def test_a_full_disk_for_metrics_gives_a_one_sentence_error(tmp_path: Path, call: str) -> None:
     def fill(job: Job) -> None:
         handle = io.StringIO()
 

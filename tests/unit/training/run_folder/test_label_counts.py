@@ -19,7 +19,7 @@ def job_of(*keys: str) -> Job:
     return prepare(load("digits", ["model.name=linear", "data.clients=5", *keys], registry()))
 
 
-def test_the_table_is_that_of_a_loop(tmp_path: Path) -> None:
+def test_the_table_equals_a_loop_over_records(tmp_path: Path) -> None:
     job = job_of("data.partition=dirichlet_classwise", "data.alpha=0.3")
     by_hand = np.zeros((5, 10), dtype=int)
     for client in range(5):
@@ -32,7 +32,7 @@ def test_the_table_is_that_of_a_loop(tmp_path: Path) -> None:
     assert kept["classes"] == [str(i) for i in range(10)]
 
 
-def test_real_noise_leaves_no_table(tmp_path: Path) -> None:
+def test_real_noise_writes_no_table(tmp_path: Path) -> None:
     job = job_of()
     real = dataclasses.replace(job.config, run=dataclasses.replace(job.config.run, noise="os"))
     write_label_counts(tmp_path, dataclasses.replace(job, config=real))

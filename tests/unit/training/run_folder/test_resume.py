@@ -65,7 +65,7 @@ def go(config: Config, out: Path, mode: Mode = "new", crash: int | None = None) 
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three rounds, finished."""
+    """Make a finished run of three rounds."""
     out = tmp_path_factory.mktemp("short") / "r"
     go(config_of(), out)
     return out
@@ -73,7 +73,7 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def long(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Five rounds, planned from the start."""
+    """Make a run that has five rounds from the start."""
     out = tmp_path_factory.mktemp("long") / "r"
     return out, go(config_of(rounds=5), out)
 
@@ -83,7 +83,7 @@ def same_model(one: Path, two: Path) -> bool:
     return all(equal(a[name], b[name]) for name in a)
 
 
-def test_added_rounds_give_the_run_that_was_planned_so_and_its_figures(
+def test_added_rounds_give_the_results_of_a_longer_run(
     short: Path, long: Any, tmp_path: Path
 ) -> None:
     out = Path(shutil.copytree(short, tmp_path / "r"))
@@ -93,7 +93,7 @@ def test_added_rounds_give_the_run_that_was_planned_so_and_its_figures(
     assert result["epsilon"] == long[1]["epsilon"]
     after, planned = read_recorded_spending(out), read_recorded_spending(long[0])
     assert (after.server_worst, after.third_party) == (planned.server_worst, planned.third_party)
-    # By hand: 20 records each, batch 4, five rounds of two steps at noise 2.
+    # By hand: 20 records per client, batch 4, ten steps at noise 2.
     kind = Mechanism("poisson", 0.2, 2.0)
     assert after.server_worst == pytest.approx(epsilon([(kind, 10)], 1e-5).value, rel=1e-9)
     assert after.server_worst > before.server_worst
@@ -106,10 +106,10 @@ def test_added_rounds_give_the_run_that_was_planned_so_and_its_figures(
         go(config_of(rounds=5), out, mode="resume")
 
 
-def test_the_larger_figure_is_stated_before_an_added_round_is_charged(
+def test_the_ledger_has_the_new_number_of_rounds_before_they_run(
     short: Path, long: Any, tmp_path: Path
 ) -> None:
-    """Stopped anywhere, `dpfed privacy RUN` states the larger figure; no row is repeated."""
+    """`dpfed privacy RUN` reports the larger figure after a stop at any point."""
     out = Path(shutil.copytree(short, tmp_path / "r"))
     charge = Ledger.charge
 
@@ -130,8 +130,8 @@ def test_the_larger_figure_is_stated_before_an_added_round_is_charged(
         assert sum(row.charge.void for row in ledger.rows()) == 1
 
 
-def test_fewer_rounds_than_the_ledger_states_are_refused(short: Path, tmp_path: Path) -> None:
-    """Killed between ledger and configuration: the old number of rounds would understate."""
+def test_fewer_rounds_than_in_the_ledger_are_refused(short: Path, tmp_path: Path) -> None:
+    """A kill between the writes of ledger and configuration leaves too few rounds."""
     out = Path(shutil.copytree(short, tmp_path / "r"))
     old = (out / "config.toml").read_bytes()
     go(config_of(rounds=5), out, mode="resume", crash=4)
@@ -168,9 +168,7 @@ def test_without_privacy_rounds_may_be_added_too(tmp_path: Path) -> None:
     assert same_model(tmp_path / "r", tmp_path / "whole")
 
 
-def test_rounds_are_not_removed_and_not_added_if_that_changes_completed_rounds(
-    short: Path, tmp_path: Path
-) -> None:
+def test_changes_that_affect_completed_rounds_are_refused(short: Path, tmp_path: Path) -> None:
     (tmp_path / "r").mkdir()
     shutil.copy(short / "config.toml", tmp_path / "r")
     with pytest.raises(
@@ -187,7 +185,7 @@ def test_rounds_are_not_removed_and_not_added_if_that_changes_completed_rounds(
             go(config_of(**keys, rounds=5), out, mode="resume")
 
 
-def test_every_difference_is_shown_and_allowed_changes_are_recorded(tmp_path: Path) -> None:
+def test_differences_are_listed_and_allowed_changes_recorded(tmp_path: Path) -> None:
     out = tmp_path / "r"
     go(config_of(), out, crash=2)
     with pytest.raises(
@@ -208,7 +206,7 @@ def test_every_difference_is_shown_and_allowed_changes_are_recorded(tmp_path: Pa
     ]
 
 
-def test_a_run_killed_before_it_had_a_name_is_given_one(tmp_path: Path, long: Any) -> None:
+def test_a_run_killed_before_it_had_a_name_gets_one(tmp_path: Path, long: Any) -> None:
     out = tmp_path / "r"
     go(config_of(rounds=5), out, crash=0)
     for path in [*out.glob("ledger*"), out / "run.json", out / "metrics.jsonl"]:
@@ -253,5 +251,5 @@ def test_a_new_run_refuses_a_large_delta_and_an_old_one_resumes_with_a_warning(
     )
 
 
-def test_the_configuration_of_a_run_without_new_keys_has_none_of_them() -> None:
+def test_an_old_configuration_gets_no_new_keys() -> None:
     assert "allow_large_delta" not in to_toml(config_of())

@@ -37,7 +37,7 @@ from dpfed.training.run_folder.run_identity import run_identity
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was not stopped."""
+    """Make a run that was not stopped."""
     out = tmp_path_factory.mktemp("whole") / "r"
     run(config_of(), out, source=SOURCE)
     return out
@@ -85,7 +85,7 @@ def test_some_keys_may_change(half: Path, tmp_path: Path, whole: Path) -> None:
     assert [row["accuracy"] is None for row in metrics(out)] == [False, False, False, True, False]
 
 
-def test_other_data_under_the_same_settings_are_refused(half: Path, tmp_path: Path) -> None:
+def test_changed_data_are_refused(half: Path, tmp_path: Path) -> None:
     out = Path(shutil.copytree(half, tmp_path / "r"))
     fewer = Source(
         Table({"features": SOURCE.train.inputs["features"][:95]}, SOURCE.train.labels[:95]),
@@ -115,10 +115,10 @@ def test_a_run_without_a_name_is_refused(half: Path, tmp_path: Path) -> None:
         resumed(config_of(), out)
 
 
-def test_another_kind_of_device_is_another_run(
+def test_another_kind_of_device_is_refused(
     half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another device draws other noise from the same seed, so a repeated round would differ."""
+    """The seed gives other noise on another device, so a repeated round would differ."""
     out = shutil.copytree(half, tmp_path / "r")
     original = run_identity
     monkeypatch.setattr(
@@ -137,7 +137,7 @@ def test_another_kind_of_device_is_another_run(
 # --- the ledger ---
 
 
-def test_real_noise_is_spent_for_every_attempt(tmp_path: Path) -> None:
+def test_every_attempt_with_real_noise_is_charged(tmp_path: Path) -> None:
     config = config_of(run={"noise": "os"})
     # Round 3 was charged, and will be charged again.
     out = crashed(config, tmp_path / "r", 3)
@@ -157,8 +157,8 @@ def test_real_noise_is_spent_for_every_attempt(tmp_path: Path) -> None:
     assert after.void is not None
 
 
-def test_a_second_attempt_with_other_clients_counts(tmp_path: Path) -> None:
-    """Two cohorts of round 1 without a common client: everyone could have been drawn twice."""
+def test_a_repeated_round_with_other_clients_counts_twice(tmp_path: Path) -> None:
+    """Round 1 has two disjoint cohorts, so every client could have been drawn twice."""
     config = config_of(run={"noise": "os", "rounds": 1})
     out = tmp_path / "r"
     jobs: list[Job] = []
@@ -173,7 +173,7 @@ def test_a_second_attempt_with_other_clients_counts(tmp_path: Path) -> None:
 
 
 def test_a_round_that_was_not_charged_is_not_counted_twice(tmp_path: Path) -> None:
-    """Stopped between a checkpoint and the next charge: nothing was released twice."""
+    """A stop between a checkpoint and the next charge repeats no release."""
     config = config_of(run={"noise": "os"})
     out = tmp_path / "r"
     charge = Ledger.charge
@@ -227,7 +227,7 @@ def test_a_ledger_of_another_statement_is_refused(half: Path, tmp_path: Path) ->
         resumed(config_of(), out)
 
 
-def test_a_run_at_work_is_left_alone(half: Path, tmp_path: Path) -> None:
+def test_a_running_run_is_refused(half: Path, tmp_path: Path) -> None:
     """The ledger's lock refuses before the metrics are shortened."""
     out = Path(shutil.copytree(half, tmp_path / "r"))
     before = (out / "metrics.jsonl").read_bytes()
@@ -250,7 +250,7 @@ QUICK = [
 ]
 
 
-def test_the_command_resumes_and_refuses_in_one_sentence(
+def test_the_command_resumes_or_refuses_in_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "r"
