@@ -1,1 +1,1 @@
-"""The private mechanism, its oracle, its accounting and its ledger."""
+"""Private gradients: the mechanism, the oracle that runs it, the accountant and the ledger."""

@@ -1,13 +1,15 @@
-"""Statistics of an audit: lower bounds on epsilon, and tests of what the accountant assumes.
+"""Statistics of a privacy audit: lower bounds on epsilon, and tests of batches and noise.
 
-A canary is a record that is in the data if a fair coin says so. Guessing the coins from released
-values better than (epsilon, delta)-DP allows disproves the claim. The bounds assume nothing about
-noise, clipping or sampling. Each exceeds the true epsilon with probability 1 - confidence at most.
+A canary is a record for which a fair coin decides if it is in the data. The audit guesses the coins
+from the released values. If more guesses are correct than (epsilon, delta)-DP allows, the claimed
+epsilon is disproved. The lower bounds assume nothing about noise, clipping or sampling. Each lower
+bound exceeds the true epsilon with a probability of at most 1 - confidence.
 
-Many canaries in one run are scored after Steinke, Nasr and Jagielski 2023 ("Privacy Auditing with
-One (1) Training Run"). Independent runs with one canary each are scored with Clopper-Pearson
-intervals. Two-sided tests of batches and noise find faults that no bound on epsilon shows, such as
-shuffled batches.
+Many canaries in one run are evaluated by the method of Steinke, Nasr and Jagielski 2023 ("Privacy
+Auditing with One (1) Training Run"). Independent runs with one canary each are evaluated with
+Clopper-Pearson intervals. Statistical tests also check that batches and noise have the probability
+distributions that the accountant assumes. They find faults that no bound on epsilon finds, such as
+batches from shuffled data.
 """
 
 from __future__ import annotations
@@ -24,17 +26,30 @@ from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.published import show_loss, show_lower_bound, show_setting
 from dpfed.privacy.sampling import fixed_size
 
-# Shares of the canaries to guess; they must not depend on the scores.
+# Shares of the canaries whose coins are guessed. They are constants, because shares that depend on
+# the scores would make the bound invalid.
 GUESSED_SHARES = (1 / 32, 1 / 8, 1 / 2, 1)
-# A tested law is broken below this p-value: false alarms cost trust, and the tests have power.
+# Batches or noise are reported as wrong below this p-value. It is very small, because false alarms
+# cost trust and real faults give far smaller p-values.
 LAW_LEVEL = 1e-6
-# No audit of a feasible size can prove a larger epsilon.
+# Largest lower bound that is searched; no audit of a feasible size can prove a larger one.
 MAX_EPSILON = 64.0
 
 
 @dataclass(frozen=True)
 class Report:
-    """Result of one audit and the claim: (claimed, delta)-DP of the worst client after `steps`."""
+    """Result of one audit.
+
+    audit       many canaries in one run, or one canary in each of many draws
+    seen        observer whose values the audit used: the oracle's releases or the server's messages
+    lower       lower bound on epsilon
+    claimed     epsilon under test, that of the client with the largest epsilon
+    delta       delta of both
+    confidence  probability that `lower` does not exceed the true epsilon
+    canaries    number of canaries
+    clients     number of clients
+    steps       local steps of each client
+    """
 
     audit: Literal["one run", "many draws"]
     seen: Literal["oracle", "server"]
@@ -57,14 +72,18 @@ class Report:
 
 @dataclass(frozen=True)
 class Law:
-    """Result of testing the oracle's batches or noise against their law: one p-value per test."""
+    """Result of testing if batches or noise have the distribution that the accountant assumes.
+
+    what   what was tested
+    tests  the p-value of each test, by the name of the test
+    """
 
     what: Literal["batches", "noise"]
     tests: dict[str, float]
 
     @property
     def p_value(self) -> float:
-        """The p-value of all tests together (Bonferroni)."""
+        """The p-value of all tests together, with Bonferroni's correction."""
         return min(1.0, len(self.tests) * min(self.tests.values()))
 
     @property
@@ -84,10 +103,11 @@ class Law:
 def one_run_p_value(
     canaries: int, guesses: int, correct: int, epsilon: float, delta: float
 ) -> float:
-    """Bound the probability of so many correct guesses under (epsilon, delta)-DP.
+    """Return an upper bound on the probability of at least `correct` correct guesses.
 
-    Steinke et al., Theorem 5.2: beta + 2 m delta alpha with W ~ Binomial(r, e^eps/(1+e^eps)),
-    beta = P[W >= v], alpha = max_i P[v > W >= v-i]/i.
+    The bound holds for every (epsilon, delta)-DP mechanism. By Theorem 5.2 of Steinke et al. it is
+    beta + 2 m delta alpha, for v correct guesses among r guesses on m canaries:
+    W ~ Binomial(r, e^eps/(1+e^eps)), beta = P[W >= v], alpha = max_i P[v > W >= v-i]/i.
     """
     if not 0 <= correct <= guesses <= canaries:
         raise ValueError(f"{correct} correct of {guesses} guesses on {canaries} canaries cannot be")
@@ -103,10 +123,10 @@ def one_run_p_value(
 def one_run_epsilon(
     canaries: int, guesses: int, correct: int, delta: float, confidence: float
 ) -> float:
-    """Return the largest epsilon that so many correct guesses disprove, 0 if there is none.
+    """Return the largest epsilon that `correct` of `guesses` guesses disprove; 0 if none.
 
-    (epsilon, delta)-DP implies (epsilon', delta)-DP for every larger epsilon', so all smaller
-    values are disproved as well.
+    All smaller epsilons are then disproved too, because (epsilon, delta)-DP implies
+    (epsilon', delta)-DP for every larger epsilon'. Therefore the result is a lower bound.
     """
 
     def disproved(epsilon: float) -> bool:
@@ -126,10 +146,14 @@ def one_run_epsilon(
 
 
 def one_run_bound(scores: np.ndarray, coins: np.ndarray, delta: float, confidence: float) -> float:
-    """Return the lower bound from one score per canary; a high score means "in the data".
+    """Return a lower bound on epsilon from one run with many canaries.
 
-    The highest scores are guessed "in" and as many of the lowest "out". Each tried number of
-    guesses gets its share of 1 - confidence.
+    scores  one number per canary; a high score speaks for "in the data"
+    coins   the truth: True for each canary that is in the data
+
+    The canaries with the highest scores are guessed "in", and as many with the lowest "out". The
+    largest bound over several numbers of guesses is returned. The error probability 1 - confidence
+    is divided among them, so that the result has the stated confidence.
     """
     ranked = coins.reshape(-1).astype(bool)[np.argsort(scores.reshape(-1), kind="stable")]
     count = len(ranked)
@@ -148,11 +172,14 @@ def one_run_bound(scores: np.ndarray, coins: np.ndarray, delta: float, confidenc
 def many_draws_bound(
     scores: np.ndarray, coins: np.ndarray, delta: float, confidence: float
 ) -> float:
-    """Return the lower bound from one score per independent run.
+    """Return a lower bound on epsilon from independent runs with one canary each.
 
-    For every set R of scores e^eps >= (P[R|in] - delta)/P[R|out], and the same with "in" and "out"
-    exchanged. The first half of the runs chooses R, all scores on one side of a threshold. The
-    second half tests R with two Clopper-Pearson intervals.
+    scores  one number per run; a high score speaks for "in the data"
+    coins   the truth: True for each run whose canary is in the data
+
+    DP implies e^eps >= (P[R|in] - delta)/P[R|out] for every set R of scores. It implies the same
+    with "in" and "out" exchanged. R is the set of scores on one side of a threshold. The first half
+    of the runs chooses R, and the second half bounds both probabilities by Clopper-Pearson.
     """
     scores = scores.reshape(-1)
     coins = coins.reshape(-1).astype(bool)
@@ -161,7 +188,7 @@ def many_draws_bound(
     testing = (scores[half:][coins[half:]], scores[half:][~coins[half:]])
     if not all(len(part) for part in (*choosing, *testing)):
         return 0.0
-    # Thresholds between the observed values, because runs without noise have few values.
+    # Put thresholds between the distinct values: runs without noise have many equal scores.
     values = np.unique(scores[:half])
     cuts = np.concatenate([values[:1] - 1, (values[1:] + values[:-1]) / 2, values[-1:] + 1])
     high = _log_ratio_bound(*choosing, cuts, delta, confidence)
@@ -176,11 +203,19 @@ def many_draws_bound(
 def _log_ratio_bound(
     ins: np.ndarray, outs: np.ndarray, cuts: np.ndarray, delta: float, confidence: float
 ) -> np.ndarray:
-    """Return a lower bound on log((P[in > cut] - delta) / P[out > cut]) at each cut, or -inf."""
+    """Return for each cut a lower bound on log((P[in > cut] - delta) / P[out > cut]).
+
+    The bound is -inf where the numerator may be zero.
+
+    ins   scores of the runs with the canary
+    outs  scores of the runs without it
+    cuts  the thresholds
+    """
     hits = len(ins) - np.searchsorted(np.sort(ins), cuts, side="right")
     false = len(outs) - np.searchsorted(np.sort(outs), cuts, side="right")
     error = (1 - confidence) / 2
-    # Clopper-Pearson limits; their formulas have no value at no hit and at no miss.
+    # The formulas of the Clopper-Pearson limits fail without any hit and without any miss, so
+    # the limits 0 and 1 are set below.
     at_least = stats.beta.ppf(error, np.maximum(hits, 1), len(ins) - hits + 1)
     at_most = stats.beta.ppf(1 - error, false + 1, np.maximum(len(outs) - false, 1))
     at_least = np.where(hits > 0, at_least, 0.0)
@@ -190,9 +225,10 @@ def _log_ratio_bound(
 
 
 def log_ratio(shift: np.ndarray, mechanism: Mechanism) -> np.ndarray:
-    """Score a batch: its log-likelihood ratio of "canary in" to "out" if the claim is true.
+    """Return the score of each batch: the log-likelihood ratio of "canary in" to "canary out".
 
-    The bounds hold for any score; this one is close to the best.
+    The likelihoods assume that the mechanism works as claimed. The lower bounds are valid for any
+    score, but this one separates the two cases nearly as well as possible.
 
     shift  <released sum, canary direction>/C, averaged over the releases of the batch: about 1 if
            the batch has the canary, 0 if not, -1 if it has the record that replaces the canary
@@ -207,14 +243,17 @@ def log_ratio(shift: np.ndarray, mechanism: Mechanism) -> np.ndarray:
     return np.asarray(ratio)
 
 
-# ------------------------------------------------------------------ the laws of batches and noise
+# ------------------------------------------------------------------ tests of batches and noise
 
 
 def batch_law(mechanism: Mechanism, included: np.ndarray) -> Law:
-    """Test if the mechanism's sampling drew these batches, `[clients, steps, units]` booleans.
+    """Test if drawn batches have the distribution that the mechanism's sampling states.
 
-    Tested are batch sizes, how often each unit was drawn, and overlaps of consecutive batches and
-    of two clients' batches. Shuffled data draw every unit equally often.
+    included  `[clients, steps, units]` True if the unit was in the client's batch at this step
+
+    The tests check batch sizes, how often each unit was drawn, and the overlaps of consecutive
+    batches and of two clients' batches. Batches from shuffled data fail the second test, because
+    they draw every unit equally often.
     """
     clients, steps, units = included.shape
     sizes = included.sum(2).reshape(-1).astype(float)
@@ -238,7 +277,8 @@ def batch_law(mechanism: Mechanism, included: np.ndarray) -> Law:
         tests = {"batch size": float(np.all(sizes == b))}
         variance = steps * q * (1 - q) * units / max(1, units - 1)
         freedom = clients * (units - 1)
-        # The overlap is hypergeometric; the binomial of equal mean varies more, so it is safe.
+        # The overlap has a hypergeometric distribution. The binomial one with equal mean has a
+        # larger variance, so it causes no false alarm.
         pairs = b
         overlap = q
     tests["how often each record is drawn"] = _spread(
@@ -253,7 +293,10 @@ def batch_law(mechanism: Mechanism, included: np.ndarray) -> Law:
 
 
 def noise_law(noise: np.ndarray) -> Law:
-    """Test if noise over its claimed standard deviation, `[clients, steps, P]`, is N(0, 1)."""
+    """Test if noise is standard normal and does not repeat between steps or clients.
+
+    noise  `[clients, steps, P]` noise divided by the standard deviation that is claimed for it
+    """
     values = noise.reshape(-1).astype(float)
     tests = {"mean": _normal(values), "variance": _spread(values, 0.0, 1.0, len(values))}
     for name, axis in (("steps", 1), ("clients", 0)):
@@ -264,20 +307,23 @@ def noise_law(noise: np.ndarray) -> Law:
 
 
 def _neighbours(values: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the elements at even and at odd positions of an axis, in pairs."""
+    """Return two arrays: the elements at positions 0, 2, ... and at 1, 3, ... of this axis."""
     pairs = np.arange(values.shape[axis] // 2)
     return np.take(values, 2 * pairs, axis=axis), np.take(values, 2 * pairs + 1, axis=axis)
 
 
 def _binomial(total: float, trials: int, chance: float) -> float:
-    """Return the two-sided p-value of a number of successes."""
+    """Return the two-sided p-value of `total` successes; each trial succeeds with `chance`."""
     below = stats.binom.cdf(total, trials, chance)
     above = stats.binom.sf(total - 1, trials, chance)
     return min(1.0, 2 * float(min(below, above)))
 
 
 def _normal(values: np.ndarray) -> float:
-    """Return the two-sided p-value of the mean of values that should have mean 0 and variance 1."""
+    """Return the two-sided p-value for the hypothesis of mean 0, given independent values.
+
+    The values have variance 1 under the hypothesis.
+    """
     if len(values) == 0:
         return 1.0
     return float(2 * stats.norm.sf(abs(float(values.mean())) * math.sqrt(len(values))))
@@ -286,10 +332,13 @@ def _normal(values: np.ndarray) -> float:
 def _spread(
     values: np.ndarray, mean: float, variance: float, freedom: float, excess: float = 0.0
 ) -> float:
-    """Return the two-sided p-value of the sum of squared deviations from a known mean.
+    """Return the two-sided p-value for the hypothesis that the values have this variance.
 
-    Values with excess kurtosis have squares that vary more. A scaled chi-squared distribution has
-    their mean and variance.
+    The test statistic is the sum of squared deviations from `mean`, which is known. It is compared
+    with a chi-squared distribution, scaled so that its variance fits the kurtosis of the values.
+
+    freedom  degrees of freedom
+    excess   excess kurtosis of the values, 0 for normal values
     """
     squares = float(np.square(values - mean).sum())
     if variance <= 0 or freedom < 1:
@@ -301,13 +350,13 @@ def _spread(
 
 
 def _excess(trials: int, rate: float) -> float:
-    """Return the excess kurtosis of a binomial distribution."""
+    """Return the excess kurtosis of the binomial distribution; 0 for a rate of 0 or 1."""
     spread = rate * (1 - rate)
     return (1 - 6 * spread) / (trials * spread) if spread > 0 else 0.0
 
 
 def disproofs(reports: Sequence[Report], laws: Sequence[Law]) -> Iterator[str]:
-    """Return one sentence for each result that contradicts the claim."""
+    """Yield one sentence for each audit and each test whose result contradicts the claim."""
     for report in reports:
         if report.disproved:
             yield (

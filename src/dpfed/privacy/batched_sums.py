@@ -1,12 +1,13 @@
-"""Clipped sums of several runs in one pass, so that small runs keep a GPU busy.
+"""Clipped sums of several training runs from shared passes, so that small runs keep a GPU busy.
 
-Each run works in a thread of its own, with its own plan, streams, noise and ledger. Runs share the
-pass in which gradients are computed, clipped by the C of each run and summed for its clients. A run
-receives only its own rows; they have no noise, so only its oracle may request them.
+Each run works in its own thread, with its own plan, random streams, noise and ledger. All runs
+share the passes. A pass computes the gradients of several runs, clips each with the C of its run
+and adds them up per client. A run receives only the sums of its own clients. These sums have no
+noise yet, so only the run's oracle may request them.
 
-Requests meet at a barrier: a pass is computed when every member has requested sums. A run that ends
-or fails leaves, and nobody waits for it. When half of the members have left, the pass is made anew
-for the others, so that no work is done for absent runs.
+The runs that share passes are called members. A pass starts when every member has requested sums.
+A run that ends or fails leaves, so the others no longer wait for it. When half of the members have
+left, a smaller pass is built for the others, so that slots of absent runs cost no work.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from dpfed.privacy.oracle import free, out_of_memory
 
 @dataclass
 class _Request:
-    """One run's request for sums, and its result or error."""
+    """One run's request for clipped sums.
+
+    theta   `[S, P]` parameter vectors of the run's clients
+    arrays  the batch, as columns of `RecordGradients.columns`
+    clip    clip norm C of the run
+    result  sums and counts, as `FixedSum` returns them; None until they are computed
+    error   the reason why there is no result; None without an error
+    """
 
     theta: Tensor
     arrays: Mapping[str, np.ndarray]
@@ -39,10 +47,10 @@ class _Request:
 
 
 class BatchedSums:
-    """The shared passes of `runs` runs with up to `clients` clients each.
+    """Computes clipped sums for `runs` runs in shared passes, with up to `clients` clients per run.
 
-    make  runs -> the fixed-shape sum over runs x clients rows of theta. It is called while no run
-          uses the device, and called again for fewer runs if memory runs out.
+    make  builds the `FixedSum` for a given number of runs, which has runs * clients rows of theta.
+          It is called while no run uses the device, and again for fewer runs if memory runs out.
     """
 
     def __init__(self, runs: int, clients: int, make: Callable[[int], FixedSum]) -> None:
@@ -58,7 +66,10 @@ class BatchedSums:
         return BatchedSum(self, number)
 
     def sums_of(self, number: int, request: _Request) -> tuple[Tensor, Tensor]:
-        """Wait until every member has a request; the last one computes the sums of all."""
+        """Return the sums and counts that run `number` requests, or raise the error of its pass.
+
+        This waits until every member has a request. The last thread computes the sums of all.
+        """
         if len(request.theta) > self.clients:
             raise ValueError(f"a run has {self.clients} rows, not {len(request.theta)}")
         with self._barrier:
@@ -70,7 +81,8 @@ class BatchedSums:
                 while not request.done:
                     self._barrier.wait()
             finally:
-                # An exception such as KeyboardInterrupt may end the wait early.
+                # An exception such as KeyboardInterrupt can end the wait before the pass starts.
+                # The request is then removed, so that no later pass computes it.
                 if self._requests.get(number) is request:
                     del self._requests[number]
         if request.error is not None:
@@ -79,7 +91,7 @@ class BatchedSums:
         return request.result
 
     def leave(self, number: int) -> None:
-        """Remove a member, and compute the requests that waited for it alone."""
+        """Remove run `number`; if all others have requested sums, compute their sums now."""
         with self._barrier:
             self._members.discard(number)
             self._requests.pop(number, None)
@@ -105,10 +117,11 @@ class BatchedSums:
             self._barrier.notify_all()
 
     def _compute_some(self, waiting: Sequence[_Request], members: int) -> None:
-        """Compute one pass; after an error the next pass takes half as many runs.
+        """Compute one pass for the first waiting runs, and store their results.
 
-        Memory is the usual reason, and kernels have limits on their size. A run alone gets its
-        error. No batch is drawn again, and the size of a pass does not depend on what was drawn.
+        After an error, later passes take half as many runs. The usual errors are lack of memory
+        and size limits of kernels. If a pass of one run fails, that run gets the error. No batch is
+        drawn again, and the number of runs in a pass does not depend on the drawn batches.
         """
         size = min(members, self._max_runs_per_pass)
         try:
@@ -120,16 +133,17 @@ class BatchedSums:
         except Exception as error:
             if size == 1:
                 waiting[0].error = _without_traceback(error)
-        # Outside the handler, which holds the memory of the failed pass.
+        # This is outside the except block, because the exception keeps the memory of the failed
+        # pass alive until that block ends.
         self._max_runs_per_pass = (size + 1) // 2
         self._delete_shared_sum()
         free(waiting[0].theta.device)
 
     def _runs_per_pass(self, members: int) -> int:
-        """Return the runs in a pass, after making it or making it smaller."""
+        """Return how many runs one pass takes; first build it if it is missing or too large."""
         wanted = min(members, self._max_runs_per_pass)
         if self._shared_sum is None or 2 * wanted <= self._shared_sum.clients // self.clients:
-            # Deleted first, so that memory holds only one.
+            # Delete the old one first, because memory may not hold both.
             self._delete_shared_sum()
             self._shared_sum = self._make(wanted)
         return self._shared_sum.clients // self.clients
@@ -140,7 +154,10 @@ class BatchedSums:
         self._shared_sum = None
 
     def _one_pass(self, requests: Sequence[_Request]) -> list[tuple[Tensor, Tensor]]:
-        """Compute the sums of these runs; rows of theta without a run have no records."""
+        """Compute one pass; return sums and counts of each run, in the order of `requests`.
+
+        Rows of theta that belong to no request get no records, so their sums are zero.
+        """
         assert self._shared_sum is not None
         columns: dict[str, list[np.ndarray]] = {name: [] for name in requests[0].arrays}
         rows: list[slice] = []
@@ -156,7 +173,7 @@ class BatchedSums:
 
 
 class BatchedSum:
-    """One run's part of the shared passes; its oracle uses it like a `FixedSum`."""
+    """One run's access to the shared passes. The run's oracle uses it like a `FixedSum`."""
 
     def __init__(self, shared: BatchedSums, number: int) -> None:
         self._shared = shared
@@ -172,5 +189,8 @@ class BatchedSum:
 
 
 def _without_traceback(error: BaseException) -> BaseException:
-    """Return an out-of-memory error without its traceback, which holds the memory of the pass."""
+    """Return an out-of-memory error as a new error without traceback, and others unchanged.
+
+    The traceback refers to the tensors of the failed pass and would keep their memory occupied.
+    """
     return torch.OutOfMemoryError(str(error)) if out_of_memory(error) else error

@@ -1,26 +1,26 @@
-"""Clip the gradient of each protected unit to norm C and add the results up per client.
+"""Clip the gradient of each protected unit to norm C, and add the clipped gradients per client.
 
-Rules for the clip norm:
+Clipping rules for a gradient g:
 
-flat         g · min(1, C/‖g‖), one norm over all trainable numbers
-automatic    g · C/(‖g‖ + s): all gradients count with about the same length (Bu et al. 2023)
-quantile     flat, where C follows a quantile of the norms over rounds (Andrew et al. 2021)
+flat         g · min(1, C/‖g‖), where ‖g‖ is the L2 norm over all trainable numbers
+automatic    g · C/(‖g‖ + s), so all gradients get about the same norm (Bu et al. 2023)
+quantile     like flat, but C follows a quantile of the norms over rounds (Andrew et al. 2021)
 
-Under each rule one unit moves the sum by at most C. With `quantile` a release is a pair: the sum,
-and the number of units at or below C, counted as ±1/2 each. One unit moves that count by 1/2.
-Relative to its own sensitivity the sum has the noise multiplier σ_g, and the count r·σ. The pair
-is one Gaussian release of multiplier σ if 1/σ² = 1/σ_g² + 1/(rσ)². The ledger charges σ, so the
-sum has σ_g = σ/√(1 − 1/r²).
+Under each rule one unit moves the sum by at most C. With `quantile` a release is a pair: the sum
+and a count. The count adds +1/2 for each unit with ‖g‖ ≤ C, else -1/2, so one unit moves it by 1/2.
+Relative to these sensitivities, the sum has the noise multiplier σ_g and the count r·σ. The pair
+equals one Gaussian release with multiplier σ if 1/σ² = 1/σ_g² + 1/(rσ)². The ledger charges σ, so
+the noise of the sum is chosen as σ_g = σ/√(1 − 1/r²).
 
 `clip_and_sum` serves passes of any size, passes of a fixed shape, exact isolation and the noise
-grid. These differ only in how clipped rows are accumulated: float32 or float64 products, or whole
-steps of the grid in int64. They share one precision rule:
+grid. They differ only in how clipped rows are summed: as float32 or float64 matrix products, or as
+int64 numbers of grid steps. One rule decides the precision for all of them:
 
-- Squares are added in float32 over pieces of a row, and the pieces in float64. A piece has 256
-  numbers, or 4,096 added as a tree in our kernel.
-- The norm and the factor are float32, so a clipped row has at most the norm C(1 + 1e-6).
-- For float64 rows (exact isolation, grid) squares, norm and factor are float64. The grid states
-  its sensitivity without a margin, and exact isolation sums without rounding.
+- The squares of a row are added in float32 within pieces of the row. The pieces are added in
+  float64. A piece has 256 numbers, or 4,096 in our kernel, which adds them as a tree.
+- The norm and the clip factor are float32, so a clipped row has at most the norm C(1 + 1e-6).
+- For float64 rows (exact isolation, grid) the squares, norm and clip factor are float64. The grid
+  needs this because its sensitivity has no margin, exact isolation because it must not round.
 - A row whose squared norm is not finite in float32 contributes exactly zero.
 """
 
@@ -38,11 +38,13 @@ from torch import Tensor
 from dpfed.accel.gradient_matrices import GradientMatrices, row_squares
 
 ClipMode = Literal["flat", "automatic", "quantile"]
-# The noise multiplier of one client, or of many.
+# One noise multiplier as a float, or those of many clients as an array.
 Multiplier = TypeVar("Multiplier", float, np.ndarray)
-# Smallest and largest clip norm: float32 cannot hold the squares of far smaller or larger norms.
+# Smallest and largest clip norm that is allowed. The squares of far smaller or larger norms
+# underflow or overflow in float32.
 CLIPS = (1e-12, 1e12)
-# Largest change of log C in a round; e^100 is more than the ratio of the CLIPS.
+# Largest change of log C in a round, so that exp() cannot overflow. It limits nothing else: e^100
+# is more than the ratio of the two CLIPS.
 LARGEST_LOG_STEP = 100.0
 
 
@@ -51,9 +53,9 @@ class Clipping:
     """A clipping rule with its public constants.
 
     stability    s of automatic clipping
-    quantile     wanted share of norms at or below C
-    rate         step size of log C towards that share
-    count_noise  r > 1: noise multiplier of the count, divided by that of the whole release
+    quantile     quantile clipping: wanted share of units with a norm of at most C
+    rate         quantile clipping: learning rate of log C
+    count_noise  quantile clipping: r > 1, the count's noise multiplier divided by σ
     """
 
     mode: ClipMode = "flat"
@@ -64,22 +66,25 @@ class Clipping:
 
     @property
     def counts(self) -> bool:
-        """True if a count is released beside the sum."""
+        """True if each release contains a count beside the sum (quantile clipping)."""
         return self.mode == "quantile"
 
     def sum_multiplier(self, multiplier: Multiplier) -> Multiplier:
-        """Return the noise multiplier σ_g of the sum for the multiplier σ of the release."""
+        """Return the noise multiplier σ_g of the sum, given that of the whole release, σ."""
         return multiplier / math.sqrt(1 - self.count_noise**-2) if self.counts else multiplier
 
     def count_std(self, multiplier: float) -> float:
-        """Return the standard deviation of the count's noise; one unit moves it by 1/2."""
+        """Return the standard deviation of the count's noise; the count's sensitivity is 1/2."""
         return 0.5 * self.count_noise * multiplier
 
     def next_clip(self, clip: float, below: float) -> float:
-        """Return C of the next round from the noised share of units at or below C in this one.
+        """Return the next round's clip norm C.
 
-        The limits -1 and 1 are symmetric. If the share itself were limited to 0..1, the mean of its
-        noise would move, and C would settle at another quantile.
+        clip   C of this round
+        below  noised share of units with a norm of at most C; noise may take it outside 0..1
+
+        The share is not limited to 0..1, because that would shift the mean of its noise, and C
+        would settle at a wrong quantile. Its difference from the quantile is limited to -1..1.
         """
         difference = min(max(below - self.quantile, -1.0), 1.0)
         log_step = min(max(-self.rate * difference, -LARGEST_LOG_STEP), LARGEST_LOG_STEP)
@@ -88,10 +93,10 @@ class Clipping:
 
 @dataclass(frozen=True)
 class UnitRows:
-    """The owners of U gradients, one for each protected unit.
+    """Says for each of U gradients, one per protected unit, to which client's sum it belongs.
 
-    client   `[U]` the client of each unit: the row of the sums that its gradient is added to
-    counts   `[U]` False (or 0) for a gradient that adds nothing
+    client   `[U]` row of the sums `[S, P]` to which the gradient is added
+    counts   `[U]` False (or 0) for a gradient that is not added, such as that of an unused slot
     clients  number of clients S
     """
 
@@ -107,15 +112,15 @@ def clip_and_sum(
     rule: Clipping,
     grid_steps: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return sums of clipped gradients `[S, P]`, and counts of ±1/2 per unit `[S, 1]`.
+    """Return each client's sum of clipped gradients `[S, P]` and its count `[S, 1]`.
 
-    A unit adds +1/2 to the count of its client if its norm is at or below C, else -1/2.
+    A unit adds +1/2 to the count of its client if its norm is at most C, else -1/2.
 
-    grads       for each trainable tensor the gradients of all units, `[U, n]`
-    clip        one C for all units, or one for each, `[U]`
-    grid_steps  `[S]` a grid step for each client: the sums are then int64 numbers of steps
-
-    Gradients that are not finite may be overwritten with zeros.
+    grads       for each trainable tensor the gradients of all units, `[U, n]`; this function may
+                overwrite numbers that are not finite with zeros
+    clip        one C for all units, or `[U]` a C for each unit
+    grid_steps  `[S]` grid step h of each client, for sums in int64 in units of h; None for sums
+                in floating point
     """
     if grid_steps is not None:
         grads = [g.double() for g in grads]
@@ -127,7 +132,7 @@ def clip_and_sum(
         clip = torch.full_like(norm, clip)
     factor = torch.where(counted, factors(norm, clip, rule), 0.0)
     member = torch.nn.functional.one_hot(units.client, units.clients).to(norm.dtype).t()
-    # Zero times NaN is NaN, so a weight of zero alone is not enough.
+    # Overwrite NaN with zeros: weights of zero are not enough, because zero times NaN is NaN.
     rows.clear(finite)
     if grid_steps is None:
         total = rows.weighted_sum(member * factor)
@@ -139,20 +144,24 @@ def clip_and_sum(
 
 
 def _sum_of_steps(rows: Tensor, scale: Tensor, units: UnitRows) -> Tensor:
-    """Round every scaled row to whole steps, and add the rows of each client."""
+    """Scale each row, round it to integers, and return the sum of each client's rows in int64."""
     steps = (rows * scale.unsqueeze(1)).round().to(torch.int64)
     return steps.new_zeros(units.clients, rows.shape[1]).index_add_(0, units.client, steps)
 
 
 def factors(norm: Tensor, clip: Tensor, rule: Clipping) -> Tensor:
-    """Return the factor for each gradient that brings its norm to at most C."""
+    """Return for each gradient the factor that scales its norm to at most C."""
     if rule.mode == "automatic":
         return clip / (norm + rule.stability)
     return torch.where(norm > clip, clip / norm, torch.ones_like(norm))
 
 
 def row_norms(matrices: Sequence[Tensor]) -> Tensor:
-    """Return the norm of each row `[M]` over all matrices, by the module's precision rule."""
+    """Return the L2 norm of each gradient `[M]`; row i of all matrices together is gradient i.
+
+    The precision follows the rule at the top of this file. A norm is infinite or NaN if its square
+    is not finite in float32.
+    """
     pieces = [row_squares(rows).sum(1, dtype=torch.float64) for rows in matrices]
     squares = torch.stack(pieces).sum(0)
     single = squares.float()
@@ -162,12 +171,15 @@ def row_norms(matrices: Sequence[Tensor]) -> Tensor:
 
 
 def finite_rows(grads: Sequence[Tensor]) -> Tensor:
-    """Return True for each record whose gradient has a finite norm, `[M]`."""
+    """Return a mask `[M]`: True for each record whose gradient has a finite norm."""
     return row_norms(GradientMatrices.of(grads).matrices).isfinite()
 
 
 def unit_means(grads: Sequence[Tensor], unit: Tensor, units: int) -> tuple[list[Tensor], Tensor]:
-    """Return the mean gradient of each unit, and False for units with a non-finite record.
+    """Return the mean gradient of each unit, and a mask `[U]`.
+
+    The mask is False for a unit if the gradient of one of its records is not finite. This function
+    may overwrite such numbers in `grads` with zeros.
 
     grads  for each trainable tensor the gradients of all records, `[M, n]`
     unit   `[M]` the unit of each record, ascending; every unit has at least one record

@@ -1,8 +1,9 @@
-"""Clipped sums in passes of a fixed shape, so that compilers and CUDA graphs can be used.
+"""Clipped sums in passes of a fixed shape, which compilers and CUDA graphs require.
 
-Poisson batches differ in size. The records of all clients share M slots; an unused slot has weight
-zero, and a larger batch takes more passes, so no record is left out. On a GPU a pass (gather,
-forward, backward, clip, sum) is captured once as a CUDA graph and then replayed.
+Poisson batches differ in size, but every pass has M slots, which the records of all clients share.
+An unused slot has weight zero. A batch with more than M records takes several passes, so no record
+is left out. On a GPU one pass (gather, forward, backward, clip, sum) is captured once as a CUDA
+graph and then replayed.
 """
 
 from __future__ import annotations
@@ -22,30 +23,33 @@ from dpfed.privacy.clipping import Clipping, UnitRows, clip_and_sum
 from dpfed.privacy.record_batch import Augmentations, AugmentedRecords, Gradients, Records
 
 LOG = logging.getLogger("dpfed")
-# Largest relative difference between a captured pass and the pass itself, in half precision.
+# Largest relative difference that is accepted between the sums of a captured pass and of an
+# ordinary one. Half precision explains differences of this size.
 TOLERANCE = 0.05
 
 
 def slots_for(mean: float, step: int = 8) -> int:
-    """Return the number of slots M with the least expected work M·E[⌈X/M⌉].
+    """Return the number of slots M that minimises the expected work M·E[⌈X/M⌉].
 
-    X is the Poisson number of records. M is at least its mean: fewer slots would need two passes
-    most of the time, each with its own overhead.
+    X is the number of records in a batch, a Poisson variable with this mean. M is a multiple of
+    `step` and at least the mean. With fewer slots most batches would need two passes, and each pass
+    has an overhead.
     """
     most = math.ceil(mean + 6 * math.sqrt(mean) + 8)
     records = np.arange(most + 1)
     choices = step * np.arange(max(1, math.ceil(mean / step)), math.ceil(most / step) + 1)
     passes = np.maximum(1, np.ceil(records / choices[:, None]))
     work = choices * (passes @ poisson.pmf(records, mean))
-    # Rounded, so that of equal choices the smallest is taken.
+    # Round the work, so that the smallest M wins among choices that differ by rounding only.
     return int(choices[np.argmin(np.round(work, 8))])
 
 
 @dataclass(frozen=True)
 class Pass:
-    """The content of the slots as one matrix `[5, M]`, so that one copy brings it to the device.
+    """The content of the M slots of a pass, as one matrix so that one copy moves it to the device.
 
-    Its rows: record, client, 1 for a used slot, key of dropout, key of the augmentation.
+    packed  `[5, M]` int64 with five rows: index of the record, row of theta of its client, 1 for a
+            used slot (else 0), key of the dropout mask, key of the augmentation
     """
 
     packed: Tensor
@@ -59,7 +63,12 @@ class Pass:
 
 @dataclass(frozen=True)
 class PassShape:
-    """Clients and slots of a pass, and the size P of the trainable vector."""
+    """The fixed sizes of a pass.
+
+    clients  rows of theta, S
+    slots    slots for records, M
+    size     length of the flat parameter vector, P
+    """
 
     clients: int
     slots: int
@@ -67,9 +76,10 @@ class PassShape:
 
 
 class Sums(Protocol):
-    """Clipped sums of a batch in passes of a fixed shape, of one run or together with others.
+    """Computes clipped sums in passes of a fixed shape, for one run alone or in shared passes.
 
-    The caller owns the results and adds noise to them in place.
+    The tensors that `sums` returns belong to the caller: no later call writes into them, and the
+    caller may add noise in place.
     """
 
     def sums(
@@ -78,10 +88,14 @@ class Sums(Protocol):
 
 
 class FixedSum:
-    """Sums of clipped gradients `[S, P]` and counts at or below C `[S, 1]`, over M slots.
+    """Computes sums of clipped gradients `[S, P]` and counts `[S, 1]` in passes of M slots.
 
-    A slot holds one record. The model receives a row for each augmentation of the record. Results
-    have no noise, so only the oracle may call this class on private records.
+    A count adds +1/2 for each record with a norm of at most C, else -1/2. A slot holds one record,
+    and the model computes all augmentations of the record. The results have no noise, so only the
+    oracle may use this class on private records.
+
+    rule     the clipping rule
+    capture  True: capture a pass as a CUDA graph if the records are on a GPU
     """
 
     def __init__(
@@ -108,24 +122,30 @@ class FixedSum:
         self._out: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, theta: Tensor, filling: Pass, clip: float) -> tuple[Tensor, Tensor]:
-        """Return the sums of one pass; the next call overwrites them."""
+        """Compute one pass: return its sums `[S, P]` and counts `[S, 1]`.
+
+        The next call may overwrite the returned tensors, because a CUDA graph reuses its memory.
+        """
         self.load(theta, clip)
         return self._pass(filling)
 
     def sums(
         self, theta: Tensor, arrays: Mapping[str, np.ndarray], clip: float
     ) -> tuple[Tensor, Tensor]:
-        """Return the sums of all records of a batch, from as many passes as they need."""
+        """Return the sums `[S, P]` and counts `[S, 1]` of a whole batch, from one or more passes.
+
+        arrays  the batch, as columns of `RecordGradients.columns`
+        """
         self.load(theta, clip)
         return self.loaded_sums(arrays)
 
     def load(self, theta: Tensor, clip: float, first: int = 0) -> None:
-        """Set the weights and the clip norm of the clients from `first` on."""
+        """Set theta and the clip norm for `len(theta)` clients, beginning with row `first`."""
         self._theta[first : first + len(theta)].copy_(theta)
         self._clip[first : first + len(theta)].fill_(clip)
 
     def loaded_sums(self, arrays: Mapping[str, np.ndarray]) -> tuple[Tensor, Tensor]:
-        """Return `sums` for the loaded weights; no later pass writes into the results."""
+        """Return what `sums` returns, for the theta and clip norms that `load` has set."""
         first, *others = passes_of(arrays, self.slots, self._in.device)
         summed, counted = self._pass(first)
         total = summed.clone()
@@ -137,7 +157,7 @@ class FixedSum:
         return total, count
 
     def wait(self) -> None:
-        """Wait for the device; a captured pass must not be deleted while it runs."""
+        """Wait until the GPU is idle, because a captured pass must not be deleted while it runs."""
         if self._graph is not None:
             torch.cuda.synchronize(self._in.device)
 
@@ -151,9 +171,10 @@ class FixedSum:
         return self._out
 
     def _capture(self) -> None:
-        """Capture the pass; if that fails, every pass is computed without a graph."""
+        """Capture a pass as a CUDA graph; if that fails, compute all passes without a graph."""
         device = self._in.device
-        # A thread has its own current device; a capture on another device would be empty.
+        # Set the device: each thread has its own current device, and a capture made for another
+        # device would be empty.
         with torch.cuda.device(device):
             warm = self._warmed_up()
             graph = torch.cuda.CUDAGraph()
@@ -170,7 +191,7 @@ class FixedSum:
                 restore_generator(device)
                 return
             graph.replay()
-            # The capture skipped compiler guards, so only this comparison finds an error.
+            # Compare with an ordinary pass: the capture skips compiler guards, so it can be wrong.
             if not alike(out[0], warm):
                 self._capturing = False
                 LOG.warning("a captured step gives other sums than the step itself: it is not used")
@@ -179,7 +200,7 @@ class FixedSum:
         self._graph = graph
 
     def _warmed_up(self) -> Tensor:
-        """Return the sum after three passes, in which compilers and autotuners choose kernels."""
+        """Compute three passes, in which compilers choose their kernels; return the last sum."""
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -190,7 +211,11 @@ class FixedSum:
         return warm
 
     def _captured(self, graph: torch.cuda.CUDAGraph) -> tuple[Tensor, Tensor]:
-        """Capture one pass without compilation, while threads of other runs use the device."""
+        """Capture one pass in `graph`; return the tensors into which its replays write.
+
+        Compiler guards are skipped, so nothing is compiled during the capture. Threads of other
+        runs may use the GPU at the same time.
+        """
         with (
             torch.compiler.set_stance("default", skip_guard_eval_unsafe=True),
             torch.cuda.graph(graph, capture_error_mode="thread_local"),
@@ -208,22 +233,31 @@ class FixedSum:
 
 
 def alike(found: Tensor, wanted: Tensor) -> bool:
-    """Return True if the sums differ by no more than rounding in half precision."""
+    """Return True if the relative difference of two sums (L2 norm) is at most TOLERANCE."""
     return bool((found - wanted).norm() <= TOLERANCE * wanted.norm())
 
 
 def restore_generator(device: torch.device) -> None:
-    """Replace torch's generator by a copy: after a failed capture it waits for its end."""
+    """Replace the state of torch's CUDA generator by a copy, after a failed capture.
+
+    Without this call the generator would still be in its capture mode and refuse to be used.
+    """
     generator = torch.cuda.default_generators[device.index or 0]
     generator.graphsafe_set_state(generator.clone_state())
 
 
 def passes_of(arrays: Mapping[str, np.ndarray], slots: int, device: torch.device) -> list[Pass]:
-    """Fill as many passes as the records of a batch need, and copy all to the device at once."""
+    """Split a batch into as many passes as its records need, at least one.
+
+    All passes are copied to the device at once.
+
+    arrays  the batch, as columns of `RecordGradients.columns`
+    slots   number of slots M of each pass
+    """
     count = len(arrays["row"])
     passes = max(1, -(-count // slots))
     names = ("row", "client", "valid", "dropout", "augment")
-    # The GPU reads pinned memory by itself; other copies wait for its earlier work.
+    # Use pinned memory: copies from other memory would wait for all earlier work of the GPU.
     host = torch.zeros(
         len(names), passes * slots, dtype=torch.int64, pin_memory=device.type == "cuda"
     )

@@ -1,7 +1,7 @@
-"""The mechanism of one local step: sampling, noise and releases.
+"""The mechanism of one local step: how batches are sampled, noised and released.
 
-The oracle executes a `Mechanism`, the ledger stores it, and the accountant composes it. There is no
-other description, so the three cannot disagree.
+The oracle executes a `Mechanism`, the ledger stores it, and the accountant composes it. All three
+use the same object, so they cannot disagree.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ Adjacency = Literal["add/remove one", "replace one"]
 
 @dataclass(frozen=True)
 class Mechanism:
-    """One local step: `batches` fresh batches, each with `releases` independently noised releases.
+    """One local step as the accountant sees it.
 
-    sampling          poisson: each record is in a batch independently of the others
-                      fixed_wor: a fixed number of distinct records, drawn anew at every step
-    rate              probability that a given record is in a batch
-    noise_multiplier  noise of one release, as standard deviation divided by the clip norm C;
-                      with quantile clipping that of sum and count together; 0 means no privacy
+    sampling          poisson: each unit is in a batch independently of the others
+                      fixed_wor: each batch has a fixed number of distinct units
+    rate              probability that a given unit is in a batch
+    noise_multiplier  standard deviation of the noise of one release, divided by the clip norm C;
+                      with quantile clipping, of sum and count together; 0 means no privacy
+    batches           new batches in the step
+    releases          releases of each batch, each with new noise
     """
 
     sampling: Sampling
@@ -43,18 +45,19 @@ class Mechanism:
 
     @property
     def adjacency(self) -> Adjacency:
-        """The neighbouring relation that the accountant uses; see docs/privacy.md (The number)."""
+        """How neighbouring data sets differ: by one added, removed or replaced unit."""
         return "add/remove one" if self.sampling == "poisson" else "replace one"
 
     @property
     def sensitivity(self) -> float:
-        """The change of a clipped sum between neighbouring data sets, in units of C."""
+        """The largest difference of clipped sums of neighbouring data sets, divided by C."""
         return 1.0 if self.sampling == "poisson" else 2.0
 
     @property
     def effective_multiplier(self) -> float:
-        """The noise multiplier of all releases of one batch together, per unit of sensitivity.
+        """The noise multiplier of all releases of one batch together, divided by the sensitivity.
 
-        k Gaussian releases of one batch equal one release with the multiplier divided by sqrt(k).
+        k Gaussian releases of one batch are as private as one release with a multiplier that is
+        sqrt(k) times smaller.
         """
         return self.noise_multiplier / (self.sensitivity * math.sqrt(self.releases))

@@ -1,13 +1,15 @@
-"""Random streams, keyed by (seed, purpose, round, client), and the Gaussian noise itself.
+"""Random streams, keyed by (seed, purpose, round, client), and sources of Gaussian noise.
 
-A stream does not depend on the other clients, on the order of work or on a resumed run. Purposes
-never share a stream. In a simulation all streams follow from the run's seed.
+The numbers of a stream do not depend on other clients, on the order of work or on an interruption
+of the run. Two purposes never share a stream. In a simulation the run's seed decides all streams.
 
-With `noise = "os"` the streams that protect records use the operating system's entropy instead.
-They are never stored and cannot be repeated, and a cryptographic generator draws the noise. They
-also decide batches, cohorts, dropout and augmentations. Dropout and augmentations follow a record's
-place at its client, and removing a record moves all later places. An observer who knows the masks
-could see every later record change. Secret masks have the same distribution at every place.
+With `run.noise = "os"` entropy of the operating system decides the streams that protect records.
+These streams draw noise, batches, cohorts, dropout and augmentations. They cannot be repeated, and
+a cryptographic generator draws the noise.
+
+Dropout and augmentations must be secret for this reason: their keys depend on a record's position
+at its client, and removing a record shifts all later positions. An observer who knew the dropout
+masks would see every later record change. Secret masks have the same distribution everywhere.
 """
 
 from __future__ import annotations
@@ -30,10 +32,11 @@ SECRET: frozenset[Purpose] = frozenset({"cohort", "batch", "noise", "dropout", "
 
 
 class Streams:
-    """The random streams of a run, by name.
+    """The random streams of a run, by purpose, round and client.
 
-    secret   draw the streams in SECRET from `entropy`
-    entropy  32 bytes, for a server that is started again; fresh ones if None
+    seed     the seed of the run
+    secret   True: streams with a purpose in SECRET depend on `entropy` too
+    entropy  32 secret bytes, given when a server is restarted; None: draw new bytes
     """
 
     def __init__(self, seed: int, secret: bool = False, entropy: bytes | None = None) -> None:
@@ -44,7 +47,7 @@ class Streams:
         self._entropy = (entropy or os.urandom(32)) if secret else b""
 
     def key(self, purpose: Purpose, round: int = 0, client: int = 0) -> bytes:
-        """Return the 128-bit key of a stream; keys of different streams do not collide."""
+        """Return the 128-bit key of a stream, a hash that differs for every stream."""
         hidden = self._entropy if purpose in SECRET else b""
         name = purpose.encode().ljust(16) + struct.pack("<qqq", self.seed, round, client)
         return hashlib.blake2b(name, digest_size=16, key=hidden, person=b"dpfed-stream").digest()
@@ -54,7 +57,7 @@ class Streams:
         return np.random.Generator(np.random.Philox(key=key))
 
     def number(self, purpose: Purpose, round: int = 0, client: int = 0) -> int:
-        """Return a signed 64-bit seed."""
+        """Return a signed 64-bit seed for a generator outside this class, from the stream's key."""
         return int(np.frombuffer(self.key(purpose, round, client)[:8], dtype=np.int64)[0])
 
     def noise(self, round: int, client: int, device: torch.device) -> Noise:
@@ -62,20 +65,20 @@ class Streams:
 
 
 class Noise(Protocol):
-    """Standard normal numbers for one client in one round, drawn in order."""
+    """A source of standard normal numbers for one client in one round."""
 
     def normal64(self, size: int) -> Tensor:
-        """Return the next numbers in float64, for noise on a grid."""
+        """Return the next `size` numbers in float64 `[size]`, for noise on a grid."""
 
     def fill(self, row: Tensor) -> None:
-        """Write the next numbers into a row."""
+        """Overwrite `row` with the next numbers."""
 
     def again(self) -> Noise:
-        """Return a source of the same numbers from the first one on, to repeat failed steps."""
+        """Return a new source that repeats all numbers from the start, to repeat failed steps."""
 
 
 class SeededNoise:
-    """Repeatable noise for simulations; it protects no released value."""
+    """Repeatable noise for simulations: whoever knows the seed can subtract it from a release."""
 
     def __init__(self, streams: Streams, round: int, client: int, device: torch.device) -> None:
         self._device = device
@@ -84,7 +87,7 @@ class SeededNoise:
             self._cuda = torch.Generator(device)
             self._cuda.manual_seed(streams.number("noise", round, client))
         else:
-            # NumPy's Philox uses all 128 bits of a key; torch's CPU generator keeps 32 bits.
+            # NumPy's Philox uses all 128 bits of a key, while torch's CPU generator keeps only 32.
             self._cpu = streams.generator("noise", round, client)
 
     def fill(self, row: Tensor) -> None:
@@ -97,14 +100,17 @@ class SeededNoise:
         return SeededNoise(*self._name, self._device)
 
     def normal64(self, size: int) -> Tensor:
-        """Return the float32 numbers, so that runs with and without a grid are comparable."""
+        """Return the same numbers as `fill`, converted from float32 to float64.
+
+        Runs with and without a grid then have the same noise and can be compared.
+        """
         row = torch.empty(size, device=self._device)
         self.fill(row)
         return row.double()
 
 
 class OsNoise:
-    """Noise from ChaCha20 with a key of the operating system, by Box-Muller in float64."""
+    """Cryptographic noise: ChaCha20 with a key from the operating system, Box-Muller in float64."""
 
     def __init__(self, device: torch.device, key: tuple[bytes, bytes] | None = None) -> None:
         self._device = device
@@ -112,7 +118,7 @@ class OsNoise:
         self._stream = Cipher(ChaCha20(*self._key), mode=None).encryptor()
 
     def uniform(self, size: int) -> np.ndarray:
-        """Return 53-bit numbers in (0, 1]; zero has no logarithm."""
+        """Return uniform numbers of 53 bits in (0, 1], without 0 because it has no logarithm."""
         bits = np.frombuffer(self._stream.update(bytes(8 * size)), dtype=np.uint64)
         return ((bits >> np.uint64(11)).astype(np.float64) + 1.0) * 2.0**-53
 

@@ -1,22 +1,22 @@
-"""The oracle: the only code that reads private records, and releases only noised sums of them.
+"""The oracle: the only code that reads private records. It releases only noised gradients.
 
     draw a batch -> per-record gradients -> clip and sum -> add noise -> divide by expected batch
 
-The plan's `Mechanism` states how batches are drawn, clipped and noised. The ledger charges that
-mechanism, and the oracle refuses any release beyond it. See docs/algorithms.md (The private
-gradient) and docs/privacy.md (The mechanism).
+The plan's `Mechanism` states how batches are drawn, clipped and noised. The ledger is charged for
+that mechanism, and the oracle refuses any release beyond the charge. See docs/algorithms.md (The
+private gradient) and docs/privacy.md (The mechanism).
 
-If a pass does not fit into memory, the oracle computes the same batch in smaller passes. It draws
-nothing again, so the memory of the machine does not influence a release.
+If a pass does not fit into memory, the oracle computes the same batch in smaller passes. It does
+not draw another batch, so the batches do not depend on the memory of the machine.
 
-Isolation of units. The bound C on one unit's part of the sum needs all other gradients to stay
-bitwise equal when the unit is removed. Kernels round differently for other batch sizes, so a pass
-over several units does not have this property.
+Isolation of units. Removing one unit must not move the sum of clipped gradients by more than C.
+Therefore the gradients of all other units must stay bitwise equal. A pass over several units does
+not ensure this, because kernels round differently for different batch sizes. Two settings exist:
 
-exact  Each pass holds one record and its augmentations. Its gradient is a function of the record,
-       its keys and theta. Sums are whole numbers (grid) or float64.
-fast   A pass holds many units. At thetas of honest training the other gradients change by less
-       than 1e-6 C; at a theta that an attacker chooses they can change by many times C.
+exact  Each pass holds one record with its augmentations. The gradient then depends only on this
+       record, its keys and theta. Gradients are summed as integers (grid) or in float64.
+fast   A pass holds many units. In honest training, removing a unit changes the gradients of others
+       by less than 1e-6 C. An attacker who chooses theta can make them change by several C.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ __all__ = [
     "out_of_memory",
 ]
 
-# Messages of this logger are private. Its own level keeps them out of a program that logs
-# everything; a user who wants them sets the level of this logger by name.
+# The messages of this logger reveal private data. A level set for all loggers does not enable
+# them: the user must set the level of this logger by name.
 PRIVATE = logging.getLogger("dpfed.private")
 PRIVATE.setLevel(logging.WARNING)
 Isolation = Literal["exact", "fast"]
@@ -64,7 +64,7 @@ OUT_OF_MEMORY_WORDS = (
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return True if the device or the machine has no memory left."""
+    """Return True if this error says that the device or the machine has no memory left."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     text = str(error).lower()
@@ -72,14 +72,23 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def free(device: torch.device) -> None:
-    """Return cached memory to the device; torch keeps the memory of a failed pass otherwise."""
+    """Give torch's unused cached memory back to a GPU; on other devices do nothing."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True)
 class RoundTerms:
-    """The public terms of one round: its plan, its clients, and local steps as charged."""
+    """The public terms of one round.
+
+    plan       the mechanism of every client
+    streams    random streams of the run
+    round      number of the round
+    clients    numbers of the S clients, in the order of the rows of theta
+    steps      local steps for which the ledger is charged
+    grid       True if sums and noise are integers times a grid step (privacy/grid_noise.py)
+    isolation  how strictly units are separated; see the top of this file
+    """
 
     plan: Plan
     streams: Streams
@@ -92,7 +101,11 @@ class RoundTerms:
 
 @dataclass(frozen=True)
 class PassLimits:
-    """Rows in one pass, and a sum over passes of a fixed shape to use where possible."""
+    """Limits of one pass.
+
+    max_slots  most rows in one pass; a record has one row for each of its augmentations
+    fixed      computes sums in passes of a fixed shape where possible; None to do without
+    """
 
     max_slots: int = 512
     fixed: Sums | None = None
@@ -102,7 +115,7 @@ DEFAULT_LIMITS = PassLimits()
 
 
 class FleetOracle:
-    """The oracle of S clients in one round, for as many batches and releases as were charged."""
+    """The oracle of S clients in one round; it refuses batches and releases beyond the charge."""
 
     def __init__(
         self,
@@ -113,11 +126,11 @@ class FleetOracle:
         wait_for_charge: Callable[[], None] = lambda: None,
         admit: Callable[[Tensor], None] = lambda theta: None,
     ) -> None:
-        """Draw nothing yet; take up the random streams of the round.
+        """Prepare the random streams and constants of the round, without drawing a batch.
 
-        noise            noise of the clients, where the steps of a round are computed again
-        wait_for_charge  returns once the charge is on the disk; called before every release
-        admit            called with theta `[S, P]` before gradients are computed; may raise
+        noise            noise source of each client, if a failed round is computed again; else None
+        wait_for_charge  blocks until the charge is on disk; the oracle calls it before each release
+        admit            raises an error to refuse theta `[S, P]`; called before gradients
         """
         plan = terms.plan
         clients = list(terms.clients)
@@ -134,7 +147,8 @@ class FleetOracle:
         self._batches = [
             batches(plan, i, terms.streams.generator("batch", terms.round, i)) for i in clients
         ]
-        # Fresh noise for steps that are computed again would be a second draw.
+        # Steps that are computed again must repeat the same noise: fresh noise would be a second
+        # release, which is not charged.
         self._noise = list(
             noise or [terms.streams.noise(terms.round, i, self._device) for i in clients]
         )
@@ -152,7 +166,10 @@ class FleetOracle:
         self._allowed = terms.steps * plan.batches
 
     def __call__(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """Return noised mean gradients `[S, P]` on fresh batches, and their noise variance."""
+        """Draw new batches; return noised mean gradients `[S, P]` and noise variances `[S, 1]`.
+
+        theta  `[S, P]` parameter vectors at which the clients' gradients are computed
+        """
         if self._drawn >= self._allowed:
             raise RuntimeError(
                 f"the ledger was charged for {self._allowed} batches in this round: "
@@ -164,7 +181,11 @@ class FleetOracle:
         return self._release(theta, self._batch)
 
     def again(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """Release the batch that was drawn last once more, with fresh noise."""
+        """Return noised mean gradients of the last batch at `theta`, with fresh noise.
+
+        The result has the form of `__call__`. The plan's `releases` limits how often one batch is
+        used, because every use costs privacy.
+        """
         if self._batch is None or self._released >= self._plan.releases:
             raise RuntimeError(
                 f"the ledger was charged for {self._plan.releases} release(s) of a batch: "
@@ -174,17 +195,20 @@ class FleetOracle:
 
     @property
     def drawn(self) -> int:
-        """The number of batches drawn so far; at the end of a round, the number charged."""
+        """The number of batches that each client has drawn so far in this round."""
         return self._drawn
 
     @property
     def noise(self) -> list[Noise]:
-        """The noise of the clients, each from its first number on."""
+        """New noise sources that repeat the noise of this round from its start, one per client."""
         return [noise.again() for noise in self._noise]
 
     @property
     def below(self) -> Tensor:
-        """Noised share of units at or below C, the mean over all releases so far, `[S, 1]`."""
+        """The noised share of units with a norm of at most C, `[S, 1]`, for quantile clipping.
+
+        It is the mean over all releases so far; 0 without a release.
+        """
         return self._below / max(1, self._counted)
 
     def _draw(self) -> DrawnBatch:
@@ -197,21 +221,26 @@ class FleetOracle:
         total, count = self._add_noise(*self._sum_that_fits(theta, batch))
         self._wait_for_charge()
         if self._plan.clipping.counts:
-            # The divisor is the expected batch: the size of the drawn one is private.
+            # Divide by the expected batch size, because the size of the drawn batch is private.
             self._below = self._below + 0.5 + count / self._expected
             self._counted += 1
         return total / self._expected, self.phi
 
     def _sum_that_fits(self, theta: Tensor, batch: DrawnBatch) -> tuple[Tensor, Tensor]:
-        """Return the clipped sum; while memory runs out, halve the records in a pass."""
+        """Return the results of `_clipped_sum`, computed in smaller passes if memory runs out.
+
+        An out-of-memory error is raised if not even one record fits.
+        """
         while True:
             try:
                 return self._clipped_sum(theta, batch)
             except Exception as error:
-                # The limit is halved for any batch: one that follows the batch shows its size.
+                # Halve the limit whatever batch was drawn: a limit that depends on the batch would
+                # reveal its size.
                 if not out_of_memory(error) or (self.fixed is None and self._records_per_pass == 1):
                     raise
-            # Outside the handler, which holds the memory of the failed pass.
+            # This is outside the except block, because the exception keeps the memory of the
+            # failed pass alive until that block ends.
             if self.fixed is not None:
                 self.fixed = None
             else:
@@ -219,14 +248,16 @@ class FleetOracle:
             free(self._device)
 
     def _clipped_sum(self, theta: Tensor, batch: DrawnBatch) -> tuple[Tensor, Tensor]:
-        """Return sums of clipped gradients of units `[S, P]`, and the counts at or below C.
+        """Return the clients' sums of clipped gradients `[S, P]` and their counts `[S, 1]`.
 
-        These have no noise, so they must not leave this class.
+        A count adds +1/2 for each unit with a norm of at most C and -1/2 for each larger norm. Sums
+        and counts have no noise yet, so they must not leave this class.
         """
         plan = self._plan
         if self.fixed is not None and self._can_be_fixed(batch):
             return self.fixed.sums(theta, self._gradients.columns(batch), plan.clip)
-        # In float32 the rounding of a sum would depend on the units that were added before.
+        # Exact isolation needs float64: in float32, adding a unit would round differently depending
+        # on the units that are already in the sum.
         precision = torch.float64 if self._exact else torch.float32
         total = torch.zeros_like(theta, dtype=precision if self._grid is None else torch.int64)
         count = torch.zeros_like(self.phi, dtype=precision)
@@ -240,7 +271,10 @@ class FleetOracle:
         return total, count
 
     def _unit_gradients(self, theta: Tensor, part: DrawnBatch) -> tuple[list[Tensor], Tensor]:
-        """Return the mean gradient of each unit, and False for units that count as zero."""
+        """Return the mean gradient of each of the U units, and a mask `[U]`.
+
+        The mask is False for units with a gradient that is not finite: they count as zero.
+        """
         if self._exact:
             grads = self._gradients.of_unit(theta, part)
             part = part.single(0)
@@ -252,14 +286,17 @@ class FleetOracle:
 
     @property
     def _records_per_pass(self) -> int:
-        """The number of records whose augmentations are at most `max_slots` rows.
+        """How many records one pass takes, so that it has at most `max_slots` rows; at least 1.
 
-        With exact isolation it is 1, so `DrawnBatch.chunks` gives one unit at a time.
+        With exact isolation it is always 1, so that `DrawnBatch.chunks` separates all units.
         """
         return 1 if self._exact else max(1, self.max_slots // self._gradients.augmentations)
 
     def _can_be_fixed(self, batch: DrawnBatch) -> bool:
-        """Return True if each unit is one record, summed in float32, and none is to be logged."""
+        """Return True if passes of a fixed shape can compute this batch.
+
+        They need units of one record and sums in float32, and they cannot log single records.
+        """
         single = len(batch.unit) == len(batch.owner)
         return single and self._grid is None and not PRIVATE.isEnabledFor(logging.DEBUG)
 
@@ -278,23 +315,23 @@ class FleetOracle:
                 )
 
     def _add_noise(self, total: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """Add each client's noise to its sum, and to its count where one is released."""
+        """Return sums and counts in float32, with noise; counts get noise only if released."""
         counts = self._plan.clipping.counts
         if self._grid is not None:
             total = noised(total, self._grid, self._noise)
             if counts:
                 count = noised_counts(count, self._count_std[:, 0].tolist(), self._noise)
             return total.float(), count.float()
-        # The standard deviation of no noise is exactly 0, also for C = inf.
+        # Clients without noise have a standard deviation of exactly 0, even if C is infinite.
         if self._plan.multipliers.any():
-            # In place: nobody else holds the sum, and one pass over memory is enough.
+            # Add in place: nobody else uses the sum, and a copy would cost memory and time.
             total = total.addcmul_(self._std.to(total.dtype), self._normal(total))
             if counts:
                 count = count.addcmul_(self._count_std.to(count.dtype), self._normal(count))
         return total.float(), count.float()
 
     def _normal(self, like: Tensor) -> Tensor:
-        """Return the next normal numbers of all clients, a row for each."""
+        """Return the next standard normal numbers in the shape of `like`, one row per client."""
         rows = torch.empty(like.shape, dtype=torch.float32, device=like.device)
         for row, noise in zip(rows, self._noise, strict=True):
             noise.fill(row)
@@ -314,7 +351,7 @@ class FleetOracle:
         return torch.tensor(steps, dtype=torch.float64, device=self._device)
 
     def _column(self, values: list[float]) -> Tensor:
-        # A blocking copy would wait for all work of the device at the start of a round.
+        # Copy without blocking: a blocking copy waits until the device has finished all its work.
         column = torch.tensor(values, dtype=torch.float64).unsqueeze(1).to(torch.float32)
         return column.to(self._device, non_blocking=True)
 

@@ -1,7 +1,8 @@
 """The privacy plan: every constant of the mechanism, fixed before any private record is read.
 
 Rates, expected batches and noise follow from the configuration and the declared sizes of the
-clients, never from data. Client i's oracle executes `Plan.mechanism(i)`, and its ledger stores it.
+clients, never from records. The oracle executes `Plan.mechanism(i)` for client i, and the ledger
+stores it.
 """
 
 from __future__ import annotations
@@ -20,23 +21,27 @@ from dpfed.privacy.clipping import CLIPS, Clipping
 from dpfed.privacy.mechanism import Mechanism, Sampling
 from dpfed.privacy.published import show_setting
 
-# Below this noise multiplier epsilon has no meaning, and accountants have no precision.
+# Smaller noise multipliers are refused: epsilon is then meaninglessly large and imprecise.
 LEAST_NOISE = 0.01
-# Largest relative difference of rates that share one calibration, made for the highest.
+# Clients whose sampling rates differ by at most this relative amount share one calibrated noise
+# multiplier. It is calibrated for the highest of their rates.
 RATE_STEP = 0.02
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The constants of all clients; arrays hold one number per client.
+    """The mechanism constants of all clients. Arrays hold one number per client i.
 
-    clip         the clip norm C; with quantile clipping, that of the first round
-    sizes        protected units R_i
-    rates        sampling rates q_i
-    expected     expected batches B_i = q_i R_i
-    multipliers  noise multipliers σ_i of one release, the count included
-    batches      fresh batches of one local step, as declared by the algorithm
+    clip         clip norm C; with quantile clipping, the C of the first round
+    sizes        number of protected units R_i
+    rates        sampling rate q_i
+    expected     expected batch size B_i = q_i R_i, in units
+    multipliers  noise multiplier σ_i of one release; with quantile clipping, of sum and count
+                 together
+    batches      new batches in each local step, as declared by the algorithm
     releases     releases of each batch, as declared by the algorithm
+    unit         name of the protected unit, for messages
+    clipping     the clipping rule
     """
 
     sampling: Sampling
@@ -79,25 +84,25 @@ class Plan:
         )
 
     def noise_std(self, client: int) -> float:
-        """Return the standard deviation on one client's clipped sum; 0 without noise."""
+        """Return the noise's standard deviation on one client's clipped sum; 0 without noise."""
         multiplier = float(self.multipliers[client])
-        # Without noise C may be infinite, and 0 times infinity is NaN.
+        # Without noise return 0 directly: C may then be infinite, and 0 times infinity is NaN.
         return self.clipping.sum_multiplier(multiplier) * self.clip if multiplier else 0.0
 
     def count_std(self, client: int) -> float:
-        """Return the standard deviation on one client's count (quantile clipping)."""
+        """Return the noise's standard deviation on one client's count, for quantile clipping."""
         return self.clipping.count_std(float(self.multipliers[client]))
 
     def at(self, clip: float) -> Plan:
-        """Return the plan of a round with this clip norm; no charge depends on it."""
+        """Return this plan with another clip norm. Charges stay valid: they do not depend on C."""
         return self if clip == self.clip else replace(self, clip=clip)
 
     def phi(self, client: int) -> float:
-        """Return Φ_i, the public variance of one coordinate of the noised mean gradient."""
+        """Return Φ_i, the public variance of the noise on one coordinate of the mean gradient."""
         return (self.noise_std(client) / float(self.expected[client])) ** 2
 
     def phis(self, clients: np.ndarray) -> np.ndarray:
-        """Return `phi` of many clients."""
+        """Return Φ of many clients, one number per client."""
         multipliers = self.multipliers[clients]
         if not multipliers.any():
             return np.zeros(len(clients))
@@ -112,13 +117,13 @@ class Plan:
         return bool(np.all(levels == levels[0]))
 
     def kinds(self) -> tuple[list[Mechanism], np.ndarray]:
-        """Return the distinct mechanisms, and for each client the index of its own."""
+        """Return the distinct mechanisms, and for each client the index of its mechanism."""
         pairs = np.stack([self.rates, self.multipliers])
         _, first, which = np.unique(pairs, axis=1, return_index=True, return_inverse=True)
         return [self.mechanism(int(i)) for i in first], np.asarray(which).reshape(-1)
 
     def dominating(self) -> Mechanism:
-        """Return a mechanism that costs at least as much as that of any client."""
+        """Return a mechanism whose privacy loss is at least that of every client's mechanism."""
         return replace(
             self.mechanism(0),
             rate=float(self.rates.max()),
@@ -128,7 +133,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Participation: S of N clients in each of T rounds, with K local steps each."""
+    """How often clients take part.
+
+    clients      number of clients N
+    cohort       clients that take part in each round, S
+    rounds       number of rounds T
+    local_steps  local steps K of each client in each round
+    """
 
     clients: int
     cohort: int
@@ -141,7 +152,7 @@ class Schedule:
 
     @property
     def participation(self) -> float:
-        """The realised S/N."""
+        """S/N. It can differ from the configured share, because S is a whole number."""
         return self.cohort / self.clients
 
 
@@ -153,7 +164,13 @@ def make_plan(
     releases: int,
     unit: str | None = None,
 ) -> Plan:
-    """Return the plan that follows from declared sizes and the configuration alone."""
+    """Return the plan for this configuration, without reading any record.
+
+    sizes     declared number of protected units of each client
+    batches   new batches in each local step
+    releases  releases of each batch
+    unit      name of the protected unit; None means "record"
+    """
     _check_numbers(privacy)
     rates, expected = _batches_for(privacy, sizes)
     plan = Plan(
@@ -174,7 +191,10 @@ def make_plan(
 
 
 def _multipliers(privacy: PrivacySection, plan: Plan, schedule: Schedule) -> np.ndarray:
-    """Return the noise multiplier of each client, as given or calibrated to the target."""
+    """Return the noise multiplier of each client.
+
+    It is `privacy.sigma` if that is given, else the smallest one that reaches the target epsilon.
+    """
     if privacy.sigma is None and privacy.sigma_per_client:
         return _sigma_per_client(privacy, plan, schedule)
     if privacy.sigma is None:
@@ -202,7 +222,10 @@ def _clipping_of(privacy: PrivacySection) -> Clipping:
 
 
 def _sigma_per_client(privacy: PrivacySection, plan: Plan, schedule: Schedule) -> np.ndarray:
-    """Return the noise with which each client reaches the target, calibrated per group of rates."""
+    """Return for each client the smallest noise multiplier that reaches the target epsilon.
+
+    Clients with nearly equal rates form a group and share one multiplier, which saves time.
+    """
     groups = np.ceil(np.log(plan.rates) / RATE_STEP)
     multipliers = np.zeros(plan.clients)
     for group in np.unique(groups):
@@ -213,7 +236,7 @@ def _sigma_per_client(privacy: PrivacySection, plan: Plan, schedule: Schedule) -
 
 
 def _calibrated(privacy: PrivacySection, worst: Mechanism, schedule: Schedule) -> float:
-    """Return the smallest noise multiplier with which this mechanism stays within the target."""
+    """Return the smallest noise multiplier with which `worst` stays within the target epsilon."""
     if privacy.target_epsilon is None:
         raise ValueError("calibration needs a target")
     rounds = Rounds(worst, schedule.local_steps, schedule.rounds, schedule.participation)
@@ -221,7 +244,7 @@ def _calibrated(privacy: PrivacySection, worst: Mechanism, schedule: Schedule) -
 
 
 def _check_numbers(privacy: PrivacySection) -> None:
-    """Refuse numbers with which the plan protects nothing, or that float32 cannot hold."""
+    """Raise DpfedError if delta, C or sigma is out of range, or if batch settings contradict."""
     check_delta(privacy.delta)
     if privacy.batch_per_client and privacy.batch is None:
         raise DpfedError(
@@ -240,10 +263,10 @@ def _check_numbers(privacy: PrivacySection) -> None:
 
 
 def _batches_for(privacy: PrivacySection, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rate and the expected batch of every client.
+    """Return the sampling rate and the expected batch size of every client.
 
-    Unequal clients share one rate by default. With equal batches the smallest client would have
-    the largest rate, and so the largest privacy loss.
+    By default, clients of different sizes have the same rate. With the same batch size instead, the
+    smallest client would have the largest rate and therefore the largest privacy loss.
     """
     equal_batches = privacy.batch_per_client or not np.ptp(sizes)
     if privacy.batch is None:

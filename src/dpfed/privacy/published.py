@@ -1,11 +1,12 @@
-"""Published figures as text, rounded so that no figure promises more privacy than there is.
+"""Format numbers for publication, rounded so that none promises more privacy than there is.
 
     privacy losses (epsilon, delta, advantages) and sampling rates    up
     noise multipliers and lower bounds of audits                      down
     accuracies and other scores                                       to nearest
 
-Rounding is decimal, from the shortest text that is read back as the same float. So 0.1 stays 0.1.
-The shown text, read back, is never below a loss and never above a noise multiplier.
+Rounding is decimal and starts from Python's shortest text of the float, so 0.1 stays 0.1. The
+published text is never below the true privacy loss and never above the true noise multiplier.
+Every function shows None as "none".
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Decimal
 
 NO_FIGURE = "none"
 PLOTTED_DIGITS = 5
-# Any float has fewer digits than this before and after the point together.
+# Every float has fewer than 1,200 decimal digits in all, so this context never rounds.
 _EXACT = decimal.Context(prec=1200)
 
 
 def show_loss(value: float | None, places: int = 3) -> str:
-    """Return an epsilon, a mu or an advantage with `places` decimals, rounded up."""
+    """Return an epsilon, a Gaussian-DP mu or an advantage with `places` decimals, rounded up."""
     return _fixed(value, places, ROUND_CEILING)
 
 
@@ -31,17 +32,17 @@ def show_delta(value: float | None, digits: int = 6) -> str:
 
 
 def show_rate(value: float | None, digits: int = 4) -> str:
-    """Return a sampling rate rounded up, since a larger rate costs more."""
+    """Return a sampling rate rounded up, because a larger rate means a larger privacy loss."""
     return _significant(value, digits, ROUND_CEILING)
 
 
 def show_sigma(value: float | None, digits: int = 4) -> str:
-    """Return a noise multiplier rounded down, since less noise costs more."""
+    """Return a noise multiplier rounded down, because less noise means a larger privacy loss."""
     return _significant(value, digits, ROUND_FLOOR)
 
 
 def show_lower_bound(value: float | None, places: int = 3) -> str:
-    """Return the lower bound of an audit with `places` decimals, rounded down."""
+    """Return an audit's lower bound on epsilon with `places` decimals, rounded down."""
     return _fixed(value, places, ROUND_FLOOR)
 
 
@@ -51,7 +52,10 @@ def show_score(value: float | None, places: int = 3) -> str:
 
 
 def show_percent(value: float | None, places: int = 1, sign: bool = False) -> str:
-    """Return a share as a percentage rounded to nearest, with a plus sign on request."""
+    """Return a share (0.25 for 25 %) as a percentage with `places` decimals, rounded to nearest.
+
+    With `sign`, a plus sign precedes numbers that are not negative.
+    """
     if value is None or not math.isfinite(value):
         return _no_number(value)
     hundredfold = _EXACT.multiply(_decimal(value), Decimal(100))
@@ -60,13 +64,13 @@ def show_percent(value: float | None, places: int = 1, sign: bool = False) -> st
 
 
 def show_setting(value: float) -> str:
-    """Return a setting as it was given, without any rounding: 8.0 is "8", 1e-05 is "1e-05"."""
+    """Return a setting without rounding: 8.0 gives "8", and 1e-05 gives "1e-05"."""
     text = repr(float(value))
     return text.removesuffix(".0")
 
 
 def plotted_loss(value: float) -> float:
-    """Return a loss rounded up to the digits that a report page shows."""
+    """Return an epsilon rounded up to PLOTTED_DIGITS digits, for a plot of a report page."""
     return float(_significant(value, PLOTTED_DIGITS, ROUND_CEILING))
 
 

@@ -1,6 +1,6 @@
-"""Per-record gradients of a drawn batch: the records, the model that differentiates them, and keys.
+"""Compute the gradient of each record of a drawn batch.
 
-A key names the dropout masks and the random augmentation of a record in one step.
+A key is a 64-bit seed: it decides the dropout mask or the augmentation of one record in one step.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from dpfed.privacy.noise import Purpose, Streams
 from dpfed.privacy.sampling import DrawnBatch, RecordsOfUnits
 
 Augment = Callable[[Mapping[str, Tensor], Tensor], dict[str, Tensor]]
-"""(inputs, keys) -> inputs: one random augmentation of each record, chosen by its key."""
-# Difference between the keys of a record's augmentations; odd, so that no two keys are equal.
+"""(inputs, keys) -> inputs: replaces each record by a random augmentation that its key decides."""
+# Augmentation i of a record has the record's key plus i times STEP, modulo 2^64. STEP is odd, so
+# no two augmentations of a record have equal keys.
 STEP = 0x2545F4914F6CDD1D
 
 
 class Tensors(Protocol):
-    """The trainable tensors in the order of the flat vector (model/parameter_vector.py)."""
+    """Shapes of the trainable tensors, in the order in which they form the flat vector `[P]`."""
 
     @property
     def shapes(self) -> Sequence[torch.Size]: ...
 
 
 class Gradients(Protocol):
-    """Per-record gradients `[M, n]` of each trainable tensor (model/per_sample/gradients.py)."""
+    """Computes per-record gradients: `[M, n]` for each trainable tensor of n numbers."""
 
     @property
     def space(self) -> Tensors: ...
@@ -55,18 +56,18 @@ class Gradients(Protocol):
         labels: Tensor,
         keys: Tensor | None = None,
     ) -> list[Tensor]:
-        """Return the numbers of `grads`; inside a tensor their order may differ."""
+        """Return the same gradients as `grads`, but the order of columns in a tensor may differ."""
 
     def ordered(self, raw: Tensor) -> Tensor:
-        """Bring sums `[S, P]` of `raw_grads` into the order of `space`, possibly in place."""
+        """Return sums of `raw_grads` `[S, P]` in the column order of `grads`; may change `raw`."""
 
 
 @dataclass(frozen=True)
 class Augmentations:
-    """How many random augmentations of a record stand for it, and the function that makes them.
+    """Augmentation multiplicity: average each record's gradient over `count` random augmentations.
 
-    The gradient of a record is the mean over its augmentations, before it is clipped (De et al.
-    2022). A record stays one contribution of norm at most C, so noise and accounts do not change.
+    The mean gradient of a record is clipped as one gradient (De et al. 2022). One record therefore
+    still contributes at most C, and augmentations do not change the noise or the accounting.
     """
 
     augment: Augment
@@ -74,19 +75,19 @@ class Augmentations:
 
 
 def each_augmentation(of_records: Tensor, count: int) -> Tensor:
-    """Repeat a value per record for each of its augmentations: `[M]` -> `[M*count]`."""
+    """Repeat each record's value for each of its augmentations: `[M]` -> `[M*count]`."""
     return of_records.unsqueeze(1).expand(-1, count).reshape(-1)
 
 
 def augmentation_keys(keys: Tensor, count: int) -> Tensor:
-    """Return keys of all augmentations `[M*count]`; the first has the key of its record."""
+    """Return a key for each augmentation: `[M]` -> `[M*count]`. The first has the record's key."""
     return (keys.unsqueeze(1) + STEP * torch.arange(count, device=keys.device)).reshape(-1)
 
 
 def mean_over_augmentations(grads: Sequence[Tensor], count: int) -> list[Tensor]:
-    """Return the mean gradient of each record in float32: `[M*count, n]` -> `[M, n]`.
+    """Average over the augmentations of each record: `[M*count, n]` -> `[M, n]` in float32.
 
-    If one augmentation has a non-finite gradient, so has the mean.
+    If the gradient of one augmentation is not finite, the mean of its record is not finite.
     """
     if count == 1:
         return list(grads)
@@ -97,20 +98,26 @@ def mean_over_augmentations(grads: Sequence[Tensor], count: int) -> list[Tensor]
 
 @dataclass(frozen=True)
 class Records:
-    """All records of the clients, on the device: inputs by name, and labels."""
+    """The records of all clients, stored on the device: tensors of inputs by name, and labels."""
 
     inputs: Mapping[str, Tensor]
     labels: Tensor
 
     def take(self, rows: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the inputs and labels of these records."""
+        """Return the inputs and labels of the records with these indices."""
         inputs = {name: x.index_select(0, rows) for name, x in self.inputs.items()}
         return inputs, self.labels.index_select(0, rows)
 
 
 @dataclass(frozen=True)
 class PrivateData:
-    """The private records, the units that they belong to, and how a model sees them."""
+    """What the oracle needs to compute gradients of private records.
+
+    gradients      computes per-record gradients of the model
+    records        the records of all clients
+    units          assigns records to protected units
+    augmentations  random augmentations of each record; None for none
+    """
 
     gradients: Gradients
     records: Records
@@ -120,7 +127,7 @@ class PrivateData:
 
 @dataclass(frozen=True)
 class AugmentedRecords:
-    """Records, each of which a model sees as its augmentations."""
+    """Computes per-record gradients that are averaged over the augmentations of each record."""
 
     model: Gradients
     records: Records
@@ -128,7 +135,7 @@ class AugmentedRecords:
 
     @property
     def count(self) -> int:
-        """The number of augmentations of a record."""
+        """The number of augmentations of each record; 1 if there are none."""
         return 1 if self.augmentations is None else self.augmentations.count
 
     def mean_gradients(
@@ -140,12 +147,12 @@ class AugmentedRecords:
         dropout: Tensor,
         augment: Tensor,
     ) -> list[Tensor]:
-        """Return the mean gradient `[M, n]` of each record over its augmentations, in one pass.
+        """Compute one pass: return each record's mean gradient `[M, n]` over its augmentations.
 
-        compute           `grads` or `raw_grads` of the model
-        client            `[M]` the row of theta at which each gradient is taken
-        row               `[M]` the records
-        dropout, augment  `[M]` their keys
+        compute           the method `grads` or `raw_grads` of the model
+        client            `[M]` the row of theta at which each gradient is computed
+        row               `[M]` indices of the records
+        dropout, augment  `[M]` keys of each record's dropout mask and augmentation
         """
         count = self.count
         inputs, labels = self.records.take(each_augmentation(row, count))
@@ -159,7 +166,7 @@ class AugmentedRecords:
 
 
 class RecordGradients:
-    """Per-record gradients for the clients of one round."""
+    """Computes per-record gradients in one round, with the secret seeds of the round's clients."""
 
     def __init__(
         self, data: PrivateData, streams: Streams, round: int, clients: Sequence[int]
@@ -177,9 +184,9 @@ class RecordGradients:
             self.augment_seeds = seeds("augment")
 
     def of_records(self, theta: Tensor, client: Tensor, batch: DrawnBatch) -> list[Tensor]:
-        """Return the gradients `[M, n]` of these records from one pass.
+        """Compute one pass: return the gradient `[M, n]` of each record of the batch.
 
-        client  `[M]` the row of theta at which each gradient is taken
+        client  `[M]` the row of theta at which each gradient is computed
         """
         names = ("row", "dropout", "augment")
         columns = self.columns(batch)
@@ -188,9 +195,10 @@ class RecordGradients:
         return self._records.mean_gradients(compute, theta, client, row, dropout, augment)
 
     def of_unit(self, theta: Tensor, batch: DrawnBatch) -> list[Tensor]:
-        """Return the mean gradient `[1, n]` of one unit in float64, from one pass per record.
+        """Return the mean gradient `[1, n]` of a batch of one unit, in float64.
 
-        Its memory does not grow with the unit, so no unit can make a round fail.
+        Each record has a pass of its own. The memory needed does not grow with the unit's number
+        of records, so a large unit cannot make a round fail.
         """
         own = int(batch.client[0])
         first_row = torch.zeros(1, dtype=torch.int64, device=theta.device)
@@ -203,7 +211,7 @@ class RecordGradients:
         return [summed / len(batch.row) for summed in total]
 
     def columns(self, batch: DrawnBatch) -> dict[str, np.ndarray]:
-        """Return records, clients and secret keys, as passes of a fixed shape take them."""
+        """Return the columns that `FixedSum.sums` needs: record, client and the two secret keys."""
         return {
             "row": batch.row,
             "client": batch.client,

@@ -1,4 +1,4 @@
-"""Draw the batches of a fleet, by the kinds of sampling that have an accounting in `Mechanism`."""
+"""Draw the batches of a fleet by Poisson or fixed-size sampling, as its `Mechanism` states."""
 
 from __future__ import annotations
 
@@ -15,19 +15,24 @@ Positions = np.ndarray
 
 
 class RecordsOfUnits(Protocol):
-    """The protected units of each client (data/partition.py)."""
+    """Finds the records of a client's protected units (implemented in data/partition.py)."""
 
     def slots(self, client: int, positions: Positions) -> tuple[np.ndarray, np.ndarray]:
-        """Return the records of the units at these positions, and the number of each unit."""
+        """Return the records of some units of a client, and how many records each unit has.
+
+        positions  numbers of the units among the client's units, counted from 0
+        """
 
 
 @dataclass(frozen=True)
 class DrawnBatch:
-    """One drawn batch of the whole fleet, record after record.
+    """The batches that all clients of a fleet draw in one step: M records of U protected units.
 
-    row     which record             unit    its protected unit (0..U-1), ascending
-    client  its row of theta         owner   `[U]` the row of theta that owns each unit
-    key     names the record in this step, for dropout and augmentations
+    row     `[M]` index of the record in the tensors that hold all records
+    client  `[M]` row of theta `[S, P]` that belongs to the record's client
+    unit    `[M]` number of the record's protected unit, 0 to U-1, ascending
+    owner   `[U]` row of theta that belongs to the client of each unit
+    key     `[M]` seed of the record's dropout mask and augmentation in this step
     """
 
     row: np.ndarray
@@ -37,7 +42,10 @@ class DrawnBatch:
     key: np.ndarray
 
     def chunks(self, limit: int) -> list[DrawnBatch]:
-        """Cut the batch into pieces of at most `limit` records; a larger unit is a piece alone."""
+        """Split the batch into pieces of at most `limit` records, without splitting a unit.
+
+        A unit with more than `limit` records becomes a piece of its own.
+        """
         pieces: list[DrawnBatch] = []
         counts = np.bincount(self.unit, minlength=len(self.owner))
         ends = np.cumsum(counts)
@@ -54,26 +62,26 @@ class DrawnBatch:
         return pieces
 
     def single(self, i: int) -> DrawnBatch:
-        """Return record i alone, as a unit of its own."""
+        """Return a batch with only record number i, which is its own protected unit."""
         only = slice(i, i + 1)
         client = self.client[only]
         return DrawnBatch(self.row[only], client, np.zeros_like(client), client, self.key[only])
 
 
 def draw(mechanism: Mechanism, units: int, rng: np.random.Generator) -> Positions:
-    """Return the positions, among a client's protected units, of one fresh batch."""
+    """Draw one batch: return the positions of its units among the client's `units` units."""
     if mechanism.sampling == "poisson":
         return np.flatnonzero(rng.random(units) < mechanism.rate)
     return np.sort(rng.choice(units, size=fixed_size(mechanism.rate, units), replace=False))
 
 
 def fixed_size(rate: float, units: int) -> int:
-    """Return the batch size of sampling without replacement."""
+    """Return the number of units in each batch that is drawn without replacement."""
     return max(1, round(rate * units))
 
 
 def batches(plan: Plan, client: int, rng: np.random.Generator) -> Iterator[Positions]:
-    """Yield fresh batches of one client without end."""
+    """Yield the unit positions of a new batch of this client, endlessly."""
     units = int(plan.sizes[client])
     mechanism = plan.mechanism(client)
     while True:
@@ -83,7 +91,11 @@ def batches(plan: Plan, client: int, rng: np.random.Generator) -> Iterator[Posit
 def joined_batch(
     units: RecordsOfUnits, clients: Sequence[int], positions: Sequence[Positions], step: int
 ) -> DrawnBatch:
-    """Return the records of these units of each client as one batch."""
+    """Join the batches of all clients into one `DrawnBatch`.
+
+    positions  for each client the positions of the units that it drew
+    step       number of this batch in the round; it enters the keys
+    """
     found = [units.slots(client, p) for client, p in zip(clients, positions, strict=True)]
     counts = np.concatenate([count for _, count in found])
     if len(counts) and counts.min() < 1:
@@ -100,10 +112,11 @@ def joined_batch(
 
 
 def _keys(positions: Positions, counts: np.ndarray, step: int) -> np.ndarray:
-    """Return a key for each record, from its place at its client and the step.
+    """Return a key `[M]` for each record, computed from its position at its client and the step.
 
-    Keys do not depend on the other clients of the fleet. Without a unit, later units have other
-    places. The user of keys adds a secret number, so the draws made from them hide the place.
+    Keys do not depend on the other clients of the fleet. They do depend on positions, and removing
+    a unit shifts the positions of all later units. `RecordGradients` therefore combines each key
+    with a secret seed, so that dropout and augmentations do not reveal positions.
     """
     unit = np.repeat(positions, counts).astype(np.uint64)
     firsts = np.repeat(np.cumsum(counts) - counts, counts)

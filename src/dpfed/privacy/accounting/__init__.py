@@ -1,1 +1,1 @@
-"""Accounting: from mechanisms to epsilon, for each observer."""
+"""Accounting: compute the epsilon of each observer from the mechanisms that were executed."""

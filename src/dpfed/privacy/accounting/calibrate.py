@@ -1,6 +1,7 @@
-"""The smallest noise that keeps a plan within a target epsilon.
+"""Find the smallest noise multiplier sigma that keeps a plan within a target epsilon.
 
-The function that later reports epsilon also checks the returned sigma, so the target always holds.
+The same function computes the reported epsilon and checks the returned sigma, so a reported epsilon
+never exceeds the target.
 """
 
 from __future__ import annotations
@@ -28,19 +29,22 @@ from dpfed.privacy.published import show_loss, show_setting
 
 RELATIVE_TOLERANCE = 1e-3
 LARGEST_SIGMA = 1e4
-# The epsilon of a smaller sigma is beyond any meaning.
+# A smaller sigma is not searched, because its epsilon would be meaninglessly large.
 _SMALLEST_SIGMA = 1e-2
 _COARSE_TOLERANCE = 1e-5
-# The first sigma to test is this far above the estimated root.
+# The first sigma that is tested exactly is the estimate times 1 + _SAFE, so that it likely passes.
 _SAFE = 2e-4
 
 
 def calibrate_sigma(
     plan: Rounds, target_epsilon: float, delta: float, view: View = "server_worst"
 ) -> float:
-    """Return the smallest sigma, within 1e-3 and at least 0.01, that keeps `view` at the target.
+    """Return the smallest sigma >= 0.01 whose epsilon does not exceed the target.
 
-    The noise of `plan.step` is ignored. `plan.probability` is the participation S/N.
+    The relative precision is 1e-3. Raise DpfedError if no sigma is large enough.
+
+    plan  rounds and mechanism, with participation S/N as `probability`; its noise is ignored
+    view  the observer whose epsilon is meant, as in `view_epsilon`
     """
     check_delta(delta)
     _check_target(target_epsilon)
@@ -74,9 +78,10 @@ def _check_target(target_epsilon: float) -> None:
 
 
 def _coarse_epsilon(plan: Rounds, target: float, delta: float) -> float:
-    """Epsilon on a wider grid than the reported one: fast, a little too large, for searching only.
+    """Return a quick estimate of epsilon, a little too large, that only guides the search.
 
-    RDP is near enough far above the target, where the grid of the target would be far too fine.
+    Its loss grid is wider than that of the reported epsilon. Far above the target it returns the
+    Renyi DP estimate instead, because a grid that suits the target would be far too fine there.
     """
     terms = canonical([plan.term])
     rough = rough_epsilon(terms, delta)
@@ -92,10 +97,10 @@ def _coarse_epsilon(plan: Rounds, target: float, delta: float) -> float:
 def smallest_sigma(
     exact: Callable[[float], float], target: float, coarse: Callable[[float], float]
 ) -> float:
-    """Return the smallest sigma, within 1e-3, with exact(sigma) <= target.
+    """Return the smallest sigma with exact(sigma) <= target, to a relative precision of 1e-3.
 
-    Epsilon falls as sigma grows. `coarse` is a cheaper estimate of `exact`: it only chooses where
-    `exact` is computed.
+    exact   sigma -> epsilon, decreasing
+    coarse  sigma -> a cheap estimate of epsilon, which only decides where `exact` is computed
     """
     _check_target(target)
     computed: dict[float, float] = {}
@@ -105,10 +110,12 @@ def smallest_sigma(
         return computed[sigma]
 
     guess = _crossing(coarse, target, (1.0, 2.0), _COARSE_TOLERANCE)
-    # A good guess needs two exact figures: a sigma just above the root, and one that fails below.
+    # With a good guess, two exact epsilons suffice: a sigma just above the root that passes, and
+    # one just below it that fails.
     start = (guess * (1 + _SAFE), 1 + 0.9 * RELATIVE_TOLERANCE)
     _crossing(recorded, target, start, RELATIVE_TOLERANCE)
-    # A root search may end on either side of the target, so only computed figures decide.
+    # The root search may end with a sigma that misses the target, so choose among those sigmas
+    # whose exact epsilon was computed.
     enough = [sigma for sigma, epsilon in computed.items() if epsilon <= target]
     if not enough:
         raise DpfedError(_impossible(target, computed[max(computed)]))
@@ -121,10 +128,13 @@ def _crossing(
     start: tuple[float, float],
     tolerance: float,
 ) -> float:
-    """Return a sigma within the relative tolerance of the one where epsilon crosses the target.
+    """Return the sigma at which epsilon crosses the target, to a relative `tolerance`.
 
-    `start` is a sigma and a factor. The search multiplies or divides the sigma by growing powers of
-    the factor. Without a crossing it returns the smallest or largest sigma that is allowed.
+    If epsilon does not cross the target, return the smallest or largest sigma that is allowed.
+
+    epsilon_at  sigma -> epsilon, decreasing
+    start       first sigma, and a factor by whose growing powers it is multiplied or divided until
+                epsilon has crossed the target
     """
     lowest = math.log(_SMALLEST_SIGMA)
     highest = math.log(LARGEST_SIGMA)

@@ -1,8 +1,10 @@
-"""The privacy statement of a plan: each observer's guarantee, and the facts assumed public.
+"""The privacy statement of a plan: the epsilon of each observer, and what it assumes.
 
-A statement is fixed before anything is released. It contains every mechanism that a client may run
-and, per round, the fewest clients that a cohort can be drawn from. It does not depend on who took
-part. Never publish the third-party figure together with figures of single clients: it holds only
+The statement is fixed before anything is released, so it does not depend on who takes part. It
+contains every mechanism that a client may run, and for each round the fewest clients from which the
+cohort can be drawn.
+
+Never publish the third party's epsilon together with epsilons of single clients. It holds only
 while nobody outside knows who took part. See docs/privacy.md, "Two observers".
 """
 
@@ -44,21 +46,26 @@ NOT_COVERED = (
 UNCOUNTED = (
     "epsilon holds only if what training started from was not trained on these clients' records"
 )
-# More mechanisms than this are replaced by one that costs at least as much as each of them.
+# A plan with more distinct mechanisms is accounted for by one mechanism whose privacy loss is at
+# least that of each of them. This saves time.
 MAX_EXACT_KINDS = 8
 
 Chances = tuple[tuple[float, int], ...]
-"""(probability that a client is drawn in a round, number of such rounds), fixed in advance."""
+"""Pairs (probability that a client is drawn in a round, number of rounds with this probability)."""
 
 
 def fewest_eligible(
     clients: int, cohort: int, rounds: int, limits: Sequence[int] | None
 ) -> list[tuple[int, int]]:
-    """Return (fewest clients that a round can be drawn from, for how many rounds).
+    """Return pairs (fewest clients that can be eligible, number of consecutive rounds).
 
-    `limits` is the number of rounds that each client's budget allows. Before round t there were
-    S(t-1) participations. They exhaust the most clients if they fall on the smallest limits; a
-    limit of L takes L rounds. The real course depends on who took part, so it may not be used.
+    A client whose budget is spent is no longer eligible, so the others are drawn more often. Who is
+    eligible in fact depends on who took part, so the statement uses this lower bound instead.
+
+    limits  the number of rounds that each client's budget allows; None without budgets
+
+    Before round t there were S(t-1) participations. They spend the most budgets if they fall on the
+    clients with the smallest limits. A limit of L rounds needs at least L rounds to be spent.
     """
     if limits is None:
         return [(clients, rounds)]
@@ -79,7 +86,11 @@ def fewest_eligible(
 
 
 def chances(cohort: int, eligible: Sequence[tuple[int, int]], colluding: int = 0) -> Chances:
-    """The probability of being drawn; `colluding` fellow clients know when they were not drawn."""
+    """Return the probability that a client is drawn, for each stretch of rounds.
+
+    eligible   pairs (eligible clients, number of rounds), as `fewest_eligible` returns them
+    colluding  clients that tell the third party when they were not drawn
+    """
     return tuple(
         (1.0 if n <= cohort else participation_probability(cohort, n, min(colluding, n - 1)), count)
         for n, count in eligible
@@ -89,7 +100,12 @@ def chances(cohort: int, eligible: Sequence[tuple[int, int]], colluding: int = 0
 def delta_warning(
     delta: float, largest: int, unit: str = "record", section: str = "privacy"
 ) -> str | None:
-    """Return a warning if delta is at least 1 / (10 R); `largest` is R, the most units held."""
+    """Return a warning if delta is at least 1 / (10 R), else None.
+
+    largest  R, the number of protected units of the largest client
+    unit     name of the protected unit
+    section  configuration section that contains delta
+    """
     if delta < 1 / (10 * largest):
         return None
     advice = 10.0 ** math.floor(math.log10(0.999 / (10 * largest)))
@@ -107,29 +123,35 @@ def delta_warning(
 
 
 def is_large_delta(delta: float, largest: int) -> bool:
-    """Return True if a client of `largest` units may lose one of them within delta."""
+    """Return True if delta is at least 1 / `largest`.
+
+    Such a guarantee is too weak: publishing one of the client's `largest` units at random meets it.
+    """
     return delta >= 1 / largest
 
 
 def refuse_large_delta(
     delta: float, largest: int, unit: str, allowed: bool, section: str = "privacy"
 ) -> None:
-    """Refuse a delta of at least 1 / R, unless `section` allows it."""
+    """Raise DpfedError if delta is at least 1 / `largest` and the user has not allowed this.
+
+    allowed  value of `allow_large_delta` in this section of the configuration
+    """
     if is_large_delta(delta, largest) and not allowed:
         why = delta_warning(delta, largest, unit, section)
         raise DpfedError(f"{why} ({section}.allow_large_delta = true runs it anyway)")
 
 
 Prior = tuple[tuple[Mechanism, int], ...]
-"""(mechanism, number of local steps) of everything that was released before."""
+"""Pairs (mechanism, number of local steps) of everything that was released before this run."""
 
 
 @dataclass(frozen=True)
 class PriorSpending:
-    """Privacy spent on the weights or the adapter that a run starts from.
+    """Privacy spent earlier on the weights or the adapter from which a run starts.
 
-    prior      releases, counted for every client
-    uncounted  True if the start may have used these clients' records without a record of the cost
+    prior      the earlier releases; they are added to the history of every client
+    uncounted  True if records of these clients may have been used at a cost that nobody recorded
     notes      sentences for the user
     """
 
@@ -143,10 +165,16 @@ NO_PRIOR_SPENDING = PriorSpending()
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan of T rounds of K local steps, for clients that run one of the mechanisms `kinds`.
+    """A plan as the accountant sees it: T rounds of K local steps.
 
+    kinds             the distinct mechanisms of the clients
+    local_steps       K
+    participation     share of the clients in each round, S/N
+    chances           probability of being drawn in each round, for the third party's epsilon
+    delta             delta of the guarantee
+    unit              name of the protected unit
     prior, uncounted  as in `PriorSpending`
-    largest           units of the largest client; None where unknown
+    largest           protected units of the largest client; None if unknown
     """
 
     kinds: tuple[Mechanism, ...]
@@ -161,7 +189,7 @@ class Planned:
 
     @property
     def warnings(self) -> list[str]:
-        """Reasons why the figures of this plan are worth little."""
+        """Sentences that say why the guarantee of this plan is weak; empty if it is not."""
         found = None if self.largest is None else delta_warning(self.delta, self.largest, self.unit)
         return [found] if found else []
 
@@ -171,7 +199,10 @@ class Planned:
 
     @cached_property
     def worst_kind(self) -> Mechanism:
-        """The mechanism with the largest epsilon, or one that costs at least as much."""
+        """The mechanism with the largest epsilon.
+
+        With more than MAX_EXACT_KINDS mechanisms, it is one whose epsilon is at least that large.
+        """
         return max(
             self._accounted_kinds,
             key=lambda kind: server_epsilon(kind, self.local_steps, self.rounds, self.delta),
@@ -179,15 +210,16 @@ class Planned:
 
     @property
     def bound(self) -> list[tuple[Mechanism, int]]:
-        """A history that costs at least as much as any client's, at every delta.
+        """A history whose epsilon is at least that of every client, at every delta.
 
-        The costliest kind will not do: kinds of equal epsilon at this delta differ at another.
+        `worst_kind` is not enough: it has the largest epsilon at this delta, but perhaps not at
+        another.
         """
         return [*self.prior, (self._dominating, self.local_steps * self.rounds)]
 
     @property
     def histories(self) -> list[list[tuple[Mechanism, int]]]:
-        """One history per kind, of clients that take part in every round."""
+        """For each mechanism the history of a client that takes part in every round."""
         return self._histories_after(self.rounds)
 
     def _histories_after(self, rounds: int) -> list[list[tuple[Mechanism, int]]]:
@@ -200,7 +232,7 @@ class Planned:
 
     @cached_property
     def _dominating(self) -> Mechanism:
-        """The highest rate with the least noise."""
+        """The mechanism with the highest rate and the least noise of all `kinds`."""
         return replace(
             self.kinds[0],
             rate=max(kind.rate for kind in self.kinds),
@@ -216,7 +248,7 @@ class Planned:
         return self.server(expected_rounds(self.rounds, self.participation))
 
     def server(self, rounds: int) -> float:
-        """The server's epsilon for the costliest client after it took part in `rounds` rounds."""
+        """Return the server's epsilon after `rounds` rounds, the largest over the mechanisms."""
         if self.prior:
             return max(epsilon(h, self.delta).value for h in self._histories_after(rounds))
         if self.kinds[0].sampling == "poisson":
@@ -228,7 +260,7 @@ class Planned:
 
     @cached_property
     def third_party(self) -> float:
-        """The third party's epsilon, at most the server's figure."""
+        """The third party's epsilon after all rounds; it is at most the server's epsilon."""
         return self.third_party_after(self.rounds)
 
     def third_party_after(self, rounds: int) -> float:
@@ -254,12 +286,20 @@ class Planned:
         return assumptions(self.kinds, self.delta, self.unit, self.prior, self.uncounted)
 
     def over_rounds(self, points: int = 25) -> tuple[list[int], list[float], list[float]]:
-        """(rounds, server's figure, third party's figure) after some of the rounds, for a plot."""
+        """Return three lists for a plot of at most `points` points.
+
+        They hold round numbers, and after each of these rounds the server's epsilon and the third
+        party's epsilon.
+        """
         at = sorted({round(1 + i * (self.rounds - 1) / max(1, points - 1)) for i in range(points)})
         return at, [self.server(t) for t in at], [self.third_party_after(t) for t in at]
 
     def meaning(self) -> dict[str, float]:
-        """Figures that explain an epsilon: membership advantage, and epsilon under replace-one."""
+        """Return numbers that explain epsilon, by name.
+
+        membership_advantage  largest advantage of a membership test of one record
+        replace_one           epsilon if one record is replaced, for Poisson sampling only
+        """
         figures = {"membership_advantage": max(map(membership_advantage, self.histories))}
         if self.kinds[0].sampling == "poisson":
             figures["replace_one"] = max(
@@ -268,18 +308,21 @@ class Planned:
         return figures
 
     def curve(self, epsilons: Sequence[float]) -> list[tuple[float, float]]:
-        """(epsilon, delta) pairs that hold at the same time, for every client."""
+        """Return for each given epsilon the pair (epsilon, delta) that holds for every client."""
         return [(e, max(delta_at(history, e) for history in self.histories)) for e in epsilons]
 
     def tuned(self, runs: int) -> float:
-        """Epsilon of the best of `runs` runs on the same data, all of them counted."""
+        """Return the epsilon of publishing the best of `runs` runs on the same data."""
         return max(tuning_epsilon(history, self.delta, runs) for history in self.histories)
 
 
 def assumptions(
     kinds: Sequence[Mechanism], delta: float, unit: str, prior: Prior = (), uncounted: bool = False
 ) -> str:
-    """Return the facts beside an epsilon: delta, neighbours, unit, sampling, noise, accountant."""
+    """Return the text that states what an epsilon means.
+
+    It names delta, the neighbouring relation, the protected unit, sampling, noise and accountant.
+    """
     first = kinds[0]
     accountant = "PLD" if first.sampling == "poisson" else "RDP"
     rates = _span([kind.rate for kind in kinds], show_rate)
@@ -303,14 +346,17 @@ def assumptions(
 
 
 def _span(values: Sequence[float], show: Callable[[float], str]) -> str:
-    """Return one value as text, or the least and the greatest of several."""
+    """Return "least to greatest" of the values as text, or one value if both texts are equal."""
     least = show(min(values))
     most = show(max(values))
     return least if least == most else f"{least} to {most}"
 
 
 def asymptotic(planned: Planned, clients: int | None) -> dict[str, float]:
-    """The paper's formulas (13) and (14) with constant 1: for comparison only, not a guarantee."""
+    """Return the epsilons of formulas (13) and (14) of the DP-FedAdamW paper, with constant 1.
+
+    They are for comparison only and guarantee nothing. Formula (14) needs the number of clients.
+    """
     kind = planned.worst_kind
     steps = planned.rounds * planned.local_steps
     logs = math.log(2 * planned.rounds / planned.delta) * math.log(2 / planned.delta)

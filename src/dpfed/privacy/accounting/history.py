@@ -1,4 +1,4 @@
-"""The history of a client: every noised release, as mechanisms and numbers of steps."""
+"""The history of a client: which mechanisms it executed, and for how many local steps each."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.published import show_setting
 
 History = Sequence[tuple[Mechanism, int]]
-"""(mechanism, number of local steps) in any order."""
+"""Pairs (mechanism, number of local steps), in any order."""
 
 Floats = npt.NDArray[np.float64]
 
-# Below it, rounding in the Fourier transforms is no longer small beside delta.
+# Smaller deltas are refused, because rounding errors of the Fourier transforms would be too large
+# in relation to delta.
 SMALLEST_DELTA = 1e-10
 
 
 def check_delta(delta: float) -> None:
-    """Refuse a delta outside (0, 1), or one that double precision cannot certify."""
+    """Raise DpfedError for a delta outside (0, 1), or too small for double precision."""
     if not 0 < delta < 1:
         raise DpfedError(f"delta must lie strictly between 0 and 1, not {show_setting(delta)}.")
     if delta < SMALLEST_DELTA:
@@ -32,7 +33,11 @@ def check_delta(delta: float) -> None:
 
 
 def released(history: History) -> list[tuple[Mechanism, int]]:
-    """Return the entries with at least one step; refuse entries of different adjacencies."""
+    """Return the entries with at least one step.
+
+    Raise DpfedError if the entries mix Poisson and fixed-size sampling. The two are accounted for
+    under different neighbouring relations, so no single epsilon covers both.
+    """
     for _, steps in history:
         if steps < 0:
             raise DpfedError(f"a history cannot hold {steps} steps.")

@@ -1,7 +1,7 @@
-"""Privacy-loss distributions of Poisson-subsampled Gaussian steps, composed on a grid.
+"""Privacy-loss distributions of Poisson-subsampled Gaussian steps, composed on a grid of losses.
 
-Every approximation errs towards the larger epsilon: grids are pessimistic (connect the dots), and
-noise too rare for the grid counts as an infinite loss.
+Every approximation makes epsilon larger, never smaller. Losses are moved to grid points with the
+pessimistic connect-the-dots method. Noise that is too rare for the grid counts as an infinite loss.
 """
 
 from __future__ import annotations
@@ -23,16 +23,23 @@ from dpfed.privacy.mechanism import Mechanism
 
 Relation = Literal["add/remove one", "replace one"]
 
-# Natural logarithm of the probability of one step's noise that counts as an infinite loss.
+# Noise of one step in a tail of probability e^_LOG_TAIL counts as an infinite loss.
 _LOG_TAIL = -50.0
-# Above this epsilon the grid grows with epsilon, so that memory stays bounded.
+# Above this epsilon the grid width grows with epsilon, so that the memory needed stays bounded.
 _COARSEST_EPSILON = 200.0
 
 
 class Term(NamedTuple):
-    """`rounds` rounds of `steps` Poisson-subsampled Gaussian steps, each taken with `probability`.
+    """Rounds of Poisson-subsampled Gaussian steps.
 
-    The adversary learns which rounds were taken; only delta is averaged over that choice.
+    The accounting lets the adversary learn in which rounds the client takes part. Only delta is
+    averaged over this random choice.
+
+    rate         sampling rate
+    multiplier   effective noise multiplier
+    steps        steps in a round
+    probability  that the client takes part in a round
+    rounds       number of rounds
     """
 
     rate: float
@@ -50,7 +57,7 @@ class Term(NamedTuple):
 
 
 def terms_of(history: History) -> tuple[Term, ...]:
-    """Return the canonical terms of a Poisson history."""
+    """Return the history as terms, joined and sorted by `canonical`; refuse fixed-size sampling."""
     entries = released(history)
     if any(mechanism.sampling != "poisson" for mechanism, _ in entries):
         raise DpfedError(
@@ -61,9 +68,10 @@ def terms_of(history: History) -> tuple[Term, ...]:
 
 
 def canonical(terms: Iterable[Term]) -> tuple[Term, ...]:
-    """Join terms that differ only in a count, drop empty ones, and sort them.
+    """Return equivalent terms in a unique form, so that equal histories have one cache entry.
 
-    Rounds that are certainly taken are joined by their steps.
+    Terms that differ only in their number of rounds are joined, and terms without steps are
+    dropped. Rounds with probability 1 are joined to one round of all their steps.
     """
     counts: dict[Term, int] = {}
     for term in terms:
@@ -83,9 +91,10 @@ def canonical(terms: Iterable[Term]) -> tuple[Term, ...]:
 
 
 def _gaussian_residual(epsilons: Floats, multiplier: float) -> Floats:
-    """Divergence of N(1, s^2) from N(0, s^2) less (1 - e^epsilon)_+.
+    """Return delta(epsilon) - max(0, 1 - e^epsilon) of the Gaussian mechanism at each epsilon.
 
-    Balle and Wang 2018, Theorem 8.
+    delta(epsilon) is the hockey-stick divergence of N(1, s^2) from N(0, s^2), by Balle and Wang
+    2018, Theorem 8. The noise multiplier is s.
     """
     at = np.abs(epsilons)
     half = 0.5 / multiplier
@@ -95,16 +104,21 @@ def _gaussian_residual(epsilons: Floats, multiplier: float) -> Floats:
 
 
 def _residual(losses: Floats, rate: float, multiplier: float) -> Floats:
-    """delta(epsilon) of (1-q)N(0)+qN(1) against N(0), less (1 - e^epsilon)_+.
+    """Return delta(epsilon) - max(0, 1 - e^epsilon) of one subsampled step at each loss.
 
-    Subsampling makes it q times the Gaussian's at log(1 + (e^epsilon - 1)/q), and 0 below log(1-q).
-    Subtracting the large common part keeps full relative precision on fine grids.
+    delta(epsilon) is the hockey-stick divergence of (1-q) N(0, s^2) + q N(1, s^2) from N(0, s^2).
+    The result equals q times `_gaussian_residual` at log(1 + (e^epsilon - 1)/q). It is 0 for an
+    epsilon below log(1-q). Subtracting max(0, 1 - e^epsilon), the larger part of delta, keeps full
+    relative precision on fine grids.
+
+    losses  the epsilons at which delta is needed
+    rate    sampling rate q
     """
     with np.errstate(over="ignore"):
         inner = np.expm1(losses) / rate
     residual = np.zeros_like(losses)
     above = inner > -1
-    # log1p(inner) without overflow at losses of several hundred
+    # This is log1p(inner), written so that it does not overflow at losses of several hundred.
     unsampled_losses = np.where(
         losses[above] > 500,
         losses[above] - math.log(rate),
@@ -115,10 +129,13 @@ def _residual(losses: Floats, rate: float, multiplier: float) -> Floats:
 
 
 def _connect_dots(residual: Floats, lower: int, interval: float) -> Any:
-    """Pessimistic connect-the-dots from residuals at grid points lower, lower+1, ...
+    """Return a pessimistic discrete loss distribution with the deltas of these residuals.
 
-    Doroshenko et al. 2022, Algorithm 1. Its second difference maps 1 - e^epsilon to 0, and the kink
-    of (1 - e^epsilon)_+ to a unit mass at loss 0.
+    This is Algorithm 1 of Doroshenko et al. 2022, a second difference of delta(epsilon). Here it is
+    applied to the residual delta(epsilon) - max(0, 1 - e^epsilon). A mass of 1 at loss 0 then
+    restores the subtracted term.
+
+    residual  residuals at the losses lower * interval, (lower + 1) * interval, ...
     """
     change = np.diff(residual)
     masses = np.empty_like(residual)
@@ -130,7 +147,7 @@ def _connect_dots(residual: Floats, lower: int, interval: float) -> Any:
 
 
 def _loss_range(rate: float, multiplier: float, log_tail: float) -> tuple[float, float]:
-    """Smallest and largest loss of one step, except for noise of probability e^log_tail."""
+    """Return the smallest and largest loss of a step, ignoring noise of probability e^log_tail."""
     reach = (0.5 - multiplier * special.ndtri_exp(log_tail - math.log(2))) / multiplier**2
     stay = math.log1p(-rate) if rate < 1 else -math.inf
     least = np.logaddexp(stay, math.log(rate) - reach)
@@ -139,10 +156,11 @@ def _loss_range(rate: float, multiplier: float, log_tail: float) -> tuple[float,
 
 
 def _one_step(rate: float, multiplier: float, interval: float, log_tail: float) -> Any:
-    """One Poisson-subsampled Gaussian step under add/remove.
+    """Return the loss distribution of one subsampled step, for one added or removed record.
 
-    It equals dp_accounting's `from_gaussian_mechanism`, which computes one grid point at a time and
-    loses digits in the add direction. The grids used here are too fine for that.
+    It agrees with dp_accounting's `from_gaussian_mechanism`. That function computes one grid
+    point at a time, which is too slow for the fine grids used here. It also loses digits if a
+    record is added.
     """
     least, most = _loss_range(rate, multiplier, log_tail)
     lower = math.floor(least / interval)
@@ -152,7 +170,8 @@ def _one_step(rate: float, multiplier: float, interval: float, log_tail: float) 
     remove = _connect_dots(residual, lower, interval)
     if rate == 1:
         return dpa_pld.PrivacyLossDistribution(remove)
-    # Exchanging the two distributions turns r(epsilon) into e^epsilon r(-epsilon).
+    # Adding a record exchanges the two distributions of removing one. This turns the residual
+    # r(epsilon) into e^epsilon r(-epsilon).
     with np.errstate(under="ignore"):
         swapped = np.exp(-losses) * residual
     return dpa_pld.PrivacyLossDistribution(remove, _connect_dots(swapped[::-1], -upper, interval))
@@ -167,7 +186,7 @@ def _one_step_replace(rate: float, multiplier: float, interval: float) -> Any:
     )
 
 
-# Each entry takes about 50 MB at a large epsilon.
+# The cache is small, because each entry takes about 50 MB if epsilon is large.
 @lru_cache(maxsize=2)
 def compose(
     terms: tuple[Term, ...],
@@ -175,10 +194,15 @@ def compose(
     relation: Relation = "add/remove one",
     log_tail: float = _LOG_TAIL,
 ) -> Any:
-    """The privacy-loss distribution of all `terms` together, on a grid of width `interval`.
+    """Return the privacy-loss distribution of all `terms` composed.
 
-    A round taken with probability p has the mixture (1-p) * nothing + p * its steps, since delta is
-    linear in the distribution. T such rounds compose to sum_n Bin(n; T, p) delta_{nK}.
+    A round in which the client takes part with probability p has a mixture distribution: no loss
+    with probability 1-p, and the loss of its steps with probability p. T such rounds of K steps
+    have delta = sum_n Bin(n; T, p) delta_{nK}, because delta is linear in the distribution.
+
+    interval  grid width of the losses
+    relation  how neighbouring data sets differ
+    log_tail  natural logarithm of the noise probability that counts as an infinite loss
     """
     total: Any = None
     for term in terms:
@@ -195,11 +219,15 @@ def compose(
 
 
 def interval_for(epsilon: float, terms: tuple[Term, ...] = ()) -> float:
-    """The grid width for an epsilon: min(1e-4, epsilon/2000), at most a fifth of the loss spread.
+    """Return the grid width h that is fine enough to compute this epsilon of these terms.
 
-    It is rounded down to a power of two times 1e-4, so that results are reproducible. The width is
-    at least 1e-6 and 1/500,000 of the largest loss of a step; above epsilon 200 it is epsilon/2e6.
-    Rounding one step adds variance h^2/6: 0.7 % of the loss variance if h is a fifth of its root.
+    - h is the smallest of 1e-4, epsilon/2000 and a fifth of the loss spread.
+    - To limit memory, h is at least 1e-6 and at least 1/500,000 of the largest loss of a step. For
+      the same reason it grows to epsilon/2e6 above epsilon 200.
+    - h is rounded down to a power of two times 1e-4, so that results are reproducible.
+
+    Moving the losses of one step to the grid adds a variance of h^2/6. If h is a fifth of the loss
+    spread, this is 0.7 % of the variance of the losses.
     """
     finest = max(
         [1e-6, *(_loss_range(term.rate, term.multiplier, _LOG_TAIL)[1] / 5e5 for term in terms)]
@@ -211,7 +239,10 @@ def interval_for(epsilon: float, terms: tuple[Term, ...] = ()) -> float:
 
 
 def loss_spread(terms: tuple[Term, ...]) -> float:
-    """Root mean square privacy loss of one step to second order in q: q sqrt(e^(1/s^2) - 1)."""
+    """Return the root mean square of the privacy loss of one step, averaged over all steps.
+
+    For one step it is approximately q sqrt(e^(1/s^2) - 1), for rate q and noise multiplier s.
+    """
     if not terms:
         return math.inf
     counts = [term.steps * term.rounds * term.probability for term in terms]
@@ -220,13 +251,14 @@ def loss_spread(terms: tuple[Term, ...]) -> float:
 
 
 def rounding(steps: int) -> float:
-    """An upper bound on the delta that the Fourier transforms of `steps` steps may have lost.
+    """Return an upper bound on the error in delta after composing `steps` steps.
 
-    It is ten times the largest error measured against exact formulas.
+    The error comes from rounding in Fourier transforms. The bound is ten times the largest error
+    that was measured against exact formulas.
     """
     return 1e-13 + 1e-16 * steps
 
 
 def steps_of(terms: tuple[Term, ...]) -> int:
-    """Number of steps of all terms together."""
+    """Return the number of steps of all terms together."""
     return sum(term.steps * term.rounds for term in terms)

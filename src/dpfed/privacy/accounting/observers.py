@@ -1,9 +1,10 @@
 """The epsilon of each observer: the server, and a third party that sees only the global models.
 
-The server sees every message of a client and knows who took part; its figure is the headline. A
-third party must not know who took part. Its smaller figure is void as soon as a seed, a cohort or
-any per-client figure is public, and when clients choose for themselves whether they take part.
-See docs/privacy.md, "Two observers".
+The server sees every message and knows who took part. Its epsilon is the main result.
+
+The third party's epsilon is smaller, but it holds only while the third party does not know who took
+part. It is void if a seed, a cohort or any number about a single client becomes public. It is also
+void if clients decide themselves when they take part. See docs/privacy.md, "Two observers".
 """
 
 from __future__ import annotations
@@ -29,9 +30,14 @@ VIEWS = get_args(View)
 
 @dataclass(frozen=True)
 class Rounds:
-    """`rounds` rounds of `local_steps` steps; the client takes part in each with `probability`.
+    """Rounds in which a client takes part with the same probability.
 
-    The draw is secret. A history of changing cohorts has one `Rounds` per stretch of equal S/N.
+    A history in which S/N changes is a sequence of such objects.
+
+    step         mechanism of one local step
+    local_steps  local steps of the client in a round
+    rounds       number of rounds
+    probability  that the client takes part in a round; it stays secret who takes part
     """
 
     step: Mechanism
@@ -56,7 +62,11 @@ class Rounds:
 
 
 def participation_probability(cohort: int, clients: int, colluding: int = 0) -> float:
-    """S/(N-c): colluding clients know when they were not drawn, so only N-c share the secret."""
+    """Return S/(N-c), the probability that a client is drawn, as the third party can know it.
+
+    The c colluding clients tell when they were not drawn, so the S clients are then drawn among
+    only N-c clients.
+    """
     if not 1 <= cohort <= clients:
         raise DpfedError(f"a cohort of {cohort} cannot be drawn from {clients} clients.")
     if not 0 <= colluding < clients:
@@ -65,20 +75,21 @@ def participation_probability(cohort: int, clients: int, colluding: int = 0) -> 
 
 
 def server_epsilon(step: Mechanism, local_steps: int, rounds: int, delta: float) -> float:
-    """The server's epsilon for a client that took part in `rounds` rounds."""
+    """Return the server's epsilon for a client that took part in `rounds` rounds."""
     return epsilon([(step, local_steps * rounds)], delta).value
 
 
 def expected_rounds(rounds: int, participation: float) -> int:
-    """Expected number of rounds of one client, rounded up."""
+    """Return in how many of `rounds` rounds a client is expected to take part, rounded up."""
     return math.ceil(participation * rounds - 1e-9)
 
 
 def third_party_epsilon(history: Sequence[Rounds], delta: float) -> float:
-    """Smallest epsilon with sum_n P(n) delta_{nK}(epsilon) <= delta, n the rounds that were taken.
+    """Return the third party's epsilon for a client with this history.
 
-    n is Poisson-binomial over the history. Fixed-size sampling has no loss distribution here; the
-    mixture of its Renyi divergences is valid too, and looser.
+    It is the smallest epsilon with sum_n P(n) delta_{nK}(epsilon) <= delta. Here n is the number of
+    rounds in which the client took part, with a Poisson binomial distribution P. K is the number of
+    local steps. Fixed-size sampling uses Renyi DP instead, which gives a valid but larger epsilon.
     """
     check_delta(delta)
     possible = [
@@ -86,7 +97,8 @@ def third_party_epsilon(history: Sequence[Rounds], delta: float) -> float:
         for part in history
         if part.probability > 0 and part.rounds > 0 and part.local_steps > 0
     ]
-    # The server's figure is the check. It refuses histories that no single epsilon covers.
+    # The server's Renyi epsilon is an upper bound to check against. Computing it also refuses
+    # histories that mix the two kinds of sampling.
     bound = rdp_epsilon([(part.step, part.local_steps * part.rounds) for part in possible], delta)
     if possible and possible[0].step.sampling == "fixed_wor":
         curves = [
@@ -102,7 +114,12 @@ def third_party_epsilon(history: Sequence[Rounds], delta: float) -> float:
 
 
 def as_seen(view: View, plan: Rounds) -> Rounds:
-    """Return the plan with the participation of a view; the server knows each round's cohort."""
+    """Return the plan with the participation that counts for this view.
+
+    server_worst     the client takes part in every round
+    server_expected  the client takes part in the expected number of rounds
+    third_party      the plan itself: the third party does not know who takes part
+    """
     if view == "server_worst":
         return replace(plan, probability=1.0)
     if view == "server_expected":
@@ -112,7 +129,7 @@ def as_seen(view: View, plan: Rounds) -> Rounds:
 
 
 def view_epsilon(view: View, plan: Rounds, delta: float) -> float:
-    """The epsilon of one view of a plan whose participation S/N is `plan.probability`."""
+    """Return the epsilon of one view; the participation S/N of the plan is its `probability`."""
     if view == "third_party":
         return third_party_epsilon([plan], delta)
     seen = as_seen(view, plan)

@@ -1,4 +1,4 @@
-"""A privacy plan from plain numbers: the epsilon of a setting without a configuration."""
+"""Build a plan from plain numbers, to compute its epsilon without a configuration or data."""
 
 from __future__ import annotations
 
@@ -15,11 +15,18 @@ from dpfed.privacy.published import show_setting
 
 @dataclass(frozen=True, kw_only=True)
 class PlanNumbers:
-    """The numbers of a plan; exactly one of `sigma` and `target_epsilon` is given.
+    """The numbers of a plan. Exactly one of `sigma` and `target_epsilon` is given.
 
-    records, batch            units of one client and expected batch; their ratio is the rate
-    batches, releases         batches per local step, and releases per batch
-    participation, colluding  share of clients per round, and clients that help the third party
+    records         protected units of one client
+    batch           expected batch size; batch / records is the sampling rate
+    sigma           noise multiplier
+    target_epsilon  epsilon for which the noise multiplier is computed
+    participation   share of the clients in each round
+    batches         batches in each local step
+    releases        releases of each batch
+    view            observer for whom the target epsilon holds
+    clients         number of clients; None if unknown
+    colluding       clients that help the third party
     """
 
     records: int
@@ -38,7 +45,7 @@ class PlanNumbers:
     colluding: int
 
     def planned(self) -> Planned:
-        """Return the checked plan, with calibrated noise where a target is given."""
+        """Check the numbers and return the plan; a target epsilon decides its noise multiplier."""
         self._refuse_impossible()
         participation = odds = self.participation
         if self.clients is not None:

@@ -1,7 +1,8 @@
-"""Epsilon and delta of a history of noised steps.
+"""Epsilon and delta of a client's history.
 
-Poisson sampling: privacy-loss distributions under add/remove one record, with Renyi DP beside them
-as a check that must not be smaller. Fixed-size sampling: Renyi DP under replace one record.
+Poisson sampling is accounted for with privacy-loss distributions (PLD), where neighbours differ by
+one added or removed record. Renyi DP (RDP) checks every result: its epsilon must not be smaller.
+Fixed-size sampling is accounted for with RDP, where neighbours differ by one replaced record.
 """
 
 from __future__ import annotations
@@ -34,17 +35,22 @@ from dpfed.privacy.accounting.rdp import (
     rdp_of_step,
 )
 
-# Relative excess over RDP that the pessimistic grid of PLD may cause.
+# Accepted relative excess of a PLD epsilon over the RDP epsilon, because the grid of PLD rounds up.
 _RDP_SLACK = 1e-6
 
 
 class AccountingError(RuntimeError):
-    """Two accountants contradict each other: a defect of this program, never of its user."""
+    """Raised if two accountants contradict each other, which is always a defect of this program."""
 
 
 @dataclass(frozen=True)
 class Epsilon:
-    """An epsilon with the accountant and the adjacency that it holds for."""
+    """An epsilon and how it was computed.
+
+    value       epsilon
+    accountant  "PLD" or "RDP"
+    adjacency   neighbouring relation for which epsilon holds
+    """
 
     value: float
     accountant: str
@@ -55,39 +61,44 @@ class Epsilon:
 def epsilon_of_terms(
     terms: tuple[Term, ...], delta: float, relation: Relation = "add/remove one"
 ) -> float:
-    """Smallest epsilon with delta(epsilon) <= delta, on a grid as fine as that epsilon needs."""
+    """Return the PLD epsilon: the smallest one with delta(epsilon) <= delta.
+
+    The loss grid is refined until it is as fine as this epsilon needs. The result is 0 without
+    terms, and infinite if a term has no noise.
+    """
     if not terms:
         return 0.0
     if any(term.multiplier == 0 for term in terms):
         return math.inf
-    # RDP says nothing about a small epsilon.
+    # Start no finer than 1e-4, because RDP estimates small epsilons badly.
     interval = max(1e-4, interval_for(rough_epsilon(terms, delta)))
     while True:
         distribution = compose(terms, interval, relation)
         value = float(distribution.get_epsilon_for_delta(delta - rounding(steps_of(terms))))
         wanted = interval_for(value, terms)
-        # An epsilon of 0 cannot become smaller.
+        # Also stop at 0 and infinity, which a finer grid does not change.
         if value == 0 or not math.isfinite(value) or interval <= wanted:
             return value
         interval = wanted
 
 
 def rough_epsilon(terms: tuple[Term, ...], delta: float) -> float:
-    """An RDP estimate that chooses the first grid; too fine a grid would exhaust memory."""
+    """Return an RDP estimate of epsilon, to choose a first grid that is not too fine for memory."""
     curves = (t.steps * t.rounds * rdp_of_step("poisson", t.rate, t.multiplier) for t in terms)
     return min(rdp_curve_epsilon(sum(curves, np.zeros(len(ORDERS))), delta), 1e12)
 
 
 def pld_epsilon(history: History, delta: float) -> float:
-    """Epsilon of a Poisson history under add/remove by PLD; infinite without noise."""
+    """Return the PLD epsilon of a history of Poisson sampling; infinite without noise."""
     check_delta(delta)
     return epsilon_of_terms(terms_of(history), delta)
 
 
 def replace_one_epsilon(history: History, delta: float) -> float:
-    """Epsilon when one record is replaced by another of norm at most C.
+    """Return epsilon for neighbours that differ by one replaced record.
 
-    A Poisson history has it beside the reported figure. Fixed-size sampling reports it.
+    For Poisson sampling this number is additional information. For fixed-size sampling it is the
+    epsilon that `epsilon` reports.
     """
     check_delta(delta)
     entries = released(history)
@@ -97,7 +108,13 @@ def replace_one_epsilon(history: History, delta: float) -> float:
 
 
 def check_against_rdp(value: float, bound: float) -> None:
-    """Refuse a PLD epsilon above RDP: both bound the same truth and RDP is the looser one."""
+    """Raise AccountingError if a PLD epsilon exceeds the RDP epsilon.
+
+    Both are upper bounds on the same epsilon, and the RDP bound is the looser one.
+
+    value  PLD epsilon
+    bound  RDP epsilon
+    """
     if value > bound * (1 + _RDP_SLACK) + 1e-9:
         raise AccountingError(
             f"the PLD epsilon {value!r} exceeds its RDP check {bound!r}; neither may be used."
@@ -105,7 +122,7 @@ def check_against_rdp(value: float, bound: float) -> None:
 
 
 def epsilon(history: History, delta: float) -> Epsilon:
-    """The epsilon to report: PLD checked by RDP for Poisson sampling, RDP for fixed size."""
+    """Return the epsilon to report: PLD with its RDP check, or RDP for fixed-size sampling."""
     check_delta(delta)
     entries = released(history)
     bound = rdp_epsilon(entries, delta)
@@ -117,7 +134,7 @@ def epsilon(history: History, delta: float) -> Epsilon:
 
 
 def delta_curve(history: History, epsilons: Sequence[float]) -> list[float]:
-    """delta(epsilon) of the history at each given epsilon >= 0, rounded up."""
+    """Return delta(epsilon) of the history, rounded up, for each given epsilon >= 0."""
     if any(not at >= 0 for at in epsilons):
         raise DpfedError("delta(epsilon) is asked for at epsilons of 0 or more.")
     entries = released(history)
@@ -138,34 +155,40 @@ def delta_curve(history: History, epsilons: Sequence[float]) -> list[float]:
 
 
 def _distribution_for_deltas(terms: tuple[Term, ...]) -> Any:
-    """A loss distribution whose grid is fine against the spread of losses, as delta(0) shows it."""
+    """Return the composed loss distribution on a grid that is fine enough to compute deltas.
+
+    The grid is refined until it is fine in relation to the spread of the losses. delta(0), the
+    delta at epsilon 0, measures this spread.
+    """
     interval = interval_for(rough_epsilon(terms, 1e-5), terms)
     while True:
         distribution = compose(terms, interval)
         wanted = interval_for(4 * float(distribution.get_delta_for_epsilon(0.0)), terms)
-        # Above 1e-4 epsilon is over 200, and delta(0) is 1.
+        # Accept a grid wider than 1e-4: epsilon is then over 200, and delta(0) is 1 on any grid.
         if interval <= wanted or interval > 1e-4:
             return distribution
         interval = wanted
 
 
 def delta_at(history: History, at: float) -> float:
-    """delta(epsilon) of the history at one epsilon."""
+    """Return delta(epsilon) of the history for the epsilon `at`."""
     return delta_curve(history, [at])[0]
 
 
 def membership_advantage(history: History) -> float:
-    """Largest true-positive minus false-positive rate of any membership test of one record.
+    """Return the largest advantage of any membership test of one record.
 
-    It is delta at epsilon 0. For fixed-size sampling the test is "this record or that one".
+    The advantage is the true-positive rate minus the false-positive rate. Its maximum equals delta
+    at epsilon 0. For fixed-size sampling the test decides which of two records is in the data.
     """
     return delta_at(history, 0.0)
 
 
 def tuning_epsilon(history: History, delta: float, runs: int) -> float:
-    """Epsilon of the best of `runs` runs, each with this `history`, on the same data.
+    """Return the epsilon of `runs` runs with this history each, on the same data.
 
-    All runs are composed, so the choice may be made in any way, and every run may be published.
+    All runs are composed. The user may therefore choose the best run in any way, and may even
+    publish every run.
     """
     check_delta(delta)
     if runs < 1:

@@ -1,8 +1,9 @@
-"""Epsilon of very many clients at once (server's figure, Poisson sampling).
+"""The server's epsilon of very many clients at once, for Poisson sampling.
 
-Epsilon grows with the rate and the number of rounds and falls with the noise. So a client may be
-moved to the next worse point of a grid, where one loss distribution serves many clients. The result
-is an upper bound; the grid is refined where neighbouring points differ by more than the tolerance.
+Epsilon grows with the sampling rate and the number of rounds, and falls with the noise. Each client
+is therefore bounded by a grid point with at least its rate and rounds, and at most its noise. Many
+clients share a grid point, so few loss distributions are computed. Where the epsilons of
+neighbouring points differ by more than the tolerance, the grid is refined.
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ from dpfed.privacy.mechanism import Mechanism
 
 Ints = npt.NDArray[np.int64]
 
-# On a finer grid only an epsilon next to 0 can still differ between neighbours.
+# The grid is not refined further: neighbours then differ only where epsilon is almost 0.
 _FINEST_WIDTH = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
 class Population:
-    """The clients, one entry each: sampling rate, effective noise multiplier, rounds taken.
+    """All clients. Arrays have one entry per client.
 
-    `steps` is the number of batches that one client draws in one round.
+    rates        sampling rate
+    multipliers  effective noise multiplier
+    rounds       number of rounds in which the client took part
+    steps        batches that a client draws in one round, equal for all clients
     """
 
     rates: Floats
@@ -51,7 +55,11 @@ class Population:
 
     @classmethod
     def of(cls, kinds: Sequence[Mechanism], rounds: npt.ArrayLike, local_steps: int) -> Self:
-        """Clients with these mechanisms; all share the number of batches of the first."""
+        """Build a population of clients with these mechanisms.
+
+        kinds   mechanism of each client; all have the same number of batches
+        rounds  number of rounds of each client, or one number for all
+        """
         return cls(
             np.array([kind.rate for kind in kinds]),
             np.array([kind.effective_multiplier for kind in kinds]),
@@ -61,19 +69,22 @@ class Population:
 
     @property
     def active(self) -> Ints:
-        """Clients that took at least one step."""
+        """Numbers of the clients that took at least one step."""
         return np.flatnonzero(self.rounds * self.steps > 0)
 
     def exact(self, client: int, delta: float) -> float:
-        """The reported figure of a single client, with its RDP check."""
+        """Return the exact epsilon of one client, as it is reported, with its RDP check."""
         step = Mechanism("poisson", float(self.rates[client]), float(self.multipliers[client]))
         return epsilon([(step, int(self.steps * self.rounds[client]))], delta).value
 
     def front(self, clients: Ints) -> list[int]:
-        """The clients that may have the largest epsilon: no other is worse in all respects."""
+        """Return the clients that can have the largest epsilon (the Pareto front).
+
+        No other client has at least their rate and rounds and at most their noise.
+        """
         front: list[int] = []
         while len(clients):
-            # The client with most rounds, then least noise, then highest rate is on the front.
+            # Nobody dominates the client with most rounds. Ties are decided by noise, then rate.
             columns = (-self.rates[clients], self.multipliers[clients], -self.rounds[clients])
             first = int(clients[np.lexsort(columns)[0]])
             front.append(first)
@@ -81,7 +92,10 @@ class Population:
         return front
 
     def dominated(self, clients: Ints, other: int) -> npt.NDArray[np.bool_]:
-        """True for clients with at most the rate and rounds of `other`, and at least its noise."""
+        """Return True for each client whose epsilon cannot exceed that of `other`.
+
+        Such a client has at most the rate and rounds of `other`, and at least its noise.
+        """
         found: npt.NDArray[np.bool_] = (
             (self.rates[clients] <= self.rates[other])
             & (self.rounds[clients] <= self.rounds[other])
@@ -91,16 +105,17 @@ class Population:
 
 
 def largest_epsilon(population: Population, delta: float) -> float:
-    """The largest epsilon over clients, exactly; only clients on the front are computed."""
+    """Return the exact largest epsilon over all clients; 0 if no client took a step."""
     check_delta(delta)
     front = population.front(population.active)
     return max((population.exact(client, delta) for client in front), default=0.0)
 
 
 def population_epsilon(population: Population, delta: float, tolerance: float = 0.03) -> Floats:
-    """Epsilon of every client: an upper bound within the relative tolerance, exact for the largest.
+    """Return an upper bound on the epsilon of every client.
 
-    A client without rounds has 0, one without noise infinity.
+    Each bound exceeds the epsilon by at most the relative `tolerance`. The largest bound is exact.
+    The bound is 0 for a client without rounds, and infinite for a client without noise.
     """
     check_delta(delta)
     if not tolerance > 0:
@@ -116,7 +131,8 @@ def population_epsilon(population: Population, delta: float, tolerance: float = 
     while len(pending):
         pending = grid.settle(pending, width, bounds)
         width /= 2
-    # Exact figures replace the largest bounds until the maximum is exact.
+    # Compute exact epsilons, beginning with the largest bound, until one of them is at least as
+    # large as all remaining bounds. The largest result is then exact.
     largest = -math.inf
     for client in sorted(population.front(clients), key=lambda i: -bounds[i]):
         if bounds[client] <= largest:
@@ -130,7 +146,19 @@ def population_epsilon(population: Population, delta: float, tolerance: float = 
 
 @dataclass
 class _Point:
-    """One grid point: the loss distribution of one round, composed once per number of rounds."""
+    """One grid point: a pair of sampling rate and noise multiplier.
+
+    It stores the loss distribution of one round and the epsilon after each number of rounds that
+    was needed.
+
+    rate           sampling rate
+    multiplier     effective noise multiplier
+    steps          batches in one round
+    delta          delta of the guarantee
+    interval       grid width of the loss distribution
+    epsilon_after  epsilon by number of rounds
+    one_round      loss distribution of one round; None before it is computed
+    """
 
     rate: float
     multiplier: float
@@ -146,12 +174,15 @@ class _Point:
         return self.epsilon_after[rounds]
 
     def _compose(self, rounds: int) -> float:
-        """Compose at a quarter of the usual resolution, which raises epsilon by at most 0.3 %."""
+        """Return the epsilon after this number of rounds.
+
+        The loss grid is four times wider than usual, which raises epsilon by at most 0.3 %.
+        """
         steps = self.steps * rounds
         while True:
             if self.one_round is None:
                 term = Term(self.rate, self.multiplier, self.steps)
-                # Noise beyond this tail counts as an infinite loss.
+                # Noise with a smaller probability than e^log_tail counts as an infinite loss.
                 log_tail = math.log(1e-6 * self.delta / steps)
                 uncached = compose.__wrapped__
                 self.one_round = uncached((term,), self.interval, "add/remove one", log_tail)
@@ -165,9 +196,11 @@ class _Point:
 
 
 class _Grid:
-    """Grid points by level: log rate below the highest, and log noise above the lowest.
+    """The grid points, each addressed by its rate level and its noise level.
 
-    Halving the width keeps the old points.
+    The rate level is log(highest rate / rate), and the noise level is log(noise / least noise).
+    A cell is a square of levels with a given width. If the width is halved, the corners of old
+    cells remain grid points, so their epsilons are used again.
     """
 
     def __init__(
@@ -193,12 +226,18 @@ class _Grid:
         return self.points[key].epsilon(rounds)
 
     def settle(self, clients: Ints, width: float, bounds: Floats) -> Ints:
-        """Bound `clients` by the worst corner of their cell; return those of cells still too large.
+        """Set `bounds` of these clients; return the clients that need a finer grid.
 
-        The truth lies between the worst and the best corner. A cell is small enough if they differ
-        by less than the tolerance, minus a margin for the discretisation of both.
+        A client's bound is the epsilon at the worst corner of its cell, the one with the highest
+        rate, least noise and most rounds. Its epsilon lies between those of the worst and the best
+        corner. A cell is fine enough if the two differ by less than the tolerance, minus a margin
+        for the discretisation of both.
+
+        width   side of a cell
+        bounds  bounds of all clients, which this changes in place
         """
-        # Rounding a level down is the worse way for both. The shift keeps exact hits exact.
+        # Round both levels down, to a higher rate and less noise. Adding 1e-12 keeps a level that
+        # lies on the grid from being rounded to the point below.
         rate_cell = np.floor(self.rate_levels[clients] / width + 1e-12)
         noise_cell = np.floor(self.noise_levels[clients] / width + 1e-12)
         span = _rounds_span(self.rounds[clients], width)
@@ -207,7 +246,8 @@ class _Grid:
         member = member.reshape(-1)
         worst = np.zeros(cells.shape[1])
         settled = np.zeros(cells.shape[1], dtype=bool)
-        # With one rate or one noise level all clients lie on the grid itself.
+        # If all clients have the same rate (or noise), they lie on the grid in that direction, so
+        # the best corner needs no step there.
         rate_step = int(np.any(self.rate_levels[clients] != 0))
         noise_step = int(np.any(self.noise_levels[clients] != 0))
         for index, (r, s, low, high) in enumerate(cells.T):
@@ -220,7 +260,10 @@ class _Grid:
 
 
 def _rounds_span(rounds: Ints, width: float) -> tuple[Floats, Floats]:
-    """First and last number of rounds of each client's cell; small numbers have their own cell."""
+    """Return the smallest and the largest number of rounds in each client's cell.
+
+    Cells have equal width in log(rounds), so small numbers of rounds have a cell of their own.
+    """
     cell = np.floor(np.log(rounds) / width + 1e-12)
     low = np.ceil(np.exp(cell * width) - 1e-9)
     high = np.maximum(np.ceil(np.exp((cell + 1) * width) - 1e-9) - 1, rounds)

@@ -1,4 +1,4 @@
-"""Renyi differential privacy: the check of every PLD figure, and fixed-size sampling."""
+"""Renyi differential privacy: checks every PLD epsilon, and accounts for fixed-size sampling."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from dp_accounting.rdp import rdp_privacy_accountant as dpa_rdp_curve
 from dpfed.privacy.accounting.history import Floats, History, check_delta, released
 
 ORDERS = np.asarray(dpa_rdp_curve.DEFAULT_RDP_ORDERS, dtype=np.float64)
-# Allowance for rounding in one step's Renyi divergence; it errs upwards.
+# `rdp_of_step` adds this times an order-dependent factor, so that rounding never lowers epsilon.
 _RDP_ROUNDING = 2e-16
 
 
 @contextlib.contextmanager
 def _orders_may_fail() -> Iterator[None]:
-    """Silence dp_accounting's note about orders that did not converge; RDP only grows by it."""
+    """Silence the log message of dp_accounting about orders that did not converge.
+
+    Leaving out such orders can only raise epsilon, so the result stays valid.
+    """
 
     def keep(record: logging.LogRecord) -> bool:
         return "failed to converge" not in record.getMessage()
@@ -38,7 +41,7 @@ def _orders_may_fail() -> Iterator[None]:
 
 @lru_cache(maxsize=256)
 def rdp_of_step(sampling: str, rate: float, multiplier: float) -> Floats:
-    """Renyi divergence of one step at every order, rounded up."""
+    """Return the Renyi divergence of one batch and its releases at each of ORDERS, rounded up."""
     if multiplier == 0:
         return np.full(len(ORDERS), math.inf)
     gaussian = dpa.GaussianDpEvent(multiplier)
@@ -48,7 +51,7 @@ def rdp_of_step(sampling: str, rate: float, multiplier: float) -> Floats:
         event = dpa.PoissonSampledDpEvent(rate, gaussian)
     else:
         relation = dpa.NeighboringRelation.REPLACE_ONE
-        # The event takes two integers; the rate is rounded up to a multiple of 1e-12.
+        # The event needs integers, so round the rate up to a multiple of 1e-12.
         drawn = min(10**12, math.ceil(rate * 10**12))
         event = dpa.SampledWithoutReplacementDpEvent(10**12, drawn, gaussian)
     accountant = dpa_rdp.RdpAccountant(orders=ORDERS, neighboring_relation=relation)
@@ -59,7 +62,7 @@ def rdp_of_step(sampling: str, rate: float, multiplier: float) -> Floats:
 
 
 def rdp_curve(history: History) -> Floats:
-    """Renyi divergence of a history at every order."""
+    """Return the Renyi divergence of a whole history at each of ORDERS."""
     curves = (
         steps
         * mechanism.batches
@@ -70,9 +73,12 @@ def rdp_curve(history: History) -> Floats:
 
 
 def mixed_rdp_curve(curve: Floats, probability: float, rounds: int) -> Floats:
-    """Renyi divergence of `rounds` rounds, each taken with `probability`.
+    """Return the Renyi divergence of `rounds` rounds at each of ORDERS.
 
-    The adversary learns which rounds were taken.
+    The client takes part in each round with `probability`. The bound holds even if the adversary
+    learns in which rounds it took part.
+
+    curve  Renyi divergence of one round at each of ORDERS
     """
     factor = ORDERS - 1
     with np.errstate(divide="ignore"):
@@ -81,20 +87,21 @@ def mixed_rdp_curve(curve: Floats, probability: float, rounds: int) -> Floats:
 
 
 def rdp_curve_epsilon(curve: Floats, delta: float) -> float:
-    """Epsilon of a Renyi curve; infinite where no order is finite."""
+    """Return epsilon for Renyi divergences at ORDERS; infinite if all of them are infinite."""
     return float(dpa_rdp_curve.compute_epsilon(ORDERS, curve, delta)[0])
 
 
 def rdp_curve_delta(curve: Floats, epsilon: float) -> float:
-    """delta(epsilon) of a Renyi curve."""
+    """Return delta(epsilon) for Renyi divergences at ORDERS."""
     return float(dpa_rdp_curve.compute_delta(ORDERS, curve, epsilon)[0])
 
 
 def rdp_epsilon(history: History, delta: float) -> float:
-    """Epsilon by Renyi DP: Mironov 2019 for Poisson sampling (add/remove one record).
+    """Return the RDP epsilon of a history; 0 without steps.
 
-    Fixed-size sampling (replace one record) uses Wang et al. 2019, Theorem 9, with the multiplier
-    taken against the sensitivity 2C.
+    Poisson sampling follows Mironov et al. 2019, with neighbours by adding or removing one record.
+    Fixed-size sampling follows Wang et al. 2019, Theorem 9, with neighbours by replacing one
+    record. The noise multiplier is then relative to the sensitivity 2C.
     """
     check_delta(delta)
     return rdp_curve_epsilon(rdp_curve(history), delta) if released(history) else 0.0

@@ -1,1 +1,1 @@
-"""The privacy ledger: an append-only record of everything that was charged."""
+"""The privacy ledger: an append-only file of everything that clients have spent."""

@@ -1,4 +1,4 @@
-"""One charge of the privacy ledger, and the row that stores it."""
+"""One charge of the privacy ledger, and the row of the ledger that stores it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ Client = int | str
 
 @dataclass(frozen=True)
 class Charge:
-    """The release of one client in one round: `steps` times the mechanism.
+    """What one client spends in one round: `steps` executions of the mechanism.
 
-    noise  "seeded": a resumed run repeats the same numbers, so the same charge is the same row;
-           "os": noise never repeats, so every attempt is a charge of its own
-    void   True in the test mode of a real client: the row costs nothing
-    part   separates releases of one round under different mechanisms ("train", "evaluate")
+    client     number of a simulated client, or name of a real one
+    round      number of the round
+    steps      how often the mechanism is executed
+    mechanism  mechanism of one step
+    noise      "seeded": a resumed run repeats the same noise, so a repeated charge adds no row;
+               "os": noise never repeats, so every repetition is a new charge
+    void       True if the charge does not count, because a real client runs with seeded noise
+    part       purpose of the releases, "train" or "evaluate"; one round can have both
     """
 
     client: Client
@@ -31,7 +35,8 @@ class Charge:
     part: str = "train"
 
     def __post_init__(self) -> None:
-        # Exact types: a bool or a numpy number would not be read back as it was hashed.
+        # Require the exact type int: SQLite returns a bool or a numpy number in another type, so
+        # the hash of the row would not fit its content.
         numbers = (self.round, self.steps, self.mechanism.batches, self.mechanism.releases)
         if any(type(n) is not int or not 0 <= n < 2**63 for n in numbers) or self.steps == 0:
             raise ValueError(
@@ -48,9 +53,9 @@ class Charge:
             )
 
     def columns(self) -> tuple[object, ...]:
-        """Return the columns from `steps` to `void`, of the types that SQLite returns."""
+        """Return the values of the columns `steps` to `void`, in the types that SQLite returns."""
         kind = self.mechanism
-        # Adding 0.0 removes the sign of -0.0, which SQLite does not store.
+        # Add 0.0 to remove the sign of -0.0: SQLite does not store that sign, but the hash has it.
         numbers = (float(kind.rate), float(kind.noise_multiplier) + 0.0)
         counts = (kind.batches, kind.releases)
         return (self.steps, kind.sampling, *numbers, *counts, self.noise, int(self.void))
@@ -58,7 +63,17 @@ class Charge:
 
 @dataclass(frozen=True)
 class Row:
-    """A charge as it stands in the ledger; `txn` numbers the transactions (cohorts)."""
+    """One row of the ledger.
+
+    seq      number of the row, from 1
+    txn      number of the transaction; the charges of one cohort share a transaction
+    run      name of the run
+    attempt  1, or more if the same client, round and part were charged before
+    charge   what the row charges
+    time     seconds since 1970 when the row was written
+    prev     hash of the row before
+    hash     hash of this row's content, including `prev`
+    """
 
     seq: int
     txn: int
@@ -71,7 +86,7 @@ class Row:
 
     @classmethod
     def of(cls, columns: Sequence[Any]) -> Self:
-        """Return the row of these columns, in the order of the table."""
+        """Build a row from the column values of the table `charge`, in the order of the table."""
         seq, txn, run, client, round_, part, attempt, steps = columns[:8]
         noise, void, time, prev, hash_ = columns[13:]
         mechanism = Mechanism(*columns[8:13])

@@ -1,14 +1,15 @@
 """The privacy ledger: an append-only SQLite file of all charges of one run or one real client.
 
-Beside `ledger.db` lie `ledger.db.head` and `ledger.db.lock`. The head has the row count and the
-hash after the last charge, so an old copy of the ledger is noticed. The one writer holds the lock.
-The order for every cohort:
+Two files lie beside `ledger.db`. `ledger.db.head` stores the number of rows and the hash of the
+last row, so that an old copy of the ledger is noticed. The one process that may write holds a lock
+on `ledger.db.lock`. Every cohort is charged in this order:
 
-    commit the rows, synced -> replace the head file, synced -> charge() returns -> values may leave
+    rows are on disk -> head file is on disk -> charge() returns -> noised values may be released
 
-After a crash the ledger is at most one transaction ahead of its head file, and never behind it. The
-chain has no key. Only a head stored elsewhere reveals a consistent change of both files
-(`check_head`; in a federation the server returns it).
+After a crash the ledger is at most one transaction ahead of its head file, and never behind it.
+Each row's hash covers the hash of the row before, but without a secret key. Someone who changes
+both files consistently is noticed only by comparing with a head stored elsewhere (`check_head`). In
+a federation the server stores the head and returns it.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _MECHANISM = "sampling, rate, noise_multiplier, batches, releases"
 
 
 class Ledger:
-    """An open ledger, made by `create` or `open`; a context manager for one thread at a time."""
+    """An open ledger, made by `create` or `open`; only one thread at a time may use it."""
 
     def __init__(
         self, path: Path, db: sqlite3.Connection, lock: IO[bytes] | None, meta: str
@@ -66,18 +67,18 @@ class Ledger:
         self._db = db
         self._lock = lock
         self.meta: dict[str, Any] = json.loads(meta)
-        # The first row follows this hash.
+        # The first row has no row before it and stores this hash instead.
         self._genesis = hashlib.sha256(meta.encode()).hexdigest()
-        # Content of the head file; None if it must be read before the next charge.
+        # Content of the head file. None means that it must be read before the next charge.
         self._synced: Head | None = None
 
     @classmethod
     def create(
         cls, path: Pathlike, *, run: str | None = None, client: str | None = None, **meta: object
     ) -> Self:
-        """Create the ledger of one `run` (all its clients) or one real `client` (all its runs).
+        """Create and open the ledger of one `run` (all its clients) or of one real `client`.
 
-        `meta` is any JSON content that stays in it unchanged, such as delta.
+        meta  facts that the ledger stores unchanged, such as delta; JSON must be able to hold them
         """
         path = Path(path).resolve()
         kind, owner = owner_of(run, client)
@@ -105,16 +106,20 @@ class Ledger:
     ) -> Self:  # fmt: skip
         """Open a ledger; refuse one of another owner, or one older than its head file.
 
-        Nothing on disk changes before all checks have passed. Clients open it for every message, so
-        only the chain after the head file's row is checked. Call `verify` at the start of a run or
-        a report.
+        run, client          owner that the ledger must have; none of both for any owner
+        readonly             open without the writer's lock
+        accept_missing_head  open a ledger whose head file is missing
+
+        All checks pass before anything on disk changes. Only the rows after the head are checked,
+        because clients open the ledger for every message. `verify` checks all rows.
         """
         path = Path(path).resolve()
         owner = None if run is client is None else owner_of(run, client)
         with file_errors(path), ExitStack() as on_failure:
             meta = read_meta(path, owner)
             lock = None if readonly else on_failure.enter_context(take_lock(path))
-            # Read before the rows. After them, the head of an active writer would look too new.
+            # Read the head before the rows: if another process writes in between, a head that is
+            # read later would be newer than the rows.
             head = read_head(path)
             mode = "mode=ro" if has_log(path) else "immutable=1"
             with closing(connect(path, mode)) as unlocked:
@@ -141,11 +146,13 @@ class Ledger:
         self.close()
 
     def charge(self, charges: Sequence[Charge], run: str | None = None) -> list[Row]:
-        """Charge a cohort in one transaction; return the row of each charge.
+        """Write the charges of a cohort in one transaction; return the row of each charge.
 
-        Noised values may leave only after this returns. After an error nothing may leave, and rows
-        on the disk are spent. `run` is needed only in a client's ledger. A seeded charge that
-        repeats an existing row returns that row.
+        Noised values may be released only after this returns. If this raises an error, nothing may
+        be released, and rows that are on disk still count. A seeded charge that repeats an existing
+        row returns that row.
+
+        run  name of the run; may be None in the ledger of a run
         """
         run = self._run_for(charges, run)
         with file_errors(self.path):
@@ -172,7 +179,7 @@ class Ledger:
         return rows
 
     def _run_for(self, charges: Sequence[Charge], run: str | None) -> str:
-        """Return the run that is charged; refuse charges of another owner."""
+        """Return the name of the run that is charged; refuse charges that are not of this owner."""
         kind = self.meta["kind"]
         owner = self.meta["owner"]
         if self._lock is None:
@@ -196,7 +203,7 @@ class Ledger:
         for charge in charges:
             key = (run, charge.client, charge.round, charge.part)
             columns = None
-            # Fresh noise is always a new charge.
+            # Look for an equal row only with seeded noise: other noise is new in every attempt.
             if charge.noise == "seeded":
                 columns = self._db.execute(f"SELECT * {same} AND noise = 'seeded'", key).fetchone()
             if columns is None:
@@ -218,7 +225,8 @@ class Ledger:
 
     def _begin_writing(self, accept_missing_head: bool) -> None:
         if has_log(self.path):
-            # A repeated charge may rely on rows that a killed process has not synced.
+            # A killed process can leave rows that are not safely on disk yet. A repeated charge
+            # relies on such rows, so write them to disk first.
             fsync(beside(self.path, "-wal"))
         if self._value("PRAGMA journal_mode = WAL") != "wal":
             raise ledger_error(
@@ -228,7 +236,7 @@ class Ledger:
         _writers.add(self)
 
     def _settle(self, accept_missing_head: bool) -> None:
-        """Bring the head file up to the ledger, after a crash between the two writes."""
+        """Update a head file that is one transaction behind its ledger, as a crash can leave it."""
         head = read_head(self.path)
         found = self._check_rows(head, True, accept_missing_head)
         if found != head:
@@ -240,7 +248,10 @@ class Ledger:
             return self._last()
 
     def check_head(self, head: tuple[int, str]) -> None:
-        """Refuse this ledger if it does not continue the one that had this head."""
+        """Raise DpfedError if this ledger lacks the row that `head` describes.
+
+        head  (number of rows, hash of the last row) of this ledger at an earlier time
+        """
         rows, hash_ = head
         with file_errors(self.path):
             last = self._last()
@@ -254,9 +265,9 @@ class Ledger:
                 raise ledger_error(self.path, f"row {rows} is not the row that its head remembers")
 
     def verify(self) -> Head:
-        """Recompute the whole chain; an error names the first row that is wrong."""
+        """Check all rows and return the ledger's head; the error names the first wrong row."""
         with file_errors(self.path):
-            # Read before the rows, as in `open`.
+            # Read the head before the rows, for the same reason as in `open`.
             remembered = read_head(self.path)
             self._db.execute("BEGIN")
             try:
@@ -271,18 +282,18 @@ class Ledger:
         return head
 
     def rows(self) -> Iterator[Row]:
-        """Iterate over the rows in order."""
+        """Yield all rows, the oldest first."""
         with file_errors(self.path):
             for columns in self._db.execute("SELECT * FROM charge ORDER BY seq"):
                 yield self._row(columns)
 
     def last_round(self, run: str, part: str = "train") -> int:
-        """The last charged round of a run and part, void or not; 0 if there is none."""
+        """Return the last round charged for this run and part, void charges included; 0 if none."""
         query = "SELECT COALESCE(MAX(round), 0) FROM charge WHERE run = ? AND part = ?"
         return int(self._query(query, run, part)[0][0])
 
     def participation(self) -> dict[Client, int]:
-        """Number of rounds that each client was charged for; a repeated round counts once."""
+        """Return for each client the number of rounds charged; a repeated round counts once."""
         rounds = (
             "SELECT client, MIN(seq) AS s FROM charge WHERE void = 0 GROUP BY client, run, round"
         )
@@ -290,11 +301,11 @@ class Ledger:
         return dict(self._query(query))
 
     def history(self, client: Client) -> History:
-        """The client's mechanisms, each with its number of steps; all attempts count."""
+        """Return each mechanism of this client with its number of steps; all attempts count."""
         return self._histories("AND client = ?", client).get(client, [])
 
     def histories(self) -> dict[Client, History]:
-        """The history of every client that has one, in order of the first charge."""
+        """Return the history of every client with a charge, in the order of their first charges."""
         return self._histories()
 
     def _histories(self, where: str = "", *values: object) -> dict[Client, History]:
@@ -328,9 +339,9 @@ class Ledger:
         return self._value("SELECT hash FROM charge WHERE seq = ?", seq) if seq else self._genesis
 
     def _walk(self, after: int) -> Head:
-        """Recompute the chain from the row after `after` to the end."""
+        """Check the hashes of all rows after row number `after`; return the head of the ledger."""
         head = Head(after, self._hash_at(after))
-        # Only a forged row has a number below 1; it must be found too.
+        # Start below 1 to find forged rows, because only they have a number below 1.
         start = after + 1 if after else -(2**63)
         for row in self._db.execute("SELECT * FROM charge WHERE seq >= ? ORDER BY seq", (start,)):
             seq = head.rows + 1
@@ -348,7 +359,10 @@ class Ledger:
         return head
 
     def _check_rows(self, head: Head | None, writing: bool, accept_missing_head: bool) -> Head:
-        """Refuse a ledger older than its head file, or newer by more than a crash explains."""
+        """Check the ledger against its head file, and return the ledger's head.
+
+        Raise DpfedError if the ledger is older than `head`, or newer by more than one transaction.
+        """
         accept = "Ledger.open(..., accept_missing_head=True)"
         if head is None:
             if self._last().rows and not accept_missing_head:
@@ -360,7 +374,7 @@ class Ledger:
             return self._walk(after=0)
         self.check_head(head)
         ahead = self._value("SELECT COUNT(DISTINCT txn) FROM charge WHERE seq > ?", head.rows)
-        # A reader may find more: rows written after it read the head file.
+        # Check this for writers only: a reader may see rows that were written after it read `head`.
         if writing and ahead > 1:
             raise ledger_error(
                 self.path,
@@ -374,7 +388,7 @@ _writers: weakref.WeakSet[Ledger] = weakref.WeakSet()
 
 
 def _release_in_child() -> None:
-    # A forked worker shares the lock, and would keep it after its parent was killed.
+    # A forked child shares the parent's lock and would keep it after the parent was killed.
     for ledger in list(_writers):
         if ledger._lock is not None:
             ledger._lock.close()

@@ -1,4 +1,4 @@
-"""Files and folders that only their owner can read, whatever the umask is."""
+"""Create files and folders that only their owner can read, whatever the umask is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ OWNER_UMASK = 0o077
 
 
 def make_private_folder(path: Path) -> None:
-    """Make a folder and its missing parents with mode 0700; restrict the folder if it exists."""
+    """Create a folder and its missing parents, all with mode 0700.
+
+    If the folder exists already, its mode is changed to 0700. Existing parents keep their mode.
+    """
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
         folder.mkdir(mode=OWNER_FOLDER, exist_ok=True)
@@ -24,12 +27,12 @@ def make_private_folder(path: Path) -> None:
 
 
 def open_private(path: Path, mode: str) -> IO[Any]:
-    """Open a file for writing; it has mode 0600 before the first byte is written."""
+    """Open a file for writing, with mode 0600 from before the first byte is written."""
 
     def opener(name: str, flags: int) -> int:
         descriptor = os.open(name, flags & ~os.O_TRUNC, OWNER_FILE)
         try:
-            # A file that was there before may be open to others.
+            # An existing file keeps its mode when it is opened, so others may be able to read it.
             if stat.S_IMODE(os.fstat(descriptor).st_mode) != OWNER_FILE:
                 os.fchmod(descriptor, OWNER_FILE)
             if flags & os.O_TRUNC:
@@ -43,9 +46,10 @@ def open_private(path: Path, mode: str) -> IO[Any]:
 
 
 def replace_file(path: Path, write: Callable[[IO[bytes]], object], private: bool = True) -> None:
-    """Write a file in one step: after a crash it has either the old or the new content.
+    """Replace a file atomically: after a crash it has either its old or its new content.
 
-    Only its owner can read it; without `private` the umask decides.
+    write    writes the new content to the open file that it gets
+    private  True: only the owner can read the file; False: the umask decides
     """
     part = path.with_name(f".{path.name}.part")
     try:
@@ -55,16 +59,16 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], object], private: bool
             os.fsync(file.fileno())
         os.replace(part, path)
     except OSError:
-        # On a full or broken disk the removal may fail too.
+        # Report the first error: on a full or broken disk, removing the file can fail too.
         with suppress(OSError):
             part.unlink()
         raise
-    # The rename is on the disk only when its folder is.
+    # The folder stores the file's name, so a crash could undo the rename without this call.
     fsync(path.parent)
 
 
 def fsync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
+    """Wait until the content of a file or folder is on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -73,7 +77,7 @@ def fsync(path: Path) -> None:
 
 
 def restrict_tree(folder: Path) -> None:
-    """Restrict an existing folder and everything in it; links are left alone."""
+    """Set mode 0700 for a folder and the folders in it, and 0600 for their files; skip links."""
     for parent, _, names in os.walk(folder):
         _restrict(Path(parent))
         for name in names:
@@ -81,11 +85,11 @@ def restrict_tree(folder: Path) -> None:
 
 
 def restrict_file(path: Path) -> None:
-    """Restrict a file to its owner, if it exists and is no link."""
+    """Set mode 0600 for a regular file; do nothing if it is missing or a link."""
     try:
         found = path.lstat().st_mode
     except FileNotFoundError:
-        # Another process removed it in the meantime.
+        # Another process may remove the file at any time, which is no error.
         return
     if stat.S_ISREG(found) and stat.S_IMODE(found) != OWNER_FILE:
         path.chmod(OWNER_FILE)

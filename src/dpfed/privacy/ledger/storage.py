@@ -1,4 +1,4 @@
-"""The files of a ledger: the SQLite file, the head, the writer's lock, and their errors."""
+"""Reads and writes the files of a ledger: the SQLite file, the head file and the lock file."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from dpfed.errors import DpfedError
 from dpfed.privacy.ledger.private_files import fsync, open_private, replace_file, restrict_file
 
 FORMAT = 1
-# "dpfd" in SQLite's file header.
+# The letters "dpfd" in SQLite's file header mark the file as a ledger.
 _APPLICATION_ID = 0x64706664
 _FORBID = "BEGIN SELECT RAISE(ABORT, 'the privacy ledger is append-only'); END"
-# Compared word for word on opening: a foreign trigger or view could change a query's result.
+# `read_meta` compares a file's schema with these texts, because an added trigger or view could
+# change the result of a query.
 _TABLES = (
     "CREATE TABLE meta (json TEXT NOT NULL)",
     "CREATE TABLE charge (seq INTEGER PRIMARY KEY, txn INTEGER, run TEXT, client, round INTEGER, "
@@ -33,7 +34,7 @@ canonical = json.JSONEncoder(separators=(",", ":"), sort_keys=True, allow_nan=Fa
 
 
 class Head(NamedTuple):
-    """Number of rows of a ledger, and the hash of the last one."""
+    """The number of rows of a ledger, and the hash of its last row."""
 
     rows: int
     hash: str
@@ -43,12 +44,13 @@ def row_hash(fields: Sequence[object]) -> str:
     try:
         return hashlib.sha256(canonical(fields).encode()).hexdigest()
     except (TypeError, ValueError):
-        # Bytes or infinity: this program never wrote them.
+        # Bytes and infinity have no JSON. This program never writes them, so the row is forged:
+        # the empty string equals no hash.
         return ""
 
 
 def nameable(text: object) -> bool:
-    """Return True for 1 to 200 printable characters."""
+    """Return True if this can be a name in the ledger: a text of 1 to 200 printable characters."""
     return isinstance(text, str) and 0 < len(text) <= 200 and text.isprintable()
 
 
@@ -77,11 +79,11 @@ def row_errors(path: Path, seq: int) -> Iterator[None]:
 
 @contextmanager
 def file_errors(path: Path) -> Iterator[None]:
-    """Turn an error of the disk or of damaged bytes into one sentence."""
+    """Turn errors of the disk, of SQLite and of damaged files into a DpfedError of one sentence."""
     try:
         yield
     except sqlite3.ProgrammingError:
-        # A defect of this program, such as use after close.
+        # This is a defect of this program, such as use after close, so it needs its traceback.
         raise
     except (sqlite3.Error, OSError, UnicodeDecodeError) as error:
         # SQLite raises UnicodeDecodeError when it quotes a damaged schema.
@@ -101,13 +103,16 @@ def beside(path: Path, suffix: str) -> Path:
 
 
 def has_log(path: Path) -> bool:
-    """Return True if the write-ahead log may have rows, after a crash or with an active writer."""
+    """Return True if SQLite's write-ahead log is not empty.
+
+    It can then hold rows that the SQLite file lacks, after a crash or while a process writes.
+    """
     wal = beside(path, "-wal")
     return wal.exists() and wal.stat().st_size > 0
 
 
 def restrict(path: Path) -> None:
-    """Restrict a ledger and the files beside it to their owner."""
+    """Set mode 0600 for all files of a ledger, so that only their owner can read them."""
     for suffix in ("", ".head", ".lock", "-wal", "-shm", "-journal"):
         restrict_file(beside(path, suffix))
 
@@ -134,7 +139,7 @@ def write_head(path: Path, head: Head) -> None:
 
 
 def take_lock(path: Path) -> IO[bytes]:
-    # flock rather than a file that exists: it ends with the process, however that ends.
+    # Use flock, because the system releases it when the process ends, even after a crash.
     lock = open_private(beside(path, ".lock"), "ab")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -147,8 +152,8 @@ def take_lock(path: Path) -> IO[bytes]:
 
 
 def connect(path: Path, mode: str) -> sqlite3.Connection:
-    # Only SQLite may open the file: closing it here would drop the locks of other connections.
-    # A run charges on another thread and waits for it before the next call, so no two overlap.
+    # Open the file only through SQLite: closing it ourselves would drop SQLite's own locks.
+    # check_same_thread is off because a run charges on another thread, but one call at a time.
     db = sqlite3.connect(
         f"{path.as_uri()}?{mode}", uri=True, isolation_level=None, check_same_thread=False
     )
@@ -161,7 +166,7 @@ def connect(path: Path, mode: str) -> sqlite3.Connection:
         db.close()
         unwritable = mode == "mode=ro" and not os.access(path.parent, os.W_OK)
         if isinstance(error, sqlite3.OperationalError) and unwritable:
-            # SQLite cannot create its file for shared memory.
+            # SQLite cannot create its shared-memory file in a read-only folder. Read without it.
             return connect(path, "immutable=1")
         raise
     return db
@@ -175,12 +180,15 @@ def check_vacant(path: Path) -> None:
 
 
 def build_file(path: Path, meta: str) -> None:
-    """Create the file under another name first, so that a ledger exists whole or not at all."""
+    """Create an empty ledger that contains the JSON text `meta`.
+
+    The file gets its name when it is complete, so a crash leaves a whole ledger or none.
+    """
     new = beside(path, ".new")
     try:
         new.unlink(missing_ok=True)
         beside(new, "-journal").unlink(missing_ok=True)
-        # SQLite gives its journals the mode of the file itself.
+        # Create the file with mode 0600 first, because SQLite gives its journals the same mode.
         open_private(new, "wb").close()
         with closing(connect(new, "mode=rw")) as db:
             db.execute("BEGIN")
@@ -200,10 +208,13 @@ def build_file(path: Path, meta: str) -> None:
 
 
 def read_meta(path: Path, owner: tuple[str, str] | None) -> str:
-    """Return the ledger's description; refuse a damaged file or one of another owner."""
+    """Return the ledger's `meta` as JSON text; refuse a damaged file or a ledger of another owner.
+
+    owner  ("run" or "client", name) that the ledger must belong to; None for any owner
+    """
     if not path.exists():
         raise ledger_error(path, "there is no such file")
-    # After a crash while pages moved out of the log, the file is whole only together with the log.
+    # Read the log too if it is not empty: after a crash the file can be incomplete without it.
     with closing(connect(path, "mode=ro" if has_log(path) else "immutable=1")) as db:
         ((application,),) = db.execute("PRAGMA application_id")
         ((version,),) = db.execute("PRAGMA user_version")
