@@ -1,9 +1,11 @@
-"""Audit a job: run canaries through its oracle and fleet and compare with the claimed epsilon.
+"""Audit a job: test with canary records whether its releases reveal more than the claimed epsilon.
 
-Plan, rates, noise and steps are the job's own; only model and data are replaced. The model is a
-sum of bias-free linear layers whose loss is its output, so a record's gradient is the record
-itself, repeated in every layer. Canary j is 1e3·B·C in direction j, spread over all layers;
-clipping must reduce it to norm C. All other records are zero.
+A canary is a record that is present or absent by a coin toss. The audit runs the job's own oracle
+and fleet, with its plan, rates, noise and steps. It replaces only model and data.
+
+The model is a sum of bias-free linear layers, and its loss is its output. So the gradient of a
+record is the record itself, repeated in every layer. The gradient of canary j has norm 1e3·B·C and
+direction j, spread over all layers. Clipping must reduce its norm to C. Other records are zero.
 """
 
 from __future__ import annotations
@@ -44,19 +46,20 @@ from dpfed.training.round_context import first_state, learning_rate
 from dpfed.training.round_loop import aggregate
 
 CPU = torch.device("cpu")
-# Layers of the canary model. Clipping each layer alone would let a canary through at 4 times C.
+# Number of layers of the canary model. If a bug clips each of 16 layers separately to C, a
+# canary has norm 4 C, which the audit detects.
 LAYERS = 16
-# Clients that train side by side.
+# Number of clients that the audit computes side by side.
 FLEET = 32
-# Client-steps of one audit, about 5 s on one core.
+# Largest number of clients times steps in one audit; it takes about 5 s on one CPU core.
 MAX_CLIENT_STEPS = 30_000
-# Cells (client, step, record) of the test of the batches.
+# Largest size of the table [clients, steps, records] that the test of the batches fills.
 MAX_LAW_CELLS = 4_000_000
 
 
 @dataclass(frozen=True)
 class AuditSetting:
-    """The clients, steps and oracle that an audit runs."""
+    """The clients, steps and oracle that an audit runs; tests set a faulty class as `oracle`."""
 
     plan: Plan
     delta: float
@@ -72,13 +75,13 @@ class AuditSetting:
         return self.rounds * self.local_steps
 
     def epsilons(self) -> np.ndarray:
-        """Return the claim for each client after the audited steps."""
+        """Return the epsilon claimed for each client after the audited steps, `[clients]`."""
         kinds, which = self.plan.kinds()
         each = np.array([epsilon([(kind, self.steps)], self.delta).value for kind in kinds])
         return np.asarray(each[which])
 
     def only(self, clients: np.ndarray) -> AuditSetting:
-        """Return the setting of some clients; a repeated client is drawn independently."""
+        """Return this setting for these clients; repeating one makes independent copies of it."""
         plan = replace(
             self.plan,
             sizes=self.plan.sizes[clients],
@@ -89,7 +92,7 @@ class AuditSetting:
         return replace(self, plan=plan)
 
     def shortened(self, steps: int) -> AuditSetting:
-        """Return the setting with at most about so many steps; its claim is smaller too."""
+        """Return this setting cut to about `steps` steps, which also lowers the claimed epsilon."""
         local = min(self.local_steps, max(1, steps))
         rounds = min(self.rounds, max(1, steps // local))
         return replace(self, local_steps=local, rounds=rounds)
@@ -97,7 +100,10 @@ class AuditSetting:
     def releases(
         self, model: Any, records: Records, shards: Shards
     ) -> Iterator[tuple[int, np.ndarray, Tensor]]:
-        """Run all steps; yield step, clients and mean released sum `[S, P]` in units of C."""
+        """Run all steps; after each yield the step's number, the clients and their released sums.
+
+        The sums `[S, P]` are noised, in units of C, and the mean over all releases of a batch.
+        """
         plan = self.plan
         for first in range(0, plan.clients, FLEET):
             clients = np.arange(first, min(first + FLEET, plan.clients))
@@ -121,7 +127,7 @@ class AuditSetting:
 
 
 class LinearSum(nn.Module):
-    """The sum of LAYERS linear forms."""
+    """Model whose output is the sum of LAYERS linear layers without bias."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -138,9 +144,12 @@ def canary_model(width: int, device: torch.device) -> PerSample:
 
 
 def canary_data(setting: AuditSetting, coins: np.ndarray) -> tuple[Records, Shards]:
-    """Make the first units of client i its canaries, present where `coins[i]` is True.
+    """Return records and shards in which the first records of each client are its canaries.
 
-    An absent canary is zero where adjacency is add/remove, and its opposite under replace-one.
+    coins  `[clients, canaries]`, True for a present canary
+
+    With add/remove adjacency an absent canary is a zero record. With replace-one adjacency it is
+    the canary with the opposite sign.
     """
     plan = setting.plan
     width = coins.shape[1]
@@ -159,19 +168,19 @@ def canary_data(setting: AuditSetting, coins: np.ndarray) -> tuple[Records, Shar
 
 
 def fair_coins(setting: AuditSetting, per_client: int, stream: int) -> np.ndarray:
-    """Draw coins `[clients, per_client]` from a stream of their own."""
+    """Draw fair coins `[clients, per_client]`, independent for different `stream` numbers."""
     rng = setting.streams.generator("check", stream)
     return rng.random((setting.plan.clients, per_client)) < 0.5
 
 
 def canary_components(sums: Tensor, width: int) -> np.ndarray:
-    """Return <sum, canary direction> for every canary, `[S, width]`."""
+    """Return the inner product of each client's sum with each canary direction, `[S, width]`."""
     parts = sums.reshape(len(sums), LAYERS, width).sum(1) / sqrt(LAYERS)
     return np.asarray(parts.double().cpu().numpy())
 
 
 def oracle_scores(setting: AuditSetting, coins: np.ndarray) -> np.ndarray:
-    """Score each canary by all released gradients, `[clients, canaries]`; high means present."""
+    """Return a score per canary, `[clients, canaries]`; high means that it is probably present."""
     width = coins.shape[1]
     model = canary_model(width, setting.device)
     scores = np.zeros(coins.shape)
@@ -184,18 +193,18 @@ def oracle_scores(setting: AuditSetting, coins: np.ndarray) -> np.ndarray:
     return scores
 
 
-# ------------------------------------------------------------------ lower bounds
+# ------------------------------------------------------------------ lower bounds on epsilon
 
 
 def audit_one_run(setting: AuditSetting, canaries: int, confidence: float) -> Report:
-    """Audit the oracle with many canaries, spread over the clients of one run."""
+    """Audit the oracle with one run that has many canaries, spread over its clients."""
     coins = fair_coins(setting, per_client(setting.plan, canaries), 1)
     lower = one_run_bound(oracle_scores(setting, coins), coins, setting.delta, confidence)
     return _report(setting, "one run", "oracle", lower, confidence, coins.size)
 
 
 def audit_many_draws(setting: AuditSetting, draws: int, confidence: float) -> Report:
-    """Audit the oracle with one canary in each of many independent copies of the worst client."""
+    """Audit the oracle with many copies of the client of largest epsilon, each with one canary."""
     worst = int(setting.epsilons().argmax())
     copies = setting.only(np.full(draws, worst))
     coins = fair_coins(copies, 1, 2)
@@ -204,14 +213,14 @@ def audit_many_draws(setting: AuditSetting, draws: int, confidence: float) -> Re
 
 
 def audit_server(job: Job, setting: AuditSetting, canaries: int, confidence: float) -> Report:
-    """Audit what the server sees: the clients' messages in one run of the job's algorithm."""
+    """Audit the messages that the server receives in one run of the job with canaries."""
     coins = fair_coins(setting, per_client(setting.plan, canaries), 3)
     lower = one_run_bound(server_scores(job, setting, coins), coins, setting.delta, confidence)
     return _report(setting, "one run", "server", lower, confidence, coins.size)
 
 
 def per_client(plan: Plan, canaries: int) -> int:
-    """Divide canaries among clients; no client has more of them than records."""
+    """Return the number of canaries per client, at most the size of the smallest client."""
     return min(max(1, round(canaries / plan.clients)), int(plan.sizes.min()))
 
 
@@ -232,7 +241,11 @@ def _report(
 
 
 def server_scores(job: Job, setting: AuditSetting, coins: np.ndarray) -> np.ndarray:
-    """Score each canary by -<Δ_i, canary> over the learning rate, summed over the rounds."""
+    """Return a score of each canary from the clients' messages, `[clients, canaries]`.
+
+    The score is -<Δ_i, canary direction> / learning rate, summed over the rounds. It is high for a
+    present canary, because training moves against the gradient.
+    """
     canary_job = _canary_job(job, setting, coins)
     run = canary_job.config.run
     everyone = list(range(setting.plan.clients))
@@ -250,12 +263,12 @@ def server_scores(job: Job, setting: AuditSetting, coins: np.ndarray) -> np.ndar
         rate = learning_rate(job.algorithm.lr, run.lr_schedule, t, run.rounds)
         scores -= canary_components(torch.cat(deltas), coins.shape[1]) / rate
         state = aggregate(canary_job, t, state, everyone, mean, answered)
-    # A client that diverges scores zero.
+    # Replace NaN by the score zero, because a client may diverge.
     return np.nan_to_num(scores)
 
 
 def _canary_job(job: Job, setting: AuditSetting, coins: np.ndarray) -> Job:
-    """Return the job with canaries as its data and all clients in every round."""
+    """Return the job with canaries as its data, and with all clients in every round."""
     clients = setting.plan.clients
     model = canary_model(coins.shape[1], setting.device)
     records, shards = canary_data(setting, coins)
@@ -276,16 +289,16 @@ def _canary_job(job: Job, setting: AuditSetting, coins: np.ndarray) -> Job:
         shards=shards,
         records=records,
         streams=setting.streams,
-        # A canary is no image: each of its augmentations is the canary itself.
+        # A canary is not an image, so each augmented copy is the canary itself.
         view=job.view and Augmentations(lambda inputs, keys: dict(inputs), job.view.count),
     )
 
 
-# ------------------------------------------------------------------ laws of batches and noise
+# ------------------------------------------------------------------ batches and noise
 
 
 class RecordingModel:
-    """Model that notes which records the oracle asks for, by their labels."""
+    """Model that marks in `included` each record that the oracle draws, numbered by its label."""
 
     def __init__(self, model: PerSample, clients: int, steps: int, units: int) -> None:
         self._model = model
@@ -309,7 +322,7 @@ class RecordingModel:
 
 
 def audit_laws(setting: AuditSetting) -> tuple[Law, Law]:
-    """Test batches and noise of the worst client, in independent copies side by side."""
+    """Test if the oracle's batches and noise have the distributions that are accounted for."""
     worst = int(setting.epsilons().argmax())
     units = int(setting.plan.sizes[worst])
     steps = setting.steps * setting.plan.batches
@@ -321,12 +334,13 @@ def audit_laws(setting: AuditSetting) -> tuple[Law, Law]:
     rows = np.tile(np.arange(units), count)
     shards = Shards(np.arange(count + 1) * units, np.arange(count * units + 1), rows)
     mechanism = copies.plan.mechanism(0)
-    # Larger than the charged multiplier if a count is released as well.
+    # With quantile clipping the sum has a larger multiplier than the charged one, because the
+    # charge covers the released count too.
     multiplier = copies.plan.clipping.sum_multiplier(mechanism.noise_multiplier)
     noise = np.zeros((count, steps, LAYERS))
     for step, clients, sums in copies.releases(model, records, shards):
         noise[clients, step] = sums.cpu().numpy() * sqrt(mechanism.releases) / multiplier
-        # The iterator draws the next batch when it continues, so its place is set before.
+        # Tell the model the step of the next batch now, because the loop draws this batch next.
         model.step = (step + 1) % steps
         if model.step == 0:
             model.first_client = clients[0] + FLEET
@@ -368,7 +382,7 @@ def audit(job: Job, canaries: int = 1000, confidence: float = 0.95) -> Audit:
 
 
 def setting_of(job: Job) -> AuditSetting:
-    """Return the job's plan with streams of the audit's own, which never repeat the run's noise."""
+    """Return the setting that audits a job; its random streams never repeat the run's noise."""
     streams = Streams(job.streams.number("check", 1), secret=job.streams.secret)
     run = job.config.run
     delta = job.config.privacy.delta
@@ -378,7 +392,7 @@ def setting_of(job: Job) -> AuditSetting:
 
 
 def chosen_clients(epsilons: np.ndarray, most: int) -> np.ndarray:
-    """Choose at most so many clients: the worst, and others evenly over the rest."""
+    """Return at most `most` clients, evenly spaced by rank of epsilon, the largest included."""
     order = np.argsort(-epsilons, kind="stable")
     chosen = np.linspace(0, len(order) - 1, min(most, len(order))).round().astype(int)
     return np.sort(order[np.unique(chosen)])

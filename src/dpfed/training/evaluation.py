@@ -17,7 +17,7 @@ MAX_BATCH = 8192
 
 @dataclass(frozen=True)
 class Scores:
-    """Precision, recall and F1 of one class; support is the number of its records."""
+    """Scores of one class on the test set; `support` is the number of test records of the class."""
 
     precision: float
     recall: float
@@ -26,7 +26,7 @@ class Scores:
 
 
 def scored_batches(job: Job, theta: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the model's scores and the labels of the test records, batch by batch."""
+    """Yield the model's outputs and the true labels of the test records, one batch at a time."""
     records = len(job.test.labels)
     batch = min(MAX_BATCH, job.model.records_at_once(job.device))
     for first in range(0, records, batch):
@@ -37,11 +37,11 @@ def scored_batches(job: Job, theta: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def evaluate(job: Job, theta: Tensor) -> tuple[float | None, float | None]:
-    """Return accuracy and mean loss on the server's test set; None for both without a test set."""
+    """Return accuracy and mean loss on the server's test set; (None, None) without a test set."""
     records = len(job.test.labels)
     if records == 0:
         return None, None
-    # One tensor for both sums: each read of a number waits for the device.
+    # One tensor holds both sums, because each copy of a number to the host waits for the GPU.
     sums = torch.zeros(2, dtype=torch.float64, device=job.device)
     for scores, labels in scored_batches(job, theta):
         correct = job.model.correct(scores, labels).double().sum()
@@ -51,7 +51,10 @@ def evaluate(job: Job, theta: Tensor) -> tuple[float | None, float | None]:
 
 
 def confusion(job: Job, theta: Tensor) -> Tensor:
-    """Count the records of each class (row) that the model assigns to each class (column)."""
+    """Return the confusion table `[classes, classes]` of the test records.
+
+    Row i, column j contains the number of records of class i that the model assigns to class j.
+    """
     count = len(job.classes)
     table = torch.zeros(count * count, dtype=torch.int64)
     for scores, labels in scored_batches(job, theta):
@@ -60,9 +63,9 @@ def confusion(job: Job, theta: Tensor) -> Tensor:
 
 
 def class_scores(table: Tensor) -> list[Scores]:
-    """Return the scores of each class from a confusion table.
+    """Return precision, recall, F1 and support of each class, computed from a confusion table.
 
-    A class that the model never predicts has precision 0, a class without records recall 0.
+    A class that the model never predicts has precision 0. A class without records has recall 0.
     """
     correct = table.diag().double()
     predicted = table.sum(0).double()
@@ -77,10 +80,12 @@ def class_scores(table: Tensor) -> list[Scores]:
 
 
 def task_metrics(job: Job, theta: Tensor) -> dict[str, Any]:
-    """Return accuracy, macro F1 and the scores of each class.
+    """Return accuracy, macro F1 and the scores of each class on the test set, as one dict.
 
-    With two classes `f1` is the F1 of the second, as GLUE reports it. `one_answer` names the class
-    that the model predicts for all records, if it does so.
+    The dict is empty if the model is not a classifier or if there is no test set.
+
+    f1          only with two classes: F1 of the second class, as in the GLUE benchmark
+    one_answer  only if the model predicts one class for all records: the name of this class
     """
     if not job.model.classifies or len(job.test.labels) == 0:
         return {}

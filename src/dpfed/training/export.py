@@ -1,8 +1,9 @@
-"""Export a run's model in a format that peft and transformers load: an adapter or a whole model.
+"""Export the trained model of a run: an adapter for peft, or a whole model for transformers.
 
-An export has the spending record, so that later runs count its cost. It also has everything that
-plain `transformers` needs for the run's predictions: tokenizer or image processor, class names and
-generation settings.
+The export contains the spending record, which states the privacy spent on the weights. A later run
+that starts from these weights counts this spending. The export also contains tokenizer or image
+processor, class names and generation settings, so that plain `transformers` repeats the run's
+predictions.
 """
 
 from __future__ import annotations
@@ -33,13 +34,19 @@ from dpfed.training.run_folder.atomic_file import short_errors, write_file
 from dpfed.training.run_folder.embedded_record import embed
 from dpfed.training.run_folder.files import CONFIG, MODEL, read_result
 
-# Not config.json: with that name transformers takes the folder of an adapter for a whole model.
+# With the name config.json, transformers would take the folder of an adapter for a whole model.
 ADAPTED_CONFIG = "model_config.json"
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A run with its trained model; `accounts` is None for a run without privacy."""
+    """A run that was read from its folder, with its trained model.
+
+    config    the configuration of the run
+    result    the content of run.json
+    parts     the model with its trained weights
+    accounts  the spending in the run's ledger; None for a run without privacy
+    """
 
     config: Config
     result: dict[str, Any]
@@ -48,14 +55,14 @@ class Trained:
 
     @cached_property
     def companions(self) -> Companions:
-        """The files that the export has besides the weights."""
+        """The files that the export contains besides the weights, such as a tokenizer."""
         data = self.config.data
         reading = Reading(getattr(data, "size", None), getattr(data, "colour", "rgb") == "grey")
         return self.parts.built.companions(reading)
 
 
 def read_run(folder: Path) -> Trained:
-    """Build the model of a run with its trained weights; read what its ledger says was spent."""
+    """Read configuration, result, trained model and ledger of a run from its folder."""
     if not (folder / CONFIG).is_file():
         raise DpfedError(f"{folder} is not the folder of a run: give one that `dpfed run` has made")
     config = load(folder / CONFIG, [], registry())
@@ -92,7 +99,10 @@ def _load_weights(parts: AssembledModel, path: Path) -> None:
 
 
 def export(trained: Trained, out: Path, merge: bool = False) -> str:
-    """Write the model to an empty folder; return its kind: "adapter" or "model"."""
+    """Write the export to `out`, a new or empty folder, and return its type: "adapter" or "model".
+
+    merge  True: add a LoRA adapter to its base weights, and write a whole model
+    """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DpfedError(f"{out} is not empty: choose a new folder")
     if merge and trained.config.model.train != "lora":
@@ -107,7 +117,7 @@ def export(trained: Trained, out: Path, merge: bool = False) -> str:
     kind = "model"
     with short_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-        # First, so that no weights are ever without the record of what was spent on them.
+        # Write the spending record first, so that weights never exist without it.
         _write_text(out / SPENDING, record)
         if peft is None:
             _save_whole(trained.parts.adapted.model, out, trained)
@@ -125,16 +135,16 @@ def export(trained: Trained, out: Path, merge: bool = False) -> str:
 
 
 def _configure(trained: Trained) -> None:
-    """Put class names and model-specific entries into the exported configuration."""
+    """Add class names and model-specific entries to the model configuration that is exported."""
     config = getattr(trained.parts.adapted.model, "config", None)
     if config is None:
         return
-    # A language model has no classes.
+    # Only a model with a classification head has classes; a language model has none.
     if trained.parts.built.head:
         classes = trained.result["classes"]
         config.id2label = dict(enumerate(classes))
         config.label2id = {name: i for i, name in enumerate(classes)}
-        # Pipelines need it to choose softmax; the base may have been for several labels.
+        # This entry makes transformers pipelines use softmax; the base model may set another one.
         config.problem_type = "single_label_classification"
     for key, value in trained.companions.config.items():
         setattr(config, key, value)
@@ -144,9 +154,9 @@ def _save_adapter(peft: Any, out: Path, trained: Trained) -> None:
     for adapter in peft.peft_config.values():
         adapter.base_model_name_or_path = base_of(trained.config)
         adapter.inference_mode = True
-    # Without the second argument peft asks the hub about the base.
+    # save_embedding_layers=False, because peft would otherwise ask the hub about the base model.
     peft.save_pretrained(str(out), save_embedding_layers=False)
-    # peft's own card says nothing about privacy.
+    # Delete the model card that peft writes, because it says nothing about privacy.
     (out / "README.md").unlink(missing_ok=True)
     model: Any = trained.parts.adapted.model
     if hasattr(model, "config") and trained.parts.built.head:
@@ -155,9 +165,9 @@ def _save_adapter(peft: Any, out: Path, trained: Trained) -> None:
 
 
 def base_of(config: Config) -> str | None:
-    """Return the hub name or the absolute path of an adapter's base; None for random weights.
+    """Return the hub name or the absolute path of an adapter's base model; None for random weights.
 
-    A path is absolute, because a bare folder name could be the name of a hub repository.
+    The path is absolute, because transformers could take a bare folder name for a hub name.
     """
     section: Any = config.model
     weights = section.chosen() if hasattr(section, "chosen") else section.weights

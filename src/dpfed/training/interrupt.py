@@ -1,4 +1,4 @@
-"""Stop a run on SIGTERM or Ctrl-C between two local steps, so that no step is left incomplete."""
+"""Stop a run on SIGTERM or Ctrl-C after the current local step, so that no step is incomplete."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stop:
-    """A callable that raises InterruptedRunError if a signal has arrived.
+    """A function for the training loop, which raises InterruptedRunError if a signal has arrived.
 
-    While `gently` is False, a signal ends the process at once.
+    gently  True: the first signal requests a stop, and a second signal ends the process at once.
+            False: the first signal ends the process at once.
     """
 
     def __init__(self) -> None:
@@ -32,7 +33,7 @@ class Stop:
         received = signal.Signals(number)
         if self.gently and self._signal is None:
             self._signal = received
-            # os.write, because the signal may interrupt a call of print.
+            # Use os.write: if the signal interrupted a print, another print would fail.
             notice = f"{received.name}: stopping after this local step; once more to stop at once\n"
             os.write(2, notice.encode())
         elif received is signal.SIGINT:
@@ -44,7 +45,10 @@ class Stop:
 
 @contextmanager
 def on_signals() -> Iterator[Stop]:
-    """Turn SIGTERM and Ctrl-C into requests to stop; does nothing outside the main thread."""
+    """Yield a Stop object that receives SIGTERM and Ctrl-C until the context ends.
+
+    Outside the main thread it receives no signals, because Python allows no handlers there.
+    """
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop

@@ -1,4 +1,4 @@
-"""The K local steps of some clients: the one loop that simulations and network clients share."""
+"""The K local steps of a round: one loop that simulations and network clients share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from dpfed.privacy.oracle import FleetOracle
 
 @dataclass(frozen=True)
 class LocalResult:
-    """The clients' states after the last step, their messages `[S, ...]` and what they remember."""
+    """The results of S clients after the last local step of a round.
+
+    states   the algorithm's state of the clients
+    message  the tensors that each client sends to the server, `[S, ...]`
+    memory   the vectors that each client stores until its next round
+    """
 
     states: Any
     message: Message
@@ -29,9 +34,11 @@ def run_local_steps(
     oracle: FleetOracle,
     after_step: Callable[[int], None] = lambda k: None,
 ) -> LocalResult:
-    """Run K local steps of the oracle's clients from the server's state.
+    """Run K local steps of S clients, starting from the server's state, and return their results.
 
-    `after_step` gets the number of steps done. It may raise to end the round.
+    memory      the vectors that the clients stored in earlier rounds
+    oracle      returns noised gradients of the clients' records
+    after_step  called with the number of completed steps; may raise an error to end the round
     """
     states = algorithm.start(ctx, server, memory)
     for k in range(1, ctx.K + 1):

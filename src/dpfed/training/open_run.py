@@ -1,4 +1,4 @@
-"""Open a run: its folder, ledger, checkpoints, backend and callbacks, new or resumed."""
+"""Open a new or resumed run: its folder, ledger, checkpoints, backend and callbacks."""
 
 from __future__ import annotations
 
@@ -36,12 +36,18 @@ from dpfed.training.run_folder.resume import changes, refuse_kind, refuse_other,
 from dpfed.training.run_folder.run_identity import run_identity
 
 Mode = Literal["new", "replace", "resume"]
-"""A run that starts in a new folder, replaces the run in its folder, or resumes it."""
+"""How a run starts: in a new folder, in place of the run in its folder, or by resuming it."""
 
 
 @dataclass(frozen=True)
 class RunPlace:
-    """The folder of a run that holds its lock, with the run's name and release note."""
+    """The name and the folder of an open run.
+
+    name    random identifier of the run, stored in run.json
+    note    sentence that says whether the results may be released
+    folder  the run folder, locked for this process
+    resume  True if the run continues an earlier one
+    """
 
     name: str
     note: str
@@ -51,7 +57,14 @@ class RunPlace:
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run that is ready: `loop` runs its rounds, `finish` writes the result."""
+    """A run that is ready to train.
+
+    loop         runs the rounds
+    metrics      keeps the first and the last reported round
+    checkpoints  writes and reads checkpoints
+    saved        the checkpoint to resume from; None if training begins at round 1
+    remote       the backend of clients on a network; None for simulated clients
+    """
 
     place: RunPlace
     loop: RoundLoop
@@ -65,7 +78,11 @@ class OpenRun:
         return self.loop.job
 
     def finish(self, state: str, **more: Any) -> dict[str, Any]:
-        """Write the trained vector and the result, and return the result."""
+        """Write the trained vector and the result to the run folder, and return the result.
+
+        state  how the run ended, "finished" or "stopped"
+        more   further entries for run.json
+        """
         folder, rounds = self.place.folder, self.metrics.rounds
         result = result_of(self.job, self.loop.spending, rounds, folder.path, self.place.note)
         if self.remote is not None:
@@ -78,7 +95,7 @@ class OpenRun:
         return result
 
     def interrupted(self, error: InterruptedRunError) -> InterruptedRunError:
-        """Write that the run was interrupted, and return the error that says how to resume."""
+        """Write to run.json that a signal stopped the run; return the error for the user."""
         rounds = self.metrics.rounds
         after = f"after round {rounds[-1].t}" if rounds else "before round 1"
         command = "dpfed server --resume --out" if self.job.served else "dpfed run --resume"
@@ -90,7 +107,10 @@ class OpenRun:
 
 
 def refuse_start(config: Config, out: Path, mode: Mode, served: bool) -> None:
-    """Refuse a run that cannot start in this folder, before anything is computed."""
+    """Raise DpfedError if the run cannot start in the folder `out`, before anything is computed.
+
+    served  True if the clients are on a network
+    """
     refuse_real_noise(config)
     refuse_missing(config)
     if mode == "resume":
@@ -104,7 +124,12 @@ def refuse_start(config: Config, out: Path, mode: Mode, served: bool) -> None:
 def open_run(
     job: Job, out: Path, mode: Mode, execution: Execution, watchers: Callbacks
 ) -> Iterator[OpenRun]:
-    """Hold the folder and the ledger of a run while its rounds run."""
+    """Yield the run, ready to train; folder and ledger stay locked until the context ends.
+
+    job       the job of the run
+    out       the run folder
+    watchers  callbacks of the caller
+    """
     resume = mode == "resume"
     if resume and not job.served:
         job = with_recorded_noise(job, out / LEDGER)
@@ -118,7 +143,7 @@ def open_run(
         trackers = Trackers(job.config, out, budget.planned if budget else None)
         stack.callback(trackers.close)
         if resume:
-            # Once more: another process may have worked here before this one had the lock.
+            # Check again: another process may have resumed the run before this one got the lock.
             refuse_other(out, job.config)
         else:
             folder.begin(name, note)
@@ -127,7 +152,7 @@ def open_run(
         job = execution.bind(job, folder)
         place = RunPlace(name, note, folder, resume)
         ledger: Ledger | None = None
-        # The ledger before the checkpoints: its lock refuses a run that is still at work.
+        # Open the ledger before the checkpoints: its lock raises an error if the run still trains.
         if budget is not None and not job.served:
             released = resume and folder.last_round() > 0
             ledger = run_ledger(job, budget, folder.ledger, name, released)
@@ -142,7 +167,12 @@ def _ready(
     execution: Execution,
     watchers: Sequence[Callback],
 ) -> OpenRun:
-    """Build backend, checkpoints, accounts and callbacks, and take over a checkpoint."""
+    """Build backend, checkpoints and callbacks of a run, and return the run ready to train.
+
+    A resumed run continues from its newest checkpoint.
+
+    accounts  planned spending and ledger; both None without privacy
+    """
     folder = place.folder
     states = _client_states(job, folder)
     diagnostics = [Diagnostics(folder.path, job)] if job.config.run.diagnostics else []
@@ -171,17 +201,17 @@ def _ready(
 
 
 def may_overlap(job: Job) -> bool:
-    """Return True if a round may begin before the last one is known to be finite.
+    """Return True if a round may begin before the last one is checked for NaN and infinity.
 
-    With real noise it may not: the check could save the charge of a round.
+    False with real noise: a failed check ends the run, and the next round should not be charged.
     """
     return job.device.type == "cuda" and job.config.run.noise != "os"
 
 
 def _checked_budget(job: Job, resume: bool) -> Budget:
-    """Return the statement of a private run.
+    """Return the planned spending of a private run.
 
-    A plan without an epsilon is refused, and a new run with a large delta.
+    Raise DpfedError if the plan has no finite epsilon, or if the delta of a new run is too large.
     """
     privacy = job.config.privacy
     budget = budget_of(job.plan, job.schedule, privacy.delta, privacy.budget, past=job.past)
@@ -193,7 +223,10 @@ def _checked_budget(job: Job, resume: bool) -> Budget:
 
 
 def _client_states(job: Job, folder: RunFolder) -> ClientStates:
-    """Return the store of what simulated clients remember; real clients store it themselves."""
+    """Return the store of client memory.
+
+    It stays empty for clients on a network, because they store their vectors themselves.
+    """
     names = () if job.served else job.algorithm.remembers
     limit = job.config.run.memory_limit << 20
     return ClientStates(names, job.space.size, folder.checkpoints / "memory", limit)
@@ -202,7 +235,10 @@ def _client_states(job: Job, folder: RunFolder) -> ClientStates:
 def _load_checkpoint(
     job: Job, folder: RunFolder, checkpoints: Checkpoints, remote: Any
 ) -> LoadedCheckpoint | None:
-    """Return the newest complete checkpoint, or None if the run ended before its first one."""
+    """Return the newest complete checkpoint, or None if the run ended before its first one.
+
+    Metrics of later rounds are removed, because the run computes these rounds again.
+    """
     saved, damaged = checkpoints.load(first_state(job))
     if saved is None and damaged:
         raise DpfedError(f"{folder.path} cannot go on: {damaged[0]}")
@@ -214,7 +250,10 @@ def _load_checkpoint(
 
 
 def _record_changes(job: Job, place: RunPlace, saved: LoadedCheckpoint | None) -> None:
-    """Write changed settings into the folder, after the ledger has stated them."""
+    """Write the settings that changed since the last start into the run folder.
+
+    This happens after the ledger was opened, which records added rounds first.
+    """
     folder = place.folder
     folder.amend(job.config, changes(folder.path, job.config), saved.progress.t if saved else 0)
     if read_result(folder.path).get("state") != "running":

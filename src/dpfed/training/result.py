@@ -1,4 +1,4 @@
-"""The result of a run: the JSON object of `dpfed run --json`, and the sentences beside it."""
+"""The result of a run: the JSON object of `dpfed run --json`, with release note and guarantee."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ RELEASABLE = (
 
 
 def release_note(config: Config, private: bool) -> str:
-    """Return the sentence on every artefact of a run that says whether it may be released."""
+    """Return the sentence that says whether the results of a run may be released.
+
+    Configuration, metrics, model and result of the run contain this sentence.
+    """
     if not private:
         return NO_PRIVACY
     return SIMULATION if config.run.noise == "seeded" else RELEASABLE
@@ -35,7 +38,12 @@ def release_note(config: Config, private: bool) -> str:
 def result_of(
     job: Job, spending: Spending, rounds: list[Round], out: Path, note: str
 ) -> dict[str, Any]:
-    """Return the result after these first and last rounds; without privacy epsilon is null."""
+    """Return the result of a run as a JSON object; all its epsilons are null without privacy.
+
+    rounds  the first and the last reported round
+    out     the run folder
+    note    the release note
+    """
     first, last = rounds[0], rounds[-1]
     sigmas = job.plan.multipliers
     loss = last.loss if last.loss is not None and math.isfinite(last.loss) else None
@@ -69,7 +77,10 @@ def result_of(
 
 
 def guarantee(job: Job) -> str:
-    """Return the assumptions that an epsilon needs beside it."""
+    """Return the text that must stand beside an epsilon: delta, privacy unit and assumptions.
+
+    Without privacy the text is "no privacy".
+    """
     if not job.plan.private:
         return NO_PRIVACY
     delta = job.config.privacy.delta

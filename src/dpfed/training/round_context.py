@@ -1,4 +1,4 @@
-"""The public facts of a round, and the server's state before round 1."""
+"""Build the public facts of a round (`Context`), and the server's state before round 1."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from dpfed.training.server_state import State
 
 
 def learning_rate(base: float, schedule: str, t: int, rounds: int) -> float:
-    """Return the learning rate of round t, which is constant within the round and never zero."""
+    """Return the learning rate of round t, where t is 1 to `rounds`.
+
+    base      the configured learning rate
+    schedule  "constant", or "cosine" for a cosine decay that stays above zero
+    """
     if schedule == "constant":
         return base
     return 0.5 * base * (1 + math.cos(math.pi * (t - 1) / rounds))
@@ -25,11 +29,16 @@ def learning_rate(base: float, schedule: str, t: int, rounds: int) -> float:
 
 @dataclass(frozen=True)
 class RoundFigures:
-    """The public figures of round `t` besides the plan.
+    """The public numbers of a round that the privacy plan does not contain.
 
-    clients      number of clients N of the run
-    lr, base_lr  learning rate of this round, and the algorithm's own
-    answered     number of messages in the mean, for the server's step
+    t            number of the round
+    rounds       number T of all rounds
+    local_steps  number K of local steps in a round
+    clients      number N of clients of the run
+    lr           learning rate of this round
+    base_lr      configured learning rate
+    equal_phi    True if all clients have the same noise variance Φ
+    answered     number of messages in the cohort's mean, used by the server's step only
     """
 
     t: int
@@ -45,7 +54,11 @@ class RoundFigures:
 def context(
     job: Job, t: int, clients: Sequence[int], clip: float | None = None, answered: int = 0
 ) -> Context:
-    """Return the public facts of round t for these clients, with this clip norm."""
+    """Return the public facts of round t for these clients, which the algorithm's methods need.
+
+    clip      clip norm of the round; None for the clip norm of the plan
+    answered  number of messages in the cohort's mean, used by the server's step only
+    """
     run = job.config.run
     base_lr = job.algorithm.lr
     figures = RoundFigures(
@@ -65,9 +78,9 @@ def context(
 def build_context(
     space: Space, plan: Plan, clients: Sequence[int], figures: RoundFigures, device: torch.device
 ) -> Context:
-    """Return the public facts of a round for these clients of the plan.
+    """Return the public facts of a round for these clients, from the plan and the round's numbers.
 
-    Simulations and network clients share this function.
+    Simulations and network clients both call this function, so that they compute the same steps.
     """
     phi = torch.from_numpy(plan.phis(np.asarray(clients, dtype=np.int64)))
     return Context(
@@ -87,7 +100,10 @@ def build_context(
 
 
 def scalar(value: float, device: torch.device) -> Tensor:
-    """Return the number as a float64 tensor, filled on the device so that nothing waits for it."""
+    """Return a number as a float64 scalar tensor on the device.
+
+    The device fills the tensor, because a copy from the host would wait for all earlier work.
+    """
     return torch.full((), value, dtype=torch.float64, device=device)
 
 

@@ -1,4 +1,4 @@
-"""The one round loop: cohort -> charge -> train -> aggregate -> evaluate -> callbacks."""
+"""The round loop of every run: cohort -> charge -> train -> aggregate -> evaluate -> callbacks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,16 @@ from dpfed.training.server_state import State
 
 @dataclass
 class RoundLoop:
-    """Run the rounds of a job with a backend, its accounts and its callbacks.
+    """Run the rounds of a job.
 
-    stop            is called before a round is charged; it may raise to end the run
-    checkpoint_due  says after which rounds there is a checkpoint; asked once for each round
-    overlap         begin the next round before an unscored round is known to be finite, so that
-                    the host does not wait for a GPU after each round
+    backend         computes the mean of each cohort's messages
+    spending        selects the clients that may take part, and charges the ledger
+    callbacks       gets the events of the run
+    stop            called before a round is charged; may raise an error to end the run
+    checkpoint_due  called once for each round; returns True if a checkpoint follows the round
+    overlap         True: begin the next round before this one is checked for NaN and infinity, so
+                    that the host does not wait for the GPU. Rounds that are evaluated or saved are
+                    checked at once in both cases.
     """
 
     job: Job
@@ -41,7 +45,10 @@ class RoundLoop:
     overlap: bool = False
 
     def run(self, progress: Progress | None = None) -> Tensor:
-        """Run all rounds after this progress and return the trained vector."""
+        """Run the remaining rounds and return the trained vector `[P]`.
+
+        progress  completed rounds of a resumed run; None to begin with the evaluation of round 0
+        """
         progress = progress or self._round_zero()
         state = progress.state
         started = time.perf_counter() - progress.seconds
@@ -59,7 +66,7 @@ class RoundLoop:
                     mean, answered = self.backend.run_cohort(t, state, cohort, wait_for_charge)
                     state = aggregate(self.job, t, state, cohort, mean, answered)
                 except LostRoundError:
-                    # Nothing changes, and the round stays charged.
+                    # Keep the server's state; the ledger keeps the charge of the lost round.
                     pass
                 finally:
                     wait_for_charge()
@@ -87,7 +94,7 @@ class RoundLoop:
         return state.result
 
     def _round_zero(self) -> Progress:
-        """Evaluate the start, report it as round 0 and return it."""
+        """Evaluate the initial vector, report it as round 0 and return the progress so far."""
         state = first_state(self.job)
         accuracy, loss = evaluate(self.job, state.theta)
         epsilon = self.spending.server_max()
@@ -118,7 +125,11 @@ class RoundLoop:
         epsilon: Callable[[], float | None] | None,
         started: float,
     ) -> Round:
-        """Return the round with its evaluation, its epsilon and the time that includes both."""
+        """Return the round with its scores, its epsilon, and a time that includes the evaluation.
+
+        epsilon  waits for the epsilon from another thread; None if epsilon is not computed
+        started  start of training, in seconds of `time.perf_counter`
+        """
         accuracy, loss = evaluate(self.job, state.result)
         last = evaluate(self.job, state.theta)[0] if state.average is not None else None
         seconds = time.perf_counter() - started
@@ -135,7 +146,13 @@ class RoundLoop:
 def aggregate(
     job: Job, t: int, state: State, cohort: Sequence[int], mean: Message, answered: int
 ) -> State:
-    """Return the server's state after a round: the algorithm's step, the clip norm, the average."""
+    """Return the server's state after round t: the algorithm applies the mean message to the state.
+
+    With quantile clipping the clip norm changes too. With `run.average` the average does.
+
+    mean      mean of the clients' messages
+    answered  number of clients whose messages are in the mean
+    """
     mean = dict(mean)
     below = mean.pop("below", None)
     ctx = context(job, t, cohort, state.clip, answered)
@@ -147,7 +164,10 @@ def aggregate(
 
 
 def choose(job: Job, t: int, eligible: np.ndarray) -> list[int]:
-    """Return the cohort: S distinct clients, uniformly among the eligible ones."""
+    """Return the cohort of round t: the sorted numbers of S distinct clients.
+
+    They are drawn uniformly from the eligible clients. All eligible ones are taken if fewer than S.
+    """
     rng = job.streams.generator("cohort", t)
     chosen = rng.choice(eligible, size=min(job.schedule.cohort, len(eligible)), replace=False)
     return sorted(int(i) for i in chosen)

@@ -1,4 +1,4 @@
-"""The types that describe a run's progress: one finished round, and how far the run is."""
+"""Types that describe the progress of a run: `Round` is one round, `Progress` all rounds so far."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from dpfed.training.server_state import State
 
 @dataclass(frozen=True)
 class Round:
-    """The figures of one round. Accuracy and loss are those of the server's public test set.
+    """The results of one completed round.
 
-    clip            the clip norm of this round; it changes under quantile clipping
-    cohort          the number of clients that took part, for the server only
-    eligible        the number of clients that the cohort was drawn from, for the server only
-    theta           the evaluated vector: the last iterate, or with `run.average` the average
-    last_accuracy   with `run.average`: the accuracy of the last iterate
+    t               number of the round; 0 is the evaluation before training
+    accuracy, loss  scores on the server's public test set; None if the round was not evaluated
+    epsilon         largest epsilon of any client so far; None if not computed, or without privacy
+    cohort          number of clients that took part; the server keeps this secret
+    eligible        number of clients from which the cohort was drawn; the server keeps this secret
+    clip            clip norm C of this round; only quantile clipping changes it
+    seconds         training time since round 1
+    theta           the evaluated vector: the last iterate, or the average with `run.average`
+    last_accuracy   accuracy of the last iterate, with `run.average` only
     """
 
     t: int
@@ -34,7 +38,12 @@ class Round:
 
 @dataclass(frozen=True)
 class Progress:
-    """The number of completed rounds, the state after them, and the seconds that they took."""
+    """The completed rounds of a run.
+
+    t        number of completed rounds
+    state    the server's state after these rounds
+    seconds  training time of these rounds
+    """
 
     t: int
     state: State

@@ -1,4 +1,4 @@
-"""A whole run: the entry that the command line and the Python interface share.
+"""Run a training from configuration to result, for the command line and the Python interface.
 
 configuration -> job (data, model, plan) -> for each round:
     cohort -> ledger -> backend -> aggregate -> evaluate -> callbacks
@@ -29,9 +29,12 @@ def run(
     callbacks: Sequence[Callback] = (),
     execution: Execution = IN_PROCESS,
 ) -> dict[str, Any]:
-    """Train by the configuration and return the result; the folder `out` holds all of it.
+    """Train as configured, write everything to the run folder, and return the result.
 
+    out        the run folder; None for a new folder under runs/
+    mode       start a new run, replace the run in the folder, or resume it
     source     replaces the configured data source
+    callbacks  are called at every event of the run
     execution  says where clients compute: in this process, by torchrun, or on a network
     """
     out = out or fresh_folder(config)
@@ -41,7 +44,7 @@ def run(
     with open_run(job, out, mode, execution, watchers) as opened:
         watchers.on_start(opened.job)
         try:
-            # The last checkpoint is on disk when the block ends.
+            # The end of the block waits until the last checkpoint is on disk.
             with opened.checkpoints:
                 opened.loop.run(opened.saved.progress if opened.saved else None)
         except InterruptedRunError as error:
@@ -56,5 +59,8 @@ def run(
 
 
 def assist(config: Config, group: Group, source: Source | None = None) -> None:
-    """Compute this process's share of each round; torchrun's leading process calls `run`."""
+    """Compute this process's share of every round of a torchrun run.
+
+    Rank 0 of torchrun calls `run` instead, and all other processes call this function.
+    """
     follow(prepare(config, source), group)

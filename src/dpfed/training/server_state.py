@@ -1,4 +1,4 @@
-"""The server's state between two rounds, without the clients' memory."""
+"""The server's state between two rounds: everything the next round needs except client memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Names with a dot: no field of an algorithm's state has one.
+# These names contain a dot, so that no field of an algorithm's state can have the same name.
 AVERAGE = "run.average"
 WEIGHT = "run.average.weight"
 
@@ -19,12 +19,13 @@ WEIGHT = "run.average.weight"
 class State:
     """The state that each round passes to the next.
 
-    server   the algorithm's own state
-    clip     the clip norm of the next round; constant unless it follows a quantile
-    average  with `run.average` a: Σ (1-a)·a^(n-i)·θ_i over the rounds so far
-    weight   the sum of the weights in `average`
+    server   the state of the algorithm
+    clip     clip norm C of the next round; only quantile clipping changes it
+    average  with `run.average` = a: Σ (1-a)·a^(n-i)·θ_i over the n rounds so far; else None
+    weight   sum of the weights (1-a)·a^(n-i) in `average`; None without `run.average`
 
-    The average is computed from released values, so it costs no privacy. No client trains it.
+    The average is computed from released values, so it costs no privacy. Clients continue from the
+    last iterate, not from the average.
     """
 
     server: Any
@@ -39,26 +40,31 @@ class State:
 
     @property
     def result(self) -> Tensor:
-        """The vector that is evaluated and saved: the average of the iterates, or the last one."""
+        """The evaluated and saved vector: the average with `run.average`, else the last iterate."""
         if self.average is None or self.weight is None:
             return self.theta
-        # The weight is zero before round 1.
+        # Before round 1 the weight is zero, so theta is taken instead of 0/0.
         return torch.where(self.weight > 0, self.average / self.weight, self.theta)
 
     def averaging(self) -> State:
-        """Return this state with an average over no rounds."""
+        """Return this state with an empty average, as a run with `run.average` begins."""
         weight = torch.zeros((), dtype=torch.float64, device=self.theta.device)
         return dataclasses.replace(self, average=torch.zeros_like(self.theta), weight=weight)
 
     def after(self, server: Any, clip: float, average: float) -> State:
-        """Return the state after a round that gave this server state and clip norm."""
+        """Return the state after one more round.
+
+        server   the algorithm's state after the round
+        clip     clip norm of the next round
+        average  the decay a of `run.average`; it has no effect if this state has no average
+        """
         if self.average is None or self.weight is None:
             return State(server, clip)
         summed = average * self.average + (1 - average) * server.theta
         return State(server, clip, summed, average * self.weight + (1 - average))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of the state by name, as a checkpoint stores them."""
+        """Return all tensors of the state by name, as a checkpoint stores them."""
         own = {
             field.name: getattr(self.server, field.name)
             for field in dataclasses.fields(self.server)
@@ -68,7 +74,10 @@ class State:
         return {**own, AVERAGE: self.average, WEIGHT: self.weight}
 
     def with_tensors(self, tensors: Mapping[str, Tensor], clip: float) -> State:
-        """Return this state with other values; names, shapes and dtypes must be the same."""
+        """Return a copy of this state with these tensors and this clip norm, e.g. of a checkpoint.
+
+        Raise ValueError if names, shapes or dtypes differ from those of this state.
+        """
         mine = self.tensors()
         if mine.keys() != tensors.keys():
             raise ValueError(f"the state has {sorted(mine)}, not {sorted(tensors)}")

@@ -1,4 +1,4 @@
-"""The contract of a backend: it computes the mean of a cohort's messages, and nothing else."""
+"""The interface of a backend, which computes the mean of a cohort's messages."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ WaitForCharge = Callable[[], None]
 
 
 def no_charge() -> None:
-    """Stand for the charge of a run without privacy."""
+    """Return at once, because a run without privacy has no charge to wait for."""
 
 
 class Backend(Protocol):
-    """The fleet in this process, several processes, or clients on a network."""
+    """Computes cohorts: in this process, in several processes, or at clients on a network."""
 
     def run_cohort(
         self,
@@ -28,8 +28,12 @@ class Backend(Protocol):
     ) -> tuple[Message, int]:
         """Return the mean of the clients' messages, and the number of clients that answered.
 
-        `wait_for_charge` returns when the round's charge is on disk, and raises if it cannot be
-        written. A backend calls it before a noised value leaves an oracle.
+        t                number of the round
+        state            the server's state before the round
+        clients          numbers of the clients in the cohort
+        wait_for_charge  waits until the round's charge is on disk; raises if it cannot be written
+
+        The backend must call `wait_for_charge` before a noised value leaves an oracle.
         """
 
 
@@ -37,14 +41,17 @@ class RemoteBackend(Backend, Protocol):
     """A backend whose JSON-serialisable state is part of the checkpoint."""
 
     def restore(self, remembered: Mapping[str, Any]) -> None:
-        """Take over the state of a checkpoint."""
+        """Continue from the state in a checkpoint, which `after` has returned."""
 
     def after(self, t: int, state: State) -> dict[str, Any]:
-        """Return the backend's own state after round t, which ended in this server state."""
+        """Return the backend's state after round t, to be stored in the checkpoint.
+
+        state  the server's state after round t
+        """
 
     def report(self) -> dict[str, Any]:
-        """Return the backend's entries of the run's result."""
+        """Return the entries that the backend adds to the run's result."""
 
 
 class LostRoundError(DpfedError):
-    """A round gave no result; the server's state stays, and the run continues."""
+    """A round gave no mean message. The run continues with the server's state before the round."""

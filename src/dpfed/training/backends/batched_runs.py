@@ -1,8 +1,9 @@
-"""Several runs in one pass: J runs x S clients that differ in seed, rates, method or noise.
+"""Train several runs at once: one pass computes the gradients of J runs with S clients each.
 
-Each run has its own folder, ledger, random streams, round loop and thread. Records and the frozen
-model are in memory once, and one pass computes the clipped sums of all runs (privacy/batched_sums).
-A batched run gives the numbers that it gives alone, up to the order of additions.
+The runs may differ in seed, rates, method or noise. Each run has its own folder, ledger, random
+streams, round loop and thread. Records and the frozen model are in memory once, and one pass
+computes the clipped sums of all runs (privacy/batched_sums.py). A run in a pack has the same
+results as alone, up to the order of additions.
 """
 
 from __future__ import annotations
@@ -23,22 +24,23 @@ from dpfed.training.job.job_cache import JobCache
 from dpfed.training.job.model import block_rules
 
 Answer = TypeVar("Answer")
-# The blocks of a method without a key for them.
+# Default for algorithms that have no key for the parameter blocks.
 BLOCKS = {"granularity": "block"}
-# More runs in a pass gain little speed and need more memory.
+# Largest automatic pack: more runs in a pass gain little speed and need more memory.
 MAX_RUNS = 16
 
 
 class UnbatchableError(Exception):
-    """The run cannot share a pass with its pack: another model or data, or too little memory."""
+    """The run cannot share passes with its pack: model or data differ, or memory is too small."""
 
 
 def pack_key(config: Config) -> Hashable | None:
-    """Return a key that is equal for runs that can share a pass, or None for a run that cannot.
+    """Return a key that is equal for runs that can share passes; None for a run that must be alone.
 
-    The key holds everything a pass is made of: data, model, blocks, device, precision and clipping
-    rule. It also holds rounds, local steps, participation and batch, so that all runs end at about
-    the same time. Method, learning rate, sigma, C, budget, seed and evaluation may differ.
+    The key contains everything that determines a pass: data, model, blocks, device, precision and
+    clipping rule. It also contains rounds, local steps, participation and batch, so that all runs
+    end at about the same time. Method, learning rate, sigma, C, budget, seed and evaluation may
+    differ.
     """
     data, privacy, run = config.data, config.privacy, config.run
     runs_alone = (
@@ -67,7 +69,7 @@ def pack_key(config: Config) -> Hashable | None:
     seeded = (model.weights == "random" and model.train != "full") or (
         model.lora.freeze_a and model.train == "lora"
     )
-    # Frozen weights that are drawn from the seed make another model.
+    # If frozen weights are drawn from the seed, runs with different seeds have different models.
     frozen_seed = run.seed if seeded else None
     size = (
         run.rounds,
@@ -82,7 +84,11 @@ def pack_key(config: Config) -> Hashable | None:
 
 
 class Pack:
-    """Runs that compute together. A pass waits for every run that has not left."""
+    """Runs that share passes. Each pass waits for all runs that have not left the pack.
+
+    runs    number of runs
+    shared  cache of records, models and features for all runs; None for a new one
+    """
 
     def __init__(self, runs: int, shared: JobCache | None = None) -> None:
         self.shared = shared or JobCache()
@@ -109,17 +115,21 @@ class Pack:
             self._left.add(number)
             sums = self._sum
         if sums is not None:
-            # Outside the lock, because this call may compute the pass of the other runs.
+            # Release the lock first: this call may compute a pass for the other runs,
+            # which would block them.
             sums.leave(number)
 
     def end(self) -> None:
-        """Release the shared model and records, so that a single run has the memory."""
+        """Free the shared model, records and passes for runs that train alone afterwards."""
         self._first = None
         self._sum = None
         self.shared.clear()
 
     def _union(self, runs: int) -> FixedSum:
-        """Return the fixed sum of this many runs, or of as many as fit on the GPU."""
+        """Return the object that computes clipped sums of `runs` runs in fixed-size passes.
+
+        If the GPU has no memory for all runs, the passes are for as many runs as fit.
+        """
         job = self._first
         assert job is not None
         cohort = job.schedule.cohort
@@ -137,7 +147,7 @@ class Pack:
 
 
 class BatchedRun:
-    """One run of a pack, by its number."""
+    """The access of one run to its pack, in which `number` identifies the run."""
 
     def __init__(self, pack: Pack, number: int) -> None:
         self._pack, self._number = pack, number
@@ -154,7 +164,10 @@ class BatchedRun:
 
 
 def can_share_pass(one: Job, other: Job) -> bool:
-    """Return True if one pass can serve both jobs: same model and record objects, equal keys."""
+    """Return True if one pass can compute the clipped sums of both jobs.
+
+    Both must use the same model and record objects, and have equal keys and clipping rules.
+    """
     if one.model is not other.model or one.records is not other.records:
         return False
     key = pack_key(one.config)
@@ -167,9 +180,10 @@ def _pass_of(job: Job) -> tuple[int, str, float, bool]:
 
 
 def union_slots(job: Job, runs: int) -> int:
-    """Return the slots of a pass for this many runs.
+    """Return the number of record slots in a pass of `runs` runs.
 
-    They are fewer than the slots of all runs together, because batch sizes average out.
+    With `run.slots = "auto"` one pass needs fewer slots than separate passes do, because random
+    batch sizes average out.
     """
     cohort = job.schedule.cohort
     configured = job.config.run.slots
@@ -185,10 +199,11 @@ def run_batched(
     shared: JobCache | None = None,
     ended: Callable[[int, Answer], None] = lambda number, answer: None,
 ) -> list[Answer]:
-    """Run every task in its own thread as one pack; runs that cannot share a pass follow alone.
+    """Run the tasks as one pack, each in its own thread, and return their answers in order.
 
-    A task calls `training.run.run` with its BatchedRun. After an UnbatchableError it is called
-    again with None. `ended` gets each answer as it comes, from one thread at a time.
+    A task calls `training.run.run` with its BatchedRun. If it raises UnbatchableError, it is called
+    again with None after the others. `ended` gets each task's number and answer as soon as the task
+    ends, from one thread at a time.
     """
     pack = Pack(len(tasks), shared)
     reporting = threading.Lock()
@@ -203,10 +218,10 @@ def run_batched(
                 answers[number] = answer
                 ended(number, answer)
         except UnbatchableError as error:
-            # A traceback would keep the run's model in memory.
+            # Drop the traceback, because it would keep the run's model in memory.
             errors[number] = error.with_traceback(None)
         except BaseException as error:
-            # Raised again below, in the calling thread.
+            # Store the error, so that the calling thread raises it below.
             errors[number] = error
         finally:
             member.leave()
@@ -231,7 +246,7 @@ def run_batched(
 
 
 def pack_size(asked: str, gpus: int) -> int:
-    """Return the number of runs in a pack; `auto` is 16 on a GPU and 1 on a CPU."""
+    """Return the number of runs in a pack; `auto` means 16 on a GPU and 1 on a CPU."""
     if asked == "auto":
         return MAX_RUNS if gpus else 1
     if not (asked.isascii() and asked.isdigit() and int(asked) > 0):

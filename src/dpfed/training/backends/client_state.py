@@ -1,8 +1,8 @@
-"""Store the vectors that simulated clients remember between rounds, such as SCAFFOLD's control.
+"""Store the client memory of simulations: vectors kept between rounds, such as SCAFFOLD's control.
 
-Only clients that took part have an entry. Entries are in memory up to a limit; beyond it the least
-recently used ones move to files, which are memory-mapped when needed. A file is never overwritten:
-its name contains the round that wrote it, so a checkpoint can refer to it.
+Only clients that took part have an entry. Entries are in memory up to a limit. Beyond the limit
+the oldest entries move to files, which are memory-mapped when needed. A file is never
+overwritten: its name contains the round that wrote it, so a checkpoint can refer to it.
 """
 
 from __future__ import annotations
@@ -24,29 +24,35 @@ from dpfed.training.run_folder.atomic_file import write_file
 
 @dataclass(frozen=True)
 class Entry:
-    """The file with one client's vectors, and its hash."""
+    """The name of the file with one client's vectors, and the SHA-256 of this file."""
 
     file: str
     sha256: str
 
 
 class ClientStates:
-    """Named vectors of `size` numbers for each client that took part; `limit` is in bytes."""
+    """The stored vectors of all clients that took part.
+
+    names   names of the vectors that each client stores
+    size    length P of each vector
+    folder  folder for the files
+    limit   largest number of bytes to keep in memory
+    """
 
     def __init__(self, names: Sequence[str], size: int, folder: Path, limit: int) -> None:
         self._names = tuple(names)
         self._size = size
         self._folder = folder
         self._limit = limit
-        # Least recently used first.
+        # Vectors of each client, `[names, P]`, ordered by the time when they were stored.
         self._in_memory: OrderedDict[int, np.ndarray] = OrderedDict()
         self._files: dict[int, Entry] = {}
-        # The round that wrote each client's vectors.
+        # The round in which each client's vectors were stored last.
         self._written_in: dict[int, int] = {}
         self._changed: set[int] = set()
-        # Files that a checkpoint may refer to.
+        # Names of the files that must be kept, because a checkpoint may refer to them.
         self._referenced: set[str] = set()
-        # A checkpoint is written while the next round runs.
+        # A lock is needed, because another thread writes a checkpoint while the next round runs.
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
@@ -57,7 +63,11 @@ class ClientStates:
         return len(self._in_memory) * len(self._names) * self._size * 4
 
     def gather(self, clients: Sequence[int], device: torch.device) -> ClientState:
-        """Return the vectors of these clients `[S, P]` and the mask `seen`; `{}` without names."""
+        """Return the stored vectors of these clients, `[S, P]` per name, and the mask `seen` `[S]`.
+
+        `seen` is False for clients without stored vectors, whose rows are zero. The dict is empty
+        if the algorithm keeps no client memory.
+        """
         if not self._names:
             return {}
         with self._lock:
@@ -69,7 +79,7 @@ class ClientStates:
         }
 
     def put(self, t: int, clients: Sequence[int], memory: ClientState) -> None:
-        """Store the vectors that the algorithm's `finish` returned in round t."""
+        """Store the vectors `[S, P]` that the algorithm's `finish` returned in round t."""
         if set(memory) != set(self._names):
             raise ValueError(f"the algorithm remembers {self._names} and gave back {tuple(memory)}")
         if not self._names:
@@ -83,7 +93,7 @@ class ClientStates:
         )
         with self._lock:
             for client, row in zip(clients, rows, strict=True):
-                # A new array, because a checkpoint may still read the old one.
+                # Store a new array, because a checkpoint thread may still read the old one.
                 self._in_memory[client] = row.copy()
                 self._in_memory.move_to_end(client)
                 self._written_in[client] = t
@@ -92,11 +102,14 @@ class ClientStates:
                 self._spill()
 
     def save(self) -> dict[int, Entry]:
-        """Write the clients that changed since the last call; return the file of every client."""
+        """Write the vectors that changed since the last call; return the file of each client."""
         return self.begin_save()()
 
     def begin_save(self) -> Callable[[], dict[int, Entry]]:
-        """Take the vectors as they are now; the returned function writes them, on any thread."""
+        """Return a function that writes the present vectors and returns the file of each client.
+
+        The function may run on another thread. It ignores vectors that are stored after this call.
+        """
         with self._lock:
             changed = {
                 i: (self._written_in[i], self._in_memory[i])
@@ -121,14 +134,14 @@ class ClientStates:
             if spilled is not None and spilled.file == _file(client, t):
                 return spilled
             entry = self._write(client, t, row)
-            # Otherwise a later round has replaced the vectors.
+            # If a later round has stored new vectors, this file is not the newest one.
             if self._written_in[client] == t:
                 self._files[client] = entry
                 self._changed.discard(client)
             return entry
 
     def prune(self, wanted: set[str]) -> None:
-        """Remove the files that neither `wanted` nor a client's newest entry names."""
+        """Delete all files except those in `wanted` and the newest file of each client."""
         with self._lock:
             wanted = wanted | {entry.file for entry in self._files.values()}
             self._referenced &= wanted
@@ -138,7 +151,10 @@ class ClientStates:
                         path.unlink(missing_ok=True)
 
     def restore(self, entries: Mapping[int, Entry]) -> None:
-        """Take over the entries that `save` returned, after checking every file."""
+        """Replace all stored vectors by those in the files that `save` returned.
+
+        Raise DpfedError if a file is missing or has another hash.
+        """
         for client, entry in entries.items():
             path = self._folder / Path(entry.file).name
             try:
@@ -164,7 +180,7 @@ class ClientStates:
             mapped: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
             if mapped.shape != (len(self._names), self._size) or mapped.dtype != np.float32:
                 raise ValueError
-        # NumPy raises many kinds of errors for bytes that are no array, even TokenError.
+        # Catch every error, because NumPy raises many types for a damaged file, even TokenError.
         except Exception:
             raise DpfedError(
                 f"{path} is missing or damaged: the memory of client {client} is lost"
@@ -180,7 +196,7 @@ class ClientStates:
             )
             self._changed.discard(client)
             if old is not None and old.file not in self._referenced | {self._files[client].file}:
-                # Written after the last checkpoint, so nothing refers to it.
+                # Delete the old file, because no checkpoint refers to it.
                 (self._folder / old.file).unlink(missing_ok=True)
         del self._in_memory[client]
 

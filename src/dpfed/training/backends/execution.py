@@ -1,6 +1,7 @@
-"""Where the clients of a run compute: this process, a pack of runs, torchrun, or a network.
+"""Executions, which say where the clients of a run compute.
 
-An execution builds the job and the backend. Everything else of a run is the same for all of them.
+Clients compute in this process, in a pack of runs, by torchrun, or on a network. An execution
+builds the job and the backend of a run. All other code is the same for every execution.
 """
 
 from __future__ import annotations
@@ -32,17 +33,19 @@ Stop = Callable[[], None]
 
 
 def never_stop() -> None:
-    """Let the run continue."""
+    """Return at once, so that the run continues."""
 
 
 class Execution(Protocol):
-    """Build the job and the backend of a run.
+    """Builds the job and the backend of a run.
 
-    served    the clients and their records are elsewhere
-    overlaps  rounds may overlap on a GPU; see `RoundLoop.overlap`
-    stop      is called between local steps; it may raise to end the run
-    confirm   compares the job with other processes, before anything is written
-    bind      adds to the job what its folder holds
+    served    True if the clients and their records are on other machines
+    overlaps  True if a round may begin before the last one is checked; see `RoundLoop.overlap`
+    stop      is called between local steps; may raise an error to end the run
+    prepare   returns the job of a configuration
+    confirm   compares the job with those of other processes before anything is written
+    bind      returns the job with values from its run folder, such as a secret key
+    backend   returns the backend that computes the cohorts of the job
     """
 
     served: ClassVar[bool]
@@ -64,10 +67,10 @@ class Execution(Protocol):
 
 @dataclass(frozen=True)
 class InProcess:
-    """Compute in this process.
+    """Compute the clients in this process.
 
-    cache  records, frozen model and features of an earlier run, used where they are the same
-    batch  the run's place among runs that compute gradients together (`batched_runs`)
+    cache  records, frozen models and features of earlier runs, to be used again if they are equal
+    batch  membership in a pack of runs that share passes; None for a run that trains alone
     """
 
     served: ClassVar[bool] = False
@@ -87,7 +90,7 @@ class InProcess:
         return _with_past(job, past, on_activity)
 
     def confirm(self, job: Job) -> None:
-        """Nothing to confirm with other processes."""
+        """Do nothing, because there is no other process to compare the job with."""
 
     def bind(self, job: Job, folder: RunFolder) -> Job:
         return job
@@ -100,7 +103,7 @@ class InProcess:
 
 @dataclass(frozen=True)
 class Torchrun:
-    """Compute on several processes that this one leads; the others call `assist`."""
+    """Compute on the processes of a group. This process is rank 0, and the others call `assist`."""
 
     served: ClassVar[bool] = False
     overlaps: ClassVar[bool] = False
@@ -125,9 +128,9 @@ class Torchrun:
 
 @dataclass(frozen=True)
 class Served:
-    """Compute at clients on a network, which hold the records and the ledgers.
+    """Compute at clients on a network, which have the records and ledgers of their own.
 
-    make_backend  returns the backend for this job and this name of the run
+    make_backend  returns the backend for a job and the name of the run
     """
 
     served: ClassVar[bool] = True
@@ -142,10 +145,13 @@ class Served:
         return _with_past(prepare_server(config), past, on_activity)
 
     def confirm(self, job: Job) -> None:
-        """Nothing to confirm with other processes."""
+        """Do nothing: each client checks the request that it receives."""
 
     def bind(self, job: Job, folder: RunFolder) -> Job:
-        """Draw cohorts from a secret key of the run, which a restart finds again."""
+        """Return the job with random streams that draw cohorts from a secret key of the run.
+
+        The key is stored in the run folder, so that a resumed run draws the same cohorts.
+        """
         streams = Streams(job.config.run.seed, job.streams.secret, folder.cohort_key())
         return replace(job, streams=streams)
 

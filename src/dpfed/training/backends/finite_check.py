@@ -1,4 +1,4 @@
-"""Stop a run whose numbers are no longer finite."""
+"""Stop a run if the server's state or a client's message contains NaN or infinity."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from dpfed.training.server_state import State
 
 
 def begin_finite_check(state: State, t: int) -> Callable[[], None]:
-    """Start the check of the server's state on the device; the returned function raises its result.
+    """Start a check of the server's state after round t, and return a function that ends the check.
 
-    The host does not wait for the device before that function is called.
+    The device runs the check while the host continues. The returned function waits for the result
+    and raises DivergedError if the state contains NaN or infinity.
     """
     names, values = zip(*state.tensors().items(), strict=True)
     flags = torch.stack(
@@ -41,9 +42,11 @@ def begin_finite_check(state: State, t: int) -> Callable[[], None]:
 
 
 def require_finite_messages(t: int, clients: Sequence[int], values: Message) -> None:
-    """Raise DivergedError if a client's value is not finite.
+    """Raise DivergedError if a tensor of a client contains NaN or infinity.
 
-    The values contain noise, so the client's number reveals nothing about a record.
+    values  messages and client memory: tensors `[S, ...]` by name, one row per client
+
+    The error names the client. This reveals nothing about a record, because the values are noised.
     """
     for name, value in values.items():
         finite = value.reshape(len(clients), -1).isfinite().all(1)

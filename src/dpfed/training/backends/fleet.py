@@ -1,8 +1,8 @@
 """The fleet: S clients of a cohort computed side by side, as rows of one tensor `[S, P]`.
 
-A cohort larger than `run.fleet_size` is split into several fleets. Random streams belong to
-clients, so the split changes only the order of additions. A fleet that does not fit into the
-device's memory is halved, and its steps run again with the same random numbers.
+A cohort larger than `run.fleet_size` is split into several fleets. Each client has its own random
+streams, so the split changes only the order of additions. If the device has no memory for a fleet,
+two fleets of half the size repeat its steps with the same random numbers.
 """
 
 from __future__ import annotations
@@ -37,12 +37,17 @@ from dpfed.training.server_state import State
 LOG = logging.getLogger("dpfed")
 
 LocalWatch = Callable[[Context, Sequence[int], LocalResult], None]
-"""A function that gets the clients' own results after a round; for simulations only."""
+"""Function that gets the results of a fleet after its local steps; for simulations only."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """The clients of one fleet, their weights in the mean, and noise to repeat, if any."""
+    """The clients of one fleet.
+
+    clients  numbers of the clients
+    weights  weights of their messages in the cohort's mean, `[S]`
+    noise    noise sources for repeated steps; None to draw new noise
+    """
 
     clients: Sequence[int]
     weights: Tensor
@@ -52,10 +57,11 @@ class Part:
 class Fleet:
     """The backend that computes a cohort in this process.
 
-    watch           is called with the clients' own results after each round
-    stop            is called after each local step; it may raise to end the run
-    check_messages  False: the round loop's check of the server's state replaces the check here,
-                    so that the host does not wait for the device
+    memory          store of client memory; None for a new one
+    watch           is called with the results of each fleet after its local steps
+    stop            is called after each local step; may raise an error to end the run
+    check_messages  True: check messages for NaN and infinity. False: skip this check, because the
+                    round loop checks the server's state, for which the host waits less
     """
 
     def __init__(
@@ -66,7 +72,7 @@ class Fleet:
         stop: Callable[[], None] = lambda: None,
         check_messages: bool = True,
     ) -> None:
-        # An empty ClientStates is falsy, so `or` would replace it.
+        # Test for None, because an empty ClientStates is falsy and `or` would replace it.
         if memory is None:
             memory = ClientStates(job.algorithm.remembers, job.space.size, Path(), sys.maxsize)
         self.memory = memory
@@ -80,7 +86,7 @@ class Fleet:
         self._fixed_fits = True
         self._warned = False
         self._wait_for_charge: WaitForCharge = no_charge
-        # Local steps of this round, summed over its clients.
+        # Completed and planned local steps of this round, summed over its clients.
         self._steps_done = 0
         self._steps_planned = 0
 
@@ -94,7 +100,7 @@ class Fleet:
     ) -> tuple[Message, int]:
         """Return the weighted sum of the clients' messages, and the number of clients.
 
-        Without `weights` the sum is the mean of the cohort.
+        weights  weight of each message; None for weights that make the sum the cohort's mean
         """
         job = self._job
         self._wait_for_charge = wait_for_charge
@@ -120,7 +126,7 @@ class Fleet:
                 if not out_of_memory(error):
                     raise
             if result is None:
-                # Outside of the handler, where the failed attempt's tensors are released.
+                # Retry outside the handler, because the exception keeps the tensors in memory.
                 self._steps_done = steps_before
                 parts.extendleft(reversed(self._halves(t, part, oracle.noise)))
                 continue
@@ -132,13 +138,16 @@ class Fleet:
         return total, len(clients)
 
     def _parts(self, clients: Sequence[int], weights: Tensor) -> deque[Part]:
-        """Split a cohort into fleets of the size that fits."""
+        """Split a cohort into fleets of at most `self._size` clients."""
         size = self._size
         starts = range(0, len(clients), size)
         return deque(Part(clients[i : i + size], weights[i : i + size]) for i in starts)
 
     def _step_counter(self, t: int, clients: int) -> Callable[[int], None]:
-        """Return the function that counts, reports and may stop after each local step."""
+        """Return a function to call after each local step of `clients` clients.
+
+        It counts the step, reports progress and calls `stop`, which may end the run.
+        """
         if self._steps_done == 0:
             self._report_steps(t)
 
@@ -150,7 +159,7 @@ class Fleet:
         return after_step
 
     def _store(self, t: int, ctx: Context, part: Part, result: LocalResult) -> None:
-        """Check the result of a fleet and store what its clients remember."""
+        """Check the result of a fleet for NaN and infinity, and store its client memory."""
         if not self._job.config.run.allow_nan:
             sent = result.message if self._check_messages else {}
             require_finite_messages(t, part.clients, {**sent, **result.memory})
@@ -159,7 +168,7 @@ class Fleet:
             self._watch(ctx, part.clients, result)
 
     def weights(self, clients: Sequence[int]) -> Tensor:
-        """Return the weights of the mean: public constants that sum to one."""
+        """Return the clients' weights in the mean; they are public and sum to one."""
         if self._job.algorithm.agg_weights == "size":
             weights = torch.tensor([float(self._job.plan.sizes[i]) for i in clients])
         else:
@@ -189,11 +198,14 @@ class Fleet:
         )
 
     def _halves(self, t: int, part: Part, noise: Sequence[Noise]) -> list[Part]:
-        """Return two fleets of half the size that repeat the same random numbers."""
+        """Return two fleets of half the size, which repeat the steps of one that ran out of memory.
+
+        noise  noise sources of the fleet's clients, to be used again from their first number
+        """
         job = self._job
         count = len(part.clients)
         if count == 1 and job.batched_sum is not None:
-            # Alone, without the other runs, it may fit.
+            # Raise the error that makes the run start again alone, because alone it may fit.
             raise UnbatchableError
         if count == 1:
             raise StoppedError(
@@ -204,7 +216,7 @@ class Fleet:
         free(job.device)
         half = (count + 1) // 2
         self._size = min(self._size, half)
-        # Fewer clients may leave room for larger passes.
+        # Reset the limit, because fewer clients may leave room for larger passes.
         self._max_slots = job.config.run.max_slots
         self._warn_of_memory()
         return [
@@ -213,7 +225,10 @@ class Fleet:
         ]
 
     def _lower_limits(self, oracle: FleetOracle, used_fixed: bool) -> None:
-        """Use in later rounds the smaller passes that the oracle had to take."""
+        """If the oracle had to use smaller passes, use them in later rounds too.
+
+        used_fixed  True if the oracle began the round with passes of a fixed size
+        """
         lost_fixed = used_fixed and oracle.fixed is None
         if oracle.max_slots < self._max_slots or lost_fixed:
             self._max_slots = oracle.max_slots
@@ -221,13 +236,17 @@ class Fleet:
             self._warn_of_memory()
 
     def _fixed_sum(self, clients: Sequence[int]) -> Sums | None:
-        """Return passes of a fixed size for this many clients, or None if passes vary in size."""
+        """Return the object that computes clipped sums in passes of a fixed size for these clients.
+
+        None if passes vary in size: by default on a CPU, with exact isolation, or after memory
+        ran out.
+        """
         job = self._job
         run = job.config.run
         if not self._fixed_fits:
             self._fixed.clear()
             if job.batched_sum is not None:
-                # The other runs must not wait for this one.
+                # Leave the pack, because the other runs would wait for this one in every pass.
                 job.batched_sum.leave()
             return None
         if job.batched_sum is not None:

@@ -1,7 +1,7 @@
 """Find how many clients fit on a GPU side by side (`run.fleet_size = "auto"`).
 
-Before round 1 one pass of the run's shape is computed on blank records, so nothing private is read.
-A cohort that does not fit is halved until it does. On a CPU the whole cohort is one fleet.
+A trial pass before round 1 uses records of zeros, so no private record is read. While the trial
+does not fit into memory, the number of clients is halved. On a CPU the whole cohort is one fleet.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from dpfed.privacy.record_batch import Records
 from dpfed.training.job.job import Job
 from dpfed.training.job.message_size import local_bytes
 
-# Copies of the clients' states: before a step, after it, and the temporary one.
+# Copies of the clients' states in memory: before a step, after it, and one temporary copy.
 COPIES = 3
 
 
 def fleet_size(job: Job) -> int:
-    """Return the configured number of clients side by side, or the largest that fits."""
+    """Return the number of clients to compute side by side: as configured, or as many as fit."""
     configured = job.config.run.fleet_size
     cohort = job.schedule.cohort
     if job.batched_sum is not None:
-        # The pack of runs finds out how many of them fit (batched_runs.py).
+        # In a pack, `Pack._union` of batched_runs.py tests how many runs fit together.
         return cohort
     if configured != "auto":
         return configured
@@ -37,7 +37,10 @@ def fleet_size(job: Job) -> int:
 
 
 def most_that_fit(cohort: int, fit: Callable[[int], bool]) -> int:
-    """Return the cohort, or its half, quarter, ...; one client is not tried here."""
+    """Return the first of cohort, cohort/2, cohort/4, ... for which `fit` returns True.
+
+    Return 1 without calling `fit` if no larger number fits.
+    """
     size = cohort
     while size > 1 and not fit(size):
         size = -(-size // 2)
@@ -45,7 +48,10 @@ def most_that_fit(cohort: int, fit: Callable[[int], bool]) -> int:
 
 
 def slots_of(job: Job, clients: int) -> int:
-    """Return the slots of a pass for this many clients, those with the largest batches."""
+    """Return the number of record slots in a pass of `clients` clients.
+
+    With `run.slots = "auto"` it is chosen for the clients with the largest expected batches.
+    """
     slots = job.config.run.slots
     if slots != "auto":
         return slots
@@ -53,7 +59,10 @@ def slots_of(job: Job, clients: int) -> int:
 
 
 def fits(job: Job, clients: int, slots: int | None = None) -> bool:
-    """Return True if the GPU has room for a pass of this many clients and for their states."""
+    """Return True if the GPU has room for a pass of `clients` clients and for their states.
+
+    slots  record slots of the pass; None for the number that `slots_of` returns
+    """
     device = job.device
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -64,13 +73,13 @@ def fits(job: Job, clients: int, slots: int | None = None) -> bool:
     except torch.OutOfMemoryError:
         return False
     peak = torch.cuda.max_memory_allocated(device) - before
-    # A captured pass has memory of its own.
+    # A pass that is captured as a CUDA graph needs its memory in addition to the plain pass.
     passes = 1 if job.config.run.graphs is False else 2
     return passes * peak + COPIES * clients * local_bytes(job.algorithm, job.space) <= free
 
 
 def blank_pass(job: Job, clients: int, slots: int) -> None:
-    """Compute one clipped sum over records of zeros."""
+    """Compute the clipped sums of one pass over records of zeros, to test if the pass fits."""
     device = job.device
     records = job.records
     blank = Records(

@@ -1,18 +1,18 @@
-"""One run on several processes, on one machine or many: `torchrun ... dpfed run`.
+"""Train one run on several processes, on one machine or many, started by `torchrun ... dpfed run`.
 
 Every process builds the same job. Rank 0 runs the round loop; it alone has the ledger, checkpoints,
-metrics and evaluation. A round is
+metrics and evaluation. A round on W processes has these steps:
 
-    rank 0 -> all      header (command, round, cohort size, clip norm), the cohort, the broadcast
+    rank 0 -> all      header (command, round, cohort size, clip norm), cohort, server's state
     rank 0 -> rank r   the stored vectors of rank r's clients, for algorithms with client memory
-    every rank         its share of the cohort, clients[r::W], as a fleet
+    every rank         compute its share of the cohort, clients[r::W], as a fleet
     all -> all         the sum of the weighted messages (all-reduce), in float32
     rank r -> rank 0   the new stored vectors of its clients
 
 Rank 0 stores all client memory, so a resumed run may have another number of processes. Random
 streams are named by round and client. With seeded noise the result therefore equals that of one
 process, up to the order of additions. With `noise = "os"` each process draws batches and noise from
-its own entropy. Only whole numbers and flat tensors travel; nothing is pickled.
+its own entropy. Processes exchange only integers and flat tensors, so nothing is pickled.
 """
 
 from __future__ import annotations
@@ -47,18 +47,24 @@ from dpfed.training.round_context import first_state
 from dpfed.training.run_folder.run_identity import run_identity
 from dpfed.training.server_state import State
 
-# Commands of rank 0, the first number of a header.
+# Commands that rank 0 sends to the other processes as the first number of a header.
 STOP = 0
 AGREE = 1
 ROUND = 2
 HEADER_SIZE = 5
-# Followers wait for the next header while rank 0 evaluates. If rank 0 dies, its connections close.
+# The other processes wait this long for a header, because rank 0 may evaluate for a long time.
+# They notice at once if rank 0 dies, because its connections close.
 FOLLOWER_TIMEOUT = timedelta(days=7)
 HOW_TO_RESUME = "start it again with --resume and it goes on from its last checkpoint"
 
 
 class Group:
-    """The processes of a run. All of them make the same calls in the same order."""
+    """The processes of a run. All of them must make the same calls in the same order.
+
+    rank     number of this process; rank 0 leads the run
+    world    number of processes
+    timeout  seconds to wait for another process
+    """
 
     def __init__(
         self, rank: int, world: int, timeout: int, backend: str = "gloo", init: str = "env://"
@@ -66,7 +72,7 @@ class Group:
         self.rank = rank
         self.world = world
         self.timeout = timeout
-        # True once a process is lost or stuck in a round: the group can no longer be used.
+        # True after a process was lost or got stuck in a round; no later call can succeed then.
         self.broken = False
         wait = timedelta(seconds=timeout)
         try:
@@ -84,7 +90,10 @@ class Group:
 
     @contextmanager
     def reaching(self, what: str) -> Iterator[None]:
-        """Turn the loss or the timeout of a process into one sentence."""
+        """Raise StoppedError with one sentence for the user if a process is lost or times out.
+
+        what  the activity that the sentence names, such as "summing messages"
+        """
         try:
             yield
         except RuntimeError as error:
@@ -95,7 +104,10 @@ class Group:
             ) from error
 
     def header(self, *words: int) -> list[int]:
-        """Broadcast rank 0's next command with its numbers; the others call it without any."""
+        """Broadcast a command and its numbers from rank 0, and return them on every rank.
+
+        words  the command and its numbers on rank 0; empty on the other ranks
+        """
         numbers = torch.zeros(HEADER_SIZE, dtype=torch.int64)
         numbers[: len(words)] = torch.tensor(words, dtype=torch.int64)
         with self.reaching("agreeing on the next step"):
@@ -103,7 +115,11 @@ class Group:
         return [int(x) for x in numbers]
 
     def agree(self, mine: str, theirs: Sequence[int]) -> None:
-        """Raise on all processes unless all of them have built the same job."""
+        """Raise DpfedError on all processes unless all have built the same job.
+
+        mine    hash of this process's job, in hexadecimal
+        theirs  hash of rank 0's job, as `words_of` returns it
+        """
         same = torch.tensor([int(list(theirs) == words_of(mine))], dtype=torch.int64)
         with self.reaching("comparing jobs"):
             dist.all_reduce(same, op=dist.ReduceOp.MIN, group=self._control)
@@ -131,9 +147,12 @@ class Group:
             dist.recv(rows, source)
 
     def close(self) -> None:
-        """Let the other processes end; rank 0 calls this however its run has ended."""
+        """Leave the group; on rank 0, first send STOP so that the other processes end.
+
+        Rank 0 calls this at the end of every run, also of a failed one.
+        """
         if self.broken:
-            # A broken group cannot be shut down in order; the end of the process does it.
+            # A shutdown fails if a member is lost; the group is freed when this process exits.
             return
         if self.rank == 0:
             with suppress(DpfedError):
@@ -141,7 +160,10 @@ class Group:
         dist.destroy_process_group()
 
     def stop_on_sigterm(self) -> None:
-        """Raise StoppedError on SIGTERM, which torchrun sends to all when one process has died."""
+        """Install a handler that raises StoppedError on SIGTERM.
+
+        If one process dies, torchrun sends SIGTERM to all others.
+        """
 
         def on_sigterm(signum: int, frame: FrameType | None) -> None:
             if not self.broken:
@@ -156,7 +178,7 @@ class Group:
 
 
 def join(config: Config) -> Group | None:
-    """Return the group of processes that torchrun started, or None if this one is alone."""
+    """Return the group of processes that torchrun started, or None for a single process."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world <= 1:
         return None
@@ -184,7 +206,7 @@ def join(config: Config) -> Group | None:
                 f"process {local} of this machine has no GPU: start as many as it has GPUs"
             )
         torch.cuda.set_device(local)
-        # Makes NCCL raise an error for a lost process instead of ending this one.
+        # This variable makes NCCL raise an error for a lost process instead of ending this one.
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         backend = "cpu:gloo,cuda:nccl"
     group = Group(rank, world, config.run.timeout, backend)
@@ -194,21 +216,27 @@ def join(config: Config) -> Group | None:
 
 
 def agree(job: Job, group: Group) -> None:
-    """Rank 0 compares all jobs and sends its noise multipliers, before anything is released."""
+    """On rank 0, check that all processes have the same job, and send them the noise multipliers.
+
+    Raise DpfedError if a job differs. This happens before anything is released.
+    """
     digest = fingerprint(job)
     group.agree(digest, group.header(AGREE, *words_of(digest))[1:])
     group.broadcast(torch.from_numpy(job.plan.multipliers.copy()))
 
 
 def with_received_noise(job: Job, group: Group) -> Job:
-    """Return the job with rank 0's noise multipliers: a resumed run has those of its ledger."""
+    """Return the job with the noise multipliers that rank 0 sends.
+
+    In a resumed run rank 0 reads them from its ledger, which the other ranks cannot read.
+    """
     multipliers = torch.empty(job.plan.clients, dtype=torch.float64)
     group.broadcast(multipliers)
     return replace(job, plan=replace(job.plan, multipliers=multipliers.numpy()))
 
 
 class Distributed:
-    """The backend that computes a cohort on all processes; rank 0 has it."""
+    """The backend of rank 0, which computes each cohort on all processes."""
 
     def __init__(self, job: Job, group: Group, memory: ClientStates) -> None:
         self._job = job
@@ -222,14 +250,14 @@ class Distributed:
         clients: Sequence[int],
         wait_for_charge: WaitForCharge = no_charge,
     ) -> tuple[Message, int]:
-        # The other processes cannot see the ledger, so they start after the charge.
+        # Wait here, because the other processes cannot see whether the ledger is charged.
         wait_for_charge()
         clip_bits = struct.unpack("<q", struct.pack("<d", state.clip))[0]
         self._group.header(ROUND, t, len(clients), clip_bits)
         try:
             return self._together(t, state, clients), len(clients)
         except BaseException:
-            # The other processes are in the middle of a round.
+            # The other processes are still inside this round, so they cannot accept a new header.
             self._group.broken = True
             raise
 
@@ -261,7 +289,7 @@ class Distributed:
 
 
 def follow(job: Job, group: Group) -> None:
-    """Compute this rank's share of each round until rank 0 sends STOP."""
+    """Compute this process's share of every round until rank 0 sends STOP."""
     fleet = Fleet(job)
     first = first_state(job)
     while True:
@@ -277,7 +305,10 @@ def follow(job: Job, group: Group) -> None:
 
 
 def share_of(fleet: Fleet, group: Group, t: int, state: State, clients: Sequence[int]) -> Message:
-    """Return the weighted sum of this rank's share of the cohort; `{}` without clients."""
+    """Return the weighted sum of the messages of this rank's clients; `{}` if it has none.
+
+    clients  the whole cohort
+    """
     mine = slice(group.rank, None, group.world)
     weights = fleet.weights(clients)[mine]
     return fleet.run_cohort(t, state, list(clients[mine]), weights=weights)[0]
@@ -298,7 +329,7 @@ def _follow_round(
     group.broadcast(flat)
     state = first.with_tensors({**first.tensors(), **unpacked(flat, wanted)}, clip)
     part = clients[group.rank :: group.world]
-    # Rank 0 owns the clients' memory; this rank has it for one round.
+    # Rank 0 stores all client memory; this rank receives its share for one round.
     fleet.memory = ClientStates(names, size, Path(), int(1e18))
     if names and part:
         seen = torch.empty(len(part), dtype=torch.int64)
@@ -309,7 +340,7 @@ def _follow_round(
         before = [i for i, had in zip(part, known.tolist(), strict=True) if had]
         fleet.memory.put(t - 1, before, {name: rows[known, j] for j, name in enumerate(names)})
     message = share_of(fleet, group, t, state, clients)
-    # A rank without clients has no message that would tell the length.
+    # Rank 0 sends the length of the sum, because a rank without clients cannot compute it.
     length = group.header()[0]
     sums = torch.zeros(length, device=job.device)
     if part:
@@ -321,20 +352,20 @@ def _follow_round(
 
 
 def sent(job: Job, state: State) -> dict[str, Tensor]:
-    """Return the part of the server's state that clients read."""
+    """Return the tensors of the server's state that clients read, by name."""
     tensors = state.tensors()
     return {name: tensors[name] for name in job.algorithm.broadcast}
 
 
 def packed(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return all tensors as one row of bytes."""
+    """Return the bytes of all tensors as one flat uint8 tensor."""
     return torch.cat(
         [x.detach().reshape(-1).contiguous().view(torch.uint8) for x in tensors.values()]
     )
 
 
 def unpacked(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors in a row of bytes, with the shapes and dtypes of `like`."""
+    """Return the tensors that `packed` joined; names, shapes and dtypes are those of `like`."""
     pieces = torch.split(flat, [x.numel() * x.element_size() for x in like.values()])
     return {
         name: piece.clone().view(x.dtype).reshape(x.shape)
@@ -343,10 +374,10 @@ def unpacked(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def fingerprint(job: Job) -> str:
-    """Return a hash of everything a client's message follows from: settings, records, weights."""
+    """Return a SHA-256 of settings, records and weights, which determine every client's message."""
     found = hashlib.sha256(repr(run_identity(job)).encode())
     found.update(model_hash(job.adapted.model, job.space).encode())
-    # Features are computed by each process and may differ in rounding, so the inputs are hashed.
+    # Hash inputs rather than features: each process computes features with its own rounding.
     inputs = job.records.inputs if job.raw_inputs is None else job.raw_inputs
     arrays: list[Any] = [job.shards.records, job.theta, job.records.labels, *inputs.values()]
     for x in arrays:

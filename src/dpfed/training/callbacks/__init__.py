@@ -1,1 +1,1 @@
-"""Observers of a run: trackers, diagnostics, progress."""
+"""Callbacks that watch a run: progress, metrics, checkpoints, trackers, diagnostics."""

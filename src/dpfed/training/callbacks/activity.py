@@ -1,7 +1,7 @@
-"""Progress inside a round and before the first one, for callbacks that show it.
+"""The type `Activity`: progress inside a round, or before the first one, for display.
 
-Every count here is public or stays with the process that holds the records. The number of records
-that a step draws is private, so progress is never counted in drawn records.
+The number of records that a step draws is private, so progress is never counted in drawn records.
+All other counts are public, or they stay in the process that has the records.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Activity:
-    """`done` of `total` units of work, such as local steps; `round` is None outside a round."""
+    """The progress of one kind of work.
+
+    name   name of the units of work, such as "local steps"
+    done   number of completed units
+    total  number of all units
+    round  number of the round; None outside a round
+    """
 
     name: str
     done: int
@@ -27,4 +33,4 @@ OnActivity = Callable[[Activity], None]
 
 
 def ignore(activity: Activity) -> None:
-    """Show nothing."""
+    """Do nothing, for a run that does not display its progress."""

@@ -1,4 +1,4 @@
-"""Callbacks watch a run: progress, metrics, checkpoints, trackers, and the user's own."""
+"""Base classes of callbacks: progress, metrics, checkpoints, trackers, and the user's own."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ from dpfed.training.rounds import Progress, Round
 
 
 class Callback:
-    """A watcher of a run. Override the events that you need; an exception ends the run.
+    """Base class that does nothing. Override the methods of the events that you need.
 
-    The ledger is no callback: the round loop charges it itself.
+    An exception in a callback ends the run. The ledger is not a callback, because the round loop
+    must charge it before each round.
     """
 
     def on_start(self, job: Job) -> None:
-        """The job is built and round 1 comes next; a resumed run calls this too."""
+        """Called when the job is built, before the first round of a new or a resumed run."""
 
     def on_activity(self, activity: Activity) -> None:
-        """Work inside a round, or before the first one, has advanced."""
+        """Called when work has advanced, inside a round or before the first one."""
 
     def on_round(self, round: Round) -> None:
-        """A round is complete; round 0 is the evaluation before training."""
+        """Called after each completed round; round 0 is the evaluation before training."""
 
     def on_checkpoint(self, progress: Progress) -> None:
-        """A checkpoint is due after this progress."""
+        """Called when a checkpoint of this progress is due."""
 
     def on_end(self, result: dict[str, Any]) -> None:
-        """The run is finished, with this result."""
+        """Called with the result after all rounds; not called if the run stops early."""
 
     def close(self) -> None:
-        """Release resources; called once, however the run ended."""
+        """Release resources; called once at the end of every run, also of a failed one."""
 
 
 class OnStart(Callback):
-    """A callback that calls one function before round 1."""
+    """A callback that calls one function with the job before the first round."""
 
     def __init__(self, function: Callable[[Job], None]) -> None:
         self._function = function
@@ -46,7 +47,7 @@ class OnStart(Callback):
 
 
 class Callbacks(Callback):
-    """A list of callbacks that get every event in order."""
+    """A callback that passes every event to its members, in order."""
 
     def __init__(self, members: Iterable[Callback] = ()) -> None:
         self.members = list(members)

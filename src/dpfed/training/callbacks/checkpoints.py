@@ -1,4 +1,4 @@
-"""Write checkpoints when they are due."""
+"""The callback that writes checkpoints, and the rule after which rounds they are due."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ from dpfed.training.rounds import Progress
 from dpfed.training.run_folder.checkpoint import Checkpoints
 from dpfed.training.run_folder.folder import RunFolder
 
-# Seconds between checkpoints of a simulation on a GPU. Its rounds may take less than writing one.
+# Least number of seconds between two checkpoints of a simulation on a GPU. Rounds there may
+# take less time than writing a checkpoint.
 MIN_INTERVAL_S = 1.0
 
 
 class CheckpointWriter(Callback):
-    """Write the server's state, the clients' memory and the rounds taken at each due round."""
+    """Callback that writes a checkpoint whenever one is due.
+
+    The checkpoint contains the server's state, client memory, the number of rounds that each client
+    took part in, and the state of a remote backend.
+    """
 
     def __init__(
         self,
@@ -34,17 +39,20 @@ class CheckpointWriter(Callback):
 
     def on_checkpoint(self, progress: Progress) -> None:
         known = self._remote.after(progress.t, progress.state) if self._remote else None
-        # Remote clients store only their last messages, so the server must not fall behind them.
+        # Remote clients can repeat only their last message. Write the checkpoint before the next
+        # round, so that a restarted server needs no earlier message.
         wait = self._remote is not None
         taken = self._spending.rounds_taken
         self._checkpoints.save(progress, taken, known, self._folder.sync, wait=wait)
 
 
 def checkpoints_due(job: Job, clock: Callable[[], float] = time.monotonic) -> Callable[[int], bool]:
-    """Return a function that says after which rounds there is a checkpoint.
+    """Return a function that takes the number of a round and returns True if a checkpoint follows.
 
-    It must be asked once for each round. With real noise every round has one, because a repeated
-    round would cost privacy again.
+    Call the function once for each round, in order. By default every round with real noise has a
+    checkpoint, because a repeated round would cost privacy again.
+
+    clock  returns the time in seconds
     """
     run = job.config.run
     every = run.checkpoint_every

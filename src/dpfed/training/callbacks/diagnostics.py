@@ -1,10 +1,10 @@
 """Diagnostics of simulated clients (`run.diagnostics = true`), one line per round in a file.
 
-    spread of v   variance of the second moments over clients, mean over coordinates
-    shift of √v   histograms of m and √v̂; noise alone gives √v = σC/B
+    spread of v   variance over clients of Adam's second moment v, mean over coordinates
+    shift of √v   histograms of |m| and √v̂ of Adam; noise alone gives √v = σC/B
     drift         root mean square distance of the clients from their mean after a round
 
-They read the clients' own states, so they are not private and exist for simulations only.
+Diagnostics read the states of the clients without protection, so they exist for simulations only.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from dpfed.training.run_folder.files import read_rows
 
 FILE = "diagnostics.jsonl"
 BINS = 120
-# Histograms of √v and |m| cover 1e-9 to 10, on a log10 scale.
+# Range of log10 in the histograms of √v and |m|: they cover 1e-9 to 10.
 DECADES = (-9.0, 1.0)
-# Histograms are written for this many rounds, evenly spread.
+# Number of rounds, evenly spread over the run, for which histograms are written.
 POINTS = 5
 
 
 def refuse_real_noise(config: Config) -> None:
-    """Refuse diagnostics with real noise, before a folder is created."""
+    """Raise DpfedError if diagnostics are on and noise is real: diagnostics are not private."""
     if config.run.diagnostics and config.run.noise == "os":
         raise DpfedError(
             "run.diagnostics reads the clients' states and cannot be released: "
@@ -46,7 +46,7 @@ def refuse_real_noise(config: Config) -> None:
 
 
 class Diagnostics(Callback):
-    """Sums over the fleets of a round, written as one line when the round is complete."""
+    """Callback that adds up the client states of a round and writes one line after the round."""
 
     def __init__(self, folder: Path, job: Job) -> None:
         refuse_real_noise(job.config)
@@ -62,7 +62,7 @@ class Diagnostics(Callback):
         self._phi = 0.0
 
     def watch(self, ctx: Context, clients: Sequence[int], result: LocalResult) -> None:
-        """Add the states of a fleet at the end of its round."""
+        """Add the states of a fleet's clients after their local steps."""
         local = result.states
         self._count += len(clients)
         self._phi += float(ctx.phi.double().sum())
@@ -78,13 +78,16 @@ class Diagnostics(Callback):
         if int(ctx.t) in self._shown:
             for name, value in moments.items():
                 size = value.clamp_min(0).sqrt() if name == "v" else value.abs()
-                # The outer bins hold everything beyond the range.
+                # Count values outside the range in the first and the last bin.
                 logs = size.double().log10().clamp(*DECADES).flatten().float().cpu()
                 bins = torch.histc(logs, BINS, *DECADES)
                 self._bins[name] = self._bins[name] + bins if name in self._bins else bins
 
     def on_round(self, round: Round) -> None:
-        """Write the round's line. A resumed run may repeat a round; readers use its last line."""
+        """Write the line of the round, unless no client took part.
+
+        A resumed run may write a second line for a round; readers use the last one.
+        """
         if self._count == 0:
             return
         row: dict[str, Any] = {
@@ -104,7 +107,7 @@ class Diagnostics(Callback):
         for name, counts in self._bins.items():
             row[f"{'sqrt_v' if name == 'v' else 'abs_m'}_histogram"] = counts.long().tolist()
             row["histogram_log10"] = [*DECADES]
-        # JSON has no NaN and no infinity.
+        # Replace NaN and infinity by null, because JSON has neither.
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in row.items()
@@ -117,11 +120,11 @@ class Diagnostics(Callback):
         self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def _variance(self, name: str) -> Tensor:
-        """Return the variance over clients of each coordinate."""
+        """Return the variance over clients of each coordinate of a vector, `[P]`."""
         mean = self._sums[name] / self._count
         return (self._sums[f"{name}²"] / self._count - mean.square()).clamp_min(0)
 
 
 def read_diagnostics(folder: Path) -> list[dict[str, Any]]:
-    """Return the last line of each round, in the order of rounds."""
+    """Return the diagnostics of each round as one dict per round, in the order of rounds."""
     return read_rows(folder / FILE)

@@ -1,4 +1,4 @@
-"""Write one line per round to `metrics.jsonl`, and keep the first and the last round."""
+"""The callback that writes one line per round to `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dpfed.training.run_folder.folder import RunFolder
 
 
 class MetricsFile(Callback):
-    """The metrics of a run; `rounds` holds the first and the last round that were reported."""
+    """Callback that writes metrics, and keeps the first and the last reported round in `rounds`."""
 
     def __init__(self, folder: RunFolder, rounds: list[Round]) -> None:
         self._folder = folder

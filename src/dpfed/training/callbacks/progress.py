@@ -26,14 +26,14 @@ from dpfed.training.job.message_size import traffic
 from dpfed.training.result import guarantee
 from dpfed.training.rounds import Round
 
-# A plain log shows the current activity after this many seconds without a line.
+# Seconds without output after which a plain log prints the current activity.
 SILENCE_S = 10.0
-# A plain log of a run has about this many lines of rounds.
+# Approximate number of rounds that a plain log prints.
 ROUND_LINES = 10
 
 
 class Display:
-    """A bar with named fields on a terminal; elsewhere only `say` prints."""
+    """A progress bar with named fields, shown on a terminal only; `say` prints in any case."""
 
     def __init__(self, columns: list[ProgressColumn], total: int | None, **fields: str) -> None:
         console = Console(stderr=True)
@@ -53,7 +53,7 @@ class Display:
             self._bar.stop()
 
     def say(self, *lines: str) -> None:
-        """Print lines, above the bar if there is one."""
+        """Print lines on stderr, above the bar if there is one."""
         for line in lines:
             if self._bar is not None:
                 self._bar.console.print(line, highlight=False, markup=False)
@@ -69,9 +69,11 @@ class Display:
 
 
 class ProgressDisplay(Display, Callback):
-    """Show rounds and the work inside them on stderr; stdout is for results.
+    """Callback that shows rounds and the work inside them on stderr; stdout is for results.
 
-    show_warnings  print the job's warnings before round 1
+    rounds         number of rounds of the run
+    clock          returns the time in seconds
+    show_warnings  True: print the job's warnings before round 1
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class ProgressDisplay(Display, Callback):
         super().__exit__(*error)
 
     def say(self, *lines: str) -> None:
-        """Print lines, and restart the timer of `on_activity`."""
+        """Print lines, and reset the time without output that `on_activity` measures."""
         self._last_line = self._clock()
         super().say(*lines)
 
@@ -109,7 +111,7 @@ class ProgressDisplay(Display, Callback):
             self.say(*warning_lines(job.warnings))
 
     def on_activity(self, activity: Activity) -> None:
-        """Show progress inside a round: on a plain log only after SILENCE_S without a line."""
+        """Show progress inside a round; a plain log shows it after SILENCE_S without output."""
         if self._update(activity=str(activity)):
             return
         if self._clock() - self._last_line >= SILENCE_S:
@@ -117,7 +119,7 @@ class ProgressDisplay(Display, Callback):
             self.say(f"{place}{activity}")
 
     def on_round(self, round: Round) -> None:
-        """Show a completed round; a plain log shows about ROUND_LINES of them."""
+        """Show a completed round; a plain log prints only about ROUND_LINES rounds of a run."""
         shown = {}
         if round.accuracy is not None:
             shown["accuracy"] = show_score(round.accuracy)
@@ -131,7 +133,7 @@ class ProgressDisplay(Display, Callback):
 
 
 def summary(job: Job) -> list[str]:
-    """Return a few lines on the sizes, the traffic and the privacy of a run."""
+    """Return lines on the sizes of a run, its traffic per client and round, and its privacy."""
     plan, schedule = job.plan, job.schedule
     sent = traffic(job.algorithm, job.space)
     privacy = "NO PRIVACY: noise is off, nothing that leaves a client is protected"

@@ -1,8 +1,8 @@
-"""The figures of a run that may be published; public pages and trackers hold nothing else.
+"""Select the values of a run that may be published; public pages and trackers contain no others.
 
-The third party's epsilon is void as soon as a seed, a cohort, or a client's own epsilon or number
-of rounds is public (docs/privacy.md, "Two observers"). So this module lists the public fields; a
-new field of a run is private until it is added here.
+The third party's epsilon holds only while seed, cohorts, and the epsilon and number of rounds of
+every client are secret (docs/privacy.md, "Two observers"). Therefore this module lists the public
+fields. A new field of a run is private until it is added here.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ RESULT = (
     "versions",
     "python",
 )
-# Figures of the plan. server_max is missing: it is the realised spending of one client.
+# Planned epsilons. server_max is missing, because it is the actual spending of one client.
 FIGURES = ("server_worst", "third_party")
-# The seed decides who takes part; the others name folders and clients.
+# Secret settings: the seed determines who takes part, the others name folders and clients.
 HIDDEN = ("run.seed", "run.trackers", "model.adapter", "federation.clients", "federation.held_out")
 LEFT_OUT = (
     ("the seed", "it decides who takes part in which round"),
@@ -56,7 +56,7 @@ LEFT_OUT = (
 
 
 def flat(tables: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Return nested tables as one table with dotted keys."""
+    """Return nested tables as one table with dotted keys; `before` is put before each key."""
     out: dict[str, Any] = {}
     for key, value in tables.items():
         if isinstance(value, Mapping):
@@ -67,7 +67,10 @@ def flat(tables: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def public_settings(tables: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Return the settings without those that decide who takes part, and without paths."""
+    """Return the settings without those in HIDDEN and without file paths.
+
+    before  dotted name of the table that contains these settings, such as "run."
+    """
     out: dict[str, Any] = {}
     for key, value in tables.items():
         name = f"{before}{key}"
@@ -108,7 +111,10 @@ def public_result(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def public_metrics(round: Round, planned: Planned | None) -> dict[str, float]:
-    """Return a round's figures for trackers: scores on the server's test set, planned epsilon."""
+    """Return the public metrics of a round: test scores, clip norm and planned epsilon.
+
+    Values that are missing or not finite are left out, as is epsilon if `planned` is None.
+    """
     found: dict[str, float | None] = {
         "accuracy": round.accuracy,
         "loss": round.loss,

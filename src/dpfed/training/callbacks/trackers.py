@@ -1,7 +1,7 @@
 """Trackers of `run.trackers`: TensorBoard, MLflow and Weights & Biases.
 
 A tracker gets three calls: `start(settings)` with the first round, `log(round, metrics)` and
-`finish()`. It receives only figures that may be published (see `public_figures`): no seed, no
+`finish()`. It receives only values that may be published (see `public_figures`): no seed, no
 cohort, nothing about single clients. Nothing leaves the machine by default. MLflow writes into the
 run's folder unless MLFLOW_TRACKING_URI is set. Weights & Biases works offline unless WANDB_MODE is
 set.
@@ -34,7 +34,7 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files in the run's folder `tensorboard`."""
+    """Tracker that writes event files to the folder `tensorboard` in the run's folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "tensorboard"
@@ -42,14 +42,14 @@ class TensorBoard:
     def start(self, settings: Settings) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Rounds that a resumed run writes again are drawn over the old ones by their number.
+        # A resumed run may log a round again; TensorBoard then draws over the old point.
         self._writer: Any = SummaryWriter(str(self._folder))
         text = "\n".join(f"    {key} = {value}" for key, value in settings.items())
         self._writer.add_text("configuration", text)
 
     def log(self, t: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            # The round's number instead of its time, which depends on private batches.
+            # Log the round's number as its time, because real times depend on private batches.
             self._writer.add_scalar(name, value, t, walltime=float(t))
         self._writer.flush()
 
@@ -58,7 +58,7 @@ class TensorBoard:
 
 
 class Mlflow:
-    """A run in the store of MLFLOW_TRACKING_URI, or in the run's folder `mlruns`."""
+    """Tracker that logs to the store of MLFLOW_TRACKING_URI, or to `mlruns` in the run's folder."""
 
     def __init__(self, folder: Path) -> None:
         self._store = (
@@ -67,7 +67,7 @@ class Mlflow:
 
     def start(self, settings: Settings) -> None:
         if self._store.startswith("file:"):
-            # Newer versions refuse a store of files without this.
+            # Newer versions of MLflow refuse a store of files unless this variable is set.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow.tracking import MlflowClient
 
@@ -88,7 +88,10 @@ class Mlflow:
 
 
 class Wandb:
-    """A run in the folder `wandb`, offline unless WANDB_MODE is set; no machine facts are sent."""
+    """Tracker that writes to `wandb` in the run's folder; it sends no facts about the machine.
+
+    It works offline unless WANDB_MODE is set.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -125,7 +128,7 @@ KINDS: dict[str, tuple[Callable[[Path], Tracker], str]] = {
 
 
 def refuse_missing(config: Config) -> None:
-    """Refuse trackers that are not installed or not allowed, before anything is written."""
+    """Raise DpfedError if a configured tracker is not installed, or not allowed with real noise."""
     for name in config.run.trackers:
         if importlib.util.find_spec(KINDS[name][1]) is None:
             raise DpfedError(
@@ -140,7 +143,10 @@ def refuse_missing(config: Config) -> None:
 
 
 class Trackers(Callback):
-    """All trackers of a run. One that fails is reported once and left out; the run continues."""
+    """Callback that calls all trackers of a run.
+
+    A tracker that raises an error is reported once and not called again; the run continues.
+    """
 
     def __init__(self, config: Config, folder: Path, planned: Planned | None) -> None:
         self._config = config
@@ -159,7 +165,7 @@ class Trackers(Callback):
             self._each(lambda tracker: tracker.log(round.t, metrics))
 
     def on_end(self, result: dict[str, Any]) -> None:
-        """Log the run's own figures, which exceed the plan's if rounds were attempted twice."""
+        """Log the run's final epsilons, which exceed the planned ones if rounds were repeated."""
         figures = {f"epsilon_{view}": result["epsilon"][view] for view in FIGURES}
         found = {key: float(value) for key, value in figures.items() if value is not None}
         if self._started and found:
@@ -171,7 +177,7 @@ class Trackers(Callback):
 
     def _each(self, call: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._live.items()):
-            # A tracker may raise any error; it must not end a run that has spent privacy.
+            # Catch every error, because a tracker must not end a run that has spent privacy.
             try:
                 call(tracker)
             except Exception as error:

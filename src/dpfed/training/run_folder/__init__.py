@@ -1,1 +1,1 @@
-"""Files of a run: folder, checkpoints, resuming, atomic writing."""
+"""Files of a run: its folder, checkpoints, resuming, and atomic writing."""

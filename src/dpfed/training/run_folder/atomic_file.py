@@ -1,4 +1,4 @@
-"""Write files in one step: after a crash each has either its old or its new content."""
+"""Write files atomically: after a crash a file has either its old or its new content."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from dpfed.privacy.ledger.private_files import make_private_folder, replace_file
 
 
 def write_file(path: Path, write: Callable[[IO[bytes]], object], for_release: bool = False) -> str:
-    """Replace a file by what `write` writes, and return its SHA-256.
+    """Write a file atomically, and return the SHA-256 of its content.
 
-    Only its owner can read the file and a folder made for it. With `for_release` the umask decides.
+    write        gets the open file and writes the content into it
+    for_release  False: only the owner can read the file, and a folder that is created for it.
+                 True: the umask sets the permissions.
     """
     with short_errors(path):
         if for_release:
@@ -29,7 +31,10 @@ def write_file(path: Path, write: Callable[[IO[bytes]], object], for_release: bo
 
 @contextmanager
 def short_errors(path: Path, done: str = "written") -> Iterator[None]:
-    """Turn an operating system's error, such as a full disk, into one sentence for the user."""
+    """Turn an error of the operating system, such as a full disk, into one sentence for the user.
+
+    done  what could not be done, to complete "cannot be ...", such as "read"
+    """
     try:
         yield
     except OSError as error:

@@ -5,7 +5,7 @@
     checkpoint/memory/client-3.round-9.npy   memory of client 3, last changed in round 9
 
 The index is written last, so a checkpoint is complete or does not exist. The last two checkpoints
-stay. Random streams are named by round and client, so they need no stored position.
+are kept. Random streams are named by round and client, so no position in a stream is stored.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dpfed.training.run_folder.atomic_file import write_file
 from dpfed.training.server_state import State
 
 FORMAT = 1
-# Errors that damaged files cause in the readers of JSON and tensors.
+# Errors that the readers of JSON and tensors raise for damaged files.
 DAMAGE = (
     OSError,
     ValueError,
@@ -45,7 +45,7 @@ DAMAGE = (
     RecursionError,
     SafetensorError,
 )
-# If the newest checkpoint is damaged, the one before it is used.
+# Two are kept, so that a run can resume from the older one if the newest is damaged.
 CHECKPOINTS_STORED = 2
 
 
@@ -53,9 +53,10 @@ CHECKPOINTS_STORED = 2
 class LoadedCheckpoint:
     """A checkpoint that was read and verified.
 
-    taken    rounds that each client took part in, `[clients]`
-    memory   file of each client's memory
-    backend  state of a remote backend, from `RemoteBackend.after`
+    progress  the completed rounds and the server's state
+    taken     number of rounds that each client took part in, `[clients]`
+    memory    the file of each client's stored vectors
+    backend   state of a remote backend, from `RemoteBackend.after`; empty for simulations
     """
 
     progress: Progress
@@ -65,7 +66,11 @@ class LoadedCheckpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run; `job` is a hash of everything that must not change."""
+    """Writes and reads the checkpoints of one run.
+
+    job     hash of settings and initial vector; a checkpoint with another hash is refused
+    memory  the store of client memory
+    """
 
     def __init__(self, folder: Path, job: str, memory: ClientStates) -> None:
         self._folder = folder
@@ -88,13 +93,17 @@ class Checkpoints:
         first: Callable[[], None] = lambda: None,
         wait: bool = False,
     ) -> None:
-        """Write a checkpoint of the present state while the run continues; call `first` before.
+        """Write a checkpoint of the present state on another thread, while the run continues.
 
-        The call first waits for the checkpoint before and raises its error. With `wait` the new
-        checkpoint is on the disk when the call returns.
+        taken    number of rounds that each client took part in, `[clients]`
+        backend  state of a remote backend; None for simulations
+        first    is called before the checkpoint is written
+        wait     True: return only after the checkpoint is on disk
+
+        The call first waits for the previous checkpoint, and raises the error if writing it failed.
         """
         self.wait()
-        # Copies, because two fields of a state may be the same tensor, which safetensors refuses.
+        # Copy all tensors: two fields of a state may be the same tensor, which safetensors refuses.
         tensors = {
             name: value.detach().cpu().contiguous().clone()
             for name, value in progress.state.tensors().items()
@@ -121,7 +130,7 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is on the disk."""
+        """Wait until the last checkpoint is on disk; raise the error if writing it failed."""
         writing = self._writing
         self._writing = None
         if writing is not None:
@@ -136,9 +145,11 @@ class Checkpoints:
         self._remove_old()
 
     def load(self, first: State) -> tuple[LoadedCheckpoint | None, list[str]]:
-        """Return the newest complete checkpoint, and the errors of newer ones.
+        """Return the newest complete checkpoint, or None, and the errors of newer damaged ones.
 
-        first  state of the same form as the saved ones
+        first  the server's state before round 1, whose names and shapes the checkpoint must have
+
+        The client memory of the checkpoint replaces that in the store.
         """
         errors: list[str] = []
         for path in self._indexes():
@@ -162,7 +173,7 @@ class Checkpoints:
             taken = np.zeros(int(index["clients"]), dtype=np.int64)
             for client, count in index["taken"].items():
                 taken[int(client)] = count
-            # A damaged name must not point outside the folder.
+            # Drop folders from the name: a damaged index must not point outside the memory folder.
             memory = {
                 int(i): Entry(Path(file).name, str(sha))
                 for i, (file, sha) in index["memory"].items()
@@ -185,7 +196,7 @@ class Checkpoints:
         return LoadedCheckpoint(Progress(t, state, seconds), taken, memory, backend)
 
     def _indexes(self) -> list[Path]:
-        """Return the index files, the newest first."""
+        """Return the paths of the index files, newest round first."""
         rounds = {
             int(path.stem.removeprefix("round-")): path
             for path in self._folder.glob("round-*.json")
@@ -194,9 +205,9 @@ class Checkpoints:
         return [rounds[t] for t in sorted(rounds, reverse=True)]
 
     def _remove_old(self) -> None:
-        """Remove old checkpoints and memory files that no stored checkpoint names."""
+        """Delete old checkpoints, and memory files that no remaining checkpoint uses."""
         indexes = self._indexes()
-        # A file that cannot be removed does no harm.
+        # Ignore errors, because an old file that cannot be deleted does no harm.
         with suppress(OSError):
             for path in indexes[CHECKPOINTS_STORED:]:
                 path.unlink(missing_ok=True)
@@ -207,18 +218,18 @@ class Checkpoints:
                 memory = json.loads(path.read_text(encoding="utf-8"))["memory"]
                 named |= {str(file) for file, _ in memory.values()}
             except DAMAGE:
-                # An unreadable index may name any file, so all files stay.
+                # Keep all memory files, because an unreadable index may name any of them.
                 return
         with suppress(OSError):
             self._memory.prune(named)
 
 
 def index_hash(index: dict[str, Any]) -> str:
-    """Return the SHA-256 of an index without its own hash."""
+    """Return the SHA-256 of an index, which must not contain the key "sha256" itself."""
     return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
 
 
 def job_hash(settings: dict[str, Any], theta: torch.Tensor) -> str:
-    """Return a hash of everything that determines a run's numbers: settings and initial vector."""
+    """Return the SHA-256 of settings and initial vector, which determine a run's numbers."""
     text = json.dumps(settings, sort_keys=True).encode()
     return hashlib.sha256(text + theta.detach().cpu().numpy().tobytes()).hexdigest()

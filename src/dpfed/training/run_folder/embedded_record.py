@@ -1,4 +1,7 @@
-"""Store the spending record inside safetensors files, where it stays with the weights."""
+"""Store the spending record inside safetensors files, where it stays with the weights.
+
+The spending record is a JSON text that states the privacy spent on the weights.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def _embed_one(path: Path, record: str) -> None:
         header = json.loads(tensors.read(length))
         header["__metadata__"] = {**header.get("__metadata__", {}), METADATA: record}
         text = json.dumps(header, separators=(",", ":")).encode()
-        # Readers map the tensors into memory, so their first byte must stay aligned.
+        # Pad the header to 8 bytes, because readers map the tensors into memory and need alignment.
         text += b" " * (-len(text) % 8)
 
         def write(file: IO[bytes]) -> None:
@@ -39,7 +42,10 @@ def _embed_one(path: Path, record: str) -> None:
 
 
 def embedded(start: Path) -> dict[Path, str]:
-    """Return the record of each safetensors file that has one; `start` is a folder or one file."""
+    """Return the record of each safetensors file, by path; files without a record are left out.
+
+    start  a folder, or one safetensors file
+    """
     files = [start] if start.is_file() else sorted(start.glob("*.safetensors"))
     found = {path: _metadata(path).get(METADATA) for path in files}
     return {path: record for path, record in found.items() if record is not None}

@@ -1,4 +1,4 @@
-"""Names and readers of the files in a run folder."""
+"""Names of the files in a run folder, and functions that read them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LABEL_COUNTS = "holdings.json"
 
 
 def read_settings(folder: Path) -> dict[str, Any] | None:
-    """Return the tables of a run's configuration; None if the file is missing or damaged."""
+    """Return a run's configuration as nested tables; None if the file is missing or damaged."""
     try:
         return tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -28,12 +28,12 @@ def read_settings(folder: Path) -> dict[str, Any] | None:
 
 
 def read_result(folder: Path) -> dict[str, Any]:
-    """Return the result of a run; empty if the file is missing or damaged."""
+    """Return the result of a run from run.json; `{}` if the file is missing or damaged."""
     return read_object(folder / RESULT)
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if the file is missing or damaged."""
+    """Return the JSON object in a file; `{}` if the file is missing or damaged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -42,9 +42,10 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file with one JSON object per round, such as metrics.jsonl.
+    """Return the rows of a file with one JSON object per line and round, such as metrics.jsonl.
 
-    Rows are in the order of their rounds. A line that a crash cut short is left out.
+    The rows are in the order of their rounds. If a round has several lines, the last one counts. A
+    line that a crash cut short is left out.
     """
     if not path.exists():
         return []

@@ -1,4 +1,4 @@
-"""Write the folder of a run: configuration, metrics, trained model, result. It has one owner."""
+"""Write the folder of a run: configuration, metrics, trained model and result."""
 
 from __future__ import annotations
 
@@ -39,13 +39,18 @@ from dpfed.training.run_folder.files import (
 )
 
 LOCK = ".lock"
-# Files of a run that was killed before it had a configuration.
+# Files that a run leaves if it is killed before its configuration is written.
 UNFINISHED = {LOCK, f".{CONFIG}.part"}
 PACKAGES = ("dpfed", "torch", "transformers", "peft", "dp-accounting", "numpy")
 
 
 class RunFolder:
-    """The folder of one run, locked for this process. A run never overwrites another."""
+    """The folder of one run, locked so that no other process can write to it.
+
+    note    sentence that says whether the results may be released
+    force   True: replace an earlier run in the folder
+    resume  True: continue the run in the folder
+    """
 
     def __init__(
         self, path: Path, config: Config, note: str, force: bool = False, resume: bool = False
@@ -72,7 +77,10 @@ class RunFolder:
         write_file(self.path / name, lambda file: file.write(text.encode()))
 
     def cohort_key(self) -> bytes:
-        """Return the secret key of a server's cohorts; a resumed run has the same key."""
+        """Return the secret 32-byte key from which a server draws its cohorts.
+
+        The first call creates and stores the key, so that a resumed run has the same one.
+        """
         path = self.path / COHORTS
         with short_errors(path):
             if not path.exists():
@@ -80,7 +88,7 @@ class RunFolder:
             return path.read_bytes()
 
     def log(self, round: Round) -> None:
-        """Append the metrics of a round."""
+        """Append the results of a round to metrics.jsonl."""
         row: dict[str, Any] = {
             "round": round.t,
             "accuracy": round.accuracy,
@@ -100,7 +108,11 @@ class RunFolder:
             self._metrics.flush()
 
     def amend(self, config: Config, changed: Sequence[tuple[str, Any, Any]], t: int) -> None:
-        """Replace the configuration from round t on, with a comment for each changed key."""
+        """Replace the configuration, with a comment for each changed key.
+
+        changed  (key, old value, new value) of each changed key
+        t        the last round that used the old values
+        """
         if not changed:
             return
         lines = (self.path / CONFIG).read_text(encoding="utf-8").splitlines()
@@ -109,18 +121,21 @@ class RunFolder:
         self._write(CONFIG, "\n".join([*comments, to_toml(config)]))
 
     def rewind(self, t: int) -> None:
-        """Remove the metrics of rounds after t, which will run again."""
+        """Remove the metrics of rounds after t, which a resumed run computes again."""
         self._metrics.close()
         rows = [row for row in read_rows(self.path / METRICS) if int(row["round"]) <= t]
         self._write(METRICS, "".join(f"{json.dumps(row)}\n" for row in rows))
         self._metrics = _reopened(self.path / METRICS)
 
     def last_round(self) -> int:
-        """Return the last round in the metrics, -1 if there is none."""
+        """Return the number of the last round in metrics.jsonl; -1 if there is none."""
         return max((int(row["round"]) for row in read_rows(self.path / METRICS)), default=-1)
 
     def rounds(self, t: int, theta: torch.Tensor) -> list[Round]:
-        """Return round 0 and round t, the last one, from the metrics; `theta` is its vector."""
+        """Return round 0 and round t from metrics.jsonl, which must contain exactly rounds 0 to t.
+
+        theta  evaluated vector of round t, which metrics.jsonl does not contain
+        """
         rows = read_rows(self.path / METRICS)
         try:
             if [row["round"] for row in rows] != list(range(t + 1)):
@@ -133,23 +148,26 @@ class RunFolder:
             ) from None
 
     def sync(self) -> None:
-        """Wait until the metrics are on the disk; a checkpoint of their rounds comes after."""
+        """Wait until the metrics are on disk; a checkpoint of these rounds is written later."""
         with short_errors(self.path / METRICS):
             os.fsync(self._metrics.fileno())
 
     def save_model(self, theta: torch.Tensor, space: Space, release: str) -> None:
-        """Write the trained vector as tensors, with the release note in the metadata."""
+        """Write the trained vector `[P]` as named tensors, with the release note as metadata."""
         vector = theta.detach().clone()
         tensors = {name: t.contiguous().cpu() for name, t in space.unflatten(vector).items()}
         blob = save(tensors, metadata={"release": release})
         write_file(self.path / MODEL, lambda file: file.write(blob))
 
     def begin(self, run: str, note: str) -> None:
-        """Name the run before anything is released, so that another run's ledger is noticed."""
+        """Write the run's name to run.json before anything is released.
+
+        A resumed run compares this name with its ledger, which detects the ledger of another run.
+        """
         self.save_result({"run": run, "state": "running", "release": note})
 
     def save_result(self, result: dict[str, Any]) -> None:
-        """Write run.json: the result with the versions of the packages."""
+        """Write run.json: the result, and the versions of Python and of the packages."""
         full = {
             **result,
             "versions": versions(),
@@ -159,7 +177,7 @@ class RunFolder:
         self._write(RESULT, json.dumps(full, indent=2, allow_nan=False) + "\n")
 
     def close(self) -> None:
-        # On a full disk closing fails again and would hide why the run ended.
+        # Ignore errors: on a full disk closing fails too, which would hide why the run ended.
         with suppress(OSError):
             self._metrics.close()
         self._lock.close()
@@ -170,7 +188,10 @@ def _finite(value: float | None) -> float | None:
 
 
 def _locked(path: Path) -> IO[bytes]:
-    """Lock a folder for this process; the lock ends with the process."""
+    """Lock a folder for this process and return the lock file; closing this file ends the lock.
+
+    Raise DpfedError if another process has locked the folder.
+    """
     lock: IO[bytes] | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -191,7 +212,11 @@ def _locked(path: Path) -> IO[bytes]:
 
 
 def _clear(path: Path) -> None:
-    """Remove the old run. Its configuration goes last, as it marks the folder as replaceable."""
+    """Delete the old run in a folder.
+
+    The configuration is deleted last. If deleting is interrupted, the folder still counts as a run,
+    which may be replaced.
+    """
     with short_errors(path, "replaced"):
         for part in sorted(path.iterdir(), key=lambda p: p.name == CONFIG):
             if part.is_dir() and not part.is_symlink():
@@ -221,7 +246,10 @@ def _reopened(path: Path) -> IO[str]:
 
 
 def refuse_occupied(path: Path, force: bool) -> None:
-    """Refuse a folder that holds a run or other files; with `force` a run may be replaced."""
+    """Raise DpfedError if the folder contains a run or other files.
+
+    With `force` it may contain a run, unless that run has released values with real noise.
+    """
     if (path / CONFIG).exists():
         if not force:
             raise DpfedError(
@@ -237,7 +265,10 @@ def refuse_occupied(path: Path, force: bool) -> None:
 
 
 def _has_real_releases(path: Path) -> bool:
-    """Return True if the folder's ledger records releases with real noise, which stay spent."""
+    """Return True if the ledger in the folder records releases with real noise.
+
+    Such a ledger must be kept, because the privacy remains spent.
+    """
     if not (path / LEDGER).exists():
         return False
     with Ledger.open(path / LEDGER, readonly=True) as ledger:
@@ -245,7 +276,7 @@ def _has_real_releases(path: Path) -> bool:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of dpfed and of the packages that its numbers depend on."""
+    """Return the versions of dpfed and of the packages that affect its results."""
     return {name: dpfed.__version__ if name == "dpfed" else _version(name) for name in PACKAGES}
 
 
@@ -257,7 +288,7 @@ def _version(name: str) -> str:
 
 
 def fresh_folder(config: Config) -> Path:
-    """Return a new path runs/<time>-<data>-<algorithm>, with a number if that exists."""
+    """Return an unused path runs/<time>-<data>-<algorithm>, with a number added if that exists."""
     stem = time.strftime("%Y%m%d-%H%M%S") + f"-{config.data.name}-{config.algorithm.name}"
     names = itertools.chain([stem], (f"{stem}-{n}" for n in itertools.count(2)))
     return next(path for path in map(Path("runs").joinpath, names) if not path.exists())

@@ -1,7 +1,7 @@
-"""Count each simulated client's records of each label, for the operator's page.
+"""Count the records of each label at each simulated client, for the operator's page.
 
-The counts are private, so they are written for simulations with seeded noise alone. No public
-page, tracker or export reads them.
+The counts are private, so they are written only for simulations with seeded noise. No public page,
+tracker or export reads them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dpfed.training.run_folder.atomic_file import write_file
 from dpfed.training.run_folder.files import LABEL_COUNTS
 
 RELEASE = "not private: counts of simulated clients' labels, for the operator only"
-# A larger table is not written: no page could show it.
+# A table with more cells is not written, because no page could show it.
 MAX_CELLS = 1_000_000
 
 
 def label_counts(job: Job) -> np.ndarray:
-    """Return the records of each label at each client, `[clients, classes]`."""
+    """Return the number of records of each label at each client, `[clients, classes]`."""
     shards = job.shards
     table = (len(shards), len(job.classes))
     labels = job.records.labels.cpu().numpy()[shards.records]
@@ -31,7 +31,10 @@ def label_counts(job: Job) -> np.ndarray:
 
 
 def write_label_counts(folder: Path, job: Job) -> None:
-    """Write the table, except for real noise, tasks without classes and very large tables."""
+    """Write the table of label counts to the run folder.
+
+    Nothing is written with real noise, for a task without classes, or for a very large table.
+    """
     cells = len(job.shards) * len(job.classes)
     if job.config.run.noise == "os" or not job.model.classifies or not 0 < cells <= MAX_CELLS:
         return

@@ -1,4 +1,4 @@
-"""Check that a run may resume: with its own configuration, except for keys that may change."""
+"""Check that a run may resume: only a few keys of its configuration may have changed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from dpfed.training.run_folder.files import (
     read_settings,
 )
 
-# Keys of [run] that may change.
+# Keys of the section [run] that may change when a run resumes.
 MAY_CHANGE = ("eval_every", "checkpoint_every", "memory_limit", "threads", "timeout", "trackers")
-# Keys of other sections that may change: they affect no number of the run.
+# Keys of other sections that may change, because they affect no number of the run.
 MAY_CHANGE_ELSEWHERE = {
-    # Checked for a new run only.
+    # This key is checked for a new run only.
     "privacy": ("allow_large_delta",),
-    # The waiting times of a server.
+    # These keys set how long and how often a server tries to reach its clients.
     "federation": ("timeout", "retries", "patience"),
 }
 
@@ -37,7 +37,7 @@ def extendable(config: Config) -> bool:
 
 
 def fixed_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that determine the numbers of a round."""
+    """Return the configuration without the keys that may change when a run resumes."""
     tables = as_first_written(to_dict(config))
     free = {**MAY_CHANGE_ELSEWHERE, "run": MAY_CHANGE}
     if extendable(config):
@@ -49,7 +49,11 @@ def fixed_settings(config: Config) -> dict[str, Any]:
 
 
 def changes(out: Path, config: Config) -> list[tuple[str, Any, Any]]:
-    """Return (key, old value, new value) of each key that differs from the run's last start."""
+    """Return (key, old value, new value) of each key that changed since the run's last start.
+
+    out     the run folder
+    config  the new configuration
+    """
     stored = read_settings(out)
     if stored is None:
         raise DpfedError(
@@ -66,7 +70,7 @@ def changes(out: Path, config: Config) -> list[tuple[str, Any, Any]]:
 
 
 def refuse_other(out: Path, config: Config) -> None:
-    """Refuse to resume a finished run, or a run with another configuration."""
+    """Raise DpfedError if the run is finished, or if a key changed that may not change."""
     changed = changes(out, config)
     result = read_result(out)
     rounds = result.get("rounds")
@@ -89,7 +93,10 @@ def refuse_other(out: Path, config: Config) -> None:
 
 
 def refuse_kind(out: Path, served: bool) -> None:
-    """Refuse to resume a server's run as a simulation, or a simulation as a server's run."""
+    """Raise DpfedError if a server resumes a simulation, or a simulation resumes a server's run.
+
+    served  True if a server resumes
+    """
     if (out / COHORTS).exists() != served and read_result(out):
         owner, command = ("a simulation", "dpfed run") if served else ("a server", "dpfed server")
         raise DpfedError(f"{out} holds the run of {owner}: go on with `{command}`")
@@ -103,7 +110,10 @@ def _allowed(key: str, old: Any, new: Any, config: Config) -> bool:
 
 
 def run_name(out: Path) -> str:
-    """Return the run's name; make one for a run that stopped before its first release."""
+    """Return the run's name from run.json, or a new name if the run has not begun to train.
+
+    Raise DpfedError if a run that has begun has no name, because its ledger cannot be verified.
+    """
     name = read_result(out).get("run")
     if isinstance(name, str):
         return name

@@ -1,4 +1,4 @@
-"""Everything that decides the numbers of a run; a checkpoint and all processes must agree on it."""
+"""The settings that determine a run's numbers; all processes and checkpoints must agree on them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dpfed.training.run_folder.resume import fixed_settings
 
 
 def run_identity(job: Job) -> dict[str, Any]:
-    """Return the settings, sizes and kind of device that the numbers of a run follow from.
+    """Return the settings, client sizes and device type that determine the numbers of a run.
 
-    The kind of device is part of it because each kind draws seeded noise differently.
+    The device type is included, because each type of device draws seeded noise differently.
     """
     identity = {
         **fixed_settings(job.config),
