@@ -1,1 +1,1 @@
-"""Federations over a network: their messages, server, clients, and each client's own policy."""
+"""Federated training over a network: messages, the server, the clients and their policies."""

@@ -1,10 +1,10 @@
-"""client.toml: the sections of one client, read and checked.
+"""Read and check client.toml, the configuration of one real client.
 
-[client]  its name, its state folder and the servers it answers
-[policy]  the most that it spends, and the requests that it answers
+[client]  its name, its state folder and the servers that it answers
+[policy]  its privacy budget, and limits for the requests that it answers
 [data]    its own records, as in any configuration
 [model]   its model; a request must name the hash of its frozen weights
-[link]    the server's address and the keys for it
+[link]    the server's address and the keys for the connection
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dpfed.privacy.ledger.storage import nameable
 from dpfed.privacy.oracle import Isolation
 
 DEFAULT_PORT = 8000
-# Keys of [data] that deal records to simulated clients.
+# These keys of [data] divide records among simulated clients, so a real client has none of them.
 SIMULATION_KEYS = {"clients", "partition", "alpha", "client_column"}
 
 
@@ -69,7 +69,8 @@ class Policy:
     max_rate: Annotated[float, Gt(0), Le(1), "largest sampling rate q"] = 0.1
     max_local_steps: Annotated[int, Ge(1), "most local steps K of a round"] = 100
     max_lr: Annotated[float, Gt(0), "largest learning rate"] = 100.0
-    # 2,000 Adam steps of size 0.001 move a million numbers by at most 2,000, usually by 50.
+    # 2,000 Adam steps at rate 0.001 move a vector of a million numbers by at most 2,000 in L2 norm,
+    # and typically by 50. The default leaves room for longer runs.
     max_distance: Annotated[
         float,
         Gt(0),
@@ -99,7 +100,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class LinkSection:
-    """[link]: the server's address, and the keys by which server and client know each other."""
+    """[link]: the server's address, and the files by which both sides recognise each other."""
 
     address: Annotated[str, MinLen(1), "host:port of the server"] = f"127.0.0.1:{DEFAULT_PORT}"
     ca: Annotated[str, "certificate of the authority that has signed the server's"] = ""
@@ -115,12 +116,15 @@ class ClientConfig:
 
 
 def load_client(path: Path, registry: Registry) -> tuple[ClientConfig, LinkSection]:
-    """Read a client.toml; relative paths in it start at its own folder."""
+    """Return the configuration in a client.toml, and its [link] section.
+
+    Relative paths of the state folder and of the keys start at the folder of client.toml.
+    """
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise DpfedError(f"{path} is not valid TOML: {error}") from None
-    # ValueError: not UTF-8, or a number of thousands of digits.
+    # A ValueError means that the text is not UTF-8 or has a number with thousands of digits.
     except (OSError, ValueError, RecursionError) as error:
         raise DpfedError(f"{path} cannot be read: {error}") from None
     table = raw.pop("link", {})
@@ -185,9 +189,9 @@ def _check_held_out(config: ClientConfig) -> None:
 
 
 def _complete(section: str, cls: type[Any], table: Mapping[str, Any]) -> Any:
-    """Parse a section and require the keys that have no default."""
+    """Return the parsed section; raise DpfedError if a key without a default is missing."""
     known = fields(cls)
-    # Unknown keys first: a missing key may be a mistyped one.
+    # Report unknown keys first, because a missing key may be a misspelt one.
     refuse_unknown(section, table, [f.name for f in known])
     for f in known:
         if f.default is MISSING and f.name not in table:

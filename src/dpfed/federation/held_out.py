@@ -1,15 +1,16 @@
 """Noised counts of right answers on held-out units, for federations without a public test set.
 
-A client never trains on its held-out units. A unit's column or keyed hash alone decides if it is
-held out, so that adding or removing one unit moves no other.
+A client never trains on its held-out units. A column of the data or a keyed hash of the unit
+decides if the unit is held out. Adding or removing one unit therefore never moves another one.
 
-A unit whose records are answered right with share r adds r to the right count and 1 - r to the
-wrong count. Its Euclidean contribution is at most 1. Both counts get Gaussian noise of standard
-deviation sigma, so together they are one Gaussian mechanism of multiplier sigma without sampling
-(q = 1). The wrong count costs nothing, and the server needs no number of units.
+If a share r of a unit's records is answered correctly, the unit adds r to the right count and
+1 - r to the wrong count. The Euclidean norm of this contribution is at most 1. Both counts get
+Gaussian noise of standard deviation sigma. Together they are one Gaussian mechanism of noise
+multiplier sigma that uses every unit (q = 1). The wrong count thus costs no additional privacy, and
+the server does not need the number of units.
 
-Each unit is either trained on or held out. The client still charges both to the same ledger. The
-total is an upper bound, also if the split changes later.
+Each unit is either trained on or held out, but the client charges both to the same ledger. The
+total is an upper bound, which holds even if the split changes later.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ from dpfed.privacy.published import show_loss, show_score
 from dpfed.privacy.record_batch import Records
 from dpfed.training.run_folder.atomic_file import write_file
 
-# The name of these charges in a ledger.
+# Charges for noised counts have this value as `part` in the ledger.
 PART = "evaluate"
 KEY = "held-out.key"
 FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def mechanism_of(sigma: float) -> Mechanism:
-    """Return the Gaussian mechanism of one request: every unit is counted."""
+    """Return the mechanism of one request for counts: Gaussian noise, without sampling of units."""
     return Mechanism("poisson", 1.0, sigma)
 
 
 def split(config: ClientConfig, table: Table, state: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows to train on and the held-out rows; no unit has rows in both."""
+    """Return the row numbers to train on and the held-out row numbers; no unit has rows in both."""
     units = table.column(config.data.unit_column)
     client = config.client
     held_out = np.zeros(len(table), dtype=bool)
@@ -86,7 +87,10 @@ def _read_flags(column: np.ndarray | None, name: str) -> np.ndarray:
 
 
 def _draw(table: Table, units: np.ndarray | None, share: float, key: bytes) -> np.ndarray:
-    """Return True for held-out rows, by a keyed hash of the unit or else of the whole record."""
+    """Return a mask of the held-out rows, about the fraction `share` of all rows.
+
+    A keyed hash of the row's unit decides, or of the whole record if the table has no units.
+    """
 
     def number(row: int) -> int:
         found = hashlib.blake2b(digest_size=8, key=key)
@@ -106,7 +110,10 @@ def _bytes_of(value: Any) -> bytes:
 
 
 def _key(state: Path) -> bytes:
-    """Return the client's secret key, so that nobody else can compute which units are held out."""
+    """Return the client's secret key for the choice of held-out units; create it if missing.
+
+    Nobody without the key can compute which units are held out.
+    """
     path = state / KEY
     if not path.exists():
         write_file(path, lambda file: file.write(os.urandom(32)))
@@ -118,7 +125,7 @@ def _key(state: Path) -> bytes:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A client's held-out records and the units that they belong to; there may be none."""
+    """A client's held-out records and the units that they belong to. Both may be empty."""
 
     records: Records
     shards: Shards
@@ -132,14 +139,16 @@ def noised_counts(
     noise: Noise,
     isolation: Isolation = "exact",
 ) -> Tensor:
-    """Return noised counts of right and wrong answers `[2]`, in whole steps of one grid.
+    """Return the noised counts of right and wrong answers on the held-out units, `[2]`.
 
-    With `isolation` exact each record is a pass of its own, so that no unit changes the answers
-    of others.
+    Both are multiples of `COUNT_STEP`. With `isolation` = "exact", each record is computed in a
+    pass of its own, so that no unit influences the answers for others.
+
+    sigma  standard deviation of the noise on each count
     """
     records, shards = held_out.records, held_out.shards
     size = 1 if isolation == "exact" else model.rows
-    # The empty part is for clients without held-out records: their counts are noise alone.
+    # Begin with an empty tensor, so that `torch.cat` also works without held-out records.
     shares = [torch.zeros(0, dtype=torch.float64)]
     for first in range(0, len(records.labels), size):
         rows = torch.arange(first, min(first + size, len(records.labels)), device=theta.device)
@@ -150,7 +159,8 @@ def noised_counts(
     records_per_unit = np.diff(shards.units)
     unit_of_record = np.repeat(np.arange(len(shards.units) - 1), records_per_unit)
     means = np.bincount(unit_of_record, right) / records_per_unit
-    # Each unit is rounded by itself; the rest of its 1 counts as wrong.
+    # Round each unit by itself, and count the remainder up to 1 as wrong. One unit then never
+    # changes the rounding of another.
     steps = np.rint(means / COUNT_STEP).astype(np.int64)
     total = torch.tensor([steps.sum(), (round(1 / COUNT_STEP) - steps).sum()])
     added = (noise.normal64(2) * (sigma / COUNT_STEP)).round().to(torch.int64)
@@ -159,11 +169,12 @@ def noised_counts(
 
 @dataclass(frozen=True)
 class Score:
-    """The accuracy on held-out units of the clients that replied.
+    """The noised accuracy on the held-out units of the clients that replied.
 
-    noise    standard deviation of the accuracy
-    units    number of units by the noised counts
-    epsilon  privacy loss of one held-out unit by all such counts of this run so far
+    noise    standard deviation of the noise in `accuracy`
+    units    noised number of held-out units
+    clients  number of clients that replied
+    epsilon  epsilon of one held-out unit, for all counts of this run so far
     """
 
     round: int
@@ -185,21 +196,26 @@ class Score:
 def score_of(
     t: int, counts: Mapping[str, tuple[float, float]], sigma: float, requests: int, delta: float
 ) -> Score | None:
-    """Return the score of (right, wrong) counts by client, or None if their sum is not positive.
+    """Return the score from each client's (right, wrong) counts; None if their sum is not positive.
 
-    `requests` is the number of requests for counts that a client got in this run.
+    sigma     standard deviation of the noise on each count
+    requests  number of requests for counts that each client got in this run so far
     """
     right, wrong = (sum(pair[i] for pair in counts.values()) for i in (0, 1))
     units = right + wrong
     if not units > 0:
         return None
     accuracy = right / units
-    # First order: ((1 - a) noise of the right count - a noise of the wrong count) / units.
+    # To first order the noise changes the accuracy a by ((1 - a) * n_right - a * n_wrong) / units,
+    # where n_right and n_wrong are the noise on the two counts.
     noise = math.sqrt(len(counts) * ((1 - accuracy) ** 2 + accuracy**2)) * sigma / units
     spent = epsilon([(mechanism_of(sigma), requests)], delta).value
     return Score(t, accuracy, noise, units, len(counts), spent)
 
 
 def bounds(terms: ScoringTerms) -> tuple[float, float]:
-    """Return the range of honest counts; a client declares at least half of its held-out units."""
+    """Return the least and the largest count that an honest client can send.
+
+    A client declares at least half of its held-out units. Noise above 20 sigma does not occur.
+    """
     return -20 * terms.sigma, 2 * terms.held_out + 20 * terms.sigma

@@ -3,10 +3,10 @@
     DIR/ca.crt  ca.key               the authority; ca.key signs server certificates only
     DIR/server.crt  server.key       certificate and key of `dpfed server --keys DIR`
     DIR/clients/NAME.pub             public keys by which the server recognises its clients
-    DIR/NAME/client.key  ca.crt      the folder for that client alone
+    DIR/NAME/client.key  ca.crt      the folder that is handed to client NAME only
 
-In a real federation each client makes its own pair with `dpfed keys DIR --client NAME`. It sends
-only the public half to the server.
+In a real federation each client makes its own pair with `dpfed keys DIR --client NAME`. The client
+sends only the public key to the server.
 """
 
 from __future__ import annotations
@@ -43,14 +43,17 @@ SERVER = "server.crt"
 SERVER_KEY = "server.key"
 CLIENTS = "clients"
 CLIENT_KEY = "client.key"
-# Names in DIR that no client may have.
+# No client may have these names, because DIR has a folder with the name of each client.
 RESERVED = (CLIENTS, AUTHORITY, AUTHORITY_KEY, SERVER, SERVER_KEY)
-# Names by which the server connects to its own SuperLink.
+# The server connects to its own SuperLink by these host names.
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 def make_all(folder: Path, host: str, clients: Sequence[str], days: int = 365) -> list[Path]:
-    """Write all keys of a trial into a new or empty folder; return the files."""
+    """Write all keys of a trial into a new or empty folder, and return the paths of the files.
+
+    `host` is the host name or address of the server. The certificates are valid for `days` days.
+    """
     check_names(clients)
     check_host(host)
     _refuse_used(folder)
@@ -72,7 +75,10 @@ def make_all(folder: Path, host: str, clients: Sequence[str], days: int = 365) -
 
 
 def make_client(folder: Path, name: str) -> list[Path]:
-    """Write one client's key pair; NAME.pub goes to the server."""
+    """Write the key pair of one client into a new or empty folder, and return both paths.
+
+    The client gives only NAME.pub to the server.
+    """
     check_names([name])
     _refuse_used(folder)
     private, public = _client_pair(name)
@@ -80,7 +86,10 @@ def make_client(folder: Path, name: str) -> list[Path]:
 
 
 def public_key(path: Path) -> bytes:
-    """Read a public key that `dpfed keys` or ssh-keygen wrote; return it as PEM, as Flower does."""
+    """Return the public key in a file that `dpfed keys` or ssh-keygen wrote, in PEM format.
+
+    Flower reports the keys of connected nodes in the same format, so both can be compared.
+    """
     try:
         key = load_ssh_public_key(path.read_bytes())
     except OSError as error:
@@ -97,7 +106,7 @@ def public_key(path: Path) -> bytes:
 
 
 def check_private(path: Path) -> None:
-    """Check that Flower accepts a private key and that only its owner can read the file."""
+    """Raise DpfedError if Flower cannot use a private key or if other users can read its file."""
     try:
         key = load_ssh_private_key(path.read_bytes(), None)
     except OSError as error:
@@ -166,7 +175,10 @@ def _authority(days: int) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]
 def _server(
     authority: ec.EllipticCurvePrivateKey, issuer: x509.Certificate, host: str, days: int
 ) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    """Return a key and a certificate for `host` and for this machine (`LOCAL`)."""
+    """Return a new private key and its certificate for `host`, signed by the authority.
+
+    The certificate is also valid for this machine's own names (`LOCAL`).
+    """
     key = ec.generate_private_key(CURVE)
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, host[:64])])
     hosts = [_general_name(each) for each in dict.fromkeys((host, *LOCAL))]
@@ -192,7 +204,7 @@ def _builder(
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        # A day of tolerance for clients whose clocks are behind.
+        # Begin a day early, so that clients whose clocks are behind accept the certificate.
         .not_valid_before(now - datetime.timedelta(days=1))
         .not_valid_after(now + datetime.timedelta(days=days))
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
@@ -211,7 +223,7 @@ def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _client_pair(name: str) -> tuple[bytes, bytes]:
-    """Return a new private key and its public half, both in OpenSSH's format."""
+    """Return a new private key and its public key, both in OpenSSH's format."""
     key = ec.generate_private_key(CURVE)
     public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
     private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
@@ -219,7 +231,10 @@ def _client_pair(name: str) -> tuple[bytes, bytes]:
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> list[Path]:
-    """Create files that only their owner can read; refuse to overwrite one."""
+    """Write files that only their owner can read, and return their paths.
+
+    Raise DpfedError if a file exists already.
+    """
     try:
         for name, data in files.items():
             make_private_folder((folder / name).parent)

@@ -1,7 +1,7 @@
-"""Addresses, and the SuperLink and SuperNode that run below this process.
+"""Run Flower's SuperLink (for the server) or SuperNode (for a client) as a child process.
 
-Telemetry, update checks and installation at run time are switched off in all of them. TLS and node
-keys are on; without them, processes only listen on or connect to this machine.
+Telemetry, update checks and installation at run time are switched off in both. Connections use TLS
+and keys. Without them, processes accept and open connections only within this machine.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ QUIET = {
 }
 CHILD = "dpfed.federation.flower.child"
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-# First words of log lines that never name a reason.
+# Log lines that begin with these words never explain why a process has ended.
 IRRELEVANT = ("INFO", "WARNING", "For more information", "Finished")
-# Seconds that a process has to end by itself; a SuperNode takes five of them.
+# Seconds to wait for a process to end before it is killed. A SuperNode needs about five.
 ENDING = 8.0
 
 
@@ -59,7 +59,7 @@ class Address:
 
     @property
     def own(self) -> Address:
-        """The address by which this machine connects to a process that listens here."""
+        """The address for connections from this machine to a process that listens on `self`."""
         if self.host in ("0.0.0.0", "::", "localhost"):
             return Address("127.0.0.1", self.port)
         return self
@@ -85,7 +85,10 @@ def refuse_insecure(address: Address) -> None:
 
 
 def check_link(link: LinkSection, insecure: bool) -> Address:
-    """Return the server's address after a check of the certificate and key files."""
+    """Return the server's address after checking the certificate and key files of [link].
+
+    With `insecure` there are no such files, and the address must be on this machine.
+    """
     address = address_of(link.address)
     if insecure:
         refuse_insecure(address)
@@ -105,7 +108,10 @@ def check_link(link: LinkSection, insecure: bool) -> Address:
 
 
 def client_keys(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
-    """Return each client's public key; two clients must not share one, as each has its budget."""
+    """Return the public key of each client, read from `folder`, in PEM format.
+
+    Raise DpfedError if two clients share a key: each key stands for one client with one budget.
+    """
     found = {name: keys.public_key(folder / keys.CLIENTS / f"{name}.pub") for name in names}
     owners: dict[bytes, str] = {}
     for name, key in found.items():
@@ -118,21 +124,21 @@ def client_keys(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class Process:
-    """A child process and its log file."""
+    """A SuperLink or SuperNode as a child process, with its log file."""
 
     kind: str
     popen: subprocess.Popen[bytes]
     log: Path
 
     def alive(self) -> None:
-        """Raise if the process has ended."""
+        """Raise StoppedError if the process has ended."""
         if self.popen.poll() is not None:
             raise StoppedError(
                 f"the {self.kind} has ended ({last_line(self.log)}): all of it is in {self.log}"
             )
 
     def end(self) -> None:
-        """Ask the process to end, kill it if it does not, and wait until it has ended."""
+        """Ask the process to end, kill it after ENDING seconds, and wait until it has ended."""
         if self.popen.poll() is None:
             self.popen.terminate()
             try:
@@ -143,7 +149,11 @@ class Process:
 
 
 def start(kind: str, arguments: Sequence[str], home: Path, secret: str = "") -> Process:
-    """Start `superlink` or `supernode`, which ends with this process; its log is in `home`."""
+    """Start a `superlink` or `supernode` with these arguments, and return the process.
+
+    The child ends when this process ends. The folder `home` gets the child's log file. The child
+    reads `secret` from an environment variable.
+    """
     make_private_folder(home)
     log = home / f"{kind}.log"
     environment = {**os.environ, **QUIET, "FLWR_HOME": str(home), "PYTHONUNBUFFERED": "1"}
@@ -165,9 +175,10 @@ def start(kind: str, arguments: Sequence[str], home: Path, secret: str = "") -> 
 
 @contextmanager
 def superlink(listen: Address, home: Path, folder: Path | None) -> Iterator[tuple[Process, str]]:
-    """Run a SuperLink with the keys in `folder`; without a folder it is insecure.
+    """Run a SuperLink with the TLS keys in `folder`, or without encryption if `folder` is None.
 
-    Yield the process and the secret that authorises its server.
+    Yield the process and the secret that the dpfed server needs to connect. Leaving the context
+    ends the process.
     """
     secret = secrets.token_hex(32)
     arguments = _process_options(listen, home, secret)
@@ -199,9 +210,9 @@ def superlink(listen: Address, home: Path, folder: Path | None) -> Iterator[tupl
 def supernode(
     server: Address, home: Path, link: LinkSection | None
 ) -> tuple[Process, Address, str]:
-    """Start a SuperNode with the keys of [link]; without [link] it is insecure.
+    """Start a SuperNode with the keys of [link], or without encryption if `link` is None.
 
-    Return the process, the address where it hands out tasks, and the secret for that.
+    Return the process, the local address where it hands out tasks, and the secret to fetch them.
     """
     secret = secrets.token_hex(32)
     own = Address("127.0.0.1", free_port())
@@ -220,7 +231,10 @@ def _process_options(listen: Address, home: Path, secret: str) -> list[str]:
 
 
 def secret_file(home: Path, secret: str) -> Path:
-    """Write a file that only its owner can read; Flower takes this secret only from a file."""
+    """Write the secret to a file that only its owner can read, and return the path.
+
+    Flower accepts this secret only from a file.
+    """
     make_private_folder(home)
     path = home / "secret"
     path.unlink(missing_ok=True)
@@ -242,7 +256,7 @@ def refuse_taken(listen: Address) -> None:
 
 
 def wait_open(address: Address, process: Process, limit: float = 60.0) -> None:
-    """Wait until the process accepts connections."""
+    """Wait until the process accepts connections; raise DpfedError after `limit` seconds."""
     end = time.monotonic() + limit
     while True:
         process.alive()
@@ -258,7 +272,7 @@ def wait_open(address: Address, process: Process, limit: float = 60.0) -> None:
 def is_own(address: Address) -> bool:
     """Return True if only processes of this user listen on the port, or if /proc is missing.
 
-    Another user may take a port between its choice and its use.
+    The check is needed because another user may take a free port before this program does.
     """
     owners = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
@@ -278,7 +292,7 @@ def free_port() -> int:
 
 
 def last_line(log: Path, start: int = 0) -> str:
-    """Return the last error in a Flower log after byte `start`, or else the last line."""
+    """Return the last error in a Flower log after byte `start`; without an error, the last line."""
     try:
         with log.open("rb") as file:
             file.seek(max(start, log.stat().st_size - 8192))
@@ -293,7 +307,7 @@ def last_line(log: Path, start: int = 0) -> str:
 
 
 def need_flower() -> None:
-    """Import Flower with the same settings as its processes; raise if it is not installed."""
+    """Import Flower with telemetry switched off; raise DpfedError if it is not installed."""
     os.environ.update(QUIET)
     logging.getLogger("flwr").addFilter(lambda record: record.levelno >= logging.ERROR)
     try:

@@ -1,10 +1,10 @@
 """Messages between a server and a client: safetensors bytes, checked before use.
 
     8 bytes    length of the header, little-endian
-    header     JSON: name, dtype F32 and shape of each tensor; `__metadata__` contains the terms
+    header     JSON: name, dtype F32 and shape of each tensor; `__metadata__` has all other fields
     numbers    the tensors, one after another
 
-The length is checked before the header is read. Nothing is unpickled, and bad bytes raise
+The receiver checks the length before it reads the header. Nothing is unpickled, and bad bytes raise
 `MessageError` only. The receiver derives the expected names and shapes from its own model and
 algorithm (`training.job.message_size.meta_message`), never from the message.
 """
@@ -33,11 +33,11 @@ from dpfed.privacy.clipping import CLIPS, Clipping
 FORMAT = 1
 HEADER_LIMIT = 1 << 20
 MAX_INTEGER = 2**62
-# Largest number of rounds, steps or clients: products of them stay exact in double precision.
+# Largest number of rounds, steps or clients, so that products of two stay below 2^63.
 MAX_COUNT = 10**9
 MAX_ALGORITHM_VALUE = 1e6
-# Largest number in a tensor. Honest directions and second moments stay far below it; theta has a
-# bound of its own in the client's policy, and deltas one at the server.
+# Largest absolute value in a tensor, far above all honest ones. Stricter limits hold for theta (the
+# client's policy) and for deltas (`norm_limit` of the server).
 MAX_TENSOR_VALUE = 1e10
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -47,17 +47,17 @@ Count = Annotated[int, Ge(1), Le(MAX_COUNT)]
 OptionalCount = Annotated[int, Ge(0), Le(MAX_COUNT)]
 Rows = Annotated[int, Ge(0), Le(MAX_INTEGER)]
 Seed = Annotated[int, Ge(-MAX_INTEGER), Le(MAX_INTEGER)]
-# The upper bound is there because accountants square the noise multiplier.
+# Accountants square the noise multiplier, so the upper limit keeps its square finite.
 Noise = Annotated[float, Gt(0), Le(1e12)]
 
 
 class MessageError(DpfedError):
-    """Bytes that are not a valid message."""
+    """Raised for bytes that are not a valid message."""
 
 
 @dataclass(frozen=True)
 class ClippingTerms:
-    """The fields of `privacy.clipping.Clipping`, restricted to ranges that protect records."""
+    """The fields of `privacy.clipping.Clipping`, limited to values that protect records."""
 
     mode: Literal["flat", "automatic", "quantile"]
     stability: Annotated[float, Ge(1e-12), Le(1e6)]
@@ -71,13 +71,16 @@ class ClippingTerms:
 
 @dataclass(frozen=True)
 class AnyTerms:
-    """The public part of every request: everything but its tensors.
+    """The fields that all requests have, except their tensors. All of them are public.
 
-    index       number of the client in the run
-    seed        seed of the initial weights, and of every random stream in test mode
-    seeded      test mode: repeatable noise, which protects nothing
+    run, server, client  names of the run, of the server and of the client
+    index       number of the client in the run's plan
+    seed        seed of the initial weights, and in test mode of all random streams
+    seeded      True in test mode: the noise is repeatable and protects nothing
+    round       number of the round, from 1
+    algorithm   name and options of the algorithm
     model       hash of the frozen weights
-    rows, head  row count and hash of the client's ledger in its last reply; 0 and "" before
+    rows, head  row count and last hash of the client's ledger in its last reply; 0 and "" before
     """
 
     run: Name
@@ -95,12 +98,16 @@ class AnyTerms:
 
 @dataclass(frozen=True)
 class Terms(AnyTerms):
-    """The public part of a request to train.
+    """The fields of a request to train, except its tensors.
 
-    rate, expected  sampling rate q_i and expected batch size B_i = q_i R_i
-    sigma, clip     noise multiplier of one release, and clip norm C of this round
-    grid            round gradients and noise to one grid (`privacy.grid_noise`)
-    used            last round whose message from this client was used, 0 for none
+    rounds, local_steps, clients, cohort  the schedule of the run
+    lr              learning rate of this round
+    rate, expected  sampling rate q_i and expected batch size B_i = q_i R_i of this client
+    sigma, clip     noise multiplier of each release, and clip norm C of this round
+    clipping        rule by which gradients are clipped
+    grid            True to round gradients and noise to one grid (`privacy.grid_noise`)
+    equal_phi       True if the noise of all clients has the same variance
+    used            last round in which the server used this client's message; 0 if none
     """
 
     rounds: Count
@@ -120,10 +127,11 @@ class Terms(AnyTerms):
 
 @dataclass(frozen=True)
 class ScoringTerms(AnyTerms):
-    """The public part of a request for noised counts on held-out units.
+    """The fields of a request for noised counts on held-out units, except its tensors.
 
-    held_out  declared number of the client's held-out units
-    sigma     standard deviation of the noise; one unit changes the counts by at most 1
+    held_out  number of held-out units that the client has declared
+    sigma     standard deviation of the noise on each count; one unit changes both counts together
+              by at most 1 in Euclidean norm
     """
 
     held_out: Count
@@ -132,10 +140,10 @@ class ScoringTerms(AnyTerms):
 
 @dataclass(frozen=True)
 class Receipt:
-    """The public part of a reply: everything but its tensors.
+    """The fields of a reply, except its tensors.
 
-    request     hash of the bytes of the request
-    rows, head  row count and hash of the client's ledger after the charge
+    request     SHA-256 hash of the request's bytes
+    rows, head  row count and last hash of the client's ledger after the charge for this reply
     """
 
     run: Name
@@ -148,7 +156,7 @@ class Receipt:
 
 @dataclass(frozen=True)
 class Request:
-    """A request to train."""
+    """A request to train; `fields` has the tensors that the server broadcasts, by name."""
 
     terms: Terms
     fields: dict[str, Tensor]
@@ -156,7 +164,7 @@ class Request:
 
 @dataclass(frozen=True)
 class ScoringRequest:
-    """A request for noised counts of right and wrong answers."""
+    """A request for noised counts of right and wrong answers; `fields` has the model's `theta`."""
 
     terms: ScoringTerms
     fields: dict[str, Tensor]
@@ -168,7 +176,7 @@ class Reply:
     fields: dict[str, Tensor]
 
 
-# The kinds of messages by their name in the header.
+# For each kind of message in a header: its class and the class of its other fields.
 KINDS: dict[str, tuple[type[Any], type[Any]]] = {
     "request": (Request, Terms),
     "scoring": (ScoringRequest, ScoringTerms),
@@ -190,12 +198,16 @@ def pack(message: Request | ScoringRequest | Reply) -> bytes:
         name: value.detach().to("cpu", torch.float32).contiguous().clone()
         for name, value in message.fields.items()
     }
-    # One key only: safetensors does not keep the order of several.
+    # Store all terms under one key: safetensors does not keep the order of several keys, and equal
+    # messages must have equal bytes.
     return save_tensors(tensors, metadata={"dpfed": text})
 
 
 def unpack_request(data: bytes, limit: int) -> Request | ScoringRequest:
-    """Return a request of at most `limit` bytes; check its tensors with `check_fields`."""
+    """Return the request that `data` contains; it may have at most `limit` bytes.
+
+    Its tensors are not checked here. The caller has to check them with `check_fields`.
+    """
     request: Request | ScoringRequest = _unpack(data, limit, ("request", "scoring"))
     return request
 
@@ -203,10 +215,12 @@ def unpack_request(data: bytes, limit: int) -> Request | ScoringRequest:
 def unpack_reply(
     data: bytes, shapes: Shapes, terms: AnyTerms, request: str, norm_limit: float
 ) -> Reply:
-    """Return the checked reply to a request.
+    """Return the reply that `data` contains, after checking that it answers the request.
 
-    request     hash of the bytes of that request
-    norm_limit  largest allowed Euclidean norm of `delta`
+    shapes      shape of each tensor that the reply must have
+    terms       terms of the request
+    request     hash of the request's bytes
+    norm_limit  largest allowed Euclidean norm of the tensor `delta`
     """
     limit = 8 + HEADER_LIMIT + 4 * sum(math.prod(shape) for shape in shapes.values())
     reply: Reply = _unpack(data, limit, ("reply",))
@@ -228,7 +242,10 @@ def unpack_reply(
 
 
 def check_fields(fields: Mapping[str, Tensor], shapes: Shapes) -> None:
-    """Check names, shapes and values of tensors against the receiver's own `shapes`."""
+    """Raise MessageError if the tensors have wrong names, shapes or values.
+
+    `shapes` comes from the receiver's own model, never from the message.
+    """
     if fields.keys() != shapes.keys():
         raise MessageError(f"the message holds {sorted(fields)}, not {sorted(shapes)}")
     for name, value in fields.items():
@@ -241,7 +258,10 @@ def check_fields(fields: Mapping[str, Tensor], shapes: Shapes) -> None:
 
 
 def _unpack(data: bytes, limit: int, kinds: tuple[str, ...]) -> Any:
-    """Return a message of one of these kinds; all sizes are checked before anything is read."""
+    """Return the message in `data`, which must be of one of these kinds.
+
+    All sizes are checked before anything is parsed.
+    """
     if len(data) > limit:
         raise MessageError(f"the message has {len(data)} bytes and at most {limit} are read")
     header = int.from_bytes(data[:8], "little")
@@ -311,6 +331,6 @@ def _parse_terms(cls: type[Any], table: dict[str, Any]) -> Any:
 
 
 def _leaves(terms: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the fields of `terms`, and the items of those that are tables."""
+    """Yield name and value of each field of `terms`; a table yields its own items instead."""
     for name, value in dataclasses.asdict(terms).items():
         yield from value.items() if isinstance(value, dict) else [(name, value)]

@@ -1,4 +1,4 @@
-"""The rules by which a client accepts or refuses a request; each returns a reason or None."""
+"""The rules of a client for requests: each rule returns None or the reason to refuse."""
 
 from __future__ import annotations
 
@@ -14,26 +14,29 @@ from dpfed.privacy.accounting.rdp import rdp_epsilon
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.published import show_loss, show_setting
 
-# The mechanisms that a ledger was charged for, with their numbers of releases.
+# All that a ledger was charged for: each mechanism, and the number of its releases.
 History = Sequence[tuple[Mechanism, int]]
 Rule = tuple[bool, str]
-# The text that a server gets for every error whose own text is not public.
+# The server receives this text instead of an error message that could contain private data.
 FAILURE = "it failed, and its own log says why"
 
 
 class PublicError(DpfedError):
-    """An error whose text a client sends to the server.
+    """An error whose text the client sends to the server.
 
     The text may depend on requests, policy and ledger, but never on records.
     """
 
 
 class RefusedError(PublicError):
-    """A refused request. Nothing was computed and nothing was charged."""
+    """A request was refused. Nothing was computed and nothing was charged."""
 
 
 def public_text(error: BaseException) -> str:
-    """Return the text of an error for the server; other errors could contain a record or a path."""
+    """Return the text about an error that the server may see.
+
+    For an error that is not public it is `FAILURE`, because the error could name a record or path.
+    """
     if isinstance(error, PublicError | MessageError):
         return str(error)
     return FAILURE
@@ -58,7 +61,10 @@ def check_sender(terms: AnyTerms, config: ClientConfig) -> str | None:
 
 
 def check_model(model: str, terms: AnyTerms, policy: Policy) -> str | None:
-    """Compare the requested model with `model`, the hash of this client's frozen weights."""
+    """Return a reason to refuse if the request names another model, else None.
+
+    `model` is the hash of this client's frozen weights.
+    """
     return _first_violation(
         (terms.model == model, "its model has other frozen weights than [model] of this client"),
         (
@@ -71,7 +77,10 @@ def check_model(model: str, terms: AnyTerms, policy: Policy) -> str | None:
 def check_training(
     terms: Terms, policy: Policy, mechanism: Mechanism, history: History
 ) -> str | None:
-    """Check a request to train whose local steps each release `mechanism`."""
+    """Return None or the reason to refuse a request to train.
+
+    `mechanism` is what each local step would be charged as, and `history` is charged already.
+    """
     declared = terms.rate * policy.records
     algorithm = terms.algorithm.get("name")
     reason = _first_violation(
@@ -118,7 +127,10 @@ def check_training(
 
 
 def check_learning_rate(terms: Terms, base: float, policy: Policy) -> str | None:
-    """Check the algorithm's base learning rate, which no schedule may exceed."""
+    """Return a reason to refuse if the learning rate is too large, else None.
+
+    `base` is the algorithm's own `algorithm.lr`. No schedule may raise a round's rate above it.
+    """
     return _first_violation(
         (
             base <= policy.max_lr,
@@ -129,13 +141,13 @@ def check_learning_rate(terms: Terms, base: float, policy: Policy) -> str | None
 
 
 def check_distance(theta: Tensor, start: Tensor, policy: Policy) -> str | None:
-    """Check the distance of `theta` `[P]` or `[1, P]` from `start`.
+    """Return a reason to refuse if `theta` is too far from `start`, else None.
 
-    `start` is the initial vector that this client has built itself.
+    `theta` is `[P]` or `[1, P]`. `start` is the initial vector, which this client computes itself.
     """
     distance = float((theta.double() - start.double()).norm())
     limit = policy.max_distance
-    # This also refuses a distance that is not a number.
+    # Compare with `<=`, because the rule then also refuses a distance that is NaN.
     return _first_violation(
         (
             distance <= limit,
@@ -148,7 +160,10 @@ def check_distance(theta: Tensor, start: Tensor, policy: Policy) -> str | None:
 def check_scoring(
     terms: ScoringTerms, policy: Policy, mechanism: Mechanism, history: History
 ) -> str | None:
-    """Check a request for counts, which are charged to the same epsilon as training."""
+    """Return None or the reason to refuse a request for noised counts on held-out records.
+
+    The counts and the training spend the same privacy budget.
+    """
     sigma = show_setting(terms.sigma)
     reason = _first_violation(
         (policy.evaluate, "it asks for a count on held-out records, and policy.evaluate is false"),
@@ -169,9 +184,13 @@ def check_scoring(
 def check_spending(
     policy: Policy, mechanism: Mechanism, steps: int, history: History
 ) -> str | None:
-    """Check that `steps` more releases stay within policy.max_epsilon."""
+    """Return None or the reason why `steps` more releases would exceed policy.max_epsilon.
+
+    `mechanism` is what each release would be charged as, and `history` is charged already.
+    """
     spent = [*history, (mechanism, steps)]
-    # The looser Rényi bound is a hundred times faster, and decides while there is room.
+    # Try the Rényi bound first: it is a hundred times faster and never below the exact epsilon. So
+    # the exact one is needed only near the limit.
     if rdp_epsilon(spent, policy.delta) <= policy.max_epsilon:
         return None
     after = epsilon(spent, policy.delta).value

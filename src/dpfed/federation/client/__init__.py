@@ -1,1 +1,1 @@
-"""The client of a federation: its data, ledger, noise and storage."""
+"""A real client of a federation: it has private records, charges its ledger and adds noise."""

@@ -1,13 +1,14 @@
-"""A client that guards its own privacy budget.
+"""A real client: it answers a server's requests and guards its own privacy budget.
 
     check -> charge -> compute -> store the reply -> send
 
-A repeated request gets the stored bytes. Any other request must be for a later round of its run. So
-no server gets a round twice with different noise, and a crash neither loses nor repeats a charge: a
-charge without a stored reply counts as spent.
+A repeated request gets the stored reply, byte for byte. Any other request must be for a later round
+of its run. So no server gets one round twice with different noise. A crash neither loses nor
+repeats a charge: a round that was charged but has no stored reply counts as spent.
 
-The server chooses theta. The client therefore computes each record in a pass of its own
-(`policy.isolation = "exact"`), and only within `policy.max_distance` of the initial vector.
+The server chooses theta, and could choose one at which a record changes the gradients of others.
+The client therefore computes each record in a pass of its own (`policy.isolation = "exact"`). It
+also refuses a theta that is farther than `policy.max_distance` from the initial vector.
 """
 
 from __future__ import annotations
@@ -96,15 +97,16 @@ from dpfed.training.local_steps import run_local_steps
 from dpfed.training.round_context import build_context
 
 LOG = logging.getLogger("dpfed")
-# Different mechanisms in a ledger whose exact epsilon takes about a second.
+# For a ledger with more different mechanisms, the exact epsilon would take more than a second.
 MAX_EXACT_MECHANISMS = 8
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """An accepted request. Its `charge` must be in the ledger before `compute` runs.
+    """An accepted request, ready to be charged and computed.
 
-    `compute` returns the tensors of the reply, and the memory to keep.
+    charge   must be in the ledger before `compute` is called
+    compute  returns the tensors of the reply, and the client memory to store
     """
 
     charge: Charge
@@ -112,11 +114,11 @@ class Prepared:
 
 
 class Client:
-    """Answers the requests of servers.
+    """Answers servers' requests with noised messages, after charging its own ledger.
 
-    `source` replaces the configured data source. `log` receives a line after each reply, with the
-    spent budget; the server never sees it. Repeatable noise is for tests: it needs `insecure`, a
-    link on this machine alone, and client.allow_seeded.
+    source    replaces the configured data source, if given
+    insecure  permits client.allow_seeded, which makes noise repeatable, for tests on one machine
+    log       gets a line with the spent epsilon after each reply; the server never sees it
     """
 
     def __init__(
@@ -136,7 +138,7 @@ class Client:
         self._device = device_of(config.client.device)
         loader: Any = config.data
         source = source or loader.load()
-        # Refuse at once, not at the first request.
+        # Refuse bad settings at the start, not only at the first request.
         if not config.client.allow_seeded:
             refuse_unreleasable(run_config(config, None, "os"), source)
         self._state = own_folder(Path(config.client.state))
@@ -147,7 +149,8 @@ class Client:
                 "check [data], client.held_out_share and held_out_column"
             )
         self._source = tokenised(config.model, source)
-        # Never compare the declared numbers with the data: a server could see the difference.
+        # Never compare the declared numbers of units with the data: a server that sees the client
+        # stop would learn about the true numbers.
         self._records, self._shards = self._on_device(rows_of(self._source.train, trained))
         scored = held_out if config.policy.evaluate else held_out[:0]
         self._held_out = HeldOut(*self._on_device(rows_of(self._source.train, scored)))
@@ -159,9 +162,9 @@ class Client:
         return self._device.type == "cuda"
 
     def answer(self, data: bytes) -> bytes:
-        """Return the reply to a request, or raise.
+        """Return the reply to a request, or raise an error.
 
-        The server gets the text of an error only as far as `policy.public_text` allows.
+        `policy.public_text` decides which text of the error the server may see.
         """
         request = unpack_request(data, self.config.client.max_message << 20)
         terms = request.terms
@@ -172,7 +175,7 @@ class Client:
         scoring = isinstance(request, ScoringRequest)
         verb = "scored" if scoring else "answered"
         store = Store(self._state, terms.run, "score" if scoring else "reply")
-        # The ledger's lock also keeps a second request waiting until this reply is stored.
+        # Hold the ledger until the reply is stored: its lock makes a second request wait for that.
         with self._ledger() as ledger:
             stored = store.reply(terms.round, request_hash)
             if stored is not None:
@@ -181,7 +184,7 @@ class Client:
                 )
                 return stored
             prepared = self._prepare(request, ledger, store)
-            # From here on the round is spent, whatever happens.
+            # Charge before computing: if anything fails from here on, the round stays charged.
             ledger.charge([prepared.charge], run=terms.run)
             message, memory = prepared.compute()
             reply = pack(Reply(receipt_of(terms, request_hash, ledger), message))
@@ -234,7 +237,7 @@ class Client:
     ) -> tuple[Message, ClientState]:
         """Return noised counts of right and wrong answers on the held-out units."""
         terms = request.terms
-        # Negative rounds name the streams of counts, positive ones those of training.
+        # Use the negative round number: counts then get other random numbers than training.
         noise = streams_of(terms).noise(-terms.round, 0, torch.device("cpu"))
         counts = noised_counts(
             built.model, theta, self._held_out, terms.sigma, noise, self.config.policy.isolation
@@ -244,14 +247,15 @@ class Client:
     def _compute(
         self, request: Request, built: RequestModel, plan: OwnPlan, memory: ClientState
     ) -> tuple[Message, ClientState]:
-        """Return the message and memory of one round, computed as a fleet of one client.
+        """Return the message and the client memory of one round, computed as a fleet of one client.
 
-        They contain noised values and public constants only.
+        Both contain only noised values and public constants.
         """
         terms = request.terms
 
         def admit(theta: Tensor) -> None:
-            # Iterates follow from noised values and the request, so a stop reveals nothing more.
+            # Each theta follows from the request and noised values, so the error reveals nothing
+            # more.
             reason = check_distance(theta, built.start, self.config.policy)
             if reason is not None:
                 raise PublicError(f"round {terms.round} was stopped and stays charged: {reason}")
@@ -284,7 +288,10 @@ class Client:
         return {name: value[0] for name, value in result.message.items()}, result.memory
 
     def _on_device(self, table: Table) -> tuple[Records, Shards]:
-        """Return the records on the device, and their protected units. The table may be empty."""
+        """Return the records of a table on the device, and the protected units that they belong to.
+
+        The table may be empty.
+        """
         records = records_of(table, self._device)
         if len(table):
             units = table.column(self.config.data.unit_column)
@@ -305,7 +312,7 @@ class Client:
             self._log(line)
 
     def _log_spent(self, event: str, terms: AnyTerms, ledger: Ledger) -> None:
-        """Log the spent part of the budget; a failure here leaves the stored reply valid."""
+        """Log the spent epsilon; do not raise, because the reply is already stored and valid."""
         if self._log is None:
             return
         policy = self.config.policy
@@ -320,9 +327,9 @@ class Client:
 
 
 def spent_of(history: History, delta: float) -> str:
-    """Return the epsilon of a ledger as text, rounded up.
+    """Return the spent epsilon of a ledger as text, rounded up.
 
-    With many different mechanisms it is the Rényi bound, which is faster and larger.
+    With many different mechanisms, the text has the Rényi bound: it is larger but faster.
     """
     if len(history) > MAX_EXACT_MECHANISMS:
         return f"epsilon at most {show_loss(rdp_epsilon(history, delta), 2)} (Rényi bound)"
@@ -330,7 +337,7 @@ def spent_of(history: History, delta: float) -> str:
 
 
 def charge_of(terms: AnyTerms, mechanism: Mechanism, steps: int, part: str) -> Charge:
-    """Return the charge of a round; in test mode it is void, as repeatable noise is no release."""
+    """Return the charge of a round. In test mode, where noise is repeatable, it is void."""
     return Charge(
         terms.client,
         terms.round,

@@ -1,6 +1,6 @@
-"""Compare a client's declared numbers of units with its data, for its operator only.
+"""Compare the numbers of units that a client declares with its data, for its operator only.
 
-A running client never does this, because its behaviour would tell the server.
+A running client never does this: a reaction to the true numbers would reveal them to the server.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from dpfed.federation.held_out import KEY, rows_of, split
 
 @dataclass(frozen=True)
 class Declared:
-    """A declared number of units (`key` = `declared`) and the exact number (`held`)."""
+    """A declared number of protected units, beside the exact one.
+
+    key       setting that declares the number
+    declared  the declared number
+    held      exact number in the client's data
+    unit      name of the protected unit
+    """
 
     key: str
     declared: int
@@ -28,7 +34,7 @@ class Declared:
 
     @property
     def advice(self) -> str:
-        """One sentence on the figure to declare, or an empty string."""
+        """One sentence that advises on the number to declare; empty if the declared one is good."""
         setting = f"{self.key} = {self.declared}"
         if self.held == 0:
             return f"{setting} but the client holds none: check [data] and the held-out settings"
@@ -48,7 +54,7 @@ class Declared:
 
 
 def compared(config: ClientConfig) -> list[Declared]:
-    """Return each declared number of a client.toml with the exact one; reads the client's data."""
+    """Return the declared and the exact numbers of units. This reads the client's data."""
     loader: Any = config.data
     source: Source = loader.load()
     unit = config.data.unit_column
@@ -72,7 +78,7 @@ def compared(config: ClientConfig) -> list[Declared]:
 
 
 def rounded_down(count: int) -> int:
-    """Return `count` rounded down to two significant digits, or to one below a hundred."""
+    """Return `count` rounded down to two significant digits, or to one digit if it is below 100."""
     digits = 2 if count >= 100 else 1
     step = int(10 ** max(0, len(str(count)) - digits))
     return count // step * step

@@ -1,4 +1,4 @@
-"""Checks of a request against the client's ledger and model, before anything is charged."""
+"""Check a request against the client's ledger, files and model before anything is charged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.published import show_sigma
 
 LOG = logging.getLogger("dpfed")
-# Largest noise on a mean gradient: its square stays below `messages.MAX_TENSOR_VALUE`.
+# Largest standard deviation of the noise on a mean gradient. Its square, the variance, stays below
+# `messages.MAX_TENSOR_VALUE`.
 MAX_NOISE = 1e4
 
 
@@ -29,7 +30,11 @@ def refuse(reason: str | None) -> None:
 
 
 def check_training_round(terms: Terms, ledger: Ledger, store: Store) -> None:
-    """Refuse if the ledger is an old copy, or if the round or a later one was charged before."""
+    """Raise RefusedError unless the round can still be charged.
+
+    The round cannot be charged if the ledger is an old copy. Neither can it if this round or a
+    later one is already charged.
+    """
     check_head(terms, ledger)
     last = ledger.last_round(terms.run)
     if store.last_reply() > last:
@@ -43,7 +48,11 @@ def check_training_round(terms: Terms, ledger: Ledger, store: Store) -> None:
 
 
 def check_scoring_round(terms: AnyTerms, ledger: Ledger, store: Store) -> None:
-    """Refuse if the ledger is an old copy, or if the round or a later one was scored before."""
+    """Raise RefusedError unless the noised counts of the round can still be charged.
+
+    They cannot be charged if the ledger is an old copy. Neither can they if this round or a later
+    one is already scored.
+    """
     check_head(terms, ledger)
     last = ledger.last_round(terms.run, PART)
     if terms.round <= last or store.last_reply() > last:
@@ -51,7 +60,10 @@ def check_scoring_round(terms: AnyTerms, ledger: Ledger, store: Store) -> None:
 
 
 def check_head(terms: AnyTerms, ledger: Ledger) -> None:
-    """Refuse if this ledger does not continue the one that the server knows."""
+    """Raise RefusedError unless the ledger still has the last row that the server knows.
+
+    If the row is missing or differs, somebody has put back an old or another ledger.
+    """
     if not terms.head:
         if terms.rows:
             refuse(f"{terms.rows} rows without their hash are nobody's ledger")
@@ -59,7 +71,7 @@ def check_head(terms: AnyTerms, ledger: Ledger) -> None:
     try:
         ledger.check_head((terms.rows, terms.head))
     except DpfedError as error:
-        # This text contains the ledger's path, which only this client's own log may show.
+        # Only log this text, because it contains the ledger's path. The server gets another text.
         LOG.error("%s", error)
         rows = ledger.head().rows
         row = f"row {rows + 1} is missing"
@@ -73,7 +85,10 @@ def check_head(terms: AnyTerms, ledger: Ledger) -> None:
 def check_training_values(
     request: Request, built: RequestModel, plan: OwnPlan, policy: Policy, device: torch.device
 ) -> None:
-    """Check all tensors and numbers of a request, so that they cause no error after the charge."""
+    """Raise RefusedError if a tensor or a number of the request is invalid.
+
+    After the charge such a value would cause an error and waste the charge.
+    """
     check_fields(request.fields, built.shapes)
     refuse(check_distance(request.fields["theta"].to(device), built.start, policy))
     terms = request.terms
@@ -83,7 +98,7 @@ def check_training_values(
         if terms.grid:
             grid_of(plan.noise_std(0), plan.clip, built.model.space.size)
     except DpfedError as error:
-        # The text depends on the request alone.
+        # The server may see this text, because it depends on the request alone.
         raise RefusedError(f"refused: {error}") from None
     if not plan.noise_std(0) / float(plan.expected[0]) <= MAX_NOISE:
         refuse(f"sigma {show_sigma(terms.sigma)} makes noise beyond {MAX_NOISE:g}")

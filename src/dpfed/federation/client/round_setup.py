@@ -1,4 +1,4 @@
-"""The model, plan, figures and random streams of one client's round, built from a request."""
+"""Build the model, the privacy plan and the random streams of a client's round from a request."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ from dpfed.training.round_context import RoundFigures
 
 @dataclass(frozen=True)
 class RequestModel:
-    """The model that a request refers to.
+    """The model and the algorithm that a request names.
 
+    model   computes per-record gradients and scores
     start   initial vector `[P]`, from which `policy.max_distance` is measured
     hash    hash of the frozen weights (`model.model_hash`)
-    shapes  shapes of the tensors in a request to train
+    shapes  shape of each tensor in a request to train, by name
     """
 
     algorithm: Algorithm
@@ -43,7 +44,7 @@ class RequestModel:
 
 
 class ModelBuilder:
-    """Builds the model of a request, and caches it: all rounds of a run use the same model."""
+    """Builds the model of a request and keeps it for the other rounds of the same run."""
 
     def __init__(self, config: ClientConfig, spec: InputSpec, device: torch.device) -> None:
         self._config = config
@@ -66,8 +67,8 @@ class ModelBuilder:
 
 
 def run_config(config: ClientConfig, algorithm: Any, noise: Any) -> Config:
-    """Return this client's sections as the configuration of a run."""
-    # A partition would assign the records to several clients.
+    """Return a run's configuration from this client's sections, the algorithm and the noise."""
+    # All records belong to this client. Other partitions would divide them among several clients.
     data = replace(config.data, partition="natural")
     privacy = PrivacySection(isolation=config.policy.isolation)
     return Config(data, config.model, algorithm, privacy, RunSection(noise=noise))
@@ -84,17 +85,17 @@ def algorithm_of(terms: AnyTerms) -> Algorithm:
     try:
         algorithm: Algorithm = parse("algorithm", cls, keys)
     except DpfedError as error:
-        # The text depends on the request alone.
+        # The server may see this text, because it depends on the request alone.
         raise RefusedError(f"refused: {error}") from None
     return algorithm
 
 
 @dataclass(frozen=True)
 class OwnPlan(Plan):
-    """The plan of one client: `sizes` is its true number of units, `expected` is declared.
+    """The plan of one client, with its true number of units in `sizes`.
 
-    All units take part in sampling, also those beyond the declared number. If some were left out,
-    removing one unit would bring another one in.
+    `expected` follows from the declared number of units. All units take part in sampling, even
+    those beyond the declared number. Otherwise the removal of one unit would bring another one in.
     """
 
     def __post_init__(self) -> None:
@@ -103,7 +104,10 @@ class OwnPlan(Plan):
 
 
 class IndexedStreams(Streams):
-    """Random streams of client number `index` of a run, for a fleet that has only this client."""
+    """Random streams of client number `index` of a run, for a process with this client alone.
+
+    Such a process numbers its only client 0, so `key` replaces this number by `index`.
+    """
 
     def __init__(self, seed: int, index: int) -> None:
         super().__init__(seed)
@@ -114,14 +118,14 @@ class IndexedStreams(Streams):
 
 
 def streams_of(terms: AnyTerms) -> Streams:
-    """Return secret streams, or repeatable ones in test mode."""
+    """Return the random streams of a round: secret ones, or repeatable ones in test mode."""
     if terms.seeded:
         return IndexedStreams(terms.seed, terms.index)
     return Streams(terms.seed, secret=True)
 
 
 def plan_of(terms: Terms, algorithm: Algorithm, units: int, unit: str) -> OwnPlan:
-    """Return the plan of a client with `units` units; all other figures are the request's."""
+    """Return the plan of a client with `units` units. All other numbers come from the request."""
     return OwnPlan(
         sampling="poisson",
         clip=terms.clip,

@@ -1,7 +1,7 @@
-"""A client's files for each run: its last replies, and the algorithm's memory.
+"""Store a client's files for each run: its last replies and the algorithm's client memory.
 
-    runs/<hash of the run's name>/reply-12-<hash of the request>    stored before it is sent
-    runs/<...>/score-12-<hash of the request>    the same for noised counts
+    runs/<hash of the run's name>/reply-12-<hash of the request>    reply, stored before it is sent
+    runs/<...>/score-12-<hash of the request>    reply with noised counts, likewise
     runs/<...>/memory-12.pending    made in round 12; the server has not yet confirmed its use
     runs/<...>/memory-9.kept        the server confirmed that it used the message of round 9
 
@@ -38,14 +38,15 @@ LOG = logging.getLogger("dpfed")
 Kind = Literal["reply", "score"]
 FOLDERS = ("runs", "flower")
 FILES = ("ledger.db*", "held-out.key*", ".held-out.key*")
-# A server that resumes from its last checkpoint may repeat its request for the round before.
+# A server that resumes from a checkpoint may repeat its last request or the one before.
 STORED_REPLIES = 2
 
 
 def own_folder(state: Path) -> Path:
-    """Make a client's state folder, and restrict this program's files in it to their owner.
+    """Create a client's state folder if missing, and return it.
 
-    Other files in it are left alone: the folder may be that of client.toml.
+    Only the owner can then read the files of this program in the folder. Other files keep their
+    permissions, because client.toml may be in the same folder.
     """
     try:
         state.parent.mkdir(parents=True, exist_ok=True)
@@ -64,14 +65,14 @@ def own_folder(state: Path) -> Path:
 
 
 class Store:
-    """The stored replies of one kind, and the algorithm's memory, of one run."""
+    """The stored files of one run: the replies of one kind, and the client memory."""
 
     def __init__(self, state: Path, run: str, kind: Kind = "reply") -> None:
         self.folder = state / "runs" / hashlib.sha256(run.encode()).hexdigest()[:32]
         self._kind = kind
 
     def reply(self, round: int, request: str) -> bytes | None:
-        """Return the stored reply to the request with this hash, or None."""
+        """Return the stored reply to the request whose hash is `request`; None if there is none."""
         try:
             return self._path(round, request).read_bytes()
         except FileNotFoundError:
@@ -82,17 +83,20 @@ class Store:
             ) from None
 
     def keep_reply(self, round: int, request: str, data: bytes) -> None:
-        """Write a reply to the disk and delete old ones."""
+        """Write a reply to disk, and delete all but the newest ones."""
         write_file(self._path(round, request), lambda file: file.write(data))
         for old in self._replies()[:-STORED_REPLIES]:
             old.unlink(missing_ok=True)
 
     def last_reply(self) -> int:
-        """Return the round of the newest stored reply, 0 for none."""
+        """Return the round of the newest stored reply; 0 if there is none."""
         return max(map(_round_of, self._replies()), default=0)
 
     def keep_memory(self, round: int, memory: ClientState) -> None:
-        """Write the memory as pending until a later request confirms or discards it."""
+        """Write the client memory of a round to a pending file.
+
+        A later request says if the server used the round. `settle` then keeps or deletes the file.
+        """
         if not memory:
             return
         tensors = {name: x.detach().float().cpu().contiguous() for name, x in memory.items()}
@@ -100,7 +104,10 @@ class Store:
         write_file(self.folder / f"memory-{round}.pending", lambda file: file.write(blob))
 
     def settle(self, used: int) -> None:
-        """Keep the memory of the last used round and delete all other memory."""
+        """Keep the client memory of round `used`, and delete that of all other rounds.
+
+        `used` is the last round whose message the server used; 0 if none.
+        """
         kept = self.folder / f"memory-{used}.kept"
         pending = self.folder / f"memory-{used}.pending"
         newer = [path for path in self.folder.glob("memory-*.kept") if _round_of(path) > used]
@@ -123,7 +130,11 @@ class Store:
     def memory(
         self, used: int, names: Sequence[str], size: int, device: torch.device
     ) -> ClientState:
-        """Return the kept vectors `[1, P]` and `seen`; zeros before round 1, {} without names."""
+        """Return the client memory of round `used`: vectors `[1, P]` by name, and the mask `seen`.
+
+        If the server has not used any round yet, the vectors are zero and `seen` is False. If
+        `names` is empty, the algorithm has no client memory and the result is {}.
+        """
         if not names:
             return {}
         vectors: dict[str, Tensor] = {name: torch.zeros(1, size) for name in names}
@@ -145,7 +156,7 @@ class Store:
         return self.folder / f"{self._kind}-{round}-{request}"
 
     def _replies(self) -> list[Path]:
-        """Return the stored replies, oldest first."""
+        """Return the paths of the stored replies, oldest round first."""
         return sorted(self.folder.glob(f"{self._kind}-*"), key=_round_of)
 
 

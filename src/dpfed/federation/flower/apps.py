@@ -1,7 +1,8 @@
-"""The ClientApp and the ServerApp, for dpfed's commands and for Flower's own.
+"""Flower's ClientApp (answers requests) and ServerApp (runs the server) for a dpfed federation.
 
-With Flower's own commands, `--node-config` names the client.toml of a ClientApp. The run
-configuration names the configuration, keys and folder of a ServerApp (docs/federation.md).
+dpfed's commands and Flower's own commands use them. With Flower's commands, `--node-config` names
+the client.toml of a ClientApp. The run configuration names the configuration, keys and folder of a
+ServerApp (docs/federation.md).
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def client_app(
 ) -> ClientApp:
     """Return an app that answers every request with `answer`.
 
-    The server gets the text of an error only as far as `public_text` allows. With `greets` the app
-    tells its name to anyone, for tests without keys.
+    If `answer` raises, the server gets only the text from `public_text`. With `greets`, the app
+    tells its client name to any server that asks, which tests without keys need.
     """
     app = ClientApp()
 
@@ -88,7 +89,10 @@ client = ClientApp()
 
 @client.train()
 def train(message: Message, context: Context) -> Message:
-    """Answer under Flower's own SuperNode; only `--node-config` selects the client.toml."""
+    """Answer a request under Flower's own SuperNode.
+
+    Only the client's option `--node-config` selects the client.toml, never the server.
+    """
     path = context.node_config.get(CLIENT)
     try:
         if not isinstance(path, str):
@@ -108,7 +112,10 @@ server = ServerApp()
 
 @server.main()
 def main(grid: Grid, context: Context) -> None:
-    """Serve under Flower's own SuperLink; `flwr supernode register` registers the client keys."""
+    """Run the server under Flower's own SuperLink.
+
+    The clients' keys must be registered before, with `flwr supernode register`.
+    """
     from dpfed.federation.server.serving import serve
 
     values = [context.run_config.get(key) for key in (CONFIG, OUT, KEYS)]
@@ -121,7 +128,10 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def app_files() -> dict[str, bytes]:
-    """Return the app folder for `flwr run`. It has no code: both sides use their own dpfed."""
+    """Return the files of the app folder for `flwr run`, by name.
+
+    The folder has no code, because server and clients use their own dpfed.
+    """
     project = f"""\
 [project]
 name = "dpfed-federation"
@@ -150,7 +160,10 @@ clientapp = "dpfed.federation.flower.apps:client"
 
 
 def write_app(folder: Path) -> None:
-    """Write the app folder; the command is `python -m dpfed.federation.flower.apps DIR`."""
+    """Write the app folder for `flwr run`; raise DpfedError if the folder exists.
+
+    The command for this is `python -m dpfed.federation.flower.apps DIR`.
+    """
     if folder.exists():
         raise DpfedError(f"{folder} is there already: choose another folder")
     folder.mkdir(parents=True)

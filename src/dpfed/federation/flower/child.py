@@ -2,11 +2,12 @@
 
     python -m dpfed.federation.flower.child superlink|supernode PARENT_PID ...
 
-A parent ends its children itself unless it is killed. For that case Linux sends a signal at once,
-and elsewhere a thread checks the parent every second.
+A parent normally ends its children itself. If the parent is killed, Linux kills the child at once.
+On other systems a thread of the child checks every second that the parent still runs.
 
 Flower serves clients and administration on one port, where anyone could register keys or stop the
-run. This SuperLink is open to clients only; every other path needs the server's secret.
+run. In this SuperLink, only the paths of clients are open. Every other path needs the server's
+secret.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ PDEATHSIG = 1
 SECRET_VARIABLE = "DPFED_LINK_SECRET"
 SECRET_HEADER = "x-dpfed-secret"
 OPEN_PATHS = ("/v1/fleet/", "/health")
-# Largest request in bytes; Flower splits the messages of clients into pieces of 5 MiB.
+# Largest HTTP request in bytes. Flower splits larger messages into pieces of 5 MiB.
 MAX_REQUEST = 32 << 20
-# Allowed difference of clocks in seconds; TLS already protects the signature that depends on it.
+# Largest allowed difference of the clocks of server and client, in seconds. It may be generous,
+# because TLS protects the signature that contains the time.
 CLOCK_TOLERANCE_S = 900
-# Flower's default is 30, its minimum 10.
+# Seconds between two heartbeats of a SuperNode. Flower's default is 30, its minimum 10.
 HEARTBEAT_S = 10
 
 Scope = MutableMapping[str, Any]
@@ -39,7 +41,7 @@ AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def end_with(parent: int) -> None:
-    """End this process as soon as its parent has ended."""
+    """Make this process end as soon as the process with the id `parent` ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
@@ -48,14 +50,14 @@ def end_with(parent: int) -> None:
             time.sleep(1.0)
         os._exit(1)
 
-    # The parent may have ended before the first line of this process.
+    # End now if the parent ended while this process was starting.
     if os.getppid() != parent:
         os._exit(1)
     threading.Thread(target=watch, daemon=True).start()
 
 
 class Guard:
-    """An ASGI application that requires the secret for all paths but those of clients."""
+    """An ASGI application that requires the server's secret, except on the paths of clients."""
 
     def __init__(self, app: AsgiApp, secret: str) -> None:
         self._app = app
@@ -73,7 +75,7 @@ class Guard:
             await send({"type": "http.response.body", "body": b""})
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> int:
-        """Return the HTTP status of a refused request, or 0."""
+        """Return the HTTP status for a request that is refused, or 0 if it is accepted."""
         if not path.startswith(OPEN_PATHS) or ".." in path:
             secret = headers.get(SECRET_HEADER.encode(), b"")
             return 0 if hmac.compare_digest(secret, self._secret) else 404
@@ -83,7 +85,7 @@ class Guard:
 
 
 def superlink(secret: str) -> None:
-    """Run Flower's SuperLink with its own arguments behind the guard."""
+    """Run Flower's SuperLink behind `Guard`, with the arguments in `sys.argv`."""
     import uvicorn
     from flwr.superlink.routers.fleet import node_auth
 
@@ -102,7 +104,8 @@ def superlink(secret: str) -> None:
 def supernode() -> None:
     from flwr.supernode import fleet_http_connection
 
-    # A SuperLink refuses the key of a killed client until two heartbeats were missed.
+    # Use short intervals: if a client is killed and restarted, the SuperLink refuses its key until
+    # two heartbeats were missed.
     vars(fleet_http_connection)["HEARTBEAT_DEFAULT_INTERVAL"] = HEARTBEAT_S
     from flwr.supernode.cli import flower_supernode
 

@@ -1,8 +1,8 @@
-"""Request and reply bytes in Flower's messages: one array of bytes, and a header with a nonce.
+"""Put request and reply bytes into Flower's messages: an array of bytes, and a header with a nonce.
 
 The nonce is a secret between the server and the client that got the request. Flower checks who is
-connected, but not that a reply comes from the node that it names. A reply without the nonce is a
-forgery.
+connected, but not that a reply comes from the node that it names. The server therefore rejects a
+reply without the nonce as forged.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from dpfed.federation.messages import MessageError
 from dpfed.federation.policy import RefusedError
 
-# Names of records in Flower's messages.
+# Names of the two records in a Flower message: the array of bytes, and the header.
 PAYLOAD = "dpfed.parcel"
 HEADER = "dpfed.slip"
-# Names of values in these records.
+# Keys of the values in these two records.
 DATA = "data"
 NONCE = "ticket"
 REFUSED = "refused"
@@ -37,19 +37,22 @@ def refusal(text: str, nonce: str) -> RecordDict:
 
 
 def greeting(nonce: str, name: str = "") -> RecordDict:
-    """Return the question for a node's name, or its answer; used only without keys."""
+    """Return the message that asks a node for its client name, or the answer if `name` is given.
+
+    Such messages are used only in tests without keys.
+    """
     return RecordDict({HEADER: ConfigRecord({NONCE: nonce, NAME: name})})
 
 
 def header_value(content: RecordDict, key: str) -> str:
-    """Return a text of the header, or "" if there is none."""
+    """Return the text under `key` in the header of a message, or "" if it is missing."""
     header: Any = content.config_records.get(HEADER, {})
     value = header.get(key, "")
     return value if isinstance(value, str) else ""
 
 
 def payload_of(content: RecordDict) -> bytes:
-    """Return the bytes in an envelope; raise RefusedError for a refusal."""
+    """Return the request or reply bytes in a message; raise RefusedError if it is a refusal."""
     reason = header_value(content, REFUSED)
     if reason:
         raise RefusedError(reason[:MAX_REFUSAL])

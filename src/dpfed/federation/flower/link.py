@@ -1,7 +1,7 @@
-"""The server's side of its own SuperLink: register client keys, open a run, and return its Grid.
+"""Connect the server to its own SuperLink: register client keys, open a run, and return its Grid.
 
-Flower would start a process for the ServerApp. Here this process takes that task itself, so that
-round loop, progress, signals and checkpoints are those of `dpfed run`.
+Flower would start another process for the ServerApp. Here this process takes the ServerApp's task
+itself, so that round loop, progress, signals and checkpoints are those of `dpfed run`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RETRY_S = 60.0
 
 
 class Secret:
-    """An interceptor that adds the server's secret to every request (`child.Guard`)."""
+    """An interceptor that adds the server's secret to every request, as `child.Guard` requires."""
 
     def __init__(self, secret: str) -> None:
         self._secret = secret
@@ -53,7 +53,7 @@ class Secret:
 
 
 class OwnGrid(HttpGrid):
-    """Flower's Grid without its retries, which end this process with a signal after a run."""
+    """Flower's Grid without its retries: after a run, they would end this process with a signal."""
 
     def __init__(self, address: Address, authority: bytes | None, token: str, secret: str) -> None:
         super().__init__(str(address), authority is None, authority, token=token)
@@ -74,7 +74,12 @@ def _interceptors(secret: str) -> list[ProtobufClientInterceptor]:
 def own_grid(
     address: Address, authority: Path | None, secret: str, keys: Mapping[str, bytes]
 ) -> Iterator[HttpGrid]:
-    """Open a run for exactly the clients with these keys, and yield its Grid."""
+    """Open a run on the SuperLink for exactly the clients with these keys, and yield its Grid.
+
+    keys       public key of each client, by name
+    authority  certificate of the authority for TLS; None for a connection without encryption
+    secret     secret that the SuperLink requires from the server
+    """
     root = authority.read_bytes() if authority else None
     to_server = (str(address), root is None, root)
     with _plain_errors(address):
@@ -118,7 +123,10 @@ def _open_run(control: ControlHttpClient, keys: Mapping[str, bytes]) -> None:
 
 
 def _retry(call: Callable[[], None]) -> None:
-    """Repeat a call for up to a minute: a new SuperLink accepts connections before it replies."""
+    """Call `call` until it succeeds, for up to a minute.
+
+    A new SuperLink accepts connections a little before it can reply.
+    """
     end = time.monotonic() + RETRY_S
     while True:
         try:

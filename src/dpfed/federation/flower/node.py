@@ -1,6 +1,6 @@
-"""The client's side of its own SuperNode: take incoming tasks and answer them with a ClientApp.
+"""Take tasks from a client's own SuperNode and answer them with a ClientApp.
 
-The SuperNode also fetches the server's app, which is never unpacked here.
+The SuperNode also fetches the app that the server sends. That app is never unpacked here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
 
 
 class Tasks:
-    """The tasks of a SuperNode."""
+    """Takes tasks from a SuperNode and answers them with `app`."""
 
     def __init__(self, address: Address, secret: str, app: ClientApp) -> None:
         self._address = str(address)
@@ -39,7 +39,7 @@ class Tasks:
         )
 
     def next(self) -> bool:
-        """Answer one task; return False if there is none.
+        """Answer one waiting task and return True; return False if no task is waiting.
 
         Raise httpx.HTTPError if the SuperNode does not reply.
         """
@@ -73,12 +73,12 @@ class Tasks:
 
 
 def acquire_signature(secret: str) -> SuperExecAuthHttpInterceptor:
-    """Return the interceptor that signs requests for tasks."""
+    """Return an interceptor that signs requests for tasks with the secret."""
     return SuperExecAuthHttpInterceptor(master_secret=secret.encode(), protected_methods=ACQUIRE)
 
 
 def heartbeat(client: RuntimeHttpClient) -> Callable[[], bool]:
-    """Return a function that reports that the task is alive.
+    """Return a function that reports to Flower that the task is still being computed.
 
     Flower's own function ends this process with a signal when the report is refused.
     """
@@ -89,7 +89,7 @@ def heartbeat(client: RuntimeHttpClient) -> Callable[[], bool]:
         except httpx.TransportError:
             return False
         except httpx.HTTPError:
-            # The task has ended, and a retry does not help.
+            # The report was refused because the task has ended. Return True to prevent a retry.
             return True
         return True
 

@@ -1,4 +1,8 @@
-"""`Transport` over Flower's Grid: clients are identified by keys, replies by node and nonce."""
+"""Send requests to clients through Flower's Grid and collect their replies.
+
+A client is identified by its key. A reply is accepted only from the right node with the right
+nonce.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +32,10 @@ from dpfed.federation.messages import MessageError
 from dpfed.federation.policy import FAILURE, RefusedError
 
 POLL_S = 0.2
-# Longest wait for replies in one poll.
+# Longest wait for replies in one poll, in seconds.
 PULL_S = 0.5
 GREETING_TIMEOUT_S = 60.0
-# Errors of the SuperLink itself: a node or its message is not available.
+# Error codes of the SuperLink itself: a node, a request or a reply is no longer available.
 UNAVAILABLE = (
     ErrorCode.NODE_UNAVAILABLE,
     ErrorCode.MESSAGE_UNAVAILABLE,
@@ -41,9 +45,9 @@ UNAVAILABLE = (
 
 @dataclass(frozen=True)
 class Connection:
-    """A client's node and the time at which it connected.
+    """The number of a client's node, and the time at which it connected.
 
-    A new connection does not know the messages of an earlier one.
+    After a new connection, the client no longer has its earlier requests and needs them again.
     """
 
     node: int
@@ -52,7 +56,7 @@ class Connection:
 
 @dataclass(frozen=True)
 class Sent:
-    """A message under way: the client's name, its node and the message's nonce."""
+    """A message that waits for its reply: client name, node number and the message's nonce."""
 
     name: str
     node: int
@@ -61,14 +65,14 @@ class Sent:
 
 @dataclass
 class Exchange:
-    """The requests of one `send_all`, with the replies so far."""
+    """The requests of one call of `send_all`, with the replies so far."""
 
     requests: Mapping[str, bytes]
     timeout: float
     replies: dict[str, bytes | Exception] = field(default_factory=dict)
-    # The connection that got the request, by name.
+    # The connection over which each client got its request, by client name.
     connections: dict[str, Connection] = field(default_factory=dict)
-    # Messages under way, by Flower's message id.
+    # Messages that wait for their replies, by Flower's message id.
     sent: dict[str, Sent] = field(default_factory=dict)
 
     @property
@@ -77,10 +81,10 @@ class Exchange:
 
 
 class Pulls:
-    """Looks for replies to several messages, each in its own thread.
+    """Fetches the replies to several messages, each in a thread of its own.
 
-    Flower waits inside a call until all pieces of a reply are there. With one call for all, a
-    client that announces pieces and sends none would block the others. Pieces that do not fit
+    Flower's call blocks until all pieces of a reply are there. One call for all messages would let
+    a client block the others by announcing pieces that it never sends. Pieces that do not fit
     together would lose the replies of the others too.
     """
 
@@ -90,7 +94,7 @@ class Pulls:
         self._found: dict[str, list[Message] | Exception] = {}
 
     def of(self, keys: Iterable[str]) -> list[tuple[str, list[Message] | Exception]]:
-        """Return the results so far, after a wait of at most `PULL_S`."""
+        """Wait at most `PULL_S` seconds; return the replies so far, or the error, by message id."""
         wanted = list(keys)
         end = time.monotonic() + PULL_S
         for key in wanted:
@@ -105,7 +109,7 @@ class Pulls:
         return [(key, self._found.pop(key)) for key in done if key in self._found]
 
     def forget(self, keys: Iterable[str]) -> None:
-        """Discard replies to these messages that arrive later."""
+        """Ignore replies to these messages that arrive later."""
         for key in keys:
             self._threads.pop(key, None)
             self._found.pop(key, None)
@@ -121,13 +125,14 @@ class Pulls:
 
 
 class GridTransport:
-    """Carries requests to clients and their replies back.
+    """Sends requests to clients through a Grid and returns their replies.
 
-    keys    name -> public key (PEM); None, for tests on one machine: nodes tell their names
+    keys    public key of each client by name, in PEM format; None in tests on one machine, where
+            each node tells its client name
     absent  seconds to wait for missing clients while none of them is connected
-    stop    called while waiting; may raise
-    alive   called when the SuperLink does not reply; raises if it has ended
-    kind    the function of the ClientApp that answers
+    stop    called while waiting; may raise to end the run
+    alive   called when the SuperLink does not reply; raises if the SuperLink has ended
+    kind    type of the messages, which selects the function of the ClientApp that answers
     """
 
     def __init__(
@@ -146,16 +151,17 @@ class GridTransport:
         self._kind = kind
         self._pulls = Pulls(grid)
         self._names = None if keys is None else {key: name for name, key in keys.items()}
-        # Greetings under way, by message id, and the names in their replies, by node.
+        # Greetings that wait for replies, by message id, and the names in the replies, by node.
         self._greetings: dict[str, Sent] = {}
         self._greeted_names: dict[int, str] = {}
-        # Clients that never connected in the last exchange; they do not delay the next one.
+        # Clients that did not connect during the last exchange. The next one does not wait for
+        # them.
         self._gone: set[str] = set()
 
     def send_all(
         self, requests: Mapping[str, bytes], timeout: float
     ) -> dict[str, bytes | Exception]:
-        """Send requests and return the replies that arrive in time.
+        """Send requests; return the replies that arrive within `timeout` seconds, by client name.
 
         A client that connects again gets its request again. Replies to earlier calls are ignored.
         """
@@ -166,7 +172,7 @@ class GridTransport:
             self._stop()
             connected = self._step(exchange)
             present = exchange.missing & connected
-            # Without any reply, wait for all clients, also for those that are gone.
+            # Until the first reply arrives, wait even for clients that did not connect last time.
             awaited = present or not exchange.replies or exchange.missing - self._gone
             if not exchange.missing or not awaited:
                 break
@@ -178,7 +184,7 @@ class GridTransport:
         return exchange.replies
 
     def _step(self, exchange: Exchange) -> set[str]:
-        """Send requests on new connections and collect replies; return the connected clients."""
+        """Send requests over new connections and collect replies; return the connected clients."""
         try:
             connected = self.connected()
             for name in exchange.missing & connected.keys():
@@ -193,7 +199,10 @@ class GridTransport:
     def wait_for(
         self, names: Iterable[str], enough: int, limit: float, say: Callable[[str], None]
     ) -> None:
-        """Wait until `enough` of these clients are connected, for at most `limit` seconds."""
+        """Wait until at least `enough` of these clients are connected.
+
+        Raise StoppedError after `limit` seconds. `say` gets a line whenever the number changes.
+        """
         wanted = set(names)
         end = time.monotonic() + limit
         last_count = -1
@@ -220,7 +229,7 @@ class GridTransport:
             time.sleep(POLL_S)
 
     def connected(self) -> dict[str, Connection]:
-        """Return the newest connection of each connected client."""
+        """Return the newest connection of each connected client, by client name."""
         found: dict[str, Connection] = {}
         for node in self._grid.get_nodes():
             name = self._name_of(node)
@@ -259,12 +268,18 @@ class GridTransport:
             exchange.connections[name] = connection
 
     def _push(self, sent: Sent, kind: str, content: Any, timeout: float) -> dict[str, Sent]:
-        """Send one message. Flower drops it after `timeout`: no client works on an old round."""
+        """Send one message and return it by its message id; {} if Flower does not accept it.
+
+        Flower drops the message after `timeout` seconds, so that no client computes an old round.
+        """
         message = Message(content, sent.node, kind, ttl=timeout)
         return {str(key): sent for key in self._grid.push_messages([message]) if key}
 
     def _pull(self, keys: Iterable[str]) -> list[tuple[str, Message | None]]:
-        """Return replies by message id, with None for one that Flower cannot assemble."""
+        """Return the replies that have arrived, with the message id that each one answers.
+
+        The reply is None if Flower cannot assemble its pieces.
+        """
         found: list[tuple[str, Message | None]] = []
         for key, replies in self._pulls.of(keys):
             if isinstance(replies, httpx.HTTPError):
@@ -286,10 +301,11 @@ class GridTransport:
             elif not reply.has_error():
                 exchange.replies[sent.name] = _checked_payload(reply, sent)
             elif reply.error.code in UNAVAILABLE:
-                # The client disconnected with the request. It gets it again when it is back.
+                # The client disconnected before it replied. Forget its connection, so that the
+                # client gets its request again when it is back.
                 exchange.connections.pop(sent.name, None)
             else:
-                # Flower's text could contain a record, so it goes no further.
+                # Replace Flower's error text, because it could contain a record.
                 exchange.replies[sent.name] = RefusedError(FAILURE)
 
 

@@ -1,16 +1,17 @@
 """The server of a federation: a backend of the round loop whose clients are on a network.
 
-The server sends each client of the cohort a request, checks the replies and averages the good ones.
-Clients without a good reply are named in the log and left out. If too few replies are good, the
-server repeats the other requests. If that does not help, the round is lost: the state stays as it
+The server sends each client of the cohort a request, checks the replies and averages the valid
+ones. The log names each client without a valid reply. If too few replies are valid, the server
+repeats the other requests. If that does not help, the round is lost: the server's state stays as it
 is, and the next round begins.
 
-The clients charge their own ledgers. The loop's `Spending` has no ledger here; its figures are
-upper bounds for this run, as every client that got a request counts as charged. Only the client's
-own ledger contains its spending over all runs.
+The clients charge their own ledgers, so the loop's `Spending` has no ledger here. Its epsilons are
+upper bounds for this run, because every client that got a request counts as charged. Only the
+client's own ledger contains its spending over all runs.
 
 A request depends only on the configuration and on the checkpoint. A killed and resumed server
-therefore repeats its last requests byte for byte, and clients send their stored replies uncharged.
+therefore repeats its last requests byte for byte. Clients then send their stored replies and charge
+nothing.
 """
 
 from __future__ import annotations
@@ -48,14 +49,15 @@ from dpfed.training.round_context import learning_rate
 from dpfed.training.server_state import State
 
 Log = Callable[[str], None]
-# Requests by the client's number.
+# Requests by the number of the client in the plan.
 Requests = Mapping[int, Request] | Mapping[int, ScoringRequest]
 
 
 class Transport(Protocol):
-    """Carries requests to clients, and their replies back, by name.
+    """Sends requests to clients and returns their replies, both by client name.
 
-    A client without a reply within `timeout` seconds is missing in the result.
+    The result has no entry for a client that does not reply within `timeout` seconds. For a refusal
+    or an unreadable reply, the entry is an error.
     """
 
     def send_all(
@@ -67,11 +69,13 @@ class Federation:
     """The backend of the round loop for clients on a network.
 
     Client i of the plan is the i-th name of `section.clients` in alphabetical order. `run` is the
-    run's name in requests. With `seeded` the clients use repeatable noise (test mode).
+    run's name in requests. With `seeded`, the clients use repeatable noise (test mode).
 
-    heads  row count and hash of each client's ledger in its last reply
-    used   last round in which each client's message was used
-    Both go into the client's next request and are part of a checkpoint.
+    heads   row count and last hash of each client's ledger in its last reply
+    used    last round in which each client's message was used
+    scores  accuracies on held-out units so far
+
+    The client's next request contains `heads` and `used`. A checkpoint contains all three.
     """
 
     def __init__(
@@ -114,7 +118,10 @@ class Federation:
         clients: Sequence[int],
         wait_for_charge: WaitForCharge = no_charge,
     ) -> tuple[Message, int]:
-        """Return the mean of the good messages and their number; clients charge themselves."""
+        """Return the mean of the valid messages and their number.
+
+        `wait_for_charge` is not used, because each client charges its own ledger.
+        """
         requests = {i: self.training_request(t, state, i) for i in clients}
         needed = min(self._job.config.run.min_clients or self._job.schedule.cohort, len(clients))
         limit = norm_limit(self._job, t, state)
@@ -124,7 +131,7 @@ class Federation:
             replies |= self._exchange(missing, self._shapes, limit, "left out")
             if len(replies) >= needed:
                 break
-        # In the order of the clients: the order of arrival must not change the sum's last bits.
+        # Average in the order of the clients. The order of arrival would change the last bits.
         replies = {i: replies[i] for i in clients if i in replies}
         for i, reply in replies.items():
             self.heads[i] = (reply.receipt.rows, reply.receipt.head)
@@ -141,7 +148,11 @@ class Federation:
         limit: float,
         consequence: str,
     ) -> dict[int, Reply]:
-        """Send requests and return the good replies; log why the others are missing."""
+        """Send requests; return the valid replies by client number and log why others are missing.
+
+        limit        largest norm of a reply's `delta`
+        consequence  words for the log on what happens to a client without a valid reply
+        """
         packed = {i: pack(request) for i, request in requests.items()}
         found = self._transport.send_all(
             {self._names[i]: data for i, data in packed.items()}, self._section.timeout
@@ -184,7 +195,10 @@ class Federation:
         return self.remembered()
 
     def _score(self, t: int, state: State) -> None:
-        """Request noised counts; clients without a good reply are left out of the score."""
+        """Request noised counts on held-out units, and log the accuracy that they give.
+
+        Clients without a valid reply are left out.
+        """
         held_out = [i for i, name in enumerate(self._names) if name in self._section.held_out]
         requests = {i: self.scoring_request(t, state, i) for i in held_out}
         counts: dict[str, tuple[float, float]] = {}
@@ -204,7 +218,7 @@ class Federation:
         return {"held_out": scores} if self._section.evaluate_every else {}
 
     def remembered(self) -> dict[str, Any]:
-        """Return the part of a checkpoint besides the state, as JSON values."""
+        """Return what a checkpoint stores of this backend, as JSON values."""
         return {
             "heads": {str(i): list(head) for i, head in sorted(self.heads.items())},
             "used": {str(i): t for i, t in sorted(self.used.items())},
@@ -253,7 +267,7 @@ class Federation:
         return ScoringRequest(terms, {"theta": state.result})
 
     def _common_terms(self, t: int, client: int) -> dict[str, Any]:
-        """Return the terms that both kinds of requests contain."""
+        """Return the fields that requests to train and requests for counts have in common."""
         rows, head = self.heads.get(client, (0, ""))
         return {
             "run": self._run,
@@ -270,7 +284,10 @@ class Federation:
         }
 
     def _mean(self, replies: Mapping[int, Reply]) -> Message:
-        """Return the mean with public weights that sum to one over these clients."""
+        """Return the weighted mean of the replies' tensors, by name.
+
+        The weights are public and sum to one over these clients.
+        """
         weights = torch.ones(len(replies))
         if self._job.algorithm.agg_weights == "size":
             weights = torch.tensor([float(self._job.plan.sizes[i]) for i in replies])
@@ -286,7 +303,7 @@ class Federation:
 
 
 def check_counts(reply: Reply, terms: ScoringTerms) -> None:
-    """Refuse counts that no honest client would send."""
+    """Raise MessageError for counts that no honest client can send."""
     right, wrong = reply.fields["counts"].tolist()
     least, most = bounds(terms)
     if not (least <= right <= most and least <= wrong <= most):
@@ -296,12 +313,15 @@ def check_counts(reply: Reply, terms: ScoringTerms) -> None:
 
 
 def one_line(text: str) -> str:
-    """Return text from a client as one short, printable line for the log."""
+    """Return a client's text as one line of at most 300 printable characters, for the log."""
     return "".join(c if c.isprintable() else " " for c in " ".join(text.split()))[:300]
 
 
 def served(config: Config, seeded: bool = False) -> Config:
-    """Return the configuration of a server: real noise at the clients, except in test mode."""
+    """Return the configuration of a server: secret noise, or repeatable noise if `seeded`.
+
+    Diagnostics are switched off, because a server does not have the clients' states.
+    """
     client_names(config)
     run = replace(config.run, noise="seeded" if seeded else "os", diagnostics=False)
     return replace(config, run=run)
@@ -310,7 +330,10 @@ def served(config: Config, seeded: bool = False) -> Config:
 def federation_of(
     job: Job, run: str, transport: Transport, log: Log = lambda line: None
 ) -> Federation:
-    """Return the backend of a job that `prepare_server` made from a `served` configuration."""
+    """Return the backend with remote clients, for a job that `prepare_server` has built.
+
+    The job's configuration must come from `served`. `run` is the run's name in requests.
+    """
     section = job.config.federation or FederationSection()
     return Federation(job, transport, run, section, job.config.run.noise == "seeded", log)
 
@@ -329,7 +352,10 @@ def refuse_unsendable(job: Job, names: Sequence[str]) -> None:
 
 
 def norm_limit(job: Job, t: int, state: State) -> float:
-    """Return a public bound far above the norm of any honest `delta` of K local steps."""
+    """Return the largest norm that the server accepts for a client's `delta` in round t.
+
+    It follows from public numbers and is far above any honest norm after K local steps.
+    """
     plan = job.plan.at(state.clip)
     run = job.config.run
     noise = max(math.sqrt(plan.phi(i)) for i in range(plan.clients))

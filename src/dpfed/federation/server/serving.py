@@ -1,4 +1,4 @@
-"""A server's whole run: the round loop with clients that Flower's Grid reaches."""
+"""Run a whole training as a server, with clients that are connected through Flower's Grid."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 class Network:
     """A server's connection to its clients.
 
-    say   writes a line to the log
-    stop  called while waiting; may raise to end the run
-    wait  seconds within which enough clients must connect
+    transport  sends requests to clients and returns their replies
+    say        writes a line to the log
+    stop       called while waiting; may raise to end the run
+    wait       seconds within which enough clients must connect
     """
 
     transport: GridTransport
@@ -46,7 +47,10 @@ class Network:
 def config_for(
     config: str | None, overrides: Sequence[str], out: Path, resume: bool, seeded: bool
 ) -> Config:
-    """Return the configuration of a server; a resumed run has it in its folder."""
+    """Return the configuration of a server, read from the file `config`.
+
+    If `config` is None, it is read from the folder `out` of the run to resume.
+    """
     if resume and not (out / "config.toml").exists():
         raise DpfedError(
             f"{out} is not the folder of a run: --resume needs one that `dpfed server` has made"
@@ -71,7 +75,7 @@ def _load(config: str | None, overrides: Sequence[str], out: Path) -> Config:
 def serve_over(
     config: Config, out: Path, resume: bool, network: Network, callbacks: Sequence[Callback]
 ) -> dict[str, Any]:
-    """Train with the clients of a network; return the run's result."""
+    """Train with the clients of a network, and return the run's result."""
 
     def backend(job: Job, name: str) -> RemoteBackend:
         return federation_of(job, name, network.transport, network.say)
@@ -86,7 +90,7 @@ def serve_over(
 
 
 class RoundLines(Callback):
-    """Write one line per round with `say`."""
+    """Callback that writes one line about each round with `say`."""
 
     def __init__(self, rounds: int, say: Log) -> None:
         self._rounds = rounds
@@ -98,9 +102,10 @@ class RoundLines(Callback):
 
 
 def serve(config: str, out: Path, grid: Grid, keys: Path, say: Log) -> dict[str, Any]:
-    """Run a server under Flower's own commands: real noise, and clients identified by keys.
+    """Run a server under Flower's own commands, and return the run's result.
 
-    A run that exists in `out` is resumed.
+    The noise is secret, and clients are identified by the public keys in the folder `keys`. A run
+    that exists in `out` is resumed.
     """
     from dpfed.federation.flower.transport import GridTransport
 

@@ -1,1 +1,1 @@
-"""Privacy budgets of a run: planned, charged and recorded spending."""
+"""The privacy spending of a run: planned before it, charged during it, and read back from it."""

@@ -1,4 +1,8 @@
-"""Opening the privacy ledger of a run or of a real client, with the run's statement in it."""
+"""Open or create the privacy ledger of a run or of a real client.
+
+The ledger of a run contains the run's statement: everything that its epsilon depends on, fixed
+before round 1.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +21,20 @@ from dpfed.privacy.plan import Plan
 from dpfed.training.budget.spending import Budget
 from dpfed.training.job.job import Job
 
-# Name of a real client's ledger in its state folder.
+# File name of a real client's ledger in its state folder.
 OWN_LEDGER = "ledger.db"
-# Client of the void rows that add rounds: `round` clients to draw from, for `steps` rounds.
+# Rows with this client name cost nothing and add rounds to the statement: `steps` rounds, whose
+# cohorts are drawn from at least `round` clients.
 EXTENSION = "statement"
 CALIBRATION_TOLERANCE = 1e-4
 
 
 def run_ledger(job: Job, budget: Budget, path: Path, name: str, released: bool = False) -> Ledger:
-    """Open the ledger of the run `name`, or create it with the run's statement.
+    """Return the open ledger of the run `name`; create it with the run's statement if missing.
 
-    With `released` a round was charged before, so the ledger must exist. An existing one is
-    verified, and refused if it has another statement. Added rounds are stated in it.
+    An existing ledger is verified, and refused if its statement differs from this run's. If this
+    run has more rounds, they are added to the statement. With `released`, a round was charged
+    before, so a missing ledger is an error.
     """
     statement = statement_of(job, budget)
     exists = path.exists()
@@ -46,9 +52,9 @@ def run_ledger(job: Job, budget: Budget, path: Path, name: str, released: bool =
 
 
 def client_ledger(state: Path, name: str, delta: float, released: bool) -> Ledger:
-    """Open the ledger in the state folder of a real client, or create it.
+    """Return the open ledger in a real client's state folder; create it if missing.
 
-    With `released` the client has answered a run before, so the ledger must exist.
+    With `released`, the client has answered a server before, so a missing ledger is an error.
     """
     lost = "what this client has spent: put it back" if released else None
     return _open_or_create(state / OWN_LEDGER, lost, {"delta": delta}, client=name)
@@ -61,7 +67,10 @@ def _open_or_create(
     run: str | None = None,
     client: str | None = None,
 ) -> Ledger:
-    """Open a ledger or create it; `lost` names what a missing one would forget."""
+    """Return the open ledger at `path`; create it with `statement` if missing.
+
+    If `lost` is given, a missing ledger is an error, and `lost` completes the error message.
+    """
     if path.exists():
         return Ledger.open(path, run=run, client=client)
     if lost is not None:
@@ -70,7 +79,10 @@ def _open_or_create(
 
 
 def statement_of(job: Job, budget: Budget) -> dict[str, Any]:
-    """Return the statement of a run as its ledger stores it, readable without any other file."""
+    """Return the run's statement as JSON values, to be stored in its ledger.
+
+    The epsilon of the run can then be computed without any other file.
+    """
     first = budget.planned.kinds[0]
     return {
         "delta": job.config.privacy.delta,
@@ -90,10 +102,11 @@ def statement_of(job: Job, budget: Budget) -> dict[str, Any]:
 
 
 def _check_statement(ledger: Ledger, statement: dict[str, Any]) -> None:
-    # Added rounds change only the eligible clients per round.
+    # Do not compare `eligible`, because it is the one key that changes when rounds are added.
     compared = statement.keys() - {"eligible"}
     if ledger.meta.get("uncounted") is False:
-        # Earlier versions did not count local weights without a record.
+        # Do not compare a recorded False: earlier versions wrote it also for local weights that
+        # have no spending record.
         compared -= {"uncounted"}
     for key in statement:
         if key in compared and ledger.meta.get(key) != statement[key]:
@@ -108,7 +121,10 @@ def no_statement(name: object) -> DpfedError:
 
 
 def stated_rounds(ledger: Ledger) -> list[tuple[int, int]]:
-    """Return the stated (fewest eligible clients, number of rounds), with the last added rounds."""
+    """Return the stated rounds as pairs (fewest clients to draw a cohort from, number of rounds).
+
+    If rounds were added, the pairs of the last addition are returned. They cover all rounds.
+    """
     extensions: dict[int, list[tuple[int, int]]] = {}
     for row in ledger.rows():
         if row.charge.void and row.charge.client == EXTENSION:
@@ -118,7 +134,10 @@ def stated_rounds(ledger: Ledger) -> list[tuple[int, int]]:
 
 
 def _extend(job: Job, budget: Budget, ledger: Ledger) -> None:
-    """State added rounds in the ledger before any of them is charged."""
+    """Record additional rounds in the ledger before any of them is charged.
+
+    Raise DpfedError if the run does not begin with the rounds that the ledger states.
+    """
     try:
         before = stated_rounds(ledger)
     except (KeyError, TypeError, ValueError):
@@ -139,7 +158,8 @@ def _extend(job: Job, budget: Budget, ledger: Ledger) -> None:
             f"the ledger {ledger.path} was written for another plan: "
             "this is not the run it belongs to"
         )
-    # Void rows are hashed like charges but cost nothing. After a crash the same rows are found.
+    # Use void rows: they cost nothing, but the hash chain protects them like charges. If a crash
+    # interrupts this call, the next one finds the rows that exist and does not repeat them.
     part = f"of {len(new)} rounds"
     kind = job.plan.mechanism(0)
     ledger.charge(
@@ -150,8 +170,9 @@ def _extend(job: Job, budget: Budget, ledger: Ledger) -> None:
 def with_recorded_noise(job: Job, path: Path) -> Job:
     """Return the job with the noise multipliers that the ledger of a calibrated run records.
 
-    Another version may calibrate slightly different multipliers for the same target. A run resumes
-    with those it began with, so that oracle, ledger and statement agree bit for bit.
+    Another version of dpfed may calibrate slightly different multipliers for the same target. A
+    resumed run keeps its first multipliers, so that oracle, ledger and statement agree exactly.
+    Without a target epsilon or a ledger, the job is returned unchanged.
     """
     if job.config.privacy.target_epsilon is None or not path.exists():
         return job
@@ -161,10 +182,11 @@ def with_recorded_noise(job: Job, path: Path) -> Job:
 
 
 def recorded_multipliers(plan: Plan, ledger: Ledger) -> np.ndarray:
-    """Return one noise multiplier per client: the recorded one, or the plan's without a match.
+    """Return the noise multiplier of each client as the ledger records it.
 
-    They must agree to 1e-4. Clients of equal rate have equal noise, so a record is found by its
-    rate. A statement of very many rates is rounded to a grid; then the charged rows are used.
+    Clients of equal rate have equal noise, so a multiplier is found by its rate. If the statement
+    rounds very many rates, the ledger's charges still have the exact ones. The plan's multiplier is
+    kept if the recorded one differs by a relative 1e-4 or more.
     """
     try:
         noise_of_rate = {float(rate): float(noise) for rate, noise in ledger.meta["kinds"]}

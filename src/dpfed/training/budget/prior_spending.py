@@ -1,8 +1,9 @@
-"""The spending record of an adapter or a model: the privacy that the start of a run has cost.
+"""Read and write spending records: the privacy that the training of a model or adapter has cost.
 
 `dpfed export` writes the record twice: into `dpfed.json` and into the metadata of each safetensors
-file. A run reads it where `model.adapter` or `model.weights` starts from it. The record states a
-bound over clients as mechanisms and steps, never who took part, so it may be published.
+file. A run that starts from `model.adapter` or `model.weights` reads it and adds the cost. The
+record states mechanisms and steps that bound the cost of every client. It does not say who took
+part, so it may be published.
 """
 
 from __future__ import annotations
@@ -24,14 +25,22 @@ from dpfed.training.run_folder.embedded_record import METADATA, embed, embedded
 
 SPENDING = "dpfed.json"
 FORMAT = 1
-# Outside these limits an epsilon overflows, so no accounted run can have had such noise.
+# Range of noise multipliers in a record. Outside it an epsilon overflows, so no run with privacy
+# can have used them.
 LEAST_NOISE = 1e-3
 MOST_NOISE = 1e9
 
 
 @dataclass(frozen=True)
 class SpendingRecord:
-    """A checked record; `text` is the record as it was written."""
+    """A spending record whose values were checked.
+
+    release    kind of protection, as in the result of the run
+    unit       protected unit; None for a run without privacy
+    prior      all mechanisms of the training, with the number of steps of each
+    uncounted  True if part of the training is not in `prior`, as it had no privacy or no record
+    text       the record as JSON text, unchanged
+    """
 
     release: str
     unit: str | None
@@ -41,7 +50,10 @@ class SpendingRecord:
 
 
 def spending_of(release: str, realised: Planned | None) -> dict[str, Any]:
-    """Return the content of the record; `realised` is None for a run without privacy."""
+    """Return the content of a spending record as JSON values.
+
+    `realised` is the plan with the rounds really charged, or None for a run without privacy.
+    """
     history = [] if realised is None else realised.bound
     return {
         "format": FORMAT,
@@ -54,7 +66,7 @@ def spending_of(release: str, realised: Planned | None) -> dict[str, Any]:
 
 
 def prior_spending_of(config: Config) -> PriorSpending:
-    """Return the spending on the weights and the adapter that a configuration starts from."""
+    """Return the privacy already spent on the weights and the adapter that a run starts from."""
     prior: list[tuple[Mechanism, int]] = []
     uncounted = False
     notes = []
@@ -83,9 +95,13 @@ def prior_spending_of(config: Config) -> PriorSpending:
 def _recorded_or_not(
     config: Config, start: str, part: str
 ) -> tuple[SpendingRecord | None, str | None]:
-    """Return the record of a start, or the subject of the warning that it has none."""
+    """Return (record, None), or (None, words that name `start` in a warning) without a record.
+
+    `start` is a path or hub name, and `part` is "model" or "adapter". Public weights without a
+    record need no warning, and the result is (None, None).
+    """
     if part == "adapter" and not (Path(start).expanduser() / "adapter_config.json").is_file():
-        # A typing error in the path must not pass for a new adapter.
+        # If the path is misspelt, stop: the run must not silently begin with a new adapter.
         remedy = "give a folder written by peft"
         raise DpfedError(f"model.adapter = {start!r} has no adapter_config.json: {remedy}")
     try:
@@ -98,10 +114,10 @@ def _recorded_or_not(
 
 
 def _unrecorded(config: Config, start: str, part: str) -> str | None:
-    """Return the subject of the warning for a start without a record; None for a public one.
+    """Return the words that name a start without a record in a warning; None if it is public.
 
-    Only a name on the hub with a new head is public. A folder on this machine may hold anything,
-    and a kept head is for these very classes.
+    Only a model of the hub with a new head is public. A folder on this machine may come from any
+    training, and a kept head was trained for exactly these classes.
     """
     if part == "model" and getattr(config.model, "head", "new") == "kept":
         return f"the kept head of {start}"
@@ -111,10 +127,10 @@ def _unrecorded(config: Config, start: str, part: str) -> str | None:
 
 
 def served_prior_spending(config: Config) -> PriorSpending:
-    """Return the prior spending of a server's run, with its noised counts on held-out records.
+    """Return the prior spending of a server's run, including its noised counts on held-out records.
 
-    Training and held-out records are disjoint, but only the client knows which are which. So both
-    are counted for every record, as the clients' ledgers do.
+    Each record is either trained on or held out, but only its client knows which. The counts are
+    therefore added for every record, as the clients' ledgers do.
     """
     past = prior_spending_of(config)
     section = config.federation
@@ -132,9 +148,10 @@ def served_prior_spending(config: Config) -> PriorSpending:
 
 
 def record_of(start: str) -> SpendingRecord | None:
-    """Return the record of a folder, a file of weights or a hub name; None if it has none.
+    """Return the spending record of a folder, a weights file or a hub model; None if it has none.
 
-    Records that differ are refused: which of them costs more depends on delta and on later rounds.
+    Raise DpfedError if it has several records that differ. The larger one cannot be chosen,
+    because delta and later rounds decide which one costs more.
     """
     path = Path(start).expanduser()
     texts = _local_records(path) if path.exists() else _hub_records(start)
@@ -153,13 +170,13 @@ def record_of(start: str) -> SpendingRecord | None:
 
 def _local_records(start: Path) -> dict[str, str]:
     path = (start.parent if start.is_file() else start) / SPENDING
-    # A broken link is damage, not absence.
+    # Use lexists: a broken link counts as a damaged record, not as a missing one.
     texts = {str(path): _read(path)} if os.path.lexists(path) else {}
     return texts | {f"the metadata of {file}": record for file, record in embedded(start).items()}
 
 
 def _hub_records(name: str) -> dict[str, str]:
-    """Return the records of a model on the hub, where an export may have been published."""
+    """Return the text of each spending record of a hub model, by the file that contains it."""
     texts: dict[str, str] = {}
     silent: HubSilentError | None = None
     try:
@@ -180,7 +197,7 @@ def _hub_records(name: str) -> dict[str, str]:
 
 
 def write_record(folder: Path, record: str) -> None:
-    """Write the record beside the weights of a folder and into them."""
+    """Write the record into `dpfed.json` and into each safetensors file of a folder."""
     write_file(folder / SPENDING, lambda file: file.write(record.encode()))
     embed(folder, record)
 
@@ -197,7 +214,10 @@ def _damaged(where: str) -> DpfedError:
 
 
 def checked(text: str, where: str) -> SpendingRecord:
-    """Return the record; refuse one with numbers outside the types and ranges of a real run."""
+    """Return the record in `text`; raise DpfedError for values that no real run can have written.
+
+    `where` names the place of the text in the error message.
+    """
     try:
         stored = json.loads(text)
         release = stored["release"]
@@ -228,7 +248,11 @@ def checked(text: str, where: str) -> SpendingRecord:
 
 
 def refuse_unfit(config: Config, start: str, record: SpendingRecord) -> None:
-    """Refuse a start whose cost cannot be added: other units or sampling, or removable noise."""
+    """Raise DpfedError if the cost in the record cannot be added to the cost of this run.
+
+    That is so if the protected unit or the sampling differs. Seeded noise can be removed again, so
+    a run with real noise must not start from it.
+    """
     unit = config.data.unit_column or "record"
     privacy = config.privacy
     if not record.prior or not privacy.enabled or privacy.sigma == 0:
@@ -254,7 +278,10 @@ def refuse_unfit(config: Config, start: str, record: SpendingRecord) -> None:
 
 
 def refuse_target(config: Config, past: PriorSpending) -> None:
-    """Refuse a target epsilon for a run whose start has already cost privacy."""
+    """Raise DpfedError if a run has a target epsilon although its start has already cost privacy.
+
+    The total would exceed the target.
+    """
     if past.prior and config.privacy.target_epsilon is not None:
         raise DpfedError(
             "what the run starts from, or counts on held-out records, cost privacy too, and a "

@@ -1,7 +1,7 @@
-"""The recorded spending of a run or of a real client, read from its folder.
+"""Read the spending of a run or of a real client from its folder.
 
-The ledger is the authority. Only a server's run, whose clients have the ledgers, is bounded from
-its configuration.
+The spending is computed from the ledger. A server's run has no ledger, because each client keeps
+its own. Its spending is bounded from its configuration instead.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ from dpfed.training.run_folder.files import (
     read_settings,
 )
 
-# More different histories than this are bounded together as a population.
+# Largest number of different histories (lists of charges) whose epsilons are computed one by one.
+# For more, one faster computation gives upper bounds.
 MAX_EXACT_HISTORIES = 50
 BY_CHOICE = "the clients of a federation stay away as they like, so it equals the server's figure"
 REPEATED = "a round was attempted more than once, so it equals the server's figure"
@@ -55,11 +56,13 @@ REPEATED = "a round was attempted more than once, so it equals the server's figu
 class RecordedSpending:
     """The spending of a run.
 
-    planned      the statement that the run was made under
-    epsilons     the server's epsilon of each of the N clients
-    rows         rows of the ledger
-    void         the reason why the third-party figure does not hold, or None
-    most_rounds  rounds of the client that took most, every attempt counted
+    planned      the statement of the run, fixed before round 1
+    clients      number of clients N
+    epsilons     each client's epsilon against the server, `[N]`
+    rows         number of rows in the ledger
+    seeded       True if the noise was repeatable, which protects nothing
+    void         reason to state the server's epsilon for third parties too; None if there is none
+    most_rounds  the most rounds charged to any client, with every attempt at a round
     served       True for a server's run, whose clients are real
     """
 
@@ -74,7 +77,7 @@ class RecordedSpending:
 
     @property
     def realised(self) -> Planned:
-        """The plan with the realised number of rounds, if repeated attempts made it larger."""
+        """The plan, with more rounds if retries charged more than planned."""
         if self.most_rounds <= self.planned.rounds:
             return self.planned
         return replace(self.planned, chances=((1.0, self.most_rounds),))
@@ -85,7 +88,7 @@ class RecordedSpending:
 
     @property
     def server_worst(self) -> float:
-        """The planned worst case, or more if repeated attempts cost more."""
+        """The planned epsilon against the server, or the charged one if retries made it larger."""
         return max(self.planned.server_worst, self.server_max)
 
     @property
@@ -95,7 +98,12 @@ class RecordedSpending:
 
 @dataclass(frozen=True)
 class OwnSpending:
-    """The spending of one real client over all its runs; `void` rows of test mode cost nothing."""
+    """The spending of one real client over all its runs.
+
+    epsilon, delta  the guarantee after everything charged so far
+    runs, rows      number of different runs, and of rows, in its ledger
+    void            number of rows of test mode, which cost nothing
+    """
 
     client: str
     epsilon: float
@@ -106,13 +114,19 @@ class OwnSpending:
 
 
 def own_ledger(path: Path) -> Path | None:
-    """Return the ledger in a client's state folder, or the file itself; None if it is neither."""
+    """Return the path of a client's ledger, or None if there is none.
+
+    `path` is the ledger itself or the client's state folder.
+    """
     path = path / OWN_LEDGER if path.is_dir() else path
     return path if path.is_file() and path.name == OWN_LEDGER else None
 
 
 def own_spending(path: Path) -> OwnSpending:
-    """Return a client's spending after verifying its whole ledger; the client may be running."""
+    """Verify the whole ledger of a real client and return its spending.
+
+    The ledger is opened read-only, so the client may be running.
+    """
     with Ledger.open(path, readonly=True) as ledger:
         ledger.verify()
         if ledger.meta.get("kind") != "client":
@@ -131,7 +145,10 @@ def is_run(path: Path) -> bool:
 
 
 def read_recorded_spending(folder: Path, colluding: int = 0) -> RecordedSpending:
-    """Return the spending of a run after verifying its whole ledger."""
+    """Verify the whole ledger of a run and return the run's spending.
+
+    `colluding` is the number of clients that tell a third party in which rounds they took part.
+    """
     result = read_result(folder)
     if not isinstance(result.get("run"), str):
         raise DpfedError(
@@ -173,20 +190,24 @@ def read_recorded_spending(folder: Path, colluding: int = 0) -> RecordedSpending
 
 
 def _largest(folder: Path, result: Mapping[str, Any], meta: Mapping[str, Any]) -> int | None:
-    """Return the units of the largest client; an estimate for a run that does not state them."""
+    """Return the number of units of the largest client, or None if it is unknown.
+
+    It is estimated if the result of the run does not state it.
+    """
     stated = result.get("largest_client")
     if isinstance(stated, int) and stated > 0:
         return stated
     try:
         batch = float((read_settings(folder) or {})["privacy"]["batch"])
-        # A batch is the rate times a client's size, or the mean size where clients share a rate.
+        # The batch is the rate times a client's size (or the mean size if all share a rate), so
+        # dividing it by the smallest rate gives the largest size.
         return max(1, math.floor(batch / min(float(rate) for rate, _ in meta["kinds"])))
     except (ValueError, KeyError, TypeError, ZeroDivisionError):
         return None
 
 
 def _planned(folder: Path, ledger: Ledger, colluding: int) -> Planned:
-    """Return the statement of the ledger, with added rounds; the ledger's chain protects it."""
+    """Return the statement of the ledger with all added rounds; the hash chain protects both."""
     meta = ledger.meta
     try:
         kinds = [
@@ -214,7 +235,10 @@ def _epsilons(
     planned: Planned,
     clients: int,
 ) -> np.ndarray:
-    """Return the server's epsilon of each client, the prior spending included."""
+    """Return each client's epsilon against the server, with the prior spending, `[clients]`.
+
+    Clients without any charge have the epsilon of the prior spending.
+    """
     prior = planned.prior
     epsilons = np.full(clients, epsilon(prior, planned.delta).value)
     numbers = [int(client) for client in histories]
@@ -238,9 +262,10 @@ def _epsilons(
 def served_spending(
     folder: Path, seeded: bool, colluding: int = 0, sigma: float | list[float] | None = None
 ) -> RecordedSpending:
-    """Return upper bounds for a server's run, as if every client had taken part in every round.
+    """Return an upper bound on the spending of a server's run, from its configuration.
 
-    They follow from the configuration; `sigma` is the recorded noise of a calibrated run.
+    Every client counts as if it took part in every round. `sigma` is the noise multiplier that
+    the result of a calibrated run records.
     """
     config = load(folder / CONFIG, [], registry())
     past = served_prior_spending(config)
@@ -269,9 +294,10 @@ def served_spending(
 
 
 def with_least_noise(plan: Plan, recorded: float | list[float] | None) -> Plan:
-    """Return the plan with no more noise than a server's result records as its sigma.
+    """Return the plan, with less noise if a server's result records a slightly smaller sigma.
 
-    Another version may have calibrated a slightly smaller sigma for the same target.
+    Another version of dpfed may have calibrated the smaller sigma for the same target. `recorded`
+    is one sigma or the list [smallest, largest]; None if no sigma was recorded.
     """
     if recorded is None:
         return plan

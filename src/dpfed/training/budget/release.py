@@ -1,4 +1,4 @@
-"""How the release notes of runs begin that protect nothing."""
+"""First words of `release` in the result of a run that protects nothing."""
 
 NO_PRIVACY = "no privacy"
 SEEDED = "simulation"

@@ -1,4 +1,4 @@
-"""The spending of a run: its statement before round 1, charges before each round, and budgets."""
+"""Track the spending of a run: its statement before round 1, its charges and its budgets."""
 
 from __future__ import annotations
 
@@ -30,16 +30,18 @@ from dpfed.privacy.plan import Plan, Schedule
 from dpfed.privacy.published import show_setting
 from dpfed.training.job.job import Job
 
-# A statement contains at most this many mechanisms; more are rounded up to a grid.
+# Largest number of different mechanisms in a statement. If there are more, `coarser` replaces
+# them by fewer that cost at least as much.
 MOST_KINDS = 500
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The statement of a run.
+    """The statement of a run, fixed before round 1, and the rounds that each client can afford.
 
-    eligible  (fewest clients to draw from, number of rounds), in order
-    limits    rounds that each client's budget allows; None without a budget
+    planned   mechanisms, rounds and delta, from which all epsilons are computed
+    eligible  pairs (fewest clients to draw a cohort from, number of rounds), in the order of rounds
+    limits    number of rounds that the privacy budget allows each client; None without a budget
     """
 
     planned: Planned
@@ -47,7 +49,10 @@ class Budget:
     limits: np.ndarray | None
 
     def check(self) -> None:
-        """Refuse a plan without a finite epsilon, before anything is written or released."""
+        """Raise DpfedError if the plan has no finite epsilon.
+
+        The check comes before anything is written or released.
+        """
         if not all(map(math.isfinite, (self.planned.server_worst, self.planned.third_party))):
             raise DpfedError(
                 "this plan has no finite epsilon: more noise, fewer steps or a smaller rate are "
@@ -63,7 +68,11 @@ def budget_of(
     colluding: int = 0,
     past: PriorSpending = NO_PRIOR_SPENDING,
 ) -> Budget:
-    """Return the statement of a plan, with `past` counted for every client."""
+    """Return the statement of a plan. The spending `past` is added for every client.
+
+    budget     largest epsilon that a client may spend; None for no limit
+    colluding  number of clients that tell a third party in which rounds they took part
+    """
     kinds, kind_of_client = plan.kinds()
     if len(kinds) > MOST_KINDS:
         kinds, kind_of_client = coarser(plan)
@@ -93,7 +102,7 @@ def budget_of(
 def _rounds_within(
     kind: Mechanism, schedule: Schedule, delta: float, budget: float, past: PriorSpending
 ) -> int:
-    """Return the number of rounds that cost at most the budget."""
+    """Return the largest number of rounds that this mechanism can run within the budget."""
 
     def cost(rounds: int) -> float:
         return epsilon([*past.prior, (kind, schedule.local_steps * rounds)], delta).value
@@ -102,9 +111,10 @@ def _rounds_within(
 
 
 def coarser(plan: Plan) -> tuple[list[Mechanism], np.ndarray]:
-    """Return mechanisms on a grid, and the index of each client's one.
+    """Return fewer, rounded mechanisms in place of the plan's, and each client's index into them.
 
-    The mechanism of a client costs at least as much as its own.
+    Rates are rounded up and noise multipliers down. So a client's rounded mechanism costs at least
+    as much as its exact one.
     """
     step = 0.05
     rates = np.minimum(1.0, np.exp(np.ceil(np.log(plan.rates) / step) * step))
@@ -118,14 +128,21 @@ def coarser(plan: Plan) -> tuple[list[Mechanism], np.ndarray]:
 
 @dataclass(frozen=True)
 class RoundsCharged:
-    """Rounds that were charged: per client every attempt counts; `attempts` is per round."""
+    """The numbers of rounds that were charged so far.
+
+    rounds_taken  number of rounds of each client, `[N]`; a repeated attempt counts again
+    attempts      number of attempts at each round, by the round's number
+    """
 
     rounds_taken: np.ndarray
     attempts: dict[int, int]
 
 
 def rounds_charged(ledger: Ledger, clients: int) -> RoundsCharged:
-    """Count the charged rounds of a ledger; each transaction is one attempt at a round."""
+    """Return the numbers of charged rounds in a ledger; void rows do not count.
+
+    Each transaction of the ledger is one attempt at a round.
+    """
     rounds_taken = np.zeros(clients, dtype=np.int64)
     cohorts = set()
     for row in ledger.rows():
@@ -136,7 +153,10 @@ def rounds_charged(ledger: Ledger, clients: int) -> RoundsCharged:
 
 
 class Spending:
-    """The accounts of one run. Without privacy nothing is charged and there are no figures."""
+    """Charges a run's ledger, applies the budgets and computes the epsilons.
+
+    Without privacy nothing is charged, and all epsilons are None.
+    """
 
     def __init__(
         self,
@@ -146,7 +166,11 @@ class Spending:
         before: RoundsCharged | None = None,
         by_choice: bool = False,
     ) -> None:
-        """With `by_choice` clients stay away as they like, so participation is not by chance."""
+        """Continue after the rounds `before`, which a resumed run has already charged.
+
+        With `by_choice`, clients decide if they take part. Participation is then not random, and
+        the third party's epsilon equals the server's.
+        """
         self._job = job
         self._budget = budget
         self._ledger = ledger
@@ -164,10 +188,10 @@ class Spending:
         ledger: Ledger | None,
         rounds_saved: np.ndarray | None = None,
     ) -> Self:
-        """Return the accounts of a run; `rounds_saved` are the rounds taken in its checkpoint.
+        """Return the spending of a run. `rounds_saved` has each client's rounds at the checkpoint.
 
-        Operating system noise never repeats, so every charged attempt counts. Repeated seeded noise
-        counts once.
+        Noise of the operating system never repeats, so every charged attempt counts. Seeded noise
+        is the same in a repeated round, so that round counts once.
         """
         saved = None if rounds_saved is None else RoundsCharged(rounds_saved, {})
         if ledger is None:
@@ -181,13 +205,13 @@ class Spending:
         return cls(job, budget, ledger, charged if job.config.run.noise == "os" else saved)
 
     def eligible(self) -> np.ndarray:
-        """Clients whose next round stays within their budget."""
+        """Return the numbers of the clients that can afford another round within their budget."""
         clients = np.arange(self._job.plan.clients)
         limits = self._budget.limits if self._budget else None
         return clients if limits is None else clients[self.rounds_taken < limits]
 
     def enough(self, t: int) -> np.ndarray:
-        """Return the eligible clients of round t; stop the run if they are too few."""
+        """Return the eligible clients of round t; raise StoppedError if they are too few."""
         able = self.eligible()
         needed = self._job.config.run.min_clients or self._job.schedule.cohort
         if len(able) < needed:
@@ -200,14 +224,14 @@ class Spending:
         return able
 
     def charge(self, t: int, cohort: Sequence[int]) -> None:
-        """Charge a cohort; when this returns, the round's noised values may leave the oracle."""
+        """Charge a cohort. After this call the round's noised values may leave the oracle."""
         self.begin_charge(t, cohort)()
 
     def begin_charge(self, t: int, cohort: Sequence[int]) -> Callable[[], None]:
-        """Charge a cohort on another thread; return a function that waits until it is on disk.
+        """Start to charge a cohort on another thread; return a function that waits for the ledger.
 
-        The function raises if the charge cannot be written. Until then nothing else may use the
-        ledger, and no noised value may leave the oracle.
+        The returned function ends when the charge is on disk, and raises if it cannot be written.
+        Before that, nothing else may use the ledger, and no noised value may leave the oracle.
         """
         self.rounds_taken[list(cohort)] += 1
         self._attempts[t] = self._attempts.get(t, 0) + 1
@@ -225,11 +249,17 @@ class Spending:
         return wait_for_charge
 
     def begin_server_max(self) -> Callable[[], float | None]:
-        """Compute `server_max` of the rounds charged so far on the same thread."""
+        """Start to compute `server_max`; return a function that waits for its value.
+
+        The computation runs on the thread that writes the charges.
+        """
         return self._worker.submit(self.server_max).result
 
     def server_max(self) -> float | None:
-        """The largest epsilon of any client, for the rounds that it took part in."""
+        """Return the largest epsilon against the server that any client has spent so far.
+
+        Without privacy return None.
+        """
         if self._budget is None:
             return None
         plan = self._job.plan
@@ -244,7 +274,7 @@ class Spending:
             return largest_epsilon(population, delta)
         kinds, kind_of_client = plan.kinds()
         if len(kinds) > MAX_EXACT_KINDS and prior:
-            # The figure of a grid might be larger than server_worst.
+            # Do not use `coarser` here: its larger epsilon might exceed the planned server_worst.
             return self._budget.planned.server(int(self.rounds_taken.max()))
         if len(kinds) > MAX_EXACT_KINDS:
             kinds, kind_of_client = coarser(plan)
@@ -255,13 +285,19 @@ class Spending:
         )
 
     def figures(self) -> dict[str, float | None]:
-        """Planned server_worst and third_party, realised server_max; None without privacy."""
+        """Return three epsilons by name; all are None without privacy.
+
+        server_worst  the planned epsilon against the server, or `server_max` if that is larger
+        server_max    the largest epsilon that any client has spent so far
+        third_party   the epsilon against somebody who sees results but not who took part
+        """
         if self._budget is None:
             return {"server_worst": None, "server_max": None, "third_party": None}
         planned = self._budget.planned
         most = self.server_max()
         worst = max(planned.server_worst, most or 0.0)
-        # After a repeated attempt participation no longer follows the plan's chances.
+        # The smaller epsilon against a third party needs random participation, which repeated
+        # rounds and clients that stay away by choice do not have.
         repeated = any(n > 1 for n in self._attempts.values())
         return {
             "server_worst": worst,

@@ -1,1 +1,1 @@
-"""Everything a run needs before round 1: data, model, plan."""
+"""Prepare everything that a run needs before round 1: data, model and privacy plan."""

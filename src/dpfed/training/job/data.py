@@ -1,4 +1,4 @@
-"""Turn the configured source into the records, shards and test set of a job."""
+"""Load the configured data, divide the records among clients, and prepare the test set of a job."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ NO_RECORDS = Records({}, torch.zeros(0, dtype=torch.int64))
 
 @dataclass(frozen=True)
 class JobTables:
-    """Training and test records of a job before they are on its device, with their cache keys."""
+    """Training and test records of a job in CPU memory.
+
+    train_key, test_key  keys under which `JobCache` stores the copies on the device
+    """
 
     train: Table
     test: Table
@@ -34,14 +37,17 @@ class JobTables:
 
 
 def tables_of(config: Config, source: Source, device: torch.device) -> JobTables:
-    """Return the tables of a job; `run.eval_on` chooses the test records."""
+    """Return the training and test tables of a job; `run.eval_on` selects the test records."""
     key = (Identity(source), device)
     test = scored_half(source.test, config.run.eval_on)
     return JobTables(source.train, test, key, (*key, config.run.eval_on))
 
 
 def load_source(config: Config, source: Source | None, cache: JobCache) -> Source:
-    """Return the given or the configured source, checked and with texts as tokens."""
+    """Return the data source of a job, checked and with its texts replaced by tokens.
+
+    It is `source` if given, else the source that `config.data` names.
+    """
     loader: Any = config.data
     raw = source or cache.get("raw", config.data, loader.load)
     refuse_unreleasable(config, raw)
@@ -50,7 +56,10 @@ def load_source(config: Config, source: Source | None, cache: JobCache) -> Sourc
 
 
 def refuse_unreleasable(config: Config, source: Source) -> None:
-    """Refuse settings under which a run with real noise would leak more than its epsilon says."""
+    """Raise DpfedError for settings under which a release would leak more than its epsilon says.
+
+    Most of these settings are allowed in a simulation, where `run.noise` is not "os".
+    """
     data = config.data
     if data.client_column is not None and data.partition != "natural":
         raise DpfedError(
@@ -78,7 +87,10 @@ def refuse_unreleasable(config: Config, source: Source) -> None:
 
 
 def tokenised(section: ModelSection, source: Source) -> Source:
-    """Return the source with texts as tokens of the model's tokenizer; other data is unchanged."""
+    """Return the source with its texts replaced by tokens of the model's tokenizer.
+
+    A source without texts is returned unchanged.
+    """
     if "text" not in source.train.inputs:
         return source
     coder: Any = section
@@ -99,12 +111,18 @@ def tokenised(section: ModelSection, source: Source) -> Source:
 
 
 def shards_for(config: Config, source: Source, streams: Streams) -> Shards:
-    """Return the records of each client, drawn from the partition's own stream."""
+    """Divide the training records among the clients, and return the record numbers of each.
+
+    The rule is `data.partition`; its random numbers come from a stream of the run's seed.
+    """
     return partition(config.data, source.train, streams.generator("partition"))
 
 
 def scored_half(table: Table, which: str) -> Table:
-    """Return all test records or one half: every second record of each class, or the others."""
+    """Return the test records that `which` selects: "all" or one of two halves.
+
+    "validation" selects every second record of each class, and "test" selects the others.
+    """
     if which == "all":
         return table
     first = np.zeros(len(table), dtype=bool)
@@ -122,13 +140,13 @@ def scored_half(table: Table, which: str) -> Table:
 
 
 def records_of(table: Table, device: torch.device) -> Records:
-    """Return the records of a table on the device."""
+    """Return the records of a table as tensors on the device."""
     inputs = {name: torch.from_numpy(x).to(device) for name, x in table.inputs.items()}
     return Records(inputs, torch.from_numpy(table.labels).to(device))
 
 
 def augmentations_for(config: Config, source: Source) -> Augmentations | None:
-    """Return the random augmentation that a record gets each time it is in a batch."""
+    """Return the random augmentation of drawn training records; None if none is configured."""
     refuse_idle_augmentations(config.data)
     augment = augmentation_of(config.data.augment)
     if augment is None:
@@ -144,7 +162,10 @@ def augmentations_for(config: Config, source: Source) -> Augmentations | None:
 
 
 def spec_of(source: Source, section: ModelSection | None = None) -> InputSpec:
-    """Return the public facts about a source; `section` gives the length of untokenised texts."""
+    """Return the public facts about a source's inputs, such as their kind and shape.
+
+    If texts are not yet tokens, the model's `section` gives their length in tokens.
+    """
     name, x = next(iter(source.train.inputs.items()))
     if name == "text":
         return _text_spec(section, len(source.classes))
@@ -153,7 +174,7 @@ def spec_of(source: Source, section: ModelSection | None = None) -> InputSpec:
 
 
 def published_spec(published: Published, section: ModelSection) -> InputSpec:
-    """Return the public facts about a published data set without reading its files."""
+    """Return the public facts about a published data set's inputs, without reading its files."""
     if published.kind == "text":
         return _text_spec(section, published.classes)
     return InputSpec(published.kind, "pixel_values", published.shape, published.classes)
@@ -164,12 +185,16 @@ def _text_spec(section: ModelSection | None, classes: int) -> InputSpec:
 
 
 def server_data(config: Config, device: torch.device) -> tuple[InputSpec, tuple[str, ...], Records]:
-    """Return input facts, class names and test records of a server, which holds no private data."""
+    """Return the input facts, the class names and the public test records of a server.
+
+    The server has no private data. Without a test set, the test records are empty.
+    """
     section = config.federation
     loader: Any = config.data
     if section is None or section.test_set:
         source: Source = loader.load()
-        # The training part of the file is dropped unread, and its cached tokens are not used.
+        # The server uses no training records, so test records replace them. Without a fingerprint,
+        # the token cache is not used: its entries belong to the original tables.
         source = tokenised(config.model, replace(source, train=source.test, fingerprint=""))
         test = records_of(scored_half(source.test, config.run.eval_on), device)
         return spec_of(source), source.classes, test

@@ -6,14 +6,14 @@ import torch
 
 from dpfed.errors import DpfedError
 
-# A smaller model is computed by one CPU thread: handing work to another costs more than it saves.
+# Models with fewer parameters use one CPU thread, because more threads cost more than they save.
 SMALL_MODEL = 1_000_000
-# CPU threads of this process before a small model was given one thread; empty until then.
+# Number of CPU threads before `set_threads` lowered it to one; empty until that happens.
 _threads_before: list[int] = []
 
 
 def device_of(name: str) -> torch.device:
-    """Return the device of `run.device`, set to compute float32 products in full precision."""
+    """Return the torch device that `run.device` names, after turning TF32 products off."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -28,7 +28,10 @@ def device_of(name: str) -> torch.device:
 
 
 def disable_tf32(device: torch.device) -> None:
-    """Make GPUs sum clipped gradients in full float32; TF32 products could exceed the clip norm."""
+    """Make GPUs compute products in full float32.
+
+    With the less exact TF32, a clipped gradient could exceed the clip norm.
+    """
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
@@ -36,9 +39,10 @@ def disable_tf32(device: torch.device) -> None:
 
 
 def set_threads(threads: int | str, parameters: int) -> None:
-    """Set the CPU threads of this process for a model with so many parameters.
+    """Set the number of CPU threads of this process for a model with `parameters` parameters.
 
-    After a small model, "auto" gives a large one as many threads as there were before.
+    With "auto", a small model gets one thread, and a later large model gets back the number from
+    before.
     """
     now = torch.get_num_threads()
     if threads != "auto":

@@ -1,6 +1,7 @@
-"""Compute the frozen part of a model once per record if the head alone is trained.
+"""Compute the output of the frozen model once per record if only the head is trained.
 
-The features are as private as their records, so they stay in memory and are never written.
+These outputs, the features, are as private as the records. They stay in memory and are never
+written to disk.
 """
 
 from __future__ import annotations
@@ -24,15 +25,19 @@ from dpfed.training.job.job_cache import Identity, JobCache
 from dpfed.training.job.model import ReadyModel
 
 NOTE = "the frozen part of the model was computed once for all records"
-# Features on a GPU may take so many MiB; elsewhere run.memory_limit says.
+# Largest memory for features on a GPU, in MiB. On a CPU, run.memory_limit is the limit.
 GPU_MEMORY_LIMIT = 4096
 
 
 @dataclass(frozen=True)
 class Basis:
-    """Model and records that a job computes with.
+    """The model and the records that a run computes with.
 
-    raw_inputs  training inputs before their features were computed; None for the whole model
+    model       the head alone, or the whole model
+    records     training records for `model`: features for the head, inputs for the whole model
+    test        test records in the same format
+    notes       facts for the user to know
+    raw_inputs  training inputs from which the features were computed; None for the whole model
     """
 
     model: PerSample
@@ -50,10 +55,12 @@ def basis_of(
     cache: JobCache,
     on_activity: OnActivity,
 ) -> Basis:
-    """Return the head with features of all records, or the whole model with the records.
+    """Return the head with the features of all records, or the whole model with the records.
 
-    draws        records that all steps of the run use together
-    on_activity  called with the number of records whose features are computed
+    The setting run.features decides, together with the memory of the device.
+
+    draws        expected number of record draws of the whole run
+    on_activity  called with the number of records whose features are computed so far
     """
     device = ready.theta.device
     notes: tuple[str, ...] = ()
@@ -69,7 +76,7 @@ def basis_of(
             raise DpfedError(
                 f'run.features = true cannot be done, as {parts}: set run.features = "auto"'
             )
-        # Many saved models have dropout before the head although nobody wants it.
+        # Explain why features are not used: many saved models have this dropout unintentionally.
         if parts.startswith(DROPOUT):
             notes = (f"the frozen part of the model is computed at every step, as {parts}",)
     records = cache.get("records", tables.train_key, lambda: records_of(tables.train, device))
@@ -92,12 +99,12 @@ def _feature_basis(
 ) -> Basis | None:
     """Return the head and the features, or None if the device has too little memory.
 
-    Training and test features have their own cache entries: the runs of a study use the same
-    training records and two halves of the test set.
+    Training and test features are cached separately: the runs of a study have the same training
+    records, but they may use different halves of the test set.
     """
 
     def make(table: Table) -> tuple[PerSample, Records]:
-        # Jobs on the same features need the same head, or they cannot run in one batch.
+        # Cache the head too: runs can be computed together only if they use the same head object.
         return parts.head, _records(parts.frozen, ready.theta, table, on_activity)
 
     model = Identity(ready.model)
@@ -113,7 +120,10 @@ def _feature_basis(
 
 
 def _split_model(config: Config, ready: ReadyModel, tables: JobTables) -> HeadSplit | str:
-    """Return the two parts of the model, or why it must stay whole. No private record is read."""
+    """Return the frozen part and the head, or a text that says why the model cannot be split.
+
+    The split is tried on blank inputs. No private record is read.
+    """
     if config.model.train != "head":
         return f'model.train = "{config.model.train}" trains more than the head'
     if config.privacy.isolation == "exact":
@@ -126,7 +136,8 @@ def _split_model(config: Config, ready: ReadyModel, tables: JobTables) -> HeadSp
         for name, x in tables.train.inputs.items()
     }
     if "attention_mask" in blank:
-        # Pooled features of a text without tokens are zero and would hide a difference.
+        # Mark all tokens as real: without tokens the pooled features are zero, and a wrong split
+        # would give the same outputs as the whole model.
         blank["attention_mask"].fill_(1)
     parts = split(ready.model, ready.theta, {name: x.to(device) for name, x in blank.items()})
     if isinstance(parts, str):
@@ -143,7 +154,10 @@ def _split_model(config: Config, ready: ReadyModel, tables: JobTables) -> HeadSp
 
 
 def _records(frozen: PerSample, theta: Tensor, table: Table, on_activity: OnActivity) -> Records:
-    """Return the features of a table; inputs move to the device in pieces, to save its memory."""
+    """Return the features of a table's records.
+
+    The inputs move to the device in pieces, because all of them may not fit into its memory.
+    """
     step = frozen.records_at_once(theta.device)
     features = []
     for first in range(0, max(len(table), 1), step):
@@ -153,6 +167,6 @@ def _records(frozen: PerSample, theta: Tensor, table: Table, on_activity: OnActi
             for name, x in table.inputs.items()
         }
         features.append(frozen.scores(theta, piece))
-    # Concatenating a single piece would copy it.
+    # Do not concatenate a single piece: that would copy it.
     joined = features[0] if len(features) == 1 else torch.cat(features)
     return Records({FEATURES: joined}, torch.from_numpy(table.labels).to(theta.device))

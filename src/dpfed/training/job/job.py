@@ -1,4 +1,4 @@
-"""Turn a configuration into a job: everything a run needs, checked before any training step."""
+"""Build the job of a configuration: all objects that a run needs, checked before training."""
 
 from __future__ import annotations
 
@@ -43,22 +43,27 @@ from dpfed.training.job.plan import check_algorithm, declared_sizes, plan_for
 
 @dataclass(frozen=True)
 class Job:
-    """One prepared run; nothing in it changes while the run trains.
+    """One prepared run. Training does not change it.
 
-    classes      names of the labels
-    spec         public facts about the inputs
-    model        per-record gradients and scores; the head alone if `raw_inputs` is set
+    classes      class names, in the order of the label numbers
+    spec         public facts about the inputs, such as their kind and shape
+    model        computes per-record gradients and scores; of the head only if `raw_inputs` is set
     adapted      the whole model with its adapter
     theta        initial trainable vector, `[P]`
-    records      training records on the device; features of them if `raw_inputs` is set
-    test         the server's public test records on the device
-    view         random augmentation of training records
-    past         privacy spent on the weights that the run starts from
-    notes        facts that the user should know
+    plan         mechanism of each client
+    schedule     numbers of clients, rounds and local steps, and the size of a cohort
+    shards       record numbers of each client
+    records      training records on the device; their features if `raw_inputs` is set
+    test         the server's public test records on the device, in the same format
+    streams      the run's random streams
+    view         random augmentation of training records; None without augmentation
+    past         privacy already spent on the weights that the run starts from
+    notes        facts for the user to know
     warnings     facts that the user should act on
-    served       True if the clients and their records are on other machines
-    batched_sum  clipped sums shared with other runs of a batch; None for a run by itself
-    raw_inputs   training inputs before the frozen part of the model computed their features
+    served       True on a server, whose clients and records are on other machines
+    batched_sum  computes the clipped sums of several runs together; None if this run trains alone
+    raw_inputs   training inputs if `records` has their features; None if the whole model trains
+    on_activity  called with the progress of slow operations
     """
 
     config: Config
@@ -99,9 +104,9 @@ def prepare(
     shared: JobCache | None = None,
     on_activity: OnActivity = ignore,
 ) -> Job:
-    """Build the job of a configuration; `source` replaces the configured data source.
+    """Return the job of a configuration. `source`, if given, replaces the configured data source.
 
-    With `shared`, equal records, models and features of earlier jobs are reused.
+    With `shared`, the job reuses equal records, models and features of earlier jobs.
     """
     with shared.lock if shared else nullcontext():
         return _prepare(config, source, shared, on_activity)
@@ -148,10 +153,10 @@ def _prepare(
 
 
 def prepare_server(config: Config) -> Job:
-    """Build the job of a server whose clients are on other machines; it holds no private record.
+    """Return the job of a server whose clients are on other machines. It has no private record.
 
-    Sizes are those that [federation] declares; client i of the plan is the i-th name in
-    alphabetical order.
+    The section [federation] declares the clients' sizes. Client i of the plan is the i-th client
+    name in alphabetical order.
     """
     device = device_of(config.run.device)
     streams = Streams(config.run.seed, secret=config.run.noise == "os")

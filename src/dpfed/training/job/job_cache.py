@@ -1,4 +1,4 @@
-"""Share records, models and features between the jobs of one process."""
+"""Cache of records, models and features that the jobs of one process share."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Identity:
-    """Cache key that equals another if both hold the very same object.
+    """Cache key around an object; two keys are equal only if they contain the very same object.
 
-    The key keeps its object alive, so no later object can get the same `id`.
+    The key keeps the object alive. Otherwise a later object could get the same `id`.
     """
 
     value: object
@@ -27,9 +27,10 @@ class Identity:
 
 
 class JobCache:
-    """Cache with one entry of each kind; another key replaces the entry.
+    """Cache with one entry for each kind of object, such as "model"; a new key replaces the entry.
 
-    lock  held while a job is prepared, because initial weights use torch's global generator
+    lock  allows one job at a time to be prepared, because initial weights are drawn from torch's
+          global random generator
     """
 
     def __init__(self) -> None:
@@ -38,23 +39,26 @@ class JobCache:
         self._purpose: Any = None
 
     def only_for(self, purpose: Any) -> None:
-        """Drop all entries if they were made for another purpose."""
+        """Delete all entries that were stored for another purpose, and remember `purpose`."""
         with self.lock:
             if purpose != self._purpose:
                 self._entries.clear()
                 self._purpose = purpose
 
     def get(self, kind: str, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the entry of this kind and key, made now if it is missing."""
+        """Return the entry of this kind if its key is `key`.
+
+        Otherwise call `make`, store its result in place of the old entry, and return it.
+        """
         with self.lock:
             if kind not in self._entries or self._entries[kind][0] != key:
-                # The old entry goes first, so that two large ones are never in memory.
+                # Delete the old entry first, so that memory never holds two large entries.
                 self._entries.pop(kind, None)
                 self._entries[kind] = (key, make())
             entry: T = self._entries[kind][1]
             return entry
 
     def clear(self) -> None:
-        """Drop all entries to free their memory."""
+        """Delete all entries to free their memory."""
         with self.lock:
             self._entries.clear()

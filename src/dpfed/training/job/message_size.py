@@ -1,4 +1,7 @@
-"""Sizes of the messages between server and clients, from a run of the algorithm on meta tensors."""
+"""Compute the sizes of messages between server and clients.
+
+The algorithm runs once on torch's meta tensors, which have shapes but no values.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,10 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Traffic:
-    """Numbers and bytes of one client in one round: its message up, the broadcast down.
+    """Sizes of one client's messages in one round: up to the server, and down from the server.
 
-    The few numbers of a header (round, learning rate, clip norm) are not counted.
+    The sizes are counted in numbers and in bytes. The few numbers of a header (round, learning
+    rate, clip norm) are not counted.
     """
 
     up_numbers: int
@@ -32,7 +36,7 @@ class Traffic:
 
 
 def traffic(algorithm: Algorithm, space: Space) -> Traffic:
-    """Return the sizes of a client's message and of the broadcast."""
+    """Return the size of a client's message to the server and of the server's broadcast."""
     up, down = meta_message(algorithm, space)
     return Traffic(*_size(up.values()), *_size(down.values()))
 
@@ -40,13 +44,16 @@ def traffic(algorithm: Algorithm, space: Space) -> Traffic:
 def meta_message(
     algorithm: Algorithm, space: Space, varying_phi: bool = False
 ) -> tuple[Message, Message]:
-    """Return a client's message `[1, ...]` and the fields of the broadcast as meta tensors."""
+    """Return a client's message `[1, ...]` and the server's broadcast, as meta tensors by name.
+
+    `varying_phi` is True if the variance of the noise may differ between rounds.
+    """
     server, _, message = _meta_round(algorithm, space, varying_phi)
     return message, {name: getattr(server, name) for name in algorithm.broadcast}
 
 
 def local_bytes(algorithm: Algorithm, space: Space) -> int:
-    """Return the bytes of one client's state within a round."""
+    """Return the bytes that the algorithm's state of one client takes during a round."""
     _, local, _ = _meta_round(algorithm, space)
     return _size(x for x in vars(local).values() if isinstance(x, Tensor))[1]
 
@@ -54,7 +61,10 @@ def local_bytes(algorithm: Algorithm, space: Space) -> int:
 def _meta_round(
     algorithm: Algorithm, space: Space, varying_phi: bool = False
 ) -> tuple[Any, Any, Message]:
-    """Return server state, client state after one step and message of a round on meta tensors."""
+    """Run one round of one client, with one local step, on meta tensors.
+
+    Return the server's state, the client's state after the step, and the client's message.
+    """
     one = torch.ones((), dtype=torch.float64, device=META)
     phi = torch.empty(1, 1, device=META)
     ctx = Context(_MetaSpace(space), 1, 1, 1, 1, one, one, one, phi, varying_phi=varying_phi)
@@ -69,7 +79,10 @@ def _meta_round(
 
 
 class _MetaSpace:
-    """Shapes of a space without its block index, whose values a meta tensor cannot have."""
+    """Replaces `Space` on meta tensors: it returns the right shapes without the block index.
+
+    The block index is left out because it consists of values, which meta tensors do not have.
+    """
 
     def __init__(self, space: Space) -> None:
         self.size = space.size
@@ -84,7 +97,7 @@ class _MetaSpace:
 
 
 class _MetaOracle:
-    """Oracle whose gradients have the right shape and no values."""
+    """Replaces the oracle: its gradients have the right shape but no values."""
 
     def __call__(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         return torch.empty_like(theta), torch.empty(1, 1, device=META)

@@ -21,12 +21,18 @@ from dpfed.training.job.device import set_threads
 from dpfed.training.job.job_cache import JobCache
 
 PRECISION = {"float32": torch.float32, "bf16": torch.bfloat16}
-# A compilation takes minutes and saves a third of a step.
+# Shorter runs are not compiled: compiling takes minutes and makes each step only a third faster.
 MIN_STEPS_TO_COMPILE = 20_000
 
 
 class ReadyModel(NamedTuple):
-    """Model of a job on its device, with the initial trainable vector `theta`, `[P]`."""
+    """A model that is checked and on its device.
+
+    model    computes per-record gradients and scores
+    adapted  the same model as a torch module, with its adapter
+    theta    initial trainable vector, `[P]`
+    notes    facts for the user to know
+    """
 
     model: PerSample
     adapted: Adapted
@@ -41,9 +47,9 @@ def build_model(
     device: torch.device,
     shared: JobCache | None = None,
 ) -> ReadyModel:
-    """Return the checked model; `theta` follows from the run's seed.
+    """Return the model of a job after checking it. The run's seed determines the initial `theta`.
 
-    With `shared`, the model of an earlier job is reused if its frozen weights are equal.
+    With `shared`, reuse the model of an earlier job if frozen weights and settings are equal.
     """
     seeds = (streams.number("init"), streams.number("init", 1))
     parts = assemble(config.model, spec, seeds, **block_rules(config))
@@ -66,7 +72,10 @@ def build_model(
 def _checked_model(
     config: Config, spec: InputSpec, streams: Streams, parts: AssembledModel, theta: Tensor
 ) -> PerSample:
-    """Check the model on synthetic records, set its precision and compile it if asked."""
+    """Return the model with per-record gradients, after checking it on synthetic records.
+
+    The model is set to the run's precision, and compiled if the configuration asks for that.
+    """
     device = theta.device
     built = parts.built
     model = parts.adapted.model.to(device)
@@ -94,14 +103,14 @@ def _checked_model(
 
 
 def worth_compiling(config: Config, device: torch.device) -> bool:
-    """Return True if a compilation may be used and the run is long enough to gain from it."""
+    """Return True if the model can be compiled and the run is long enough to gain from it."""
     if config.privacy.isolation == "exact" or device.type != "cuda":
         return False
     return config.run.rounds * config.run.local_steps >= MIN_STEPS_TO_COMPILE
 
 
 def block_rules(config: Config) -> dict[str, Any]:
-    """Return the keys of an algorithm that shape its blocks; empty for one without blocks."""
+    """Return the algorithm's options that divide the parameters into blocks; {} without blocks."""
     if not hasattr(config.algorithm, "granularity"):
         return {}
     return {"granularity": config.algorithm.granularity}

@@ -1,4 +1,4 @@
-"""Notes and warnings about the data and the plan of a run, as sentences for the user."""
+"""Notes and warnings about a run's data and privacy plan, as sentences for the user."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_NAMES = 5
 
 
 def data_notes(config: Config, source: Source, shards: Shards) -> list[str]:
-    """Return notes about how the records were read and divided among the clients."""
+    """Return notes for the user about how the records were read and divided among the clients."""
     unit = config.data.unit_column
     rule = config.data.partition
     notes = list(source.notes)
@@ -50,7 +50,10 @@ def data_notes(config: Config, source: Source, shards: Shards) -> list[str]:
 
 
 def dealt_note(config: Config) -> list[str]:
-    """Return a note on the guarantee if a run with real noise simulates its clients."""
+    """Return a note on the guarantee if a run with real noise simulates its clients, else [].
+
+    The guarantee then concerns each client's records as the simulation assigned them.
+    """
     rule = config.data.partition
     if config.run.noise != "os" or rule == "natural":
         return []
@@ -61,7 +64,10 @@ def dealt_note(config: Config) -> list[str]:
 
 
 def _natural_note(config: Config, shards: Shards) -> str:
-    """Name the clients of a natural partition; say if data.clients is ignored."""
+    """Return a sentence that names the clients found in the data, under partition "natural".
+
+    The sentence also says if the setting data.clients is ignored.
+    """
     note = (
         f"the clients are the {len(shards)} of data.client_column = {config.data.client_column!r}"
     )
@@ -73,9 +79,9 @@ def _natural_note(config: Config, shards: Shards) -> str:
 
 
 def federation_note(config: Config, plan: Plan) -> list[str]:
-    """Return a note if a simulation has other client sizes than its federation declares.
+    """Return a note if the simulated clients have other sizes than [federation] declares, else [].
 
-    The two then train differently.
+    With other sizes, the simulation trains differently from the real federation.
     """
     if config.federation is None or not config.federation.clients:
         return []
@@ -90,7 +96,10 @@ def federation_note(config: Config, plan: Plan) -> list[str]:
 
 
 def data_warnings(config: Config, source: Source, shards: Shards) -> list[str]:
-    """Return a warning if undeclared classes have no training record, or if there is one class."""
+    """Return a warning if a class has no training record or if there is only one class, else [].
+
+    Declared classes are not checked.
+    """
     if source.declared:
         return []
     if len(source.classes) == 1:
@@ -107,7 +116,7 @@ def data_warnings(config: Config, source: Source, shards: Shards) -> list[str]:
 
 
 def plan_warnings(config: Config, plan: Plan) -> list[str]:
-    """Return a warning if delta is too large for the largest client of a private plan."""
+    """Return a warning if delta is too large for the size of the largest client, else []."""
     if not plan.private:
         return []
     warning = delta_warning(config.privacy.delta, int(plan.sizes.max()), plan.unit)
@@ -115,7 +124,7 @@ def plan_warnings(config: Config, plan: Plan) -> list[str]:
 
 
 def result_warnings(result: Mapping[str, Any]) -> list[str]:
-    """Return a warning if the trained model gives every test record the same answer."""
+    """Return a warning if the trained model predicts one class for every test record, else []."""
     answer = (result.get("metrics") or {}).get("one_answer")
     if answer is None:
         return []
@@ -131,7 +140,7 @@ def result_warnings(result: Mapping[str, Any]) -> list[str]:
 
 
 def _shortened(names: Sequence[str]) -> str:
-    """Return the first names as a list for a sentence, with dots if there are more."""
-    # A name from a file may contain line breaks, and a note is one line.
+    """Return the first MAX_NAMES names, joined by commas, with dots if there are more."""
+    # Names from files may contain line breaks, but a note must stay on one line.
     shown = [" ".join(name.split()) for name in names[:MAX_NAMES]]
     return ", ".join([*shown, *["..."] * (len(names) > MAX_NAMES)])

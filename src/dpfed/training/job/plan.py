@@ -1,4 +1,4 @@
-"""Find the clients' sizes of a configuration, and the privacy plan and schedule that follow."""
+"""The clients' sizes, the privacy plan and the schedule that follow from a configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dpfed.training.job.data import shards_for
 
 
 def plan_for(config: Config, sizes: np.ndarray) -> tuple[Plan, Schedule]:
-    """Return plan and schedule of clients that hold so many protected units each."""
+    """Return the privacy plan and the schedule. `sizes` gives each client's protected units."""
     run = config.run
     privacy = config.privacy
     releases = config.algorithm.releases
@@ -33,9 +33,9 @@ def plan_for(config: Config, sizes: np.ndarray) -> tuple[Plan, Schedule]:
 
 
 def plan_of(config: Config) -> tuple[Plan, Schedule]:
-    """Return plan and schedule of a configuration without building its model.
+    """Return the privacy plan and the schedule of a configuration without building its model.
 
-    The data are read only if the sizes do not follow from published counts.
+    The data are read only if published record counts do not determine the clients' sizes.
     """
     sizes = published_sizes(config)
     if sizes is None:
@@ -45,7 +45,10 @@ def plan_of(config: Config) -> tuple[Plan, Schedule]:
 
 
 def published_sizes(config: Config) -> np.ndarray | None:
-    """Return the clients' sizes if public counts alone give them."""
+    """Return the clients' sizes if published record counts determine them, else None.
+
+    That is so if a published data set is divided into equal numbers of records.
+    """
     data = config.data
     published: Published | None = getattr(data, "published", None)
     equal_sizes = data.partition in ("dirichlet_equal", "iid") and not data.unit_column
@@ -59,7 +62,7 @@ def published_sizes(config: Config) -> np.ndarray | None:
 
 
 def client_names(config: Config) -> list[str]:
-    """Return the clients of a federation in the order of its plan: alphabetical."""
+    """Return the client names of a federation in alphabetical order, the order of its plan."""
     if config.federation is None or not config.federation.clients:
         raise DpfedError(
             "a server needs the public figures of its clients: give [federation.clients], "
@@ -69,14 +72,14 @@ def client_names(config: Config) -> list[str]:
 
 
 def declared_sizes(config: Config) -> np.ndarray:
-    """Return the declared sizes of a federation's clients, in the order of `client_names`."""
+    """Return each client's declared number of units, in the order of `client_names`."""
     names = client_names(config)
     assert config.federation is not None
     return np.array([config.federation.clients[name] for name in names], dtype=np.int64)
 
 
 def check_algorithm(config: Config, plan: Plan) -> list[str]:
-    """Let the algorithm refuse a plan that it cannot run; return its notes."""
+    """Return the algorithm's notes for the user; raise DpfedError if it cannot run this plan."""
     facts = Facts(
         equal_phi=plan.equal_phi,
         private=plan.private,
