@@ -1,7 +1,7 @@
 """Triton kernels over the rows of a gradient matrix `[M, P]`; each touches only what it must.
 
 An error here would be an error of privacy: `right` compares the kernels with plain numbers before
-their first use. The plain path is in `privacy.fixed_shape_sum`.
+their first use. The plain path is in `accel.gradient_matrices`.
 Importing this module needs triton: import it only where `accel.usable` returns True.
 """
 

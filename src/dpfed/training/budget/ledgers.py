@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 
 from dpfed.errors import DpfedError, counted
+from dpfed.privacy.accounting.observers import Rounds, view_epsilon
 from dpfed.privacy.ledger.charge import Charge
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.plan import Plan
+from dpfed.privacy.published import show_setting
 from dpfed.training.budget.spending import Budget
 from dpfed.training.job.job import Job
 
@@ -178,7 +180,26 @@ def with_recorded_noise(job: Job, path: Path) -> Job:
         return job
     with Ledger.open(path, readonly=True) as ledger:
         multipliers = recorded_multipliers(job.plan, ledger)
+    _require_target(job, multipliers, path)
     return replace(job, plan=replace(job.plan, multipliers=multipliers))
+
+
+def _require_target(job: Job, multipliers: np.ndarray, path: Path) -> None:
+    """Raise DpfedError if recorded noise below the calibrated one exceeds the target epsilon."""
+    privacy = job.config.privacy
+    schedule = job.schedule
+    lower = multipliers < job.plan.multipliers
+    for sigma in np.unique(multipliers[lower]):
+        rate = float(job.plan.rates[lower & (multipliers == sigma)].max())
+        worst = replace(job.plan.mechanism(0), rate=rate, noise_multiplier=float(sigma))
+        rounds = Rounds(worst, schedule.local_steps, schedule.rounds, schedule.participation)
+        epsilon = view_epsilon(privacy.view, rounds, privacy.delta)
+        if epsilon > (privacy.target_epsilon or math.inf):
+            raise DpfedError(
+                f"the noise that the ledger {path} records does not reach "
+                f"privacy.target_epsilon = {show_setting(privacy.target_epsilon or 0)}: "
+                "this is not the ledger that the run wrote"
+            )
 
 
 def recorded_multipliers(plan: Plan, ledger: Ledger) -> np.ndarray:

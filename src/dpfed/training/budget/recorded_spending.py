@@ -27,7 +27,6 @@ from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.plan import Plan
 from dpfed.registry import registry
 from dpfed.training.budget.ledgers import (
-    CALIBRATION_TOLERANCE,
     OWN_LEDGER,
     no_statement,
     stated_rounds,
@@ -294,15 +293,15 @@ def served_spending(
 
 
 def with_least_noise(plan: Plan, recorded: float | list[float] | None) -> Plan:
-    """Return the plan, with less noise if a server's result records a slightly smaller sigma.
+    """Return the plan with at most the noise that a server's result records as its sigma.
 
-    Another version of dpfed may have calibrated the smaller sigma for the same target. `recorded`
-    is one sigma or the list [smallest, largest]; None if no sigma was recorded.
+    The run may have used less noise than this version calibrates for the same target. The report
+    must then state the epsilon of the smaller noise.
     """
     if recorded is None:
         return plan
     computed = np.array([plan.multipliers.min(), plan.multipliers.max()])
     ratio = float((np.broadcast_to(recorded, 2) / computed).min())
-    if not 1 - CALIBRATION_TOLERANCE <= ratio < 1:
+    if not 0 < ratio < 1:
         return plan
     return replace(plan, multipliers=ratio * plan.multipliers)

@@ -327,7 +327,22 @@ def test_a_report_on_a_server_counts_the_smaller_of_recorded_and_calibrated_nois
     plan = Plan("poisson", 1.0, sizes, expected / sizes, expected, np.array([2.0, 4.0]))
     assert with_least_noise(plan, None) is plan
     assert with_least_noise(plan, [2.0001, 4.0001]) is plan
+    # A record far below the calibrated noise counts too, or epsilon would be too small.
+    for ratio in (0.9995, 0.5):
+        least = with_least_noise(plan, [2.0 * ratio, 4.0]).multipliers
+        assert least.min() == pytest.approx(2.0 * ratio, rel=1e-12)
     lower = with_least_noise(plan, [2.0, 4.0 * (1 - 1e-5)]).multipliers
     assert lower == pytest.approx([2.0 * (1 - 1e-5), 4.0 * (1 - 1e-5)], rel=1e-12)
     equal = replace(plan, multipliers=np.array([2.0, 2.0]))
     assert with_least_noise(equal, 1.99999).multipliers == pytest.approx([1.99999] * 2, rel=1e-12)
+
+
+def test_recorded_noise_that_misses_the_target_is_refused(
+    unequal: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a wide tolerance only the check of the target stands between the ledger and the run."""
+    keys = [*unequal, "privacy.target_epsilon=2", "run.rounds=4", "run.noise=os"]
+    interrupted(keys, tmp_path / "r", 0.99)
+    monkeypatch.setattr("dpfed.training.budget.ledgers.CALIBRATION_TOLERANCE", 0.05)
+    with pytest.raises(DpfedError, match="does not reach privacy.target_epsilon = 2"):
+        run(load("digits", keys, registry()), tmp_path / "r", "resume")
