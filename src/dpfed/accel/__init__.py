@@ -1,11 +1,12 @@
-"""GPU kernels in Triton, and the switch between them and plain PyTorch.
+"""GPU kernels in Triton, and the switch between these kernels and plain PyTorch.
 
 accel/NAME.py            the kernels; importing one of these modules needs triton
-accel/operators/NAME.py  the operators that other packages call, each with its plain path
+accel/operators/NAME.py  the operators that other packages call and that start the kernels
 
 The switch is `usable`. It returns False without a GPU, without triton and with `DPFED_KERNELS=0`.
-Before the first use on a device, `right` compares a module's kernels with their plain equivalents.
-Kernels that fail to build or differ are not used: a warning says so, and the plain path runs.
+Each module of kernels has a function `right`. It compares the kernels with plain PyTorch before
+their first use on a device. If kernels fail to build or give other numbers, a warning says so and
+plain PyTorch runs instead.
 """
 
 from __future__ import annotations
@@ -27,22 +28,23 @@ from torch import Tensor
 
 LOG = logging.getLogger("dpfed")
 TRITON = importlib.util.find_spec("triton") is not None
-# The types that kernels take.
+# The dtypes that the kernels accept.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-# The kernels that `works` checks for all types at once; others have a check for each type.
+# `works` checks these modules for all dtypes together. The other modules are checked per dtype.
 ALWAYS_CHECKED = ("lora", "norm", "dropout")
-# Tests set this to run kernels on the CPU in triton's interpreter.
+# Tests set this to True to run the kernels on the CPU in triton's interpreter.
 interpreted = False
-# Devices, and (kernels, device, type), for which the answer is known.
+# Devices, and triples (module, device, dtype), whose kernels have been checked, with either result.
 _tried: set[object] = set()
 
 
 def usable(x: Tensor) -> bool:
-    """Return True if kernels run on the device of `x`, in its precision and outside vmap.
+    """Return True if kernels can be used for `x`: on its device, in its dtype and outside vmap.
 
-    The first call on a device tries the kernels, so it must come before any CUDA graph capture.
+    The first call on a device checks the kernels, which is impossible during a CUDA graph capture.
+    An unchecked device therefore gives False during a capture.
     """
-    # Inside vmap the kernels cannot be tried either, so this test comes first.
+    # Inside vmap even the check of the kernels would fail, so this test comes first.
     if torch._C._are_functorch_transforms_active() or x.dtype == torch.float64:
         return False
     if interpreted or not x.is_cuda:
@@ -50,14 +52,15 @@ def usable(x: Tensor) -> bool:
     if x.device not in _tried and torch.cuda.is_current_stream_capturing():
         return False
     found = works(x.device)
-    # Another thread may capture while the kernels are tried: only now the answer is known.
+    # Mark the device only now that the result is cached. Otherwise another thread, which may be
+    # capturing a CUDA graph, would start the check itself.
     _tried.add(x.device)
     return found
 
 
 @functools.cache
 def works(device: torch.device) -> bool:
-    """Return True if kernels build on the device and agree with plain operations there."""
+    """Return True if the kernels build on this device and agree with plain PyTorch there."""
     if os.environ.get("DPFED_KERNELS") == "0":
         return False
     if device.type == "cuda" and (
@@ -74,7 +77,7 @@ def _module(name: str) -> ModuleType:
 
 
 def kernels_for(name: str, x: Tensor) -> ModuleType | None:
-    """Return the module `accel.<name>` if its kernels passed their check for tensors like `x`."""
+    """Return the module `accel.<name>` if its kernels can be used for `x`, else None."""
     if not usable(x):
         return None
     if name in ALWAYS_CHECKED:
@@ -97,10 +100,12 @@ def _checked_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Mod
 
 
 def passes_check(which: str, device: torch.device, right: Callable[[], bool]) -> bool:
-    """Return the result of the check `right`; log a warning if it is False or raises.
+    """Call `right` and return True if it does; otherwise log a warning and return False.
 
-    The check runs in its own thread, because the caller may be in a mode without gradients.
-    It must not take gradients on a GPU: the calling thread may be the one that computes them.
+    An error in `right` counts as False, except an out-of-memory error, which is raised.
+    `right` runs in a new thread, because the caller may have switched gradients off.
+    It must not compute gradients on a GPU: the caller may be PyTorch's thread for such gradients,
+    which would then wait for itself.
     """
     try:
         with ThreadPoolExecutor(1) as pool:
@@ -110,7 +115,7 @@ def passes_check(which: str, device: torch.device, right: Callable[[], bool]) ->
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        # No triton, no compiler or an unknown GPU: a run continues on the plain path.
+        # If triton or a compiler is missing, or the GPU unknown, the run continues without kernels.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
     LOG.warning(
         "%s are not used on %s, so steps take longer than they could: %s", which, device, reason
@@ -119,10 +124,13 @@ def passes_check(which: str, device: torch.device, right: Callable[[], bool]) ->
 
 
 def nearly_equal(found: Tensor, wanted: Tensor) -> bool:
-    """Return True if `found` equals the float64 tensor `wanted` up to half-precision rounding."""
+    """Return True if `found` differs from `wanted` (float64) in norm by at most 2 %.
+
+    Rounding to half precision causes smaller differences.
+    """
     return bool((found.double() - wanted).norm() <= 0.02 * wanted.norm())
 
 
 def on_device(x: Tensor) -> AbstractContextManager[Any]:
-    """Make the GPU of `x` current: Triton starts kernels on the thread's current device."""
+    """Return a context in which the GPU of `x` is the current one, where Triton starts kernels."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

@@ -1,6 +1,7 @@
-"""Triton kernel for keyed dropout: one pass over memory, with hashes in registers.
+"""Triton kernel for keyed dropout, which reads and writes each number once.
 
-The plain path is in `accel.operators.dropout`. The gradient goes through the same mask, made again.
+The dropout mask is a hash of the record's key and the position. It is never stored: the backward
+pass computes it again. The same function in plain PyTorch is in `accel.operators.dropout`.
 Importing this module needs triton: import it only where `accel.usable` returns True.
 """
 
@@ -38,9 +39,11 @@ def _drop(x, key, rule, y, width, B: tl.constexpr):
 
 
 def drop(x: Tensor, key: Tensor, rule: Tensor) -> Tensor:
-    """Return `x` times its dropout mask over the share that is kept.
+    """Return `x` with dropout: dropped numbers are 0, the others are divided by the kept share.
 
-    The leading axis of `x` is a multiple of the number of records, `len(key)`.
+    x     its leading axis is a multiple of the number of records M, ordered by record
+    key   the records' keys, int64 `[M]`
+    rule  int64 `[2]`: start of the layer's random stream, and how many of 2^24 draws are dropped
     """
     y = torch.empty_like(x)
     width = x.numel() // len(key)
@@ -50,7 +53,7 @@ def drop(x: Tensor, key: Tensor, rule: Tensor) -> Tensor:
 
 
 def fits(x: Tensor, key: Tensor, rule: Tensor) -> bool:
-    """Return True if the kernel takes these tensors."""
+    """Return True if the kernel accepts the devices, dtypes and shapes of these tensors."""
     same_device = x.device == key.device == rule.device
     contiguous = x.is_contiguous() and key.is_contiguous() and rule.is_contiguous()
     integers = key.dtype == rule.dtype == torch.int64
@@ -60,8 +63,11 @@ def fits(x: Tensor, key: Tensor, rule: Tensor) -> bool:
 
 
 def right(device: torch.device) -> bool:
-    """Compare the kernel with Python's whole numbers on this device; wait for the result."""
-    # One sum of key and start exceeds 2^63, so it wraps around.
+    """Return True if the kernel equals the same dropout computed with Python's integers.
+
+    This waits for the device.
+    """
+    # The last key plus `start` exceeds 2^63, so that the check covers overflow.
     keys = (12345, -(2**61) - 7, 2**62)
     start = 2**62 + 11
     dropped = 2**22
@@ -73,7 +79,7 @@ def right(device: torch.device) -> bool:
     mask = kept.float() / (1 - torch.tensor(dropped).float() * 2.0**-24)
     key = torch.tensor(keys, device=device)
     rule = torch.tensor([start, dropped], device=device)
-    # Triton's interpreter truncates to bf16 instead of rounding.
+    # Triton's interpreter truncates to bf16 instead of rounding, so bf16 is checked only on a GPU.
     types = FLOATS if device.type == "cuda" else (torch.float32, torch.float16)
     return all(
         torch.equal(drop(x.to(device, t), key, rule).cpu(), x.to(t) * mask.to(t)) for t in types

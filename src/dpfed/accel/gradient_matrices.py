@@ -1,6 +1,7 @@
-"""Join per-record gradients `[M, n]` into few matrices, and add, clear and weight their rows.
+"""Join the per-record gradients of all tensors into few matrices, and compute with their rows.
 
-Rows are read by our kernels where these are usable, and by torch's own operations elsewhere.
+The computations are squared norms, weighted sums and clearing of rows. They use the kernels of
+`accel.rows` where these are usable, and plain PyTorch elsewhere.
 """
 
 from __future__ import annotations
@@ -16,14 +17,20 @@ from torch import Tensor
 from dpfed.accel import passes_check, usable
 
 ALIGNED = 64
-# Columns from which on copying a tensor beside others costs more than a few kernels of its own.
+# A tensor with at least this many columns is its own matrix: copying it costs more than the few
+# additional kernel launches.
 LARGE = 2**15
 PIECE = 256
 
 
 @dataclass(frozen=True)
 class GradientMatrices:
-    """Gradients of M records, joined: tensor i is a block of columns of the matrix of its group."""
+    """The gradients of M records, as few matrices with one row per record.
+
+    matrices  `[M, columns]` each; the columns of several tensors side by side
+    groups    for each matrix, the indices of its tensors
+    sizes     for each tensor, its number of columns
+    """
 
     matrices: list[Tensor]
     groups: list[list[int]]
@@ -36,7 +43,11 @@ class GradientMatrices:
         return cls(matrices, groups, [g.shape[1] for g in grads])
 
     def clear(self, keep: Tensor) -> None:
-        """Write zeros over what is not finite in the rows where `keep [M]` is False, in place."""
+        """Remove NaN and infinity from the rows where `keep [M]` is False, in place.
+
+        These rows have weight 0 in `weighted_sum`, but 0 times NaN would still be NaN. All other
+        rows are finite and do not change.
+        """
         for rows in self.matrices:
             kernels = kernels_for(rows)
             if kernels is None:
@@ -45,11 +56,11 @@ class GradientMatrices:
                 kernels.zero_rows(rows, keep)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        """Return `weights [S, M]` times all gradients, `[S, P]`."""
+        """Return the product of `weights [S, M]` and all gradients `[M, P]`, in shape `[S, P]`."""
         return self.in_order(weighted_sums(weights, self.matrices))
 
     def in_order(self, sums: Sequence[Tensor]) -> Tensor:
-        """Return sums of the matrices as one tensor `[S, P]` with the columns of `grads`."""
+        """Return the sums, one `[S, columns]` per matrix, as `[S, P]` in the order of tensors."""
         if len(self.groups) == 1:
             return sums[0][:, : sum(self.sizes)]
         parts: dict[int, Tensor] = {}
@@ -62,19 +73,22 @@ class GradientMatrices:
 
 
 def grouped(grads: Sequence[Tensor]) -> list[list[int]]:
-    """Return the tensors of each matrix: a large tensor alone, all others together."""
+    """Return the indices of the tensors of each matrix: large ones alone, all others together."""
     alone = [i for i, g in enumerate(grads) if _is_matrix(g)]
     together = [i for i, g in enumerate(grads) if not _is_matrix(g)]
     return [*([i] for i in alone), *([together] if together else [])]
 
 
 def _is_matrix(grad: Tensor) -> bool:
-    """Return True if kernels are as fast on this tensor as on an aligned copy."""
+    """Return True if this tensor can be its own matrix, as large and aligned as kernels need."""
     return grad.shape[1] >= LARGE and grad.shape[1] % ALIGNED == 0 and grad.is_contiguous()
 
 
 def matrix_of(grads: Sequence[Tensor]) -> Tensor:
-    """Return the gradients side by side; columns of zeros align the rows and change no sum."""
+    """Return the gradients `[M, n]` side by side as one matrix, without a copy if possible.
+
+    Columns of zeros at the end align the rows to 64 numbers. They change no sum.
+    """
     if len(grads) == 1 and _is_matrix(grads[0]):
         return grads[0]
     size = sum(g.shape[1] for g in grads)
@@ -82,14 +96,21 @@ def matrix_of(grads: Sequence[Tensor]) -> Tensor:
 
 
 def row_squares(rows: Tensor) -> Tensor:
-    """Return the sum of squares of each piece of each row, `[M, pieces]`."""
+    """Return sums of squares `[M, pieces]`: each row is cut into pieces of a fixed length.
+
+    The squared norm of a row is the sum over its pieces.
+    """
     kernels = kernels_for(rows)
     squares: Tensor = piece_squares(rows) if kernels is None else kernels.squares(rows)
     return squares
 
 
 def piece_squares(rows: Tensor) -> Tensor:
-    """Return sums of squares over pieces of 256 numbers; float64 for float64 rows, else float32."""
+    """Return the sums of squares of `row_squares` by plain PyTorch, for pieces of 256 numbers.
+
+    The norm of a piece is computed in float64 for float64 rows, else in float32. Its square is
+    float64.
+    """
     precision = torch.float64 if rows.dtype == torch.float64 else torch.float32
     whole = rows.shape[1] // PIECE * PIECE
     pieces = rows[:, :whole].view(len(rows), whole // PIECE, PIECE)
@@ -99,13 +120,16 @@ def piece_squares(rows: Tensor) -> Tensor:
 
 
 def kernels_for(rows: Tensor) -> ModuleType | None:
-    """Return the kernels over rows where they are usable and passed their check."""
+    """Return the module `accel.rows` if its kernels can be used for these rows, else None."""
     return _checked_kernels(rows.device, rows.dtype) if usable(rows) else None
 
 
 @functools.cache
 def _checked_kernels(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
-    """Check the kernels once for each device and dtype, before any capture."""
+    """Return the module `accel.rows`, or None if its kernels fail their check.
+
+    The check runs once per device and dtype.
+    """
     from dpfed.accel import rows
 
     right = passes_check(
@@ -115,10 +139,11 @@ def _checked_kernels(device: torch.device, dtype: torch.dtype) -> ModuleType | N
 
 
 def weighted_sums(weights: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Return `weights [S, M]` times each matrix `[M, n]`, in the precision of the weights.
+    """Return `weights [S, M]` times each matrix `[M, n]`, in the dtype of the weights.
 
-    Half-precision rows on a GPU are not widened. A float32 weight is the sum of three bfloat16
-    numbers, products of bfloat16 numbers are exact in float32, and tensor cores add in float32.
+    bfloat16 rows on a GPU are not copied to float32. Instead each float32 weight is split into
+    three bfloat16 numbers. Their products with the rows are exact in float32, and tensor cores add
+    them in float32.
     """
     parts = None
     sums = []
@@ -132,7 +157,7 @@ def weighted_sums(weights: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
 
 
 def three_parts(weights: Tensor) -> Tensor:
-    """Split `[S, M]` in float32 into bfloat16 numbers `[3*S, M]` that add up to it."""
+    """Return float32 `weights [S, M]` as three bfloat16 matrices that add up to it, `[3*S, M]`."""
     parts: list[Tensor] = []
     rest = weights
     for _ in range(3):
@@ -142,5 +167,5 @@ def three_parts(weights: Tensor) -> Tensor:
 
 
 def sum_of_parts(products: Tensor) -> Tensor:
-    """Add up the products of the three parts of each weight: `[3*S, n]` -> `[S, n]`."""
+    """Add the products of the three matrices of `three_parts`: `[3*S, n]` -> `[S, n]`."""
     return products.view(3, len(products) // 3, -1).sum(0)

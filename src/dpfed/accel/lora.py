@@ -1,10 +1,11 @@
-"""Triton kernels for the thin matrix products of LoRA, where each sample has its own weights.
+"""Triton kernels for the matrix products of LoRA, where each sample has its own A and B.
 
-    two_products   L = s1 X W1, then Y += s2 L W2: an adapter's forward pass, or its backward pass
-    outer          s Xᵀ L: the gradient of an adapter's weight
+    two_products   L = s1 X W1, then Y += s2 L W2: forward pass of an adapter, or gradient of X
+    outer          s Xᵀ L: the gradient of A or of B
 
-X is `[M, n, D]` and L `[M, n, r]`; weights may have any strides. All sums are in float32.
-The plain path is in `accel.operators.lora`.
+X is `[M, n, D]` and L is `[M, n, r]` with rank r. W1 and W2 are A and B in either order and may
+have any strides. All sums are in float32.
+The same products in plain PyTorch are in `accel.operators.lora`.
 Importing this module needs triton: import it only where `accel.usable` returns True.
 """
 
@@ -17,9 +18,10 @@ from torch import Tensor
 
 from dpfed.accel import nearly_equal, on_device
 
-# Programs that fill a large GPU twice. With fewer, several programs share the second product.
+# This many programs fill a large GPU twice. If there are fewer tiles, several programs share the
+# second product of a tile.
 BUSY = 264
-# Largest rank of each type that fits the shared memory of every supported GPU.
+# Largest LoRA rank per dtype. A larger one does not fit the shared memory of every supported GPU.
 MAX_RANK = {torch.float32: 64, torch.bfloat16: 128, torch.float16: 128}
 
 
@@ -64,7 +66,7 @@ def _outer(
     x, low, out, n, d, r, s, x_m, low_m, out_m,
     N: tl.constexpr, R: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Compute `[D, r]`, or its transpose if WIDE."""
+    """Compute `s xᵀ low` for D columns of one sample: `[D, r]`, or the transpose if WIDE."""
     sample = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * D + tl.arange(0, D)
     ranks = tl.arange(0, R)
@@ -99,7 +101,7 @@ def _outer(
 def two_products(x: Tensor, w1: Tensor, w2: Tensor, y: Tensor, s1: float, s2: float) -> Tensor:
     """Add `s2 (s1 x w1) w2` to `y` in place and return `s1 x w1`.
 
-    x `[M, n, d1]`, w1 `[M, d1, r]`, w2 `[M, r, d2]`, y `[M, n, d2]`.
+    The shapes are x `[M, n, d1]`, w1 `[M, d1, r]`, w2 `[M, r, d2]` and y `[M, n, d2]`.
     """
     samples, n, d1 = x.shape
     r, d2 = w2.shape[1:]
@@ -123,7 +125,7 @@ def two_products(x: Tensor, w1: Tensor, w2: Tensor, y: Tensor, s1: float, s2: fl
 def outer(x: Tensor, low: Tensor, s: float, wide: bool) -> Tensor:
     """Return `s xᵀ low` as `[M, d, r]`, or its transpose `[M, r, d]` if `wide`.
 
-    x `[M, n, d]`, low `[M, n, r]`.
+    The shapes are x `[M, n, d]` and low `[M, n, r]`.
     """
     samples, n, d = x.shape
     r = low.shape[2]
@@ -138,22 +140,25 @@ def outer(x: Tensor, low: Tensor, s: float, wide: bool) -> Tensor:
 
 
 def block(size: int, most: int) -> int:
-    """Return a power of two that holds `size`, from 16 (the least of a matrix unit) to `most`."""
+    """Return the side of a tile for `size` rows: the next power of two, from 16 to `most`.
+
+    Matrix units need at least 16.
+    """
     return int(min(most, max(16, triton.next_power_of_2(size))))
 
 
 def piece(width: int) -> int:
-    """Return how many columns a step takes: 64, or 32 if only those divide the width."""
+    """Return how many columns one loop step reads: 32 if it divides the width and 64 does not."""
     return 32 if width % 64 and width % 32 == 0 else 64
 
 
 def fits(x: Tensor, r: int) -> bool:
-    """Return True if the kernels take `x` with adapters of rank `r`."""
+    """Return True if the kernels accept the dtype and memory layout of `x` and the rank `r`."""
     return r <= MAX_RANK.get(x.dtype, 0) and x.is_contiguous()
 
 
 def right(device: torch.device) -> bool:
-    """Compare the kernels with plain products in float64 on this device; wait for the result."""
+    """Return True if the kernels agree with plain products in float64; wait for the device."""
     g = torch.Generator().manual_seed(0)
     shapes = ((2, 20, 40), (2, 20, 70), (2, 40, 3), (2, 3, 70))
     numbers = [torch.randn(shape, generator=g) for shape in shapes]

@@ -1,7 +1,7 @@
 """Triton kernels for layer normalisation with frozen weights.
 
-A program takes several narrow rows; PyTorch spends a block of threads on each row.
-The plain path is in `accel.operators.norm`.
+One program normalises several narrow rows, whereas PyTorch uses a whole block of threads per row.
+The operator that calls these kernels is in `accel.operators.norm`.
 Importing this module needs triton: import it only where `accel.usable` returns True.
 """
 
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from dpfed.accel import FLOATS, nearly_equal, on_device
 
-# Longest row that the kernels take.
+# The largest number of columns that the kernels accept.
 MAX_WIDTH = 4096
-# Numbers that one program holds.
+# How many numbers one program holds in registers.
 PROGRAM_SIZE = 4096
 
 
@@ -58,14 +58,18 @@ def _backward(grad, x, weight, mean, rstd, out, rows, width, R: tl.constexpr, C:
 
 
 def _shape(x: Tensor) -> tuple[int, int, int, int]:
-    """Return the rows, their width, the rows of one program and the width as a power of two."""
+    """Return the sizes of `x` and of the tile that one program computes.
+
+    They are the number of rows, the width of a row, the rows of a tile, and the columns of a tile.
+    The columns of a tile are the width, rounded up to a power of two.
+    """
     width = x.shape[-1]
     columns = int(triton.next_power_of_2(width))
     return x.numel() // width, width, max(1, PROGRAM_SIZE // columns), columns
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the normalised rows, and each row's mean and reciprocal standard deviation."""
+    """Return the normalised `x`, and each row's mean and reciprocal standard deviation."""
     rows, width, together, columns = _shape(x)
     y = torch.empty_like(x)
     mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
@@ -77,7 +81,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor
 
 
 def backward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
-    """Return the gradient with respect to `x`."""
+    """Return the gradient of `x`, given `grad`, the gradient of the normalised rows."""
     rows, width, together, columns = _shape(x)
     out = torch.empty_like(x)
     with on_device(x):
@@ -88,7 +92,7 @@ def backward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
 
 
 def fits(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
-    """Return True if the kernels take these tensors."""
+    """Return True if the kernels accept the dtypes, shapes and layouts of these tensors."""
     same_type = x.dtype == weight.dtype == bias.dtype
     same_width = weight.shape == bias.shape == x.shape[-1:]
     contiguous = x.is_contiguous() and weight.is_contiguous() and bias.is_contiguous()
@@ -97,7 +101,10 @@ def fits(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
 
 
 def right(device: torch.device) -> bool:
-    """Compare the kernels with PyTorch's in float64 on this device; wait for the result."""
+    """Return True if the kernels agree with PyTorch's `layer_norm` in float64.
+
+    This waits for the device.
+    """
     g = torch.Generator().manual_seed(1)
     numbers = [3 + torch.randn(50, 96, generator=g) for _ in range(2)]
     numbers += [torch.randn(96, generator=g) for _ in range(2)]
@@ -107,7 +114,8 @@ def right(device: torch.device) -> bool:
         y, mean, rstd = forward(x, weight, bias, 1e-5)
         grad_x = backward(grad, x, weight, mean, rstd).cpu()
         x, grad, weight, bias = (t.cpu().double() for t in (x, grad, weight, bias))
-        # On the CPU: PyTorch's thread for GPU gradients may be the one that waits for this answer.
+        # Compute these gradients on the CPU. The caller may be PyTorch's thread for GPU gradients,
+        # which cannot compute any while it waits here.
         with torch.enable_grad():
             wanted = F.layer_norm(x.requires_grad_(), (96,), weight, bias, 1e-5)
             (back,) = torch.autograd.grad(wanted, x, grad)

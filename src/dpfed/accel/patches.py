@@ -1,10 +1,11 @@
-"""Triton kernels for the patches of images that a convolution reads, and for their adjoint.
+"""Triton kernels that copy the patches of images which a convolution reads, and that add them back.
 
     columns  images `[M, c, H, W]` -> patches `[M, c*h*w, places]`
-    images   the adjoint: each pixel is the float32 sum of its copies, rounded once
+    images   the adjoint: each pixel is the sum of its copies, added in float32 and rounded once
 
-A plane is one channel of one image. A program writes a contiguous stretch of the result, across
-planes, so small images fill programs too. The plain path is in `accel.operators.patches`.
+A plane is one channel of one image. Each program writes a contiguous stretch of the result. The
+stretch may cover several planes, so that programs are fully used for small images too.
+The same operations in plain PyTorch are in `accel.operators.patches`.
 Importing this module needs triton: import it only where `accel.usable` returns True.
 """
 
@@ -23,9 +24,10 @@ from dpfed.accel import on_device
 from dpfed.accel.operators.patches import Pair, patch_counts
 
 TITLE = "kernels for convolutions"
-# Numbers that one program writes.
+# How many numbers one program writes.
 BLOCK = 1024
-# Largest plane, or patches of a plane: places in it are 32-bit numbers.
+# A padded plane and the patches of a plane must have fewer numbers than this, because the kernels
+# index them with 32-bit integers.
 MAX_PLANE = 2**31 - BLOCK
 
 
@@ -63,10 +65,10 @@ def _images(
     KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
     PH: tl.constexpr, PW: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Sum the columns `x` into the images `y`.
+    """Add the patches `x` up into the images `y`.
 
-    A pixel is row i of the patch that starts i rows above it. Patches start at multiples of the
-    stride, so only every SH-th i counts; columns of pixels likewise.
+    A pixel lies in row i of the patch that starts i rows above it. Patches start at multiples of
+    the stride SH, so only every SH-th i is possible. Columns of pixels follow the same rule.
     """
     first = tl.program_id(0).to(tl.int64) * B
     plane = first // (H * W)
@@ -99,7 +101,10 @@ def columns(x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
 
 
 def images(x: Tensor, shape: Sequence[int], kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
-    """Return the adjoint of `columns` as images of this shape, as `torch.nn.functional.fold`."""
+    """Return images of this shape, in which each pixel is the sum of its copies in the patches `x`.
+
+    The layout of `x` is that of `torch.nn.functional.fold`.
+    """
     y = x.new_empty(shape)
     counts = patch_counts(shape, kernel, stride, padding)
     _run(_images, x.contiguous(), y, shape[2:], counts, kernel, stride, padding)
@@ -116,16 +121,16 @@ def _run(kernel, x: Tensor, y: Tensor, *sizes: Sequence[int]) -> None:
 
 
 def fits(shape: Sequence[int], kernel: Pair, stride: Pair, padding: Pair) -> bool:
-    """Return True if places in a plane of such images, and in its patches, fit 32 bits."""
+    """Return True if 32-bit integers can index a plane of such images and its patches."""
     padded = (shape[2] + 2 * padding[0]) * (shape[3] + 2 * padding[1])
     patches = prod(patch_counts(shape, kernel, stride, padding)) * kernel[0] * kernel[1]
     return max(padded, patches) < MAX_PLANE
 
 
 def right(device: torch.device, dtype: torch.dtype) -> bool:
-    """Compare both kernels with `unfold` and `fold` on small whole numbers; wait for the device.
+    """Return True if both kernels equal `unfold` and `fold` on images of small integers.
 
-    Such numbers and their sums are exact in every type.
+    Small integers and their sums are exact in every dtype. The call waits for the device.
     """
     g = torch.Generator().manual_seed(3)
     cases: tuple[tuple[tuple[int, ...], ...], ...] = (

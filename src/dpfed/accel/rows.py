@@ -1,7 +1,7 @@
-"""Triton kernels over the rows of a gradient matrix `[M, P]`; each touches only what it must.
+"""Triton kernels for the rows of a gradient matrix `[M, P]`: squared norms, and clearing of rows.
 
-An error here would be an error of privacy: `right` compares the kernels with plain numbers before
-their first use. The plain path is in `accel.gradient_matrices`.
+An error here would break the privacy guarantee. Before the first use, `right` therefore compares
+the kernels with known results. The same in plain PyTorch is in `accel.gradient_matrices`.
 Importing this module needs triton: import it only where `accel.usable` returns True.
 """
 
@@ -17,20 +17,21 @@ from torch import Tensor
 from dpfed.accel import on_device
 
 TITLE = "kernels over rows of gradients"
-# Numbers of a row that one program takes; a power of two.
+# How many numbers of a row one program reads or writes at a time; a power of two.
 PIECE = 4096
-# Programs for each row that may have to be cleared.
+# How many programs clear one row together.
 WRITERS = 8
 WARPS = 8
-# Finite in every dtype but float16; its square overflows float32.
+# The check uses this number, which is finite in bfloat16 and float32. Its square overflows float32,
+# so the sum of squares must be infinite.
 HUGE = 1e30
 
 
 def squares(rows: Tensor) -> Tensor:
-    """Return float32 sums of squares of each row's pieces, `[M, ⌈P/4096⌉]`.
+    """Return the float32 sums of squares of each row's pieces of 4096 numbers, `[M, ⌈P/4096⌉]`.
 
-    A sum is not finite if its piece holds a number that is not. About two dozen additions of
-    positive numbers lie between a square and its sum: the relative error is below 24 · 2^-24.
+    If a piece contains NaN or infinity, its sum is not finite. Each square goes through about two
+    dozen additions of positive numbers, so the relative error of a sum is below 24 · 2^-24.
     """
     count, size = rows.shape
     pieces = -(-size // PIECE)
@@ -45,7 +46,7 @@ def squares(rows: Tensor) -> Tensor:
 
 
 def zero_rows(rows: Tensor, keep: Tensor) -> None:
-    """Set the rows where `keep [M]` is False to zero; neither read nor write the others."""
+    """Set the rows where `keep [M]` is False to zero, in place, without access to other rows."""
     count, size = rows.shape
     _check(rows)
     if rows.numel():
@@ -57,7 +58,10 @@ def zero_rows(rows: Tensor, keep: Tensor) -> None:
 
 
 def right(device: torch.device, dtype: torch.dtype) -> bool:
-    """Compare both kernels with exact numbers on rows with special values; wait for the device."""
+    """Return True if both kernels are exact on rows that include NaN, infinity and huge numbers.
+
+    This waits for the device.
+    """
     size = 2 * PIECE + 64
     rows = torch.zeros(8, size, dtype=dtype, device=device)
     rows[0] = 0.5
@@ -66,7 +70,7 @@ def right(device: torch.device, dtype: torch.dtype) -> bool:
         rows[row] = 1.0
         rows[row, PIECE + row] = value
     rows[6, :: PIECE // 2] = -2.0
-    # None: the sum must not be finite.
+    # The sum of squares of each row. None means that the sum must not be finite.
     exact = [size / 4, 9.0, None, None, None, None, 20.0, 0.0]
     found = squares(rows).double().sum(1).tolist()
     good = True
@@ -83,7 +87,7 @@ def _check(rows: Tensor) -> None:
         raise ValueError("kernels over rows need rows whose numbers lie one after another")
 
 
-# A matrix may have more than 2^31 numbers, so places are 64-bit.
+# A matrix may have more than 2^31 numbers, so the kernels index it with 64-bit integers.
 
 
 @triton.jit

@@ -1,9 +1,9 @@
-"""Triton kernels for attention of few positions, and for the order of rows in Swin's windows.
+"""Triton kernels for attention within small windows, and for reordering rows into Swin's windows.
 
-A window is a group of positions that see one another alone; for a BERT it is a whole record.
-One program holds the scores and probabilities of a window in one tile, after the idea of
-FlashAttention (Dao et al. 2022). Products are summed in float32; float32 inputs are not rounded.
-The plain path is in `accel.operators.attention`.
+A window is a group of positions that attend only to one another; for a BERT it is a whole record.
+One program holds the scores and probabilities of one window and head in one tile, which is the idea
+of FlashAttention (Dao et al. 2022). Products are summed in float32. float32 inputs are not rounded
+to TF32. The operators that call these kernels are in `accel.operators.attention`.
 Importing this module needs triton: import it only where `accel.usable` returns True.
 """
 
@@ -18,10 +18,11 @@ def _probabilities(
     q, k, bias, mask, scale,
     N: tl.constexpr, SIDE: tl.constexpr, BIASED: tl.constexpr, MASK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Return the softmax of one window's scores in float32, `[SIDE, SIDE]`.
+    """Return the attention probabilities of one window and head in float32, `[SIDE, SIDE]`.
 
-    Columns beyond the window are zero, and so is a row whose positions are all masked.
-    MASK_ROWS is 0 without a mask, 1 for a mask that all queries share, else N.
+    The tile has SIDE >= N positions; columns beyond the window's N positions are zero. If the mask
+    hides all positions from a query, its row is zero too.
+    MASK_ROWS is 0 without a mask, 1 if all queries share one row of the mask, else N.
     """
     i = tl.arange(0, SIDE)[:, None]
     j = tl.arange(0, SIDE)[None, :]
@@ -46,7 +47,7 @@ def attend(
     N: tl.constexpr, D: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr,
     BIASED: tl.constexpr, MASK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute one window and head; q, k, v and out are `[windows, N, heads * D]`."""
+    """Compute the output of one window and head; q, k, v, out are `[windows, N, heads * D]`."""
     program = tl.program_id(0)
     window = program // heads
     head = program % heads
@@ -71,9 +72,10 @@ def attend_backward(
     N: tl.constexpr, D: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr,
     BIASED: tl.constexpr, MASK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of one window and head; compute its probabilities again.
+    """Compute the gradients of q, k and v for one window and head.
 
-    Rows beyond the window have gradient zero.
+    The forward pass does not store the probabilities, so they are computed again. Rows of the tile
+    beyond the window have gradient zero.
     """
     program = tl.program_id(0)
     window = program // heads
@@ -105,7 +107,10 @@ def reorder(
     x, index, out, count,
     N: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Set row i of each block `[N, WIDTH]` to its row `index[i]`; all blocks have `count` rows."""
+    """Copy rows within each block `[N, WIDTH]`: row i of `out` is row `index[i]` of `x`.
+
+    `count` is the number of rows of all blocks together.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     known = row < count

@@ -1,1 +1,1 @@
-"""Models as one flat vector, their per-sample gradients, LoRA, blocks and models by name."""
+"""Models: one flat vector of trainable numbers, per-sample gradients, LoRA, blocks, and a zoo."""

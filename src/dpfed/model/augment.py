@@ -1,6 +1,7 @@
-"""Random augmentations of images, one for each use of a record, applied inside the oracle.
+"""Random augmentations of images. The oracle draws a new one each time it uses a record.
 
-A record's augmentation depends on its key alone, as dropout does: not on fleet, chunk or device.
+An augmentation depends only on the record's key, as dropout does. It is the same in any fleet, in
+any pass and on any device.
 """
 
 from __future__ import annotations
@@ -15,26 +16,30 @@ from torch import Tensor
 from dpfed.accel.operators.dropout import mix
 
 Augment = Literal["none", "flip", "crop_flip"]
-# (images `[M, c, h, w]`, keys `[M]`) -> images of the same shape and type.
+# A function of images `[M, c, h, w]` and their records' keys `[M]` that returns images of the same
+# shape and dtype.
 Augmentation = Callable[[Tensor, Tensor], Tensor]
 
-# A crop moves by at most side / 8, as 4 of 32 pixels.
+# `crop_flip` moves an image by at most 1/8 of its side, for example by 4 of 32 pixels.
 _CROP_SHARE = 8
 
 
 def augmentation_of(kind: Augment) -> Augmentation | None:
-    """Return the augmentation of a configuration's `data.augment`."""
+    """Return the augmentation for a value of the key `data.augment`, or None for "none"."""
     return {"none": None, "flip": flip, "crop_flip": crop_flip}[kind]
 
 
 def flip(images: Tensor, keys: Tensor) -> Tensor:
-    """Mirror each image left to right with probability one half."""
+    """Return the images, each mirrored left to right with probability one half."""
     mirrored = _draw(keys, 1, 2).bool().view(-1, 1, 1, 1)
     return torch.where(mirrored, images.flip(-1), images)
 
 
 def crop_flip(images: Tensor, keys: Tensor) -> Tensor:
-    """Move each image by up to an eighth of its side in both directions, fill with black, flip."""
+    """Return the images, each moved at random in both directions and then flipped by `flip`.
+
+    An image moves by at most 1/8 of its side. Pixels without a source are black.
+    """
     height, width = images.shape[-2:]
     down, across = height // _CROP_SHARE, width // _CROP_SHARE
     padded = F.pad(images, (across, across, down, down))

@@ -1,12 +1,14 @@
-"""Blocks of coordinates that share one second moment, built from the architecture, never from data.
+"""Blocks: groups of trainable parameters that share one second moment, as in Adam.
 
-docs/algorithms.md says what they are for. The first rule that matches counts:
-1. Weights and biases of Q, K and V have one block per head. LoRA's B has the same output rows, so
-   it is split the same way.
-2. LoRA's A and B have separate blocks: B starts at zero, so their second moments differ.
-3. Any other module has one block for its weight and bias. A parameter of a module with children,
-   such as a class token, has its own block.
-ARCHITECTURES names the Q, K and V modules. An unknown architecture has one block per tensor.
+Blocks depend on the architecture and never on data; docs/algorithms.md says what they are for.
+The first rule that matches a parameter decides:
+1. The weights and biases of the layers Q, K and V have one block per attention head. In these
+   layers LoRA's B is split in the same way, because its rows are the layer's output rows.
+2. LoRA's A is one block. So is B in all other layers. They are separate because B starts at zero,
+   so their second moments differ.
+3. Any other module has one block for its weight and bias. A parameter that belongs directly to a
+   module with children, such as a class token, has its own block.
+ARCHITECTURES names the Q, K and V modules. In an unknown architecture each tensor is one block.
 """
 
 from __future__ import annotations
@@ -28,10 +30,11 @@ _WIDTHS = ("head_dim", "attention_head_size")
 
 @dataclass(frozen=True)
 class Architecture:
-    """The attention modules of a type of model.
+    """The names and layouts of the attention layers in one type of model.
 
-    attention  name of a projection -> the layout of heads in its output rows
-    heads      attribute of the attention module or its configuration that counts query heads
+    attention  name of a Q, K or V layer -> how the heads are ordered in its output rows
+    heads      name of the attribute that holds the number of query heads; it belongs to the
+               attention module or to its configuration
     """
 
     attention: Mapping[str, Layout]
@@ -62,7 +65,10 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def inner_config(model: Any) -> Any:
-    """Return the configuration of a model's Transformer, from a model or its own configuration."""
+    """Return the configuration of the inner Transformer of `model`, a model or a configuration.
+
+    If the configuration has no inner one (`text_config`), return the configuration itself.
+    """
     config = getattr(model, "config", model)
     return getattr(config, "text_config", config)
 
@@ -70,9 +76,10 @@ def inner_config(model: Any) -> Any:
 def architecture_of(
     model: nn.Module, qkv_layout: Layout | Literal["auto"] = "auto", attention: tuple[str, ...] = ()
 ) -> Architecture | None:
-    """Return the architecture of the model's declared type; names are never used to guess it.
+    """Return the architecture for the model's declared `model_type`, or None if it is unknown.
 
-    `attention` and `qkv_layout` are the user's own settings and take precedence.
+    It is never guessed from the names of modules. The user's settings `attention` (names of layers)
+    and `qkv_layout` take precedence.
     """
     known = ARCHITECTURES.get(getattr(inner_config(model), "model_type", ""))
     layout = None if qkv_layout == "auto" else qkv_layout
@@ -90,7 +97,12 @@ def block_index(
     architecture: Architecture | None,
     granularity: Literal["block", "tensor"] = "block",
 ) -> tuple[list[str], Tensor]:
-    """Return the block names, and the block of each coordinate of the tensors in `shapes`."""
+    """Return the names of the blocks, and the index of each parameter's block, int64 `[P]`.
+
+    shapes        shapes of the trainable tensors, in the order of the flat vector
+    architecture  None makes each tensor one block
+    granularity   "tensor" does the same for a known architecture
+    """
     modules = dict(model.named_modules())
     ids: dict[str, int] = {}
     parts = []
@@ -101,7 +113,7 @@ def block_index(
         else:
             labels = _labels(name, shape, modules, architecture)
             columns = len(labels) > 1 and _transposed(name, shape, modules)
-        # On the CPU even if the model is built on the meta device.
+        # Create this on the CPU: on the meta device, where the model may be, it has no values.
         rows = torch.tensor([ids.setdefault(label, len(ids)) for label in labels], device="cpu")
         each = shape.numel() // len(rows)
         parts.append(rows.repeat(each) if columns else rows.repeat_interleave(each))
@@ -109,7 +121,10 @@ def block_index(
 
 
 def _transposed(name: str, shape: torch.Size, modules: Mapping[str, nn.Module]) -> bool:
-    """Return True for GPT-2's Conv1D, which stores its weight as [in, out]: heads are columns."""
+    """Return True if the weight is stored as `[in, out]`, as in GPT-2's Conv1D.
+
+    Heads are then columns of the weight and not rows.
+    """
     owner = name.rpartition(".")[0]
     return len(shape) == 2 and type(modules[owner]).__name__.endswith("Conv1D")
 
@@ -144,10 +159,10 @@ def head_counts(
     modules: Mapping[str, nn.Module],
     architecture: Architecture,
 ) -> tuple[int, int]:
-    """Return the numbers of query heads and key heads in the projection at `path`.
+    """Return the numbers of query heads and of key heads for the layer at `path`.
 
-    A separate projection has one number of heads. With grouped-query attention the number of its
-    rows decides between the two.
+    A layer that is only Q, K or V returns its number of heads twice. With grouped-query attention
+    its number of output rows (`rows`) tells whether it has query heads or key heads.
     """
     names = [*filter(None, (architecture.heads,)), *_HEADS]
     heads = _declared(path, names, modules)
@@ -178,11 +193,12 @@ def _declared(path: str, names: Iterable[str], modules: Mapping[str, nn.Module])
 
 
 def head_rows(layout: Layout, rows: int, heads: int, kv_heads: int | None = None) -> list[str]:
-    """Return the name of each output row's head.
+    """Return for each of the `rows` output rows of a layer the name of its attention head.
 
-    separate  (head, width)
-    3HD       (query heads | key heads | value heads, width)
-    H3D       (key head, (its query heads | key | value), width)
+    Each head has the same number of adjacent rows. The layout says how the heads are ordered:
+    separate  all heads of a layer that is only Q, K or V
+    3HD       all query heads, then all key heads, then all value heads
+    H3D       for each key head: its query heads, the key head, its value head
     """
     if layout == "separate":
         _divides(rows, heads)

@@ -1,4 +1,4 @@
-"""Build from a `[model]` section all that needs no data: modules, adapters, flat vector, blocks."""
+"""Build a model from its `[model]` section without data: modules, adapters, flat vector, blocks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from dpfed.model.zoo.built import ATTENTION_DROPOUT, Built
 
 @dataclass(frozen=True)
 class AssembledModel:
-    """A model ready for training.
+    """A model with adapters, ready for training.
 
-    space  the trainable tensors as one vector; on the CPU even if the model is not
-    total  number of all parameters, trainable or not
-    notes  sentences for the user
+    built    the model before adapters were added, with its task and input preparation
+    adapted  the model with adapters; its trainable tensors are marked
+    space    the trainable tensors as one vector; its block index is always on the CPU
+    total    number of all parameters, trainable or not
+    notes    sentences to show to the user
     """
 
     built: Built
@@ -41,7 +43,11 @@ def assemble(
     seeds: tuple[int, int] = (0, 0),
     granularity: Literal["block", "tensor"] = "block",
 ) -> AssembledModel:
-    """Build the model of a section. `seeds` give the initial weights and the initial adapters."""
+    """Build the model of a `[model]` section for inputs as described by `spec`.
+
+    seeds        random seeds of the initial weights and of the initial adapters
+    granularity  "block" uses the rules in `model.blocks`; "tensor" makes each tensor one block
+    """
     buildable: Any = section
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seeds[0])
@@ -89,12 +95,15 @@ def describe_space(
     spec: InputSpec,
     granularity: Literal["block", "tensor"] = "block",
 ) -> AssembledModel:
-    """Build the model on the meta device, with shapes alone: any size takes a second, no memory."""
+    """Build the model on the meta device, where tensors have shapes but no values.
+
+    This takes about a second and almost no memory, however large the model is.
+    """
     with torch.device("meta"):
         return assemble(section, spec, (0, 0), granularity)
 
 
 def block_sizes(space: Space) -> dict[str, int]:
-    """Return how many coordinates each block has."""
+    """Return for each block name how many trainable parameters the block has."""
     counts = torch.bincount(space.blocks, minlength=space.num_blocks).tolist()
     return dict(zip(space.block_names, counts, strict=True))

@@ -1,4 +1,4 @@
-"""Files of an export besides weights: tokenizer, image processor, code and configuration."""
+"""Files of an exported model besides its weights: tokenizer, image processor, code, settings."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ RESAMPLE = {"bilinear": 2, "bicubic": 3}
 
 @dataclass(frozen=True)
 class Reading:
-    """The steps from image files to records.
+    """How the run reads image files.
 
-    crop  the shorter side is resized to this and the middle cut out; None for neither
-    grey  colours are turned into grey
+    crop  the shorter side is resized to this many pixels and the middle square is cut out; None if
+          images keep their size
+    grey  True if colours are turned into grey
     """
 
     crop: int | None = None
@@ -32,11 +33,11 @@ class Reading:
 class Companions:
     """Everything that an export writes for a model besides its weights and its card.
 
-    files        file name -> text
-    config       entries of the model's configuration, such as auto_map
-    saved        objects with `save_pretrained(folder)`, such as a tokenizer
+    files        file name -> text of the file
+    config       entries to set in the model's configuration, such as auto_map
+    saved        objects that write their files by `save_pretrained(folder)`, such as a tokenizer
     notes        sentences for the model card
-    model_class  "module.Class" of the model in `files`; None for a class of transformers
+    model_class  "module.Class" if `files` hold the model's code; None for a model of transformers
     """
 
     files: Mapping[str, str] = field(default_factory=dict)
@@ -47,11 +48,11 @@ class Companions:
 
     @property
     def has_code(self) -> bool:
-        """True if loaders need `trust_remote_code=True`."""
+        """True if the export contains code, so that users must set `trust_remote_code=True`."""
         return any(name.endswith(".py") for name in self.files)
 
 
-# A function that is called at export, not when a model is built: it may read files.
+# The export calls this function. Building a model does not, because the function may read files.
 MakeCompanions = Callable[[Reading], Companions]
 
 
@@ -60,9 +61,14 @@ def no_companions(reading: Reading) -> Companions:
 
 
 class ImageInput(NamedTuple):
-    """The steps from an image record to a model's input; the arguments of `built.images`.
+    """How an image record becomes the model's input; the argument of `image_inputs.images`.
 
-    size  pixels of a side after resizing; None keeps the size
+    spec       public facts about the records
+    size       pixels per side after resizing; None keeps the size
+    channels   colour channels that the model reads
+    mean, std  per channel; they normalise pixel values that are scaled to 0..1
+    resize     "bilinear" or "bicubic"
+    sharpen    strength of the unsharp mask; 0 for none
     """
 
     spec: InputSpec
@@ -75,9 +81,10 @@ class ImageInput(NamedTuple):
 
 
 def image_companions(entry: ImageInput) -> MakeCompanions:
-    """Return a function that makes the image processor of an export.
+    """Return the function that creates the image processor of an export.
 
-    The processor is one of transformers if that equals the run, otherwise the shipped one.
+    If an image processor of transformers can do the same as the run, it is used. Otherwise the
+    export contains the code of the processor in `model/shipped`.
     """
 
     def make(reading: Reading) -> Companions:
@@ -96,7 +103,7 @@ def image_companions(entry: ImageInput) -> MakeCompanions:
 
 
 def beyond_transformers(entry: ImageInput, reading: Reading) -> list[str]:
-    """Return the steps that image processors of transformers cannot do in the same way."""
+    """Return descriptions of the run's steps that no image processor of transformers can repeat."""
     enlarged = entry.size is not None and entry.size > max(entry.spec.shape[1:])
     lacking = []
     if entry.sharpen:

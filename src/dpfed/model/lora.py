@@ -1,7 +1,7 @@
-"""Choose the trainable tensors: LoRA adapters from peft, the head, or everything.
+"""Choose the trainable tensors: LoRA adapters from peft, the head, or all tensors.
 
-`model.lora.freeze_a` is FFA-LoRA (Sun, Li, Li, Ding, ICLR 2024): A keeps its public random start.
-The mean of the clients' products B·A is then the product of the means.
+`model.lora.freeze_a` is FFA-LoRA (Sun, Li, Li, Ding, ICLR 2024): A keeps its random, public initial
+values. The mean of the clients' products B·A then equals the product of mean B and A.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from dpfed.errors import DpfedError
 
 PREFIX = "base_model.model."
 MAMBA = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
-# Layers whose weights Mamba reads without calling them: an adapter there has no effect.
+# Mamba reads the weights of these layers without calling the layers. An adapter in them would have
+# no effect.
 DEAD_IN_MAMBA = ("out_proj", "dt_proj")
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model with its trainable tensors marked.
+    """A model in which only the trainable tensors require a gradient.
 
     model  the module to call
-    peft   peft's wrapper of the same modules, for its export format
+    peft   peft's wrapper of the same modules, which the export needs; None without LoRA
+    notes  sentences to show to the user
     """
 
     model: nn.Module
@@ -39,7 +41,13 @@ class Adapted:
 def adapt(
     model: nn.Module, section: ModelSection, head: str | tuple[str, ...], seed: int
 ) -> Adapted:
-    """Mark the trainable tensors. Initial adapters are public: `seed` or a folder gives them."""
+    """Add adapters if the section asks for LoRA, and mark the trainable tensors.
+
+    head  names of the modules that are trained as a whole, with or without LoRA
+    seed  random seed of new adapters; with `model.adapter` they come from a folder instead
+
+    The initial adapters are public, because neither source depends on private data.
+    """
     heads = tuple(filter(None, (head,))) if isinstance(head, str) else head
     if section.adapter is not None and section.train != "lora":
         raise DpfedError(
@@ -96,18 +104,21 @@ def _wrap(model: nn.Module, config: Any) -> Any:
     from peft import get_peft_model
 
     with warnings.catch_warnings():
-        # peft sets this itself for GPT-2's transposed layers.
+        # peft corrects this option by itself for GPT-2's transposed layers, and warns about it.
         warnings.filterwarnings("ignore", message="fan_in_fan_out")
-        # The export sets this name.
+        # peft warns that this name is missing. The export sets it later.
         warnings.filterwarnings("ignore", message="The PEFT config's `base_model_name_or_path`")
-        # peft reads this alias from every transformers model; users cannot change that.
+        # peft reads this deprecated attribute of every transformers model. Users cannot avoid that.
         alias = "`is_gradient_checkpointing` is deprecated"
         warnings.filterwarnings("ignore", alias, FutureWarning)
         return get_peft_model(model, config)
 
 
 def _excluded(heads: tuple[str, ...]) -> str | None:
-    """Return peft's pattern for the heads, which are trained whole and never adapted."""
+    """Return a regular expression of the heads, to which peft must not add adapters.
+
+    Return None without heads.
+    """
     return rf"(.*\.)?({'|'.join(heads)})(\..*)?" if heads else None
 
 
@@ -116,9 +127,11 @@ def _adaptable(module: nn.Module) -> bool:
 
 
 def _auto(model: nn.Module, heads: tuple[str, ...]) -> list[str]:
-    """Return all linear layers but heads and a language model's output; in a CNN convolutions.
+    """Return the names of the layers that get an adapter if the user names none.
 
-    The names are given in full: peft would extend "all-linear" to tensors of experts and routers.
+    These are all linear layers except the heads and the output layer of a language model. A model
+    without such layers, for example a CNN, gets adapters in its convolutions. The names are given
+    in full, because peft's "all-linear" would also adapt tensors of experts and routers.
     """
     outputs = getattr(model, "get_output_embeddings", lambda: None)()
     inside_heads = tuple(f"{head}." for head in heads)
@@ -159,12 +172,12 @@ def _from_folder(model: nn.Module, folder: str, heads: tuple[str, ...]) -> Adapt
             "[model.lora] is not used for them"
         )
         wrapped = _wrap(model, config)
-        # On the meta device only shapes are wanted.
+        # On the meta device only shapes are needed, so the adapter's weights are not loaded.
         if next(model.parameters()).is_meta:
             return Adapted(wrapped.get_base_model(), wrapped, tuple(notes))
         outcome = set_peft_model_state_dict(wrapped, state)
     except Exception as error:
-        # An adapter that does not fit fails anywhere inside peft.
+        # peft raises errors of many classes if an adapter does not fit.
         reason = (str(error).strip().splitlines() or ["?"])[-1].strip()[:120]
         raise DpfedError(
             f"model.adapter = {folder!r} does not fit {type(model).__name__}: {reason}"
@@ -191,7 +204,7 @@ def _read_adapter(folder: Path) -> tuple[Any, dict[str, Tensor]]:
         config = PeftConfig.from_pretrained(str(folder))
         return config, load_file(folder / "adapter_model.safetensors")
     except Exception as error:
-        # Damaged files raise a dozen kinds of errors.
+        # Damaged files raise errors of many classes.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
         raise DpfedError(f"model.adapter = {str(folder)!r} cannot be read: {reason}") from None
 

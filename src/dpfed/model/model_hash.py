@@ -1,4 +1,4 @@
-"""Hash everything of a model that is not trained, so that two parties can compare their models."""
+"""A hash of a model's frozen tensors, by which two parties can compare their models."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from dpfed.model.parameter_vector import Space
 
 
 def model_hash(model: nn.Module, space: Space, skip_replaced: bool = False) -> str:
-    """Hash names, shapes and bytes of frozen tensors, and names and shapes of trained ones.
+    """Return a SHA-256 hash of a model, which does not depend on the values of trainable tensors.
 
-    skip_replaced  ignore the originals of modules that peft has replaced by trained copies
+    It covers the names, shapes and bytes of all frozen tensors, and the names and shapes of the
+    trainable ones.
+
+    skip_replaced  True: leave out the original modules that peft has replaced by trainable copies
     """
     digest = hashlib.sha256()
     frozen = {name: p for name, p in model.named_parameters() if name not in space.names}

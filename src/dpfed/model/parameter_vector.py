@@ -10,15 +10,17 @@ from math import prod
 import torch
 from torch import Tensor
 
-# Numbers that are summed first; heads have this width or a multiple.
+# `block_mean` first sums chunks of this many numbers. Usual widths of heads are multiples of it.
 CHUNK = 32
 
 
 @dataclass(frozen=True)
 class Space:
-    """Named trainable tensors as one vector of length P (`size`), and its partition into blocks.
+    """The layout of all trainable tensors in one vector of length P (`size`), and its blocks.
 
-    blocks  the block of each coordinate, int64 `[P]`
+    names, shapes  of the tensors, in the order of the vector
+    block_names    names of the blocks
+    blocks         the index of each number's block, int64 `[P]`
 
     A vector may have leading axes: `[S, P]` is S clients side by side. Results share memory with
     their arguments where possible.
@@ -29,7 +31,8 @@ class Space:
     block_names: tuple[str, ...]
     blocks: Tensor
     _counts: Tensor = field(init=False, repr=False, compare=False)
-    # (indices, their blocks): of the chunks within one block, and of all other coordinates.
+    # Indices and blocks of the chunks that lie within one block (`_chunks`), and of all numbers
+    # outside such chunks (`_rest`).
     _chunks: tuple[Tensor, Tensor] = field(init=False, repr=False, compare=False)
     _rest: tuple[Tensor, Tensor] = field(init=False, repr=False, compare=False)
 
@@ -62,12 +65,12 @@ class Space:
         return len(self.block_names)
 
     def slices(self) -> list[slice]:
-        """Return the stretch of the vector for each tensor, in order."""
+        """Return for each tensor, in the order of names, the slice of the vector that holds it."""
         ends = list(accumulate(prod(shape) for shape in self.shapes))
         return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
-        """Return reshapes of `[..., P]` as the named tensors `[..., *shape]`."""
+        """Return the named tensors `[..., *shape]` of a vector `[..., P]`, without a copy."""
         self._check_size(vector)
         lead = vector.shape[:-1]
         return {
@@ -76,7 +79,10 @@ class Space:
         }
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the vector `[P]` of the named tensors, which must be those of this space."""
+        """Return the named tensors as one float32 vector `[P]`.
+
+        Raise ValueError if their names or shapes are not those of this space.
+        """
         missing = set(self.names) ^ set(tensors)
         if missing:
             raise ValueError(f"these tensors do not match the space: {sorted(missing)[:3]}")
@@ -90,8 +96,9 @@ class Space:
     def block_mean(self, vector: Tensor) -> Tensor:
         """Return the mean of each block, `[..., P]` -> `[..., blocks]`.
 
-        Chunks within one block are summed first, then their sums in double precision. Millions of
-        additions to one float32 number would lose small ones, and a GPU does them one by one.
+        Numbers are first summed in chunks, and then the sums of chunks in double precision.
+        Millions of additions to one float32 number would lose small numbers. A GPU would also
+        execute them one after another.
         """
         self._check_size(vector)
         sums = vector.new_zeros(*vector.shape[:-1], self.num_blocks, dtype=torch.float64)
@@ -109,7 +116,7 @@ class Space:
             )
 
     def expand(self, values: Tensor) -> Tensor:
-        """Return each coordinate's block value, `[..., blocks]` -> `[..., P]`."""
+        """Return for each number the value of its block, `[..., blocks]` -> `[..., P]`."""
         return values[..., self.blocks]
 
     def to(self, device: torch.device | str) -> Space:
@@ -121,7 +128,7 @@ def space_of(
     block_names: Sequence[str] | None = None,
     blocks: Tensor | None = None,
 ) -> Space:
-    """Return the space of these tensors; without a block index each tensor is one block."""
+    """Return the space of these tensors. Without `blocks`, each tensor is one block."""
     names = tuple(tensors)
     shapes = tuple(tensors[name].shape for name in names)
     if blocks is None:

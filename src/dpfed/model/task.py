@@ -1,4 +1,4 @@
-"""The public facts about inputs that a model is built from, and the tasks with their losses."""
+"""Public facts about a model's inputs, and tasks with their losses and accuracies."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class InputSpec:
-    """Public facts about the inputs.
+    """Public facts about the inputs, from which a model is built.
 
-    kind, name, shape  of one record; the model's argument has this name
-    classes            number of classes
-    white              for images: the value of full intensity
-    vocabulary         for text: number of tokens
+    kind        what a record is: an image, a vector of features, or a text
+    name        name of the model's argument that takes the records
+    shape       shape of one record
+    classes     number of classes
+    white       for images: the pixel value that means full intensity
+    vocabulary  for texts: number of tokens that the model knows
     """
 
     kind: Literal["image", "features", "text"]
@@ -29,7 +31,7 @@ class InputSpec:
     vocabulary: int = 0
 
     def synthetic(self, count: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return random records of this form, for checks before any private record is read."""
+        """Return `count` random records by input name, so that checks read no private data."""
         if self.kind == "image":
             pixels = torch.randint(
                 0, int(self.white) + 1, (count, *self.shape), generator=generator
@@ -40,7 +42,7 @@ class InputSpec:
         return {self.name: torch.randn(count, *self.shape, generator=generator)}
 
     def _tokens(self, count: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return records of different length, so that checks cover padding."""
+        """Return random texts of different lengths, so that checks cover padding."""
         (length,) = self.shape
         ids = torch.randint(0, max(self.vocabulary, 1), (count, length), generator=generator)
         lengths = torch.tensor([max(1, length - length * j // (count + 1)) for j in range(count)])
@@ -54,7 +56,7 @@ Judge = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Task:
-    """The use of a model's output.
+    """Three functions that turn a model's output into a loss and an accuracy.
 
     score    (logits, raw inputs) -> one row of scores for each record
     loss     (scores, labels) -> one loss for each record
@@ -67,26 +69,27 @@ class Task:
 
 
 def per_record_loss(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropy of each record, never averaged over records."""
+    """Return the cross-entropy of each record `[M]`; it is not averaged over records."""
     return F.cross_entropy(scores.float(), labels, reduction="none")
 
 
 def right_class(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return 1 for each record whose highest score is that of its label, else 0."""
+    """Return for each record 1.0 if its label has the highest score, else 0.0."""
     return (scores.argmax(1) == labels).float()
 
 
 def next_token_scores(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return each record's mean loss and accuracy over its next tokens without padding, `[M, 2]`.
+    """Return two scores per record, `[M, 2]`: mean loss and mean accuracy of next-token prediction.
 
-    logits `[M, L, V]`.
+    Padding tokens are left out of the means. `logits` are `[M, L, V]` for M records of L tokens and
+    a vocabulary of V tokens.
     """
     ids = inputs["input_ids"][:, 1:].long()
     real = inputs["attention_mask"][:, 1:].to(torch.float32)
     ahead = logits[:, :-1].float()
     losses = F.cross_entropy(ahead.transpose(1, 2), ids, reduction="none")
     right = (ahead.detach().argmax(-1) == ids).float()
-    # A text of one token has nothing to predict: its loss and gradient are zero.
+    # In a text of one token there is nothing to predict. Divide by 1, so that its loss is zero.
     count = real.sum(1).clamp_min(1)
     return torch.stack([(losses * real).sum(1) / count, (right * real).sum(1) / count], 1)
 

@@ -1,6 +1,7 @@
-"""Freeze trainable tensors that a forward pass never uses, such as a pretraining mask token.
+"""Freeze trainable tensors that a forward pass never uses, such as the mask token of pretraining.
 
-They have no gradient. The pass that finds them runs on the meta device, without numbers.
+Such tensors have no gradient. They are found by a forward pass on the meta device, where tensors
+have shapes but no values.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from dpfed.model.per_sample.gradients import call, trainable
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo.built import Built
 
-# How many tensors a note names; it counts the others.
+# A note for the user names this many tensors and counts the others.
 NAMED = 3
 
 
 def freeze_unused(model: nn.Module, built: Built, spec: InputSpec) -> tuple[str, ...]:
-    """Freeze trainable tensors that the outputs do not depend on; return notes that name them."""
+    """Freeze the trainable tensors on which the outputs do not depend.
+
+    Return notes for the user that name these tensors, or `()` if there are none.
+    """
     tensors = trainable(model)
     used = set(tensors) - _unread_by_architecture(model, tensors)
     reached = _reached(model, built, spec)
@@ -38,7 +42,10 @@ def freeze_unused(model: nn.Module, built: Built, spec: InputSpec) -> tuple[str,
 
 
 def _reached(model: nn.Module, built: Built, spec: InputSpec) -> set[str] | None:
-    """Return the tensors that the outputs depend on; None if a pass without numbers fails."""
+    """Return the names of the tensors on which the outputs depend.
+
+    Return None if the model cannot run on the meta device.
+    """
     with torch.device("cpu"):
         records = (built.spec or spec).synthetic(2, torch.Generator().manual_seed(0))
     inputs = {name: x.to("meta") for name, x in records.items()}
@@ -46,25 +53,28 @@ def _reached(model: nn.Module, built: Built, spec: InputSpec) -> set[str] | None
         try:
             return _reached_by(_on_meta(model), enter(dict(inputs)))
         except Exception:
-            # Models that branch on numbers fail anywhere without them.
+            # A model that runs `if` on values raises errors of many classes on the meta device.
             continue
     return None
 
 
 def _open_mask(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tokens with a 4-D mask: models branch on the numbers of a 2-D mask."""
+    """Return the tokens with a 4-D mask that hides none of them.
+
+    With a 2-D mask, models run `if` on its values, which is impossible on the meta device.
+    """
     ids = inputs["input_ids"].long()
     mask = torch.zeros(len(ids), 1, ids.shape[1], ids.shape[1], device=ids.device)
     return {"input_ids": ids, "attention_mask": mask}
 
 
 def _no_mask(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tokens alone, for a model that takes only 2-D masks."""
+    """Return the tokens without a mask, for a model that accepts no 4-D mask."""
     return {"input_ids": inputs["input_ids"].long()}
 
 
 def _on_meta(model: nn.Module) -> nn.Module:
-    """Return a copy without numbers, so that a pass stores nothing in the model itself."""
+    """Return a copy of the model on the meta device, so that a pass cannot change the model."""
     memo: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
     for p in model.parameters():
         empty = torch.empty_like(p, device="meta")
@@ -92,10 +102,10 @@ def _reached_by(model: nn.Module, entered: dict[str, Tensor]) -> set[str]:
 
 
 def _unread_by_architecture(model: nn.Module, names: dict[str, nn.Parameter]) -> set[str]:
-    """Return tensors that a pass uses although the output does not depend on them.
+    """Return names of tensors that a pass uses although the output does not depend on them.
 
-    Longformer's classifier reads the first token alone, which has global attention. So the local
-    projections of the last layer have no effect.
+    Longformer's classifier reads only the first token, which uses global attention. The local
+    query, key and value layers of the last layer therefore have no effect.
     """
     config = getattr(model, "config", None)
     if getattr(config, "model_type", "") != "longformer":

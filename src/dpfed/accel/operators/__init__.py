@@ -1,4 +1,7 @@
-"""Operators that run a kernel where `accel.usable` allows it, each with its plain path."""
+"""Operators that run a Triton kernel where `accel.usable` allows it, and else plain PyTorch.
+
+Only `attention` has no plain version: its callers then use the layer's own code.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,14 @@ from dpfed.accel import TRITON
 
 
 def declare_cost(operator: Any, operations: Callable[..., int]) -> None:
-    """Tell torch.compile how many operations `operator` takes.
+    """Tell torch.compile how many arithmetic operations `operator` needs.
 
-    Without a cost the compiler's memory planner takes it to be free and computes it twice.
+    `operations` computes this number from the shapes of the arguments. Without it the compiler's
+    memory planner assumes that the operator costs nothing, and computes it twice.
     """
     if not TRITON:
         return
-    # This module imports triton, so the import is not at the top.
+    # This PyTorch module imports triton. An import at the top would load triton in every process.
     from torch.utils.flop_counter import flop_registry, register_flop_formula
 
     if operator not in flop_registry:

@@ -1,12 +1,14 @@
 """Attention within small windows, and the reordering of rows, as operators with backward passes.
 
-They serve Swin, whose windows have a position bias, and small BERTs, where a record is a window
-without one. Plain autograd starts two dozen kernels for one layer's attention. Here the forward
-pass is one kernel; so is the backward pass, which computes the probabilities again. The operators
-work in eager mode, CUDA graphs and compiled programs.
+A window is a group of positions that attend only to one another. Swin's windows have a position
+bias. In a small BERT the whole record is one window, without a bias.
 
-They have no plain path of their own: where `available` is False, callers use the layer's own code.
-`plain_attention` is the equivalent that the kernels are compared with.
+Plain autograd starts two dozen kernels for the attention of one layer. Here the forward pass is one
+kernel. The backward pass is another one, which computes the probabilities again. The operators work
+in eager mode, CUDA graphs and compiled programs.
+
+Where `available` returns False, callers must run the layer's own code. `plain_attention` serves
+only to check the kernels.
 """
 
 from __future__ import annotations
@@ -19,14 +21,15 @@ from torch import Tensor
 from dpfed import accel
 from dpfed.accel.operators import declare_cost
 
-# Largest window, or longest text; more positions do not fit a GPU's registers.
+# Largest number of positions in a window. More do not fit a GPU's registers.
 MAX_POSITIONS = 64
-# Most columns of a head, as Swin and MiniLM have; more may not fit the memory of small GPUs.
+# Largest width of an attention head, which Swin and MiniLM have. The kernels may need more shared
+# memory for wider heads than small GPUs have.
 MAX_DEPTH = 32
 
 
 def available(x: Tensor) -> bool:
-    """Return True if the operators run on the device of `x`, in its precision and outside vmap."""
+    """Return True if the operators can run on the device and dtype of `x` and outside vmap."""
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         return False
     return x.dtype in accel.FLOATS and (
@@ -45,23 +48,24 @@ def _works_on(index: int) -> bool:
     return _WORKING[index]
 
 
-# To torch.compile the answer is a constant. `torch.compiler.assume_constant_result` would import
-# the compiler now.
+# This attribute makes torch.compile treat the result as a constant. It is set directly, because
+# `torch.compiler.assume_constant_result` would import the compiler now.
 _works_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _WORKING: dict[int, bool] = {}
 
 
 def right(device: torch.device) -> bool:
-    """Compare attention, its gradients and the reordering with plain operations on this device.
+    """Return True if attention, its gradients and `reorder` agree with plain PyTorch on the device.
 
-    All windows and heads differ and are smaller than a tile, so a mix-up changes the numbers.
+    Every window and head of the test has other numbers and is smaller than a tile. A kernel that
+    confuses them therefore gives a wrong result.
     """
     g = torch.Generator().manual_seed(0)
     numbers = [torch.randn(3, 5, 16, generator=g) for _ in range(4)]
     heads, full, row = (
         torch.randn(size, generator=g) for size in ((2, 5, 5), (3, 5, 5), (3, 1, 5))
     )
-    # A position that sees none.
+    # The mask hides all positions from this one, which is a special case of softmax.
     full[1, 2] = float("-inf")
     order = torch.tensor([2, 0, 4, 1, 3], device=device)
     x = numbers[0].to(device)
@@ -74,7 +78,8 @@ def right(device: torch.device) -> bool:
         (torch.float32, None, full),
     )
     for dtype, bias, mask in cases:
-        # On the CPU: PyTorch's thread for GPU gradients may be the one that waits for this answer.
+        # Compute these gradients on the CPU. The caller may be PyTorch's thread for GPU gradients,
+        # which cannot compute any while it waits here.
         exact_grad, q, k, v = (t.to(dtype).double() for t in numbers)
         with torch.enable_grad():
             inputs = [t.requires_grad_() for t in (q, k, v)]
@@ -98,7 +103,7 @@ def plain_attention(
     scale: float,
     heads: int,
 ) -> Tensor:
-    """Return what the attention kernel computes, by plain matrix products."""
+    """Return the output of `window_attention`, computed by plain matrix products."""
     windows, n, width = q.shape
     q, k, v = (t.view(windows, n, heads, width // heads).transpose(1, 2) for t in (q, k, v))
     score = scale * q @ k.mT
@@ -128,12 +133,13 @@ def window_attention(
     scale: float,
     heads: int | None = None,
 ) -> Tensor:
-    """Return softmax attention for q, k, v `[windows, n, heads * d]`, in the same shape.
+    """Return the output of softmax attention for q, k, v `[windows, n, heads * d]`, in their shape.
 
-    bias   `[heads, n, n]`, added to the scores; it has no gradient
-    mask   `[kinds, n, n]`, added to the scores without a gradient; window w uses `w % kinds`;
-           `[kinds, 1, n]` is shared by all queries
-    heads  needed only without a bias
+    scale  factor of the scores q kᵀ
+    bias   `[heads, n, n]`, added to the scores; it gets no gradient
+    mask   `[kinds, n, n]`, added to the scores; window w uses `mask[w % kinds]`; no gradient;
+           with shape `[kinds, 1, n]` all queries of a window share one row
+    heads  number of attention heads; without it the bias tells the number
     """
     if (bias is not None and bias.requires_grad) or (mask is not None and mask.requires_grad):
         raise ValueError("attention by kernels has no gradient for its bias and mask")
@@ -162,13 +168,19 @@ def window_attention(
 
 
 def reorder(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-    """Return `x[:, index]` for x `[M, n, C]`, a permutation and its inverse."""
+    """Return `x[:, index]` for x `[M, n, C]` and a permutation `index [n]`.
+
+    The backward pass needs `inverse`, the inverse permutation.
+    """
     result: Tensor = torch.ops.dpfed.reorder(x, index, inverse)
     return result
 
 
 def _tile_side(count: int) -> int:
-    """Return the side of a tile: a power of two, from 16 (the least of a matrix unit)."""
+    """Return the side of a tile for `count` rows: the next power of two, at least 16.
+
+    Matrix units need at least 16.
+    """
     return max(16, 1 << (count - 1).bit_length())
 
 
@@ -177,7 +189,7 @@ def _launch(
 ) -> tuple[tuple[int], dict[str, Any]]:
     n, depth = q.shape[1], q.shape[2] // heads
     side = _tile_side(n)
-    # As many warps as hold a tile in registers.
+    # Take as many warps as are needed to hold one tile in registers.
     warps = 4
     if side == 16:
         warps = 1
@@ -205,7 +217,8 @@ def _attend(
         from dpfed.accel.windows import attend
 
         q, k, v = (x.contiguous() for x in (q, k, v))
-        # The kernel does not read a bias or mask that is not there; q stands in as an address.
+        # The kernel needs an address for bias and mask. If one is None, pass q, which the kernel
+        # does not read in its place.
         added = (q if x is None else x.contiguous() for x in (bias, mask))
         grid, options = _launch(q, bias, mask, heads)
         with accel.on_device(q):

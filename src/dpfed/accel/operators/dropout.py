@@ -1,4 +1,4 @@
-"""Dropout whose mask is a hash of the record's key, the layer and the position."""
+"""Keyed dropout: the mask is a hash of the record's key, the layer and the position."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _MIX2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def mix(x: Tensor) -> Tensor:
-    """Return the hash of each int64 number: SplitMix64's finaliser (Steele, Lea, Flood 2014).
+    """Return the hash of each int64 number by SplitMix64's finaliser (Steele, Lea, Flood 2014).
 
-    The masks make the shifts logical.
+    A right shift of int64 copies the sign bit. The constants after `&` remove these copies.
     """
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX1
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX2
@@ -24,20 +24,25 @@ def mix(x: Tensor) -> Tensor:
 
 
 def keep_mask(key: Tensor, rule: Tensor, width: int) -> Tensor:
-    """Return booleans `[M, width]` for keys `[M]`, True with probability 1 - drop.
+    """Return the mask `[M, width]` of records with keys `[M]`: True where a number is kept.
 
-    rule `[2]`: the start of the layer's stream, and how many of 2^24 draws it drops.
+    rule  `[2]`: start of the layer's random stream, and how many of 2^24 draws are dropped
     """
     start, dropped = rule
     stream = mix(key + start).unsqueeze(1)
-    # Not a product of positions: compilers fold that into huge constants.
+    # Do not multiply the positions here: a compiler would fold the products into huge constants.
     bits = mix(stream ^ torch.arange(width, device=key.device))
     kept: Tensor = ((bits >> 40) & 0xFFFFFF) >= dropped
     return kept
 
 
 def drop(x: Tensor, key: Tensor, rule: Tensor) -> Tensor:
-    """Return `x` with numbers dropped by their records' keys and the others scaled up."""
+    """Return `x` with dropout of single numbers; the numbers that are kept are scaled up.
+
+    x     its leading axis is a multiple of the number of records M, ordered by record
+    key   the records' keys `[M]`
+    rule  see `keep_mask`
+    """
     kernels = None if torch.compiler.is_compiling() else kernels_for("dropout", x)
     if kernels is not None and kernels.fits(x, key, rule):
         y: Tensor = DropoutFunction.apply(x, key, rule)  # type: ignore[no-untyped-call]
@@ -46,14 +51,18 @@ def drop(x: Tensor, key: Tensor, rule: Tensor) -> Tensor:
 
 
 def drop_records(x: Tensor, key: Tensor, rule: Tensor) -> Tensor:
-    """Return `x` with whole records dropped by their keys and the others scaled up."""
+    """Return `x` with whole records set to zero; the records that are kept are scaled up.
+
+    The arguments are those of `drop`.
+    """
     mask = _scaled_mask(x, key, rule, 1).repeat_interleave(x.shape[0] // len(key), 0)
     return x * mask.view(-1, *([1] * (x.dim() - 1)))
 
 
 def _scaled_mask(x: Tensor, key: Tensor, rule: Tensor, width: int) -> Tensor:
     scale = 1 / (1 - rule[1].float() * 2.0**-24)
-    # Not a product: if all are dropped the scale is infinite, and 0 times it is not a number.
+    # Do not write this as a product: if all numbers are dropped, the scale is infinite, and 0 times
+    # infinity is NaN.
     return torch.where(keep_mask(key, rule, width), scale, 0.0).to(x.dtype)
 
 

@@ -1,7 +1,7 @@
-"""A frozen linear layer with its own LoRA adapter for each sample, as one operator.
+"""A frozen linear layer with one LoRA adapter per sample, as one operator.
 
-Plain autograd passes over memory for each of base output, adapter output, scale and sum. Here
-matrix products add to their target, and each weight's gradient is made once.
+Plain autograd reads and writes memory separately for base output, adapter output, scaling and sum.
+Here the matrix products add directly to the output, and one product gives each weight's gradient.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ from dpfed.accel.operators import declare_cost
 def product(
     x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return `x Wᵀ + c + s (x Aᵀ) Bᵀ` and `x Aᵀ`.
+    """Return the output `x Wᵀ + c + s (x Aᵀ) Bᵀ`, and `x Aᵀ`, which the backward pass needs.
 
-    x `[M, n, in]`, W `[out, in]` frozen, c `[out]`, A `[M, r, in]`, B `[M, out, r]`.
+    x       inputs of M samples, `[M, n, in]`
+    weight  the frozen W, `[out, in]`
+    bias    the frozen c, `[out]`, or None
+    a, b    adapters of the samples, `[M, r, in]` and `[M, out, r]`
+    scale   the factor s
     """
     y = F.linear(x, weight, bias)
     kernels = kernels_for("lora", x)
@@ -41,7 +45,12 @@ def gradients(
     scale: float,
     first: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients with respect to x, A and B; that of x is empty for the `first` layer."""
+    """Return the gradients of x, A and B.
+
+    grad   gradient of the output, `[M, n, out]`
+    low    `x Aᵀ`, from `product`
+    first  True if x needs no gradient, as in a model's first layer; its gradient is then empty
+    """
     kernels = None if first else kernels_for("lora", x)
     if kernels is not None and kernels.fits(x, a.shape[1]):
         grad = grad.contiguous()
@@ -59,7 +68,7 @@ def gradients(
 
 
 def _scaled_bmm(one: Tensor, other: Tensor, scale: float) -> Tensor:
-    # With beta 0 the first argument is not read.
+    # With beta = 0, `baddbmm` does not read its first argument, so an empty tensor serves.
     return torch.baddbmm(one.new_empty(1, 1, 1), one, other, beta=0, alpha=scale)
 
 
@@ -81,7 +90,7 @@ class LoraProduct(torch.autograd.Function):
         return None if first else grad_x, None, None, grad_a, grad_b, None
 
 
-# A compiler gets both functions as opaque operators and fuses the code around them.
+# torch.compile treats both functions as opaque operators and fuses only the code around them.
 _opaque = torch.library.custom_op(
     "dpfed::lora_product",
     product,

@@ -1,4 +1,4 @@
-"""Layer normalisation with frozen weights."""
+"""Layer normalisation with frozen weights, by a kernel where possible, else by PyTorch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dpfed.accel import kernels_for
 
 
 def frozen_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Normalise the last axis of `x`; there is no gradient for `weight` and `bias`."""
+    """Return `x` normalised along its last axis; `weight` and `bias` get no gradient."""
     kernels = kernels_for("norm", x)
     if kernels is None or not kernels.fits(x, weight, bias):
         return F.layer_norm(x, weight.shape, weight, bias, eps)

@@ -1,8 +1,8 @@
-"""The patches of images that a convolution reads, as operators with backward passes.
+"""Operators that copy the patches of images which a convolution reads, and that add them back.
 
-PyTorch's `unfold` and `fold` work through the images one by one on a GPU. These operators work in
-eager mode, CUDA graphs and compiled programs. Each is the other's adjoint, so both can be
-differentiated any number of times.
+On a GPU, PyTorch's `unfold` and `fold` process the images one by one, which is slow. The operators
+here work in eager mode, CUDA graphs and compiled programs. Each one computes the gradient of the
+other, so gradients of any order exist.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from dpfed.accel import kernels_for
 
-# Numbers for the vertical and the horizontal direction.
+# Two numbers: one for the vertical and one for the horizontal direction.
 Pair = Sequence[int]
 
 
 def patch_counts(
     shape: Sequence[int], kernel: Pair, stride: Pair, padding: Pair
 ) -> tuple[int, int]:
-    """Return how many patches a convolution reads of images `[..., H, W]`, down and across."""
+    """Return how many patches of an image `[..., H, W]` a convolution reads, down and across."""
     down = (shape[-2] + 2 * padding[0] - kernel[0]) // stride[0] + 1
     across = (shape[-1] + 2 * padding[1] - kernel[1]) // stride[1] + 1
     if min(down, across) < 1:
@@ -35,7 +35,10 @@ def patch_counts(
 
 
 def patches(x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
-    """Return the patches of images `[M, c, H, W]` as columns `[M, c*h*w, places]`."""
+    """Return the patches of images `[M, c, H, W]` as columns `[M, c*h*w, places]`.
+
+    The convolution has a kernel of h x w pixels, which it puts at `places` places of an image.
+    """
     if (*kernel, *stride, *padding) == (1, 1, 1, 1, 0, 0):
         return x.flatten(2)
     columns: Tensor = torch.ops.dpfed.patches(x, kernel, stride, padding)
@@ -57,7 +60,10 @@ def _columns(x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
 def _images(
     columns: Tensor, shape: Sequence[int], kernel: Pair, stride: Pair, padding: Pair
 ) -> Tensor:
-    """Return the adjoint of `_columns`: for each pixel the sum of the entries it was copied to."""
+    """Return images in which each pixel is the sum of its copies in `columns`.
+
+    This is the adjoint of `_columns`, so it computes the gradient of the images.
+    """
     kernels = kernels_for("patches", columns)
     if kernels is not None and kernels.fits(shape, kernel, stride, padding):
         return kernels.images(columns, tuple(shape), kernel, stride, padding)  # type: ignore[no-any-return]

@@ -1,1 +1,1 @@
-"""Faster forms of common layers, built on `accel`; each equals its plain layer."""
+"""Faster versions of common layers, built on `accel`. Each gives the results of its plain layer."""

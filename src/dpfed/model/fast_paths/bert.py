@@ -1,8 +1,8 @@
-"""Self-attention of BERT and RoBERTa by one kernel, for small heads and short texts.
+"""Self-attention of BERT and RoBERTa in one kernel, for small heads and short texts.
 
-To the kernel each record is one window (`accel.operators.attention`). Everything else runs the
-code of transformers: large heads (RoBERTa-base), long texts, decoders, dropout of probabilities,
-and probabilities as an output.
+The kernel treats each record as one window (see `accel.operators.attention`). In all other cases
+the code of transformers runs: for large heads (RoBERTa-base), long texts, decoders, dropout of
+attention probabilities, and models that return these probabilities.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LAYERS = {
     "transformers.models.bert.modeling_bert.BertSelfAttention",
     "transformers.models.roberta.modeling_roberta.RobertaSelfAttention",
 }
-# Arguments that the code of transformers accepts and does not read.
+# The code of transformers accepts these arguments but does not read them, so they may be ignored.
 UNREAD = {"encoder_hidden_states", "position_ids"}
 
 
@@ -78,9 +78,10 @@ def _fits(attention: Any, x: Tensor) -> bool:
 
 
 def _mask_fits(mask: Tensor | None, x: Tensor, implementation: str) -> bool:
-    """Return True if all heads share the mask, `[M or 1, 1, n or 1, n]`.
+    """Return True if the kernel accepts the mask: None, or `[M or 1, 1, n or 1, n]` for all heads.
 
-    Eager attention adds booleans as numbers, so such a mask is left to it.
+    A boolean mask is accepted only for the implementation "sdpa". Eager attention adds it to the
+    scores as the numbers 0 and 1, which the kernel does not do.
     """
     if mask is None:
         return True
@@ -98,7 +99,7 @@ def _mask_fits(mask: Tensor | None, x: Tensor, implementation: str) -> bool:
 
 
 def _additive(mask: Tensor | None) -> Tensor | None:
-    """Return the mask as numbers to add to the scores, `[kinds, 1 or n, n]`."""
+    """Return None, or the mask as numbers to add to the scores, `[M or 1, 1 or n, n]`."""
     if mask is None:
         return None
     mask = mask[:, 0]

@@ -1,4 +1,4 @@
-"""Frozen layer normalisation by the kernels of `accel`, which suit narrow rows."""
+"""Layer normalisation with frozen weights by the kernels of `accel`, which suit narrow rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from dpfed.accel.operators.norm import frozen_layer_norm
 
 
 class FusedLayerNorm(nn.LayerNorm):
-    """A layer that uses the kernels while it is frozen; a compiler has a kernel of its own."""
+    """A LayerNorm that uses the kernels while its weights are frozen.
+
+    In compiled code it runs PyTorch's layer, for which the compiler generates a kernel.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias

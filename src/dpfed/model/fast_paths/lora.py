@@ -1,4 +1,4 @@
-"""peft's linear LoRA layers, computed by the operator of `accel.operators.lora`."""
+"""A faster version of peft's linear LoRA layers, by the operator in `accel.operators.lora`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from dpfed.model.per_sample.derived_class import derived, once_per_class
 
 
 def fuse_lora(model: nn.Module) -> None:
-    """Replace the class of every linear adapter of peft.
+    """Replace the class of every linear LoRA layer of peft by one that uses the operator, in place.
 
-    The operator runs for one adapter without dropout whose weights differ between samples.
-    A compiler that cannot use the kernels gets the plain form and fuses that.
+    The operator runs if the layer has one active adapter without dropout, and each sample has its
+    own adapter weights. Otherwise peft's code runs. It also runs in compiled code on a CPU, because
+    the kernels need a GPU.
     """
     from peft.tuners.lora.layer import Linear
 

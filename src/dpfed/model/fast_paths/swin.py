@@ -1,8 +1,8 @@
-"""The layers of Swin with fewer passes over memory and the same numbers.
+"""Faster versions of Swin's layers, which read and write memory less often.
 
-Attention runs by kernels where they are available. Tensors that follow from shapes or from frozen
+Attention runs in kernels where they are available. Tensors that depend only on shapes or on frozen
 weights are computed once: the mask of shifted windows, the order of patches, the position bias.
-Nothing is copied where nothing is padded.
+Images that need no padding are not copied.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ MODULE = "transformers.models.swin.modeling_swin"
 
 
 def fuse_windows(model: nn.Module) -> None:
-    """Replace the classes of Swin's layers, except attention with a trained position bias."""
+    """Replace the classes of Swin's layers by the faster ones, in place.
+
+    Attention whose position bias is trained still runs the code of transformers.
+    """
     for module in model.modules():
         cls = type(module)
         if cls.__module__ == MODULE and cls.__name__ in _FUSED:
@@ -64,17 +67,17 @@ def _fits(attention: Any, x: Tensor) -> bool:
 
 
 def _bias(attention: Any) -> Tensor:
-    """Return the position bias `[heads, n, n]`, stored until its table changes.
+    """Return the position bias `[heads, n, n]`, which is stored until its table changes.
 
-    A table that is replaced, moved or written to gives a new bias. A write through `.data` leaves
-    no trace, so the bias does not follow it.
+    The bias is computed again if the table is replaced, moved or written to. A write through
+    `.data` cannot be detected, so the stored bias remains in use.
     """
     bias = attention.relative_position_bias
     table = bias.relative_position_bias_table
     if torch.compiler.is_compiling() or table.is_inference():
         return bias()[0]  # type: ignore[no-any-return]
     stored = attention.__dict__.get("_stored_bias")
-    # The stored alias keeps the table's memory, so no other table can have its address.
+    # The stored tensor keeps the table's memory alive, so no other table can get the same address.
     if (
         stored
         and stored[0].data_ptr() == table.data_ptr()
@@ -141,7 +144,10 @@ def _fused_layer(cls: type[nn.Module]) -> type[nn.Module]:
 @once_per_class
 def _fused_merging(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, input_feature: Tensor, input_dimensions: Size) -> Any:
-        """Merge four neighbours by one reordering; slices have four gradients of the full size."""
+        """Merge every 2 x 2 neighbours into one row by one reordering.
+
+        The code of transformers takes four slices, whose four gradients have the full size.
+        """
         height, width = input_dimensions
         if height % 2 or width % 2:
             return cls.forward(self, input_feature, input_dimensions)
@@ -165,7 +171,7 @@ def _fused_stage(cls: type[nn.Module]) -> type[nn.Module]:
     def get_reshaped_hidden_states(
         self: Any, hidden_states: Tensor, before: Tensor, height: int, width: int, is_before: bool
     ) -> Tensor:
-        """Return a reshape: few read it, and a copy passes over all activations."""
+        """Return the hidden states as images, without a copy because this output is rarely used."""
         if is_before:
             x, size = before, (height, width)
         elif self.downsample is None:
@@ -178,9 +184,10 @@ def _fused_stage(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _window_orders(layer: Any, x: Tensor, size: Size) -> tuple[Tensor, Tensor] | None:
-    """Return the order of image positions in the windows and its inverse; None for the plain path.
+    """Return the permutation from image order to window order and its inverse.
 
-    A compiler gets the plain path: it fuses norm, shift and windows by itself.
+    Return None if the code of transformers must run, for example if images need padding. It also
+    runs in compiled code, because the compiler fuses norm, shift and windows.
     """
     window, shift = layer.window_size, layer.shift_size
     height, width = size
@@ -207,22 +214,25 @@ def _order(
     return _stored(key, make, device)  # type: ignore[no-any-return]
 
 
-# Small tensors that follow from their keys alone; captured steps read them, so none is deleted.
+# Small tensors that depend only on their keys. Captured CUDA graphs read them, so none is deleted.
 _STORED: dict[tuple[Any, ...], Any] = {}
 
 
 def _stored(key: tuple[Any, ...], make: Callable[[], Any], device: torch.device) -> Any:
-    """Return the stored value of `key`; None if a CUDA graph capture forbids to compute it now."""
+    """Return the value of `key`, which `make` computes once per device.
+
+    Return None if it is not computed yet and a CUDA graph capture is running.
+    """
     if (key, device) not in _STORED:
         if _capturing(device):
             return None
-        # If another thread was first, its value may be captured already: that one stays.
+        # Keep the value of another thread that was faster: a captured graph may already read it.
         return _STORED.setdefault((key, device), _made_for_all(make, device))
     return _STORED[key, device]
 
 
 def _made_for_all(make: Callable[[], Any], device: torch.device) -> Any:
-    """Compute a value that later passes may use, with gradients or on another stream."""
+    """Return `make()` so that later passes can use it with gradients or on another CUDA stream."""
     with torch.inference_mode(False), torch.no_grad():
         made = make()
     if device.type == "cuda":

@@ -1,1 +1,1 @@
-"""Per-record gradients of a whole model in one forward and one backward pass."""
+"""Per-sample gradients of a whole model in one forward and one backward pass."""

@@ -1,12 +1,12 @@
 """Batched layers: trainable layers that accept one copy of their weights per sample.
 
-A batched layer is the original module with its class replaced in place; names, hooks and
-`isinstance` stay. Called with its own weights, `[*shape]`, it computes the same as before. Called
-through `torch.func.functional_call` with copies `[M, *shape]`, sample j uses copy j. One backward
-pass then leaves the per-sample gradients in the gradients of the copies.
+A batched layer is the original module with its class replaced in place, so names and hooks remain
+and `isinstance` works as before. With its own weights, `[*shape]`, it computes the same as before.
+With copies `[M, *shape]`, passed by `torch.func.functional_call`, sample j uses copy j. One
+backward pass then gives the gradients of the copies, which are the per-sample gradients.
 
-The leading axis of an activation may be any multiple of M, ordered by record: Swin folds its
-windows into it.
+The leading axis of an activation may be any multiple of M, ordered by record. Swin needs this: it
+puts the windows of all images on the leading axis.
 """
 
 from __future__ import annotations
@@ -24,12 +24,16 @@ from dpfed.accel.operators.patches import patch_counts, patches
 from dpfed.model.per_sample.derived_class import derived, once_per_class
 from dpfed.model.per_sample.keyed_dropout import KEY
 
-# (function of one record, axis of each argument or None) -> function of all records.
+# Turns a function of one record into a function of all records. The list says for each argument
+# which axis holds the records; None means that all records share the argument.
 MapRecords = Callable[[Callable[..., Any], list[int | None]], Callable[..., Any]]
 
 
 def per_sample(x: Tensor, samples: int, module: nn.Module) -> Tensor:
-    """Reshape `[M*k, ...]` to `[M, k, ...]`; samples share a leading axis of 1 (position ids)."""
+    """Return `x [M*k, ...]` in shape `[M, k, ...]`, where M is `samples`.
+
+    If the leading axis has length 1, as for position ids, all samples share `x`.
+    """
     if x.shape[0] == 1 and samples != 1:
         x = x.expand(samples, *x.shape[1:])
     if samples == 0 or x.shape[0] % samples:
@@ -92,8 +96,8 @@ class BatchedEmbedding(nn.Embedding):
         per = per_sample(ids, samples, self).flatten(1)
         table = self.weight.reshape(samples * rows, width)
         offset = torch.arange(samples, device=ids.device).unsqueeze(1) * rows
-        # An id beyond its table would read the next record's copy. An id beyond all copies is an
-        # error, as it should be.
+        # An id outside its own table would read another record's copy. Replace it by an id outside
+        # all copies, so that PyTorch reports an error.
         known = (per >= 0) & (per < rows)
         y = F.embedding(torch.where(known, per + offset, samples * rows), table)
         if self.padding_idx is not None:
@@ -116,7 +120,8 @@ class BatchedConv2d(nn.Conv2d):
             padding = 0
         if self._as_product(per):
             return self._product(per.flatten(0, 1))
-        # In half precision the CPU kernel for groups lets a NaN of one group reach its neighbour.
+        # Use float32 instead of half precision on a CPU: the half-precision kernel for groups
+        # spreads a NaN from one group to its neighbour.
         dtype = torch.float32 if _half_on_cpu(x) else x.dtype
         inner = per.transpose(0, 1).flatten(1, 2).to(dtype)  # [k, M*c, h, w]
         weight = self.weight.flatten(0, 1).to(dtype)
@@ -137,9 +142,10 @@ class BatchedConv2d(nn.Conv2d):
         )
 
     def _product_is_faster(self, x: Tensor) -> bool:
-        """Return True on a GPU, which has no fast kernel for a convolution with many groups.
+        """Return True if a matrix product with patches is faster than a convolution with groups.
 
-        A CPU has one for many places or few weights (measured on one and two threads).
+        This is always so on a GPU, which has no fast kernel for many groups. A CPU has one, which
+        is faster for many patches or few channels (measured on one and two threads).
         """
         if x.device.type != "cpu" or _half_on_cpu(x) or self.kernel_size == (1, 1):
             return True
@@ -151,7 +157,10 @@ class BatchedConv2d(nn.Conv2d):
         return self.kernel_size, self.stride, self.padding
 
     def _product(self, x: Tensor) -> Tensor:
-        """Return weights `[M, o, c*h*w]` times patches `[M, c*h*w, places]`, as images."""
+        """Return the output images of the convolution, computed by one matrix product per record.
+
+        It multiplies weights `[M, o, c*h*w]` by the patches `[M, c*h*w, places]` of the images `x`.
+        """
         columns, weight = patches(x, *self._sizes), self.weight.flatten(2)
         if self.bias is None:
             y = torch.bmm(weight, columns)
@@ -164,7 +173,8 @@ def _half_on_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
 
 
-# Exact types only: a subclass may have another forward pass, so it is mapped by `vmap_layer`.
+# This table is only for these exact classes. A subclass may have another forward pass, so
+# `vmap_layer` is used for it.
 BATCHED_LAYERS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: BatchedLinear,
     nn.LayerNorm: BatchedLayerNorm,
@@ -176,13 +186,13 @@ BATCHED_LAYERS: dict[type[nn.Module], type[nn.Module]] = {
 
 @once_per_class
 def vmap_layer(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return a batched form of any module: `vmap` of its forward over samples and copies."""
+    """Return the batched version of any module class: `vmap` calls it on all records at once."""
     return _mapped_layer(cls, lambda one, axes: torch.vmap(one, (0, *axes), randomness="different"))
 
 
 @once_per_class
 def loop_layer(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return a batched form of any module: one call for each record, with its own weights."""
+    """Return the batched version of any module class: a loop calls it on one record at a time."""
     return _mapped_layer(cls, _by_loop)
 
 
@@ -213,7 +223,7 @@ def _mapped_layer(cls: type[nn.Module], map_records: MapRecords) -> type[nn.Modu
             per_sample(leaf, samples, self) if axis == 0 else leaf
             for leaf, axis in zip(flat, axes, strict=True)
         ]
-        # A dropout inside the module drops by its own record's key.
+        # Split the dropout keys too, so that dropout inside the module uses the record's own key.
         for name, buffer in self.named_buffers():
             if name.rpartition(".")[2] == KEY and buffer.numel():
                 batched[name] = buffer.unsqueeze(1)
@@ -223,7 +233,7 @@ def _mapped_layer(cls: type[nn.Module], map_records: MapRecords) -> type[nn.Modu
             one_args, one_kwargs = torch.utils._pytree.tree_unflatten(list(leaves), spec)
             out = torch.func.functional_call(self, weights, one_args, one_kwargs)
             form[:] = torch.utils._pytree.tree_flatten(out)
-            # vmap returns only tensors; `form` has the rest.
+            # `vmap` can return only tensors, so the other outputs are kept in `form`.
             return [y for y in form[0] if isinstance(y, Tensor)]
 
         tensors = iter(map_records(single, axes)(batched, *leaves))
@@ -234,16 +244,18 @@ def _mapped_layer(cls: type[nn.Module], map_records: MapRecords) -> type[nn.Modu
 
 
 def _record_axes(module: nn.Module, leaves: list[Any], samples: int) -> list[int | None]:
-    """Return 0 for each argument that holds records, and None for one that all records share.
+    """Return for each argument 0 if its first axis holds records, or None if records share it.
 
-    The first call decides, which is that of the isolation check: it would find a wrong guess.
-    Later a shared argument could look batched for some number of records.
+    The first call guesses, and later calls use the same answer. The first call comes from the
+    isolation check, which detects a wrong guess. A later guess could be wrong without notice: the
+    length of a shared argument may be a multiple of the number of records by chance.
     """
     known: dict[int, list[int | None]] = module.__dict__.setdefault("_axes", {})
     axes = known.get(len(leaves))
     if axes is None:
         axes = [0 if _is_batched(leaf, samples) else None for leaf in leaves]
-        # With a single record everything looks batched; either reading is right, so none is stored.
+        # With one record every argument looks batched. This is right for one record only, so the
+        # answer is not stored.
         if samples > 1:
             known[len(leaves)] = axes
     return axes
@@ -254,9 +266,10 @@ def _is_batched(leaf: Any, samples: int) -> bool:
 
 
 def install_swin_bias(module: nn.Module, parent: nn.Module | None) -> bool:
-    """Batch Swin's position bias and the attention above it; return False for other modules.
+    """Make Swin's position bias and its parent, the attention, batched; return True if it is one.
 
-    The bias takes no input. Only the attention knows into how many windows each record is folded.
+    The bias has no input, so the attention tells it how many windows each record has. Any other
+    module does not change, and the result is False.
     """
     if type(module).__name__ != "SwinRelativePositionBias" or parent is None:
         return False

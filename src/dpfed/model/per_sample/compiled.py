@@ -1,6 +1,6 @@
-"""Compile a model layer by layer if possible, else as a whole, else not at all.
+"""Compile a model layer by layer if possible, otherwise as a whole, otherwise not at all.
 
-A failed compilation is a warning, never the end of a run.
+If a compilation fails, a warning is logged and the run continues.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ import torch._functorch.config
 from torch import Tensor, nn
 
 LOG = logging.getLogger("dpfed")
-# Share of activations stored for the backward pass; cheap ones beyond it are computed again. That
-# costs a hundredth of a step's time and saves a sixth of its memory (docs/performance.md).
+# Share of the activations that are stored for the backward pass; cheap others are computed again.
+# That takes 1 % more time and saves a sixth of the memory (docs/performance.md).
 ACTIVATION_BUDGET = 0.8
 
 
 class Compiled:
-    """The function `plain`, which calls the model, compiled in the first way that works.
+    """A compiled version of the function `plain`, which calls `model`.
 
-    Layers of one kind share one compilation for each shape of batch. Compiling the whole model
-    takes many times as long.
+    Compilation layer by layer is tried first: layers of one class share one compilation for each
+    batch shape. The second attempt compiles the whole model, which takes many times as long. If
+    both fail, calls go to `plain`.
     """
 
     def __init__(self, plain: Callable[..., Tensor], model: nn.Module, **options: Any) -> None:
-        # Each kind of layer in each stage is a version of one function; the default limit is eight.
+        # torch.compile counts each class of layer in each stage as a recompilation of one function.
+        # Its default limit is 8.
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         self._plain = plain
         self._layers = repeated_layers(model)
@@ -49,7 +51,7 @@ class Compiled:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                # Compilers fail in many ways; the run continues without them.
+                # Compilers raise errors of many classes. Try the next way, or run uncompiled.
                 self._give_up(error)
         return self._plain(*arguments)
 
@@ -69,7 +71,11 @@ class Compiled:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the first informative words of an error; a compiler's first line names the raiser."""
+    """Return the first line of an error's message, cut to 240 characters.
+
+    A compiler's first line may only say where the error was raised and end with a colon. The second
+    line is then included.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
@@ -77,7 +83,10 @@ def reason_of(error: Exception) -> str:
 
 
 def repeated_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the members of the innermost lists whose members have one class."""
+    """Return the layers that a model repeats: all members of lists whose members have one class.
+
+    If such a list contains others, as in Swin's stages, only the innermost lists count.
+    """
 
     def is_row(module: nn.Module) -> bool:
         return (

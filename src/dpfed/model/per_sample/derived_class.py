@@ -1,4 +1,4 @@
-"""Subclasses that replace a layer's class in place."""
+"""Create subclasses of layer classes, to which existing layers are then switched in place."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ MakeClass = Callable[[type[nn.Module]], type[nn.Module]]
 
 
 def once_per_class(make: MakeClass) -> MakeClass:
-    """Cache `make`: layers of one class share a derived class, so each kind is compiled once."""
+    """Return `make` with a cache, so that it returns one subclass for all layers of a class.
+
+    torch.compile then compiles such layers once.
+    """
     cached: MakeClass = functools.cache(make)  # type: ignore[assignment]
     return cached
 
 
 def derived(cls: type[nn.Module], prefix: str, **members: Any) -> type[nn.Module]:
-    """Return a subclass of `cls` with these members; its name is `prefix` + the name of `cls`."""
+    """Return a subclass of `cls` with these methods; its name is `prefix` + the name of `cls`."""
     return type(f"{prefix}{cls.__name__}", (cls,), {**members, "__module__": __name__})

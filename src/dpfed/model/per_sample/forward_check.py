@@ -1,7 +1,8 @@
-"""Check that every record is computed as the plain model computes it: alone and unpadded.
+"""Check that a record in a padded batch gets the outputs that the plain model gives it alone.
 
-The plain model is called before any layer's class is replaced. Its outputs on synthetic records
-are then compared with those of one padded batch, as a run computes them. No private record is read.
+First, before any layer's class is replaced, the plain model computes synthetic records, each alone
+and without padding. Later these outputs are compared with those of one padded batch, which is
+computed as in a run. No private record is read.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from dpfed.model.parameter_vector import Space
 from dpfed.model.per_sample.gradients import Batch, PerSample, call, cast
 from dpfed.model.zoo.built import Built, Prepare
 
-# Standard deviation of random changes to the trainable weights; a head of zeros hides errors.
+# Random numbers of this standard deviation are added to the trainable weights, because a head of
+# zeros would hide errors.
 SPREAD = 0.02
 # Largest relative difference of a record's outputs that rounding can explain.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.25}
@@ -26,11 +28,11 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.25}
 
 @dataclass(frozen=True)
 class PlainOutputs:
-    """Outputs of the untouched model for synthetic records.
+    """Outputs of the plain model for synthetic records.
 
-    vector   trainable weights that the outputs belong to, `[P]`
-    inputs   the records as a run reads them, padded
-    outputs  logits of each record, alone and unpadded
+    vector   the trainable weights that were used, `[P]`
+    inputs   the records, padded as in a run
+    outputs  the logits of each record, computed alone and without padding
     """
 
     vector: Tensor
@@ -45,7 +47,10 @@ def plain_outputs(
     inputs: Batch,
     prepare: Prepare,
 ) -> PlainOutputs:
-    """Return the plain model's own outputs; call it before any layer's class is replaced."""
+    """Return the outputs of the plain model for the synthetic records `inputs`.
+
+    Call this before any layer's class is replaced. `theta` is the initial vector `[P]`.
+    """
     generator = torch.Generator().manual_seed(0)
     moved = SPREAD * torch.randn(len(theta), generator=generator)
     vector = theta + moved.to(theta.device)
@@ -69,7 +74,10 @@ def plain_outputs(
 
 
 def unpadded(one: dict[str, Tensor], prepare: Prepare) -> dict[str, Tensor]:
-    """Return one record as the plain model takes it: tokens without padding, mask or positions."""
+    """Return the plain model's arguments for one record.
+
+    For a text these are its tokens without padding, mask and positions.
+    """
     if "attention_mask" not in one:
         return prepare(one)
     real = int(one["attention_mask"].sum())
@@ -84,9 +92,10 @@ def faithful_model(
     space: Space,
     plain: PlainOutputs,
 ) -> tuple[PerSample, Prepare]:
-    """Return the model with per-sample gradients, and the form of its inputs.
+    """Return the model that computes per-sample gradients, and the function that prepares inputs.
 
-    This replaces the classes of its layers. A model that then computes other outputs is refused.
+    The classes of the model's layers are replaced. Raise DpfedError if the outputs then differ
+    from those of the plain model.
     """
     task = built.task
     forms = built.forms or (built.prepare,)
@@ -102,14 +111,17 @@ def faithful_model(
 
 
 def faithful_form(model: PerSample, plain: PlainOutputs, forms: Sequence[Prepare]) -> Prepare:
-    """Return the first form of inputs that gives the plain model's outputs, or refuse the model."""
+    """Return the first of the functions `forms` whose inputs lead to the plain model's outputs.
+
+    Raise DpfedError if none does.
+    """
     best = math.inf
     reason = ""
     for form in forms:
         try:
             off = farthest(model, plain, form)
         except Exception as error:
-            # A form that the model cannot read fails anywhere inside it.
+            # A model raises errors of many classes for inputs that it cannot read.
             reason = reason or first_words(error)
             continue
         if off <= TOLERANCE[model.dtype]:
@@ -125,16 +137,17 @@ def faithful_form(model: PerSample, plain: PlainOutputs, forms: Sequence[Prepare
 
 
 def farthest(model: PerSample, plain: PlainOutputs, form: Prepare) -> float:
-    """Return the largest relative difference of a record's outputs, infinity if one is not finite.
+    """Return the largest relative difference between a record's outputs and the plain outputs.
 
-    In half precision the median record counts: rounding may change the choice of experts.
+    The result is infinity if an output is NaN. In half precision the median over records is
+    returned instead, because rounding may change which expert of a model computes a token.
     """
     weights = {n: w.to(model.dtype) for n, w in model.space.unflatten(plain.vector).items()}
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         together = call(model.model, weights, cast(form(dict(plain.inputs)), model.dtype))
     off = []
     for got, want in zip(together, plain.outputs, strict=True):
-        # A language model's outputs are [tokens, vocabulary]; outputs of padding are not compared.
+        # A language model's outputs are [tokens, vocabulary]. Do not compare those of padding.
         real = got[: len(want)] if got.dim() == 2 else got
         size = max(float(want.norm()), torch.finfo(torch.float32).tiny)
         difference = float((real.float() - want).norm()) / size

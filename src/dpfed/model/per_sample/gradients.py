@@ -1,7 +1,8 @@
 """Per-sample gradients of a model in one forward and one backward pass, for S clients side by side.
 
-Every record gets its own copy of the trainable weights, gathered from its client's row of theta
-`[S, P]`. The batched layers use the copies, whose gradients are the per-sample gradients.
+Every record gets its own copy of the trainable weights, taken from its client's row of theta
+`[S, P]`. The batched layers compute with these copies. The gradients of the copies are then the
+per-sample gradients.
 """
 
 from __future__ import annotations
@@ -34,15 +35,23 @@ from dpfed.model.per_sample.whole_modules import map_whole_modules
 from dpfed.model.task import right_class
 
 Batch = Mapping[str, Tensor]
-# (model, weights, inputs) -> scores; how a record's inputs enter the model.
+# A function (model, weights by name, inputs) -> scores, which calls the model.
 Forward = Callable[[nn.Module, dict[str, Tensor], Batch], Tensor]
-# (scores, labels) -> one loss per record, never a mean over records.
+# A function (scores, labels) -> one loss per record; it never averages over records.
 Loss = Callable[[Tensor, Tensor], Tensor]
 CONTAINERS = nn.ParameterDict | nn.ParameterList | nn.ModuleDict | nn.ModuleList
 
 
 class PerSample:
-    """A model that computes per-sample gradients. It holds no private data and no random state."""
+    """A model that computes per-sample gradients; it stores no private data and no random state.
+
+    model    the plain model; the classes of its layers are replaced
+    space    the layout of its trainable tensors in the flat vector
+    forward  calls the model and returns scores, one row per record
+    loss     (scores, labels) -> one loss per record
+    correct  (scores, labels) -> share of correct answers per record
+    rows     number of records in one pass of `scores` on a CPU
+    """
 
     def __init__(
         self,
@@ -67,26 +76,29 @@ class PerSample:
         self.correct = correct
         self.rows = rows
         self._rows_factor = 16.0
-        # Weights are replaced inside the modules, so only one thread may run the model.
+        # Each call replaces weights inside the modules, so threads must run the model in turn.
         self._lock = threading.Lock()
         self.dtype = torch.float32
         self._transposed = _transposed(model, space)
-        # Copies start at multiples of 64 numbers, as matrix units read them.
+        # Each tensor's copy starts at a multiple of 64 numbers, as matrix units of GPUs require.
         self._copy_layout = Layout(space, self._transposed, step=64)
         self._gradient_layout = Layout(space, self._transposed)
         self._losses: Callable[..., Tensor] = self._sum_of_losses
 
     def to(self, dtype: torch.dtype) -> None:
-        """Set the precision of frozen weights, activations and gradients."""
+        """Set the dtype of frozen weights, activations and per-sample gradients."""
         self.dtype = dtype
         self.model.to(dtype)
 
     def compile(self, **options: Any) -> None:
-        """Compile the forward passes of gradients and, with them, the backward passes."""
+        """Compile the forward and backward passes that compute gradients."""
         self._losses = Compiled(self._sum_of_losses, self.model, **options)
 
     def through(self, forward: Forward, module: str) -> PerSample:
-        """Return this model with another forward pass, which uses the dropout of `module` alone."""
+        """Return a PerSample of the same modules with another forward pass.
+
+        Its forward pass may use dropout only in the module called `module`.
+        """
         other = copy.copy(self)
         other.forward = forward
         other._losses = other._sum_of_losses
@@ -109,7 +121,7 @@ class PerSample:
 
     @property
     def classifies(self) -> bool:
-        """True if scores belong to classes; a language model's scores are its tokens' losses."""
+        """True for a classifier; False for a language model, whose scores are loss and accuracy."""
         return self.correct is right_class
 
     @property
@@ -118,7 +130,7 @@ class PerSample:
 
     @property
     def dropout(self) -> tuple[str, ...]:
-        """The names of the layers that drop by a record's key."""
+        """The names of the dropout layers whose masks depend on the record's key."""
         return tuple(key.rpartition(".")[0] for key in self._keys)
 
     def grads(
@@ -129,9 +141,11 @@ class PerSample:
         labels: Tensor,
         keys: Tensor | None = None,
     ) -> list[Tensor]:
-        """Return per-sample gradients `[M, n]`, one for each trainable tensor of the space.
+        """Return for each trainable tensor of n numbers its per-sample gradients `[M, n]`.
 
-        theta `[S, P]`, client `[M]` the row of theta for each record, keys `[M]` for dropout.
+        theta   the trainable vectors of S clients, `[S, P]`
+        client  for each record, the row of theta that it uses, `[M]`
+        keys    dropout keys of the records, `[M]`; None switches dropout off
         """
         if len(client) == 0:
             return [theta.new_zeros(0, shape.numel()) for shape in self.space.shapes]
@@ -150,7 +164,10 @@ class PerSample:
         labels: Tensor,
         keys: Tensor | None = None,
     ) -> list[Tensor]:
-        """Return `grads` without a copy, in the order of the backward pass; see `ordered`."""
+        """Return the gradients of `grads`, but those of linear weights transposed.
+
+        This saves a copy. `ordered` later restores the order of the vector in sums of gradients.
+        """
         copies = self._copies(theta, client)
         with torch.enable_grad():
             weights = [
@@ -163,16 +180,17 @@ class PerSample:
         return [grad.reshape(len(client), -1) for grad in grads]
 
     def ordered(self, raw: Tensor) -> Tensor:
-        """Return `[S, P]` in the order of the space, from the order of `raw_grads`.
+        """Return sums of gradients from `raw_grads`, `[S, P]`, in the order of the flat vector.
 
-        The result may be `raw` itself.
+        The result may be `raw` itself, if no linear weight is trained.
         """
         return self._gradient_layout.vectors(raw)
 
     def scores(self, vector: Tensor, inputs: Batch) -> Tensor:
-        """Return the model's scores for the trainable vector `[P]`, without dropout.
+        """Return the model's scores of all records for the trainable vector `[P]`, without dropout.
 
-        A GPU takes more records in one pass, and half as many after each out-of-memory error.
+        On a GPU one pass has more records than on a CPU. After each out-of-memory error this number
+        is halved and the call is tried again.
         """
         weights = {name: w.to(self.dtype) for name, w in self.space.unflatten(vector).items()}
         if vector.device.type != "cuda":
@@ -183,12 +201,12 @@ class PerSample:
             except torch.OutOfMemoryError:
                 if self._rows_factor * self.rows <= 1:
                     raise
-            # Outside the handler, which would keep the failed pass in memory.
+            # Retry outside the handler: inside it, the error keeps the failed pass in memory.
             self._rows_factor /= 2
             torch.cuda.empty_cache()
 
     def records_at_once(self, device: torch.device) -> int:
-        """Return how many records one pass of `scores` takes on this kind of device."""
+        """Return how many records one pass of `scores` has on this kind of device at first."""
         return 16 * self.rows if device.type == "cuda" else self.rows
 
     def _scores(self, weights: dict[str, Tensor], inputs: Batch, rows: float) -> Tensor:
@@ -217,10 +235,10 @@ class PerSample:
 
 
 def _transposed(model: nn.Module, space: Space) -> list[bool]:
-    """Return which tensors' copies are stored as their transposes: weights of linear layers.
+    """Return True for each tensor whose copies are stored transposed: weights of linear layers.
 
-    A linear layer multiplies by the transpose of its weight, so its gradient comes out transposed.
-    Stored this way it needs no copy.
+    A linear layer multiplies by the transpose of its weight, so autograd computes the transposed
+    gradient. If the copies are transposed too, this gradient is used without another copy.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     return [
@@ -230,7 +248,11 @@ def _transposed(model: nn.Module, space: Space) -> list[bool]:
 
 
 def call(model: nn.Module, weights: dict[str, Tensor], inputs: Batch) -> Tensor:
-    """Call the model with inputs as keyword arguments; return its output or the `.logits` of it."""
+    """Call the model with these weights and with the inputs as keyword arguments.
+
+    Return the `.logits` of its output if there are any, otherwise the output, which must be a
+    tensor.
+    """
     out = torch.func.functional_call(model, weights, (), dict(inputs))
     logits = getattr(out, "logits", out)
     if not isinstance(logits, Tensor):
@@ -242,7 +264,10 @@ def call(model: nn.Module, weights: dict[str, Tensor], inputs: Batch) -> Tensor:
 
 
 def cast(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return floating-point inputs in the model's type; a mask's lowest number stays finite."""
+    """Return the inputs with floating-point tensors converted to `dtype`.
+
+    Numbers below its range are first raised to its lowest number, so that masks remain finite.
+    """
     if dtype == torch.float32:
         return inputs
     least = max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
@@ -253,7 +278,7 @@ def cast(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return every parameter that asks for a gradient; together they form the flat vector."""
+    """Return by name all parameters that require a gradient; they form the flat vector."""
     found = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not found:
         raise DpfedError("the model has no trainable tensor: set model.train to lora, full or head")
@@ -261,12 +286,12 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def refuse_batch_norm(model: nn.Module) -> None:
-    """Refuse a model whose batch norm mixes the records of a batch."""
+    """Raise DpfedError if a batch norm of the model mixes the records of a batch."""
     for name, module in model.named_modules():
         if not isinstance(module, _BatchNorm):
             continue
         learns = any(p.requires_grad for p in module.parameters())
-        # Without running statistics it mixes records in eval mode too.
+        # A batch norm without running statistics mixes records in eval mode too.
         if module.training or learns or module.running_mean is None:
             raise DpfedError(
                 f"{name} is a {type(module).__name__} that mixes the records of a batch, so no "
@@ -276,7 +301,10 @@ def refuse_batch_norm(model: nn.Module) -> None:
 
 
 def install_batched_layers(model: nn.Module, space: Space) -> None:
-    """Replace the class of every module that uses a trainable tensor; a tied tensor has several."""
+    """Turn every module that uses a trainable tensor into its batched version, in place.
+
+    A tied tensor is used by several modules; all of them are replaced.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     trained = {id(parameters[name]) for name in space.names}
@@ -285,7 +313,7 @@ def install_batched_layers(model: nn.Module, space: Space) -> None:
         if id(parameter) not in trained:
             continue
         owner = tensor.rpartition(".")[0]
-        # Containers have no forward pass: the module above reads the tensor.
+        # A container has no forward pass. Replace the module above it, which reads the tensor.
         while isinstance(modules[owner], CONTAINERS):
             owner = owner.rpartition(".")[0]
         parent = modules.get(owner.rpartition(".")[0])

@@ -1,8 +1,9 @@
-"""Features: the output of a model's frozen part, and the head that trains on it.
+"""Split a model into its frozen layers and its head, so that the head trains on stored features.
 
-If only the head is trained, its input is the same for a record at every step. It is computed once,
-and the head then trains on it like a linear model. Both parts are other forward passes of one
-model, so names, vector, copies and dropout stay.
+If only the head is trained, the head's input for a record is the same at every step. This input,
+the record's features, is computed once, and the head then trains on it like a small model.
+The frozen layers and the head are two PerSample objects with the same modules and different
+forward passes. Names, vector and dropout therefore do not change.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from dpfed.model.per_sample.gradients import Batch, Forward, PerSample
 
 FEATURES = "features"
 DROPOUT = "the model has dropout or stochastic depth"
-# Records in one pass of the head, which needs less memory than the frozen part.
+# Number of records in one pass of the head, which needs less memory than the frozen layers.
 ROWS = 8192
 
 
 class _NotSeparableError(Exception):
-    """The output depends on more than the head's input."""
+    """Raised if the model's output depends on more than the head's input."""
 
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """The two parts of a model.
+    """A model as two models that are called one after the other.
 
-    frozen  its scores are the features
-    head    takes features as its records
+    frozen  reads records; its scores are the features
+    head    reads features; its scores are those of the whole model
     size    bytes of one record's features
     """
 
@@ -40,7 +41,11 @@ class HeadSplit:
 
 
 def split(model: PerSample, theta: Tensor, blank: Batch) -> HeadSplit | str:
-    """Return the two parts, tried on blank records, or the reason why the model has none."""
+    """Return the split model, or the reason why the model cannot be split.
+
+    theta  the initial vector `[P]`
+    blank  records without private data, on which the split is tried
+    """
     found: HeadSplit | str = "what is trained is not one module behind a frozen part"
     for name in heads_of(model.model, model.space.names):
         found = _split_at(name, model, theta, blank)
@@ -58,7 +63,7 @@ def _split_at(name: str, model: PerSample, theta: Tensor, blank: Batch) -> HeadS
     frozen = model.through(_up_to(name, model.forward), name)
     head = model.through(_from(name), name)
     head.rows = max(ROWS, model.rows)
-    # A head of zeros would hide a difference.
+    # Compare with changed weights, because a head of zeros would hide a difference.
     moved = theta + torch.linspace(-0.1, 0.1, len(theta), device=theta.device)
     try:
         features = frozen.scores(moved, blank)
@@ -67,7 +72,7 @@ def _split_at(name: str, model: PerSample, theta: Tensor, blank: Batch) -> HeadS
         head_scores = head.scores(moved, {FEATURES: features})
         model_scores = model.scores(moved, blank)
     except Exception:
-        # Models fail in many ways; without features the whole model is computed.
+        # Models raise errors of many classes here. Training then computes the whole model.
         return (
             f"the output of {type(model.model).__name__} is not that of {name} for one tensor "
             "of numbers"
@@ -80,15 +85,16 @@ def _split_at(name: str, model: PerSample, theta: Tensor, blank: Batch) -> HeadS
 
 
 def _equal_up_to_rounding(one: Tensor, other: Tensor) -> bool:
-    """Return True if sums of the same numbers in another order could give the difference."""
+    """Return True if the difference can be rounding, caused by another order of additions."""
     step = 100 * torch.finfo(other.dtype).eps
     return one.shape == other.shape and torch.allclose(one, other, step, step)
 
 
 def heads_of(model: nn.Module, trained: tuple[str, ...]) -> list[str]:
-    """Return the modules that hold every trained tensor, the innermost first.
+    """Return the names of the modules that may be the head, the innermost first.
 
-    Something outside such a module is frozen, and nothing outside uses a trained tensor.
+    Such a module contains every trained tensor. Outside it there are frozen tensors, and no module
+    there uses a trained one.
     """
     common: list[str] = []
     for parts in zip(*(name.split(".")[:-1] for name in trained), strict=False):
@@ -115,7 +121,7 @@ def _up_to(name: str, forward: Forward) -> Forward:
             one_tensor = len(args) == 1 and not kwargs and torch.is_tensor(args[0])
             if not one_tensor or not args[0].is_floating_point():
                 raise _NotSeparableError
-            # A copy: a head may begin with an operation in place.
+            # Copy the input, because a head may begin with an in-place operation.
             head_inputs.append(args[0].detach().clone())
 
         def after(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:

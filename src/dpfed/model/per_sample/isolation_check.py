@@ -1,13 +1,14 @@
-"""The isolation check, on synthetic records: every tensor trains, and no record affects another.
+"""The isolation check: on synthetic records, every tensor trains and no record affects another.
 
-A dead adapter, whose gradient is zero or whose update has no effect, is an error. So are wrong
-per-sample gradients. Trainable tensors are first changed at random, because LoRA's B = 0 makes the
-gradient of A zero.
+A tensor whose gradient is zero, or whose update does not change the output, is an error. So are
+per-sample gradients that differ from gradients of single records. Trainable tensors are first
+changed at random, because LoRA's B = 0 makes the gradient of A zero.
 
-A gradient jumps where a ReLU is at zero, and rounding may decide the side of zero. A small
-difference is therefore accepted under two conditions. It vanishes in double precision, where no
-number is so close to zero by chance. And each record has no difference for some other weights: a
-layer that mixes records does so for all weights.
+The gradient of a ReLU jumps at zero, and rounding may decide on which side of zero its input lies.
+A small difference is therefore accepted if both of these conditions hold:
+1. It vanishes in double precision, where no input is so close to zero by chance.
+2. For each record there are other weights without any difference. A layer that mixes records
+   would cause a difference for all weights.
 """
 
 from __future__ import annotations
@@ -24,21 +25,27 @@ from dpfed.model.per_sample.forward_check import first_words
 from dpfed.model.per_sample.gradients import Batch, PerSample
 
 RECORDS = 3
-# Largest difference that rounding can explain, as a share of a tensor's gradient.
+# Largest difference that rounding can explain, relative to the norm of a tensor's gradient.
 TOLERANCE = 1e-3
-# Largest difference that a ReLU can explain.
+# Largest relative difference that a ReLU with an input near zero can explain.
 JUMP = 0.1
-# Largest difference in double precision.
+# Largest relative difference that is accepted in double precision.
 EXACT = 1e-7
-# How many other weights are tried; deep networks have a ReLU near zero for most of them.
+# How many other random weights are tried. For most weights a deep network has some ReLU near zero,
+# so a few attempts do not suffice.
 DRAWS = 16
-# Share of the whole gradient that is rounding: behind a softmax a key's bias has no more.
+# Rounding causes differences up to this share of the whole gradient's norm. The bias of an
+# attention key has a true gradient of zero, so all of its gradient is rounding.
 ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
 class _Records:
-    """Synthetic records with the weights of two clients: `theta [2, P]`, `client [M]`."""
+    """Synthetic records with the weights of two clients.
+
+    theta   the trainable vectors of the clients, `[2, P]`
+    client  for each record, the row of theta that it uses, `[M]`
+    """
 
     theta: Tensor
     client: Tensor
@@ -46,11 +53,11 @@ class _Records:
     labels: Tensor
 
     def together(self, model: PerSample, keys: Tensor | None = None) -> list[Tensor]:
-        """Return the gradients `[M, n]` of each tensor from one pass of all records."""
+        """Return the per-sample gradients `[M, n]` of each tensor from one pass of all records."""
         return model.grads(self.theta, self.client, self.inputs, self.labels, keys)
 
     def one_by_one(self, model: PerSample) -> list[Tensor]:
-        """Return the gradients `[M, n]` from plain autograd, one record at a time."""
+        """Return the gradients `[M, n]` of each tensor by autograd, one record at a time."""
         records = [self._single(model, j) for j in range(RECORDS)]
         return [torch.stack(of_tensor) for of_tensor in zip(*records, strict=True)]
 
@@ -80,14 +87,15 @@ def _moved(theta: Tensor, generator: torch.Generator) -> Tensor:
 def check_gradients(
     model: PerSample, theta: Tensor, inputs: Batch, classes: int, generator: torch.Generator
 ) -> None:
-    """Refuse a model with a dead tensor or with wrong per-sample gradients; name the tensor.
+    """Raise DpfedError if a tensor does not train or if per-sample gradients are wrong.
 
-    This costs a handful of forward passes on `RECORDS` synthetic records.
+    The message names the tensor. The check costs a handful of forward passes on `RECORDS` synthetic
+    records.
     """
     buffers = {name: b.clone() for name, b in model.model.named_buffers()}
     records = _records_near(theta, inputs, classes, generator)
     _check_gradients(model, theta, records, generator)
-    # One dict for all, since each lookup walks the whole model.
+    # Collect all buffers once, because each call of `named_buffers` visits the whole model.
     after = dict(model.model.named_buffers())
     for name, before in buffers.items():
         if not torch.equal(before, after[name]):
@@ -148,7 +156,10 @@ def _way_out(model: PerSample) -> str:
 def check_isolation(
     model: PerSample, theta: Tensor, inputs: Batch, classes: int, generator: torch.Generator
 ) -> None:
-    """Refuse a model in whose precision a NaN record changes the gradients of others."""
+    """Raise DpfedError if a record with NaN changes the gradients of other records.
+
+    The check runs in the dtype in which the model trains.
+    """
     records = _records_near(theta, inputs, classes, generator)
     keys = torch.arange(RECORDS, device=theta.device) if model.has_dropout else None
     broken = replace(records, theta=records.theta.clone())
@@ -168,7 +179,7 @@ def check_isolation(
             f"{here} gradients near the initial weights are not finite: take another precision"
         )
     name, off = _farthest(model, beside, sound, max(ROUNDING, torch.finfo(model.dtype).eps))
-    # A gradient that NaN reaches is NaN; others may be summed in another order.
+    # If NaN reaches another record, that record's gradient is NaN. Small differences are rounding.
     if not off <= JUMP:
         raise DpfedError(
             f"{here} a record whose gradient is not finite changes that of another in {name}: "
@@ -182,7 +193,10 @@ def _farthest(
     alone: Sequence[Tensor],
     rounding: float = ROUNDING,
 ) -> tuple[str, float]:
-    """Return the tensor whose gradients differ most, and the difference over their norm."""
+    """Return the name of the tensor whose gradients differ most, and its relative difference.
+
+    The share `rounding` of the whole gradient's norm is subtracted from each difference.
+    """
     floor = rounding * torch.cat(list(alone), dim=1).norm()
     off = [float(((a - b).norm() - floor) / b.norm()) for a, b in zip(together, alone, strict=True)]
     worst = max(range(len(off)), key=lambda i: math.inf if math.isnan(off[i]) else off[i])
@@ -192,7 +206,10 @@ def _farthest(
 def _each_agrees_once(
     model: PerSample, theta: Tensor, records: _Records, generator: torch.Generator
 ) -> bool:
-    """Return True if each record has equal gradients together and alone for some weights."""
+    """Return True if each record has, for some random weights, equal gradients in both ways.
+
+    The ways are one pass of all records, and one record at a time.
+    """
     left = set(range(RECORDS))
     for _ in range(DRAWS):
         drawn = replace(records, theta=_moved(theta, generator))
@@ -208,7 +225,10 @@ def _each_agrees_once(
 
 
 def _agrees_in_double(model: PerSample, records: _Records) -> bool:
-    """Return True if the gradients agree in double precision; False if the model cannot use it."""
+    """Return True if, in double precision, one pass gives the gradients of single records.
+
+    Return False if they differ or if the model cannot run in double precision.
+    """
     before = model.dtype
     numbers = {name: p.data for name, p in model.model.named_parameters()}
     buffers = [(module, dict(module._buffers)) for module in model.model.modules()]
@@ -218,10 +238,11 @@ def _agrees_in_double(model: PerSample, records: _Records) -> bool:
         _, off = _farthest(model, exact.together(model), exact.one_by_one(model), ROUNDING**2)
         return off <= EXACT
     except Exception:
-        # Models and devices fail in many ways.
+        # Models and devices without double precision raise errors of many classes.
         return False
     finally:
-        # The tensors from before, not copies: copies need memory and lose other types.
+        # Put the original tensors back. Converting the model back would not restore tensors of
+        # other dtypes, and copies would need memory.
         model.dtype = before
         for name, p in model.model.named_parameters():
             p.data = numbers[name]

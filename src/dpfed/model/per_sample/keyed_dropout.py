@@ -1,8 +1,8 @@
-"""Dropout layers whose masks depend on the record's key alone.
+"""Dropout layers whose masks depend only on the record's key.
 
 A record's mask is a hash of its key, the layer's number and the position in the activation. It is
-equal in any fleet, chunk or GPU; a resumed run repeats it; a compiled step needs no generator
-state. Without keys, as in evaluation, the layers change nothing.
+the same in any fleet, in any pass and on any GPU, and a resumed run repeats it. A compiled step
+needs no state of a random generator. Without keys, as in evaluation, the layers change nothing.
 """
 
 from __future__ import annotations
@@ -21,17 +21,23 @@ _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
 
 
 def rule_of(salt: int, rate: float) -> Tensor:
-    """Return the start of a layer's random stream, and how many of 2^24 draws it drops.
+    """Return a tensor `[2]`: the start of a layer's random stream, and its drops of 2^24 draws.
 
-    It is a tensor, so that layers that differ in nothing else are compiled once.
+    salt  the layer's number
+    rate  the probability of dropout
+
+    The two numbers are a tensor, so that layers that differ only in them are compiled once.
     """
-    # A number for a tensor must fit int64, so the product wraps around here.
+    # A number in a tensor must fit int64, so the product is reduced to that range here.
     start = (salt * _GOLDEN + 2**63) % 2**64 - 2**63
     return torch.tensor([start, math.ceil(rate * 2**24)])
 
 
 def _key_and_rule(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the buffers of a layer that drops; None if it has no rate or the pass has no keys."""
+    """Return the key and rule buffers of a layer.
+
+    Return None if nothing is dropped, because the layer's rate is 0 or the pass has no keys.
+    """
     key, rule = getattr(layer, KEY, None), getattr(layer, RULE, None)
     if key is None or rule is None or key.numel() == 0:
         return None
@@ -51,7 +57,7 @@ class KeyedDropout(nn.Dropout):
 
 @once_per_class
 def keyed_drop_path(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return a class of stochastic depth: one decision for each record."""
+    """Return a subclass of a stochastic-depth layer; it drops or keeps each record as a whole."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         buffers = _key_and_rule(self, x)
@@ -61,7 +67,10 @@ def keyed_drop_path(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def install_keyed_dropout(model: nn.Module) -> list[str]:
-    """Replace every dropout and stochastic-depth layer; return the names of their key buffers."""
+    """Replace the classes of all dropout and stochastic-depth layers, in place.
+
+    Return the names of their key buffers.
+    """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     keys = []
     for salt, (name, module) in enumerate(model.named_modules(), start=1):

@@ -1,4 +1,4 @@
-"""Rows that hold the trainable tensors with gaps between them, some as transposes."""
+"""The layout of all trainable tensors in one row, with gaps between them and some transposed."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from torch import Tensor
 
 from dpfed.model.parameter_vector import Space
 
-# Mean size of pieces from which a copy of each is faster than an index of each number.
+# If pieces have at least this mean size, copying each piece is faster than indexing each number.
 LARGE = 2**15
 
 
 @dataclass
 class Piece:
-    """A stretch of numbers.
+    """A stretch of numbers that are adjacent in the flat vector and in the row.
 
-    vector, row  where it starts in the vector and in the row
-    sides        the two sides of its tensor if the row holds the transpose, else None
+    vector  where the stretch starts in the vector
+    row     where it starts in the row
+    size    how many numbers it has
+    sides   the shape of its tensor in the vector if the row holds the transpose, else None
     """
 
     vector: int
@@ -29,14 +31,17 @@ class Piece:
 
 
 class Layout:
-    """The places of tensors in rows, where each starts at a multiple of `step`.
+    """The positions of all trainable tensors in a row, with conversions from and to vectors.
 
-    `transposed` says which tensors the row holds as transposes. A few large pieces are copied one
-    by one; many small ones are copied together, by one index for each number.
+    transposed  for each tensor, True if the row holds its transpose
+    step        each tensor starts at a multiple of this many numbers
+
+    A few large pieces are copied one by one. Many small pieces are copied together, with one index
+    per number.
     """
 
     def __init__(self, space: Space, transposed: Sequence[bool], step: int = 1) -> None:
-        # The start of each tensor in the row, then the row's end.
+        # The start of each tensor in the row. The last entry is the length of the row.
         self.starts = [0]
         self.pieces: list[Piece] = []
         self.size = 0
@@ -52,13 +57,13 @@ class Layout:
     def _append(self, piece: Piece) -> None:
         last = self.pieces[-1] if self.pieces else None
         if last and last.sides is piece.sides is None and last.row + last.size == piece.row:
-            # Adjacent in the vector and in the row: one stretch.
+            # The two pieces are adjacent in the vector and in the row, so one copy can move both.
             last.size += piece.size
         else:
             self.pieces.append(piece)
 
     def index(self) -> Tensor:
-        """Return the place in the row of every coordinate of the vector, `[P]`."""
+        """Return for each number of the vector its position in the row, `[P]`."""
         places = [torch.arange(0)]
         for piece in self.pieces:
             within = piece.row + torch.arange(piece.size)
@@ -68,7 +73,7 @@ class Layout:
         return torch.cat(places)
 
     def rows(self, vectors: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return new rows for vectors `[S, P]`, with zeros in the gaps."""
+        """Return the vectors `[S, P]` as new rows in this layout, with zeros in the gaps."""
         rows = vectors.new_zeros(vectors.shape[0], self.starts[-1], dtype=dtype)
         if self._index is not None:
             return rows.index_copy_(1, self._index.to(vectors.device), vectors.to(dtype))
@@ -77,7 +82,7 @@ class Layout:
         return rows
 
     def vectors(self, rows: Tensor) -> Tensor:
-        """Return the vectors `[S, P]` of rows; the rows themselves if the two are equal."""
+        """Return rows of this layout as vectors `[S, P]`, without a copy if the two are equal."""
         if self.is_vector:
             return rows
         if self._index is not None:

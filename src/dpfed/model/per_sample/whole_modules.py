@@ -1,7 +1,8 @@
-"""Batched forms of modules that must be mapped over records as a whole.
+"""Batched versions of modules whose inner layers cannot be made batched one by one.
 
-Inside them the record axis is not the first: tokens come first, or all records share a table of
-relative positions. So their inner layers cannot tell the records apart.
+Inside these modules the first axis does not hold records: it holds tokens, or all records share a
+table of relative positions. Most of them are therefore called for each record as a whole, by `vmap`
+or by a loop.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from dpfed.model.per_sample.derived_class import derived, once_per_class
 
 
 def map_whole_modules(model: nn.Module, trained: set[int]) -> None:
-    """Replace the classes of such modules that hold a trained tensor; `trained` are their ids."""
+    """Replace the class of each module in `WHOLE` that holds a trained tensor, in place.
+
+    `trained` contains the `id` of each trained tensor.
+    """
     for module in model.modules():
         make = WHOLE.get(f"{type(module).__module__.rpartition('.')[2]}.{type(module).__name__}")
         if make is None or not any(id(p) in trained for p in module.parameters()):
@@ -28,7 +32,11 @@ def map_whole_modules(model: nn.Module, trained: set[int]) -> None:
 
 @once_per_class
 def _batched_deberta(cls: type[nn.Module]) -> type[nn.Module]:
-    """Batch DeBERTa's attention, whose relative positions come as `[1 or M, rows, width]`."""
+    """Return the batched version of DeBERTa's attention.
+
+    Its table of relative positions is `[rows, width]`, or `[M, rows, width]` with one copy per
+    record.
+    """
 
     def single(self: Any, *args: Any, rel_embeddings: Tensor | None = None, **kwargs: Any) -> Any:
         if rel_embeddings is not None:
@@ -47,7 +55,11 @@ def _batched_deberta(cls: type[nn.Module]) -> type[nn.Module]:
 
 @once_per_class
 def _batched_mpnet(cls: type[nn.Module]) -> type[nn.Module]:
-    """Batch MPNet's encoder, which reads its table of position biases without a record's input."""
+    """Return the batched version of MPNet's encoder.
+
+    The encoder reads its table of position biases without any input of a record. Here each record
+    reads its own copy of the table.
+    """
     plain: Any = cls
 
     def compute_position_bias(
@@ -69,6 +81,6 @@ WHOLE = {
     "modeling_deberta.DisentangledSelfAttention": _batched_deberta,
     "modeling_deberta_v2.DisentangledSelfAttention": _batched_deberta,
     "modeling_mpnet.MPNetEncoder": _batched_mpnet,
-    # `vmap` would give the padding row of its table a gradient.
+    # With `vmap` the padding row of the embedding table would get a gradient, so use a loop.
     "quant_modules.QuantEmbedding": loop_layer,
 }

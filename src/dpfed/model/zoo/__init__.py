@@ -1,4 +1,4 @@
-"""Models by name. A model is a `[model]` section with a `build(spec)`."""
+"""The models that a configuration can name. Each is a `[model]` section with `build(spec)`."""
 
 from __future__ import annotations
 

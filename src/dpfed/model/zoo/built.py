@@ -19,11 +19,14 @@ ATTENTION_DROPOUT = ("attention_probs_dropout_prob", "attn_pdrop", "attention_dr
 class Built:
     """A model with everything that training and export need to know about it.
 
-    head        modules that are trained whole in every mode; none for a language model
+    model       the plain model, without adapters
+    head        names of modules that are always trained as a whole; none for a language model
     prepare     turns raw inputs into the arguments of the model
-    spec        the inputs, completed with the vocabulary of the model
-    rows        number of records in an evaluation pass
-    companions  makes the files of an export besides the weights
+    task        turns the model's output into scores, losses and accuracies
+    spec        the facts about the inputs, with the vocabulary of the model; None if unchanged
+    rows        number of records in one pass of an evaluation
+    notes       sentences to show to the user
+    companions  creates the files of an export besides the weights
     forms       alternatives to `prepare`, preferred first; a check takes the first correct one
     """
 
@@ -39,7 +42,7 @@ class Built:
 
 
 def fresh_head(width: int, classes: int) -> nn.Linear:
-    """Return a classifier that starts at zero."""
+    """Return a linear classifier whose weight and bias are zero."""
     return zero(nn.Linear(width, classes))
 
 
@@ -51,7 +54,7 @@ def zero(layer: nn.Linear) -> nn.Linear:
 
 
 def zero_head(head: nn.Module, name: str) -> None:
-    """Set the last linear layer of a head to zero."""
+    """Set the last linear layer of the head called `name` to zero."""
     linear = [module for module in head.modules() if isinstance(module, nn.Linear)]
     if not linear:
         raise DpfedError(

@@ -1,6 +1,6 @@
 """A small Vision Transformer for 8x8 grey images, whose weights come with the package.
 
-`experiments/pretrain_glyphs.py` pretrained it on drawn glyphs. They are public by construction, so
+`experiments/pretrain_glyphs.py` pretrained it on glyphs that a program draws. These are public, so
 the pretraining has no privacy cost.
 """
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from dpfed.errors import DpfedError, reason
 
-# Seconds to wait for the hub's first answer.
+# Timeout in seconds for the hub's first answer.
 SECONDS = 5.0
 
 
@@ -21,7 +21,11 @@ class HubSilentError(DpfedError):
 
 
 def folder_of(weights: str, key: str = "model.weights") -> Path | None:
-    """Return the folder, or None if the text can only be the name of a model on the hub."""
+    """Return the folder called `weights`, or None if the text can only be a name on the hub.
+
+    Raise DpfedError if the text looks like a path but is no folder with a model. The message names
+    the configuration key `key`.
+    """
     path = Path(weights).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file() and key == "model.weights":
@@ -38,7 +42,7 @@ def folder_of(weights: str, key: str = "model.weights") -> Path | None:
 
 
 def source_of(weights: str, key: str = "model.weights") -> tuple[str, bool]:
-    """Return the name for transformers, and True if it may use local files only."""
+    """Return a folder or hub name for transformers, and True if it must use only local files."""
     folder = folder_of(weights, key)
     if folder is not None:
         return str(folder), True
@@ -53,20 +57,23 @@ def offline() -> bool:
 
 
 def _snapshot(name: str) -> Path | None:
-    """Return the folder of the cached version of a hub model."""
+    """Return the folder of a hub model in the local cache, or None if it is not cached."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
         config = try_to_load_from_cache(name, "config.json")
     except ValueError:
-        # The hub has no such names.
+        # No model on the hub can have such a name.
         return None
     return Path(config).parent if isinstance(config, str) else None
 
 
 @lru_cache(maxsize=16)
 def reach(name: str, key: str) -> None:
-    """Ask the hub once for a model, because its libraries retry for minutes without a network."""
+    """Raise DpfedError if the hub does not answer or does not have the model `name`.
+
+    Call this before other requests: without a network, the hub's libraries retry for minutes.
+    """
     from huggingface_hub import constants
 
     try:
@@ -90,8 +97,9 @@ def reach(name: str, key: str) -> None:
 
 
 def hub_file(name: str, file: str) -> Path | None:
-    """Return a small file of a hub model in its cached version; None if the hub has none.
+    """Return the local path of a small file of a hub model, or None if the model has no such file.
 
+    The file is downloaded if it is not cached, in the same version as a cached model.
     Raise HubSilentError if the hub does not answer.
     """
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
@@ -112,14 +120,14 @@ def hub_file(name: str, file: str) -> Path | None:
         snapshot = _snapshot(name)
         if offline():
             if snapshot is None:
-                # Weights that are not in the cache cannot be loaded either.
+                # Without a cached model, loading its weights fails later, so no file is needed.
                 return None
             raise silent
         reach(name, "model.weights")
         version = None if snapshot is None else snapshot.name
         return Path(hf_hub_download(name, file, revision=version, etag_timeout=SECONDS))
     except LocalEntryNotFoundError:
-        # A subclass of EntryNotFoundError that means: the hub could not be reached.
+        # This subclass of EntryNotFoundError means that the hub could not be reached.
         raise silent from None
     except (EntryNotFoundError, RepositoryNotFoundError):
         return None
@@ -128,9 +136,9 @@ def hub_file(name: str, file: str) -> Path | None:
 
 
 def hub_metadata(name: str) -> dict[str, dict[str, str]]:
-    """Return the metadata of each safetensors file of a hub model.
+    """Return the metadata of each safetensors file of a hub model, by file name.
 
-    Files in the local cache are read there; otherwise only headers are downloaded.
+    Cached files are read from the local cache. Otherwise only the files' headers are downloaded.
     Raise HubSilentError if the hub does not answer.
     """
     from huggingface_hub import get_safetensors_metadata
@@ -157,14 +165,14 @@ def hub_metadata(name: str) -> dict[str, dict[str, str]]:
     except NotASafetensorsRepoError:
         return {}
     except Exception:
-        # Transport and format raise errors of many classes.
+        # Network and file format raise errors of many classes.
         raise silent from None
 
 
 def json_beside(weights: str, name: str) -> tuple[Path, Any] | None:
-    """Return a JSON file of a folder or hub model and its content.
+    """Return the path and the content of the JSON file `name` of a folder or hub model.
 
-    Return None if there is no such file or the hub does not answer.
+    Return None if there is no such file or if the hub does not answer.
     """
     folder = folder_of(weights)
     try:

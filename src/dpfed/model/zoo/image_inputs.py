@@ -1,6 +1,6 @@
 """Prepare images for a model: resize, sharpen and normalise each image by itself.
 
-All constants are public, so nothing is learnt from the data.
+All constants are public, so the preparation does not depend on private data.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 def images(entry: ImageInput) -> Prepare:
-    """Return the function that prepares raw images, grey or coloured and of any size."""
+    """Return the function that turns raw images, grey or coloured, into the model's input."""
     name = entry.spec.name
     resized = None if entry.size is None else resizing(entry.size, entry.resize)
-    # A captured CUDA graph cannot copy numbers to the device, so they are kept there.
+    # Keep these tensors on the device, because a captured CUDA graph cannot copy them there.
     constants: dict[torch.device, tuple[Tensor, ...]] = {}
 
     def prepare(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -32,7 +32,7 @@ def images(entry: ImageInput) -> Prepare:
             x = resized(x)
         if entry.sharpen:
             x = x + entry.sharpen * (x - blurred(x))
-        # Sharpening and bicubic resizing overshoot at edges.
+        # Near edges, sharpening and bicubic resizing give values outside the range of pixels.
         if entry.sharpen or entry.resize == "bicubic":
             x = x.clamp(0, entry.spec.white)
         if x.shape[1] != entry.channels:
@@ -48,12 +48,14 @@ def images(entry: ImageInput) -> Prepare:
 
 
 def resizing(size: int, mode: str) -> Callable[[Tensor], Tensor]:
-    """Return the function from images `[M, C, H, W]` to `[M, C, size, size]`, antialiased.
+    """Return the function that resizes images `[M, C, H, W]` to `[M, C, size, size]`.
 
-    For small images two matrix products are faster on a GPU than torch's own kernel. Compiled code
-    gets torch's function, which the compiler fuses.
+    mode  "bilinear" or "bicubic"; images that become smaller are antialiased
+
+    On a GPU two matrix products are faster for small images than torch's own kernel. On a CPU and
+    in compiled code torch's function is used; a compiler fuses it with other code.
     """
-    # A captured CUDA graph cannot copy numbers to the device, so they are kept there.
+    # Keep these tensors on the device, because a captured CUDA graph cannot copy them there.
     matrices: dict[tuple[torch.device, int, bool], Tensor] = {}
 
     def resized(x: Tensor) -> Tensor:
@@ -75,19 +77,28 @@ def takes_products(x: Tensor) -> bool:
 
 
 def resize_matrix(side: int, size: int, mode: str, smaller: bool) -> Tensor:
-    """Return the matrix `[size, side]` that resizes a column of pixels."""
+    """Return the matrix `[size, side]` that resizes a column of `side` pixels to `size` pixels.
+
+    smaller  True for antialiasing, which is needed if an image becomes smaller
+    """
     each = torch.eye(side).view(1, 1, side, side)
     resized = F.interpolate(each, (size, side), mode=mode, align_corners=False, antialias=smaller)
     return resized.view(size, side)
 
 
 def by_products(x: Tensor, down: Tensor, across: Tensor) -> Tensor:
-    """Resize columns by one matrix and rows by the other; training turns TF32 off."""
+    """Return images whose columns are resized by the matrix `down`, and the rows by `across`.
+
+    Training turns TF32 off, so the products have full float32 precision.
+    """
     return down @ (x @ across.t())
 
 
 def blurred(x: Tensor) -> Tensor:
-    """Return images blurred by the kernel 1 4 6 4 1 along each side, mirrored at the border."""
+    """Return the images, blurred along both axes by the kernel (1, 4, 6, 4, 1) / 16.
+
+    Images are mirrored at the border.
+    """
     for side in (2, 3):
         count = x.shape[side]
         padded = F.pad(x, (2, 2, 0, 0) if side == 3 else (0, 0, 2, 2), mode="reflect")

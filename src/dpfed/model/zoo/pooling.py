@@ -1,4 +1,4 @@
-"""Pooling of a sentence encoder, read from `modules.json` of sentence-transformers."""
+"""Pooling of a sentence encoder's tokens, as `modules.json` of sentence-transformers says."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from dpfed.model.export_files import Companions
 from dpfed.model.zoo.hub import json_beside
 
 MODULES = "modules.json"
-# Name of the encoder inside the pooled classifier.
+# Name of the encoder module inside the pooled classifier.
 BODY = "body"
 WAYS = ("mean", "cls")
-# Flags of `1_Pooling/config.json` before sentence-transformers had `pooling_mode`.
+# Older versions of sentence-transformers write these flags into `1_Pooling/config.json`, instead of
+# `pooling_mode`. Each flag is mapped to the mode that it stands for.
 OLD_KEYS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -31,14 +32,21 @@ REMEDY = 'set model.pooling = "none" for the model\'s own head'
 
 @dataclass(frozen=True)
 class Pooling:
-    """Pooling of token vectors: the mean or the first (cls), with or without a Normalize module."""
+    """How the token vectors of a text become one vector.
+
+    way        "mean" of all token vectors, or "cls" for the first one
+    normalize  True if the vector is then divided by its norm
+    """
 
     way: str
     normalize: bool
 
 
 def pooling_of(weights: str) -> Pooling | None:
-    """Return the pooling that a folder or hub model asks for; None without `modules.json`."""
+    """Return the pooling that `modules.json` of a folder or hub model asks for.
+
+    Return None if there is no such file or if it names no pooling.
+    """
     found = json_beside(weights, MODULES)
     if found is None:
         return None
@@ -55,16 +63,19 @@ def pooling_of(weights: str) -> Pooling | None:
 
 
 def pooled_config(config: Any, pooling: Pooling) -> Any:
-    """Return the configuration of a classifier on the pooled tokens of an encoder."""
+    """Return the configuration of a classifier that reads an encoder's pooled vector.
+
+    `config` is the configuration of the encoder.
+    """
     from dpfed.model.shipped.modeling_pooled import PooledConfig
 
-    # Exports do not contain paths of this machine.
+    # Remove the path, because an export must not contain paths of this machine.
     config._name_or_path = ""
     return PooledConfig(text_config=config, pooling=pooling.way, normalize=pooling.normalize)
 
 
 def with_pooling_code(model: nn.Module, companions: Companions) -> Companions:
-    """Return an export's companions with the code of a pooled classifier, if the model is one."""
+    """Return the companions of an export; if `model` is a pooled classifier, add its code."""
     from dpfed.model.shipped import modeling_pooled as code
 
     if not isinstance(model, code.PooledForSequenceClassification):
@@ -89,18 +100,21 @@ def with_pooling_code(model: nn.Module, companions: Companions) -> Companions:
 
 
 def adapter_is_pooled(folder: Path) -> bool:
-    """Return True if an adapter was trained on a pooled classifier; older ones were not."""
+    """Return True if the adapter in `folder` was trained on a pooled classifier.
+
+    The names of its tensors show this. Adapters of old versions of dpfed give False.
+    """
     try:
         with safe_open(folder / "adapter_model.safetensors", "pt") as tensors:
             names = list(tensors.keys())
     except (OSError, SafetensorError):
-        # Missing and damaged files are refused where the adapter is loaded.
+        # A missing or damaged file raises a clear error later, when the adapter is loaded.
         return True
     return any(name.startswith(f"base_model.model.{BODY}.") for name in names)
 
 
 def _kinds(weights: str, modules: Any) -> dict[str, str]:
-    """Return the folder of each module, by the last part of its type."""
+    """Return the folder of each module in `modules.json`, by the class name in its type."""
     try:
         return {str(m["type"]).rpartition(".")[2]: str(m["path"]) for m in modules}
     except (KeyError, TypeError):
@@ -119,7 +133,7 @@ def _way(weights: str, folder: str) -> str:
         )
     ways = stated.get("pooling_mode")
     if ways is None:
-        # Without any flag sentence-transformers takes the mean.
+        # Without any flag sentence-transformers uses the mean.
         ways = [way for key, way in OLD_KEYS.items() if stated.get(key)] or ["mean"]
     ways = [ways] if isinstance(ways, str) else list(ways)
     if len(ways) != 1 or ways[0] not in WAYS:

@@ -1,6 +1,6 @@
 """Load configurations and weights of pretrained models.
 
-Code that comes with weights never runs: `trust_remote_code` is never set.
+Code that comes with weights never runs: `trust_remote_code` is always False.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from dpfed.model.zoo.hub import folder_of, json_beside, source_of
 
 Head = Literal["new", "kept"]
 HEADS = ("classifier", "score", "head", "cls_classifier")
-# A checkpoint may lack a head and a pooler, but not half a model.
+# Besides the head, weights may lack at most this many modules, such as a pooler. These are then
+# new. If more are missing, the weights belong to another model.
 MAX_FRESH_MODULES = 4
 
 
 @dataclass(frozen=True)
 class PretrainedSection(ModelSection):
-    """A `[model]` section that cannot be built without a choice of weights."""
+    """A `[model]` section whose key `weights` the user must set."""
 
     def chosen(self) -> str | None:
         """Return the folder or hub name of the weights, or None for random ones."""
@@ -39,7 +40,10 @@ class PretrainedSection(ModelSection):
         return None if self.weights == "random" else self.weights
 
     def pretrained(self) -> str:
-        """Return the folder or hub name of weights that also give the shape."""
+        """Return the folder or hub name of the weights, which also determine the model's shape.
+
+        Raise DpfedError for random weights, which have no shape.
+        """
         weights = self.chosen()
         if weights is None:
             raise DpfedError(
@@ -50,7 +54,12 @@ class PretrainedSection(ModelSection):
 
 
 def refuse_other(name: str, found: Any, expected: Mapping[str, Any], other: str) -> None:
-    """Raise DpfedError if weights have another shape than the paper's model of that name."""
+    """Raise DpfedError if weights do not have the shape that a model of this name has in its paper.
+
+    found     configuration of the weights
+    expected  configuration keys and their values in the paper
+    other     the model name that accepts such weights; the message recommends it
+    """
     for key, value in expected.items():
         have = getattr(found, key, None)
         if have != value and have != list(value if isinstance(value, tuple) else ()):
@@ -70,14 +79,17 @@ def config_of(weights: str, **changes: Any) -> Any:
             name, local_files_only=local, trust_remote_code=False, **changes
         )
     except Exception as error:
-        # Values of wrong types or out of range raise errors of many classes.
+        # Values in the configuration that have a wrong type or range raise errors of many classes.
         raise DpfedError(
             f"the configuration of {weights!r} cannot be used: {reason(error)}"
         ) from None
 
 
 def know_pooled() -> None:
-    """Register pooled exports with transformers, which then loads them without their code."""
+    """Register the pooled classifier with transformers.
+
+    It then loads exports of this classifier without running the code in their folder.
+    """
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     from dpfed.model.shipped.modeling_pooled import PooledConfig, PooledForSequenceClassification
@@ -88,14 +100,14 @@ def know_pooled() -> None:
 
 
 def on_meta() -> bool:
-    """Return True inside `with torch.device("meta")`: only shapes are needed, no weights."""
+    """Return True inside `with torch.device("meta")`, where only shapes are needed, not weights."""
     return torch.get_default_device().type == "meta"
 
 
 def shape_suffices(weights: str | None) -> bool:
-    """Return True if a model of known shape needs no file of its weights.
+    """Return True if a model of known shape can be built without reading files of weights.
 
-    They are random, or only the shapes of a hub model are needed.
+    This is so if the weights are random, or if only the shapes of a hub model are needed.
     """
     return weights is None or (on_meta() and folder_of(weights) is None)
 
@@ -105,9 +117,11 @@ def model_of(
 ) -> tuple[nn.Module, tuple[str, ...], tuple[str, ...]]:
     """Return a model in float32, the names of its heads, and notes for the user.
 
-    weights    None for random weights
-    classes    None for a language model without a classifier
-    keep_head  False: the head is new and starts at zero
+    auto       class of transformers that loads the model, such as AutoModelForCausalLM
+    config     its configuration
+    weights    folder or hub name; None for random weights
+    classes    number of classes; None for a language model without a classifier
+    keep_head  True uses the head in the weights; False makes a new head that starts at zero
     """
     if keep_head and (weights is None or classes is None):
         raise DpfedError(
@@ -151,20 +165,23 @@ def _shaped(auto: Any, config: Any, weights: str | None) -> nn.Module:
     try:
         model: nn.Module = auto.from_config(config, trust_remote_code=False).float()
     except Exception as error:
-        # Sizes that do not fit together fail anywhere inside a model.
+        # Models raise errors of many classes if sizes in their configuration do not fit together.
         what = "of this shape" if weights is None else f"of {weights!r}"
         raise DpfedError(f"a model {what} cannot be built: {reason(error)}") from None
     return model
 
 
 def _load(auto: Any, config: Any, weights: str) -> tuple[nn.Module, set[str], set[str]]:
-    """Return a model, and the names of tensors that are missing or have another shape."""
+    """Return the loaded model and two sets of tensor names.
+
+    The first set is missing in the weights, and the second has another shape there.
+    """
     from transformers.utils import logging
 
     name, local = source_of(weights)
     logging.disable_progress_bar()
     before = logging.get_verbosity()
-    # `model_of` reports missing tensors.
+    # Hide the warnings of transformers, because `model_of` reports missing tensors.
     logging.set_verbosity_error()
     try:
         model, info = auto.from_pretrained(
@@ -186,9 +203,9 @@ def _load(auto: Any, config: Any, weights: str) -> tuple[nn.Module, set[str], se
 
 
 def heads_of(model: nn.Module) -> tuple[str, ...]:
-    """Return the name of the head, and of modules whose names end like it.
+    """Return the name of the head, then of other modules whose names end with the head's name.
 
-    peft takes these for heads too, such as DistilBERT's pre_classifier.
+    peft treats such modules as heads too, for example DistilBERT's pre_classifier.
     """
     children = dict(model.named_children())
     for name in HEADS:
@@ -201,7 +218,11 @@ def heads_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def public_constants(weights: str | None) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-    """Return the mean and standard deviation of the weights' training images, if stated."""
+    """Return the mean and standard deviation per channel with which the weights were trained.
+
+    Return None if `preprocessor_config.json` of the weights does not state them, or if only shapes
+    are needed.
+    """
     if weights is None or on_meta():
         return None
     found = json_beside(weights, "preprocessor_config.json")
@@ -224,9 +245,10 @@ def public_constants(weights: str | None) -> tuple[tuple[float, ...], tuple[floa
 
 
 def load_tensors(model: nn.Module, weights: str, name: str, new_head: str | None = None) -> None:
-    """Load a safetensors file, or model.safetensors of a folder, into a model of this package.
+    """Load weights from a safetensors file or a folder with model.safetensors into `model`.
 
-    Tensors of the module `new_head` keep their initial values.
+    name      the model's name, for error messages
+    new_head  a module that keeps its initial values; None loads all tensors
     """
     from safetensors.torch import load_file
 

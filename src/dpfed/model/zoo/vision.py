@@ -1,6 +1,6 @@
 """Vision models: ViT-Base/16, Swin-Tiny, Swin-Base, and image classifiers of `transformers`.
 
-Images of another size are resized on the device, each by itself. A new head starts at zero.
+If images do not have the model's size, they are resized on the device. A new head starts at zero.
 ViT: Dosovitskiy et al. 2021. Swin and its stochastic depth: Liu et al. 2021.
 """
 
@@ -29,12 +29,16 @@ from dpfed.model.zoo.pretrained import (
 USUAL_SIDE = 224
 USUAL_PATCH = 4
 USUAL_WINDOW = 7
-# Window positions. Fused attention computes at least 64, so small windows are faster without it.
+# Windows with at most this many positions use plain attention, which is faster for them: fused
+# attention always computes at least 64 positions.
 SMALL_WINDOW = 32
 
 
 def stages(image: int, patch: int, count: int) -> list[int]:
-    """Return the patches per side in each stage of a Swin; a stage halves them, rounded up."""
+    """Return the number of patches per side in each of the `count` stages of a Swin.
+
+    From one stage to the next the number is halved and rounded up.
+    """
     out = [-(-image // patch)]
     for _ in range(count - 1):
         out.append(-(-out[-1] // 2))
@@ -42,10 +46,15 @@ def stages(image: int, patch: int, count: int) -> list[int]:
 
 
 def check_swin(name: str, image: int, patch: int, window: int, count: int, fixed: bool) -> None:
-    """Raise DpfedError if a stage is smaller than the window, which fails inside attention.
+    """Raise DpfedError if a stage of a Swin has fewer patches per side than the attention window.
 
-    count  number of stages
-    fixed  True if patch and window belong to the weights
+    Attention would fail there. The message recommends sizes that fit.
+
+    image   side of an image in pixels
+    patch   side of a patch in pixels
+    window  side of a window in patches
+    count   number of stages
+    fixed   True if the weights determine patch and window, so that only the image size can change
     """
     sides = stages(image, patch, count)
     if min(sides) >= window:
@@ -64,7 +73,7 @@ def check_swin(name: str, image: int, patch: int, window: int, count: int, fixed
 
 @dataclass(frozen=True)
 class VisionSection(PretrainedSection):
-    """Keys and steps that all image classifiers of `transformers` share."""
+    """Configuration keys and methods that all image classifiers of `transformers` share."""
 
     image_size: Annotated[
         int | None, Ge(1), "side that images are resized to; default: that of the weights, or 224"
@@ -113,13 +122,16 @@ class VisionSection(PretrainedSection):
 
 
 def _side(config: Any) -> int:
-    """Return the side of the images that the weights are for."""
+    """Return the side in pixels of the images that a model of this configuration reads."""
     size = _image_size(config) or USUAL_SIDE
     return int(size if isinstance(size, int) else size[0])
 
 
 def _image_size(config: Any) -> Any:
-    """Return the configured size; models of images and texts have it in their vision part."""
+    """Return the image size in a configuration, or None if it has none.
+
+    Models of both images and texts state it in their `vision_config`.
+    """
     own = getattr(config, "image_size", None)
     return own or getattr(getattr(config, "vision_config", None), "image_size", None)
 
@@ -177,7 +189,10 @@ class SwinSection(VisionSection):
             check_swin(self.name, image, patch, window, count, fixed=False)
 
     def _sizes(self) -> tuple[int, int, int]:
-        """Return the sides of an image, a patch and a window for random weights."""
+        """Return the sides of an image and a patch in pixels and of a window in patches.
+
+        They apply to random weights, which have no sizes of their own.
+        """
         return (
             self.image_size or USUAL_SIDE,
             self.patch_size or USUAL_PATCH,
@@ -205,9 +220,10 @@ class SwinSection(VisionSection):
 
 
 def sized(config: Any, name: str, image_size: int | None, pretrained: bool) -> Any:
-    """Return a Swin for another image size: any size that its windows fit.
+    """Return the configuration of a Swin, changed to `image_size`.
 
-    It has no table of absolute positions, unless `use_absolute_embeddings` is set.
+    Raise DpfedError if the attention windows do not fit this size. With `use_absolute_embeddings`
+    the Swin has a table of absolute positions, so its size does not change.
     """
     if image_size is not None and not getattr(config, "use_absolute_embeddings", False):
         config.image_size = image_size

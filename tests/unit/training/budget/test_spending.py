@@ -344,5 +344,5 @@ def test_recorded_noise_that_misses_the_target_is_refused(
     keys = [*unequal, "privacy.target_epsilon=2", "run.rounds=4", "run.noise=os"]
     interrupted(keys, tmp_path / "r", 0.99)
     monkeypatch.setattr("dpfed.training.budget.ledgers.CALIBRATION_TOLERANCE", 0.05)
-    with pytest.raises(DpfedError, match="does not reach privacy.target_epsilon = 2"):
+    with pytest.raises(DpfedError, match=r"does not reach privacy\.target_epsilon = 2"):
         run(load("digits", keys, registry()), tmp_path / "r", "resume")
