@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-# The one place of the version: packaging, `dpfed --version` and the documentation read it.
+# Change the version only here: packaging, `dpfed --version` and the documentation read it.
 __version__ = "0.1.0"
 __all__ = ["DpfedError", "DpfedWarning", "Tuned", "fine_tune"]
 _HOMES = {"DpfedError": "dpfed.errors", "DpfedWarning": "dpfed.errors"}
@@ -19,5 +19,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public names, loaded or not."""
+    """Return the public names, also those that are not loaded yet."""
     return [*__all__, "__version__"]

@@ -44,7 +44,7 @@ LR = 1e-3
 # Noise dominates the second moments, so Adam's steps are several times shorter than the learning
 # rate. At 1e-3 a head that starts at zero stays too small within 500 steps.
 NOISED_HEAD_LR = 1e-2
-# Keys of [data] that describe files; here the records are arguments.
+# Keys that `settings` must not contain, because the records are arguments; with the reason.
 NOT_FOR_SETTINGS = {
     "data.name": "the records are those of train and test",
     "data.path": "the records are those of train and test",
@@ -73,7 +73,10 @@ class Tuned:
 
     @property
     def epsilon(self) -> Mapping[str, float | None]:
-        """Epsilons by view: server_worst, server_max and third_party; None without privacy."""
+        """Epsilon of each view: server_worst, server_max and third_party.
+
+        Without privacy the values are None.
+        """
         figures: Mapping[str, float | None] = self.result["epsilon"]
         return figures
 
@@ -84,11 +87,14 @@ class Tuned:
 
     @property
     def warnings(self) -> Sequence[str]:
-        """Sentences on what to change or to know before using the result."""
+        """Sentences about what to change, or what to know before using the result."""
         return tuple(self.result["warnings"])
 
     def export(self, folder: str | Path, merge: bool = False) -> Path:
-        """Write a peft adapter (or, merged, a whole model) with its model card to a new folder."""
+        """Write a peft adapter with its model card to a new folder, and return the folder.
+
+        merge  True to write a whole model instead, with the adapter merged into its base
+        """
         write_export(self.out, Path(folder), merge)
         return Path(folder)
 
@@ -118,7 +124,8 @@ def fine_tune(
         clients: Number of simulated clients; default 10. Settings data.partition = "natural" and
             data.client_column take the clients from a column instead.
         epsilon: Target for the server's view of a client in every round. "auto" means 8.0, unless
-            settings give privacy.sigma. None needs privacy.sigma or privacy.enabled = False there.
+            settings give privacy.sigma. With None, settings must give privacy.sigma or
+            privacy.enabled = False.
         delta: Default 1e-5.
         classes: Class names in the order of their numbers, or their count; default: from labels.
         tokenizer: Tokenizer of a language model in memory.
@@ -152,20 +159,20 @@ def _refuse_tokenizer(model: Any, tokenizer: Any) -> None:
 def _trained_in_memory(
     model: Any, tokenizer: Any, config: Config, folder: Path, source: Source, progress: bool
 ) -> Tuned:
-    """Write the model beside the run's folder, so that the run can be repeated, and train."""
+    """Save the model beside the run's folder, so that the run can be repeated, and train it."""
     refuse_occupied(folder, force=False)
     base = _saved(model, tokenizer, folder, config)
     config = replace(config, model=replace(config.model, weights=str(base)))
     try:
         return _trained(config, folder, source, progress)
     finally:
-        # A run that was refused before it began leaves nothing behind.
+        # If the run was refused before it began, remove the saved model again.
         if not (folder / CONFIG).exists():
             shutil.rmtree(base)
 
 
 def _given(keywords: Mapping[str, Any], settings: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return keywords and settings as tables; refuse keywords and settings that differ."""
+    """Return keywords and settings as configuration tables. Raise DpfedError if they differ."""
     pairs = _pairs(settings)
     tables = layer_of(pairs)
     for key, why in NOT_FOR_SETTINGS.items():
@@ -212,7 +219,7 @@ def _pairs(settings: Mapping[str, Any] | None) -> list[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value with the types of TOML: paths become texts, NumPy numbers those of Python."""
+    """Return a value with the types of TOML: a path becomes a text, a NumPy number a Python one."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -234,7 +241,7 @@ def _trained(config: Config, folder: Path, source: Source, progress: bool) -> Tu
 
 
 def _warn(sentences: Sequence[str]) -> None:
-    """Issue warnings at the line outside this package that called it."""
+    """Issue the sentences as warnings that point at the user's line, outside this package."""
     level = 1
     frame: FrameType | None = sys._getframe()
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("dpfed."):
@@ -245,7 +252,7 @@ def _warn(sentences: Sequence[str]) -> None:
 
 
 def _defaults(given: Mapping[str, Any], epsilon: float | str | None) -> dict[str, Any]:
-    """Return the defaults of `fine_tune`, which settings and keywords override."""
+    """Return the default settings of `fine_tune`, which its settings and keywords override."""
     clients = _setting(given, "data.clients") or CLIENTS
     few = isinstance(clients, int) and clients <= 20
     target = {"target_epsilon": EPSILON} if epsilon == "auto" else {}
@@ -261,7 +268,8 @@ def _configured(
 ) -> Config:
     """Return the checked configuration for this model and kind of data.
 
-    Only the head of a sentence encoder is trained, because its vectors are made to be compared.
+    Of a sentence encoder only the head is trained by default, because its sentence vectors are
+    made to be compared as they are.
     """
     known = registry()
     table = _model_table(given, model, kind)
@@ -279,7 +287,7 @@ def _configured(
 
 
 def _model_table(given: Mapping[str, Any], model: Any, kind: str) -> dict[str, Any]:
-    """Return the [model] keys that follow from the model; refuse settings that contradict them."""
+    """Return the [model] keys that follow from `model`. Raise DpfedError if settings differ."""
     table: dict[str, Any] = {"name": _setting(given, "model.name") or MODELS[kind]}
     if isinstance(model, str) and model in registry().model:
         table = {"name": model}
@@ -298,7 +306,7 @@ def _model_table(given: Mapping[str, Any], model: Any, kind: str) -> dict[str, A
 
 
 def _refuse_number_of_clients(config: Config, given: Mapping[str, Any], source: Source) -> None:
-    """Refuse a number of clients that differs from the number of names in the client column."""
+    """Raise DpfedError if `clients` is not the number of names in the client column."""
     data = config.data
     if data.partition != "natural" or data.client_column is None:
         return
@@ -314,7 +322,10 @@ def _refuse_number_of_clients(config: Config, given: Mapping[str, Any], source: 
 
 
 def _saved(model: Any, tokenizer: Any, folder: Path, config: Config) -> Path:
-    """Save a model in memory beside the run's folder, with its spending record if it has one."""
+    """Save a model in memory beside the run's folder, and return the new folder.
+
+    If earlier training of the model has spent privacy, its spending record is saved, too.
+    """
     if not hasattr(model, "save_pretrained"):
         raise DpfedError(
             f"model must be a name, a folder or a Hugging Face model, not {type(model).__name__}"
@@ -327,9 +338,10 @@ def _saved(model: Any, tokenizer: Any, folder: Path, config: Config) -> Path:
     base = folder.with_name(folder.name + "-base")
     if base.exists():
         raise DpfedError(f"{base} exists: choose another out")
-    # Read the record first: a damaged one is refused before anything is written.
+    # Read the spending record first: if it is damaged, stop before anything is written.
     record = _account(model)
-    # Write it before the weights, so that they never exist without it, and again to embed it.
+    # Write the record before the weights, so that they never exist without it.
+    # Write it again afterwards, because that embeds it in the weights.
     if record is not None:
         write_record(base, record)
     model.save_pretrained(str(base))
@@ -346,6 +358,7 @@ def _account(model: Any) -> str | None:
     try:
         stored = record_of(origin) if origin else None
     except HubSilentError:
-        # Without a record, every epsilon states that the start of the run is not counted.
+        # The hub does not answer. Without a record, every epsilon states that what earlier training
+        # has spent is not counted.
         return None
     return stored.text if stored else None

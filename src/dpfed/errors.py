@@ -1,7 +1,7 @@
 """Errors that users can fix, and the words of their messages.
 
-The command line prints a `DpfedError` as one sentence, without a traceback. Options and keywords in
-messages come from `phrase`, which knows the command line and the Python interface.
+The command line prints a `DpfedError` as one sentence, without a traceback. The same mistake can be
+made on the command line and in Python, where options have other names. `phrase` returns the name.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ _phrases: ContextVar[Mapping[str, str]] = ContextVar("phrases", default=COMMAND_
 
 
 def phrase(name: str) -> str:
-    """Return the name of an option, keyword or remedy in the interface in use."""
+    """Return the words for an option or a remedy in the interface that the user uses.
+
+    name  a key of COMMAND_LINE, such as "clients"
+    """
     return _phrases.get()[name]
 
 
 @contextmanager
 def python_phrases() -> Iterator[None]:
-    """Make messages use the words of the Python interface."""
+    """Within this context, let messages name the keywords of Python, not command-line options."""
     token = _phrases.set(PYTHON)
     try:
         yield
@@ -47,7 +50,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of an error's message, or its class name."""
+    """Return the first line of an error's message; the name of its class if it has no message."""
     text = getattr(error, "strerror", None) or str(error).strip()
     lines = text.splitlines() or [type(error).__name__]
     return str(lines[0][:200].rstrip("."))

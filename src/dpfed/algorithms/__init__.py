@@ -1,6 +1,6 @@
-"""The algorithms, one file each; `base.py` is their contract.
+"""Registry of the algorithms. Each has one file; `base.py` is the interface that all implement.
 
-A new algorithm needs a file here, a line below and a test.
+To add an algorithm, add a file here, a line to `_ALL` and a test.
 """
 
 from __future__ import annotations

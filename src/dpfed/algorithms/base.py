@@ -1,4 +1,4 @@
-"""The contract of an algorithm: a frozen dataclass with five pure methods over `[S, P]` tensors.
+"""The interface of an algorithm: a frozen dataclass with five pure methods on `[S, P]` tensors.
 
     init(ctx, theta)             -> server           state of the server before round 1
     start(ctx, server, memory)   -> local            state of S clients at the start of a round
@@ -7,12 +7,13 @@
     aggregate(ctx, server, mean) -> server           `mean` is the mean of the clients' messages
 
 The oracle is the only access to data. An algorithm has no hidden state, no data, no model and no
-I/O. Its fields are its `[algorithm]` keys; their annotations hold the allowed range and a sentence.
+I/O. Its fields are its `[algorithm]` keys; annotations give the allowed range and a help text.
 States are dataclasses of tensors and messages are dictionaries of tensors `[S, ...]`, so both can
 be stored and sent without pickling.
 
 An algorithm whose clients keep vectors between rounds names them in `remembers`. `memory` holds
-them stacked, `[S, P]`, zero for clients that never took part, with a mask `seen` `[S]`.
+each of them as `[S, P]`, with zeros for clients that never took part. Its mask `seen` `[S]` is True
+for the clients that did take part.
 """
 
 from __future__ import annotations
@@ -32,13 +33,16 @@ ClientState = dict[str, Tensor]
 
 
 class Oracle(Protocol):
-    """Source of noised gradients, an algorithm's only access to data."""
+    """The oracle as an algorithm sees it: it reads the data and returns noised gradients."""
 
     def __call__(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """Return the noised mean gradient `[S, P]` of a fresh batch and its variance `[S, 1]`."""
 
     def again(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """Release the same batch again with fresh noise, if `releases` declares it."""
+        """Return a second noised gradient of the same batch, with fresh noise, and its variance.
+
+        An algorithm may call this only if its `releases` counts the second release.
+        """
 
 
 class Space(Protocol):
@@ -51,7 +55,7 @@ class Space(Protocol):
     def num_blocks(self) -> int: ...
 
     def slices(self) -> list[slice]:
-        """Return the range of the vector that each tensor occupies, in order."""
+        """Return the range of the vector `[P]` that each tensor occupies, in tensor order."""
 
     def block_mean(self, vector: Tensor) -> Tensor:
         """Average over each block: `[..., P]` -> `[..., blocks]`."""
@@ -62,7 +66,11 @@ class Space(Protocol):
 
 @dataclass(frozen=True)
 class Releases:
-    """Use of the oracle in one local step: number of batches, and of releases of each batch."""
+    """How often one local step uses the oracle.
+
+    batches   number of batches that are drawn
+    releases  number of noised gradients that are released of each batch
+    """
 
     batches: int = 1
     releases: int = 1
@@ -70,23 +78,24 @@ class Releases:
 
 @dataclass(frozen=True)
 class Context:
-    """The public facts of a round.
+    """The public numbers of a round.
 
-    `t` and `lr` are tensors, so that one compiled step serves every round.
+    `t` and `lr` are tensors, because a compiled step would be compiled again for each new Python
+    number.
 
     Attributes:
         space: Size, tensors and blocks of the parameter space.
-        N: Number of clients.
-        S: Number of clients side by side.
+        N: Number of all clients.
+        S: Number of clients that are computed side by side.
         T: Number of rounds.
         K: Number of local steps in a round.
         t: This round, 1 to T.
-        lr: η_t, a scalar; in start and step it may be `[S, 1]`.
+        lr: η_t, this round's learning rate: a scalar; in start and step it may be `[S, 1]`.
         lr0: The base learning rate η0, of the same shape as lr.
         phi: Φ_i, the noise variance of each client's mean gradient in this round, `[S, 1]`.
         equal_phi: True if Φ_i is equal for all clients.
         varying_phi: True if Φ changes over rounds (quantile clipping).
-        answered: Number of clients whose messages are in the mean (aggregate only).
+        answered: Number of clients whose messages were averaged; set for `aggregate` only.
     """
 
     space: Space
@@ -105,7 +114,14 @@ class Context:
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts known before round 1, for `Algorithm.check`."""
+    """What `Algorithm.check` can know before round 1.
+
+    equal_phi    True if the noise variance Φ_i is equal for all clients
+    private      True if noise is added
+    allow_nan    True if a run may continue with values that are not finite
+    calibrated   True if sigma is computed from privacy.target_epsilon
+    varying_phi  True if Φ changes over rounds (quantile clipping)
+    """
 
     equal_phi: bool
     private: bool
@@ -116,7 +132,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Algorithm(ABC):
-    """Base of every algorithm, with the keys that all of them have."""
+    """Base class of the algorithms, with the configuration keys that all of them have."""
 
     name: ClassVar[str]
     lr_grid: ClassVar[tuple[float, ...]]
@@ -130,12 +146,12 @@ class Algorithm(ABC):
 
     @property
     def releases(self) -> Releases:
-        """Use of the oracle in one local step, from which the ledger charges."""
+        """How often one local step uses the oracle. The ledger charges every step accordingly."""
         return Releases()
 
     @property
     def noise_factor(self) -> float:
-        """Factor on the configured sigma; the accountant sees the product."""
+        """Factor by which sigma is multiplied, for the noise and for the accountant."""
         return 1.0
 
     @property
@@ -145,11 +161,14 @@ class Algorithm(ABC):
 
     @property
     def broadcast(self) -> tuple[str, ...]:
-        """Fields of the server's state that `start` and `finish` read, which clients download."""
+        """Names of the fields of the server's state that clients download.
+
+        These are the fields that `start` and `finish` read.
+        """
         return ("theta",)
 
     def check(self, facts: Facts) -> list[str]:
-        """Refuse combinations of keys that cannot work (DpfedError); return warnings."""
+        """Return warnings about the keys. Raise DpfedError if the keys cannot work together."""
         return []
 
     @abstractmethod
@@ -162,18 +181,18 @@ class Algorithm(ABC):
 
     @abstractmethod
     def step(self, ctx: Context, local: Any, oracle: Oracle, k: Tensor) -> Any:
-        """Return the state of S clients after local step k = 1..K."""
+        """Return the state of S clients after one more local step, the k-th of K."""
 
     @abstractmethod
     def finish(self, ctx: Context, server: Any, local: Any) -> tuple[Message, ClientState]:
-        """Return the message of each client, and the vectors that it keeps."""
+        """Return the clients' messages, and the vectors that they store until their next round."""
 
     @abstractmethod
     def aggregate(self, ctx: Context, server: Any, mean: Message) -> Any:
         """Return the server's next state from the mean of the messages."""
 
     def refuse(self, sentence: str) -> None:
-        """Raise DpfedError with the algorithm's name."""
+        """Raise DpfedError with this sentence, preceded by the algorithm's name."""
         raise DpfedError(f"{self.name}: {sentence}")
 
 
@@ -186,14 +205,17 @@ class Point:
 
 @dataclass(frozen=True)
 class Moments(Point):
-    """A state with first and second moments of gradients beside θ."""
+    """A state with θ, and the first and second moments m and v of gradients."""
 
     m: Tensor
     v: Tensor
 
 
 class Averaging(Algorithm):
-    """Base of methods that send Δ_i = θ_i − θ and set θ ← θ + Δ̄; a method adds its step."""
+    """Base of algorithms whose clients send Δ_i = θ_i − θ and whose server sets θ ← θ + Δ̄.
+
+    A subclass defines the local step.
+    """
 
     def init(self, ctx: Context, theta: Tensor) -> Point:
         return Point(theta)
@@ -209,13 +231,14 @@ class Averaging(Algorithm):
 
 
 def spread(theta: Tensor, clients: int) -> Tensor:
-    """Copy the server's vector `[P]` to every client: `[S, P]`."""
+    """Return a copy of the server's vector `[P]` for every client: `[S, P]`."""
     return theta.expand(clients, -1).clone()
 
 
 def bias_correction(beta: float, steps: Tensor) -> Tensor:
-    """Return 1 - beta^steps in float64; at steps = 1, float32 is wrong in the fifth digit.
+    """Return 1 - beta^steps, computed in float64.
 
-    beta stays a Python number: copying a tensor to the device would wait for all of its work.
+    In float32 the result would be wrong in the fifth digit at steps = 1. beta stays a Python
+    number, because copying it to a GPU would wait until the GPU has finished its work.
     """
     return 1 - torch.pow(beta, steps.double())

@@ -1,4 +1,4 @@
-"""DP-FAFED: the server averages both moments and gives the denominator (Wu, Huang, Hu, Huang 2023).
+"""DP-FAFED: averaged moments, and one denominator for all clients (Wu, Huang, Hu, Huang 2023).
 
     server state: θ, m̄ (starts at 0), v̄ (starts at Φ, which is public)
     client: m = m̄ ;  v = v̄ ;  H = √v̄ + ρ, frozen for the round
@@ -15,11 +15,12 @@
                        m ← g + (1−α) (m − g') ;  x_prev ← θ_i, before its step
 
 Each client keeps x_prev between rounds and starts with x_prev = θ. Two releases of one batch cost
-as much as one with the noise multiplier divided by √2, which is charged to the ledger. The paper's
-extra first gradient is left out.
+as much privacy as one release with the noise multiplier divided by √2. The ledger charges this
+cost. The paper computes one more gradient before the first step, which is left out here.
+
 With fafed_vr, m has the noise of both releases: its variance tends to (1+(1−α)²)/(1−(1−α)²) Φ,
-which is 9.5 Φ at α = 0.1. The plain average has α/(2−α) Φ = 0.053 Φ. Variance reduction therefore
-needs a smaller learning rate or a larger α.
+which is 9.5 Φ at α = 0.1. Without it, the variance tends to α/(2−α) Φ = 0.053 Φ. Variance reduction
+therefore needs a smaller learning rate or a larger α.
 """
 
 from __future__ import annotations
@@ -46,7 +47,11 @@ from dpfed.algorithms.base import (
 
 @dataclass(frozen=True)
 class Local(Moments):
-    """State of S clients within a round; without variance reduction `x_prev` is empty, `[S, 0]`."""
+    """State of S clients within a round.
+
+    h       the denominator H = √v̄ + ρ
+    x_prev  θ before the previous step, `[S, P]`; empty, `[S, 0]`, without variance reduction
+    """
 
     h: Tensor
     x_prev: Tensor

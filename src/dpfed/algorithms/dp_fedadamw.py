@@ -12,10 +12,12 @@
         send Δ_i = θ_i − θ and block_mean(v)
     server: Δ_G ← −Δ̄/(K η_t) ;  θ ← θ + Δ̄ ;  v̄ ← mean of block_mean(v)
 
-If the clients' noise variances Φ_i differ, a client sends v_i − (1−β2^{tK})Φ_i. In the next round
-it adds its own (1−β2^{(t−1)K})Φ_i to the mean that it receives.
-If Φ changes over rounds (quantile clipping), step (2) subtracts w/(1−β2^n). The server tracks w,
-the moving average of Φ with decay β2; while Φ is constant, w is empty.
+If the clients' noise variances Φ_i differ, the noise is taken out of v before it is averaged: after
+round t, client i sends block_mean(v) − (1−β2^{tK})Φ_i. A client that starts round t adds
+(1−β2^{(t−1)K})Φ_i, with its own Φ_i, to the mean that it receives.
+
+If Φ changes over rounds (quantile clipping), step (2) subtracts w/(1−β2^n) instead of Φ. The server
+tracks w, the moving average of Φ with decay β2. If Φ is constant, w is empty.
 """
 
 from __future__ import annotations
@@ -50,7 +52,12 @@ class Server(Point):
 
 @dataclass(frozen=True)
 class Local(Moments):
-    """State of S clients within a round; `v_hat` is the last bias-corrected second moment."""
+    """State of S clients within a round.
+
+    dg     the global direction Δ_G
+    w      moving average of Φ; empty if Φ is constant
+    v_hat  bias-corrected second moment v̂ of the last step
+    """
 
     dg: Tensor
     w: Tensor

@@ -1,12 +1,12 @@
-"""DP-FedAdamW as Algorithm 1 of the paper prints it, to show how that form fails.
+"""DP-FedAdamW as Algorithm 1 of the paper prints it, to show that the printed form fails.
 
     as dp-fedadamw, except:
         v̂ = v/(1−β2^k)                                   k restarts each round while v does not
         u = v̂ − Φ                                        no floor: √u is NaN wherever v̂ < Φ
         θ_i ← θ_i − η_t ( m̂/(√u+ϵ) + γ Δ_G − λ θ_i )     the sign makes weights grow
 
-At the first step v̂ < Φ holds for 68 % of the coordinates of a gradient that is mostly noise. The
-run then stops with a sentence.
+If a gradient is mostly noise, v̂ < Φ holds for 68 % of its coordinates at the first step. The run
+then stops with an error message.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""DP-FedAvg: local DP-SGD and a mean (Noble, Bellet, Dieuleveut 2022, at the level of one record).
+"""DP-FedAvg: local DP-SGD, averaged by the server (record-level; Noble, Bellet, Dieuleveut 2022).
 
 client: repeat K:  (g, _) = dp_grad(θ_i)
                    θ_i ← θ_i − η_t (g + λ θ_i)

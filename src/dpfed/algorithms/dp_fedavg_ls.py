@@ -10,7 +10,7 @@
 
 `ls_where = client_grad` smooths each g instead of Δ̄. Smoothing keeps the mean of a tensor and never
 increases its norm. It multiplies the variance of white noise by (1+2σ_ls)/(1+4σ_ls)^{3/2}, which
-is 0.268 at σ_ls = 1. Smoothing follows the noise, so it costs no privacy.
+is 0.268 at σ_ls = 1. Smoothing is applied after the noise is added, so it costs no privacy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dpfed.algorithms.base import Averaging, Context, Facts, Message, Oracle, Po
 
 
 def smooth(space: Space, vector: Tensor, sigma: float) -> Tensor:
-    """Apply (I − σ_ls L)⁻¹ to each tensor of `[..., P]`."""
+    """Return the vectors `[..., P]` with each of their tensors multiplied by (I − σ_ls L)⁻¹."""
     return torch.cat([_smooth_one(vector[..., part], sigma) for part in space.slices()], dim=-1)
 
 

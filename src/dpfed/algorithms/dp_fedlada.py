@@ -1,4 +1,4 @@
-"""DP-FedLADA: locally adaptive steps, amended by the global direction (Sun et al. 2023).
+"""DP-FedLADA: local adaptive steps, mixed with the last global direction (Sun et al. 2023).
 
     server state: θ, v̄ (starts at Φ, or at ϵ² without noise), g_a (starts at 0)
     client: m = 0 ;  v = v_max = v̄
@@ -49,7 +49,7 @@ class Local(Moments):
 @dataclass(frozen=True)
 class DPFedLADA(Algorithm):
     name = "dp-fedlada"
-    # The grid is wide: a = 0.1 divides the client's own step by ten, and g_a grows over rounds.
+    # The range is wide: a = 0.1 divides the client's own step by ten, and g_a grows over rounds.
     lr_grid = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
     summary = "local AMSGrad steps mixed with the global direction of the last round"
 

@@ -10,8 +10,8 @@
               | v + Δ̄²                                    (adagrad)
             θ ← θ + η_s m/(√v + τ)                          no bias correction
 
-`fedopt_preset = authors` is the FedAdam of the authors of DP-FedAdamW: β2 = 0.98, τ = 0.01 and v
-starts at 0. An explicit beta2 or tau overrides the preset's.
+`fedopt_preset = authors` is FedAdam as the authors of DP-FedAdamW use it: β2 = 0.98, τ = 0.01, and
+v starts at 0. If beta2 or tau is set, it replaces the preset's value.
 """
 
 from __future__ import annotations

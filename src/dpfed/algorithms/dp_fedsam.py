@@ -6,8 +6,9 @@
     server: θ ← θ + Δ̄
 
 The paper protects clients; this version protects records. Two releases of the same batch cost as
-much as one with the noise multiplier divided by √2; `equal_eps` makes up for it with √2 times the
-noise. Two batches (`sam_batches = independent`) count as two steps.
+much privacy as one release with the noise multiplier divided by √2. `equal_eps` multiplies the
+noise by √2, so that both cost the same. Two batches (`sam_batches = independent`) cost as much as
+two steps.
 At usual noise levels g1 is almost only noise, so e is a random direction.
 """
 

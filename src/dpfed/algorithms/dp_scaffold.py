@@ -8,10 +8,10 @@
             send Δ_i = θ_i − θ and c_i' − c_i ;  c_i ← c_i'
     server: θ ← θ + Δ̄ ;  c ← c + (1/N) Σ_{i answered} (c_i' − c_i)
 
-The private form is that of Noble, Bellet, Dieuleveut 2022. The factor 1/N counts all clients, so c
-stays the mean of all c_i. Clipping acts on the per-record gradients before c and c_i are added.
-c_i' depends only on noised gradients and costs no privacy. Without weight decay both forms of c_i'
-are equal; with it, the second form contains λθ.
+Noble, Bellet and Dieuleveut (2022) made the algorithm private. The factor 1/N counts all clients,
+so that c stays the mean of all c_i. Per-record gradients are clipped before c and c_i are added.
+c_i' depends only on noised gradients and costs no privacy. Without weight decay both formulas for
+c_i' are equal; with it, the second one contains λθ.
 """
 
 from __future__ import annotations
@@ -42,7 +42,12 @@ class Server(Point):
 
 @dataclass(frozen=True)
 class Local(Point):
-    """State of S clients within a round; `own` is c_i, `total` the sum of gradients so far."""
+    """State of S clients within a round.
+
+    c      the server's c
+    own    each client's c_i
+    total  sum of each client's gradients g in this round so far
+    """
 
     c: Tensor
     own: Tensor

@@ -1,1 +1,1 @@
-"""Timings of one private local step of many clients, compared with other ways to compute it."""
+"""Time one private local step of many clients, and the same step by other implementations."""

@@ -1,4 +1,4 @@
-"""The measured cases: a model with LoRA, S clients with B records each, synthetic records."""
+"""The cases to measure: a model with LoRA, and S clients with B synthetic records each."""
 
 from __future__ import annotations
 
@@ -19,13 +19,21 @@ from dpfed.model.zoo.built import Built, fresh_head
 from dpfed.model.zoo.image_inputs import images
 from dpfed.privacy.record_batch import Records
 
-# The least number of synthetic records; larger cohorts have two for each of their records.
+# Smallest number of synthetic records. A case has at least twice as many as it uses in a step.
 MIN_RECORDS = 512
 
 
 @dataclass(frozen=True)
 class Case:
-    """One case. `model` names a model of the zoo with random weights, or one of `SMALL`."""
+    """One case to measure.
+
+    model    name of a model of `dpfed list models`, or of one in `SMALL`
+    spec     kind and shape of the inputs, and number of classes
+    clients  number S of clients
+    batch    number B of records of each client
+    rank     rank of LoRA
+    train    trained part of the model
+    """
 
     model: str
     spec: InputSpec
@@ -40,7 +48,10 @@ class Case:
         return self.clients * self.batch
 
     def build(self) -> AssembledModel:
-        """Return the model without dropout, which some competitors lack for single records."""
+        """Return the model with its dropout set to 0.
+
+        Some competitors cannot draw dropout for single records.
+        """
         lora = LoraSection(r=self.rank, alpha=2.0 * self.rank)
         if self.model in SMALL:
             section: ModelSection = _Small(train=self.train, lora=lora, case=self.model)
@@ -111,6 +122,6 @@ CPU = (
 def logits_of(
     parts: AssembledModel, model: nn.Module, inputs: dict[str, Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """Return the scores of raw inputs by the model with its own weights."""
+    """Return the scores that the model, with the weights it holds, gives to raw inputs."""
     prepared = cast(parts.built.prepare(dict(inputs)), dtype)
     return parts.built.task.score(call(model, {}, prepared), inputs)

@@ -1,7 +1,8 @@
-"""Timings of all ways to compute a case, and their ratios, which depend less on the machine.
+"""Time every implementation of a case, and compare them by ratios of their times.
 
-On a CPU the ways take steps in turn, so that other load on the machine disturbs all equally. On a
-GPU one way follows another, so that each has the whole memory.
+An implementation is called a way. Ratios depend less on the machine than times do. On a CPU all
+ways take steps in turn, so that other load on the machine disturbs all equally. On a GPU one way is
+measured after another, so that each can use the whole memory.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ Way = tuple[str, Callable[[], Step]]
 
 @dataclass(frozen=True)
 class Measured:
-    """The timing of one way.
+    """The timing of one implementation.
 
-    milliseconds  median of a step by the wall clock, None if the way failed
+    way           name of the implementation
+    milliseconds  median of a step by the wall clock, None if the implementation failed
     peak          largest allocated memory in GiB (GPU only)
     setup         seconds until the first timed step
     failed        the reason why there is no timing, or None
@@ -50,7 +52,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The timings of all ways of one case."""
+    """The timings of one case, one for each implementation."""
 
     case: str
     clients: int
@@ -76,7 +78,13 @@ class Comparison:
 def measure(
     way: str, make: Callable[[], Step], device: torch.device, repeats: int, warm: int
 ) -> Measured:
-    """Time one way, then free all that it has allocated."""
+    """Time one implementation, then free the memory that it has allocated.
+
+    way      name of the implementation
+    make     prepares the implementation and returns its step
+    repeats  number of timed steps
+    warm     number of steps before, which are not timed
+    """
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -86,7 +94,7 @@ def measure(
         peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
         return Measured(way, median(times), peak, setup)
     except Exception as error:
-        # A competitor that cannot compute the case is a result.
+        # If the implementation fails, record that as its result and go on with the others.
         return failure(way, error)
     finally:
         step = None  # type: ignore[assignment]
@@ -97,7 +105,10 @@ def measure(
 
 
 def measure_in_turn(ways: Sequence[Way], repeats: int, warm: int) -> tuple[Measured, ...]:
-    """Time one step of each way per turn; the order rotates, so that all begin equally often."""
+    """Time one step of each implementation per turn.
+
+    The order rotates from turn to turn, so that each implementation is first equally often.
+    """
     ready: dict[str, tuple[Step, float]] = {}
     found: dict[str, Measured] = {}
     for name, make in ways:
@@ -118,7 +129,7 @@ def measure_in_turn(ways: Sequence[Way], repeats: int, warm: int) -> tuple[Measu
 
 
 def _prepared(make: Callable[[], Step], warm: int, cuda: bool) -> tuple[Step, float]:
-    """Return a step after its first calls, and the seconds until then."""
+    """Return a step after `warm` calls, and the seconds that preparing and calling it took."""
     started = time.perf_counter()
     step = make()
     for _ in range(warm):
@@ -128,7 +139,7 @@ def _prepared(make: Callable[[], Step], warm: int, cuda: bool) -> tuple[Step, fl
 
 
 def _timed(step: Step, cuda: bool) -> tuple[float, float]:
-    """Return the milliseconds of one step by the wall clock and of processor time."""
+    """Run one step and return its milliseconds by the wall clock and of processor time."""
     clock = time.perf_counter()
     processor = time.process_time()
     step()
@@ -137,7 +148,10 @@ def _timed(step: Step, cuda: bool) -> tuple[float, float]:
 
 
 def failure(way: str, error: Exception) -> Measured:
-    """Return a result with the error in one line, or the command that installs what is missing."""
+    """Return a result without a timing, which gives the error in one line.
+
+    If a package is missing, the result gives the command that installs it.
+    """
     if isinstance(error, ImportError) and error.name:
         name = error.name.partition(".")[0]
         command = INSTALL.get(name, f"pip install {name}")
@@ -152,7 +166,10 @@ def _wait(cuda: bool) -> None:
 
 
 def ways_of(case: Case, device: torch.device) -> list[Way]:
-    """Return all ways of a case: compiled bfloat16 on a GPU, uncompiled float32 on a CPU."""
+    """Return all implementations of a case.
+
+    They are compiled and in bfloat16 on a GPU, uncompiled and in float32 on a CPU.
+    """
     cuda = device.type == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
     padded = slots_for(case.union)
@@ -177,10 +194,10 @@ def compare(
     warm: int = 4,
     only: Sequence[str] | None = None,
 ) -> Comparison:
-    """Time all ways of a case, or only the named ones."""
+    """Time all implementations of a case, or only those whose names are in `only`."""
     ways = [way for way in ways_of(case, device) if only is None or way[0] in only]
     with warnings.catch_warnings():
-        # Opacus warns about every frozen first layer.
+        # Silence a warning that Opacus gives for every frozen first layer.
         warnings.filterwarnings("ignore", message="Full backward hook is firing")
         if device.type == "cuda":
             found = tuple(measure(name, make, device, repeats, warm) for name, make in ways)
@@ -190,7 +207,7 @@ def compare(
 
 
 def plain(comparisons: Sequence[Comparison], device: torch.device) -> dict[str, Any]:
-    """Return the timings with machine and versions, for JSON."""
+    """Return the timings, the machine and the versions as an object for JSON."""
     from dpfed.training.run_folder.folder import versions
 
     name = f"CPU, {torch.get_num_threads()} threads"
@@ -206,7 +223,7 @@ def plain(comparisons: Sequence[Comparison], device: torch.device) -> dict[str, 
 
 
 def entry(found: Comparison) -> dict[str, Any]:
-    """Return a case with the times of each way as multiples of the private step."""
+    """Return a comparison for JSON, with each time also as a multiple of the private step's."""
     ratios = {
         measured.way: {
             "clock": found.ratio(measured.way, "private"),

@@ -1,8 +1,8 @@
-"""Ways to compute one local step. Each function prepares a way and returns its step for timing.
+"""Implementations of one local step. Each function prepares one and returns its step for timing.
 
 private     this project: S clients in one pass, clipped record by record, with noise
 union       a non-private step on all S·B records together: the cost without privacy and clients
-captured    a step of any way, recorded once on a GPU and replayed
+captured    a step of any implementation, recorded once as a CUDA graph and replayed
 one_by_one  non-private LoRA, one client after another
 opacus      Opacus, one client after another (GradSampleModule and DPOptimizer)
 """
@@ -30,7 +30,8 @@ def private(
 ) -> Step:
     """Return a step of DP-FedAdamW on `[S, P]`, without its two bias corrections.
 
-    The step is one pass over `slots`, of which S·B are used, and noise for S clients.
+    The step runs one pass over `slots` slots, of which S·B hold a record, and draws noise for S
+    clients.
     """
     parts = case.build()
     built = parts.built
@@ -62,7 +63,7 @@ def private(
         nonlocal m, v, theta
         summed, _ = total(theta, filling, CLIP)
         noise = torch.empty_like(theta)
-        # As in a run, each client has its own noise stream.
+        # Draw the noise client by client, because in a run each client has its own noise stream.
         for row in noise:
             row.normal_()
         g = summed.addcmul(noise, std) / case.batch
@@ -102,7 +103,7 @@ def union(case: Case, device: torch.device, dtype: torch.dtype, compiled: bool) 
 
 
 def captured(step: Step, warm: int = 3) -> Step:
-    """Return the step as a CUDA graph, without the time of its launches."""
+    """Return a function that replays the step as a CUDA graph, which saves kernel launches."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -135,7 +136,10 @@ def _client_by_client(
     tensors: list[Tensor],
     train: Callable[[dict[str, Tensor], Tensor], None],
 ) -> Step:
-    """Return a step that loads, trains and stores the tensors of each client in turn."""
+    """Return a step that loads, trains and stores the tensors of each client in turn.
+
+    train  trains the loaded tensors on the inputs and labels of one client
+    """
     of_clients = [[t.detach().clone() for t in tensors] for _ in range(case.clients)]
     records = case.records(device)
 

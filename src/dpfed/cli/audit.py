@@ -38,7 +38,7 @@ def audit(
 
     Exit code 4 if it is disproved. Example: dpfed audit --canaries 2000 --confidence 0.99
     """
-    # Canaries replace the records, so computing features of the records first would be wasted.
+    # Do not compute features of the records first, because canaries replace the records.
     settings = settings_of(config, [*(overrides or []), "run.features=false"])
     import torch
 
@@ -46,7 +46,7 @@ def audit(
     from dpfed.training.audit import audit as run_audit
     from dpfed.training.job.job import prepare
 
-    # More threads only slow down work on many small tensors.
+    # Use one thread, because more only slow down work on many small tensors.
     torch.set_num_threads(1)
     found = run_audit(prepare(settings), canaries, confidence)
     reasons = list(disproofs(found.reports, found.laws))
@@ -56,7 +56,7 @@ def audit(
 
 
 def table(found: Audit, reasons: list[str]) -> list[str]:
-    """Return the lines of the report: one per audit, one per law, and the conclusion."""
+    """Return the lines of the report: the audits, the tested distributions, and the conclusion."""
     first = found.reports[0]
     lines = [
         f"epsilon at delta {show_delta(first.delta)}, worst client; "

@@ -1,4 +1,4 @@
-"""`dpfed bench`: compare the speed of a private step with other ways on this machine."""
+"""`dpfed bench`: time a private step, and other implementations of it, on this machine."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def bench(
 
 
 def _chosen(cases: list[str] | None, ways: list[str], where: torch.device) -> list[Case]:
-    """Return the cases to measure; refuse names that this device does not have."""
+    """Return the cases to measure. Raise DpfedError for names that this device does not have."""
     from dpfed.bench.cases import CPU, GPU
     from dpfed.bench.run import ways_of
 
@@ -74,7 +74,7 @@ def _chosen(cases: list[str] | None, ways: list[str], where: torch.device) -> li
 
 
 def lines(comparison: Any) -> list[str]:
-    """Return a table of the ways: their times, and their ratios to the private step."""
+    """Return a table: the time of each implementation, and its ratio to the private step's time."""
     shown = [
         f"{comparison.case}: {comparison.clients} clients x {comparison.batch} records, "
         "one local step"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dpfed.training.interrupt import Stop
 
 POLL_S = 0.1
-# A SuperNode that has never reached its server is started at most this many times.
+# Largest number of starts of a SuperNode that never reaches its server.
 TRIES = 5
 LONGEST_WAIT_S = 30.0
 # The SuperNode writes this into its log once the server has accepted it.
@@ -65,7 +65,10 @@ def client(
 def keep_going(
     address: Address, home: Path, link: LinkSection | None, app: ClientApp, stop: Stop
 ) -> None:
-    """Start the SuperNode again whenever it ends; give up if the server has never accepted it."""
+    """Start the SuperNode again whenever it ends.
+
+    Raise DpfedError after several starts if the server has never accepted it.
+    """
     from dpfed.federation.links import last_line, supernode
 
     log = home / "supernode.log"
@@ -98,7 +101,7 @@ def keep_going(
 
 
 def work(process: Process, own: Address, secret: str, app: ClientApp, stop: Stop) -> None:
-    """Answer messages until the SuperNode ends."""
+    """Answer the server's messages until the SuperNode ends."""
     import httpx
 
     from dpfed.federation.flower.node import Tasks
@@ -119,8 +122,8 @@ def work(process: Process, own: Address, secret: str, app: ClientApp, stop: Stop
                 if process.popen.poll() is None and not isinstance(error, httpx.ConnectError):
                     say(f"the SuperNode did not take an answer: {error}")
             except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-                # Flower raises these for a malformed message. The SuperNode would wait for its
-                # answer for ever, so the connection is closed.
+                # Flower raises these errors for a malformed message. Close the connection:
+                # otherwise the SuperNode would wait for an answer for ever.
                 say(
                     f"what came in is no message of Flower's ({type(error).__name__}): "
                     "connecting anew"

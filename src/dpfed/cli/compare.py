@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dpfed.report.tables import Table
     from dpfed.studies.study import ArmResult, Study
 
-# Columns of a table that is printed to a file or a pipe.
+# Width in characters of a table that is printed to a file or a pipe.
 PLAIN_WIDTH = 100
 PRESET_HELP = (
     "an ablation or grid of the paper: ablation-components, ablation-aggregation, gamma, sigma, "
@@ -52,7 +52,8 @@ Pack = Annotated[
 Force = Annotated[
     bool, typer.Option(help="replace another study in the folder; equal runs are kept")
 ]
-# These presets set the noise; which variants exist depends on how the noise is set.
+# Presets that set the noise themselves, with an example of their setting. It is needed
+# before their arms are made, because the variants of `all` depend on the noise.
 NOISE_OF_PRESET = {"sigma": ["privacy.sigma=1"], "epsilon": ["privacy.target_epsilon=1"]}
 
 
@@ -152,7 +153,7 @@ def study_of(
 
 
 def report_failures(results: Sequence[ArmResult]) -> None:
-    """Raise StoppedError if an arm could not be run; the other arms have their results."""
+    """Raise StoppedError if an arm could not be run. Results of the others are written already."""
     failed = [f"{result.arm.label}: {result.failed}" for result in results if result.failed]
     if failed:
         arms = counted(len(results), "arm")
@@ -160,7 +161,7 @@ def report_failures(results: Sequence[ArmResult]) -> None:
 
 
 def choices(results: Sequence[ArmResult]) -> list[str]:
-    """Return a line for each tuned arm: the chosen rates and the score that decided."""
+    """Return a line for each tuned arm: the chosen rates, and why they were chosen."""
     from dpfed.studies.search import decision
 
     lines = []
@@ -174,7 +175,7 @@ def choices(results: Sequence[ArmResult]) -> list[str]:
 
 
 def show_table(table: Table, folder: Path) -> None:
-    """Print the columns that fit into the terminal, or into 100 columns elsewhere."""
+    """Print the table's columns that fit into the terminal, or into 100 characters elsewhere."""
     from rich.console import Console
     from rich.table import Table as Drawn
 

@@ -112,7 +112,10 @@ def opening(settings: Config, source: Source, inputs: dict[str, str]) -> list[st
 
 
 def table(counts: np.ndarray, classes: tuple[str, ...], names: tuple[str, ...] = ()) -> list[str]:
-    """Return the first clients and classes as a table; counts of the others are added up."""
+    """Return the counts of the first clients and classes as lines of a table.
+
+    The counts of all other classes are added up in one column.
+    """
     clients = [" ".join(name.split())[:LONGEST_NAME] for name in names]
     clients = clients or [str(client) for client in range(len(counts))]
     column = max(8, *(len(name) for name in clients[:SHOWN_CLIENTS]))

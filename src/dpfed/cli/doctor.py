@@ -1,6 +1,7 @@
-"""`dpfed doctor`: describe an installation, its devices and its missing packages; it never fails.
+"""`dpfed doctor`: describe an installation, its devices and its missing packages.
 
-With a client.toml it also compares the declared numbers of records with the data, for the operator.
+A check that fails is reported and does not stop the others. With a client.toml, the command also
+compares the declared numbers of records with the data, for the operator.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ PURPOSE = {
     "tensorboard": 'run.trackers = ["tensorboard"]',
     "wandb": 'run.trackers = ["wandb"]',
 }
-# Tools for changing dpfed itself, which users do not need.
+# Extras for developers of dpfed, which users do not need.
 DEVELOPER_EXTRAS = frozenset({"dev", "docs"})
 
 
@@ -41,7 +42,7 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Show versions, devices and missing packages of this installation. Example: dpfed doctor"""
-    # One part that fails must not hide the others.
+    # Each check runs by itself, so that one that fails does not hide the others.
     parts: dict[str, Callable[[], Any]] = {
         "versions": own_versions,
         "devices": devices,
@@ -57,10 +58,10 @@ def doctor(
 
 
 def guarded(part: Callable[[], Any]) -> Any:
-    """Return the finding of a part, or the reason why there is none."""
+    """Run one check and return its result; if it raises an error, return the error's first line."""
     try:
         return part()
-    # Any error is possible in a broken installation.
+    # Catch all errors, because any is possible in a broken installation.
     except Exception as error:
         first_line = str(error).partition("\n")[0]
         return {"failed": f"{type(error).__name__}: {first_line}"}
@@ -137,7 +138,7 @@ def cache() -> str:
 
 
 def declared(path: Path) -> list[dict[str, Any]]:
-    """Return the declared and exact numbers of a client.toml, with advice."""
+    """Return the declared and the exact numbers of records of a client.toml, with advice."""
     from dpfed.federation.client.declared_counts import compared
     from dpfed.federation.client_config import load_client
     from dpfed.registry import registry
@@ -165,7 +166,7 @@ def advice() -> list[str]:
     if find_spec("torchvision") is not None:
         try:
             import_module("torchvision")
-        # A torchvision built for another torch fails in many ways.
+        # Catch all errors: a torchvision built for another torch fails in many ways.
         except Exception:
             out.append(
                 "torchvision does not fit this torch and breaks transformers' models: "
@@ -184,7 +185,7 @@ def advice() -> list[str]:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """Return the findings as lines, failed parts first."""
+    """Return the results of all checks as lines of text, failed checks first."""
     failed = [name for name, part in found.items() if isinstance(part, dict) and "failed" in part]
     out = []
     for name in failed:
@@ -204,7 +205,7 @@ def extra_lines(extras: dict[str, dict[str, str | None]]) -> list[str]:
 
 
 def client_lines(numbers: list[dict[str, Any]]) -> list[str]:
-    """Return the private numbers of a client and advice, for its operator alone."""
+    """Return lines with a client's private numbers and advice, for its operator alone."""
     out = []
     for number in numbers:
         out.append(
@@ -216,7 +217,7 @@ def client_lines(numbers: list[dict[str, Any]]) -> list[str]:
     return [*out, "note: the numbers held are private: keep this output on this machine"]
 
 
-# The lines of each part, in the order of the parts.
+# The function that turns the result of each check into lines.
 SHOWN: dict[str, Callable[[Any], list[str]]] = {
     "versions": lambda part: [", ".join(f"{name} {version}" for name, version in part.items())],
     "devices": lambda part: [f"device   {device}" for device in part],

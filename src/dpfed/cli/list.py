@@ -41,7 +41,11 @@ def list_names(
 
 
 def _sentence(thing: Any) -> str:
-    """Return a class's summary, or the first line of its module or of a preset's file."""
+    """Return a one-line description.
+
+    For a class this is its `summary`, or the first line of its module's docstring. For a preset
+    it is the first line of its file.
+    """
     if isinstance(thing, Path):
         return thing.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
     text = getattr(thing, "summary", "") or sys.modules[thing.__module__].__doc__ or ""

@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def fail(sentence: str, code: int) -> NoReturn:
-    # torchrun sets RANK in each of its processes.
+    # torchrun sets RANK to the number of the process. The first one, 0, is not named.
     rank = os.environ.get("RANK", "0")
     process = "" if rank == "0" else f", process {rank}"
     text = sentence.strip().rstrip(".")

@@ -65,7 +65,10 @@ def describe(
 
 
 def spec_of_data(config: Config) -> tuple[InputSpec, list[str]]:
-    """Return the inputs of the configured data, or the model's usual ones with a note."""
+    """Return the inputs (kind, shape, classes) of the configured data, and notes.
+
+    If the data cannot be read, return the inputs that are usual for it, with a note.
+    """
     from dpfed.training.job.data import published_spec, spec_of
 
     section: Any = config.model
@@ -88,7 +91,7 @@ def spec_of_data(config: Config) -> tuple[InputSpec, list[str]]:
 def spec_of_options(
     config: Config, classes: int | None, image_size: int | None, channels: int | None
 ) -> InputSpec:
-    """Return the model's usual inputs, changed by the options."""
+    """Return the model's usual inputs (kind, shape, classes), changed by the options."""
     section: Any = config.model
     usual: InputSpec = section.usual_spec()
     if usual.kind == "image":
@@ -128,7 +131,7 @@ def gathered_lines(table: Mapping[str, str]) -> list[str]:
 
 
 def gather(table: Mapping[str, Any]) -> Counter[tuple[str, Any]]:
-    """Count the names that have the same value and differ only in numbers of layers or heads."""
+    """Return how often each (name, value) occurs, after replacing layer and head numbers by *."""
     number = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\.head)\d+$")
     return Counter((number.sub("*", name), value) for name, value in table.items())
 

@@ -25,7 +25,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="one JSON object on the las
 
 
 def settings_of(target: str | None, overrides: list[str] | None) -> Config:
-    """Return the configuration that the shared argument and `--set` name."""
+    """Return the configuration `target`, changed by the values of `--set`."""
     from dpfed.config import load
     from dpfed.registry import DEFAULT, registry
 

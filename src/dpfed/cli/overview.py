@@ -1,4 +1,4 @@
-"""Help screens: the list of commands, and commands whose help texts are not markup."""
+"""Help screens: the list of commands, and help texts that rich prints as they are."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ class Group(typer.core.TyperGroup):
 
 @contextmanager
 def escaped_help(described: list[Any]) -> Iterator[None]:
-    """Escape rich's markup in the help texts of a command until the context ends."""
+    """Within this context, escape rich's markup in the help texts of a command.
+
+    described  the command and its parameters
+    """
     texts = [(thing, thing.help) for thing in described if getattr(thing, "help", None)]
     for thing, text in texts:
         thing.help = escape(text)
@@ -84,7 +87,7 @@ def first_sentence(text: str) -> str:
 
 
 def restore(command: click.Command) -> None:
-    """Give arguments their help texts back, which newer versions of click remove."""
+    """Give arguments their help texts back, because newer versions of click remove them."""
     for inner in getattr(command, "commands", {}).values():
         restore(inner)
     if command.callback is None:

@@ -47,7 +47,7 @@ VIEWS = (
     "server_min",
     "server_median",
 )
-# Text and number of decimals for each optional figure.
+# Text and number of decimals for each optional number.
 EXTRAS = {
     "membership_advantage": (
         "largest advantage (true minus false positive rate) "
@@ -149,7 +149,7 @@ def privacy(
 
 
 def show_own(account: OwnSpending, as_json: bool) -> None:
-    """Print the spending of a real client, from its own ledger."""
+    """Print what a real client has spent over all its runs, from its own ledger."""
     lines = [
         f"{account.client} has spent epsilon {show_loss(account.epsilon, 4)} "
         f"at delta {show_delta(account.delta)}, "
@@ -166,7 +166,10 @@ def show_own(account: OwnSpending, as_json: bool) -> None:
 def asked_for(
     target: str | None, overrides: list[str], numbers: dict[str, Any], colluding: int
 ) -> tuple[Planned, RecordedSpending | None, int | None]:
-    """Return the plan, the spending if the target is a run, and the number of clients if known."""
+    """Return the plan, the spending and the number of clients that the arguments describe.
+
+    The spending is None unless `target` is a run. The number of clients is None if unknown.
+    """
     from dpfed.registry import registry
     from dpfed.training.budget.recorded_spending import is_run, read_recorded_spending
 
@@ -186,14 +189,17 @@ def asked_for(
 
 
 def refuse_given(flags: dict[str, Any], why: str) -> None:
-    """Refuse flags that have no effect here, so that no figure answers another question."""
+    """Raise DpfedError if a flag is given that has no effect here.
+
+    Without this check, the printed epsilon would answer another question than the user's.
+    """
     for name, value in flags.items():
         if value is not None:
             raise DpfedError(f"--{name.replace('_', '-')} {why}")
 
 
 def from_flags(numbers: dict[str, Any], colluding: int) -> Planned:
-    """Return a plan from numbers alone, checked by the rules of a configuration."""
+    """Return the plan that the numbers of the options describe, checked like a configuration."""
     from dpfed.algorithms import REGISTRY
     from dpfed.config import nearest
     from dpfed.errors import DpfedError
@@ -235,7 +241,10 @@ def from_config(target: str, overrides: list[str], colluding: int) -> tuple[Plan
 
 
 def figures_of(planned: Planned, spending: RecordedSpending | None, public: bool) -> dict[str, Any]:
-    """Return the figures for JSON; `public` leaves out the figures of single clients."""
+    """Return epsilons, noise and guarantee for JSON.
+
+    public  True to leave out the epsilons of single clients
+    """
     import numpy as np
 
     noise = [kind.noise_multiplier for kind in planned.kinds]
@@ -274,7 +283,7 @@ def extras_of(planned: Planned, meaning: bool, tuning_runs: int | None) -> dict[
 def table(
     planned: Planned, spending: RecordedSpending | None, figures: dict[str, Any], public: bool
 ) -> list[str]:
-    """Return the figures of each view and their guarantee, as lines."""
+    """Return lines with the epsilon of each view, the guarantee and its conditions."""
     from dpfed.privacy.accounting.guarantee import NOT_COVERED, PUBLIC
 
     shown = {key: show_loss(figures[key], 4) for key in VIEWS if key in figures}
@@ -305,7 +314,7 @@ def table(
 
 
 def notes(spending: RecordedSpending | None, public: bool) -> list[str]:
-    """Return sentences on the conditions under which the figures hold."""
+    """Return sentences on the conditions under which the epsilons hold."""
     lines = []
     if spending is not None and spending.void:
         lines.append(f"third party: {spending.void}.")

@@ -1,4 +1,4 @@
-"""Progress of a study on stderr."""
+"""Show the progress of a study on stderr."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class StudyWatch(Display):
-    """Runs of a study, as they end."""
+    """A progress bar over the runs of a study."""
 
     def __init__(self) -> None:
         columns = [
@@ -28,7 +28,7 @@ class StudyWatch(Display):
         super().__init__(columns, None, count="runs")
 
     def run(self, ended: EndedRun) -> None:
-        """Show a run that has ended, and how many runs have."""
+        """Show the result of a run that has ended, and how many runs have ended."""
         outcome = ended.outcome
         if outcome.failed is not None:
             score = f"could not be run: {outcome.failed}"
@@ -44,6 +44,6 @@ class StudyWatch(Display):
 
 
 def runs_in_words(planned: Planned) -> str:
-    """Return the number of runs, as a lower bound while a search can still grow."""
+    """Return the number of runs in words, with "at least" while the search can still grow."""
     bound = "at least " if planned.at_least else ""
     return bound + counted(planned.runs, "run")

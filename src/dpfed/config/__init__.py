@@ -1,4 +1,4 @@
-"""Typed configuration: TOML files and overrides -> one frozen `Config`."""
+"""Typed configuration: turn TOML files and overrides into one frozen `Config`."""
 
 from dpfed.config.checks import refuse_idle_augmentations
 from dpfed.config.loading import (

@@ -1,4 +1,4 @@
-"""Checks between keys of a configuration; each failure is one sentence with the remedy."""
+"""Check that the keys of a configuration do not contradict each other; errors name the remedy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def check(config: Config) -> None:
 
 
 def refuse_idle_augmentations(data: DataSection) -> None:
-    """Raise DpfedError if several augmentations are averaged that are all the same image."""
+    """Raise DpfedError if gradients are averaged over copies of an image that are all equal.
+
+    Copies are equal if `data.views` is above 1 while `data.augment` is "none".
+    """
     if data.views > 1 and data.augment == "none":
         raise DpfedError(
             f"data.views = {data.views} needs views that differ: "

@@ -1,7 +1,7 @@
-"""History of added and deleted configuration keys, so that older files keep their meaning.
+"""Keys that were added or deleted after the first version, so that older files keep their meaning.
 
-A file without an added key means the value in ADDED. A deleted key is ignored at its old default.
-Any other value of a deleted key is refused with advice.
+If a file lacks a key of ADDED, the key has the value given there. A deleted key is ignored if it
+has its old default. With any other value it is refused, with advice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ ADDED: dict[str, Any] = {"privacy.isolation": "fast"}
 
 
 class Deleted(NamedTuple):
-    """Default and replacement of a deleted key; `algorithm` had it, or "" in other sections."""
+    """A deleted key.
+
+    default    the key's default value before it was deleted
+    instead    advice for a file with another value
+    algorithm  name of the algorithm that had the key; "" for a key of another section
+    """
 
     default: Any
     instead: str
@@ -48,7 +53,7 @@ DELETED: dict[str, Deleted] = {
     "algorithm.ls_double_step": Deleted(False, "each gradient makes one step", "dp-fedavg-ls"),
 }
 
-# Deleted values of keys that still exist.
+# Values that existing keys no longer accept, with advice.
 DELETED_VALUES = {
     ("algorithm.bc_floor", "none"): PRINTED,
     ("privacy.clip_mode", "batch_tensor"): (
@@ -59,7 +64,12 @@ DELETED_VALUES = {
 
 
 def without_deleted(section: str, table: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
-    """Return the table without deleted keys at their old defaults; refuse their other values."""
+    """Return a section's table without the deleted keys that have their old defaults.
+
+    Raise DpfedError for any other value of a deleted key, and for the values in DELETED_VALUES.
+
+    known  the keys that the section still has
+    """
     kept = {}
     for key, value in table.items():
         full = f"{section}.{key}"
@@ -75,7 +85,10 @@ def without_deleted(section: str, table: Mapping[str, Any], known: Sequence[str]
 
 
 def as_first_written(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings in the form of the first version, to compare and hash across versions."""
+    """Return settings with the keys of dpfed's first version.
+
+    Equal settings of different versions then compare as equal and have equal hashes.
+    """
     out = {name: dict(table) for name, table in tables.items()}
     for full, meaning in ADDED.items():
         section, _, key = full.partition(".")

@@ -1,4 +1,4 @@
-"""Load a configuration: TOML files and overrides -> one checked `Config`, and back to TOML."""
+"""Load a checked `Config` from TOML files and overrides, and write a `Config` as TOML."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dpfed.errors import DpfedError
 
 @dataclass(frozen=True)
 class Registry:
-    """Dataclasses of the known data sources, models and algorithms, and files of the presets."""
+    """What a configuration can name: data sources, models and algorithms, and files of presets."""
 
     data: Mapping[str, type[DataSection]]
     model: Mapping[str, type[ModelSection]]
@@ -36,13 +36,14 @@ class Registry:
     presets: Mapping[str, Path] = field(default_factory=dict)
 
 
-# Keys that stay when an override sets another `name`; all others belonged to the old name.
+# If an override changes the `name` of a section, only these keys of the section are kept.
+# The other keys were options of the previous source, model or algorithm.
 COMMON: dict[str, frozenset[str]] = {
     "algorithm": frozenset(),
     "model": frozenset(),
     "data": frozenset(f.name for f in dataclasses.fields(DataSection)),
 }
-# Names of settings in other programs -> the key's name here.
+# Names of settings in other programs, and the name of the same key here.
 SYNONYMS = {
     "epsilon": "target_epsilon",
     "batch_size": "batch",
@@ -62,13 +63,17 @@ def load(source: str | Path, overrides: Sequence[str], registry: Registry) -> Co
 
 
 def read(source: str | Path, registry: Registry, _seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Return the raw tables of a file, on top of the file or preset that its `extends` names."""
+    """Return the tables of a TOML file as dictionaries, not yet checked.
+
+    If the file has `extends`, its keys override those of the file or preset named there.
+    """
     path = registry.presets.get(str(source), Path(source))
     if path in _seen:
         raise DpfedError(f"{path} extends itself")
     raw = _read_toml(path, source, registry)
     table = raw.get("model")
-    # Run folders list every key. Language models without `pooling` are older than that key.
+    # A run's config.toml lists every key. If that of a language model lacks `pooling`, the run
+    # is older than the key.
     if (path.parent / "run.json").is_file() and isinstance(table, dict) and "max_length" in table:
         table.setdefault("pooling", None)
     base = raw.pop("extends", None)
@@ -91,15 +96,16 @@ def _read_toml(path: Path, source: str | Path, registry: Registry) -> dict[str, 
     except RecursionError:
         sentence = f"{path} is nested too deeply for a configuration"
     except (OSError, ValueError) as error:
-        # ValueError: bytes that are not UTF-8, numbers with thousands of digits, impossible paths.
+        # A ValueError comes from bytes that are not UTF-8, from numbers with thousands of digits,
+        # or from impossible paths.
         sentence = f"the configuration {str(path)!r} cannot be read: {error}"
     raise DpfedError(sentence)
 
 
 def overlay(under: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `over` on top of `under`, table by table.
+    """Return the tables `under` with the keys of `over` set, table by table.
 
-    Another `name` in a table drops the keys that belonged to the old name.
+    If `over` changes the `name` in a table, the options of the old name are dropped.
     """
     out = dict(under)
     for key, value in over.items():
@@ -111,7 +117,8 @@ def overlay(under: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         else:
             out[key] = value
     for pair in EXCLUSIVE:
-        # One key of a pair replaces the other in a lower layer; `build` refuses both in one.
+        # If `over` sets one key of a pair, drop the other one of `under`. If it sets both, keep
+        # them: `build` refuses the contradiction.
         stated = {name for name in pair if over.get(name) is not None}
         if len(stated) == 1:
             for name in pair - stated:
@@ -120,7 +127,7 @@ def overlay(under: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build(raw: Mapping[str, Any], registry: Registry) -> Config:
-    """Return the checked configuration of raw tables."""
+    """Return the checked configuration of tables that `read` and `overlay` return."""
     sections = [f.name for f in dataclasses.fields(Config)]
     for key, value in raw.items():
         if key not in sections:
@@ -152,7 +159,7 @@ LISTED_AS = {"data": "datasets", "model": "models", "algorithm": "algorithms"}
 def _named(
     section: str, raw: Mapping[str, Any], known: Mapping[str, type[Any]], default: str
 ) -> Any:
-    """Parse a section with the dataclass that its `name` selects."""
+    """Return a section as the dataclass in `known` that its `name` selects."""
     table = dict(raw.get(section, {}))
     name = table.pop("name", default)
     if not isinstance(name, str) or name not in known:
@@ -164,7 +171,10 @@ def _named(
 
 
 def key_names(word: str, registry: Registry) -> list[str]:
-    """Return the full names of all keys called `word`, or of the key spelt most like it."""
+    """Return the full names of all keys called `word`, or of the key spelt most like it.
+
+    The list is empty if no key is similar.
+    """
     found = all_keys(registry)
     word = SYNONYMS.get(word, word)
     close = [word] if word in found else difflib.get_close_matches(word, found, n=1, cutoff=0.65)
@@ -172,7 +182,10 @@ def key_names(word: str, registry: Registry) -> list[str]:
 
 
 def all_keys(registry: Registry) -> dict[str, list[str]]:
-    """Return the full names of all keys, except tables, by their short name."""
+    """Return the full names of all keys by short name, such as {"lr": ["algorithm.lr"]}.
+
+    Keys whose value is a table are left out.
+    """
     classes: dict[str, list[type[Any]]] = {
         "data": [DataSection, *registry.data.values()],
         "model": [ModelSection, *registry.model.values()],
@@ -192,7 +205,7 @@ def all_keys(registry: Registry) -> dict[str, list[str]]:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Return a configuration as plain tables, without unset keys (None), as TOML has no null."""
+    """Return a configuration as dictionaries. Keys that are None are left out: TOML has no null."""
 
     def plain(value: Any) -> Any:
         if dataclasses.is_dataclass(value):

@@ -1,4 +1,4 @@
-"""Raw configuration tables: parse `key=value` options, and check tables against dataclasses."""
+"""Parse `key=value` options, and check the tables of a configuration against dataclasses."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from dpfed.errors import DpfedError
 
 
 def overrides_layer(items: Sequence[str]) -> dict[str, Any]:
-    """Return all `section.key=value` options as one table.
+    """Return all `section.key=value` options as nested dictionaries.
 
-    The order of different keys has no effect. The last value of a key wins. A value that is not
-    TOML is taken as a plain string.
+    The order of different keys has no effect. If a key is given twice, the last value counts. A
+    value that is not valid TOML is taken as a plain string.
     """
     return layer_of([_override(item) for item in items])
 
@@ -30,14 +30,17 @@ def _override(item: str) -> tuple[str, Any]:
         raise DpfedError(f"--set {item!r} is not of the form section.key=value")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    # TOMLDecodeError is a ValueError, and so is the error for a number of too many digits.
+    # ValueError includes TOMLDecodeError and the error for a number with too many digits.
     except (ValueError, RecursionError):
         value = text.strip()
     return key.strip(), value
 
 
 def layer_of(settings: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return (dotted key, value) pairs as nested tables; the order of keys has no effect."""
+    """Return (dotted key, value) pairs as nested dictionaries; the order of keys has no effect.
+
+    Raise DpfedError if a key is set both to a value and to a table.
+    """
     leaves: dict[tuple[str, ...], Any] = {}
     for key, value in settings:
         leaves.update(_leaves(tuple(key.split(".")), value))
@@ -57,7 +60,7 @@ def layer_of(settings: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every key below `path` with its value; an empty table counts as a value."""
+    """Yield (path, value) of every key below `path`; an empty table counts as a value."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from _leaves((*path, str(key)), inner)
@@ -66,7 +69,10 @@ def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...]
 
 
 def parse(section: str, cls: type[Any], table: Mapping[str, Any]) -> Any:
-    """Return a table as its dataclass; raise DpfedError for the first wrong key or value."""
+    """Return the dataclass `cls` with the values of a table.
+
+    Raise DpfedError for the first unknown key or wrong value.
+    """
     hints = get_type_hints(cls, include_extras=True)
     known = [f.name for f in dataclasses.fields(cls)]
     table = without_deleted(section, table, known)
@@ -94,7 +100,7 @@ def _adapter(hint: Any, allow_inf_nan: bool) -> TypeAdapter[Any]:
 
 
 def _field(key: str, hint: Any, value: Any) -> Any:
-    # TOML has lists, frozen configurations have tuples.
+    # TOML gives lists; the frozen dataclasses hold tuples, which cannot change.
     if isinstance(value, list):
         value = tuple(value)
     try:
@@ -132,6 +138,6 @@ def _allowed(kind: str, ctx: Mapping[str, Any], message: str) -> str:
 
 
 def nearest(word: str, known: Mapping[str, Any] | Sequence[str]) -> str:
-    """Return ", did you mean WORD?" for the known word spelt most like this one, else ""."""
+    """Return ", did you mean WORD?" for the known word spelt most like `word`; "" without one."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f", did you mean {close[0]}?" if close else ""

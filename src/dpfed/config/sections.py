@@ -1,6 +1,6 @@
-"""Sections of a configuration: every key with its type, its range, its default and one sentence.
+"""The sections of a configuration: each key with its type, range, default and help sentence.
 
-Data sources, models and algorithms add keys of their own by subclassing or declaring a dataclass.
+Data sources and models add keys in subclasses. An algorithm is a dataclass of its own keys.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class PrivacySection:
         Literal["flat", "automatic", "quantile"],
         "cut to norm C, normalise to norm C, or let C follow a noised quantile of the norms",
     ] = "flat"
-    # Below 1e-12 a tiny gradient whose squares underflow in float32 would be scaled beyond C.
+    # At least 1e-12: otherwise a tiny gradient, whose squares underflow in float32, could be
+    # scaled to a norm above C.
     clip_stability: Annotated[
         float | None, Ge(1e-12), "automatic: s in g·C/(‖g‖+s); default 0.01"
     ] = None
@@ -221,7 +222,10 @@ class RunSection:
 
 @dataclass(frozen=True)
 class FederationSection:
-    """Public facts about real clients that their server needs; simulations ignore this section."""
+    """What a server has to know about its real clients. Simulations ignore this section.
+
+    All of these values are public.
+    """
 
     clients: Annotated[
         dict[str, Annotated[int, Ge(1)]],

@@ -4,8 +4,9 @@ An entry is a folder of .npy files and a manifest. It is written under a tempora
 renamed, so that a reader sees a whole entry or none. A damaged entry is built again. If the cache
 cannot be written (read-only, full, another user's), the run uses the arrays as they were built.
 
-The folder is DPFED_CACHE, else XDG_CACHE_HOME/dpfed, else ~/.cache/dpfed. DPFED_CACHE=off turns the
-cache off. It may hold private records: only its owner can open it. It can be deleted at any time.
+The cache is in the folder DPFED_CACHE, else XDG_CACHE_HOME/dpfed, else ~/.cache/dpfed.
+DPFED_CACHE=off turns it off. Entries may hold private records, so only their owner can open the
+folder. The user may delete it at any time.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def cache_folder() -> Path | None:
-    """Return the folder of the cache; None if it is turned off or there is no home folder."""
+    """Return the folder of the cache; None if the cache is off or the user has no home folder."""
     own = os.environ.get("DPFED_CACHE")
     if own == "off":
         return None
@@ -49,12 +50,12 @@ def key_of(
     files: Sequence[Path | str] = (),
     options: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return the key of an entry: a hash of its source, format version, files and options.
+    """Return the key of a cache entry: a hash of its source, format version, files and options.
 
-    A file counts by its path, size and modification time.
+    The key changes if the path, size or modification time of a file changes.
     """
     facts = []
-    # Resolving the folder of each of 100,000 images would take seconds.
+    # Resolve each folder only once: resolving the path of each of 100,000 images takes seconds.
     folders: dict[str, str] = {}
     for file in files:
         stat = os.stat(file)
@@ -67,7 +68,10 @@ def key_of(
 
 
 def cached(key: str, build: Callable[[], Arrays], folder: Path | None = None) -> Arrays:
-    """Return the arrays of `build`, from disk if they are there. Changes to them stay in memory."""
+    """Return the arrays that `build` makes, read from the cache if it has an entry for `key`.
+
+    The caller may change the arrays: the files of the cache stay as they are.
+    """
     root = folder or cache_folder()
     if root is None:
         return build()
@@ -88,7 +92,7 @@ def _digest(facts: Mapping[str, Any]) -> str:
 
 
 def _read(entry: Path, key: str) -> Arrays | None:
-    """Return the arrays of an entry, or None if it is absent or damaged."""
+    """Return the arrays of a cache entry; None if it is absent, damaged or of another key."""
     try:
         manifest = json.loads((entry / MANIFEST).read_text(encoding="utf-8"))
         facts = manifest["facts"]
@@ -97,7 +101,7 @@ def _read(entry: Path, key: str) -> Arrays | None:
         arrays: Arrays = {}
         for name, (size, dtype, shape) in facts["arrays"].items():
             file = entry / f"{name}.npy"
-            # Copy on write: changes stay in this process. An empty file cannot be mapped.
+            # Mode "c" is copy on write: changes stay in memory. Empty arrays cannot be mapped.
             mode: Any = None if 0 in shape else "c"
             array = np.load(file, mmap_mode=mode, allow_pickle=False)
             if [file.stat().st_size, array.dtype.str, list(array.shape)] != [size, dtype, shape]:
@@ -127,7 +131,7 @@ def _write(root: Path, entry: Path, key: str, arrays: Arrays) -> None:
             text.flush()
             os.fsync(text.fileno())
         if _read(entry, key) is None:
-            # Processes that have mapped a damaged entry keep their pages.
+            # Remove a damaged entry. Processes that have mapped its files can still read them.
             shutil.rmtree(entry, ignore_errors=True)
         if not entry.exists():
             new.rename(entry)
@@ -136,7 +140,7 @@ def _write(root: Path, entry: Path, key: str, arrays: Arrays) -> None:
 
 
 def _sweep(root: Path) -> None:
-    """Remove temporary folders of processes that were killed while writing."""
+    """Remove temporary folders that killed processes left behind more than a day ago."""
     for folder in root.glob("*.tmp"):
         try:
             if time.time() - folder.stat().st_mtime > STALE_SECONDS:
@@ -146,7 +150,10 @@ def _sweep(root: Path) -> None:
 
 
 def pack_text(name: str, texts: Sequence[str]) -> Arrays:
-    """Return strings as two arrays: all their UTF-8 bytes, and the start of each string."""
+    """Return two arrays that store the texts: all their UTF-8 bytes, and the bounds of each text.
+
+    The cache stores arrays only. Text i has the bytes from `bounds[i]` to `bounds[i + 1]`.
+    """
     parts = [text.encode("utf-8", "surrogatepass") for text in texts]
     return {
         f"{name}.bytes": np.frombuffer(b"".join(parts), dtype=np.uint8),
@@ -155,14 +162,17 @@ def pack_text(name: str, texts: Sequence[str]) -> Arrays:
 
 
 def unpack_text(name: str, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return the strings of `pack_text` as an array of objects."""
+    """Return the texts that `pack_text` stored under `name`, as an array of Python strings."""
     blob = arrays[f"{name}.bytes"].tobytes()
     bounds = itertools.pairwise(arrays[f"{name}.bounds"].tolist())
     return text_array([blob[a:b].decode("utf-8", "surrogatepass") for a, b in bounds])
 
 
 def text_array(texts: Sequence[str]) -> np.ndarray:
-    """Return an array of Python strings; numpy's own text type would be as wide as the longest."""
+    """Return an array of Python strings.
+
+    numpy's own text type would give every element the width of the longest text.
+    """
     out = np.empty(len(texts), dtype=object)
     out[:] = texts
     return out

@@ -1,4 +1,4 @@
-"""Columns of a user's table in CSV, TSV, JSON lines or Parquet; messages name the row at fault."""
+"""Read a user's table in CSV, TSV, JSON lines or Parquet; errors name the row that is wrong."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab"}
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of one length by name.
+    """The columns of a table, all of the same length.
 
-    rows       line numbers in the file, or row numbers where it has no lines
+    label      the table in messages, usually its path
+    values     the values of each column by the column's name
+    rows       for messages: line numbers in the file, or row numbers if it has no lines
+    unit       what `rows` counts: "line" or "row"
     separator  character between the columns of a CSV file, in words
     """
 
@@ -51,14 +54,20 @@ class Columns:
         return self.values[name]
 
     def texts(self, text: str, text_pair: str | None) -> dict[str, np.ndarray]:
-        """Return the model's text inputs from the columns of `data.text` and `data.text_pair`."""
+        """Return the model's text inputs by name: `text`, and `text_pair` for pairs of texts.
+
+        text, text_pair  names of the columns; `text_pair` is None for single texts
+        """
         out = {"text": self._texts(text, "data.text")}
         if text_pair is not None:
             out["text_pair"] = self._texts(text_pair, "data.text_pair")
         return out
 
     def _texts(self, name: str, key: str) -> np.ndarray:
-        """Return a column of texts; refuse empty ones, which would train on their label alone."""
+        """Return a column of texts as an array. Raise DpfedError for an empty text.
+
+        With an empty text, a model would learn from the label alone.
+        """
         column = self.get(name, key)
         for i, text in enumerate(column):
             if not isinstance(text, str) or not text.strip():
@@ -73,7 +82,14 @@ class Columns:
     def other_columns(
         self, used: set[str | None], client: str | None, unit: str | None
     ) -> dict[str, np.ndarray]:
-        """Return the columns that no model input uses, and those that name clients and units."""
+        """Return the columns outside `used`, and the columns that name clients and units.
+
+        used    names of the columns that a model input or the labels use
+        client  name of the column that names clients, or None
+        unit    name of the column that names units, or None
+
+        A column with missing or mixed values is left out; for `client` and `unit` it is an error.
+        """
         columns = {}
         for name, values in self.values.items():
             array = plain_column(values) if name not in used else None
@@ -85,7 +101,7 @@ class Columns:
         return columns
 
     def _key_column(self, name: str, key: str) -> np.ndarray:
-        """Return a column of client or unit names: of one type, with a value in every row."""
+        """Return a column of client or unit names. Raise DpfedError for missing or mixed values."""
         column = self.get(name, key)
         for i, value in enumerate(column):
             if value == "" or is_missing(value):
@@ -101,14 +117,20 @@ class Columns:
 
 
 def is_missing(value: Any) -> bool:
-    """Return True for None, NaN and the missing values of pandas, which have no truth value."""
+    """Return True for None, NaN, and the NA and NaT of pandas.
+
+    The values of pandas are recognized by the name of their class: `if pandas.NA` is an error.
+    """
     if value is None or type(value).__name__ in ("NAType", "NaTType"):
         return True
     return isinstance(value, float) and math.isnan(value)
 
 
 def plain_column(column: list[Any]) -> np.ndarray | None:
-    """Return a sortable array, or None if values are missing or of several kinds."""
+    """Return the values as a sortable array of texts, integers or floats.
+
+    Return None if values are missing or their types cannot be sorted together.
+    """
     if all(isinstance(v, str) for v in column):
         return text_array(column)
     if all(isinstance(v, bool | int) and abs(v) < 2**63 for v in column):
@@ -119,7 +141,7 @@ def plain_column(column: list[Any]) -> np.ndarray | None:
 
 
 def read_columns(path: Path) -> Columns:
-    """Read a table with the reader for the suffix of its file."""
+    """Return the table in a file, whose suffix selects the reader. An empty table is an error."""
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise DpfedError(f"{path} must end in {', '.join(READERS)}")
@@ -134,8 +156,11 @@ def read_columns(path: Path) -> Columns:
 
 
 def read_csv(path: Path) -> Columns:
-    """Return a table with commas, semicolons or tabs and double quotes, as spreadsheets do."""
-    # `lines_of` names the line that is not UTF-8.
+    """Return a CSV table as spreadsheets write it.
+
+    Columns are separated by commas, semicolons or tabs, and quoted by double quotes.
+    """
+    # If a line is not UTF-8, `lines_of` raises an error that names the line.
     text = "\n".join(lines_of(read_bytes(path), str(path)))
     delimiter = _delimiter(text)
     previous = csv.field_size_limit(LONGEST_FIELD)
@@ -147,7 +172,10 @@ def read_csv(path: Path) -> Columns:
 
 
 def _delimiter(text: str) -> str:
-    """Return the separator that gives the first line the most columns; a comma if several do."""
+    """Return the separator that splits the first line into the most columns.
+
+    If several give the same number, return the first of them in `SEPARATORS`.
+    """
     start = text[:LONGEST_HEADER]
 
     def columns(delimiter: str) -> int:
@@ -160,7 +188,10 @@ def _delimiter(text: str) -> str:
 
 
 def _csv_rows(text: str, delimiter: str, path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number of each row's first line and its cells; blank lines have no cells."""
+    """Yield (line number, cells) of each row of a CSV text.
+
+    A row may span several lines; the number is that of the first one. A blank line has no cells.
+    """
     reader = csv.reader(io.StringIO(text, newline="\n"), delimiter=delimiter, strict=True)
     start = 1
     try:
@@ -175,13 +206,16 @@ def _csv_rows(text: str, delimiter: str, path: Path) -> Iterator[tuple[int, list
 
 
 def read_tsv(path: Path) -> Columns:
-    """Return a tab-separated table without quoting, as GLUE has it: quotes are plain characters."""
+    """Return a tab-separated table. Quotes are plain characters, as in the files of GLUE."""
     lines = enumerate(lines_of(read_bytes(path), str(path)), 1)
     return _from_rows(path, ((i, line.split("\t") if line else []) for i, line in lines))
 
 
 def _from_rows(path: Path, rows: Iterator[tuple[int, list[str]]]) -> Columns:
-    """Return the table of numbered rows, the first of which is the header; skip empty rows."""
+    """Return the table of (line number, cells) rows.
+
+    The first row is the header. Empty rows are skipped.
+    """
     _, header = next(rows, (1, []))
     _refuse_repeated(header, path)
     filled = [(number, row) for number, row in rows if row]
@@ -202,7 +236,10 @@ def _refuse_repeated(names: list[str], path: Path) -> None:
 
 
 def read_jsonl(path: Path) -> Columns:
-    """Return a table of one JSON object per line; a key that a line lacks is a missing value."""
+    """Return a table from a file with one JSON object per line.
+
+    The columns are the keys of all lines. If a line lacks a key, its value is None.
+    """
     records: dict[int, dict[str, Any]] = {}
     for number, line in enumerate(lines_of(read_bytes(path), str(path)), 1):
         if not line.strip():
@@ -231,7 +268,7 @@ def read_parquet(path: Path) -> Columns:
             table = parquet.read_table(path)
             columns = [column.to_pylist() for column in table.columns]
         except Exception as error:
-            # pyarrow has an error class of its own for each kind of damage.
+            # Catch all errors: pyarrow raises a different class for each kind of damage.
             raise DpfedError(f"{path} cannot be read as Parquet: {reason(error)}") from None
     names = list(map(str, table.column_names))
     _refuse_repeated(names, path)

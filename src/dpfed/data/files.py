@@ -1,4 +1,4 @@
-"""Read files and archives; a missing or damaged file becomes one sentence that names it."""
+"""Read files and archives. A missing or damaged file raises a DpfedError that names the file."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from dpfed.data.cache import Arrays, cached
 from dpfed.data.tables import Source, Table
 from dpfed.errors import DpfedError, reason
 
-# Largest size of an archive member: above every published file, below the memory of a machine.
+# Largest number of bytes to which one file may unpack. All published files are smaller.
 MOST_BYTES = 1 << 30
-# NotImplementedError: unknown compression in a zip. RuntimeError: an encrypted zip.
+# Errors of libraries that read a damaged file. zipfile raises NotImplementedError for
+# unknown compression, and RuntimeError for an encrypted file.
 DAMAGE = (
     OSError,
     EOFError,
@@ -40,7 +41,11 @@ DAMAGE = (
 
 
 def path_of(section: DataSection, what: str, url: str) -> Path:
-    """Return `data.path`; if it is unset or missing, say what to download and what to set."""
+    """Return `data.path`. If it is unset or missing, say in a DpfedError what to download.
+
+    what  the file or folder that `data.path` must be, in words
+    url   where to download it
+    """
     if section.path is None:
         raise DpfedError(
             f'data.name = "{section.name}" reads files: download {url} and set data.path to {what}'
@@ -58,7 +63,7 @@ def missing(path: Path, what: str, url: str) -> DpfedError:
 
 @contextmanager
 def reading(path: Path | str) -> Iterator[None]:
-    """Turn the errors that a damaged file causes in libraries into one sentence with its name."""
+    """Turn a library's error about a damaged file into a DpfedError that names `path`."""
     try:
         yield
     except DpfedError:
@@ -80,7 +85,10 @@ def read_bytes(path: Path) -> bytes:
 
 
 def lines_of(data: bytes, label: str) -> Iterator[str]:
-    """Yield the lines of UTF-8 text. Only a line feed ends a line; texts may hold other breaks."""
+    """Yield the lines of UTF-8 text without their line ends. `label` names the file in errors.
+
+    Only a line feed ends a line, because texts may contain other line breaks of Unicode.
+    """
     for number, line in enumerate(io.BytesIO(data.removeprefix(b"\xef\xbb\xbf")), 1):
         try:
             yield line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
@@ -89,7 +97,7 @@ def lines_of(data: bytes, label: str) -> Iterator[str]:
 
 
 def check_md5(path: Path, published: str, url: str) -> None:
-    """Raise DpfedError unless the file has the published checksum."""
+    """Raise DpfedError unless the file has the published checksum. The error gives `url`."""
     with reading(path), path.open("rb") as stream:
         found = hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
     if found != published:
@@ -100,7 +108,10 @@ def check_md5(path: Path, published: str, url: str) -> None:
 
 
 def tar_members(path: Path, wanted: Collection[str]) -> dict[str, bytes]:
-    """Return files of a tar archive by the last part of their path. Nothing is written to disk."""
+    """Return the contents of the wanted files in a tar archive, by file name without folders.
+
+    The files are read into memory; nothing is written to disk.
+    """
     found: dict[str, bytes] = {}
     with reading(path), tarfile.open(path, "r:*") as tar:
         for member in tar:
@@ -114,14 +125,17 @@ def tar_members(path: Path, wanted: Collection[str]) -> dict[str, bytes]:
             if len(data) != member.size:
                 raise EOFError(f"it ends inside {member.name}")
             found[name] = data
-        # The checksum of the compression is verified at the end of the file.
+        # Read the archive to its end, because gzip verifies its checksum only there.
         while tar.fileobj is not None and tar.fileobj.read(1 << 20):
             pass
     return found
 
 
 def expect_count(found: int, official: int | Collection[int], label: str, url: str) -> None:
-    """Raise DpfedError unless a set has one of its published numbers of records."""
+    """Raise DpfedError unless `found` is a published number of records of the set.
+
+    official  the published number, or several that are all correct
+    """
     counts = (official,) if isinstance(official, int) else tuple(official)
     if found not in counts:
         raise DpfedError(
@@ -133,9 +147,12 @@ def expect_count(found: int, official: int | Collection[int], label: str, url: s
 def image_source(
     key: str, build: Callable[[], Arrays], declared: bool = True, notes: tuple[str, ...] = ()
 ) -> Source:
-    """Return a source of images from the cache.
+    """Return a source of images, from the cache or made by `build`.
 
-    build  makes train_x, train_y, test_x, test_y and names, the names of the classes
+    key       key of the cache entry
+    build     makes train_x, train_y, test_x, test_y and names, the names of the classes
+    declared  True if the number of classes is public
+    notes     remarks for the user about the files
     """
     arrays = {name: np.asarray(array) for name, array in cached(key, build).items()}
     return Source(

@@ -15,23 +15,28 @@ from PIL import Image, ImageOps
 from dpfed.errors import DpfedError, reason
 
 Colour = Literal["rgb", "grey"]
-# Largest image before resizing; a larger one is a mistake or an attack.
+# Largest number of pixels before resizing. A larger image is a mistake or an attack.
 MOST_PIXELS = 1 << 27
 # Formats that Pillow decodes itself, without starting other programs.
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 IMAGES_PER_TASK = 64
-# Modes with more than 8 bits, which Pillow would silently cut off at 255.
+# Pillow's modes with more than 8 bits per value. Converting them cuts values off at 255.
 DEEP_MODES = ("I", "F")
 
 
 def decode(data: bytes, label: str, colour: Colour = "rgb", size: int | None = None) -> np.ndarray:
-    """Return an image as uint8 [channels, height, width], converted to RGB or to grey."""
+    """Return an image as uint8 [channels, height, width], converted to RGB or to grey.
+
+    data   content of the image file
+    label  name of the image in errors
+    size   side of the square that `fit` makes, in pixels; None leaves the size unchanged
+    """
     try:
         return pixels(Image.open(io.BytesIO(data), formats=FORMATS), label, colour, size)
     except DpfedError:
         raise
     except Exception as error:
-        # Pillow's decoders raise errors of many classes for damaged fields.
+        # Catch all errors: Pillow raises many classes for damaged images.
         text = reason(error)
         if "cannot identify" in text:
             text = "it is of no known format"
@@ -54,7 +59,10 @@ def pixels(image: Image.Image, label: str, colour: Colour, size: int | None) -> 
 
 
 def fit(image: Image.Image, size: int) -> Image.Image:
-    """Resize the shorter side to `size` (bilinear) and crop the middle of the longer one."""
+    """Return the image as a square of `size` pixels.
+
+    The shorter side is resized to `size` (bilinear), and the middle of the longer side is kept.
+    """
     width, height = image.size
     short = min(width, height)
     wide = max(size, round(width * size / short))
@@ -77,15 +85,16 @@ def decode_all(
 ) -> np.ndarray:
     """Return all images in one array [n, channels, height, width].
 
-    read  returns the content of the i-th file
-    hint  remedy in the message about the first image of another shape
+    read    returns the content of the i-th file
+    labels  name of each image in errors
+    hint    remedy in the error for images of different sizes, or too many for the memory
     """
 
     def image_of(i: int) -> np.ndarray:
         return decode(read(i), labels[i], colour, size)
 
     with warnings.catch_warnings():
-        # Pillow warns about unusual metadata, which is not used.
+        # Silence Pillow's warnings about unusual metadata: the images can still be decoded.
         warnings.simplefilter("ignore")
         first = image_of(0)
         try:
@@ -104,7 +113,7 @@ def decode_all(
                     raise DpfedError(f"{labels[i]} is {one}, {labels[0]} {other}: {hint}")
                 out[i] = image
 
-        # Pillow releases the interpreter lock while it decodes, so threads are enough.
+        # Threads decode in parallel, because Pillow releases the interpreter lock.
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
             list(pool.map(work, range(0, len(labels), IMAGES_PER_TASK)))
         return out

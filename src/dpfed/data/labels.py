@@ -1,4 +1,4 @@
-"""Encode labels of a user's table, names or numbers, as class numbers 0, 1, 2, ..."""
+"""Turn the labels of a user's table (names or numbers) into class numbers 0, 1, 2, ..."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Classes = tuple[str, ...] | int | None
 
 @dataclass(frozen=True)
 class Column:
-    """Label of each record, and the place of each record for messages."""
+    """The label of each record, and the record's position in the file for error messages."""
 
     values: Sequence[Any]
     places: Sequence[str]
@@ -24,7 +24,12 @@ class Column:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Class numbers of each part, names of the classes, and whether they were declared."""
+    """Labels as class numbers.
+
+    parts     class numbers `[n]` of each table, in the order training, test
+    names     names of the classes, in the order of their numbers
+    declared  True if the user declared the classes, False if they were read off the labels
+    """
 
     parts: tuple[np.ndarray, ...]
     names: tuple[str, ...]
@@ -32,14 +37,15 @@ class Encoded:
 
 
 def encode(parts: Sequence[Column], classes: Classes) -> Encoded:
-    """Return the class numbers of all parts (training, test).
+    """Return the class numbers of the labels of each table (training, test).
 
-    classes  names in the order of their numbers, or how many there are, or None: as the labels show
+    classes  class names in the order of their numbers, or the number of classes, or None to take
+             the classes that occur in the labels
     """
     texts = [[_text(v, where) for v, where in zip(p.values, p.places, strict=True)] for p in parts]
     if isinstance(classes, tuple):
         numbers = numbers_of(classes, phrase("classes"))
-        # A table may hold the numbers of the named classes.
+        # The labels may also be the numbers of the named classes.
         if not any(map(_is_number, classes)):
             numbers |= {str(i): i for i in range(len(classes))}
         shown = ", ".join(classes[:10]) + (", ..." if len(classes) > 10 else "")
@@ -68,7 +74,10 @@ def _refuse_many(count: int) -> None:
 
 
 def numbers_of(classes: Sequence[str], key: str) -> dict[str, int]:
-    """Return the number of each declared class; refuse repeated names and a single class."""
+    """Return the number of each declared class, by name.
+
+    Raise DpfedError for a repeated name or a single class. `key` names the setting in the error.
+    """
     numbers = {name: i for i, name in enumerate(classes)}
     if len(numbers) != len(classes) or len(classes) < 2:
         raise DpfedError(f"{key} = {list(classes)} must name at least two classes, each once")
@@ -96,7 +105,7 @@ def _is_number(text: str) -> bool:
 
 
 def _text(value: Any, place: str) -> str:
-    """Return a label as text; 1, 1.0, true and "1" give the same text."""
+    """Return a label as text; 1, 1.0, true and "1" give the same text. `place` is for errors."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool | int):

@@ -15,7 +15,7 @@ from dpfed.errors import DpfedError, phrase
 
 @dataclass(frozen=True)
 class Shards:
-    """Index arrays from clients to protected units to records.
+    """The records of each client, grouped by protected unit, as index arrays.
 
     clients  client i has the units `clients[i]` to `clients[i+1] - 1`
     units    unit u has the records `records[units[u] : units[u+1]]`; usually one record
@@ -37,12 +37,15 @@ class Shards:
         return np.diff(self.clients)
 
     def of(self, client: int) -> np.ndarray:
-        """Return all records of a client."""
+        """Return the numbers of all records of a client."""
         first = self.units[self.clients[client]]
         return self.records[first : self.units[self.clients[client + 1]]]
 
     def slots(self, client: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the records of the chosen units, and the number of records of each unit."""
+        """Return the record numbers of some units of a client, and the number of records of each.
+
+        positions  the chosen units, numbered from 0 within the client
+        """
         unit = self.clients[client] + positions
         counts = self.units[unit + 1] - self.units[unit]
         if len(counts) == 0 or counts.max() == 1:
@@ -52,7 +55,12 @@ class Shards:
 
 
 def shards_of(owner: np.ndarray, clients: int, units: np.ndarray | None = None) -> Shards:
-    """Return shards from the owner of each record (-1: unused) and the unit of each record."""
+    """Return the shards of records that have been given to clients.
+
+    owner    number of each record's client; -1 for an unused record
+    clients  number of clients
+    units    name of each record's protected unit; None if each record is a unit
+    """
     used = np.flatnonzero(owner >= 0)
     within = np.zeros(len(owner), dtype=np.int64)
     if units is not None:
@@ -74,7 +82,10 @@ def shards_of(owner: np.ndarray, clients: int, units: np.ndarray | None = None) 
 
 
 def iid(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator) -> np.ndarray:
-    """Deal records at random, the same number to each client; the remainder stays unused."""
+    """Return the client of each record. Records are dealt at random, equally many per client.
+
+    The remainder stays unused (-1).
+    """
     size = len(labels) // clients
     owner = np.full(len(labels), -1, dtype=np.int64)
     owner[rng.permutation(len(labels))[: size * clients]] = np.repeat(np.arange(clients), size)
@@ -84,9 +95,10 @@ def iid(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator
 def dirichlet_equal(
     labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator
 ) -> np.ndarray:
-    """Deal the same number of records to each client, with labels drawn from p_i ~ Dir(alpha).
+    """Return the client of each record: equally many per client, with labels from Dir(alpha).
 
-    p_i is renormalised over the classes that still have records.
+    Client i draws its class probabilities p_i ~ Dir(alpha). p_i is renormalised over the classes
+    that still have records. The remainder stays unused (-1).
     """
     classes = int(labels.max()) + 1
     size = len(labels) // clients
@@ -110,7 +122,10 @@ def dirichlet_equal(
 def dirichlet_classwise(
     labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator
 ) -> np.ndarray:
-    """Split each class over the clients by Dir(alpha) (Hsu, Qi, Brown 2019); sizes differ."""
+    """Return the client of each record: each class is split over the clients by Dir(alpha).
+
+    Clients have different numbers of records (Hsu, Qi, Brown 2019).
+    """
     owner = np.full(len(labels), -1, dtype=np.int64)
     for c in range(int(labels.max()) + 1):
         pool = rng.permutation(np.flatnonzero(labels == c))
@@ -122,9 +137,10 @@ def dirichlet_classwise(
 
 
 def _dirichlet(rng: np.random.Generator, alpha: float, length: int) -> np.ndarray:
-    """Return a draw of Dir(alpha), or its limit if the gamma draws overflow or underflow.
+    """Return a draw of Dir(alpha): `length` shares that add up to 1.
 
-    The limit is equal shares for a large alpha, and one class alone for a small alpha.
+    If numpy's draw overflows or underflows, return the limit of Dir(alpha). The limit is equal
+    shares for a large alpha, and a single share of 1 for a small alpha.
     """
     p = rng.dirichlet(np.full(length, alpha))
     if np.isfinite(p).all() and p.sum() > 0:
@@ -143,7 +159,10 @@ RULES: dict[str, Callable[[np.ndarray, int, float, np.random.Generator], np.ndar
 
 
 def _key_column(what: str, column: np.ndarray | None) -> np.ndarray | None:
-    """Return a column of client or unit names; refuse missing values and mixed types."""
+    """Return a column of client or unit names, None without a column.
+
+    Raise DpfedError for missing values and mixed types. `what` is "client" or "unit".
+    """
     if column is None or column.dtype.kind not in "fO":
         return column
     missing = [i for i, value in enumerate(column.tolist()) if is_missing(value)]
@@ -157,7 +176,7 @@ def _key_column(what: str, column: np.ndarray | None) -> np.ndarray | None:
 
 
 def partition(section: DataSection, table: Table, rng: np.random.Generator) -> Shards:
-    """Return the shards of a table by `data.partition`, with the units of `data.unit_column`."""
+    """Return the records of each client by `data.partition`, grouped by `data.unit_column`."""
     owners = _key_column("client", table.column(section.client_column))
     units = _key_column("unit", table.column(section.unit_column))
     if section.partition == "natural":

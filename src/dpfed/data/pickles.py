@@ -1,4 +1,4 @@
-"""Read pickles of arrays, lists and texts; a restricted unpickler runs no code in them."""
+"""Read pickles of arrays, lists and texts without running the code that a pickle can contain."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ ARRAY_CLASS = object()
 
 
 class RefusedError(Exception):
-    """The pickle is damaged or asks for something that data does not need."""
+    """The pickle is damaged, or it asks for a class or function that plain data do not need."""
 
 
 class _DataUnpickler(pickle.Unpickler):
-    """An unpickler of arrays and byte strings, with its own versions of the functions they need."""
+    """An unpickler of arrays and byte strings.
+
+    A pickle names the functions that rebuild its values. This class knows only those for arrays
+    and byte strings, and replaces each by a safe one.
+    """
 
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data), encoding="latin1")
@@ -41,7 +45,8 @@ class _DataUnpickler(pickle.Unpickler):
         return self._known[path]
 
     def _array(self, kind: Any, shape: Any, code: Any) -> np.ndarray:
-        # The content follows as the array's state. `shape` could request any amount of memory.
+        # Ignore `shape`, which could request any amount of memory. The array's state, which
+        # follows in the pickle, sets shape and content.
         if kind is not ARRAY_CLASS:
             raise RefusedError("it makes an array in a way that is not known")
         return np.empty(0, np.uint8)
@@ -67,10 +72,10 @@ class _DataUnpickler(pickle.Unpickler):
 
 
 def loads(data: bytes) -> Any:
-    """Return the value of a pickle. Raise RefusedError for anything but plain data."""
+    """Return the value in a pickle. Raise RefusedError unless it is plain data."""
     try:
         for opcode, argument, _ in pickletools.genops(data):
-            # The reader allocates a table as long as the largest index.
+            # Refuse a huge index: the unpickler allocates a table as long as the largest index.
             if opcode.name in MEMO_OPCODES and int(argument or 0) > len(data):
                 raise RefusedError("it numbers more values than it has bytes")
         return _DataUnpickler(data).load()

@@ -1,4 +1,4 @@
-"""Tables of records: every source has the clients' private records and a public test set."""
+"""Tables of records. A data source has two: the clients' private records and a public test set."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ Kind = Literal["image", "features", "text"]
 
 @dataclass(frozen=True)
 class Table:
-    """Inputs by the model's argument name, labels, and columns that name clients or units.
+    """The records of one table.
+
+    inputs   arrays by the model's argument name, one row per record
+    labels   class number of each record
+    columns  further columns, which can name each record's client or unit
 
     Images are `pixel_values` [n, channels, height, width]. Text is `text` and, for pairs,
     `text_pair`: arrays of Python strings, which a text model turns into tokens.
@@ -39,9 +43,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Published:
-    """Public facts of a published data set, enough to plan a run without its files.
+    """Facts about a published data set, with which a run can be planned without its files.
 
     records  number of training records
+    classes  number of classes
     shape    shape of one image, empty for text
     """
 
@@ -55,10 +60,12 @@ class Published:
 class Source:
     """A loaded data set.
 
-    classes      names of the labels 0..n-1
-    white        pixel value of full intensity, for images of whole numbers
+    train        the clients' private records
+    test         the server's public test set
+    classes      names of the classes, in the order of their numbers
+    white        pixel value that means full intensity, if pixels are integers
     declared     True if the number of classes is public, False if it was read off the labels
-    fingerprint  key of the raw data for caches of derived data; "" if unknown
+    fingerprint  identifies the raw data in keys of caches; "" if unknown
     notes        remarks for the user about the files
     """
 
@@ -84,7 +91,7 @@ class Source:
 
 
 def expect_labels(labels: np.ndarray, classes: int, label: str, remedy: str = "") -> None:
-    """Raise DpfedError for the first label outside 0 to classes - 1."""
+    """Raise DpfedError for the first record whose label is outside 0 to classes - 1."""
     bad = np.flatnonzero((labels < 0) | (labels >= classes))
     if len(bad):
         raise DpfedError(

@@ -1,4 +1,4 @@
-"""Labels of runs on a page: the method's name and the settings that tell it from the others."""
+"""Labels of runs on a page: the method's name, and the settings that differ from other runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 from dpfed.privacy.published import show_setting
 
-# Keys that change nothing in what the numbers mean: runs that differ only in these are one method.
+# Keys that do not change what the results mean. Runs that differ only in these keys are
+# shown as seeds of one method.
 ALIKE = frozenset(
     {
         "run.seed",
@@ -28,7 +29,7 @@ ALIKE = frozenset(
         "run.trackers",
     }
 )
-# A label has at most so many settings; a table on the page has all of them.
+# Largest number of settings in a label. A table on the page lists all of them.
 MAX_SETTINGS = 4
 MAX_LETTERS = 60
 
@@ -37,10 +38,10 @@ Settings = Mapping[str, Any]
 
 
 def labels(shown: Sequence[Settings], whole: Sequence[Settings] | None = None) -> list[str]:
-    """Return a different label for each group of runs: its algorithm and the settings that differ.
+    """Return a unique label for each group of runs: its algorithm and the settings that differ.
 
-    shown  the settings that may be named on the page
-    whole  all settings; for hidden ones the label has a number in place of the value
+    shown  settings of each group that the page may name
+    whole  all settings of each group; if a hidden one differs, labels number its values
     """
     names = [str(table.get("algorithm.name", "run")) for table in shown]
     settings = []
@@ -66,9 +67,12 @@ def apart(
     whole: Sequence[Settings],
     places: Sequence[str] | None = None,
 ) -> list[str]:
-    """Return different labels: equal ones get the settings in which their runs differ.
+    """Return the labels, with additions to equal ones that make them different.
 
-    places  the origin of each, for equal labels with equal settings
+    The additions are the settings that differ, then `places`, then numbers.
+
+    shown, whole  settings as in `labels`
+    places        where the runs of each label come from
     """
     out = list(labels)
     for at in _equal(out):
@@ -85,7 +89,7 @@ def apart(
 
 
 def _equal(labels: Sequence[str]) -> list[list[int]]:
-    """Return the indices of equal labels, a list for each label that occurs more than once."""
+    """Return the indices of each label that occurs more than once, one list per label."""
     found: dict[str, list[int]] = {}
     for i, label in enumerate(labels):
         found.setdefault(label, []).append(i)
@@ -93,7 +97,10 @@ def _equal(labels: Sequence[str]) -> list[list[int]]:
 
 
 def _different(shown: Sequence[Settings], whole: Sequence[Settings]) -> list[list[str]]:
-    """Return for each table the settings that differ; hidden values are replaced by numbers."""
+    """Return for each table the settings that differ, in words; at most MAX_SETTINGS.
+
+    A value that the page must not name is replaced by a number.
+    """
     out: list[list[str]] = [[] for _ in whole]
     every_key = dict.fromkeys(key for table in whole for key in table)
     keys = [key for key in every_key if differs(key, whole)]
@@ -109,7 +116,7 @@ def _different(shown: Sequence[Settings], whole: Sequence[Settings]) -> list[lis
 
 
 def differs(key: str, tables: Sequence[Settings]) -> bool:
-    """Return True if the tables have different values of a key that matters."""
+    """Return True if the tables have different values of `key`. It is False for keys in ALIKE."""
     values = {json.dumps(table.get(key), default=str) for table in tables}
     return key not in ALIKE and len(values) > 1
 
@@ -121,7 +128,7 @@ def key_in_words(key: str) -> str:
 
 
 def value_in_words(value: Any) -> str:
-    """Return a value for a label: a number in full, the end of a long text such as a path."""
+    """Return a value as text for a label. Of a long text, such as a path, return the end."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         text = str(value)
         return text if len(text) <= MAX_LETTERS else f"…{text[1 - MAX_LETTERS :]}"

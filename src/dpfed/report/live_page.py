@@ -1,7 +1,8 @@
-"""The page of runs in progress, served to this machine alone.
+"""Serve the page of runs in progress, to browsers on this machine only.
 
-The server answers two addresses: the page, and its changes since a version. It refuses requests
-that name another host, so that a page of another site cannot read it (DNS rebinding).
+The server answers two addresses: `/` with the page, and `/state.json` with its contents if they
+have changed. It refuses requests whose Host header names another machine. Without this check, a
+page of another site could read the contents (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ WATCHED_FILES = (CONFIG, METRICS, RESULT, DIAGNOSTICS, "table.json")
 
 
 class LivePage:
-    """The page of some folders, read again when one of their files has changed."""
+    """The page of some folders. It is built again when one of their files has changed."""
 
     def __init__(self, folders: Sequence[Path], read: Callable[[], Report]) -> None:
         self._folders = folders
         self._read = read
         self._lock = threading.Lock()
-        # Before the report, so that a file that changes meanwhile is read again.
+        # Take the time stamps before reading: a file that changes meanwhile is then read again.
         self._stamps = self._file_stamps()
         self._report = read()
 
     def _file_stamps(self) -> list[tuple[str, int, int]]:
-        """Return path, time and size of each watched file that exists."""
+        """Return (path, modification time, size) of each watched file that exists."""
         found = []
         for path in (folder / name for folder in self._folders for name in WATCHED_FILES):
             try:
@@ -46,14 +47,14 @@ class LivePage:
         return found
 
     def _refresh(self) -> str:
-        """Read changed files and return the version of the page."""
+        """Build the page again if a file has changed, and return the version of the page."""
         stamps = self._file_stamps()
         if stamps != self._stamps:
             try:
                 self._report = self._read()
                 self._stamps = stamps
             except DpfedError:
-                # A run is just replacing a file: the next request finds it.
+                # A run may be replacing a file at this moment. The next request tries again.
                 pass
         return hashlib.sha256(repr(self._stamps).encode()).hexdigest()[:16]
 
@@ -63,7 +64,7 @@ class LivePage:
             return render(self._report, version).encode()
 
     def changes(self, seen: str) -> bytes | None:
-        """Return the contents of the page as JSON, None if the version has been seen."""
+        """Return the contents of the page as JSON, None if `seen` is still the page's version."""
         with self._lock:
             version = self._refresh()
             if version == seen:
@@ -108,11 +109,11 @@ def handler(live: LivePage) -> type[BaseHTTPRequestHandler]:
                 self.end_headers()
                 self.wfile.write(content)
             except ConnectionError:
-                # The client has closed the connection.
+                # The browser has closed the connection.
                 self.close_connection = True
 
         def log_message(self, format: str, *args: object) -> None:
-            """Print nothing: one line per request would hide the address."""
+            """Print nothing: with one line per request, the page's address would scroll away."""
 
     return Handler
 

@@ -1,6 +1,6 @@
 """The model card: the data, the quality and the privacy of a trained model.
 
-The card is made to be published. So it holds the plan's epsilon and nothing that says who took
+The card is made to be published. It states the planned epsilon, and nothing that tells who took
 part: no seed, no cohort, no client's own epsilon (docs/privacy.md).
 """
 
@@ -22,11 +22,11 @@ from dpfed.training.export import ADAPTED_CONFIG, base_of, export, read_run
 from dpfed.training.job.notes import dealt_note
 from dpfed.training.run_folder.atomic_file import write_file
 
-# Models of this program, which start from random weights and have no class in transformers.
+# Models that dpfed defines. They start from random weights and have no transformers class.
 OWN_MODELS = ("gn-resnet18", "linear")
 MAX_CLASSES = 50
 
-# Markdown has no escaping of its own, so names go into the card as they are.
+# Do not escape HTML: the card is Markdown, in which names appear as they are.
 MARKDOWN = Environment(
     loader=PackageLoader("dpfed.report"),
     autoescape=False,
@@ -56,7 +56,12 @@ def model_card(
     kind: str,
     companions: Companions,
 ) -> str:
-    """Return Markdown with the front matter that model hubs read."""
+    """Return the card as Markdown, with the front matter that model hubs read.
+
+    spending    what the run has spent, from its ledger; None without privacy
+    kind        "adapter" or "model"
+    companions  files that are written beside the model, such as its tokenizer
+    """
     inputs = result["input"]["kind"]
     auto_class, task = _auto(config, inputs)
     return MARKDOWN.get_template("model_card.md.j2").render(
@@ -80,12 +85,15 @@ def model_card(
 
 
 def _is_hub_name(weights: str | None) -> bool:
-    """Return True for a name on a model hub; a local path means nothing on other machines."""
+    """Return True if `weights` is a name on a model hub.
+
+    It is False for a local path, which means nothing on other machines.
+    """
     return weights not in (None, "random") and not Path(weights).expanduser().exists()
 
 
 def _auto(config: Config, inputs: str) -> tuple[str, str]:
-    """Return the class of transformers and the task of its pipeline that fit the model."""
+    """Return the Auto class of transformers and the pipeline's task that fit the model."""
     if getattr(config.model, "causal", False):
         return "AutoModelForCausalLM", "text-generation"
     if inputs == "text":
@@ -94,7 +102,7 @@ def _auto(config: Config, inputs: str) -> tuple[str, str]:
 
 
 def _image_sentence(config: Config) -> str:
-    """Return the preparation of images that other programs do not do by themselves."""
+    """Return a sentence on how images are prepared, "" if other programs do it by themselves."""
     resize = getattr(config.model, "resize", "bilinear")
     sharpen = getattr(config.model, "sharpen", 0.0)
     if resize == "bilinear" and not sharpen:
@@ -110,7 +118,7 @@ def _image_sentence(config: Config) -> str:
 
 
 def _base(config: Config) -> str:
-    """Return where a user of an adapter finds its base model."""
+    """Return words that tell the user of an adapter where its base model is."""
     name = config.model.name
     weights = config.model.weights
     if base_of(config) is None:
@@ -128,7 +136,7 @@ def _base(config: Config) -> str:
 
 
 def write_export(run: Path, out: Path, merge: bool = False) -> str:
-    """Write model and card to a new folder; return "adapter" or "model"."""
+    """Write the model and its card to a new folder. Return "adapter" or "model", as written."""
     trained = read_run(run)
     kind = export(trained, out, merge)
     card = model_card(trained.config, trained.result, trained.accounts, kind, trained.companions)

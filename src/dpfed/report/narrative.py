@@ -30,7 +30,7 @@ THIRD_PARTY_ASSUMPTION = (
 
 @dataclass(frozen=True)
 class Card:
-    """One number of the headline."""
+    """One number at the top of the page: its name, its value as text, and a note."""
 
     name: str
     value: str
@@ -38,7 +38,10 @@ class Card:
 
 
 def title_of(groups: Sequence[Group], study_titles: Sequence[str]) -> str:
-    """Return the title of the only study, else the model and the data, else a count."""
+    """Return the page's title: that of the only study, or "MODEL on DATA".
+
+    If the groups have different models or data, return the number of methods.
+    """
     if len(study_titles) == 1 or not groups:
         return study_titles[0]
     found = {f"{_setting(g, 'model', 'name')} on {_setting(g, 'data', 'name')}" for g in groups}
@@ -51,7 +54,7 @@ def _setting(group: Group, section: str, key: str) -> Any:
 
 
 def lead(groups: Sequence[Group]) -> str:
-    """Return the sentence below the title: how many runs of which shape."""
+    """Return the sentence below the title: number of runs, clients, rounds and local steps."""
     if not groups:
         return ""
     runs = sum(len(group.runs) for group in groups)
@@ -65,7 +68,7 @@ def lead(groups: Sequence[Group]) -> str:
 
 
 def _shape(group: Group) -> str:
-    """Return clients, cohort, rounds and local steps of a run as words."""
+    """Return the clients, the cohort, the rounds and the local steps of a run in words."""
     clients = number(group.first("clients")) or number(_setting(group, "data", "clients"))
     keys = ("participation", "rounds", "local_steps")
     share, rounds, steps = (number(_setting(group, "run", key)) for key in keys)
@@ -78,7 +81,10 @@ def _shape(group: Group) -> str:
 
 
 def best_group(groups: Sequence[Group]) -> Group | None:
-    """Return the group with the highest mean accuracy among those with the least epsilon."""
+    """Return the group with the highest mean accuracy among those with the smallest epsilon.
+
+    Return None if no run has been scored.
+    """
     rows = tuple(
         Row(label=g.label, accuracies=g.accuracies, epsilon=g.epsilon)
         for g in groups
@@ -89,7 +95,7 @@ def best_group(groups: Sequence[Group]) -> Group | None:
 
 
 def cards(groups: Sequence[Group]) -> list[Card]:
-    """Return the numbers of the headline: accuracy, epsilon of both views, bytes."""
+    """Return the numbers at the top of the page: accuracy, epsilon of both views, bytes sent."""
     group = best_group(groups)
     if group is None:
         return []
@@ -119,7 +125,7 @@ def _epsilon_cards(group: Group) -> list[Card]:
     server = group.epsilon["server_worst"]
     third = group.epsilon["third_party"]
     delta = number(group.first("delta")) or (group.privacy and group.privacy.planned.delta)
-    # Neither a space nor a hyphen may break the line.
+    # Use a space and a hyphen at which a browser does not break the line.
     at = f", δ\u00a0=\u00a0{short(delta)}".replace("-", "\u2011") if delta else ""
     planned = ""
     out = []
@@ -138,7 +144,10 @@ def _epsilon_cards(group: Group) -> list[Card]:
 
 
 def _spent_card(group: Group, run: RunData, at: str) -> Card:
-    """Return the epsilon that an unfinished run has spent, in contrast to the planned one."""
+    """Return the card with the epsilon that an unfinished run has spent so far.
+
+    Another card shows the planned epsilon.
+    """
     value = "not known" if group.spent is None else show_loss(group.spent, 2)
     who = "by a client in every round"
     if run.curve("epsilon_server_max"):
@@ -148,7 +157,10 @@ def _spent_card(group: Group, run: RunData, at: str) -> Card:
 
 
 def planned_epsilon_note(group: Group) -> list[str]:
-    """Return a note below a table if the group's epsilon in it is not spent yet."""
+    """Return a note for the table if the group's epsilon in it is planned and not spent yet.
+
+    The list is empty for a finished group.
+    """
     run = group.unfinished
     if run is None or group.spent is None:
         return []
@@ -157,7 +169,7 @@ def planned_epsilon_note(group: Group) -> list[str]:
 
 
 def meaning(groups: Sequence[Group]) -> str:
-    """Return the epsilon of the headline as one sentence without mathematics."""
+    """Return a sentence that explains the epsilon at the top of the page without mathematics."""
     group = best_group(groups)
     if group is None:
         return "Nothing has been scored yet." if groups else ""
@@ -174,7 +186,10 @@ def meaning(groups: Sequence[Group]) -> str:
 
 
 def banners(groups: Sequence[Group], public: bool) -> list[tuple[str, str]]:
-    """Return (kind, sentence) of each warning that belongs on top of the page."""
+    """Return the warnings and notes at the top of the page, as pairs (kind, sentence).
+
+    The kind is "warn" or "note".
+    """
     notes = {str(run.result.get("release", "")) for group in groups for run in group.runs}
     seeded = any(group.privacy and group.privacy.seeded for group in groups)
     out = []
@@ -191,7 +206,7 @@ def banners(groups: Sequence[Group], public: bool) -> list[tuple[str, str]]:
 
 
 def live(runs: Sequence[RunData]) -> str:
-    """Return the progress of the furthest running run, empty if none is running."""
+    """Return the progress of the run that is furthest, "" if no run is in progress."""
     running = [run for run in runs if run.running]
     if not running:
         return ""
@@ -201,7 +216,10 @@ def live(runs: Sequence[RunData]) -> str:
 
 
 def statement(groups: Sequence[Group], public: bool) -> list[tuple[str, str]]:
-    """Return (name, sentence) of the privacy statement, as the command line and model cards do."""
+    """Return the privacy statement as pairs (name, sentence).
+
+    `dpfed privacy` and the model cards make the same statements.
+    """
     private = {group.label: group.privacy for group in groups if group.privacy is not None}
     if not private:
         said = "Nothing on this page was trained with privacy, so there is no guarantee to state."

@@ -1,8 +1,8 @@
-"""The page of a report: one HTML file that needs nothing else, on the web or on the disk.
+"""Write a report as one HTML file, which needs no other file and no network.
 
-The templates escape every text of a configuration, a folder or a table. Figures travel as JSON in
-a block that no browser executes. A content policy allows only the page's own scripts, by their
-hashes, and no fetches.
+The templates escape every text of a configuration, a folder or a table. The numbers of figures are
+stored as JSON, in a block that no browser executes. A content security policy allows only the
+page's own scripts, by their hashes. It allows no requests, except of a live page to its server.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ TEMPLATES = Environment(
 )
 
 ReadStudy = Callable[[Path, bool], tuple[Table, list[Group]]]
-"""Reader of a study's folder: the study's table, and its runs grouped by method."""
+"""Function of (folder, public) that returns a study's table, and its runs grouped by method."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """The contents of a page, read once."""
+    """The contents of a page, as read from the folders of runs and studies."""
 
     title: str
     groups: Sequence[Group]
@@ -55,14 +55,19 @@ class Report:
 
 
 def runs_only(folder: Path, public: bool) -> tuple[Table, list[Group]]:
-    """Refuse the folder of a study."""
+    """Raise DpfedError. This is the reader of studies for a page that may only show runs."""
     raise DpfedError(f"{folder} is the folder of a study: give the folder of a run")
 
 
 def read_report(
     paths: Sequence[Path], public: bool = False, read_study: ReadStudy = runs_only
 ) -> Report:
-    """Return one report of all these runs and studies."""
+    """Return one report of all these runs and studies.
+
+    paths       folders of runs and of studies
+    public      True to leave out what a published page must not show
+    read_study  reads the folder of a study
+    """
     runs, studies = runs_and_studies(paths)
     groups = grouped(runs, public)
     places = ["given by itself"] * len(groups)
@@ -91,7 +96,7 @@ def _with_different_labels(groups: Sequence[Group], places: Sequence[str]) -> li
 
 
 def runs_side_by_side(groups: Sequence[Group]) -> Table:
-    """Return the table of single runs, whose learning rates were chosen elsewhere."""
+    """Return the table of runs that belong to no study, so that it names no search of rates."""
     rows = []
     notes = [
         "accuracy: mean ± standard deviation over the runs of each method, on the server's public "
@@ -112,7 +117,7 @@ def runs_side_by_side(groups: Sequence[Group]) -> Table:
 
 
 def _contents(report: Report) -> dict[str, Any]:
-    """Return the variables of the template `body.html.j2`."""
+    """Return the variables for the template `body.html.j2`."""
     groups = report.groups
     runs = [run for group in groups for run in group.runs]
     return {
@@ -127,12 +132,15 @@ def _contents(report: Report) -> dict[str, Any]:
 
 
 def body(report: Report) -> str:
-    """Return the part of the page that changes while a run is in progress."""
+    """Return the HTML that changes while a run is in progress."""
     return TEMPLATES.get_template("body.html.j2").render(_contents(report))
 
 
 def render(report: Report, version: str = "") -> str:
-    """Return the whole page. With a version, the page polls its server for a newer one."""
+    """Return the HTML of the whole page.
+
+    With a version, the page asks its server for newer versions.
+    """
     library = plotly_js()
     script = _asset("page.js")
     connect = "'self'" if version else "'none'"
@@ -158,7 +166,7 @@ def plain_figures(report: Report) -> dict[str, Any]:
 
 
 def json_block(value: Any) -> str:
-    """Return JSON without any letter that could end a script element or begin another."""
+    """Return JSON without characters that could end the script element around it."""
     text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     for letter in "<>&\u2028\u2029":
         text = text.replace(letter, f"\\u{ord(letter):04x}")
@@ -166,7 +174,7 @@ def json_block(value: Any) -> str:
 
 
 def plotly_js() -> str:
-    """Return the drawing library from its Python package."""
+    """Return the JavaScript of plotly, from its Python package."""
     try:
         path = resources.files("plotly") / "package_data" / "plotly.min.js"
         return path.read_text(encoding="utf-8")
@@ -181,7 +189,7 @@ def _asset(name: str) -> str:
 
 
 def compressed(text: str) -> str:
-    """Return gzipped text in base64: a third of its size. The page's script unpacks it."""
+    """Return the text gzipped and in base64, a third of its size. The page's script unpacks it."""
     return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
 
 
@@ -192,7 +200,10 @@ def _hash(script: str) -> str:
 def write_page(
     paths: Sequence[Path], out: Path, public: bool = False, read_study: ReadStudy = runs_only
 ) -> Report:
-    """Write the page of these runs and studies; only its owner may read an operator's page."""
+    """Write the page of these runs and studies, and return its report.
+
+    If the page is not public, only its owner may read the file.
+    """
     report = read_report(paths, public, read_study)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

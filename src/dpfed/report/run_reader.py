@@ -1,4 +1,4 @@
-"""Runs as a page needs them. For a public page, private values are dropped while they are read."""
+"""Read the files of runs for a page. For a public page, private values are dropped at once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ from dpfed.training.run_folder.files import (
     read_settings,
 )
 
-# Rounds of an epsilon curve: each is a query of the accountant, which takes a while.
+# Number of logarithmically spaced points of an epsilon curve. They are few, because the
+# accountant needs some time for each.
 POINTS = 12
 STUDY_FILE = "study.json"
 
@@ -45,7 +46,12 @@ class RunData:
     """The files of one run.
 
     name          name of the folder, empty on a public page
-    label_counts  class names and, for each client, the number of records of each class
+    settings      the configuration as tables
+    result        the result, empty if there is none yet
+    rows          the metrics of each completed round
+    diagnostics   the recorded diagnostics of rounds
+    label_counts  class names and, for each client, the number of records of each class;
+                  None if they were not recorded
     """
 
     name: str
@@ -76,7 +82,7 @@ class RunData:
 
     @property
     def unfinished(self) -> bool:
-        """True while rounds remain, so that part of the planned epsilon is not spent yet."""
+        """True while rounds remain: a part of the planned epsilon is not spent yet."""
         ended = self.result.get("state") in ("finished", "stopped")
         return not ended and self.last < self.planned_rounds
 
@@ -86,7 +92,7 @@ class RunData:
 
     @property
     def accuracy(self) -> float | None:
-        """Accuracy of the last scored round; 0 if the run diverged, as in comparisons."""
+        """Accuracy of the last scored round; 0 if the run diverged, None if nothing was scored."""
         if self.diverged:
             return 0.0
         scored = self.curve("accuracy")
@@ -95,11 +101,14 @@ class RunData:
 
 @dataclass(frozen=True)
 class Privacy:
-    """The spending of a group's first run, from its ledger.
+    """What a group's first run has spent, from its ledger.
 
-    planned   the plan as realised: repeated attempts can spend more than planned at the start
-    void      the reason why the third party's epsilon does not hold, or None
-    epsilons  one per client, empty on a public page
+    planned       the plan with the rounds really charged, which retries can make more than planned
+    server_worst  epsilon against the server, of a client in every round
+    third_party   epsilon against a third party
+    seeded        True if the noise was seeded
+    void          the reason why the third party's epsilon does not hold, or None
+    epsilons      epsilon of each client, empty on a public page
     """
 
     planned: Planned
@@ -111,19 +120,27 @@ class Privacy:
 
     @property
     def advantage(self) -> float:
-        """Largest advantage in guessing whether a record of a client in every round was used."""
+        """Largest advantage of anyone who guesses whether a record was used in training.
+
+        The advantage is hits minus false alarms, for a client in every round.
+        """
         return _advantage(self.planned)
 
     def over_rounds(self) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
-        """Return rounds and the planned epsilon after each, for the server and a third party."""
+        """Return rounds, and the planned epsilon after each for the server and for a third party.
+
+        If the third party's epsilon does not hold, the server's takes its place.
+        """
         at, server, third = _over_rounds(self.planned)
         return at, server, server if self.void else third
 
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ in their seed only.
+    """Runs of one method that differ only in their seed, or in other keys of ALIKE.
 
+    label    label of the method on the page
+    privacy  spending of the first run; None without privacy or without a readable ledger
     trouble  the reason why the ledger could not be read, or None
     """
 
@@ -142,7 +159,7 @@ class Group:
 
     @property
     def epsilon(self) -> dict[str, float | None]:
-        """Planned epsilon of both views, the largest over seeds; without results, the ledger's."""
+        """Planned epsilon by view: the largest over seeds, or the ledger's without results."""
         return {view: self._epsilon(view) for view in FIGURES}
 
     def _epsilon(self, view: str) -> float | None:
@@ -152,13 +169,16 @@ class Group:
 
     @property
     def unfinished(self) -> RunData | None:
-        """The furthest run among those with rounds that remain."""
+        """The unfinished run with the most completed rounds, None if all runs have ended."""
         unfinished = [run for run in self.runs if run.unfinished]
         return max(unfinished, key=lambda run: run.last, default=None)
 
     @property
     def spent(self) -> float | None:
-        """Epsilon of the unfinished run so far, server's view; on a public page by the plan."""
+        """Epsilon (server's view) that the unfinished run has spent; None without such a run.
+
+        On a public page, it is the epsilon of the plan after the same number of rounds.
+        """
         run = self.unfinished
         if run is None or self.privacy is None:
             return None
@@ -168,11 +188,14 @@ class Group:
         return _planned_after(self.privacy.planned, run.last)
 
     def first(self, key: str) -> Any:
-        """Return a value of the first result that has it."""
+        """Return the value of `key` in the first result that has it, None if none has."""
         return next((run.result[key] for run in self.runs if run.result.get(key) is not None), None)
 
     def bands(self, key: str, diagnostics: bool = False) -> tuple[list[int], np.ndarray]:
-        """Return rounds, and values `[seeds, rounds]` of the runs that completed the last round."""
+        """Return the rounds of a measured value, and its values `[seeds, rounds]`.
+
+        Only the runs with a value in the last round of all runs are included.
+        """
         curves = [curve for run in self.runs if (curve := run.curve(key, diagnostics))]
         last = max((max(curve) for curve in curves), default=0)
         full = [curve for curve in curves if max(curve) == last]
@@ -181,7 +204,7 @@ class Group:
 
 
 def number(value: Any) -> float | None:
-    """Return a finite number as a float, anything else as None: files may be damaged."""
+    """Return a finite number as a float; None for all other values, as files may be damaged."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
@@ -212,7 +235,7 @@ def _advantage(planned: Planned) -> float:
 
 
 def read_run_data(path: Path, public: bool) -> RunData:
-    """Return the files of a run that exist; an unfinished run has no result yet."""
+    """Return the contents of a run's files. A missing file, such as a result to come, is empty."""
     settings = _settings(path)
     result = read_result(path)
     rows = tuple(read_rows(path / METRICS))
@@ -246,13 +269,16 @@ def _label_counts(path: Path) -> dict[str, Any] | None:
 
 
 def group_of(label: str, paths: Sequence[Path], runs: Sequence[RunData], public: bool) -> Group:
-    """Return runs that differ in their seed, with the spending of the first from its ledger."""
+    """Return the group of these runs, with the spending of the first run from its ledger.
+
+    If the ledger cannot be read, the group's `trouble` says why.
+    """
     if runs[0].result.get("release") == NO_PRIVACY:
         return Group(label, tuple(runs))
     try:
         found = read_recorded_spending(paths[0])
     except DpfedError as error:
-        # The sentence of the error names a folder.
+        # The error names a folder, which must not appear on a public page.
         hidden = "the ledger could not be read, so this page has no epsilon from it"
         return Group(label, tuple(runs), trouble=hidden if public else str(error))
     epsilons = () if public else tuple(float(value) for value in found.epsilons)
@@ -261,11 +287,14 @@ def group_of(label: str, paths: Sequence[Path], runs: Sequence[RunData], public:
 
 
 def grouped(paths: Sequence[Path], public: bool) -> list[Group]:
-    """Return runs grouped by everything but their seeds, in the order of `paths`."""
+    """Return the runs in groups of equal settings, apart from the keys in ALIKE, such as the seed.
+
+    The order of the groups is that of `paths`.
+    """
     members: dict[str, list[Path]] = {}
     whole_settings: dict[str, dict[str, Any]] = {}
     for path in paths:
-        # Hidden settings count too: equal settings on other data are another method's row.
+        # Compare the settings that a public page hides, too: runs on other data are another group.
         settings = flat(_settings(path))
         identity = {key: value for key, value in settings.items() if key not in ALIKE}
         key = json.dumps(identity, sort_keys=True, default=str)
@@ -281,7 +310,7 @@ def grouped(paths: Sequence[Path], public: bool) -> list[Group]:
 
 
 def runs_and_studies(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """Return the folders of runs and the folders of studies; refuse any other folder."""
+    """Return the folders of runs and those of studies. Raise DpfedError for any other folder."""
     runs = [path for path in paths if is_run(path)]
     studies = [path for path in paths if path not in runs]
     for path in studies:

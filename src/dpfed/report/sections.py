@@ -44,7 +44,7 @@ Pairs = Sequence[tuple[str, str]]
 class Card:
     """A box of text: a title, a sentence, names with their values, tables, notes below them.
 
-    wraps  True for tables of words, whose cells break
+    wraps  True for tables of words, whose cells may break over several lines
     """
 
     title: str = ""
@@ -57,7 +57,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Section:
-    """Figures, then cards over the full width, then small cards in columns."""
+    """A section of the page: figures, then cards of full width, then small cards in columns."""
 
     name: str
     title: str
@@ -77,7 +77,7 @@ LEFT_OUT_CARD = Card(
 def sections_of(
     groups: Sequence[Group], tables: Sequence[Table], figures: Sequence[Figure], public: bool
 ) -> list[Section]:
-    """Return the sections that have contents."""
+    """Return the sections of the page in order, without the empty ones."""
     cards = {
         "privacy": _privacy(groups, public),
         "comparison": list(map(_comparison, tables)),
@@ -106,7 +106,7 @@ def _privacy(groups: Sequence[Group], public: bool) -> list[Card]:
 
 
 def bold(text: str) -> str:
-    """Return the text in bold, escaped."""
+    """Return the text in bold as HTML, escaped."""
     return Markup("<strong>{}</strong>").format(text)
 
 
@@ -144,14 +144,14 @@ def _common_settings(groups: Sequence[Group]) -> dict[str, Any]:
         for key, value in first.items()
         if all(key in other and other[key] == value for other in others)
     }
-    # The list of runs has all seeds.
+    # Leave the seed out, because the list of runs shows all seeds.
     if any(len(group.runs) > 1 for group in groups):
         common.pop("run.seed", None)
     return common
 
 
 def _differing_keys(groups: Sequence[Group]) -> list[str]:
-    """Return the keys that several groups have, with different values."""
+    """Return the keys that at least two groups have, and that are not equal in all groups."""
     settings = [flat(group.settings) for group in groups]
     hidden = {*_common_settings(groups), "run.seed"}
     every_key = dict.fromkeys(key for table in settings for key in table if key not in hidden)
@@ -169,7 +169,7 @@ def _differing_settings(groups: Sequence[Group]) -> list[Card]:
 
 
 def _settings(groups: Sequence[Group]) -> Iterator[Card]:
-    """Yield a card for each section of the shared settings, and one for each method's own."""
+    """Yield a card for each section of the shared settings, then one for each method's own keys."""
     if not groups:
         return
     common = _common_settings(groups)

@@ -1,4 +1,4 @@
-"""Tables as CSV, JSON, Markdown and LaTeX: equal studies give equal files."""
+"""Tables as CSV, JSON, Markdown and LaTeX. Equal studies give identical files."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _LATEX = str.maketrans({
     "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$",
     "–": "--", "|": r"\textbar{}", "¶": r"$^{\P}$", "†": r"$^{\dagger}$", "‡": r"$^{\ddagger}$",
     "§": r"$^{\S}$", "<": r"\textless{}", ">": r"\textgreater{}",
-    # `to_latex` puts these two around bold words, so that escaping does not touch the command.
+    # `to_latex` puts these two characters around bold words, because a command would be escaped.
     "\x00": r"\textbf{", "\x01": "}",
 })  # fmt: skip
 
 
 def records(table: Table) -> list[dict[str, Any]]:
-    """Return every row as plain values, accuracies from 0 to 1."""
+    """Return each row as a dictionary of plain values; accuracies are from 0 to 1."""
     costly = larger_epsilon(table)
     return [_record(row, row.label in costly) for row in table.rows]
 
@@ -73,7 +73,10 @@ def to_json(table: Table) -> str:
 
 
 def to_csv(table: Table) -> str:
-    """Return one line per row; blanks join lists, and nested values have a column each."""
+    """Return the table as CSV, one line per row.
+
+    Lists are joined by blanks. A dictionary gets one column for each of its keys.
+    """
     out = io.StringIO()
     lines = [_csv_line(record) for record in records(table)]
     keys = list(dict.fromkeys(key for line in lines for key in line))
@@ -120,7 +123,7 @@ def _pipes(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 
 
 def escape(text: str) -> str:
-    """Return the text for LaTeX."""
+    """Return the text with the special characters of LaTeX escaped."""
     return text.translate(_LATEX)
 
 

@@ -11,10 +11,11 @@ import numpy as np
 from dpfed.privacy.published import show_loss, show_percent
 from dpfed.training.callbacks.public_figures import FIGURES
 
-# Epsilons of runs that were calibrated to equal targets differ by less than this factor.
+# Epsilons within this factor count as equal. Runs that are calibrated to equal targets
+# differ by less.
 EQUAL_EPSILON_FACTOR = 1.01
 DASH = "–"
-# An asterisk would begin a list in Markdown.
+# No mark is an asterisk, because an asterisk would begin a list in Markdown.
 FOOTNOTES = {
     "†": "spends a larger epsilon than others at the same noise, so it is not on equal terms "
     "(never in bold)",
@@ -36,10 +37,17 @@ Words = tuple[list[str], list[list[str]]]
 class Row:
     """The results of one method or variant.
 
-    accuracies  of the reported seeds, in their order
-    difference  mean paired difference to the reference, and half its 95 % interval (one seed: None)
-    epsilon     server_worst and third_party, None without privacy
-    failed      the reason why there are no results
+    row, column  position in a grid
+    rates        chosen values of the tuned keys
+    tuning_runs  number of runs of the search
+    at_edge      True if better values may lie outside the tried ones
+    accuracies   accuracy of each reported seed, 0 to 1
+    diverged     number of runs that diverged
+    difference   mean difference to the reference over equal seeds, and half the width of its 95 %
+                 interval (None with one seed)
+    epsilon      server_worst and third_party, None without privacy
+    traffic      numbers and bytes that one client sends and receives in a round
+    failed       the reason why there are no results, or None
     """
 
     label: str
@@ -74,7 +82,8 @@ class Table:
     """The rows of a comparison.
 
     axis       the setting that varies over the columns of a grid, empty without a grid
-    reference  label of the row that differences are taken against
+    reference  label of the row with which the others are compared
+    notes      sentences below the table
     """
 
     title: str
@@ -85,7 +94,10 @@ class Table:
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean difference over equal seeds and half the width of its 95 % t interval."""
+    """Return the mean difference over equal seeds, and half the width of its 95 % t interval.
+
+    With one seed there is no interval: the second value is None.
+    """
     from scipy import stats
 
     gaps = np.asarray(ours) - np.asarray(theirs)
@@ -96,7 +108,7 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float
 
 
 def larger_epsilon(table: Table) -> set[str]:
-    """Return the labels of rows that spend more than the cheapest row of their column."""
+    """Return the labels of the rows whose epsilon is above the smallest one of their column."""
     out = set()
     for column in {row.column for row in table.rows}:
         rows = [row for row in table.rows if row.column == column]
@@ -110,10 +122,12 @@ def larger_epsilon(table: Table) -> set[str]:
 
 
 def best_of(rows: Sequence[Row], without: set[str], least: int = 2) -> set[str]:
-    """Return the labels of the highest mean accuracy, ties included.
+    """Return the labels of the rows with the highest mean accuracy, ties included.
 
     Rows without privacy do not compete with private ones. The set is empty if fewer than `least`
     rows can be compared.
+
+    without  labels of rows that do not compete
     """
     scored = [row for row in rows if row.mean is not None]
     private = [row for row in scored if row.private]
@@ -141,7 +155,7 @@ def size(count: float) -> str:
 
 
 def cells(table: Table) -> Words:
-    """Return the table of all rows; marks refer to `footnotes`."""
+    """Return the header and the cells of all rows as words. Marks refer to `footnotes`."""
     costly = larger_epsilon(table)
     reference = table.reference or "reference"
     head = ["method", "tuned", "tuning runs", "accuracy %", f"difference to {reference}"]
@@ -182,7 +196,7 @@ def _marks(row: Row, costly: set[str]) -> str:
 
 
 def footnotes(table: Table) -> list[str]:
-    """Return the sentences of the marks that the table uses."""
+    """Return the footnotes for the marks that occur in the table."""
     costly = larger_epsilon(table)
     used = {mark for row in table.rows for mark in _marks(row, costly)}
     failed = "; ".join(f"{row.label}: {row.failed}" for row in table.rows if row.failed)
@@ -191,7 +205,10 @@ def footnotes(table: Table) -> list[str]:
 
 
 def emphasised(table: Table, body: Sequence[Sequence[str]], bold: Bold) -> list[list[str]]:
-    """Return the body with the best row's name and accuracy in bold; a grid has its own bold."""
+    """Return the cells with the name and accuracy of the best rows in bold.
+
+    In a table with an axis nothing is bold, because `grid_words` shows its best rows.
+    """
     best = set() if table.axis else best_of(table.rows, larger_epsilon(table))
     return [
         [
@@ -203,7 +220,10 @@ def emphasised(table: Table, body: Sequence[Sequence[str]], bold: Bold) -> list[
 
 
 def grid_words(table: Table, bold: Bold) -> Words | None:
-    """Return the accuracies of a table with an axis: a line per row name, a column per value."""
+    """Return the accuracies as a grid: a line per method, a column per value of the axis.
+
+    Return None for a table without an axis.
+    """
     if not table.axis:
         return None
     columns = list(dict.fromkeys(row.column for row in table.rows))
@@ -215,7 +235,7 @@ def grid_words(table: Table, bold: Bold) -> Words | None:
         for column in columns:
             best |= best_of([row for row in table.rows if row.column == column], costly)
     else:
-        # With one method its values compete with each other.
+        # With only one method, compare its values with each other.
         in_one_column = tuple(replace(row, column="") for row in table.rows)
         best = best_of(table.rows, larger_epsilon(replace(table, rows=in_one_column)))
 
@@ -230,7 +250,7 @@ def grid_words(table: Table, bold: Bold) -> Words | None:
 
 
 def shown_columns(head: Sequence[str], body: Sequence[Sequence[str]], width: int) -> dict[int, int]:
-    """Return the columns that fit into `width` letters, with their widths.
+    """Return the numbers and widths of the columns that fit into `width` letters.
 
     A header may be broken between words, a cell may not, except the method's name.
     """

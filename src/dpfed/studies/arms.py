@@ -1,4 +1,4 @@
-"""The arms of a study: methods and variants, with their changes and their tuned keys."""
+"""The arms of a study. An arm is a method or a variant of one, with overrides and tuned keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dpfed.errors import DpfedError
 from dpfed.studies.search import Point, Space
 
 REFERENCE = "dp-fedadamw"
-# The order of the paper's tables; the reference comes last.
+# Order of the methods as in the paper's tables. The reference method comes last.
 ORDER = (
     "dp-fedavg",
     "dp-scaffold",
@@ -36,12 +36,13 @@ SHORT = {
 
 @dataclass(frozen=True)
 class Arm:
-    """A method or a variant of one.
+    """A method, or a variant of one.
 
-    overrides    its changes, as on the command line
-    grids        tuned keys of [algorithm] and the first values of their search
-    row, column  its place in a preset's grid; a plain comparison has one column
-    reference    label of the arm that differences are taken against
+    label        name of the arm in tables
+    overrides    changes of the configuration, `key=value` as on the command line
+    grids        tuned keys of [algorithm], and the values with which their search begins
+    row, column  position in the table of a preset; without a preset there is one column
+    reference    label of the arm with which this arm's accuracy is compared
     """
 
     label: str
@@ -56,7 +57,10 @@ class Arm:
         return tuple(self.grids.values())
 
     def configure(self, base: Mapping[str, Any], point: Point, registry: Registry) -> Config:
-        """Return the base with the arm's overrides and the values of a point."""
+        """Return the configuration `base`, with the arm's overrides and values of the tuned keys.
+
+        point  one value for each key of `grids`
+        """
         tables = overlay(dict(base), overrides_layer(self.overrides))
         rates = {"algorithm": dict(zip(self.grids, point, strict=True))}
         return build(overlay(tables, rates), registry)
@@ -70,8 +74,9 @@ def parse_arms(
 
 
 def parse_names(text: str, base: Config, registry: Registry) -> dict[str, str]:
-    """Return variants by label, from `all` or names and variants separated by commas.
+    """Parse `--algorithms`: return the text `NAME` or `NAME:key=value` of each arm by its label.
 
+    The text has names and variants separated by commas; `all` stands for every method.
     Example: "dp-fedavg,dp-fedadamw:gamma=0;agg=off".
     """
     words = [word.strip() for word in re.split(r",(?![^\[]*\])", text) if word.strip()]
@@ -87,11 +92,11 @@ def parse_names(text: str, base: Config, registry: Registry) -> dict[str, str]:
 
 
 def everything(base: Config, registry: Registry) -> list[str]:
-    """Return every method, and the two variants of SHORT that the configuration allows."""
+    """Return the labels of all methods, and of the variants in SHORT that make sense for `base`."""
     names = [name for name in ORDER if name in registry.algorithm]
     names += [name for name in registry.algorithm if name not in (*ORDER, REFERENCE)]
     if "dp-fedsam" in names and base.privacy.enabled and base.privacy.target_epsilon is None:
-        # With a target, every method has the same epsilon anyway.
+        # With a target epsilon this variant is left out: every method has the same epsilon anyway.
         names.insert(names.index("dp-fedsam") + 1, EQUAL_EPS)
     if base.model.train == "lora":
         names.append(FFA_LORA)
@@ -105,11 +110,12 @@ def make_arm(
     grids: Mapping[str, tuple[float, ...]],
     **place: str | None,
 ) -> Arm:
-    """Return an arm from `NAME` or `NAME:key=value;key=value`.
+    """Return the arm that a text `NAME` or `NAME:key=value;key=value` describes.
 
     Keys without a dot belong to [algorithm].
 
-    place  fields of the arm for a preset's grid
+    grids  first values of the search by label or method; they replace the method's own values
+    place  for a preset: the arm's fields row, column and reference
     """
     name, _, changes = text.partition(":")
     known = [*registry.algorithm, *SHORT]
@@ -134,9 +140,9 @@ def make_arm(
 
 
 def parse_grids(items: Sequence[str], registry: Registry) -> dict[str, tuple[float, ...]]:
-    """Return the first values of each method's search, from `--lr NAME=v1,v2,...`.
+    """Parse `--lr NAME=v1,v2,...`: return the values with which each method's search begins.
 
-    NAME.server_lr stands for the method's second rate.
+    NAME.server_lr gives the values of a method's server learning rate.
     """
     out = {}
     for item in items:

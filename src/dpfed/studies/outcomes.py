@@ -1,4 +1,4 @@
-"""The runs of a study: tasks, and their outcomes as read from their folders."""
+"""The runs of a study: their descriptions (tasks), and their results (outcomes) read from disk."""
 
 from __future__ import annotations
 
@@ -31,9 +31,13 @@ DAMAGED = (
 
 @dataclass(frozen=True)
 class Task:
-    """One run. `tuning` runs do not keep their model; `cost` orders tasks, the longest first.
+    """The description of one run.
 
-    key  hash of the configuration, and name of the folder
+    key     hash of the configuration, and name of the run's folder
+    label   the run in words, for progress lines
+    tables  the configuration
+    tuning  True for a run of the search, whose model is not kept
+    cost    relative duration: the longest runs start first
     """
 
     key: str
@@ -48,8 +52,13 @@ class Outcome:
     """The result of one run.
 
     accuracy, loss  of the last scored round; 0 and infinity for a run that diverged
-    records         number of scored records
-    blind           accuracy and loss of the best answer that is the same for all records, or 0
+    records         number of test records that were scored
+    blind           accuracy and loss of a model that ignores its input; 0 if unknown
+    diverged        True if training values were no longer finite
+    epsilon         epsilon by view; None without privacy
+    guarantee       the privacy guarantee in words
+    traffic         numbers and bytes that one client sends and receives in a round
+    curve           (round, accuracy) of every scored round
     failed          the reason why there is no result, or None
     """
 
@@ -75,9 +84,9 @@ def key_of(tables: Mapping[str, Any]) -> str:
 
 
 def blind_of(result: Mapping[str, Any]) -> tuple[float, float]:
-    """Return accuracy and loss of the best answer that is the same for all scored records.
+    """Return the accuracy and loss of the best model that ignores its input.
 
-    The accuracy is the share of the largest class; the loss is the entropy of all shares.
+    The accuracy is the share of the largest class. The loss is the entropy of the class shares.
     """
     per_class = (result.get("metrics") or {}).get("per_class", {})
     counts = [int(row["support"]) for row in per_class.values()]
@@ -88,13 +97,16 @@ def blind_of(result: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def read_outcome(folder: Path) -> Outcome | None:
-    """Return the outcome of an ended run; None if other versions made it or it is damaged."""
+    """Return the outcome of an ended run from its folder.
+
+    Return None if the run has not ended, was made by other versions, or has damaged files.
+    """
     try:
         result = read_result(folder)
         if result["state"] not in ("finished", "stopped") or result["versions"] != versions():
             return None
         rows = read_rows(folder / METRICS)
-        # The last line may be damaged.
+        # If the last line is damaged, the rows end before the last round of the result.
         if rows[-1]["round"] != result["rounds"]:
             return None
         scored = [row for row in rows if row["accuracy"] is not None]
@@ -118,7 +130,10 @@ def read_outcome(folder: Path) -> Outcome | None:
 
 
 def _plausible(found: Outcome) -> bool:
-    """Return False for values that no run writes: the file is damaged and the run is repeated."""
+    """Return False if a value is one that no run writes.
+
+    The file is then damaged, and the study repeats the run.
+    """
     figures = [value for value in found.epsilon.values() if value is not None]
     counts = list((found.traffic or {}).values())
     return (
@@ -133,14 +148,17 @@ def _plausible(found: Outcome) -> bool:
 
 
 def clear(folder: Path) -> None:
-    """Remove the folder of an interrupted run, a seeded simulation that can be repeated."""
+    """Remove the folder of an interrupted run, if it exists.
+
+    Nothing is lost: the run is a seeded simulation and can be repeated.
+    """
     for pause_s in (0.2, 1.0, 5.0):
         if not folder.exists():
             return
         try:
             shutil.rmtree(folder)
         except OSError:
-            # A worker of a killed study may still be writing.
+            # Try again after a pause: a worker of a killed study may still be writing.
             time.sleep(pause_s)
     if folder.exists():
         raise DpfedError(

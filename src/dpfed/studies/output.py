@@ -1,4 +1,4 @@
-"""The files of a finished study: its table in four formats, curves, the points of the search."""
+"""Write the files of a finished study: its table in four formats, its curves, and the search."""
 
 from __future__ import annotations
 
@@ -62,7 +62,10 @@ def _row(result: ArmResult, done: Mapping[str, ArmResult], search_seeds: int) ->
 
 
 def _largest_epsilon(result: ArmResult, view: str) -> float | None:
-    """Return the largest over seeds: unequal clients are split differently by each seed."""
+    """Return the largest epsilon of a view over the seeds, None without privacy.
+
+    Seeds can differ, because each one divides the records differently among unequal clients.
+    """
     found = [outcome.epsilon.get(view) for outcome in result.reported]
     return max((epsilon for epsilon in found if epsilon is not None), default=None)
 
@@ -105,7 +108,10 @@ def _privacy_notes(rows: Sequence[Row]) -> list[str]:
 
 
 def curves_of(results: Sequence[ArmResult], axis: str) -> list[Curve]:
-    """Return a curve per arm, without the runs that stopped early."""
+    """Return the accuracy curve of each arm, without the runs that stopped early.
+
+    axis  name of the setting that varies over the columns, for the panels' titles; "" for one panel
+    """
     out = []
     for result in results:
         full = max((len(outcome.curve) for outcome in result.reported), default=0)

@@ -1,4 +1,4 @@
-"""Packs: tasks that one worker computes together."""
+"""Group the runs of a study into packs. One worker computes the runs of a pack together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dpfed.training.backends.batched_runs import pack_key
 
 
 class Packing(NamedTuple):
-    """The most tasks of one pack, and the number of workers that share the tasks."""
+    """The largest number of tasks in a pack, and the number of workers that share all tasks."""
 
     most: int = 1
     workers: int = 1
@@ -21,7 +21,10 @@ ALONE = Packing()
 
 
 def packs_of(tasks: Sequence[Task], packing: Packing, registry: Registry) -> list[list[Task]]:
-    """Return packs of tasks that fit together, small enough that no worker is idle."""
+    """Return the tasks in packs, such that the runs of a pack can share passes.
+
+    Packs are small enough that every worker gets one, if there are enough tasks.
+    """
     if packing.most == 1:
         return [[task] for task in tasks]
     kinds: dict[Any, list[Task]] = {}

@@ -1,7 +1,8 @@
 """Worker processes that stay alive between runs, so that each imports its libraries once.
 
-A worker receives configurations, runs them into their folders, and answers for each with None or a
-sentence about what failed. Several configurations are a pack: the worker computes them together.
+A worker receives configurations and runs each into its folder. Its answer for each run is None, or
+a sentence about what failed. Several configurations that arrive together are a pack: the worker
+computes them together.
 If a worker dies while it computes a pack, the pool repeats the unanswered runs one by one. Workers
 end with their parent: otherwise they would write into folders that the next start uses again.
 Workers print nothing.
@@ -29,27 +30,27 @@ if TYPE_CHECKING:
     from dpfed.training.job.job_cache import JobCache
 
 
-# After this error every computation on the device fails in this process.
+# After an error with these words, all later work on the GPU fails in the same process.
 BROKEN = "CUDA error"
 STDOUT_AND_STDERR = (1, 2)
 WAIT_FOR_EXIT_S = 5
 
 
 Request = tuple[str, Mapping[str, Any], str, bool]
-"""Key, configuration, folder of a run, and True for a run of the search."""
+"""What a worker gets for a run: key, configuration, folder, and True for a run of the search."""
 
 
 class Pool:
-    """Processes that run tasks: `start` a task while the pool is `free`, then `wait`."""
+    """Worker processes that run tasks. Call `start` while `free()` is True, then `wait`."""
 
     def __init__(self, workers: int, gpus: int = 0) -> None:
         self.workers = workers
         self._gpus = gpus
         self._context = multiprocessing.get_context("spawn")
         self._idle: list[Worker] = []
-        # By the key of the first run of the worker's pack.
+        # Busy workers, by the key of the first run in their pack.
         self._busy: dict[str, Worker] = {}
-        # Runs whose pack has died.
+        # Runs to repeat, because the worker of their pack has died.
         self._repeat: deque[tuple[Task, Path]] = deque()
 
     def __enter__(self) -> Self:
@@ -76,7 +77,7 @@ class Pool:
         self._busy[pack[0][0].key] = worker
 
     def wait(self) -> tuple[str, str | None]:
-        """Return the key of a run that has ended, and None or what failed."""
+        """Wait until a run ends. Return its key, and None or a sentence about what failed."""
         while True:
             while self._repeat and len(self._busy) < self.workers:
                 task, folder = self._repeat.popleft()
@@ -104,7 +105,7 @@ class Pool:
 
 
 class Worker:
-    """A process and the connection to it."""
+    """A worker process and the connection to it."""
 
     def __init__(self, context: Any, number: int, gpu: str | None) -> None:
         self.number = number
@@ -112,7 +113,7 @@ class Worker:
         self.packed = False
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=work, args=(theirs, gpu), daemon=True)
-        # The process inherits this: Ctrl-C is for the parent, which ends its workers.
+        # The process inherits that Ctrl-C is ignored. Only the parent reacts, and ends its workers.
         with _ctrl_c_ignored():
             self._process.start()
         theirs.close()
@@ -121,12 +122,12 @@ class Worker:
         self.unanswered = {task.key: (task, folder) for task, folder in pack}
         self.packed = len(pack) > 1
         requests = [(t.key, dict(t.tables), str(folder), t.tuning) for t, folder in pack]
-        # If the process has died since, `Pool.wait` notices.
+        # Ignore a failed send: if the process has died, `Pool.wait` notices it.
         with contextlib.suppress(OSError):
             self.connection.send(requests)
 
     def obituary(self) -> str:
-        """End the process and return how it died."""
+        """End the worker, and return a sentence about why its process had died."""
         self._process.join(WAIT_FOR_EXIT_S)
         code = self._process.exitcode
         self.end()
@@ -140,7 +141,7 @@ class Worker:
 
 
 def visible_gpu(number: int, gpus: int) -> str | None:
-    """Return the only GPU that a worker may see, None if there are not several."""
+    """Return the one GPU that a worker may use; None if there are fewer than two GPUs."""
     if gpus < 2:
         return None
     named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
@@ -160,7 +161,7 @@ def _ctrl_c_ignored() -> Iterator[None]:
 
 
 def work(connection: Connection, gpu: str | None) -> None:
-    """Run packs until the connection closes: the main function of a worker process."""
+    """Run packs until the connection closes. This is the main function of a worker process."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     silent = os.open(os.devnull, os.O_WRONLY)
     for stream in STDOUT_AND_STDERR:
@@ -172,7 +173,7 @@ def work(connection: Connection, gpu: str | None) -> None:
 
     from dpfed.training.job.job_cache import JobCache
 
-    # With one thread per process, sums do not depend on the number of cores.
+    # Use one thread per process, so that sums do not depend on the number of cores.
     torch.set_num_threads(1)
     sources: dict[Any, Any] = {}
     cache = JobCache()
@@ -197,7 +198,12 @@ def run_pack(
     cache: JobCache,
     on_end: Callable[[str, str | None], None],
 ) -> None:
-    """Run a pack together, or a single run by itself; call `on_end` as each run ends."""
+    """Run several runs together, or a single run by itself.
+
+    sources  data that are loaded already; they stay loaded for the next pack
+    cache    prepared objects of the previous pack
+    on_end   receives the key of each ended run, and None or what failed
+    """
     from dpfed.training.backends.batched_runs import run_batched
 
     def job(request: Request) -> Callable[[BatchedRun | None], str | None]:
@@ -211,7 +217,7 @@ def run_pack(
             [job(request) for request in pack], cache, lambda i, said: on_end(pack[i][0], said)
         )
         return
-    # Features of a frozen model take longer than the rounds that train a head on them.
+    # Keep a frozen model's features: computing them takes longer than training a head on them.
     keeps_features = tables.get("model", {}).get("train") == "head"
     if not keeps_features:
         cache.clear()
@@ -220,7 +226,10 @@ def run_pack(
 
 
 def cache_purpose(tables: Mapping[str, Any]) -> str:
-    """Return what cached objects depend on: the data, the model, device and precision."""
+    """Return a text that is equal for runs that can use the same cached objects.
+
+    These objects depend on the data, the model, the device and the precision.
+    """
     run = tables.get("run", {})
     return repr((tables.get("data"), tables.get("model"), run.get("device"), run.get("precision")))
 
@@ -233,12 +242,13 @@ def run_one(
     place: BatchedRun | None = None,
     cache: JobCache | None = None,
 ) -> str | None:
-    """Run one configuration and return None or a sentence about what failed.
+    """Run one configuration. Return None, or a sentence about what failed.
 
-    A run that stopped early has left its results, so that is no failure.
+    A run that stopped early has not failed, because it has written its results.
 
-    place  the run's place in a pack
-    cache  objects of the previous run, for a run by itself
+    sources  data that are loaded already
+    place    the run's member object in a pack, None for a single run
+    cache    prepared objects of the previous run, None to prepare all anew
     """
     from dpfed.config import build
     from dpfed.privacy.oracle import out_of_memory
@@ -253,7 +263,7 @@ def run_one(
         loader: Any = config.data
         with place.shared.lock if place else contextlib.nullcontext():
             if loader not in sources:
-                # Only one source at a time: data may be large.
+                # Keep only one source in memory, because data may be large.
                 sources.clear()
                 sources[loader] = loader.load()
         with contextlib.suppress(StoppedError):
@@ -266,13 +276,13 @@ def run_one(
         return str(error)
     except Exception as error:
         if place is not None and str(error).startswith(BROKEN):
-            # The process ends, and the pool repeats the runs of the pack one by one.
+            # Let the process end. The pool then repeats the runs of the pack one by one.
             raise
         if place is None or not (isinstance(error, UnbatchableError) or out_of_memory(error)):
             return _defect(error)
-    # A seeded simulation, repeated from its beginning.
+    # Remove the files of this attempt, because the run is repeated from its beginning.
     clear(folder)
-    # Outside the handler, since the first error would keep the run's model alive.
+    # Raise outside the `except` block: inside, the first error would keep the model in memory.
     raise UnbatchableError
 
 
@@ -283,7 +293,7 @@ def _defect(error: Exception) -> str:
 
 
 def default_workers(device: str) -> tuple[int, int]:
-    """Return (workers, GPUs): one process per GPU if runs compute on GPUs, else one per core."""
+    """Return (workers, GPUs): one worker per GPU if runs compute on GPUs, else one per core."""
     import torch
 
     if device != "cpu" and torch.cuda.is_available():

@@ -1,7 +1,7 @@
-"""The paper's ablations and grids as presets: arms in rows and columns, for any configuration.
+"""Presets of `dpfed compare`: the paper's ablations and grids, for any configuration.
 
-Values are the paper's if it names them. Every arm tunes its own learning rate, since most of these
-settings also rescale the step.
+A preset is a list of arms, each in a row and a column. Values are the paper's if it names them.
+Every arm tunes its own learning rate, since most of these settings also rescale the step.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from dpfed.studies.arms import REFERENCE, Arm, make_arm
 SIX = ("dp-fedavg", "dp-scaffold", "dp-fedavg-ls", "dp-fedsam", "dp-local-adamw", REFERENCE)
 Grids = Mapping[str, tuple[float, ...]]
 Methods = Mapping[str, str]
-"""Arms as on the command line, by label."""
+"""The text of each method or variant as on the command line, by label."""
 Cells = list[tuple[str, str, str]]
-"""(row, column, arm as on the command line) of each arm."""
+"""(row, column, text as on the command line) of each arm."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A list of arms, made for a configuration and some methods.
+    """An ablation or a grid of the paper.
 
+    title      title of the table
     axis       the setting that varies over the columns, empty for one column
-    methods    the methods of the rows, None if the preset fixes them
-    reference  "row" or "row | column" that all differences are taken against; without it, each
-               column's own dp-fedadamw row
+    methods    default methods of the rows, None if the preset fixes its arms
+    cells      makes the arms for a configuration and the methods of the rows
+    reference  "row" or "row | column" of the arm with which all arms are compared; None compares
+               each arm with the dp-fedadamw arm of its column
     """
 
     title: str
@@ -41,7 +43,7 @@ class Preset:
 
 
 def along(key: str, values: Sequence[float | int]) -> Callable[[Config, Methods], Cells]:
-    """Return the function that gives every method at every value of one key."""
+    """Return a function that makes one arm for every method and every value of `key`."""
     return lambda base, methods: [
         (label, show_setting(value), joined(arm, f"{key}={value}"))
         for label, arm in methods.items()
@@ -50,7 +52,10 @@ def along(key: str, values: Sequence[float | int]) -> Callable[[Config, Methods]
 
 
 def joined(method: str, *changes: str) -> str:
-    """Return a method or variant with further changes; the last value of a key counts."""
+    """Return the text of a method or variant with further changes.
+
+    If a key occurs twice in it, its last value counts.
+    """
     name, _, own = method.partition(":")
     return f"{name}:{';'.join(filter(None, (own, *changes)))}"
 
@@ -67,7 +72,7 @@ def aggregation(base: Config, methods: Methods) -> Cells:
 
 
 def skew(base: Config, methods: Methods) -> Cells:
-    """Return the paper's Dirichlet alphas, and records dealt at random."""
+    """Return arms with the paper's Dirichlet alphas, and with records dealt at random (iid)."""
     rule = _dirichlet_rule(base)
     columns: dict[str, tuple[str, ...]] = {
         show_setting(alpha): (rule, f"data.alpha={alpha}") for alpha in (0.1, 0.6, 0.8)
@@ -81,20 +86,23 @@ def skew(base: Config, methods: Methods) -> Cells:
 
 
 def clip_norms(base: Config, methods: Methods) -> Cells:
-    """Return multiples of the configuration's clip norm: the scale of gradients is the model's."""
+    """Return arms with multiples of the configured clip norm.
+
+    The paper's values are not used, because the scale of gradients depends on the model.
+    """
     values = [float(f"{base.privacy.clip * factor:.3g}") for factor in (0.1, 0.3, 1, 3, 10)]
     return along("privacy.clip", values)(base, methods)
 
 
 def local_steps(base: Config, methods: Methods) -> Cells:
-    """Return a quarter to four times the configuration's K, at the same number of rounds."""
+    """Return arms with a quarter to four times the configured K, at the same number of rounds."""
     steps = base.run.local_steps
     values = sorted({max(1, steps // 4), max(1, steps // 2), steps, 2 * steps, 4 * steps})
     return along("run.local_steps", values)(base, methods)
 
 
 def diagnostics(base: Config, methods: Methods) -> Cells:
-    """Return arms with and without noise and skew, and two methods without privacy."""
+    """Return arms with and without noise and label skew, and two other methods without privacy."""
     skews = {"non-IID": _dirichlet_rule(base), "IID": "data.partition=iid"}
     privacy: dict[str, tuple[str, ...]] = {"DP": (), "no DP": ("privacy.enabled=false",)}
     watch = "run.diagnostics=true"
@@ -151,7 +159,10 @@ PRESETS = {
 def preset_arms(
     name: str, algorithms: Methods | None, base: Config, registry: Registry, grids: Grids
 ) -> tuple[Preset, list[Arm]]:
-    """Return a preset and its arms, for these methods if the preset does not fix them."""
+    """Return the preset `name` and its arms.
+
+    algorithms  methods of the rows; None for the preset's own methods
+    """
     if name not in PRESETS:
         raise DpfedError(
             f"--preset {name!r} is not known{nearest(name, PRESETS)}; "
@@ -177,7 +188,7 @@ def preset_arms(
 
 
 def _unchanged(arms: Sequence[Arm], name: str, base: Config, registry: Registry) -> str | None:
-    """Return the label of the arm whose value is the configuration's own, None without one."""
+    """Return the label of the arm that equals the base configuration, None if there is none."""
     plain = make_arm(name, name, registry, {})
     tables = to_dict(base)
     start = tuple(grid[0] for grid in plain.space)

@@ -1,4 +1,4 @@
-"""A search for the best learning rates that spends the same number of runs on every method.
+"""Search for the best learning rates, with the same number of runs for every method.
 
 A space has one grid per tuned key; a point is one value per key. Every method begins with as many
 points as the largest grid has values. Each further stage adds one point to every method:
@@ -6,13 +6,15 @@ points as the largest grid has values. Each further stage adds one point to ever
     best value at an edge of the tried values    the next value outside, by the grid's ratio
     best value inside                            between the best value and its better neighbour
 
-There are at least `extra` stages, and up to `limit` while the best value of any method is at an
-edge. The next points follow from the scores alone, so an interrupted search can be resumed.
+There are at least `extra` stages. There are more, up to `limit`, while the best value of any method
+is at an edge. The next points follow from the scores alone, so an interrupted search can be
+resumed.
 
 The best point has the highest accuracy. Among accuracies within one standard error of it, the
 lowest loss decides: on a small validation set many rates reach the same number of right answers.
-If no rate is better than one answer for all records, the direction of better rates is unknown. Then
-both edges take turns, larger rates first.
+
+If no rate is better than a model that ignores its input, the direction of better rates is unknown.
+Points are then added at both edges in turn, first at the larger rates.
 """
 
 from __future__ import annotations
@@ -29,17 +31,18 @@ Point = tuple[float, ...]
 
 EXTRA = 2
 LIMIT = 5
-# A loss below this share of the blind loss shows that the model has learned.
+# The blind loss is that of a model that ignores its input. A loss below this share of it
+# shows that the model has learned.
 TAUGHT = 0.98
-# The ratio of a grid with one value.
+# Ratio of neighbouring values that is used for a grid with a single value.
 LONE = math.sqrt(10)
 
 
 class Score(NamedTuple):
-    """The result of a point on the validation half.
+    """The result of a point on the validation half of the public data.
 
     error                       standard error of the accuracy
-    blind_accuracy, blind_loss  of the best answer that is the same for all records, 0 if unknown
+    blind_accuracy, blind_loss  those of the best model that ignores its input; 0 if unknown
     """
 
     accuracy: float
@@ -55,15 +58,15 @@ Scores = Mapping[Point, Score]
 def mean(scores: Sequence[Score]) -> Score:
     """Return the mean score of several seeds.
 
-    All seeds are scored on the same records. So the error is at least that of one seed, and larger
-    if the seeds differ by more.
+    All seeds are scored on the same records, so more seeds do not make the standard error smaller
+    than that of one seed. It is larger if the seeds differ by more.
     """
     count = len(scores)
     accuracy = sum(score.accuracy for score in scores) / count
     loss = sum(score.loss for score in scores) / count
     spread = sum((score.accuracy - accuracy) ** 2 for score in scores) / max(1, count - 1)
     error = max(math.sqrt(spread / count), sum(score.error for score in scores) / count)
-    # A seed that diverged may not know the blind accuracy.
+    # The score of a seed that diverged may lack the blind accuracy: take another seed's.
     informed = max(scores, key=lambda score: score.blind_accuracy)
     return informed._replace(accuracy=accuracy, loss=loss, error=error)
 
@@ -80,9 +83,14 @@ def next_points(
     limit: int = LIMIT,
     first: int | None = None,
 ) -> list[list[Point]]:
-    """Return the points that each method runs next; all lists are empty at the end of the search.
+    """Return the points that each method runs next. At the end of the search all lists are empty.
 
-    first  the number of points of the first stage, if methods that have failed are left out
+    spaces  the grids of each method
+    scored  the scores of the points that each method has run
+    extra   number of stages after the first that are always run
+    limit   largest number of stages after the first
+    first   number of points of the first stage; None: the size of the largest grid in `spaces`.
+            Give it if `spaces` lacks failed methods, because theirs may be the largest grid.
     """
     first = largest(spaces) if first is None else first
     tuned = [i for i, space in enumerate(spaces) if space]
@@ -96,7 +104,7 @@ def next_points(
 
 
 def points_per_arm(scored: Sequence[Scores], first: int, extra: int, limit: int) -> int:
-    """Return the number of points of every tuned method, as far as the scores tell now.
+    """Return the number of points that every tuned method needs, according to the scores so far.
 
     The number can still grow, up to `first + limit`, until every method has this many points.
     """
@@ -111,9 +119,10 @@ def points_per_arm(scored: Sequence[Scores], first: int, extra: int, limit: int)
 
 
 def initial(space: Space, count: int) -> list[Point]:
-    """Return the first points: a grid, or for several keys `count` points of a cross.
+    """Return the first points of a search.
 
-    The cross goes through the middle of all grids.
+    For one key, these are all values of its grid. For several keys, these are at most `count`
+    points: the middle of all grids, then points that differ from it in one key.
     """
     if len(space) == 1:
         return [(value,) for value in sorted(space[0])]
@@ -130,12 +139,12 @@ def initial(space: Space, count: int) -> list[Point]:
 
 
 def best(scored: Scores) -> Point:
-    """Return the winner, or the one with the smallest rates if there are several."""
+    """Return the best point; of several equally good ones, the one with the smallest rates."""
     return min(winners(scored))
 
 
 def _close_to_top(scored: Scores) -> dict[Point, Score]:
-    """Return the points whose accuracy is within one standard error of the highest."""
+    """Return the points whose accuracy is within one standard error of the highest, with scores."""
     top = _top(scored)
     return {point: s for point, s in scored.items() if s.accuracy >= top.accuracy - top.error}
 
@@ -152,7 +161,7 @@ def winners(scored: Scores) -> list[Point]:
 
 
 def decision(scored: Scores) -> str:
-    """Return the score of the best point in words, and what decided for it: accuracy or loss."""
+    """Return in words why the best point was chosen: for its accuracy, or for its loss."""
     chosen = scored[best(scored)]
     close = _close_to_top(scored)
     if len(close) == 1:
@@ -164,7 +173,10 @@ def decision(scored: Scores) -> str:
 
 
 def lost(scored: Scores) -> bool:
-    """Return True if no rate is better than one answer for all records, by accuracy or loss."""
+    """Return True if no point is better than a model that ignores its input.
+
+    A point is better if its accuracy is clearly higher or its loss clearly lower.
+    """
     top = max(scored.values(), key=lambda score: (score.accuracy, -score.loss))
     least = min(score.loss for score in scored.values())
     return (
@@ -175,12 +187,12 @@ def lost(scored: Scores) -> bool:
 
 
 def at_edges(scored: Scores) -> list[bool]:
-    """Return for each key if a winning value is the smallest or the largest tried value."""
+    """Return one bool per key: True if better values may lie outside the tried values."""
     return [any(_edges(scored, key)) for key in range(len(best(scored)))]
 
 
 def _edges(scored: Scores, key: int) -> tuple[bool, bool]:
-    """Return (lower, upper): True if better values may lie beyond that edge."""
+    """Return two bools: better values may lie below the tried values of a key, or above them."""
     tried = {point[key] for point in scored}
     if lost(scored):
         at_top = [score for point, score in scored.items() if point[key] == max(tried)]
@@ -190,7 +202,10 @@ def _edges(scored: Scores, key: int) -> tuple[bool, bool]:
 
 
 def propose(space: Space, scored: Scores) -> Point:
-    """Return the next point. Keys at an edge come first; several such keys take turns."""
+    """Return the next point: the best one, or one at an edge, with a new value for one key.
+
+    Keys whose best value is at an edge come first; several such keys take turns.
+    """
     edges = at_edges(scored)
     keys = [key for key, edge in enumerate(edges) if edge] or list(range(len(edges)))
     key = keys[len(scored) % len(keys)]
@@ -201,7 +216,7 @@ def propose(space: Space, scored: Scores) -> Point:
     at = values.index(top[key])
     beside = (values[at - 1], values[at + 1])
     neighbour = best({point: score for point, score in scored.items() if point[key] in beside})[key]
-    # With several keys, the neighbour may have been tried only with other values of other keys.
+    # With several keys, this value may have been tried only with other values of other keys.
     if _moved(top, key, neighbour) not in scored:
         return _moved(top, key, neighbour)
     return _moved(top, key, _rounded(math.sqrt(top[key] * neighbour), values))
@@ -227,7 +242,7 @@ def _upper_edge_is_next(tried: Sequence[float], grid: Grid) -> bool:
 
 
 def ratio(grid: Grid) -> float:
-    """Return the mean ratio of neighbouring values."""
+    """Return the mean ratio of neighbouring values of a grid."""
     if len(grid) < 2:
         return LONE
     return float((max(grid) / min(grid)) ** (1 / (len(grid) - 1)))
@@ -238,6 +253,6 @@ def _moved(point: Point, key: int, value: float) -> Point:
 
 
 def _rounded(lr: float, tried: Sequence[float]) -> float:
-    """Return the rate with three digits, or with all if three give a tried value."""
+    """Return the rate rounded to three digits, or unrounded if the rounded rate has been tried."""
     short = float(f"{lr:.3g}")
     return lr if short in tried else short

@@ -1,4 +1,4 @@
-"""A study: a search of learning rates, then the reported seeds.
+"""Run a study: for each arm a search of learning rates, then the reported seeds at the best ones.
 
 The next runs follow from the finished ones, so an interrupted study can be resumed.
 """
@@ -35,7 +35,7 @@ from dpfed.studies.search import (
 )
 from dpfed.training.run_folder.files import MODEL
 
-# Seeds of the search start here, far beyond the reported seeds of any study.
+# Distance of the search's seeds from run.seed: no study has as many reported seeds.
 TUNING_SEED = 1_000_003
 STUDY = STUDY_FILE
 RUNS = "runs"
@@ -48,8 +48,8 @@ class Study:
 
     base          the configuration that the arms change
     seeds         number of reported seeds
-    extra, limit  stages of the search, see `next_points`
-    search_seeds  number of seeds of each point of the search
+    extra, limit  smallest and largest number of stages of the search after the first
+    search_seeds  number of seeds over which the search averages the score of a point
     """
 
     base: Mapping[str, Any]
@@ -63,9 +63,9 @@ class Study:
 
     @property
     def asked(self) -> dict[str, Any]:
-        """The description as JSON; equal descriptions are the same study."""
+        """The description as JSON values. Equal descriptions mean the same study."""
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        # Studies from before this key have no entry.
+        # Leave the default out: older studies have no entry for this key.
         if self.search_seeds == 1:
             del plain["search_seeds"]
         return plain
@@ -77,9 +77,9 @@ class Study:
 
 @dataclass(frozen=True)
 class ArmResult:
-    """The results of an arm.
+    """The results of an arm; `point` is None and `failed` gives the reason if a run failed.
 
-    tuned  the score on the validation half of every point of the search
+    tuned  validation score of each point of the search
     """
 
     arm: Arm
@@ -102,7 +102,7 @@ class Planned:
 class EndedRun:
     """A run of a study that has ended.
 
-    fresh  True if this process has started it, False if its folder had the result
+    fresh  True if this process started the run, False if an earlier process had finished it
     done   number of ended runs, this one included
     """
 
@@ -124,7 +124,7 @@ class Runner(Protocol):
 
 @dataclass
 class Progress:
-    """The state of a study: the outcomes of its runs by their keys."""
+    """The state of a study: the outcomes of its ended runs, by the keys of their tasks."""
 
     study: Study
     registry: Registry
@@ -132,18 +132,18 @@ class Progress:
     _tasks: dict[tuple[int, Point, int, bool], Task] = field(default_factory=dict)
 
     def task(self, arm: int, point: Point, seed: int, tuning: bool = False) -> Task:
-        """Return the run of an arm at a point, with the seed of that number."""
+        """Return the task of one run: arm and seed by number, and the values of the tuned keys."""
         place = (arm, point, seed, tuning)
         if place not in self._tasks:
             self._tasks[place] = make_task(self.study, arm, point, seed, self.registry, tuning)
         return self._tasks[place]
 
     def tries(self, arm: int, point: Point) -> list[Task]:
-        """Return the runs of the search at a point."""
+        """Return the tasks of the search at a point, one for each seed of the search."""
         return [self.task(arm, point, seed, tuning=True) for seed in range(self.study.search_seeds)]
 
     def failure(self, arm: int) -> str | None:
-        """Return why the arm's first failed run has failed, None without a failure."""
+        """Return the reason why a run of the arm has failed, None if none has."""
         for (number, *_), task in self._tasks.items():
             outcome = self.outcomes.get(task.key)
             if number == arm and outcome is not None and outcome.failed:
@@ -151,7 +151,7 @@ class Progress:
         return None
 
     def scored(self, arm: int) -> dict[Point, Score]:
-        """Return the points of the search whose seeds have all ended, with their mean scores."""
+        """Return the mean score of each point of the search whose runs have all ended."""
         points = dict.fromkeys(point for a, point, _, tuning in self._tasks if a == arm and tuning)
         out = {}
         for point in points:
@@ -165,14 +165,11 @@ class Progress:
         return largest([arm.space for arm in self.study.arms])
 
     def _working_arms(self) -> list[int]:
-        """Return the arms without a failed run."""
+        """Return the numbers of the arms without a failed run."""
         return [i for i in range(len(self.study.arms)) if self.failure(i) is None]
 
     def wanted(self) -> list[Task]:
-        """Return the runs that can start now, the longest first.
-
-        These are points of the search, and the reported seeds once the search is over.
-        """
+        """Return the runs to start now, longest first: the search, and then the reported seeds."""
         study = self.study
         arms = self._working_arms()
         points = next_points(
@@ -214,13 +211,13 @@ class Progress:
         return Planned(runs, at_least=points < first + study.limit)
 
     def keys_of(self, arms: Sequence[int]) -> set[str]:
-        """Return the keys of all runs of these arms, after the end of the search."""
+        """Return the keys of all runs of these arms. Call this only after the end of the search."""
         searched = {task.key for (arm, *_), task in self._tasks.items() if arm in arms}
         seeds = range(self.study.seeds)
         return searched | {self.task(i, self.chosen(i), seed).key for i in arms for seed in seeds}
 
     def signature(self, arm: int) -> tuple[str, Any]:
-        """Return a value that is equal for arms with equal configurations, which share runs."""
+        """Return a value that is equal for arms with equal settings, which share their runs."""
         space = self.study.arms[arm].space
         first = initial(space, 1)[0] if space else ()
         return make_task(self.study, arm, first, 0, self.registry).key, space
@@ -246,14 +243,17 @@ class Progress:
 def make_task(
     study: Study, arm: int, point: Point, seed: int, registry: Registry, tuning: bool = False
 ) -> Task:
-    """Return the run of an arm at a point, with the reported seed or the search seed."""
+    """Return the task of one run; `tuning` is True for a run of the search.
+
+    A run of the search has other seeds and another half of the data than a reported run.
+    """
     this = study.arms[arm]
     config = this.configure(study.base, point, registry)
     run = config.run
     changes: dict[str, Any] = {"seed": run.seed + seed, "eval_on": "test"}
     phase = f"seed {run.seed + seed}"
     if tuning:
-        # One evaluation at the end is enough, unless a budget may end the run sooner.
+        # Evaluate only after the last round, unless a privacy budget may end the run sooner.
         every = run.rounds if config.privacy.budget is None else run.eval_every
         seed_of_search = run.seed + TUNING_SEED + seed
         changes = {"seed": seed_of_search, "eval_on": "validation", "eval_every": every}
@@ -261,7 +261,7 @@ def make_task(
     run = dataclasses.replace(run, **changes, checkpoint_every=0)
     tables = to_dict(dataclasses.replace(config, run=run))
     rates = " ".join(f"{key}={lr:g}" for key, lr in zip(this.grids, point, strict=True))
-    # The key is equal in every version, so that a newer version resumes a study.
+    # Make a key that is equal in all versions, so that a newer one can resume the study.
     key = key_of(as_first_written(tables))
     return Task(key, f"{this.label}  {rates}  {phase}", tables, tuning, cost_of(config))
 
@@ -276,7 +276,7 @@ def cost_of(config: Config) -> float:
 
 
 def check(study: Study, registry: Registry) -> None:
-    """Refuse a study whose runs cannot start."""
+    """Raise DpfedError if the options of a study, or the settings of an arm, are not allowed."""
     if study.base["run"]["noise"] == "os":
         raise DpfedError(
             "dpfed compare runs many times on the same records, which real noise would have to "
@@ -296,7 +296,10 @@ def check(study: Study, registry: Registry) -> None:
 
 
 def claim(out: Path, study: Study, force: bool) -> TextIO:
-    """Write the study's description and lock its folder until the returned file is closed."""
+    """Create the study's folder, write its description, and return a lock on the folder.
+
+    The lock lasts until it is closed. With `force`, another study's description is replaced.
+    """
     description = out / STUDY
     occupied = out.exists() and (not out.is_dir() or any(p.name != LOCK for p in out.iterdir()))
     if occupied and not description.exists():
@@ -306,7 +309,7 @@ def claim(out: Path, study: Study, force: bool) -> TextIO:
         out.mkdir(parents=True, exist_ok=True)
         lock = (out / LOCK).open("w")
         try:
-            # The lock ends with the process, even after a kill.
+            # The system releases this lock when the process ends, even if it is killed.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DpfedError(
@@ -334,9 +337,9 @@ def conduct(
     on_run: Callable[[EndedRun], None] = lambda ended: None,
     packing: Packing = ALONE,
 ) -> list[ArmResult]:
-    """Run all that is missing and return the results of the arms.
+    """Run all tasks that have no outcome yet, and return the results of the arms.
 
-    on_run  receives every run that has ended
+    on_run  is called for each ended run, also for those that an earlier process has finished
     """
     progress = Progress(study, registry)
     running: dict[str, Task] = {}
@@ -366,13 +369,13 @@ def conduct(
 
 
 def _finished(tasks: Sequence[Task], out: Path) -> dict[str, Outcome]:
-    """Return the outcomes that an earlier start of the study has left."""
+    """Return the outcomes of the tasks that an earlier process has finished, by key."""
     found = {}
     for task in tasks:
         outcome = read_outcome(out / RUNS / task.key)
         if outcome is not None:
             found[task.key] = outcome
-            # A study that was killed may have left the model of a search.
+            # Models of the search are not kept, but a killed study may have left one.
             if task.tuning:
                 (out / RUNS / task.key / MODEL).unlink(missing_ok=True)
     return found

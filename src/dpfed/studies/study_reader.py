@@ -1,4 +1,4 @@
-"""A study's folder as a page needs it: its table, and the reported runs behind each row."""
+"""Read a study's folder for a page: its table, and the reported runs of each row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from dpfed.training.callbacks.public_figures import FIGURES
 
 
 def read_study(folder: Path, public: bool) -> tuple[Table, list[Group]]:
-    """Return the table of `dpfed compare`, and a group for each row whose runs still exist."""
+    """Return the table of `dpfed compare`, and a group for each row whose runs still exist.
+
+    public  True to leave out what a published page must not show
+    """
     try:
         found = json.loads((folder / "table.json").read_text(encoding="utf-8"))
         table = Table(
@@ -28,7 +31,7 @@ def read_study(folder: Path, public: bool) -> tuple[Table, list[Group]]:
             axis=str(found["axis"]),
             rows=tuple(_row(record, public) for record in found["rows"]),
             reference=found["reference"],
-            # Notes name seeds.
+            # A public page has no notes, because they name seeds.
             notes=() if public else tuple(map(str, found["notes"])),
         )
     except FileNotFoundError:
@@ -77,7 +80,7 @@ def _groups(folder: Path, table: Table, public: bool) -> list[Group]:
         try:
             tasks = [make_task(study, i, point, seed, registry()) for seed in range(study.seeds)]
         except DpfedError:
-            # Another version with other settings made the study: the table stands by itself.
+            # The study was made by a version with other settings: show its table without the runs.
             continue
         paths = [folder / RUNS / task.key for task in tasks if is_run(folder / RUNS / task.key)]
         if paths:
@@ -87,7 +90,7 @@ def _groups(folder: Path, table: Table, public: bool) -> list[Group]:
 
 
 def read_asked(folder: Path) -> Study | None:
-    """Return the study of a folder, None if its description is damaged."""
+    """Return the study that a folder describes, None if the description is damaged."""
     try:
         asked = json.loads((folder / STUDY).read_text(encoding="utf-8"))
         arms = tuple(_arm(arm) for arm in asked.pop("arms"))
@@ -97,13 +100,13 @@ def read_asked(folder: Path) -> Study | None:
 
 
 def _arm(table: Mapping[str, Any]) -> Arm:
-    """Return an arm from JSON, which has lists in the place of tuples."""
+    """Return an arm from JSON, in which lists stand for tuples."""
     grids = {key: tuple(values) for key, values in table["grids"].items()}
     known = _known(Arm, table)
     return Arm(**{**known, "overrides": tuple(table["overrides"]), "grids": grids})
 
 
 def _known(cls: type[Any], table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries that are fields of the class."""
+    """Return the entries of a table that are fields of the class."""
     names = {field.name for field in fields(cls)}
     return {key: value for key, value in table.items() if key in names}

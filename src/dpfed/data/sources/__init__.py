@@ -1,4 +1,4 @@
-"""Data sources by name. A source is a `[data]` section with a `load()`; one file per family."""
+"""Data sources by name. A source is a dataclass of `[data]` keys with a method `load()`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """CIFAR-10 and CIFAR-100 (Krizhevsky 2009): 60,000 colour images of 32x32 pixels.
 
 `data.path` is a published archive (binary or Python version), the folder that it unpacks to, or the
-folder around either. An archive is read without being unpacked. Checksums of archives and pickles
-are compared with the published ones, and counts in every case. `data.check = false` reads other
-files in the same layout.
+folder around either. An archive is read without being unpacked to disk.
+
+Archives and pickles must have the published checksums. All files must have the published number of
+records. `data.check = false` turns both checks off, to read other files in the same layout.
 """
 
 from __future__ import annotations
@@ -52,13 +53,17 @@ tulip turtle wardrobe whale willow_tree wolf woman worm"""
 
 @dataclass(frozen=True)
 class Layout:
-    """One published form of a data set.
+    """File names and format of one published version (binary or Python) of a data set.
 
-    names       file with the names of the classes
-    labels      key of the labels in a pickle, or their byte in a binary record
-    names_key   key of the class names in a pickle; a binary layout has one name per line
-    head        label bytes before the pixels of a binary record; 0: the files are pickles
-    pickle_md5  checksums of `files` and `names`, in order
+    folder       name of the folder that the archive contains
+    archive      file name of the archive
+    md5          checksum of the archive
+    train, test  names of the files with the records
+    names        file with the names of the classes
+    labels       key of the labels in a pickle, or their byte in a binary record
+    names_key    key of the class names in a pickle; "" for a text file with one name per line
+    head         number of label bytes before the pixels of a binary record; 0 for pickles
+    pickle_md5   checksums of `files`, then of `names`; empty for binary files
     """
 
     folder: str
@@ -210,7 +215,10 @@ def load(
 
 
 def locate(path: Path, layouts: tuple[Layout, ...]) -> tuple[Layout | None, list[Path]] | None:
-    """Return the layout and its files; the layout of an archive is None until it is read."""
+    """Return the layout of the data at `path` and the paths of its files; None without data.
+
+    The layout of an archive is None, because it is known only after reading the archive.
+    """
     if path.is_file():
         return None, [path]
     for layout in layouts:
@@ -233,7 +241,7 @@ def locate(path: Path, layouts: tuple[Layout, ...]) -> tuple[Layout | None, list
 def from_archive(
     path: Path, layouts: tuple[Layout, ...], check: bool
 ) -> tuple[Layout, dict[str, bytes]]:
-    """Return the layout of an archive and the content of its files."""
+    """Return the layout of an archive, and the contents of its files by name."""
     content = tar_members(path, {name for one in layouts for name in (*one.files, one.names)})
     nearest = max(layouts, key=lambda one: sum(name in content for name in one.files))
     absent = next((name for name in nearest.files if name not in content), None)
@@ -249,7 +257,13 @@ def from_archive(
 def arrays_of(
     layout: Layout, content: dict[str, bytes], where: str, official: list[str], check: bool
 ) -> Arrays:
-    """Return the images, labels and class names of a layout's files."""
+    """Return the images, labels and class names of a data set as arrays.
+
+    content   contents of the files by name
+    where     the folder or archive, for errors
+    official  published names of the classes
+    check     True to require the published number of records
+    """
     out: Arrays = {}
     for part, members, count in (("train", layout.train, 50_000), ("test", layout.test, 10_000)):
         read = [batch(content[m], layout, f"{where}/{m}", len(official)) for m in members]
@@ -264,7 +278,7 @@ def arrays_of(
 
 
 def batch(data: bytes, layout: Layout, label: str, classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the images [n, 3, 32, 32] and labels of one file."""
+    """Return the images uint8 [n, 3, 32, 32] and labels [n] of one file."""
     if layout.head:
         length = layout.head + PIXELS
         if len(data) % length or not data:
@@ -282,7 +296,7 @@ def batch(data: bytes, layout: Layout, label: str, classes: int) -> tuple[np.nda
 
 
 def pickled(data: bytes, key: str, label: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the images and labels of a pickle."""
+    """Return the images [n, 3072] and labels [n] of a pickle; `key` is that of the labels."""
     content = unpickle(data, label)
     images = np.asarray(content.get("data"))
     labels = content.get(key)
@@ -312,12 +326,12 @@ def unpickle(data: bytes, label: str) -> dict[str, Any]:
 
 
 def text_of(value: Any) -> str:
-    """Return a name in a pickle as text; Python 2 wrote names as bytes."""
+    """Return a name from a pickle as text. Python 2 wrote names as bytes."""
     return value.decode("latin-1") if isinstance(value, bytes) else str(value)
 
 
 def class_names(data: bytes | None, layout: Layout, label: str, official: list[str]) -> list[str]:
-    """Return the class names in the files, or the official ones if the files have none."""
+    """Return the class names in the content `data` of a file; the official ones without a file."""
     if data is None:
         return official
     if layout.head:

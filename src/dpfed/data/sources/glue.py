@@ -5,8 +5,9 @@ RTE). The published test sets have no labels, so the development set is the test
 it is dev_matched.tsv.
 
 The files have no quoting: a quotation mark is a plain character. Columns are found by the names in
-the first line. A row with another number of columns is refused, except in QQP: a few of its
-questions contain a line break. Such broken rows are left out, and a note counts them.
+the first line. A row with more or fewer columns than the first line is an error. QQP is an
+exception: a few of its questions contain a line break. Such broken rows are left out, and a note
+counts them.
 """
 
 from __future__ import annotations
@@ -30,12 +31,18 @@ TWO = ("entailment", "not_entailment")
 
 @dataclass(frozen=True)
 class Task:
-    """Published files of a task.
+    """The published files of one GLUE task, and how to read them.
 
-    texts        columns of the sentence, or of the two sentences
-    train, test  published counts; that of QQP depends on how its broken rows are read
-    numbers      True if the files have 0 and 1, not the names of the classes
-    broken_rows  True if rows with another number of columns are left out
+    folder       name of the folder that the archive contains
+    archive      file name of the archive
+    texts        names of the columns with the sentence, or with the two sentences
+    label        name of the label column
+    classes      names of the classes, in the order of their numbers
+    train, test  accepted numbers of records: QQP has several, as readers treat its broken rows
+                 differently
+    numbers      True if the labels in the files are 0 and 1, not names of classes
+    dev          file of the development set
+    broken_rows  True to leave out rows with a wrong number of columns, False to refuse them
     """
 
     folder: str
@@ -56,7 +63,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Glue(DataSection):
-    """A GLUE task; subclasses set `task`."""
+    """Base class of the GLUE data sources; each subclass sets `task`."""
 
     check: Annotated[bool, "refuse files whose counts differ from the published ones"] = True
 
@@ -148,7 +155,7 @@ class Rte(Glue):
 
 
 def find(path: Path, task: Task) -> list[Path]:
-    """Return the training and development files of a task."""
+    """Return the paths of the training and development files, in `path` or the task's subfolder."""
     names = ("train.tsv", task.dev)
     for folder in (path, path / task.folder):
         found = [name for name in names if (folder / name).is_file()]
@@ -187,7 +194,10 @@ def _table(part: str, arrays: Arrays, task: Task) -> Table:
 
 
 def read_tsv(file: Path, task: Task) -> tuple[list[list[str]], list[int], int]:
-    """Return the text columns, the class numbers, and the number of broken rows left out."""
+    """Return the text columns, the class numbers, and the number of broken rows left out.
+
+    Every text column is a list with one text per row.
+    """
     lines = lines_of(read_bytes(file), str(file))
     header = next(lines, "").split("\t")
     for name in (*task.texts, task.label):

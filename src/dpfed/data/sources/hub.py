@@ -6,8 +6,8 @@
     text = "sentence"
     test_split = "validation"
 
-Give `data.text` (and `data.text_pair`) for texts or `data.image` for images. Code from the hub is
-never run.
+Set `data.text` (and `data.text_pair`) to the columns with texts, or `data.image` to the column with
+images. Code that a data set on the hub contains is never run.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Hub(DataSection):
 
 
 def fetch(wanted: str, subset: str | None, splits: tuple[str, str]) -> list[Any]:
-    """Return the two splits, from a folder or the hub."""
+    """Return the training and the test split of the data set `wanted`, a folder or a hub name."""
     try:
         import datasets
     except ImportError:
@@ -146,7 +146,7 @@ def fetch(wanted: str, subset: str | None, splits: tuple[str, str]) -> list[Any]
         name = str(folder) if folder.exists() else wanted
         return [datasets.load_dataset(name, subset, split=split) for split in splits]
     except Exception as error:
-        # The library passes on errors of the network, of parsers and of its cache.
+        # Catch all errors: the library passes on those of the network, of parsers and its cache.
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
         raise DpfedError(
             f"data.dataset = {wanted!r} cannot be loaded with splits {splits[0]!r} and "
@@ -155,7 +155,7 @@ def fetch(wanted: str, subset: str | None, splits: tuple[str, str]) -> list[Any]
 
 
 def columns_of(split: Any, label: str, without: str | None) -> Columns:
-    """Return all columns of a split except the images, which are decoded later."""
+    """Return all columns of a split except the column `without`, whose images are decoded later."""
     try:
         names = [name for name in split.column_names if name != without]
         values = {name: list(split.with_format(None)[name]) for name in names}
@@ -168,13 +168,13 @@ def columns_of(split: Any, label: str, without: str | None) -> Columns:
 
 
 def declared_names(split: Any, label: str) -> tuple[str, ...] | None:
-    """Return the class names that the data set declares, or None."""
+    """Return the class names that the data set declares for the column `label`; None if none."""
     names = getattr(split.features.get(label), "names", None)
     return tuple(map(str, names)) if names and len(names) > 1 else None
 
 
 def encoded_images(split: Any, column: str, table: Columns) -> list[bytes]:
-    """Return the images as the bytes of their files."""
+    """Return the images of a column, each as the bytes of its image file."""
     import datasets
 
     if column not in split.column_names:

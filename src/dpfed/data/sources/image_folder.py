@@ -1,8 +1,10 @@
 """A user's own images, one folder for each class: PATH/train/CLASS/*.png and PATH/test/CLASS/*.png.
 
-All images must be of one size. With `data.size` the shorter side is resized to it and the middle
-cropped. The classes are the sorted folder names. Folder names are read off private data;
-`data.classes` declares them instead.
+Without `data.size`, all images must have the same size. With it, the shorter side of each image is
+resized to `data.size` pixels and the middle of the longer side is kept.
+
+The classes are the sorted folder names. They are read off private data and so are not protected.
+Set `data.classes` to declare them publicly.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ class ImageFolder(DataSection):
         return image_source(key, lambda: self._build(found, names), declared, note)
 
     def _names(self, found: dict[str, list[Path]]) -> list[str]:
-        """Return the names of the classes, declared or as the folders show."""
+        """Return the class names: `data.classes`, or the sorted folder names if it is not set."""
         if self.classes is None:
             shown = sorted({folder.name for folders in found.values() for folder in folders})
             if len(shown) < 2:
@@ -105,7 +107,7 @@ def class_folders(root: Path, part: str) -> list[Path]:
 
 
 class Images(NamedTuple):
-    """Image files with their class numbers, and the number of other files."""
+    """Image files with their class numbers, and the number of other files in their folders."""
 
     files: list[Path]
     labels: list[int]
@@ -113,7 +115,10 @@ class Images(NamedTuple):
 
 
 def images_in(folders: list[Path], names: list[str]) -> Images:
-    """Return the images of class folders, sorted by folder and file name."""
+    """Return the images in class folders, sorted by folder and file name.
+
+    The class number of an image is the position of its folder's name in `names`.
+    """
     files = []
     labels = []
     others = 0

@@ -1,6 +1,6 @@
 """Columns that a program passes to `dpfed.fine_tune`: a dictionary, a data frame or a dataset.
 
-The names of the columns say what they are.
+The name of a column says what it holds: labels, texts, images or feature vectors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PAIRS = (
 TEXTS = ("text", "sentence")
 IMAGES = ("image", "img", "pixel_values")
 FEATURES = ("features",)
-# A column of pictures or of feature vectors.
+# A column of this name holds images if its first value is one, else feature vectors.
 EITHER = "x"
 
 
@@ -45,9 +45,10 @@ class InMemory(DataSection):
 
 
 def source_of(train: Any, test: Any, classes: Sequence[str] | int | None = None) -> Source:
-    """Return a source of two tables with the same columns.
+    """Return a source of a training and a test table with the same columns.
 
-    classes  names of the classes in the order of their numbers, or how many there are
+    classes  names of the classes in the order of their numbers, or how many there are;
+             None to take them from the tables
     """
     if train is test:
         raise DpfedError("test is train: the test set is public and must be other records")
@@ -68,20 +69,20 @@ def source_of(train: Any, test: Any, classes: Sequence[str] | int | None = None)
 
 
 def _labels(train: Any, test: Any, classes: Sequence[str] | int | None) -> Encoded:
-    """Return the class numbers of both parts, from names or numbers in the label column."""
+    """Return the class numbers of the training and test labels, which are names or numbers."""
     parts = [_label_column(data, part) for data, part in ((train, "train"), (test, "test"))]
     columns = [column for column, _ in parts]
     if classes is not None:
         return encode(columns, _declared(classes))
     stated = _class_names(train)
     if stated and all(isinstance(value, int) for column in columns for value in column.values):
-        # Labels of a dataset with named classes are positions in its list of names.
+        # A dataset with named classes stores each label as a position in its list of names.
         return replace(encode(columns, len(stated)), names=stated)
     if stated:
         return encode(columns, stated)
     categories = parts[0][1]
     if len(categories) > 1 and categories == parts[1][1]:
-        # A data frame makes categories of the labels it holds, so they are no declaration.
+        # pandas makes the categories from the labels themselves, so they are not declared.
         return replace(encode(columns, categories), declared=False)
     for column in columns:
         _refuse_negative(column)
@@ -99,7 +100,10 @@ def _declared(classes: Sequence[str] | int) -> tuple[str, ...] | int:
 
 
 def _label_column(data: Any, part: str) -> tuple[Column, tuple[str, ...]]:
-    """Return the labels of a part, and the categories of a categorical column in their order."""
+    """Return the labels of a table, and the categories of a categorical column in order.
+
+    The categories are empty for any other column.
+    """
     columns = _columns(data, part)
     label = _pick(columns, LABELS)
     if label is None:
@@ -113,13 +117,13 @@ def _label_column(data: Any, part: str) -> tuple[Column, tuple[str, ...]]:
         )
     places = [f"row {i} of {part}" for i in range(len(labels))]
     values = [None if is_missing(value) else value for value in labels.tolist()]
-    # Only columns of pandas have categories.
+    # Only a column of pandas can have categories.
     categories = getattr(getattr(columns[label], "dtype", None), "categories", None)
     return Column(values, places), tuple(map(str, () if categories is None else categories))
 
 
 def _class_names(data: Any) -> tuple[str, ...]:
-    """Return the class names that a dataset states for its label column."""
+    """Return the class names that a dataset states for its label column; empty without any."""
     features = getattr(data, "features", None)
     label = _pick(features, LABELS) if isinstance(features, Mapping) else None
     if label is None:
@@ -153,7 +157,10 @@ def _table(data: Any, labels: np.ndarray, part: str) -> tuple[Table, Kind]:
 
 
 def _array(values: Any) -> np.ndarray:
-    """Return an array; rows of different lengths give one of shape (), which callers refuse."""
+    """Return the values as an array. Rows of different lengths give an array of shape ().
+
+    The callers check the shape and raise an error.
+    """
     try:
         return np.asarray(values)
     except ValueError:
@@ -161,7 +168,10 @@ def _array(values: Any) -> np.ndarray:
 
 
 def _names_clients(values: Any) -> bool:
-    """Return True if a column can name clients or units; others may be large and stay unread."""
+    """Return True if the first value of a column is a text or a number.
+
+    Only such a column can name clients or units. Other columns may be large and are not read.
+    """
     kinds = str | int | float | np.generic | None
     return len(values) > 0 and isinstance(next(iter(values)), kinds)
 
@@ -185,7 +195,7 @@ def _pick(columns: Mapping[str, Any], names: Sequence[str]) -> str | None:
 
 
 def _inputs(columns: Mapping[str, Any], part: str) -> tuple[dict[str, np.ndarray], Kind, set[str]]:
-    """Return the inputs of a model, their kind, and the columns they come from."""
+    """Return the model's inputs by name, their kind, and the names of the columns used."""
     singles = [(name,) for name in TEXTS]
     texts = next((c for c in (*PAIRS, *singles) if all(name in columns for name in c)), None)
     if texts is not None:
@@ -231,7 +241,10 @@ def _features(column: Any, name: str, part: str) -> np.ndarray:
 
 
 def _pixels(values: Any, name: str, part: str) -> np.ndarray:
-    """Return uint8 [n, channels, height, width]; grey images among coloured ones are repeated."""
+    """Return images as uint8 [n, channels, height, width].
+
+    If any image has colour, grey images get three equal channels.
+    """
     rows: list[np.ndarray] = []
     for i, picture in enumerate(values):
         pixels = _channels_first(picture)
@@ -255,9 +268,9 @@ def _pixels(values: Any, name: str, part: str) -> np.ndarray:
 
 
 def _channels_first(picture: Any) -> np.ndarray | None:
-    """Return [channels, height, width] of a picture, or None if it is not one.
+    """Return a picture as [channels, height, width], or None if the value is not a picture.
 
-    If the first and the last axis of an array could be the channels, the first is taken.
+    If the first and the last axis of an array could both be the channels, the first is taken.
     """
     is_image = hasattr(picture, "convert")
     if is_image:

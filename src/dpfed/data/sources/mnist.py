@@ -2,8 +2,8 @@
 
 MNIST: LeCun, Cortes, Burges 1998. Fashion-MNIST: Xiao, Rasul, Vollgraf 2017.
 
-`data.path` is the folder with the four files, plain or .gz. Their counts are compared with the
-published ones. Checksums of the .gz files are not, because Linux distributions compress them anew.
+`data.path` is the folder with the four files, plain or .gz. Each must have the published number of
+records. Published checksums are not compared, because Linux distributions compress the files anew.
 The checksum inside a .gz file is always verified.
 """
 
@@ -102,7 +102,10 @@ class FashionMnist(Mnist):
 
 
 def find(folder: Path, stem: str, url: str) -> Path:
-    """Return a file under any of its common names."""
+    """Return the path of a data file, which may have any of its common names.
+
+    stem  the name without its ending, such as train-images-idx3
+    """
     for name in (f"{stem}-ubyte", f"{stem.replace('-idx', '.idx')}-ubyte"):
         for suffix in (".gz", ""):
             if (folder / (name + suffix)).is_file():
@@ -113,9 +116,10 @@ def find(folder: Path, stem: str, url: str) -> Path:
 
 
 def read_idx(path: Path, axes: int) -> np.ndarray:
-    """Return the array of an IDX file of bytes with that many axes.
+    """Return the array in an IDX file of bytes; `axes` is its number of axes.
 
-    The file has two zeros, the type 8, the number of axes, the length of each axis, and the bytes.
+    The file has two zero bytes, the type 8, the number of axes, the length of each axis and the
+    values.
     """
     data = read_bytes(path)
     head = 4 + 4 * axes

@@ -2,9 +2,11 @@
 
     np.savez("my.npz", x_train=..., y_train=..., x_test=..., y_test=..., train_hospital=...)
 
-`x` is images if its shape is [n, channels, height, width] and its type uint8, and features if its
-shape is [n, features] and its type a float.
-`train_NAME` is a column of the training records for `data.client_column` or `data.unit_column`.
+`x` holds images if it is uint8 [n, channels, height, width], and features if it is float
+[n, features].
+
+`train_NAME` has one value per training record. Its NAME can be the value of `data.client_column` or
+`data.unit_column`.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ class Npz(DataSection):
             with archive:
                 arrays = {key: archive[key] for key in archive.files}
         except Exception as error:
-            # For damaged files numpy and zipfile raise errors of many classes, even TokenError.
+            # Catch all errors: numpy and zipfile raise many classes for damaged files.
             raise DpfedError(f"{path} cannot be read as an .npz archive: {reason(error)}") from None
         return {key: value for key, value in arrays.items() if isinstance(value, np.ndarray)}
 
@@ -83,7 +85,11 @@ class Npz(DataSection):
         return labels.astype(np.int64)
 
     def _inputs(self, arrays: dict[str, np.ndarray], part: str) -> np.ndarray:
-        """Return `x_train` or `x_test`; both must be finite and of one kind and shape."""
+        """Return `x_train` or `x_test`.
+
+        Raise DpfedError unless all values are finite and the array has the type and record shape of
+        `x_train`.
+        """
         x = arrays[f"x_{part}"]
         like = arrays["x_train"]
         same = x.ndim == like.ndim and x.shape[1:] == like.shape[1:]
@@ -98,7 +104,7 @@ class Npz(DataSection):
         with np.errstate(over="ignore"):
             x = x.astype(np.float32)
         bad = np.flatnonzero(~np.isfinite(x).all(axis=1))
-        # Such a record would silently add nothing to a round, or spoil the evaluation.
+        # Refuse such a record: it would silently add nothing to a round, or spoil the test loss.
         if len(bad):
             raise DpfedError(
                 f"row {bad[0]} of x_{part} in {self.path} is not finite in single precision: "

@@ -10,8 +10,8 @@
     partition = "natural"
     client_column = "hospital"
 
-All other columns can serve as `data.client_column` and `data.unit_column`. TSV files have no
-quoting.
+Any other column can be `data.client_column` or `data.unit_column`. In TSV files a quotation mark is
+a plain character.
 """
 
 from __future__ import annotations
@@ -88,7 +88,10 @@ class TextTable(DataSection):
         return encode(parts, self.classes)
 
     def _fingerprint(self, paths: list[Path]) -> str:
-        """Return a hash of the content: users' tables are small enough to be read each time."""
+        """Return a hash of both files and of the names of the text columns.
+
+        The files are hashed on each call, because users' tables are small.
+        """
         digest = hashlib.sha256(json.dumps([self.text, self.text_pair]).encode())
         for path in paths:
             with reading(path), path.open("rb") as stream:

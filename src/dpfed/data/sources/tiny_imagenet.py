@@ -3,7 +3,7 @@
 `data.path` is the folder tiny-imagenet-200, the folder around it, or the .zip, which is read
 without being unpacked. The published test set has no labels, so its validation set is the test set
 here. Class numbers follow the sorted WordNet ids, as readers of image folders number them.
-`data.check = false` reads a sample of it in the same layout.
+`data.check = false` accepts fewer classes and images in the same layout.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ RECORDS = {"train": 100_000, "val": 10_000}
 
 @dataclass(frozen=True)
 class Files:
-    """Files of a folder or a zip archive.
+    """The files of the data set, in a folder or in a zip archive.
 
-    names   paths relative to the root
-    read    returns the content of a file
-    stamps  files whose size and time are part of the cache key
+    label   the folder or archive, for errors
+    names   paths of the files relative to the root
+    read    returns the content of a file, given its path in `names`
+    stamps  files whose path, size and modification time are part of the cache key
     """
 
     label: str
@@ -102,7 +103,7 @@ def of_zip(path: Path, archive: zipfile.ZipFile) -> Files:
         try:
             return archive.read(info)
         except Exception as error:
-            # zipfile passes on the errors of every decompressor.
+            # Catch all errors: zipfile passes on those of every decompressor.
             raise DpfedError(f"{path}/{root}{name} cannot be read: {error}") from None
 
     names = sorted(name.removeprefix(root) for name in inside if name.startswith(root))
@@ -152,7 +153,10 @@ def images(files: Files, names: list[str]) -> np.ndarray:
 
 
 def training_images(files: Files, numbers: dict[str, int]) -> dict[str, int]:
-    """Return the class number of each training image; its folder is the class."""
+    """Return the class number of each training image by its path.
+
+    numbers  class number by WordNet id, which is the name of the image's folder
+    """
     labels = {}
     for name in files.names:
         if name.startswith("train/") and "/images/" in name and name.upper().endswith(".JPEG"):
@@ -166,7 +170,10 @@ def training_images(files: Files, numbers: dict[str, int]) -> dict[str, int]:
 
 
 def validation_images(files: Files, numbers: dict[str, int]) -> dict[str, int]:
-    """Return the class number of each validation image, from val_annotations.txt."""
+    """Return the class number of each validation image by its path, from val_annotations.txt.
+
+    numbers  class number by WordNet id
+    """
     labels = {}
     known = set(files.names)
     for row, line in enumerate(files.lines(ANNOTATIONS), 1):
@@ -187,7 +194,7 @@ def validation_images(files: Files, numbers: dict[str, int]) -> dict[str, int]:
 
 
 def class_names(files: Files, wnids: list[str]) -> list[str]:
-    """Return the first word for each class in words.txt, or its WordNet id."""
+    """Return the name of each class: its first word in words.txt, or its WordNet id without one."""
     words = {}
     if "words.txt" in files.names:
         for line in files.lines("words.txt"):

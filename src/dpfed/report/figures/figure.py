@@ -1,7 +1,8 @@
-"""A figure of a page as data, and the parts that figures have in common.
+"""A figure of a page as plain data for plotly, and functions that make lines, bands and bars.
 
-A trace names its series and its role in `meta`. The page's script chooses colours, dashes and
-markers, since it knows whether the page is light or dark.
+A trace is one series in plotly's format. It names its number and its role in `meta`. From these the
+page's script chooses colours, dashes and markers, because only the script knows whether the page is
+light or dark.
 """
 
 from __future__ import annotations
@@ -24,9 +25,13 @@ MAX_MARKED_POINTS = 12
 class Figure:
     """One figure with labels, units, a caption and its numbers.
 
-    head, rows  the numbers, for the table below the figure and for CSV
-    more        further entries of plotly's layout
-    wide        True for a figure as wide as the page
+    id, section  names of the figure and of its section on the page
+    x, y         axes in plotly's format
+    traces       lines, bands, bars or a map in plotly's format
+    head, rows   the numbers, for the table below the figure and for CSV
+    more         further entries of plotly's layout
+    wide         True for a figure as wide as the page
+    height       height in pixels
     """
 
     id: str
@@ -43,7 +48,7 @@ class Figure:
     height: int = 340
 
     def plain(self) -> dict[str, Any]:
-        """Return the figure as JSON for the page's script."""
+        """Return the figure as an object for JSON, which the page's script reads."""
         return {
             "data": list(self.traces),
             "layout": {"xaxis": dict(self.x), "yaxis": dict(self.y), **self.more},
@@ -56,7 +61,7 @@ class Figure:
 
     @property
     def description(self) -> str:
-        """Text for screen readers."""
+        """Text that screen readers read out for the figure."""
         series = len({str(row[0]) for row in self.rows})
         numbers = f"{series} series; the numbers are in the table below the figure."
         return f"{self.title}. {self.caption} {numbers}"
@@ -81,7 +86,12 @@ def line(x: Sequence[Any], y: Sequence[float], name: str, series: int, **meta: A
 
 
 def band(x: Sequence[int], values: np.ndarray, series: int) -> Trace:
-    """Return the area between the lowest and the highest seed; `values` is `[seeds, rounds]`."""
+    """Return the trace of the area between the lowest and the highest seed.
+
+    x       round numbers
+    values  one value per seed and round, `[seeds, rounds]`
+    series  number of the method, which gives the colour
+    """
     return {
         "type": "scatter",
         "mode": "lines",
@@ -101,12 +111,12 @@ def bars(x: Sequence[Any], y: Sequence[Any], name: str, series: int, **more: Any
 
 
 def inert(text: str) -> str:
-    """Escape a name or a label, in which plotly would read HTML."""
+    """Return a name with <, > and & escaped, because plotly reads HTML in names."""
     return html.escape(str(text), quote=False)
 
 
 def joined(names: Sequence[str]) -> str:
-    """Return one or two names in full, of more the first and a count."""
+    """Return one or two names in full; of more names, the first one and the number of others."""
     return " and ".join(names) if len(names) <= 2 else f"{names[0]} and {len(names) - 1} more"
 
 

@@ -24,7 +24,13 @@ MAX_NAME_LETTERS = 20
 
 @dataclass(frozen=True)
 class Curve:
-    """Accuracy over rounds of one method: one line of values per seed, at the same rounds."""
+    """The accuracy of one method over rounds.
+
+    name    label of the method
+    panel   title of the panel that shows the curve
+    rounds  the scored rounds
+    seeds   for each seed, the accuracy after each of `rounds`
+    """
 
     name: str
     panel: str
@@ -69,14 +75,17 @@ def label_table(
 
 
 def accuracy_over_rounds(curves: Sequence[Curve], title: str, paths: Sequence[Path]) -> None:
-    """Draw the mean over seeds with a band from the lowest to the highest seed, by panel."""
+    """Draw accuracy over rounds: a line for the mean over seeds, and a band for their range.
+
+    Curves with equal `panel` share one panel. The plot is written to each of `paths`.
+    """
     pyplot = _pyplot()
     names = list(dict.fromkeys(curve.name for curve in curves))
     panels = list(dict.fromkeys(curve.panel for curve in curves))
     across = min(len(panels), 3)
     down = -(-len(panels) // across)
     width = 6.4 if across == 1 else 4.2 * across
-    # With a fixed salt equal studies give equal files.
+    # With a fixed salt, equal studies give identical SVG files.
     with pyplot.rc_context({"svg.hashsalt": "dpfed"}):
         figure, grid = pyplot.subplots(
             down,
@@ -109,7 +118,10 @@ def accuracy_over_rounds(curves: Sequence[Curve], title: str, paths: Sequence[Pa
 
 
 def _accuracy_limits(curves: Sequence[Curve]) -> tuple[float, float]:
-    """Return the range of the y axis in per cent, without round 0, which would flatten the rest."""
+    """Return the range of the y axis in per cent.
+
+    Round 0 is left out, because its low accuracy would flatten the curves.
+    """
     trained = [100 * value for c in curves for line in c.seeds for value in (line[1:] or line)]
     margin = max(1.0, 0.05 * (max(trained) - min(trained)))
     return max(0, min(trained) - margin), min(100, max(trained) + margin)
@@ -135,14 +147,14 @@ def _pyplot() -> Any:
 
 
 def _single_plot(path: Path, inches: tuple[float, float]) -> Any:
-    """Return figure and axes; refuse a path whose format cannot be drawn."""
+    """Return a matplotlib figure and its axes. Raise DpfedError unless `path` is .png or .svg."""
     if path.suffix.lower() not in (".png", ".svg"):
         raise DpfedError(f"--plot {path} must end in .png or .svg")
     return _pyplot().subplots(figsize=inches, layout="constrained")
 
 
 def _tick_labels(names: Sequence[str]) -> list[str]:
-    """Return short names in which matplotlib finds no formula."""
+    """Return shortened names with $ escaped, which matplotlib reads as the start of a formula."""
     return [name[:MAX_NAME_LETTERS].replace("$", r"\$") for name in names]
 
 

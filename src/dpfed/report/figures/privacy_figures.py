@@ -1,4 +1,4 @@
-"""Figures of the privacy section: epsilon over rounds, against accuracy, and of each client."""
+"""Figures of the privacy section: epsilon over rounds, accuracy by epsilon, epsilon by client."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ from dpfed.privacy.published import PLOTTED_DIGITS, plotted_loss, show_setting
 from dpfed.report.figures.figure import ROUNDS, Figure, axis, bars, inert, joined, line, short
 from dpfed.report.run_reader import Group, Privacy, RunData, number
 
-# Words, series and dash of each view. The first two methods do not have these series' colours.
+# Label, number of the colour, and dash of each view's line. The first two methods have the
+# colours 0 and 1, which differ from these.
 VIEWS = (("server, a client in every round", 6, "solid"), ("third party", 2, "dash"))
 MOST_SPENT = "client that spent most so far"
 MOST_SPENT_SERIES = 3
 
 
 class Plan(NamedTuple):
-    """A plan, and the methods that follow it (no name if all do)."""
+    """A privacy plan and the groups that follow it.
+
+    name     the groups' labels in words; "" if all groups follow this plan
+    group    the first of the groups
+    privacy  the spending of that group
+    """
 
     name: str
     group: Group
@@ -26,7 +32,7 @@ class Plan(NamedTuple):
 
 
 def epsilon_axis(title: str, **more: Any) -> dict[str, Any]:
-    """Return an axis whose hover labels keep every digit of `plotted_loss`."""
+    """Return an axis for epsilon, whose hover labels show every digit of the drawn values."""
     return axis(title, hoverformat=f".{PLOTTED_DIGITS}~r", **more)
 
 
@@ -35,7 +41,7 @@ def losses(values: Iterable[float]) -> list[float]:
 
 
 def plans(groups: Sequence[Group]) -> list[Plan]:
-    """Return each different plan once."""
+    """Return each different privacy plan once, with the groups that follow it."""
     found: dict[Any, list[Group]] = {}
     for group in groups:
         if group.privacy is not None:
@@ -58,7 +64,10 @@ def _limit(group: Group) -> tuple[str, float] | None:
 
 
 def epsilon_over_rounds(groups: Sequence[Group]) -> Figure | None:
-    """Draw the plan of both views; on the operator's page also the largest epsilon spent."""
+    """Return the figure of the planned epsilon after each round, for both views.
+
+    On the operator's page it also shows the largest epsilon spent. Return None without privacy.
+    """
     found = plans(groups)
     if not found:
         return None
@@ -72,7 +81,7 @@ def epsilon_over_rounds(groups: Sequence[Group]) -> Figure | None:
             series = number_of if plan.name else neutral
             traces.append(line([0, *at], [start, *values], name, series, dash=dash))
             rows += [[name, t, value] for t, value in zip(at, values, strict=True)]
-        # A public page has no such curve.
+        # A public page has no curve of spent epsilons, because they were dropped while reading.
         spent = plan.group.runs[0].curve("epsilon_server_max")
         if spent and not plan.name:
             values = losses(spent.values())
@@ -101,7 +110,7 @@ def epsilon_over_rounds(groups: Sequence[Group]) -> Figure | None:
 
 
 def _limit_marks(found: Sequence[Plan]) -> list[dict[str, Any]]:
-    """Return a horizontal line for each budget or target."""
+    """Return a horizontal line for each budget or target epsilon of the plans."""
     limits = dict.fromkeys(limit for plan in found if (limit := _limit(plan.group)) is not None)
     return [{"value": value, "text": f"{word} {show_setting(value)}"} for word, value in limits]
 
@@ -139,7 +148,10 @@ def accuracy_against_epsilon(groups: Sequence[Group]) -> Figure:
 
 
 def clients_epsilon(groups: Sequence[Group]) -> Figure | None:
-    """Draw a histogram over clients of each group's first run; equal cohorts are drawn once."""
+    """Return the histogram of the clients' epsilons, for the first run of each group.
+
+    Groups with equal epsilons share their bars. Return None if the epsilons are not known.
+    """
     found: dict[tuple[float, ...], list[Group]] = {}
     for group in groups:
         if group.privacy and group.privacy.epsilons:

@@ -18,7 +18,7 @@ from dpfed.report.figures.privacy_figures import (
 from dpfed.report.run_reader import Group, number
 from dpfed.report.tables import Table
 
-# A browser draws a heat map of this many cells without effort.
+# Largest number of cells of a heat map. A browser draws this many without delay.
 MAX_CELLS = 20_000
 MAX_NAME_LETTERS = 24
 UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
@@ -45,7 +45,11 @@ def all_figures(groups: Sequence[Group], tables: Sequence[Table]) -> list[Figure
 
 @dataclass(frozen=True)
 class Measured:
-    """A value that is drawn over rounds. `key` is its name in the metrics or the diagnostics."""
+    """A value that is drawn over rounds, with the texts of its figure.
+
+    key    name of the value in the metrics or the diagnostics of a run
+    scale  factor from the stored value to the drawn one
+    """
 
     key: str
     id: str
@@ -85,7 +89,10 @@ DIAGNOSTICS = (
 
 
 def over_rounds(groups: Sequence[Group], curve: Measured) -> Figure:
-    """Draw the mean over seeds with a band from the lowest to the highest seed."""
+    """Return the figure of a value over rounds: the mean over seeds of each method.
+
+    A band goes from the lowest to the highest seed.
+    """
     is_training = curve.section == "training"
     traces, rows = [], []
     most_seeds = 1
@@ -115,7 +122,10 @@ def over_rounds(groups: Sequence[Group], curve: Measured) -> Figure:
 
 
 def label_map(groups: Sequence[Group]) -> Figure | None:
-    """Draw records by client and label, of the first run that recorded them."""
+    """Return a heat map of the number of records by client and label.
+
+    It is that of the first run that recorded these numbers. Return None if none did.
+    """
     run = next((run for group in groups for run in group.runs if run.label_counts), None)
     if run is None or run.label_counts is None:
         return None
@@ -164,7 +174,7 @@ def label_map(groups: Sequence[Group]) -> Figure | None:
 
 
 Traffic = Sequence[tuple[int, Group, Mapping[str, Any]]]
-"""Series, group, and the bytes of one client in one round."""
+"""(number, group, bytes that one client sends and receives in a round) of each method."""
 
 
 def known_traffic(groups: Sequence[Group]) -> Traffic:
@@ -211,7 +221,7 @@ def accuracy_against_bytes(known: Traffic) -> Figure:
         share = number(group.settings.get("run", {}).get("participation"))
         if not at or clients is None or share is None:
             continue
-        # The planned cohort: who really took part is private.
+        # Use the planned cohort, because the number of clients that really took part is private.
         cohort = max(1, round(share * clients))
         each = cohort * (traffic["up_bytes"] + traffic["down_bytes"]) / 1e6
         x = [t * each for t in at]
@@ -233,7 +243,10 @@ def accuracy_against_bytes(known: Traffic) -> Figure:
 
 
 def along_axis(table: Table, number_of: int) -> Figure | None:
-    """Draw accuracy at each value of the table's axis."""
+    """Return the figure of accuracy at each value of the setting that the table's columns vary.
+
+    Return None if the table has a single column. `number_of` is the table's number on the page.
+    """
     columns = list(dict.fromkeys(row.column for row in table.rows))
     if not table.axis or len(columns) < 2:
         return None
@@ -264,7 +277,13 @@ def along_axis(table: Table, number_of: int) -> Figure | None:
 
 
 def histogram(groups: Sequence[Group], key: str, id: str, unit: str) -> Figure:
-    """Draw the last recorded histogram of each group; of a single group, all recorded rounds."""
+    """Return the figure of a recorded histogram, of the first run of each method.
+
+    It shows the last recorded round of each method; of a single method, all recorded rounds.
+
+    key   name of the histogram in the diagnostics
+    unit  the counted quantity, for titles
+    """
     recorded = [(i, g) for i, g in enumerate(groups) if any(run.diagnostics for run in g.runs)]
     is_alone = len(recorded) == 1
     traces, rows = [], []
@@ -298,7 +317,10 @@ def histogram(groups: Sequence[Group], key: str, id: str, unit: str) -> Figure:
 
 
 def _shares(row: Mapping[str, Any], key: str) -> tuple[list[float], list[float]]:
-    """Return the middles of the bins and the share of each in per cent, without empty ends."""
+    """Return the middle of each bin, and the share of values in each bin in per cent.
+
+    Most empty bins at both ends are left out.
+    """
     counts = np.nan_to_num(np.asarray(row[key], dtype=float))
     low, high = (float(v) for v in row.get("histogram_log10") or (-9, 1))
     at = 10 ** (low + (high - low) * (np.arange(len(counts)) + 0.5) / len(counts))
