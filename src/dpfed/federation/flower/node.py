@@ -14,6 +14,7 @@ from flwr.common.constant import SubStatus
 from flwr.proto.runtime_pb2 import AcquireTaskRequest, SendTaskHeartbeatRequest
 from flwr.supercore.constant import TaskType
 from flwr.supercore.heartbeat import HeartbeatSender
+from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 from flwr.supercore.interceptors import (
     RuntimeTokenHttpInterceptor,
     RuntimeVersionHttpInterceptor,
@@ -41,7 +42,8 @@ class Tasks:
     def next(self) -> bool:
         """Answer one waiting task and return True; return False if no task is waiting.
 
-        Raise httpx.HTTPError if the SuperNode does not reply.
+        Raise httpx.HTTPError if the SuperNode does not reply, and RuntimeError if it has dropped
+        the message: then the client must connect again.
         """
         found = self._executor.AcquireTask(
             AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
@@ -59,6 +61,10 @@ class Tasks:
             reply = self._app(message, context)
             push_message(client, reply, context)
             push_task_output(client, context, SubStatus.COMPLETED, "")
+        except ObjectPushError as error:
+            # The link has dropped the request. After a new connection the server repeats it, and
+            # the client sends its stored reply.
+            raise RuntimeError("the SuperNode did not take an answer") from error
         finally:
             with suppress(RuntimeError):
                 sender.stop()
