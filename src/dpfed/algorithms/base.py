@@ -114,7 +114,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Facts:
-    """What `Algorithm.check` can know before round 1.
+    """The facts that `Algorithm.check` can use before round 1.
 
     equal_phi    True if the noise variance Φ_i is equal for all clients
     private      True if noise is added

@@ -28,7 +28,7 @@ from dpfed.errors import DpfedError
 
 @dataclass(frozen=True)
 class Registry:
-    """What a configuration can name: data sources, models and algorithms, and files of presets."""
+    """The names that a configuration can use: data sources, models, algorithms and presets."""
 
     data: Mapping[str, type[DataSection]]
     model: Mapping[str, type[ModelSection]]

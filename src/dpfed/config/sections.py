@@ -222,7 +222,7 @@ class RunSection:
 
 @dataclass(frozen=True)
 class FederationSection:
-    """What a server has to know about its real clients. Simulations ignore this section.
+    """The facts that a server needs about its real clients. Simulations ignore this section.
 
     All of these values are public.
     """

@@ -111,7 +111,7 @@ class Records:
 
 @dataclass(frozen=True)
 class PrivateData:
-    """What the oracle needs to compute gradients of private records.
+    """Everything that the oracle needs to compute gradients of private records.
 
     gradients      computes per-record gradients of the model
     records        the records of all clients

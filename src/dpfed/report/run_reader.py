@@ -101,7 +101,7 @@ class RunData:
 
 @dataclass(frozen=True)
 class Privacy:
-    """What a group's first run has spent, from its ledger.
+    """The spending of a group's first run, from its ledger.
 
     planned       the plan with the rounds really charged, which retries can make more than planned
     server_worst  epsilon against the server, of a client in every round

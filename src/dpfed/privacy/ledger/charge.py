@@ -14,7 +14,7 @@ Client = int | str
 
 @dataclass(frozen=True)
 class Charge:
-    """What one client spends in one round: `steps` executions of the mechanism.
+    """The spending of one client in one round: `steps` executions of the mechanism.
 
     client     number of a simulated client, or name of a real one
     round      number of the round
