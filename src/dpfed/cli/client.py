@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dpfed.training.interrupt import Stop
 
 POLL_S = 0.1
-# Largest number of starts of a SuperNode that never reaches its server.
+# Start Flower's SuperNode at most this many times if it cannot reach its server.
 TRIES = 5
 LONGEST_WAIT_S = 30.0
 # The SuperNode writes this into its log once the server has accepted it.

@@ -159,8 +159,8 @@ def noised_counts(
     records_per_unit = np.diff(shards.units)
     unit_of_record = np.repeat(np.arange(len(shards.units) - 1), records_per_unit)
     means = np.bincount(unit_of_record, right) / records_per_unit
-    # Round each unit by itself, and count the remainder up to 1 as wrong. One unit then never
-    # changes the rounding of another.
+    # Each unit has weight 1: its rounded share of right answers, and the rest as wrong ones.
+    # The rounding of one unit then never depends on another unit.
     steps = np.rint(means / COUNT_STEP).astype(np.int64)
     total = torch.tensor([steps.sum(), (round(1 / COUNT_STEP) - steps).sum()])
     added = (noise.normal64(2) * (sigma / COUNT_STEP)).round().to(torch.int64)

@@ -55,7 +55,7 @@ class Report:
 
 
 def runs_only(folder: Path, public: bool) -> tuple[Table, list[Group]]:
-    """Raise DpfedError. This is the reader of studies for a page that may only show runs."""
+    """Always raise DpfedError; a page that may show only runs uses this to refuse studies."""
     raise DpfedError(f"{folder} is the folder of a study: give the folder of a run")
 
 

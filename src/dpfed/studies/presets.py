@@ -72,7 +72,7 @@ def aggregation(base: Config, methods: Methods) -> Cells:
 
 
 def skew(base: Config, methods: Methods) -> Cells:
-    """Return arms with the paper's Dirichlet alphas, and with records dealt at random (iid)."""
+    """Return a study of label skew: each method with several Dirichlet alphas and iid data."""
     rule = _dirichlet_rule(base)
     columns: dict[str, tuple[str, ...]] = {
         show_setting(alpha): (rule, f"data.alpha={alpha}") for alpha in (0.1, 0.6, 0.8)

@@ -340,7 +340,7 @@ def audit_laws(setting: AuditSetting) -> tuple[Law, Law]:
     noise = np.zeros((count, steps, LAYERS))
     for step, clients, sums in copies.releases(model, records, shards):
         noise[clients, step] = sums.cpu().numpy() * sqrt(mechanism.releases) / multiplier
-        # Tell the model the step of the next batch now, because the loop draws this batch next.
+        # The loop draws the next batch first, and the model must know its step by then.
         model.step = (step + 1) % steps
         if model.step == 0:
             model.first_client = clients[0] + FLEET

@@ -186,8 +186,8 @@ def _fused_stage(cls: type[nn.Module]) -> type[nn.Module]:
 def _window_orders(layer: Any, x: Tensor, size: Size) -> tuple[Tensor, Tensor] | None:
     """Return the permutation from image order to window order and its inverse.
 
-    Return None if the code of transformers must run, for example if images need padding. It also
-    runs in compiled code, because the compiler fuses norm, shift and windows.
+    Return None if the layer's own code in `transformers` must run: if images need padding, and in
+    compiled code, where the compiler itself fuses norm, shift and windows.
     """
     window, shift = layer.window_size, layer.shift_size
     height, width = size

@@ -82,7 +82,7 @@ class Layout:
         return rows
 
     def vectors(self, rows: Tensor) -> Tensor:
-        """Return rows of this layout as vectors `[S, P]`, without a copy if the two are equal."""
+        """Return the rows as vectors `[S, P]`; rows that are vectors already are not copied."""
         if self.is_vector:
             return rows
         if self._index is not None:

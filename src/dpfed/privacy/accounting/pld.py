@@ -76,7 +76,7 @@ def epsilon_of_terms(
         distribution = compose(terms, interval, relation)
         value = float(distribution.get_epsilon_for_delta(delta - rounding(steps_of(terms))))
         wanted = interval_for(value, terms)
-        # Also stop at 0 and infinity, which a finer grid does not change.
+        # Stop at 0 and infinity too: a finer grid would not change them.
         if value == 0 or not math.isfinite(value) or interval <= wanted:
             return value
         interval = wanted

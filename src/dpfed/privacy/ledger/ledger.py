@@ -203,7 +203,8 @@ class Ledger:
         for charge in charges:
             key = (run, charge.client, charge.round, charge.part)
             columns = None
-            # Look for an equal row only with seeded noise: other noise is new in every attempt.
+            # With seeded noise a repeated attempt releases the same value and has a row already.
+            # Other noise is new in every attempt and needs a new row.
             if charge.noise == "seeded":
                 columns = self._db.execute(f"SELECT * {same} AND noise = 'seeded'", key).fetchone()
             if columns is None:
