@@ -28,7 +28,7 @@ QUICK = [word for key in KEYS.split() for word in ("--set", key)]
 # Each run pauses in the second local step of round 3 until the signal has arrived, so the moment
 # does not depend on the machine's speed. One process forks all runs, so torch is imported once.
 CHILD = """
-import json, os, signal, sys
+import json, os, signal, sys, time
 from dpfed.cli import main
 from dpfed.algorithms.dp_fedadamw import DPFedAdamW
 step = DPFedAdamW.step
@@ -38,6 +38,8 @@ def slow(self, ctx, local, oracle, k):
     if (int(ctx.t), int(k)) == (3, 2):
         for _ in signals:
             os.kill(os.getpid(), signal.SIGSTOP)
+            # Another thread may receive the signal; give the main thread time to notice it.
+            time.sleep(0.2)
     print("step", int(ctx.t), int(k), file=sys.stderr, flush=True)
     return step(self, ctx, local, oracle, k)
 DPFedAdamW.step = slow
