@@ -4,9 +4,9 @@ accel/NAME.py            the kernels; importing one of these modules needs trito
 accel/operators/NAME.py  the operators that other packages call and that start the kernels
 
 The switch is `usable`. It returns False without a GPU, without triton and with `DPFED_KERNELS=0`.
-Each module of kernels has a function `right`. It compares the kernels with plain PyTorch before
-their first use on a device. If kernels fail to build or give other numbers, a warning says so and
-plain PyTorch runs instead.
+Each module of kernels has a function `right`, which compares the kernels with plain PyTorch. It is
+called before the kernels are first used on a device. If kernels fail to build or give wrong
+numbers, a warning says so and plain PyTorch runs instead.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ALWAYS_CHECKED = ("lora", "norm", "dropout")
 # Tests set this to True to run the kernels on the CPU in triton's interpreter.
 interpreted = False
-# Devices, and triples (module, device, dtype), whose kernels have been checked, with either result.
+# What has been checked, with or without success: devices, and triples (module, device, dtype).
 _tried: set[object] = set()
 
 
 def usable(x: Tensor) -> bool:
-    """Return True if kernels can be used for `x`: on its device, in its dtype and outside vmap.
+    """Return True if kernels can be used for `x` on its device and in its dtype; False in vmap.
 
     The first call on a device checks the kernels, which is impossible during a CUDA graph capture.
-    An unchecked device therefore gives False during a capture.
+    During a capture, the result for an unchecked device is therefore False.
     """
-    # Inside vmap even the check of the kernels would fail, so this test comes first.
+    # Test for vmap first: inside it, even the check of the kernels would fail.
     if torch._C._are_functorch_transforms_active() or x.dtype == torch.float64:
         return False
     if interpreted or not x.is_cuda:
@@ -52,8 +52,8 @@ def usable(x: Tensor) -> bool:
     if x.device not in _tried and torch.cuda.is_current_stream_capturing():
         return False
     found = works(x.device)
-    # Mark the device only now that the result is cached. Otherwise another thread, which may be
-    # capturing a CUDA graph, would start the check itself.
+    # Mark the device only after `works` has cached its result. Otherwise another thread could call
+    # `works` during its capture of a CUDA graph and start the check there.
     _tried.add(x.device)
     return found
 
@@ -100,12 +100,13 @@ def _checked_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Mod
 
 
 def passes_check(which: str, device: torch.device, right: Callable[[], bool]) -> bool:
-    """Call `right` and return True if it does; otherwise log a warning and return False.
+    """Return the result of `right`, which checks the kernels named `which` on `device`.
 
-    An error in `right` counts as False, except an out-of-memory error, which is raised.
+    If `right` returns False or raises an error, log a warning and return False. Only an
+    out-of-memory error is raised again.
     `right` runs in a new thread, because the caller may have switched gradients off.
-    It must not compute gradients on a GPU: the caller may be PyTorch's thread for such gradients,
-    which would then wait for itself.
+    `right` must not compute gradients on a GPU: the caller may be PyTorch's thread for such
+    gradients, which would then wait for itself.
     """
     try:
         with ThreadPoolExecutor(1) as pool:
@@ -115,7 +116,7 @@ def passes_check(which: str, device: torch.device, right: Callable[[], bool]) ->
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        # If triton or a compiler is missing, or the GPU unknown, the run continues without kernels.
+        # Without triton or a compiler, or on an unknown GPU, the run continues without kernels.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
     LOG.warning(
         "%s are not used on %s, so steps take longer than they could: %s", which, device, reason
@@ -124,13 +125,13 @@ def passes_check(which: str, device: torch.device, right: Callable[[], bool]) ->
 
 
 def nearly_equal(found: Tensor, wanted: Tensor) -> bool:
-    """Return True if `found` differs from `wanted` (float64) in norm by at most 2 %.
+    """Return True if the norm of `found - wanted` is at most 2 % of the norm of `wanted`.
 
-    Rounding to half precision causes smaller differences.
+    `wanted` is float64. Rounding to half precision causes differences below 2 %.
     """
     return bool((found.double() - wanted).norm() <= 0.02 * wanted.norm())
 
 
 def on_device(x: Tensor) -> AbstractContextManager[Any]:
-    """Return a context in which the GPU of `x` is the current one, where Triton starts kernels."""
+    """Return a context that makes the GPU of `x` current, because Triton starts kernels there."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

@@ -1,7 +1,8 @@
 """Triton kernel for keyed dropout, which reads and writes each number once.
 
-The dropout mask is a hash of the record's key and the position. It is never stored: the backward
-pass computes it again. The same function in plain PyTorch is in `accel.operators.dropout`.
+The dropout mask is a hash of the record's key and the position. The mask is never stored: the
+backward pass computes it again. The same function in plain PyTorch is in
+`accel.operators.dropout`.
 Importing this module needs triton: import it only where `accel.usable` returns True.
 """
 
@@ -39,9 +40,9 @@ def _drop(x, key, rule, y, width, B: tl.constexpr):
 
 
 def drop(x: Tensor, key: Tensor, rule: Tensor) -> Tensor:
-    """Return `x` with dropout: dropped numbers are 0, the others are divided by the kept share.
+    """Return `x` with dropout: dropped numbers are 0, the others are divided by 1 - dropout rate.
 
-    x     its leading axis is a multiple of the number of records M, ordered by record
+    x     activations; the leading axis has k rows for each of the M records, in order of records
     key   the records' keys, int64 `[M]`
     rule  int64 `[2]`: start of the layer's random stream, and how many of 2^24 draws are dropped
     """
@@ -63,9 +64,9 @@ def fits(x: Tensor, key: Tensor, rule: Tensor) -> bool:
 
 
 def right(device: torch.device) -> bool:
-    """Return True if the kernel equals the same dropout computed with Python's integers.
+    """Return True if the kernel gives the same result as a computation with Python's integers.
 
-    This waits for the device.
+    The call waits for the device.
     """
     # The last key plus `start` exceeds 2^63, so that the check covers overflow.
     keys = (12345, -(2**61) - 7, 2**62)

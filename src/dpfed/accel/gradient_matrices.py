@@ -1,7 +1,7 @@
 """Join the per-record gradients of all tensors into few matrices, and compute with their rows.
 
-The computations are squared norms, weighted sums and clearing of rows. They use the kernels of
-`accel.rows` where these are usable, and plain PyTorch elsewhere.
+The functions compute squared norms and weighted sums of rows, and set rows to zero. They use the
+kernels of `accel.rows` where these kernels are usable, and plain PyTorch elsewhere.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from dpfed.accel import passes_check, usable
 
 ALIGNED = 64
-# A tensor with at least this many columns is its own matrix: copying it costs more than the few
-# additional kernel launches.
+# A tensor with at least this many columns is not joined with others but forms a matrix alone. The
+# additional kernel launches cost less than a copy of the tensor.
 LARGE = 2**15
 PIECE = 256
 
@@ -27,8 +27,8 @@ PIECE = 256
 class GradientMatrices:
     """The gradients of M records, as few matrices with one row per record.
 
-    matrices  `[M, columns]` each; the columns of several tensors side by side
-    groups    for each matrix, the indices of its tensors
+    matrices  `[M, columns]` each; one matrix may hold several tensors side by side
+    groups    for each matrix, the indices of the tensors that it holds
     sizes     for each tensor, its number of columns
     """
 
@@ -45,8 +45,8 @@ class GradientMatrices:
     def clear(self, keep: Tensor) -> None:
         """Remove NaN and infinity from the rows where `keep [M]` is False, in place.
 
-        These rows have weight 0 in `weighted_sum`, but 0 times NaN would still be NaN. All other
-        rows are finite and do not change.
+        Rows where `keep` is False get weight 0 in `weighted_sum`, but 0 times NaN is NaN. The
+        other rows must be finite; they do not change.
         """
         for rows in self.matrices:
             kernels = kernels_for(rows)
@@ -56,11 +56,11 @@ class GradientMatrices:
                 kernels.zero_rows(rows, keep)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        """Return the product of `weights [S, M]` and all gradients `[M, P]`, in shape `[S, P]`."""
+        """Return the matrix product `[S, P]` of `weights [S, M]` and all gradients `[M, P]`."""
         return self.in_order(weighted_sums(weights, self.matrices))
 
     def in_order(self, sums: Sequence[Tensor]) -> Tensor:
-        """Return the sums, one `[S, columns]` per matrix, as `[S, P]` in the order of tensors."""
+        """Join `sums`, one `[S, columns]` per matrix, to `[S, P]` in the original tensor order."""
         if len(self.groups) == 1:
             return sums[0][:, : sum(self.sizes)]
         parts: dict[int, Tensor] = {}
@@ -73,21 +73,22 @@ class GradientMatrices:
 
 
 def grouped(grads: Sequence[Tensor]) -> list[list[int]]:
-    """Return the indices of the tensors of each matrix: large ones alone, all others together."""
+    """Return a list of tensor indices per matrix: large tensors alone, the others together."""
     alone = [i for i, g in enumerate(grads) if _is_matrix(g)]
     together = [i for i, g in enumerate(grads) if not _is_matrix(g)]
     return [*([i] for i in alone), *([together] if together else [])]
 
 
 def _is_matrix(grad: Tensor) -> bool:
-    """Return True if this tensor can be its own matrix, as large and aligned as kernels need."""
+    """Return True if this tensor alone forms a matrix: it is large, aligned and contiguous."""
     return grad.shape[1] >= LARGE and grad.shape[1] % ALIGNED == 0 and grad.is_contiguous()
 
 
 def matrix_of(grads: Sequence[Tensor]) -> Tensor:
-    """Return the gradients `[M, n]` side by side as one matrix, without a copy if possible.
+    """Return the gradients `[M, n]` side by side as one matrix.
 
-    Columns of zeros at the end align the rows to 64 numbers. They change no sum.
+    A single large tensor is returned without a copy. Otherwise columns of zeros at the end make
+    the length of a row a multiple of 64. The zeros change no sum.
     """
     if len(grads) == 1 and _is_matrix(grads[0]):
         return grads[0]
@@ -96,9 +97,9 @@ def matrix_of(grads: Sequence[Tensor]) -> Tensor:
 
 
 def row_squares(rows: Tensor) -> Tensor:
-    """Return sums of squares `[M, pieces]`: each row is cut into pieces of a fixed length.
+    """Cut each row into pieces of equal length and return each piece's sum of squares.
 
-    The squared norm of a row is the sum over its pieces.
+    The result is `[M, pieces]`. The squared norm of a row is the sum of its pieces' results.
     """
     kernels = kernels_for(rows)
     squares: Tensor = piece_squares(rows) if kernels is None else kernels.squares(rows)
@@ -106,10 +107,10 @@ def row_squares(rows: Tensor) -> Tensor:
 
 
 def piece_squares(rows: Tensor) -> Tensor:
-    """Return the sums of squares of `row_squares` by plain PyTorch, for pieces of 256 numbers.
+    """Compute `row_squares` by plain PyTorch, with pieces of 256 numbers.
 
-    The norm of a piece is computed in float64 for float64 rows, else in float32. Its square is
-    float64.
+    The norm of a piece is computed in float64 for float64 rows, else in float32. The square of
+    the norm is float64.
     """
     precision = torch.float64 if rows.dtype == torch.float64 else torch.float32
     whole = rows.shape[1] // PIECE * PIECE
@@ -139,7 +140,7 @@ def _checked_kernels(device: torch.device, dtype: torch.dtype) -> ModuleType | N
 
 
 def weighted_sums(weights: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Return `weights [S, M]` times each matrix `[M, n]`, in the dtype of the weights.
+    """Return the matrix product of `weights [S, M]` and each matrix `[M, n]`, in weights' dtype.
 
     bfloat16 rows on a GPU are not copied to float32. Instead each float32 weight is split into
     three bfloat16 numbers. Their products with the rows are exact in float32, and tensor cores add
@@ -157,7 +158,7 @@ def weighted_sums(weights: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
 
 
 def three_parts(weights: Tensor) -> Tensor:
-    """Return float32 `weights [S, M]` as three bfloat16 matrices that add up to it, `[3*S, M]`."""
+    """Return three bfloat16 matrices, stacked as `[3*S, M]`, whose sum is `weights [S, M]`."""
     parts: list[Tensor] = []
     rest = weights
     for _ in range(3):

@@ -1,10 +1,10 @@
 """Triton kernels for the matrix products of LoRA, where each sample has its own A and B.
 
-    two_products   L = s1 X W1, then Y += s2 L W2: forward pass of an adapter, or gradient of X
-    outer          s Xᵀ L: the gradient of A or of B
+    two_products   L = s1 X W1, then Y += s2 L W2; an adapter's forward pass or the gradient of X
+    outer          s Xᵀ L; the gradient of A or of B
 
-X is `[M, n, D]` and L is `[M, n, r]` with rank r. W1 and W2 are A and B in either order and may
-have any strides. All sums are in float32.
+X is `[M, n, D]` and L is `[M, n, r]` with rank r. W1 and W2 are A and B, or B and A; they may have
+any strides. All sums are in float32.
 The same products in plain PyTorch are in `accel.operators.lora`.
 Importing this module needs triton: import it only where `accel.usable` returns True.
 """
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from dpfed.accel import nearly_equal, on_device
 
-# This many programs fill a large GPU twice. If there are fewer tiles, several programs share the
-# second product of a tile.
+# Number of programs that fill a large GPU twice. If there are fewer tiles than this, several
+# programs share the second product of a tile, so that the GPU is better filled.
 BUSY = 264
 # Largest LoRA rank per dtype. A larger one does not fit the shared memory of every supported GPU.
 MAX_RANK = {torch.float32: 64, torch.bfloat16: 128, torch.float16: 128}
@@ -142,13 +142,13 @@ def outer(x: Tensor, low: Tensor, s: float, wide: bool) -> Tensor:
 def block(size: int, most: int) -> int:
     """Return the side of a tile for `size` rows: the next power of two, from 16 to `most`.
 
-    Matrix units need at least 16.
+    The matrix units of a GPU need a side of at least 16.
     """
     return int(min(most, max(16, triton.next_power_of_2(size))))
 
 
 def piece(width: int) -> int:
-    """Return how many columns one loop step reads: 32 if it divides the width and 64 does not."""
+    """Return how many columns one loop step reads: 32 if only 32 divides `width`, otherwise 64."""
     return 32 if width % 64 and width % 32 == 0 else 64
 
 
@@ -158,7 +158,7 @@ def fits(x: Tensor, r: int) -> bool:
 
 
 def right(device: torch.device) -> bool:
-    """Return True if the kernels agree with plain products in float64; wait for the device."""
+    """Return True if the kernels agree with float64 products. The call waits for the device."""
     g = torch.Generator().manual_seed(0)
     shapes = ((2, 20, 40), (2, 20, 70), (2, 40, 3), (2, 3, 70))
     numbers = [torch.randn(shape, generator=g) for shape in shapes]

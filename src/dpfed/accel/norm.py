@@ -1,6 +1,7 @@
 """Triton kernels for layer normalisation with frozen weights.
 
-One program normalises several narrow rows, whereas PyTorch uses a whole block of threads per row.
+One program normalises several narrow rows. PyTorch uses a whole block of threads for each row,
+which is slower for narrow rows.
 The operator that calls these kernels is in `accel.operators.norm`.
 Importing this module needs triton: import it only where `accel.usable` returns True.
 """
@@ -60,8 +61,8 @@ def _backward(grad, x, weight, mean, rstd, out, rows, width, R: tl.constexpr, C:
 def _shape(x: Tensor) -> tuple[int, int, int, int]:
     """Return the sizes of `x` and of the tile that one program computes.
 
-    They are the number of rows, the width of a row, the rows of a tile, and the columns of a tile.
-    The columns of a tile are the width, rounded up to a power of two.
+    The four integers are the number of rows of `x`, their width, the number of rows of a tile, and
+    its number of columns. The number of columns is the width, rounded up to a power of two.
     """
     width = x.shape[-1]
     columns = int(triton.next_power_of_2(width))
@@ -81,7 +82,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor
 
 
 def backward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
-    """Return the gradient of `x`, given `grad`, the gradient of the normalised rows."""
+    """Return the gradient of `x`. `grad` is the gradient of the result of `forward`."""
     rows, width, together, columns = _shape(x)
     out = torch.empty_like(x)
     with on_device(x):
@@ -103,7 +104,7 @@ def fits(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
 def right(device: torch.device) -> bool:
     """Return True if the kernels agree with PyTorch's `layer_norm` in float64.
 
-    This waits for the device.
+    The call waits for the device.
     """
     g = torch.Generator().manual_seed(1)
     numbers = [3 + torch.randn(50, 96, generator=g) for _ in range(2)]

@@ -3,8 +3,9 @@
     columns  images `[M, c, H, W]` -> patches `[M, c*h*w, places]`
     images   the adjoint: each pixel is the sum of its copies, added in float32 and rounded once
 
-A plane is one channel of one image. Each program writes a contiguous stretch of the result. The
-stretch may cover several planes, so that programs are fully used for small images too.
+`places` is the number of positions at which the convolution puts its kernel of h x w pixels.
+A plane is one channel of one image. Each program writes BLOCK adjacent numbers of the result, which
+may belong to several planes, so that programs are fully used for small images too.
 The same operations in plain PyTorch are in `accel.operators.patches`.
 Importing this module needs triton: import it only where `accel.usable` returns True.
 """

@@ -1,7 +1,7 @@
-"""Triton kernels for the rows of a gradient matrix `[M, P]`: squared norms, and clearing of rows.
+"""Triton kernels that compute squared norms of rows of a gradient matrix `[M, P]`, or clear rows.
 
 An error here would break the privacy guarantee. Before the first use, `right` therefore compares
-the kernels with known results. The same in plain PyTorch is in `accel.gradient_matrices`.
+the kernels with known results. The plain PyTorch versions are in `accel.gradient_matrices`.
 Importing this module needs triton: import it only where `accel.usable` returns True.
 """
 
@@ -28,10 +28,11 @@ HUGE = 1e30
 
 
 def squares(rows: Tensor) -> Tensor:
-    """Return the float32 sums of squares of each row's pieces of 4096 numbers, `[M, ⌈P/4096⌉]`.
+    """Cut each row into pieces of 4096 numbers and return the pieces' sums of squares, in float32.
 
-    If a piece contains NaN or infinity, its sum is not finite. Each square goes through about two
-    dozen additions of positive numbers, so the relative error of a sum is below 24 · 2^-24.
+    The result is `[M, ⌈P/4096⌉]`. The sum of a piece with NaN or infinity is not finite. Each
+    square goes through about two dozen additions of positive numbers, so the relative error of a
+    sum is below 24 · 2^-24.
     """
     count, size = rows.shape
     pieces = -(-size // PIECE)
@@ -46,7 +47,7 @@ def squares(rows: Tensor) -> Tensor:
 
 
 def zero_rows(rows: Tensor, keep: Tensor) -> None:
-    """Set the rows where `keep [M]` is False to zero, in place, without access to other rows."""
+    """Set the rows where `keep [M]` is False to zero, in place; do not read or write other rows."""
     count, size = rows.shape
     _check(rows)
     if rows.numel():
@@ -60,7 +61,7 @@ def zero_rows(rows: Tensor, keep: Tensor) -> None:
 def right(device: torch.device, dtype: torch.dtype) -> bool:
     """Return True if both kernels are exact on rows that include NaN, infinity and huge numbers.
 
-    This waits for the device.
+    The call waits for the device.
     """
     size = 2 * PIECE + 64
     rows = torch.zeros(8, size, dtype=dtype, device=device)

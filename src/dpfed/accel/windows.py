@@ -1,6 +1,6 @@
 """Triton kernels for attention within small windows, and for reordering rows into Swin's windows.
 
-A window is a group of positions that attend only to one another; for a BERT it is a whole record.
+A window is a group of positions that attend only to one another. In BERT it is a whole record.
 One program holds the scores and probabilities of one window and head in one tile, which is the idea
 of FlashAttention (Dao et al. 2022). Products are summed in float32. float32 inputs are not rounded
 to TF32. The operators that call these kernels are in `accel.operators.attention`.
@@ -20,8 +20,8 @@ def _probabilities(
 ):  # fmt: skip
     """Return the attention probabilities of one window and head in float32, `[SIDE, SIDE]`.
 
-    The tile has SIDE >= N positions; columns beyond the window's N positions are zero. If the mask
-    hides all positions from a query, its row is zero too.
+    The tile has SIDE >= N positions; columns beyond the window's N positions are zero. The row of
+    a query is zero too if the mask hides all positions from this query.
     MASK_ROWS is 0 without a mask, 1 if all queries share one row of the mask, else N.
     """
     i = tl.arange(0, SIDE)[:, None]

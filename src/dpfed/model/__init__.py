@@ -1,1 +1,1 @@
-"""Models: one flat vector of trainable numbers, per-sample gradients, LoRA, blocks, and a zoo."""
+"""Models: the flat vector of trainable numbers, per-sample gradients, LoRA, and models by name."""

@@ -1,7 +1,7 @@
 """Random augmentations of images. The oracle draws a new one each time it uses a record.
 
-An augmentation depends only on the record's key, as dropout does. It is the same in any fleet, in
-any pass and on any device.
+A record's augmentation depends only on the record's key, as its dropout does. It is therefore the
+same in any fleet, in any pass and on any device.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from dpfed.accel.operators.dropout import mix
 
 Augment = Literal["none", "flip", "crop_flip"]
-# A function of images `[M, c, h, w]` and their records' keys `[M]` that returns images of the same
-# shape and dtype.
+# A function (images `[M, c, h, w]`, keys of their records `[M]`) -> images of the same shape and
+# dtype.
 Augmentation = Callable[[Tensor, Tensor], Tensor]
 
 # `crop_flip` moves an image by at most 1/8 of its side, for example by 4 of 32 pixels.
@@ -38,7 +38,7 @@ def flip(images: Tensor, keys: Tensor) -> Tensor:
 def crop_flip(images: Tensor, keys: Tensor) -> Tensor:
     """Return the images, each moved at random in both directions and then flipped by `flip`.
 
-    An image moves by at most 1/8 of its side. Pixels without a source are black.
+    An image moves by at most 1/8 of its side. Pixels that are uncovered by the move are black.
     """
     height, width = images.shape[-2:]
     down, across = height // _CROP_SHARE, width // _CROP_SHARE

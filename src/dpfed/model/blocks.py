@@ -1,11 +1,11 @@
 """Blocks: groups of trainable parameters that share one second moment, as in Adam.
 
 Blocks depend on the architecture and never on data; docs/algorithms.md says what they are for.
-The first rule that matches a parameter decides:
+The first of these rules that matches a parameter chooses its block:
 1. The weights and biases of the layers Q, K and V have one block per attention head. In these
    layers LoRA's B is split in the same way, because its rows are the layer's output rows.
-2. LoRA's A is one block. So is B in all other layers. They are separate because B starts at zero,
-   so their second moments differ.
+2. LoRA's A is one block. In all other layers B is one block too. A and B are separate because
+   their second moments differ: B starts at zero.
 3. Any other module has one block for its weight and bias. A parameter that belongs directly to a
    module with children, such as a class token, has its own block.
 ARCHITECTURES names the Q, K and V modules. In an unknown architecture each tensor is one block.
@@ -33,8 +33,8 @@ class Architecture:
     """The names and layouts of the attention layers in one type of model.
 
     attention  name of a Q, K or V layer -> how the heads are ordered in its output rows
-    heads      name of the attribute that holds the number of query heads; it belongs to the
-               attention module or to its configuration
+    heads      name of the attribute with the number of query heads, in the attention module or
+               in its configuration
     """
 
     attention: Mapping[str, Layout]
@@ -78,8 +78,8 @@ def architecture_of(
 ) -> Architecture | None:
     """Return the architecture for the model's declared `model_type`, or None if it is unknown.
 
-    It is never guessed from the names of modules. The user's settings `attention` (names of layers)
-    and `qkv_layout` take precedence.
+    The architecture is never guessed from the names of modules. The user's settings `attention`
+    (names of layers) and `qkv_layout` take precedence.
     """
     known = ARCHITECTURES.get(getattr(inner_config(model), "model_type", ""))
     layout = None if qkv_layout == "auto" else qkv_layout
@@ -97,11 +97,11 @@ def block_index(
     architecture: Architecture | None,
     granularity: Literal["block", "tensor"] = "block",
 ) -> tuple[list[str], Tensor]:
-    """Return the names of the blocks, and the index of each parameter's block, int64 `[P]`.
+    """Return the names of the blocks, and for each number the index of its block, int64 `[P]`.
 
     shapes        shapes of the trainable tensors, in the order of the flat vector
     architecture  None makes each tensor one block
-    granularity   "tensor" does the same for a known architecture
+    granularity   "tensor" makes each tensor one block even if the architecture is known
     """
     modules = dict(model.named_modules())
     ids: dict[str, int] = {}
@@ -113,7 +113,7 @@ def block_index(
         else:
             labels = _labels(name, shape, modules, architecture)
             columns = len(labels) > 1 and _transposed(name, shape, modules)
-        # Create this on the CPU: on the meta device, where the model may be, it has no values.
+        # Create the tensor on the CPU: on the model's device, maybe meta, it could have no values.
         rows = torch.tensor([ids.setdefault(label, len(ids)) for label in labels], device="cpu")
         each = shape.numel() // len(rows)
         parts.append(rows.repeat(each) if columns else rows.repeat_interleave(each))
@@ -161,8 +161,8 @@ def head_counts(
 ) -> tuple[int, int]:
     """Return the numbers of query heads and of key heads for the layer at `path`.
 
-    A layer that is only Q, K or V returns its number of heads twice. With grouped-query attention
-    its number of output rows (`rows`) tells whether it has query heads or key heads.
+    For a layer that is only Q, K or V, both numbers are its number of heads. With grouped-query
+    attention, its output rows (`rows`) tell whether these are query heads or key heads.
     """
     names = [*filter(None, (architecture.heads,)), *_HEADS]
     heads = _declared(path, names, modules)
@@ -193,7 +193,7 @@ def _declared(path: str, names: Iterable[str], modules: Mapping[str, nn.Module])
 
 
 def head_rows(layout: Layout, rows: int, heads: int, kv_heads: int | None = None) -> list[str]:
-    """Return for each of the `rows` output rows of a layer the name of its attention head.
+    """Return the name of the attention head for each of a layer's output rows (`rows`).
 
     Each head has the same number of adjacent rows. The layout says how the heads are ordered:
     separate  all heads of a layer that is only Q, K or V

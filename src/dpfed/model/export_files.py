@@ -1,4 +1,4 @@
-"""Files of an exported model besides its weights: tokenizer, image processor, code, settings."""
+"""Files that an export writes beside the weights: tokenizer, image processor, code, settings."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ RESAMPLE = {"bilinear": 2, "bicubic": 3}
 class Reading:
     """How the run reads image files.
 
-    crop  the shorter side is resized to this many pixels and the middle square is cut out; None if
-          images keep their size
+    crop  side in pixels of the square: the shorter side is resized to it, then the middle is cut
+          out; None if images keep their size
     grey  True if colours are turned into grey
     """
 
@@ -52,7 +52,7 @@ class Companions:
         return any(name.endswith(".py") for name in self.files)
 
 
-# The export calls this function. Building a model does not, because the function may read files.
+# A function that makes the companions. Only the export calls it, because it may read files.
 MakeCompanions = Callable[[Reading], Companions]
 
 
@@ -61,12 +61,12 @@ def no_companions(reading: Reading) -> Companions:
 
 
 class ImageInput(NamedTuple):
-    """How an image record becomes the model's input; the argument of `image_inputs.images`.
+    """How `image_inputs.images` turns an image record into the model's input.
 
     spec       public facts about the records
     size       pixels per side after resizing; None keeps the size
     channels   colour channels that the model reads
-    mean, std  per channel; they normalise pixel values that are scaled to 0..1
+    mean, std  one number per channel; used to normalise pixel values between 0 and 1
     resize     "bilinear" or "bicubic"
     sharpen    strength of the unsharp mask; 0 for none
     """
@@ -83,8 +83,8 @@ class ImageInput(NamedTuple):
 def image_companions(entry: ImageInput) -> MakeCompanions:
     """Return the function that creates the image processor of an export.
 
-    If an image processor of transformers can do the same as the run, it is used. Otherwise the
-    export contains the code of the processor in `model/shipped`.
+    The function takes an image processor of transformers if one can prepare images as the run does.
+    Otherwise it adds the code of the processor in `model/shipped` to the export.
     """
 
     def make(reading: Reading) -> Companions:

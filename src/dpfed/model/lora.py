@@ -19,8 +19,8 @@ from dpfed.errors import DpfedError
 
 PREFIX = "base_model.model."
 MAMBA = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
-# Mamba reads the weights of these layers without calling the layers. An adapter in them would have
-# no effect.
+# Mamba reads the weights of these layers without calling the layers, so an adapter in them would
+# have no effect.
 DEAD_IN_MAMBA = ("out_proj", "dt_proj")
 
 
@@ -44,9 +44,10 @@ def adapt(
     """Add adapters if the section asks for LoRA, and mark the trainable tensors.
 
     head  names of the modules that are trained as a whole, with or without LoRA
-    seed  random seed of new adapters; with `model.adapter` they come from a folder instead
+    seed  random seed of new adapters; with `model.adapter` adapters are loaded from a folder
 
-    The initial adapters are public, because neither source depends on private data.
+    The initial adapters are public, because neither the seed nor the folder depends on private
+    data.
     """
     heads = tuple(filter(None, (head,))) if isinstance(head, str) else head
     if section.adapter is not None and section.train != "lora":
@@ -104,20 +105,20 @@ def _wrap(model: nn.Module, config: Any) -> Any:
     from peft import get_peft_model
 
     with warnings.catch_warnings():
-        # peft corrects this option by itself for GPT-2's transposed layers, and warns about it.
+        # For GPT-2's transposed layers, peft corrects this option and warns. Hide the warning.
         warnings.filterwarnings("ignore", message="fan_in_fan_out")
-        # peft warns that this name is missing. The export sets it later.
+        # peft warns that this name is missing. Hide the warning: the export sets the name later.
         warnings.filterwarnings("ignore", message="The PEFT config's `base_model_name_or_path`")
-        # peft reads this deprecated attribute of every transformers model. Users cannot avoid that.
+        # peft itself reads this deprecated attribute. Hide the warning, which users cannot avoid.
         alias = "`is_gradient_checkpointing` is deprecated"
         warnings.filterwarnings("ignore", alias, FutureWarning)
         return get_peft_model(model, config)
 
 
 def _excluded(heads: tuple[str, ...]) -> str | None:
-    """Return a regular expression of the heads, to which peft must not add adapters.
+    """Return a regular expression for the names of the heads, or None without heads.
 
-    Return None without heads.
+    peft must not add adapters to modules with these names.
     """
     return rf"(.*\.)?({'|'.join(heads)})(\..*)?" if heads else None
 
@@ -177,7 +178,7 @@ def _from_folder(model: nn.Module, folder: str, heads: tuple[str, ...]) -> Adapt
             return Adapted(wrapped.get_base_model(), wrapped, tuple(notes))
         outcome = set_peft_model_state_dict(wrapped, state)
     except Exception as error:
-        # peft raises errors of many classes if an adapter does not fit.
+        # peft raises errors of many classes if an adapter does not fit, so catch all of them.
         reason = (str(error).strip().splitlines() or ["?"])[-1].strip()[:120]
         raise DpfedError(
             f"model.adapter = {folder!r} does not fit {type(model).__name__}: {reason}"
@@ -204,7 +205,7 @@ def _read_adapter(folder: Path) -> tuple[Any, dict[str, Tensor]]:
         config = PeftConfig.from_pretrained(str(folder))
         return config, load_file(folder / "adapter_model.safetensors")
     except Exception as error:
-        # Damaged files raise errors of many classes.
+        # Damaged files raise errors of many classes, so catch all of them.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
         raise DpfedError(f"model.adapter = {str(folder)!r} cannot be read: {reason}") from None
 

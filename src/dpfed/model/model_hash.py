@@ -1,4 +1,4 @@
-"""A hash of a model's frozen tensors, by which two parties can compare their models."""
+"""A hash of a model's frozen tensors, by which client and server check that their models agree."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from dpfed.model.parameter_vector import Space
 def model_hash(model: nn.Module, space: Space, skip_replaced: bool = False) -> str:
     """Return a SHA-256 hash of a model, which does not depend on the values of trainable tensors.
 
-    It covers the names, shapes and bytes of all frozen tensors, and the names and shapes of the
-    trainable ones.
+    The hash covers names and shapes of all tensors, and the bytes of the frozen tensors.
 
-    skip_replaced  True: leave out the original modules that peft has replaced by trainable copies
+    skip_replaced  True leaves out original modules that peft has replaced by trainable copies
     """
     digest = hashlib.sha256()
     frozen = {name: p for name, p in model.named_parameters() if name not in space.names}

@@ -1,4 +1,4 @@
-"""All trainable numbers of a model as one flat vector in a fixed order, and its blocks."""
+"""All trainable numbers of a model as one flat vector in a fixed order, divided into blocks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ CHUNK = 32
 class Space:
     """The layout of all trainable tensors in one vector of length P (`size`), and its blocks.
 
-    names, shapes  of the tensors, in the order of the vector
+    names, shapes  names and shapes of the tensors, in the order of the vector
     block_names    names of the blocks
     blocks         the index of each number's block, int64 `[P]`
 
-    A vector may have leading axes: `[S, P]` is S clients side by side. Results share memory with
-    their arguments where possible.
+    A vector may have leading axes: `[S, P]` is S clients side by side. The results of methods share
+    memory with the arguments where possible.
     """
 
     names: tuple[str, ...]
@@ -31,8 +31,8 @@ class Space:
     block_names: tuple[str, ...]
     blocks: Tensor
     _counts: Tensor = field(init=False, repr=False, compare=False)
-    # Indices and blocks of the chunks that lie within one block (`_chunks`), and of all numbers
-    # outside such chunks (`_rest`).
+    # `_chunks`: indices and blocks of all chunks that lie within one block. `_rest`: indices and
+    # blocks of all numbers outside such chunks.
     _chunks: tuple[Tensor, Tensor] = field(init=False, repr=False, compare=False)
     _rest: tuple[Tensor, Tensor] = field(init=False, repr=False, compare=False)
 
@@ -96,9 +96,9 @@ class Space:
     def block_mean(self, vector: Tensor) -> Tensor:
         """Return the mean of each block, `[..., P]` -> `[..., blocks]`.
 
-        Numbers are first summed in chunks, and then the sums of chunks in double precision.
-        Millions of additions to one float32 number would lose small numbers. A GPU would also
-        execute them one after another.
+        Numbers are first summed in chunks. The chunks' sums are then added in double precision.
+        Millions of additions to one float32 number would lose small numbers. On a GPU these
+        additions would also run one after another.
         """
         self._check_size(vector)
         sums = vector.new_zeros(*vector.shape[:-1], self.num_blocks, dtype=torch.float64)

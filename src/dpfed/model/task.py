@@ -56,7 +56,7 @@ Judge = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Task:
-    """Three functions that turn a model's output into a loss and an accuracy.
+    """The functions that turn a model's output into a loss and an accuracy.
 
     score    (logits, raw inputs) -> one row of scores for each record
     loss     (scores, labels) -> one loss for each record
@@ -69,7 +69,7 @@ class Task:
 
 
 def per_record_loss(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropy of each record `[M]`; it is not averaged over records."""
+    """Return the cross-entropy of each record, `[M]`, without a mean over records."""
     return F.cross_entropy(scores.float(), labels, reduction="none")
 
 

@@ -17,7 +17,7 @@ from dpfed.model.per_sample.gradients import call, trainable
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo.built import Built
 
-# A note for the user names this many tensors and counts the others.
+# A note for the user names at most this many tensors and gives the number of the others.
 NAMED = 3
 
 
@@ -53,13 +53,13 @@ def _reached(model: nn.Module, built: Built, spec: InputSpec) -> set[str] | None
         try:
             return _reached_by(_on_meta(model), enter(dict(inputs)))
         except Exception:
-            # A model that runs `if` on values raises errors of many classes on the meta device.
+            # On the meta device, models with `if` on values raise errors of many classes.
             continue
     return None
 
 
 def _open_mask(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tokens with a 4-D mask that hides none of them.
+    """Return the inputs with a 4-D mask that hides no token.
 
     With a 2-D mask, models run `if` on its values, which is impossible on the meta device.
     """
@@ -69,7 +69,7 @@ def _open_mask(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _no_mask(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tokens without a mask, for a model that accepts no 4-D mask."""
+    """Return the inputs without a mask, for a model that accepts no 4-D mask."""
     return {"input_ids": inputs["input_ids"].long()}
 
 

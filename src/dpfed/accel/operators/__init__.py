@@ -1,4 +1,4 @@
-"""Operators that run a Triton kernel where `accel.usable` allows it, and else plain PyTorch.
+"""Operators that run a Triton kernel where `accel.usable` returns True, otherwise plain PyTorch.
 
 Only `attention` has no plain version: its callers then use the layer's own code.
 """
@@ -15,7 +15,7 @@ def declare_cost(operator: Any, operations: Callable[..., int]) -> None:
     """Tell torch.compile how many arithmetic operations `operator` needs.
 
     `operations` computes this number from the shapes of the arguments. Without it the compiler's
-    memory planner assumes that the operator costs nothing, and computes it twice.
+    memory planner assumes that the operator costs nothing, and computes its result twice.
     """
     if not TRITON:
         return

@@ -4,8 +4,8 @@ A window is a group of positions that attend only to one another. Swin's windows
 bias. In a small BERT the whole record is one window, without a bias.
 
 Plain autograd starts two dozen kernels for the attention of one layer. Here the forward pass is one
-kernel. The backward pass is another one, which computes the probabilities again. The operators work
-in eager mode, CUDA graphs and compiled programs.
+kernel. The backward pass is a second kernel, which computes the probabilities again. The operators
+work in eager mode, CUDA graphs and compiled programs.
 
 Where `available` returns False, callers must run the layer's own code. `plain_attention` serves
 only to check the kernels.
@@ -21,10 +21,10 @@ from torch import Tensor
 from dpfed import accel
 from dpfed.accel.operators import declare_cost
 
-# Largest number of positions in a window. More do not fit a GPU's registers.
+# Largest number of positions in a window. Larger windows do not fit a GPU's registers.
 MAX_POSITIONS = 64
-# Largest width of an attention head, which Swin and MiniLM have. The kernels may need more shared
-# memory for wider heads than small GPUs have.
+# Largest width of an attention head. The heads of Swin and MiniLM have this width. For wider heads
+# the kernels may need more shared memory than a small GPU has.
 MAX_DEPTH = 32
 
 
@@ -57,15 +57,15 @@ _WORKING: dict[int, bool] = {}
 def right(device: torch.device) -> bool:
     """Return True if attention, its gradients and `reorder` agree with plain PyTorch on the device.
 
-    Every window and head of the test has other numbers and is smaller than a tile. A kernel that
-    confuses them therefore gives a wrong result.
+    All windows and heads of the test have different numbers and are smaller than a tile. A kernel
+    that confuses windows or heads therefore gives a wrong result.
     """
     g = torch.Generator().manual_seed(0)
     numbers = [torch.randn(3, 5, 16, generator=g) for _ in range(4)]
     heads, full, row = (
         torch.randn(size, generator=g) for size in ((2, 5, 5), (3, 5, 5), (3, 1, 5))
     )
-    # The mask hides all positions from this one, which is a special case of softmax.
+    # Let the mask hide all positions from one query, because softmax would give NaN there.
     full[1, 2] = float("-inf")
     order = torch.tensor([2, 0, 4, 1, 3], device=device)
     x = numbers[0].to(device)
@@ -139,7 +139,7 @@ def window_attention(
     bias   `[heads, n, n]`, added to the scores; it gets no gradient
     mask   `[kinds, n, n]`, added to the scores; window w uses `mask[w % kinds]`; no gradient;
            with shape `[kinds, 1, n]` all queries of a window share one row
-    heads  number of attention heads; without it the bias tells the number
+    heads  number of attention heads; None reads the number from the shape of the bias
     """
     if (bias is not None and bias.requires_grad) or (mask is not None and mask.requires_grad):
         raise ValueError("attention by kernels has no gradient for its bias and mask")
@@ -179,7 +179,7 @@ def reorder(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
 def _tile_side(count: int) -> int:
     """Return the side of a tile for `count` rows: the next power of two, at least 16.
 
-    Matrix units need at least 16.
+    The matrix units of a GPU need a side of at least 16.
     """
     return max(16, 1 << (count - 1).bit_length())
 
@@ -189,7 +189,7 @@ def _launch(
 ) -> tuple[tuple[int], dict[str, Any]]:
     n, depth = q.shape[1], q.shape[2] // heads
     side = _tile_side(n)
-    # Take as many warps as are needed to hold one tile in registers.
+    # Take as many warps as needed, so that their registers can hold one tile.
     warps = 4
     if side == 16:
         warps = 1
@@ -217,8 +217,8 @@ def _attend(
         from dpfed.accel.windows import attend
 
         q, k, v = (x.contiguous() for x in (q, k, v))
-        # The kernel needs an address for bias and mask. If one is None, pass q, which the kernel
-        # does not read in its place.
+        # The kernel needs some address for each of bias and mask. For None pass the address of q,
+        # which the kernel does not read as a bias or mask.
         added = (q if x is None else x.contiguous() for x in (bias, mask))
         grid, options = _launch(q, bias, mask, heads)
         with accel.on_device(q):

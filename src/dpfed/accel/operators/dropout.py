@@ -16,7 +16,7 @@ _MIX2 = -7723592293110705685  # 0x94D049BB133111EB
 def mix(x: Tensor) -> Tensor:
     """Return the hash of each int64 number by SplitMix64's finaliser (Steele, Lea, Flood 2014).
 
-    A right shift of int64 copies the sign bit. The constants after `&` remove these copies.
+    A right shift of int64 fills the left side with copies of the sign bit. `&` sets them to zero.
     """
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX1
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX2
@@ -39,7 +39,7 @@ def keep_mask(key: Tensor, rule: Tensor, width: int) -> Tensor:
 def drop(x: Tensor, key: Tensor, rule: Tensor) -> Tensor:
     """Return `x` with dropout of single numbers; the numbers that are kept are scaled up.
 
-    x     its leading axis is a multiple of the number of records M, ordered by record
+    x     activations; the leading axis has k rows for each of the M records, in order of records
     key   the records' keys `[M]`
     rule  see `keep_mask`
     """

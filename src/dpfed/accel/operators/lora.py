@@ -1,6 +1,6 @@
 """A frozen linear layer with one LoRA adapter per sample, as one operator.
 
-Plain autograd reads and writes memory separately for base output, adapter output, scaling and sum.
+Plain autograd reads and writes memory for each step: base output, adapter output, scaling, sum.
 Here the matrix products add directly to the output, and one product gives each weight's gradient.
 """
 
@@ -90,7 +90,7 @@ class LoraProduct(torch.autograd.Function):
         return None if first else grad_x, None, None, grad_a, grad_b, None
 
 
-# torch.compile treats both functions as opaque operators and fuses only the code around them.
+# Register both functions as operators: torch.compile then fuses only the code around them.
 _opaque = torch.library.custom_op(
     "dpfed::lora_product",
     product,

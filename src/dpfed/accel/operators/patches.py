@@ -37,7 +37,7 @@ def patch_counts(
 def patches(x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
     """Return the patches of images `[M, c, H, W]` as columns `[M, c*h*w, places]`.
 
-    The convolution has a kernel of h x w pixels, which it puts at `places` places of an image.
+    `places` is the number of positions at which the convolution puts its kernel of h x w pixels.
     """
     if (*kernel, *stride, *padding) == (1, 1, 1, 1, 0, 0):
         return x.flatten(2)

@@ -1,1 +1,1 @@
-"""Faster versions of common layers, built on `accel`. Each gives the results of its plain layer."""
+"""Faster versions of common layers, built on `accel`. Each gives the same results as its layer."""

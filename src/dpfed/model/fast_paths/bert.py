@@ -26,7 +26,7 @@ LAYERS = {
     "transformers.models.bert.modeling_bert.BertSelfAttention",
     "transformers.models.roberta.modeling_roberta.RobertaSelfAttention",
 }
-# The code of transformers accepts these arguments but does not read them, so they may be ignored.
+# The layers in transformers accept these arguments but do not read them, so ignore them here too.
 UNREAD = {"encoder_hidden_states", "position_ids"}
 
 
@@ -80,8 +80,8 @@ def _fits(attention: Any, x: Tensor) -> bool:
 def _mask_fits(mask: Tensor | None, x: Tensor, implementation: str) -> bool:
     """Return True if the kernel accepts the mask: None, or `[M or 1, 1, n or 1, n]` for all heads.
 
-    A boolean mask is accepted only for the implementation "sdpa". Eager attention adds it to the
-    scores as the numbers 0 and 1, which the kernel does not do.
+    A boolean mask is accepted only for the implementation "sdpa". Eager attention adds a
+    boolean mask to the scores as the numbers 0 and 1, which the kernel does not do.
     """
     if mask is None:
         return True

@@ -11,7 +11,7 @@ from dpfed.accel.operators.norm import frozen_layer_norm
 class FusedLayerNorm(nn.LayerNorm):
     """A LayerNorm that uses the kernels while its weights are frozen.
 
-    In compiled code it runs PyTorch's layer, for which the compiler generates a kernel.
+    In compiled code PyTorch's layer runs instead, because the compiler generates a kernel for it.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ def fuse_lora(model: nn.Module) -> None:
     """Replace the class of every linear LoRA layer of peft by one that uses the operator, in place.
 
     The operator runs if the layer has one active adapter without dropout, and each sample has its
-    own adapter weights. Otherwise peft's code runs. It also runs in compiled code on a CPU, because
-    the kernels need a GPU.
+    own adapter weights. Otherwise peft's code runs. In compiled code on a CPU peft's code runs too,
+    because the kernels need a GPU.
     """
     from peft.tuners.lora.layer import Linear
 

@@ -144,9 +144,10 @@ def _fused_layer(cls: type[nn.Module]) -> type[nn.Module]:
 @once_per_class
 def _fused_merging(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, input_feature: Tensor, input_dimensions: Size) -> Any:
-        """Merge every 2 x 2 neighbours into one row by one reordering.
+        """Merge each 2 x 2 square of patches into one row by one reordering.
 
-        The code of transformers takes four slices, whose four gradients have the full size.
+        The code of transformers takes four slices instead. The gradient of each slice has the size
+        of the whole input, so that code writes more memory.
         """
         height, width = input_dimensions
         if height % 2 or width % 2:
@@ -171,7 +172,7 @@ def _fused_stage(cls: type[nn.Module]) -> type[nn.Module]:
     def get_reshaped_hidden_states(
         self: Any, hidden_states: Tensor, before: Tensor, height: int, width: int, is_before: bool
     ) -> Tensor:
-        """Return the hidden states as images, without a copy because this output is rarely used."""
+        """Return the hidden states as images: a view, because most callers do not read them."""
         if is_before:
             x, size = before, (height, width)
         elif self.downsample is None:
@@ -186,8 +187,8 @@ def _fused_stage(cls: type[nn.Module]) -> type[nn.Module]:
 def _window_orders(layer: Any, x: Tensor, size: Size) -> tuple[Tensor, Tensor] | None:
     """Return the permutation from image order to window order and its inverse.
 
-    Return None if the layer's own code in `transformers` must run: if images need padding, and in
-    compiled code, where the compiler itself fuses norm, shift and windows.
+    Return None if the layer's own code in `transformers` must run. Images that need padding are
+    one reason. Compiled code is another, because the compiler itself fuses norm, shift and windows.
     """
     window, shift = layer.window_size, layer.shift_size
     height, width = size
@@ -214,25 +215,26 @@ def _order(
     return _stored(key, make, device)  # type: ignore[no-any-return]
 
 
-# Small tensors that depend only on their keys. Captured CUDA graphs read them, so none is deleted.
+# (key, device) -> small tensors that depend only on the key. Nothing is deleted here, because
+# captured CUDA graphs read these tensors.
 _STORED: dict[tuple[Any, ...], Any] = {}
 
 
 def _stored(key: tuple[Any, ...], make: Callable[[], Any], device: torch.device) -> Any:
-    """Return the value of `key`, which `make` computes once per device.
+    """Return the stored value of `key`; the first call on a device computes it by `make`.
 
-    Return None if it is not computed yet and a CUDA graph capture is running.
+    Return None if no value is stored yet and a CUDA graph capture is running.
     """
     if (key, device) not in _STORED:
         if _capturing(device):
             return None
-        # Keep the value of another thread that was faster: a captured graph may already read it.
+        # If another thread has stored a value meanwhile, keep it: a captured graph may read it.
         return _STORED.setdefault((key, device), _made_for_all(make, device))
     return _STORED[key, device]
 
 
 def _made_for_all(make: Callable[[], Any], device: torch.device) -> Any:
-    """Return `make()` so that later passes can use it with gradients or on another CUDA stream."""
+    """Return the result of `make`, usable later with gradients and on other CUDA streams."""
     with torch.inference_mode(False), torch.no_grad():
         made = make()
     if device.type == "cuda":

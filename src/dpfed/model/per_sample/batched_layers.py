@@ -1,8 +1,8 @@
 """Batched layers: trainable layers that accept one copy of their weights per sample.
 
 A batched layer is the original module with its class replaced in place, so names and hooks remain
-and `isinstance` works as before. With its own weights, `[*shape]`, it computes the same as before.
-With copies `[M, *shape]`, passed by `torch.func.functional_call`, sample j uses copy j. One
+and `isinstance` works as before. With its own weights `[*shape]` the layer computes the same as
+before. With copies `[M, *shape]`, passed by `torch.func.functional_call`, sample j uses copy j. One
 backward pass then gives the gradients of the copies, which are the per-sample gradients.
 
 The leading axis of an activation may be any multiple of M, ordered by record. Swin needs this: it
@@ -24,8 +24,8 @@ from dpfed.accel.operators.patches import patch_counts, patches
 from dpfed.model.per_sample.derived_class import derived, once_per_class
 from dpfed.model.per_sample.keyed_dropout import KEY
 
-# Turns a function of one record into a function of all records. The list says for each argument
-# which axis holds the records; None means that all records share the argument.
+# A function that turns a function of one record into one of all records. Its list says for each
+# argument which axis holds the records; None means that all records share the argument.
 MapRecords = Callable[[Callable[..., Any], list[int | None]], Callable[..., Any]]
 
 
@@ -96,8 +96,8 @@ class BatchedEmbedding(nn.Embedding):
         per = per_sample(ids, samples, self).flatten(1)
         table = self.weight.reshape(samples * rows, width)
         offset = torch.arange(samples, device=ids.device).unsqueeze(1) * rows
-        # An id outside its own table would read another record's copy. Replace it by an id outside
-        # all copies, so that PyTorch reports an error.
+        # All copies form one table, where a wrong id would read another record's copy. Replace
+        # wrong ids by an id outside all copies, so that PyTorch reports an error.
         known = (per >= 0) & (per < rows)
         y = F.embedding(torch.where(known, per + offset, samples * rows), table)
         if self.padding_idx is not None:
@@ -144,8 +144,9 @@ class BatchedConv2d(nn.Conv2d):
     def _product_is_faster(self, x: Tensor) -> bool:
         """Return True if a matrix product with patches is faster than a convolution with groups.
 
-        This is always so on a GPU, which has no fast kernel for many groups. A CPU has one, which
-        is faster for many patches or few channels (measured on one and two threads).
+        The product is always faster on a GPU, which has no fast convolution for many groups. On a
+        CPU the convolution is faster for many patches or few channels (measured on one and two
+        threads).
         """
         if x.device.type != "cpu" or _half_on_cpu(x) or self.kernel_size == (1, 1):
             return True
@@ -159,7 +160,8 @@ class BatchedConv2d(nn.Conv2d):
     def _product(self, x: Tensor) -> Tensor:
         """Return the output images of the convolution, computed by one matrix product per record.
 
-        It multiplies weights `[M, o, c*h*w]` by the patches `[M, c*h*w, places]` of the images `x`.
+        The product multiplies the weights `[M, o, c*h*w]` by the patches of the images `x`,
+        `[M, c*h*w, places]`.
         """
         columns, weight = patches(x, *self._sizes), self.weight.flatten(2)
         if self.bias is None:
@@ -173,8 +175,8 @@ def _half_on_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
 
 
-# This table is only for these exact classes. A subclass may have another forward pass, so
-# `vmap_layer` is used for it.
+# Plain class -> batched class. Subclasses of a plain class use `vmap_layer` instead, because they
+# may have another forward pass.
 BATCHED_LAYERS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: BatchedLinear,
     nn.LayerNorm: BatchedLayerNorm,
@@ -186,13 +188,13 @@ BATCHED_LAYERS: dict[type[nn.Module], type[nn.Module]] = {
 
 @once_per_class
 def vmap_layer(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the batched version of any module class: `vmap` calls it on all records at once."""
+    """Return the batched version of any module class, which computes all records by one `vmap`."""
     return _mapped_layer(cls, lambda one, axes: torch.vmap(one, (0, *axes), randomness="different"))
 
 
 @once_per_class
 def loop_layer(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the batched version of any module class: a loop calls it on one record at a time."""
+    """Return the batched version of any module class, which computes one record after another."""
     return _mapped_layer(cls, _by_loop)
 
 
@@ -246,16 +248,16 @@ def _mapped_layer(cls: type[nn.Module], map_records: MapRecords) -> type[nn.Modu
 def _record_axes(module: nn.Module, leaves: list[Any], samples: int) -> list[int | None]:
     """Return for each argument 0 if its first axis holds records, or None if records share it.
 
-    The first call guesses, and later calls use the same answer. The first call comes from the
-    isolation check, which detects a wrong guess. A later guess could be wrong without notice: the
-    length of a shared argument may be a multiple of the number of records by chance.
+    The first call guesses from the shapes, and later calls use the same answer. The first call
+    comes from the isolation check, which detects a wrong guess. A guess in a later call could be
+    wrong without notice, because a shared argument may have a fitting length by chance.
     """
     known: dict[int, list[int | None]] = module.__dict__.setdefault("_axes", {})
     axes = known.get(len(leaves))
     if axes is None:
         axes = [0 if _is_batched(leaf, samples) else None for leaf in leaves]
-        # With one record every argument looks batched. This is right for one record only, so the
-        # answer is not stored.
+        # With one record every argument looks batched. Do not store this answer, because it is
+        # wrong for more records.
         if samples > 1:
             known[len(leaves)] = axes
     return axes
@@ -266,10 +268,10 @@ def _is_batched(leaf: Any, samples: int) -> bool:
 
 
 def install_swin_bias(module: nn.Module, parent: nn.Module | None) -> bool:
-    """Make Swin's position bias and its parent, the attention, batched; return True if it is one.
+    """Return True if `module` is Swin's position bias; make the bias and its parent batched then.
 
-    The bias has no input, so the attention tells it how many windows each record has. Any other
-    module does not change, and the result is False.
+    The parent is the attention. It tells the bias how many windows each record has, because the
+    bias has no input. For any other module nothing changes and the result is False.
     """
     if type(module).__name__ != "SwinRelativePositionBias" or parent is None:
         return False

@@ -14,8 +14,8 @@ import torch._functorch.config
 from torch import Tensor, nn
 
 LOG = logging.getLogger("dpfed")
-# Share of the activations that are stored for the backward pass; cheap others are computed again.
-# That takes 1 % more time and saves a sixth of the memory (docs/performance.md).
+# Share of the activations that are stored for the backward pass. The others are cheap and computed
+# again, which takes 1 % more time and saves a sixth of the memory (docs/performance.md).
 ACTIVATION_BUDGET = 0.8
 
 
@@ -29,7 +29,7 @@ class Compiled:
 
     def __init__(self, plain: Callable[..., Tensor], model: nn.Module, **options: Any) -> None:
         # torch.compile counts each class of layer in each stage as a recompilation of one function.
-        # Its default limit is 8.
+        # Raise the limit, because the default of 8 is too low.
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         self._plain = plain
         self._layers = repeated_layers(model)
@@ -51,7 +51,8 @@ class Compiled:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                # Compilers raise errors of many classes. Try the next way, or run uncompiled.
+                # Compilers raise errors of many classes. After any error, try the next way of
+                # compilation, or run uncompiled.
                 self._give_up(error)
         return self._plain(*arguments)
 
@@ -83,9 +84,9 @@ def reason_of(error: Exception) -> str:
 
 
 def repeated_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that a model repeats: all members of lists whose members have one class.
+    """Return the layers that a model repeats: members of module lists with members of one class.
 
-    If such a list contains others, as in Swin's stages, only the innermost lists count.
+    If such a list contains other such lists, as in Swin's stages, only the innermost lists count.
     """
 
     def is_row(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Create subclasses of layer classes, to which existing layers are then switched in place."""
+"""Create subclasses of layer classes. Existing layers then get such a subclass as their class."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Check that a record in a padded batch gets the outputs that the plain model gives it alone.
 
-First, before any layer's class is replaced, the plain model computes synthetic records, each alone
-and without padding. Later these outputs are compared with those of one padded batch, which is
-computed as in a run. No private record is read.
+Before any layer's class is replaced, the plain model computes the outputs of synthetic records,
+each alone and without padding. Afterwards the changed model computes the same records in one padded
+batch, as in a run. The outputs must agree. No private record is read.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def plain_outputs(
 def unpadded(one: dict[str, Tensor], prepare: Prepare) -> dict[str, Tensor]:
     """Return the plain model's arguments for one record.
 
-    For a text these are its tokens without padding, mask and positions.
+    For a text they contain only its tokens, without padding, without mask and without positions.
     """
     if "attention_mask" not in one:
         return prepare(one)
@@ -113,7 +113,7 @@ def faithful_model(
 def faithful_form(model: PerSample, plain: PlainOutputs, forms: Sequence[Prepare]) -> Prepare:
     """Return the first of the functions `forms` whose inputs lead to the plain model's outputs.
 
-    Raise DpfedError if none does.
+    Raise DpfedError if no function does so.
     """
     best = math.inf
     reason = ""
@@ -121,7 +121,7 @@ def faithful_form(model: PerSample, plain: PlainOutputs, forms: Sequence[Prepare
         try:
             off = farthest(model, plain, form)
         except Exception as error:
-            # A model raises errors of many classes for inputs that it cannot read.
+            # Models raise errors of many classes for inputs that they cannot read: catch them all.
             reason = reason or first_words(error)
             continue
         if off <= TOLERANCE[model.dtype]:
@@ -147,7 +147,7 @@ def farthest(model: PerSample, plain: PlainOutputs, form: Prepare) -> float:
         together = call(model.model, weights, cast(form(dict(plain.inputs)), model.dtype))
     off = []
     for got, want in zip(together, plain.outputs, strict=True):
-        # A language model's outputs are [tokens, vocabulary]. Do not compare those of padding.
+        # A language model's outputs are [tokens, vocabulary]. Do not compare padding tokens.
         real = got[: len(want)] if got.dim() == 2 else got
         size = max(float(want.norm()), torch.finfo(torch.float32).tiny)
         difference = float((real.float() - want).norm()) / size

@@ -1,8 +1,8 @@
 """Per-sample gradients of a model in one forward and one backward pass, for S clients side by side.
 
 Every record gets its own copy of the trainable weights, taken from its client's row of theta
-`[S, P]`. The batched layers compute with these copies. The gradients of the copies are then the
-per-sample gradients.
+`[S, P]`. The batched layers compute with these copies. The gradient of a record's copy is then
+the record's per-sample gradient.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ class PerSample:
         self._losses = Compiled(self._sum_of_losses, self.model, **options)
 
     def through(self, forward: Forward, module: str) -> PerSample:
-        """Return a PerSample of the same modules with another forward pass.
+        """Return a PerSample of the same modules with the forward pass `forward`.
 
-        Its forward pass may use dropout only in the module called `module`.
+        `forward` may use dropout only in the module called `module`.
         """
         other = copy.copy(self)
         other.forward = forward
@@ -141,7 +141,7 @@ class PerSample:
         labels: Tensor,
         keys: Tensor | None = None,
     ) -> list[Tensor]:
-        """Return for each trainable tensor of n numbers its per-sample gradients `[M, n]`.
+        """Return for each trainable tensor with n numbers its per-sample gradients, `[M, n]`.
 
         theta   the trainable vectors of S clients, `[S, P]`
         client  for each record, the row of theta that it uses, `[M]`
@@ -164,9 +164,9 @@ class PerSample:
         labels: Tensor,
         keys: Tensor | None = None,
     ) -> list[Tensor]:
-        """Return the gradients of `grads`, but those of linear weights transposed.
+        """Return the same as `grads`, except that the gradients of linear weights are transposed.
 
-        This saves a copy. `ordered` later restores the order of the vector in sums of gradients.
+        This saves a copy. `ordered` later puts sums of these gradients into the vector's order.
         """
         copies = self._copies(theta, client)
         with torch.enable_grad():
@@ -180,17 +180,17 @@ class PerSample:
         return [grad.reshape(len(client), -1) for grad in grads]
 
     def ordered(self, raw: Tensor) -> Tensor:
-        """Return sums of gradients from `raw_grads`, `[S, P]`, in the order of the flat vector.
+        """Return `raw [S, P]`, sums of gradients from `raw_grads`, in the order of the flat vector.
 
-        The result may be `raw` itself, if no linear weight is trained.
+        The result is `raw` itself if its order is already right.
         """
         return self._gradient_layout.vectors(raw)
 
     def scores(self, vector: Tensor, inputs: Batch) -> Tensor:
         """Return the model's scores of all records for the trainable vector `[P]`, without dropout.
 
-        On a GPU one pass has more records than on a CPU. After each out-of-memory error this number
-        is halved and the call is tried again.
+        The records are computed in several passes, with more records per pass on a GPU than on a
+        CPU. After each out-of-memory error, the records per pass are halved and the call repeats.
         """
         weights = {name: w.to(self.dtype) for name, w in self.space.unflatten(vector).items()}
         if vector.device.type != "cuda":
@@ -201,12 +201,12 @@ class PerSample:
             except torch.OutOfMemoryError:
                 if self._rows_factor * self.rows <= 1:
                     raise
-            # Retry outside the handler: inside it, the error keeps the failed pass in memory.
+            # Retry only here, outside `except`: there the error keeps the failed pass in memory.
             self._rows_factor /= 2
             torch.cuda.empty_cache()
 
     def records_at_once(self, device: torch.device) -> int:
-        """Return how many records one pass of `scores` has on this kind of device at first."""
+        """Return how many records the first pass of `scores` has on this kind of device."""
         return 16 * self.rows if device.type == "cuda" else self.rows
 
     def _scores(self, weights: dict[str, Tensor], inputs: Batch, rows: float) -> Tensor:
@@ -235,7 +235,7 @@ class PerSample:
 
 
 def _transposed(model: nn.Module, space: Space) -> list[bool]:
-    """Return True for each tensor whose copies are stored transposed: weights of linear layers.
+    """Return for each tensor True if its copies are stored transposed, as for linear weights.
 
     A linear layer multiplies by the transpose of its weight, so autograd computes the transposed
     gradient. If the copies are transposed too, this gradient is used without another copy.
@@ -266,7 +266,7 @@ def call(model: nn.Module, weights: dict[str, Tensor], inputs: Batch) -> Tensor:
 def cast(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the inputs with floating-point tensors converted to `dtype`.
 
-    Numbers below its range are first raised to its lowest number, so that masks remain finite.
+    Numbers below the range of `dtype` first become its lowest number, so that masks stay finite.
     """
     if dtype == torch.float32:
         return inputs
@@ -313,7 +313,7 @@ def install_batched_layers(model: nn.Module, space: Space) -> None:
         if id(parameter) not in trained:
             continue
         owner = tensor.rpartition(".")[0]
-        # A container has no forward pass. Replace the module above it, which reads the tensor.
+        # A container has no forward pass. Replace its parent, which reads the tensor.
         while isinstance(modules[owner], CONTAINERS):
             owner = owner.rpartition(".")[0]
         parent = modules.get(owner.rpartition(".")[0])

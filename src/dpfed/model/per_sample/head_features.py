@@ -1,7 +1,8 @@
 """Split a model into its frozen layers and its head, so that the head trains on stored features.
 
-If only the head is trained, the head's input for a record is the same at every step. This input,
-the record's features, is computed once, and the head then trains on it like a small model.
+If only the head is trained, the head's input for a record is the same at every step. This input is
+called the record's features. Features are computed once, and the head then trains on them like a
+small model.
 The frozen layers and the head are two PerSample objects with the same modules and different
 forward passes. Names, vector and dropout therefore do not change.
 """
@@ -18,7 +19,7 @@ from dpfed.model.per_sample.gradients import Batch, Forward, PerSample
 
 FEATURES = "features"
 DROPOUT = "the model has dropout or stochastic depth"
-# Number of records in one pass of the head, which needs less memory than the frozen layers.
+# Number of records in one pass of the head. It is large, because the head needs little memory.
 ROWS = 8192
 
 
@@ -28,7 +29,7 @@ class _NotSeparableError(Exception):
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """A model as two models that are called one after the other.
+    """Two models that give the outputs of one model if called one after the other.
 
     frozen  reads records; its scores are the features
     head    reads features; its scores are those of the whole model
@@ -72,7 +73,7 @@ def _split_at(name: str, model: PerSample, theta: Tensor, blank: Batch) -> HeadS
         head_scores = head.scores(moved, {FEATURES: features})
         model_scores = model.scores(moved, blank)
     except Exception:
-        # Models raise errors of many classes here. Training then computes the whole model.
+        # Models raise errors of many classes here. After any error, do not split the model.
         return (
             f"the output of {type(model.model).__name__} is not that of {name} for one tensor "
             "of numbers"
@@ -85,7 +86,7 @@ def _split_at(name: str, model: PerSample, theta: Tensor, blank: Batch) -> HeadS
 
 
 def _equal_up_to_rounding(one: Tensor, other: Tensor) -> bool:
-    """Return True if the difference can be rounding, caused by another order of additions."""
+    """Return True if the tensors are equal or differ so little that rounding explains it."""
     step = 100 * torch.finfo(other.dtype).eps
     return one.shape == other.shape and torch.allclose(one, other, step, step)
 
@@ -93,8 +94,8 @@ def _equal_up_to_rounding(one: Tensor, other: Tensor) -> bool:
 def heads_of(model: nn.Module, trained: tuple[str, ...]) -> list[str]:
     """Return the names of the modules that may be the head, the innermost first.
 
-    Such a module contains every trained tensor. Outside it there are frozen tensors, and no module
-    there uses a trained one.
+    Such a module contains every trained tensor. The rest of the model has frozen tensors and uses
+    no trained tensor.
     """
     common: list[str] = []
     for parts in zip(*(name.split(".")[:-1] for name in trained), strict=False):

@@ -1,14 +1,14 @@
-"""The isolation check: on synthetic records, every tensor trains and no record affects another.
+"""The isolation check: every tensor trains, and no synthetic record changes another's gradient.
 
-A tensor whose gradient is zero, or whose update does not change the output, is an error. So are
-per-sample gradients that differ from gradients of single records. Trainable tensors are first
-changed at random, because LoRA's B = 0 makes the gradient of A zero.
+These are errors: a tensor has gradient zero, the update of a tensor does not change the output, or
+per-sample gradients differ from gradients of single records. Trainable tensors are first changed
+at random, because LoRA's B = 0 makes the gradient of A zero.
 
 The gradient of a ReLU jumps at zero, and rounding may decide on which side of zero its input lies.
 A small difference is therefore accepted if both of these conditions hold:
-1. It vanishes in double precision, where no input is so close to zero by chance.
-2. For each record there are other weights without any difference. A layer that mixes records
-   would cause a difference for all weights.
+1. The difference vanishes in double precision, where no input is so close to zero by chance.
+2. For each record some other random weights give no difference. A layer that mixes records would
+   cause a difference for all weights.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def check_gradients(
 ) -> None:
     """Raise DpfedError if a tensor does not train or if per-sample gradients are wrong.
 
-    The message names the tensor. The check costs a handful of forward passes on `RECORDS` synthetic
+    The message names the tensor. The check needs a few forward passes of `RECORDS` synthetic
     records.
     """
     buffers = {name: b.clone() for name, b in model.model.named_buffers()}
@@ -179,7 +179,7 @@ def check_isolation(
             f"{here} gradients near the initial weights are not finite: take another precision"
         )
     name, off = _farthest(model, beside, sound, max(ROUNDING, torch.finfo(model.dtype).eps))
-    # If NaN reaches another record, that record's gradient is NaN. Small differences are rounding.
+    # Differences up to JUMP are rounding. `off` is NaN if NaN has reached another record.
     if not off <= JUMP:
         raise DpfedError(
             f"{here} a record whose gradient is not finite changes that of another in {name}: "
@@ -195,7 +195,7 @@ def _farthest(
 ) -> tuple[str, float]:
     """Return the name of the tensor whose gradients differ most, and its relative difference.
 
-    The share `rounding` of the whole gradient's norm is subtracted from each difference.
+    Each difference is first reduced by `rounding` times the norm of the whole gradient.
     """
     floor = rounding * torch.cat(list(alone), dim=1).norm()
     off = [float(((a - b).norm() - floor) / b.norm()) for a, b in zip(together, alone, strict=True)]
@@ -206,9 +206,9 @@ def _farthest(
 def _each_agrees_once(
     model: PerSample, theta: Tensor, records: _Records, generator: torch.Generator
 ) -> bool:
-    """Return True if each record has, for some random weights, equal gradients in both ways.
+    """Return True if for each record some random weights give it the same gradients twice.
 
-    The ways are one pass of all records, and one record at a time.
+    One gradient comes from a pass of all records, the other from a pass of this record alone.
     """
     left = set(range(RECORDS))
     for _ in range(DRAWS):
@@ -227,7 +227,7 @@ def _each_agrees_once(
 def _agrees_in_double(model: PerSample, records: _Records) -> bool:
     """Return True if, in double precision, one pass gives the gradients of single records.
 
-    Return False if they differ or if the model cannot run in double precision.
+    Return False if the gradients differ or if the model cannot run in double precision.
     """
     before = model.dtype
     numbers = {name: p.data for name, p in model.model.named_parameters()}
@@ -238,7 +238,7 @@ def _agrees_in_double(model: PerSample, records: _Records) -> bool:
         _, off = _farthest(model, exact.together(model), exact.one_by_one(model), ROUNDING**2)
         return off <= EXACT
     except Exception:
-        # Models and devices without double precision raise errors of many classes.
+        # Models and devices without double precision raise errors of many classes: catch them all.
         return False
     finally:
         # Put the original tensors back. Converting the model back would not restore tensors of

@@ -1,8 +1,8 @@
 """Dropout layers whose masks depend only on the record's key.
 
-A record's mask is a hash of its key, the layer's number and the position in the activation. It is
-the same in any fleet, in any pass and on any GPU, and a resumed run repeats it. A compiled step
-needs no state of a random generator. Without keys, as in evaluation, the layers change nothing.
+A record's mask is a hash of its key, the layer's number and the position in the activation. The
+mask is the same in any fleet, in any pass, on any GPU and in a resumed run. A compiled step needs
+no state of a random generator. Without keys, as in evaluation, the layers drop nothing.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
 
 
 def rule_of(salt: int, rate: float) -> Tensor:
-    """Return a tensor `[2]`: the start of a layer's random stream, and its drops of 2^24 draws.
+    """Return the start of a layer's random stream, and how many of 2^24 draws it drops, as `[2]`.
 
     salt  the layer's number
     rate  the probability of dropout
 
-    The two numbers are a tensor, so that layers that differ only in them are compiled once.
+    The numbers are in a tensor, so that layers with different numbers are compiled only once.
     """
     # A number in a tensor must fit int64, so the product is reduced to that range here.
     start = (salt * _GOLDEN + 2**63) % 2**64 - 2**63
@@ -34,7 +34,7 @@ def rule_of(salt: int, rate: float) -> Tensor:
 
 
 def _key_and_rule(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the key and rule buffers of a layer.
+    """Return the records' keys `[M]` and the layer's rule (see `rule_of`).
 
     Return None if nothing is dropped, because the layer's rate is 0 or the pass has no keys.
     """
@@ -69,7 +69,7 @@ def keyed_drop_path(cls: type[nn.Module]) -> type[nn.Module]:
 def install_keyed_dropout(model: nn.Module) -> list[str]:
     """Replace the classes of all dropout and stochastic-depth layers, in place.
 
-    Return the names of their key buffers.
+    Return the names of the buffers in which these layers find the records' keys.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     keys = []

@@ -1,4 +1,4 @@
-"""The layout of all trainable tensors in one row, with gaps between them and some transposed."""
+"""A second layout of the flat vector, the row: some tensors are transposed, with gaps between."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dpfed.model.parameter_vector import Space
 
-# If pieces have at least this mean size, copying each piece is faster than indexing each number.
+# If the mean size of pieces is at least this, copying pieces is faster than indexing numbers.
 LARGE = 2**15
 
 
@@ -19,9 +19,9 @@ class Piece:
     """A stretch of numbers that are adjacent in the flat vector and in the row.
 
     vector  where the stretch starts in the vector
-    row     where it starts in the row
-    size    how many numbers it has
-    sides   the shape of its tensor in the vector if the row holds the transpose, else None
+    row     where the stretch starts in the row
+    size    how many numbers the stretch has
+    sides   if the row holds the transpose of a tensor: its shape in the vector; otherwise None
     """
 
     vector: int

@@ -1,8 +1,8 @@
 """Batched versions of modules whose inner layers cannot be made batched one by one.
 
-Inside these modules the first axis does not hold records: it holds tokens, or all records share a
-table of relative positions. Most of them are therefore called for each record as a whole, by `vmap`
-or by a loop.
+Inside these modules the first axis does not hold records. It may hold tokens, or belong to a table
+of relative positions that all records share. Most of these modules are therefore called as a whole
+for each record, by `vmap` or by a loop.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def map_whole_modules(model: nn.Module, trained: set[int]) -> None:
 def _batched_deberta(cls: type[nn.Module]) -> type[nn.Module]:
     """Return the batched version of DeBERTa's attention.
 
-    Its table of relative positions is `[rows, width]`, or `[M, rows, width]` with one copy per
-    record.
+    The attention has a table of relative positions, `[rows, width]`. With one copy per record the
+    table is `[M, rows, width]`.
     """
 
     def single(self: Any, *args: Any, rel_embeddings: Tensor | None = None, **kwargs: Any) -> Any:
@@ -57,8 +57,8 @@ def _batched_deberta(cls: type[nn.Module]) -> type[nn.Module]:
 def _batched_mpnet(cls: type[nn.Module]) -> type[nn.Module]:
     """Return the batched version of MPNet's encoder.
 
-    The encoder reads its table of position biases without any input of a record. Here each record
-    reads its own copy of the table.
+    The plain encoder reads one table of position biases for all records. In the batched version
+    each record reads its own copy of the table.
     """
     plain: Any = cls
 

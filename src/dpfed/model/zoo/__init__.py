@@ -1,4 +1,4 @@
-"""The models that a configuration can name. Each is a `[model]` section with `build(spec)`."""
+"""The models that a configuration can name. Each is a section class with a method `build(spec)`."""
 
 from __future__ import annotations
 

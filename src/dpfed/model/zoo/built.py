@@ -27,7 +27,7 @@ class Built:
     rows        number of records in one pass of an evaluation
     notes       sentences to show to the user
     companions  creates the files of an export besides the weights
-    forms       alternatives to `prepare`, preferred first; a check takes the first correct one
+    forms       alternatives to `prepare`, preferred first; a check chooses the first correct one
     """
 
     model: nn.Module

@@ -21,7 +21,7 @@ class HubSilentError(DpfedError):
 
 
 def folder_of(weights: str, key: str = "model.weights") -> Path | None:
-    """Return the folder called `weights`, or None if the text can only be a name on the hub.
+    """Return the folder with the path `weights`, or None if `weights` is a name on the hub.
 
     Raise DpfedError if the text looks like a path but is no folder with a model. The message names
     the configuration key `key`.
@@ -42,7 +42,7 @@ def folder_of(weights: str, key: str = "model.weights") -> Path | None:
 
 
 def source_of(weights: str, key: str = "model.weights") -> tuple[str, bool]:
-    """Return a folder or hub name for transformers, and True if it must use only local files."""
+    """Return a folder or hub name, and True if transformers must use only local files."""
     folder = folder_of(weights, key)
     if folder is not None:
         return str(folder), True
@@ -99,7 +99,7 @@ def reach(name: str, key: str) -> None:
 def hub_file(name: str, file: str) -> Path | None:
     """Return the local path of a small file of a hub model, or None if the model has no such file.
 
-    The file is downloaded if it is not cached, in the same version as a cached model.
+    A file that is not cached is downloaded. If the model is cached, its version is used.
     Raise HubSilentError if the hub does not answer.
     """
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
@@ -120,7 +120,7 @@ def hub_file(name: str, file: str) -> Path | None:
         snapshot = _snapshot(name)
         if offline():
             if snapshot is None:
-                # Without a cached model, loading its weights fails later, so no file is needed.
+                # The model is not cached and cannot be loaded, so this file is not needed.
                 return None
             raise silent
         reach(name, "model.weights")
@@ -138,7 +138,8 @@ def hub_file(name: str, file: str) -> Path | None:
 def hub_metadata(name: str) -> dict[str, dict[str, str]]:
     """Return the metadata of each safetensors file of a hub model, by file name.
 
-    Cached files are read from the local cache. Otherwise only the files' headers are downloaded.
+    Cached files are read from the local cache. Of other files only the start, which holds the
+    metadata, is downloaded.
     Raise HubSilentError if the hub does not answer.
     """
     from huggingface_hub import get_safetensors_metadata
@@ -165,7 +166,7 @@ def hub_metadata(name: str) -> dict[str, dict[str, str]]:
     except NotASafetensorsRepoError:
         return {}
     except Exception:
-        # Network and file format raise errors of many classes.
+        # The network and damaged files raise errors of many classes, so catch all of them.
         raise silent from None
 
 

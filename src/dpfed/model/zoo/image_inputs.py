@@ -52,8 +52,8 @@ def resizing(size: int, mode: str) -> Callable[[Tensor], Tensor]:
 
     mode  "bilinear" or "bicubic"; images that become smaller are antialiased
 
-    On a GPU two matrix products are faster for small images than torch's own kernel. On a CPU and
-    in compiled code torch's function is used; a compiler fuses it with other code.
+    On a GPU the function uses two matrix products, which are faster for small images than torch's
+    kernel. On a CPU and in compiled code it uses torch's function.
     """
     # Keep these tensors on the device, because a captured CUDA graph cannot copy them there.
     matrices: dict[tuple[torch.device, int, bool], Tensor] = {}
@@ -87,7 +87,7 @@ def resize_matrix(side: int, size: int, mode: str, smaller: bool) -> Tensor:
 
 
 def by_products(x: Tensor, down: Tensor, across: Tensor) -> Tensor:
-    """Return images whose columns are resized by the matrix `down`, and the rows by `across`.
+    """Return the images, with columns resized by the matrix `down` and rows by `across`.
 
     Training turns TF32 off, so the products have full float32 precision.
     """

@@ -1,4 +1,4 @@
-"""Pooling of a sentence encoder's tokens, as `modules.json` of sentence-transformers says."""
+"""Pooling of a sentence encoder's tokens, as the file `modules.json` beside the weights says."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ from dpfed.model.zoo.hub import folder_of, json_beside, source_of
 
 Head = Literal["new", "kept"]
 HEADS = ("classifier", "score", "head", "cls_classifier")
-# Besides the head, weights may lack at most this many modules, such as a pooler. These are then
-# new. If more are missing, the weights belong to another model.
+# Besides the head, weights may lack at most this many modules, such as a pooler, which then start
+# untrained. If more modules are missing, the weights belong to another model.
 MAX_FRESH_MODULES = 4
 
 
@@ -42,7 +42,7 @@ class PretrainedSection(ModelSection):
     def pretrained(self) -> str:
         """Return the folder or hub name of the weights, which also determine the model's shape.
 
-        Raise DpfedError for random weights, which have no shape.
+        Raise DpfedError for random weights, which determine no shape.
         """
         weights = self.chosen()
         if weights is None:
@@ -79,7 +79,7 @@ def config_of(weights: str, **changes: Any) -> Any:
             name, local_files_only=local, trust_remote_code=False, **changes
         )
     except Exception as error:
-        # Values in the configuration that have a wrong type or range raise errors of many classes.
+        # Wrong values in the configuration raise errors of many classes, so catch all of them.
         raise DpfedError(
             f"the configuration of {weights!r} cannot be used: {reason(error)}"
         ) from None
@@ -88,7 +88,7 @@ def config_of(weights: str, **changes: Any) -> Any:
 def know_pooled() -> None:
     """Register the pooled classifier with transformers.
 
-    It then loads exports of this classifier without running the code in their folder.
+    transformers then loads exports of this classifier without running the code in their folder.
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -107,7 +107,7 @@ def on_meta() -> bool:
 def shape_suffices(weights: str | None) -> bool:
     """Return True if a model of known shape can be built without reading files of weights.
 
-    This is so if the weights are random, or if only the shapes of a hub model are needed.
+    The result is True for random weights, and if only the shapes of a hub model are needed.
     """
     return weights is None or (on_meta() and folder_of(weights) is None)
 
@@ -165,7 +165,7 @@ def _shaped(auto: Any, config: Any, weights: str | None) -> nn.Module:
     try:
         model: nn.Module = auto.from_config(config, trust_remote_code=False).float()
     except Exception as error:
-        # Models raise errors of many classes if sizes in their configuration do not fit together.
+        # Models raise errors of many classes if their sizes do not fit together: catch them all.
         what = "of this shape" if weights is None else f"of {weights!r}"
         raise DpfedError(f"a model {what} cannot be built: {reason(error)}") from None
     return model
@@ -174,7 +174,8 @@ def _shaped(auto: Any, config: Any, weights: str | None) -> nn.Module:
 def _load(auto: Any, config: Any, weights: str) -> tuple[nn.Module, set[str], set[str]]:
     """Return the loaded model and two sets of tensor names.
 
-    The first set is missing in the weights, and the second has another shape there.
+    The first set names tensors that the weights lack. The second set names tensors that have
+    another shape in the weights.
     """
     from transformers.utils import logging
 
@@ -194,7 +195,7 @@ def _load(auto: Any, config: Any, weights: str) -> tuple[nn.Module, set[str], se
             output_loading_info=True,
         )
     except Exception as error:
-        # Damaged files raise errors of many classes.
+        # Damaged files raise errors of many classes, so catch all of them.
         raise DpfedError(f"the weights in {weights!r} cannot be loaded: {reason(error)}") from None
     finally:
         logging.set_verbosity(before)
@@ -218,7 +219,7 @@ def heads_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def public_constants(weights: str | None) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-    """Return the mean and standard deviation per channel with which the weights were trained.
+    """Return the means and the standard deviations per channel, as in the weights' training.
 
     Return None if `preprocessor_config.json` of the weights does not state them, or if only shapes
     are needed.
@@ -266,7 +267,7 @@ def load_tensors(model: nn.Module, weights: str, name: str, new_head: str | None
             state = {k: v for k, v in state.items() if not k.startswith(start)} | initial
         model.load_state_dict(state)
     except Exception as error:
-        # Missing or damaged files and other shapes raise errors of many classes.
+        # Missing files, damaged files and wrong shapes raise errors of many classes.
         raise DpfedError(
             f"model.weights = {weights!r} cannot be loaded into {name}: {reason(error)}"
         ) from None

@@ -97,7 +97,8 @@ class TextSection(PretrainedSection):
     def encode(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return token ids and attention masks of `text`, `[records, max_length]` each.
 
-        With `text_pair` a record is a pair of texts. If the model uses token types, add them.
+        With `text_pair` a record is a pair of texts. If the model uses token types, the result
+        contains them too.
         """
         tokenizer = tokenizer_of(*self._tokenizer_name())
         text = inputs["text"]
@@ -143,13 +144,13 @@ class TextSection(PretrainedSection):
         """A cache key for the results of `encode`; it covers all settings that affect them."""
         tokenizer = tokenizer_of(*self._tokenizer_name())
         form = json.loads(tokenizer.backend_tokenizer.to_str())
-        # Clear these two entries: they depend on the last call and not on the tokenizer's files.
+        # Clear these two settings: the last call sets them, and the tokenizer's files do not.
         form["truncation"] = form["padding"] = None
         facts = [form, tokenizer.pad_token_id, self.max_length, 1]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     def _tokenizer_name(self) -> tuple[str, str]:
-        """Return the folder or hub name of the tokenizer, and the configuration key with it."""
+        """Return the tokenizer's folder or hub name, and the configuration key that sets it."""
         if self.tokenizer is not None:
             return self.tokenizer, "model.tokenizer"
         weights = self.chosen()
@@ -228,7 +229,7 @@ class TextSection(PretrainedSection):
         """Return the configuration with padding, pooling and dropout set by this section's keys."""
         if not self.causal:
             if getattr(inner, "pad_token_id", None) is None:
-                # A classifier finds a record's last token by the padding, so it needs that token.
+                # A classifier finds a text's end by the padding, so it needs a padding token.
                 end = getattr(inner, "eos_token_id", None)
                 inner.pad_token_id = end[0] if isinstance(end, list) else end
             config = self.with_pooling(config)
@@ -251,7 +252,7 @@ class TextSection(PretrainedSection):
     def with_pooling(self, config: Any) -> Any:
         """Return the configuration of a pooled classifier if the weights need one, else `config`.
 
-        It is `config` too for an adapter that was trained without pooling.
+        For an adapter that was trained without pooling, the result is `config` too.
         """
         weights = self.chosen()
         if self.pooling != "auto" or weights is None or shape_suffices(weights):
@@ -281,7 +282,7 @@ def set_dropout(config: Any, rate: float) -> None:
 
 
 def refuse_other_dropout(model: nn.Module, rate: float) -> None:
-    """Raise DpfedError if `model.dropout = rate` misses a dropout layer, or if there is none."""
+    """Raise DpfedError if a dropout layer has neither this rate nor 0, or if none has this rate."""
     found = {
         name: layer.p for name, layer in model.named_modules() if isinstance(layer, nn.Dropout)
     }
@@ -296,9 +297,9 @@ def refuse_other_dropout(model: nn.Module, rate: float) -> None:
 
 
 def position_offset(model: nn.Module) -> int:
-    """Return the index of the row before the first position in the model's position table.
+    """Return the index before the row of the first position in the model's position table.
 
-    This is the index of the table's padding row, or -1 if the table has none.
+    If the table has a padding row, the result is the index of that row, otherwise -1.
     """
     for module in model.modules():
         table = getattr(module, "position_embeddings", None)

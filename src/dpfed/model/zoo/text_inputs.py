@@ -17,7 +17,7 @@ from dpfed.model.zoo.hub import source_of
 
 @lru_cache(maxsize=4)
 def tokenizer_of(name: str, key: str) -> Any:
-    """Return a fast tokenizer that pads and cuts texts on the right; see `padded_right`.
+    """Return a fast tokenizer, changed by `padded_right` to pad and cut texts on the right.
 
     name  folder or hub name of the tokenizer
     key   the configuration key that sets the name, for error messages
@@ -28,7 +28,7 @@ def tokenizer_of(name: str, key: str) -> Any:
 def padded_right(tokenizer: Any, name: str, key: str) -> Any:
     """Change the tokenizer so that it pads and cuts texts on the right, and return it.
 
-    If it has no padding token, it then pads with its end token.
+    A tokenizer without a padding token then pads with its end token.
     """
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
@@ -53,7 +53,7 @@ def plain_tokenizer(name: str, key: str) -> Any:
         # this line raises an error.
         made_up = len(tokenizer) <= len(tokenizer.all_special_ids)
     except Exception as error:
-        # Missing, damaged or unknown files raise errors of many classes.
+        # Missing, damaged or unknown files raise errors of many classes: catch them all.
         raise DpfedError(
             f"{key} = {name!r} has no tokenizer that can be loaded ({reason(error)}): "
             "set model.tokenizer to a folder with tokenizer.json"
@@ -74,9 +74,9 @@ def tokens(model: nn.Module, causal: bool) -> tuple[Prepare, ...]:
     """Return functions that prepare token records for the model, the preferred one first.
 
     The first function makes an additive 4-D mask, so that the model runs no `if` on values of
-    records. The last function passes the plain 2-D mask, from which models with sliding windows
-    build their own. A model with sliding windows gets only the last. No function passes positions:
-    the model computes them.
+    records. The last function passes the plain 2-D mask, from which a model with sliding windows
+    builds its own mask. For such a model only the last function is returned. No function passes
+    positions: the model computes them.
     """
     config: Any = inner_config(model)
     flags = [bool(m.is_causal) for m in model.modules() if hasattr(m, "is_causal")]
@@ -101,7 +101,7 @@ def _form(model: nn.Module, ahead: bool | None) -> Prepare:
         ids = inputs["input_ids"].long()
         real = inputs["attention_mask"].bool()
         if padding is not None and padding >= 0:
-            # The tokenizer may pad with another token than the model expects.
+            # The tokenizer may pad with another token than the model expects: set the expected one.
             ids = ids.masked_fill(~real, padding)
         mask = real.long() if ahead is None else additive(real, ahead)
         out = {"input_ids": ids, "attention_mask": mask}
@@ -115,7 +115,8 @@ def _form(model: nn.Module, ahead: bool | None) -> Prepare:
 def _arguments(model: nn.Module) -> set[str]:
     """Return the names of the arguments that the model's forward pass accepts.
 
-    If it accepts `kwargs`, it passes them on to its body, so those of the body are included.
+    A model that accepts `kwargs` passes them on to its body. The names of the body's arguments are
+    then included.
     """
     found = set(inspect.signature(model.forward).parameters)
     body = getattr(model, str(getattr(model, "base_model_prefix", "")), None)
@@ -127,7 +128,7 @@ def _arguments(model: nn.Module) -> set[str]:
 def additive(real: Tensor, ahead: bool) -> Tensor:
     """Return a mask that is added to attention scores, `[M, 1, 1 or L, L]`.
 
-    It is 0 for visible tokens and the lowest float32 number for hidden ones.
+    The mask is 0 for visible tokens and the lowest float32 number for hidden tokens.
 
     real   True for tokens that are not padding, `[M, L]`
     ahead  True hides later tokens too

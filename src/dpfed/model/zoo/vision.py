@@ -29,8 +29,8 @@ from dpfed.model.zoo.pretrained import (
 USUAL_SIDE = 224
 USUAL_PATCH = 4
 USUAL_WINDOW = 7
-# Windows with at most this many positions use plain attention, which is faster for them: fused
-# attention always computes at least 64 positions.
+# Windows with at most this many positions use plain attention. Fused attention is slower for them,
+# because it always computes at least 64 positions.
 SMALL_WINDOW = 32
 
 
@@ -130,7 +130,7 @@ def _side(config: Any) -> int:
 def _image_size(config: Any) -> Any:
     """Return the image size in a configuration, or None if it has none.
 
-    Models of both images and texts state it in their `vision_config`.
+    Models of both images and texts state the image size in their `vision_config`.
     """
     own = getattr(config, "image_size", None)
     return own or getattr(getattr(config, "vision_config", None), "image_size", None)
@@ -189,9 +189,9 @@ class SwinSection(VisionSection):
             check_swin(self.name, image, patch, window, count, fixed=False)
 
     def _sizes(self) -> tuple[int, int, int]:
-        """Return the sides of an image and a patch in pixels and of a window in patches.
+        """Return the side of an image in pixels, of a patch in pixels, and of a window in patches.
 
-        They apply to random weights, which have no sizes of their own.
+        These sizes are for random weights; pretrained weights have sizes of their own.
         """
         return (
             self.image_size or USUAL_SIDE,
