@@ -1,4 +1,4 @@
-"""Registry of the algorithms. Each has one file; `base.py` is the interface that all implement.
+"""Registry of the algorithms. Each has its own file and implements the interface in `base.py`.
 
 To add an algorithm, add a file here, a line to `_ALL` and a test.
 """

@@ -214,7 +214,7 @@ class Moments(Point):
 class Averaging(Algorithm):
     """Base of algorithms whose clients send Δ_i = θ_i − θ and whose server sets θ ← θ + Δ̄.
 
-    A subclass defines the local step.
+    Δ̄ is the mean of the Δ_i. A subclass defines the local step.
     """
 
     def init(self, ctx: Context, theta: Tensor) -> Point:

@@ -18,9 +18,9 @@ Each client keeps x_prev between rounds and starts with x_prev = θ. Two release
 as much privacy as one release with the noise multiplier divided by √2. The ledger charges this
 cost. The paper computes one more gradient before the first step, which is left out here.
 
-With fafed_vr, m has the noise of both releases: its variance tends to (1+(1−α)²)/(1−(1−α)²) Φ,
-which is 9.5 Φ at α = 0.1. Without it, the variance tends to α/(2−α) Φ = 0.053 Φ. Variance reduction
-therefore needs a smaller learning rate or a larger α.
+With fafed_vr, m contains the noise of both releases. The noise variance of m then tends to
+(1+(1−α)²)/(1−(1−α)²) Φ, which is 9.5 Φ at α = 0.1. Without fafed_vr it tends to α/(2−α) Φ, which is
+0.053 Φ at α = 0.1. Variance reduction therefore needs a smaller learning rate or a larger α.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@
         send Δ_i = θ_i − θ and block_mean(v)
     server: Δ_G ← −Δ̄/(K η_t) ;  θ ← θ + Δ̄ ;  v̄ ← mean of block_mean(v)
 
-If the clients' noise variances Φ_i differ, the noise is taken out of v before it is averaged: after
-round t, client i sends block_mean(v) − (1−β2^{tK})Φ_i. A client that starts round t adds
-(1−β2^{(t−1)K})Φ_i, with its own Φ_i, to the mean that it receives.
+If the clients' noise variances Φ_i differ, each client removes its noise from v before the server
+averages v: after round t, client i sends block_mean(v) − (1−β2^{tK})Φ_i. A client that starts round
+t adds (1−β2^{(t−1)K})Φ_i, with its own Φ_i, to the mean that it receives.
 
 If Φ changes over rounds (quantile clipping), step (2) subtracts w/(1−β2^n) instead of Φ. The server
 tracks w, the moving average of Φ with decay β2. If Φ is constant, w is empty.

@@ -7,8 +7,9 @@
 
 The paper protects clients; this version protects records. Two releases of the same batch cost as
 much privacy as one release with the noise multiplier divided by √2. `equal_eps` multiplies the
-noise by √2, so that both cost the same. Two batches (`sam_batches = independent`) cost as much as
-two steps.
+noise by √2, so that a step costs as much as a step with one release. Two batches
+(`sam_batches = independent`) cost as much as two steps.
+
 At usual noise levels g1 is almost only noise, so e is a random direction.
 """
 

@@ -11,7 +11,7 @@
 Noble, Bellet and Dieuleveut (2022) made the algorithm private. The factor 1/N counts all clients,
 so that c stays the mean of all c_i. Per-record gradients are clipped before c and c_i are added.
 c_i' depends only on noised gradients and costs no privacy. Without weight decay both formulas for
-c_i' are equal; with it, the second one contains λθ.
+c_i' are equal. With weight decay, `displacement` adds the mean of the terms λ θ_i to c_i'.
 """
 
 from __future__ import annotations

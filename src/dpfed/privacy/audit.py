@@ -41,10 +41,11 @@ class Report:
     """Result of one audit.
 
     audit       many canaries in one run, or one canary in each of many draws
-    seen        observer whose values the audit used: the oracle's releases or the server's messages
+    seen        values that the audit used: "oracle" for the oracle's releases, "server" for the
+                messages that the server receives
     lower       lower bound on epsilon
-    claimed     epsilon under test, that of the client with the largest epsilon
-    delta       delta of both
+    claimed     the claimed epsilon that is tested: the largest over all clients
+    delta       delta for which `lower` and `claimed` hold
     confidence  probability that `lower` does not exceed the true epsilon
     canaries    number of canaries
     clients     number of clients
@@ -151,9 +152,10 @@ def one_run_bound(scores: np.ndarray, coins: np.ndarray, delta: float, confidenc
     scores  one number per canary; a high score speaks for "in the data"
     coins   the truth: True for each canary that is in the data
 
-    The canaries with the highest scores are guessed "in", and as many with the lowest "out". The
-    largest bound over several numbers of guesses is returned. The error probability 1 - confidence
-    is divided among them, so that the result has the stated confidence.
+    The audit guesses "in" for the canaries with the highest scores. It guesses "out" for equally
+    many canaries with the lowest scores. It tries several numbers of guesses and returns the
+    largest bound. Each number of guesses gets an equal share of the error probability
+    1 - confidence, so the result has the stated confidence.
     """
     ranked = coins.reshape(-1).astype(bool)[np.argsort(scores.reshape(-1), kind="stable")]
     count = len(ranked)
@@ -214,8 +216,8 @@ def _log_ratio_bound(
     hits = len(ins) - np.searchsorted(np.sort(ins), cuts, side="right")
     false = len(outs) - np.searchsorted(np.sort(outs), cuts, side="right")
     error = (1 - confidence) / 2
-    # The formulas of the Clopper-Pearson limits fail without any hit and without any miss, so
-    # the limits 0 and 1 are set below.
+    # The Clopper-Pearson formulas fail if `hits` is 0 or if `false` is len(outs). The limits are
+    # then 0 and 1, which the two np.where calls set.
     at_least = stats.beta.ppf(error, np.maximum(hits, 1), len(ins) - hits + 1)
     at_most = stats.beta.ppf(1 - error, false + 1, np.maximum(len(outs) - false, 1))
     at_least = np.where(hits > 0, at_least, 0.0)
@@ -228,7 +230,7 @@ def log_ratio(shift: np.ndarray, mechanism: Mechanism) -> np.ndarray:
     """Return the score of each batch: the log-likelihood ratio of "canary in" to "canary out".
 
     The likelihoods assume that the mechanism works as claimed. The lower bounds are valid for any
-    score, but this one separates the two cases nearly as well as possible.
+    score, but this score separates "in" from "out" nearly as well as possible.
 
     shift  <released sum, canary direction>/C, averaged over the releases of the batch: about 1 if
            the batch has the canary, 0 if not, -1 if it has the record that replaces the canary
@@ -247,13 +249,13 @@ def log_ratio(shift: np.ndarray, mechanism: Mechanism) -> np.ndarray:
 
 
 def batch_law(mechanism: Mechanism, included: np.ndarray) -> Law:
-    """Test if drawn batches have the distribution that the mechanism's sampling states.
+    """Test if drawn batches have the distribution of the mechanism's sampling; return the p-values.
 
     included  `[clients, steps, units]` True if the unit was in the client's batch at this step
 
-    The tests check batch sizes, how often each unit was drawn, and the overlaps of consecutive
-    batches and of two clients' batches. Batches from shuffled data fail the second test, because
-    they draw every unit equally often.
+    Four properties are tested: the batch sizes, how often each unit was drawn, the overlap of
+    consecutive batches, and the overlap of two clients' batches. Batches from shuffled data contain
+    every unit equally often, so the test of how often each unit was drawn finds them.
     """
     clients, steps, units = included.shape
     sizes = included.sum(2).reshape(-1).astype(float)
@@ -277,8 +279,8 @@ def batch_law(mechanism: Mechanism, included: np.ndarray) -> Law:
         tests = {"batch size": float(np.all(sizes == b))}
         variance = steps * q * (1 - q) * units / max(1, units - 1)
         freedom = clients * (units - 1)
-        # The overlap has a hypergeometric distribution. The binomial one with equal mean has a
-        # larger variance, so it causes no false alarm.
+        # The overlap has a hypergeometric distribution. The test uses the binomial distribution of
+        # the same mean: its variance is larger, so the test gives no additional false alarms.
         pairs = b
         overlap = q
     tests["how often each record is drawn"] = _spread(
@@ -293,7 +295,9 @@ def batch_law(mechanism: Mechanism, included: np.ndarray) -> Law:
 
 
 def noise_law(noise: np.ndarray) -> Law:
-    """Test if noise is standard normal and does not repeat between steps or clients.
+    """Test if noise is standard normal and never repeated; return the p-values.
+
+    The noise of different steps and of different clients must be independent.
 
     noise  `[clients, steps, P]` noise divided by the standard deviation that is claimed for it
     """

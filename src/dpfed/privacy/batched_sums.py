@@ -49,8 +49,9 @@ class _Request:
 class BatchedSums:
     """Computes clipped sums for `runs` runs in shared passes, with up to `clients` clients per run.
 
-    make  builds the `FixedSum` for a given number of runs, which has runs * clients rows of theta.
-          It is called while no run uses the device, and again for fewer runs if memory runs out.
+    make  function that gets a number of runs and builds a `FixedSum` with runs * clients rows of
+          theta. It is called while no run uses the device. If memory runs out, it is called again
+          with fewer runs.
     """
 
     def __init__(self, runs: int, clients: int, make: Callable[[int], FixedSum]) -> None:
@@ -68,7 +69,8 @@ class BatchedSums:
     def sums_of(self, number: int, request: _Request) -> tuple[Tensor, Tensor]:
         """Return the sums and counts that run `number` requests, or raise the error of its pass.
 
-        This waits until every member has a request. The last thread computes the sums of all.
+        Each thread waits here until every member has requested sums. The thread of the last request
+        computes the sums for all members.
         """
         if len(request.theta) > self.clients:
             raise ValueError(f"a run has {self.clients} rows, not {len(request.theta)}")
@@ -82,7 +84,7 @@ class BatchedSums:
                     self._barrier.wait()
             finally:
                 # An exception such as KeyboardInterrupt can end the wait before the pass starts.
-                # The request is then removed, so that no later pass computes it.
+                # Remove the request then, so that no later pass computes it.
                 if self._requests.get(number) is request:
                     del self._requests[number]
         if request.error is not None:
@@ -91,7 +93,7 @@ class BatchedSums:
         return request.result
 
     def leave(self, number: int) -> None:
-        """Remove run `number`; if all others have requested sums, compute their sums now."""
+        """Remove run `number`; if all other members have requested sums, compute these sums now."""
         with self._barrier:
             self._members.discard(number)
             self._requests.pop(number, None)
@@ -133,17 +135,20 @@ class BatchedSums:
         except Exception as error:
             if size == 1:
                 waiting[0].error = _without_traceback(error)
-        # This is outside the except block, because the exception keeps the memory of the failed
+        # Reduce the limit outside the except block: the exception keeps the memory of the failed
         # pass alive until that block ends.
         self._max_runs_per_pass = (size + 1) // 2
         self._delete_shared_sum()
         free(waiting[0].theta.device)
 
     def _runs_per_pass(self, members: int) -> int:
-        """Return how many runs one pass takes; first build it if it is missing or too large."""
+        """Return how many runs one pass takes; build a new `FixedSum` if needed.
+
+        A new one is needed if none exists, or if the present one has too many rows of theta.
+        """
         wanted = min(members, self._max_runs_per_pass)
         if self._shared_sum is None or 2 * wanted <= self._shared_sum.clients // self.clients:
-            # Delete the old one first, because memory may not hold both.
+            # Delete the old `FixedSum` first, because memory may be too small for two.
             self._delete_shared_sum()
             self._shared_sum = self._make(wanted)
         return self._shared_sum.clients // self.clients
@@ -189,7 +194,7 @@ class BatchedSum:
 
 
 def _without_traceback(error: BaseException) -> BaseException:
-    """Return an out-of-memory error as a new error without traceback, and others unchanged.
+    """Return an out-of-memory error as a new error without traceback; return others unchanged.
 
     The traceback refers to the tensors of the failed pass and would keep their memory occupied.
     """

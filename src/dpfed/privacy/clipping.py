@@ -7,10 +7,10 @@ automatic    g · C/(‖g‖ + s), so all gradients get about the same norm (Bu 
 quantile     like flat, but C follows a quantile of the norms over rounds (Andrew et al. 2021)
 
 Under each rule one unit moves the sum by at most C. With `quantile` a release is a pair: the sum
-and a count. The count adds +1/2 for each unit with ‖g‖ ≤ C, else -1/2, so one unit moves it by 1/2.
-Relative to these sensitivities, the sum has the noise multiplier σ_g and the count r·σ. The pair
-equals one Gaussian release with multiplier σ if 1/σ² = 1/σ_g² + 1/(rσ)². The ledger charges σ, so
-the noise of the sum is chosen as σ_g = σ/√(1 − 1/r²).
+and a count. A unit adds +1/2 to the count if ‖g‖ ≤ C, else -1/2, so it moves the count by 1/2. The
+noise of the sum has the standard deviation σ_g·C, and the noise of the count has r·σ/2. The pair
+costs as much privacy as one Gaussian release with multiplier σ if 1/σ² = 1/σ_g² + 1/(rσ)². The
+ledger charges σ, so the noise of the sum is chosen as σ_g = σ/√(1 − 1/r²).
 
 `clip_and_sum` serves passes of any size, passes of a fixed shape, exact isolation and the noise
 grid. They differ only in how clipped rows are summed: as float32 or float64 matrix products, or as
@@ -38,13 +38,13 @@ from torch import Tensor
 from dpfed.accel.gradient_matrices import GradientMatrices, row_squares
 
 ClipMode = Literal["flat", "automatic", "quantile"]
-# One noise multiplier as a float, or those of many clients as an array.
+# One noise multiplier as a float, or an array with a noise multiplier for each client.
 Multiplier = TypeVar("Multiplier", float, np.ndarray)
-# Smallest and largest clip norm that is allowed. The squares of far smaller or larger norms
-# underflow or overflow in float32.
+# Smallest and largest clip norm that is allowed. In float32, the squares of far smaller norms
+# underflow, and the squares of far larger norms overflow.
 CLIPS = (1e-12, 1e12)
-# Largest change of log C in a round, so that exp() cannot overflow. It limits nothing else: e^100
-# is more than the ratio of the two CLIPS.
+# Largest change of log C in a round, so that exp() cannot overflow. No allowed change of C is
+# larger, because e^100 exceeds the ratio of the largest to the smallest allowed clip norm.
 LARGEST_LOG_STEP = 100.0
 
 
@@ -70,7 +70,7 @@ class Clipping:
         return self.mode == "quantile"
 
     def sum_multiplier(self, multiplier: Multiplier) -> Multiplier:
-        """Return the noise multiplier σ_g of the sum, given that of the whole release, σ."""
+        """Return the noise multiplier σ_g of the sum, given that the whole release has σ."""
         return multiplier / math.sqrt(1 - self.count_noise**-2) if self.counts else multiplier
 
     def count_std(self, multiplier: float) -> float:
@@ -93,7 +93,7 @@ class Clipping:
 
 @dataclass(frozen=True)
 class UnitRows:
-    """Says for each of U gradients, one per protected unit, to which client's sum it belongs.
+    """Assigns U gradients, one per protected unit, to the sums of S clients.
 
     client   `[U]` row of the sums `[S, P]` to which the gradient is added
     counts   `[U]` False (or 0) for a gradient that is not added, such as that of an unused slot
@@ -132,7 +132,7 @@ def clip_and_sum(
         clip = torch.full_like(norm, clip)
     factor = torch.where(counted, factors(norm, clip, rule), 0.0)
     member = torch.nn.functional.one_hot(units.client, units.clients).to(norm.dtype).t()
-    # Overwrite NaN with zeros: weights of zero are not enough, because zero times NaN is NaN.
+    # Overwrite NaN with zeros. A weight of zero would not remove NaN: zero times NaN is NaN.
     rows.clear(finite)
     if grid_steps is None:
         total = rows.weighted_sum(member * factor)

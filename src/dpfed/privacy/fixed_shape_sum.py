@@ -46,7 +46,7 @@ def slots_for(mean: float, step: int = 8) -> int:
 
 @dataclass(frozen=True)
 class Pass:
-    """The content of the M slots of a pass, as one matrix so that one copy moves it to the device.
+    """The content of the M slots of a pass, in one matrix, which one copy moves to the device.
 
     packed  `[5, M]` int64 with five rows: index of the record, row of theta of its client, 1 for a
             used slot (else 0), key of the dropout mask, key of the augmentation
@@ -145,7 +145,7 @@ class FixedSum:
         self._clip[first : first + len(theta)].fill_(clip)
 
     def loaded_sums(self, arrays: Mapping[str, np.ndarray]) -> tuple[Tensor, Tensor]:
-        """Return what `sums` returns, for the theta and clip norms that `load` has set."""
+        """Return sums and counts of a batch, for the theta and clip norms that `load` has set."""
         first, *others = passes_of(arrays, self.slots, self._in.device)
         summed, counted = self._pass(first)
         total = summed.clone()
@@ -173,7 +173,7 @@ class FixedSum:
     def _capture(self) -> None:
         """Capture a pass as a CUDA graph; if that fails, compute all passes without a graph."""
         device = self._in.device
-        # Set the device: each thread has its own current device, and a capture made for another
+        # Each thread has its own current device. Without this line, a capture made for another
         # device would be empty.
         with torch.cuda.device(device):
             warm = self._warmed_up()
@@ -191,7 +191,7 @@ class FixedSum:
                 restore_generator(device)
                 return
             graph.replay()
-            # Compare with an ordinary pass: the capture skips compiler guards, so it can be wrong.
+            # Compare with an ordinary pass, because a capture without compiler guards can be wrong.
             if not alike(out[0], warm):
                 self._capturing = False
                 LOG.warning("a captured step gives other sums than the step itself: it is not used")
@@ -213,8 +213,8 @@ class FixedSum:
     def _captured(self, graph: torch.cuda.CUDAGraph) -> tuple[Tensor, Tensor]:
         """Capture one pass in `graph`; return the tensors into which its replays write.
 
-        Compiler guards are skipped, so nothing is compiled during the capture. Threads of other
-        runs may use the GPU at the same time.
+        During the capture, the compiler does not check if compiled code fits its arguments
+        ("guards"), so it compiles nothing. Threads of other runs may use the GPU meanwhile.
         """
         with (
             torch.compiler.set_stance("default", skip_guard_eval_unsafe=True),

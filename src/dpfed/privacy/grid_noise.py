@@ -28,13 +28,13 @@ from dpfed.errors import DpfedError
 from dpfed.privacy.noise import Noise
 from dpfed.privacy.published import show_sigma
 
-# Largest relative increase of the noise's standard deviation, which the grid step may cause.
+# The grid step may increase the standard deviation of the noise by at most this relative amount.
 LOSS = 1e-6
 # Limits for k = log2(σC / h). With fewer bits, rounding adds variance. With more bits, the noise
 # overflows 64-bit integers, and the released number reveals the sign of the sum.
 LEAST_BITS = 20
 MOST_BITS = 51
-# Grid step for the counts of quantile clipping, which are multiples of 1/2 and so of this step.
+# Grid step for the counts of quantile clipping. Counts are multiples of 1/2, so they lie on it.
 COUNT_STEP = 2.0**-20
 
 

@@ -7,9 +7,10 @@ With `run.noise = "os"` entropy of the operating system decides the streams that
 These streams draw noise, batches, cohorts, dropout and augmentations. They cannot be repeated, and
 a cryptographic generator draws the noise.
 
-Dropout and augmentations must be secret for this reason: their keys depend on a record's position
-at its client, and removing a record shifts all later positions. An observer who knew the dropout
-masks would see every later record change. Secret masks have the same distribution everywhere.
+The keys of dropout and augmentations depend on a record's position at its client, and removing a
+record shifts all later positions. An observer who knew the dropout masks would see the mask of
+every later record change. The masks are therefore secret: a secret mask has the same distribution
+at every position.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Streams:
 
     seed     the seed of the run
     secret   True: streams with a purpose in SECRET depend on `entropy` too
-    entropy  32 secret bytes, given when a server is restarted; None: draw new bytes
+    entropy  32 secret bytes; a restarted server gives its earlier ones; None: draw new bytes
     """
 
     def __init__(self, seed: int, secret: bool = False, entropy: bytes | None = None) -> None:

@@ -49,8 +49,8 @@ __all__ = [
     "out_of_memory",
 ]
 
-# The messages of this logger reveal private data. A level set for all loggers does not enable
-# them: the user must set the level of this logger by name.
+# The messages of this logger reveal private data. To see them, the user must set the level of this
+# logger by its name. A level that is set for all loggers does not enable them.
 PRIVATE = logging.getLogger("dpfed.private")
 PRIVATE.setLevel(logging.WARNING)
 Isolation = Literal["exact", "fast"]
@@ -104,7 +104,8 @@ class PassLimits:
     """Limits of one pass.
 
     max_slots  most rows in one pass; a record has one row for each of its augmentations
-    fixed      computes sums in passes of a fixed shape where possible; None to do without
+    fixed      computes sums in passes of a fixed shape, for batches that allow it; None to use
+               passes of varying size for all batches
     """
 
     max_slots: int = 512
@@ -128,7 +129,8 @@ class FleetOracle:
     ) -> None:
         """Prepare the random streams and constants of the round, without drawing a batch.
 
-        noise            noise source of each client, if a failed round is computed again; else None
+        noise            noise source of each client that a failed round used, if this round is
+                         computed again; None for a round that is computed for the first time
         wait_for_charge  blocks until the charge is on disk; the oracle calls it before each release
         admit            raises an error to refuse theta `[S, P]`; called before gradients
         """
@@ -181,10 +183,10 @@ class FleetOracle:
         return self._release(theta, self._batch)
 
     def again(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """Return noised mean gradients of the last batch at `theta`, with fresh noise.
+        """Return noised mean gradients of the last batch at `theta`, and their noise variances.
 
-        The result has the form of `__call__`. The plan's `releases` limits how often one batch is
-        used, because every use costs privacy.
+        The noise is fresh, and the shapes are those of `__call__`. The plan's `releases` limits how
+        often one batch is used, because every use costs privacy.
         """
         if self._batch is None or self._released >= self._plan.releases:
             raise RuntimeError(
@@ -207,7 +209,7 @@ class FleetOracle:
     def below(self) -> Tensor:
         """The noised share of units with a norm of at most C, `[S, 1]`, for quantile clipping.
 
-        It is the mean over all releases so far; 0 without a release.
+        The share is the mean over all releases of this round so far; 0 before the first release.
         """
         return self._below / max(1, self._counted)
 
@@ -227,7 +229,7 @@ class FleetOracle:
         return total / self._expected, self.phi
 
     def _sum_that_fits(self, theta: Tensor, batch: DrawnBatch) -> tuple[Tensor, Tensor]:
-        """Return the results of `_clipped_sum`, computed in smaller passes if memory runs out.
+        """Return what `_clipped_sum` returns; if memory runs out, compute it in smaller passes.
 
         An out-of-memory error is raised if not even one record fits.
         """
@@ -286,16 +288,17 @@ class FleetOracle:
 
     @property
     def _records_per_pass(self) -> int:
-        """How many records one pass takes, so that it has at most `max_slots` rows; at least 1.
+        """The number of records in one pass, at least 1, so that it has at most `max_slots` rows.
 
-        With exact isolation it is always 1, so that `DrawnBatch.chunks` separates all units.
+        With exact isolation the number is always 1, so that `DrawnBatch.chunks` separates all
+        units.
         """
         return 1 if self._exact else max(1, self.max_slots // self._gradients.augmentations)
 
     def _can_be_fixed(self, batch: DrawnBatch) -> bool:
         """Return True if passes of a fixed shape can compute this batch.
 
-        They need units of one record and sums in float32, and they cannot log single records.
+        Such passes need units of one record and sums in float32, and cannot log single records.
         """
         single = len(batch.unit) == len(batch.owner)
         return single and self._grid is None and not PRIVATE.isEnabledFor(logging.DEBUG)
@@ -315,7 +318,7 @@ class FleetOracle:
                 )
 
     def _add_noise(self, total: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """Return sums and counts in float32, with noise; counts get noise only if released."""
+        """Return noised sums and counts in float32; counts get noise only if they are released."""
         counts = self._plan.clipping.counts
         if self._grid is not None:
             total = noised(total, self._grid, self._noise)

@@ -23,8 +23,8 @@ from dpfed.privacy.published import show_setting
 
 # Smaller noise multipliers are refused: epsilon is then meaninglessly large and imprecise.
 LEAST_NOISE = 0.01
-# Clients whose sampling rates differ by at most this relative amount share one calibrated noise
-# multiplier. It is calibrated for the highest of their rates.
+# Clients whose sampling rates differ by at most this relative amount share one noise multiplier.
+# The multiplier is calibrated for the highest of these rates.
 RATE_STEP = 0.02
 
 
@@ -36,8 +36,7 @@ class Plan:
     sizes        number of protected units R_i
     rates        sampling rate q_i
     expected     expected batch size B_i = q_i R_i, in units
-    multipliers  noise multiplier σ_i of one release; with quantile clipping, of sum and count
-                 together
+    multipliers  noise multiplier σ_i of one release, as `Mechanism.noise_multiplier`
     batches      new batches in each local step, as declared by the algorithm
     releases     releases of each batch, as declared by the algorithm
     unit         name of the protected unit, for messages
@@ -94,7 +93,7 @@ class Plan:
         return self.clipping.count_std(float(self.multipliers[client]))
 
     def at(self, clip: float) -> Plan:
-        """Return this plan with another clip norm. Charges stay valid: they do not depend on C."""
+        """Return this plan with another clip norm C. Charges do not depend on C and stay valid."""
         return self if clip == self.clip else replace(self, clip=clip)
 
     def phi(self, client: int) -> float:
@@ -123,7 +122,10 @@ class Plan:
         return [self.mechanism(int(i)) for i in first], np.asarray(which).reshape(-1)
 
     def dominating(self) -> Mechanism:
-        """Return a mechanism whose privacy loss is at least that of every client's mechanism."""
+        """Return a mechanism with the highest rate and the least noise multiplier of all clients.
+
+        Its privacy loss is at least as large as the loss of each client's mechanism.
+        """
         return replace(
             self.mechanism(0),
             rate=float(self.rates.max()),
@@ -193,7 +195,8 @@ def make_plan(
 def _multipliers(privacy: PrivacySection, plan: Plan, schedule: Schedule) -> np.ndarray:
     """Return the noise multiplier of each client.
 
-    It is `privacy.sigma` if that is given, else the smallest one that reaches the target epsilon.
+    If the configuration gives `privacy.sigma`, every client has this multiplier. Otherwise it is
+    the smallest multiplier that keeps epsilon within `privacy.target_epsilon`.
     """
     if privacy.sigma is None and privacy.sigma_per_client:
         return _sigma_per_client(privacy, plan, schedule)
@@ -222,7 +225,7 @@ def _clipping_of(privacy: PrivacySection) -> Clipping:
 
 
 def _sigma_per_client(privacy: PrivacySection, plan: Plan, schedule: Schedule) -> np.ndarray:
-    """Return for each client the smallest noise multiplier that reaches the target epsilon.
+    """Return for each client the smallest noise multiplier that stays within the target epsilon.
 
     Clients with nearly equal rates form a group and share one multiplier, which saves time.
     """

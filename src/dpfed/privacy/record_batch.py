@@ -56,7 +56,7 @@ class Gradients(Protocol):
         labels: Tensor,
         keys: Tensor | None = None,
     ) -> list[Tensor]:
-        """Return the same gradients as `grads`, but the order of columns in a tensor may differ."""
+        """Return the gradients of `grads`; within each tensor, columns may be in another order."""
 
     def ordered(self, raw: Tensor) -> Tensor:
         """Return sums of `raw_grads` `[S, P]` in the column order of `grads`; may change `raw`."""
@@ -80,7 +80,10 @@ def each_augmentation(of_records: Tensor, count: int) -> Tensor:
 
 
 def augmentation_keys(keys: Tensor, count: int) -> Tensor:
-    """Return a key for each augmentation: `[M]` -> `[M*count]`. The first has the record's key."""
+    """Return a key for each augmentation: `[M]` -> `[M*count]`.
+
+    The first augmentation of a record has the record's own key.
+    """
     return (keys.unsqueeze(1) + STEP * torch.arange(count, device=keys.device)).reshape(-1)
 
 
@@ -152,7 +155,8 @@ class AugmentedRecords:
         compute           the method `grads` or `raw_grads` of the model
         client            `[M]` the row of theta at which each gradient is computed
         row               `[M]` indices of the records
-        dropout, augment  `[M]` keys of each record's dropout mask and augmentation
+        dropout           `[M]` key of each record's dropout mask
+        augment           `[M]` key of each record's augmentation
         """
         count = self.count
         inputs, labels = self.records.take(each_augmentation(row, count))

@@ -1,4 +1,4 @@
-"""Draw the batches of a fleet by Poisson or fixed-size sampling, as its `Mechanism` states."""
+"""Draw the batches of a fleet by Poisson or fixed-size sampling, as each `Mechanism` states."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class RecordsOfUnits(Protocol):
     """Finds the records of a client's protected units (implemented in data/partition.py)."""
 
     def slots(self, client: int, positions: Positions) -> tuple[np.ndarray, np.ndarray]:
-        """Return the records of some units of a client, and how many records each unit has.
+        """Return the indices of the records of some units, and the number of records per unit.
 
+        client     number of the client that has the units
         positions  numbers of the units among the client's units, counted from 0
         """
 
@@ -42,9 +43,9 @@ class DrawnBatch:
     key: np.ndarray
 
     def chunks(self, limit: int) -> list[DrawnBatch]:
-        """Split the batch into pieces of at most `limit` records, without splitting a unit.
+        """Split the batch into batches of at most `limit` records, without splitting a unit.
 
-        A unit with more than `limit` records becomes a piece of its own.
+        A unit with more than `limit` records becomes a batch of its own.
         """
         pieces: list[DrawnBatch] = []
         counts = np.bincount(self.unit, minlength=len(self.owner))
@@ -76,7 +77,7 @@ def draw(mechanism: Mechanism, units: int, rng: np.random.Generator) -> Position
 
 
 def fixed_size(rate: float, units: int) -> int:
-    """Return the number of units in each batch that is drawn without replacement."""
+    """Return the batch size of fixed-size sampling, for a client with `units` units."""
     return max(1, round(rate * units))
 
 

@@ -1,7 +1,7 @@
 """Find the smallest noise multiplier sigma that keeps a plan within a target epsilon.
 
-The same function computes the reported epsilon and checks the returned sigma, so a reported epsilon
-never exceeds the target.
+The function that computes the reported epsilon also checks the returned sigma. A reported epsilon
+therefore never exceeds the target.
 """
 
 from __future__ import annotations
@@ -80,8 +80,9 @@ def _check_target(target_epsilon: float) -> None:
 def _coarse_epsilon(plan: Rounds, target: float, delta: float) -> float:
     """Return a quick estimate of epsilon, a little too large, that only guides the search.
 
-    Its loss grid is wider than that of the reported epsilon. Far above the target it returns the
-    Renyi DP estimate instead, because a grid that suits the target would be far too fine there.
+    The privacy losses are rounded to a coarser grid than for the reported epsilon. If epsilon is
+    far above the target, the Renyi DP estimate is returned instead. A grid that suits the target
+    would be far too fine for such an epsilon.
     """
     terms = canonical([plan.term])
     rough = rough_epsilon(terms, delta)
@@ -110,8 +111,8 @@ def smallest_sigma(
         return computed[sigma]
 
     guess = _crossing(coarse, target, (1.0, 2.0), _COARSE_TOLERANCE)
-    # With a good guess, two exact epsilons suffice: a sigma just above the root that passes, and
-    # one just below it that fails.
+    # With a good guess, two exact epsilons suffice: a sigma just above the guess meets the target,
+    # and a sigma just below the guess misses the target.
     start = (guess * (1 + _SAFE), 1 + 0.9 * RELATIVE_TOLERANCE)
     _crossing(recorded, target, start, RELATIVE_TOLERANCE)
     # The root search may end with a sigma that misses the target, so choose among those sigmas
@@ -133,8 +134,8 @@ def _crossing(
     If epsilon does not cross the target, return the smallest or largest sigma that is allowed.
 
     epsilon_at  sigma -> epsilon, decreasing
-    start       first sigma, and a factor by whose growing powers it is multiplied or divided until
-                epsilon has crossed the target
+    start       (first sigma, factor): the search multiplies or divides sigma by growing powers
+                of the factor until epsilon has crossed the target
     """
     lowest = math.log(_SMALLEST_SIGMA)
     highest = math.log(LARGEST_SIGMA)

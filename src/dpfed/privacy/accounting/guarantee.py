@@ -1,11 +1,12 @@
-"""The privacy statement of a plan: the epsilon of each observer, and what it assumes.
+"""The privacy statement of a plan: the epsilon of each observer, and what the epsilons assume.
 
 The statement is fixed before anything is released, so it does not depend on who takes part. It
-contains every mechanism that a client may run, and for each round the fewest clients from which the
-cohort can be drawn.
+covers every mechanism that a client may run. For each round it assumes that the cohort is drawn
+from as few clients as client budgets can leave.
 
-Never publish the third party's epsilon together with epsilons of single clients. It holds only
-while nobody outside knows who took part. See docs/privacy.md, "Two observers".
+The observers are the server and a third party, who sees only the global models. The third party's
+epsilon holds only while nobody outside knows who took part, so never publish it together with
+epsilons of single clients. See docs/privacy.md, "Two observers".
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ NOT_COVERED = (
 UNCOUNTED = (
     "epsilon holds only if what training started from was not trained on these clients' records"
 )
-# A plan with more distinct mechanisms is accounted for by one mechanism whose privacy loss is at
-# least that of each of them. This saves time.
+# To save time, a plan with more distinct mechanisms than this is accounted for by one mechanism,
+# whose privacy loss is at least as large as the loss of each.
 MAX_EXACT_KINDS = 8
 
 Chances = tuple[tuple[float, int], ...]
@@ -59,13 +60,15 @@ def fewest_eligible(
 ) -> list[tuple[int, int]]:
     """Return pairs (fewest clients that can be eligible, number of consecutive rounds).
 
-    A client whose budget is spent is no longer eligible, so the others are drawn more often. Who is
-    eligible in fact depends on who took part, so the statement uses this lower bound instead.
+    A client whose budget is spent is no longer eligible, so the others are drawn more often. The
+    true number of eligible clients depends on who took part. The statement must not depend on
+    that, so it uses this lower bound.
 
     limits  the number of rounds that each client's budget allows; None without budgets
 
-    Before round t there were S(t-1) participations. They spend the most budgets if they fall on the
-    clients with the smallest limits. A limit of L rounds needs at least L rounds to be spent.
+    In the t-1 rounds before round t, clients took part S(t-1) times. Most budgets are spent if the
+    clients with the smallest limits took part. Spending a limit of L rounds takes at least L
+    rounds.
     """
     if limits is None:
         return [(clients, rounds)]
@@ -86,7 +89,7 @@ def fewest_eligible(
 
 
 def chances(cohort: int, eligible: Sequence[tuple[int, int]], colluding: int = 0) -> Chances:
-    """Return the probability that a client is drawn, for each stretch of rounds.
+    """Return the probability that a client is drawn in a round, for each sequence of rounds.
 
     eligible   pairs (eligible clients, number of rounds), as `fewest_eligible` returns them
     colluding  clients that tell the third party when they were not drawn
@@ -125,7 +128,8 @@ def delta_warning(
 def is_large_delta(delta: float, largest: int) -> bool:
     """Return True if delta is at least 1 / `largest`.
 
-    Such a guarantee is too weak: publishing one of the client's `largest` units at random meets it.
+    Such a guarantee is too weak: a mechanism that publishes one of the client's `largest` units,
+    chosen at random, satisfies it.
     """
     return delta >= 1 / largest
 
@@ -201,7 +205,8 @@ class Planned:
     def worst_kind(self) -> Mechanism:
         """The mechanism with the largest epsilon.
 
-        With more than MAX_EXACT_KINDS mechanisms, it is one whose epsilon is at least that large.
+        For a plan of more than MAX_EXACT_KINDS mechanisms, this is a mechanism built from the
+        highest rate and the least noise. Its epsilon is at least the largest of the plan.
         """
         return max(
             self._accounted_kinds,
@@ -212,14 +217,14 @@ class Planned:
     def bound(self) -> list[tuple[Mechanism, int]]:
         """A history whose epsilon is at least that of every client, at every delta.
 
-        `worst_kind` is not enough: it has the largest epsilon at this delta, but perhaps not at
-        another.
+        `worst_kind` is not enough: it has the largest epsilon at the plan's delta, but at another
+        delta a different mechanism may have the largest.
         """
         return [*self.prior, (self._dominating, self.local_steps * self.rounds)]
 
     @property
     def histories(self) -> list[list[tuple[Mechanism, int]]]:
-        """For each mechanism the history of a client that takes part in every round."""
+        """Histories of clients that take part in every round, one history for each mechanism."""
         return self._histories_after(self.rounds)
 
     def _histories_after(self, rounds: int) -> list[list[tuple[Mechanism, int]]]:
@@ -232,7 +237,10 @@ class Planned:
 
     @cached_property
     def _dominating(self) -> Mechanism:
-        """The mechanism with the highest rate and the least noise of all `kinds`."""
+        """A mechanism with the highest rate and the least noise multiplier of all `kinds`.
+
+        Its epsilon is at least as large as the epsilon of each of them.
+        """
         return replace(
             self.kinds[0],
             rate=max(kind.rate for kind in self.kinds),
@@ -248,7 +256,7 @@ class Planned:
         return self.server(expected_rounds(self.rounds, self.participation))
 
     def server(self, rounds: int) -> float:
-        """Return the server's epsilon after `rounds` rounds, the largest over the mechanisms."""
+        """Return the server's epsilon after `rounds` rounds: the largest over all mechanisms."""
         if self.prior:
             return max(epsilon(h, self.delta).value for h in self._histories_after(rounds))
         if self.kinds[0].sampling == "poisson":

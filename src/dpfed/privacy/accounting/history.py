@@ -33,10 +33,10 @@ def check_delta(delta: float) -> None:
 
 
 def released(history: History) -> list[tuple[Mechanism, int]]:
-    """Return the entries with at least one step.
+    """Return the entries (mechanism, number of steps) that have at least one step.
 
-    Raise DpfedError if the entries mix Poisson and fixed-size sampling. The two are accounted for
-    under different neighbouring relations, so no single epsilon covers both.
+    Raise DpfedError if the entries mix Poisson and fixed-size sampling. The epsilons of the two
+    samplings assume different neighbouring data sets, so no single epsilon covers both.
     """
     for _, steps in history:
         if steps < 0:

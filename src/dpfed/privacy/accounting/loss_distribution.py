@@ -1,7 +1,8 @@
 """Privacy-loss distributions of Poisson-subsampled Gaussian steps, composed on a grid of losses.
 
-Every approximation makes epsilon larger, never smaller. Losses are moved to grid points with the
-pessimistic connect-the-dots method. Noise that is too rare for the grid counts as an infinite loss.
+Every approximation makes epsilon larger, never smaller. The pessimistic connect-the-dots method
+moves losses to grid points. Rare noise, whose loss lies outside the grid, counts as an infinite
+loss.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dpfed.privacy.mechanism import Mechanism
 
 Relation = Literal["add/remove one", "replace one"]
 
-# Noise of one step in a tail of probability e^_LOG_TAIL counts as an infinite loss.
+# The rarest noise of one step, with probability e^_LOG_TAIL in all, counts as an infinite loss.
 _LOG_TAIL = -50.0
 # Above this epsilon the grid width grows with epsilon, so that the memory needed stays bounded.
 _COARSEST_EPSILON = 200.0
@@ -38,7 +39,7 @@ class Term(NamedTuple):
     rate         sampling rate
     multiplier   effective noise multiplier
     steps        steps in a round
-    probability  that the client takes part in a round
+    probability  probability that the client takes part in a round
     rounds       number of rounds
     """
 
@@ -57,7 +58,7 @@ class Term(NamedTuple):
 
 
 def terms_of(history: History) -> tuple[Term, ...]:
-    """Return the history as terms, joined and sorted by `canonical`; refuse fixed-size sampling."""
+    """Return the history as terms in the unique form of `canonical`; refuse fixed-size sampling."""
     entries = released(history)
     if any(mechanism.sampling != "poisson" for mechanism, _ in entries):
         raise DpfedError(
@@ -158,9 +159,9 @@ def _loss_range(rate: float, multiplier: float, log_tail: float) -> tuple[float,
 def _one_step(rate: float, multiplier: float, interval: float, log_tail: float) -> Any:
     """Return the loss distribution of one subsampled step, for one added or removed record.
 
-    It agrees with dp_accounting's `from_gaussian_mechanism`. That function computes one grid
-    point at a time, which is too slow for the fine grids used here. It also loses digits if a
-    record is added.
+    The result agrees with dp_accounting's `from_gaussian_mechanism`, which is not used here for two
+    reasons. It computes one grid point at a time, which is too slow for fine grids. It also loses
+    digits if a record is added.
     """
     least, most = _loss_range(rate, multiplier, log_tail)
     lower = math.floor(least / interval)
@@ -170,8 +171,8 @@ def _one_step(rate: float, multiplier: float, interval: float, log_tail: float) 
     remove = _connect_dots(residual, lower, interval)
     if rate == 1:
         return dpa_pld.PrivacyLossDistribution(remove)
-    # Adding a record exchanges the two distributions of removing one. This turns the residual
-    # r(epsilon) into e^epsilon r(-epsilon).
+    # Adding a record instead of removing one exchanges the two distributions. The residual
+    # r(epsilon) then becomes e^epsilon r(-epsilon).
     with np.errstate(under="ignore"):
         swapped = np.exp(-losses) * residual
     return dpa_pld.PrivacyLossDistribution(remove, _connect_dots(swapped[::-1], -upper, interval))
@@ -221,9 +222,9 @@ def compose(
 def interval_for(epsilon: float, terms: tuple[Term, ...] = ()) -> float:
     """Return the grid width h that is fine enough to compute this epsilon of these terms.
 
-    - h is the smallest of 1e-4, epsilon/2000 and a fifth of the loss spread.
-    - To limit memory, h is at least 1e-6 and at least 1/500,000 of the largest loss of a step. For
-      the same reason it grows to epsilon/2e6 above epsilon 200.
+    - h is the smallest of 1e-4, epsilon/2000 and a fifth of `loss_spread`.
+    - To limit memory, h is at least 1e-6 and at least 1/500,000 of the largest loss of a step. To
+      limit memory for an epsilon above 200, h is at least epsilon/2e6.
     - h is rounded down to a power of two times 1e-4, so that results are reproducible.
 
     Moving the losses of one step to the grid adds a variance of h^2/6. If h is a fifth of the loss

@@ -37,7 +37,7 @@ class Rounds:
     step         mechanism of one local step
     local_steps  local steps of the client in a round
     rounds       number of rounds
-    probability  that the client takes part in a round; it stays secret who takes part
+    probability  probability that the client takes part in a round; who takes part is secret
     """
 
     step: Mechanism
@@ -62,10 +62,10 @@ class Rounds:
 
 
 def participation_probability(cohort: int, clients: int, colluding: int = 0) -> float:
-    """Return S/(N-c), the probability that a client is drawn, as the third party can know it.
+    """Return S/(N-c), the probability that a client is drawn, as the third party knows it.
 
-    The c colluding clients tell when they were not drawn, so the S clients are then drawn among
-    only N-c clients.
+    The c colluding clients tell the third party in which rounds none of them was drawn. In such a
+    round, the S clients were drawn from only N-c clients.
     """
     if not 1 <= cohort <= clients:
         raise DpfedError(f"a cohort of {cohort} cannot be drawn from {clients} clients.")

@@ -26,7 +26,7 @@ class PlanNumbers:
     releases        releases of each batch
     view            observer for whom the target epsilon holds
     clients         number of clients; None if unknown
-    colluding       clients that help the third party
+    colluding       number of clients that tell the third party when they were not drawn
     """
 
     records: int

@@ -35,7 +35,7 @@ from dpfed.privacy.accounting.rdp import (
     rdp_of_step,
 )
 
-# Accepted relative excess of a PLD epsilon over the RDP epsilon, because the grid of PLD rounds up.
+# A PLD epsilon may exceed the RDP epsilon by this relative amount, because the PLD grid rounds up.
 _RDP_SLACK = 1e-6
 
 
@@ -61,7 +61,7 @@ class Epsilon:
 def epsilon_of_terms(
     terms: tuple[Term, ...], delta: float, relation: Relation = "add/remove one"
 ) -> float:
-    """Return the PLD epsilon: the smallest one with delta(epsilon) <= delta.
+    """Return the PLD epsilon: the smallest epsilon with delta(epsilon) <= delta.
 
     The loss grid is refined until it is as fine as this epsilon needs. The result is 0 without
     terms, and infinite if a term has no noise.
@@ -122,7 +122,10 @@ def check_against_rdp(value: float, bound: float) -> None:
 
 
 def epsilon(history: History, delta: float) -> Epsilon:
-    """Return the epsilon to report: PLD with its RDP check, or RDP for fixed-size sampling."""
+    """Return the epsilon to report: from RDP for fixed-size sampling, else from PLD.
+
+    A PLD epsilon is checked against the RDP epsilon before it is returned.
+    """
     check_delta(delta)
     entries = released(history)
     bound = rdp_epsilon(entries, delta)
@@ -164,7 +167,7 @@ def _distribution_for_deltas(terms: tuple[Term, ...]) -> Any:
     while True:
         distribution = compose(terms, interval)
         wanted = interval_for(4 * float(distribution.get_delta_for_epsilon(0.0)), terms)
-        # Accept a grid wider than 1e-4: epsilon is then over 200, and delta(0) is 1 on any grid.
+        # Accept a grid width over 1e-4: epsilon is then over 200, and delta(0) is 1 on any grid.
         if interval <= wanted or interval > 1e-4:
             return distribution
         interval = wanted

@@ -73,7 +73,7 @@ class Population:
         return np.flatnonzero(self.rounds * self.steps > 0)
 
     def exact(self, client: int, delta: float) -> float:
-        """Return the exact epsilon of one client, as it is reported, with its RDP check."""
+        """Return the exact epsilon of one client, which was checked against the RDP epsilon."""
         step = Mechanism("poisson", float(self.rates[client]), float(self.multipliers[client]))
         return epsilon([(step, int(self.steps * self.rounds[client]))], delta).value
 
@@ -84,7 +84,7 @@ class Population:
         """
         front: list[int] = []
         while len(clients):
-            # Nobody dominates the client with most rounds. Ties are decided by noise, then rate.
+            # No client dominates the one with the most rounds. Noise, then rate, decides ties.
             columns = (-self.rates[clients], self.multipliers[clients], -self.rounds[clients])
             first = int(clients[np.lexsort(columns)[0]])
             front.append(first)
@@ -114,8 +114,9 @@ def largest_epsilon(population: Population, delta: float) -> float:
 def population_epsilon(population: Population, delta: float, tolerance: float = 0.03) -> Floats:
     """Return an upper bound on the epsilon of every client.
 
-    Each bound exceeds the epsilon by at most the relative `tolerance`. The largest bound is exact.
-    The bound is 0 for a client without rounds, and infinite for a client without noise.
+    Each bound exceeds the client's epsilon by at most the relative `tolerance`. The largest of all
+    bounds equals the exact epsilon. The bound is 0 for a client without rounds, and infinite for a
+    client without noise.
     """
     check_delta(delta)
     if not tolerance > 0:
@@ -228,10 +229,10 @@ class _Grid:
     def settle(self, clients: Ints, width: float, bounds: Floats) -> Ints:
         """Set `bounds` of these clients; return the clients that need a finer grid.
 
-        A client's bound is the epsilon at the worst corner of its cell, the one with the highest
-        rate, least noise and most rounds. Its epsilon lies between those of the worst and the best
-        corner. A cell is fine enough if the two differ by less than the tolerance, minus a margin
-        for the discretisation of both.
+        The worst corner of a cell has the highest rate, the least noise and the most rounds. The
+        bound of a client is the epsilon at the worst corner of its cell. The client's true epsilon
+        lies between the epsilons at the best and the worst corner. A cell is small enough if these
+        two differ by less than the tolerance, minus a margin for the loss grids of both.
 
         width   side of a cell
         bounds  bounds of all clients, which this changes in place

@@ -23,7 +23,7 @@ class Charge:
     noise      "seeded": a resumed run repeats the same noise, so a repeated charge adds no row;
                "os": noise never repeats, so every repetition is a new charge
     void       True if the charge does not count, because a real client runs with seeded noise
-    part       purpose of the releases, "train" or "evaluate"; one round can have both
+    part       purpose of the releases, "train" or "evaluate"; a round can have a charge for each
     """
 
     client: Client
@@ -68,7 +68,7 @@ class Row:
     seq      number of the row, from 1
     txn      number of the transaction; the charges of one cohort share a transaction
     run      name of the run
-    attempt  1, or more if the same client, round and part were charged before
+    attempt  1 for the first charge of this client, round and part, 2 for the next, and so on
     charge   what the row charges
     time     seconds since 1970 when the row was written
     prev     hash of the row before

@@ -106,7 +106,7 @@ class Ledger:
     ) -> Self:  # fmt: skip
         """Open a ledger; refuse one of another owner, or one older than its head file.
 
-        run, client          owner that the ledger must have; none of both for any owner
+        run, client          name of the owner that the ledger must have; None twice for any owner
         readonly             open without the writer's lock
         accept_missing_head  open a ledger whose head file is missing
 
@@ -179,7 +179,7 @@ class Ledger:
         return rows
 
     def _run_for(self, charges: Sequence[Charge], run: str | None) -> str:
-        """Return the name of the run that is charged; refuse charges that are not of this owner."""
+        """Return the name of the run to charge; refuse charges of another owner."""
         kind = self.meta["kind"]
         owner = self.meta["owner"]
         if self._lock is None:
@@ -342,7 +342,7 @@ class Ledger:
     def _walk(self, after: int) -> Head:
         """Check the hashes of all rows after row number `after`; return the head of the ledger."""
         head = Head(after, self._hash_at(after))
-        # Start below 1 to find forged rows, because only they have a number below 1.
+        # Start below 1, because forged rows can have such numbers. True rows start at 1.
         start = after + 1 if after else -(2**63)
         for row in self._db.execute("SELECT * FROM charge WHERE seq >= ? ORDER BY seq", (start,)):
             seq = head.rows + 1

@@ -44,8 +44,8 @@ def row_hash(fields: Sequence[object]) -> str:
     try:
         return hashlib.sha256(canonical(fields).encode()).hexdigest()
     except (TypeError, ValueError):
-        # Bytes and infinity have no JSON. This program never writes them, so the row is forged:
-        # the empty string equals no hash.
+        # JSON cannot hold bytes and infinity. This program never writes them, so the row is forged.
+        # Return the empty string, because it differs from every hash.
         return ""
 
 
@@ -83,7 +83,7 @@ def file_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.ProgrammingError:
-        # This is a defect of this program, such as use after close, so it needs its traceback.
+        # The error is a defect of this program, such as use after close. Keep its traceback.
         raise
     except (sqlite3.Error, OSError, UnicodeDecodeError) as error:
         # SQLite raises UnicodeDecodeError when it quotes a damaged schema.
@@ -105,7 +105,7 @@ def beside(path: Path, suffix: str) -> Path:
 def has_log(path: Path) -> bool:
     """Return True if SQLite's write-ahead log is not empty.
 
-    It can then hold rows that the SQLite file lacks, after a crash or while a process writes.
+    After a crash, or while a process writes, the log can hold rows that the SQLite file lacks.
     """
     wal = beside(path, "-wal")
     return wal.exists() and wal.stat().st_size > 0
@@ -152,7 +152,7 @@ def take_lock(path: Path) -> IO[bytes]:
 
 
 def connect(path: Path, mode: str) -> sqlite3.Connection:
-    # Open the file only through SQLite: closing it ourselves would drop SQLite's own locks.
+    # Open the file only through SQLite, because closing it elsewhere would drop SQLite's locks.
     # check_same_thread is off because a run charges on another thread, but one call at a time.
     db = sqlite3.connect(
         f"{path.as_uri()}?{mode}", uri=True, isolation_level=None, check_same_thread=False
@@ -166,7 +166,7 @@ def connect(path: Path, mode: str) -> sqlite3.Connection:
         db.close()
         unwritable = mode == "mode=ro" and not os.access(path.parent, os.W_OK)
         if isinstance(error, sqlite3.OperationalError) and unwritable:
-            # SQLite cannot create its shared-memory file in a read-only folder. Read without it.
+            # SQLite cannot create its shared-memory file in a read-only folder, so read without.
             return connect(path, "immutable=1")
         raise
     return db
