@@ -51,9 +51,9 @@ CPU = torch.device("cpu")
 LAYERS = 16
 # Number of clients that the audit computes side by side.
 FLEET = 32
-# Largest number of clients times steps in one audit; it takes about 5 s on one CPU core.
+# Largest number of clients times steps in an audit. So an audit takes 5 s on one CPU core.
 MAX_CLIENT_STEPS = 30_000
-# Largest size of the table [clients, steps, records] that the test of the batches fills.
+# Largest number of cells in the table [clients, steps, records] of the audited batches.
 MAX_LAW_CELLS = 4_000_000
 
 
@@ -81,7 +81,7 @@ class AuditSetting:
         return np.asarray(each[which])
 
     def only(self, clients: np.ndarray) -> AuditSetting:
-        """Return this setting for these clients; repeating one makes independent copies of it."""
+        """Return this setting for these clients; a repeated client gives independent copies."""
         plan = replace(
             self.plan,
             sizes=self.plan.sizes[clients],
@@ -100,9 +100,9 @@ class AuditSetting:
     def releases(
         self, model: Any, records: Records, shards: Shards
     ) -> Iterator[tuple[int, np.ndarray, Tensor]]:
-        """Run all steps; after each yield the step's number, the clients and their released sums.
+        """Run all steps. After each, yield its number, the clients and their released sums.
 
-        The sums `[S, P]` are noised, in units of C, and the mean over all releases of a batch.
+        The sums `[S, P]` are noised and divided by C. Several releases of a batch are averaged.
         """
         plan = self.plan
         for first in range(0, plan.clients, FLEET):
@@ -180,7 +180,7 @@ def canary_components(sums: Tensor, width: int) -> np.ndarray:
 
 
 def oracle_scores(setting: AuditSetting, coins: np.ndarray) -> np.ndarray:
-    """Return a score per canary, `[clients, canaries]`; high means that it is probably present."""
+    """Return a score per canary, `[clients, canaries]`. A present canary has a high score."""
     width = coins.shape[1]
     model = canary_model(width, setting.device)
     scores = np.zeros(coins.shape)
@@ -204,7 +204,7 @@ def audit_one_run(setting: AuditSetting, canaries: int, confidence: float) -> Re
 
 
 def audit_many_draws(setting: AuditSetting, draws: int, confidence: float) -> Report:
-    """Audit the oracle with many copies of the client of largest epsilon, each with one canary."""
+    """Audit the oracle with copies of the client of largest epsilon. Each copy has one canary."""
     worst = int(setting.epsilons().argmax())
     copies = setting.only(np.full(draws, worst))
     coins = fair_coins(copies, 1, 2)
@@ -220,7 +220,7 @@ def audit_server(job: Job, setting: AuditSetting, canaries: int, confidence: flo
 
 
 def per_client(plan: Plan, canaries: int) -> int:
-    """Return the number of canaries per client, at most the size of the smallest client."""
+    """Return the number of canaries per client. It is at most the size of the smallest client."""
     return min(max(1, round(canaries / plan.clients)), int(plan.sizes.min()))
 
 
@@ -243,8 +243,8 @@ def _report(
 def server_scores(job: Job, setting: AuditSetting, coins: np.ndarray) -> np.ndarray:
     """Return a score of each canary from the clients' messages, `[clients, canaries]`.
 
-    The score is -<Δ_i, canary direction> / learning rate, summed over the rounds. It is high for a
-    present canary, because training moves against the gradient.
+    The score is -<Δ_i, canary direction> / learning rate, summed over the rounds, for message Δ_i.
+    A present canary has a high score, because training moves against the gradient.
     """
     canary_job = _canary_job(job, setting, coins)
     run = canary_job.config.run
@@ -298,7 +298,7 @@ def _canary_job(job: Job, setting: AuditSetting, coins: np.ndarray) -> Job:
 
 
 class RecordingModel:
-    """Model that marks in `included` each record that the oracle draws, numbered by its label."""
+    """Model that marks each drawn record in `included`; the label of a record is its number."""
 
     def __init__(self, model: PerSample, clients: int, steps: int, units: int) -> None:
         self._model = model
@@ -334,13 +334,13 @@ def audit_laws(setting: AuditSetting) -> tuple[Law, Law]:
     rows = np.tile(np.arange(units), count)
     shards = Shards(np.arange(count + 1) * units, np.arange(count * units + 1), rows)
     mechanism = copies.plan.mechanism(0)
-    # With quantile clipping the sum has a larger multiplier than the charged one, because the
-    # charge covers the released count too.
+    # With quantile clipping the oracle also releases a count. The charged multiplier covers sum
+    # and count, so the multiplier of the sum alone is larger.
     multiplier = copies.plan.clipping.sum_multiplier(mechanism.noise_multiplier)
     noise = np.zeros((count, steps, LAYERS))
     for step, clients, sums in copies.releases(model, records, shards):
         noise[clients, step] = sums.cpu().numpy() * sqrt(mechanism.releases) / multiplier
-        # The loop draws the next batch first, and the model must know its step by then.
+        # Set the next step now, because `releases` draws the next batch before it yields again.
         model.step = (step + 1) % steps
         if model.step == 0:
             model.first_client = clients[0] + FLEET
@@ -357,7 +357,7 @@ class Audit:
 
 
 def audit(job: Job, canaries: int = 1000, confidence: float = 0.95) -> Audit:
-    """Run every audit of a job; a long job is audited with fewer clients or fewer rounds."""
+    """Run every audit of a job. If the job is long, audit fewer clients or fewer rounds."""
     if not job.plan.private:
         raise DpfedError(
             "no privacy is claimed here (privacy.enabled is false or sigma is 0): nothing to audit"
@@ -382,7 +382,7 @@ def audit(job: Job, canaries: int = 1000, confidence: float = 0.95) -> Audit:
 
 
 def setting_of(job: Job) -> AuditSetting:
-    """Return the setting that audits a job; its random streams never repeat the run's noise."""
+    """Return the setting that audits a job. The audit never draws the noise of the run again."""
     streams = Streams(job.streams.number("check", 1), secret=job.streams.secret)
     run = job.config.run
     delta = job.config.privacy.delta
@@ -392,7 +392,7 @@ def setting_of(job: Job) -> AuditSetting:
 
 
 def chosen_clients(epsilons: np.ndarray, most: int) -> np.ndarray:
-    """Return at most `most` clients, evenly spaced by rank of epsilon, the largest included."""
+    """Return at most `most` clients, evenly spaced by rank of epsilon, with the largest epsilon."""
     order = np.argsort(-epsilons, kind="stable")
     chosen = np.linspace(0, len(order) - 1, min(most, len(order))).round().astype(int)
     return np.sort(order[np.unique(chosen)])

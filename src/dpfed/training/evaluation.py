@@ -41,7 +41,7 @@ def evaluate(job: Job, theta: Tensor) -> tuple[float | None, float | None]:
     records = len(job.test.labels)
     if records == 0:
         return None, None
-    # One tensor holds both sums, because each copy of a number to the host waits for the GPU.
+    # One tensor holds both sums, so that the host waits only once for a copy from the GPU.
     sums = torch.zeros(2, dtype=torch.float64, device=job.device)
     for scores, labels in scored_batches(job, theta):
         correct = job.model.correct(scores, labels).double().sum()

@@ -1,4 +1,4 @@
-"""Export the trained model of a run: an adapter for peft, or a whole model for transformers.
+"""Export the trained model of a run, as an adapter for peft or a whole model for transformers.
 
 The export contains the spending record, which states the privacy spent on the weights. A later run
 that starts from these weights counts this spending. The export also contains tokenizer or image
@@ -154,7 +154,7 @@ def _save_adapter(peft: Any, out: Path, trained: Trained) -> None:
     for adapter in peft.peft_config.values():
         adapter.base_model_name_or_path = base_of(trained.config)
         adapter.inference_mode = True
-    # save_embedding_layers=False, because peft would otherwise ask the hub about the base model.
+    # Set save_embedding_layers=False, because peft otherwise asks the hub about the base model.
     peft.save_pretrained(str(out), save_embedding_layers=False)
     # Delete the model card that peft writes, because it says nothing about privacy.
     (out / "README.md").unlink(missing_ok=True)
@@ -165,7 +165,7 @@ def _save_adapter(peft: Any, out: Path, trained: Trained) -> None:
 
 
 def base_of(config: Config) -> str | None:
-    """Return the hub name or the absolute path of an adapter's base model; None for random weights.
+    """Return the hub name or absolute path of the base model; None if its weights were random.
 
     The path is absolute, because transformers could take a bare folder name for a hub name.
     """

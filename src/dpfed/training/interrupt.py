@@ -15,7 +15,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stop:
-    """A function for the training loop, which raises InterruptedRunError if a signal has arrived.
+    """Callable that raises InterruptedRunError if a signal has arrived; the training loop calls it.
 
     gently  True: the first signal requests a stop, and a second signal ends the process at once.
             False: the first signal ends the process at once.

@@ -1,4 +1,4 @@
-"""The K local steps of a round: one loop that simulations and network clients share."""
+"""The loop of a round's K local steps, which simulations and network clients share."""
 
 from __future__ import annotations
 

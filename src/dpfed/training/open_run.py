@@ -152,7 +152,7 @@ def open_run(
         job = execution.bind(job, folder)
         place = RunPlace(name, note, folder, resume)
         ledger: Ledger | None = None
-        # Open the ledger before the checkpoints: its lock raises an error if the run still trains.
+        # Open the ledger before the checkpoints, because its lock detects another process.
         if budget is not None and not job.served:
             released = resume and folder.last_round() > 0
             ledger = run_ledger(job, budget, folder.ledger, name, released)
@@ -171,7 +171,7 @@ def _ready(
 
     A resumed run continues from its newest checkpoint.
 
-    accounts  planned spending and ledger; both None without privacy
+    accounts  pair of planned spending and ledger; both are None without privacy
     """
     folder = place.folder
     states = _client_states(job, folder)
@@ -201,9 +201,10 @@ def _ready(
 
 
 def may_overlap(job: Job) -> bool:
-    """Return True if a round may begin before the last one is checked for NaN and infinity.
+    """Return True if a round may begin before the round before it is checked for NaN and infinity.
 
-    False with real noise: a failed check ends the run, and the next round should not be charged.
+    Return False with real noise. A failed check ends the run, and by then the next round would
+    have been charged for nothing.
     """
     return job.device.type == "cuda" and job.config.run.noise != "os"
 
@@ -235,7 +236,7 @@ def _client_states(job: Job, folder: RunFolder) -> ClientStates:
 def _load_checkpoint(
     job: Job, folder: RunFolder, checkpoints: Checkpoints, remote: Any
 ) -> LoadedCheckpoint | None:
-    """Return the newest complete checkpoint, or None if the run ended before its first one.
+    """Return the newest complete checkpoint, or None if the run was interrupted before the first.
 
     Metrics of later rounds are removed, because the run computes these rounds again.
     """
@@ -252,7 +253,7 @@ def _load_checkpoint(
 def _record_changes(job: Job, place: RunPlace, saved: LoadedCheckpoint | None) -> None:
     """Write the settings that changed since the last start into the run folder.
 
-    This happens after the ledger was opened, which records added rounds first.
+    Call this after opening the ledger, because the ledger must record added rounds first.
     """
     folder = place.folder
     folder.amend(job.config, changes(folder.path, job.config), saved.progress.t if saved else 0)

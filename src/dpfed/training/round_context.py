@@ -38,7 +38,7 @@ class RoundFigures:
     lr           learning rate of this round
     base_lr      configured learning rate
     equal_phi    True if all clients have the same noise variance Φ
-    answered     number of messages in the cohort's mean, used by the server's step only
+    answered     number of messages in the cohort's mean; only the server's step uses this number
     """
 
     t: int
@@ -54,10 +54,10 @@ class RoundFigures:
 def context(
     job: Job, t: int, clients: Sequence[int], clip: float | None = None, answered: int = 0
 ) -> Context:
-    """Return the public facts of round t for these clients, which the algorithm's methods need.
+    """Return the public facts of round t for these clients, as the algorithm's methods need them.
 
     clip      clip norm of the round; None for the clip norm of the plan
-    answered  number of messages in the cohort's mean, used by the server's step only
+    answered  number of messages in the cohort's mean; only the server's step uses this number
     """
     run = job.config.run
     base_lr = job.algorithm.lr
@@ -102,7 +102,7 @@ def build_context(
 def scalar(value: float, device: torch.device) -> Tensor:
     """Return a number as a float64 scalar tensor on the device.
 
-    The device fills the tensor, because a copy from the host would wait for all earlier work.
+    The number is written on the device, because a copy from the host would wait for earlier work.
     """
     return torch.full((), value, dtype=torch.float64, device=device)
 

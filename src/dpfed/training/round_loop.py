@@ -31,9 +31,9 @@ class RoundLoop:
     callbacks       gets the events of the run
     stop            called before a round is charged; may raise an error to end the run
     checkpoint_due  called once for each round; returns True if a checkpoint follows the round
-    overlap         True: begin the next round before this one is checked for NaN and infinity, so
-                    that the host does not wait for the GPU. Rounds that are evaluated or saved are
-                    checked at once in both cases.
+    overlap         True: begin the next round before the check of a round for NaN and infinity, so
+                    that the host does not wait for the GPU. False: check each round at once.
+                    Rounds that are evaluated or saved are always checked at once.
     """
 
     job: Job
@@ -66,7 +66,7 @@ class RoundLoop:
                     mean, answered = self.backend.run_cohort(t, state, cohort, wait_for_charge)
                     state = aggregate(self.job, t, state, cohort, mean, answered)
                 except LostRoundError:
-                    # Keep the server's state; the ledger keeps the charge of the lost round.
+                    # Without a mean message the server's state stays. The ledger keeps the charge.
                     pass
                 finally:
                     wait_for_charge()
@@ -127,7 +127,7 @@ class RoundLoop:
     ) -> Round:
         """Return the round with its scores, its epsilon, and a time that includes the evaluation.
 
-        epsilon  waits for the epsilon from another thread; None if epsilon is not computed
+        epsilon  function that waits for the epsilon from another thread; None for no epsilon
         started  start of training, in seconds of `time.perf_counter`
         """
         accuracy, loss = evaluate(self.job, state.result)
@@ -148,7 +148,7 @@ def aggregate(
 ) -> State:
     """Return the server's state after round t: the algorithm applies the mean message to the state.
 
-    With quantile clipping the clip norm changes too. With `run.average` the average does.
+    The clip norm changes too with quantile clipping, and the average changes with `run.average`.
 
     mean      mean of the clients' messages
     answered  number of clients whose messages are in the mean
@@ -166,7 +166,8 @@ def aggregate(
 def choose(job: Job, t: int, eligible: np.ndarray) -> list[int]:
     """Return the cohort of round t: the sorted numbers of S distinct clients.
 
-    They are drawn uniformly from the eligible clients. All eligible ones are taken if fewer than S.
+    The cohort is drawn uniformly from the eligible clients. If there are fewer than S eligible
+    clients, all of them are in the cohort.
     """
     rng = job.streams.generator("cohort", t)
     chosen = rng.choice(eligible, size=min(job.schedule.cohort, len(eligible)), replace=False)

@@ -15,7 +15,7 @@ class Round:
 
     t               number of the round; 0 is the evaluation before training
     accuracy, loss  scores on the server's public test set; None if the round was not evaluated
-    epsilon         largest epsilon of any client so far; None if not computed, or without privacy
+    epsilon         largest epsilon of any client so far; None without privacy or evaluation
     cohort          number of clients that took part; the server keeps this secret
     eligible        number of clients from which the cohort was drawn; the server keeps this secret
     clip            clip norm C of this round; only quantile clipping changes it

@@ -21,7 +21,7 @@ class State:
 
     server   the state of the algorithm
     clip     clip norm C of the next round; only quantile clipping changes it
-    average  with `run.average` = a: Σ (1-a)·a^(n-i)·θ_i over the n rounds so far; else None
+    average  Σ (1-a)·a^(n-i)·θ_i over the n rounds so far, for a = `run.average`; None without it
     weight   sum of the weights (1-a)·a^(n-i) in `average`; None without `run.average`
 
     The average is computed from released values, so it costs no privacy. Clients continue from the
@@ -43,11 +43,11 @@ class State:
         """The evaluated and saved vector: the average with `run.average`, else the last iterate."""
         if self.average is None or self.weight is None:
             return self.theta
-        # Before round 1 the weight is zero, so theta is taken instead of 0/0.
+        # Before round 1 the weight is zero. Return theta then, because the average would be 0/0.
         return torch.where(self.weight > 0, self.average / self.weight, self.theta)
 
     def averaging(self) -> State:
-        """Return this state with an empty average, as a run with `run.average` begins."""
+        """Return this state with an empty average, with which a run with `run.average` begins."""
         weight = torch.zeros((), dtype=torch.float64, device=self.theta.device)
         return dataclasses.replace(self, average=torch.zeros_like(self.theta), weight=weight)
 
@@ -74,7 +74,7 @@ class State:
         return {**own, AVERAGE: self.average, WEIGHT: self.weight}
 
     def with_tensors(self, tensors: Mapping[str, Tensor], clip: float) -> State:
-        """Return a copy of this state with these tensors and this clip norm, e.g. of a checkpoint.
+        """Return a copy of this state with other tensors and another clip norm.
 
         Raise ValueError if names, shapes or dtypes differ from those of this state.
         """

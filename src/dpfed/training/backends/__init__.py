@@ -1,1 +1,1 @@
-"""Backends that compute a cohort: one fleet, several processes, several runs at once."""
+"""Backends, which compute a cohort in one process, in several, or together with other runs."""

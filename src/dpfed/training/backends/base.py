@@ -17,7 +17,7 @@ def no_charge() -> None:
 
 
 class Backend(Protocol):
-    """Computes cohorts: in this process, in several processes, or at clients on a network."""
+    """Computes cohorts in this process, in several processes, or at clients on a network."""
 
     def run_cohort(
         self,
@@ -26,7 +26,7 @@ class Backend(Protocol):
         clients: Sequence[int],
         wait_for_charge: WaitForCharge = no_charge,
     ) -> tuple[Message, int]:
-        """Return the mean of the clients' messages, and the number of clients that answered.
+        """Return (mean of the clients' messages, number of clients that answered).
 
         t                number of the round
         state            the server's state before the round
@@ -41,7 +41,7 @@ class RemoteBackend(Backend, Protocol):
     """A backend whose JSON-serialisable state is part of the checkpoint."""
 
     def restore(self, remembered: Mapping[str, Any]) -> None:
-        """Continue from the state in a checkpoint, which `after` has returned."""
+        """Continue from the state `remembered`, which `after` returned and a checkpoint stored."""
 
     def after(self, t: int, state: State) -> dict[str, Any]:
         """Return the backend's state after round t, to be stored in the checkpoint.
@@ -54,4 +54,4 @@ class RemoteBackend(Backend, Protocol):
 
 
 class LostRoundError(DpfedError):
-    """A round gave no mean message. The run continues with the server's state before the round."""
+    """A round ended without a mean message. The run continues with the server's state before it."""

@@ -1,9 +1,9 @@
-"""Train several runs at once: one pass computes the gradients of J runs with S clients each.
+"""Train a pack of runs at once: one pass computes the gradients of J runs with S clients each.
 
 The runs may differ in seed, rates, method or noise. Each run has its own folder, ledger, random
 streams, round loop and thread. Records and the frozen model are in memory once, and one pass
-computes the clipped sums of all runs (privacy/batched_sums.py). A run in a pack has the same
-results as alone, up to the order of additions.
+computes the clipped sums of all runs (privacy/batched_sums.py). The results of a run in a pack
+equal those of the run alone, up to the order of additions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dpfed.training.job.job_cache import JobCache
 from dpfed.training.job.model import block_rules
 
 Answer = TypeVar("Answer")
-# Default for algorithms that have no key for the parameter blocks.
+# Block options of an algorithm whose configuration has no key for the parameter blocks.
 BLOCKS = {"granularity": "block"}
 # Largest automatic pack: more runs in a pass gain little speed and need more memory.
 MAX_RUNS = 16
@@ -115,20 +115,20 @@ class Pack:
             self._left.add(number)
             sums = self._sum
         if sums is not None:
-            # Release the lock first: this call may compute a pass for the other runs,
-            # which would block them.
+            # Call this without the lock, because it may compute a pass for the other runs.
+            # They would have to wait for the lock during this pass.
             sums.leave(number)
 
     def end(self) -> None:
-        """Free the shared model, records and passes for runs that train alone afterwards."""
+        """Free the memory of the shared model, records and passes; later runs may need it alone."""
         self._first = None
         self._sum = None
         self.shared.clear()
 
     def _union(self, runs: int) -> FixedSum:
-        """Return the object that computes clipped sums of `runs` runs in fixed-size passes.
+        """Return the object that computes the clipped sums of `runs` runs in fixed-size passes.
 
-        If the GPU has no memory for all runs, the passes are for as many runs as fit.
+        If the GPU has no memory for all runs, each pass has room for as many runs as fit.
         """
         job = self._first
         assert job is not None
@@ -147,7 +147,7 @@ class Pack:
 
 
 class BatchedRun:
-    """The access of one run to its pack, in which `number` identifies the run."""
+    """One run's access to its pack. The run has the number `number` in the pack."""
 
     def __init__(self, pack: Pack, number: int) -> None:
         self._pack, self._number = pack, number
@@ -182,8 +182,8 @@ def _pass_of(job: Job) -> tuple[int, str, float, bool]:
 def union_slots(job: Job, runs: int) -> int:
     """Return the number of record slots in a pass of `runs` runs.
 
-    With `run.slots = "auto"` one pass needs fewer slots than separate passes do, because random
-    batch sizes average out.
+    With `run.slots = "auto"`, one shared pass needs fewer slots than separate passes. Batch sizes
+    are random, and their sum varies relatively less than each of them.
     """
     cohort = job.schedule.cohort
     configured = job.config.run.slots
@@ -201,9 +201,9 @@ def run_batched(
 ) -> list[Answer]:
     """Run the tasks as one pack, each in its own thread, and return their answers in order.
 
-    A task calls `training.run.run` with its BatchedRun. If it raises UnbatchableError, it is called
-    again with None after the others. `ended` gets each task's number and answer as soon as the task
-    ends, from one thread at a time.
+    A task gets its BatchedRun and calls `training.run.run`. If a task raises UnbatchableError, it
+    is called again after the other tasks, with None, and trains alone. When a task ends, `ended`
+    is called with the task's number and answer, by one thread at a time.
     """
     pack = Pack(len(tasks), shared)
     reporting = threading.Lock()

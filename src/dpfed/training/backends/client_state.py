@@ -1,8 +1,8 @@
-"""Store the client memory of simulations: vectors kept between rounds, such as SCAFFOLD's control.
+"""Store the client memory of simulations, such as SCAFFOLD's control, between rounds.
 
-Only clients that took part have an entry. Entries are in memory up to a limit. Beyond the limit
-the oldest entries move to files, which are memory-mapped when needed. A file is never
-overwritten: its name contains the round that wrote it, so a checkpoint can refer to it.
+Only clients that took part have an entry. If the entries in RAM exceed a limit, the oldest ones
+move to files, which are memory-mapped when needed. A file is never overwritten, because a
+checkpoint may refer to it: its name contains the round that wrote it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ClientStates:
         return len(self._in_memory) * len(self._names) * self._size * 4
 
     def gather(self, clients: Sequence[int], device: torch.device) -> ClientState:
-        """Return the stored vectors of these clients, `[S, P]` per name, and the mask `seen` `[S]`.
+        """Return a dict of these clients' vectors, `[S, P]` per name, and the mask `seen`, `[S]`.
 
         `seen` is False for clients without stored vectors, whose rows are zero. The dict is empty
         if the algorithm keeps no client memory.
@@ -102,13 +102,13 @@ class ClientStates:
                 self._spill()
 
     def save(self) -> dict[int, Entry]:
-        """Write the vectors that changed since the last call; return the file of each client."""
+        """Write the vectors that changed since the last call; return the entry of each client."""
         return self.begin_save()()
 
     def begin_save(self) -> Callable[[], dict[int, Entry]]:
-        """Return a function that writes the present vectors and returns the file of each client.
+        """Return a function that writes the present vectors and returns the entry of each client.
 
-        The function may run on another thread. It ignores vectors that are stored after this call.
+        The function may run on another thread. It does not write vectors stored after this call.
         """
         with self._lock:
             changed = {
@@ -134,7 +134,7 @@ class ClientStates:
             if spilled is not None and spilled.file == _file(client, t):
                 return spilled
             entry = self._write(client, t, row)
-            # If a later round has stored new vectors, this file is not the newest one.
+            # Register the file only if no later round has stored newer vectors of this client.
             if self._written_in[client] == t:
                 self._files[client] = entry
                 self._changed.discard(client)

@@ -1,4 +1,4 @@
-"""Executions, which say where the clients of a run compute.
+"""Executions, which decide where the clients of a run compute.
 
 Clients compute in this process, in a pack of runs, by torchrun, or on a network. An execution
 builds the job and the backend of a run. All other code is the same for every execution.
@@ -33,14 +33,14 @@ Stop = Callable[[], None]
 
 
 def never_stop() -> None:
-    """Return at once, so that the run continues."""
+    """Do nothing, so that the run continues."""
 
 
 class Execution(Protocol):
     """Builds the job and the backend of a run.
 
     served    True if the clients and their records are on other machines
-    overlaps  True if a round may begin before the last one is checked; see `RoundLoop.overlap`
+    overlaps  True if a round may begin before the previous round is checked (`RoundLoop.overlap`)
     stop      is called between local steps; may raise an error to end the run
     prepare   returns the job of a configuration
     confirm   compares the job with those of other processes before anything is written
@@ -69,7 +69,7 @@ class Execution(Protocol):
 class InProcess:
     """Compute the clients in this process.
 
-    cache  records, frozen models and features of earlier runs, to be used again if they are equal
+    cache  records, frozen models and features of earlier runs, which equal runs use again
     batch  membership in a pack of runs that share passes; None for a run that trains alone
     """
 
@@ -103,7 +103,7 @@ class InProcess:
 
 @dataclass(frozen=True)
 class Torchrun:
-    """Compute on the processes of a group. This process is rank 0, and the others call `assist`."""
+    """Compute on the processes of a group. This process is rank 0; the others call `assist`."""
 
     served: ClassVar[bool] = False
     overlaps: ClassVar[bool] = False
@@ -128,7 +128,7 @@ class Torchrun:
 
 @dataclass(frozen=True)
 class Served:
-    """Compute at clients on a network, which have the records and ledgers of their own.
+    """Compute at clients on a network. Each client has its own records and its own ledger.
 
     make_backend  returns the backend for a job and the name of the run
     """

@@ -46,7 +46,7 @@ def require_finite_messages(t: int, clients: Sequence[int], values: Message) -> 
 
     values  messages and client memory: tensors `[S, ...]` by name, one row per client
 
-    The error names the client. This reveals nothing about a record, because the values are noised.
+    The error names the client. The values are noised, so the error reveals nothing about a record.
     """
     for name, value in values.items():
         finite = value.reshape(len(clients), -1).isfinite().all(1)

@@ -1,8 +1,8 @@
 """The fleet: S clients of a cohort computed side by side, as rows of one tensor `[S, P]`.
 
 A cohort larger than `run.fleet_size` is split into several fleets. Each client has its own random
-streams, so the split changes only the order of additions. If the device has no memory for a fleet,
-two fleets of half the size repeat its steps with the same random numbers.
+streams, so the split changes only the order of additions. If a fleet does not fit into the memory
+of the device, two fleets of half its size repeat the steps with the same random numbers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LocalWatch = Callable[[Context, Sequence[int], LocalResult], None]
 
 @dataclass(frozen=True)
 class Part:
-    """The clients of one fleet.
+    """The clients of one fleet, which are a subset of the cohort.
 
     clients  numbers of the clients
     weights  weights of their messages in the cohort's mean, `[S]`
@@ -58,10 +58,10 @@ class Fleet:
     """The backend that computes a cohort in this process.
 
     memory          store of client memory; None for a new one
-    watch           is called with the results of each fleet after its local steps
-    stop            is called after each local step; may raise an error to end the run
-    check_messages  True: check messages for NaN and infinity. False: skip this check, because the
-                    round loop checks the server's state, for which the host waits less
+    watch           called with the results of each fleet after its local steps
+    stop            called after each local step; may raise an error to end the run
+    check_messages  True: check messages for NaN and infinity. False: rely on the round loop's
+                    check of the server's state, for which the host waits less
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Fleet:
         wait_for_charge: WaitForCharge = no_charge,
         weights: Tensor | None = None,
     ) -> tuple[Message, int]:
-        """Return the weighted sum of the clients' messages, and the number of clients.
+        """Return (weighted sum of the clients' messages, number of clients).
 
         weights  weight of each message; None for weights that make the sum the cohort's mean
         """
@@ -126,7 +126,7 @@ class Fleet:
                 if not out_of_memory(error):
                     raise
             if result is None:
-                # Retry outside the handler, because the exception keeps the tensors in memory.
+                # Retry after the handler, because inside it the exception keeps tensors in memory.
                 self._steps_done = steps_before
                 parts.extendleft(reversed(self._halves(t, part, oracle.noise)))
                 continue
@@ -198,14 +198,14 @@ class Fleet:
         )
 
     def _halves(self, t: int, part: Part, noise: Sequence[Noise]) -> list[Part]:
-        """Return two fleets of half the size, which repeat the steps of one that ran out of memory.
+        """Split a fleet that ran out of memory into two halves, which repeat its steps.
 
-        noise  noise sources of the fleet's clients, to be used again from their first number
+        noise  noise sources of the fleet's clients; they give the same numbers again
         """
         job = self._job
         count = len(part.clients)
         if count == 1 and job.batched_sum is not None:
-            # Raise the error that makes the run start again alone, because alone it may fit.
+            # This error makes the run leave its pack and start again alone, when it may fit.
             raise UnbatchableError
         if count == 1:
             raise StoppedError(
@@ -225,7 +225,7 @@ class Fleet:
         ]
 
     def _lower_limits(self, oracle: FleetOracle, used_fixed: bool) -> None:
-        """If the oracle had to use smaller passes, use them in later rounds too.
+        """Use smaller passes in later rounds too if the oracle had to use them in this round.
 
         used_fixed  True if the oracle began the round with passes of a fixed size
         """
@@ -238,15 +238,15 @@ class Fleet:
     def _fixed_sum(self, clients: Sequence[int]) -> Sums | None:
         """Return the object that computes clipped sums in passes of a fixed size for these clients.
 
-        None if passes vary in size: by default on a CPU, with exact isolation, or after memory
-        ran out.
+        Return None if passes vary in size. They do so by default on a CPU, with exact isolation,
+        and after the device ran out of memory.
         """
         job = self._job
         run = job.config.run
         if not self._fixed_fits:
             self._fixed.clear()
             if job.batched_sum is not None:
-                # Leave the pack, because the other runs would wait for this one in every pass.
+                # Leave the pack, because the other runs would wait for this run in every pass.
                 job.batched_sum.leave()
             return None
         if job.batched_sum is not None:

@@ -1,4 +1,4 @@
-"""Find how many clients fit on a GPU side by side (`run.fleet_size = "auto"`).
+"""Find how many clients fit into GPU memory side by side (`run.fleet_size = "auto"`).
 
 A trial pass before round 1 uses records of zeros, so no private record is read. While the trial
 does not fit into memory, the number of clients is halved. On a CPU the whole cohort is one fleet.
@@ -16,7 +16,7 @@ from dpfed.privacy.record_batch import Records
 from dpfed.training.job.job import Job
 from dpfed.training.job.message_size import local_bytes
 
-# Copies of the clients' states in memory: before a step, after it, and one temporary copy.
+# Number of copies of the clients' states in memory: before a step, after it, and one temporary.
 COPIES = 3
 
 
@@ -50,7 +50,7 @@ def most_that_fit(cohort: int, fit: Callable[[int], bool]) -> int:
 def slots_of(job: Job, clients: int) -> int:
     """Return the number of record slots in a pass of `clients` clients.
 
-    With `run.slots = "auto"` it is chosen for the clients with the largest expected batches.
+    With `run.slots = "auto"`, the number suits the clients with the largest expected batches.
     """
     slots = job.config.run.slots
     if slots != "auto":
@@ -73,7 +73,7 @@ def fits(job: Job, clients: int, slots: int | None = None) -> bool:
     except torch.OutOfMemoryError:
         return False
     peak = torch.cuda.max_memory_allocated(device) - before
-    # A pass that is captured as a CUDA graph needs its memory in addition to the plain pass.
+    # Capturing a pass as a CUDA graph takes the memory of a second pass.
     passes = 1 if job.config.run.graphs is False else 2
     return passes * peak + COPIES * clients * local_bytes(job.algorithm, job.space) <= free
 

@@ -3,16 +3,17 @@
 Every process builds the same job. Rank 0 runs the round loop; it alone has the ledger, checkpoints,
 metrics and evaluation. A round on W processes has these steps:
 
-    rank 0 -> all      header (command, round, cohort size, clip norm), cohort, server's state
+    rank 0 -> all      header (integers: command, round, cohort size, clip norm); cohort; state
     rank 0 -> rank r   the stored vectors of rank r's clients, for algorithms with client memory
     every rank         compute its share of the cohort, clients[r::W], as a fleet
     all -> all         the sum of the weighted messages (all-reduce), in float32
-    rank r -> rank 0   the new stored vectors of its clients
+    rank r -> rank 0   the new stored vectors of rank r's clients
 
-Rank 0 stores all client memory, so a resumed run may have another number of processes. Random
-streams are named by round and client. With seeded noise the result therefore equals that of one
-process, up to the order of additions. With `noise = "os"` each process draws batches and noise from
-its own entropy. Processes exchange only integers and flat tensors, so nothing is pickled.
+Rank 0 stores all client memory, so a resumed run may have another number of processes. Each round
+and client has its own random stream. With seeded noise, several processes therefore compute the
+result of a single process, up to the order of additions. With `noise = "os"` each process draws
+batches and noise from the operating system. Processes exchange only integers and flat tensors, so
+nothing is pickled.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ from dpfed.training.round_context import first_state
 from dpfed.training.run_folder.run_identity import run_identity
 from dpfed.training.server_state import State
 
-# Commands that rank 0 sends to the other processes as the first number of a header.
+# Commands of rank 0 to the other processes: the first of the integers that `Group.header` sends.
 STOP = 0
 AGREE = 1
 ROUND = 2
 HEADER_SIZE = 5
-# The other processes wait this long for a header, because rank 0 may evaluate for a long time.
-# They notice at once if rank 0 dies, because its connections close.
+# The other processes wait so long for rank 0's next command, because rank 0 may evaluate slowly.
+# If rank 0 dies, its connections close, and they stop at once.
 FOLLOWER_TIMEOUT = timedelta(days=7)
 HOW_TO_RESUME = "start it again with --resume and it goes on from its last checkpoint"
 
@@ -72,7 +73,7 @@ class Group:
         self.rank = rank
         self.world = world
         self.timeout = timeout
-        # True after a process was lost or got stuck in a round; no later call can succeed then.
+        # True after a process was lost or did not finish a round. Every later call would fail.
         self.broken = False
         wait = timedelta(seconds=timeout)
         try:
@@ -104,9 +105,9 @@ class Group:
             ) from error
 
     def header(self, *words: int) -> list[int]:
-        """Broadcast a command and its numbers from rank 0, and return them on every rank.
+        """Send a few integers (a header) from rank 0 to all ranks, and return them on every rank.
 
-        words  the command and its numbers on rank 0; empty on the other ranks
+        words  on rank 0 the integers, usually a command and its arguments; empty on other ranks
         """
         numbers = torch.zeros(HEADER_SIZE, dtype=torch.int64)
         numbers[: len(words)] = torch.tensor(words, dtype=torch.int64)
@@ -152,7 +153,7 @@ class Group:
         Rank 0 calls this at the end of every run, also of a failed one.
         """
         if self.broken:
-            # A shutdown fails if a member is lost; the group is freed when this process exits.
+            # A shutdown would fail without the lost process. The end of this one frees the group.
             return
         if self.rank == 0:
             with suppress(DpfedError):
@@ -250,14 +251,15 @@ class Distributed:
         clients: Sequence[int],
         wait_for_charge: WaitForCharge = no_charge,
     ) -> tuple[Message, int]:
-        # Wait here, because the other processes cannot see whether the ledger is charged.
+        # Wait before starting the others, because they cannot see whether the ledger is charged.
         wait_for_charge()
         clip_bits = struct.unpack("<q", struct.pack("<d", state.clip))[0]
         self._group.header(ROUND, t, len(clients), clip_bits)
         try:
             return self._together(t, state, clients), len(clients)
         except BaseException:
-            # The other processes are still inside this round, so they cannot accept a new header.
+            # The other processes are still inside this round and cannot accept a command. Mark
+            # the group as broken, so that `close` does not send STOP.
             self._group.broken = True
             raise
 
@@ -305,7 +307,7 @@ def follow(job: Job, group: Group) -> None:
 
 
 def share_of(fleet: Fleet, group: Group, t: int, state: State, clients: Sequence[int]) -> Message:
-    """Return the weighted sum of the messages of this rank's clients; `{}` if it has none.
+    """Return the weighted sum of the messages of this rank's clients; `{}` if it has no clients.
 
     clients  the whole cohort
     """
@@ -340,7 +342,7 @@ def _follow_round(
         before = [i for i, had in zip(part, known.tolist(), strict=True) if had]
         fleet.memory.put(t - 1, before, {name: rows[known, j] for j, name in enumerate(names)})
     message = share_of(fleet, group, t, state, clients)
-    # Rank 0 sends the length of the sum, because a rank without clients cannot compute it.
+    # Rank 0 sends the length of the sum, because a rank without clients has no message to measure.
     length = group.header()[0]
     sums = torch.zeros(length, device=job.device)
     if part:
@@ -358,14 +360,14 @@ def sent(job: Job, state: State) -> dict[str, Tensor]:
 
 
 def packed(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the bytes of all tensors as one flat uint8 tensor."""
+    """Join the bytes of all tensors into one flat uint8 tensor."""
     return torch.cat(
         [x.detach().reshape(-1).contiguous().view(torch.uint8) for x in tensors.values()]
     )
 
 
 def unpacked(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that `packed` joined; names, shapes and dtypes are those of `like`."""
+    """Return the tensors that `packed` joined, with the names, shapes and dtypes of `like`."""
     pieces = torch.split(flat, [x.numel() * x.element_size() for x in like.values()])
     return {
         name: piece.clone().view(x.dtype).reshape(x.shape)
@@ -374,10 +376,10 @@ def unpacked(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def fingerprint(job: Job) -> str:
-    """Return a SHA-256 of settings, records and weights, which determine every client's message."""
+    """Return the SHA-256 of settings, records and weights, which must agree on all processes."""
     found = hashlib.sha256(repr(run_identity(job)).encode())
     found.update(model_hash(job.adapted.model, job.space).encode())
-    # Hash inputs rather than features: each process computes features with its own rounding.
+    # Hash inputs, not features: two machines may round the same features differently.
     inputs = job.records.inputs if job.raw_inputs is None else job.raw_inputs
     arrays: list[Any] = [job.shards.records, job.theta, job.records.labels, *inputs.values()]
     for x in arrays:

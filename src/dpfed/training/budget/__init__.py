@@ -1,1 +1,1 @@
-"""The privacy spending of a run: planned before it, charged during it, and read back from it."""
+"""The privacy spending of a run: plan it, charge it round by round, and read it from the ledger."""

@@ -25,8 +25,8 @@ from dpfed.training.job.job import Job
 
 # File name of a real client's ledger in its state folder.
 OWN_LEDGER = "ledger.db"
-# Rows with this client name cost nothing and add rounds to the statement: `steps` rounds, whose
-# cohorts are drawn from at least `round` clients.
+# A row with this client name costs nothing. It adds rounds to the statement: their number is in
+# the column `steps`, and the fewest clients to draw a cohort from are in the column `round`.
 EXTENSION = "statement"
 CALIBRATION_TOLERANCE = 1e-4
 
@@ -34,9 +34,10 @@ CALIBRATION_TOLERANCE = 1e-4
 def run_ledger(job: Job, budget: Budget, path: Path, name: str, released: bool = False) -> Ledger:
     """Return the open ledger of the run `name`; create it with the run's statement if missing.
 
-    An existing ledger is verified, and refused if its statement differs from this run's. If this
-    run has more rounds, they are added to the statement. With `released`, a round was charged
-    before, so a missing ledger is an error.
+    An existing ledger is verified. It is refused if its statement differs from the run's statement.
+    If the run has more rounds than the ledger states, they are added to the ledger.
+
+    released  True if a round was charged before, so that a missing ledger is an error
     """
     statement = statement_of(job, budget)
     exists = path.exists()
@@ -56,7 +57,7 @@ def run_ledger(job: Job, budget: Budget, path: Path, name: str, released: bool =
 def client_ledger(state: Path, name: str, delta: float, released: bool) -> Ledger:
     """Return the open ledger in a real client's state folder; create it if missing.
 
-    With `released`, the client has answered a server before, so a missing ledger is an error.
+    released  True if the client has answered a server before; a missing ledger is then an error
     """
     lost = "what this client has spent: put it back" if released else None
     return _open_or_create(state / OWN_LEDGER, lost, {"delta": delta}, client=name)
@@ -71,7 +72,7 @@ def _open_or_create(
 ) -> Ledger:
     """Return the open ledger at `path`; create it with `statement` if missing.
 
-    If `lost` is given, a missing ledger is an error, and `lost` completes the error message.
+    lost  None to create a missing ledger; a text makes it an error and completes the message
     """
     if path.exists():
         return Ledger.open(path, run=run, client=client)
@@ -107,8 +108,8 @@ def _check_statement(ledger: Ledger, statement: dict[str, Any]) -> None:
     # Do not compare `eligible`, because it is the one key that changes when rounds are added.
     compared = statement.keys() - {"eligible"}
     if ledger.meta.get("uncounted") is False:
-        # Do not compare a recorded False: earlier versions wrote it also for local weights that
-        # have no spending record.
+        # Do not compare a recorded False. Earlier versions wrote False also for local weights
+        # without a spending record.
         compared -= {"uncounted"}
     for key in statement:
         if key in compared and ledger.meta.get(key) != statement[key]:
@@ -125,7 +126,7 @@ def no_statement(name: object) -> DpfedError:
 def stated_rounds(ledger: Ledger) -> list[tuple[int, int]]:
     """Return the stated rounds as pairs (fewest clients to draw a cohort from, number of rounds).
 
-    If rounds were added, the pairs of the last addition are returned. They cover all rounds.
+    If rounds were added later, return the pairs of the last addition, which cover all rounds.
     """
     extensions: dict[int, list[tuple[int, int]]] = {}
     for row in ledger.rows():
@@ -160,8 +161,8 @@ def _extend(job: Job, budget: Budget, ledger: Ledger) -> None:
             f"the ledger {ledger.path} was written for another plan: "
             "this is not the run it belongs to"
         )
-    # Use void rows: they cost nothing, but the hash chain protects them like charges. If a crash
-    # interrupts this call, the next one finds the rows that exist and does not repeat them.
+    # Use void rows: they cost nothing, but the hash chain protects them like charges. After a
+    # crash in this loop, a resumed run finds the rows that were written and does not repeat them.
     part = f"of {len(new)} rounds"
     kind = job.plan.mechanism(0)
     ledger.charge(
@@ -185,7 +186,7 @@ def with_recorded_noise(job: Job, path: Path) -> Job:
 
 
 def _require_target(job: Job, multipliers: np.ndarray, path: Path) -> None:
-    """Raise DpfedError if recorded noise below the calibrated one exceeds the target epsilon."""
+    """Raise DpfedError if the recorded noise is too small for the target epsilon."""
     privacy = job.config.privacy
     schedule = job.schedule
     lower = multipliers < job.plan.multipliers
@@ -205,9 +206,9 @@ def _require_target(job: Job, multipliers: np.ndarray, path: Path) -> None:
 def recorded_multipliers(plan: Plan, ledger: Ledger) -> np.ndarray:
     """Return the noise multiplier of each client as the ledger records it.
 
-    Clients of equal rate have equal noise, so a multiplier is found by its rate. If the statement
-    rounds very many rates, the ledger's charges still have the exact ones. The plan's multiplier is
-    kept if the recorded one differs by a relative 1e-4 or more.
+    Clients of equal rate have equal noise, so the ledger is searched for the client's rate. A
+    statement of very many rates has rounded ones, but the ledger's charges have the exact rates.
+    If recorded and planned multiplier differ by a relative 1e-4 or more, return the planned one.
     """
     try:
         noise_of_rate = {float(rate): float(noise) for rate, noise in ledger.meta["kinds"]}

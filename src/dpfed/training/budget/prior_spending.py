@@ -25,8 +25,8 @@ from dpfed.training.run_folder.embedded_record import METADATA, embed, embedded
 
 SPENDING = "dpfed.json"
 FORMAT = 1
-# Range of noise multipliers in a record. Outside it an epsilon overflows, so no run with privacy
-# can have used them.
+# Range of noise multipliers in a record. Outside this range epsilon overflows, so no run with
+# privacy can have used such a multiplier.
 LEAST_NOISE = 1e-3
 MOST_NOISE = 1e9
 
@@ -38,7 +38,7 @@ class SpendingRecord:
     release    kind of protection, as in the result of the run
     unit       protected unit; None for a run without privacy
     prior      all mechanisms of the training, with the number of steps of each
-    uncounted  True if part of the training is not in `prior`, as it had no privacy or no record
+    uncounted  True if `prior` lacks some of the training, which had no privacy or no record
     text       the record as JSON text, unchanged
     """
 
@@ -95,13 +95,13 @@ def prior_spending_of(config: Config) -> PriorSpending:
 def _recorded_or_not(
     config: Config, start: str, part: str
 ) -> tuple[SpendingRecord | None, str | None]:
-    """Return (record, None), or (None, words that name `start` in a warning) without a record.
+    """Return (spending record or None, words that name `start` in a warning or None).
 
-    `start` is a path or hub name, and `part` is "model" or "adapter". Public weights without a
-    record need no warning, and the result is (None, None).
+    The words are given for weights without a record, unless these weights are public.
+    `start` is a path or hub name, and `part` is "model" or "adapter".
     """
     if part == "adapter" and not (Path(start).expanduser() / "adapter_config.json").is_file():
-        # If the path is misspelt, stop: the run must not silently begin with a new adapter.
+        # Stop if the path is misspelt, so that the run does not silently begin with a new adapter.
         remedy = "give a folder written by peft"
         raise DpfedError(f"model.adapter = {start!r} has no adapter_config.json: {remedy}")
     try:
@@ -114,10 +114,10 @@ def _recorded_or_not(
 
 
 def _unrecorded(config: Config, start: str, part: str) -> str | None:
-    """Return the words that name a start without a record in a warning; None if it is public.
+    """Return words that name weights without a record in a warning; None if they are public.
 
-    Only a model of the hub with a new head is public. A folder on this machine may come from any
-    training, and a kept head was trained for exactly these classes.
+    Weights count as public only if they come from the hub and the head is new. A folder on this
+    machine may come from any training. A kept head was already trained for these classes.
     """
     if part == "model" and getattr(config.model, "head", "new") == "kept":
         return f"the kept head of {start}"
@@ -127,10 +127,10 @@ def _unrecorded(config: Config, start: str, part: str) -> str | None:
 
 
 def served_prior_spending(config: Config) -> PriorSpending:
-    """Return the prior spending of a server's run, including its noised counts on held-out records.
+    """Return the prior spending of a server's run, with the cost of counts on held-out records.
 
-    Each record is either trained on or held out, but only its client knows which. The counts are
-    therefore added for every record, as the clients' ledgers do.
+    A record is either trained on or held out, and only its client knows which. So the cost of the
+    noised counts is added for every record, as in the clients' ledgers.
     """
     past = prior_spending_of(config)
     section = config.federation
@@ -150,8 +150,8 @@ def served_prior_spending(config: Config) -> PriorSpending:
 def record_of(start: str) -> SpendingRecord | None:
     """Return the spending record of a folder, a weights file or a hub model; None if it has none.
 
-    Raise DpfedError if it has several records that differ. The larger one cannot be chosen,
-    because delta and later rounds decide which one costs more.
+    Raise DpfedError if `start` has several records that differ. No record is always the larger
+    one: delta and the later rounds decide which record costs more.
     """
     path = Path(start).expanduser()
     texts = _local_records(path) if path.exists() else _hub_records(start)
@@ -170,7 +170,7 @@ def record_of(start: str) -> SpendingRecord | None:
 
 def _local_records(start: Path) -> dict[str, str]:
     path = (start.parent if start.is_file() else start) / SPENDING
-    # Use lexists: a broken link counts as a damaged record, not as a missing one.
+    # Use lexists, because a broken link must count as a damaged record, not as a missing one.
     texts = {str(path): _read(path)} if os.path.lexists(path) else {}
     return texts | {f"the metadata of {file}": record for file, record in embedded(start).items()}
 
@@ -250,8 +250,8 @@ def checked(text: str, where: str) -> SpendingRecord:
 def refuse_unfit(config: Config, start: str, record: SpendingRecord) -> None:
     """Raise DpfedError if the cost in the record cannot be added to the cost of this run.
 
-    That is so if the protected unit or the sampling differs. Seeded noise can be removed again, so
-    a run with real noise must not start from it.
+    The costs cannot be added if protected unit or sampling differ. A run with real noise must not
+    start from weights with seeded noise, because who knows the seed can remove this noise.
     """
     unit = config.data.unit_column or "record"
     privacy = config.privacy

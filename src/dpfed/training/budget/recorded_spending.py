@@ -1,7 +1,7 @@
 """Read the spending of a run or of a real client from its folder.
 
 The spending is computed from the ledger. A server's run has no ledger, because each client keeps
-its own. Its spending is bounded from its configuration instead.
+its own ledger. The spending of such a run is bounded from the run's configuration.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from dpfed.training.run_folder.files import (
 )
 
 # Largest number of different histories (lists of charges) whose epsilons are computed one by one.
-# For more, one faster computation gives upper bounds.
+# If there are more, one faster computation gives upper bounds of all epsilons.
 MAX_EXACT_HISTORIES = 50
 BY_CHOICE = "the clients of a federation stay away as they like, so it equals the server's figure"
 REPEATED = "a round was attempted more than once, so it equals the server's figure"
@@ -60,8 +60,8 @@ class RecordedSpending:
     epsilons     each client's epsilon against the server, `[N]`
     rows         number of rows in the ledger
     seeded       True if the noise was repeatable, which protects nothing
-    void         reason to state the server's epsilon for third parties too; None if there is none
-    most_rounds  the most rounds charged to any client, with every attempt at a round
+    void         text that says why third_party equals the server's epsilon; None if it may be less
+    most_rounds  largest number of rounds charged to a client; each attempt at a round counts
     served       True for a server's run, whose clients are real
     """
 
@@ -76,7 +76,7 @@ class RecordedSpending:
 
     @property
     def realised(self) -> Planned:
-        """The plan, with more rounds if retries charged more than planned."""
+        """The plan with the charged number of rounds, if retries made it larger than planned."""
         if self.most_rounds <= self.planned.rounds:
             return self.planned
         return replace(self.planned, chances=((1.0, self.most_rounds),))
@@ -100,7 +100,7 @@ class OwnSpending:
     """The spending of one real client over all its runs.
 
     epsilon, delta  the guarantee after everything charged so far
-    runs, rows      number of different runs, and of rows, in its ledger
+    runs, rows      number of different runs, and number of rows, in the client's ledger
     void            number of rows of test mode, which cost nothing
     """
 
@@ -146,7 +146,7 @@ def is_run(path: Path) -> bool:
 def read_recorded_spending(folder: Path, colluding: int = 0) -> RecordedSpending:
     """Verify the whole ledger of a run and return the run's spending.
 
-    `colluding` is the number of clients that tell a third party in which rounds they took part.
+    colluding  number of clients that tell others in which rounds they took part
     """
     result = read_result(folder)
     if not isinstance(result.get("run"), str):
@@ -198,15 +198,15 @@ def _largest(folder: Path, result: Mapping[str, Any], meta: Mapping[str, Any]) -
         return stated
     try:
         batch = float((read_settings(folder) or {})["privacy"]["batch"])
-        # The batch is the rate times a client's size (or the mean size if all share a rate), so
-        # dividing it by the smallest rate gives the largest size.
+        # A batch is the rate times the client's size, or the mean size if all clients share a rate.
+        # The largest client has the smallest rate, so dividing by that rate gives its size.
         return max(1, math.floor(batch / min(float(rate) for rate, _ in meta["kinds"])))
     except (ValueError, KeyError, TypeError, ZeroDivisionError):
         return None
 
 
 def _planned(folder: Path, ledger: Ledger, colluding: int) -> Planned:
-    """Return the statement of the ledger with all added rounds; the hash chain protects both."""
+    """Return the ledger's statement with all added rounds; the hash chain protects both."""
     meta = ledger.meta
     try:
         kinds = [
@@ -234,9 +234,9 @@ def _epsilons(
     planned: Planned,
     clients: int,
 ) -> np.ndarray:
-    """Return each client's epsilon against the server, with the prior spending, `[clients]`.
+    """Return each client's epsilon against the server, `[clients]`; prior spending is included.
 
-    Clients without any charge have the epsilon of the prior spending.
+    A client without charges has the epsilon of the prior spending alone.
     """
     prior = planned.prior
     epsilons = np.full(clients, epsilon(prior, planned.delta).value)
@@ -263,8 +263,8 @@ def served_spending(
 ) -> RecordedSpending:
     """Return an upper bound on the spending of a server's run, from its configuration.
 
-    Every client counts as if it took part in every round. `sigma` is the noise multiplier that
-    the result of a calibrated run records.
+    The bound assumes that every client takes part in every round. `sigma` is the noise multiplier
+    in the result of a calibrated run.
     """
     config = load(folder / CONFIG, [], registry())
     past = served_prior_spending(config)
@@ -293,10 +293,10 @@ def served_spending(
 
 
 def with_least_noise(plan: Plan, recorded: float | list[float] | None) -> Plan:
-    """Return the plan with at most the noise that a server's result records as its sigma.
+    """Return the plan with the noise that a server's result records, if it is below the plan's.
 
-    The run may have used less noise than this version calibrates for the same target. The report
-    must then state the epsilon of the smaller noise.
+    The run may have used less noise than this version calibrates for the same target epsilon. The
+    report must then state the epsilon of the smaller noise. Otherwise return the plan unchanged.
     """
     if recorded is None:
         return plan

@@ -1,4 +1,4 @@
-"""First words of `release` in the result of a run that protects nothing."""
+"""The first words of the release note in results of runs that protect nothing."""
 
 NO_PRIVACY = "no privacy"
 SEEDED = "simulation"

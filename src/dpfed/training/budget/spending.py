@@ -1,4 +1,4 @@
-"""Track the spending of a run: its statement before round 1, its charges and its budgets."""
+"""Track the spending of a run: the statement before round 1, the charges and the budgets."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from dpfed.privacy.plan import Plan, Schedule
 from dpfed.privacy.published import show_setting
 from dpfed.training.job.job import Job
 
-# Largest number of different mechanisms in a statement. If there are more, `coarser` replaces
-# them by fewer that cost at least as much.
+# Largest number of different mechanisms in a statement. If a plan has more, `coarser` replaces
+# them by fewer mechanisms that cost at least as much.
 MOST_KINDS = 500
 
 
@@ -71,7 +71,7 @@ def budget_of(
     """Return the statement of a plan. The spending `past` is added for every client.
 
     budget     largest epsilon that a client may spend; None for no limit
-    colluding  number of clients that tell a third party in which rounds they took part
+    colluding  number of clients that tell others in which rounds they took part
     """
     kinds, kind_of_client = plan.kinds()
     if len(kinds) > MOST_KINDS:
@@ -111,10 +111,10 @@ def _rounds_within(
 
 
 def coarser(plan: Plan) -> tuple[list[Mechanism], np.ndarray]:
-    """Return fewer, rounded mechanisms in place of the plan's, and each client's index into them.
+    """Return (a few rounded mechanisms, the index of each client's mechanism among them).
 
-    Rates are rounded up and noise multipliers down. So a client's rounded mechanism costs at least
-    as much as its exact one.
+    Rates are rounded up and noise multipliers are rounded down. So the rounded mechanism of a
+    client costs at least as much as the client's mechanism in the plan.
     """
     step = 0.05
     rates = np.minimum(1.0, np.exp(np.ceil(np.log(plan.rates) / step) * step))
@@ -139,7 +139,7 @@ class RoundsCharged:
 
 
 def rounds_charged(ledger: Ledger, clients: int) -> RoundsCharged:
-    """Return the numbers of charged rounds in a ledger; void rows do not count.
+    """Return how many rounds and attempts a ledger has charged; void rows do not count.
 
     Each transaction of the ledger is one attempt at a round.
     """
@@ -168,8 +168,8 @@ class Spending:
     ) -> None:
         """Continue after the rounds `before`, which a resumed run has already charged.
 
-        With `by_choice`, clients decide if they take part. Participation is then not random, and
-        the third party's epsilon equals the server's.
+        by_choice  True: clients decide if they take part, so participation is not random. Somebody
+                   who sees only the global models then has the same epsilon as the server.
         """
         self._job = job
         self._budget = budget
@@ -190,8 +190,8 @@ class Spending:
     ) -> Self:
         """Return the spending of a run. `rounds_saved` has each client's rounds at the checkpoint.
 
-        Noise of the operating system never repeats, so every charged attempt counts. Seeded noise
-        is the same in a repeated round, so that round counts once.
+        Noise of the operating system never repeats, so every charged attempt counts. A repeated
+        round with seeded noise has the same noise again, so this round counts once.
         """
         saved = None if rounds_saved is None else RoundsCharged(rounds_saved, {})
         if ledger is None:
@@ -274,7 +274,7 @@ class Spending:
             return largest_epsilon(population, delta)
         kinds, kind_of_client = plan.kinds()
         if len(kinds) > MAX_EXACT_KINDS and prior:
-            # Do not use `coarser` here: its larger epsilon might exceed the planned server_worst.
+            # Do not use `coarser`: its larger epsilon might exceed the planned server_worst.
             return self._budget.planned.server(int(self.rounds_taken.max()))
         if len(kinds) > MAX_EXACT_KINDS:
             kinds, kind_of_client = coarser(plan)
@@ -289,15 +289,15 @@ class Spending:
 
         server_worst  the planned epsilon against the server, or `server_max` if that is larger
         server_max    the largest epsilon that any client has spent so far
-        third_party   the epsilon against somebody who sees results but not who took part
+        third_party   the epsilon against somebody who sees the global models but not who took part
         """
         if self._budget is None:
             return {"server_worst": None, "server_max": None, "third_party": None}
         planned = self._budget.planned
         most = self.server_max()
         worst = max(planned.server_worst, most or 0.0)
-        # The smaller epsilon against a third party needs random participation, which repeated
-        # rounds and clients that stay away by choice do not have.
+        # The smaller third_party epsilon assumes random participation. Repeated rounds are not
+        # random, and neither is the participation of clients that decide themselves.
         repeated = any(n > 1 for n in self._attempts.values())
         return {
             "server_worst": worst,

@@ -1,7 +1,7 @@
 """The type `Activity`: progress inside a round, or before the first one, for display.
 
-The number of records that a step draws is private, so progress is never counted in drawn records.
-All other counts are public, or they stay in the process that has the records.
+Progress is never counted in drawn records, because their number is private. All other counts are
+public, or they stay in the process that has the records.
 """
 
 from __future__ import annotations

@@ -30,10 +30,10 @@ class Callback:
         """Called when a checkpoint of this progress is due."""
 
     def on_end(self, result: dict[str, Any]) -> None:
-        """Called with the result after all rounds; not called if the run stops early."""
+        """Called with the result after the last round; not called if the run stops early."""
 
     def close(self) -> None:
-        """Release resources; called once at the end of every run, also of a failed one."""
+        """Free resources such as files; called once at the end of every run, also of a failed one."""
 
 
 class OnStart(Callback):

@@ -1,4 +1,4 @@
-"""The callback that writes checkpoints, and the rule after which rounds they are due."""
+"""The callback that writes checkpoints, and the rule that says after which rounds."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class CheckpointWriter(Callback):
 
     def on_checkpoint(self, progress: Progress) -> None:
         known = self._remote.after(progress.t, progress.state) if self._remote else None
-        # Remote clients can repeat only their last message. Write the checkpoint before the next
-        # round, so that a restarted server needs no earlier message.
+        # Wait for the disk before the next round if clients are remote. They can repeat only their
+        # last message, so a restarted server must not need an earlier message.
         wait = self._remote is not None
         taken = self._spending.rounds_taken
         self._checkpoints.save(progress, taken, known, self._folder.sync, wait=wait)

@@ -30,9 +30,9 @@ from dpfed.training.run_folder.files import read_rows
 
 FILE = "diagnostics.jsonl"
 BINS = 120
-# Range of log10 in the histograms of √v and |m|: they cover 1e-9 to 10.
+# Range of log10(√v) and log10(|m|) in the histograms, which cover values from 1e-9 to 10.
 DECADES = (-9.0, 1.0)
-# Number of rounds, evenly spread over the run, for which histograms are written.
+# Number of rounds with histograms; they are evenly spread over the run.
 POINTS = 5
 
 

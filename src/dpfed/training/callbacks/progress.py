@@ -33,7 +33,7 @@ ROUND_LINES = 10
 
 
 class Display:
-    """A progress bar with named fields, shown on a terminal only; `say` prints in any case."""
+    """A progress bar with named fields on a terminal. `say` prints without a terminal too."""
 
     def __init__(self, columns: list[ProgressColumn], total: int | None, **fields: str) -> None:
         console = Console(stderr=True)
@@ -101,7 +101,7 @@ class ProgressDisplay(Display, Callback):
         super().__exit__(*error)
 
     def say(self, *lines: str) -> None:
-        """Print lines, and reset the time without output that `on_activity` measures."""
+        """Print lines, and restart the clock that measures the time without output."""
         self._last_line = self._clock()
         super().say(*lines)
 
@@ -133,7 +133,7 @@ class ProgressDisplay(Display, Callback):
 
 
 def summary(job: Job) -> list[str]:
-    """Return lines on the sizes of a run, its traffic per client and round, and its privacy."""
+    """Return lines of text that state the sizes, the traffic and the privacy of a run."""
     plan, schedule = job.plan, job.schedule
     sent = traffic(job.algorithm, job.space)
     privacy = "NO PRIVACY: noise is off, nothing that leaves a client is protected"

@@ -1,8 +1,8 @@
 """Select the values of a run that may be published; public pages and trackers contain no others.
 
-The third party's epsilon holds only while seed, cohorts, and the epsilon and number of rounds of
-every client are secret (docs/privacy.md, "Two observers"). Therefore this module lists the public
-fields. A new field of a run is private until it is added here.
+The third-party epsilon holds only while these are secret: the seed, the cohorts, and each client's
+epsilon and number of rounds (docs/privacy.md, "Two observers"). Therefore this module lists the
+public fields. A new field of a run is private until it is added here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RESULT = (
     "versions",
     "python",
 )
-# Planned epsilons. server_max is missing, because it is the actual spending of one client.
+# Planned epsilons. The epsilon server_max is secret, because it is the spending of one client.
 FIGURES = ("server_worst", "third_party")
 # Secret settings: the seed determines who takes part, the others name folders and clients.
 HIDDEN = ("run.seed", "run.trackers", "model.adapter", "federation.clients", "federation.held_out")
@@ -113,7 +113,7 @@ def public_result(result: Mapping[str, Any]) -> dict[str, Any]:
 def public_metrics(round: Round, planned: Planned | None) -> dict[str, float]:
     """Return the public metrics of a round: test scores, clip norm and planned epsilon.
 
-    Values that are missing or not finite are left out, as is epsilon if `planned` is None.
+    A metric is left out if its value is missing or not finite. Without `planned`, so is epsilon.
     """
     found: dict[str, float | None] = {
         "accuracy": round.accuracy,

@@ -42,7 +42,7 @@ class TensorBoard:
     def start(self, settings: Settings) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # A resumed run may log a round again; TensorBoard then draws over the old point.
+        # A resumed run may log a round again. TensorBoard then draws the new point over the old.
         self._writer: Any = SummaryWriter(str(self._folder))
         text = "\n".join(f"    {key} = {value}" for key, value in settings.items())
         self._writer.add_text("configuration", text)
@@ -88,9 +88,9 @@ class Mlflow:
 
 
 class Wandb:
-    """Tracker that writes to `wandb` in the run's folder; it sends no facts about the machine.
+    """Tracker that writes to `wandb` in the run's folder, without facts about the machine.
 
-    It works offline unless WANDB_MODE is set.
+    It sends nothing over the network unless WANDB_MODE is set.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -44,9 +44,9 @@ def tables_of(config: Config, source: Source, device: torch.device) -> JobTables
 
 
 def load_source(config: Config, source: Source | None, cache: JobCache) -> Source:
-    """Return the data source of a job, checked and with its texts replaced by tokens.
+    """Return the checked data source of a job, with its texts replaced by tokens.
 
-    It is `source` if given, else the source that `config.data` names.
+    The source is `source` if given, else the one that `config.data` names.
     """
     loader: Any = config.data
     raw = source or cache.get("raw", config.data, loader.load)
@@ -111,9 +111,9 @@ def tokenised(section: ModelSection, source: Source) -> Source:
 
 
 def shards_for(config: Config, source: Source, streams: Streams) -> Shards:
-    """Divide the training records among the clients, and return the record numbers of each.
+    """Divide the training records among the clients, and return each client's record numbers.
 
-    The rule is `data.partition`; its random numbers come from a stream of the run's seed.
+    `data.partition` names the rule of the division. Its random numbers come from the run's seed.
     """
     return partition(config.data, source.train, streams.generator("partition"))
 
@@ -164,7 +164,7 @@ def augmentations_for(config: Config, source: Source) -> Augmentations | None:
 def spec_of(source: Source, section: ModelSection | None = None) -> InputSpec:
     """Return the public facts about a source's inputs, such as their kind and shape.
 
-    If texts are not yet tokens, the model's `section` gives their length in tokens.
+    For texts that are not yet tokens, `section` states the length in tokens.
     """
     name, x = next(iter(source.train.inputs.items()))
     if name == "text":
@@ -193,8 +193,8 @@ def server_data(config: Config, device: torch.device) -> tuple[InputSpec, tuple[
     loader: Any = config.data
     if section is None or section.test_set:
         source: Source = loader.load()
-        # The server uses no training records, so test records replace them. Without a fingerprint,
-        # the token cache is not used: its entries belong to the original tables.
+        # The server uses no training records, so test records replace them. The empty fingerprint
+        # turns off the token cache, whose entries belong to the original tables.
         source = tokenised(config.model, replace(source, train=source.test, fingerprint=""))
         test = records_of(scored_half(source.test, config.run.eval_on), device)
         return spec_of(source), source.classes, test

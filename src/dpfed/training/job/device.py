@@ -30,7 +30,7 @@ def device_of(name: str) -> torch.device:
 def disable_tf32(device: torch.device) -> None:
     """Make GPUs compute products in full float32.
 
-    With the less exact TF32, a clipped gradient could exceed the clip norm.
+    The format TF32 is less exact: with it, a clipped gradient could exceed the clip norm.
     """
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -41,8 +41,8 @@ def disable_tf32(device: torch.device) -> None:
 def set_threads(threads: int | str, parameters: int) -> None:
     """Set the number of CPU threads of this process for a model with `parameters` parameters.
 
-    With "auto", a small model gets one thread, and a later large model gets back the number from
-    before.
+    With "auto", a small model gets one thread. A later large model in the same process gets the
+    original number of threads again.
     """
     now = torch.get_num_threads()
     if threads != "auto":

@@ -1,7 +1,7 @@
 """Compute the output of the frozen model once per record if only the head is trained.
 
-These outputs, the features, are as private as the records. They stay in memory and are never
-written to disk.
+These outputs are the features. Features are as private as the records, so they stay in memory
+and are never written to disk.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def basis_of(
 ) -> Basis:
     """Return the head with the features of all records, or the whole model with the records.
 
-    The setting run.features decides, together with the memory of the device.
+    The choice depends on the setting run.features and on the memory of the device.
 
     draws        expected number of record draws of the whole run
     on_activity  called with the number of records whose features are computed so far
@@ -76,7 +76,7 @@ def basis_of(
             raise DpfedError(
                 f'run.features = true cannot be done, as {parts}: set run.features = "auto"'
             )
-        # Explain why features are not used: many saved models have this dropout unintentionally.
+        # Tell the user why no features are used: saved models often have this dropout by mistake.
         if parts.startswith(DROPOUT):
             notes = (f"the frozen part of the model is computed at every step, as {parts}",)
     records = cache.get("records", tables.train_key, lambda: records_of(tables.train, device))
@@ -99,12 +99,12 @@ def _feature_basis(
 ) -> Basis | None:
     """Return the head and the features, or None if the device has too little memory.
 
-    Training and test features are cached separately: the runs of a study have the same training
-    records, but they may use different halves of the test set.
+    Training and test features have separate cache entries. The runs of a study have the same
+    training records, but they may use different halves of the test set.
     """
 
     def make(table: Table) -> tuple[PerSample, Records]:
-        # Cache the head too: runs can be computed together only if they use the same head object.
+        # Cache the head too, because runs can share a pass only if they use the same head object.
         return parts.head, _records(parts.frozen, ready.theta, table, on_activity)
 
     model = Identity(ready.model)
@@ -136,8 +136,8 @@ def _split_model(config: Config, ready: ReadyModel, tables: JobTables) -> HeadSp
         for name, x in tables.train.inputs.items()
     }
     if "attention_mask" in blank:
-        # Mark all tokens as real: without tokens the pooled features are zero, and a wrong split
-        # would give the same outputs as the whole model.
+        # Mark all tokens as real, not padding. With padding only, pooled features are zero, and a
+        # wrong split would pass this test.
         blank["attention_mask"].fill_(1)
     parts = split(ready.model, ready.theta, {name: x.to(device) for name, x in blank.items()})
     if isinstance(parts, str):
@@ -156,7 +156,7 @@ def _split_model(config: Config, ready: ReadyModel, tables: JobTables) -> HeadSp
 def _records(frozen: PerSample, theta: Tensor, table: Table, on_activity: OnActivity) -> Records:
     """Return the features of a table's records.
 
-    The inputs move to the device in pieces, because all of them may not fit into its memory.
+    The inputs are copied to the device in batches, because all inputs may not fit into its memory.
     """
     step = frozen.records_at_once(theta.device)
     features = []
@@ -167,6 +167,6 @@ def _records(frozen: PerSample, theta: Tensor, table: Table, on_activity: OnActi
             for name, x in table.inputs.items()
         }
         features.append(frozen.scores(theta, piece))
-    # Do not concatenate a single piece: that would copy it.
+    # Use a single batch as it is, because torch.cat would copy the features.
     joined = features[0] if len(features) == 1 else torch.cat(features)
     return Records({FEATURES: joined}, torch.from_numpy(table.labels).to(theta.device))

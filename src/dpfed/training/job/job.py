@@ -47,7 +47,7 @@ class Job:
 
     classes      class names, in the order of the label numbers
     spec         public facts about the inputs, such as their kind and shape
-    model        computes per-record gradients and scores; of the head only if `raw_inputs` is set
+    model        computes per-record gradients and scores; only the head if `raw_inputs` is set
     adapted      the whole model with its adapter
     theta        initial trainable vector, `[P]`
     plan         mechanism of each client
@@ -61,7 +61,7 @@ class Job:
     notes        facts for the user to know
     warnings     facts that the user should act on
     served       True on a server, whose clients and records are on other machines
-    batched_sum  computes the clipped sums of several runs together; None if this run trains alone
+    batched_sum  computes the clipped sums of a pack of runs; None if this run trains alone
     raw_inputs   training inputs if `records` has their features; None if the whole model trains
     on_activity  called with the progress of slow operations
     """
@@ -153,7 +153,7 @@ def _prepare(
 
 
 def prepare_server(config: Config) -> Job:
-    """Return the job of a server whose clients are on other machines. It has no private record.
+    """Return the job of a server whose clients are on other machines, without private records.
 
     The section [federation] declares the clients' sizes. Client i of the plan is the i-th client
     name in alphabetical order.

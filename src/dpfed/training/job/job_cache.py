@@ -12,9 +12,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Identity:
-    """Cache key around an object; two keys are equal only if they contain the very same object.
+    """Cache key that contains an object. Two keys are equal only if they contain the same object.
 
-    The key keeps the object alive. Otherwise a later object could get the same `id`.
+    The key keeps the object alive, because another object could otherwise get the same `id`.
     """
 
     value: object

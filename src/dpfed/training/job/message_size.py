@@ -22,8 +22,8 @@ META = torch.device("meta")
 class Traffic:
     """Sizes of one client's messages in one round: up to the server, and down from the server.
 
-    The sizes are counted in numbers and in bytes. The few numbers of a header (round, learning
-    rate, clip norm) are not counted.
+    Each size is a count of numbers and a count of bytes. The few public numbers of a round, such as
+    learning rate and clip norm, are not counted.
     """
 
     up_numbers: int
@@ -46,7 +46,7 @@ def meta_message(
 ) -> tuple[Message, Message]:
     """Return a client's message `[1, ...]` and the server's broadcast, as meta tensors by name.
 
-    `varying_phi` is True if the variance of the noise may differ between rounds.
+    varying_phi  True if the variance of the noise may differ between rounds
     """
     server, _, message = _meta_round(algorithm, space, varying_phi)
     return message, {name: getattr(server, name) for name in algorithm.broadcast}
@@ -63,7 +63,7 @@ def _meta_round(
 ) -> tuple[Any, Any, Message]:
     """Run one round of one client, with one local step, on meta tensors.
 
-    Return the server's state, the client's state after the step, and the client's message.
+    Return (server's state, client's state after the step, client's message).
     """
     one = torch.ones((), dtype=torch.float64, device=META)
     phi = torch.empty(1, 1, device=META)
@@ -79,9 +79,9 @@ def _meta_round(
 
 
 class _MetaSpace:
-    """Replaces `Space` on meta tensors: it returns the right shapes without the block index.
+    """Stand-in for `Space` on meta tensors, whose methods return tensors of the right shape.
 
-    The block index is left out because it consists of values, which meta tensors do not have.
+    It has no block index, because an index consists of values, which meta tensors do not have.
     """
 
     def __init__(self, space: Space) -> None:
@@ -97,7 +97,7 @@ class _MetaSpace:
 
 
 class _MetaOracle:
-    """Replaces the oracle: its gradients have the right shape but no values."""
+    """Stand-in for the oracle, whose gradients have the right shape but no values."""
 
     def __call__(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         return torch.empty_like(theta), torch.empty(1, 1, device=META)

@@ -49,7 +49,7 @@ def build_model(
 ) -> ReadyModel:
     """Return the model of a job after checking it. The run's seed determines the initial `theta`.
 
-    With `shared`, reuse the model of an earlier job if frozen weights and settings are equal.
+    With `shared`, reuse an earlier job's model if its frozen weights and settings are equal.
     """
     seeds = (streams.number("init"), streams.number("init", 1))
     parts = assemble(config.model, spec, seeds, **block_rules(config))

@@ -52,7 +52,7 @@ def data_notes(config: Config, source: Source, shards: Shards) -> list[str]:
 def dealt_note(config: Config) -> list[str]:
     """Return a note on the guarantee if a run with real noise simulates its clients, else [].
 
-    The guarantee then concerns each client's records as the simulation assigned them.
+    In such a run, the guarantee holds for the clients' records as the simulation assigned them.
     """
     rule = config.data.partition
     if config.run.noise != "os" or rule == "natural":
@@ -64,9 +64,9 @@ def dealt_note(config: Config) -> list[str]:
 
 
 def _natural_note(config: Config, shards: Shards) -> str:
-    """Return a sentence that names the clients found in the data, under partition "natural".
+    """Return a sentence that names the clients that the data contain (partition "natural").
 
-    The sentence also says if the setting data.clients is ignored.
+    The sentence also says so if the setting data.clients is ignored.
     """
     note = (
         f"the clients are the {len(shards)} of data.client_column = {config.data.client_column!r}"
@@ -98,7 +98,7 @@ def federation_note(config: Config, plan: Plan) -> list[str]:
 def data_warnings(config: Config, source: Source, shards: Shards) -> list[str]:
     """Return a warning if a class has no training record or if there is only one class, else [].
 
-    Declared classes are not checked.
+    If the configuration declares the classes, they are not checked.
     """
     if source.declared:
         return []

@@ -47,7 +47,7 @@ def plan_of(config: Config) -> tuple[Plan, Schedule]:
 def published_sizes(config: Config) -> np.ndarray | None:
     """Return the clients' sizes if published record counts determine them, else None.
 
-    That is so if a published data set is divided into equal numbers of records.
+    They do if a published data set is divided into equal numbers of records.
     """
     data = config.data
     published: Published | None = getattr(data, "published", None)
@@ -62,7 +62,7 @@ def published_sizes(config: Config) -> np.ndarray | None:
 
 
 def client_names(config: Config) -> list[str]:
-    """Return the client names of a federation in alphabetical order, the order of its plan."""
+    """Return the client names of a federation in alphabetical order, as in its plan."""
     if config.federation is None or not config.federation.clients:
         raise DpfedError(
             "a server needs the public figures of its clients: give [federation.clients], "

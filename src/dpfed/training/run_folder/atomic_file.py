@@ -16,7 +16,7 @@ def write_file(path: Path, write: Callable[[IO[bytes]], object], for_release: bo
     """Write a file atomically, and return the SHA-256 of its content.
 
     write        gets the open file and writes the content into it
-    for_release  False: only the owner can read the file, and a folder that is created for it.
+    for_release  False: only the owner can read the file and the folders made for it.
                  True: the umask sets the permissions.
     """
     with short_errors(path):
@@ -33,7 +33,7 @@ def write_file(path: Path, write: Callable[[IO[bytes]], object], for_release: bo
 def short_errors(path: Path, done: str = "written") -> Iterator[None]:
     """Turn an error of the operating system, such as a full disk, into one sentence for the user.
 
-    done  what could not be done, to complete "cannot be ...", such as "read"
+    done  participle that completes "cannot be ..." in the sentence, such as "read"
     """
     try:
         yield

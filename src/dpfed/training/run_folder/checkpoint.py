@@ -5,7 +5,7 @@
     checkpoint/memory/client-3.round-9.npy   memory of client 3, last changed in round 9
 
 The index is written last, so a checkpoint is complete or does not exist. The last two checkpoints
-are kept. Random streams are named by round and client, so no position in a stream is stored.
+are kept. Each round and client has its own random stream, so no position in a stream is stored.
 """
 
 from __future__ import annotations
@@ -97,13 +97,13 @@ class Checkpoints:
 
         taken    number of rounds that each client took part in, `[clients]`
         backend  state of a remote backend; None for simulations
-        first    is called before the checkpoint is written
+        first    called before the checkpoint is written
         wait     True: return only after the checkpoint is on disk
 
-        The call first waits for the previous checkpoint, and raises the error if writing it failed.
+        First wait for the previous checkpoint. If it could not be written, raise its error.
         """
         self.wait()
-        # Copy all tensors: two fields of a state may be the same tensor, which safetensors refuses.
+        # Copy all tensors, because safetensors refuses two fields that are the same tensor.
         tensors = {
             name: value.detach().cpu().contiguous().clone()
             for name, value in progress.state.tensors().items()
@@ -145,11 +145,11 @@ class Checkpoints:
         self._remove_old()
 
     def load(self, first: State) -> tuple[LoadedCheckpoint | None, list[str]]:
-        """Return the newest complete checkpoint, or None, and the errors of newer damaged ones.
+        """Return (newest complete checkpoint or None, errors of newer damaged checkpoints).
 
         first  the server's state before round 1, whose names and shapes the checkpoint must have
 
-        The client memory of the checkpoint replaces that in the store.
+        The store of client memory then has the vectors of the checkpoint.
         """
         errors: list[str] = []
         for path in self._indexes():
@@ -173,7 +173,7 @@ class Checkpoints:
             taken = np.zeros(int(index["clients"]), dtype=np.int64)
             for client, count in index["taken"].items():
                 taken[int(client)] = count
-            # Drop folders from the name: a damaged index must not point outside the memory folder.
+            # Drop folders from file names: a damaged index must not name files elsewhere.
             memory = {
                 int(i): Entry(Path(file).name, str(sha))
                 for i, (file, sha) in index["memory"].items()

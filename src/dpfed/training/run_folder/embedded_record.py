@@ -30,7 +30,7 @@ def _embed_one(path: Path, record: str) -> None:
         header = json.loads(tensors.read(length))
         header["__metadata__"] = {**header.get("__metadata__", {}), METADATA: record}
         text = json.dumps(header, separators=(",", ":")).encode()
-        # Pad the header to 8 bytes, because readers map the tensors into memory and need alignment.
+        # Pad the JSON to a multiple of 8 bytes, because readers need aligned tensors behind it.
         text += b" " * (-len(text) % 8)
 
         def write(file: IO[bytes]) -> None:

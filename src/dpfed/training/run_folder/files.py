@@ -44,8 +44,8 @@ def read_object(path: Path) -> dict[str, Any]:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a file with one JSON object per line and round, such as metrics.jsonl.
 
-    The rows are in the order of their rounds. If a round has several lines, the last one counts. A
-    line that a crash cut short is left out.
+    The rows are in the order of their rounds. If a round has several lines, its last line is used.
+    A line that a crash cut short is left out.
     """
     if not path.exists():
         return []

@@ -148,7 +148,7 @@ class RunFolder:
             ) from None
 
     def sync(self) -> None:
-        """Wait until the metrics are on disk; a checkpoint of these rounds is written later."""
+        """Wait until the metrics are on disk, before a checkpoint of these rounds is written."""
         with short_errors(self.path / METRICS):
             os.fsync(self._metrics.fileno())
 
@@ -162,7 +162,7 @@ class RunFolder:
     def begin(self, run: str, note: str) -> None:
         """Write the run's name to run.json before anything is released.
 
-        A resumed run compares this name with its ledger, which detects the ledger of another run.
+        A resumed run compares this name with the name in the ledger, to refuse a wrong ledger.
         """
         self.save_result({"run": run, "state": "running", "release": note})
 
@@ -177,7 +177,7 @@ class RunFolder:
         self._write(RESULT, json.dumps(full, indent=2, allow_nan=False) + "\n")
 
     def close(self) -> None:
-        # Ignore errors: on a full disk closing fails too, which would hide why the run ended.
+        # Ignore errors, because on a full disk closing fails and would hide why the run ended.
         with suppress(OSError):
             self._metrics.close()
         self._lock.close()
@@ -288,7 +288,7 @@ def _version(name: str) -> str:
 
 
 def fresh_folder(config: Config) -> Path:
-    """Return an unused path runs/<time>-<data>-<algorithm>, with a number added if that exists."""
+    """Return an unused path runs/<time>-<data>-<algorithm>; a number makes it unused if needed."""
     stem = time.strftime("%Y%m%d-%H%M%S") + f"-{config.data.name}-{config.algorithm.name}"
     names = itertools.chain([stem], (f"{stem}-{n}" for n in itertools.count(2)))
     return next(path for path in map(Path("runs").joinpath, names) if not path.exists())

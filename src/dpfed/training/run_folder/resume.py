@@ -21,9 +21,9 @@ from dpfed.training.run_folder.files import (
 
 # Keys of the section [run] that may change when a run resumes.
 MAY_CHANGE = ("eval_every", "checkpoint_every", "memory_limit", "threads", "timeout", "trackers")
-# Keys of other sections that may change, because they affect no number of the run.
+# Keys of other sections that may change, because no result of the run depends on them.
 MAY_CHANGE_ELSEWHERE = {
-    # This key is checked for a new run only.
+    # This key has an effect on new runs only.
     "privacy": ("allow_large_delta",),
     # These keys set how long and how often a server tries to reach its clients.
     "federation": ("timeout", "retries", "patience"),

@@ -1,4 +1,4 @@
-"""The settings that determine a run's numbers; all processes and checkpoints must agree on them."""
+"""The settings that determine a run's results, equal in all its processes and checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dpfed.training.run_folder.resume import fixed_settings
 def run_identity(job: Job) -> dict[str, Any]:
     """Return the settings, client sizes and device type that determine the numbers of a run.
 
-    The device type is included, because each type of device draws seeded noise differently.
+    The device type is included, because CPU and GPU draw different numbers from the same seed.
     """
     identity = {
         **fixed_settings(job.config),
