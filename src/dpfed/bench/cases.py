@@ -19,7 +19,7 @@ from dpfed.model.zoo.built import Built, fresh_head
 from dpfed.model.zoo.image_inputs import images
 from dpfed.privacy.record_batch import Records
 
-# Smallest number of synthetic records. A case has at least twice as many as it uses in a step.
+# Smallest number of synthetic records. A case has at least twice the records of a step.
 MIN_RECORDS = 512
 
 
@@ -50,7 +50,7 @@ class Case:
     def build(self) -> AssembledModel:
         """Return the model with its dropout set to 0.
 
-        Some competitors cannot draw dropout for single records.
+        Some of the compared implementations cannot draw dropout record by record.
         """
         lora = LoraSection(r=self.rank, alpha=2.0 * self.rank)
         if self.model in SMALL:
@@ -122,6 +122,6 @@ CPU = (
 def logits_of(
     parts: AssembledModel, model: nn.Module, inputs: dict[str, Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """Return the scores that the model, with the weights it holds, gives to raw inputs."""
+    """Return the logits of raw inputs, computed with the model's present weights."""
     prepared = cast(parts.built.prepare(dict(inputs)), dtype)
     return parts.built.task.score(call(model, {}, prepared), inputs)

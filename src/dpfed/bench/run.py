@@ -1,8 +1,8 @@
 """Time every implementation of a case, and compare them by ratios of their times.
 
-An implementation is called a way. Ratios depend less on the machine than times do. On a CPU all
-ways take steps in turn, so that other load on the machine disturbs all equally. On a GPU one way is
-measured after another, so that each can use the whole memory.
+In the code, an implementation is a `way`. Ratios depend less on the machine than times do. On a CPU
+the implementations take steps in turn, so that other load on the machine disturbs all of them
+equally. On a GPU they are measured one after another, so that each can use the whole memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Measured:
     way           name of the implementation
     milliseconds  median of a step by the wall clock, None if the implementation failed
     peak          largest allocated memory in GiB (GPU only)
-    setup         seconds until the first timed step
+    setup         seconds from the start of the preparation to the first timed step
     failed        the reason why there is no timing, or None
     processor     median milliseconds of processor time (CPU only)
     """
@@ -63,11 +63,13 @@ class Comparison:
         return next((m for m in self.ways if m.way == way), None)
 
     def ratio(self, one: str, other: str) -> float | None:
-        """Return the wall-clock time of `one` as a multiple of that of `other`."""
+        """Return the wall-clock time of `one`, divided by the wall-clock time of `other`."""
         return self._ratio(one, other, "milliseconds")
 
     def processor_ratio(self, one: str, other: str) -> float | None:
-        """Return the ratio of processor times, which other load on the machine disturbs less."""
+        """Return the processor time of `one`, divided by that of `other`.
+
+        Other load on the machine disturbs this ratio less than the ratio of wall-clock times."""
         return self._ratio(one, other, "processor")
 
     def _ratio(self, one: str, other: str, time_of: str) -> float | None:
@@ -83,7 +85,7 @@ def measure(
     way      name of the implementation
     make     prepares the implementation and returns its step
     repeats  number of timed steps
-    warm     number of steps before, which are not timed
+    warm     number of untimed steps before the timed steps
     """
     cuda = device.type == "cuda"
     if cuda:
@@ -129,7 +131,7 @@ def measure_in_turn(ways: Sequence[Way], repeats: int, warm: int) -> tuple[Measu
 
 
 def _prepared(make: Callable[[], Step], warm: int, cuda: bool) -> tuple[Step, float]:
-    """Return a step after `warm` calls, and the seconds that preparing and calling it took."""
+    """Prepare a step and call it `warm` times. Return the step and the seconds that this took."""
     started = time.perf_counter()
     step = make()
     for _ in range(warm):
@@ -148,7 +150,7 @@ def _timed(step: Step, cuda: bool) -> tuple[float, float]:
 
 
 def failure(way: str, error: Exception) -> Measured:
-    """Return a result without a timing, which gives the error in one line.
+    """Return the result of an implementation that failed, with the error in one line.
 
     If a package is missing, the result gives the command that installs it.
     """
@@ -168,7 +170,7 @@ def _wait(cuda: bool) -> None:
 def ways_of(case: Case, device: torch.device) -> list[Way]:
     """Return all implementations of a case.
 
-    They are compiled and in bfloat16 on a GPU, uncompiled and in float32 on a CPU.
+    On a GPU they are compiled and compute in bfloat16. On a CPU they are uncompiled and in float32.
     """
     cuda = device.type == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
@@ -223,7 +225,7 @@ def plain(comparisons: Sequence[Comparison], device: torch.device) -> dict[str, 
 
 
 def entry(found: Comparison) -> dict[str, Any]:
-    """Return a comparison for JSON, with each time also as a multiple of the private step's."""
+    """Return a comparison for JSON. Each time is also given as a ratio to the private step."""
     ratios = {
         measured.way: {
             "clock": found.ratio(measured.way, "private"),

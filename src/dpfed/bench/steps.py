@@ -1,8 +1,8 @@
 """Implementations of one local step. Each function prepares one and returns its step for timing.
 
 private     this project: S clients in one pass, clipped record by record, with noise
-union       a non-private step on all S·B records together: the cost without privacy and clients
-captured    a step of any implementation, recorded once as a CUDA graph and replayed
+union       a non-private step of one model on all S·B records together
+captured    a step of another implementation, recorded once as a CUDA graph and then replayed
 one_by_one  non-private LoRA, one client after another
 opacus      Opacus, one client after another (GradSampleModule and DPOptimizer)
 """
@@ -28,10 +28,10 @@ SIGMA = 1.0
 def private(
     case: Case, device: torch.device, dtype: torch.dtype, compiled: bool, slots: int
 ) -> Step:
-    """Return a step of DP-FedAdamW on `[S, P]`, without its two bias corrections.
+    """Return a step of DP-FedAdamW for S clients with P parameters each.
 
-    The step runs one pass over `slots` slots, of which S·B hold a record, and draws noise for S
-    clients.
+    The step computes one pass with `slots` slots, of which S·B hold a record. It draws noise for
+    every client and leaves out the two bias corrections of the method.
     """
     parts = case.build()
     built = parts.built
@@ -103,7 +103,7 @@ def union(case: Case, device: torch.device, dtype: torch.dtype, compiled: bool) 
 
 
 def captured(step: Step, warm: int = 3) -> Step:
-    """Return a function that replays the step as a CUDA graph, which saves kernel launches."""
+    """Return a function that replays the step as a CUDA graph, to save kernel launches."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -29,7 +29,7 @@ ALIKE = frozenset(
         "run.trackers",
     }
 )
-# Largest number of settings in a label. A table on the page lists all of them.
+# Largest number of settings in a label. A table on the page lists all settings.
 MAX_SETTINGS = 4
 MAX_LETTERS = 60
 
@@ -41,7 +41,7 @@ def labels(shown: Sequence[Settings], whole: Sequence[Settings] | None = None) -
     """Return a unique label for each group of runs: its algorithm and the settings that differ.
 
     shown  settings of each group that the page may name
-    whole  all settings of each group; if a hidden one differs, labels number its values
+    whole  all settings of each group; if a hidden setting differs, labels show a number for its value
     """
     names = [str(table.get("algorithm.name", "run")) for table in shown]
     settings = []
@@ -67,9 +67,9 @@ def apart(
     whole: Sequence[Settings],
     places: Sequence[str] | None = None,
 ) -> list[str]:
-    """Return the labels, with additions to equal ones that make them different.
+    """Return the labels, with additions that make equal labels different.
 
-    The additions are the settings that differ, then `places`, then numbers.
+    An addition is the settings that differ, else the entry of `places`, else a number.
 
     shown, whole  settings as in `labels`
     places        where the runs of each label come from
@@ -89,7 +89,7 @@ def apart(
 
 
 def _equal(labels: Sequence[str]) -> list[list[int]]:
-    """Return the indices of each label that occurs more than once, one list per label."""
+    """Return one list for each label that occurs more than once: the label's indices."""
     found: dict[str, list[int]] = {}
     for i, label in enumerate(labels):
         found.setdefault(label, []).append(i)
@@ -97,7 +97,7 @@ def _equal(labels: Sequence[str]) -> list[list[int]]:
 
 
 def _different(shown: Sequence[Settings], whole: Sequence[Settings]) -> list[list[str]]:
-    """Return for each table the settings that differ, in words; at most MAX_SETTINGS.
+    """Return for each table in words at most MAX_SETTINGS settings that differ between tables.
 
     A value that the page must not name is replaced by a number.
     """
@@ -128,7 +128,7 @@ def key_in_words(key: str) -> str:
 
 
 def value_in_words(value: Any) -> str:
-    """Return a value as text for a label. Of a long text, such as a path, return the end."""
+    """Return a value as text for a label. Of a long text, such as a path, keep only the end."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         text = str(value)
         return text if len(text) <= MAX_LETTERS else f"…{text[1 - MAX_LETTERS :]}"

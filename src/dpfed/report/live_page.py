@@ -1,7 +1,7 @@
 """Serve the page of runs in progress, to browsers on this machine only.
 
-The server answers two addresses: `/` with the page, and `/state.json` with its contents if they
-have changed. It refuses requests whose Host header names another machine. Without this check, a
+The server answers two addresses: `/` with the page, and `/state.json` with the page's
+contents if they have changed. It refuses requests whose Host header names another machine. Without this check, a
 page of another site could read the contents (DNS rebinding).
 """
 
@@ -25,13 +25,13 @@ WATCHED_FILES = (CONFIG, METRICS, RESULT, DIAGNOSTICS, "table.json")
 
 
 class LivePage:
-    """The page of some folders. It is built again when one of their files has changed."""
+    """The page of several folders. It is built again when a file in the folders has changed."""
 
     def __init__(self, folders: Sequence[Path], read: Callable[[], Report]) -> None:
         self._folders = folders
         self._read = read
         self._lock = threading.Lock()
-        # Take the time stamps before reading: a file that changes meanwhile is then read again.
+        # Take the time stamps before reading. A file that changes during the reading is read again.
         self._stamps = self._file_stamps()
         self._report = read()
 

@@ -1,7 +1,7 @@
 """The model card: the data, the quality and the privacy of a trained model.
 
-The card is made to be published. It states the planned epsilon, and nothing that tells who took
-part: no seed, no cohort, no client's own epsilon (docs/privacy.md).
+The card is made to be published. It states the planned epsilon. It states nothing
+that tells who took part: no seed, no cohort, no client's own epsilon (docs/privacy.md).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _is_hub_name(weights: str | None) -> bool:
 
 
 def _auto(config: Config, inputs: str) -> tuple[str, str]:
-    """Return the Auto class of transformers and the pipeline's task that fit the model."""
+    """Return two names of transformers for the model: its Auto class, its pipeline task."""
     if getattr(config.model, "causal", False):
         return "AutoModelForCausalLM", "text-generation"
     if inputs == "text":
@@ -102,7 +102,7 @@ def _auto(config: Config, inputs: str) -> tuple[str, str]:
 
 
 def _image_sentence(config: Config) -> str:
-    """Return a sentence on how images are prepared, "" if other programs do it by themselves."""
+    """Return a sentence on how images are resized, "" for the usual bilinear resizing."""
     resize = getattr(config.model, "resize", "bilinear")
     sharpen = getattr(config.model, "sharpen", 0.0)
     if resize == "bilinear" and not sharpen:
@@ -118,7 +118,7 @@ def _image_sentence(config: Config) -> str:
 
 
 def _base(config: Config) -> str:
-    """Return words that tell the user of an adapter where its base model is."""
+    """Return a text that tells the user of an adapter where to find its base model."""
     name = config.model.name
     weights = config.model.weights
     if base_of(config) is None:

@@ -38,9 +38,9 @@ class Card:
 
 
 def title_of(groups: Sequence[Group], study_titles: Sequence[str]) -> str:
-    """Return the page's title: that of the only study, or "MODEL on DATA".
+    """Return the page's title: the title of its only study, else "MODEL on DATA".
 
-    If the groups have different models or data, return the number of methods.
+    If the groups have different models or data, the title gives the number of methods.
     """
     if len(study_titles) == 1 or not groups:
         return study_titles[0]
@@ -95,7 +95,7 @@ def best_group(groups: Sequence[Group]) -> Group | None:
 
 
 def cards(groups: Sequence[Group]) -> list[Card]:
-    """Return the numbers at the top of the page: accuracy, epsilon of both views, bytes sent."""
+    """Return the cards at the top of the page: accuracy, both views' epsilon, bytes sent."""
     group = best_group(groups)
     if group is None:
         return []
@@ -125,7 +125,7 @@ def _epsilon_cards(group: Group) -> list[Card]:
     server = group.epsilon["server_worst"]
     third = group.epsilon["third_party"]
     delta = number(group.first("delta")) or (group.privacy and group.privacy.planned.delta)
-    # Use a space and a hyphen at which a browser does not break the line.
+    # Use the non-breaking space and hyphen, so that a browser does not break the line here.
     at = f", δ\u00a0=\u00a0{short(delta)}".replace("-", "\u2011") if delta else ""
     planned = ""
     out = []
@@ -157,9 +157,9 @@ def _spent_card(group: Group, run: RunData, at: str) -> Card:
 
 
 def planned_epsilon_note(group: Group) -> list[str]:
-    """Return a note for the table if the group's epsilon in it is planned and not spent yet.
+    """Return a note that the group's epsilon in the table is planned and not spent yet.
 
-    The list is empty for a finished group.
+    The list holds this one note for an unfinished group. It is empty for a finished group.
     """
     run = group.unfinished
     if run is None or group.spent is None:
@@ -206,7 +206,7 @@ def banners(groups: Sequence[Group], public: bool) -> list[tuple[str, str]]:
 
 
 def live(runs: Sequence[RunData]) -> str:
-    """Return the progress of the run that is furthest, "" if no run is in progress."""
+    """Return the progress of the unfinished run with the most rounds, "" if there is none."""
     running = [run for run in runs if run.running]
     if not running:
         return ""

@@ -55,14 +55,14 @@ class Report:
 
 
 def runs_only(folder: Path, public: bool) -> tuple[Table, list[Group]]:
-    """Always raise DpfedError; a page that may show only runs uses this to refuse studies."""
+    """Raise DpfedError for every folder. It is the `read_study` of a page without studies."""
     raise DpfedError(f"{folder} is the folder of a study: give the folder of a run")
 
 
 def read_report(
     paths: Sequence[Path], public: bool = False, read_study: ReadStudy = runs_only
 ) -> Report:
-    """Return one report of all these runs and studies.
+    """Return one report of all runs and studies in `paths`.
 
     paths       folders of runs and of studies
     public      True to leave out what a published page must not show
@@ -96,7 +96,7 @@ def _with_different_labels(groups: Sequence[Group], places: Sequence[str]) -> li
 
 
 def runs_side_by_side(groups: Sequence[Group]) -> Table:
-    """Return the table of runs that belong to no study, so that it names no search of rates."""
+    """Return the table of runs that belong to no study. It has no data on searches of rates."""
     rows = []
     notes = [
         "accuracy: mean ± standard deviation over the runs of each method, on the server's public "
@@ -139,7 +139,7 @@ def body(report: Report) -> str:
 def render(report: Report, version: str = "") -> str:
     """Return the HTML of the whole page.
 
-    With a version, the page asks its server for newer versions.
+    If `version` is given, the page asks its server for newer versions. Otherwise it asks nothing.
     """
     library = plotly_js()
     script = _asset("page.js")
@@ -189,7 +189,7 @@ def _asset(name: str) -> str:
 
 
 def compressed(text: str) -> str:
-    """Return the text gzipped and in base64, a third of its size. The page's script unpacks it."""
+    """Return the text gzipped and in base64. The page's script unpacks it."""
     return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
 
 
@@ -200,7 +200,7 @@ def _hash(script: str) -> str:
 def write_page(
     paths: Sequence[Path], out: Path, public: bool = False, read_study: ReadStudy = runs_only
 ) -> Report:
-    """Write the page of these runs and studies, and return its report.
+    """Write the page of all runs and studies in `paths`, and return its report.
 
     If the page is not public, only its owner may read the file.
     """

@@ -35,8 +35,8 @@ from dpfed.training.run_folder.files import (
     read_settings,
 )
 
-# Number of logarithmically spaced points of an epsilon curve. They are few, because the
-# accountant needs some time for each.
+# Number of points of an epsilon curve, at logarithmic distances. The number is small, because
+# the accountant needs some time for each point.
 POINTS = 12
 STUDY_FILE = "study.json"
 
@@ -82,7 +82,7 @@ class RunData:
 
     @property
     def unfinished(self) -> bool:
-        """True while rounds remain: a part of the planned epsilon is not spent yet."""
+        """True if rounds remain, so that a part of the planned epsilon is not spent yet."""
         ended = self.result.get("state") in ("finished", "stopped")
         return not ended and self.last < self.planned_rounds
 
@@ -103,9 +103,9 @@ class RunData:
 class Privacy:
     """The spending of a group's first run, from its ledger.
 
-    planned       the plan with the rounds really charged, which retries can make more than planned
+    planned       the plan with the number of rounds that were charged; repeated rounds can raise it
     server_worst  epsilon against the server, of a client in every round
-    third_party   epsilon against a third party
+    third_party   epsilon against a third party, who sees only the global models
     seeded        True if the noise was seeded
     void          the reason why the third party's epsilon does not hold, or None
     epsilons      epsilon of each client, empty on a public page
@@ -120,16 +120,18 @@ class Privacy:
 
     @property
     def advantage(self) -> float:
-        """Largest advantage of anyone who guesses whether a record was used in training.
+        """Largest possible advantage of a guess whether a record was used in training.
 
-        The advantage is hits minus false alarms, for a client in every round.
+        The advantage is the rate of hits minus the rate of false alarms. It holds for the records
+        of a client in every round.
         """
         return _advantage(self.planned)
 
     def over_rounds(self) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
-        """Return rounds, and the planned epsilon after each for the server and for a third party.
+        """Return three lists: rounds, and the planned epsilon after each round for each view.
 
-        If the third party's epsilon does not hold, the server's takes its place.
+        The views are the server's and the third party's. If the third party's epsilon does not
+        hold, the third list repeats the server's epsilons.
         """
         at, server, third = _over_rounds(self.planned)
         return at, server, server if self.void else third
@@ -159,7 +161,7 @@ class Group:
 
     @property
     def epsilon(self) -> dict[str, float | None]:
-        """Planned epsilon by view: the largest over seeds, or the ledger's without results."""
+        """Planned epsilon by view: the largest in the results, else the one in the ledger."""
         return {view: self._epsilon(view) for view in FIGURES}
 
     def _epsilon(self, view: str) -> float | None:
@@ -194,7 +196,7 @@ class Group:
     def bands(self, key: str, diagnostics: bool = False) -> tuple[list[int], np.ndarray]:
         """Return the rounds of a measured value, and its values `[seeds, rounds]`.
 
-        Only the runs with a value in the last round of all runs are included.
+        Runs are left out if they have no value in the last round in which any run has one.
         """
         curves = [curve for run in self.runs if (curve := run.curve(key, diagnostics))]
         last = max((max(curve) for curve in curves), default=0)
@@ -204,7 +206,7 @@ class Group:
 
 
 def number(value: Any) -> float | None:
-    """Return a finite number as a float; None for all other values, as files may be damaged."""
+    """Return a finite number as a float. Return None for all other values of damaged files."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
@@ -217,7 +219,7 @@ def _over_rounds(planned: Planned) -> tuple[tuple[int, ...], tuple[float, ...], 
 
 
 def rounds_shown(rounds: int) -> tuple[int, ...]:
-    """Return the rounds of an epsilon curve, denser at the beginning, where the curve bends."""
+    """Return the rounds at which an epsilon curve is computed. Most are early, where it bends."""
     early = {round(rounds ** (i / (POINTS - 1))) for i in range(POINTS)}
     return tuple(sorted(early | {max(1, round(rounds * i / 6)) for i in range(1, 7)}))
 
@@ -235,7 +237,7 @@ def _advantage(planned: Planned) -> float:
 
 
 def read_run_data(path: Path, public: bool) -> RunData:
-    """Return the contents of a run's files. A missing file, such as a result to come, is empty."""
+    """Return the contents of a run's files. A missing file counts as an empty one."""
     settings = _settings(path)
     result = read_result(path)
     rows = tuple(read_rows(path / METRICS))
@@ -287,14 +289,14 @@ def group_of(label: str, paths: Sequence[Path], runs: Sequence[RunData], public:
 
 
 def grouped(paths: Sequence[Path], public: bool) -> list[Group]:
-    """Return the runs in groups of equal settings, apart from the keys in ALIKE, such as the seed.
+    """Return the runs in groups. Runs of a group have equal settings, except the keys in ALIKE.
 
     The order of the groups is that of `paths`.
     """
     members: dict[str, list[Path]] = {}
     whole_settings: dict[str, dict[str, Any]] = {}
     for path in paths:
-        # Compare the settings that a public page hides, too: runs on other data are another group.
+        # Also compare settings that a public page hides: runs on different data are different groups.
         settings = flat(_settings(path))
         identity = {key: value for key, value in settings.items() if key not in ALIKE}
         key = json.dumps(identity, sort_keys=True, default=str)
@@ -310,7 +312,7 @@ def grouped(paths: Sequence[Path], public: bool) -> list[Group]:
 
 
 def runs_and_studies(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """Return the folders of runs and those of studies. Raise DpfedError for any other folder."""
+    """Return two lists: folders of runs, folders of studies. Raise DpfedError for any other."""
     runs = [path for path in paths if is_run(path)]
     studies = [path for path in paths if path not in runs]
     for path in studies:

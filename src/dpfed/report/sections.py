@@ -42,7 +42,7 @@ Pairs = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Card:
-    """A box of text: a title, a sentence, names with their values, tables, notes below them.
+    """A box of text. It holds a title, a sentence, names with values, tables, and notes below.
 
     wraps  True for tables of words, whose cells may break over several lines
     """
@@ -57,7 +57,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page: figures, then cards of full width, then small cards in columns."""
+    """A section of the page. It shows figures, then wide cards, then small cards in columns."""
 
     name: str
     title: str

@@ -1,4 +1,4 @@
-"""The table of a comparison: its rows, the best rows on equal terms, and its cells as words."""
+"""The table of a comparison: its rows, its best rows at equal epsilon, and its cells as text."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 from dpfed.privacy.published import show_loss, show_percent
 from dpfed.training.callbacks.public_figures import FIGURES
 
-# Epsilons within this factor count as equal. Runs that are calibrated to equal targets
-# differ by less.
+# Epsilons within this factor count as equal. Runs that are calibrated to one target epsilon
+# differ by less than this factor.
 EQUAL_EPSILON_FACTOR = 1.01
 DASH = "–"
 # No mark is an asterisk, because an asterisk would begin a list in Markdown.
@@ -40,7 +40,7 @@ class Row:
     row, column  position in a grid
     rates        chosen values of the tuned keys
     tuning_runs  number of runs of the search
-    at_edge      True if better values may lie outside the tried ones
+    at_edge      True if better values may lie outside the range of tried values
     accuracies   accuracy of each reported seed, 0 to 1
     diverged     number of runs that diverged
     difference   mean difference to the reference over equal seeds, and half the width of its 95 %
@@ -94,9 +94,10 @@ class Table:
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean difference over equal seeds, and half the width of its 95 % t interval.
+    """Return the mean of `ours - theirs`, and half the width of its 95 % t interval.
 
-    With one seed there is no interval: the second value is None.
+    Both lists hold one accuracy per seed, in the same order. With one seed there is no interval,
+    and the second value is None.
     """
     from scipy import stats
 
@@ -108,7 +109,7 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float
 
 
 def larger_epsilon(table: Table) -> set[str]:
-    """Return the labels of the rows whose epsilon is above the smallest one of their column."""
+    """Return the labels of rows with a larger epsilon than the smallest of their column."""
     out = set()
     for column in {row.column for row in table.rows}:
         rows = [row for row in table.rows if row.column == column]
@@ -155,7 +156,9 @@ def size(count: float) -> str:
 
 
 def cells(table: Table) -> Words:
-    """Return the header and the cells of all rows as words. Marks refer to `footnotes`."""
+    """Return the names of the columns, and the cells of all rows, as text.
+
+    Marks in the cells refer to `footnotes`."""
     costly = larger_epsilon(table)
     reference = table.reference or "reference"
     head = ["method", "tuned", "tuning runs", "accuracy %", f"difference to {reference}"]
@@ -220,7 +223,7 @@ def emphasised(table: Table, body: Sequence[Sequence[str]], bold: Bold) -> list[
 
 
 def grid_words(table: Table, bold: Bold) -> Words | None:
-    """Return the accuracies as a grid: a line per method, a column per value of the axis.
+    """Return the accuracies as a grid: one line per method, one column per value of the axis.
 
     Return None for a table without an axis.
     """
@@ -252,7 +255,7 @@ def grid_words(table: Table, bold: Bold) -> Words | None:
 def shown_columns(head: Sequence[str], body: Sequence[Sequence[str]], width: int) -> dict[int, int]:
     """Return the numbers and widths of the columns that fit into `width` letters.
 
-    A header may be broken between words, a cell may not, except the method's name.
+    The name of a column may be broken between words. A cell may not, except the method's name.
     """
     border = 3
     left = width - 1

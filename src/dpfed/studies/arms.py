@@ -57,9 +57,9 @@ class Arm:
         return tuple(self.grids.values())
 
     def configure(self, base: Mapping[str, Any], point: Point, registry: Registry) -> Config:
-        """Return the configuration `base`, with the arm's overrides and values of the tuned keys.
+        """Return the configuration `base`, changed by the arm's overrides and by `point`.
 
-        point  one value for each key of `grids`
+        point  one value for each tuned key, in the order of `grids`
         """
         tables = overlay(dict(base), overrides_layer(self.overrides))
         rates = {"algorithm": dict(zip(self.grids, point, strict=True))}
@@ -74,9 +74,9 @@ def parse_arms(
 
 
 def parse_names(text: str, base: Config, registry: Registry) -> dict[str, str]:
-    """Parse `--algorithms`: return the text `NAME` or `NAME:key=value` of each arm by its label.
+    """Parse `--algorithms`. Return, by label, the text `NAME` or `NAME:key=value` of each arm.
 
-    The text has names and variants separated by commas; `all` stands for every method.
+    Commas separate methods and variants. The word `all` stands for every method.
     Example: "dp-fedavg,dp-fedadamw:gamma=0;agg=off".
     """
     words = [word.strip() for word in re.split(r",(?![^\[]*\])", text) if word.strip()]
@@ -92,11 +92,11 @@ def parse_names(text: str, base: Config, registry: Registry) -> dict[str, str]:
 
 
 def everything(base: Config, registry: Registry) -> list[str]:
-    """Return the labels of all methods, and of the variants in SHORT that make sense for `base`."""
+    """Return the labels of all methods and of those variants in SHORT that fit `base`."""
     names = [name for name in ORDER if name in registry.algorithm]
     names += [name for name in registry.algorithm if name not in (*ORDER, REFERENCE)]
     if "dp-fedsam" in names and base.privacy.enabled and base.privacy.target_epsilon is None:
-        # With a target epsilon this variant is left out: every method has the same epsilon anyway.
+        # This variant has the other methods' epsilon. With a target epsilon all methods have it.
         names.insert(names.index("dp-fedsam") + 1, EQUAL_EPS)
     if base.model.train == "lora":
         names.append(FFA_LORA)
@@ -114,7 +114,8 @@ def make_arm(
 
     Keys without a dot belong to [algorithm].
 
-    grids  first values of the search by label or method; they replace the method's own values
+    grids  by label or method, the values with which the search begins; without an entry, the
+           search begins with the method's own values
     place  for a preset: the arm's fields row, column and reference
     """
     name, _, changes = text.partition(":")
@@ -142,7 +143,7 @@ def make_arm(
 def parse_grids(items: Sequence[str], registry: Registry) -> dict[str, tuple[float, ...]]:
     """Parse `--lr NAME=v1,v2,...`: return the values with which each method's search begins.
 
-    NAME.server_lr gives the values of a method's server learning rate.
+    An item NAME.server_lr=v1,v2,... gives the values of the server learning rate.
     """
     out = {}
     for item in items:

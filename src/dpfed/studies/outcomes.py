@@ -51,7 +51,7 @@ class Task:
 class Outcome:
     """The result of one run.
 
-    accuracy, loss  of the last scored round; 0 and infinity for a run that diverged
+    accuracy, loss  values of the last scored round; 0 and infinity for a run that diverged
     records         number of test records that were scored
     blind           accuracy and loss of a model that ignores its input; 0 if unknown
     diverged        True if training values were no longer finite
@@ -106,7 +106,7 @@ def read_outcome(folder: Path) -> Outcome | None:
         if result["state"] not in ("finished", "stopped") or result["versions"] != versions():
             return None
         rows = read_rows(folder / METRICS)
-        # If the last line is damaged, the rows end before the last round of the result.
+        # The rows end before the last round if the file's last line is damaged. Such a run is repeated.
         if rows[-1]["round"] != result["rounds"]:
             return None
         scored = [row for row in rows if row["accuracy"] is not None]
@@ -130,9 +130,10 @@ def read_outcome(folder: Path) -> Outcome | None:
 
 
 def _plausible(found: Outcome) -> bool:
-    """Return False if a value is one that no run writes.
+    """Return True if all values are possible.
 
-    The file is then damaged, and the study repeats the run.
+    If one is impossible, such as an accuracy above 1, the file is damaged. The study then repeats
+    the run.
     """
     figures = [value for value in found.epsilon.values() if value is not None]
     counts = list((found.traffic or {}).values())

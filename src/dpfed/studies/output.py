@@ -64,7 +64,7 @@ def _row(result: ArmResult, done: Mapping[str, ArmResult], search_seeds: int) ->
 def _largest_epsilon(result: ArmResult, view: str) -> float | None:
     """Return the largest epsilon of a view over the seeds, None without privacy.
 
-    Seeds can differ, because each one divides the records differently among unequal clients.
+    The epsilons can differ, because each seed gives the clients other numbers of records.
     """
     found = [outcome.epsilon.get(view) for outcome in result.reported]
     return max((epsilon for epsilon in found if epsilon is not None), default=None)
@@ -110,7 +110,8 @@ def _privacy_notes(rows: Sequence[Row]) -> list[str]:
 def curves_of(results: Sequence[ArmResult], axis: str) -> list[Curve]:
     """Return the accuracy curve of each arm, without the runs that stopped early.
 
-    axis  name of the setting that varies over the columns, for the panels' titles; "" for one panel
+    axis  name of the setting that varies over the columns, for the panels' titles; "" if there is
+          one panel
     """
     out = []
     for result in results:

@@ -21,9 +21,9 @@ ALONE = Packing()
 
 
 def packs_of(tasks: Sequence[Task], packing: Packing, registry: Registry) -> list[list[Task]]:
-    """Return the tasks in packs, such that the runs of a pack can share passes.
+    """Return the tasks in packs. The runs of a pack can share passes.
 
-    Packs are small enough that every worker gets one, if there are enough tasks.
+    Packs are kept small so that every worker gets a pack, if there are enough tasks.
     """
     if packing.most == 1:
         return [[task] for task in tasks]

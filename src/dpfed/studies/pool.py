@@ -1,10 +1,10 @@
 """Worker processes that stay alive between runs, so that each imports its libraries once.
 
 A worker receives configurations and runs each into its folder. Its answer for each run is None, or
-a sentence about what failed. Several configurations that arrive together are a pack: the worker
-computes them together.
+a sentence about what failed. Configurations that arrive in one message are a pack, whose runs the
+worker computes together.
 If a worker dies while it computes a pack, the pool repeats the unanswered runs one by one. Workers
-end with their parent: otherwise they would write into folders that the next start uses again.
+end with their parent. Otherwise they would write into folders that a resumed study uses again.
 Workers print nothing.
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dpfed.training.job.job_cache import JobCache
 
 
-# After an error with these words, all later work on the GPU fails in the same process.
+# After an error with these words, the same process cannot use the GPU any more.
 BROKEN = "CUDA error"
 STDOUT_AND_STDERR = (1, 2)
 WAIT_FOR_EXIT_S = 5
@@ -41,7 +41,7 @@ Request = tuple[str, Mapping[str, Any], str, bool]
 
 
 class Pool:
-    """Worker processes that run tasks. Call `start` while `free()` is True, then `wait`."""
+    """Worker processes that run tasks. Call `start` as long as `free()` is True, then `wait`."""
 
     def __init__(self, workers: int, gpus: int = 0) -> None:
         self.workers = workers
@@ -113,7 +113,7 @@ class Worker:
         self.packed = False
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=work, args=(theirs, gpu), daemon=True)
-        # The process inherits that Ctrl-C is ignored. Only the parent reacts, and ends its workers.
+        # The new process inherits that Ctrl-C is ignored. Only the parent ends workers at Ctrl-C.
         with _ctrl_c_ignored():
             self._process.start()
         theirs.close()
@@ -127,7 +127,7 @@ class Worker:
             self.connection.send(requests)
 
     def obituary(self) -> str:
-        """End the worker, and return a sentence about why its process had died."""
+        """Clean up after a dead worker, and return a sentence about why its process died."""
         self._process.join(WAIT_FOR_EXIT_S)
         code = self._process.exitcode
         self.end()
@@ -141,7 +141,7 @@ class Worker:
 
 
 def visible_gpu(number: int, gpus: int) -> str | None:
-    """Return the one GPU that a worker may use; None if there are fewer than two GPUs."""
+    """Return the name of the only GPU that a worker may use, None with fewer than two GPUs."""
     if gpus < 2:
         return None
     named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
@@ -200,8 +200,8 @@ def run_pack(
 ) -> None:
     """Run several runs together, or a single run by itself.
 
-    sources  data that are loaded already; they stay loaded for the next pack
-    cache    prepared objects of the previous pack
+    sources  loaded data by their loader; they stay loaded for the next pack
+    cache    objects that the previous pack has prepared, such as the model
     on_end   receives the key of each ended run, and None or what failed
     """
     from dpfed.training.backends.batched_runs import run_batched
@@ -217,7 +217,7 @@ def run_pack(
             [job(request) for request in pack], cache, lambda i, said: on_end(pack[i][0], said)
         )
         return
-    # Keep a frozen model's features: computing them takes longer than training a head on them.
+    # Keep the features of a frozen model, because computing them takes longer than training a head.
     keeps_features = tables.get("model", {}).get("train") == "head"
     if not keeps_features:
         cache.clear()
@@ -246,9 +246,9 @@ def run_one(
 
     A run that stopped early has not failed, because it has written its results.
 
-    sources  data that are loaded already
-    place    the run's member object in a pack, None for a single run
-    cache    prepared objects of the previous run, None to prepare all anew
+    sources  loaded data by their loader
+    place    object that connects the run with its pack, None for a single run
+    cache    objects that an earlier run has prepared, None to prepare all of them again
     """
     from dpfed.config import build
     from dpfed.privacy.oracle import out_of_memory
@@ -282,7 +282,7 @@ def run_one(
             return _defect(error)
     # Remove the files of this attempt, because the run is repeated from its beginning.
     clear(folder)
-    # Raise outside the `except` block: inside, the first error would keep the model in memory.
+    # Raise after the `except` block. An error raised in it would keep the model in memory.
     raise UnbatchableError
 
 
@@ -293,7 +293,7 @@ def _defect(error: Exception) -> str:
 
 
 def default_workers(device: str) -> tuple[int, int]:
-    """Return (workers, GPUs): one worker per GPU if runs compute on GPUs, else one per core."""
+    """Return the number of workers, one per GPU or else one per core, and the number of GPUs."""
     import torch
 
     if device != "cpu" and torch.cuda.is_available():

@@ -1,6 +1,7 @@
 """Presets of `dpfed compare`: the paper's ablations and grids, for any configuration.
 
-A preset is a list of arms, each in a row and a column. Values are the paper's if it names them.
+A preset is a list of arms, each in a row and a column of a table. Values that the paper names are
+used here.
 Every arm tunes its own learning rate, since most of these settings also rescale the step.
 """
 
@@ -43,7 +44,7 @@ class Preset:
 
 
 def along(key: str, values: Sequence[float | int]) -> Callable[[Config, Methods], Cells]:
-    """Return a function that makes one arm for every method and every value of `key`."""
+    """Return a function that makes one arm for each pair of a method and a value of `key`."""
     return lambda base, methods: [
         (label, show_setting(value), joined(arm, f"{key}={value}"))
         for label, arm in methods.items()
@@ -54,7 +55,7 @@ def along(key: str, values: Sequence[float | int]) -> Callable[[Config, Methods]
 def joined(method: str, *changes: str) -> str:
     """Return the text of a method or variant with further changes.
 
-    If a key occurs twice in it, its last value counts.
+    If a key occurs twice in the text, its last value counts.
     """
     name, _, own = method.partition(":")
     return f"{name}:{';'.join(filter(None, (own, *changes)))}"
@@ -95,14 +96,14 @@ def clip_norms(base: Config, methods: Methods) -> Cells:
 
 
 def local_steps(base: Config, methods: Methods) -> Cells:
-    """Return arms with a quarter to four times the configured K, at the same number of rounds."""
+    """Return arms with a quarter to four times the configured local steps, and equal rounds."""
     steps = base.run.local_steps
     values = sorted({max(1, steps // 4), max(1, steps // 2), steps, 2 * steps, 4 * steps})
     return along("run.local_steps", values)(base, methods)
 
 
 def diagnostics(base: Config, methods: Methods) -> Cells:
-    """Return arms with and without noise and label skew, and two other methods without privacy."""
+    """Return arms with and without noise, with and without label skew, and two non-private methods."""
     skews = {"non-IID": _dirichlet_rule(base), "IID": "data.partition=iid"}
     privacy: dict[str, tuple[str, ...]] = {"DP": (), "no DP": ("privacy.enabled=false",)}
     watch = "run.diagnostics=true"

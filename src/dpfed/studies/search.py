@@ -3,11 +3,12 @@
 A space has one grid per tuned key; a point is one value per key. Every method begins with as many
 points as the largest grid has values. Each further stage adds one point to every method:
 
-    best value at an edge of the tried values    the next value outside, by the grid's ratio
-    best value inside                            between the best value and its better neighbour
+    best value             next point
+    at an edge             outside the tried values, by the ratio of the grid's neighbours
+    between tried values   between the best value and its better neighbour
 
-There are at least `extra` stages. There are more, up to `limit`, while the best value of any method
-is at an edge. The next points follow from the scores alone, so an interrupted search can be
+There are at least `extra` further stages. While the best value of any method is at an edge, more
+stages follow, up to `limit`. The next points follow from the scores alone, so an interrupted search can be
 resumed.
 
 The best point has the highest accuracy. Among accuracies within one standard error of it, the
@@ -31,10 +32,10 @@ Point = tuple[float, ...]
 
 EXTRA = 2
 LIMIT = 5
-# The blind loss is that of a model that ignores its input. A loss below this share of it
-# shows that the model has learned.
+# A model that ignores its input has the blind loss. A loss below this share of the blind loss
+# shows that a model has learned.
 TAUGHT = 0.98
-# Ratio of neighbouring values that is used for a grid with a single value.
+# For a grid with a single value, this is the ratio of neighbouring values in the search.
 LONE = math.sqrt(10)
 
 
@@ -42,7 +43,7 @@ class Score(NamedTuple):
     """The result of a point on the validation half of the public data.
 
     error                       standard error of the accuracy
-    blind_accuracy, blind_loss  those of the best model that ignores its input; 0 if unknown
+    blind_accuracy, blind_loss  values of the best model that ignores its input; 0 if unknown
     """
 
     accuracy: float
@@ -58,15 +59,15 @@ Scores = Mapping[Point, Score]
 def mean(scores: Sequence[Score]) -> Score:
     """Return the mean score of several seeds.
 
-    All seeds are scored on the same records, so more seeds do not make the standard error smaller
-    than that of one seed. It is larger if the seeds differ by more.
+    All seeds are scored on the same records. The standard error of the mean is therefore at least
+    the average standard error of a seed. It is larger if the seeds' accuracies differ by more.
     """
     count = len(scores)
     accuracy = sum(score.accuracy for score in scores) / count
     loss = sum(score.loss for score in scores) / count
     spread = sum((score.accuracy - accuracy) ** 2 for score in scores) / max(1, count - 1)
     error = max(math.sqrt(spread / count), sum(score.error for score in scores) / count)
-    # The score of a seed that diverged may lack the blind accuracy: take another seed's.
+    # A seed that diverged may have no blind accuracy. Take the one of another seed.
     informed = max(scores, key=lambda score: score.blind_accuracy)
     return informed._replace(accuracy=accuracy, loss=loss, error=error)
 
@@ -89,8 +90,8 @@ def next_points(
     scored  the scores of the points that each method has run
     extra   number of stages after the first that are always run
     limit   largest number of stages after the first
-    first   number of points of the first stage; None: the size of the largest grid in `spaces`.
-            Give it if `spaces` lacks failed methods, because theirs may be the largest grid.
+    first   number of points of the first stage; None for the size of the largest grid in `spaces`.
+            Give the number if `spaces` lacks failed methods, whose grids may be larger.
     """
     first = largest(spaces) if first is None else first
     tuned = [i for i, space in enumerate(spaces) if space]
@@ -106,7 +107,7 @@ def next_points(
 def points_per_arm(scored: Sequence[Scores], first: int, extra: int, limit: int) -> int:
     """Return the number of points that every tuned method needs, according to the scores so far.
 
-    The number can still grow, up to `first + limit`, until every method has this many points.
+    While a method has fewer points, the number can still grow, up to `first + limit`.
     """
     counts = [len(scores) for scores in scored]
     if not counts:
@@ -139,12 +140,12 @@ def initial(space: Space, count: int) -> list[Point]:
 
 
 def best(scored: Scores) -> Point:
-    """Return the best point; of several equally good ones, the one with the smallest rates."""
+    """Return the best point. Of several equally good points, it has the smallest rates."""
     return min(winners(scored))
 
 
 def _close_to_top(scored: Scores) -> dict[Point, Score]:
-    """Return the points whose accuracy is within one standard error of the highest, with scores."""
+    """Return the scores of all points within one standard error of the highest accuracy."""
     top = _top(scored)
     return {point: s for point, s in scored.items() if s.accuracy >= top.accuracy - top.error}
 
@@ -161,7 +162,7 @@ def winners(scored: Scores) -> list[Point]:
 
 
 def decision(scored: Scores) -> str:
-    """Return in words why the best point was chosen: for its accuracy, or for its loss."""
+    """Return a text that says whether accuracy or loss decided for the best point."""
     chosen = scored[best(scored)]
     close = _close_to_top(scored)
     if len(close) == 1:
@@ -187,12 +188,12 @@ def lost(scored: Scores) -> bool:
 
 
 def at_edges(scored: Scores) -> list[bool]:
-    """Return one bool per key: True if better values may lie outside the tried values."""
+    """Return for each key whether better values may lie outside the range of tried values."""
     return [any(_edges(scored, key)) for key in range(len(best(scored)))]
 
 
 def _edges(scored: Scores, key: int) -> tuple[bool, bool]:
-    """Return two bools: better values may lie below the tried values of a key, or above them."""
+    """Return whether better values of a key may lie below, and above, its tried values."""
     tried = {point[key] for point in scored}
     if lost(scored):
         at_top = [score for point, score in scored.items() if point[key] == max(tried)]
@@ -202,7 +203,7 @@ def _edges(scored: Scores, key: int) -> tuple[bool, bool]:
 
 
 def propose(space: Space, scored: Scores) -> Point:
-    """Return the next point: the best one, or one at an edge, with a new value for one key.
+    """Return the next point: the best point or one at an edge, with one value replaced.
 
     Keys whose best value is at an edge come first; several such keys take turns.
     """
@@ -216,7 +217,7 @@ def propose(space: Space, scored: Scores) -> Point:
     at = values.index(top[key])
     beside = (values[at - 1], values[at + 1])
     neighbour = best({point: score for point, score in scored.items() if point[key] in beside})[key]
-    # With several keys, this value may have been tried only with other values of other keys.
+    # This value may have been tried only together with other values of the other keys.
     if _moved(top, key, neighbour) not in scored:
         return _moved(top, key, neighbour)
     return _moved(top, key, _rounded(math.sqrt(top[key] * neighbour), values))
@@ -235,7 +236,7 @@ def _beyond_edge(grid: Grid, scored: Scores, key: int) -> Point:
 
 
 def _upper_edge_is_next(tried: Sequence[float], grid: Grid) -> bool:
-    """Return True if the upper edge is no farther from the grid's middle than the lower edge."""
+    """Return True if the upper edge is at most as far from the grid's middle as the lower."""
     middle = math.sqrt(max(grid) * min(grid))
     tolerance_for_rounding = 1.01
     return max(tried) / middle <= tolerance_for_rounding * middle / min(tried)

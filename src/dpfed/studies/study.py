@@ -35,7 +35,7 @@ from dpfed.studies.search import (
 )
 from dpfed.training.run_folder.files import MODEL
 
-# Distance of the search's seeds from run.seed: no study has as many reported seeds.
+# Distance of the search's seeds from run.seed. It is larger than any number of reported seeds.
 TUNING_SEED = 1_000_003
 STUDY = STUDY_FILE
 RUNS = "runs"
@@ -77,7 +77,7 @@ class Study:
 
 @dataclass(frozen=True)
 class ArmResult:
-    """The results of an arm; `point` is None and `failed` gives the reason if a run failed.
+    """The results of an arm. If a run failed, `point` is None and `failed` is the reason.
 
     tuned  validation score of each point of the search
     """
@@ -92,7 +92,7 @@ class ArmResult:
 
 @dataclass(frozen=True)
 class Planned:
-    """The number of runs of a study; `at_least` is True while its search can still grow."""
+    """The number of runs of a study. `at_least` is True if the search may still need more runs."""
 
     runs: int
     at_least: bool
@@ -114,7 +114,7 @@ class EndedRun:
 
 
 class Runner(Protocol):
-    """An executor of tasks, such as `Pool`."""
+    """An object that runs tasks, such as `Pool`."""
 
     def free(self) -> bool: ...
     def start(self, task: Task, folder: Path) -> None: ...
@@ -132,14 +132,14 @@ class Progress:
     _tasks: dict[tuple[int, Point, int, bool], Task] = field(default_factory=dict)
 
     def task(self, arm: int, point: Point, seed: int, tuning: bool = False) -> Task:
-        """Return the task of one run: arm and seed by number, and the values of the tuned keys."""
+        """Return the task of one run, from the arm's number, the tuned values and the seed."""
         place = (arm, point, seed, tuning)
         if place not in self._tasks:
             self._tasks[place] = make_task(self.study, arm, point, seed, self.registry, tuning)
         return self._tasks[place]
 
     def tries(self, arm: int, point: Point) -> list[Task]:
-        """Return the tasks of the search at a point, one for each seed of the search."""
+        """Return the search's tasks for a point, one for each seed of the search."""
         return [self.task(arm, point, seed, tuning=True) for seed in range(self.study.search_seeds)]
 
     def failure(self, arm: int) -> str | None:
@@ -169,7 +169,7 @@ class Progress:
         return [i for i in range(len(self.study.arms)) if self.failure(i) is None]
 
     def wanted(self) -> list[Task]:
-        """Return the runs to start now, longest first: the search, and then the reported seeds."""
+        """Return the tasks to start now, longest first. Reported seeds come after the search."""
         study = self.study
         arms = self._working_arms()
         points = next_points(
@@ -193,7 +193,7 @@ class Progress:
         return sorted(missing.values(), key=lambda task: -task.cost)
 
     def planned(self) -> Planned:
-        """Return the number of different runs of the study, as far as it is known now."""
+        """Return the number of runs of the study, as far as it is known now."""
         study = self.study
         live = self._working_arms()
         tuned = [i for i in live if study.arms[i].grids]
@@ -217,7 +217,7 @@ class Progress:
         return searched | {self.task(i, self.chosen(i), seed).key for i in arms for seed in seeds}
 
     def signature(self, arm: int) -> tuple[str, Any]:
-        """Return a value that is equal for arms with equal settings, which share their runs."""
+        """Return a value that is equal for arms with equal settings. Such arms share their runs."""
         space = self.study.arms[arm].space
         first = initial(space, 1)[0] if space else ()
         return make_task(self.study, arm, first, 0, self.registry).key, space
@@ -245,7 +245,7 @@ def make_task(
 ) -> Task:
     """Return the task of one run; `tuning` is True for a run of the search.
 
-    A run of the search has other seeds and another half of the data than a reported run.
+    The search uses other seeds, and another half of the public data, than the reported runs.
     """
     this = study.arms[arm]
     config = this.configure(study.base, point, registry)
@@ -261,13 +261,13 @@ def make_task(
     run = dataclasses.replace(run, **changes, checkpoint_every=0)
     tables = to_dict(dataclasses.replace(config, run=run))
     rates = " ".join(f"{key}={lr:g}" for key, lr in zip(this.grids, point, strict=True))
-    # Make a key that is equal in all versions, so that a newer one can resume the study.
+    # Make a key that is equal in all versions of dpfed, so that a newer version can resume the study.
     key = key_of(as_first_written(tables))
     return Task(key, f"{this.label}  {rates}  {phase}", tables, tuning, cost_of(config))
 
 
 def cost_of(config: Config) -> float:
-    """Return the number of per-record gradients of a run, up to a constant factor."""
+    """Return a number that is proportional to the per-record gradients of a run."""
     run = config.run
     releases = config.algorithm.releases
     batch = config.privacy.batch or (config.privacy.rate or 0) * 1000
@@ -298,7 +298,7 @@ def check(study: Study, registry: Registry) -> None:
 def claim(out: Path, study: Study, force: bool) -> TextIO:
     """Create the study's folder, write its description, and return a lock on the folder.
 
-    The lock lasts until it is closed. With `force`, another study's description is replaced.
+    Closing the returned file ends the lock. `force` replaces another study's description.
     """
     description = out / STUDY
     occupied = out.exists() and (not out.is_dir() or any(p.name != LOCK for p in out.iterdir()))
@@ -339,7 +339,7 @@ def conduct(
 ) -> list[ArmResult]:
     """Run all tasks that have no outcome yet, and return the results of the arms.
 
-    on_run  is called for each ended run, also for those that an earlier process has finished
+    on_run  is called for each ended run, also if an earlier process has finished the run
     """
     progress = Progress(study, registry)
     running: dict[str, Task] = {}
@@ -369,13 +369,13 @@ def conduct(
 
 
 def _finished(tasks: Sequence[Task], out: Path) -> dict[str, Outcome]:
-    """Return the outcomes of the tasks that an earlier process has finished, by key."""
+    """Return, by key, the outcomes of the tasks that an earlier process has finished."""
     found = {}
     for task in tasks:
         outcome = read_outcome(out / RUNS / task.key)
         if outcome is not None:
             found[task.key] = outcome
-            # Models of the search are not kept, but a killed study may have left one.
+            # Remove a model of the search, which a killed study may have left.
             if task.tuning:
                 (out / RUNS / task.key / MODEL).unlink(missing_ok=True)
     return found

@@ -80,7 +80,7 @@ def _groups(folder: Path, table: Table, public: bool) -> list[Group]:
         try:
             tasks = [make_task(study, i, point, seed, registry()) for seed in range(study.seeds)]
         except DpfedError:
-            # The study was made by a version with other settings: show its table without the runs.
+            # Another version with other settings made the study. Show its table without the runs.
             continue
         paths = [folder / RUNS / task.key for task in tasks if is_run(folder / RUNS / task.key)]
         if paths:
@@ -100,7 +100,7 @@ def read_asked(folder: Path) -> Study | None:
 
 
 def _arm(table: Mapping[str, Any]) -> Arm:
-    """Return an arm from JSON, in which lists stand for tuples."""
+    """Return an arm from JSON, where its tuples are lists."""
     grids = {key: tuple(values) for key, values in table["grids"].items()}
     known = _known(Arm, table)
     return Arm(**{**known, "overrides": tuple(table["overrides"]), "grids": grids})

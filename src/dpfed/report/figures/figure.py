@@ -1,8 +1,8 @@
 """A figure of a page as plain data for plotly, and functions that make lines, bands and bars.
 
-A trace is one series in plotly's format. It names its number and its role in `meta`. From these the
-page's script chooses colours, dashes and markers, because only the script knows whether the page is
-light or dark.
+A trace is one series in plotly's format. Its entry `meta` holds its number and its role. The page's
+script chooses colours, dashes and markers from `meta`, because only the script knows whether the
+page is light or dark.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Figure:
     x, y         axes in plotly's format
     traces       lines, bands, bars or a map in plotly's format
     head, rows   the numbers, for the table below the figure and for CSV
-    more         further entries of plotly's layout
+    more         other entries of plotly's layout
     wide         True for a figure as wide as the page
     height       height in pixels
     """
@@ -86,7 +86,7 @@ def line(x: Sequence[Any], y: Sequence[float], name: str, series: int, **meta: A
 
 
 def band(x: Sequence[int], values: np.ndarray, series: int) -> Trace:
-    """Return the trace of the area between the lowest and the highest seed.
+    """Return the trace of the area between the lowest and the highest value over the seeds.
 
     x       round numbers
     values  one value per seed and round, `[seeds, rounds]`
@@ -116,7 +116,7 @@ def inert(text: str) -> str:
 
 
 def joined(names: Sequence[str]) -> str:
-    """Return one or two names in full; of more names, the first one and the number of others."""
+    """Return one or two names in full. Of more names, return the first and count the others."""
     return " and ".join(names) if len(names) <= 2 else f"{names[0]} and {len(names) - 1} more"
 
 

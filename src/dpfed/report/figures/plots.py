@@ -39,7 +39,10 @@ class Curve:
 
 
 def epsilon_over_rounds(planned: Planned, path: Path) -> None:
-    """Draw epsilon after each round, for the server (a client in every round) and a third party."""
+    """Draw the planned epsilon after each round, with one line for each of two views.
+
+    The views are the server's, of a client in every round, and that of a third party, who sees
+    only the global models."""
     figure, axes = _single_plot(path, (6.4, 4))
     at, server, third = planned.over_rounds()
     label = "server, a client in every round"
@@ -60,7 +63,7 @@ def label_table(
     width = 3.2 + 0.3 * min(len(classes), MAX_NAMED_CLASSES)
     height = 2.4 + 0.14 * min(len(counts), MAX_NAMED_CLIENTS)
     figure, axes = _single_plot(path, (width, height))
-    # cividis reads the same with any colour vision and in grey (Nuñez, Anderton, Renslow 2018).
+    # Use cividis, which colour-blind readers see alike (Nuñez, Anderton, Renslow 2018).
     image = axes.imshow(counts, aspect="auto", cmap="cividis", interpolation="nearest", vmin=0)
     figure.colorbar(image, label="training records")
     axes.set(xlabel="label", ylabel="client")
@@ -147,19 +150,19 @@ def _pyplot() -> Any:
 
 
 def _single_plot(path: Path, inches: tuple[float, float]) -> Any:
-    """Return a matplotlib figure and its axes. Raise DpfedError unless `path` is .png or .svg."""
+    """Return a matplotlib figure and its axes. Raise DpfedError unless `path` ends in .png or .svg."""
     if path.suffix.lower() not in (".png", ".svg"):
         raise DpfedError(f"--plot {path} must end in .png or .svg")
     return _pyplot().subplots(figsize=inches, layout="constrained")
 
 
 def _tick_labels(names: Sequence[str]) -> list[str]:
-    """Return shortened names with $ escaped, which matplotlib reads as the start of a formula."""
+    """Return shortened names. $ is escaped, because matplotlib would begin a formula there."""
     return [name[:MAX_NAME_LETTERS].replace("$", r"\$") for name in names]
 
 
 def _save_private(figure: Any, path: Path) -> None:
-    """Write a plot that only its owner may read: it shows counts or spending without noise."""
+    """Write a plot to a file that only its owner may read, as it shows counts without noise."""
     try:
         with open_private(path, "wb") as file:
             figure.savefig(file, dpi=150, format=path.suffix[1:].lower())

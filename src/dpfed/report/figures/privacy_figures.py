@@ -11,8 +11,8 @@ from dpfed.privacy.published import PLOTTED_DIGITS, plotted_loss, show_setting
 from dpfed.report.figures.figure import ROUNDS, Figure, axis, bars, inert, joined, line, short
 from dpfed.report.run_reader import Group, Privacy, RunData, number
 
-# Label, number of the colour, and dash of each view's line. The first two methods have the
-# colours 0 and 1, which differ from these.
+# Label, colour number and dash of each view's line. The numbers are not 0 and 1, which are the
+# colours of the first two methods.
 VIEWS = (("server, a client in every round", 6, "solid"), ("third party", 2, "dash"))
 MOST_SPENT = "client that spent most so far"
 MOST_SPENT_SERIES = 3
@@ -32,7 +32,7 @@ class Plan(NamedTuple):
 
 
 def epsilon_axis(title: str, **more: Any) -> dict[str, Any]:
-    """Return an axis for epsilon, whose hover labels show every digit of the drawn values."""
+    """Return an axis for epsilon. Labels under the mouse show all digits of its values."""
     return axis(title, hoverformat=f".{PLOTTED_DIGITS}~r", **more)
 
 
@@ -66,7 +66,8 @@ def _limit(group: Group) -> tuple[str, float] | None:
 def epsilon_over_rounds(groups: Sequence[Group]) -> Figure | None:
     """Return the figure of the planned epsilon after each round, for both views.
 
-    On the operator's page it also shows the largest epsilon spent. Return None without privacy.
+    A page that is not public also shows the largest epsilon that a client has spent. Return None
+    without privacy.
     """
     found = plans(groups)
     if not found:
@@ -81,7 +82,7 @@ def epsilon_over_rounds(groups: Sequence[Group]) -> Figure | None:
             series = number_of if plan.name else neutral
             traces.append(line([0, *at], [start, *values], name, series, dash=dash))
             rows += [[name, t, value] for t, value in zip(at, values, strict=True)]
-        # A public page has no curve of spent epsilons, because they were dropped while reading.
+        # On a public page this curve is empty, because the reader has dropped the spent epsilons.
         spent = plan.group.runs[0].curve("epsilon_server_max")
         if spent and not plan.name:
             values = losses(spent.values())

@@ -91,7 +91,7 @@ DIAGNOSTICS = (
 def over_rounds(groups: Sequence[Group], curve: Measured) -> Figure:
     """Return the figure of a value over rounds: the mean over seeds of each method.
 
-    A band goes from the lowest to the highest seed.
+    A band shows the range from the lowest to the highest value over the seeds.
     """
     is_training = curve.section == "training"
     traces, rows = [], []
@@ -124,7 +124,7 @@ def over_rounds(groups: Sequence[Group], curve: Measured) -> Figure:
 def label_map(groups: Sequence[Group]) -> Figure | None:
     """Return a heat map of the number of records by client and label.
 
-    It is that of the first run that recorded these numbers. Return None if none did.
+    The map shows the first run that recorded these numbers. Return None if no run recorded them.
     """
     run = next((run for group in groups for run in group.runs if run.label_counts), None)
     if run is None or run.label_counts is None:
@@ -243,7 +243,7 @@ def accuracy_against_bytes(known: Traffic) -> Figure:
 
 
 def along_axis(table: Table, number_of: int) -> Figure | None:
-    """Return the figure of accuracy at each value of the setting that the table's columns vary.
+    """Return the figure of accuracy over the setting that varies between the table's columns.
 
     Return None if the table has a single column. `number_of` is the table's number on the page.
     """
@@ -277,9 +277,10 @@ def along_axis(table: Table, number_of: int) -> Figure | None:
 
 
 def histogram(groups: Sequence[Group], key: str, id: str, unit: str) -> Figure:
-    """Return the figure of a recorded histogram, of the first run of each method.
+    """Return the figure of a histogram that the first run of each method has recorded.
 
-    It shows the last recorded round of each method; of a single method, all recorded rounds.
+    Of several methods it shows the last recorded round of each. Of a single method it shows all
+    recorded rounds.
 
     key   name of the histogram in the diagnostics
     unit  the counted quantity, for titles
