@@ -41,7 +41,7 @@ def labels(shown: Sequence[Settings], whole: Sequence[Settings] | None = None) -
     """Return a unique label for each group of runs: its algorithm and the settings that differ.
 
     shown  settings of each group that the page may name
-    whole  all settings of each group; if a hidden setting differs, labels show a number for its value
+    whole  all settings of each group; for a hidden one that differs, labels show a number
     """
     names = [str(table.get("algorithm.name", "run")) for table in shown]
     settings = []

@@ -1,8 +1,8 @@
 """Serve the page of runs in progress, to browsers on this machine only.
 
 The server answers two addresses: `/` with the page, and `/state.json` with the page's
-contents if they have changed. It refuses requests whose Host header names another machine. Without this check, a
-page of another site could read the contents (DNS rebinding).
+contents if they have changed. It refuses requests whose Host header names another machine.
+Without this check, a page of another site could read the contents (DNS rebinding).
 """
 
 from __future__ import annotations

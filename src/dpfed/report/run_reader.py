@@ -296,7 +296,7 @@ def grouped(paths: Sequence[Path], public: bool) -> list[Group]:
     members: dict[str, list[Path]] = {}
     whole_settings: dict[str, dict[str, Any]] = {}
     for path in paths:
-        # Also compare settings that a public page hides: runs on different data are different groups.
+        # Compare hidden settings too: runs on different data are different groups.
         settings = flat(_settings(path))
         identity = {key: value for key, value in settings.items() if key not in ALIKE}
         key = json.dumps(identity, sort_keys=True, default=str)

@@ -106,7 +106,7 @@ def read_outcome(folder: Path) -> Outcome | None:
         if result["state"] not in ("finished", "stopped") or result["versions"] != versions():
             return None
         rows = read_rows(folder / METRICS)
-        # The rows end before the last round if the file's last line is damaged. Such a run is repeated.
+        # If the last line is damaged, the rows end before the last round: repeat such a run.
         if rows[-1]["round"] != result["rounds"]:
             return None
         scored = [row for row in rows if row["accuracy"] is not None]

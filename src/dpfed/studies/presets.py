@@ -103,7 +103,7 @@ def local_steps(base: Config, methods: Methods) -> Cells:
 
 
 def diagnostics(base: Config, methods: Methods) -> Cells:
-    """Return arms with and without noise, with and without label skew, and two non-private methods."""
+    """Return arms with and without noise and label skew, and two non-private methods."""
     skews = {"non-IID": _dirichlet_rule(base), "IID": "data.partition=iid"}
     privacy: dict[str, tuple[str, ...]] = {"DP": (), "no DP": ("privacy.enabled=false",)}
     watch = "run.diagnostics=true"

@@ -8,8 +8,8 @@ points as the largest grid has values. Each further stage adds one point to ever
     between tried values   between the best value and its better neighbour
 
 There are at least `extra` further stages. While the best value of any method is at an edge, more
-stages follow, up to `limit`. The next points follow from the scores alone, so an interrupted search can be
-resumed.
+stages follow, up to `limit`. The next points follow from the scores alone, so an interrupted search
+can be resumed.
 
 The best point has the highest accuracy. Among accuracies within one standard error of it, the
 lowest loss decides: on a small validation set many rates reach the same number of right answers.

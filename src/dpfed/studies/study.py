@@ -261,7 +261,7 @@ def make_task(
     run = dataclasses.replace(run, **changes, checkpoint_every=0)
     tables = to_dict(dataclasses.replace(config, run=run))
     rates = " ".join(f"{key}={lr:g}" for key, lr in zip(this.grids, point, strict=True))
-    # Make a key that is equal in all versions of dpfed, so that a newer version can resume the study.
+    # The key is equal in all versions of dpfed, so that a newer version can resume the study.
     key = key_of(as_first_written(tables))
     return Task(key, f"{this.label}  {rates}  {phase}", tables, tuning, cost_of(config))
 

@@ -150,7 +150,7 @@ def _pyplot() -> Any:
 
 
 def _single_plot(path: Path, inches: tuple[float, float]) -> Any:
-    """Return a matplotlib figure and its axes. Raise DpfedError unless `path` ends in .png or .svg."""
+    """Return a matplotlib figure and its axes; refuse a `path` that is neither .png nor .svg."""
     if path.suffix.lower() not in (".png", ".svg"):
         raise DpfedError(f"--plot {path} must end in .png or .svg")
     return _pyplot().subplots(figsize=inches, layout="constrained")

@@ -33,7 +33,7 @@ class Callback:
         """Called with the result after the last round; not called if the run stops early."""
 
     def close(self) -> None:
-        """Free resources such as files; called once at the end of every run, also of a failed one."""
+        """Free resources such as files; called once at the end of every run, even a failed one."""
 
 
 class OnStart(Callback):
