@@ -271,7 +271,7 @@ def test_long_gradients_are_clipped_as_exactly_as_short_ones(size: int, dtype: t
 
 
 def test_three_bfloat16_numbers_are_a_float32() -> None:
-    """What the GPU's path multiplies with: the parts add up to the weight in all its digits."""
+    """The three bfloat16 parts of a weight add up to the weight in all its digits."""
     weights = torch.rand(3, 64, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.randint(
         -8, 3, (3, 64)
     )
