@@ -1,9 +1,9 @@
 """Read and check client.toml, the configuration of one real client.
 
-[client]  its name, its state folder and the servers that it answers
-[policy]  its privacy budget, and limits for the requests that it answers
-[data]    its own records, as in any configuration
-[model]   its model; a request must name the hash of its frozen weights
+[client]  the client's name, its state folder and the servers that it answers
+[policy]  the client's privacy budget, and the limits that a request must keep
+[data]    the client's records, described as in any configuration
+[model]   the client's model; a request must name the hash of the model's frozen weights
 [link]    the server's address and the keys for the connection
 """
 
@@ -25,7 +25,7 @@ from dpfed.privacy.ledger.storage import nameable
 from dpfed.privacy.oracle import Isolation
 
 DEFAULT_PORT = 8000
-# These keys of [data] divide records among simulated clients, so a real client has none of them.
+# These keys of [data] divide records among simulated clients. A real client must not set them.
 SIMULATION_KEYS = {"clients", "partition", "alpha", "client_column"}
 
 
@@ -69,8 +69,8 @@ class Policy:
     max_rate: Annotated[float, Gt(0), Le(1), "largest sampling rate q"] = 0.1
     max_local_steps: Annotated[int, Ge(1), "most local steps K of a round"] = 100
     max_lr: Annotated[float, Gt(0), "largest learning rate"] = 100.0
-    # 2,000 Adam steps at rate 0.001 move a vector of a million numbers by at most 2,000 in L2 norm,
-    # and typically by 50. The default leaves room for longer runs.
+    # Example: 2,000 Adam steps at rate 0.001 move a vector of a million numbers by about 50, and by
+    # at most 2,000 (L2 norm). The default of 10,000 is enough for longer runs, too.
     max_distance: Annotated[
         float,
         Gt(0),

@@ -1,16 +1,18 @@
 """Noised counts of right answers on held-out units, for federations without a public test set.
 
 A client never trains on its held-out units. A column of the data or a keyed hash of the unit
-decides if the unit is held out. Adding or removing one unit therefore never moves another one.
+decides if the unit is held out. Adding or removing one unit therefore never changes this decision
+for another unit.
 
-If a share r of a unit's records is answered correctly, the unit adds r to the right count and
-1 - r to the wrong count. The Euclidean norm of this contribution is at most 1. Both counts get
-Gaussian noise of standard deviation sigma. Together they are one Gaussian mechanism of noise
-multiplier sigma that uses every unit (q = 1). The wrong count thus costs no additional privacy, and
-the server does not need the number of units.
+If a share r of a unit's records is answered correctly, the unit adds r to the right count and 1 - r
+to the wrong count. The Euclidean norm of this contribution is at most 1. Both counts get Gaussian
+noise of standard deviation sigma. Together the counts are one Gaussian mechanism of noise
+multiplier sigma that uses every unit (q = 1). The wrong count thus costs no additional privacy. The
+sum of both counts gives the server the noised number of units.
 
-Each unit is either trained on or held out, but the client charges both to the same ledger. The
-total is an upper bound, which holds even if the split changes later.
+Each unit is either trained on or held out, but the client charges training and counts to the same
+ledger. The ledger's total is therefore an upper bound for every unit, even if the split changes
+later.
 """
 
 from __future__ import annotations
@@ -54,7 +56,10 @@ def mechanism_of(sigma: float) -> Mechanism:
 
 
 def split(config: ClientConfig, table: Table, state: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return the row numbers to train on and the held-out row numbers; no unit has rows in both."""
+    """Return the numbers of the rows to train on, and the numbers of the held-out rows.
+
+    All rows of one unit are in the same array.
+    """
     units = table.column(config.data.unit_column)
     client = config.client
     held_out = np.zeros(len(table), dtype=bool)
@@ -89,7 +94,8 @@ def _read_flags(column: np.ndarray | None, name: str) -> np.ndarray:
 def _draw(table: Table, units: np.ndarray | None, share: float, key: bytes) -> np.ndarray:
     """Return a mask of the held-out rows, about the fraction `share` of all rows.
 
-    A keyed hash of the row's unit decides, or of the whole record if the table has no units.
+    A keyed hash of the row's unit decides. If the table has no units, a keyed hash of the whole
+    record decides.
     """
 
     def number(row: int) -> int:
@@ -141,8 +147,8 @@ def noised_counts(
 ) -> Tensor:
     """Return the noised counts of right and wrong answers on the held-out units, `[2]`.
 
-    Both are multiples of `COUNT_STEP`. With `isolation` = "exact", each record is computed in a
-    pass of its own, so that no unit influences the answers for others.
+    Both counts are multiples of `COUNT_STEP`. With `isolation` = "exact", each record is computed
+    in a pass of its own, so that no unit influences the answers for other units.
 
     sigma  standard deviation of the noise on each count
     """
@@ -159,8 +165,8 @@ def noised_counts(
     records_per_unit = np.diff(shards.units)
     unit_of_record = np.repeat(np.arange(len(shards.units) - 1), records_per_unit)
     means = np.bincount(unit_of_record, right) / records_per_unit
-    # Each unit has weight 1: its rounded share of right answers, and the rest as wrong ones.
-    # The rounding of one unit then never depends on another unit.
+    # A unit with the rounded share r of right answers adds r to the right count and 1 - r to the
+    # wrong count. The rounding of one unit thus never depends on another unit.
     steps = np.rint(means / COUNT_STEP).astype(np.int64)
     total = torch.tensor([steps.sum(), (round(1 / COUNT_STEP) - steps).sum()])
     added = (noise.normal64(2) * (sigma / COUNT_STEP)).round().to(torch.int64)
@@ -174,7 +180,7 @@ class Score:
     noise    standard deviation of the noise in `accuracy`
     units    noised number of held-out units
     clients  number of clients that replied
-    epsilon  epsilon of one held-out unit, for all counts of this run so far
+    epsilon  epsilon of a held-out unit, for all requests for counts in this run so far
     """
 
     round: int
@@ -196,8 +202,9 @@ class Score:
 def score_of(
     t: int, counts: Mapping[str, tuple[float, float]], sigma: float, requests: int, delta: float
 ) -> Score | None:
-    """Return the score from each client's (right, wrong) counts; None if their sum is not positive.
+    """Return the score of all clients together; None if the counts add up to 0 or less.
 
+    counts    the noised numbers (right, wrong) of each client, by client name
     sigma     standard deviation of the noise on each count
     requests  number of requests for counts that each client got in this run so far
     """
@@ -214,8 +221,9 @@ def score_of(
 
 
 def bounds(terms: ScoringTerms) -> tuple[float, float]:
-    """Return the least and the largest count that an honest client can send.
+    """Return the smallest and the largest count that the server accepts from a client.
 
-    A client declares at least half of its held-out units. Noise above 20 sigma does not occur.
+    An honest client declares at least half of its held-out units. Noise above 20 sigma is so
+    improbable that it does not occur.
     """
     return -20 * terms.sigma, 2 * terms.held_out + 20 * terms.sigma

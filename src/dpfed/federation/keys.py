@@ -43,7 +43,8 @@ SERVER = "server.crt"
 SERVER_KEY = "server.key"
 CLIENTS = "clients"
 CLIENT_KEY = "client.key"
-# No client may have these names, because DIR has a folder with the name of each client.
+# No client may have these names. DIR has a folder with each client's name, and these names are
+# taken by other files and folders.
 RESERVED = (CLIENTS, AUTHORITY, AUTHORITY_KEY, SERVER, SERVER_KEY)
 # The server connects to its own SuperLink by these host names.
 LOCAL = ("localhost", "127.0.0.1", "::1")

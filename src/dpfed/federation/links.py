@@ -1,7 +1,7 @@
 """Run Flower's SuperLink (for the server) or SuperNode (for a client) as a child process.
 
-Telemetry, update checks and installation at run time are switched off in both. Connections use TLS
-and keys. Without them, processes accept and open connections only within this machine.
+Both run without telemetry, update checks and installation of packages. Connections use TLS and
+keys. Without TLS and keys, both processes communicate only within this machine.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Address:
 
     @property
     def own(self) -> Address:
-        """The address for connections from this machine to a process that listens on `self`."""
+        """The address at which processes on this machine reach a process that listens on `self`."""
         if self.host in ("0.0.0.0", "::", "localhost"):
             return Address("127.0.0.1", self.port)
         return self
@@ -87,7 +87,7 @@ def refuse_insecure(address: Address) -> None:
 def check_link(link: LinkSection, insecure: bool) -> Address:
     """Return the server's address after checking the certificate and key files of [link].
 
-    With `insecure` there are no such files, and the address must be on this machine.
+    With `insecure`, no files are needed or checked, but the address must be on this machine.
     """
     address = address_of(link.address)
     if insecure:
@@ -110,7 +110,7 @@ def check_link(link: LinkSection, insecure: bool) -> Address:
 def client_keys(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
     """Return the public key of each client, read from `folder`, in PEM format.
 
-    Raise DpfedError if two clients share a key: each key stands for one client with one budget.
+    Raise DpfedError if two clients share a key, because a key identifies exactly one client.
     """
     found = {name: keys.public_key(folder / keys.CLIENTS / f"{name}.pub") for name in names}
     owners: dict[bytes, str] = {}
@@ -270,9 +270,10 @@ def wait_open(address: Address, process: Process, limit: float = 60.0) -> None:
 
 
 def is_own(address: Address) -> bool:
-    """Return True if only processes of this user listen on the port, or if /proc is missing.
+    """Return True if all processes that listen on the port belong to this user.
 
-    The check is needed because another user may take a free port before this program does.
+    This program chooses a free port for its child process. Another user may take the port before
+    the child does. Without /proc, which lists the ports, the result is True.
     """
     owners = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
@@ -292,7 +293,7 @@ def free_port() -> int:
 
 
 def last_line(log: Path, start: int = 0) -> str:
-    """Return the last error in a Flower log after byte `start`; without an error, the last line."""
+    """Return the last error in a Flower log after byte `start`, or the last line if no error."""
     try:
         with log.open("rb") as file:
             file.seek(max(start, log.stat().st_size - 8192))

@@ -33,10 +33,10 @@ from dpfed.privacy.clipping import CLIPS, Clipping
 FORMAT = 1
 HEADER_LIMIT = 1 << 20
 MAX_INTEGER = 2**62
-# Largest number of rounds, steps or clients, so that products of two stay below 2^63.
+# Largest number of rounds, steps or clients. The product of two such numbers stays below 2^63.
 MAX_COUNT = 10**9
 MAX_ALGORITHM_VALUE = 1e6
-# Largest absolute value in a tensor, far above all honest ones. Stricter limits hold for theta (the
+# Largest absolute value in a tensor, far above honest values. Stricter limits hold for theta (the
 # client's policy) and for deltas (`norm_limit` of the server).
 MAX_TENSOR_VALUE = 1e10
 
@@ -47,7 +47,7 @@ Count = Annotated[int, Ge(1), Le(MAX_COUNT)]
 OptionalCount = Annotated[int, Ge(0), Le(MAX_COUNT)]
 Rows = Annotated[int, Ge(0), Le(MAX_INTEGER)]
 Seed = Annotated[int, Ge(-MAX_INTEGER), Le(MAX_INTEGER)]
-# Accountants square the noise multiplier, so the upper limit keeps its square finite.
+# Accountants square the noise multiplier. The upper limit keeps this square finite.
 Noise = Annotated[float, Gt(0), Le(1e12)]
 
 
@@ -57,7 +57,7 @@ class MessageError(DpfedError):
 
 @dataclass(frozen=True)
 class ClippingTerms:
-    """The fields of `privacy.clipping.Clipping`, limited to values that protect records."""
+    """The fields of `privacy.clipping.Clipping`, limited to values that protect a record."""
 
     mode: Literal["flat", "automatic", "quantile"]
     stability: Annotated[float, Ge(1e-12), Le(1e6)]
@@ -80,7 +80,8 @@ class AnyTerms:
     round       number of the round, from 1
     algorithm   name and options of the algorithm
     model       hash of the frozen weights
-    rows, head  row count and last hash of the client's ledger in its last reply; 0 and "" before
+    rows, head  row count and last hash of the client's ledger, as in the client's last reply to the
+                server; 0 and "" before the first reply
     """
 
     run: Name
@@ -107,7 +108,7 @@ class Terms(AnyTerms):
     clipping        rule by which gradients are clipped
     grid            True to round gradients and noise to one grid (`privacy.grid_noise`)
     equal_phi       True if the noise of all clients has the same variance
-    used            last round in which the server used this client's message; 0 if none
+    used            last round in which the server used a message of this client; 0 if none
     """
 
     rounds: Count
@@ -176,7 +177,7 @@ class Reply:
     fields: dict[str, Tensor]
 
 
-# For each kind of message in a header: its class and the class of its other fields.
+# For each kind of message: the class of the message, and the class of its public terms.
 KINDS: dict[str, tuple[type[Any], type[Any]]] = {
     "request": (Request, Terms),
     "scoring": (ScoringRequest, ScoringTerms),
@@ -189,7 +190,7 @@ def digest(data: bytes) -> str:
 
 
 def pack(message: Request | ScoringRequest | Reply) -> bytes:
-    """Return the bytes of a message; equal messages have equal bytes."""
+    """Return the bytes of a message. Equal messages give equal bytes."""
     kind = next(name for name, (cls, _) in KINDS.items() if type(message) is cls)
     terms = message.receipt if isinstance(message, Reply) else message.terms
     table = {"format": FORMAT, "kind": kind, **dataclasses.asdict(terms)}
@@ -206,7 +207,7 @@ def pack(message: Request | ScoringRequest | Reply) -> bytes:
 def unpack_request(data: bytes, limit: int) -> Request | ScoringRequest:
     """Return the request that `data` contains; it may have at most `limit` bytes.
 
-    Its tensors are not checked here. The caller has to check them with `check_fields`.
+    This function does not check the tensors. The caller has to do this with `check_fields`.
     """
     request: Request | ScoringRequest = _unpack(data, limit, ("request", "scoring"))
     return request
@@ -331,6 +332,6 @@ def _parse_terms(cls: type[Any], table: dict[str, Any]) -> Any:
 
 
 def _leaves(terms: Any) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of each field of `terms`; a table yields its own items instead."""
+    """Yield the name and value of each field; for a field with a table, those of its items."""
     for name, value in dataclasses.asdict(terms).items():
         yield from value.items() if isinstance(value, dict) else [(name, value)]

@@ -1,4 +1,7 @@
-"""The rules of a client for requests: each rule returns None or the reason to refuse."""
+"""The rules by which a client refuses requests.
+
+Each rule returns None to accept the request, or the reason to refuse it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from dpfed.privacy.accounting.rdp import rdp_epsilon
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.published import show_loss, show_setting
 
-# All that a ledger was charged for: each mechanism, and the number of its releases.
+# All charges of a ledger: pairs of a mechanism and the number of its releases.
 History = Sequence[tuple[Mechanism, int]]
 Rule = tuple[bool, str]
 # The server receives this text instead of an error message that could contain private data.
@@ -29,13 +32,18 @@ class PublicError(DpfedError):
 
 
 class RefusedError(PublicError):
-    """A request was refused. Nothing was computed and nothing was charged."""
+    """An error for a refused request.
+
+    A client raises it before it charges or computes anything. In the server, it contains the text
+    that a client sent instead of a reply.
+    """
 
 
 def public_text(error: BaseException) -> str:
-    """Return the text about an error that the server may see.
+    """Return the text that the server may see about an error.
 
-    For an error that is not public it is `FAILURE`, because the error could name a record or path.
+    This is the message of a public error. For any other error it is `FAILURE`, because the message
+    could name a record or a path.
     """
     if isinstance(error, PublicError | MessageError):
         return str(error)
@@ -61,7 +69,7 @@ def check_sender(terms: AnyTerms, config: ClientConfig) -> str | None:
 
 
 def check_model(model: str, terms: AnyTerms, policy: Policy) -> str | None:
-    """Return a reason to refuse if the request names another model, else None.
+    """Return None, or the reason to refuse if the request names another model.
 
     `model` is the hash of this client's frozen weights.
     """
@@ -79,7 +87,8 @@ def check_training(
 ) -> str | None:
     """Return None or the reason to refuse a request to train.
 
-    `mechanism` is what each local step would be charged as, and `history` is charged already.
+    Each local step would be charged as one release of `mechanism`. `history` has all earlier
+    charges.
     """
     declared = terms.rate * policy.records
     algorithm = terms.algorithm.get("name")
@@ -127,9 +136,9 @@ def check_training(
 
 
 def check_learning_rate(terms: Terms, base: float, policy: Policy) -> str | None:
-    """Return a reason to refuse if the learning rate is too large, else None.
+    """Return None, or the reason to refuse if the learning rate of the round is too large.
 
-    `base` is the algorithm's own `algorithm.lr`. No schedule may raise a round's rate above it.
+    `base` is the value of `algorithm.lr`. No schedule may raise the rate of a round above it.
     """
     return _first_violation(
         (
@@ -141,13 +150,13 @@ def check_learning_rate(terms: Terms, base: float, policy: Policy) -> str | None
 
 
 def check_distance(theta: Tensor, start: Tensor, policy: Policy) -> str | None:
-    """Return a reason to refuse if `theta` is too far from `start`, else None.
+    """Return None, or the reason to refuse if `theta` is too far from `start`.
 
     `theta` is `[P]` or `[1, P]`. `start` is the initial vector, which this client computes itself.
     """
     distance = float((theta.double() - start.double()).norm())
     limit = policy.max_distance
-    # Compare with `<=`, because the rule then also refuses a distance that is NaN.
+    # Accept only if distance <= limit: this comparison is False for NaN, so NaN is refused.
     return _first_violation(
         (
             distance <= limit,
@@ -162,7 +171,7 @@ def check_scoring(
 ) -> str | None:
     """Return None or the reason to refuse a request for noised counts on held-out records.
 
-    The counts and the training spend the same privacy budget.
+    Counts and training spend one privacy budget, `policy.max_epsilon`.
     """
     sigma = show_setting(terms.sigma)
     reason = _first_violation(
@@ -186,11 +195,11 @@ def check_spending(
 ) -> str | None:
     """Return None or the reason why `steps` more releases would exceed policy.max_epsilon.
 
-    `mechanism` is what each release would be charged as, and `history` is charged already.
+    Each step would be charged as one release of `mechanism`. `history` has all earlier charges.
     """
     spent = [*history, (mechanism, steps)]
-    # Try the Rényi bound first: it is a hundred times faster and never below the exact epsilon. So
-    # the exact one is needed only near the limit.
+    # Try the Rényi bound first: it is never below the exact epsilon and a hundred times faster. The
+    # exact epsilon is computed only if the bound exceeds the limit.
     if rdp_epsilon(spent, policy.delta) <= policy.max_epsilon:
         return None
     after = epsilon(spent, policy.delta).value

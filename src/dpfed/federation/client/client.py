@@ -2,13 +2,15 @@
 
     check -> charge -> compute -> store the reply -> send
 
-A repeated request gets the stored reply, byte for byte. Any other request must be for a later round
-of its run. So no server gets one round twice with different noise. A crash neither loses nor
-repeats a charge: a round that was charged but has no stored reply counts as spent.
+If a server repeats a request, it gets the stored reply, byte for byte. A different request must be
+for a later round of the run. So no server gets two replies for one round with different noise. A
+crash neither loses nor repeats a charge. If a round was charged but has no stored reply, its
+epsilon stays spent.
 
-The server chooses theta, and could choose one at which a record changes the gradients of others.
-The client therefore computes each record in a pass of its own (`policy.isolation = "exact"`). It
-also refuses a theta that is farther than `policy.max_distance` from the initial vector.
+The server chooses theta. A malicious server could choose a theta at which one record changes the
+gradients of other records. The client therefore computes each record in a pass of its own
+(`policy.isolation = "exact"`). It also refuses a theta that is farther than `policy.max_distance`
+from the initial vector.
 """
 
 from __future__ import annotations
@@ -97,7 +99,8 @@ from dpfed.training.local_steps import run_local_steps
 from dpfed.training.round_context import build_context
 
 LOG = logging.getLogger("dpfed")
-# For a ledger with more different mechanisms, the exact epsilon would take more than a second.
+# With more different mechanisms in a ledger, computing the exact epsilon takes over a second. The
+# client then uses a faster upper bound.
 MAX_EXACT_MECHANISMS = 8
 
 
@@ -106,7 +109,7 @@ class Prepared:
     """An accepted request, ready to be charged and computed.
 
     charge   must be in the ledger before `compute` is called
-    compute  returns the tensors of the reply, and the client memory to store
+    compute  function without arguments that returns the reply's tensors and the client memory
     """
 
     charge: Charge
@@ -116,9 +119,9 @@ class Prepared:
 class Client:
     """Answers servers' requests with noised messages, after charging its own ledger.
 
-    source    replaces the configured data source, if given
-    insecure  permits client.allow_seeded, which makes noise repeatable, for tests on one machine
-    log       gets a line with the spent epsilon after each reply; the server never sees it
+    source    data source to use instead of the configured one; None for the configured one
+    insecure  True to permit client.allow_seeded: repeatable noise, for tests on one machine
+    log       called with a line about the spent epsilon after each reply, for this client only
     """
 
     def __init__(
@@ -149,8 +152,8 @@ class Client:
                 "check [data], client.held_out_share and held_out_column"
             )
         self._source = tokenised(config.model, source)
-        # Never compare the declared numbers of units with the data: a server that sees the client
-        # stop would learn about the true numbers.
+        # Never compare the declared numbers of units with the data. If the client stopped because
+        # they differ, the server would learn about the true numbers.
         self._records, self._shards = self._on_device(rows_of(self._source.train, trained))
         scored = held_out if config.policy.evaluate else held_out[:0]
         self._held_out = HeldOut(*self._on_device(rows_of(self._source.train, scored)))
@@ -175,7 +178,7 @@ class Client:
         scoring = isinstance(request, ScoringRequest)
         verb = "scored" if scoring else "answered"
         store = Store(self._state, terms.run, "score" if scoring else "reply")
-        # Hold the ledger until the reply is stored: its lock makes a second request wait for that.
+        # Hold the lock of the ledger until the reply is stored. A second request has to wait.
         with self._ledger() as ledger:
             stored = store.reply(terms.round, request_hash)
             if stored is not None:
@@ -184,7 +187,7 @@ class Client:
                 )
                 return stored
             prepared = self._prepare(request, ledger, store)
-            # Charge before computing: if anything fails from here on, the round stays charged.
+            # Charge before computing. If the computation fails, the round stays charged.
             ledger.charge([prepared.charge], run=terms.run)
             message, memory = prepared.compute()
             reply = pack(Reply(receipt_of(terms, request_hash, ledger), message))
@@ -237,7 +240,7 @@ class Client:
     ) -> tuple[Message, ClientState]:
         """Return noised counts of right and wrong answers on the held-out units."""
         terms = request.terms
-        # Use the negative round number: counts then get other random numbers than training.
+        # With the negative round number, counts get other random numbers than training.
         noise = streams_of(terms).noise(-terms.round, 0, torch.device("cpu"))
         counts = noised_counts(
             built.model, theta, self._held_out, terms.sigma, noise, self.config.policy.isolation
@@ -254,8 +257,8 @@ class Client:
         terms = request.terms
 
         def admit(theta: Tensor) -> None:
-            # Each theta follows from the request and noised values, so the error reveals nothing
-            # more.
+            # Each theta is computed from the request and noised values only. An error that depends
+            # on theta therefore reveals nothing about a record.
             reason = check_distance(theta, built.start, self.config.policy)
             if reason is not None:
                 raise PublicError(f"round {terms.round} was stopped and stays charged: {reason}")
@@ -312,7 +315,10 @@ class Client:
             self._log(line)
 
     def _log_spent(self, event: str, terms: AnyTerms, ledger: Ledger) -> None:
-        """Log the spent epsilon; do not raise, because the reply is already stored and valid."""
+        """Log the spent epsilon.
+
+        If that fails, write a warning and do not raise: the reply is already stored and valid.
+        """
         if self._log is None:
             return
         policy = self.config.policy
@@ -329,7 +335,8 @@ class Client:
 def spent_of(history: History, delta: float) -> str:
     """Return the spent epsilon of a ledger as text, rounded up.
 
-    With many different mechanisms, the text has the Rényi bound: it is larger but faster.
+    With many different mechanisms, the text has the Rényi bound. The bound is larger than the exact
+    epsilon, but faster to compute.
     """
     if len(history) > MAX_EXACT_MECHANISMS:
         return f"epsilon at most {show_loss(rdp_epsilon(history, delta), 2)} (Rényi bound)"
@@ -337,7 +344,10 @@ def spent_of(history: History, delta: float) -> str:
 
 
 def charge_of(terms: AnyTerms, mechanism: Mechanism, steps: int, part: str) -> Charge:
-    """Return the charge of a round. In test mode, where noise is repeatable, it is void."""
+    """Return the charge of a round.
+
+    In test mode, where noise is repeatable, the charge is marked void.
+    """
     return Charge(
         terms.client,
         terms.round,

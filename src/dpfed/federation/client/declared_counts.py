@@ -1,6 +1,7 @@
-"""Compare the numbers of units that a client declares with its data, for its operator only.
+"""Compare the numbers of units that a client declares with the exact numbers in its data.
 
-A running client never does this: a reaction to the true numbers would reveal them to the server.
+Only the client's operator sees the result. A running client never compares the numbers, because a
+reaction to the exact numbers would reveal them to the server.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from dpfed.federation.held_out import KEY, rows_of, split
 
 @dataclass(frozen=True)
 class Declared:
-    """A declared number of protected units, beside the exact one.
+    """A declared number of protected units, and the exact number.
 
     key       setting that declares the number
     declared  the declared number
     held      exact number in the client's data
-    unit      name of the protected unit
+    unit      what is counted: "record", or the name of the unit column
     """
 
     key: str
@@ -34,7 +35,7 @@ class Declared:
 
     @property
     def advice(self) -> str:
-        """One sentence that advises on the number to declare; empty if the declared one is good."""
+        """One sentence of advice on the number to declare; "" if the declared number is good."""
         setting = f"{self.key} = {self.declared}"
         if self.held == 0:
             return f"{setting} but the client holds none: check [data] and the held-out settings"
@@ -54,7 +55,10 @@ class Declared:
 
 
 def compared(config: ClientConfig) -> list[Declared]:
-    """Return the declared and the exact numbers of units. This reads the client's data."""
+    """Read the client's data, and return the declared and exact numbers of units.
+
+    The list has the units to train on, and the held-out units if `policy.evaluate` is set.
+    """
     loader: Any = config.data
     source: Source = loader.load()
     unit = config.data.unit_column

@@ -19,8 +19,8 @@ from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.published import show_sigma
 
 LOG = logging.getLogger("dpfed")
-# Largest standard deviation of the noise on a mean gradient. Its square, the variance, stays below
-# `messages.MAX_TENSOR_VALUE`.
+# Largest standard deviation of the noise on a mean gradient. Messages contain its square, which
+# must stay below `messages.MAX_TENSOR_VALUE`.
 MAX_NOISE = 1e4
 
 
@@ -30,10 +30,9 @@ def refuse(reason: str | None) -> None:
 
 
 def check_training_round(terms: Terms, ledger: Ledger, store: Store) -> None:
-    """Raise RefusedError unless the round can still be charged.
+    """Raise RefusedError if the round can no longer be charged.
 
-    The round cannot be charged if the ledger is an old copy. Neither can it if this round or a
-    later one is already charged.
+    This is so if the ledger is an old copy, or if this round or a later one is already charged.
     """
     check_head(terms, ledger)
     last = ledger.last_round(terms.run)
@@ -48,10 +47,10 @@ def check_training_round(terms: Terms, ledger: Ledger, store: Store) -> None:
 
 
 def check_scoring_round(terms: AnyTerms, ledger: Ledger, store: Store) -> None:
-    """Raise RefusedError unless the noised counts of the round can still be charged.
+    """Raise RefusedError if the noised counts of the round can no longer be charged.
 
-    They cannot be charged if the ledger is an old copy. Neither can they if this round or a later
-    one is already scored.
+    This is so if the ledger is an old copy, or if counts of this round or of a later one are
+    already charged.
     """
     check_head(terms, ledger)
     last = ledger.last_round(terms.run, PART)
@@ -62,7 +61,8 @@ def check_scoring_round(terms: AnyTerms, ledger: Ledger, store: Store) -> None:
 def check_head(terms: AnyTerms, ledger: Ledger) -> None:
     """Raise RefusedError unless the ledger still has the last row that the server knows.
 
-    If the row is missing or differs, somebody has put back an old or another ledger.
+    If the row is missing or differs, somebody has replaced the ledger by an older copy of it or by
+    another ledger.
     """
     if not terms.head:
         if terms.rows:
@@ -87,7 +87,8 @@ def check_training_values(
 ) -> None:
     """Raise RefusedError if a tensor or a number of the request is invalid.
 
-    After the charge such a value would cause an error and waste the charge.
+    Without this check, such a value would cause an error after the charge. The charge would then be
+    spent without a reply.
     """
     check_fields(request.fields, built.shapes)
     refuse(check_distance(request.fields["theta"].to(device), built.start, policy))
@@ -98,7 +99,7 @@ def check_training_values(
         if terms.grid:
             grid_of(plan.noise_std(0), plan.clip, built.model.space.size)
     except DpfedError as error:
-        # The server may see this text, because it depends on the request alone.
+        # The server may see this text, because the text depends only on the request.
         raise RefusedError(f"refused: {error}") from None
     if not plan.noise_std(0) / float(plan.expected[0]) <= MAX_NOISE:
         refuse(f"sigma {show_sigma(terms.sigma)} makes noise beyond {MAX_NOISE:g}")

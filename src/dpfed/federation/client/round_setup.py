@@ -44,7 +44,7 @@ class RequestModel:
 
 
 class ModelBuilder:
-    """Builds the model of a request and keeps it for the other rounds of the same run."""
+    """Builds the model of a request, and reuses it in later rounds of the same run."""
 
     def __init__(self, config: ClientConfig, spec: InputSpec, device: torch.device) -> None:
         self._config = config
@@ -67,8 +67,9 @@ class ModelBuilder:
 
 
 def run_config(config: ClientConfig, algorithm: Any, noise: Any) -> Config:
-    """Return a run's configuration from this client's sections, the algorithm and the noise."""
-    # All records belong to this client. Other partitions would divide them among several clients.
+    """Return a run's configuration: this client's sections, with this algorithm and noise."""
+    # Use "natural", because all records belong to this client. Other partitions would divide the
+    # records among several clients.
     data = replace(config.data, partition="natural")
     privacy = PrivacySection(isolation=config.policy.isolation)
     return Config(data, config.model, algorithm, privacy, RunSection(noise=noise))
@@ -85,7 +86,7 @@ def algorithm_of(terms: AnyTerms) -> Algorithm:
     try:
         algorithm: Algorithm = parse("algorithm", cls, keys)
     except DpfedError as error:
-        # The server may see this text, because it depends on the request alone.
+        # The server may see this text, because the text depends only on the request.
         raise RefusedError(f"refused: {error}") from None
     return algorithm
 
@@ -94,8 +95,9 @@ def algorithm_of(terms: AnyTerms) -> Algorithm:
 class OwnPlan(Plan):
     """The plan of one client, with its true number of units in `sizes`.
 
-    `expected` follows from the declared number of units. All units take part in sampling, even
-    those beyond the declared number. Otherwise the removal of one unit would bring another one in.
+    The expected batch size `expected` follows from the declared number of units. Units beyond the
+    declared number also take part in sampling. If they were left out, the removal of one unit would
+    let another unit take its place.
     """
 
     def __post_init__(self) -> None:
@@ -106,7 +108,7 @@ class OwnPlan(Plan):
 class IndexedStreams(Streams):
     """Random streams of client number `index` of a run, for a process with this client alone.
 
-    Such a process numbers its only client 0, so `key` replaces this number by `index`.
+    Such a process numbers its only client 0, so `key` replaces 0 by `index`.
     """
 
     def __init__(self, seed: int, index: int) -> None:

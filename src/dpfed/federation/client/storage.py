@@ -1,9 +1,9 @@
 """Store a client's files for each run: its last replies and the algorithm's client memory.
 
     runs/<hash of the run's name>/reply-12-<hash of the request>    reply, stored before it is sent
-    runs/<...>/score-12-<hash of the request>    reply with noised counts, likewise
-    runs/<...>/memory-12.pending    made in round 12; the server has not yet confirmed its use
-    runs/<...>/memory-9.kept        the server confirmed that it used the message of round 9
+    runs/<...>/score-12-<hash of the request>    reply with noised counts, stored before it is sent
+    runs/<...>/memory-12.pending    memory after round 12, whose message may still be unused
+    runs/<...>/memory-9.kept        memory after round 9, whose message the server has used
 
 Files are written atomically, and every operation may be repeated after a crash.
 """
@@ -45,8 +45,8 @@ STORED_REPLIES = 2
 def own_folder(state: Path) -> Path:
     """Create a client's state folder if missing, and return it.
 
-    Only the owner can then read the files of this program in the folder. Other files keep their
-    permissions, because client.toml may be in the same folder.
+    This program's files in the folder become readable for their owner only. All other files keep
+    their permissions, because the folder may also contain client.toml.
     """
     try:
         state.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ def own_folder(state: Path) -> Path:
 
 
 class Store:
-    """The stored files of one run: the replies of one kind, and the client memory."""
+    """The stored files of one run: its training replies or its counts, and the client memory."""
 
     def __init__(self, state: Path, run: str, kind: Kind = "reply") -> None:
         self.folder = state / "runs" / hashlib.sha256(run.encode()).hexdigest()[:32]
@@ -83,7 +83,7 @@ class Store:
             ) from None
 
     def keep_reply(self, round: int, request: str, data: bytes) -> None:
-        """Write a reply to disk, and delete all but the newest ones."""
+        """Write a reply to disk, and delete all but the newest `STORED_REPLIES` replies."""
         write_file(self._path(round, request), lambda file: file.write(data))
         for old in self._replies()[:-STORED_REPLIES]:
             old.unlink(missing_ok=True)

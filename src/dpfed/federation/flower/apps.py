@@ -1,8 +1,8 @@
 """Flower's ClientApp (answers requests) and ServerApp (runs the server) for a dpfed federation.
 
-dpfed's commands and Flower's own commands use them. With Flower's commands, `--node-config` names
-the client.toml of a ClientApp. The run configuration names the configuration, keys and folder of a
-ServerApp (docs/federation.md).
+Both dpfed's commands and Flower's own commands use these apps. With Flower's commands, a client
+gives its client.toml in `--node-config`. The server gives its configuration, keys and folder in
+Flower's run configuration (docs/federation.md).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def client_app(
     """Return an app that answers every request with `answer`.
 
     If `answer` raises, the server gets only the text from `public_text`. With `greets`, the app
-    tells its client name to any server that asks, which tests without keys need.
+    tells its client name to any server that asks. Tests without keys need this.
     """
     app = ClientApp()
 
@@ -91,7 +91,7 @@ client = ClientApp()
 def train(message: Message, context: Context) -> Message:
     """Answer a request under Flower's own SuperNode.
 
-    Only the client's option `--node-config` selects the client.toml, never the server.
+    The client's own option `--node-config` selects the client.toml. The server cannot select it.
     """
     path = context.node_config.get(CLIENT)
     try:

@@ -5,9 +5,9 @@
 A parent normally ends its children itself. If the parent is killed, Linux kills the child at once.
 On other systems a thread of the child checks every second that the parent still runs.
 
-Flower serves clients and administration on one port, where anyone could register keys or stop the
-run. In this SuperLink, only the paths of clients are open. Every other path needs the server's
-secret.
+Flower's SuperLink serves clients and administration on one port. Anyone who reaches the port could
+register keys or stop the run. Here, only the URL paths that clients use are open. Every other path
+needs the server's secret.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ SECRET_HEADER = "x-dpfed-secret"
 OPEN_PATHS = ("/v1/fleet/", "/health")
 # Largest HTTP request in bytes. Flower splits larger messages into pieces of 5 MiB.
 MAX_REQUEST = 32 << 20
-# Largest allowed difference of the clocks of server and client, in seconds. It may be generous,
-# because TLS protects the signature that contains the time.
+# Largest allowed difference between the clocks of server and client, in seconds. A large value is
+# safe: TLS encrypts the signed requests, so nobody can record one and send it again.
 CLOCK_TOLERANCE_S = 900
 # Seconds between two heartbeats of a SuperNode. Flower's default is 30, its minimum 10.
 HEARTBEAT_S = 10
@@ -104,8 +104,8 @@ def superlink(secret: str) -> None:
 def supernode() -> None:
     from flwr.supernode import fleet_http_connection
 
-    # Use short intervals: if a client is killed and restarted, the SuperLink refuses its key until
-    # two heartbeats were missed.
+    # If a client is killed and restarted, the SuperLink refuses its key until two heartbeats were
+    # missed. With short intervals, this wait is short.
     vars(fleet_http_connection)["HEARTBEAT_DEFAULT_INTERVAL"] = HEARTBEAT_S
     from flwr.supernode.cli import flower_supernode
 

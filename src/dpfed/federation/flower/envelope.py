@@ -1,8 +1,10 @@
-"""Put request and reply bytes into Flower's messages: an array of bytes, and a header with a nonce.
+"""Put request and reply bytes into Flower's messages.
 
-The nonce is a secret between the server and the client that got the request. Flower checks who is
-connected, but not that a reply comes from the node that it names. The server therefore rejects a
-reply without the nonce as forged.
+Each message has an array with the bytes, and a header with the nonce and other short texts.
+
+The nonce is a random text in each request that only the server and this client know. Flower checks
+the key of each connected node. It does not check that a reply comes from the node that the reply
+names. The server therefore rejects a reply without the nonce as forged.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from dpfed.federation.policy import RefusedError
 # Names of the two records in a Flower message: the array of bytes, and the header.
 PAYLOAD = "dpfed.parcel"
 HEADER = "dpfed.slip"
-# Keys of the values in these two records.
+# Names of the fields in these two records.
 DATA = "data"
 NONCE = "ticket"
 REFUSED = "refused"
@@ -37,7 +39,7 @@ def refusal(text: str, nonce: str) -> RecordDict:
 
 
 def greeting(nonce: str, name: str = "") -> RecordDict:
-    """Return the message that asks a node for its client name, or the answer if `name` is given.
+    """Return a message that asks a node for its client name; with `name`, return the answer.
 
     Such messages are used only in tests without keys.
     """

@@ -1,7 +1,7 @@
 """Connect the server to its own SuperLink: register client keys, open a run, and return its Grid.
 
-Flower would start another process for the ServerApp. Here this process takes the ServerApp's task
-itself, so that round loop, progress, signals and checkpoints are those of `dpfed run`.
+Flower would start a new process for the ServerApp. Here, the process of `dpfed server` runs the
+ServerApp's task itself. Round loop, progress, signals and checkpoints then work as in `dpfed run`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ class Secret:
 
 
 class OwnGrid(HttpGrid):
-    """Flower's Grid without its retries: after a run, they would end this process with a signal."""
+    """Flower's Grid without retries.
+
+    After a run, Flower's own retries would end this process with a signal.
+    """
 
     def __init__(self, address: Address, authority: bytes | None, token: str, secret: str) -> None:
         super().__init__(str(address), authority is None, authority, token=token)

@@ -1,6 +1,6 @@
 """Take tasks from a client's own SuperNode and answer them with a ClientApp.
 
-The SuperNode also fetches the app that the server sends. That app is never unpacked here.
+The SuperNode also fetches the app (code) that the server sends. This module never unpacks it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Tasks:
     def next(self) -> bool:
         """Answer one waiting task and return True; return False if no task is waiting.
 
-        Raise httpx.HTTPError if the SuperNode does not reply, and RuntimeError if it has dropped
-        the message: then the client must connect again.
+        Raise httpx.HTTPError if the SuperNode does not reply. Raise RuntimeError if it has dropped
+        the request, so that the client must connect again.
         """
         found = self._executor.AcquireTask(
             AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
@@ -62,8 +62,8 @@ class Tasks:
             push_message(client, reply, context)
             push_task_output(client, context, SubStatus.COMPLETED, "")
         except ObjectPushError as error:
-            # The link has dropped the request. After a new connection the server repeats it, and
-            # the client sends its stored reply.
+            # Flower has dropped the request. After a new connection the server repeats it, and the
+            # client sends its stored reply.
             raise RuntimeError("the SuperNode did not take an answer") from error
         finally:
             with suppress(RuntimeError):
@@ -86,7 +86,8 @@ def acquire_signature(secret: str) -> SuperExecAuthHttpInterceptor:
 def heartbeat(client: RuntimeHttpClient) -> Callable[[], bool]:
     """Return a function that reports to Flower that the task is still being computed.
 
-    Flower's own function ends this process with a signal when the report is refused.
+    It is used instead of Flower's own function, which ends this process with a signal if the report
+    is refused.
     """
 
     def send() -> bool:

@@ -1,7 +1,7 @@
 """Send requests to clients through Flower's Grid and collect their replies.
 
-A client is identified by its key. A reply is accepted only from the right node with the right
-nonce.
+A client is identified by its key. A reply is accepted only if it comes from the node that got the
+request, and if it contains the nonce of that request.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ UNAVAILABLE = (
 
 @dataclass(frozen=True)
 class Connection:
-    """The number of a client's node, and the time at which it connected.
+    """Flower's number for a client's node, and the time at which the node connected.
 
     After a new connection, the client no longer has its earlier requests and needs them again.
     """
@@ -65,7 +65,7 @@ class Sent:
 
 @dataclass
 class Exchange:
-    """The requests of one call of `send_all`, with the replies so far."""
+    """The requests of one call of `send_all`, and the replies that have arrived so far."""
 
     requests: Mapping[str, bytes]
     timeout: float
@@ -83,9 +83,9 @@ class Exchange:
 class Pulls:
     """Fetches the replies to several messages, each in a thread of its own.
 
-    Flower's call blocks until all pieces of a reply are there. One call for all messages would let
-    a client block the others by announcing pieces that it never sends. Pieces that do not fit
-    together would lose the replies of the others too.
+    Flower splits a large reply into pieces, and its call blocks until all pieces have arrived. With
+    one call for all messages, a client could block the replies of all others: it would announce a
+    piece and never send it. If it sent a damaged piece, the replies of the others would be lost.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -94,7 +94,10 @@ class Pulls:
         self._found: dict[str, list[Message] | Exception] = {}
 
     def of(self, keys: Iterable[str]) -> list[tuple[str, list[Message] | Exception]]:
-        """Wait at most `PULL_S` seconds; return the replies so far, or the error, by message id."""
+        """Wait at most `PULL_S` seconds, and return what the finished threads have fetched.
+
+        Each element is a message id with its replies, or with the error of Flower's call.
+        """
         wanted = list(keys)
         end = time.monotonic() + PULL_S
         for key in wanted:
@@ -129,7 +132,7 @@ class GridTransport:
 
     keys    public key of each client by name, in PEM format; None in tests on one machine, where
             each node tells its client name
-    absent  seconds to wait for missing clients while none of them is connected
+    absent  seconds to wait while none of the clients without a reply is connected
     stop    called while waiting; may raise to end the run
     alive   called when the SuperLink does not reply; raises if the SuperLink has ended
     kind    type of the messages, which selects the function of the ClientApp that answers
@@ -151,10 +154,11 @@ class GridTransport:
         self._kind = kind
         self._pulls = Pulls(grid)
         self._names = None if keys is None else {key: name for name, key in keys.items()}
-        # Greetings that wait for replies, by message id, and the names in the replies, by node.
+        # `_greetings` has the greetings that wait for replies, by message id. `_greeted_names` has
+        # the client names in the replies, by node number.
         self._greetings: dict[str, Sent] = {}
         self._greeted_names: dict[int, str] = {}
-        # Clients that did not connect during the last exchange. The next one does not wait for
+        # Clients that did not connect during the last exchange. The next exchange does not wait for
         # them.
         self._gone: set[str] = set()
 
@@ -163,7 +167,8 @@ class GridTransport:
     ) -> dict[str, bytes | Exception]:
         """Send requests; return the replies that arrive within `timeout` seconds, by client name.
 
-        A client that connects again gets its request again. Replies to earlier calls are ignored.
+        For a refusal or an unreadable reply, the value is an error. A client that connects again
+        gets its request again. Replies to earlier calls are ignored.
         """
         exchange = Exchange(requests, timeout)
         end = time.monotonic() + timeout
@@ -172,7 +177,8 @@ class GridTransport:
             self._stop()
             connected = self._step(exchange)
             present = exchange.missing & connected
-            # Until the first reply arrives, wait even for clients that did not connect last time.
+            # Before the first reply, wait for every missing client. After it, do not wait for
+            # clients that were also absent during the last exchange.
             awaited = present or not exchange.replies or exchange.missing - self._gone
             if not exchange.missing or not awaited:
                 break
@@ -201,7 +207,8 @@ class GridTransport:
     ) -> None:
         """Wait until at least `enough` of these clients are connected.
 
-        Raise StoppedError after `limit` seconds. `say` gets a line whenever the number changes.
+        Raise StoppedError after `limit` seconds. `say` is called with a line whenever the number of
+        connected clients changes.
         """
         wanted = set(names)
         end = time.monotonic() + limit
@@ -268,7 +275,7 @@ class GridTransport:
             exchange.connections[name] = connection
 
     def _push(self, sent: Sent, kind: str, content: Any, timeout: float) -> dict[str, Sent]:
-        """Send one message and return it by its message id; {} if Flower does not accept it.
+        """Send one message, and return {message id: `sent`}; {} if Flower does not accept it.
 
         Flower drops the message after `timeout` seconds, so that no client computes an old round.
         """
@@ -276,7 +283,7 @@ class GridTransport:
         return {str(key): sent for key in self._grid.push_messages([message]) if key}
 
     def _pull(self, keys: Iterable[str]) -> list[tuple[str, Message | None]]:
-        """Return the replies that have arrived, with the message id that each one answers.
+        """Return pairs of a message id and the reply to it, for all replies that have arrived.
 
         The reply is None if Flower cannot assemble its pieces.
         """

@@ -2,12 +2,12 @@
 
 The server sends each client of the cohort a request, checks the replies and averages the valid
 ones. The log names each client without a valid reply. If too few replies are valid, the server
-repeats the other requests. If that does not help, the round is lost: the server's state stays as it
-is, and the next round begins.
+repeats the requests that have no valid reply. If too few are valid even then, the round is lost:
+the server's state stays as it is, and the next round begins.
 
-The clients charge their own ledgers, so the loop's `Spending` has no ledger here. Its epsilons are
-upper bounds for this run, because every client that got a request counts as charged. Only the
-client's own ledger contains its spending over all runs.
+The clients charge their own ledgers, so the round loop's `Spending` has no ledger here. It counts
+every client that got a request as charged. The server's epsilons are therefore upper bounds, and
+for this run only. The spending of a client over all runs is only in the client's own ledger.
 
 A request depends only on the configuration and on the checkpoint. A killed and resumed server
 therefore repeats its last requests byte for byte. Clients then send their stored replies and charge
@@ -75,7 +75,7 @@ class Federation:
     used    last round in which each client's message was used
     scores  accuracies on held-out units so far
 
-    The client's next request contains `heads` and `used`. A checkpoint contains all three.
+    The next request to a client contains its `heads` and `used`. A checkpoint contains all three.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Federation:
         clients: Sequence[int],
         wait_for_charge: WaitForCharge = no_charge,
     ) -> tuple[Message, int]:
-        """Return the mean of the valid messages and their number.
+        """Return the mean of the valid messages, and the number of these messages.
 
         `wait_for_charge` is not used, because each client charges its own ledger.
         """
@@ -148,10 +148,10 @@ class Federation:
         limit: float,
         consequence: str,
     ) -> dict[int, Reply]:
-        """Send requests; return the valid replies by client number and log why others are missing.
+        """Send requests; return the valid replies by client number, and log why others are missing.
 
         limit        largest norm of a reply's `delta`
-        consequence  words for the log on what happens to a client without a valid reply
+        consequence  text for the log: what happens to a client without a valid reply
         """
         packed = {i: pack(request) for i, request in requests.items()}
         found = self._transport.send_all(
@@ -195,9 +195,9 @@ class Federation:
         return self.remembered()
 
     def _score(self, t: int, state: State) -> None:
-        """Request noised counts on held-out units, and log the accuracy that they give.
+        """Request noised counts on held-out units, and log the accuracy computed from them.
 
-        Clients without a valid reply are left out.
+        The accuracy leaves out clients without a valid reply.
         """
         held_out = [i for i, name in enumerate(self._names) if name in self._section.held_out]
         requests = {i: self.scoring_request(t, state, i) for i in held_out}
@@ -218,7 +218,7 @@ class Federation:
         return {"held_out": scores} if self._section.evaluate_every else {}
 
     def remembered(self) -> dict[str, Any]:
-        """Return what a checkpoint stores of this backend, as JSON values."""
+        """Return the state of this backend that a checkpoint stores, as JSON values."""
         return {
             "heads": {str(i): list(head) for i, head in sorted(self.heads.items())},
             "used": {str(i): t for i, t in sorted(self.used.items())},
@@ -286,7 +286,7 @@ class Federation:
     def _mean(self, replies: Mapping[int, Reply]) -> Message:
         """Return the weighted mean of the replies' tensors, by name.
 
-        The weights are public and sum to one over these clients.
+        The weights depend on public numbers only, and add up to 1 over these clients.
         """
         weights = torch.ones(len(replies))
         if self._job.algorithm.agg_weights == "size":
@@ -318,9 +318,9 @@ def one_line(text: str) -> str:
 
 
 def served(config: Config, seeded: bool = False) -> Config:
-    """Return the configuration of a server: secret noise, or repeatable noise if `seeded`.
+    """Return `config` as a server uses it: with secret noise, or repeatable noise if `seeded`.
 
-    Diagnostics are switched off, because a server does not have the clients' states.
+    Diagnostics are switched off, because they would need the clients' states.
     """
     client_names(config)
     run = replace(config.run, noise="seeded" if seeded else "os", diagnostics=False)
@@ -354,7 +354,8 @@ def refuse_unsendable(job: Job, names: Sequence[str]) -> None:
 def norm_limit(job: Job, t: int, state: State) -> float:
     """Return the largest norm that the server accepts for a client's `delta` in round t.
 
-    It follows from public numbers and is far above any honest norm after K local steps.
+    The limit is computed from public numbers. It is far above the norm that an honest client can
+    reach in K local steps.
     """
     plan = job.plan.at(state.clip)
     run = job.config.run

@@ -49,7 +49,7 @@ def config_for(
 ) -> Config:
     """Return the configuration of a server, read from the file `config`.
 
-    If `config` is None, it is read from the folder `out` of the run to resume.
+    If `config` is None, read the configuration of the run in the folder `out`, which is resumed.
     """
     if resume and not (out / "config.toml").exists():
         raise DpfedError(
@@ -75,7 +75,7 @@ def _load(config: str | None, overrides: Sequence[str], out: Path) -> Config:
 def serve_over(
     config: Config, out: Path, resume: bool, network: Network, callbacks: Sequence[Callback]
 ) -> dict[str, Any]:
-    """Train with the clients of a network, and return the run's result."""
+    """Train with clients on a network, and return the run's result."""
 
     def backend(job: Job, name: str) -> RemoteBackend:
         return federation_of(job, name, network.transport, network.say)
