@@ -1,12 +1,12 @@
 """Cache of prepared arrays on disk: an archive is decoded once and memory-mapped afterwards.
 
-An entry is a folder of .npy files and a manifest. It is written under a temporary name, synced and
-renamed, so that a reader sees a whole entry or none. A damaged entry is built again. If the cache
-cannot be written (read-only, full, another user's), the run uses the arrays as they were built.
+An entry is a folder of .npy files and a manifest. The folder is written under a temporary name and
+then renamed, so that a reader finds a whole entry or none. A damaged entry is built again. If the
+cache cannot be written (read-only, full, another user's), the run uses the newly built arrays.
 
 The cache is in the folder DPFED_CACHE, else XDG_CACHE_HOME/dpfed, else ~/.cache/dpfed.
 DPFED_CACHE=off turns it off. Entries may hold private records, so only their owner can open the
-folder. The user may delete it at any time.
+folder. The user may delete the folder at any time.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def key_of(
     The key changes if the path, size or modification time of a file changes.
     """
     facts = []
-    # Resolve each folder only once: resolving the path of each of 100,000 images takes seconds.
+    # Resolve each folder only once. Resolving 100,000 image paths one by one takes seconds.
     folders: dict[str, str] = {}
     for file in files:
         stat = os.stat(file)
@@ -70,7 +70,7 @@ def key_of(
 def cached(key: str, build: Callable[[], Arrays], folder: Path | None = None) -> Arrays:
     """Return the arrays that `build` makes, read from the cache if it has an entry for `key`.
 
-    The caller may change the arrays: the files of the cache stay as they are.
+    The caller may change the arrays. This does not change the files of the cache.
     """
     root = folder or cache_folder()
     if root is None:
@@ -92,7 +92,7 @@ def _digest(facts: Mapping[str, Any]) -> str:
 
 
 def _read(entry: Path, key: str) -> Arrays | None:
-    """Return the arrays of a cache entry; None if it is absent, damaged or of another key."""
+    """Return the arrays of a cache entry; None if it is missing, damaged or has another key."""
     try:
         manifest = json.loads((entry / MANIFEST).read_text(encoding="utf-8"))
         facts = manifest["facts"]
@@ -101,7 +101,8 @@ def _read(entry: Path, key: str) -> Arrays | None:
         arrays: Arrays = {}
         for name, (size, dtype, shape) in facts["arrays"].items():
             file = entry / f"{name}.npy"
-            # Mode "c" is copy on write: changes stay in memory. Empty arrays cannot be mapped.
+            # Mode "c" (copy on write) keeps the caller's changes in memory. An empty array cannot
+            # be memory-mapped, so it is read.
             mode: Any = None if 0 in shape else "c"
             array = np.load(file, mmap_mode=mode, allow_pickle=False)
             if [file.stat().st_size, array.dtype.str, list(array.shape)] != [size, dtype, shape]:
@@ -131,7 +132,8 @@ def _write(root: Path, entry: Path, key: str, arrays: Arrays) -> None:
             text.flush()
             os.fsync(text.fileno())
         if _read(entry, key) is None:
-            # Remove a damaged entry. Processes that have mapped its files can still read them.
+            # Remove the damaged entry. A process that has memory-mapped its files can still read
+            # them.
             shutil.rmtree(entry, ignore_errors=True)
         if not entry.exists():
             new.rename(entry)
@@ -150,9 +152,10 @@ def _sweep(root: Path) -> None:
 
 
 def pack_text(name: str, texts: Sequence[str]) -> Arrays:
-    """Return two arrays that store the texts: all their UTF-8 bytes, and the bounds of each text.
+    """Return two arrays that store the texts: the UTF-8 bytes of all texts, and their bounds.
 
-    The cache stores arrays only. Text i has the bytes from `bounds[i]` to `bounds[i + 1]`.
+    This is needed because the cache stores only arrays. The bytes of text i are `bytes[bounds[i] :
+    bounds[i + 1]]`.
     """
     parts = [text.encode("utf-8", "surrogatepass") for text in texts]
     return {

@@ -30,7 +30,7 @@ class Columns:
     values     the values of each column by the column's name
     rows       for messages: line numbers in the file, or row numbers if it has no lines
     unit       what `rows` counts: "line" or "row"
-    separator  character between the columns of a CSV file, in words
+    separator  name of the character between the columns of a CSV file, for messages
     """
 
     label: str
@@ -66,7 +66,7 @@ class Columns:
     def _texts(self, name: str, key: str) -> np.ndarray:
         """Return a column of texts as an array. Raise DpfedError for an empty text.
 
-        With an empty text, a model would learn from the label alone.
+        A model learns nothing useful from a record with an empty text and a label.
         """
         column = self.get(name, key)
         for i, text in enumerate(column):
@@ -88,7 +88,8 @@ class Columns:
         client  name of the column that names clients, or None
         unit    name of the column that names units, or None
 
-        A column with missing or mixed values is left out; for `client` and `unit` it is an error.
+        A column with missing or mixed values is left out. If this is the column `client` or `unit`,
+        raise DpfedError.
         """
         columns = {}
         for name, values in self.values.items():
@@ -119,7 +120,8 @@ class Columns:
 def is_missing(value: Any) -> bool:
     """Return True for None, NaN, and the NA and NaT of pandas.
 
-    The values of pandas are recognized by the name of their class: `if pandas.NA` is an error.
+    The values of pandas are recognized by the name of their class, because the comparison of NA
+    with a value gives no True or False.
     """
     if value is None or type(value).__name__ in ("NAType", "NaTType"):
         return True
@@ -141,7 +143,10 @@ def plain_column(column: list[Any]) -> np.ndarray | None:
 
 
 def read_columns(path: Path) -> Columns:
-    """Return the table in a file, whose suffix selects the reader. An empty table is an error."""
+    """Return the table in a file; the file's suffix selects the reader.
+
+    Raise DpfedError if the table has no rows.
+    """
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise DpfedError(f"{path} must end in {', '.join(READERS)}")
@@ -156,7 +161,7 @@ def read_columns(path: Path) -> Columns:
 
 
 def read_csv(path: Path) -> Columns:
-    """Return a CSV table as spreadsheets write it.
+    """Return the table in a CSV file that a spreadsheet program has written.
 
     Columns are separated by commas, semicolons or tabs, and quoted by double quotes.
     """
@@ -190,7 +195,7 @@ def _delimiter(text: str) -> str:
 def _csv_rows(text: str, delimiter: str, path: Path) -> Iterator[tuple[int, list[str]]]:
     """Yield (line number, cells) of each row of a CSV text.
 
-    A row may span several lines; the number is that of the first one. A blank line has no cells.
+    If a row spans several lines, its number is that of the first line. A blank line has no cells.
     """
     reader = csv.reader(io.StringIO(text, newline="\n"), delimiter=delimiter, strict=True)
     start = 1
@@ -206,15 +211,15 @@ def _csv_rows(text: str, delimiter: str, path: Path) -> Iterator[tuple[int, list
 
 
 def read_tsv(path: Path) -> Columns:
-    """Return a tab-separated table. Quotes are plain characters, as in the files of GLUE."""
+    """Return the table in a tab-separated file. Quotes are plain characters, as in GLUE."""
     lines = enumerate(lines_of(read_bytes(path), str(path)), 1)
     return _from_rows(path, ((i, line.split("\t") if line else []) for i, line in lines))
 
 
 def _from_rows(path: Path, rows: Iterator[tuple[int, list[str]]]) -> Columns:
-    """Return the table of (line number, cells) rows.
+    """Return the table with these rows, each a pair of a line number and its cells.
 
-    The first row is the header. Empty rows are skipped.
+    The first row has the names of the columns. Empty rows are skipped.
     """
     _, header = next(rows, (1, []))
     _refuse_repeated(header, path)
@@ -236,7 +241,7 @@ def _refuse_repeated(names: list[str], path: Path) -> None:
 
 
 def read_jsonl(path: Path) -> Columns:
-    """Return a table from a file with one JSON object per line.
+    """Return the table in a file with one JSON object per line.
 
     The columns are the keys of all lines. If a line lacks a key, its value is None.
     """

@@ -20,10 +20,10 @@ from dpfed.data.cache import Arrays, cached
 from dpfed.data.tables import Source, Table
 from dpfed.errors import DpfedError, reason
 
-# Largest number of bytes to which one file may unpack. All published files are smaller.
+# Largest size in bytes of a file after decompression. All published files are smaller.
 MOST_BYTES = 1 << 30
-# Errors of libraries that read a damaged file. zipfile raises NotImplementedError for
-# unknown compression, and RuntimeError for an encrypted file.
+# Errors that libraries raise for a damaged file. zipfile raises NotImplementedError for an unknown
+# compression, and RuntimeError for an encrypted file.
 DAMAGE = (
     OSError,
     EOFError,
@@ -41,10 +41,12 @@ DAMAGE = (
 
 
 def path_of(section: DataSection, what: str, url: str) -> Path:
-    """Return `data.path`. If it is unset or missing, say in a DpfedError what to download.
+    """Return `data.path`. If it is not set or does not exist, raise DpfedError.
 
-    what  the file or folder that `data.path` must be, in words
-    url   where to download it
+    The error says what to download.
+
+    what  description of the file or folder that `data.path` must be, for the error
+    url   address to download it from, for the error
     """
     if section.path is None:
         raise DpfedError(
@@ -63,7 +65,7 @@ def missing(path: Path, what: str, url: str) -> DpfedError:
 
 @contextmanager
 def reading(path: Path | str) -> Iterator[None]:
-    """Turn a library's error about a damaged file into a DpfedError that names `path`."""
+    """Within this context, turn errors about a damaged file into a DpfedError that names `path`."""
     try:
         yield
     except DpfedError:
@@ -97,7 +99,7 @@ def lines_of(data: bytes, label: str) -> Iterator[str]:
 
 
 def check_md5(path: Path, published: str, url: str) -> None:
-    """Raise DpfedError unless the file has the published checksum. The error gives `url`."""
+    """Raise DpfedError if the file has not the published checksum. The error contains `url`."""
     with reading(path), path.open("rb") as stream:
         found = hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
     if found != published:
@@ -132,9 +134,9 @@ def tar_members(path: Path, wanted: Collection[str]) -> dict[str, bytes]:
 
 
 def expect_count(found: int, official: int | Collection[int], label: str, url: str) -> None:
-    """Raise DpfedError unless `found` is a published number of records of the set.
+    """Raise DpfedError if the number of records `found` is not the published one.
 
-    official  the published number, or several that are all correct
+    official  the published number of records, or several numbers that are all correct
     """
     counts = (official,) if isinstance(official, int) else tuple(official)
     if found not in counts:
@@ -147,10 +149,10 @@ def expect_count(found: int, official: int | Collection[int], label: str, url: s
 def image_source(
     key: str, build: Callable[[], Arrays], declared: bool = True, notes: tuple[str, ...] = ()
 ) -> Source:
-    """Return a source of images, from the cache or made by `build`.
+    """Return a source of images. Its arrays come from the cache, or else from `build`.
 
     key       key of the cache entry
-    build     makes train_x, train_y, test_x, test_y and names, the names of the classes
+    build     returns the arrays train_x, train_y, test_x, test_y and names (of the classes)
     declared  True if the number of classes is public
     notes     remarks for the user about the files
     """

@@ -1,4 +1,4 @@
-"""Decode image files to uint8 arrays with Pillow, in threads; resize them deterministically."""
+"""Decode image files to uint8 arrays with Pillow, in threads, and resize them reproducibly."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from PIL import Image, ImageOps
 from dpfed.errors import DpfedError, reason
 
 Colour = Literal["rgb", "grey"]
-# Largest number of pixels before resizing. A larger image is a mistake or an attack.
+# Largest number of pixels of an image before resizing. Larger images are mistakes or attacks.
 MOST_PIXELS = 1 << 27
 # Formats that Pillow decodes itself, without starting other programs.
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 IMAGES_PER_TASK = 64
-# Pillow's modes with more than 8 bits per value. Converting them cuts values off at 255.
+# Pillow's modes with more than 8 bits per value. Such images are refused, because Pillow's
+# conversion to 8 bits replaces every value above 255 by 255.
 DEEP_MODES = ("I", "F")
 
 
@@ -61,7 +62,8 @@ def pixels(image: Image.Image, label: str, colour: Colour, size: int | None) -> 
 def fit(image: Image.Image, size: int) -> Image.Image:
     """Return the image as a square of `size` pixels.
 
-    The shorter side is resized to `size` (bilinear), and the middle of the longer side is kept.
+    The image is resized (bilinear) so that its shorter side has `size` pixels. Then both ends of
+    the longer side are cut off equally.
     """
     width, height = image.size
     short = min(width, height)
@@ -87,7 +89,7 @@ def decode_all(
 
     read    returns the content of the i-th file
     labels  name of each image in errors
-    hint    remedy in the error for images of different sizes, or too many for the memory
+    hint    remedy that errors name if the images differ in size or do not fit into memory
     """
 
     def image_of(i: int) -> np.ndarray:

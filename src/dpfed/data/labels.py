@@ -26,9 +26,9 @@ class Column:
 class Encoded:
     """Labels as class numbers.
 
-    parts     class numbers `[n]` of each table, in the order training, test
+    parts     class numbers `[n]` of the training table, then of the test table
     names     names of the classes, in the order of their numbers
-    declared  True if the user declared the classes, False if they were read off the labels
+    declared  True if the user declared the classes, False if they were taken from the labels
     """
 
     parts: tuple[np.ndarray, ...]
@@ -37,15 +37,15 @@ class Encoded:
 
 
 def encode(parts: Sequence[Column], classes: Classes) -> Encoded:
-    """Return the class numbers of the labels of each table (training, test).
+    """Return the labels of both tables (training, test) as class numbers.
 
-    classes  class names in the order of their numbers, or the number of classes, or None to take
-             the classes that occur in the labels
+    classes  class names in the order of their numbers, or the number of classes; None for the
+             classes that occur in the labels
     """
     texts = [[_text(v, where) for v, where in zip(p.values, p.places, strict=True)] for p in parts]
     if isinstance(classes, tuple):
         numbers = numbers_of(classes, phrase("classes"))
-        # The labels may also be the numbers of the named classes.
+        # If no class name is itself a number, the labels may also be the numbers of the classes.
         if not any(map(_is_number, classes)):
             numbers |= {str(i): i for i in range(len(classes))}
         shown = ", ".join(classes[:10]) + (", ..." if len(classes) > 10 else "")

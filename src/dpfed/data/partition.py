@@ -17,10 +17,10 @@ from dpfed.errors import DpfedError, phrase
 class Shards:
     """The records of each client, grouped by protected unit, as index arrays.
 
-    clients  client i has the units `clients[i]` to `clients[i+1] - 1`
-    units    unit u has the records `records[units[u] : units[u+1]]`; usually one record
+    clients  bounds of clients: client i has the units `clients[i]` to `clients[i+1] - 1`
+    units    bounds of units: unit u has the records `records[units[u] : units[u+1]]`
     records  record numbers, sorted by client and unit
-    names    values of the client column; empty for simulated clients
+    names    name of each client in the client column; empty for simulated clients
     """
 
     clients: np.ndarray
@@ -42,9 +42,9 @@ class Shards:
         return self.records[first : self.units[self.clients[client + 1]]]
 
     def slots(self, client: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the record numbers of some units of a client, and the number of records of each.
+        """Return the record numbers of chosen units, and how many records each unit has.
 
-        positions  the chosen units, numbered from 0 within the client
+        positions  the chosen units of this client, numbered from 0
         """
         unit = self.clients[client] + positions
         counts = self.units[unit + 1] - self.units[unit]
@@ -55,7 +55,7 @@ class Shards:
 
 
 def shards_of(owner: np.ndarray, clients: int, units: np.ndarray | None = None) -> Shards:
-    """Return the shards of records that have been given to clients.
+    """Return the shards that follow from the client and the unit of each record.
 
     owner    number of each record's client; -1 for an unused record
     clients  number of clients
@@ -82,9 +82,9 @@ def shards_of(owner: np.ndarray, clients: int, units: np.ndarray | None = None) 
 
 
 def iid(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator) -> np.ndarray:
-    """Return the client of each record. Records are dealt at random, equally many per client.
+    """Return the client of each record: a random one, with equally many records per client.
 
-    The remainder stays unused (-1).
+    Records that cannot be divided equally stay unused (-1).
     """
     size = len(labels) // clients
     owner = np.full(len(labels), -1, dtype=np.int64)
@@ -97,8 +97,8 @@ def dirichlet_equal(
 ) -> np.ndarray:
     """Return the client of each record: equally many per client, with labels from Dir(alpha).
 
-    Client i draws its class probabilities p_i ~ Dir(alpha). p_i is renormalised over the classes
-    that still have records. The remainder stays unused (-1).
+    Client i draws its class probabilities p_i ~ Dir(alpha). If a class has no records left, p_i is
+    renormalised over the other classes. Records that cannot be divided equally stay unused (-1).
     """
     classes = int(labels.max()) + 1
     size = len(labels) // clients
@@ -159,7 +159,7 @@ RULES: dict[str, Callable[[np.ndarray, int, float, np.random.Generator], np.ndar
 
 
 def _key_column(what: str, column: np.ndarray | None) -> np.ndarray | None:
-    """Return a column of client or unit names, None without a column.
+    """Return a checked column of client or unit names; None if `column` is None.
 
     Raise DpfedError for missing values and mixed types. `what` is "client" or "unit".
     """
@@ -176,7 +176,7 @@ def _key_column(what: str, column: np.ndarray | None) -> np.ndarray | None:
 
 
 def partition(section: DataSection, table: Table, rng: np.random.Generator) -> Shards:
-    """Return the records of each client by `data.partition`, grouped by `data.unit_column`."""
+    """Return the shards that `data.partition` and `data.unit_column` describe."""
     owners = _key_column("client", table.column(section.client_column))
     units = _key_column("unit", table.column(section.unit_column))
     if section.partition == "natural":

@@ -21,8 +21,8 @@ class RefusedError(Exception):
 class _DataUnpickler(pickle.Unpickler):
     """An unpickler of arrays and byte strings.
 
-    A pickle names the functions that rebuild its values. This class knows only those for arrays
-    and byte strings, and replaces each by a safe one.
+    A pickle names the functions that rebuild its values. This class accepts only the names of
+    functions for arrays and byte strings, and runs a safe function instead of each.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -45,8 +45,8 @@ class _DataUnpickler(pickle.Unpickler):
         return self._known[path]
 
     def _array(self, kind: Any, shape: Any, code: Any) -> np.ndarray:
-        # Ignore `shape`, which could request any amount of memory. The array's state, which
-        # follows in the pickle, sets shape and content.
+        # Ignore `shape`, which could request any amount of memory. The pickle sets shape and
+        # content later, with the array's state.
         if kind is not ARRAY_CLASS:
             raise RefusedError("it makes an array in a way that is not known")
         return np.empty(0, np.uint8)
@@ -75,7 +75,7 @@ def loads(data: bytes) -> Any:
     """Return the value in a pickle. Raise RefusedError unless it is plain data."""
     try:
         for opcode, argument, _ in pickletools.genops(data):
-            # Refuse a huge index: the unpickler allocates a table as long as the largest index.
+            # Refuse a huge index, because the unpickler allocates a table of this length.
             if opcode.name in MEMO_OPCODES and int(argument or 0) > len(data):
                 raise RefusedError("it numbers more values than it has bytes")
         return _DataUnpickler(data).load()

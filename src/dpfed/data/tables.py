@@ -17,9 +17,9 @@ Kind = Literal["image", "features", "text"]
 class Table:
     """The records of one table.
 
-    inputs   arrays by the model's argument name, one row per record
+    inputs   arrays with one row per record, by the name of the model's argument
     labels   class number of each record
-    columns  further columns, which can name each record's client or unit
+    columns  other columns by name; one of them can name the client or unit of each record
 
     Images are `pixel_values` [n, channels, height, width]. Text is `text` and, for pairs,
     `text_pair`: arrays of Python strings, which a text model turns into tokens.
@@ -43,11 +43,11 @@ class Table:
 
 @dataclass(frozen=True)
 class Published:
-    """Facts about a published data set, with which a run can be planned without its files.
+    """Facts about a published data set, so that a run can be planned without the files.
 
     records  number of training records
     classes  number of classes
-    shape    shape of one image, empty for text
+    shape    shape of one image; () for text
     """
 
     records: int
@@ -63,9 +63,9 @@ class Source:
     train        the clients' private records
     test         the server's public test set
     classes      names of the classes, in the order of their numbers
-    white        pixel value that means full intensity, if pixels are integers
-    declared     True if the number of classes is public, False if it was read off the labels
-    fingerprint  identifies the raw data in keys of caches; "" if unknown
+    white        largest pixel value (full intensity), if pixels are integers
+    declared     True if the number of classes is public, False if it was taken from the labels
+    fingerprint  text that identifies the raw data in cache keys; "" if unknown
     notes        remarks for the user about the files
     """
 

@@ -1,10 +1,10 @@
 """CIFAR-10 and CIFAR-100 (Krizhevsky 2009): 60,000 colour images of 32x32 pixels.
 
-`data.path` is a published archive (binary or Python version), the folder that it unpacks to, or the
-folder around either. An archive is read without being unpacked to disk.
+`data.path` is a published archive (binary or Python version), its unpacked folder, or a folder that
+contains one of these. An archive is read without being unpacked to disk.
 
 Archives and pickles must have the published checksums. All files must have the published number of
-records. `data.check = false` turns both checks off, to read other files in the same layout.
+records. `data.check = false` turns both checks off, so that other files in this layout can be read.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class Layout:
     md5          checksum of the archive
     train, test  names of the files with the records
     names        file with the names of the classes
-    labels       key of the labels in a pickle, or their byte in a binary record
+    labels       key of the labels in a pickle; for binary records, position of the label byte
     names_key    key of the class names in a pickle; "" for a text file with one name per line
     head         number of label bytes before the pixels of a binary record; 0 for pickles
-    pickle_md5   checksums of `files`, then of `names`; empty for binary files
+    pickle_md5   checksums of the record files, then of `names`; empty for binary files
     """
 
     folder: str
@@ -215,9 +215,10 @@ def load(
 
 
 def locate(path: Path, layouts: tuple[Layout, ...]) -> tuple[Layout | None, list[Path]] | None:
-    """Return the layout of the data at `path` and the paths of its files; None without data.
+    """Return the layout of the data at `path`, and the paths of the files.
 
-    The layout of an archive is None, because it is known only after reading the archive.
+    Return None if no data are found. If the path is an archive, the layout is None, because only
+    reading the archive shows it.
     """
     if path.is_file():
         return None, [path]
@@ -296,7 +297,7 @@ def batch(data: bytes, layout: Layout, label: str, classes: int) -> tuple[np.nda
 
 
 def pickled(data: bytes, key: str, label: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the images [n, 3072] and labels [n] of a pickle; `key` is that of the labels."""
+    """Return the images [n, 3072] and labels [n] of a pickle, which has the labels under `key`."""
     content = unpickle(data, label)
     images = np.asarray(content.get("data"))
     labels = content.get(key)
@@ -331,7 +332,7 @@ def text_of(value: Any) -> str:
 
 
 def class_names(data: bytes | None, layout: Layout, label: str, official: list[str]) -> list[str]:
-    """Return the class names in the content `data` of a file; the official ones without a file."""
+    """Return the class names in the file content `data`, or `official` if `data` is None."""
     if data is None:
         return official
     if layout.head:

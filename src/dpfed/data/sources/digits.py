@@ -12,7 +12,7 @@ from dpfed.data.tables import Source, Table
 
 @dataclass(frozen=True)
 class Digits(DataSection):
-    """Digits that need no download. Every fifth record of a class is in the test set."""
+    """Handwritten digits, without a download. The test set has every fifth record of a class."""
 
     name: str = "digits"
 

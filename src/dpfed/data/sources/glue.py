@@ -1,8 +1,8 @@
 """GLUE (Wang et al. 2019): SST-2, QQP, QNLI, MNLI and RTE from the published TSV files.
 
-`data.path` is a task's folder (train.tsv, dev.tsv) or the folder around it (SST-2, QQP, QNLI, MNLI,
-RTE). The published test sets have no labels, so the development set is the test set here; for MNLI
-it is dev_matched.tsv.
+`data.path` is a task's folder (with train.tsv and dev.tsv) or the folder that contains the task's
+folder (SST-2, QQP, QNLI, MNLI or RTE). The published test sets have no labels, so the development
+set is the test set here. For MNLI this is dev_matched.tsv.
 
 The files have no quoting: a quotation mark is a plain character. Columns are found by the names in
 the first line. A row with more or fewer columns than the first line is an error. QQP is an
@@ -38,8 +38,8 @@ class Task:
     texts        names of the columns with the sentence, or with the two sentences
     label        name of the label column
     classes      names of the classes, in the order of their numbers
-    train, test  accepted numbers of records: QQP has several, as readers treat its broken rows
-                 differently
+    train, test  accepted numbers of records; QQP has several, because programs that read QQP
+                 treat broken rows differently
     numbers      True if the labels in the files are 0 and 1, not names of classes
     dev          file of the development set
     broken_rows  True to leave out rows with a wrong number of columns, False to refuse them
@@ -194,7 +194,7 @@ def _table(part: str, arrays: Arrays, task: Task) -> Table:
 
 
 def read_tsv(file: Path, task: Task) -> tuple[list[list[str]], list[int], int]:
-    """Return the text columns, the class numbers, and the number of broken rows left out.
+    """Return the text columns, the class numbers, and the number of broken rows that it skips.
 
     Every text column is a list with one text per row.
     """

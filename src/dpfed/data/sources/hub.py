@@ -2,12 +2,12 @@
 
     [data]
     name = "hub"
-    dataset = "stanfordnlp/sst2"    # or a folder with data files, or one that save_to_disk wrote
+    dataset = "stanfordnlp/sst2"    # or a folder: data files, or the result of save_to_disk
     text = "sentence"
     test_split = "validation"
 
 Set `data.text` (and `data.text_pair`) to the columns with texts, or `data.image` to the column with
-images. Code that a data set on the hub contains is never run.
+images. This source never runs code that a data set on the hub contains.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def fetch(wanted: str, subset: str | None, splits: tuple[str, str]) -> list[Any]
         name = str(folder) if folder.exists() else wanted
         return [datasets.load_dataset(name, subset, split=split) for split in splits]
     except Exception as error:
-        # Catch all errors: the library passes on those of the network, of parsers and its cache.
+        # Catch all errors: they may come from the network, from a parser or from the cache.
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
         raise DpfedError(
             f"data.dataset = {wanted!r} cannot be loaded with splits {splits[0]!r} and "
@@ -155,7 +155,7 @@ def fetch(wanted: str, subset: str | None, splits: tuple[str, str]) -> list[Any]
 
 
 def columns_of(split: Any, label: str, without: str | None) -> Columns:
-    """Return all columns of a split except the column `without`, whose images are decoded later."""
+    """Return the columns of a split without the column `without`: its images are decoded later."""
     try:
         names = [name for name in split.column_names if name != without]
         values = {name: list(split.with_format(None)[name]) for name in names}
@@ -168,7 +168,7 @@ def columns_of(split: Any, label: str, without: str | None) -> Columns:
 
 
 def declared_names(split: Any, label: str) -> tuple[str, ...] | None:
-    """Return the class names that the data set declares for the column `label`; None if none."""
+    """Return the class names that the data set declares for column `label`, or None."""
     names = getattr(split.features.get(label), "names", None)
     return tuple(map(str, names)) if names and len(names) > 1 else None
 

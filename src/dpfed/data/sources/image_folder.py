@@ -1,10 +1,10 @@
 """A user's own images, one folder for each class: PATH/train/CLASS/*.png and PATH/test/CLASS/*.png.
 
-Without `data.size`, all images must have the same size. With it, the shorter side of each image is
-resized to `data.size` pixels and the middle of the longer side is kept.
+Without `data.size`, all images must have the same size. With `data.size`, each image becomes a
+square of this size: it is resized, and both ends of the longer side are cut off.
 
-The classes are the sorted folder names. They are read off private data and so are not protected.
-Set `data.classes` to declare them publicly.
+The classes are the sorted folder names. These names come from private data and are not protected.
+Set `data.classes` to declare the classes publicly.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def class_folders(root: Path, part: str) -> list[Path]:
 
 
 class Images(NamedTuple):
-    """Image files with their class numbers, and the number of other files in their folders."""
+    """Image files, their class numbers, and the number of other files in the class folders."""
 
     files: list[Path]
     labels: list[int]

@@ -29,7 +29,7 @@ PAIRS = (
 TEXTS = ("text", "sentence")
 IMAGES = ("image", "img", "pixel_values")
 FEATURES = ("features",)
-# A column of this name holds images if its first value is one, else feature vectors.
+# A column of this name holds images if its first value is an image, else feature vectors.
 EITHER = "x"
 
 
@@ -47,8 +47,8 @@ class InMemory(DataSection):
 def source_of(train: Any, test: Any, classes: Sequence[str] | int | None = None) -> Source:
     """Return a source of a training and a test table with the same columns.
 
-    classes  names of the classes in the order of their numbers, or how many there are;
-             None to take them from the tables
+    classes  names of the classes in the order of their numbers, or the number of classes;
+             None for the classes that occur in the tables
     """
     if train is test:
         raise DpfedError("test is train: the test set is public and must be other records")
@@ -82,7 +82,7 @@ def _labels(train: Any, test: Any, classes: Sequence[str] | int | None) -> Encod
         return encode(columns, stated)
     categories = parts[0][1]
     if len(categories) > 1 and categories == parts[1][1]:
-        # pandas makes the categories from the labels themselves, so they are not declared.
+        # pandas takes the categories from the labels. So they are private, not declared.
         return replace(encode(columns, categories), declared=False)
     for column in columns:
         _refuse_negative(column)
@@ -100,9 +100,9 @@ def _declared(classes: Sequence[str] | int) -> tuple[str, ...] | int:
 
 
 def _label_column(data: Any, part: str) -> tuple[Column, tuple[str, ...]]:
-    """Return the labels of a table, and the categories of a categorical column in order.
+    """Return the labels of a table, and the categories of their column in order.
 
-    The categories are empty for any other column.
+    If the column is not categorical, the categories are ().
     """
     columns = _columns(data, part)
     label = _pick(columns, LABELS)
@@ -123,7 +123,7 @@ def _label_column(data: Any, part: str) -> tuple[Column, tuple[str, ...]]:
 
 
 def _class_names(data: Any) -> tuple[str, ...]:
-    """Return the class names that a dataset states for its label column; empty without any."""
+    """Return the class names that a dataset states for its label column; () if none."""
     features = getattr(data, "features", None)
     label = _pick(features, LABELS) if isinstance(features, Mapping) else None
     if label is None:
@@ -157,9 +157,9 @@ def _table(data: Any, labels: np.ndarray, part: str) -> tuple[Table, Kind]:
 
 
 def _array(values: Any) -> np.ndarray:
-    """Return the values as an array. Rows of different lengths give an array of shape ().
+    """Return the values as an array; its shape is () if the rows have different lengths.
 
-    The callers check the shape and raise an error.
+    The callers raise an error for the shape ().
     """
     try:
         return np.asarray(values)
@@ -170,7 +170,8 @@ def _array(values: Any) -> np.ndarray:
 def _names_clients(values: Any) -> bool:
     """Return True if the first value of a column is a text or a number.
 
-    Only such a column can name clients or units. Other columns may be large and are not read.
+    Only a column of texts or numbers can name clients or units. Other columns are not read, because
+    they may be large.
     """
     kinds = str | int | float | np.generic | None
     return len(values) > 0 and isinstance(next(iter(values)), kinds)
@@ -270,7 +271,7 @@ def _pixels(values: Any, name: str, part: str) -> np.ndarray:
 def _channels_first(picture: Any) -> np.ndarray | None:
     """Return a picture as [channels, height, width], or None if the value is not a picture.
 
-    If the first and the last axis of an array could both be the channels, the first is taken.
+    If the first and the last axis could both be the channels, take the first axis as channels.
     """
     is_image = hasattr(picture, "convert")
     if is_image:

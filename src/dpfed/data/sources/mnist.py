@@ -3,7 +3,7 @@
 MNIST: LeCun, Cortes, Burges 1998. Fashion-MNIST: Xiao, Rasul, Vollgraf 2017.
 
 `data.path` is the folder with the four files, plain or .gz. Each must have the published number of
-records. Published checksums are not compared, because Linux distributions compress the files anew.
+records. Published checksums are not compared, because Linux distributions compress the files again.
 The checksum inside a .gz file is always verified.
 """
 

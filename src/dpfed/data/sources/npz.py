@@ -5,8 +5,8 @@
 `x` holds images if it is uint8 [n, channels, height, width], and features if it is float
 [n, features].
 
-`train_NAME` has one value per training record. Its NAME can be the value of `data.client_column` or
-`data.unit_column`.
+`train_NAME` has one value per training record, such as the client or unit of the record. Set
+`data.client_column` or `data.unit_column` to NAME.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ class Npz(DataSection):
         return labels.astype(np.int64)
 
     def _inputs(self, arrays: dict[str, np.ndarray], part: str) -> np.ndarray:
-        """Return `x_train` or `x_test`.
+        """Return the array `x_train` or `x_test`.
 
-        Raise DpfedError unless all values are finite and the array has the type and record shape of
-        `x_train`.
+        Raise DpfedError if a value is not finite, or if `x_test` has another type or record shape
+        than `x_train`.
         """
         x = arrays[f"x_{part}"]
         like = arrays["x_train"]
@@ -104,7 +104,8 @@ class Npz(DataSection):
         with np.errstate(over="ignore"):
             x = x.astype(np.float32)
         bad = np.flatnonzero(~np.isfinite(x).all(axis=1))
-        # Refuse such a record: it would silently add nothing to a round, or spoil the test loss.
+        # Refuse values that are not finite. Training would silently ignore such a record, and a
+        # test loss would be NaN.
         if len(bad):
             raise DpfedError(
                 f"row {bad[0]} of x_{part} in {self.path} is not finite in single precision: "

@@ -1,9 +1,9 @@
 """Tiny-ImageNet-200 (Stanford CS231n 2015): 110,000 colour images of 64x64 pixels, 200 classes.
 
-`data.path` is the folder tiny-imagenet-200, the folder around it, or the .zip, which is read
-without being unpacked. The published test set has no labels, so its validation set is the test set
-here. Class numbers follow the sorted WordNet ids, as readers of image folders number them.
-`data.check = false` accepts fewer classes and images in the same layout.
+`data.path` is the folder tiny-imagenet-200, a folder that contains it, or the .zip, which is read
+without being unpacked. The published test set has no labels, so the validation set is the test set
+here. Classes are numbered in the order of their WordNet ids, as programs that read image folders
+do. `data.check = false` accepts fewer classes and images in the same layout.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Files:
     """The files of the data set, in a folder or in a zip archive.
 
     label   the folder or archive, for errors
-    names   paths of the files relative to the root
+    names   paths of the files, relative to the data set's root folder
     read    returns the content of a file, given its path in `names`
-    stamps  files whose path, size and modification time are part of the cache key
+    stamps  the files whose path, size and modification time form the cache key
     """
 
     label: str
@@ -103,7 +103,7 @@ def of_zip(path: Path, archive: zipfile.ZipFile) -> Files:
         try:
             return archive.read(info)
         except Exception as error:
-            # Catch all errors: zipfile passes on those of every decompressor.
+            # Catch all errors: zipfile passes on the errors of every decompressor.
             raise DpfedError(f"{path}/{root}{name} cannot be read: {error}") from None
 
     names = sorted(name.removeprefix(root) for name in inside if name.startswith(root))
@@ -194,7 +194,7 @@ def validation_images(files: Files, numbers: dict[str, int]) -> dict[str, int]:
 
 
 def class_names(files: Files, wnids: list[str]) -> list[str]:
-    """Return the name of each class: its first word in words.txt, or its WordNet id without one."""
+    """Return the name of each class: the first in words.txt, or the WordNet id if it has none."""
     words = {}
     if "words.txt" in files.names:
         for line in files.lines("words.txt"):
