@@ -38,7 +38,7 @@ def audit(
 
     Exit code 4 if it is disproved. Example: dpfed audit --canaries 2000 --confidence 0.99
     """
-    # Do not compute features of the records first, because canaries replace the records.
+    # Do not compute features of the records in advance: the audit replaces records by canaries.
     settings = settings_of(config, [*(overrides or []), "run.features=false"])
     import torch
 
@@ -46,7 +46,7 @@ def audit(
     from dpfed.training.audit import audit as run_audit
     from dpfed.training.job.job import prepare
 
-    # Use one thread, because more only slow down work on many small tensors.
+    # Use one thread: with many small tensors, more threads are slower.
     torch.set_num_threads(1)
     found = run_audit(prepare(settings), canaries, confidence)
     reasons = list(disproofs(found.reports, found.laws))

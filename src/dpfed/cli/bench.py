@@ -55,7 +55,7 @@ def bench(
 
 
 def _chosen(cases: list[str] | None, ways: list[str], where: torch.device) -> list[Case]:
-    """Return the cases to measure. Raise DpfedError for names that this device does not have."""
+    """Return the cases to measure. Raise DpfedError for a name that is unknown on this device."""
     from dpfed.bench.cases import CPU, GPU
     from dpfed.bench.run import ways_of
 
@@ -74,7 +74,10 @@ def _chosen(cases: list[str] | None, ways: list[str], where: torch.device) -> li
 
 
 def lines(comparison: Any) -> list[str]:
-    """Return a table: the time of each implementation, and its ratio to the private step's time."""
+    """Return the lines of a table with the time of each implementation.
+
+    The table also has the ratio of each time to the time of dpfed's private step.
+    """
     shown = [
         f"{comparison.case}: {comparison.clients} clients x {comparison.batch} records, "
         "one local step"

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from dpfed.training.interrupt import Stop
 
 POLL_S = 0.1
-# Start Flower's SuperNode at most this many times if it cannot reach its server.
+# Give up after this many starts of Flower's SuperNode if the server has accepted none of them.
 TRIES = 5
 LONGEST_WAIT_S = 30.0
-# The SuperNode writes this into its log once the server has accepted it.
+# The SuperNode writes this text into its log as soon as the server has accepted it.
 ACCEPTED = b"SuperNode ID"
 
 
@@ -65,9 +65,9 @@ def client(
 def keep_going(
     address: Address, home: Path, link: LinkSection | None, app: ClientApp, stop: Stop
 ) -> None:
-    """Start the SuperNode again whenever it ends.
+    """Start the SuperNode, and start it again each time that it ends.
 
-    Raise DpfedError after several starts if the server has never accepted it.
+    Raise DpfedError if the SuperNode was started `TRIES` times and the server never accepted it.
     """
     from dpfed.federation.links import last_line, supernode
 
@@ -122,8 +122,8 @@ def work(process: Process, own: Address, secret: str, app: ClientApp, stop: Stop
                 if process.popen.poll() is None and not isinstance(error, httpx.ConnectError):
                     say(f"the SuperNode did not take an answer: {error}")
             except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-                # Flower raises these errors for a malformed message. Close the connection:
-                # otherwise the SuperNode would wait for an answer for ever.
+                # Flower raises these errors for a malformed message. Close the connection, because
+                # the SuperNode would otherwise wait for an answer for ever.
                 say(
                     f"what came in is no message of Flower's ({type(error).__name__}): "
                     "connecting anew"

@@ -52,8 +52,8 @@ Pack = Annotated[
 Force = Annotated[
     bool, typer.Option(help="replace another study in the folder; equal runs are kept")
 ]
-# Presets that set the noise themselves, with an example of their setting. It is needed
-# before their arms are made, because the variants of `all` depend on the noise.
+# Presets that set the noise themselves, with an example of the noise that they set. The methods of
+# `all` depend on the noise, so listing them needs an example.
 NOISE_OF_PRESET = {"sigma": ["privacy.sigma=1"], "epsilon": ["privacy.target_epsilon=1"]}
 
 
@@ -153,7 +153,7 @@ def study_of(
 
 
 def report_failures(results: Sequence[ArmResult]) -> None:
-    """Raise StoppedError if an arm could not be run. Results of the others are written already."""
+    """Raise StoppedError if a method could not run. Results of the others are already written."""
     failed = [f"{result.arm.label}: {result.failed}" for result in results if result.failed]
     if failed:
         arms = counted(len(results), "arm")
@@ -161,7 +161,7 @@ def report_failures(results: Sequence[ArmResult]) -> None:
 
 
 def choices(results: Sequence[ArmResult]) -> list[str]:
-    """Return a line for each tuned arm: the chosen rates, and why they were chosen."""
+    """Return a line for each tuned method: the chosen rates, and why they were chosen."""
     from dpfed.studies.search import decision
 
     lines = []

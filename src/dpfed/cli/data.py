@@ -112,9 +112,9 @@ def opening(settings: Config, source: Source, inputs: dict[str, str]) -> list[st
 
 
 def table(counts: np.ndarray, classes: tuple[str, ...], names: tuple[str, ...] = ()) -> list[str]:
-    """Return the counts of the first clients and classes as lines of a table.
+    """Return the lines of a table with the counts of the first clients and classes.
 
-    The counts of all other classes are added up in one column.
+    One column has the sums of all other classes.
     """
     clients = [" ".join(name.split())[:LONGEST_NAME] for name in names]
     clients = clients or [str(client) for client in range(len(counts))]

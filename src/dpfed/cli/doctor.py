@@ -1,7 +1,7 @@
 """`dpfed doctor`: describe an installation, its devices and its missing packages.
 
-A check that fails is reported and does not stop the others. With a client.toml, the command also
-compares the declared numbers of records with the data, for the operator.
+If a check fails, the command reports this and continues with the other checks. With a client.toml,
+the command also compares the declared numbers of records with the data, for the operator.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Show versions, devices and missing packages of this installation. Example: dpfed doctor"""
-    # Each check runs by itself, so that one that fails does not hide the others.
+    # `guarded` runs each check separately, so that a failed check does not stop the others.
     parts: dict[str, Callable[[], Any]] = {
         "versions": own_versions,
         "devices": devices,
@@ -58,10 +58,10 @@ def doctor(
 
 
 def guarded(part: Callable[[], Any]) -> Any:
-    """Run one check and return its result; if it raises an error, return the error's first line."""
+    """Run a check and return its result; if it raises, return {"failed": class and first line}."""
     try:
         return part()
-    # Catch all errors, because any is possible in a broken installation.
+    # Catch all errors, because a broken installation can raise any error.
     except Exception as error:
         first_line = str(error).partition("\n")[0]
         return {"failed": f"{type(error).__name__}: {first_line}"}
@@ -166,7 +166,7 @@ def advice() -> list[str]:
     if find_spec("torchvision") is not None:
         try:
             import_module("torchvision")
-        # Catch all errors: a torchvision built for another torch fails in many ways.
+        # Catch all errors: a torchvision for another version of torch raises different ones.
         except Exception:
             out.append(
                 "torchvision does not fit this torch and breaks transformers' models: "
@@ -217,7 +217,7 @@ def client_lines(numbers: list[dict[str, Any]]) -> list[str]:
     return [*out, "note: the numbers held are private: keep this output on this machine"]
 
 
-# The function that turns the result of each check into lines.
+# For each check, the function that turns its result into lines of text.
 SHOWN: dict[str, Callable[[Any], list[str]]] = {
     "versions": lambda part: [", ".join(f"{name} {version}" for name, version in part.items())],
     "devices": lambda part: [f"device   {device}" for device in part],

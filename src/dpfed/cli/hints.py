@@ -1,4 +1,4 @@
-"""Sentences for unknown options that are named like keys of the configuration."""
+"""Error messages for unknown options that have the name of a configuration key."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import click
 
 
 def no_such_option(error: click.NoSuchOption, words: Sequence[str]) -> str:
-    """Return the sentence for an unknown option; `words` are the words of the command line.
+    """Return the error message for an unknown option; `words` are the words of the command line.
 
-    If the option is named like a key of the configuration, the sentence shows its `--set`.
+    If a key of the configuration has this name, the message shows the `--set` option for the key.
     """
     parameters = error.ctx.command.params if error.ctx else []
     options = [name for parameter in parameters for name in parameter.opts]
@@ -33,7 +33,7 @@ def no_such_option(error: click.NoSuchOption, words: Sequence[str]) -> str:
 
 
 def value_of(option: str, words: Sequence[str]) -> str:
-    """Return the value given to an option on the command line, VALUE if there is none."""
+    """Return the value of an option on the command line, or "VALUE" if it has none."""
     for word, following in zip(words, [*words[1:], "-"], strict=True):
         if word.startswith(f"{option}="):
             return word.removeprefix(f"{option}=")

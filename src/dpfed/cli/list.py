@@ -41,10 +41,10 @@ def list_names(
 
 
 def _sentence(thing: Any) -> str:
-    """Return a one-line description.
+    """Return a one-line description of a registered class or of a preset.
 
-    For a class this is its `summary`, or the first line of its module's docstring. For a preset
-    it is the first line of its file.
+    For a class this is `summary`, or else the first line of the docstring of its module. For a
+    preset this is the first line of its file.
     """
     if isinstance(thing, Path):
         return thing.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")

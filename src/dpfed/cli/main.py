@@ -102,7 +102,8 @@ def main() -> None:
 
 
 def fail(sentence: str, code: int) -> NoReturn:
-    # torchrun sets RANK to the number of the process. The first one, 0, is not named.
+    # torchrun sets RANK to the number of the process. Messages of process 0 do not name the
+    # process.
     rank = os.environ.get("RANK", "0")
     process = "" if rank == "0" else f", process {rank}"
     text = sentence.strip().rstrip(".")

@@ -65,9 +65,9 @@ def describe(
 
 
 def spec_of_data(config: Config) -> tuple[InputSpec, list[str]]:
-    """Return the inputs (kind, shape, classes) of the configured data, and notes.
+    """Return the inputs (kind, shape, classes) of the configured data, and notes on them.
 
-    If the data cannot be read, return the inputs that are usual for it, with a note.
+    If the data cannot be read, return the usual inputs of the model, and a note that says so.
     """
     from dpfed.training.job.data import published_spec, spec_of
 
@@ -131,7 +131,7 @@ def gathered_lines(table: Mapping[str, str]) -> list[str]:
 
 
 def gather(table: Mapping[str, Any]) -> Counter[tuple[str, Any]]:
-    """Return how often each (name, value) occurs, after replacing layer and head numbers by *."""
+    """Count equal pairs (name, value), after replacing layer and head numbers in names by *."""
     number = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\.head)\d+$")
     return Counter((number.sub("*", name), value) for name, value in table.items())
 

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, and the way commands print."""
+"""Arguments, options and output functions that several commands share."""
 
 from __future__ import annotations
 

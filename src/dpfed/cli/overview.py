@@ -1,4 +1,4 @@
-"""Help screens: the list of commands, and help texts that rich prints as they are."""
+"""Help screens: the list of commands, and help texts that rich prints without markup."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FOOT = (
 
 
 class Command(typer.core.TyperCommand):
-    """A command whose help is plain text: rich must not read "[federation.clients]" as markup."""
+    """A command with plain help text, because rich would read "[federation.clients]" as markup."""
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with escaped_help([self, *self.params]):
@@ -38,7 +38,7 @@ class Group(typer.core.TyperGroup):
         if name and not name.startswith("-") and self.get_command(ctx, name) is None:
             from dpfed.config import nearest
 
-            # Fail here, because both typer and click would add a suggestion of their own.
+            # Raise the error here, because typer and click would each add a suggestion.
             ctx.fail(f"there is no command {name!r}{nearest(name, self.list_commands(ctx))}")
         return super().resolve_command(ctx, args)
 
@@ -47,7 +47,7 @@ class Group(typer.core.TyperGroup):
 def escaped_help(described: list[Any]) -> Iterator[None]:
     """Within this context, escape rich's markup in the help texts of a command.
 
-    described  the command and its parameters
+    described  the command and its parameters, whose help texts contain the markup
     """
     texts = [(thing, thing.help) for thing in described if getattr(thing, "help", None)]
     for thing, text in texts:

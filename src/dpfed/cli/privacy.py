@@ -47,7 +47,7 @@ VIEWS = (
     "server_min",
     "server_median",
 )
-# Text and number of decimals for each optional number.
+# For each number that is shown only if it exists: its text, and its number of decimals.
 EXTRAS = {
     "membership_advantage": (
         "largest advantage (true minus false positive rate) "
@@ -149,7 +149,7 @@ def privacy(
 
 
 def show_own(account: OwnSpending, as_json: bool) -> None:
-    """Print what a real client has spent over all its runs, from its own ledger."""
+    """Print the spending of a real client over all its runs, as its own ledger states it."""
     lines = [
         f"{account.client} has spent epsilon {show_loss(account.epsilon, 4)} "
         f"at delta {show_delta(account.delta)}, "
@@ -189,9 +189,9 @@ def asked_for(
 
 
 def refuse_given(flags: dict[str, Any], why: str) -> None:
-    """Raise DpfedError if a flag is given that has no effect here.
+    """Raise DpfedError for a given option that has no effect here.
 
-    Without this check, the printed epsilon would answer another question than the user's.
+    Without this check, the user would take the printed epsilon for that of another plan.
     """
     for name, value in flags.items():
         if value is not None:
@@ -199,7 +199,7 @@ def refuse_given(flags: dict[str, Any], why: str) -> None:
 
 
 def from_flags(numbers: dict[str, Any], colluding: int) -> Planned:
-    """Return the plan that the numbers of the options describe, checked like a configuration."""
+    """Return the plan that the options describe, after the checks of a configuration."""
     from dpfed.algorithms import REGISTRY
     from dpfed.config import nearest
     from dpfed.errors import DpfedError
@@ -314,7 +314,7 @@ def table(
 
 
 def notes(spending: RecordedSpending | None, public: bool) -> list[str]:
-    """Return sentences on the conditions under which the epsilons hold."""
+    """Return sentences that state under which conditions the epsilons are valid."""
     lines = []
     if spending is not None and spending.void:
         lines.append(f"third party: {spending.void}.")

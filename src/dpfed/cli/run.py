@@ -62,7 +62,7 @@ def _config_of(folder: Path) -> str:
 def _train(
     settings: Config, out: Path | None, mode: Mode, stop: Stop, started: Callable[[], None]
 ) -> dict[str, Any] | None:
-    """Train and return the result. In a torchrun process other than the first, return None."""
+    """Train and return the result; in all torchrun processes except the first, return None."""
     from dpfed.training.backends.execution import InProcess, Torchrun
     from dpfed.training.backends.torchrun import join
     from dpfed.training.callbacks.base import OnStart
@@ -106,7 +106,7 @@ def starting() -> Iterator[Callable[[], None]]:
     def started() -> None:
         if enabled and not gc.isenabled():
             gc.collect()
-            # Later collections skip the objects that are frozen here.
+            # `gc.freeze` excludes all present objects from later garbage collections.
             gc.freeze()
             gc.enable()
 

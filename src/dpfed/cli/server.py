@@ -67,7 +67,7 @@ def server(
 def _settings(
     config: str | None, overrides: list[str], out: Path, resume: bool, insecure: bool
 ) -> Config:
-    """Return the configuration. Noise is seeded only in an insecure test that asks for it."""
+    """Return the configuration. Noise is repeatable only with --insecure and run.noise="seeded"."""
     from dpfed.federation.server.serving import config_for, wants_seeded
 
     config_for(config, overrides, out, resume, seeded=False)
@@ -99,7 +99,7 @@ def _serve(
     authority = keys / AUTHORITY if keys else None
     if not resume:
         refuse_occupied(out, force=False)
-    # Put Flower's files beside the run's folder, which holds only the files of the run.
+    # Put Flower's files beside the run's folder, because that folder has only files of the run.
     home = out.parent / f".{out.name}.flower"
     with ExitStack() as stack:
         display = stack.enter_context(ProgressDisplay(settings.run.rounds))

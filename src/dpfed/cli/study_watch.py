@@ -28,7 +28,7 @@ class StudyWatch(Display):
         super().__init__(columns, None, count="runs")
 
     def run(self, ended: EndedRun) -> None:
-        """Show the result of a run that has ended, and how many runs have ended."""
+        """Show the result of a run that has ended, and the number of ended runs."""
         outcome = ended.outcome
         if outcome.failed is not None:
             score = f"could not be run: {outcome.failed}"
@@ -44,6 +44,6 @@ class StudyWatch(Display):
 
 
 def runs_in_words(planned: Planned) -> str:
-    """Return the number of runs in words, with "at least" while the search can still grow."""
+    """Return the number of runs as text; with "at least" if the search may add more runs."""
     bound = "at least " if planned.at_least else ""
     return bound + counted(planned.runs, "run")
