@@ -41,16 +41,16 @@ CLIENTS = 10
 EPSILON = 8.0
 DELTA = 1e-5
 LR = 1e-3
-# Noise dominates the second moments, so Adam's steps are several times shorter than the learning
-# rate. At 1e-3 a head that starts at zero stays too small within 500 steps.
+# Learning rate for a head that is trained alone with noise. Noise enlarges Adam's second moments
+# and so shortens its steps. With 1e-3, a head that starts at zero stays too small in 500 steps.
 NOISED_HEAD_LR = 1e-2
-# Keys that `settings` must not contain, because the records are arguments; with the reason.
+# Keys that `settings` must not contain, each with the reason. The records are given as arguments.
 NOT_FOR_SETTINGS = {
     "data.name": "the records are those of train and test",
     "data.path": "the records are those of train and test",
     "data.classes": "pass classes to fine_tune",
 }
-# Keywords of `fine_tune` and the keys that they set.
+# Keywords of `fine_tune`, and the configuration keys that they set.
 KEYS = {
     "clients": "data.clients",
     "delta": "privacy.delta",
@@ -73,9 +73,9 @@ class Tuned:
 
     @property
     def epsilon(self) -> Mapping[str, float | None]:
-        """Epsilon of each view: server_worst, server_max and third_party.
+        """Epsilon for each view: server_worst, server_max and third_party.
 
-        Without privacy the values are None.
+        The values are None if the run was not private.
         """
         figures: Mapping[str, float | None] = self.result["epsilon"]
         return figures
@@ -159,20 +159,26 @@ def _refuse_tokenizer(model: Any, tokenizer: Any) -> None:
 def _trained_in_memory(
     model: Any, tokenizer: Any, config: Config, folder: Path, source: Source, progress: bool
 ) -> Tuned:
-    """Save the model beside the run's folder, so that the run can be repeated, and train it."""
+    """Save the model beside the run's folder, train it, and return the finished run.
+
+    The saved model makes it possible to repeat the run.
+    """
     refuse_occupied(folder, force=False)
     base = _saved(model, tokenizer, folder, config)
     config = replace(config, model=replace(config.model, weights=str(base)))
     try:
         return _trained(config, folder, source, progress)
     finally:
-        # If the run was refused before it began, remove the saved model again.
+        # Remove the saved model if an error stopped the run before it began.
         if not (folder / CONFIG).exists():
             shutil.rmtree(base)
 
 
 def _given(keywords: Mapping[str, Any], settings: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return keywords and settings as configuration tables. Raise DpfedError if they differ."""
+    """Return keywords and settings as configuration tables.
+
+    Raise DpfedError if a keyword and a setting give different values for one key.
+    """
     pairs = _pairs(settings)
     tables = layer_of(pairs)
     for key, why in NOT_FOR_SETTINGS.items():
@@ -197,7 +203,7 @@ def _given(keywords: Mapping[str, Any], settings: Mapping[str, Any] | None) -> d
 
 
 def _setting(tables: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a key such as "data.clients", None if it is not set."""
+    """Return the value of a key such as "data.clients"; None if the key is not set."""
     section, _, leaf = key.partition(".")
     table = tables.get(section)
     return table.get(leaf) if isinstance(table, Mapping) else None
@@ -219,7 +225,7 @@ def _pairs(settings: Mapping[str, Any] | None) -> list[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value with the types of TOML: a path becomes a text, a NumPy number a Python one."""
+    """Return a value of a type that TOML has. Paths become texts, NumPy numbers Python numbers."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -241,7 +247,7 @@ def _trained(config: Config, folder: Path, source: Source, progress: bool) -> Tu
 
 
 def _warn(sentences: Sequence[str]) -> None:
-    """Issue the sentences as warnings that point at the user's line, outside this package."""
+    """Issue the sentences as warnings. They name the line of the user's code that called dpfed."""
     level = 1
     frame: FrameType | None = sys._getframe()
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("dpfed."):
@@ -252,7 +258,7 @@ def _warn(sentences: Sequence[str]) -> None:
 
 
 def _defaults(given: Mapping[str, Any], epsilon: float | str | None) -> dict[str, Any]:
-    """Return the default settings of `fine_tune`, which its settings and keywords override."""
+    """Return the default settings of `fine_tune`. Keywords and `settings` override them."""
     clients = _setting(given, "data.clients") or CLIENTS
     few = isinstance(clients, int) and clients <= 20
     target = {"target_epsilon": EPSILON} if epsilon == "auto" else {}
@@ -268,8 +274,8 @@ def _configured(
 ) -> Config:
     """Return the checked configuration for this model and kind of data.
 
-    Of a sentence encoder only the head is trained by default, because its sentence vectors are
-    made to be compared as they are.
+    By default, training changes only the head of a sentence encoder. Its sentence vectors are
+    useful without training, because they were made to be compared directly.
     """
     known = registry()
     table = _model_table(given, model, kind)
@@ -287,7 +293,10 @@ def _configured(
 
 
 def _model_table(given: Mapping[str, Any], model: Any, kind: str) -> dict[str, Any]:
-    """Return the [model] keys that follow from `model`. Raise DpfedError if settings differ."""
+    """Return the [model] keys that follow from `model`.
+
+    Raise DpfedError if the settings give another value for one of these keys.
+    """
     table: dict[str, Any] = {"name": _setting(given, "model.name") or MODELS[kind]}
     if isinstance(model, str) and model in registry().model:
         table = {"name": model}
@@ -306,7 +315,7 @@ def _model_table(given: Mapping[str, Any], model: Any, kind: str) -> dict[str, A
 
 
 def _refuse_number_of_clients(config: Config, given: Mapping[str, Any], source: Source) -> None:
-    """Raise DpfedError if `clients` is not the number of names in the client column."""
+    """Raise DpfedError if `clients` differs from the number of names in the client column."""
     data = config.data
     if data.partition != "natural" or data.client_column is None:
         return
@@ -322,9 +331,9 @@ def _refuse_number_of_clients(config: Config, given: Mapping[str, Any], source: 
 
 
 def _saved(model: Any, tokenizer: Any, folder: Path, config: Config) -> Path:
-    """Save a model in memory beside the run's folder, and return the new folder.
+    """Save a model from memory in a new folder beside the run's folder, and return this folder.
 
-    If earlier training of the model has spent privacy, its spending record is saved, too.
+    If earlier training of the model has spent privacy, save its spending record, too.
     """
     if not hasattr(model, "save_pretrained"):
         raise DpfedError(
@@ -340,8 +349,8 @@ def _saved(model: Any, tokenizer: Any, folder: Path, config: Config) -> Path:
         raise DpfedError(f"{base} exists: choose another out")
     # Read the spending record first: if it is damaged, stop before anything is written.
     record = _account(model)
-    # Write the record before the weights, so that they never exist without it.
-    # Write it again afterwards, because that embeds it in the weights.
+    # Write the record before the weights, so that no weights exist without it. Write it again
+    # afterwards: the second call embeds the record in the weights' file.
     if record is not None:
         write_record(base, record)
     model.save_pretrained(str(base))
@@ -358,7 +367,7 @@ def _account(model: Any) -> str | None:
     try:
         stored = record_of(origin) if origin else None
     except HubSilentError:
-        # The hub does not answer. Without a record, every epsilon states that what earlier training
-        # has spent is not counted.
+        # The hub does not answer. Without a record, each epsilon of the run comes with a note that
+        # it does not count earlier training.
         return None
     return stored.text if stored else None

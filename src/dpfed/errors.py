@@ -1,7 +1,8 @@
-"""Errors that users can fix, and the words of their messages.
+"""Errors that users can fix, and names of options for their messages.
 
-The command line prints a `DpfedError` as one sentence, without a traceback. The same mistake can be
-made on the command line and in Python, where options have other names. `phrase` returns the name.
+The command line prints a `DpfedError` as one sentence, without a traceback. The same mistake is
+possible on the command line and in Python, but options have different names there. `phrase` returns
+the name in the interface that the user uses.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _phrases: ContextVar[Mapping[str, str]] = ContextVar("phrases", default=COMMAND_
 
 
 def phrase(name: str) -> str:
-    """Return the words for an option or a remedy in the interface that the user uses.
+    """Return the text that names an option or a remedy in the interface that the user uses.
 
     name  a key of COMMAND_LINE, such as "clients"
     """
@@ -35,7 +36,7 @@ def phrase(name: str) -> str:
 
 @contextmanager
 def python_phrases() -> Iterator[None]:
-    """Within this context, let messages name the keywords of Python, not command-line options."""
+    """Within this context, let `phrase` return Python keywords, not command-line options."""
     token = _phrases.set(PYTHON)
     try:
         yield
@@ -50,7 +51,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of an error's message; the name of its class if it has no message."""
+    """Return the first line of an error's message, or the error's class name if it has none."""
     text = getattr(error, "strerror", None) or str(error).strip()
     lines = text.splitlines() or [type(error).__name__]
     return str(lines[0][:200].rstrip("."))

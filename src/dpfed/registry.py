@@ -14,7 +14,7 @@ DEFAULT = "digits"
 
 
 def registry() -> Registry:
-    # A file whose name begins with an underscore is no preset: presets extend it.
+    # Leave out files whose name begins with an underscore: they are bases that presets extend.
     found = (p for p in sorted(CONFIGS.rglob("*.toml")) if not p.name.startswith("_"))
     presets = {str(p.relative_to(CONFIGS).with_suffix("")): p for p in found}
     return Registry(data=DATASETS, model=MODELS, algorithm=ALGORITHMS, presets=presets)

@@ -1,4 +1,4 @@
-"""Check that the keys of a configuration do not contradict each other; errors name the remedy."""
+"""Check that no keys of a configuration contradict each other; errors name the remedy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Keys that were added or deleted after the first version, so that older files keep their meaning.
 
-If a file lacks a key of ADDED, the key has the value given there. A deleted key is ignored if it
-has its old default. With any other value it is refused, with advice.
+ADDED has the value of each added key for files that do not have the key. A deleted key is ignored
+if it has its old default. Any other value raises an error with advice.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Deleted(NamedTuple):
     """A deleted key.
 
     default    the key's default value before it was deleted
-    instead    advice for a file with another value
-    algorithm  name of the algorithm that had the key; "" for a key of another section
+    instead    advice to the user if a file has another value
+    algorithm  name of the algorithm that had the key; "" for a key outside [algorithm]
     """
 
     default: Any
@@ -53,7 +53,7 @@ DELETED: dict[str, Deleted] = {
     "algorithm.ls_double_step": Deleted(False, "each gradient makes one step", "dp-fedavg-ls"),
 }
 
-# Values that existing keys no longer accept, with advice.
+# Values that existing keys no longer accept, each with advice for the user.
 DELETED_VALUES = {
     ("algorithm.bc_floor", "none"): PRINTED,
     ("privacy.clip_mode", "batch_tensor"): (
@@ -85,9 +85,10 @@ def without_deleted(section: str, table: Mapping[str, Any], known: Sequence[str]
 
 
 def as_first_written(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with the keys of dpfed's first version.
+    """Return settings with the keys that dpfed's first version would have written.
 
-    Equal settings of different versions then compare as equal and have equal hashes.
+    Equal settings then compare as equal and have equal hashes, even if different versions wrote
+    them.
     """
     out = {name: dict(table) for name, table in tables.items()}
     for full, meaning in ADDED.items():

@@ -36,14 +36,14 @@ class Registry:
     presets: Mapping[str, Path] = field(default_factory=dict)
 
 
-# If an override changes the `name` of a section, only these keys of the section are kept.
-# The other keys were options of the previous source, model or algorithm.
+# If an override changes the `name` of a section, the section keeps only these keys. Its other keys
+# were options of the previous source, model or algorithm.
 COMMON: dict[str, frozenset[str]] = {
     "algorithm": frozenset(),
     "model": frozenset(),
     "data": frozenset(f.name for f in dataclasses.fields(DataSection)),
 }
-# Names of settings in other programs, and the name of the same key here.
+# Names that other programs use for a setting, and the name of this setting here.
 SYNONYMS = {
     "epsilon": "target_epsilon",
     "batch_size": "batch",
@@ -65,15 +65,16 @@ def load(source: str | Path, overrides: Sequence[str], registry: Registry) -> Co
 def read(source: str | Path, registry: Registry, _seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Return the tables of a TOML file as dictionaries, not yet checked.
 
-    If the file has `extends`, its keys override those of the file or preset named there.
+    If the file names another file or preset in `extends`, return the keys of both. The keys of this
+    file take precedence.
     """
     path = registry.presets.get(str(source), Path(source))
     if path in _seen:
         raise DpfedError(f"{path} extends itself")
     raw = _read_toml(path, source, registry)
     table = raw.get("model")
-    # A run's config.toml lists every key. If that of a language model lacks `pooling`, the run
-    # is older than the key.
+    # The config.toml of a run lists every key. If it has no `pooling` for a language model, the run
+    # is older than this key and used no pooling.
     if (path.parent / "run.json").is_file() and isinstance(table, dict) and "max_length" in table:
         table.setdefault("pooling", None)
     base = raw.pop("extends", None)
@@ -96,16 +97,16 @@ def _read_toml(path: Path, source: str | Path, registry: Registry) -> dict[str, 
     except RecursionError:
         sentence = f"{path} is nested too deeply for a configuration"
     except (OSError, ValueError) as error:
-        # A ValueError comes from bytes that are not UTF-8, from numbers with thousands of digits,
-        # or from impossible paths.
+        # A ValueError means that the text is not UTF-8, a number has thousands of digits, or the
+        # path is impossible.
         sentence = f"the configuration {str(path)!r} cannot be read: {error}"
     raise DpfedError(sentence)
 
 
 def overlay(under: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tables `under` with the keys of `over` set, table by table.
+    """Return the keys of both tables, and of their nested tables; `over` takes precedence.
 
-    If `over` changes the `name` in a table, the options of the old name are dropped.
+    If `over` changes the `name` in a table, drop the options that belong to the old name.
     """
     out = dict(under)
     for key, value in over.items():
@@ -117,8 +118,8 @@ def overlay(under: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         else:
             out[key] = value
     for pair in EXCLUSIVE:
-        # If `over` sets one key of a pair, drop the other one of `under`. If it sets both, keep
-        # them: `build` refuses the contradiction.
+        # If `over` sets one key of a pair, drop the other key, which comes from `under`. If `over`
+        # sets both, keep both: `build` raises an error for this contradiction.
         stated = {name for name in pair if over.get(name) is not None}
         if len(stated) == 1:
             for name in pair - stated:
@@ -127,7 +128,7 @@ def overlay(under: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build(raw: Mapping[str, Any], registry: Registry) -> Config:
-    """Return the checked configuration of tables that `read` and `overlay` return."""
+    """Return the checked configuration that the tables (from `read` or `overlay`) describe."""
     sections = [f.name for f in dataclasses.fields(Config)]
     for key, value in raw.items():
         if key not in sections:

@@ -30,7 +30,7 @@ def _override(item: str) -> tuple[str, Any]:
         raise DpfedError(f"--set {item!r} is not of the form section.key=value")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    # ValueError includes TOMLDecodeError and the error for a number with too many digits.
+    # ValueError includes TOMLDecodeError, and the error for a number with too many digits.
     except (ValueError, RecursionError):
         value = text.strip()
     return key.strip(), value
@@ -100,7 +100,7 @@ def _adapter(hint: Any, allow_inf_nan: bool) -> TypeAdapter[Any]:
 
 
 def _field(key: str, hint: Any, value: Any) -> Any:
-    # TOML gives lists; the frozen dataclasses hold tuples, which cannot change.
+    # Turn TOML's lists into tuples, because the values of a frozen dataclass must not change.
     if isinstance(value, list):
         value = tuple(value)
     try:
@@ -138,6 +138,6 @@ def _allowed(kind: str, ctx: Mapping[str, Any], message: str) -> str:
 
 
 def nearest(word: str, known: Mapping[str, Any] | Sequence[str]) -> str:
-    """Return ", did you mean WORD?" for the known word spelt most like `word`; "" without one."""
+    """Return ", did you mean WORD?" with the known word spelt most like `word`; "" if none is."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f", did you mean {close[0]}?" if close else ""

@@ -90,8 +90,8 @@ class PrivacySection:
         Literal["flat", "automatic", "quantile"],
         "cut to norm C, normalise to norm C, or let C follow a noised quantile of the norms",
     ] = "flat"
-    # At least 1e-12: otherwise a tiny gradient, whose squares underflow in float32, could be
-    # scaled to a norm above C.
+    # At least 1e-12. With less, a tiny gradient could be scaled to a norm above C, because its
+    # squares underflow in float32.
     clip_stability: Annotated[
         float | None, Ge(1e-12), "automatic: s in g·C/(‖g‖+s); default 0.01"
     ] = None
@@ -222,9 +222,9 @@ class RunSection:
 
 @dataclass(frozen=True)
 class FederationSection:
-    """The facts that a server needs about its real clients. Simulations ignore this section.
+    """[federation]: what a server needs to know about its real clients. All values are public.
 
-    All of these values are public.
+    Simulations ignore this section.
     """
 
     clients: Annotated[

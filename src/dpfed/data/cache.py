@@ -154,8 +154,7 @@ def _sweep(root: Path) -> None:
 def pack_text(name: str, texts: Sequence[str]) -> Arrays:
     """Return two arrays that store the texts: the UTF-8 bytes of all texts, and their bounds.
 
-    This is needed because the cache stores only arrays. The bytes of text i are `bytes[bounds[i] :
-    bounds[i + 1]]`.
+    The cache stores only arrays. Text i has the bytes from `bounds[i]` to `bounds[i + 1]`.
     """
     parts = [text.encode("utf-8", "surrogatepass") for text in texts]
     return {

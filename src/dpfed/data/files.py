@@ -99,7 +99,7 @@ def lines_of(data: bytes, label: str) -> Iterator[str]:
 
 
 def check_md5(path: Path, published: str, url: str) -> None:
-    """Raise DpfedError if the file has not the published checksum. The error contains `url`."""
+    """Raise DpfedError, which names `url`, if the file does not have the published checksum."""
     with reading(path), path.open("rb") as stream:
         found = hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
     if found != published:

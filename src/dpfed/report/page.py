@@ -55,7 +55,7 @@ class Report:
 
 
 def runs_only(folder: Path, public: bool) -> tuple[Table, list[Group]]:
-    """Raise DpfedError for every folder. It is the `read_study` of a page without studies."""
+    """Refuse every folder by a DpfedError: the `read_study` for a page that has no studies."""
     raise DpfedError(f"{folder} is the folder of a study: give the folder of a run")
 
 

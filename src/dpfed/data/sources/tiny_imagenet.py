@@ -194,7 +194,7 @@ def validation_images(files: Files, numbers: dict[str, int]) -> dict[str, int]:
 
 
 def class_names(files: Files, wnids: list[str]) -> list[str]:
-    """Return the name of each class: the first in words.txt, or the WordNet id if it has none."""
+    """Return the name of each class: its first word in words.txt, or else its WordNet id."""
     words = {}
     if "words.txt" in files.names:
         for line in files.lines("words.txt"):

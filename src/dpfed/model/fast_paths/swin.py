@@ -172,7 +172,10 @@ def _fused_stage(cls: type[nn.Module]) -> type[nn.Module]:
     def get_reshaped_hidden_states(
         self: Any, hidden_states: Tensor, before: Tensor, height: int, width: int, is_before: bool
     ) -> Tensor:
-        """Return the hidden states as images: a view, because most callers do not read them."""
+        """Return the hidden states as images, without copying memory.
+
+        The code of transformers makes a copy, but most callers do not use these images.
+        """
         if is_before:
             x, size = before, (height, width)
         elif self.downsample is None:

@@ -206,7 +206,8 @@ class Planned:
         """The mechanism with the largest epsilon.
 
         For a plan of more than MAX_EXACT_KINDS mechanisms, this is a mechanism built from the
-        highest rate and the least noise. Its epsilon is at least the largest of the plan.
+        highest rate and the least noise. Its epsilon is at least as large as the epsilon of each
+        mechanism in the plan.
         """
         return max(
             self._accounted_kinds,
@@ -215,10 +216,10 @@ class Planned:
 
     @property
     def bound(self) -> list[tuple[Mechanism, int]]:
-        """A history whose epsilon is at least that of every client, at every delta.
+        """A history that bounds every client: at every delta, its epsilon is at least the client's.
 
-        `worst_kind` is not enough: it has the largest epsilon at the plan's delta, but at another
-        delta a different mechanism may have the largest.
+        `worst_kind` is not enough. It has the largest epsilon at the plan's delta, but a different
+        mechanism may have the largest epsilon at another delta.
         """
         return [*self.prior, (self._dominating, self.local_steps * self.rounds)]
 
@@ -237,9 +238,9 @@ class Planned:
 
     @cached_property
     def _dominating(self) -> Mechanism:
-        """A mechanism with the highest rate and the least noise multiplier of all `kinds`.
+        """A mechanism built from the highest rate and the least noise multiplier of all `kinds`.
 
-        Its epsilon is at least as large as the epsilon of each of them.
+        Its epsilon is at least as large as the epsilon of each mechanism in `kinds`.
         """
         return replace(
             self.kinds[0],
