@@ -293,7 +293,7 @@ def free_port() -> int:
 
 
 def last_line(log: Path, start: int = 0) -> str:
-    """Return the last error in a Flower log after byte `start`, or the last line if no error."""
+    """Return the last error in a Flower log after byte `start`, or else the last line."""
     try:
         with log.open("rb") as file:
             file.seek(max(start, log.stat().st_size - 8192))

@@ -229,11 +229,12 @@ def _log_ratio_bound(
 def log_ratio(shift: np.ndarray, mechanism: Mechanism) -> np.ndarray:
     """Return the score of each batch: the log-likelihood ratio of "canary in" to "canary out".
 
-    The likelihoods assume that the mechanism works as claimed. The lower bounds are valid for any
-    score, but this score separates "in" from "out" nearly as well as possible.
+    The likelihoods assume that the mechanism works as claimed. The audit's lower bounds are valid
+    for any score. This one separates "in" from "out" nearly as well as possible.
 
-    shift  <released sum, canary direction>/C, averaged over the releases of the batch: about 1 if
-           the batch has the canary, 0 if not, -1 if it has the record that replaces the canary
+    shift  <released sum, canary direction>/C of each batch, averaged over its releases. The value
+           is about 1 if the batch has the canary, and about 0 if not. With replace-one adjacency,
+           it is about -1 if the batch has the record that replaces the canary.
     """
     precision = (mechanism.noise_multiplier**2 / mechanism.releases) ** -1
     with np.errstate(divide="ignore"):

@@ -56,9 +56,9 @@ class Mechanism:
 
     @property
     def effective_multiplier(self) -> float:
-        """The noise multiplier of all releases of one batch together, divided by the sensitivity.
+        """The multiplier of one Gaussian release that is as private as all releases of a batch.
 
-        k Gaussian releases of one batch are as private as one release with a multiplier that is
-        sqrt(k) times smaller.
+        This release has sensitivity 1. k releases of one batch are as private as one release with a
+        noise multiplier that is sqrt(k) times smaller.
         """
         return self.noise_multiplier / (self.sensitivity * math.sqrt(self.releases))

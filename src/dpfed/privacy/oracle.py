@@ -241,8 +241,8 @@ class FleetOracle:
                 # reveal its size.
                 if not out_of_memory(error) or (self.fixed is None and self._records_per_pass == 1):
                     raise
-            # This is outside the except block, because the exception keeps the memory of the
-            # failed pass alive until that block ends.
+            # Free memory only here, after the except block. Until the block ends, the exception
+            # keeps the memory of the failed pass alive.
             if self.fixed is not None:
                 self.fixed = None
             else:

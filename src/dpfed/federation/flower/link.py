@@ -128,7 +128,7 @@ def _open_run(control: ControlHttpClient, keys: Mapping[str, bytes]) -> None:
 def _retry(call: Callable[[], None]) -> None:
     """Call `call` until it succeeds, for up to a minute.
 
-    A new SuperLink accepts connections a little before it can reply.
+    This is needed because a new SuperLink accepts connections before it can reply.
     """
     end = time.monotonic() + RETRY_S
     while True:

@@ -49,7 +49,7 @@ def config_for(
 ) -> Config:
     """Return the configuration of a server, read from the file `config`.
 
-    If `config` is None, read the configuration of the run in the folder `out`, which is resumed.
+    If `config` is None, the run in the folder `out` is resumed with its own configuration.
     """
     if resume and not (out / "config.toml").exists():
         raise DpfedError(

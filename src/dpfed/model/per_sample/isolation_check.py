@@ -206,9 +206,10 @@ def _farthest(
 def _each_agrees_once(
     model: PerSample, theta: Tensor, records: _Records, generator: torch.Generator
 ) -> bool:
-    """Return True if for each record some random weights give it the same gradients twice.
+    """Return True if each record has equal gradients in two passes, for some random weights.
 
-    One gradient comes from a pass of all records, the other from a pass of this record alone.
+    One pass contains all records, the other contains only this record. A record needs equal
+    gradients for only one of `DRAWS` random weights.
     """
     left = set(range(RECORDS))
     for _ in range(DRAWS):

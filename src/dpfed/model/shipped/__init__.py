@@ -1,1 +1,4 @@
-"""Python files that exports carry: they need torch, Pillow and transformers, but not dpfed."""
+"""Python files that are copied into an export, and so run without dpfed.
+
+They need only torch, Pillow and transformers.
+"""

@@ -94,7 +94,8 @@ class Population:
     def dominated(self, clients: Ints, other: int) -> npt.NDArray[np.bool_]:
         """Return True for each client whose epsilon cannot exceed that of `other`.
 
-        Such a client has at most the rate and rounds of `other`, and at least its noise.
+        The rate and the rounds of such a client are at most those of `other`. The noise multiplier
+        is at least that of `other`.
         """
         found: npt.NDArray[np.bool_] = (
             (self.rates[clients] <= self.rates[other])

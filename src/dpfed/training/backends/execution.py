@@ -103,7 +103,7 @@ class InProcess:
 
 @dataclass(frozen=True)
 class Torchrun:
-    """Compute on the processes of a group. This process is rank 0; the others call `assist`."""
+    """Compute on all processes of torchrun. Process 0 uses this class, the others `assist`."""
 
     served: ClassVar[bool] = False
     overlaps: ClassVar[bool] = False

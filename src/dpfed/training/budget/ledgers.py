@@ -25,8 +25,8 @@ from dpfed.training.job.job import Job
 
 # File name of a real client's ledger in its state folder.
 OWN_LEDGER = "ledger.db"
-# A row with this client name costs nothing. It adds rounds to the statement: their number is in
-# the column `steps`, and the fewest clients to draw a cohort from are in the column `round`.
+# Client name of a row that charges nothing but adds rounds to the statement. Column `steps` is the
+# number of rounds; column `round` is the least number of clients to draw a cohort from.
 EXTENSION = "statement"
 CALIBRATION_TOLERANCE = 1e-4
 

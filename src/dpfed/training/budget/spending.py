@@ -1,4 +1,4 @@
-"""Track the spending of a run: the statement before round 1, the charges and the budgets."""
+"""Track the spending of a run: the planned spending (statement), the charges and the budgets."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def budget_of(
 def _rounds_within(
     kind: Mechanism, schedule: Schedule, delta: float, budget: float, past: PriorSpending
 ) -> int:
-    """Return the largest number of rounds that this mechanism can run within the budget."""
+    """Return the largest number of rounds with this mechanism that the budget allows."""
 
     def cost(rounds: int) -> float:
         return epsilon([*past.prior, (kind, schedule.local_steps * rounds)], delta).value
