@@ -31,7 +31,7 @@ data = typer.Typer(name="data", cls=Group, help=HELP, no_args_is_help=True)
 
 @data.callback()
 def group() -> None:
-    """Make typer keep `describe` as a command of its own, although it is the only one."""
+    """Do nothing: this function makes typer keep the name of the only command, `describe`."""
 
 
 @data.command("describe", cls=Command)

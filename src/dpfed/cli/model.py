@@ -25,7 +25,7 @@ model = typer.Typer(name="model", cls=Group, help=HELP, no_args_is_help=True)
 
 @model.callback()
 def group() -> None:
-    """Make typer keep `describe` as a command of its own, although it is the only one."""
+    """Do nothing: this function makes typer keep the name of the only command, `describe`."""
 
 
 @model.command("describe", cls=Command)
@@ -131,7 +131,7 @@ def gathered_lines(table: Mapping[str, str]) -> list[str]:
 
 
 def gather(table: Mapping[str, Any]) -> Counter[tuple[str, Any]]:
-    """Count equal pairs (name, value), after replacing layer and head numbers in names by *."""
+    """Return how often each pair (name, value) occurs, with * for layer and head numbers."""
     number = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\.head)\d+$")
     return Counter((number.sub("*", name), value) for name, value in table.items())
 

@@ -138,6 +138,6 @@ def _allowed(kind: str, ctx: Mapping[str, Any], message: str) -> str:
 
 
 def nearest(word: str, known: Mapping[str, Any] | Sequence[str]) -> str:
-    """Return ", did you mean WORD?" with the known word spelt most like `word`; "" if none is."""
+    """Return ", did you mean WORD?" with the most similar known word; "" if none is similar."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f", did you mean {close[0]}?" if close else ""

@@ -35,7 +35,7 @@ LIMIT = 5
 # A model that ignores its input has the blind loss. A loss below this share of the blind loss
 # shows that a model has learned.
 TAUGHT = 0.98
-# For a grid with a single value, this is the ratio of neighbouring values in the search.
+# If the user gives only one candidate value, the search reaches its neighbours by this factor.
 LONE = math.sqrt(10)
 
 

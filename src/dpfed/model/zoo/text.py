@@ -282,7 +282,10 @@ def set_dropout(config: Any, rate: float) -> None:
 
 
 def refuse_other_dropout(model: nn.Module, rate: float) -> None:
-    """Raise DpfedError if a dropout layer has neither this rate nor 0, or if none has this rate."""
+    """Raise DpfedError if the model's dropout layers do not follow `model.dropout` = `rate`.
+
+    Each layer must have this rate or 0. If the rate is not 0, at least one layer must have it.
+    """
     found = {
         name: layer.p for name, layer in model.named_modules() if isinstance(layer, nn.Dropout)
     }

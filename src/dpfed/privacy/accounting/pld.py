@@ -70,7 +70,8 @@ def epsilon_of_terms(
         return 0.0
     if any(term.multiplier == 0 for term in terms):
         return math.inf
-    # Start no finer than 1e-4, because RDP estimates small epsilons badly.
+    # Begin with an interval of at least 1e-4: it is derived from an RDP estimate, which is
+    # inaccurate for a small epsilon and could ask for a needlessly fine grid.
     interval = max(1e-4, interval_for(rough_epsilon(terms, delta)))
     while True:
         distribution = compose(terms, interval, relation)
