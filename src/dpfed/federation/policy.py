@@ -87,8 +87,7 @@ def check_training(
 ) -> str | None:
     """Return None or the reason to refuse a request to train.
 
-    Each local step would be charged as one release of `mechanism`. `history` has all earlier
-    charges.
+    Each local step is charged as one release of `mechanism`. `history` has all earlier charges.
     """
     declared = terms.rate * policy.records
     algorithm = terms.algorithm.get("name")
@@ -195,7 +194,7 @@ def check_spending(
 ) -> str | None:
     """Return None or the reason why `steps` more releases would exceed policy.max_epsilon.
 
-    Each step would be charged as one release of `mechanism`. `history` has all earlier charges.
+    Each step is charged as one release of `mechanism`. `history` has all earlier charges.
     """
     spent = [*history, (mechanism, steps)]
     # Try the Rényi bound first: it is never below the exact epsilon and a hundred times faster. The

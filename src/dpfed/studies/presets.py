@@ -103,7 +103,10 @@ def local_steps(base: Config, methods: Methods) -> Cells:
 
 
 def diagnostics(base: Config, methods: Methods) -> Cells:
-    """Return arms with and without noise and label skew, and two non-private methods."""
+    """Return the cells of a study of DP-FedAdamW's diagnostics.
+
+    They combine noise or no noise with label skew or none, and add two methods without noise.
+    """
     skews = {"non-IID": _dirichlet_rule(base), "IID": "data.partition=iid"}
     privacy: dict[str, tuple[str, ...]] = {"DP": (), "no DP": ("privacy.enabled=false",)}
     watch = "run.diagnostics=true"

@@ -279,8 +279,8 @@ def along_axis(table: Table, number_of: int) -> Figure | None:
 def histogram(groups: Sequence[Group], key: str, id: str, unit: str) -> Figure:
     """Return the figure of a histogram that the first run of each method has recorded.
 
-    Of several methods it shows the last recorded round of each. Of a single method it shows all
-    recorded rounds.
+    With several methods, it shows the last recorded round of each method. With one method, it shows
+    all recorded rounds.
 
     key   name of the histogram in the diagnostics
     unit  the counted quantity, for titles

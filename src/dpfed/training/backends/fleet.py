@@ -205,7 +205,8 @@ class Fleet:
         job = self._job
         count = len(part.clients)
         if count == 1 and job.batched_sum is not None:
-            # This error makes the run leave its pack and start again alone, when it may fit.
+            # After this error, the run leaves its pack and starts again alone. It needs less memory
+            # then.
             raise UnbatchableError
         if count == 1:
             raise StoppedError(

@@ -67,7 +67,7 @@ class Mlflow:
 
     def start(self, settings: Settings) -> None:
         if self._store.startswith("file:"):
-            # Newer versions of MLflow refuse a store of files unless this variable is set.
+            # Newer versions of MLflow refuse to store runs in files unless this variable is set.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow.tracking import MlflowClient
 
