@@ -7,7 +7,7 @@ from typing import Any
 
 # Change the version only here: packaging, `dpfed --version` and the documentation read it.
 __version__ = "0.1.0"
-__all__ = ["DpfedError", "DpfedWarning", "Tuned", "fine_tune"]
+__all__ = ["DpfedError", "DpfedWarning", "TrainedModel", "fine_tune", "load"]
 _HOMES = {"DpfedError": "dpfed.errors", "DpfedWarning": "dpfed.errors"}
 
 
