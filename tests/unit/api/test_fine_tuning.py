@@ -70,7 +70,7 @@ def test_the_lines_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(api_settings, "defaults", fewer)
     place: dict[str, Any] = {"train": texts(20 * 17), "test": texts(8)}
     exec(block, place)
-    assert 0 < place["tuned"].epsilon["server_worst"] <= 4.0
+    assert 0 < place["trained"].epsilon["server_worst"] <= 4.0
     assert (tmp_path / "my-adapter" / "adapter_model.safetensors").is_file()
     assert "## Privacy" in (tmp_path / "my-adapter" / "README.md").read_text()
 
@@ -299,7 +299,14 @@ def test_mistakes_are_one_sentence(
 
 
 def test_importing_is_cheap_and_typing_finds_the_names() -> None:
-    assert set(dpfed.__all__) == {"DpfedError", "DpfedWarning", "TrainedModel", "fine_tune", "load"}
+    assert set(dpfed.__all__) == {
+        "Callback",
+        "DpfedError",
+        "DpfedWarning",
+        "TrainedModel",
+        "fine_tune",
+        "load",
+    }
     assert set(dpfed.__all__) <= set(dir(dpfed))
     code = "import sys, dpfed; dir(dpfed); print('torch' in sys.modules, 'fine_tune' in dir(dpfed))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
