@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from dpfed.bench.cases import Case
-from dpfed.model.per_sample.gradients import Batch, PerSample, call, cast, trainable
+from dpfed.model.causal_loss import scores_of
+from dpfed.model.per_sample.gradients import Batch, PerSample, cast, trainable
 from dpfed.model.task import InputSpec
 from dpfed.privacy.clipping import Clipping
 from dpfed.privacy.fixed_shape_sum import FixedSum, Pass, PassShape
@@ -61,9 +62,8 @@ class Setting:
     def forward(self, model: torch.nn.Module, weights: dict[str, Tensor], inputs: Batch) -> Tensor:
         built = self.parts.built
         dtype = next(model.parameters()).dtype
-        return built.task.score(
-            call(model, weights, cast(built.prepare(dict(inputs)), dtype)), inputs
-        )
+        prepared = cast(built.prepare(dict(inputs)), dtype)
+        return scores_of(built.task, model, weights, prepared, inputs)
 
     def by_hand(self, dtype: torch.dtype) -> Tensor:
         """Return the clipped sums by plain autograd, one record after another."""

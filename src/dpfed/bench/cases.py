@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from dpfed.config import LoraSection, ModelSection
 from dpfed.model.build import AssembledModel, assemble
+from dpfed.model.causal_loss import scores_of
 from dpfed.model.export_files import ImageInput
-from dpfed.model.per_sample.gradients import call, cast
+from dpfed.model.per_sample.gradients import cast
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo import REGISTRY
 from dpfed.model.zoo.built import Built, fresh_head
@@ -124,4 +125,4 @@ def logits_of(
 ) -> Tensor:
     """Return the logits of raw inputs, computed with the model's present weights."""
     prepared = cast(parts.built.prepare(dict(inputs)), dtype)
-    return parts.built.task.score(call(model, {}, prepared), inputs)
+    return scores_of(parts.built.task, model, {}, prepared, inputs)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from dpfed.bench.cases import Case, logits_of
-from dpfed.model.per_sample.gradients import Batch, PerSample, call, cast, trainable
+from dpfed.model.causal_loss import scores_of, scores_of_logits
+from dpfed.model.per_sample.gradients import Batch, PerSample, cast, trainable
 from dpfed.privacy.clipping import Clipping
 from dpfed.privacy.fixed_shape_sum import FixedSum, Pass, PassShape
 
@@ -41,7 +42,7 @@ def private(
 
     def forward(model: torch.nn.Module, weights: dict[str, Tensor], inputs: Batch) -> Tensor:
         prepared = cast(built.prepare(dict(inputs)), ready.dtype)
-        return built.task.score(call(model, weights, prepared), inputs)
+        return scores_of(built.task, model, weights, prepared, inputs)
 
     ready = PerSample(model, space, forward, built.task.loss, built.task.correct, built.rows)
     ready.to(dtype)
@@ -171,8 +172,9 @@ def opacus(case: Case, device: torch.device, dtype: torch.dtype) -> Step:
 
     def train(inputs: dict[str, Tensor], labels: Tensor) -> None:
         out = wrapped(**cast(parts.built.prepare(dict(inputs)), dtype))
-        losses = parts.built.task.loss(parts.built.task.score(out.logits, inputs), labels)
-        losses.mean().backward()
+        task = parts.built.task
+        scores = scores_of_logits(out.logits, inputs) if task.causal else out.logits
+        task.loss(scores, labels).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,22 +50,21 @@ class InputSpec:
         return {self.name: ids.to(torch.int32), "attention_mask": mask.to(torch.uint8)}
 
 
-Score = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 Judge = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Task:
-    """The functions that turn a model's output into a loss and an accuracy.
+    """The functions that turn a model's scores into a loss and an accuracy.
 
-    score    (logits, raw inputs) -> one row of scores for each record
     loss     (scores, labels) -> one loss for each record
     correct  (scores, labels) -> share of correct answers in each record, 0..1
+    causal   True: scores are those of `causal_loss.causal_scores`; False: they are the logits
     """
 
-    score: Score
     loss: Judge
     correct: Judge
+    causal: bool = False
 
 
 def per_record_loss(scores: Tensor, labels: Tensor) -> Tensor:
@@ -78,23 +77,8 @@ def right_class(scores: Tensor, labels: Tensor) -> Tensor:
     return (scores.argmax(1) == labels).float()
 
 
-def next_token_scores(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return two scores per record, `[M, 2]`: mean loss and mean accuracy of next-token prediction.
-
-    Padding tokens are left out of the means. `logits` are `[M, L, V]` for M records of L tokens and
-    a vocabulary of V tokens.
-    """
-    ids = inputs["input_ids"][:, 1:].long()
-    real = inputs["attention_mask"][:, 1:].to(torch.float32)
-    ahead = logits[:, :-1].float()
-    losses = F.cross_entropy(ahead.transpose(1, 2), ids, reduction="none")
-    right = (ahead.detach().argmax(-1) == ids).float()
-    # In a text of one token there is nothing to predict. Divide by 1, so that its loss is zero.
-    count = real.sum(1).clamp_min(1)
-    return torch.stack([(losses * real).sum(1) / count, (right * real).sum(1) / count], 1)
-
-
-CLASSIFY = Task(lambda logits, inputs: logits, per_record_loss, right_class)
+CLASSIFY = Task(per_record_loss, right_class)
+# The scores of a causal language model are the loss and the accuracy of each record.
 NEXT_TOKEN = Task(
-    next_token_scores, lambda scores, labels: scores[:, 0], lambda scores, labels: scores[:, 1]
+    lambda scores, labels: scores[:, 0], lambda scores, labels: scores[:, 1], causal=True
 )

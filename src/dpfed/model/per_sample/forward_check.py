@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfed.errors import DpfedError
+from dpfed.model.causal_loss import causal_logits, scores_of
 from dpfed.model.parameter_vector import Space
 from dpfed.model.per_sample.gradients import Batch, PerSample, call, cast
 from dpfed.model.zoo.built import Built, Prepare
@@ -102,8 +103,8 @@ def faithful_model(
     chosen = forms[0]
 
     def forward(model: nn.Module, weights: dict[str, Tensor], inputs: Batch) -> Tensor:
-        logits = call(model, weights, cast(chosen(dict(inputs)), ready.dtype))
-        return task.score(logits, inputs)
+        prepared = cast(chosen(dict(inputs)), ready.dtype)
+        return scores_of(task, model, weights, prepared, inputs)
 
     ready = PerSample(model, space, forward, task.loss, task.correct, built.rows)
     chosen = faithful_form(ready, plain, forms)
@@ -144,7 +145,9 @@ def farthest(model: PerSample, plain: PlainOutputs, form: Prepare) -> float:
     """
     weights = {n: w.to(model.dtype) for n, w in model.space.unflatten(plain.vector).items()}
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        together = call(model.model, weights, cast(form(dict(plain.inputs)), model.dtype))
+        # The logits of a language model are those that its loss is computed from.
+        logits_of = call if model.classifies else causal_logits
+        together = logits_of(model.model, weights, cast(form(dict(plain.inputs)), model.dtype))
     off = []
     for got, want in zip(together, plain.outputs, strict=True):
         # A language model's outputs are [tokens, vocabulary]. Do not compare padding tokens.

@@ -174,9 +174,10 @@ class PerSample:
                 c.transpose(1, 2) if transposed else c
                 for c, transposed in zip(copies, self._transposed, strict=True)
             ]
+            # The backward pass may call parts of the model again, so it needs the lock too.
             with self._lock:
                 total = self._losses(weights, keys, dict(inputs), labels)
-            grads = torch.autograd.grad(total, copies, materialize_grads=True)
+                grads = torch.autograd.grad(total, copies, materialize_grads=True)
         return [grad.reshape(len(client), -1) for grad in grads]
 
     def ordered(self, raw: Tensor) -> Tensor:

