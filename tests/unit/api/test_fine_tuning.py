@@ -246,7 +246,7 @@ def test_a_target_epsilon_and_no_privacy(tmp_path: Path) -> None:
     ("model", "keys", "words"),
     [
         (3, {}, "must be a name, a folder, a Hugging Face model or a torch module, not int"),
-        (torch.nn.Linear(2, 2), {}, "a torch module reads numbers, and the data are texts"),
+        (torch.nn.Linear(2, 2), {}, "does not read text: choose a language model"),
         ("no-such-folder/at/all", {}, "is not a folder"),
         (
             "linear",
