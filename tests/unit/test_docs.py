@@ -353,7 +353,7 @@ def test_the_pictures_show_the_measured_numbers(tmp_path: Path) -> None:
     assert f"{last:.1f} %" in (DOCS / "index.md").read_text(encoding="utf-8")
     assert f"{last:.1f} %" in (ROOT / "README.md").read_text(encoding="utf-8")
     cells = {(c["method"], c["epsilon"]): c["accuracies"] for c in numbers["compare"]}
-    table = (DOCS / "results.md").read_text(encoding="utf-8")
+    table = (DOCS / "compare.md").read_text(encoding="utf-8")
     for values in cells.values():
         assert f"{100 * sum(values) / len(values):.2f} ±" in table
 
