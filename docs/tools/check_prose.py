@@ -23,7 +23,8 @@ COLUMNS = 120
 FORBIDDEN = re.compile(r"^(What|Whether|Who|Whose|Which|Of|The same)\b")
 # Parts of a page that are not prose: code, tables, comments, headings, tags.
 NOT_PROSE = re.compile(
-    r"^```.*?^```|<!--.*?-->|^\|[^\n]*$|^#[^\n]*$|^\s*!\[[^\n]*$|<[^>\n]+>|^---\n.*?^---$|\$\$.*?\$\$",
+    r"^```.*?^```|<!--.*?-->|^\|[^\n]*$|^#[^\n]*$|^\s*!\[[^\n]*$|<[^>\n]+>|^\[[^\]\n]*\]:[^\n]*$"
+    r"|^---\n.*?^---$|\$\$.*?\$\$",
     re.S | re.M,
 )
 LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
@@ -70,7 +71,7 @@ def figures(text: str) -> Figures:
     prose = LINK.sub(r"\1", NOT_PROSE.sub("", text))
     found = [part.split() for part in BREAK.split(prose)]
     sentences = [words for words in found if len(words) > 2]
-    forbidden = [s for words in sentences if FORBIDDEN.match(s := " ".join(words).lstrip("*_> "))]
+    forbidden = [s for words in sentences if FORBIDDEN.match(s := " ".join(words).lstrip("-*_> "))]
     return Figures(tuple(len(words) for words in sentences), tuple(_wide(text)), tuple(forbidden))
 
 
