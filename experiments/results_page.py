@@ -1,4 +1,8 @@
-"""Write the page of results: results/*.csv -> docs/results.md and its pictures."""
+"""Write the pages of results from results/*.csv.
+
+docs/results.md gets a short table at each of its markers. docs/results/ gets one page for each
+study, with its whole table, its command and its runs, and a page that lists the studies.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ EMPTY = "Not measured yet."
 
 
 def section(spec: Spec, tables: Mapping[str, Rows]) -> str:
-    """Return the text between a study's markers."""
+    """Return the text of a study's page: question, findings, tables, notes and command."""
     mine = {
         name: [row for row in rows if row["study"] == spec.name] for name, rows in tables.items()
     }
@@ -46,11 +50,13 @@ def section(spec: Spec, tables: Mapping[str, Rows]) -> str:
         )
     if not any(run["phase"] == "reported" for run in mine["runs"]):
         return "\n\n".join(parts)
+    if spec.findings:
+        parts.append("\n".join(f"- {sentence}" for sentence in spec.findings))
     if spec.plot and mine["curves"]:
         alt = f"Accuracy over rounds: {about['title']}"
         parts.append(
             "\n".join(
-                f"![{alt}](images/results-{spec.name}-{t}.svg){{ .{t}-only }}"
+                f"![{alt}](../images/results-{spec.name}-{t}.svg){{ .{t}-only }}"
                 for t in ("light", "dark")
             )
         )
@@ -220,33 +226,96 @@ def pipes(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     )
 
 
+GENERATED = "<!-- made by `python experiments/results.py page`; change nothing here -->"
+RUN_COLUMNS = {"arm": "method", "phase": "use", "seed": "seed", **{key: key for key in RATES}}
+
+
+def study_page(spec: Spec, tables: Mapping[str, Rows]) -> str:
+    """Return the appendix page of one study."""
+    parts = [GENERATED, f"# {spec.title}", section(spec, tables)]
+    runs = [row for row in tables["runs"] if row["study"] == spec.name]
+    if runs:
+        parts += ["## Runs", pipes(*run_cells(runs))]
+    return "\n\n".join(parts) + "\n"
+
+
+def run_cells(runs: Rows) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the rows of a table with one row for each run of a study."""
+    used = [key for key in RUN_COLUMNS if any(run[key] for run in runs)]
+    head = [*(RUN_COLUMNS[key] for key in used), "accuracy %", "ε server"]
+    body = []
+    for run in runs:
+        cells = [named(run[key]) if key == "arm" else run[key] for key in used]
+        epsilon = run["epsilon_server_worst"]
+        spent = show_loss(float(epsilon), 2) if epsilon else "no privacy"
+        body.append([*cells, percent(float(run["accuracy"]), None), spent])
+    return head, body
+
+
+def index_page(specs: Sequence[Spec], tables: Mapping[str, Rows]) -> str:
+    """Return the page that lists all studies."""
+    done = {row["study"]: row["done"] for row in tables["studies"]}
+    body = [
+        [f"[{spec.title}]({spec.name}.md)", done.get(spec.name, "not measured"), spec.question]
+        for spec in specs
+    ]
+    intro = (
+        "Each page has the whole table of a study, the command that makes it, and its runs. "
+        "[Results](../results.md) has the findings."
+    )
+    table = pipes(["study", "runs", "question"], body)
+    return "\n\n".join([GENERATED, "# All studies", intro, table]) + "\n"
+
+
+def short_table(spec: Spec, tables: Mapping[str, Rows]) -> str:
+    """Return the table of a study for the page of findings, with the command that makes it."""
+    about = next((row for row in tables["studies"] if row["study"] == spec.name), None)
+    arms = [row for row in tables["arms"] if row["study"] == spec.name]
+    if about is None or not any(arm["mean"] for arm in arms):
+        return EMPTY
+    head, body = arm_cells(about, arms, [r for r in tables["runs"] if r["study"] == spec.name])
+    kept = [head.index(name) for name in SHORT_COLUMNS]
+    table = pipes([head[i] for i in kept], [[row[i] for i in kept] for row in body])
+    command = f"python experiments/results.py run --only {spec.name} --out DIR"
+    run = f"<!-- runs: experiments/results.py -->\n```sh\n{command}\n```"
+    return "\n\n".join([table, run, f"[Whole table and all runs](results/{spec.name}.md)"])
+
+
+SHORT_COLUMNS = ("method", "accuracy %", "difference [95 % interval]", "ε server", "up")
 MARKED = re.compile(
     r"^<!-- results: (?P<name>[\w-]+) -->\n(?P<body>.*?)^<!-- end -->$", re.M | re.S
 )
 
 
 def filled(text: str, specs: Sequence[Spec], tables: Mapping[str, Rows]) -> str:
-    """Return the page with the current part of every study."""
+    """Return the page of findings with the current table at each marker."""
     known = {spec.name: spec for spec in specs}
-    strange = [name for m in MARKED.finditer(text) if (name := m["name"]) not in known]
-    absent = known.keys() - {m["name"] for m in MARKED.finditer(text)}
-    if strange or absent:
-        raise DpfedError(
-            f"the page's markers and the studies differ: {', '.join(sorted([*strange, *absent]))}"
-        )
+    strange = sorted({name for m in MARKED.finditer(text) if (name := m["name"]) not in known})
+    if strange:
+        raise DpfedError(f"the page has markers of unknown studies: {', '.join(strange)}")
 
     def part(match: re.Match[str]) -> str:
         name = match["name"]
-        return f"<!-- results: {name} -->\n{section(known[name], tables)}\n<!-- end -->"
+        return f"<!-- results: {name} -->\n{short_table(known[name], tables)}\n<!-- end -->"
 
     return MARKED.sub(part, text)
 
 
+def pages(docs: Path, specs: Sequence[Spec], tables: Mapping[str, Rows]) -> dict[Path, str]:
+    """Return the text of every page of results by its path; `docs` is the page of findings."""
+    appendix = docs.with_suffix("")
+    return {
+        docs: filled(docs.read_text(encoding="utf-8"), specs, tables),
+        appendix / "index.md": index_page(specs, tables),
+        **{appendix / f"{spec.name}.md": study_page(spec, tables) for spec in specs},
+    }
+
+
 def page(out: Path | None, folder: Path, docs: Path, specs: Sequence[Spec], check: bool) -> int:
-    """Write the CSV files and the page, or compare the page with the CSV files."""
+    """Write the CSV files and the pages, or compare the pages with the CSV files."""
     if out is not None:
         if check:
-            raise DpfedError("--check compares the page with the CSV files: leave out the folder")
+            raise DpfedError("--check compares the pages with the CSV files: leave out the folder")
         collect(out, folder, specs)
     tables = {name: read_csv(folder, name) for name in COLUMNS}
     # Refuse means that do not follow from the runs.
@@ -256,18 +325,24 @@ def page(out: Path | None, folder: Path, docs: Path, specs: Sequence[Spec], chec
         with_statistics(again, [row for row in tables["runs"] if row["study"] == spec.name])
         if arms != again:
             raise DpfedError(f"{folder / 'arms.csv'}: {spec.name} is not what runs.csv gives")
-    text = docs.read_text(encoding="utf-8")
-    new = filled(text, specs, tables)
+    wanted = pages(docs, specs, tables)
     if check:
-        if new != text:
+        stale = [path for path, text in wanted.items() if _read(path) != text]
+        for path in stale:
             print(
-                f"{docs} is not what the CSV files give: python experiments/results.py page",
+                f"{path} is not what the CSV files give: python experiments/results.py page",
                 file=sys.stderr,
             )
-        return int(new != text)
-    docs.write_text(new, encoding="utf-8")
+        return int(bool(stale))
+    for path, text in wanted.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
     draw([spec for spec in specs if spec.plot], tables, docs.parent / "images")
     return 0
+
+
+def _read(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8") if path.exists() else None
 
 
 # ------------------------------------------------------------------ pictures

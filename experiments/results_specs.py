@@ -38,6 +38,7 @@ class Spec:
     best: int = 3
     start: tuple[str, ...] = ()
     plot: bool = False
+    findings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.name.replace("-", "").isalnum() or self.name in (RUNS, STARTS):

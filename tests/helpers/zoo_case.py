@@ -15,7 +15,7 @@ from dpfed.config import LoraSection, ModelSection
 from dpfed.model.build import assemble
 from dpfed.model.per_sample.forward_check import faithful_model, plain_outputs
 from dpfed.model.per_sample.gradients import trainable
-from dpfed.model.per_sample.isolation_check import RECORDS, check_gradients
+from dpfed.model.per_sample.isolation_check import RECORDS, check_gradients, check_isolation
 from dpfed.model.task import InputSpec
 
 Inputs = dict[str, Tensor]
@@ -69,14 +69,11 @@ class ZooCase:
         return got
 
     def alive(self) -> None:
+        """Make both checks that a run makes before it reads a record."""
         generator = torch.Generator().manual_seed(0)
-        check_gradients(
-            self.ready,
-            self.theta,
-            self.spec.synthetic(RECORDS, generator),
-            self.spec.classes,
-            generator,
-        )
+        records = self.spec.synthetic(RECORDS, generator)
+        for check in (check_gradients, check_isolation):
+            check(self.ready, self.theta, records, self.spec.classes, generator)
 
 
 def alone_image(case: ZooCase) -> Alone:

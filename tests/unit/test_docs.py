@@ -355,7 +355,7 @@ def test_the_pictures_show_the_measured_numbers(tmp_path: Path) -> None:
     assert f"{last:.1f} %" in (DOCS / "index.md").read_text(encoding="utf-8")
     assert f"{last:.1f} %" in (ROOT / "README.md").read_text(encoding="utf-8")
     cells = {(c["method"], c["epsilon"]): c["accuracies"] for c in numbers["compare"]}
-    table = (DOCS / "results.md").read_text(encoding="utf-8")
+    table = (DOCS / "compare.md").read_text(encoding="utf-8")
     for values in cells.values():
         assert f"{100 * sum(values) / len(values):.2f} ±" in table
 
@@ -370,6 +370,29 @@ def test_the_notebook_is_whole() -> None:
     outputs = [output for cell in cells for output in cell["outputs"]]
     assert sum("image/png" in output.get("data", {}) for output in outputs) >= 4
     assert not re.search(r"[\"' ]/(home|root|tmp|opt|Users)/", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("# Title\n\n" + " ".join(["word"] * 36) + ".", "over 35 words"),
+        ("\n".join([" ".join(["word"] * 19) + "."] * 30), "19.0 words on average"),
+        ("A short line.\n" + "long " * 25, "lines over 120 columns: 2"),
+        ("This is plain.\n\nWhether it holds is unknown.", "begins like a riddle: Whether"),
+        ("- **What it does** is unclear.", "begins like a riddle: What"),
+    ],
+)
+def test_prose_that_breaks_a_limit_is_found(text: str, fault: str) -> None:
+    assert any(fault in found for found in script("check_prose").figures(text).faults)
+
+
+def test_code_tables_and_headings_are_not_prose() -> None:
+    words = " ".join(["word"] * 40)
+    code = f"```sh\n{words[:100]}\n```"
+    text = f"# What it does\n\n| {words} |\n\n{code}\n\n[a]: {words}\n\nIt is short.\n"
+    found = script("check_prose").figures(text)
+    assert found.words == (3,)
+    assert not found.faults
 
 
 # ------------------------------------------------------------------ files of the repository

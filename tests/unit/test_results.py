@@ -137,6 +137,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def paged(results: Any, studies: Path, *words: str) -> tuple[int, str]:
+    """Return the exit code and the text of all pages, the page of findings first."""
     place = studies.parent
     flags = [
         "--studies",
@@ -146,7 +147,9 @@ def paged(results: Any, studies: Path, *words: str) -> tuple[int, str]:
         "--docs",
         str(place / "results.md"),
     ]
-    return results.main(["page", *words, *flags]), (place / "results.md").read_text()
+    code = results.main(["page", *words, *flags])
+    pages = [place / "results.md", *sorted((place / "results").glob("*.md"))]
+    return code, "\n".join(page.read_text() for page in pages)
 
 
 @pytest.mark.usefixtures("inline")
@@ -166,7 +169,7 @@ def test_an_interrupted_study_moves_finishes_and_becomes_a_page(
     code, text = paged(results, studies, str(here))
     assert code == 0
     assert "**Incomplete:** 4 runs are done, at least 14 are missing." in text
-    assert "| method |" not in text, "before a seed is reported a table has no number"
+    assert "| rate |" not in text, "before a seed is reported a table has no number"
     assert "Does it last? Not measured yet." in text
 
     results.main(["pack", str(here), str(tmp_path / "all.tar.gz")])
@@ -186,8 +189,13 @@ def test_an_interrupted_study_moves_finishes_and_becomes_a_page(
     assert code == 0
     check_tables(tmp_path / "csv", there, text)
     assert paged(results, studies, "--check")[0] == 0
-    (tmp_path / "results.md").write_text(text.replace("± ", "± 1"))
-    assert paged(results, studies, "--check")[0] == 1
+    for name in ("results.md", "results/main.md", "results/index.md"):
+        written = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(written.replace("±", "+").replace("Best", "Worst"))
+        assert paged(results, studies, "--check")[0] == 1, name
+        (tmp_path / name).write_text(written)
+    (tmp_path / "results" / "later.md").unlink()
+    assert paged(results, studies, "--check")[0] == 1, "a page is missing"
     said.clear()
     assert run(there) == 0
     assert said[0] == "main: was complete, 18 runs"
@@ -217,8 +225,13 @@ def check_tables(folder: Path, out: Path, text: str) -> None:
         assert f"{100 * row['accuracy']:.2f} ± {100 * row['std']:.2f}" in text
     assert "Incomplete" not in text
     assert "Seeds: reported 0, 1; of the search 1000003" in text
-    assert text.startswith("# Page")
-    assert text.endswith("The end.\n")
+    findings = (folder.parent / "results.md").read_text()
+    assert findings.startswith("# Page")
+    assert findings.endswith("The end.\n")
+    assert findings.count("± ") == 4, "three arms of main and one of best"
+    page = (folder.parent / "results" / "main.md").read_text()
+    assert page.count("| reported |") == 6, "three arms with two seeds"
+    assert "(later.md) | 1 |" in (folder.parent / "results" / "index.md").read_text()
     later = next(arm for arm in arms if arm["study"] == "later")
     assert (later["n"], later["std"], later["difference"]) == ("1", "", "")
     assert rows_of(folder / "curves.csv")[0] == {

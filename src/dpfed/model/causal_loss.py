@@ -44,9 +44,10 @@ def scores_of(
 
 
 def causal_scores(model: nn.Module, weights: Weights, prepared: Batch, inputs: Batch) -> Tensor:
-    """Return two scores per record, `[M, 2]`: mean loss and mean accuracy over its target tokens.
+    """Return three scores per record, `[M, 3]`: loss, accuracy and number of target tokens.
 
-    A record without targets has loss zero and gradient zero.
+    Loss and accuracy are means over the record's target tokens. A record without targets has loss
+    zero and gradient zero.
 
     prepared  the model's arguments for M records of L tokens
     inputs    `input_ids` and `target_mask`, `[M, L]`. The mask is 1 where the model must predict
@@ -68,13 +69,13 @@ def causal_scores(model: nn.Module, weights: Weights, prepared: Batch, inputs: B
             sums = _sums_of_chunk(*arguments)
         total = sums if total is None else total + sums
     assert total is not None
-    return _mean(total, targets)
+    return _scores(total, targets)
 
 
 def scores_of_logits(logits: Tensor, inputs: Batch) -> Tensor:
     """Return the same as `causal_scores`, from all logits `[M, L, V]` of a model."""
     targets = _targets(inputs)
-    return _mean(_sums_of(logits[:, :-1], targets), targets)
+    return _scores(_sums_of(logits[:, :-1], targets), targets)
 
 
 def causal_logits(model: nn.Module, weights: Weights, prepared: Batch) -> Tensor:
@@ -200,7 +201,7 @@ def _targets(inputs: Batch) -> Tensor:
     return inputs["input_ids"][:, 1:].long().masked_fill(~is_target, NO_TARGET)
 
 
-def _mean(sums: Tensor, targets: Tensor) -> Tensor:
-    count = (targets != NO_TARGET).sum(1, keepdim=True)
+def _scores(sums: Tensor, targets: Tensor) -> Tensor:
+    count = (targets != NO_TARGET).sum(1, keepdim=True).to(sums.dtype)
     # Divide by 1 where nothing is predicted, so that the loss of such a record is zero.
-    return sums / count.clamp_min(1)
+    return torch.cat([sums / count.clamp_min(1), count], 1)

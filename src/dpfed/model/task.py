@@ -78,7 +78,7 @@ def right_class(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 CLASSIFY = Task(per_record_loss, right_class)
-# The scores of a causal language model are the loss and the accuracy of each record.
+# The first two scores of a causal language model are the loss and the accuracy of each record.
 NEXT_TOKEN = Task(
     lambda scores, labels: scores[:, 0], lambda scores, labels: scores[:, 1], causal=True
 )

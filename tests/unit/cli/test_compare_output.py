@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from dpfed.cli.study_watch import StudyWatch
 
 from dpfed.cli.compare import PLAIN_WIDTH, choices, show_table
-from dpfed.cli.study_watch import StudyWatch
 from dpfed.report.tables import Row, Table, cells, shown_columns
 from dpfed.studies.arms import Arm
 from dpfed.studies.outcomes import Outcome, Task

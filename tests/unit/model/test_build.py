@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoder_case import GROUPED, TEXT, gemma2, gemma3, mixtral, neox, olmo2, phi3, qwen2, qwen3
 from text_case import bert, distilbert, gpt2, llama, mistral, roberta
 from torch import nn
 from transformers import (
@@ -15,29 +16,13 @@ from transformers import (
     DeiTForImageClassification,
     Dinov2Config,
     Dinov2ForImageClassification,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     XLMRobertaConfig,
     XLMRobertaForSequenceClassification,
 )
 from vision_case import tiny_swin, tiny_vit
-from zoo_case import ZooCase, alone_causal, save, text_spec, tokens_of, with_train
+from zoo_case import save, text_spec, with_train
 
 from dpfed.config import ModelSection
 from dpfed.errors import DpfedError
@@ -57,14 +42,6 @@ PATCHES: dict[str, Any] = {
     "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12,
     "image_size": 8, "patch_size": 4,
 }  # fmt: skip
-TEXT: dict[str, Any] = {
-    "vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "intermediate_size": 12, "max_position_embeddings": 12, "pad_token_id": 0,
-}  # fmt: skip
-
-
-def neox() -> nn.Module:
-    return GPTNeoXForCausalLM(GPTNeoXConfig(**TEXT, attention_dropout=0.0, hidden_dropout=0.0))
 
 
 def image(build: Callable[[Path], str]) -> Callable[[Path], tuple[ModelSection, InputSpec]]:
@@ -80,41 +57,6 @@ def causal(build: Callable[[], nn.Module]) -> Callable[[Path], tuple[ModelSectio
         AutoCausal(weights=save(build(), folder), max_length=8),
         text_spec(classes=1),
     )
-
-
-def qwen2() -> nn.Module:
-    return Qwen2ForCausalLM(Qwen2Config(**TEXT, num_key_value_heads=1))
-
-
-GROUPED: dict[str, Any] = {
-    **TEXT, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2,
-}  # fmt: skip
-
-
-def qwen3() -> nn.Module:
-    """The heads are wider than their share of the hidden size."""
-    return Qwen3ForCausalLM(Qwen3Config(**GROUPED, head_dim=6))
-
-
-def gemma2() -> nn.Module:
-    return Gemma2ForCausalLM(Gemma2Config(**GROUPED, head_dim=6, sliding_window=2))
-
-
-def gemma3() -> nn.Module:
-    return Gemma3ForCausalLM(Gemma3TextConfig(**GROUPED, head_dim=6, sliding_window=2))
-
-
-def phi3() -> nn.Module:
-    return Phi3ForCausalLM(Phi3Config(**GROUPED))
-
-
-def mixtral() -> nn.Module:
-    config = MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2)
-    return MixtralForCausalLM(config)
-
-
-def olmo2() -> nn.Module:
-    return Olmo2ForCausalLM(Olmo2Config(**GROUPED))
 
 
 def xlm() -> nn.Module:
@@ -246,24 +188,7 @@ def test_gpt_neox_interleaves_its_heads(tmp_path: Path) -> None:
         attention.query_key_value.load_state_dict(kept)
 
 
-def test_gpt_neox_gradients_equal_the_loop(tmp_path: Path) -> None:
-    case = ZooCase(
-        with_train(AutoCausal(weights=save(neox(), tmp_path), max_length=8), "full"),
-        text_spec(classes=1),
-    )
-    case.check(tokens_of(3, 8, 20, 0), torch.zeros(3, dtype=torch.int64), alone_causal)
-
-
 # ---- grouped-query attention
-
-
-@pytest.mark.parametrize("train", ["lora", "full"])
-@pytest.mark.parametrize("build", [qwen3, gemma2, gemma3, phi3, mixtral, olmo2])
-def test_gradients_of_decoders_equal_the_loop(build: Any, train: str, tmp_path: Path) -> None:
-    section = with_train(AutoCausal(weights=save(build(), tmp_path), max_length=8), train)
-    case = ZooCase(section, text_spec(classes=1))
-    case.check(tokens_of(4, 8, 20, 0), torch.zeros(4, dtype=torch.int64), alone_causal)
-    case.alive()
 
 
 @pytest.mark.parametrize("train", ["lora", "full"])

@@ -92,6 +92,7 @@ def test_scores_by_hand() -> None:
         NEXT_TOKEN.loss(scores, labels), torch.stack([first, second, torch.tensor(0.0)])
     )
     assert NEXT_TOKEN.correct(scores, labels).tolist() == pytest.approx([2 / 3, 0, 0])
+    assert scores[:, 2].tolist() == [3, 1, 0]
     last_only = torch.tensor([[0, 0, 0, 1], [1, 0, 0, 0], [1, 1, 1, 1]])
     scores = scores_of_logits(
         logits, {"input_ids": ids, "attention_mask": mask, "target_mask": last_only}
@@ -142,7 +143,7 @@ def test_gradients_equal_those_of_all_logits(
 def test_a_record_without_targets_has_loss_zero(tmp_path: Path) -> None:
     case = case_of(llama, tmp_path, "lora")
     scores = case.ready.scores(case.theta, completions())
-    assert scores[2].tolist() == [0.0, 0.0]
+    assert scores[2].tolist() == [0.0, 0.0, 0.0]
     assert (scores[[0, 1, 3], 0] > 0).all()
 
 

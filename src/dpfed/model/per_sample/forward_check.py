@@ -145,12 +145,12 @@ def farthest(model: PerSample, plain: PlainOutputs, form: Prepare) -> float:
     """
     weights = {n: w.to(model.dtype) for n, w in model.space.unflatten(plain.vector).items()}
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        # The logits of a language model are those that its loss is computed from.
-        logits_of = call if model.classifies else causal_logits
+        # A language model's outputs are [tokens, vocabulary]. Compute them as its loss does.
+        logits_of = causal_logits if plain.outputs[0].dim() == 2 else call
         together = logits_of(model.model, weights, cast(form(dict(plain.inputs)), model.dtype))
     off = []
     for got, want in zip(together, plain.outputs, strict=True):
-        # A language model's outputs are [tokens, vocabulary]. Do not compare padding tokens.
+        # Do not compare padding tokens of a language model.
         real = got[: len(want)] if got.dim() == 2 else got
         size = max(float(want.norm()), torch.finfo(torch.float32).tiny)
         difference = float((real.float() - want).norm()) / size

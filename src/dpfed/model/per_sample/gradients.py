@@ -51,6 +51,9 @@ class PerSample:
     loss     (scores, labels) -> one loss per record
     correct  (scores, labels) -> share of correct answers per record
     rows     number of records in one pass of `scores` on a CPU
+
+    `shares_passes` is False for a mixture of experts. With exact isolation its passes then have one
+    record.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class PerSample:
         self.loss = loss
         self.correct = correct
         self.rows = rows
+        self.shares_passes = not has_experts(model)
         self._rows_factor = 16.0
         # Each call replaces weights inside the modules, so threads must run the model in turn.
         self._lock = threading.Lock()
@@ -299,6 +303,16 @@ def refuse_batch_norm(model: nn.Module) -> None:
                 "record's gradient is its own: replace it by GroupNorm, or keep it frozen in eval "
                 "mode (model.eval() and train = lora or head)"
             )
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Return True for a mixture of experts, by the class names of its modules.
+
+    An expert computes the tokens of all records of a pass in one product. The size of this product
+    depends on all records, and the size decides how a record's numbers are rounded.
+    """
+    names = {type(module).__name__.lower() for module in model.modules()}
+    return any("experts" in name or name.endswith(("moe", "moeblock")) for name in names)
 
 
 def install_batched_layers(model: nn.Module, space: Space) -> None:

@@ -212,7 +212,7 @@ class TextSection(PretrainedSection):
         self._refuse_long(inner, model, spec.shape[0])
         vocabulary = int(inner.vocab_size)
         rows = max(1, min(256, TOKENS_PER_PASS // spec.shape[0]))
-        forms = tokens(model, self.causal)
+        forms = tokens(model, self.causal, spec.shape[0])
         return Built(
             model,
             heads,

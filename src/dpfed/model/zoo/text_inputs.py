@@ -70,20 +70,24 @@ def plain_tokenizer(name: str, key: str) -> Any:
     return tokenizer
 
 
-def tokens(model: nn.Module, causal: bool) -> tuple[Prepare, ...]:
+def tokens(model: nn.Module, causal: bool, length: int) -> tuple[Prepare, ...]:
     """Return functions that prepare token records for the model, the preferred one first.
 
     The first function makes an additive 4-D mask, so that the model runs no `if` on values of
     records. The last function passes the plain 2-D mask, from which a model with sliding windows
-    builds its own mask. For such a model only the last function is returned. No function passes
-    positions: the model computes them.
+    builds its own mask. If records are longer than the window, only the last function is returned.
+    No function passes positions: the model computes them.
+
+    length  tokens of a record
     """
     config: Any = inner_config(model)
     flags = [bool(m.is_causal) for m in model.modules() if hasattr(m, "is_causal")]
     kinds = getattr(config, "layer_types", None) or ()
-    sliding = getattr(config, "sliding_window", None) is not None or "sliding_attention" in kinds
+    window = getattr(config, "sliding_window", None)
+    if window is None:
+        window = 0 if "sliding_attention" in kinds else length
     plain = _form(model, None)
-    if not flags or sliding:
+    if not flags or window < length:
         return (plain,)
     return _form(model, causal or any(flags)), plain
 

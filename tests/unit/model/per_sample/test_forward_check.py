@@ -175,7 +175,7 @@ def ready(model: nn.Module, classes: int = 3) -> tuple[Any, PlainOutputs]:
     spec = InputSpec("text", "input_ids", (8,), classes, vocabulary=20)
     space = space_of(trainable(model))
     theta = space.flatten(trainable(model))
-    forms = tokens(model, False)
+    forms = tokens(model, False, 8)
     built = Built(model, "classifier", forms[0], forms=forms)
     records = spec.synthetic(RECORDS, torch.Generator().manual_seed(0))
     plain = plain_outputs(model, space, theta, records, built.prepare)
@@ -220,7 +220,7 @@ class SwappedLayer(nn.Linear):
 def test_the_comparison_is_with_the_layers_before_they_are_exchanged() -> None:
     """A layer that computes something else after the plain model was called."""
     model, plain = ready(BertForSequenceClassification(BertConfig(**SIZES, num_labels=3)))
-    forms = tokens(model.model, False)
+    forms = tokens(model.model, False, 8)
     assert faithful_form(model, plain, forms) is forms[0]
     model.model.classifier.__class__ = SwappedLayer
     with pytest.raises(DpfedError, match="computes a record differently"):
@@ -268,7 +268,7 @@ def test_the_check_leaves_the_random_state_alone() -> None:
     records = InputSpec("text", "input_ids", (8,), 3, vocabulary=20).synthetic(
         RECORDS, torch.Generator().manual_seed(0)
     )
-    forms = tokens(model, False)
+    forms = tokens(model, False, 8)
     built = Built(model, "classifier", forms[0], forms=forms)
     before = torch.get_rng_state()
     plain = plain_outputs(model, space, space.flatten(trainable(model)), records, forms[0])

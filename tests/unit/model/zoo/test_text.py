@@ -102,7 +102,7 @@ def test_prepared_inputs_are_right_under_vmap(build: Any, pad: int, attention: s
     model = build().eval()
     model.set_attn_implementation(attention)
     inputs = tokens_of(3, 8, 20, pad)
-    batch = {k: x.unsqueeze(1) for k, x in tokens(model, False)[0](inputs).items()}
+    batch = {k: x.unsqueeze(1) for k, x in tokens(model, False, 8)[0](inputs).items()}
     weights = dict(model.named_parameters())
 
     def one(record: dict[str, torch.Tensor]) -> torch.Tensor:
