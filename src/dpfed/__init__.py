@@ -7,8 +7,12 @@ from typing import Any
 
 # Change the version only here: packaging, `dpfed --version` and the documentation read it.
 __version__ = "0.1.0"
-__all__ = ["DpfedError", "DpfedWarning", "Tuned", "fine_tune"]
-_HOMES = {"DpfedError": "dpfed.errors", "DpfedWarning": "dpfed.errors"}
+__all__ = ["Callback", "DpfedError", "DpfedWarning", "TrainedModel", "fine_tune", "load"]
+_HOMES = {
+    "Callback": "dpfed.training.callbacks.base",
+    "DpfedError": "dpfed.errors",
+    "DpfedWarning": "dpfed.errors",
+}
 
 
 def __getattr__(name: str) -> Any:

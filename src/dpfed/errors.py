@@ -16,12 +16,20 @@ COMMAND_LINE = {
     "replace": ", or --force to replace it",
     "classes": "data.classes",
     "clients": "data.clients",
+    "merge": "--merge",
+    "resume": "`dpfed run --resume {}`",
+    "resume server": "`dpfed server --resume --out {}`",
+    "a run folder": "give one that `dpfed run` has made",
 }
 PYTHON = {
     "another out": "choose another out",
     "replace": ", or remove that folder",
     "classes": "classes",
     "clients": "clients",
+    "merge": "merge=True",
+    "resume": "dpfed.fine_tune(..., out='{}', resume=True)",
+    "resume server": "`dpfed server --resume --out {}`",
+    "a run folder": "give one that dpfed.fine_tune or `dpfed run` has made",
 }
 _phrases: ContextVar[Mapping[str, str]] = ContextVar("phrases", default=COMMAND_LINE)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from dpfed.algorithms import REGISTRY as ALGORITHMS
 from dpfed.config import Registry
 from dpfed.data.sources import REGISTRY as DATASETS
+from dpfed.model.given_module import GivenModule
 from dpfed.model.zoo import REGISTRY as MODELS
 
 CONFIGS = Path(__file__).parent / "config" / "presets"
@@ -17,4 +18,5 @@ def registry() -> Registry:
     # Leave out files whose name begins with an underscore: they are bases that presets extend.
     found = (p for p in sorted(CONFIGS.rglob("*.toml")) if not p.name.startswith("_"))
     presets = {str(p.relative_to(CONFIGS).with_suffix("")): p for p in found}
-    return Registry(data=DATASETS, model=MODELS, algorithm=ALGORITHMS, presets=presets)
+    models = {**MODELS, GivenModule.name: GivenModule}
+    return Registry(data=DATASETS, model=models, algorithm=ALGORITHMS, presets=presets)

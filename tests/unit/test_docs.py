@@ -231,7 +231,9 @@ def test_references_are_up_to_date(page: str, maker: ModuleType) -> None:
 def test_every_name_of_the_api_page_exists() -> None:
     text = (DOCS / "reference" / "api.md").read_text(encoding="utf-8")
     names = re.findall(r"^::: (\S+)$", text, re.M)
-    assert {"dpfed.api.fine_tune", "dpfed.api.Tuned", "dpfed.errors.DpfedError"} <= set(names)
+    assert {"dpfed.api.fine_tune", "dpfed.api.TrainedModel", "dpfed.errors.DpfedError"} <= set(
+        names
+    )
     for full_name in names:
         module, _, attribute = full_name.rpartition(".")
         assert hasattr(importlib.import_module(module), attribute), full_name

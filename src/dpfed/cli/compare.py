@@ -76,12 +76,12 @@ def compare(
 
     Example: dpfed compare --algorithms dp-fedavg,dp-fedadamw,"dp-fedadamw:gamma=0" --seeds 3
     """
-    from dpfed.cli.study_watch import StudyWatch, runs_in_words
     from dpfed.registry import DEFAULT, registry
     from dpfed.studies.output import FILES, write
     from dpfed.studies.packs import Packing
     from dpfed.studies.pool import Pool, default_workers
     from dpfed.studies.study import Progress, check, claim, conduct
+    from dpfed.studies.study_watch import StudyWatch, runs_in_words
     from dpfed.training.backends.batched_runs import pack_size
 
     known = registry()

@@ -13,6 +13,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 Partition = Literal["dirichlet_equal", "dirichlet_classwise", "iid", "natural"]
 CountOrAuto = Annotated[int, Ge(1)] | Literal["auto"]
 BoolOrAuto = bool | Literal["auto"]
+Trainable = Literal["lora", "full", "head"] | tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ class ModelSection:
         'folder or hub name of pretrained weights, or "random"; default: those of the model',
     ] = None
     train: Annotated[
-        Literal["lora", "full", "head"],
-        "trained part: adapters and head, the whole model, or the head",
+        Trainable,
+        "adapters and head, the whole model, the head, or a list of modules and tensors",
     ] = "lora"
     lora: LoraSection = field(default_factory=LoraSection)
     adapter: Annotated[

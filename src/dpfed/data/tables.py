@@ -67,6 +67,7 @@ class Source:
     declared     True if the number of classes is public, False if it was taken from the labels
     fingerprint  text that identifies the raw data in cache keys; "" if unknown
     notes        remarks for the user about the files
+    clients      names of the clients, if each gave a data set of its own; else ()
     """
 
     train: Table
@@ -77,6 +78,7 @@ class Source:
     declared: bool = True
     fingerprint: str = ""
     notes: tuple[str, ...] = ()
+    clients: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for part, table in (("training", self.train), ("test", self.test)):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpfed.config import LoraSection, ModelSection
+from dpfed.config import LoraSection, ModelSection, nearest
 from dpfed.errors import DpfedError
 
 PREFIX = "base_model.model."
@@ -57,14 +57,8 @@ def adapt(
     model.requires_grad_(section.train == "full")
     if section.train == "full":
         return Adapted(model, None)
-    if section.train == "head":
-        if not heads:
-            raise DpfedError(
-                'model.train = "head": a language model has no head of its own, '
-                'use "lora" or "full"'
-            )
-        for name in heads:
-            model.get_submodule(name).requires_grad_(True)
+    if section.train != "lora":
+        _mark(model, heads if section.train == "head" else section.train)
         return Adapted(model, None)
     if section.adapter:
         adapted = _from_folder(model, section.adapter, heads)
@@ -75,6 +69,29 @@ def adapt(
             if ".lora_A." in name or ".lora_embedding_A." in name:
                 parameter.requires_grad_(False)
     return adapted
+
+
+def _mark(model: nn.Module, names: tuple[str, ...]) -> None:
+    """Let the named modules and tensors require a gradient.
+
+    Raise DpfedError for a name of which the model has nothing to train.
+    """
+    if not names:
+        raise DpfedError(
+            "model.train names nothing to train, and a language model has no head of its own: "
+            'use "lora", "full" or a list of modules'
+        )
+    tensors = dict(model.named_parameters())
+    for name in names:
+        chosen = [n for n in tensors if n == name or n.startswith(f"{name}.")]
+        if not chosen:
+            known = [*dict(model.named_modules()), *tensors]
+            raise DpfedError(
+                f"model.train names {name!r}, which is no module or tensor with parameters in "
+                f"{type(model).__name__}{nearest(name, known)}"
+            )
+        for tensor in chosen:
+            tensors[tensor].requires_grad_(True)
 
 
 def _new(model: nn.Module, lora: LoraSection, heads: tuple[str, ...], seed: int) -> Adapted:

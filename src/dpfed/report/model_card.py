@@ -14,6 +14,7 @@ from jinja2 import Environment, PackageLoader
 from dpfed.config import Config
 from dpfed.errors import counted
 from dpfed.model.export_files import Companions
+from dpfed.model.given_module import GivenModule
 from dpfed.privacy.accounting.guarantee import NOT_COVERED, PUBLIC
 from dpfed.privacy.published import show_delta, show_loss, show_score
 from dpfed.training.budget.recorded_spending import RecordedSpending
@@ -75,6 +76,7 @@ def model_card(
         seeded=result["release"].startswith(SEEDED) or (spending is not None and spending.seeded),
         dealt_notes=[] if spending is None or spending.served else dealt_note(config),
         own_model=config.model.name in OWN_MODELS,
+        given=config.model.name == GivenModule.name,
         causal=getattr(config.model, "causal", False),
         auto_class=auto_class,
         task=task,
@@ -125,6 +127,8 @@ def _base(config: Config) -> str:
         return f"{name} with the random weights of that run, which only `--merge` exports"
     if _is_hub_name(weights):
         return f"`{weights}`"
+    if name == GivenModule.name:
+        return "the module as it was before training"
     place = f"{name} as it comes with dpfed"
     if weights is not None:
         place = f"a copy of `{Path(weights).expanduser().resolve().name}`"

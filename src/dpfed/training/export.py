@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from dpfed.config import Config, load
-from dpfed.errors import DpfedError
+from dpfed.errors import DpfedError, phrase
 from dpfed.model.build import AssembledModel, assemble
 from dpfed.model.export_files import Companions, Reading
+from dpfed.model.parameter_vector import Space
 from dpfed.model.task import InputSpec
 from dpfed.privacy.noise import Streams
 from dpfed.registry import registry
@@ -60,42 +62,58 @@ class Trained:
         reading = Reading(getattr(data, "size", None), getattr(data, "colour", "rgb") == "grey")
         return self.parts.built.companions(reading)
 
+    @property
+    def spending_record(self) -> str:
+        """The spending record of the trained weights, as JSON text."""
+        realised = self.accounts.realised if self.accounts else None
+        return json.dumps(spending_of(self.result["release"], realised), indent=1)
 
-def read_run(folder: Path) -> Trained:
-    """Read configuration, result, trained model and ledger of a run from its folder."""
+
+def run_settings(folder: Path) -> tuple[Config, dict[str, Any], InputSpec]:
+    """Return configuration, result and input facts of a run with a trained model."""
     if not (folder / CONFIG).is_file():
-        raise DpfedError(f"{folder} is not the folder of a run: give one that `dpfed run` has made")
+        raise DpfedError(f"{folder} is not the folder of a run: {phrase('a run folder')}")
     config = load(folder / CONFIG, [], registry())
     result = read_result(folder)
     try:
-        private = result["release"] != NO_PRIVACY
         spec = InputSpec(**{**result["input"], "shape": tuple(result["input"]["shape"])})
+        # A result without a release note is damaged, too.
+        _ = result["release"]
     except (KeyError, TypeError):
         raise DpfedError(
-            f"the run in {folder} has no result yet: let it finish, or `dpfed run --resume "
-            f"{folder}`"
+            f"the run in {folder} has no result yet: let it finish, or "
+            f"{phrase('resume').format(folder)}"
         ) from None
+    return config, result, spec
+
+
+def read_run(folder: Path) -> Trained:
+    """Read configuration, result, trained model and ledger of a run from its folder."""
+    config, result, spec = run_settings(folder)
     streams = Streams(config.run.seed)
     seeds = (streams.number("init"), streams.number("init", 1))
     parts = assemble(config.model, spec, seeds, **block_rules(config))
-    _load_weights(parts, folder / MODEL)
+    with torch.no_grad():
+        for name, value in trained_tensors(folder, parts.space).items():
+            parts.adapted.model.get_parameter(name).copy_(value)
+    private = result["release"] != NO_PRIVACY
     return Trained(config, result, parts, read_recorded_spending(folder) if private else None)
 
 
-def _load_weights(parts: AssembledModel, path: Path) -> None:
+def trained_tensors(folder: Path, space: Space) -> dict[str, Tensor]:
+    """Return the trained tensors of a run; raise DpfedError if they do not fit `space`."""
+    path = folder / MODEL
     try:
         trained = load_file(path)
     except (OSError, SafetensorError):
         raise DpfedError(
             f"{path} is missing or damaged: the trained weights cannot be read"
         ) from None
-    shapes = dict(zip(parts.space.names, parts.space.shapes, strict=True))
+    shapes = dict(zip(space.names, space.shapes, strict=True))
     for name in [*shapes, *trained]:
         if name not in trained or shapes.get(name) != trained[name].shape:
             raise DpfedError(f"{path} does not fit the model of its own configuration: see {name}")
-    with torch.no_grad():
-        for name, value in trained.items():
-            parts.adapted.model.get_parameter(name).copy_(value)
+    return trained
 
 
 def export(trained: Trained, out: Path, merge: bool = False) -> str:
@@ -107,13 +125,12 @@ def export(trained: Trained, out: Path, merge: bool = False) -> str:
         raise DpfedError(f"{out} is not empty: choose a new folder")
     if merge and trained.config.model.train != "lora":
         raise DpfedError(
-            f'--merge joins an adapter with its base; train = "{trained.config.model.train}" has '
-            "none"
+            f"{phrase('merge')} joins an adapter with its base; "
+            f"train = {trained.config.model.train!r} has none"
         )
     peft = trained.parts.adapted.peft
-    realised = trained.accounts.realised if trained.accounts else None
-    record = json.dumps(spending_of(trained.result["release"], realised), indent=1)
-    _configure(trained)
+    record = trained.spending_record
+    configure(trained)
     kind = "model"
     with short_errors(out):
         out.mkdir(parents=True, exist_ok=True)
@@ -134,7 +151,7 @@ def export(trained: Trained, out: Path, merge: bool = False) -> str:
     return kind
 
 
-def _configure(trained: Trained) -> None:
+def configure(trained: Trained) -> None:
     """Add class names and model-specific entries to the model configuration that is exported."""
     config = getattr(trained.parts.adapted.model, "config", None)
     if config is None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dpfed.config import Config
-from dpfed.errors import DpfedError, InterruptedRunError
+from dpfed.errors import DpfedError, InterruptedRunError, phrase
 from dpfed.privacy.accounting.guarantee import refuse_large_delta
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.training.backends.client_state import ClientStates
@@ -98,9 +98,9 @@ class OpenRun:
         """Write to run.json that a signal stopped the run; return the error for the user."""
         rounds = self.metrics.rounds
         after = f"after round {rounds[-1].t}" if rounds else "before round 1"
-        command = "dpfed server --resume --out" if self.job.served else "dpfed run --resume"
         folder = self.place.folder
-        sentence = f"stopped by {error.signal} {after}; go on with `{command} {folder.path}`"
+        command = phrase("resume server" if self.job.served else "resume").format(folder.path)
+        sentence = f"stopped by {error.signal} {after}; go on with {command}"
         result = {"run": self.place.name, "state": "interrupted", "release": self.place.note}
         folder.save_result({**result, "stopped": sentence})
         return InterruptedRunError(error.signal, error.number, sentence)

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from dpfed.cli.compare import PLAIN_WIDTH, choices, show_table
-from dpfed.cli.study_watch import StudyWatch
 from dpfed.report.tables import Row, Table, cells, shown_columns
 from dpfed.studies.arms import Arm
 from dpfed.studies.outcomes import Outcome, Task
 from dpfed.studies.search import Score
 from dpfed.studies.study import ArmResult, EndedRun, Planned
+from dpfed.studies.study_watch import StudyWatch
 
 ACCURACIES = (0.9106, 0.9217, 0.8994)
 TRAFFIC = {

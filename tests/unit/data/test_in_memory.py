@@ -248,7 +248,7 @@ def test_columns_of_no_use_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (3, "must be a dictionary of columns, a data frame or a dataset, not int"),
+        (3, "must be a dictionary of columns, a data frame, .* or a torch Dataset, not int"),
         ([1, 2], "not list"),
         ({}, "no column called label or labels or y"),
         ({"text": ["a"]}, "no column called label .* it has: text"),
@@ -278,8 +278,9 @@ def test_columns_of_no_use_are_left_out() -> None:
         ({"features": [[1.0], [np.inf]], "label": [0, 1]}, "must be finite numbers"),
         ({"features": [["a"], ["b"]], "label": [0, 1]}, "must be finite numbers"),
         ({"features": [1.0, 2.0], "label": [0, 1]}, "one row for each record"),
-        ({"image": np.zeros((2, 3, 4, 4)), "label": [0, 1]}, r"row 0 .* \(uint8\)"),
-        ({"pixel_values": np.zeros((2, 3, 4, 4), np.float32), "label": [0, 1]}, "is no picture"),
+        ({"image": np.zeros((2, 3, 4, 4), np.int64), "label": [0, 1]}, r"row 0 .* \(uint8\)"),
+        ({"image": np.full((2, 3, 4, 4), 1.5), "label": [0, 1]}, "pixels outside 0 to 1"),
+        ({"image": np.full((2, 3, 4, 4), np.nan), "label": [0, 1]}, "pixels outside 0 to 1"),
         ({"image": np.zeros((2, 5, 4, 7), np.uint8), "label": [0, 1]}, "1 or 3 channels"),
         ({"image": ["a.png", "b.png"], "label": [0, 1]}, "is no picture"),
         (

@@ -139,7 +139,7 @@ def test_without_an_adapter_the_whole_model_is_written(tmp_path: Path, train: st
     inputs, scores = own_logits(folder, images())
     pixels = read_run(folder).parts.built.prepare(dict(inputs))
     torch.testing.assert_close(logits_of(whole, pixels), scores, atol=1e-5, rtol=1e-5)
-    with pytest.raises(DpfedError, match=f'--merge.*train = "{train}"'):
+    with pytest.raises(DpfedError, match=f"--merge.*train = '{train}'"):
         write_export(folder, tmp_path / "other", merge=True)
     assert not (tmp_path / "other").exists()
 

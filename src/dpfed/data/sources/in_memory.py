@@ -1,4 +1,4 @@
-"""Columns that a program passes to `dpfed.fine_tune`: a dictionary, a data frame or a dataset.
+"""Data in memory that a program passes to `dpfed.fine_tune`.
 
 The name of a column says what it holds: labels, texts, images or feature vectors.
 """
@@ -12,25 +12,15 @@ from typing import Any
 import numpy as np
 
 from dpfed.config import DataSection
-from dpfed.data.cache import text_array
 from dpfed.data.columns import is_missing
 from dpfed.data.labels import Column, Encoded, encode
+from dpfed.data.memory_columns import LABELS, client_data, columns_of, joined
+from dpfed.data.memory_inputs import array_of, inputs_of, pick
 from dpfed.data.tables import Kind, Source, Table
 from dpfed.errors import DpfedError
 
-LABELS = ("label", "labels", "y")
-PAIRS = (
-    ("text", "text_pair"),
-    ("sentence1", "sentence2"),
-    ("premise", "hypothesis"),
-    ("question", "sentence"),
-    ("question1", "question2"),
-)
-TEXTS = ("text", "sentence")
-IMAGES = ("image", "img", "pixel_values")
-FEATURES = ("features",)
-# A column of this name holds images if its first value is an image, else feature vectors.
-EITHER = "x"
+# Column that names the client of each record, if each client gave a data set of its own.
+CLIENT = "client"
 
 
 @dataclass(frozen=True)
@@ -44,37 +34,100 @@ class InMemory(DataSection):
         )
 
 
+@dataclass(frozen=True)
+class _Given:
+    """The columns of one data set, and facts about them.
+
+    part         "train" or "test", for errors
+    class_names  class names that the data set states for its labels; () if none
+    clients      names of the clients, if each gave a data set of its own
+    """
+
+    columns: Mapping[str, Any]
+    part: str
+    class_names: tuple[str, ...] = ()
+    clients: tuple[str, ...] = ()
+
+
 def source_of(train: Any, test: Any, classes: Sequence[str] | int | None = None) -> Source:
     """Return a source of a training and a test table with the same columns.
 
+    train    private records: one data set, or one for each client in a list or a dictionary
+    test     public records
     classes  names of the classes in the order of their numbers, or the number of classes;
              None for the classes that occur in the tables
     """
     if train is test:
         raise DpfedError("test is train: the test set is public and must be other records")
-    labels = _labels(train, test, classes)
-    first, kind = _table(train, labels.parts[0], "train")
-    second, other = _table(test, labels.parts[1], "test")
+    private, public = _given(train, "train"), _given(test, "test")
+    labels = _labels(private, public, classes)
+    first, kind = _table(private, labels.parts[0])
+    second, other = _table(public, labels.parts[1])
     if kind != other or first.inputs.keys() != second.inputs.keys():
         raise DpfedError(
             f"train has {kind} {sorted(first.inputs)} and test has {other} {sorted(second.inputs)}"
         )
     for name, x in first.inputs.items():
-        if x.shape[1:] != second.inputs[name].shape[1:]:
+        _refuse_unlike(x, second.inputs[name])
+    white = 255.0
+    if kind == "image" and first.inputs["pixel_values"].dtype == np.float32:
+        white = 1.0
+    return Source(
+        first,
+        second,
+        labels.names,
+        kind,
+        white=white,
+        declared=labels.declared,
+        clients=private.clients,
+    )
+
+
+def _refuse_unlike(train: np.ndarray, test: np.ndarray) -> None:
+    if train.shape[1:] != test.shape[1:]:
+        raise DpfedError(
+            f"a record of train has shape {train.shape[1:]} and one of test {test.shape[1:]}"
+        )
+    if train.dtype != test.dtype:
+        raise DpfedError(
+            f"train has values of type {train.dtype} and test of type {test.dtype}: "
+            "give both the same type"
+        )
+
+
+def _given(data: Any, part: str) -> _Given:
+    """Return the columns of a data set; the data sets of several clients are put together."""
+    clients = client_data(data)
+    if not clients:
+        return _Given(columns_of(data, part), part, _class_names(data))
+    if part == "test":
+        raise DpfedError(
+            "test has one data set for each client: the test set is the server's, so give one"
+        )
+    tables = {name: columns_of(value, f"train[{name!r}]") for name, value in clients.items()}
+    first, *_ = tables.values()
+    for name, table in tables.items():
+        if table.keys() != first.keys():
             raise DpfedError(
-                f"a record of train has shape {x.shape[1:]} and one of test "
-                f"{second.inputs[name].shape[1:]}"
+                f"train[{name!r}] has the columns {', '.join(table)}, and the first client has "
+                f"{', '.join(first)}: give every client the same columns"
             )
-    return Source(first, second, labels.names, kind, declared=labels.declared)
+    columns = {key: joined([table[key] for table in tables.values()]) for key in first}
+    label = pick(first, LABELS) or next(iter(first))
+    owners = [name for name, table in tables.items() for _ in range(len(table[label]))]
+    columns[CLIENT] = np.array(owners)
+    stated = {_class_names(value) for value in clients.values()}
+    names = stated.pop() if len(stated) == 1 else ()
+    return _Given(columns, part, names, tuple(clients))
 
 
-def _labels(train: Any, test: Any, classes: Sequence[str] | int | None) -> Encoded:
+def _labels(train: _Given, test: _Given, classes: Sequence[str] | int | None) -> Encoded:
     """Return the class numbers of the training and test labels, which are names or numbers."""
-    parts = [_label_column(data, part) for data, part in ((train, "train"), (test, "test"))]
+    parts = [_label_column(given) for given in (train, test)]
     columns = [column for column, _ in parts]
     if classes is not None:
         return encode(columns, _declared(classes))
-    stated = _class_names(train)
+    stated = train.class_names
     if stated and all(isinstance(value, int) for column in columns for value in column.values):
         # A dataset with named classes stores each label as a position in its list of names.
         return replace(encode(columns, len(stated)), names=stated)
@@ -99,18 +152,18 @@ def _declared(classes: Sequence[str] | int) -> tuple[str, ...] | int:
     return tuple(map(str, classes))
 
 
-def _label_column(data: Any, part: str) -> tuple[Column, tuple[str, ...]]:
+def _label_column(given: _Given) -> tuple[Column, tuple[str, ...]]:
     """Return the labels of a table, and the categories of their column in order.
 
     If the column is not categorical, the categories are ().
     """
-    columns = _columns(data, part)
-    label = _pick(columns, LABELS)
+    columns, part = given.columns, given.part
+    label = pick(columns, LABELS)
     if label is None:
         raise DpfedError(
             f"{part} has no column called {' or '.join(LABELS)}; it has: {', '.join(columns)}"
         )
-    labels = _array(columns[label])
+    labels = array_of(columns[label])
     if labels.ndim != 1 or len(labels) == 0:
         raise DpfedError(
             f"the column {label} of {part} must be a non-empty list with one label for each record"
@@ -125,7 +178,7 @@ def _label_column(data: Any, part: str) -> tuple[Column, tuple[str, ...]]:
 def _class_names(data: Any) -> tuple[str, ...]:
     """Return the class names that a dataset states for its label column; () if none."""
     features = getattr(data, "features", None)
-    label = _pick(features, LABELS) if isinstance(features, Mapping) else None
+    label = pick(features, LABELS) if isinstance(features, Mapping) else None
     if label is None:
         return ()
     return tuple(getattr(features[label], "names", None) or ())  # type: ignore[index]
@@ -140,31 +193,20 @@ def _refuse_negative(column: Column) -> None:
             )
 
 
-def _table(data: Any, labels: np.ndarray, part: str) -> tuple[Table, Kind]:
-    columns = _columns(data, part)
-    inputs, kind, used = _inputs(columns, part)
+def _table(given: _Given, labels: np.ndarray) -> tuple[Table, Kind]:
+    columns, part = given.columns, given.part
+    inputs, kind, used = inputs_of(columns, part)
     for name, values in inputs.items():
         if len(values) != len(labels):
             raise DpfedError(f"{part} has {len(labels)} labels and {len(values)} of {name}")
-    used |= {str(_pick(columns, LABELS))}
+    used |= {str(pick(columns, LABELS))}
     rest = {
-        name: _array(values)
+        name: array_of(values)
         for name, values in columns.items()
         if name not in used and _names_clients(values)
     }
     flat = {name: values for name, values in rest.items() if values.shape == labels.shape}
     return Table(inputs, labels, flat), kind
-
-
-def _array(values: Any) -> np.ndarray:
-    """Return the values as an array; its shape is () if the rows have different lengths.
-
-    The callers raise an error for the shape ().
-    """
-    try:
-        return np.asarray(values)
-    except ValueError:
-        return np.empty((), dtype=object)
 
 
 def _names_clients(values: Any) -> bool:
@@ -175,112 +217,3 @@ def _names_clients(values: Any) -> bool:
     """
     kinds = str | int | float | np.generic | None
     return len(values) > 0 and isinstance(next(iter(values)), kinds)
-
-
-def _columns(data: Any, part: str) -> dict[str, Any]:
-    if isinstance(data, Mapping):
-        return dict(data)
-    names = getattr(data, "column_names", None)
-    if names is None:
-        names = list(getattr(data, "columns", ()))
-    if not names:
-        raise DpfedError(
-            f"{part} must be a dictionary of columns, a data frame or a dataset, "
-            f"not {type(data).__name__}"
-        )
-    return {str(name): data[name] for name in names}
-
-
-def _pick(columns: Mapping[str, Any], names: Sequence[str]) -> str | None:
-    return next((name for name in names if name in columns), None)
-
-
-def _inputs(columns: Mapping[str, Any], part: str) -> tuple[dict[str, np.ndarray], Kind, set[str]]:
-    """Return the model's inputs by name, their kind, and the names of the columns used."""
-    singles = [(name,) for name in TEXTS]
-    texts = next((c for c in (*PAIRS, *singles) if all(name in columns for name in c)), None)
-    if texts is not None:
-        names = zip(("text", "text_pair"), texts, strict=False)
-        inputs = {key: _strings(columns[name], name, part) for key, name in names}
-        return inputs, "text", set(texts)
-    picture = EITHER in columns and _is_picture(columns[EITHER])
-    image = _pick(columns, (*IMAGES, EITHER) if picture else IMAGES)
-    if image is not None:
-        return {"pixel_values": _pixels(columns[image], image, part)}, "image", {image}
-    plain = _pick(columns, (*FEATURES, EITHER))
-    if plain is not None:
-        return {"features": _features(columns[plain], plain, part)}, "features", {plain}
-    raise DpfedError(
-        f"{part} has no column that a model reads: call one {TEXTS[0]!r}, {IMAGES[0]!r} or "
-        f"{FEATURES[0]!r}; it has: {', '.join(columns)}"
-    )
-
-
-def _is_picture(values: Any) -> bool:
-    first = next(iter(values), None)
-    return hasattr(first, "convert") or _array(first).ndim >= 2
-
-
-def _strings(values: Any, name: str, part: str) -> np.ndarray:
-    for i, value in enumerate(values):
-        if not isinstance(value, str):
-            raise DpfedError(
-                f"row {i} of the column {name} of {part} is no text but {type(value).__name__}"
-            )
-    return text_array(list(values))
-
-
-def _features(column: Any, name: str, part: str) -> np.ndarray:
-    values = _array(column)
-    if values.dtype.kind in "iufb":
-        values = values.astype(np.float32)
-    if values.ndim != 2 or values.dtype != np.float32 or not np.isfinite(values).all():
-        raise DpfedError(
-            f"the column {name} of {part} must be finite numbers, one row for each record"
-        )
-    return values
-
-
-def _pixels(values: Any, name: str, part: str) -> np.ndarray:
-    """Return images as uint8 [n, channels, height, width].
-
-    If any image has colour, grey images get three equal channels.
-    """
-    rows: list[np.ndarray] = []
-    for i, picture in enumerate(values):
-        pixels = _channels_first(picture)
-        if pixels is None:
-            raise DpfedError(
-                f"row {i} of the column {name} of {part} is no picture of whole numbers from 0 to "
-                "255 (uint8) with 1 or 3 channels"
-            )
-        rows.append(pixels)
-        if pixels.shape[1:] != rows[0].shape[1:]:
-            raise DpfedError(
-                f"row {i} of the column {name} of {part} has {pixels.shape[1]} x {pixels.shape[2]} "
-                f"pixels and row 0 has {rows[0].shape[1]} x {rows[0].shape[2]}: pictures must be "
-                "of one size"
-            )
-    if not rows:
-        raise DpfedError(f"the column {name} of {part} is empty")
-    channels = max(len(row) for row in rows)
-    same = [np.broadcast_to(row, (channels, *row.shape[1:])) for row in rows]
-    return np.ascontiguousarray(np.stack(same))
-
-
-def _channels_first(picture: Any) -> np.ndarray | None:
-    """Return a picture as [channels, height, width], or None if the value is not a picture.
-
-    If the first and the last axis could both be the channels, take the first axis as channels.
-    """
-    is_image = hasattr(picture, "convert")
-    if is_image:
-        picture = picture.convert("L" if picture.mode in ("L", "1") else "RGB")
-    pixels = _array(picture)
-    if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or 0 in pixels.shape:
-        return None
-    if pixels.ndim == 2:
-        return pixels[None]
-    if pixels.shape[0] in (1, 3) and not is_image:
-        return pixels
-    return np.moveaxis(pixels, -1, 0) if pixels.shape[-1] in (1, 3) else None

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from dpfed.errors import DpfedError
+from dpfed.model.per_sample.failing_layer import failing_layer
 from dpfed.model.per_sample.forward_check import first_words
 from dpfed.model.per_sample.gradients import Batch, PerSample
 
@@ -118,8 +119,9 @@ def _check_gradients(
     try:
         together = records.together(model)
     except Exception as error:
+        layer = failing_layer(model.model, lambda: records.together(model))
         raise DpfedError(
-            f"per-sample gradients of {kind} cannot be computed "
+            f"per-sample gradients of {kind} cannot be computed{layer} "
             f"({first_words(error)}): {_way_out(model)}"
         ) from error
     alone = records.one_by_one(model)

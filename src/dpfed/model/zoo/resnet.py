@@ -8,12 +8,13 @@ records of a batch, so every norm is a GroupNorm. LoRA adapts the convolutions, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from annotated_types import Ge
 from torch import Tensor, nn
 
 from dpfed.config import ModelSection
+from dpfed.config.sections import Trainable
 from dpfed.errors import DpfedError
 from dpfed.model.export_files import ImageInput, image_companions
 from dpfed.model.task import InputSpec
@@ -79,7 +80,7 @@ class ResNet(nn.Module):
 class GNResNet18(ModelSection):
     name: str = "gn-resnet18"
     train: Annotated[
-        Literal["lora", "full", "head"], "what is trained: adapters and head, all, the head"
+        Trainable, "what is trained: adapters and head, all, the head, or a list of names"
     ] = "full"
     groups: Annotated[int, Ge(1), "groups of every GroupNorm"] = 32
     width: Annotated[

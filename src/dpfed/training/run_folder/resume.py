@@ -8,7 +8,7 @@ from typing import Any
 
 from dpfed.config import Config, to_dict
 from dpfed.config.key_history import as_first_written
-from dpfed.errors import DpfedError
+from dpfed.errors import DpfedError, phrase
 from dpfed.training.run_folder.files import (
     CHECKPOINTS,
     COHORTS,
@@ -57,7 +57,7 @@ def changes(out: Path, config: Config) -> list[tuple[str, Any, Any]]:
     stored = read_settings(out)
     if stored is None:
         raise DpfedError(
-            f"{out} is not the folder of a run: --resume needs one that `dpfed run` has made"
+            f"{out} is not the folder of a run, so it cannot be resumed: {phrase('a run folder')}"
         )
     earlier = as_first_written({k: table for k, table in stored.items() if isinstance(table, dict)})
     found = []

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
 from dpfed.errors import counted
 from dpfed.privacy.published import show_score
+from dpfed.studies.study import EndedRun, Planned
 from dpfed.training.callbacks.progress import Display
-
-if TYPE_CHECKING:
-    from dpfed.studies.study import EndedRun, Planned
 
 
 class StudyWatch(Display):

@@ -16,10 +16,10 @@ from export_case import base
 from PIL import Image
 
 import dpfed
-from dpfed import api
+from dpfed.api import settings as api_settings
 from dpfed.errors import DpfedError
 
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[3] / "README.md"
 WORDS = ["good film", "bad film", "so good", "so bad"]
 QUICK = {
     "run.rounds": 1,
@@ -36,7 +36,7 @@ def texts(count: int = 24) -> dict[str, list[Any]]:
     return {"text": chosen, "label": [int("bad" in t) for t in chosen]}
 
 
-def tune(model: Any, train: Any, test: Any, **keys: Any) -> dpfed.Tuned:
+def tune(model: Any, train: Any, test: Any, **keys: Any) -> dpfed.TrainedModel:
     keys.setdefault("epsilon", None)
     more = {} if keys["epsilon"] else {"privacy.sigma": 1.0}
     return dpfed.fine_tune(
@@ -57,7 +57,7 @@ def test_the_lines_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(lines) <= 5
     monkeypatch.chdir(tmp_path)
     base("bert", tmp_path / "my-model-folder")
-    usual = api._defaults
+    usual = api_settings.defaults
 
     def fewer(*args: Any) -> dict[str, Any]:
         made = usual(*args)
@@ -67,10 +67,10 @@ def test_the_lines_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             "model": {"max_length": 5, "liveness": False},
         }
 
-    monkeypatch.setattr(api, "_defaults", fewer)
+    monkeypatch.setattr(api_settings, "defaults", fewer)
     place: dict[str, Any] = {"train": texts(20 * 17), "test": texts(8)}
     exec(block, place)
-    assert 0 < place["tuned"].epsilon["server_worst"] <= 4.0
+    assert 0 < place["trained"].epsilon["server_worst"] <= 4.0
     assert (tmp_path / "my-adapter" / "adapter_model.safetensors").is_file()
     assert "## Privacy" in (tmp_path / "my-adapter" / "README.md").read_text()
 
@@ -245,8 +245,8 @@ def test_a_target_epsilon_and_no_privacy(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "keys", "words"),
     [
-        (3, {}, "must be a name, a folder or a Hugging Face model, not int"),
-        (torch.nn.Linear(2, 2), {}, "must be a name, a folder or a Hugging Face model, not Linear"),
+        (3, {}, "must be a name, a folder, a Hugging Face model or a torch module, not int"),
+        (torch.nn.Linear(2, 2), {}, "does not read text: choose a language model"),
         ("no-such-folder/at/all", {}, "is not a folder"),
         (
             "linear",
@@ -299,7 +299,14 @@ def test_mistakes_are_one_sentence(
 
 
 def test_importing_is_cheap_and_typing_finds_the_names() -> None:
-    assert set(dpfed.__all__) == {"DpfedError", "DpfedWarning", "Tuned", "fine_tune"}
+    assert set(dpfed.__all__) == {
+        "Callback",
+        "DpfedError",
+        "DpfedWarning",
+        "TrainedModel",
+        "fine_tune",
+        "load",
+    }
     assert set(dpfed.__all__) <= set(dir(dpfed))
     code = "import sys, dpfed; dir(dpfed); print('torch' in sys.modules, 'fine_tune' in dir(dpfed))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

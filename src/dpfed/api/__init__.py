@@ -1,0 +1,13 @@
+"""The Python interface: fine-tune a model on a data set, and use, store or publish the result.
+
+import dpfed
+
+trained = dpfed.fine_tune("my-model-folder", train, test, clients=20, epsilon=4.0)
+print(trained.accuracy, trained.epsilon)
+trained.export("my-adapter")
+"""
+
+from dpfed.api.fine_tuning import fine_tune
+from dpfed.api.trained_model import TrainedModel, load
+
+__all__ = ["TrainedModel", "fine_tune", "load"]

@@ -1,0 +1,62 @@
+"""The rounds of a run as a data frame: scores, epsilon of each observer, and seconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dpfed.privacy.accounting.guarantee import Planned
+from dpfed.training.budget.recorded_spending import RecordedSpending, read_recorded_spending
+from dpfed.training.budget.release import NO_PRIVACY
+from dpfed.training.run_folder.files import METRICS, read_rows
+
+if TYPE_CHECKING:
+    import pandas
+
+# Largest number of rounds for which the planned epsilons are computed. In longer histories they are
+# computed for this many rounds, because each takes the accountant some time.
+POINTS = 25
+
+
+def history_of(folder: Path, result: Mapping[str, Any], causal: bool) -> pandas.DataFrame:
+    """Return a data frame with one row per round; round 0 is the model before training.
+
+    causal  True for a language model, whose loss is also given as a perplexity
+
+    The columns `epsilon_server_worst` and `epsilon_third_party` are planned figures after a round.
+    `epsilon_server_max` is the largest epsilon that a client has really spent.
+    """
+    import pandas
+
+    rows = [dict(row) for row in read_rows(folder / METRICS)]
+    epsilons: dict[int, tuple[float, float]] = {}
+    if result.get("release") != NO_PRIVACY:
+        epsilons = _epsilons(read_recorded_spending(folder), [int(row["round"]) for row in rows])
+    for row in rows:
+        row.pop("release", None)
+        loss = row.get("loss")
+        if causal:
+            row["perplexity"] = None if loss is None else math.exp(min(loss, 700.0))
+        server, third_party = epsilons.get(row["round"], (None, None))
+        row |= {"epsilon_server_worst": server, "epsilon_third_party": third_party}
+    first = ["round", "accuracy", "loss"] + (["perplexity"] if causal else [])
+    last = ["epsilon_server_worst", "epsilon_server_max", "epsilon_third_party", "seconds"]
+    others = [key for row in rows for key in row if key not in {*first, *last}]
+    frame = pandas.DataFrame(rows, columns=[*first, *last, *dict.fromkeys(others)])
+    return frame.set_index("round")
+
+
+def _epsilons(spending: RecordedSpending, rounds: list[int]) -> dict[int, tuple[float, float]]:
+    """Return the planned epsilons of server and third party after at most POINTS of the rounds."""
+    planned: Planned = spending.realised
+    done = [t for t in rounds if 0 < t <= planned.rounds]
+    step = max(1, -(-len(done) // POINTS))
+    # The last round is always among them.
+    at = done[::-1][::step]
+    figures = {}
+    for t in at:
+        server = planned.server(t)
+        figures[t] = (server, server if spending.void else planned.third_party_after(t))
+    return figures

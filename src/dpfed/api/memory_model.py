@@ -1,0 +1,91 @@
+"""Models that a program holds in memory: save them beside a run, with what was spent on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from dpfed.api.settings import is_plain_module
+from dpfed.config import Config
+from dpfed.errors import DpfedError
+from dpfed.model.zoo.hub import HubSilentError
+from dpfed.training.budget.prior_spending import checked, record_of, write_record
+
+# Attribute of a model in memory that holds the spending record of its training.
+SPENT = "dpfed_spending"
+
+
+def refuse_tokenizer(model: Any, tokenizer: Any) -> None:
+    if tokenizer is not None and isinstance(model, str | Path):
+        raise DpfedError(
+            f"tokenizer is for a model in memory, and model = {str(model)!r} has its own: "
+            "leave it out, or give model.tokenizer in settings"
+        )
+
+
+def base_folder(out: Path) -> Path:
+    """Return the folder beside the run folder `out` that holds the model from memory."""
+    return out.with_name(out.name + "-base")
+
+
+def save_model(model: Any, tokenizer: Any, folder: Path, config: Config) -> Path:
+    """Save a model from memory in a new folder beside the run's folder, and return this folder.
+
+    If earlier training of the model has spent privacy, save its spending record, too.
+    """
+    if not hasattr(model, "save_pretrained") and not is_plain_module(model):
+        raise DpfedError(
+            "model must be a name, a folder, a Hugging Face model or a torch module, "
+            f"not {type(model).__name__}"
+        )
+    if hasattr(config.model, "tokenizer") and config.model.tokenizer is None and tokenizer is None:
+        raise DpfedError(
+            "a language model in memory needs its tokenizer: "
+            "fine_tune(model, ..., tokenizer=tokenizer)"
+        )
+    base = base_folder(folder)
+    if base.exists():
+        raise DpfedError(f"{base} exists: choose another out")
+    # Read the spending record first: if it is damaged, stop before anything is written.
+    record = _spending_record(model)
+    # Write the record before the weights, so that no weights exist without it. Write it again
+    # afterwards: the second call embeds the record in the weights' file.
+    if record is not None:
+        write_record(base, record)
+    _write_weights(model, base)
+    if record is not None:
+        write_record(base, record)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(base))
+    return base
+
+
+def _write_weights(model: Any, base: Path) -> None:
+    if not is_plain_module(model):
+        model.save_pretrained(str(base))
+        return
+    base.mkdir(parents=True, exist_ok=True)
+    # Copy each tensor, because safetensors refuses tensors that share memory.
+    state = {name: x.detach().cpu().contiguous().clone() for name, x in model.state_dict().items()}
+    save_file(state, base / "model.safetensors")
+
+
+def _spending_record(model: Any) -> str | None:
+    """Return the spending record of a model in memory; None if it is unknown.
+
+    The record is that of the run which trained the model in this program, or of the files that
+    the model was loaded from.
+    """
+    stored = getattr(model, SPENT, None)
+    if stored is not None:
+        return checked(stored, "the model in memory").text
+    origin = str(getattr(model, "name_or_path", None) or "")
+    try:
+        record = record_of(origin) if origin else None
+    except HubSilentError:
+        # The hub does not answer. Without a record, each epsilon of the run comes with a note that
+        # it does not count earlier training.
+        return None
+    return record.text if record else None

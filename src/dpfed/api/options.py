@@ -1,0 +1,91 @@
+"""The keyword arguments of `fine_tune`, with their types, so that an editor can complete them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Switches(TypedDict, total=False):
+    """Keys of [algorithm]; `dpfed list algorithms --json` says which algorithm has which key."""
+
+    a: float
+    agg: Literal["mean", "full_v", "off"]
+    agg_weights: Literal["uniform", "size"]
+    alpha: float
+    bc: bool
+    bc_floor: float
+    bc_floor_abs: float
+    bc_level: Literal["coordinate", "block"]
+    beta1: float
+    beta2: float | None
+    eps: float
+    equal_eps: bool
+    fafed_vr: bool
+    fedopt_preset: Literal["default", "authors"]
+    gamma: float
+    granularity: Literal["block", "tensor"]
+    lada_amsgrad: bool
+    lr: float
+    ls_sigma: float
+    ls_where: Literal["server", "client_grad"]
+    rho: float
+    sam_batches: Literal["shared", "independent"]
+    scaffold_c: Literal["mean", "displacement"]
+    server_lr: float
+    server_opt: Literal["adam", "yogi", "adagrad"]
+    tau: float | None
+    weight_decay: float
+
+
+class Options(Switches, total=False):
+    """Keywords that say what is trained, on what terms.
+
+    Attributes:
+        clients: Number of simulated clients; default 10.
+        epsilon: Target for the server's view of a client in every round. "auto", the default, is
+            8.0, unless `settings` give privacy.sigma. With None, `settings` must give
+            privacy.sigma or privacy.enabled = False.
+        delta: Default 1e-5.
+        rounds: Default 50.
+        algorithm: Name of an algorithm; default "dp-fedadamw". Its switches, such as `lr`, are
+            further keywords.
+        trainable: Adapters and head ("lora"), the head, the whole model, or names of modules and
+            tensors. The default depends on the model.
+        classes: Class names in the order of their numbers, or their count; default: from labels.
+        tokenizer: Tokenizer of a language model in memory.
+        settings: Other configuration keys, such as {"run.local_steps": 5}.
+    """
+
+    clients: int | None
+    epsilon: float | Literal["auto"] | None
+    delta: float | None
+    rounds: int | None
+    algorithm: str | None
+    trainable: Literal["lora", "head", "full"] | Sequence[str] | None
+    classes: Sequence[str] | int | None
+    tokenizer: Any
+    settings: Mapping[str, Any] | None
+
+
+def split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options in two groups: keywords of `Options`, and switches of the algorithm."""
+    own = set(get_type_hints(Options)) - set(get_type_hints(Switches))
+    keywords = {name: value for name, value in options.items() if name in own}
+    return keywords, {name: value for name, value in options.items() if name not in own}
+
+
+def listing_options(function: Function) -> Function:
+    """Return the function with every option in its signature, which `help` and notebooks show."""
+    signature = inspect.signature(function)
+    plain = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    listed = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        for name, kind in get_type_hints(Options).items()
+    ]
+    parameters = [*plain, *sorted(listed, key=lambda p: p.name in get_type_hints(Switches))]
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return function

@@ -1,0 +1,77 @@
+"""Score new records with the trained model of a run, exactly as the run's evaluation does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpfed.config import Config
+from dpfed.errors import DpfedError
+from dpfed.model.per_sample.gradients import PerSample
+from dpfed.model.task import InputSpec
+from dpfed.privacy.noise import Streams
+from dpfed.training.export import run_settings, trained_tensors
+from dpfed.training.job.device import device_of
+from dpfed.training.job.model import build_model
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """A trained model that is ready to score records.
+
+    spec   public facts about the inputs
+    model  computes scores
+    theta  the trained vector, `[P]`
+    """
+
+    config: Config
+    spec: InputSpec
+    model: PerSample
+    theta: Tensor
+
+    @classmethod
+    def of_run(cls, folder: Path) -> Predictor:
+        """Return the predictor of a finished run."""
+        config, _, spec = run_settings(folder)
+        # The run has checked this model, and a few predictions do not repay compiling.
+        model = replace(config.model, liveness=False)
+        config = replace(config, model=model, run=replace(config.run, compile=False))
+        device = device_of(config.run.device)
+        ready = build_model(config, spec, Streams(config.run.seed), device)
+        tensors = trained_tensors(folder, ready.model.space)
+        return cls(config, spec, ready.model, ready.model.space.flatten(tensors).to(device))
+
+    def scores(self, inputs: Mapping[str, np.ndarray], kind: str) -> Tensor:
+        """Return the scores of each record on the CPU, `[n, scores]`.
+
+        inputs  arrays with one row per record, by the name of the model's argument
+        kind    kind of the records, such as "text"
+        """
+        if kind != self.spec.kind:
+            raise DpfedError(f"the model was trained on {self.spec.kind}, the records are {kind}")
+        coder: Any = self.config.model
+        arrays = coder.encode(inputs) if kind == "text" else inputs
+        if kind != "text":
+            self._refuse_shape(arrays[self.spec.name])
+        device = self.theta.device
+        tensors = {name: torch.from_numpy(x).to(device) for name, x in arrays.items()}
+        return self.model.scores(self.theta, tensors).float().cpu()
+
+    def _refuse_shape(self, records: np.ndarray) -> None:
+        if records.shape[1:] != self.spec.shape:
+            raise DpfedError(
+                f"a record has shape {records.shape[1:]}, and the model was trained on records of "
+                f"shape {self.spec.shape}"
+            )
+        fractions = self.spec.kind == "image" and records.dtype == np.float32
+        if self.spec.kind == "image" and fractions != (self.spec.white == 1.0):
+            raise DpfedError(
+                f"pixels of these records have the type {records.dtype}, and the model was trained "
+                f"on pixels from 0 to {self.spec.white:g}"
+            )

@@ -1,0 +1,229 @@
+"""Turn the keywords and the settings of a Python call into one checked configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from dpfed.api.options import Options, split
+from dpfed.config import Config, build, nearest, overlay
+from dpfed.config.parsing import layer_of
+from dpfed.data.sources.in_memory import CLIENT
+from dpfed.data.tables import Source
+from dpfed.errors import DpfedError
+from dpfed.model.zoo.text import is_pooled
+from dpfed.registry import registry
+
+CLIENTS = 10
+EPSILON = 8.0
+DELTA = 1e-5
+LR = 1e-3
+# Learning rate for a head that is trained alone with noise. Noise enlarges Adam's second moments
+# and so shortens its steps. With 1e-3, a head that starts at zero stays too small in 500 steps.
+NOISED_HEAD_LR = 1e-2
+# Keys that `settings` must not contain, each with the reason. The records are given as arguments.
+NOT_FOR_SETTINGS = {
+    "data.name": "the records are those of train and test",
+    "data.path": "the records are those of train and test",
+    "data.classes": "pass classes to fine_tune",
+}
+# Keywords of `fine_tune`, and the configuration keys that they set.
+KEYS = {
+    "clients": "data.clients",
+    "delta": "privacy.delta",
+    "epsilon": "privacy.target_epsilon",
+    "rounds": "run.rounds",
+    "trainable": "model.train",
+    "algorithm": "algorithm.name",
+}
+MODELS = {"image": "auto-image", "text": "auto-text", "features": "linear"}
+
+
+def tables_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of `fine_tune` as configuration tables.
+
+    Raise DpfedError if a keyword and a setting give different values for one key.
+    """
+    keywords, switches = split(options)
+    settings = keywords.get("settings")
+    if keywords.get("epsilon") == "auto":
+        keywords["epsilon"] = None
+    _refuse_unknown(switches)
+    pairs = _pairs(settings)
+    tables = layer_of(pairs)
+    for key, why in NOT_FOR_SETTINGS.items():
+        if setting(tables, key) is not None:
+            raise DpfedError(f"settings[{key!r}] has no effect: {why}")
+    if setting(tables, "privacy.enabled") is False and keywords.get("epsilon") is not None:
+        raise DpfedError(
+            f"epsilon = {keywords['epsilon']!r} and settings['privacy.enabled'] = False exclude "
+            "each other: pass epsilon=None to train without privacy"
+        )
+    keyed = {name: value for name, value in keywords.items() if name in KEYS and value is not None}
+    given = {KEYS[name]: (name, value) for name, value in keyed.items()}
+    given |= {f"algorithm.{name}": (name, value) for name, value in switches.items()}
+    for key, (name, value) in given.items():
+        value = _plain(value)
+        other = setting(tables, key)
+        if other is not None and other != value:
+            raise DpfedError(
+                f"{name} = {value!r} and settings[{key!r}] = {other!r} differ: give one of them"
+            )
+        pairs.append((key, value))
+    return layer_of(pairs)
+
+
+def _refuse_unknown(switches: Mapping[str, Any]) -> None:
+    """Raise DpfedError for the first keyword that is no switch of any algorithm."""
+    algorithms = registry().algorithm.values()
+    known = {field.name for cls in algorithms for field in dataclasses.fields(cls)}
+    for name in switches:
+        if name not in known:
+            raise DpfedError(
+                f"{name} is no keyword of fine_tune and no switch of an algorithm"
+                f"{nearest(name, [*Options.__annotations__, *sorted(known)])}"
+            )
+
+
+def setting(tables: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a key such as "data.clients"; None if the key is not set."""
+    section, _, leaf = key.partition(".")
+    table = tables.get(section)
+    return table.get(leaf) if isinstance(table, Mapping) else None
+
+
+def _pairs(settings: Mapping[str, Any] | None) -> list[tuple[str, Any]]:
+    """Return the settings as pairs of a dotted key and a plain value."""
+    if settings is None:
+        return []
+    if not isinstance(settings, Mapping):
+        raise DpfedError(
+            'settings must be a dictionary of keys and values, such as {"run.rounds": 50}, '
+            f"not {type(settings).__name__}"
+        )
+    for key in settings:
+        if not isinstance(key, str) or not all(key.split(".")):
+            raise DpfedError(f'settings has the key {key!r}: a key is a text such as "run.rounds"')
+    return [(key, _plain(value)) for key, value in settings.items()]
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a type that TOML has. Paths become texts, NumPy numbers Python numbers."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, np.generic):
+        return value.item()
+    return str(value) if isinstance(value, Path) else value
+
+
+def defaults(given: Mapping[str, Any], epsilon: float | str | None) -> dict[str, Any]:
+    """Return the default settings of `fine_tune`. Keywords and `settings` override them."""
+    clients = setting(given, "data.clients") or CLIENTS
+    few = isinstance(clients, int) and clients <= 20
+    target = {"target_epsilon": EPSILON} if epsilon == "auto" else {}
+    return {
+        "data": {"name": "given", "clients": CLIENTS},
+        "privacy": {"delta": DELTA, "batch": 16, **target},
+        "run": {"rounds": 50, "local_steps": 10, "participation": 1.0 if few else 0.1},
+    }
+
+
+def configured(options: Mapping[str, Any], model: Any, source: Source) -> Config:
+    """Return the checked configuration for this model and these data.
+
+    By default, training changes only the head of a sentence encoder. Its sentence vectors are
+    useful without training, because they were made to be compared directly.
+    """
+    given = with_natural_clients(tables_of(options), source)
+    epsilon = options.get("epsilon", "auto")
+    known = registry()
+    table = _model_table(given, model, source.kind)
+    algorithm: dict[str, Any] = {"name": "dp-fedadamw", "lr": LR}
+    own = overlay(defaults(given, epsilon), given)
+    under = {"model": table, "algorithm": algorithm}
+    config = build(overlay(under, own), known)
+    if isinstance(model, str | Path) and config.model.adapter is None and is_pooled(config.model):
+        table["train"] = "head"
+        config = build(overlay(under, own), known)
+    head_alone = config.model.train == "head" or config.model.name == "linear"
+    if head_alone and config.privacy.enabled:
+        algorithm["lr"] = NOISED_HEAD_LR
+    config = build(overlay(under, own), known)
+    _refuse_number_of_clients(config, given, source)
+    return config
+
+
+def with_natural_clients(given: Mapping[str, Any], source: Source) -> Mapping[str, Any]:
+    """Return the tables with the clients of `source`, if it has one data set per client.
+
+    Raise DpfedError if the tables give another number of clients.
+    """
+    names = source.clients
+    if not names:
+        return given
+    stated = setting(given, "data.clients")
+    if stated not in (None, len(names)):
+        raise DpfedError(
+            f"clients = {stated}, but train has the data of {len(names)}: leave clients out"
+        )
+    natural = {"partition": "natural", "client_column": CLIENT, "clients": len(names)}
+    for key, value in natural.items():
+        other = setting(given, f"data.{key}")
+        if other not in (None, value):
+            raise DpfedError(
+                f"settings['data.{key}'] = {other!r} has no effect: train has one data set for "
+                "each client"
+            )
+    return overlay(dict(given), {"data": natural})
+
+
+def _model_table(given: Mapping[str, Any], model: Any, kind: str) -> dict[str, Any]:
+    """Return the [model] keys that follow from `model`.
+
+    Raise DpfedError if the settings give another value for one of these keys.
+    """
+    table: dict[str, Any] = {"name": setting(given, "model.name") or MODELS[kind]}
+    if isinstance(model, str) and model in registry().model:
+        table = {"name": model}
+    elif isinstance(model, str | Path):
+        table["weights"] = str(model)
+    elif is_plain_module(model):
+        table = {"name": "given", "weights": "given"}
+    else:
+        table["weights"] = "given"
+    for key, value in table.items():
+        other = setting(given, f"model.{key}")
+        if other not in (None, value):
+            shown = repr(str(model)) if isinstance(model, str | Path) else type(model).__name__
+            raise DpfedError(
+                f"settings['model.{key}'] = {other!r} is not model = {shown}: give one of them"
+            )
+    return table
+
+
+def is_plain_module(model: Any) -> bool:
+    """Return True for a torch module that is not a model of transformers or peft."""
+    return isinstance(model, nn.Module) and not hasattr(model, "save_pretrained")
+
+
+def _refuse_number_of_clients(config: Config, given: Mapping[str, Any], source: Source) -> None:
+    """Raise DpfedError if `clients` differs from the number of names in the client column."""
+    data = config.data
+    if data.partition != "natural" or data.client_column is None:
+        return
+    if setting(given, "data.clients") is None:
+        return
+    owners = source.train.column(data.client_column)
+    found = 0 if owners is None else len(set(owners.tolist()))
+    if found != data.clients:
+        raise DpfedError(
+            f"clients = {data.clients}, but the column {data.client_column!r} names {found}: "
+            "leave clients out with a natural partition"
+        )

@@ -1,0 +1,213 @@
+"""A finished run as an object: predict, look at the training, export, store and load."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import nn
+
+from dpfed.api.history import history_of
+from dpfed.api.memory_model import SPENT
+from dpfed.api.prediction import Predictor
+from dpfed.api.settings import is_plain_module
+from dpfed.api.stored_run import copy_run
+from dpfed.data.memory_inputs import unlabelled_inputs
+from dpfed.errors import DpfedError, counted, phrase, python_phrases
+from dpfed.model.given_module import given_module
+from dpfed.privacy.published import show_loss, show_score
+from dpfed.report.figures.run_plot import run_plot
+from dpfed.report.model_card import write_export
+from dpfed.report.page import write_page
+from dpfed.studies.study_reader import read_study
+from dpfed.training.budget.recorded_spending import is_run
+from dpfed.training.export import Trained, configure, read_run
+from dpfed.training.run_folder.files import read_result
+
+if TYPE_CHECKING:
+    import pandas
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A finished run, as `dpfed.fine_tune` and `dpfed.load` return it.
+
+    Attributes:
+        out: The run folder.
+        result: The result as `dpfed run --json` prints it.
+    """
+
+    out: Path
+    result: Mapping[str, Any]
+    module: nn.Module | None = field(default=None, repr=False)
+
+    @property
+    def accuracy(self) -> float:
+        """Accuracy on the test set, 0 to 1."""
+        return float(self.result["test_accuracy"])
+
+    @property
+    def epsilon(self) -> Mapping[str, float | None]:
+        """Epsilon for each view: server_worst, server_max and third_party.
+
+        The values are None if the run was not private.
+        """
+        figures: Mapping[str, float | None] = self.result["epsilon"]
+        return figures
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, in the order of the columns of `predict_proba`."""
+        return tuple(self.result["classes"])
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Sentences about the run, such as how the data were read."""
+        return tuple(self.result["notes"])
+
+    @property
+    def warnings(self) -> Sequence[str]:
+        """Sentences about what to change, or what to know before using the result."""
+        return tuple(self.result["warnings"])
+
+    @cached_property
+    def model(self) -> Any:
+        """The trained model: a peft model, a model of transformers, or the torch module.
+
+        What training has spent stays with it: `fine_tune(trained.model, ...)` counts this, too.
+        """
+        trained = self._run
+        configure(trained)
+        adapted = trained.parts.adapted
+        for holder in (adapted.peft, adapted.model):
+            if holder is not None:
+                setattr(holder, SPENT, trained.spending_record)
+        return (adapted.peft if adapted.peft is not None else adapted.model).eval()
+
+    def predict(self, records: Any) -> np.ndarray:
+        """Return the predicted class of each record, as the training labels were given.
+
+        records  a data set as for `fine_tune`, with or without labels, or its inputs alone
+        """
+        found: np.ndarray = np.asarray(self.classes)[self.predict_proba(records).argmax(1)]
+        numbered = self.classes == tuple(map(str, range(len(self.classes))))
+        return found.astype(np.int64) if numbered else found
+
+    def predict_proba(self, records: Any) -> np.ndarray:
+        """Return the probability of each class for each record, `[records, classes]`."""
+        with python_phrases(), given_module(self.module):
+            predictor = self._predictor
+            if not predictor.model.classifies:
+                raise DpfedError("this model has no classes to predict: it is a language model")
+            scores = predictor.scores(*unlabelled_inputs(records))
+        return scores.double().softmax(1).numpy()
+
+    @property
+    def history(self) -> pandas.DataFrame:
+        """The rounds as a data frame with scores, the epsilon of each observer and seconds.
+
+        Round 0 is the model before training. `epsilon_server_worst` and `epsilon_third_party` are
+        the planned figures, `epsilon_server_max` is the most that a client has really spent.
+        """
+        causal = bool(getattr(self._run.config.model, "causal", False))
+        return history_of(self.out, self.result, causal)
+
+    def plot(self) -> Any:
+        """Draw accuracy and epsilon over the rounds; return the two axes of matplotlib."""
+        return run_plot(self.history, self.result.get("delta"))
+
+    def report(self, path: str | Path, public: bool = False) -> Path:
+        """Write the run as one HTML page that needs no network, and return its path.
+
+        public  True to leave out what a published page must not show, such as who took part
+        """
+        with python_phrases():
+            write_page([self.out], Path(path), public, read_study)
+        return Path(path)
+
+    def export(self, folder: str | Path, merge: bool = False) -> Path:
+        """Write a peft adapter with its model card to a new folder, and return the folder.
+
+        A torch module is written as a state dict. Its card says how to load it.
+
+        merge  True to write a whole model instead, with the adapter merged into its base
+        """
+        with python_phrases(), given_module(self.module):
+            write_export(self.out, Path(folder), merge)
+        return Path(folder)
+
+    def save(self, folder: str | Path) -> Path:
+        """Copy the run to a new folder, from which `dpfed.load` reads it, and return the folder.
+
+        The copy is for its owner. Use `export` for a model that others may get.
+        """
+        with python_phrases():
+            copy_run(self.out, Path(folder))
+        return Path(folder)
+
+    @cached_property
+    def _run(self) -> Trained:
+        with python_phrases(), given_module(self.module):
+            return read_run(self.out)
+
+    @cached_property
+    def _predictor(self) -> Predictor:
+        return Predictor.of_run(self.out)
+
+    def __repr__(self) -> str:
+        facts = ", ".join(f"{name} {value}" for name, value in self._facts().items())
+        return f"TrainedModel({str(self.out)!r}: {facts})"
+
+    def _repr_html_(self) -> str:
+        """Return the main figures as a table, which notebooks show."""
+        rows = "".join(
+            f"<tr><th style='text-align:left'>{html.escape(name)}</th>"
+            f"<td style='text-align:left'>{html.escape(value)}</td></tr>"
+            for name, value in {**self._facts(), "folder": str(self.out)}.items()
+        )
+        return f"<table>{rows}</table>"
+
+    def _facts(self) -> dict[str, str]:
+        """Return the main figures of the run as texts, by name."""
+        result = self.result
+        facts = {
+            "algorithm": str(result["algorithm"]),
+            "clients": str(result["clients"]),
+            "rounds": str(result["rounds"]),
+            "trained": counted(result["parameters"], "number"),
+        }
+        if result["test_accuracy"] is not None:
+            facts["accuracy"] = show_score(result["test_accuracy"])
+        server, third_party = self.epsilon["server_worst"], self.epsilon["third_party"]
+        if server is None or third_party is None:
+            return {**facts, "privacy": "none"}
+        shown = f"{show_loss(server)} against the server, {show_loss(third_party)} against others"
+        return {**facts, "epsilon": shown, "release": str(result["release"])}
+
+
+def load(folder: str | Path, model: nn.Module | None = None) -> TrainedModel:
+    """Return the trained model of a run folder, as written by `fine_tune`, `save` or `dpfed run`.
+
+    model  the torch module, for a run that trained one; its weights are not used
+    """
+    path = Path(folder)
+    with python_phrases():
+        if not is_run(path):
+            raise DpfedError(f"{path} is not the folder of a run: {phrase('a run folder')}")
+        if model is not None and not is_plain_module(model):
+            raise DpfedError(
+                f"model must be the torch module that the run trained, not {type(model).__name__}: "
+                "leave it out for other models"
+            )
+        result = read_result(path)
+        if "input" not in result:
+            raise DpfedError(
+                f"the run in {path} has no result yet: let it finish, or "
+                f"{phrase('resume').format(path)}"
+            )
+    return TrainedModel(path, result, model)

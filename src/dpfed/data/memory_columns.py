@@ -1,0 +1,168 @@
+"""Read the columns of data in memory: dictionaries, frames, arrays, torch data sets, records.
+
+These forms are data sets:
+- a dictionary of columns, a data frame, or a Hugging Face dataset
+- a pair `(X, y)` of inputs and labels; X is an array, a list of texts or images, or a data frame
+- a torch `Dataset` whose items are pairs `(x, y)` or dictionaries
+- a list of records, which are pairs `(x, y)` or dictionaries
+A list or a dictionary of data sets has one data set for each client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dpfed.errors import DpfedError
+
+LABELS = ("label", "labels", "y")
+# A column of this name holds images if its first value is an image, else feature vectors.
+EITHER = "x"
+TEXT = "text"
+WAYS = (
+    "a dictionary of columns, a data frame, a dataset, a pair (X, y) of arrays or a torch Dataset"
+)
+
+
+def client_data(data: Any) -> dict[str, Any]:
+    """Return the data set of each client by name; {} if `data` is a single data set."""
+    if isinstance(data, Mapping):
+        named = {str(name): value for name, value in data.items()}
+        several = not set(named) & set(LABELS) and all(map(_is_data_set, named.values()))
+        return named if several else {}
+    # A tuple is a pair `(X, y)`, never a list of clients.
+    if not isinstance(data, list) or not data or _is_record(data[0]):
+        return {}
+    if not all(map(_is_data_set, data)):
+        return {}
+    width = len(str(len(data) - 1))
+    return {f"client {i:0{width}}": value for i, value in enumerate(data)}
+
+
+def columns_of(data: Any, part: str) -> dict[str, Any]:
+    """Return the columns of one data set by name; `part` names the data set in errors."""
+    if isinstance(data, Mapping):
+        return {str(name): values for name, values in data.items()}
+    if has_columns(data):
+        return {str(name): data[name] for name in _column_names(data)}
+    if isinstance(data, list) and data and _is_record(data[0]):
+        return _from_items(data, part)
+    if isinstance(data, tuple) and len(data) == 2:
+        return {**_inputs_column(data[0]), "label": plain(data[1])}
+    if _is_map_style(data):
+        return _from_items((data[i] for i in range(len(data))), part)
+    raise DpfedError(f"{part} must be {WAYS}, not {type(data).__name__}{_advice(data)}")
+
+
+def has_columns(data: Any) -> bool:
+    """Return True for a data frame or a Hugging Face dataset."""
+    return not isinstance(data, Mapping) and bool(_column_names(data))
+
+
+def plain(values: Any) -> Any:
+    """Return a torch tensor as a NumPy array, and any other value unchanged."""
+    return values.detach().cpu().numpy() if hasattr(values, "detach") else values
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Return the values of one column of several data sets, one after another."""
+    arrays = [plain(part) for part in parts]
+    if all(isinstance(array, np.ndarray) and array.ndim > 1 for array in arrays):
+        shapes = {(array.shape[1:], array.dtype) for array in arrays}
+        if len(shapes) == 1:
+            return np.concatenate(arrays)
+    return [value for array in arrays for value in _listed(array)]
+
+
+def _listed(values: Any) -> list[Any]:
+    """Return the values as a list, with Python numbers in place of those of NumPy."""
+    if isinstance(values, np.ndarray) and values.ndim == 1:
+        listed: list[Any] = values.tolist()
+        return listed
+    return list(values)
+
+
+def _column_names(data: Any) -> list[Any]:
+    names = getattr(data, "column_names", None)
+    return list(getattr(data, "columns", ()) if names is None else names)
+
+
+def _is_data_set(value: Any) -> bool:
+    if isinstance(value, Mapping) or has_columns(value):
+        return True
+    if isinstance(value, tuple):
+        return len(value) == 2 and not _is_single(value[1])
+    if isinstance(value, list):
+        return bool(value) and _is_record(value[0])
+    return _is_map_style(value)
+
+
+def _is_record(value: Any) -> bool:
+    """Return True for one record: a pair `(x, y)` or a dictionary, with a single label or text."""
+    if isinstance(value, tuple) and len(value) == 2:
+        return _is_single(value[1])
+    if not isinstance(value, Mapping):
+        return False
+    return any(_is_single(value[name]) for name in (*LABELS, TEXT) if name in value)
+
+
+def _is_single(value: Any) -> bool:
+    """Return True for a text or a number, also one of NumPy or torch."""
+    return isinstance(value, str | int | float | np.generic) or getattr(value, "ndim", 1) == 0
+
+
+def _is_map_style(data: Any) -> bool:
+    """Return True for a torch `Dataset`, or another object with numbered items."""
+    # Arrays, tensors and series have a dtype.
+    if isinstance(data, str | list | tuple) or hasattr(data, "dtype"):
+        return False
+    return _length(data) is not None and callable(getattr(data, "__getitem__", None))
+
+
+def _length(value: Any) -> int | None:
+    try:
+        return len(value)
+    except TypeError:
+        return None
+
+
+def _inputs_column(inputs: Any) -> dict[str, Any]:
+    """Return the inputs X of a pair `(X, y)` as one column: texts, images or feature vectors."""
+    if has_columns(inputs):
+        return {"features": np.asarray(inputs)}
+    first = next(iter(inputs), None) if isinstance(inputs, Iterable) else None
+    return {TEXT if isinstance(first, str) else EITHER: plain(inputs)}
+
+
+def _from_items(items: Iterable[Any], part: str) -> dict[str, Any]:
+    """Return the columns of records: the entries of dictionaries, or inputs and labels of pairs."""
+    rows = []
+    for i, item in enumerate(items):
+        if isinstance(item, Mapping):
+            rows.append({str(name): plain(value) for name, value in item.items()})
+        elif isinstance(item, list | tuple) and len(item) == 2:
+            rows.append({EITHER: plain(item[0]), "label": plain(item[1])})
+        else:
+            raise DpfedError(
+                f"record {i} of {part} is {type(item).__name__}: give pairs (x, y) or dictionaries"
+            )
+        if rows[i].keys() != rows[0].keys():
+            raise DpfedError(
+                f"record {i} of {part} has {', '.join(rows[i])} and record 0 has "
+                f"{', '.join(rows[0])}"
+            )
+    if not rows:
+        raise DpfedError(f"{part} has no records")
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    if EITHER in columns and isinstance(columns[EITHER][0], str):
+        columns[TEXT] = columns.pop(EITHER)
+    return columns
+
+
+def _advice(data: Any) -> str:
+    """Return the end of the error message for an object that is nearly a data set."""
+    if hasattr(data, "dataset") and hasattr(data, "batch_size"):
+        return ": give its .dataset, because batches are drawn at random here"
+    return ""

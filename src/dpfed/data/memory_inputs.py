@@ -1,0 +1,185 @@
+"""Read the inputs of records in memory: texts, images or vectors, known by their columns' names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dpfed.data.cache import text_array
+from dpfed.data.memory_columns import EITHER, columns_of, has_columns, plain
+from dpfed.data.tables import Kind
+from dpfed.errors import DpfedError
+
+PAIRS = (
+    ("text", "text_pair"),
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question", "sentence"),
+    ("question1", "question2"),
+)
+TEXTS = ("text", "sentence")
+IMAGES = ("image", "img", "pixel_values")
+FEATURES = ("features",)
+
+
+def unlabelled_inputs(records: Any) -> tuple[dict[str, np.ndarray], Kind]:
+    """Return the model's inputs by name, and their kind, of records with or without labels.
+
+    records  a data set, or its inputs alone: a list of texts or images, an array or a data frame
+    """
+    part = "records"
+    known = (*TEXTS, *(first for first, _ in PAIRS), *IMAGES, *FEATURES, EITHER)
+    if has_columns(records):
+        columns = columns_of(records, part)
+        if pick(columns, known) is None:
+            columns = {FEATURES[0]: np.asarray(records)}
+    elif _are_inputs(records):
+        first = next(iter(records), None)
+        columns = {TEXTS[0] if isinstance(first, str) else EITHER: plain(records)}
+    else:
+        columns = columns_of(records, part)
+    inputs, kind, _ = inputs_of(columns, part)
+    return inputs, kind
+
+
+def _are_inputs(records: Any) -> bool:
+    """Return True for a list or an array of texts, images or vectors."""
+    if isinstance(records, list):
+        return not records or not isinstance(records[0], Mapping | tuple)
+    return hasattr(records, "dtype")
+
+
+def array_of(values: Any) -> np.ndarray:
+    """Return the values as an array; its shape is () if the rows have different lengths.
+
+    The callers raise an error for the shape ().
+    """
+    try:
+        return np.asarray(values)
+    except ValueError:
+        return np.empty((), dtype=object)
+
+
+def pick(columns: Mapping[str, Any], names: Sequence[str]) -> str | None:
+    return next((name for name in names if name in columns), None)
+
+
+def inputs_of(
+    columns: Mapping[str, Any], part: str
+) -> tuple[dict[str, np.ndarray], Kind, set[str]]:
+    """Return the model's inputs by name, their kind, and the names of the columns used."""
+    singles = [(name,) for name in TEXTS]
+    texts = next((c for c in (*PAIRS, *singles) if all(name in columns for name in c)), None)
+    if texts is not None:
+        names = zip(("text", "text_pair"), texts, strict=False)
+        inputs = {key: _strings(columns[name], name, part) for key, name in names}
+        return inputs, "text", set(texts)
+    picture = EITHER in columns and _is_picture(columns[EITHER])
+    image = pick(columns, (*IMAGES, EITHER) if picture else IMAGES)
+    if image is not None:
+        return {"pixel_values": _pixels(columns[image], image, part)}, "image", {image}
+    plain = pick(columns, (*FEATURES, EITHER))
+    if plain is not None:
+        return {"features": _features(columns[plain], plain, part)}, "features", {plain}
+    raise DpfedError(
+        f"{part} has no column that a model reads: call one {TEXTS[0]!r}, {IMAGES[0]!r} or "
+        f"{FEATURES[0]!r}; it has: {', '.join(columns)}"
+    )
+
+
+def _is_picture(values: Any) -> bool:
+    """Return True for images of PIL and for whole numbers of one byte in two or three axes.
+
+    Arrays of other numbers are vectors of any shape, which a model gets unchanged.
+    """
+    first = next(iter(values), None)
+    if hasattr(first, "convert"):
+        return True
+    pixels = array_of(first)
+    return pixels.ndim >= 2 and pixels.dtype == np.uint8
+
+
+def _strings(values: Any, name: str, part: str) -> np.ndarray:
+    for i, value in enumerate(values):
+        if not isinstance(value, str):
+            raise DpfedError(
+                f"row {i} of the column {name} of {part} is no text but {type(value).__name__}"
+            )
+    return text_array(list(values))
+
+
+def _features(column: Any, name: str, part: str) -> np.ndarray:
+    values = array_of(column)
+    if values.dtype.kind in "iufb":
+        values = values.astype(np.float32)
+    if values.ndim < 2 or values.dtype != np.float32 or not np.isfinite(values).all():
+        raise DpfedError(
+            f"the column {name} of {part} must be finite numbers, one row for each record"
+        )
+    return values
+
+
+def _pixels(values: Any, name: str, part: str) -> np.ndarray:
+    """Return images `[n, channels, height, width]`: uint8 of 0 to 255, or float32 of 0 to 1.
+
+    If any image has colour, grey images get three equal channels.
+    """
+    rows: list[np.ndarray] = []
+    for i, picture in enumerate(values):
+        place = f"row {i} of the column {name} of {part}"
+        pixels = _channels_first(plain(picture))
+        if pixels is None:
+            raise DpfedError(
+                f"{place} is no picture: give whole numbers from 0 to 255 (uint8) or decimal "
+                "numbers from 0 to 1, with 1 or 3 channels"
+            )
+        rows.append(pixels)
+        _refuse_unlike(pixels, rows[0], place)
+    if not rows:
+        raise DpfedError(f"the column {name} of {part} is empty")
+    channels = max(len(row) for row in rows)
+    same = [np.broadcast_to(row, (channels, *row.shape[1:])) for row in rows]
+    return np.ascontiguousarray(np.stack(same))
+
+
+def _refuse_unlike(pixels: np.ndarray, first: np.ndarray, place: str) -> None:
+    """Raise DpfedError for an image of another size or type than the first one, or out of range."""
+    if pixels.shape[1:] != first.shape[1:]:
+        raise DpfedError(
+            f"{place} has {pixels.shape[1]} x {pixels.shape[2]} pixels and row 0 has "
+            f"{first.shape[1]} x {first.shape[2]}: pictures must be of one size"
+        )
+    if pixels.dtype != first.dtype:
+        raise DpfedError(
+            f"{place} has pixels of type {pixels.dtype} and row 0 of type {first.dtype}: "
+            "pictures must be of one type"
+        )
+    if pixels.dtype == np.float32 and not (pixels.min() >= 0 and pixels.max() <= 1):
+        raise DpfedError(
+            f"{place} has pixels outside 0 to 1: scale them, or call the column {FEATURES[0]!r} "
+            "to give them to the model unchanged"
+        )
+
+
+def _channels_first(picture: Any) -> np.ndarray | None:
+    """Return a picture as [channels, height, width], or None if the value is not a picture.
+
+    If the first and the last axis could both be the channels, take the first axis as channels.
+    """
+    is_image = hasattr(picture, "convert")
+    if is_image:
+        picture = picture.convert("L" if picture.mode in ("L", "1") else "RGB")
+    pixels = array_of(picture)
+    if pixels.dtype.kind == "f":
+        pixels = pixels.astype(np.float32)
+    if pixels.dtype not in (np.uint8, np.float32) or pixels.ndim not in (2, 3):
+        return None
+    if 0 in pixels.shape:
+        return None
+    if pixels.ndim == 2:
+        return pixels[None]
+    if pixels.shape[0] in (1, 3) and not is_image:
+        return pixels
+    return np.moveaxis(pixels, -1, 0) if pixels.shape[-1] in (1, 3) else None

@@ -1,0 +1,42 @@
+"""A plot of one run for a notebook: accuracy and epsilon over the rounds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dpfed.privacy.published import show_delta
+from dpfed.report.figures.plots import COLOURS
+
+if TYPE_CHECKING:
+    import pandas
+
+LINES = (
+    ("epsilon_server_worst", "server, a client in every round", "-"),
+    ("epsilon_third_party", "third party", "--"),
+)
+
+
+def run_plot(history: pandas.DataFrame, delta: float | None) -> Any:
+    """Draw the history of a run with the user's backend; return the two axes of matplotlib.
+
+    delta  of the guarantee; None without privacy
+    """
+    from matplotlib import pyplot
+
+    _, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    scored = history["accuracy"].dropna()
+    if len(scored):
+        left.plot(scored.index, 100 * scored, "-o", color=COLOURS[0], markersize=3)
+    left.set(xlabel="round", ylabel="accuracy on the test set, %")
+    for i, (column, label, style) in enumerate(LINES):
+        points = history[column].dropna()
+        if len(points):
+            right.plot(points.index, points, style, color=COLOURS[i], label=label)
+    if right.lines:
+        right.legend()
+        right.set_ylim(bottom=0)
+    stated = "no privacy" if delta is None else f"epsilon at delta = {show_delta(delta)}"
+    right.set(xlabel="round", ylabel=stated)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    return left, right
