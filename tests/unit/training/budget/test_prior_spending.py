@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from dpfed.api import _account, _saved
+from dpfed.api.memory_model import _spending_record, save_model
 from dpfed.cli.main import app
 from dpfed.config import Config
 from dpfed.data.tables import Source, Table
@@ -209,13 +209,13 @@ def test_a_model_on_the_hub_has_its_record_in_its_repository(
     assert prior_spending_of(config).uncounted
     (version / SPENDING).write_text(edited())
     assert prior_spending_of(config).prior == ((FIRST, 4),)
-    assert _account(SimpleNamespace(name_or_path="somebody/export")) == edited()
+    assert _spending_record(SimpleNamespace(name_or_path="somebody/export")) == edited()
     (version / SPENDING).unlink()
     save_file({"x": torch.zeros(1)}, version / "model.safetensors")
     embed(version, edited())
     assert prior_spending_of(config).prior == ((FIRST, 4),)
-    assert _account(SimpleNamespace(name_or_path="somebody/export")) == edited()
-    assert _account(SimpleNamespace(name_or_path="somebody/other")) is None
+    assert _spending_record(SimpleNamespace(name_or_path="somebody/export")) == edited()
+    assert _spending_record(SimpleNamespace(name_or_path="somebody/other")) is None
 
 
 def test_the_record_on_the_hub_is_read_from_the_cached_version(
@@ -335,7 +335,9 @@ def test_a_model_in_memory_has_the_record_of_its_folder(
     folder = shutil.copytree(start / "base", tmp_path / "export")
     (folder / SPENDING).write_text(edited())
     config = settings({"name": "auto-image"})
-    base = _saved(ViTForImageClassification.from_pretrained(folder), None, tmp_path / "run", config)
+    base = save_model(
+        ViTForImageClassification.from_pretrained(folder), None, tmp_path / "run", config
+    )
     assert prior_spending_of(settings({"name": "auto-image", "weights": str(base)})).prior == (
         (FIRST, 4),
     )
@@ -348,13 +350,13 @@ def test_a_model_in_memory_has_the_record_of_its_folder(
     fresh = ViTForImageClassification(
         ViTForImageClassification.from_pretrained(start / "base").config
     )
-    new = _saved(fresh, None, tmp_path / "new", config)
+    new = save_model(fresh, None, tmp_path / "new", config)
     assert not (new / SPENDING).exists()
     assert prior_spending_of(settings({"name": "auto-image", "weights": str(new)})).uncounted
     damaged = ViTForImageClassification.from_pretrained(folder)
     (folder / SPENDING).write_text("{")
     with pytest.raises(DpfedError, match="is damaged"):
-        _saved(damaged, None, tmp_path / "bad", config)
+        save_model(damaged, None, tmp_path / "bad", config)
     assert not (tmp_path / "bad-base").exists()
 
 
