@@ -215,7 +215,11 @@ def number(value: Any) -> float | None:
 @lru_cache(maxsize=64)
 def _over_rounds(planned: Planned) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
     at = rounds_shown(planned.rounds)
-    return at, tuple(planned.server(t) for t in at), tuple(planned.third_party_after(t) for t in at)
+    return (
+        at,
+        tuple(planned.server_after(t) for t in at),
+        tuple(planned.third_party_after(t) for t in at),
+    )
 
 
 def rounds_shown(rounds: int) -> tuple[int, ...]:
@@ -228,7 +232,7 @@ def rounds_shown(rounds: int) -> tuple[int, ...]:
 def _planned_after(planned: Planned, rounds: int) -> float:
     if rounds == 0 and not planned.prior:
         return 0.0
-    return planned.server(rounds)
+    return planned.server_after(rounds)
 
 
 @lru_cache(maxsize=64)

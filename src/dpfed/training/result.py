@@ -85,4 +85,5 @@ def guarantee(job: Job) -> str:
         return NO_PRIVACY
     delta = job.config.privacy.delta
     mechanism = job.plan.kinds()[0]
-    return assumptions(mechanism, delta, job.plan.unit, job.past.prior, job.past.uncounted)
+    past = (job.past.prior, job.past.uncounted)
+    return assumptions(mechanism, delta, job.plan.unit, *past, cap=job.schedule.cap)

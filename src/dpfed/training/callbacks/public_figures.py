@@ -121,7 +121,7 @@ def public_metrics(round: Round, planned: Planned | None) -> dict[str, float]:
         "clip": round.clip,
     }
     if planned is not None and round.accuracy is not None and 0 < round.t <= planned.rounds:
-        found["epsilon_planned"] = planned.server(round.t)
+        found["epsilon_planned"] = planned.server_after(round.t)
     return {
         key: float(value)
         for key, value in found.items()
