@@ -17,7 +17,7 @@ from dpfed.config.sections import CohortChoice
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting.calibrate import calibrate_sigma
 from dpfed.privacy.accounting.history import check_delta
-from dpfed.privacy.accounting.observers import Rounds, View
+from dpfed.privacy.accounting.observers import Rounds, View, capped
 from dpfed.privacy.clipping import CLIPS, Clipping
 from dpfed.privacy.mechanism import Mechanism, Sampling
 from dpfed.privacy.published import show_setting
@@ -186,14 +186,9 @@ class Schedule:
         return self.rounds if self.cap is None else self.cap
 
     def rounds_for(self, step: Mechanism, view: View) -> Rounds:
-        """Return the rounds of one client from which `view_epsilon` computes a view's epsilon.
-
-        With a cap, the number of rounds is nearly constant and public. The third party then has the
-        server's epsilon.
-        """
-        if self.cap is None or view == "server_expected":
-            return Rounds(step, self.local_steps, self.rounds, self.participation)
-        return Rounds(step, self.local_steps, self.cap)
+        """Return the rounds of one client from which `view_epsilon` computes a view's epsilon."""
+        rounds = Rounds(step, self.local_steps, self.rounds, self.participation)
+        return capped(view, rounds, self.cap)
 
 
 def make_plan(

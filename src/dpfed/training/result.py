@@ -73,6 +73,8 @@ def result_of(
         "seconds": last.seconds,
         "out": str(out),
     }
+    if job.plan.private and job.schedule.cap is not None:
+        result["max_rounds_per_client"] = job.schedule.cap
     return result | ({"served": True} if job.served else {})
 
 

@@ -175,6 +175,11 @@ class Planned:
             return "a client in every round"
         return f"a client in {self.cap} of {self.rounds} rounds, its cap"
 
+    @property
+    def third_party_void(self) -> str | None:
+        """The reason why the third party has the server's epsilon; None if it may have less."""
+        return None if self.cap is None else CAPPED
+
     @cached_property
     def worst_kind(self) -> Mechanism:
         """The mechanism with the largest epsilon.

@@ -17,7 +17,7 @@ import numpy as np
 from dpfed.config import load
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting.eligibility import chances
-from dpfed.privacy.accounting.guarantee import CAPPED, Planned
+from dpfed.privacy.accounting.guarantee import Planned
 from dpfed.privacy.accounting.history import History
 from dpfed.privacy.accounting.pld import epsilon
 from dpfed.privacy.accounting.population import Population, population_epsilon
@@ -188,12 +188,8 @@ def read_recorded_spending(folder: Path, colluding: int = 0) -> RecordedSpending
         most_rounds=math.ceil(most_steps / planned.local_steps),
         rows=head.rows,
         seeded=seeded,
-        void=REPEATED if repeated else _void_by(planned),
+        void=REPEATED if repeated else planned.third_party_void,
     )
-
-
-def _void_by(planned: Planned) -> str | None:
-    return None if planned.cap is None else CAPPED
 
 
 def _largest(folder: Path, result: Mapping[str, Any], meta: Mapping[str, Any]) -> int | None:

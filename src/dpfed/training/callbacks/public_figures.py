@@ -26,6 +26,7 @@ RESULT = (
     "delta",
     "sigma",
     "guarantee",
+    "max_rounds_per_client",
     "release",
     "algorithm",
     "clients",
