@@ -173,10 +173,13 @@ class Schedule:
 
     @property
     def cap(self) -> int | None:
-        """Largest number of rounds of a client; None if a client may take part in every round."""
+        """Largest number of rounds of a client; None if a client may take part in every round.
+
+        If each cohort is all clients, "auto" sets no cap: there is nothing to choose.
+        """
         if isinstance(self.max_rounds, int):
             return min(self.max_rounds, self.rounds)
-        if self.choice == "balanced":
+        if self.choice == "balanced" and self.cohort < self.clients:
             return -(-self.rounds * self.cohort // self.clients)
         return None
 
