@@ -46,8 +46,8 @@ class Options(Switches, total=False):
 
     Attributes:
         clients: Number of simulated clients; default 10.
-        epsilon: Target for the server's view of a client in every round. "auto", the default, is
-            8.0, unless `settings` give privacy.sigma. With None, `settings` must give
+        epsilon: Target for the server's view of the client with the most rounds. "auto", the
+            default, is 8.0, unless `settings` give privacy.sigma. With None, `settings` must give
             privacy.sigma or privacy.enabled = False.
         delta: Default 1e-5.
         rounds: Default 50.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from dpfed.data.tables import Source
 from dpfed.errors import DpfedError
 from dpfed.model.zoo.text import is_pooled
 from dpfed.registry import registry
+from dpfed.training.run_folder.files import read_settings
 
 CLIENTS = 10
 EPSILON = 8.0
@@ -131,7 +133,12 @@ def defaults(given: Mapping[str, Any], epsilon: float | str | None) -> dict[str,
     return {
         "data": {"name": "given", "clients": CLIENTS},
         "privacy": {"delta": DELTA, "batch": 16, **target},
-        "run": {"rounds": 50, "local_steps": 10, "participation": 1.0 if few else 0.1},
+        "run": {
+            "rounds": 50,
+            "local_steps": 10,
+            "participation": 1.0 if few else 0.1,
+            "cohort_choice": "balanced",
+        },
     }
 
 
@@ -158,6 +165,19 @@ def configured(options: Mapping[str, Any], model: Any, source: Source) -> Config
     config = build(overlay(under, own), known)
     _refuse_number_of_clients(config, given, source)
     return config
+
+
+def as_begun(config: Config, options: Mapping[str, Any], folder: Path) -> Config:
+    """Return the configuration with which the run in `folder` resumes.
+
+    Earlier versions had uniform cohorts only. Their runs keep them, unless the user asks otherwise.
+    """
+    begun = (read_settings(folder) or {}).get("run")
+    if not isinstance(begun, Mapping) or "cohort_choice" in begun:
+        return config
+    if setting(tables_of(options), "run.cohort_choice") is not None:
+        return config
+    return replace(config, run=replace(config.run, cohort_choice="uniform"))
 
 
 def with_natural_clients(given: Mapping[str, Any], source: Source) -> Mapping[str, Any]:

@@ -11,7 +11,11 @@ from typing import Any, NamedTuple
 
 from dpfed.errors import DpfedError
 
-ADDED: dict[str, Any] = {"privacy.isolation": "fast"}
+ADDED: dict[str, Any] = {
+    "privacy.isolation": "fast",
+    "run.cohort_choice": "uniform",
+    "run.max_rounds_per_client": "auto",
+}
 
 
 class Deleted(NamedTuple):

@@ -109,6 +109,7 @@ class Terms(AnyTerms):
     grid            True to round gradients and noise to one grid (`privacy.grid_noise`)
     equal_phi       True if the noise of all clients has the same variance
     used            last round in which the server used a message of this client; 0 if none
+    max_rounds      largest number of rounds of this client in the run; 0 for no cap
     """
 
     rounds: Count
@@ -124,6 +125,7 @@ class Terms(AnyTerms):
     grid: bool
     equal_phi: bool
     used: OptionalCount
+    max_rounds: OptionalCount = 0
 
 
 @dataclass(frozen=True)
@@ -310,7 +312,8 @@ def _json_object(text: bytes | str) -> dict[str, Any]:
 
 
 def _parse_terms(cls: type[Any], table: dict[str, Any]) -> Any:
-    missing = {f.name for f in dataclasses.fields(cls)} - table.keys()
+    required = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
+    missing = required - table.keys()
     nested = table.get("clipping")
     if isinstance(nested, dict):
         missing |= {f.name for f in dataclasses.fields(ClippingTerms)} - nested.keys()

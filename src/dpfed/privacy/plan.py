@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from dpfed.config import PrivacySection
+from dpfed.config.sections import CohortChoice
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting.calibrate import calibrate_sigma
 from dpfed.privacy.accounting.history import check_delta
-from dpfed.privacy.accounting.observers import Rounds
+from dpfed.privacy.accounting.observers import Rounds, View, capped
 from dpfed.privacy.clipping import CLIPS, Clipping
 from dpfed.privacy.mechanism import Mechanism, Sampling
 from dpfed.privacy.published import show_setting
@@ -141,12 +142,25 @@ class Schedule:
     cohort       clients that take part in each round, S
     rounds       number of rounds T
     local_steps  local steps K of each client in each round
+    choice       "balanced": clients with the fewest requests take part; "uniform": any clients
+    max_rounds   largest number of rounds of a client; "auto" depends on `choice`
     """
 
     clients: int
     cohort: int
     rounds: int
     local_steps: int
+    choice: CohortChoice = "uniform"
+    max_rounds: int | str = "auto"
+
+    def __post_init__(self) -> None:
+        needed = self.rounds * self.cohort
+        if self.cap is not None and self.clients * self.cap < needed:
+            raise DpfedError(
+                f"run.max_rounds_per_client = {self.cap} is too small: {self.rounds} rounds of "
+                f"{self.cohort} clients are {needed} places, and {self.clients} clients may fill "
+                f"{self.clients * self.cap}: use {-(-needed // self.clients)} or more"
+            )
 
     @classmethod
     def of(cls, clients: int, rounds: int, local_steps: int, participation: float) -> Schedule:
@@ -156,6 +170,28 @@ class Schedule:
     def participation(self) -> float:
         """S/N. It can differ from the configured share, because S is a whole number."""
         return self.cohort / self.clients
+
+    @property
+    def cap(self) -> int | None:
+        """Largest number of rounds of a client; None if a client may take part in every round.
+
+        If each cohort is all clients, "auto" sets no cap: there is nothing to choose.
+        """
+        if isinstance(self.max_rounds, int):
+            return min(self.max_rounds, self.rounds)
+        if self.choice == "balanced" and self.cohort < self.clients:
+            return -(-self.rounds * self.cohort // self.clients)
+        return None
+
+    @property
+    def most_rounds(self) -> int:
+        """Largest number of rounds of a client: the cap, or T without a cap."""
+        return self.rounds if self.cap is None else self.cap
+
+    def rounds_for(self, step: Mechanism, view: View) -> Rounds:
+        """Return the rounds of one client from which `view_epsilon` computes a view's epsilon."""
+        rounds = Rounds(step, self.local_steps, self.rounds, self.participation)
+        return capped(view, rounds, self.cap)
 
 
 def make_plan(
@@ -242,7 +278,7 @@ def _calibrated(privacy: PrivacySection, worst: Mechanism, schedule: Schedule) -
     """Return the smallest noise multiplier with which `worst` stays within the target epsilon."""
     if privacy.target_epsilon is None:
         raise ValueError("calibration needs a target")
-    rounds = Rounds(worst, schedule.local_steps, schedule.rounds, schedule.participation)
+    rounds = schedule.rounds_for(worst, privacy.view)
     return calibrate_sigma(rounds, privacy.target_epsilon, privacy.delta, privacy.view)
 
 

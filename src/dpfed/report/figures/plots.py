@@ -41,11 +41,12 @@ class Curve:
 def epsilon_over_rounds(planned: Planned, path: Path) -> None:
     """Draw the planned epsilon after each round, with one line for each of two views.
 
-    The views are the server's, of a client in every round, and that of a third party, who sees
-    only the global models."""
+    The views are the server's, of the client with the most rounds, and that of a third party, who
+    sees only the global models.
+    """
     figure, axes = _single_plot(path, (6.4, 4))
     at, server, third = planned.over_rounds()
-    label = "server, a client in every round"
+    label = f"server, {planned.worst_client}"
     axes.plot(at, server, "-", color=COLOURS[0], label=label, linewidth=2)
     axes.plot(at, third, "--", color=COLOURS[1], label="third party", linewidth=2)
     y_label = f"epsilon at delta = {show_delta(planned.delta)}"
