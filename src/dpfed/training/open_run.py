@@ -201,10 +201,10 @@ def _ready(
 
 
 def may_overlap(job: Job) -> bool:
-    """Return True if a round may begin before the round before it is checked for NaN and infinity.
+    """Return True if a round may begin before the check of the previous round for NaN and infinity.
 
-    Return False with real noise. A failed check ends the run, and by then the next round would
-    have been charged for nothing.
+    Return False with real noise. A failed check ends the run, and with overlap the next round would
+    then be charged without any use.
     """
     return job.device.type == "cuda" and job.config.run.noise != "os"
 

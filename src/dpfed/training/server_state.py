@@ -56,7 +56,7 @@ class State:
 
         server   the algorithm's state after the round
         clip     clip norm of the next round
-        average  the decay a of `run.average`; it has no effect if this state has no average
+        average  decay of the average, from `run.average`; not used if this state has no average
         """
         if self.average is None or self.weight is None:
             return State(server, clip)

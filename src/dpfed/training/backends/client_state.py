@@ -1,4 +1,4 @@
-"""Store the client memory of simulations, such as SCAFFOLD's control, between rounds.
+"""Store the client memory of simulations, such as SCAFFOLD's control variates, between rounds.
 
 Only clients that took part have an entry. If the entries in RAM exceed a limit, the oldest ones
 move to files, which are memory-mapped when needed. A file is never overwritten, because a

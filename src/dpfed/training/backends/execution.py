@@ -69,7 +69,7 @@ class Execution(Protocol):
 class InProcess:
     """Compute the clients in this process.
 
-    cache  records, frozen models and features of earlier runs, which equal runs use again
+    cache  records, frozen models and features of earlier runs, for runs with equal settings
     batch  membership in a pack of runs that share passes; None for a run that trains alone
     """
 
@@ -103,7 +103,7 @@ class InProcess:
 
 @dataclass(frozen=True)
 class Torchrun:
-    """Compute on all processes of torchrun. Process 0 uses this class, the others `assist`."""
+    """Compute on all processes of torchrun: rank 0 uses this class, other ranks call `assist`."""
 
     served: ClassVar[bool] = False
     overlaps: ClassVar[bool] = False

@@ -42,7 +42,7 @@ class TensorBoard:
     def start(self, settings: Settings) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # A resumed run may log a round again. TensorBoard then draws the new point over the old.
+        # A resumed run may log a round again. TensorBoard draws the new point over the old point.
         self._writer: Any = SummaryWriter(str(self._folder))
         text = "\n".join(f"    {key} = {value}" for key, value in settings.items())
         self._writer.add_text("configuration", text)

@@ -103,7 +103,7 @@ class Checkpoints:
         First wait for the previous checkpoint. If it could not be written, raise its error.
         """
         self.wait()
-        # Copy all tensors, because safetensors refuses two fields that are the same tensor.
+        # Copy all tensors, because safetensors refuses to save one tensor under two names.
         tensors = {
             name: value.detach().cpu().contiguous().clone()
             for name, value in progress.state.tensors().items()
