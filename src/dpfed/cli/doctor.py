@@ -205,7 +205,7 @@ def extra_lines(extras: dict[str, dict[str, str | None]]) -> list[str]:
 
 
 def client_lines(numbers: list[dict[str, Any]]) -> list[str]:
-    """Return lines with a client's private numbers and advice, for its operator alone."""
+    """Return lines with a client's private numbers and advice, for the client's operator alone."""
     out = []
     for number in numbers:
         out.append(

@@ -26,8 +26,8 @@ from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.published import show_loss, show_lower_bound, show_setting
 from dpfed.privacy.sampling import fixed_size
 
-# Shares of the canaries whose coins are guessed. They are constants, because shares that depend on
-# the scores would make the bound invalid.
+# Shares of the canaries for which the audit guesses the result of the coin. The shares are
+# constants, because shares that depend on the scores would make the bound invalid.
 GUESSED_SHARES = (1 / 32, 1 / 8, 1 / 2, 1)
 # Batches or noise are reported as wrong below this p-value. It is very small, because false alarms
 # cost trust and real faults give far smaller p-values.
@@ -280,8 +280,8 @@ def batch_law(mechanism: Mechanism, included: np.ndarray) -> Law:
         tests = {"batch size": float(np.all(sizes == b))}
         variance = steps * q * (1 - q) * units / max(1, units - 1)
         freedom = clients * (units - 1)
-        # The overlap has a hypergeometric distribution. The test uses the binomial distribution of
-        # the same mean: its variance is larger, so the test gives no additional false alarms.
+        # The overlap is hypergeometric. The test uses the binomial distribution with equal mean.
+        # The binomial variance is larger, so the test gives no additional false alarms.
         pairs = b
         overlap = q
     tests["how often each record is drawn"] = _spread(

@@ -116,7 +116,7 @@ DEFAULT_LIMITS = PassLimits()
 
 
 class FleetOracle:
-    """The oracle of S clients in one round; it refuses batches and releases beyond the charge."""
+    """The oracle of S clients in one round; it refuses uncharged batches and releases."""
 
     def __init__(
         self,

@@ -155,7 +155,7 @@ def _top(scored: Scores) -> Score:
 
 
 def winners(scored: Scores) -> list[Point]:
-    """Return the points with the lowest loss among those close to the highest accuracy."""
+    """Return the points with the lowest loss among all points that `_close_to_top` returns."""
     close = _close_to_top(scored)
     lowest = min(score.loss for score in close.values())
     return [point for point, score in close.items() if score.loss == lowest]

@@ -31,7 +31,7 @@ def read_study(folder: Path, public: bool) -> tuple[Table, list[Group]]:
             axis=str(found["axis"]),
             rows=tuple(_row(record, public) for record in found["rows"]),
             reference=found["reference"],
-            # A public page has no notes, because they name seeds.
+            # A public page has no notes, because notes contain seeds, which determine the cohorts.
             notes=() if public else tuple(map(str, found["notes"])),
         )
     except FileNotFoundError:

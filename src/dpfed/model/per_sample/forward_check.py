@@ -77,7 +77,7 @@ def plain_outputs(
 def unpadded(one: dict[str, Tensor], prepare: Prepare) -> dict[str, Tensor]:
     """Return the plain model's arguments for one record.
 
-    For a text they contain only its tokens, without padding, without mask and without positions.
+    A text's arguments are its tokens alone, without padding, mask and positions.
     """
     if "attention_mask" not in one:
         return prepare(one)
