@@ -74,7 +74,7 @@ def adapt(
 def _mark(model: nn.Module, names: tuple[str, ...]) -> None:
     """Let the named modules and tensors require a gradient.
 
-    Raise DpfedError for a name of which the model has nothing to train.
+    Raise DpfedError for a name that matches no parameter of the model.
     """
     if not names:
         raise DpfedError(

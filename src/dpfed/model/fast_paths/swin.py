@@ -146,7 +146,7 @@ def _fused_merging(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, input_feature: Tensor, input_dimensions: Size) -> Any:
         """Merge each 2 x 2 square of patches into one row by one reordering.
 
-        The code of transformers takes four slices instead. The gradient of each slice has the size
+        The code of transformers makes four slices instead. The gradient of each slice has the size
         of the whole input, so that code writes more memory.
         """
         height, width = input_dimensions

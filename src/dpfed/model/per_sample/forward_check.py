@@ -96,7 +96,7 @@ def faithful_model(
     """Return the model that computes per-sample gradients, and the function that prepares inputs.
 
     The classes of the model's layers are replaced. Raise DpfedError if the outputs then differ
-    from those of the plain model.
+    from the outputs of the plain model.
     """
     task = built.task
     forms = built.forms or (built.prepare,)

@@ -74,7 +74,7 @@ class PooledForSequenceClassification(PreTrainedModel):  # type: ignore[misc]
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
     def pool(self, tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Return one vector for each record, `[M, L, D]` -> `[M, D]`; padding has no part in it."""
+        """Return one vector for each record, `[M, L, D]` -> `[M, D]`; padding is ignored."""
         real = unmasked(tokens, attention_mask)
         if self.config.pooling == "cls":
             pooled = tokens[torch.arange(len(tokens), device=tokens.device), real.int().argmax(1)]
