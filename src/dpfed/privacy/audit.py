@@ -8,8 +8,8 @@ bound exceeds the true epsilon with a probability of at most 1 - confidence.
 Many canaries in one run are evaluated by the method of Steinke, Nasr and Jagielski 2023 ("Privacy
 Auditing with One (1) Training Run"). Independent runs with one canary each are evaluated with
 Clopper-Pearson intervals. Statistical tests also check that batches and noise have the probability
-distributions that the accountant assumes. They find faults that no bound on epsilon finds, such as
-batches from shuffled data.
+distributions that the accountant assumes. The tests find faults that no bound on epsilon finds,
+such as batches from shuffled data.
 """
 
 from __future__ import annotations
@@ -179,9 +179,10 @@ def many_draws_bound(
     scores  one number per run; a high score speaks for "in the data"
     coins   the truth: True for each run whose canary is in the data
 
-    DP implies e^eps >= (P[R|in] - delta)/P[R|out] for every set R of scores. It implies the same
-    with "in" and "out" exchanged. R is the set of scores on one side of a threshold. The first half
-    of the runs chooses R, and the second half bounds both probabilities by Clopper-Pearson.
+    DP implies e^eps >= (P[R|in] - delta)/P[R|out] for every set R of scores. The inequality also
+    holds with "in" and "out" exchanged. R is the set of scores on one side of a threshold. The
+    first half of the runs chooses R, and the second half bounds both probabilities by
+    Clopper-Pearson.
     """
     scores = scores.reshape(-1)
     coins = coins.reshape(-1).astype(bool)
@@ -210,7 +211,7 @@ def _log_ratio_bound(
     The bound is -inf where the numerator may be zero.
 
     ins   scores of the runs with the canary
-    outs  scores of the runs without it
+    outs  scores of the runs without the canary
     cuts  the thresholds
     """
     hits = len(ins) - np.searchsorted(np.sort(ins), cuts, side="right")
@@ -230,7 +231,7 @@ def log_ratio(shift: np.ndarray, mechanism: Mechanism) -> np.ndarray:
     """Return the score of each batch: the log-likelihood ratio of "canary in" to "canary out".
 
     The likelihoods assume that the mechanism works as claimed. The audit's lower bounds are valid
-    for any score. This one separates "in" from "out" nearly as well as possible.
+    for any score. This score separates "in" from "out" nearly as well as possible.
 
     shift  <released sum, canary direction>/C of each batch, averaged over its releases. The value
            is about 1 if the batch has the canary, and about 0 if not. With replace-one adjacency,

@@ -1,4 +1,4 @@
-"""Format numbers for publication, rounded so that none promises more privacy than there is.
+"""Format numbers for publication, rounded so that no number promises too much privacy.
 
     privacy losses (epsilon, delta, advantages) and sampling rates    up
     noise multipliers and lower bounds of audits                      down
