@@ -76,7 +76,7 @@ class RecordedSpending:
 
     @property
     def realised(self) -> Planned:
-        """The plan, with the charged number of rounds if retries charged more than planned."""
+        """The plan with the charged number of rounds, if retries made it larger than planned."""
         if self.most_rounds <= self.planned.rounds:
             return self.planned
         return replace(self.planned, chances=((1.0, self.most_rounds),))
