@@ -113,7 +113,7 @@ def block_index(
         else:
             labels = _labels(name, shape, modules, architecture)
             columns = len(labels) > 1 and _transposed(name, shape, modules)
-            # Create the tensor on the CPU, because tensors on the meta device have no values.
+        # Create the tensor on the CPU, because tensors on the meta device have no values.
         rows = torch.tensor([ids.setdefault(label, len(ids)) for label in labels], device="cpu")
         each = shape.numel() // len(rows)
         parts.append(rows.repeat(each) if columns else rows.repeat_interleave(each))
