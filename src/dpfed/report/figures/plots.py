@@ -41,8 +41,9 @@ class Curve:
 def epsilon_over_rounds(planned: Planned, path: Path) -> None:
     """Draw the planned epsilon after each round, with one line for each of two views.
 
-    The views are the server's, of a client in every round, and that of a third party, who sees
-    only the global models."""
+    The first view is the server, for a client that takes part in every round. The second view is a
+    third party, who sees only the global models.
+    """
     figure, axes = _single_plot(path, (6.4, 4))
     at, server, third = planned.over_rounds()
     label = "server, a client in every round"
@@ -157,12 +158,12 @@ def _single_plot(path: Path, inches: tuple[float, float]) -> Any:
 
 
 def _tick_labels(names: Sequence[str]) -> list[str]:
-    """Return shortened names. $ is escaped, because matplotlib would begin a formula there."""
+    """Return shortened names with $ escaped, because matplotlib begins a formula at a $."""
     return [name[:MAX_NAME_LETTERS].replace("$", r"\$") for name in names]
 
 
 def _save_private(figure: Any, path: Path) -> None:
-    """Write a plot to a file that only its owner may read, as it shows counts without noise."""
+    """Write a plot to a file that only its owner may read, because plots may show exact counts."""
     try:
         with open_private(path, "wb") as file:
             figure.savefig(file, dpi=150, format=path.suffix[1:].lower())
