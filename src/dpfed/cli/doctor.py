@@ -166,7 +166,7 @@ def advice() -> list[str]:
     if find_spec("torchvision") is not None:
         try:
             import_module("torchvision")
-        # Catch all errors: a torchvision for another version of torch raises different ones.
+        # Catch all errors: a torchvision for another version of torch raises errors of many types.
         except Exception:
             out.append(
                 "torchvision does not fit this torch and breaks transformers' models: "
