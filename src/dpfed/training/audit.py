@@ -1,4 +1,4 @@
-"""Audit a job: test with canary records whether its releases reveal more than the claimed epsilon.
+"""Audit a job: test with canary records if its releases reveal more than the claimed epsilon.
 
 A canary is a record that is present or absent by a coin toss. The audit runs the job's own oracle
 and fleet, with its plan, rates, noise and steps. It replaces only model and data.

@@ -44,9 +44,9 @@ class RunPlace:
     """The name and the folder of an open run.
 
     name    random identifier of the run, stored in run.json
-    note    sentence that says whether the results may be released
+    note    sentence that says if the results may be released
     folder  the run folder, locked for this process
-    resume  True if the run continues an earlier one
+    resume  True if the run continues an earlier run
     """
 
     name: str
@@ -143,7 +143,7 @@ def open_run(
         trackers = Trackers(job.config, out, budget.planned if budget else None)
         stack.callback(trackers.close)
         if resume:
-            # Check again: another process may have resumed the run before this one got the lock.
+            # Check again, because another process may have resumed the run before the lock was set.
             refuse_other(out, job.config)
         else:
             folder.begin(name, note)

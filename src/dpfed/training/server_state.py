@@ -76,7 +76,7 @@ class State:
     def with_tensors(self, tensors: Mapping[str, Tensor], clip: float) -> State:
         """Return a copy of this state with other tensors and another clip norm.
 
-        Raise ValueError if names, shapes or dtypes differ from those of this state.
+        Raise ValueError if names, shapes or dtypes differ from this state's tensors.
         """
         mine = self.tensors()
         if mine.keys() != tensors.keys():

@@ -3,7 +3,7 @@
 The runs may differ in seed, rates, method or noise. Each run has its own folder, ledger, random
 streams, round loop and thread. Records and the frozen model are in memory once, and one pass
 computes the clipped sums of all runs (privacy/batched_sums.py). The results of a run in a pack
-equal those of the run alone, up to the order of additions.
+equal the results of the run alone, up to the order of additions.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Pack:
     """Runs that share passes. Each pass waits for all runs that have not left the pack.
 
     runs    number of runs
-    shared  cache of records, models and features for all runs; None for a new one
+    shared  cache of records, models and features for all runs; None for a new cache
     """
 
     def __init__(self, runs: int, shared: JobCache | None = None) -> None:

@@ -93,7 +93,7 @@ class ClientStates:
         )
         with self._lock:
             for client, row in zip(clients, rows, strict=True):
-                # Store a new array, because a checkpoint thread may still read the old one.
+                # Store a new array, because a checkpoint thread may still read the old array.
                 self._in_memory[client] = row.copy()
                 self._in_memory.move_to_end(client)
                 self._written_in[client] = t

@@ -43,7 +43,7 @@ class Execution(Protocol):
     overlaps  True if a round may begin before the previous round is checked (`RoundLoop.overlap`)
     stop      is called between local steps; may raise an error to end the run
     prepare   returns the job of a configuration
-    confirm   compares the job with those of other processes before anything is written
+    confirm   compares the job with the jobs of other processes before anything is written
     bind      returns the job with values from its run folder, such as a secret key
     backend   returns the backend that computes the cohorts of the job
     """

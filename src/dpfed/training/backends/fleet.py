@@ -57,7 +57,7 @@ class Part:
 class Fleet:
     """The backend that computes a cohort in this process.
 
-    memory          store of client memory; None for a new one
+    memory          store of client memory; None for a new store
     watch           called with the results of each fleet after its local steps
     stop            called after each local step; may raise an error to end the run
     check_messages  True: check messages for NaN and infinity. False: only the round loop checks,

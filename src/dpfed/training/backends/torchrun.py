@@ -150,7 +150,7 @@ class Group:
     def close(self) -> None:
         """Leave the group; on rank 0, first send STOP so that the other processes end.
 
-        Rank 0 calls this at the end of every run, also of a failed one.
+        Rank 0 calls this at the end of every run, also if the run has failed.
         """
         if self.broken:
             # A shutdown would fail, because a process is lost. The end of this process frees the
@@ -253,7 +253,7 @@ class Distributed:
         clients: Sequence[int],
         wait_for_charge: WaitForCharge = no_charge,
     ) -> tuple[Message, int]:
-        # Wait before starting the others, because they cannot see whether the ledger is charged.
+        # Wait before starting the others, because they cannot see if the ledger is charged.
         wait_for_charge()
         clip_bits = struct.unpack("<q", struct.pack("<d", state.clip))[0]
         self._group.header(ROUND, t, len(clients), clip_bits)

@@ -174,7 +174,7 @@ def record_of(start: str) -> SpendingRecord | None:
 
 def _local_records(start: Path) -> dict[str, str]:
     path = (start.parent if start.is_file() else start) / SPENDING
-    # Use lexists, because a broken link must count as a damaged record, not as a missing one.
+    # Use lexists, because a broken link must count as a damaged record, not as no record.
     texts = {str(path): _read(path)} if os.path.lexists(path) else {}
     return texts | {f"the metadata of {file}": record for file, record in embedded(start).items()}
 

@@ -165,7 +165,7 @@ class Trackers(Callback):
             self._each(lambda tracker: tracker.log(round.t, metrics))
 
     def on_end(self, result: dict[str, Any]) -> None:
-        """Log the run's final epsilons, which exceed the planned ones if rounds were repeated."""
+        """Log the run's final epsilons; repeated rounds make them larger than planned."""
         figures = {f"epsilon_{view}": result["epsilon"][view] for view in FIGURES}
         found = {key: float(value) for key, value in figures.items() if value is not None}
         if self._started and found:

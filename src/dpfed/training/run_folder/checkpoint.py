@@ -45,7 +45,7 @@ DAMAGE = (
     RecursionError,
     SafetensorError,
 )
-# Two are kept, so that a run can resume from the older one if the newest is damaged.
+# With two checkpoints, a run can resume from the older file if the newest file is damaged.
 CHECKPOINTS_STORED = 2
 
 

@@ -47,7 +47,7 @@ PACKAGES = ("dpfed", "torch", "transformers", "peft", "dp-accounting", "numpy")
 class RunFolder:
     """The folder of one run, locked so that no other process can write to it.
 
-    note    sentence that says whether the results may be released
+    note    sentence that says if the results may be released
     force   True: replace an earlier run in the folder
     resume  True: continue the run in the folder
     """
