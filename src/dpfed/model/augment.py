@@ -1,4 +1,4 @@
-"""Random augmentations of images. The oracle draws a new one each time it uses a record.
+"""Random augmentations of images. The oracle draws a new augmentation for each use of a record.
 
 A record's augmentation depends only on the record's key, like the record's dropout mask. Fleet,
 pass and device do not change the augmentation.

@@ -136,7 +136,7 @@ class _BodyStub(nn.Module):
 
 
 def _split(model: nn.Module, weights: Weights, prepared: Batch) -> _Head | None:
-    """Call the model's body and return what is needed to compute logits from its output.
+    """Call the model's body and return a `_Head`, which computes logits from the body's output.
 
     Return None if the model has no separate body that returns hidden states.
     """

@@ -28,7 +28,7 @@ MODULE = "transformers.models.swin.modeling_swin"
 
 
 def fuse_windows(model: nn.Module) -> None:
-    """Replace the classes of Swin's layers by the faster ones, in place.
+    """Replace the classes of Swin's layers by the faster classes, in place.
 
     Attention whose position bias is trained still runs the code of transformers.
     """

@@ -114,7 +114,7 @@ def faithful_model(
 def faithful_form(model: PerSample, plain: PlainOutputs, forms: Sequence[Prepare]) -> Prepare:
     """Return the first of the functions `forms` whose inputs lead to the plain model's outputs.
 
-    Raise DpfedError if no function does so.
+    Raise DpfedError if there is no such function.
     """
     best = math.inf
     reason = ""

@@ -17,7 +17,7 @@ SECONDS = 5.0
 
 
 class HubSilentError(DpfedError):
-    """The hub gave no answer, so it is unknown whether it has a file."""
+    """The hub gave no answer, so it is unknown if the hub has a file."""
 
 
 def folder_of(weights: str, key: str = "model.weights") -> Path | None:
