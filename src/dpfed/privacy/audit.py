@@ -75,7 +75,7 @@ class Report:
 class Law:
     """Result of testing if batches or noise have the distribution that the accountant assumes.
 
-    what   what was tested
+    what   the tested values: "batches" or "noise"
     tests  the p-value of each test, by the name of the test
     """
 

@@ -144,7 +144,7 @@ class BatchedSums:
     def _runs_per_pass(self, members: int) -> int:
         """Return how many runs one pass takes; build a new `FixedSum` if needed.
 
-        A new `FixedSum` is needed if there is none, or if the present one has too many rows of
+        A new `FixedSum` is needed if none exists, or if the old `FixedSum` has too many rows of
         theta.
         """
         wanted = min(members, self._max_runs_per_pass)
