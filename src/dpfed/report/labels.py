@@ -9,7 +9,7 @@ from typing import Any
 
 from dpfed.privacy.published import show_setting
 
-# Keys that do not change what the results mean. Runs that differ only in these keys are
+# Keys that do not change the meaning of the results. Runs that differ only in these keys are
 # shown as seeds of one method.
 ALIKE = frozenset(
     {

@@ -159,7 +159,7 @@ def _spent_card(group: Group, run: RunData, at: str) -> Card:
 def planned_epsilon_note(group: Group) -> list[str]:
     """Return a note that the group's epsilon in the table is planned and not spent yet.
 
-    The list holds this one note for an unfinished group. It is empty for a finished group.
+    The result is a list with this note for an unfinished group, and an empty list otherwise.
     """
     run = group.unfinished
     if run is None or group.spent is None:

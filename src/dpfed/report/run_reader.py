@@ -122,8 +122,8 @@ class Privacy:
     def advantage(self) -> float:
         """Largest possible advantage of an attacker who guesses if a record was used in training.
 
-        The advantage is the rate of hits minus the rate of false alarms. The bound holds for the
-        records of a client that takes part in every round.
+        The advantage is the rate of hits minus the rate of false alarms. It holds for the records
+        of a client in every round.
         """
         return _advantage(self.planned)
 
@@ -161,7 +161,7 @@ class Group:
 
     @property
     def epsilon(self) -> dict[str, float | None]:
-        """Planned epsilon by view: the largest in the results, else the one in the ledger."""
+        """Planned epsilon by view: the largest in the results, else the ledger's epsilon."""
         return {view: self._epsilon(view) for view in FIGURES}
 
     def _epsilon(self, view: str) -> float | None:

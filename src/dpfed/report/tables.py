@@ -24,7 +24,7 @@ FOOTNOTES = {
     "‡": "has runs that diverged, which count as accuracy 0",
     "§": "could not be run: ",
 }
-# Columns of `cells`, the most important first: a narrow screen shows the first ones.
+# Columns of `cells`, the most important first: a narrow screen shows only the first columns.
 IMPORTANCE = (0, 3, 4, 1, 5, 6, 2, 7, 8)
 EMPHASISED_COLUMNS = (0, 3)
 

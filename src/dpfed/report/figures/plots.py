@@ -41,9 +41,8 @@ class Curve:
 def epsilon_over_rounds(planned: Planned, path: Path) -> None:
     """Draw the planned epsilon after each round, with one line for each of two views.
 
-    The first view is the server, for a client that takes part in every round. The second view is a
-    third party, who sees only the global models.
-    """
+    The views are the server's, of a client in every round, and that of a third party, who sees
+    only the global models."""
     figure, axes = _single_plot(path, (6.4, 4))
     at, server, third = planned.over_rounds()
     label = "server, a client in every round"

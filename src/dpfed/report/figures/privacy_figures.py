@@ -11,8 +11,8 @@ from dpfed.privacy.published import PLOTTED_DIGITS, plotted_loss, show_setting
 from dpfed.report.figures.figure import ROUNDS, Figure, axis, bars, inert, joined, line, short
 from dpfed.report.run_reader import Group, Privacy, RunData, number
 
-# Label, colour number and dash of the line of each view. The first two methods have the colours 0
-# and 1.
+# Label, colour number and dash of each view's line. The numbers are not 0 and 1, which are the
+# colours of the first two methods.
 VIEWS = (("server, a client in every round", 6, "solid"), ("third party", 2, "dash"))
 MOST_SPENT = "client that spent most so far"
 MOST_SPENT_SERIES = 3
