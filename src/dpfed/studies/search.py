@@ -8,7 +8,7 @@ points as the largest grid has values. Each further stage adds one point to ever
     between tried values   between the best value and its better neighbour
 
 There are at least `extra` further stages. While the best value of any method is at an edge, more
-stages follow, up to `limit`. The next points follow from the scores alone, so an interrupted search
+stages follow, up to `limit`. The scores alone determine the next points, so an interrupted search
 can be resumed.
 
 The best point has the lowest loss of all points within one standard error of the highest accuracy.

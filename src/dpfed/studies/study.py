@@ -1,6 +1,6 @@
 """Run a study: for each arm a search of learning rates, then the reported seeds at the best rates.
 
-The next runs follow from the finished ones, so an interrupted study can be resumed.
+The finished runs determine the next runs, so an interrupted study can be resumed.
 """
 
 from __future__ import annotations
