@@ -238,7 +238,7 @@ def spread(theta: Tensor, clients: int) -> Tensor:
 def bias_correction(beta: float, steps: Tensor) -> Tensor:
     """Return 1 - beta^steps, computed in float64.
 
-    In float32 the result would be wrong in the fifth digit at steps = 1. beta stays a Python
+    In float32 the result would be wrong in the fifth digit at steps = 1. beta remains a Python
     number, because copying it to a GPU would wait until the GPU has finished its work.
     """
     return 1 - torch.pow(beta, steps.double())
