@@ -382,7 +382,7 @@ def audit(job: Job, canaries: int = 1000, confidence: float = 0.95) -> Audit:
 
 
 def setting_of(job: Job) -> AuditSetting:
-    """Return the setting that audits a job. It has new random streams, so no noise repeats."""
+    """Return the setting that audits a job. Its random streams repeat no noise of the run."""
     streams = Streams(job.streams.number("check", 1), secret=job.streams.secret)
     run = job.config.run
     delta = job.config.privacy.delta
@@ -392,7 +392,7 @@ def setting_of(job: Job) -> AuditSetting:
 
 
 def chosen_clients(epsilons: np.ndarray, most: int) -> np.ndarray:
-    """Return at most `most` clients, evenly spaced by rank of epsilon, with the largest epsilon."""
+    """Return at most `most` clients, evenly spaced from the largest epsilon to the smallest."""
     order = np.argsort(-epsilons, kind="stable")
     chosen = np.linspace(0, len(order) - 1, min(most, len(order))).round().astype(int)
     return np.sort(order[np.unique(chosen)])
