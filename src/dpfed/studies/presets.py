@@ -1,7 +1,7 @@
 """Presets of `dpfed compare`: the paper's ablations and grids, for any configuration.
 
-A preset is a list of arms, each in a row and a column of a table. The values are the paper's, where
-the paper states them. Every arm tunes its learning rate, because most settings also scale the step.
+A preset is a list of arms, each in a row and a column of a table. Most values come from the paper.
+Every arm tunes its learning rate, because most of these settings also rescale the step.
 """
 
 from __future__ import annotations

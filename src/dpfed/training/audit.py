@@ -392,7 +392,7 @@ def setting_of(job: Job) -> AuditSetting:
 
 
 def chosen_clients(epsilons: np.ndarray, most: int) -> np.ndarray:
-    """Return at most `most` clients, evenly spaced from the largest epsilon to the smallest."""
+    """Return at most `most` clients, evenly spaced by rank of epsilon, from the largest epsilon."""
     order = np.argsort(-epsilons, kind="stable")
     chosen = np.linspace(0, len(order) - 1, min(most, len(order))).round().astype(int)
     return np.sort(order[np.unique(chosen)])
