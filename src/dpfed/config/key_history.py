@@ -15,6 +15,7 @@ ADDED: dict[str, Any] = {
     "privacy.isolation": "fast",
     "run.cohort_choice": "uniform",
     "run.max_rounds_per_client": "auto",
+    "run.max_records_per_step": 2048,
 }
 
 

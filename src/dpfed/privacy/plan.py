@@ -15,11 +15,12 @@ import numpy as np
 from dpfed.config import PrivacySection
 from dpfed.config.sections import CohortChoice
 from dpfed.errors import DpfedError
-from dpfed.privacy.accounting.calibrate import calibrate_sigma
+from dpfed.privacy.accounting.calibrate import calibrate_sigma, estimate_sigma
 from dpfed.privacy.accounting.history import check_delta
 from dpfed.privacy.accounting.observers import Rounds, View, capped
 from dpfed.privacy.clipping import CLIPS, Clipping
 from dpfed.privacy.mechanism import Mechanism, Sampling
+from dpfed.privacy.planning.batch import automatic_batch
 from dpfed.privacy.published import show_setting
 
 # Smaller noise multipliers are refused: epsilon is then meaninglessly large and imprecise.
@@ -27,6 +28,9 @@ LEAST_NOISE = 0.01
 # Clients whose sampling rates differ by at most this relative amount share one noise multiplier.
 # The multiplier is calibrated for the highest of these rates.
 RATE_STEP = 0.02
+NEEDS_TARGET = (
+    'privacy.batch = "auto" follows from privacy.target_epsilon: give that, or a number of records'
+)
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,7 @@ class Schedule:
     local_steps  local steps K of each client in each round
     choice       "balanced": clients with the fewest requests take part; "uniform": any clients
     max_rounds   largest number of rounds of a client; "auto" depends on `choice`
+    max_records  most records of the cohort in a local step, for an automatic batch
     """
 
     clients: int
@@ -152,6 +157,7 @@ class Schedule:
     local_steps: int
     choice: CohortChoice = "uniform"
     max_rounds: int | str = "auto"
+    max_records: float = math.inf
 
     def __post_init__(self) -> None:
         needed = self.rounds * self.cohort
@@ -210,6 +216,10 @@ def make_plan(
     unit      name of the protected unit; None means "record"
     """
     _check_numbers(privacy)
+    if privacy.batch == "auto":
+        step = Mechanism(privacy.sampling, 1.0, 1.0, batches, releases)
+        batch = _automatic_batch(privacy, sizes, schedule, step)
+        privacy = replace(privacy, batch=float(batch))
     rates, expected = _batches_for(privacy, sizes)
     plan = Plan(
         sampling=privacy.sampling,
@@ -282,6 +292,22 @@ def _calibrated(privacy: PrivacySection, worst: Mechanism, schedule: Schedule) -
     return calibrate_sigma(rounds, privacy.target_epsilon, privacy.delta, privacy.view)
 
 
+def _automatic_batch(
+    privacy: PrivacySection, sizes: np.ndarray, schedule: Schedule, step: Mechanism
+) -> int:
+    """Return the batch for privacy.batch = "auto", from public numbers only."""
+    target = privacy.target_epsilon
+    if target is None:
+        raise DpfedError(NEEDS_TARGET)
+    records = float(sizes.min() if privacy.batch_per_client else sizes.mean())
+
+    def noise(batch: float) -> float:
+        rounds = schedule.rounds_for(replace(step, rate=batch / records), privacy.view)
+        return estimate_sigma(rounds, target, privacy.delta, privacy.view) / batch
+
+    return automatic_batch(noise, records, schedule.max_records / schedule.cohort)
+
+
 def _check_numbers(privacy: PrivacySection) -> None:
     """Raise DpfedError if delta, C or sigma is out of range, or if batch settings contradict."""
     check_delta(privacy.delta)
@@ -315,7 +341,7 @@ def _batches_for(privacy: PrivacySection, sizes: np.ndarray) -> tuple[np.ndarray
         expected = np.full(len(sizes), float(privacy.batch))
         rates = expected / sizes
     else:
-        rates = np.full(len(sizes), privacy.batch / float(sizes.mean()))
+        rates = np.full(len(sizes), float(privacy.batch) / float(sizes.mean()))
         expected = rates * sizes
     if rates.max() > 1:
         smallest = int(np.argmin(sizes))

@@ -271,7 +271,10 @@ def cost_of(config: Config) -> float:
     run = config.run
     releases = config.algorithm.releases
     batch = config.privacy.batch or (config.privacy.rate or 0) * 1000
-    per_step = run.participation * config.data.clients * batch
+    if batch == "auto":
+        per_step = float(run.max_records_per_step)
+    else:
+        per_step = run.participation * config.data.clients * batch
     return float(run.rounds * run.local_steps * per_step * releases.batches * releases.releases)
 
 

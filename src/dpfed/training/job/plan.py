@@ -31,6 +31,7 @@ def plan_for(config: Config, sizes: np.ndarray) -> tuple[Plan, Schedule]:
         Schedule.of(len(sizes), run.rounds, run.local_steps, run.participation),
         choice=run.cohort_choice,
         max_rounds=run.max_rounds_per_client,
+        max_records=run.max_records_per_step,
     )
     unit = config.data.unit_column
     return make_plan(privacy, sizes, schedule, releases.batches, releases.releases, unit), schedule
