@@ -12,7 +12,7 @@ from federation_case import client_of, federated, federation_of, job_of, rows_of
 
 from dpfed.errors import StoppedError
 from dpfed.federation.client.request_checks import check_cap
-from dpfed.federation.messages import Request, pack, unpack_request
+from dpfed.federation.messages import Request, pack
 from dpfed.federation.policy import RefusedError
 from dpfed.training import round_loop
 from dpfed.training.job.job import Job
@@ -139,17 +139,6 @@ def test_a_refused_request_leaves_no_cap(job: Job, tmp_path: Path) -> None:
         client_of(job, 0, tmp_path, max_rate=1e-6).answer(request_of(job, 1))
     assert list((tmp_path / "clinic-0").glob("runs/*/cap")) == []
     client.answer(request_of(job, 1))
-
-
-def test_a_message_without_a_cap_has_none(job: Job) -> None:
-    """Servers of earlier versions do not send the field."""
-    data = request_of(job, 1, max_rounds=2)
-    field = b', \\"max_rounds\\": 2'
-    assert data.count(field) == 1
-    header = int.from_bytes(data[:8], "little")
-    # Pad the header with spaces to its old length.
-    text = data[8 : 8 + header].replace(field, b"") + b" " * len(field)
-    assert unpack_request(data[:8] + text + data[8 + header :], 1 << 24).terms.max_rounds == 0  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
