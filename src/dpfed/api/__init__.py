@@ -8,6 +8,7 @@ trained.export("my-adapter")
 """
 
 from dpfed.api.fine_tuning import fine_tune
+from dpfed.api.planning import plan
 from dpfed.api.trained_model import TrainedModel, load
 
-__all__ = ["TrainedModel", "fine_tune", "load"]
+__all__ = ["TrainedModel", "fine_tune", "load", "plan"]

@@ -125,7 +125,7 @@ class Terms(AnyTerms):
     grid: bool
     equal_phi: bool
     used: OptionalCount
-    max_rounds: OptionalCount = 0
+    max_rounds: OptionalCount
 
 
 @dataclass(frozen=True)
@@ -312,8 +312,7 @@ def _json_object(text: bytes | str) -> dict[str, Any]:
 
 
 def _parse_terms(cls: type[Any], table: dict[str, Any]) -> Any:
-    required = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
-    missing = required - table.keys()
+    missing = {f.name for f in dataclasses.fields(cls)} - table.keys()
     nested = table.get("clipping")
     if isinstance(nested, dict):
         missing |= {f.name for f in dataclasses.fields(ClippingTerms)} - nested.keys()

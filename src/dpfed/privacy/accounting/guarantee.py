@@ -44,10 +44,7 @@ NOT_COVERED = (
     "choosing settings by looking at results on private data, floating-point effects, "
     "timing and other side channels"
 )
-CAPPED = (
-    "everybody can know nearly how many rounds a client takes part in, so it equals the server's "
-    "figure"
-)
+CAPPED = "the number of a client's rounds is capped and public, so it equals the server's figure"
 UNCOUNTED = (
     "epsilon holds only if what training started from was not trained on these clients' records"
 )
