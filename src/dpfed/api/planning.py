@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from dpfed.errors import DpfedError
 from dpfed.privacy.planning.federation import (
     MAX_RECORDS,
     FederationPlan,
@@ -51,25 +50,12 @@ def plan(
     Returns:
         The plan. `print(plan)` shows it, `plan.table` is a data frame, and `plan.settings` are the
         tables of a configuration.
-
-    Raises:
-        DpfedError: The numbers do not belong together.
     """
-    if isinstance(records, str):
-        raise DpfedError("records must be a number, or one number for each client")
     releases = releases_of(algorithm)
-    federation = federation_of(
-        [records] if isinstance(records, int) else list(records),
-        clients,
-        cohort,
-        rounds=rounds,
-        local_steps=local_steps,
-        epsilon=epsilon,
-        delta=delta,
-        max_records=max_records,
-        batches=releases.batches,
-        releases=releases.releases,
-    )
+    numbers = {"rounds": rounds, "local_steps": local_steps, "epsilon": epsilon, "delta": delta}
+    uses = {"batches": releases.batches, "releases": releases.releases}
+    sizes = [records] if isinstance(records, int) else list(records)
+    federation = federation_of(sizes, clients, cohort, max_records=max_records, **numbers, **uses)
     found = plan_federation(federation, try_rounds, try_local_steps)
     if plot is not None:
         from dpfed.report.figures.plan_plot import noise_over_batch

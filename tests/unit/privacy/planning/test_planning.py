@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import dpfed
 from dpfed.cli.main import app
-from dpfed.config import PrivacySection
+from dpfed.config import PrivacySection, load
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting.calibrate import calibrate_sigma, estimate_sigma
 from dpfed.privacy.accounting.observers import Rounds
@@ -22,6 +22,8 @@ from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.plan import Schedule, make_plan
 from dpfed.privacy.planning.batch import automatic_batch, powers_of_two
 from dpfed.privacy.planning.federation import Federation, FederationPlan
+from dpfed.registry import registry
+from dpfed.training.job.plan import plan_of
 
 PAPER = Schedule(clients=50, cohort=5, rounds=100, local_steps=20)
 
@@ -97,6 +99,15 @@ def test_the_estimate_is_close_to_the_calibrated_sigma(batch: int) -> None:
     rounds = Rounds(Mechanism("poisson", batch / 1000, 1.0, 1, 1), 20, 10)
     exact = calibrate_sigma(rounds, 4.363, 1e-5)
     assert estimate_sigma(rounds, 4.363, 1e-5) == pytest.approx(exact, rel=2e-3)
+
+
+def test_the_keys_of_a_configuration_reach_the_plan() -> None:
+    changes = ["privacy.batch=auto", "run.max_records_per_step=85", "run.cohort_choice=balanced"]
+    config = load("digits", changes, registry())
+    plan, schedule = plan_of(config)
+    assert schedule.cohort == 10
+    assert (plan.expected == 8).all()
+    assert plan.private
 
 
 # ---- plans of federations
