@@ -260,6 +260,7 @@ def test_configuration_ledger_card_and_report_state_equal_figures(
         assert dpfed("privacy", str(target), "--json") == 0
         found = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert found["third_party"] == found["server_worst"]
+        assert found["max_rounds_per_client"] == 2
         assert "each client in at most 2 rounds" in found["guarantee"]
         # The configuration alone has the data's own sizes, not those of this small run.
         if target == out:
