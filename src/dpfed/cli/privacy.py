@@ -256,6 +256,7 @@ def figures_of(planned: Planned, spending: RecordedSpending | None, public: bool
         "rdp_server_worst": planned.rdp_server_worst,
         "sigma": noise[0] if min(noise) == max(noise) else [min(noise), max(noise)],
         "delta": planned.delta,
+        "max_rounds_per_client": planned.cap,
         "guarantee": planned.assumptions(),
         "warnings": planned.warnings,
     }

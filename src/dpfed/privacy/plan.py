@@ -164,8 +164,8 @@ class Schedule:
         if self.cap is not None and self.clients * self.cap < needed:
             raise DpfedError(
                 f"run.max_rounds_per_client = {self.cap} is too small: {self.rounds} rounds of "
-                f"{self.cohort} clients are {needed} places, and {self.clients} clients may fill "
-                f"{self.clients * self.cap}: use {-(-needed // self.clients)} or more"
+                f"{self.cohort} clients need {needed} participations, and {self.clients} clients "
+                f"have at most {self.clients * self.cap}: use {-(-needed // self.clients)} or more"
             )
 
     @classmethod

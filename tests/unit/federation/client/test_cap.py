@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 from federation_case import client_of, federated, federation_of, job_of, rows_of, server_of
+from served_case import KilledError, Net, config_of, serve
 
 from dpfed.errors import StoppedError
 from dpfed.federation.client.request_checks import check_cap
 from dpfed.federation.messages import Request, pack
 from dpfed.federation.policy import RefusedError
+from dpfed.privacy.accounting.pld import epsilon
 from dpfed.training import round_loop
+from dpfed.training.budget.recorded_spending import read_recorded_spending
 from dpfed.training.job.job import Job
 from dpfed.training.round_context import first_state
 
@@ -78,6 +81,26 @@ def test_a_server_that_asks_once_too_often_is_refused(job: Job, tmp_path: Path) 
         "round 3: client 'clinic-0' is left out: refused: this client has taken part in 2 rounds "
         "of this run, and its cap is 2"
     ]
+
+
+def test_a_killed_server_asks_the_same_clients_again(tmp_path: Path) -> None:
+    job = job_of()
+    config = config_of(job, run={"participation": 0.67, "cohort_choice": "balanced"})
+    net = Net(job, tmp_path, seeded=False)
+    net.kill_within = 2
+    with pytest.raises(KilledError):
+        serve(config, tmp_path / "out", net, seeded=False)
+    interrupted = net.sent[-1]
+    result = serve(config, tmp_path / "out", net, seeded=False, mode="resume")
+    assert net.sent[2] == interrupted
+    assert (result["rounds"], result["log"]) == (3, [])
+    assert [len(rounds_of(tmp_path, i)) for i in range(3)] == [2, 2, 2]
+    # Two rounds of two steps, for every client.
+    worst = epsilon([(job.plan.mechanism(0), 4)], 1e-5).value
+    assert result["epsilon"] == pytest.approx(dict.fromkeys(result["epsilon"], worst))
+    recorded = read_recorded_spending(tmp_path / "out")
+    assert (recorded.most_rounds, recorded.realised.cap) == (2, 2)
+    assert recorded.server_worst == recorded.server_max == pytest.approx(worst)
 
 
 def test_a_client_counts_the_rounds_of_each_run_in_its_own_ledger(job: Job, tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.plan import Schedule, make_plan
 from dpfed.registry import registry
+from dpfed.report.tables import Row
+from dpfed.studies.output import _privacy_notes
 from dpfed.training.budget.participation import choose_cohort, eligible_clients
 from dpfed.training.budget.prior_spending import record_of
 from dpfed.training.budget.recorded_spending import read_recorded_spending
@@ -260,6 +262,7 @@ def test_configuration_ledger_card_and_report_state_equal_figures(
         assert dpfed("privacy", str(target), "--json") == 0
         found = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert found["third_party"] == found["server_worst"]
+        assert found["max_rounds_per_client"] == 2
         assert "each client in at most 2 rounds" in found["guarantee"]
         # The configuration alone has the data's own sizes, not those of this small run.
         if target == out:
@@ -426,3 +429,13 @@ def test_the_command_takes_max_rounds(capsys: pytest.CaptureFixture[str]) -> Non
     plan = "--records 1000 --batch 16 --rounds 10 --local-steps 2 --sigma 1 --participation 0.1"
     assert dpfed("privacy", *plan.split(), "--max-rounds", "1") == 0
     assert "the server, of a client in 1 of 10 rounds, its cap" in capsys.readouterr().out
+
+
+def test_the_notes_of_a_study_name_the_rounds_that_count() -> None:
+    def note(max_rounds: int | None) -> str:
+        guarantee = numbers(max_rounds=max_rounds).planned().assumptions()
+        row = Row(label="a", accuracies=(), epsilon={"server_worst": 1.0}, guarantee=guarantee)
+        return _privacy_notes([row])[0]
+
+    assert "for a client in every round (server)" in note(None)
+    assert "for a client in the most rounds it may take (server)" in note(10)
