@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from dpfed.algorithms import REGISTRY as ALGORITHMS
-from dpfed.config import Registry
+from dpfed.algorithms.base import Algorithm
+from dpfed.config import ModelSection, Registry
 from dpfed.data.sources import REGISTRY as DATASETS
 from dpfed.model.given_module import GivenModule
 from dpfed.model.zoo import REGISTRY as MODELS
+from dpfed.plugins import with_plugins
 
 CONFIGS = Path(__file__).parent / "config" / "presets"
 DEFAULT = "digits"
@@ -18,5 +20,10 @@ def registry() -> Registry:
     # Leave out files whose name begins with an underscore: they are bases that presets extend.
     found = (p for p in sorted(CONFIGS.rglob("*.toml")) if not p.name.startswith("_"))
     presets = {str(p.relative_to(CONFIGS).with_suffix("")): p for p in found}
-    models = {**MODELS, GivenModule.name: GivenModule}
-    return Registry(data=DATASETS, model=models, algorithm=ALGORITHMS, presets=presets)
+    models = with_plugins("model", ModelSection, {**MODELS, GivenModule.name: GivenModule})
+    return Registry(data=DATASETS, model=models, algorithm=algorithms(), presets=presets)
+
+
+def algorithms() -> dict[str, type[Algorithm]]:
+    """Return the algorithms by name, with those of installed packages."""
+    return with_plugins("algorithm", Algorithm, ALGORITHMS)

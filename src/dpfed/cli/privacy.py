@@ -200,10 +200,10 @@ def refuse_given(flags: dict[str, Any], why: str) -> None:
 
 def from_flags(numbers: dict[str, Any], colluding: int) -> Planned:
     """Return the plan that the options describe, after the checks of a configuration."""
-    from dpfed.algorithms import REGISTRY
     from dpfed.config import nearest
     from dpfed.errors import DpfedError
     from dpfed.privacy.accounting.planner import PlanNumbers
+    from dpfed.registry import algorithms
 
     chosen = {name: value for name, value in numbers.items() if value is not None}
     given = {**numbers, **DEFAULTS, **chosen}
@@ -211,9 +211,10 @@ def from_flags(numbers: dict[str, Any], colluding: int) -> Planned:
     if missing:
         raise DpfedError(f"give a configuration, a run, or {', '.join(missing)}")
     algorithm = given.pop("algorithm")
-    if algorithm not in REGISTRY:
-        raise DpfedError(f"--algorithm {algorithm} is not known{nearest(algorithm, REGISTRY)}")
-    releases = REGISTRY[algorithm]().releases  # type: ignore[call-arg]
+    known = algorithms()
+    if algorithm not in known:
+        raise DpfedError(f"--algorithm {algorithm} is not known{nearest(algorithm, known)}")
+    releases = known[algorithm]().releases  # type: ignore[call-arg]
     return PlanNumbers(
         **given, batches=releases.batches, releases=releases.releases, colluding=colluding
     ).planned()
