@@ -8,6 +8,7 @@ equal those of the run alone, up to the order of additions.
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
@@ -226,8 +227,10 @@ def run_batched(
         finally:
             member.leave()
 
+    # A thread starts with an empty context. A model that a program holds in memory is in ours.
+    contexts = [contextvars.copy_context() for _ in tasks]
     threads = [
-        threading.Thread(target=work, args=(i,), name=f"dpfed-run-{i}", daemon=True)
+        threading.Thread(target=contexts[i].run, args=(work, i), name=f"dpfed-run-{i}", daemon=True)
         for i in range(len(tasks))
     ]
     for thread in threads:
