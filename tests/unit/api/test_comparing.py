@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import dpfed
+from dpfed.api import comparing
 from dpfed.api.identity import identity_of
 from dpfed.data.sources.in_memory import source_of
 from dpfed.errors import DpfedError, StoppedError
@@ -64,6 +65,20 @@ def test_a_comparison_has_a_table_a_search_and_figures(tmp_path: Path) -> None:
     assert matplotlib.get_backend() == backend
     assert "<table" in found._repr_html_()
     assert "dp-fedavg" in found.report(tmp_path / "page.html").read_text()
+
+
+def test_runs_of_a_torch_module_can_share_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The threads of a pack see the module and the records, and find what runs alone find."""
+    alone = compared(tmp_path / "alone", module())
+    monkeypatch.setattr(comparing, "pack_size", lambda asked, gpus: 4)
+    packed = compared(tmp_path / "packed", module())
+    assert alone.table["failed"].isna().all()
+    assert packed.table["failed"].isna().all()
+    assert packed.search["validation_loss"].tolist() == pytest.approx(
+        alone.search["validation_loss"].tolist(), rel=1e-4
+    )
 
 
 def test_the_same_call_continues_and_another_is_refused(tmp_path: Path) -> None:

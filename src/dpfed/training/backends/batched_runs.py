@@ -227,16 +227,7 @@ def run_batched(
         finally:
             member.leave()
 
-    # A thread starts with an empty context. A model that a program holds in memory is in ours.
-    contexts = [contextvars.copy_context() for _ in tasks]
-    threads = [
-        threading.Thread(target=contexts[i].run, args=(work, i), name=f"dpfed-run-{i}", daemon=True)
-        for i in range(len(tasks))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    _in_threads(work, len(tasks))
     for _, error in sorted(errors.items()):
         if not isinstance(error, UnbatchableError):
             raise error
@@ -246,6 +237,24 @@ def run_batched(
         answers[number] = tasks[number](None)
         ended(number, answers[number])
     return [answers[number] for number in range(len(tasks))]
+
+
+def _in_threads(work: Callable[[int], None], count: int) -> None:
+    """Call `work` with each number in a thread of its own, and wait for all of them."""
+    # Each thread gets a copy of this context, in which a model or data in memory may be set.
+    threads = [
+        threading.Thread(
+            target=contextvars.copy_context().run,
+            args=(work, i),
+            name=f"dpfed-run-{i}",
+            daemon=True,
+        )
+        for i in range(count)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def pack_size(asked: str, gpus: int) -> int:
