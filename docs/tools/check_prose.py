@@ -27,6 +27,8 @@ NOT_PROSE = re.compile(
     r"|^---\n.*?^---$|\$\$.*?\$\$",
     re.S | re.M,
 )
+# The output of a command, which make_docs.py writes.
+OUTPUT = re.compile(r"^<!-- output of: [^\n]*\n```.*?^```", re.S | re.M)
 LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 BREAK = re.compile(r"(?<=[.!?])\s+|:\n|\n\s*\n|\n\s*(?:[-*]|\d+\.)\s+")
 
@@ -76,7 +78,11 @@ def figures(text: str) -> Figures:
 
 
 def _wide(text: str) -> list[int]:
-    """Return the numbers of too wide lines. Tables, pictures and comments cannot be wrapped."""
+    """Return the numbers of too wide lines.
+
+    Tables, pictures, comments and the output of commands cannot be wrapped.
+    """
+    text = OUTPUT.sub(lambda block: "\n" * block[0].count("\n"), text)
     fixed = re.compile(r"^\s*(\||!\[|<|\[[^\]]*\]:)")
     lines = enumerate(text.splitlines(), 1)
     return [i for i, line in lines if len(line) > COLUMNS and not fixed.match(line)]

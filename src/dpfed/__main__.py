@@ -1,4 +1,4 @@
-"""`python -m dpfed`, the same as `dpfed`."""
+"""Run the command line `dpfed` for `python -m dpfed`."""
 
 from dpfed.cli.main import main
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
     PreTrainedTokenizerFast,
     RobertaConfig,
     RobertaForSequenceClassification,
@@ -39,6 +41,9 @@ def base(kind: str, folder: Path) -> str:
             ViTConfig(image_size=8, patch_size=4, num_labels=5, **SIZES)
         ),
         "bert": lambda: BertForSequenceClassification(BertConfig(num_labels=5, **TEXT, **SIZES)),
+        "gpt2": lambda: GPT2LMHeadModel(
+            GPT2Config(vocab_size=6, n_positions=12, n_embd=8, n_layer=1, n_head=2)
+        ),
         "roberta": lambda: RobertaForSequenceClassification(
             RobertaConfig(num_labels=5, **TEXT, **SIZES)
         ),

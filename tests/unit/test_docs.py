@@ -400,6 +400,13 @@ def test_code_tables_and_headings_are_not_prose() -> None:
     assert not found.faults
 
 
+def test_only_the_output_of_commands_may_be_wide() -> None:
+    wide = "long " * 25
+    output = f"<!-- output of: dpfed list -->\n```text\n{wide}\n```\n"
+    assert script("check_prose").figures(output).wide == ()
+    assert script("check_prose").figures(f"{output}\n```sh\n{wide}\n```\n").wide == (7,)
+
+
 # ------------------------------------------------------------------ files of the repository
 
 

@@ -4,9 +4,9 @@ accel/NAME.py            the kernels; importing one of these modules needs trito
 accel/operators/NAME.py  the operators that other packages call and that start the kernels
 
 The switch is `usable`. It returns False without a GPU, without triton and with `DPFED_KERNELS=0`.
-Each module of kernels has a function `right`, which compares the kernels with plain PyTorch. It is
-called before the kernels are first used on a device. If kernels fail to build or give wrong
-numbers, a warning says so and plain PyTorch runs instead.
+Each module of kernels has a function `right`, which compares the kernels with plain PyTorch. This
+function is called before the kernels are first used on a device. If kernels fail to build or give
+wrong numbers, a warning says so and plain PyTorch runs instead.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ALWAYS_CHECKED = ("lora", "norm", "dropout")
 # Tests set this to True to run the kernels on the CPU in triton's interpreter.
 interpreted = False
-# What has been checked, with or without success: devices, and triples (module, device, dtype).
+# Devices and triples (module, device, dtype) that were checked, with or without success.
 _tried: set[object] = set()
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from dpfed.accel import passes_check, usable
 
 ALIGNED = 64
-# A tensor with at least this many columns is not joined with others but forms a matrix alone. The
+# A tensor with at least this many columns forms a matrix alone, without other tensors. The
 # additional kernel launches cost less than a copy of the tensor.
 LARGE = 2**15
 PIECE = 256

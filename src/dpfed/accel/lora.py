@@ -21,7 +21,7 @@ from dpfed.accel import nearly_equal, on_device
 # Number of programs that fill a large GPU twice. If there are fewer tiles than this, several
 # programs share the second product of a tile, so that the GPU is better filled.
 BUSY = 264
-# Largest LoRA rank per dtype. A larger one does not fit the shared memory of every supported GPU.
+# Largest LoRA rank per dtype. Larger ranks do not fit the shared memory of every supported GPU.
 MAX_RANK = {torch.float32: 64, torch.bfloat16: 128, torch.float16: 128}
 
 

@@ -61,8 +61,8 @@ def _backward(grad, x, weight, mean, rstd, out, rows, width, R: tl.constexpr, C:
 def _shape(x: Tensor) -> tuple[int, int, int, int]:
     """Return the sizes of `x` and of the tile that one program computes.
 
-    The four integers are the number of rows of `x`, their width, the number of rows of a tile, and
-    its number of columns. The number of columns is the width, rounded up to a power of two.
+    The four integers are the number of rows of `x`, the width of a row, and the numbers of rows and
+    columns of a tile. A tile has as many columns as the width, rounded up to a power of two.
     """
     width = x.shape[-1]
     columns = int(triton.next_power_of_2(width))
@@ -116,7 +116,7 @@ def right(device: torch.device) -> bool:
         grad_x = backward(grad, x, weight, mean, rstd).cpu()
         x, grad, weight, bias = (t.cpu().double() for t in (x, grad, weight, bias))
         # Compute these gradients on the CPU. The caller may be PyTorch's thread for GPU gradients,
-        # which cannot compute any while it waits here.
+        # which cannot compute GPU gradients while it waits here.
         with torch.enable_grad():
             wanted = F.layer_norm(x.requires_grad_(), (96,), weight, bias, 1e-5)
             (back,) = torch.autograd.grad(wanted, x, grad)

@@ -4,8 +4,8 @@
     images   the adjoint: each pixel is the sum of its copies, added in float32 and rounded once
 
 `places` is the number of positions at which the convolution puts its kernel of h x w pixels.
-A plane is one channel of one image. Each program writes BLOCK adjacent numbers of the result, which
-may belong to several planes, so that programs are fully used for small images too.
+A plane is one channel of one image. Each program writes BLOCK adjacent numbers of the result. These
+numbers may belong to several planes, so that small images also fill a program.
 The same operations in plain PyTorch are in `accel.operators.patches`.
 Importing this module needs triton: import it only where `accel.usable` returns True.
 """
@@ -104,7 +104,7 @@ def columns(x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
 def images(x: Tensor, shape: Sequence[int], kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
     """Return images of this shape, in which each pixel is the sum of its copies in the patches `x`.
 
-    The layout of `x` is that of `torch.nn.functional.fold`.
+    `x` has the layout of the input of `torch.nn.functional.fold`.
     """
     y = x.new_empty(shape)
     counts = patch_counts(shape, kernel, stride, padding)

@@ -71,7 +71,7 @@ def right(device: torch.device, dtype: torch.dtype) -> bool:
         rows[row] = 1.0
         rows[row, PIECE + row] = value
     rows[6, :: PIECE // 2] = -2.0
-    # The sum of squares of each row. None means that the sum must not be finite.
+    # The expected sum of squares of each row; None for a sum that must be infinite or NaN.
     exact = [size / 4, 9.0, None, None, None, None, 20.0, 0.0]
     found = squares(rows).double().sum(1).tolist()
     good = True

@@ -20,8 +20,8 @@ def _probabilities(
 ):  # fmt: skip
     """Return the attention probabilities of one window and head in float32, `[SIDE, SIDE]`.
 
-    The tile has SIDE >= N positions; columns beyond the window's N positions are zero. The row of
-    a query is zero too if the mask hides all positions from this query.
+    The tile has SIDE >= N positions; columns beyond the window's N positions are zero. If the mask
+    hides all positions from a query, the row of this query is zero too.
     MASK_ROWS is 0 without a mask, 1 if all queries share one row of the mask, else N.
     """
     i = tl.arange(0, SIDE)[:, None]

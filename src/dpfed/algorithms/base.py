@@ -11,9 +11,9 @@ I/O. Its fields are its `[algorithm]` keys; annotations give the allowed range a
 States are dataclasses of tensors and messages are dictionaries of tensors `[S, ...]`, so both can
 be stored and sent without pickling.
 
-An algorithm whose clients keep vectors between rounds names them in `remembers`. `memory` holds
-each of them as `[S, P]`, with zeros for clients that never took part. Its mask `seen` `[S]` is True
-for the clients that did take part.
+An algorithm whose clients keep vectors between rounds names these vectors in `remembers`. `memory`
+holds each vector as `[S, P]`, with zeros for clients that never took part. The mask `seen` `[S]` in
+`memory` is True for clients that have taken part.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Releases:
     """How often one local step uses the oracle.
 
     batches   number of batches that are drawn
-    releases  number of noised gradients that are released of each batch
+    releases  number of noised gradients that are released for each batch
     """
 
     batches: int = 1
@@ -132,7 +132,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Algorithm(ABC):
-    """Base class of the algorithms, with the configuration keys that all of them have."""
+    """Base class of the algorithms, with the configuration keys that every algorithm has."""
 
     name: ClassVar[str]
     lr_grid: ClassVar[tuple[float, ...]]
@@ -238,7 +238,7 @@ def spread(theta: Tensor, clients: int) -> Tensor:
 def bias_correction(beta: float, steps: Tensor) -> Tensor:
     """Return 1 - beta^steps, computed in float64.
 
-    In float32 the result would be wrong in the fifth digit at steps = 1. beta stays a Python
+    In float32 the result would be wrong in the fifth digit at steps = 1. beta remains a Python
     number, because copying it to a GPU would wait until the GPU has finished its work.
     """
     return 1 - torch.pow(beta, steps.double())

@@ -15,8 +15,8 @@ from dpfed.training.run_folder.files import METRICS, read_rows
 if TYPE_CHECKING:
     import pandas
 
-# Largest number of rounds for which the planned epsilons are computed. In longer histories they are
-# computed for this many rounds, because each takes the accountant some time.
+# Largest number of rounds for which the planned epsilons are computed. A longer history has them
+# only in evenly spaced rounds, because computing the epsilons of one round takes time.
 POINTS = 25
 
 

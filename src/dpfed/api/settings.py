@@ -185,7 +185,7 @@ def with_natural_clients(given: Mapping[str, Any], source: Source) -> Mapping[st
 
 
 def _model_table(given: Mapping[str, Any], model: Any, kind: str) -> dict[str, Any]:
-    """Return the [model] keys that follow from `model`.
+    """Return the keys of the section [model] that the argument `model` determines.
 
     Raise DpfedError if the settings give another value for one of these keys.
     """

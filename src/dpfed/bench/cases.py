@@ -28,7 +28,7 @@ MIN_RECORDS = 512
 class Case:
     """One case to measure.
 
-    model    name of a model of `dpfed list models`, or of one in `SMALL`
+    model    name of a model of `dpfed list models` or of `SMALL`
     spec     kind and shape of the inputs, and number of classes
     clients  number S of clients
     batch    number B of records of each client

@@ -67,7 +67,7 @@ class Comparison:
         return self._ratio(one, other, "milliseconds")
 
     def processor_ratio(self, one: str, other: str) -> float | None:
-        """Return the processor time of `one`, divided by that of `other`.
+        """Return the processor time of `one`, divided by the processor time of `other`.
 
         Other load on the machine disturbs this ratio less than the ratio of wall-clock times."""
         return self._ratio(one, other, "processor")
@@ -141,7 +141,7 @@ def _prepared(make: Callable[[], Step], warm: int, cuda: bool) -> tuple[Step, fl
 
 
 def _timed(step: Step, cuda: bool) -> tuple[float, float]:
-    """Run one step and return its milliseconds by the wall clock and of processor time."""
+    """Run one step and return its wall-clock time and its processor time, in milliseconds."""
     clock = time.perf_counter()
     processor = time.process_time()
     step()

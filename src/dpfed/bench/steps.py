@@ -1,4 +1,4 @@
-"""Implementations of one local step. Each function prepares one and returns its step for timing.
+"""Implementations of one local step. Each function prepares an implementation and returns its step.
 
 private     this project: S clients in one pass, clipped record by record, with noise
 union       a non-private step of one model on all S·B records together

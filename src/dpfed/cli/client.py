@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dpfed.training.interrupt import Stop
 
 POLL_S = 0.1
-# Give up after this many starts of Flower's SuperNode if the server has accepted none of them.
+# Give up after this many starts of Flower's SuperNode without an acceptance by the server.
 TRIES = 5
 LONGEST_WAIT_S = 30.0
 # The SuperNode writes this text into its log as soon as the server has accepted it.

@@ -114,7 +114,7 @@ def opening(settings: Config, source: Source, inputs: dict[str, str]) -> list[st
 def table(counts: np.ndarray, classes: tuple[str, ...], names: tuple[str, ...] = ()) -> list[str]:
     """Return the lines of a table with the counts of the first clients and classes.
 
-    One column has the sums of all other classes.
+    The column "+N more" has the sums of the N classes that have no column.
     """
     clients = [" ".join(name.split())[:LONGEST_NAME] for name in names]
     clients = clients or [str(client) for client in range(len(counts))]

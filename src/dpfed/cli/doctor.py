@@ -166,7 +166,7 @@ def advice() -> list[str]:
     if find_spec("torchvision") is not None:
         try:
             import_module("torchvision")
-        # Catch all errors: a torchvision for another version of torch raises different ones.
+        # Catch all errors: a torchvision for another version of torch raises errors of many types.
         except Exception:
             out.append(
                 "torchvision does not fit this torch and breaks transformers' models: "
@@ -205,7 +205,7 @@ def extra_lines(extras: dict[str, dict[str, str | None]]) -> list[str]:
 
 
 def client_lines(numbers: list[dict[str, Any]]) -> list[str]:
-    """Return lines with a client's private numbers and advice, for its operator alone."""
+    """Return lines with a client's private numbers and advice, for the client's operator alone."""
     out = []
     for number in numbers:
         out.append(

@@ -33,7 +33,7 @@ def no_such_option(error: click.NoSuchOption, words: Sequence[str]) -> str:
 
 
 def value_of(option: str, words: Sequence[str]) -> str:
-    """Return the value of an option on the command line, or "VALUE" if it has none."""
+    """Return the value of an option on the command line, or "VALUE" for an option without value."""
     for word, following in zip(words, [*words[1:], "-"], strict=True):
         if word.startswith(f"{option}="):
             return word.removeprefix(f"{option}=")

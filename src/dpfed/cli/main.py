@@ -102,8 +102,7 @@ def main() -> None:
 
 
 def fail(sentence: str, code: int) -> NoReturn:
-    # torchrun sets RANK to the number of the process. Messages of process 0 do not name the
-    # process.
+    # torchrun sets RANK to the number of the process. Messages of rank 0 do not contain the rank.
     rank = os.environ.get("RANK", "0")
     process = "" if rank == "0" else f", process {rank}"
     text = sentence.strip().rstrip(".")

@@ -29,7 +29,7 @@ class Command(typer.core.TyperCommand):
 
 
 class Group(typer.core.TyperGroup):
-    """A group of commands that suggests the nearest name for a wrong one."""
+    """A group of commands that suggests the nearest command for a wrong name."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -191,7 +191,7 @@ def asked_for(
 def refuse_given(flags: dict[str, Any], why: str) -> None:
     """Raise DpfedError for a given option that has no effect here.
 
-    Without this check, the user would take the printed epsilon for that of another plan.
+    Without this check, the user would take the printed epsilon for the epsilon of another plan.
     """
     for name, value in flags.items():
         if value is not None:

@@ -332,6 +332,6 @@ def _parse_terms(cls: type[Any], table: dict[str, Any]) -> Any:
 
 
 def _leaves(terms: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of each field. For a field with a table, yield the table's items."""
+    """Yield (name, value) of each field. If a value is a table, yield its items instead."""
     for name, value in dataclasses.asdict(terms).items():
         yield from value.items() if isinstance(value, dict) else [(name, value)]

@@ -1,7 +1,7 @@
-"""Random augmentations of images. The oracle draws a new one each time it uses a record.
+"""Random augmentations of images. The oracle draws a new augmentation for each use of a record.
 
-A record's augmentation depends only on the record's key, as its dropout does. It is therefore the
-same in any fleet, in any pass and on any device.
+A record's augmentation depends only on the record's key, like the record's dropout mask. Fleet,
+pass and device do not change the augmentation.
 """
 
 from __future__ import annotations

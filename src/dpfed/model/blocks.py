@@ -1,9 +1,9 @@
 """Blocks: groups of trainable parameters that share one second moment, as in Adam.
 
-Blocks depend on the architecture and never on data; docs/algorithms.md says what they are for.
+Blocks depend on the architecture and never on data; docs/algorithms.md explains their use.
 The first of these rules that matches a parameter chooses its block:
-1. The weights and biases of the layers Q, K and V have one block per attention head. In these
-   layers LoRA's B is split in the same way, because its rows are the layer's output rows.
+1. The weights and biases of the layers Q, K and V have one block per attention head. LoRA's B in
+   these layers also has one block per head, because the rows of B are the layer's output rows.
 2. LoRA's A is one block. In all other layers B is one block too. A and B are separate because
    their second moments differ: B starts at zero.
 3. Any other module has one block for its weight and bias. A parameter that belongs directly to a
@@ -67,7 +67,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 def inner_config(model: Any) -> Any:
     """Return the configuration of the inner Transformer of `model`, a model or a configuration.
 
-    If the configuration has no inner one (`text_config`), return the configuration itself.
+    The inner configuration is `text_config`. Without this entry, return the whole configuration.
     """
     config = getattr(model, "config", model)
     return getattr(config, "text_config", config)
@@ -113,7 +113,7 @@ def block_index(
         else:
             labels = _labels(name, shape, modules, architecture)
             columns = len(labels) > 1 and _transposed(name, shape, modules)
-        # Create the tensor on the CPU: on the model's device, maybe meta, it could have no values.
+        # Create the tensor on the CPU, because tensors on the meta device have no values.
         rows = torch.tensor([ids.setdefault(label, len(ids)) for label in labels], device="cpu")
         each = shape.numel() // len(rows)
         parts.append(rows.repeat(each) if columns else rows.repeat_interleave(each))
@@ -161,8 +161,9 @@ def head_counts(
 ) -> tuple[int, int]:
     """Return the numbers of query heads and of key heads for the layer at `path`.
 
-    For a layer that is only Q, K or V, both numbers are its number of heads. With grouped-query
-    attention, its output rows (`rows`) tell whether these are query heads or key heads.
+    For a layer that is only Q, K or V, both numbers are the layer's number of heads. With
+    grouped-query attention, the number of output rows (`rows`) shows if the layer has query heads
+    or key heads.
     """
     names = [*filter(None, (architecture.heads,)), *_HEADS]
     heads = _declared(path, names, modules)

@@ -24,7 +24,7 @@ from dpfed.model.task import Task
 
 # Largest number of logits in one chunk, over all records: 256 MiB in float32.
 CHUNK_LOGITS = 2**26
-# `cross_entropy` gives targets with this number loss zero and gradient zero.
+# A target with this number has loss zero and gradient zero in `cross_entropy`.
 NO_TARGET = -100
 
 Weights = dict[str, Tensor]
@@ -51,7 +51,7 @@ def causal_scores(model: nn.Module, weights: Weights, prepared: Batch, inputs: B
 
     prepared  the model's arguments for M records of L tokens
     inputs    `input_ids` and `target_mask`, `[M, L]`. The mask is 1 where the model must predict
-              the token from the tokens before it. Without `target_mask`, `attention_mask` counts.
+              the token from the tokens before it. Without `target_mask`, `attention_mask` is used.
     """
     head = _split(model, weights, prepared)
     if head is None:
@@ -73,7 +73,7 @@ def causal_scores(model: nn.Module, weights: Weights, prepared: Batch, inputs: B
 
 
 def scores_of_logits(logits: Tensor, inputs: Batch) -> Tensor:
-    """Return the same as `causal_scores`, from all logits `[M, L, V]` of a model."""
+    """Return the scores of `causal_scores`, computed from all logits `[M, L, V]` of a model."""
     targets = _targets(inputs)
     return _scores(_sums_of(logits[:, :-1], targets), targets)
 
@@ -102,7 +102,7 @@ class _Head:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits `[M, T, V]` of hidden states `[M, T, D]`."""
-        # Of a tensor with gaps a linear layer would compute one product per record.
+        # Remove gaps between records: with gaps a linear layer computes one product per record.
         inputs = {"inputs_embeds": hidden.contiguous()}
         out = torch.func.functional_call(self.module, dict(self.weights), (), inputs)
         logits: Tensor = out.logits
@@ -136,9 +136,9 @@ class _BodyStub(nn.Module):
 
 
 def _split(model: nn.Module, weights: Weights, prepared: Batch) -> _Head | None:
-    """Call the model's body and return what is needed to compute logits from its output.
+    """Call the model's body and return a `_Head`, which computes logits from the body's output.
 
-    Return None if the model has no body of its own that ends with hidden states.
+    Return None if the model has no separate body that returns hidden states.
     """
     name = str(getattr(model, "base_model_prefix", ""))
     if not isinstance(getattr(model, name, None), nn.Module):

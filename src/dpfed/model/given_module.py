@@ -118,7 +118,7 @@ def _refuse_other_scores(model: nn.Module, spec: InputSpec, prepare: Prepare) ->
 
 
 def _head(model: nn.Module) -> str:
-    """Return the name of the module's last layer with parameters of its own."""
+    """Return the name of the last layer that has parameters directly, not only in its children."""
     layers: list[str] = [
         name
         for name, layer in model.named_modules()

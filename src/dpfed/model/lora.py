@@ -46,8 +46,7 @@ def adapt(
     head  names of the modules that are trained as a whole, with or without LoRA
     seed  random seed of new adapters; with `model.adapter` adapters are loaded from a folder
 
-    The initial adapters are public, because neither the seed nor the folder depends on private
-    data.
+    The initial adapters are public, because seed and folder do not depend on private data.
     """
     heads = tuple(filter(None, (head,))) if isinstance(head, str) else head
     if section.adapter is not None and section.train != "lora":
@@ -74,7 +73,7 @@ def adapt(
 def _mark(model: nn.Module, names: tuple[str, ...]) -> None:
     """Let the named modules and tensors require a gradient.
 
-    Raise DpfedError for a name of which the model has nothing to train.
+    Raise DpfedError for a name that matches no parameter of the model.
     """
     if not names:
         raise DpfedError(

@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-# `block_mean` first sums chunks of this many numbers. Usual widths of heads are multiples of it.
+# `block_mean` first sums chunks of this many numbers. Most widths of heads are multiples of CHUNK.
 CHUNK = 32
 
 
@@ -81,7 +81,7 @@ class Space:
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the named tensors as one float32 vector `[P]`.
 
-        Raise ValueError if their names or shapes are not those of this space.
+        Raise ValueError if their names or shapes differ from the names or shapes of this space.
         """
         missing = set(self.names) ^ set(tensors)
         if missing:

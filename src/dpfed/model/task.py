@@ -15,7 +15,7 @@ from torch import Tensor
 class InputSpec:
     """Public facts about the inputs, from which a model is built.
 
-    kind        what a record is: an image, a vector of features, or a text
+    kind        kind of a record: an image, a vector of features, or a text
     name        name of the model's argument that takes the records
     shape       shape of one record
     classes     number of classes
@@ -59,7 +59,7 @@ class Task:
 
     loss     (scores, labels) -> one loss for each record
     correct  (scores, labels) -> share of correct answers in each record, 0..1
-    causal   True: scores are those of `causal_loss.causal_scores`; False: they are the logits
+    causal   True: scores come from `causal_loss.causal_scores`; False: scores are the logits
     """
 
     loss: Judge

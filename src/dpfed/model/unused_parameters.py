@@ -17,7 +17,7 @@ from dpfed.model.per_sample.gradients import call, trainable
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo.built import Built
 
-# A note for the user names at most this many tensors and gives the number of the others.
+# Largest number of tensors that a note for the user names. The note counts the remaining tensors.
 NAMED = 3
 
 

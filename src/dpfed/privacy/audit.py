@@ -8,8 +8,8 @@ bound exceeds the true epsilon with a probability of at most 1 - confidence.
 Many canaries in one run are evaluated by the method of Steinke, Nasr and Jagielski 2023 ("Privacy
 Auditing with One (1) Training Run"). Independent runs with one canary each are evaluated with
 Clopper-Pearson intervals. Statistical tests also check that batches and noise have the probability
-distributions that the accountant assumes. They find faults that no bound on epsilon finds, such as
-batches from shuffled data.
+distributions that the accountant assumes. The tests find faults that no bound on epsilon finds,
+such as batches from shuffled data.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.published import show_loss, show_lower_bound, show_setting
 from dpfed.privacy.sampling import fixed_size
 
-# Shares of the canaries whose coins are guessed. They are constants, because shares that depend on
-# the scores would make the bound invalid.
+# Shares of the canaries for which the audit guesses the result of the coin. The shares are
+# constants, because shares that depend on the scores would make the bound invalid.
 GUESSED_SHARES = (1 / 32, 1 / 8, 1 / 2, 1)
 # Batches or noise are reported as wrong below this p-value. It is very small, because false alarms
 # cost trust and real faults give far smaller p-values.
@@ -75,7 +75,7 @@ class Report:
 class Law:
     """Result of testing if batches or noise have the distribution that the accountant assumes.
 
-    what   what was tested
+    what   the tested values: "batches" or "noise"
     tests  the p-value of each test, by the name of the test
     """
 
@@ -179,9 +179,10 @@ def many_draws_bound(
     scores  one number per run; a high score speaks for "in the data"
     coins   the truth: True for each run whose canary is in the data
 
-    DP implies e^eps >= (P[R|in] - delta)/P[R|out] for every set R of scores. It implies the same
-    with "in" and "out" exchanged. R is the set of scores on one side of a threshold. The first half
-    of the runs chooses R, and the second half bounds both probabilities by Clopper-Pearson.
+    DP implies e^eps >= (P[R|in] - delta)/P[R|out] for every set R of scores. The inequality also
+    holds with "in" and "out" exchanged. R is the set of scores on one side of a threshold. The
+    first half of the runs chooses R, and the second half bounds both probabilities by
+    Clopper-Pearson.
     """
     scores = scores.reshape(-1)
     coins = coins.reshape(-1).astype(bool)
@@ -210,7 +211,7 @@ def _log_ratio_bound(
     The bound is -inf where the numerator may be zero.
 
     ins   scores of the runs with the canary
-    outs  scores of the runs without it
+    outs  scores of the runs without the canary
     cuts  the thresholds
     """
     hits = len(ins) - np.searchsorted(np.sort(ins), cuts, side="right")
@@ -230,7 +231,7 @@ def log_ratio(shift: np.ndarray, mechanism: Mechanism) -> np.ndarray:
     """Return the score of each batch: the log-likelihood ratio of "canary in" to "canary out".
 
     The likelihoods assume that the mechanism works as claimed. The audit's lower bounds are valid
-    for any score. This one separates "in" from "out" nearly as well as possible.
+    for any score. This score separates "in" from "out" nearly as well as possible.
 
     shift  <released sum, canary direction>/C of each batch, averaged over its releases. The value
            is about 1 if the batch has the canary, and about 0 if not. With replace-one adjacency,
@@ -280,8 +281,8 @@ def batch_law(mechanism: Mechanism, included: np.ndarray) -> Law:
         tests = {"batch size": float(np.all(sizes == b))}
         variance = steps * q * (1 - q) * units / max(1, units - 1)
         freedom = clients * (units - 1)
-        # The overlap has a hypergeometric distribution. The test uses the binomial distribution of
-        # the same mean: its variance is larger, so the test gives no additional false alarms.
+        # The overlap is hypergeometric. The test uses the binomial distribution with equal mean.
+        # The binomial variance is larger, so the test gives no additional false alarms.
         pairs = b
         overlap = q
     tests["how often each record is drawn"] = _spread(

@@ -1,13 +1,13 @@
 """Clipped sums of several training runs from shared passes, so that small runs keep a GPU busy.
 
 Each run works in its own thread, with its own plan, random streams, noise and ledger. All runs
-share the passes. A pass computes the gradients of several runs, clips each with the C of its run
-and adds them up per client. A run receives only the sums of its own clients. These sums have no
-noise yet, so only the run's oracle may request them.
+share the passes. A pass computes the gradients of several runs, clips each gradient with the C of
+its run and adds the clipped gradients per client. A run receives only the sums of its own clients.
+These sums have no noise yet, so only the run's oracle may request them.
 
 The runs that share passes are called members. A pass starts when every member has requested sums.
-A run that ends or fails leaves, so the others no longer wait for it. When half of the members have
-left, a smaller pass is built for the others, so that slots of absent runs cost no work.
+A run that ends or fails leaves, and the remaining members no longer wait for this run. When half of
+the members have left, a smaller pass is built, so that slots of absent runs cost no work.
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ class BatchedSums:
     def _runs_per_pass(self, members: int) -> int:
         """Return how many runs one pass takes; build a new `FixedSum` if needed.
 
-        A new one is needed if none exists, or if the present one has too many rows of theta.
+        A new `FixedSum` is needed if none exists, or if the old `FixedSum` has too many rows of
+        theta.
         """
         wanted = min(members, self._max_runs_per_pass)
         if self._shared_sum is None or 2 * wanted <= self._shared_sum.clients // self.clients:
@@ -194,7 +195,7 @@ class BatchedSum:
 
 
 def _without_traceback(error: BaseException) -> BaseException:
-    """Return an out-of-memory error as a new error without traceback; return others unchanged.
+    """Return an out-of-memory error as a new error without traceback, and other errors unchanged.
 
     The traceback refers to the tensors of the failed pass and would keep their memory occupied.
     """

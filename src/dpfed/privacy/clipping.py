@@ -4,7 +4,7 @@ Clipping rules for a gradient g:
 
 flat         g · min(1, C/‖g‖), where ‖g‖ is the L2 norm over all trainable numbers
 automatic    g · C/(‖g‖ + s), so all gradients get about the same norm (Bu et al. 2023)
-quantile     like flat, but C follows a quantile of the norms over rounds (Andrew et al. 2021)
+quantile     flat, with a C that follows a quantile of the norms over rounds (Andrew et al. 2021)
 
 Under each rule one unit moves the sum by at most C. With `quantile` a release is a pair: the sum
 and a count. A unit adds +1/2 to the count if ‖g‖ ≤ C, else -1/2, so it moves the count by 1/2. The
@@ -13,14 +13,14 @@ costs as much privacy as one Gaussian release with multiplier σ if 1/σ² = 1/�
 ledger charges σ, so the noise of the sum is chosen as σ_g = σ/√(1 − 1/r²).
 
 `clip_and_sum` serves passes of any size, passes of a fixed shape, exact isolation and the noise
-grid. They differ only in how clipped rows are summed: as float32 or float64 matrix products, or as
-int64 numbers of grid steps. One rule decides the precision for all of them:
+grid. These four cases differ only in the sum of clipped rows: a float32 or float64 matrix product,
+or int64 numbers of grid steps. One rule decides the precision in all cases:
 
 - The squares of a row are added in float32 within pieces of the row. The pieces are added in
   float64. A piece has 256 numbers, or 4,096 in our kernel, which adds them as a tree.
 - The norm and the clip factor are float32, so a clipped row has at most the norm C(1 + 1e-6).
 - For float64 rows (exact isolation, grid) the squares, norm and clip factor are float64. The grid
-  needs this because its sensitivity has no margin, exact isolation because it must not round.
+  needs float64 because its sensitivity has no margin. Exact isolation must not round.
 - A row whose squared norm is not finite in float32 contributes exactly zero.
 """
 
@@ -43,8 +43,8 @@ Multiplier = TypeVar("Multiplier", float, np.ndarray)
 # Smallest and largest clip norm that is allowed. In float32, the squares of far smaller norms
 # underflow, and the squares of far larger norms overflow.
 CLIPS = (1e-12, 1e12)
-# Largest change of log C in a round, so that exp() cannot overflow. No allowed change of C is
-# larger, because e^100 exceeds the ratio of the largest to the smallest allowed clip norm.
+# Largest change of log C in a round, so that exp() cannot overflow. This limit excludes no allowed
+# C, because e^100 exceeds the ratio of the largest to the smallest allowed clip norm.
 LARGEST_LOG_STEP = 100.0
 
 
@@ -96,7 +96,7 @@ class UnitRows:
     """Assigns U gradients, one per protected unit, to the sums of S clients.
 
     client   `[U]` row of the sums `[S, P]` to which the gradient is added
-    counts   `[U]` False (or 0) for a gradient that is not added, such as that of an unused slot
+    counts   `[U]` False (or 0) for a gradient that is not added, such as an unused slot's gradient
     clients  number of clients S
     """
 

@@ -24,7 +24,7 @@ from dpfed.privacy.record_batch import Augmentations, AugmentedRecords, Gradient
 
 LOG = logging.getLogger("dpfed")
 # Largest relative difference that is accepted between the sums of a captured pass and of an
-# ordinary one. Half precision explains differences of this size.
+# ordinary pass. Half precision explains differences of this size.
 TOLERANCE = 0.05
 
 

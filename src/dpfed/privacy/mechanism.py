@@ -22,8 +22,8 @@ class Mechanism:
                       fixed_wor: each batch has a fixed number of distinct units
     rate              probability that a given unit is in a batch
     noise_multiplier  standard deviation of the noise of one release, divided by the clip norm C;
-                      0 means no privacy; with quantile clipping, the multiplier of one release
-                      that costs as much as sum and count together
+                      0 means no privacy; with quantile clipping, the multiplier of a single
+                      release that costs as much privacy as sum and count together
     batches           new batches in the step
     releases          releases of each batch, each with new noise
     """

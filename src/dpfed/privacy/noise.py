@@ -37,7 +37,7 @@ class Streams:
 
     seed     the seed of the run
     secret   True: streams with a purpose in SECRET depend on `entropy` too
-    entropy  32 secret bytes; a restarted server gives its earlier ones; None: draw new bytes
+    entropy  32 secret bytes; a restarted server passes its stored bytes; None to draw new bytes
     """
 
     def __init__(self, seed: int, secret: bool = False, entropy: bytes | None = None) -> None:
@@ -79,7 +79,7 @@ class Noise(Protocol):
 
 
 class SeededNoise:
-    """Repeatable noise for simulations: whoever knows the seed can subtract it from a release."""
+    """Repeatable noise for simulations: anybody with the seed can subtract it from a release."""
 
     def __init__(self, streams: Streams, round: int, client: int, device: torch.device) -> None:
         self._device = device
@@ -101,7 +101,7 @@ class SeededNoise:
         return SeededNoise(*self._name, self._device)
 
     def normal64(self, size: int) -> Tensor:
-        """Return the same numbers as `fill`, converted from float32 to float64.
+        """Return the numbers that `fill` would write, converted from float32 to float64.
 
         Runs with and without a grid then have the same noise and can be compared.
         """

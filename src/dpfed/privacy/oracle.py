@@ -3,10 +3,10 @@
     draw a batch -> per-record gradients -> clip and sum -> add noise -> divide by expected batch
 
 The plan's `Mechanism` states how batches are drawn, clipped and noised. The ledger is charged for
-that mechanism, and the oracle refuses any release beyond the charge. See docs/algorithms.md (The
+that mechanism, and the oracle refuses any release that was not charged. See docs/algorithms.md (The
 private gradient) and docs/privacy.md (The mechanism).
 
-If a pass does not fit into memory, the oracle computes the same batch in smaller passes. It does
+If a pass does not fit into memory, the oracle computes the batch in smaller passes. The oracle does
 not draw another batch, so the batches do not depend on the memory of the machine.
 
 Isolation of units. Removing one unit must not move the sum of clipped gradients by more than C.
@@ -15,8 +15,8 @@ not ensure this, because kernels round differently for different batch sizes. Tw
 
 exact  Each pass holds one record with its augmentations. The gradient then depends only on this
        record, its keys and theta. Gradients are summed as integers (grid) or in float64.
-fast   A pass holds many units. In honest training, removing a unit changes the gradients of others
-       by less than 1e-6 C. An attacker who chooses theta can make them change by several C.
+fast   A pass holds many units. In honest training, removing a unit changes the gradients of other
+       units by less than 1e-6 C. An attacker who chooses theta can raise this change to several C.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ DEFAULT_LIMITS = PassLimits()
 
 
 class FleetOracle:
-    """The oracle of S clients in one round; it refuses batches and releases beyond the charge."""
+    """The oracle of S clients in one round; it refuses uncharged batches and releases."""
 
     def __init__(
         self,
@@ -185,8 +185,8 @@ class FleetOracle:
     def again(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """Return noised mean gradients of the last batch at `theta`, and their noise variances.
 
-        The noise is fresh, and the shapes are those of `__call__`. The plan's `releases` limits how
-        often one batch is used, because every use costs privacy.
+        The noise is fresh, and the shapes equal the shapes of `__call__`. The plan's `releases`
+        limits how often one batch is used, because every use costs privacy.
         """
         if self._batch is None or self._released >= self._plan.releases:
             raise RuntimeError(
@@ -229,7 +229,7 @@ class FleetOracle:
         return total / self._expected, self.phi
 
     def _sum_that_fits(self, theta: Tensor, batch: DrawnBatch) -> tuple[Tensor, Tensor]:
-        """Return what `_clipped_sum` returns; if memory runs out, compute it in smaller passes.
+        """Return the result of `_clipped_sum`; if memory runs out, compute it in smaller passes.
 
         An out-of-memory error is raised if not even one record fits.
         """
@@ -237,8 +237,8 @@ class FleetOracle:
             try:
                 return self._clipped_sum(theta, batch)
             except Exception as error:
-                # Halve the limit whatever batch was drawn: a limit that depends on the batch would
-                # reveal its size.
+                # Halve the limit for every batch: a limit that depends on the batch would reveal
+                # the batch size.
                 if not out_of_memory(error) or (self.fixed is None and self._records_per_pass == 1):
                     raise
             # Free memory only here, after the except block. Until the block ends, the exception
@@ -275,7 +275,7 @@ class FleetOracle:
     def _unit_gradients(self, theta: Tensor, part: DrawnBatch) -> tuple[list[Tensor], Tensor]:
         """Return the mean gradient of each of the U units, and a mask `[U]`.
 
-        The mask is False for units with a gradient that is not finite: they count as zero.
+        The mask is False for a unit whose gradient is not finite; such a unit counts as zero.
         """
         if self._exact:
             grads = self._gradients.of_unit(theta, part)
@@ -288,7 +288,7 @@ class FleetOracle:
 
     @property
     def _records_per_pass(self) -> int:
-        """The number of records in one pass, at least 1, so that it has at most `max_slots` rows.
+        """The number of records in one pass: at least 1, and if possible at most `max_slots` rows.
 
         With exact isolation the number is always 1, so that `DrawnBatch.chunks` separates all
         units.

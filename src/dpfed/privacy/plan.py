@@ -30,7 +30,7 @@ RATE_STEP = 0.02
 
 @dataclass(frozen=True)
 class Plan:
-    """The mechanism constants of all clients. Arrays hold one number per client i.
+    """The constants of all clients' mechanisms. Arrays hold one number per client i.
 
     clip         clip norm C; with quantile clipping, the C of the first round
     sizes        number of protected units R_i

@@ -1,10 +1,10 @@
-"""Format numbers for publication, rounded so that none promises more privacy than there is.
+"""Format numbers for publication, rounded so that no number promises too much privacy.
 
     privacy losses (epsilon, delta, advantages) and sampling rates    up
     noise multipliers and lower bounds of audits                      down
     accuracies and other scores                                       to nearest
 
-Rounding is decimal and starts from Python's shortest text of the float, so 0.1 stays 0.1. The
+Rounding is decimal and starts from Python's shortest text of the float, so 0.1 is shown as 0.1. The
 published text is never below the true privacy loss and never above the true noise multiplier.
 Every function shows None as "none".
 """

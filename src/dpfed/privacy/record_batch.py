@@ -201,8 +201,8 @@ class RecordGradients:
     def of_unit(self, theta: Tensor, batch: DrawnBatch) -> list[Tensor]:
         """Return the mean gradient `[1, n]` of a batch of one unit, in float64.
 
-        Each record has a pass of its own. The memory needed does not grow with the unit's number
-        of records, so a large unit cannot make a round fail.
+        Each pass has one record. The needed memory does not grow with the unit's number of records,
+        so a large unit cannot make a round fail.
         """
         own = int(batch.client[0])
         first_row = torch.zeros(1, dtype=torch.int64, device=theta.device)

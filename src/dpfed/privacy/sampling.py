@@ -45,7 +45,7 @@ class DrawnBatch:
     def chunks(self, limit: int) -> list[DrawnBatch]:
         """Split the batch into batches of at most `limit` records, without splitting a unit.
 
-        A unit with more than `limit` records becomes a batch of its own.
+        A unit with more than `limit` records becomes a separate batch.
         """
         pieces: list[DrawnBatch] = []
         counts = np.bincount(self.unit, minlength=len(self.owner))

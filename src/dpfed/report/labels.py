@@ -9,7 +9,7 @@ from typing import Any
 
 from dpfed.privacy.published import show_setting
 
-# Keys that do not change what the results mean. Runs that differ only in these keys are
+# Keys that do not change the meaning of the results. Runs that differ only in these keys are
 # shown as seeds of one method.
 ALIKE = frozenset(
     {
@@ -41,7 +41,7 @@ def labels(shown: Sequence[Settings], whole: Sequence[Settings] | None = None) -
     """Return a unique label for each group of runs: its algorithm and the settings that differ.
 
     shown  settings of each group that the page may name
-    whole  all settings of each group; for a hidden one that differs, labels show a number
+    whole  all settings of each group; a number replaces a hidden setting that differs
     """
     names = [str(table.get("algorithm.name", "run")) for table in shown]
     settings = []
@@ -69,7 +69,8 @@ def apart(
 ) -> list[str]:
     """Return the labels, with additions that make equal labels different.
 
-    An addition is the settings that differ, else the entry of `places`, else a number.
+    First the settings that differ are added. If labels are still equal, the entries of `places` are
+    added, and then numbers.
 
     shown, whole  settings as in `labels`
     places        where the runs of each label come from
@@ -97,9 +98,9 @@ def _equal(labels: Sequence[str]) -> list[list[int]]:
 
 
 def _different(shown: Sequence[Settings], whole: Sequence[Settings]) -> list[list[str]]:
-    """Return for each table in words at most MAX_SETTINGS settings that differ between tables.
+    """Return for each table at most MAX_SETTINGS settings that differ between tables, as text.
 
-    A value that the page must not name is replaced by a number.
+    A number replaces a value that the page must not show.
     """
     out: list[list[str]] = [[] for _ in whole]
     every_key = dict.fromkeys(key for table in whole for key in table)
@@ -116,7 +117,7 @@ def _different(shown: Sequence[Settings], whole: Sequence[Settings]) -> list[lis
 
 
 def differs(key: str, tables: Sequence[Settings]) -> bool:
-    """Return True if the tables have different values of `key`. It is False for keys in ALIKE."""
+    """Return True if the tables have different values of `key`; False for all keys in ALIKE."""
     values = {json.dumps(table.get(key), default=str) for table in tables}
     return key not in ALIKE and len(values) > 1
 
@@ -128,7 +129,7 @@ def key_in_words(key: str) -> str:
 
 
 def value_in_words(value: Any) -> str:
-    """Return a value as text for a label. Of a long text, such as a path, keep only the end."""
+    """Return a value as text for a label. A long text, such as a path, is cut at its start."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         text = str(value)
         return text if len(text) <= MAX_LETTERS else f"…{text[1 - MAX_LETTERS :]}"

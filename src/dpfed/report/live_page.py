@@ -54,7 +54,7 @@ class LivePage:
                 self._report = self._read()
                 self._stamps = stamps
             except DpfedError:
-                # A run may be replacing a file at this moment. The next request tries again.
+                # A run may be replacing a file at this moment. The next request reads it again.
                 pass
         return hashlib.sha256(repr(self._stamps).encode()).hexdigest()[:16]
 

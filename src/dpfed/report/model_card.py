@@ -1,7 +1,7 @@
 """The model card: the data, the quality and the privacy of a trained model.
 
-The card is made to be published. It states the planned epsilon. It states nothing
-that tells who took part: no seed, no cohort, no client's own epsilon (docs/privacy.md).
+The card may be published. It states the planned epsilon. It contains nothing that reveals the
+clients that took part: no seed, no cohort, no epsilon of a single client (docs/privacy.md).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def model_card(
 ) -> str:
     """Return the card as Markdown, with the front matter that model hubs read.
 
-    spending    what the run has spent, from its ledger; None without privacy
+    spending    the privacy that the run has spent, from its ledger; None without privacy
     kind        "adapter" or "model"
     companions  files that are written beside the model, such as its tokenizer
     """
@@ -89,13 +89,13 @@ def model_card(
 def _is_hub_name(weights: str | None) -> bool:
     """Return True if `weights` is a name on a model hub.
 
-    It is False for a local path, which means nothing on other machines.
+    Return False for a local path, which other machines cannot read.
     """
     return weights not in (None, "random") and not Path(weights).expanduser().exists()
 
 
 def _auto(config: Config, inputs: str) -> tuple[str, str]:
-    """Return two names of transformers for the model: its Auto class, its pipeline task."""
+    """Return the names of the model's Auto class and pipeline task in transformers."""
     if getattr(config.model, "causal", False):
         return "AutoModelForCausalLM", "text-generation"
     if inputs == "text":

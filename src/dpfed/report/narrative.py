@@ -81,7 +81,7 @@ def _shape(group: Group) -> str:
 
 
 def best_group(groups: Sequence[Group]) -> Group | None:
-    """Return the group with the highest mean accuracy among those with the smallest epsilon.
+    """Return the group with the highest mean accuracy among the groups of smallest epsilon.
 
     Return None if no run has been scored.
     """
@@ -95,7 +95,7 @@ def best_group(groups: Sequence[Group]) -> Group | None:
 
 
 def cards(groups: Sequence[Group]) -> list[Card]:
-    """Return the cards at the top of the page: accuracy, both views' epsilon, bytes sent."""
+    """Return the cards at the top of the page: accuracy, epsilon of both views, bytes sent."""
     group = best_group(groups)
     if group is None:
         return []
@@ -159,7 +159,7 @@ def _spent_card(group: Group, run: RunData, at: str) -> Card:
 def planned_epsilon_note(group: Group) -> list[str]:
     """Return a note that the group's epsilon in the table is planned and not spent yet.
 
-    The list holds this one note for an unfinished group. It is empty for a finished group.
+    The result is a list with this note for an unfinished group, and an empty list otherwise.
     """
     run = group.unfinished
     if run is None or group.spent is None:

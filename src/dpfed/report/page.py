@@ -55,7 +55,7 @@ class Report:
 
 
 def runs_only(folder: Path, public: bool) -> tuple[Table, list[Group]]:
-    """Refuse every folder by a DpfedError: the `read_study` for a page that has no studies."""
+    """Raise DpfedError for every folder: this is the `read_study` of a page without studies."""
     raise DpfedError(f"{folder} is the folder of a study: give the folder of a run")
 
 
@@ -65,7 +65,7 @@ def read_report(
     """Return one report of all runs and studies in `paths`.
 
     paths       folders of runs and of studies
-    public      True to leave out what a published page must not show
+    public      True to leave out values that a published page must not show
     read_study  reads the folder of a study
     """
     runs, studies = runs_and_studies(paths)
@@ -96,7 +96,7 @@ def _with_different_labels(groups: Sequence[Group], places: Sequence[str]) -> li
 
 
 def runs_side_by_side(groups: Sequence[Group]) -> Table:
-    """Return the table of runs that belong to no study. It has no data on searches of rates."""
+    """Return the table of runs that belong to no study, without data on searches of rates."""
     rows = []
     notes = [
         "accuracy: mean ± standard deviation over the runs of each method, on the server's public "
@@ -139,7 +139,7 @@ def body(report: Report) -> str:
 def render(report: Report, version: str = "") -> str:
     """Return the HTML of the whole page.
 
-    If `version` is given, the page asks its server for newer versions. Otherwise it asks nothing.
+    With `version`, the page asks its server for newer versions. Otherwise it sends no requests.
     """
     library = plotly_js()
     script = _asset("page.js")

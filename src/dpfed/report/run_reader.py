@@ -120,7 +120,7 @@ class Privacy:
 
     @property
     def advantage(self) -> float:
-        """Largest possible advantage of a guess whether a record was used in training.
+        """Largest possible advantage of an attacker who guesses if a record was used in training.
 
         The advantage is the rate of hits minus the rate of false alarms. It holds for the records
         of a client in every round.
@@ -161,7 +161,7 @@ class Group:
 
     @property
     def epsilon(self) -> dict[str, float | None]:
-        """Planned epsilon by view: the largest in the results, else the one in the ledger."""
+        """Planned epsilon by view: the largest in the results, else the ledger's epsilon."""
         return {view: self._epsilon(view) for view in FIGURES}
 
     def _epsilon(self, view: str) -> float | None:
@@ -190,13 +190,13 @@ class Group:
         return _planned_after(self.privacy.planned, run.last)
 
     def first(self, key: str) -> Any:
-        """Return the value of `key` in the first result that has it, None if none has."""
+        """Return the value of `key` in the first result with this key; None if no result has it."""
         return next((run.result[key] for run in self.runs if run.result.get(key) is not None), None)
 
     def bands(self, key: str, diagnostics: bool = False) -> tuple[list[int], np.ndarray]:
         """Return the rounds of a measured value, and its values `[seeds, rounds]`.
 
-        Runs are left out if they have no value in the last round in which any run has one.
+        A run is left out if it has no value in the last of all rounds with a value.
         """
         curves = [curve for run in self.runs if (curve := run.curve(key, diagnostics))]
         last = max((max(curve) for curve in curves), default=0)
@@ -219,7 +219,7 @@ def _over_rounds(planned: Planned) -> tuple[tuple[int, ...], tuple[float, ...], 
 
 
 def rounds_shown(rounds: int) -> tuple[int, ...]:
-    """Return the rounds at which an epsilon curve is computed. Most are early, where it bends."""
+    """Return the rounds at which an epsilon curve is computed: most are early, where it bends."""
     early = {round(rounds ** (i / (POINTS - 1))) for i in range(POINTS)}
     return tuple(sorted(early | {max(1, round(rounds * i / 6)) for i in range(1, 7)}))
 
@@ -237,7 +237,7 @@ def _advantage(planned: Planned) -> float:
 
 
 def read_run_data(path: Path, public: bool) -> RunData:
-    """Return the contents of a run's files. A missing file counts as an empty one."""
+    """Return the contents of a run's files. A missing file counts as an empty file."""
     settings = _settings(path)
     result = read_result(path)
     rows = tuple(read_rows(path / METRICS))
@@ -291,7 +291,7 @@ def group_of(label: str, paths: Sequence[Path], runs: Sequence[RunData], public:
 def grouped(paths: Sequence[Path], public: bool) -> list[Group]:
     """Return the runs in groups. Runs of a group have equal settings, except the keys in ALIKE.
 
-    The order of the groups is that of `paths`.
+    The groups have the order of `paths`.
     """
     members: dict[str, list[Path]] = {}
     whole_settings: dict[str, dict[str, Any]] = {}
@@ -312,7 +312,7 @@ def grouped(paths: Sequence[Path], public: bool) -> list[Group]:
 
 
 def runs_and_studies(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """Return two lists: folders of runs, folders of studies. Raise DpfedError for any other."""
+    """Return two lists: folders of runs, folders of studies. Raise DpfedError for other folders."""
     runs = [path for path in paths if is_run(path)]
     studies = [path for path in paths if path not in runs]
     for path in studies:

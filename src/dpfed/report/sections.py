@@ -77,7 +77,7 @@ LEFT_OUT_CARD = Card(
 def sections_of(
     groups: Sequence[Group], tables: Sequence[Table], figures: Sequence[Figure], public: bool
 ) -> list[Section]:
-    """Return the sections of the page in order, without the empty ones."""
+    """Return the sections of the page in order, without empty sections."""
     cards = {
         "privacy": _privacy(groups, public),
         "comparison": list(map(_comparison, tables)),

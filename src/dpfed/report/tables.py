@@ -24,7 +24,7 @@ FOOTNOTES = {
     "‡": "has runs that diverged, which count as accuracy 0",
     "§": "could not be run: ",
 }
-# Columns of `cells`, the most important first: a narrow screen shows the first ones.
+# Columns of `cells`, the most important first: a narrow screen shows only the first columns.
 IMPORTANCE = (0, 3, 4, 1, 5, 6, 2, 7, 8)
 EMPHASISED_COLUMNS = (0, 3)
 
@@ -109,7 +109,7 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float
 
 
 def larger_epsilon(table: Table) -> set[str]:
-    """Return the labels of rows with a larger epsilon than the smallest of their column."""
+    """Return the labels of rows whose epsilon exceeds the smallest epsilon of their column."""
     out = set()
     for column in {row.column for row in table.rows}:
         rows = [row for row in table.rows if row.column == column]
@@ -125,7 +125,7 @@ def larger_epsilon(table: Table) -> set[str]:
 def best_of(rows: Sequence[Row], without: set[str], least: int = 2) -> set[str]:
     """Return the labels of the rows with the highest mean accuracy, ties included.
 
-    Rows without privacy do not compete with private ones. The set is empty if fewer than `least`
+    Rows without privacy do not compete with private rows. The set is empty if fewer than `least`
     rows can be compared.
 
     without  labels of rows that do not compete
@@ -255,7 +255,8 @@ def grid_words(table: Table, bold: Bold) -> Words | None:
 def shown_columns(head: Sequence[str], body: Sequence[Sequence[str]], width: int) -> dict[int, int]:
     """Return the numbers and widths of the columns that fit into `width` letters.
 
-    The name of a column may be broken between words. A cell may not, except the method's name.
+    The name of a column and the name of a method may be broken between words. Other cells may not
+    be broken.
     """
     border = 3
     left = width - 1

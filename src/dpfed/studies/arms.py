@@ -1,4 +1,4 @@
-"""The arms of a study. An arm is a method or a variant of one, with overrides and tuned keys."""
+"""The arms of a study. An arm is a method or variant of a method, with overrides and tuned keys."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHORT = {
 
 @dataclass(frozen=True)
 class Arm:
-    """A method, or a variant of one.
+    """A method, or a variant of a method.
 
     label        name of the arm in tables
     overrides    changes of the configuration, `key=value` as on the command line
@@ -100,7 +100,8 @@ def everything(base: Config, registry: Registry) -> list[str]:
     names = [name for name in ORDER if name in registry.algorithm]
     names += [name for name in registry.algorithm if name not in (*ORDER, REFERENCE)]
     if "dp-fedsam" in names and base.privacy.enabled and base.privacy.target_epsilon is None:
-        # This variant has the other methods' epsilon. With a target epsilon all methods have it.
+        # This variant of DP-FedSAM spends as much epsilon as the other methods. With a target
+        # epsilon no variant is needed, because all methods then spend the target.
         names.insert(names.index("dp-fedsam") + 1, EQUAL_EPS)
     if base.model.train == "lora":
         names.append(FFA_LORA)
@@ -119,7 +120,7 @@ def make_arm(
     Keys without a dot belong to [algorithm].
 
     grids  by label or method, the values with which the search begins; without an entry, the
-           search begins with the method's own values
+           search begins with the method's default values
     place  for a preset: the arm's fields row, column and reference
     """
     name, _, changes = text.partition(":")
@@ -147,7 +148,7 @@ def make_arm(
 
 
 def parse_grids(items: Sequence[str], registry: Registry) -> dict[str, tuple[float, ...]]:
-    """Parse `--lr NAME=v1,v2,...`: return the values with which each method's search begins.
+    """Parse items `NAME=v1,v2,...` of `--lr`; return the values with which each search begins.
 
     An item NAME.server_lr=v1,v2,... gives the values of the server learning rate.
     """

@@ -132,7 +132,7 @@ def read_outcome(folder: Path) -> Outcome | None:
 def _plausible(found: Outcome) -> bool:
     """Return True if all values are possible.
 
-    If one is impossible, such as an accuracy above 1, the file is damaged. The study then repeats
+    A file with an impossible value, such as an accuracy above 1, is damaged. The study then repeats
     the run.
     """
     figures = [value for value in found.epsilon.values() if value is not None]

@@ -115,8 +115,8 @@ def failures(results: Sequence[ArmResult]) -> list[str]:
 def curves_of(results: Sequence[ArmResult], axis: str) -> list[Curve]:
     """Return the accuracy curve of each arm, without the runs that stopped early.
 
-    axis  name of the setting that varies over the columns, for the panels' titles; "" if there is
-          one panel
+    axis  name of the setting that varies over the columns, for the panels' titles; "" for a
+          single panel
     """
     out = []
     for result in results:

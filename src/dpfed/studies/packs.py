@@ -21,7 +21,7 @@ ALONE = Packing()
 
 
 def packs_of(tasks: Sequence[Task], packing: Packing, registry: Registry) -> list[list[Task]]:
-    """Return the tasks in packs. The runs of a pack can share passes.
+    """Return the tasks, divided into packs of runs that can share passes.
 
     Packs are kept small so that every worker gets a pack, if there are enough tasks.
     """

@@ -1,10 +1,10 @@
 """Worker processes that stay alive between runs, so that each imports its libraries once.
 
 A worker receives configurations and runs each into its folder. Its answer for each run is None, or
-a sentence about what failed. Configurations that arrive in one message are a pack, whose runs the
-worker computes together.
+a sentence that names the failure. Configurations that arrive in one message are a pack, whose runs
+the worker computes together.
 If a worker dies while it computes a pack, the pool repeats the unanswered runs one by one. Workers
-end with their parent. Otherwise they would write into folders that a resumed study uses again.
+end with their parent, because workers that survive would write into folders of a resumed study.
 Workers print nothing.
 """
 
@@ -77,7 +77,7 @@ class Pool:
         self._busy[pack[0][0].key] = worker
 
     def wait(self) -> tuple[str, str | None]:
-        """Wait until a run ends. Return its key, and None or a sentence about what failed."""
+        """Wait until a run ends. Return its key, and None or a sentence that names the failure."""
         while True:
             while self._repeat and len(self._busy) < self.workers:
                 task, folder = self._repeat.popleft()
@@ -202,7 +202,7 @@ def run_pack(
 
     sources  loaded data by their loader; they stay loaded for the next pack
     cache    objects that the previous pack has prepared, such as the model
-    on_end   receives the key of each ended run, and None or what failed
+    on_end   receives the key of each ended run, and None or a sentence that names the failure
     """
     from dpfed.training.backends.batched_runs import run_batched
 
@@ -242,7 +242,7 @@ def run_one(
     place: BatchedRun | None = None,
     cache: JobCache | None = None,
 ) -> str | None:
-    """Run one configuration. Return None, or a sentence about what failed.
+    """Run one configuration. Return None, or a sentence that names the failure.
 
     A run that stopped early has not failed, because it has written its results.
 
@@ -282,7 +282,7 @@ def run_one(
             return _defect(error)
     # Remove the files of this attempt, because the run is repeated from its beginning.
     clear(folder)
-    # Raise after the `except` block. An error raised in it would keep the model in memory.
+    # Raise after the `except` block. An error raised inside it would keep the model in memory.
     raise UnbatchableError
 
 
@@ -293,7 +293,7 @@ def _defect(error: Exception) -> str:
 
 
 def default_workers(device: str) -> tuple[int, int]:
-    """Return the number of workers, one per GPU or else one per core, and the number of GPUs."""
+    """Return the number of workers (one per GPU, or one per core without GPUs) and of GPUs."""
     import torch
 
     if device != "cpu" and torch.cuda.is_available():

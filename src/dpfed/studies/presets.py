@@ -1,8 +1,7 @@
 """Presets of `dpfed compare`: the paper's ablations and grids, for any configuration.
 
-A preset is a list of arms, each in a row and a column of a table. Values that the paper names are
-used here.
-Every arm tunes its own learning rate, since most of these settings also rescale the step.
+A preset is a list of arms, each in a row and a column of a table. Most values come from the paper.
+Every arm tunes its learning rate, because most of these settings also rescale the step.
 """
 
 from __future__ import annotations
@@ -105,7 +104,8 @@ def local_steps(base: Config, methods: Methods) -> Cells:
 def diagnostics(base: Config, methods: Methods) -> Cells:
     """Return the cells of a study of DP-FedAdamW's diagnostics.
 
-    They combine noise or no noise with label skew or none, and add two methods without noise.
+    DP-FedAdamW has four cells: with or without noise, and with or without label skew. Two other
+    methods have one cell each, without noise.
     """
     skews = {"non-IID": _dirichlet_rule(base), "IID": "data.partition=iid"}
     privacy: dict[str, tuple[str, ...]] = {"DP": (), "no DP": ("privacy.enabled=false",)}

@@ -8,11 +8,12 @@ points as the largest grid has values. Each further stage adds one point to ever
     between tried values   between the best value and its better neighbour
 
 There are at least `extra` further stages. While the best value of any method is at an edge, more
-stages follow, up to `limit`. The next points follow from the scores alone, so an interrupted search
+stages follow, up to `limit`. The scores alone determine the next points, so an interrupted search
 can be resumed.
 
-The best point has the highest accuracy. Among accuracies within one standard error of it, the
-lowest loss decides: on a small validation set many rates reach the same number of right answers.
+The best point has the lowest loss of all points within one standard error of the highest accuracy.
+Accuracy alone does not decide: on a small validation set many rates give equally many right
+answers.
 
 If no rate is better than a model that ignores its input, the direction of better rates is unknown.
 Points are then added at both edges in turn, first at the larger rates.
@@ -67,7 +68,7 @@ def mean(scores: Sequence[Score]) -> Score:
     loss = sum(score.loss for score in scores) / count
     spread = sum((score.accuracy - accuracy) ** 2 for score in scores) / max(1, count - 1)
     error = max(math.sqrt(spread / count), sum(score.error for score in scores) / count)
-    # A seed that diverged may have no blind accuracy. Take the one of another seed.
+    # A seed that diverged may have no blind accuracy. Take the blind accuracy of another seed.
     informed = max(scores, key=lambda score: score.blind_accuracy)
     return informed._replace(accuracy=accuracy, loss=loss, error=error)
 
@@ -84,7 +85,7 @@ def next_points(
     limit: int = LIMIT,
     first: int | None = None,
 ) -> list[list[Point]]:
-    """Return the points that each method runs next. At the end of the search all lists are empty.
+    """Return the points that each method runs next; all lists are empty at the end of the search.
 
     spaces  the grids of each method
     scored  the scores of the points that each method has run
@@ -140,7 +141,7 @@ def initial(space: Space, count: int) -> list[Point]:
 
 
 def best(scored: Scores) -> Point:
-    """Return the best point. Of several equally good points, it has the smallest rates."""
+    """Return the best point; among equally good points, return the smallest rates."""
     return min(winners(scored))
 
 
@@ -155,14 +156,14 @@ def _top(scored: Scores) -> Score:
 
 
 def winners(scored: Scores) -> list[Point]:
-    """Return the points with the lowest loss among those close to the highest accuracy."""
+    """Return the points with the lowest loss among all points that `_close_to_top` returns."""
     close = _close_to_top(scored)
     lowest = min(score.loss for score in close.values())
     return [point for point, score in close.items() if score.loss == lowest]
 
 
 def decision(scored: Scores) -> str:
-    """Return a text that says whether accuracy or loss decided for the best point."""
+    """Return a text that says if accuracy or loss decided for the best point."""
     chosen = scored[best(scored)]
     close = _close_to_top(scored)
     if len(close) == 1:
@@ -188,12 +189,12 @@ def lost(scored: Scores) -> bool:
 
 
 def at_edges(scored: Scores) -> list[bool]:
-    """Return for each key whether better values may lie outside the range of tried values."""
+    """Return for each key True if better values may lie outside the range of tried values."""
     return [any(_edges(scored, key)) for key in range(len(best(scored)))]
 
 
 def _edges(scored: Scores, key: int) -> tuple[bool, bool]:
-    """Return whether better values of a key may lie below, and above, its tried values."""
+    """Return two booleans: True if better values of a key may lie below, or above, tried values."""
     tried = {point[key] for point in scored}
     if lost(scored):
         at_top = [score for point, score in scored.items() if point[key] == max(tried)]
@@ -203,7 +204,7 @@ def _edges(scored: Scores, key: int) -> tuple[bool, bool]:
 
 
 def propose(space: Space, scored: Scores) -> Point:
-    """Return the next point: the best point or one at an edge, with one value replaced.
+    """Return the next point: the best point or a point at an edge, with one value replaced.
 
     Keys whose best value is at an edge come first; several such keys take turns.
     """
@@ -236,7 +237,7 @@ def _beyond_edge(grid: Grid, scored: Scores, key: int) -> Point:
 
 
 def _upper_edge_is_next(tried: Sequence[float], grid: Grid) -> bool:
-    """Return True if the upper edge is at most as far from the grid's middle as the lower."""
+    """Return True if the lower edge is not closer to the grid's middle than the upper edge."""
     middle = math.sqrt(max(grid) * min(grid))
     tolerance_for_rounding = 1.01
     return max(tried) / middle <= tolerance_for_rounding * middle / min(tried)

@@ -1,6 +1,6 @@
-"""Run a study: for each arm a search of learning rates, then the reported seeds at the best ones.
+"""Run a study: for each arm a search of learning rates, then the reported seeds at the best rates.
 
-The next runs follow from the finished ones, so an interrupted study can be resumed.
+The finished runs determine the next runs, so an interrupted study can be resumed.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class EndedRun:
     """A run of a study that has ended.
 
     fresh  True if this process started the run, False if an earlier process had finished it
-    done   number of ended runs, this one included
+    done   number of ended runs, including this run
     """
 
     task: Task
@@ -147,7 +147,7 @@ class Progress:
         return [self.task(arm, point, seed, tuning=True) for seed in range(self.study.search_seeds)]
 
     def failure(self, arm: int) -> str | None:
-        """Return the reason why a run of the arm has failed, None if none has."""
+        """Return the reason why a run of the arm has failed, None if no run has failed."""
         for (number, *_), task in self._tasks.items():
             outcome = self.outcomes.get(task.key)
             if number == arm and outcome is not None and outcome.failed:

@@ -22,7 +22,7 @@ from dpfed.training.callbacks.public_figures import FIGURES
 def read_study(folder: Path, public: bool) -> tuple[Table, list[Group]]:
     """Return the table of `dpfed compare`, and a group for each row whose runs still exist.
 
-    public  True to leave out what a published page must not show
+    public  True to leave out values that a published page must not show
     """
     try:
         found = json.loads((folder / "table.json").read_text(encoding="utf-8"))
@@ -31,7 +31,7 @@ def read_study(folder: Path, public: bool) -> tuple[Table, list[Group]]:
             axis=str(found["axis"]),
             rows=tuple(_row(record, public) for record in found["rows"]),
             reference=found["reference"],
-            # A public page has no notes, because they name seeds.
+            # A public page has no notes, because notes contain seeds, which determine the cohorts.
             notes=() if public else tuple(map(str, found["notes"])),
         )
     except FileNotFoundError:
@@ -100,7 +100,7 @@ def read_asked(folder: Path) -> Study | None:
 
 
 def _arm(table: Mapping[str, Any]) -> Arm:
-    """Return an arm from JSON, where its tuples are lists."""
+    """Return an arm from JSON, in which lists stand for tuples."""
     grids = {key: tuple(values) for key, values in table["grids"].items()}
     known = _known(Arm, table)
     return Arm(**{**known, "overrides": tuple(table["overrides"]), "grids": grids})

@@ -1,4 +1,4 @@
-"""Audit a job: test with canary records whether its releases reveal more than the claimed epsilon.
+"""Audit a job: test with canary records if its releases reveal more than the claimed epsilon.
 
 A canary is a record that is present or absent by a coin toss. The audit runs the job's own oracle
 and fleet, with its plan, rates, noise and steps. It replaces only model and data.
@@ -51,7 +51,7 @@ CPU = torch.device("cpu")
 LAYERS = 16
 # Number of clients that the audit computes side by side.
 FLEET = 32
-# Largest number of clients times steps in an audit. So an audit takes 5 s on one CPU core.
+# Largest product of clients and steps in an audit, which then takes 5 s on one CPU core.
 MAX_CLIENT_STEPS = 30_000
 # Largest number of cells in the table [clients, steps, records] of the audited batches.
 MAX_LAW_CELLS = 4_000_000
@@ -81,7 +81,7 @@ class AuditSetting:
         return np.asarray(each[which])
 
     def only(self, clients: np.ndarray) -> AuditSetting:
-        """Return this setting for these clients; a repeated client gives independent copies."""
+        """Return this setting for these clients; a client listed twice gives independent copies."""
         plan = replace(
             self.plan,
             sizes=self.plan.sizes[clients],
@@ -100,7 +100,7 @@ class AuditSetting:
     def releases(
         self, model: Any, records: Records, shards: Shards
     ) -> Iterator[tuple[int, np.ndarray, Tensor]]:
-        """Run all steps. After each, yield its number, the clients and their released sums.
+        """Run all steps. After each step, yield its number, the clients and the released sums.
 
         The sums `[S, P]` are noised and divided by C. Several releases of a batch are averaged.
         """
@@ -204,7 +204,7 @@ def audit_one_run(setting: AuditSetting, canaries: int, confidence: float) -> Re
 
 
 def audit_many_draws(setting: AuditSetting, draws: int, confidence: float) -> Report:
-    """Audit the oracle with copies of the client of largest epsilon. Each copy has one canary."""
+    """Audit the oracle with copies of the client with the largest epsilon, one canary per copy."""
     worst = int(setting.epsilons().argmax())
     copies = setting.only(np.full(draws, worst))
     coins = fair_coins(copies, 1, 2)
@@ -220,7 +220,7 @@ def audit_server(job: Job, setting: AuditSetting, canaries: int, confidence: flo
 
 
 def per_client(plan: Plan, canaries: int) -> int:
-    """Return the number of canaries per client. It is at most the size of the smallest client."""
+    """Return the number of canaries per client, at most the size of the smallest client."""
     return min(max(1, round(canaries / plan.clients)), int(plan.sizes.min()))
 
 
@@ -322,7 +322,7 @@ class RecordingModel:
 
 
 def audit_laws(setting: AuditSetting) -> tuple[Law, Law]:
-    """Test if the oracle's batches and noise have the distributions that are accounted for."""
+    """Test if the oracle's batches and noise have the distributions that the accountant assumes."""
     worst = int(setting.epsilons().argmax())
     units = int(setting.plan.sizes[worst])
     steps = setting.steps * setting.plan.batches
@@ -382,7 +382,7 @@ def audit(job: Job, canaries: int = 1000, confidence: float = 0.95) -> Audit:
 
 
 def setting_of(job: Job) -> AuditSetting:
-    """Return the setting that audits a job. The audit never draws the noise of the run again."""
+    """Return the setting that audits a job. Its random streams repeat no noise of the run."""
     streams = Streams(job.streams.number("check", 1), secret=job.streams.secret)
     run = job.config.run
     delta = job.config.privacy.delta
@@ -392,7 +392,7 @@ def setting_of(job: Job) -> AuditSetting:
 
 
 def chosen_clients(epsilons: np.ndarray, most: int) -> np.ndarray:
-    """Return at most `most` clients, evenly spaced by rank of epsilon, with the largest epsilon."""
+    """Return at most `most` clients, evenly spaced by rank of epsilon, from the largest epsilon."""
     order = np.argsort(-epsilons, kind="stable")
     chosen = np.linspace(0, len(order) - 1, min(most, len(order))).round().astype(int)
     return np.sort(order[np.unique(chosen)])

@@ -161,7 +161,7 @@ def configure(trained: Trained) -> None:
         classes = trained.result["classes"]
         config.id2label = dict(enumerate(classes))
         config.label2id = {name: i for i, name in enumerate(classes)}
-        # This entry makes transformers pipelines use softmax; the base model may set another one.
+        # With this value, transformers pipelines use softmax. The base model may set another value.
         config.problem_type = "single_label_classification"
     for key, value in trained.companions.config.items():
         setattr(config, key, value)

@@ -33,7 +33,7 @@ class Stop:
         received = signal.Signals(number)
         if self.gently and self._signal is None:
             self._signal = received
-            # Use os.write: if the signal interrupted a print, another print would fail.
+            # Use os.write, because `print` fails if the signal has interrupted another `print`.
             notice = f"{received.name}: stopping after this local step; once more to stop at once\n"
             os.write(2, notice.encode())
         elif received is signal.SIGINT:

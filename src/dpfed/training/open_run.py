@@ -44,9 +44,9 @@ class RunPlace:
     """The name and the folder of an open run.
 
     name    random identifier of the run, stored in run.json
-    note    sentence that says whether the results may be released
+    note    sentence that says if the results may be released
     folder  the run folder, locked for this process
-    resume  True if the run continues an earlier one
+    resume  True if the run continues an earlier run
     """
 
     name: str
@@ -143,7 +143,7 @@ def open_run(
         trackers = Trackers(job.config, out, budget.planned if budget else None)
         stack.callback(trackers.close)
         if resume:
-            # Check again: another process may have resumed the run before this one got the lock.
+            # Check again, because another process may have resumed the run before the lock was set.
             refuse_other(out, job.config)
         else:
             folder.begin(name, note)
@@ -201,10 +201,10 @@ def _ready(
 
 
 def may_overlap(job: Job) -> bool:
-    """Return True if a round may begin before the round before it is checked for NaN and infinity.
+    """Return True if a round may begin before the check of the previous round for NaN and infinity.
 
-    Return False with real noise. A failed check ends the run, and by then the next round would
-    have been charged for nothing.
+    Return False with real noise. A failed check ends the run, and with overlap the next round would
+    then be charged without any use.
     """
     return job.device.type == "cuda" and job.config.run.noise != "os"
 

@@ -26,7 +26,7 @@ RELEASABLE = (
 
 
 def release_note(config: Config, private: bool) -> str:
-    """Return the sentence that says whether the results of a run may be released.
+    """Return the sentence that says if the results of a run may be released.
 
     Configuration, metrics, model and result of the run contain this sentence.
     """

@@ -66,7 +66,7 @@ class RoundLoop:
                     mean, answered = self.backend.run_cohort(t, state, cohort, wait_for_charge)
                     state = aggregate(self.job, t, state, cohort, mean, answered)
                 except LostRoundError:
-                    # Without a mean message the server's state stays. The ledger keeps the charge.
+                    # Without a mean message the server's state does not change. The charge remains.
                     pass
                 finally:
                     wait_for_charge()

@@ -56,7 +56,7 @@ class State:
 
         server   the algorithm's state after the round
         clip     clip norm of the next round
-        average  the decay a of `run.average`; it has no effect if this state has no average
+        average  decay of the average, from `run.average`; not used if this state has no average
         """
         if self.average is None or self.weight is None:
             return State(server, clip)
@@ -76,7 +76,7 @@ class State:
     def with_tensors(self, tensors: Mapping[str, Tensor], clip: float) -> State:
         """Return a copy of this state with other tensors and another clip norm.
 
-        Raise ValueError if names, shapes or dtypes differ from those of this state.
+        Raise ValueError if names, shapes or dtypes differ from this state's tensors.
         """
         mine = self.tensors()
         if mine.keys() != tensors.keys():

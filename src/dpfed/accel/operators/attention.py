@@ -79,7 +79,7 @@ def right(device: torch.device) -> bool:
     )
     for dtype, bias, mask in cases:
         # Compute these gradients on the CPU. The caller may be PyTorch's thread for GPU gradients,
-        # which cannot compute any while it waits here.
+        # which cannot compute GPU gradients while it waits here.
         exact_grad, q, k, v = (t.to(dtype).double() for t in numbers)
         with torch.enable_grad():
             inputs = [t.requires_grad_() for t in (q, k, v)]
@@ -133,7 +133,7 @@ def window_attention(
     scale: float,
     heads: int | None = None,
 ) -> Tensor:
-    """Return the output of softmax attention for q, k, v `[windows, n, heads * d]`, in their shape.
+    """Return the output of softmax attention; q, k, v and output are `[windows, n, heads * d]`.
 
     scale  factor of the scores q kᵀ
     bias   `[heads, n, n]`, added to the scores; it gets no gradient
@@ -217,8 +217,8 @@ def _attend(
         from dpfed.accel.windows import attend
 
         q, k, v = (x.contiguous() for x in (q, k, v))
-        # The kernel needs some address for each of bias and mask. For None pass the address of q,
-        # which the kernel does not read as a bias or mask.
+        # The kernel needs an address for bias and mask. For None pass the address of q; without
+        # bias or mask the kernel does not read there.
         added = (q if x is None else x.contiguous() for x in (bias, mask))
         grid, options = _launch(q, bias, mask, heads)
         with accel.on_device(q):

@@ -37,7 +37,7 @@ def keep_mask(key: Tensor, rule: Tensor, width: int) -> Tensor:
 
 
 def drop(x: Tensor, key: Tensor, rule: Tensor) -> Tensor:
-    """Return `x` with dropout of single numbers; the numbers that are kept are scaled up.
+    """Return `x` with dropout of single numbers; kept numbers are scaled up.
 
     x     activations; the leading axis has k rows for each of the M records, in order of records
     key   the records' keys `[M]`
@@ -51,9 +51,9 @@ def drop(x: Tensor, key: Tensor, rule: Tensor) -> Tensor:
 
 
 def drop_records(x: Tensor, key: Tensor, rule: Tensor) -> Tensor:
-    """Return `x` with whole records set to zero; the records that are kept are scaled up.
+    """Return `x` with whole records set to zero; kept records are scaled up.
 
-    The arguments are those of `drop`.
+    The arguments have the meaning that they have in `drop`.
     """
     mask = _scaled_mask(x, key, rule, 1).repeat_interleave(x.shape[0] // len(key), 0)
     return x * mask.view(-1, *([1] * (x.dim() - 1)))

@@ -28,7 +28,7 @@ MODULE = "transformers.models.swin.modeling_swin"
 
 
 def fuse_windows(model: nn.Module) -> None:
-    """Replace the classes of Swin's layers by the faster ones, in place.
+    """Replace the classes of Swin's layers by the faster classes, in place.
 
     Attention whose position bias is trained still runs the code of transformers.
     """
@@ -146,7 +146,7 @@ def _fused_merging(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, input_feature: Tensor, input_dimensions: Size) -> Any:
         """Merge each 2 x 2 square of patches into one row by one reordering.
 
-        The code of transformers takes four slices instead. The gradient of each slice has the size
+        The code of transformers makes four slices instead. The gradient of each slice has the size
         of the whole input, so that code writes more memory.
         """
         height, width = input_dimensions

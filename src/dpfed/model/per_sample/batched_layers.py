@@ -1,8 +1,8 @@
 """Batched layers: trainable layers that accept one copy of their weights per sample.
 
 A batched layer is the original module with its class replaced in place, so names and hooks remain
-and `isinstance` works as before. With its own weights `[*shape]` the layer computes the same as
-before. With copies `[M, *shape]`, passed by `torch.func.functional_call`, sample j uses copy j. One
+and `isinstance` works as before. With its own weights `[*shape]` the layer's outputs do not change.
+With copies `[M, *shape]`, passed by `torch.func.functional_call`, sample j uses copy j. One
 backward pass then gives the gradients of the copies, which are the per-sample gradients.
 
 The leading axis of an activation may be any multiple of M, ordered by record. Swin needs this: it
@@ -248,9 +248,9 @@ def _mapped_layer(cls: type[nn.Module], map_records: MapRecords) -> type[nn.Modu
 def _record_axes(module: nn.Module, leaves: list[Any], samples: int) -> list[int | None]:
     """Return for each argument 0 if its first axis holds records, or None if records share it.
 
-    The first call guesses from the shapes, and later calls use the same answer. The first call
-    comes from the isolation check, which detects a wrong guess. A guess in a later call could be
-    wrong without notice, because a shared argument may have a fitting length by chance.
+    The first call guesses from the shapes, and later calls return the result of the first call. The
+    first call comes from the isolation check, which detects a wrong guess. Nothing would detect a
+    wrong guess in a later call, where a shared argument may have a fitting length by chance.
     """
     known: dict[int, list[int | None]] = module.__dict__.setdefault("_axes", {})
     axes = known.get(len(leaves))
@@ -270,8 +270,8 @@ def _is_batched(leaf: Any, samples: int) -> bool:
 def install_swin_bias(module: nn.Module, parent: nn.Module | None) -> bool:
     """Return True if `module` is Swin's position bias; make the bias and its parent batched then.
 
-    The parent is the attention. It tells the bias how many windows each record has, because the
-    bias has no input. For any other module nothing changes and the result is False.
+    The parent is the attention. The parent tells the bias how many windows each record has,
+    because the bias has no input. Other modules do not change, and the result is then False.
     """
     if type(module).__name__ != "SwinRelativePositionBias" or parent is None:
         return False

@@ -84,9 +84,10 @@ def reason_of(error: Exception) -> str:
 
 
 def repeated_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that a model repeats: members of module lists with members of one class.
+    """Return the repeated layers of a model: the members of module lists with a single class.
 
-    If such a list contains other such lists, as in Swin's stages, only the innermost lists count.
+    All members of such a list have one class. If lists are nested, as in Swin's stages, only the
+    innermost lists count.
     """
 
     def is_row(module: nn.Module) -> bool:

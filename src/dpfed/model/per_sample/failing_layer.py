@@ -12,7 +12,7 @@ from torch import nn
 def failing_layer(model: nn.Module, compute: Callable[[], object]) -> str:
     """Call `compute` and return " in NAME (CLASS)" of the innermost layer that raises an error.
 
-    Return "" if no layer raises one.
+    Return "" if no layer raises an error.
     """
     entered: list[tuple[str, nn.Module]] = []
 

@@ -77,7 +77,7 @@ def plain_outputs(
 def unpadded(one: dict[str, Tensor], prepare: Prepare) -> dict[str, Tensor]:
     """Return the plain model's arguments for one record.
 
-    For a text they contain only its tokens, without padding, without mask and without positions.
+    A text's arguments are its tokens alone, without padding, mask and positions.
     """
     if "attention_mask" not in one:
         return prepare(one)
@@ -96,7 +96,7 @@ def faithful_model(
     """Return the model that computes per-sample gradients, and the function that prepares inputs.
 
     The classes of the model's layers are replaced. Raise DpfedError if the outputs then differ
-    from those of the plain model.
+    from the outputs of the plain model.
     """
     task = built.task
     forms = built.forms or (built.prepare,)
@@ -114,7 +114,7 @@ def faithful_model(
 def faithful_form(model: PerSample, plain: PlainOutputs, forms: Sequence[Prepare]) -> Prepare:
     """Return the first of the functions `forms` whose inputs lead to the plain model's outputs.
 
-    Raise DpfedError if no function does so.
+    Raise DpfedError if there is no such function.
     """
     best = math.inf
     reason = ""

@@ -52,8 +52,8 @@ class PerSample:
     correct  (scores, labels) -> share of correct answers per record
     rows     number of records in one pass of `scores` on a CPU
 
-    `shares_passes` is False for a mixture of experts. With exact isolation its passes then have one
-    record.
+    `shares_passes` is False for a mixture of experts. With exact isolation, a pass of such a model
+    has one record.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class PerSample:
         labels: Tensor,
         keys: Tensor | None = None,
     ) -> list[Tensor]:
-        """Return the same as `grads`, except that the gradients of linear weights are transposed.
+        """Return the gradients of `grads`, but with the gradients of linear weights transposed.
 
         This saves a copy. `ordered` later puts sums of these gradients into the vector's order.
         """

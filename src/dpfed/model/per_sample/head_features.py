@@ -32,7 +32,7 @@ class HeadSplit:
     """Two models that give the outputs of one model if called one after the other.
 
     frozen  reads records; its scores are the features
-    head    reads features; its scores are those of the whole model
+    head    reads features; its scores equal the scores of the whole model
     size    bytes of one record's features
     """
 

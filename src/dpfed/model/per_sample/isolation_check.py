@@ -210,8 +210,8 @@ def _each_agrees_once(
 ) -> bool:
     """Return True if each record has equal gradients in two passes, for some random weights.
 
-    One pass contains all records, the other contains only this record. A record needs equal
-    gradients for only one of `DRAWS` random weights.
+    One pass contains all records, the other pass contains only the record. The gradients of a
+    record need to be equal for only one of `DRAWS` random weights.
     """
     left = set(range(RECORDS))
     for _ in range(DRAWS):

@@ -1,4 +1,4 @@
-"""A second layout of the flat vector, the row: some tensors are transposed, with gaps between."""
+"""A second layout of the flat vector, the row: some tensors are transposed or followed by a gap."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from torch import Tensor
 
 from dpfed.model.parameter_vector import Space
 
-# If the mean size of pieces is at least this, copying pieces is faster than indexing numbers.
+# If pieces have at least this many numbers on average, copying the pieces one by one is faster than
+# copying all numbers by an index.
 LARGE = 2**15
 
 
 @dataclass
 class Piece:
-    """A stretch of numbers that are adjacent in the flat vector and in the row.
+    """A sequence of numbers that are adjacent in the flat vector and in the row.
 
-    vector  where the stretch starts in the vector
-    row     where the stretch starts in the row
-    size    how many numbers the stretch has
-    sides   if the row holds the transpose of a tensor: its shape in the vector; otherwise None
+    vector  index of the first number in the vector
+    row     index of the first number in the row
+    size    how many numbers the piece has
+    sides   shape of the tensor in the vector if the row holds its transpose; otherwise None
     """
 
     vector: int

@@ -27,8 +27,8 @@ class RunImageProcessor(BaseImageProcessor):  # type: ignore[misc]
     white        pixel value of full intensity
     resize       "bilinear" or "bicubic"
     sharpen      strength of the unsharp mask after resizing; 0 for none
-    crop         resize the shorter side to this and keep the middle, before all else; None: do not
-    grey         whether colours are turned into grey
+    crop         first resize the shorter side to this size and keep the middle; None for no crop
+    grey         True if colours are turned into grey
     """
 
     model_input_names: ClassVar = ["pixel_values"]

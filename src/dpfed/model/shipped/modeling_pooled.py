@@ -23,8 +23,8 @@ class PooledConfig(PretrainedConfig):  # type: ignore[misc]
     normalize    scale the pooled vector to length sqrt(width)
     """
 
-    # A type of its own: without this file transformers refuses the folder instead of loading
-    # another head for the same encoder.
+    # A separate model type: without this file, transformers refuses the folder. It would load the
+    # encoder with another head if the type were the encoder's.
     model_type = "pooled-text"
 
     def __init__(
@@ -53,7 +53,7 @@ class PooledForSequenceClassification(PreTrainedModel):  # type: ignore[misc]
         super().__init__(config)
         self.body = AutoModel.from_config(config.text_config, trust_remote_code=False)
         if getattr(self.body, "pooler", None) is not None:
-            # Its output is not used, so none of its weights could be trained.
+            # Remove the pooler: its output is not used, so its weights cannot be trained.
             self.body.pooler = None
         self.classifier = nn.Linear(config.text_config.hidden_size, config.num_labels)
         self.post_init()
@@ -74,7 +74,7 @@ class PooledForSequenceClassification(PreTrainedModel):  # type: ignore[misc]
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
     def pool(self, tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Return one vector for each record, `[M, L, D]` -> `[M, D]`; padding has no part in it."""
+        """Return one vector for each record, `[M, L, D]` -> `[M, D]`; padding is ignored."""
         real = unmasked(tokens, attention_mask)
         if self.config.pooling == "cls":
             pooled = tokens[torch.arange(len(tokens), device=tokens.device), real.int().argmax(1)]

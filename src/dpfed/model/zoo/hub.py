@@ -17,7 +17,7 @@ SECONDS = 5.0
 
 
 class HubSilentError(DpfedError):
-    """The hub gave no answer, so it is unknown whether it has a file."""
+    """The hub gave no answer, so it is unknown if the hub has a file."""
 
 
 def folder_of(weights: str, key: str = "model.weights") -> Path | None:
@@ -138,8 +138,8 @@ def hub_file(name: str, file: str) -> Path | None:
 def hub_metadata(name: str) -> dict[str, dict[str, str]]:
     """Return the metadata of each safetensors file of a hub model, by file name.
 
-    Cached files are read from the local cache. Of other files only the start, which holds the
-    metadata, is downloaded.
+    Cached files are read from the local cache. For other files, only the start is downloaded,
+    which holds the metadata.
     Raise HubSilentError if the hub does not answer.
     """
     from huggingface_hub import get_safetensors_metadata

@@ -34,7 +34,7 @@ REMEDY = 'set model.pooling = "none" for the model\'s own head'
 class Pooling:
     """How the token vectors of a text become one vector.
 
-    way        "mean" of all token vectors, or "cls" for the first one
+    way        "mean" of all token vectors, or "cls" for the first token vector
     normalize  True if the vector is then divided by its norm
     """
 
@@ -45,7 +45,7 @@ class Pooling:
 def pooling_of(weights: str) -> Pooling | None:
     """Return the pooling that `modules.json` of a folder or hub model asks for.
 
-    Return None if there is no such file or if it names no pooling.
+    Return None if the file is missing or names no pooling.
     """
     found = json_beside(weights, MODULES)
     if found is None:

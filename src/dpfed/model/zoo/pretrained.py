@@ -31,7 +31,7 @@ class PretrainedSection(ModelSection):
     """A `[model]` section whose key `weights` the user must set."""
 
     def chosen(self) -> str | None:
-        """Return the folder or hub name of the weights, or None for random ones."""
+        """Return the folder or hub name of the weights, or None for random weights."""
         if self.weights is None:
             raise DpfedError(
                 f"model.name = {self.name!r} needs model.weights: a folder or hub name with "

@@ -191,7 +191,7 @@ class SwinSection(VisionSection):
     def _sizes(self) -> tuple[int, int, int]:
         """Return the side of an image in pixels, of a patch in pixels, and of a window in patches.
 
-        These sizes are for random weights; pretrained weights have sizes of their own.
+        These sizes are for random weights; pretrained weights determine the sizes themselves.
         """
         return (
             self.image_size or USUAL_SIDE,

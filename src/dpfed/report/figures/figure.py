@@ -1,8 +1,8 @@
 """A figure of a page as plain data for plotly, and functions that make lines, bands and bars.
 
-A trace is one series in plotly's format. Its entry `meta` holds its number and its role. The page's
-script chooses colours, dashes and markers from `meta`, because only the script knows whether the
-page is light or dark.
+A trace is one series in plotly's format. The entry `meta` of a trace holds its number and its role.
+The page's script chooses colours, dashes and markers from `meta`, because only the script knows if
+the page is light or dark.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def inert(text: str) -> str:
 
 
 def joined(names: Sequence[str]) -> str:
-    """Return one or two names in full. Of more names, return the first and count the others."""
+    """Return one or two names in full; for more names, the first and the number of the others."""
     return " and ".join(names) if len(names) <= 2 else f"{names[0]} and {len(names) - 1} more"
 
 

@@ -160,12 +160,12 @@ def _single_plot(path: Path, inches: tuple[float, float]) -> Any:
 
 
 def _tick_labels(names: Sequence[str]) -> list[str]:
-    """Return shortened names. $ is escaped, because matplotlib would begin a formula there."""
+    """Return shortened names with $ escaped, because matplotlib begins a formula at a $."""
     return [name[:MAX_NAME_LETTERS].replace("$", r"\$") for name in names]
 
 
 def _save_private(figure: Any, path: Path) -> None:
-    """Write a plot to a file that only its owner may read, as it shows counts without noise."""
+    """Write a plot to a file that only its owner may read, because plots may show exact counts."""
     try:
         with open_private(path, "wb") as file:
             figure.savefig(file, dpi=150, format=path.suffix[1:].lower())

@@ -19,11 +19,11 @@ MOST_SPENT_SERIES = 3
 
 
 class Plan(NamedTuple):
-    """A privacy plan and the groups that follow it.
+    """A privacy plan and the groups of runs that follow the plan.
 
     name     the groups' labels in words; "" if all groups follow this plan
-    group    the first of the groups
-    privacy  the spending of that group
+    group    the first of these groups
+    privacy  the spending of the first group
     """
 
     name: str
@@ -32,7 +32,7 @@ class Plan(NamedTuple):
 
 
 def epsilon_axis(title: str, **more: Any) -> dict[str, Any]:
-    """Return an axis for epsilon. Labels under the mouse show all digits of its values."""
+    """Return an axis for epsilon. The label under the mouse shows all digits of a value."""
     return axis(title, hoverformat=f".{PLOTTED_DIGITS}~r", **more)
 
 
@@ -41,7 +41,7 @@ def losses(values: Iterable[float]) -> list[float]:
 
 
 def plans(groups: Sequence[Group]) -> list[Plan]:
-    """Return each different privacy plan once, with the groups that follow it."""
+    """Return each distinct privacy plan once, with the groups that follow the plan."""
     found: dict[Any, list[Group]] = {}
     for group in groups:
         if group.privacy is not None:
@@ -82,7 +82,7 @@ def epsilon_over_rounds(groups: Sequence[Group]) -> Figure | None:
             series = number_of if plan.name else neutral
             traces.append(line([0, *at], [start, *values], name, series, dash=dash))
             rows += [[name, t, value] for t, value in zip(at, values, strict=True)]
-        # On a public page this curve is empty, because the reader has dropped the spent epsilons.
+        # On a public page this curve is empty, because `read_run_data` drops the spent epsilons.
         spent = plan.group.runs[0].curve("epsilon_server_max")
         if spent and not plan.name:
             values = losses(spent.values())
@@ -187,7 +187,7 @@ def clients_epsilon(groups: Sequence[Group]) -> Figure | None:
 
 
 def client_names(run: RunData, count: int) -> list[str] | list[int]:
-    """Return the names of a run's clients, or their numbers if it has no usable names."""
+    """Return the names of a run's clients, or the clients' numbers if names are not usable."""
     names = run.result.get("client_names")
     if isinstance(names, list) and len({str(name) for name in names}) == count == len(names):
         return [str(name) for name in names]

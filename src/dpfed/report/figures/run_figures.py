@@ -48,7 +48,7 @@ class Measured:
     """A value that is drawn over rounds, with the texts of its figure.
 
     key    name of the value in the metrics or the diagnostics of a run
-    scale  factor from the stored value to the drawn one
+    scale  factor from the stored value to the drawn value
     """
 
     key: str

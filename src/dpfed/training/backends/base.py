@@ -54,4 +54,4 @@ class RemoteBackend(Backend, Protocol):
 
 
 class LostRoundError(DpfedError):
-    """A round ended without a mean message. The run continues with the server's state before it."""
+    """A round ended without a mean message. The run continues with the state before the round."""

@@ -3,7 +3,7 @@
 The runs may differ in seed, rates, method or noise. Each run has its own folder, ledger, random
 streams, round loop and thread. Records and the frozen model are in memory once, and one pass
 computes the clipped sums of all runs (privacy/batched_sums.py). The results of a run in a pack
-equal those of the run alone, up to the order of additions.
+equal the results of the run alone, up to the order of additions.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Pack:
     """Runs that share passes. Each pass waits for all runs that have not left the pack.
 
     runs    number of runs
-    shared  cache of records, models and features for all runs; None for a new one
+    shared  cache of records, models and features for all runs; None for a new cache
     """
 
     def __init__(self, runs: int, shared: JobCache | None = None) -> None:
@@ -121,7 +121,7 @@ class Pack:
             sums.leave(number)
 
     def end(self) -> None:
-        """Free the memory of the shared model, records and passes; later runs may need it alone."""
+        """Free the memory of the shared model, records and passes, which later runs may need."""
         self._first = None
         self._sum = None
         self.shared.clear()
@@ -184,7 +184,7 @@ def union_slots(job: Job, runs: int) -> int:
     """Return the number of record slots in a pass of `runs` runs.
 
     With `run.slots = "auto"`, one shared pass needs fewer slots than separate passes. Batch sizes
-    are random, and their sum varies relatively less than each of them.
+    are random, and the sum of many batch sizes has a smaller relative deviation than each size.
     """
     cohort = job.schedule.cohort
     configured = job.config.run.slots
@@ -202,9 +202,9 @@ def run_batched(
 ) -> list[Answer]:
     """Run the tasks as one pack, each in its own thread, and return their answers in order.
 
-    A task gets its BatchedRun and calls `training.run.run`. If a task raises UnbatchableError, it
-    is called again after the other tasks, with None, and trains alone. When a task ends, `ended`
-    is called with the task's number and answer, by one thread at a time.
+    A task gets its BatchedRun and calls `training.run.run`. A task that raises UnbatchableError is
+    called again after the other tasks, with None instead of a BatchedRun, and trains alone. When a
+    task ends, `ended` is called with the task's number and answer, by one thread at a time.
     """
     pack = Pack(len(tasks), shared)
     reporting = threading.Lock()

@@ -1,4 +1,4 @@
-"""Store the client memory of simulations, such as SCAFFOLD's control, between rounds.
+"""Store the client memory of simulations, such as SCAFFOLD's control variates, between rounds.
 
 Only clients that took part have an entry. If the entries in RAM exceed a limit, the oldest ones
 move to files, which are memory-mapped when needed. A file is never overwritten, because a
@@ -93,7 +93,7 @@ class ClientStates:
         )
         with self._lock:
             for client, row in zip(clients, rows, strict=True):
-                # Store a new array, because a checkpoint thread may still read the old one.
+                # Store a new array, because a checkpoint thread may still read the old array.
                 self._in_memory[client] = row.copy()
                 self._in_memory.move_to_end(client)
                 self._written_in[client] = t

@@ -43,7 +43,7 @@ class Execution(Protocol):
     overlaps  True if a round may begin before the previous round is checked (`RoundLoop.overlap`)
     stop      is called between local steps; may raise an error to end the run
     prepare   returns the job of a configuration
-    confirm   compares the job with those of other processes before anything is written
+    confirm   compares the job with the jobs of other processes before anything is written
     bind      returns the job with values from its run folder, such as a secret key
     backend   returns the backend that computes the cohorts of the job
     """
@@ -69,7 +69,7 @@ class Execution(Protocol):
 class InProcess:
     """Compute the clients in this process.
 
-    cache  records, frozen models and features of earlier runs, which equal runs use again
+    cache  records, frozen models and features of earlier runs, for runs with equal settings
     batch  membership in a pack of runs that share passes; None for a run that trains alone
     """
 
@@ -103,7 +103,7 @@ class InProcess:
 
 @dataclass(frozen=True)
 class Torchrun:
-    """Compute on all processes of torchrun. Process 0 uses this class, the others `assist`."""
+    """Compute on all processes of torchrun: rank 0 uses this class, other ranks call `assist`."""
 
     served: ClassVar[bool] = False
     overlaps: ClassVar[bool] = False

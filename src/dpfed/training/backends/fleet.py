@@ -57,11 +57,11 @@ class Part:
 class Fleet:
     """The backend that computes a cohort in this process.
 
-    memory          store of client memory; None for a new one
+    memory          store of client memory; None for a new store
     watch           called with the results of each fleet after its local steps
     stop            called after each local step; may raise an error to end the run
-    check_messages  True: check messages for NaN and infinity. False: rely on the round loop's
-                    check of the server's state, for which the host waits less
+    check_messages  True: check messages for NaN and infinity. False: only the round loop checks,
+                    it checks the server's state, and the host waits less for the device
     """
 
     def __init__(
@@ -205,8 +205,8 @@ class Fleet:
         job = self._job
         count = len(part.clients)
         if count == 1 and job.batched_sum is not None:
-            # After this error, the run leaves its pack and starts again alone. It needs less memory
-            # then.
+            # After this error, the run leaves its pack and starts again alone, because a run alone
+            # needs less memory.
             raise UnbatchableError
         if count == 1:
             raise StoppedError(
@@ -239,8 +239,8 @@ class Fleet:
     def _fixed_sum(self, clients: Sequence[int]) -> Sums | None:
         """Return the object that computes clipped sums in passes of a fixed size for these clients.
 
-        Return None if passes vary in size. They do so by default on a CPU, with exact isolation,
-        and after the device ran out of memory.
+        Return None if passes vary in size: by default on a CPU, with exact isolation, and after
+        the device ran out of memory.
         """
         job = self._job
         run = job.config.run

@@ -50,7 +50,8 @@ def most_that_fit(cohort: int, fit: Callable[[int], bool]) -> int:
 def slots_of(job: Job, clients: int) -> int:
     """Return the number of record slots in a pass of `clients` clients.
 
-    With `run.slots = "auto"`, the number suits the clients with the largest expected batches.
+    With `run.slots = "auto"`, the number is computed from the sum of the `clients` largest expected
+    batch sizes.
     """
     slots = job.config.run.slots
     if slots != "auto":

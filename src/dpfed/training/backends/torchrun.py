@@ -53,14 +53,14 @@ STOP = 0
 AGREE = 1
 ROUND = 2
 HEADER_SIZE = 5
-# The other processes wait so long for rank 0's next command, because rank 0 may evaluate slowly.
-# If rank 0 dies, its connections close, and they stop at once.
+# Longest wait for rank 0's next command; an evaluation on rank 0 may be slow. If rank 0 dies, its
+# connections close, and the other processes stop at once.
 FOLLOWER_TIMEOUT = timedelta(days=7)
 HOW_TO_RESUME = "start it again with --resume and it goes on from its last checkpoint"
 
 
 class Group:
-    """The processes of a run. All of them must make the same calls in the same order.
+    """The processes of a run. Every process must make the same calls in the same order.
 
     rank     number of this process; rank 0 leads the run
     world    number of processes
@@ -150,10 +150,11 @@ class Group:
     def close(self) -> None:
         """Leave the group; on rank 0, first send STOP so that the other processes end.
 
-        Rank 0 calls this at the end of every run, also of a failed one.
+        Rank 0 calls this at the end of every run, also if the run has failed.
         """
         if self.broken:
-            # A shutdown would fail without the lost process. The end of this one frees the group.
+            # A shutdown would fail, because a process is lost. The end of this process frees the
+            # group.
             return
         if self.rank == 0:
             with suppress(DpfedError):
@@ -207,7 +208,8 @@ def join(config: Config) -> Group | None:
                 f"process {local} of this machine has no GPU: start as many as it has GPUs"
             )
         torch.cuda.set_device(local)
-        # This variable makes NCCL raise an error for a lost process instead of ending this one.
+        # With this variable, NCCL raises an error for a lost process. By default it would end this
+        # process.
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         backend = "cpu:gloo,cuda:nccl"
     group = Group(rank, world, config.run.timeout, backend)
@@ -251,7 +253,7 @@ class Distributed:
         clients: Sequence[int],
         wait_for_charge: WaitForCharge = no_charge,
     ) -> tuple[Message, int]:
-        # Wait before starting the others, because they cannot see whether the ledger is charged.
+        # Wait before starting the others, because they cannot see if the ledger is charged.
         wait_for_charge()
         clip_bits = struct.unpack("<q", struct.pack("<d", state.clip))[0]
         self._group.header(ROUND, t, len(clients), clip_bits)
@@ -376,7 +378,7 @@ def unpacked(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def fingerprint(job: Job) -> str:
-    """Return the SHA-256 of settings, records and weights, which must agree on all processes."""
+    """Return the SHA-256 of settings, records and weights, which must be equal on all processes."""
     found = hashlib.sha256(repr(run_identity(job)).encode())
     found.update(model_hash(job.adapted.model, job.space).encode())
     # Hash inputs, not features: two machines may round the same features differently.

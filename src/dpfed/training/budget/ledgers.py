@@ -124,9 +124,10 @@ def no_statement(name: object) -> DpfedError:
 
 
 def stated_rounds(ledger: Ledger) -> list[tuple[int, int]]:
-    """Return the stated rounds as pairs (fewest clients to draw a cohort from, number of rounds).
+    """Return all rounds that the ledger plans, as pairs (number of clients, number of rounds).
 
-    If rounds were added later, return the pairs of the last addition, which cover all rounds.
+    Each pair covers consecutive rounds. Their cohorts are drawn from at least this many clients.
+    If rounds were added later, the pairs come from the last addition, which covers all rounds.
     """
     extensions: dict[int, list[tuple[int, int]]] = {}
     for row in ledger.rows():

@@ -1,9 +1,9 @@
 """Read and write spending records: the privacy that the training of a model or adapter has cost.
 
 `dpfed export` writes the record twice: into `dpfed.json` and into the metadata of each safetensors
-file. A run that starts from `model.adapter` or `model.weights` reads it and adds the cost. The
-record states mechanisms and steps that bound the cost of every client. It does not say who took
-part, so it may be published.
+file. A run that starts from `model.adapter` or `model.weights` reads the record and adds its cost.
+The record states mechanisms and steps that bound the cost of every client. It does not name the
+clients that took part, so it may be published.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SpendingRecord:
     release    kind of protection, as in the result of the run
     unit       protected unit; None for a run without privacy
     prior      all mechanisms of the training, with the number of steps of each
-    uncounted  True if `prior` lacks some of the training, which had no privacy or no record
+    uncounted  True if a part of the training had no privacy or no record; `prior` lacks this part
     text       the record as JSON text, unchanged
     """
 
@@ -52,7 +52,8 @@ class SpendingRecord:
 def spending_of(release: str, realised: Planned | None) -> dict[str, Any]:
     """Return the content of a spending record as JSON values.
 
-    `realised` is the plan with the rounds really charged, or None for a run without privacy.
+    release   kind of protection, as in the result of the run
+    realised  the mechanisms of the plan, with the number of charged rounds; None without privacy
     """
     history = [] if realised is None else realised.bound
     return {
@@ -95,10 +96,12 @@ def prior_spending_of(config: Config) -> PriorSpending:
 def _recorded_or_not(
     config: Config, start: str, part: str
 ) -> tuple[SpendingRecord | None, str | None]:
-    """Return (spending record or None, words that name `start` in a warning or None).
+    """Return (spending record, words for a warning). One of the two is None, or both are.
 
-    The words are given for weights without a record, unless these weights are public.
-    `start` is a path or hub name, and `part` is "model" or "adapter".
+    Weights without a record need a warning, unless the weights are public. The words name `start`.
+
+    start  path or hub name of the weights
+    part   "model" or "adapter"
     """
     if part == "adapter" and not (Path(start).expanduser() / "adapter_config.json").is_file():
         # Stop if the path is misspelt, so that the run does not silently begin with a new adapter.
@@ -114,10 +117,10 @@ def _recorded_or_not(
 
 
 def _unrecorded(config: Config, start: str, part: str) -> str | None:
-    """Return words that name weights without a record in a warning; None if they are public.
+    """Return words that name weights without a record in a warning; None for public weights.
 
     Weights count as public only if they come from the hub and the head is new. A folder on this
-    machine may come from any training. A kept head was already trained for these classes.
+    machine may come from any training. A kept head may have been trained on private data.
     """
     if part == "model" and getattr(config.model, "head", "new") == "kept":
         return f"the kept head of {start}"
@@ -129,8 +132,9 @@ def _unrecorded(config: Config, start: str, part: str) -> str | None:
 def served_prior_spending(config: Config) -> PriorSpending:
     """Return the prior spending of a server's run, with the cost of counts on held-out records.
 
-    A record is either trained on or held out, and only its client knows which. So the cost of the
-    noised counts is added for every record, as in the clients' ledgers.
+    A client trains on some records and holds the others out, and only the client knows the
+    held-out records. The cost of the noised counts is therefore added for every record, as in the
+    clients' ledgers.
     """
     past = prior_spending_of(config)
     section = config.federation
@@ -150,8 +154,8 @@ def served_prior_spending(config: Config) -> PriorSpending:
 def record_of(start: str) -> SpendingRecord | None:
     """Return the spending record of a folder, a weights file or a hub model; None if it has none.
 
-    Raise DpfedError if `start` has several records that differ. No record is always the larger
-    one: delta and the later rounds decide which record costs more.
+    Raise DpfedError if `start` has several records that differ. The larger record cannot be
+    chosen, because delta and the later rounds decide which record costs more.
     """
     path = Path(start).expanduser()
     texts = _local_records(path) if path.exists() else _hub_records(start)
@@ -170,7 +174,7 @@ def record_of(start: str) -> SpendingRecord | None:
 
 def _local_records(start: Path) -> dict[str, str]:
     path = (start.parent if start.is_file() else start) / SPENDING
-    # Use lexists, because a broken link must count as a damaged record, not as a missing one.
+    # Use lexists, because a broken link must count as a damaged record, not as no record.
     texts = {str(path): _read(path)} if os.path.lexists(path) else {}
     return texts | {f"the metadata of {file}": record for file, record in embedded(start).items()}
 
@@ -251,7 +255,7 @@ def refuse_unfit(config: Config, start: str, record: SpendingRecord) -> None:
     """Raise DpfedError if the cost in the record cannot be added to the cost of this run.
 
     The costs cannot be added if protected unit or sampling differ. A run with real noise must not
-    start from weights with seeded noise, because who knows the seed can remove this noise.
+    start from weights with seeded noise, because anybody with the seed can remove this noise.
     """
     unit = config.data.unit_column or "record"
     privacy = config.privacy

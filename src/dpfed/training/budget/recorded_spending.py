@@ -60,7 +60,7 @@ class RecordedSpending:
     epsilons     each client's epsilon against the server, `[N]`
     rows         number of rows in the ledger
     seeded       True if the noise was repeatable, which protects nothing
-    void         text that says why third_party equals the server's epsilon; None if it may be less
+    void         reason why third_party equals the server's epsilon; None if third_party may be less
     most_rounds  largest number of rounds charged to a client; each attempt at a round counts
     served       True for a server's run, whose clients are real
     """
@@ -87,7 +87,7 @@ class RecordedSpending:
 
     @property
     def server_worst(self) -> float:
-        """The planned epsilon against the server, or the charged one if retries made it larger."""
+        """The epsilon against the server: planned or charged, whichever is larger."""
         return max(self.planned.server_worst, self.server_max)
 
     @property
@@ -206,7 +206,7 @@ def _largest(folder: Path, result: Mapping[str, Any], meta: Mapping[str, Any]) -
 
 
 def _planned(folder: Path, ledger: Ledger, colluding: int) -> Planned:
-    """Return the ledger's statement with all added rounds; the hash chain protects both."""
+    """Return the ledger's statement with all added rounds, which the hash chain protects."""
     meta = ledger.meta
     try:
         kinds = [

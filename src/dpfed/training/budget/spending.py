@@ -230,8 +230,9 @@ class Spending:
     def begin_charge(self, t: int, cohort: Sequence[int]) -> Callable[[], None]:
         """Start to charge a cohort on another thread; return a function that waits for the ledger.
 
-        The returned function ends when the charge is on disk, and raises if it cannot be written.
-        Before that, nothing else may use the ledger, and no noised value may leave the oracle.
+        The returned function ends when the charge is on disk, and raises if the charge cannot be
+        written. Until it ends, nothing else may use the ledger, and no noised value may leave the
+        oracle.
         """
         self.rounds_taken[list(cohort)] += 1
         self._attempts[t] = self._attempts.get(t, 0) + 1

@@ -1,4 +1,4 @@
-"""The type `Activity`: progress inside a round, or before the first one, for display.
+"""The type `Activity`: progress inside a round, or before the first round, for display.
 
 Progress is never counted in drawn records, because their number is private. All other counts are
 public, or they stay in the process that has the records.

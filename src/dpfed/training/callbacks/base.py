@@ -21,7 +21,7 @@ class Callback:
         """Called when the job is built, before the first round of a new or a resumed run."""
 
     def on_activity(self, activity: Activity) -> None:
-        """Called when work has advanced, inside a round or before the first one."""
+        """Called when work has advanced, inside a round or before the first round."""
 
     def on_round(self, round: Round) -> None:
         """Called after each completed round; round 0 is the evaluation before training."""
@@ -33,7 +33,7 @@ class Callback:
         """Called with the result after the last round; not called if the run stops early."""
 
     def close(self) -> None:
-        """Free resources such as files; called once at the end of every run, even a failed one."""
+        """Free resources such as files; called once at the end of every run, even a failed run."""
 
 
 class OnStart(Callback):

@@ -86,7 +86,7 @@ class Diagnostics(Callback):
     def on_round(self, round: Round) -> None:
         """Write the line of the round, unless no client took part.
 
-        A resumed run may write a second line for a round; readers use the last one.
+        A resumed run may write a second line for a round; readers use the last line.
         """
         if self._count == 0:
             return

@@ -1,4 +1,4 @@
-"""Select the values of a run that may be published; public pages and trackers contain no others.
+"""Select the values of a run that may be published; public pages and trackers show no others.
 
 The third-party epsilon holds only while these are secret: the seed, the cohorts, and each client's
 epsilon and number of rounds (docs/privacy.md, "Two observers"). Therefore this module lists the
@@ -113,7 +113,8 @@ def public_result(result: Mapping[str, Any]) -> dict[str, Any]:
 def public_metrics(round: Round, planned: Planned | None) -> dict[str, float]:
     """Return the public metrics of a round: test scores, clip norm and planned epsilon.
 
-    A metric is left out if its value is missing or not finite. Without `planned`, so is epsilon.
+    A metric is left out if its value is missing or not finite. Without `planned`, epsilon is left
+    out too.
     """
     found: dict[str, float | None] = {
         "accuracy": round.accuracy,

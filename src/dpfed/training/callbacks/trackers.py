@@ -42,7 +42,7 @@ class TensorBoard:
     def start(self, settings: Settings) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # A resumed run may log a round again. TensorBoard then draws the new point over the old.
+        # A resumed run may log a round again. TensorBoard draws the new point over the old point.
         self._writer: Any = SummaryWriter(str(self._folder))
         text = "\n".join(f"    {key} = {value}" for key, value in settings.items())
         self._writer.add_text("configuration", text)
@@ -165,7 +165,7 @@ class Trackers(Callback):
             self._each(lambda tracker: tracker.log(round.t, metrics))
 
     def on_end(self, result: dict[str, Any]) -> None:
-        """Log the run's final epsilons, which exceed the planned ones if rounds were repeated."""
+        """Log the run's final epsilons; repeated rounds make them larger than planned."""
         figures = {f"epsilon_{view}": result["epsilon"][view] for view in FIGURES}
         found = {key: float(value) for key, value in figures.items() if value is not None}
         if self._started and found:

@@ -46,7 +46,7 @@ def tables_of(config: Config, source: Source, device: torch.device) -> JobTables
 def load_source(config: Config, source: Source | None, cache: JobCache) -> Source:
     """Return the checked data source of a job, with its texts replaced by tokens.
 
-    The source is `source` if given, else the one that `config.data` names.
+    The source is `source` if given, else the source that `config.data` names.
     """
     loader: Any = config.data
     raw = source or cache.get("raw", config.data, loader.load)

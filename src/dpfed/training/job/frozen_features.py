@@ -76,7 +76,8 @@ def basis_of(
             raise DpfedError(
                 f'run.features = true cannot be done, as {parts}: set run.features = "auto"'
             )
-        # Tell the user why no features are used: saved models often have this dropout by mistake.
+        # Tell the user why no features are used, because saved models often have an unwanted
+        # dropout.
         if parts.startswith(DROPOUT):
             notes = (f"the frozen part of the model is computed at every step, as {parts}",)
     records = cache.get("records", tables.train_key, lambda: records_of(tables.train, device))

@@ -45,9 +45,9 @@ def plan_of(config: Config) -> tuple[Plan, Schedule]:
 
 
 def published_sizes(config: Config) -> np.ndarray | None:
-    """Return the clients' sizes if published record counts determine them, else None.
+    """Return the clients' sizes if published record counts determine these sizes, else None.
 
-    They do if a published data set is divided into equal numbers of records.
+    Record counts suffice if a published data set is divided into equal numbers of records.
     """
     data = config.data
     published: Published | None = getattr(data, "published", None)

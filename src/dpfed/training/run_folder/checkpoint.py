@@ -45,7 +45,7 @@ DAMAGE = (
     RecursionError,
     SafetensorError,
 )
-# Two are kept, so that a run can resume from the older one if the newest is damaged.
+# With two checkpoints, a run can resume from the older file if the newest file is damaged.
 CHECKPOINTS_STORED = 2
 
 
@@ -103,7 +103,7 @@ class Checkpoints:
         First wait for the previous checkpoint. If it could not be written, raise its error.
         """
         self.wait()
-        # Copy all tensors, because safetensors refuses two fields that are the same tensor.
+        # Copy all tensors, because safetensors refuses to save one tensor under two names.
         tensors = {
             name: value.detach().cpu().contiguous().clone()
             for name, value in progress.state.tensors().items()

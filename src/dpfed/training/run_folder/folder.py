@@ -47,7 +47,7 @@ PACKAGES = ("dpfed", "torch", "transformers", "peft", "dp-accounting", "numpy")
 class RunFolder:
     """The folder of one run, locked so that no other process can write to it.
 
-    note    sentence that says whether the results may be released
+    note    sentence that says if the results may be released
     force   True: replace an earlier run in the folder
     resume  True: continue the run in the folder
     """
@@ -79,7 +79,7 @@ class RunFolder:
     def cohort_key(self) -> bytes:
         """Return the secret 32-byte key from which a server draws its cohorts.
 
-        The first call creates and stores the key, so that a resumed run has the same one.
+        The first call creates and stores the key, so that a resumed run uses this key again.
         """
         path = self.path / COHORTS
         with short_errors(path):
@@ -288,7 +288,7 @@ def _version(name: str) -> str:
 
 
 def fresh_folder(config: Config) -> Path:
-    """Return an unused path runs/<time>-<data>-<algorithm>; a number makes it unused if needed."""
+    """Return an unused path runs/<time>-<data>-<algorithm>, with a number added if needed."""
     stem = time.strftime("%Y%m%d-%H%M%S") + f"-{config.data.name}-{config.algorithm.name}"
     names = itertools.chain([stem], (f"{stem}-{n}" for n in itertools.count(2)))
     return next(path for path in map(Path("runs").joinpath, names) if not path.exists())
