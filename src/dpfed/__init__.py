@@ -7,7 +7,17 @@ from typing import Any
 
 # Change the version only here: packaging, `dpfed --version` and the documentation read it.
 __version__ = "0.1.0"
-__all__ = ["Callback", "DpfedError", "DpfedWarning", "TrainedModel", "fine_tune", "load", "plan"]
+__all__ = [
+    "Callback",
+    "Comparison",
+    "DpfedError",
+    "DpfedWarning",
+    "TrainedModel",
+    "compare",
+    "fine_tune",
+    "load",
+    "plan",
+]
 _HOMES = {
     "Callback": "dpfed.training.callbacks.base",
     "DpfedError": "dpfed.errors",

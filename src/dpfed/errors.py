@@ -20,6 +20,14 @@ COMMAND_LINE = {
     "resume": "`dpfed run --resume {}`",
     "resume server": "`dpfed server --resume --out {}`",
     "a run folder": "give one that `dpfed run` has made",
+    "compare": "dpfed compare",
+    "algorithms": "--algorithms",
+    "rates": "--lr",
+    "preset": "--preset",
+    "seeds": "--seeds",
+    "search seeds": "--search-seeds",
+    "list algorithms": "`dpfed list algorithms` shows what there is",
+    "replace study": ", or --force to replace it (runs that both need are kept)",
 }
 PYTHON = {
     "another out": "choose another out",
@@ -30,6 +38,14 @@ PYTHON = {
     "resume": "dpfed.fine_tune(..., out='{}', resume=True)",
     "resume server": "`dpfed server --resume --out {}`",
     "a run folder": "give one that dpfed.fine_tune or `dpfed run` has made",
+    "compare": "dpfed.compare",
+    "algorithms": "algorithms",
+    "rates": "rates",
+    "preset": "preset",
+    "seeds": "seeds",
+    "search seeds": "search_seeds",
+    "list algorithms": "dpfed.algorithms.REGISTRY has their names",
+    "replace study": ", or remove that folder",
 }
 _phrases: ContextVar[Mapping[str, str]] = ContextVar("phrases", default=COMMAND_LINE)
 

@@ -26,6 +26,7 @@ LEVELS = {
     "federation": 7,
     "training": 6,
     "registry": 5,
+    "plugins": 4,
     "algorithms": 4,
     "privacy": 4,
     "model": 4,

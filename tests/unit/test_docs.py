@@ -19,7 +19,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -185,16 +185,19 @@ def called(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def shorten(block: Block, patch: pytest.MonkeyPatch) -> None:
-    """Add the settings of a `quick` comment to every call of `fine_tune`."""
+    """Add the settings of a `quick` comment to every call of `fine_tune` and `compare`."""
     if not block.mark.startswith("quick: "):
         return
     keys = ast.literal_eval(block.mark.removeprefix("quick: "))
-    usual = api.fine_tune
 
-    def fine_tune(*args: Any, **given: Any) -> Any:
-        return usual(*args, **{**given, "settings": {**given.get("settings", {}), **keys}})
+    def shorter(usual: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **given: Any) -> Any:
+            return usual(*args, **{**given, "settings": {**given.get("settings", {}), **keys}})
 
-    patch.setattr(dpfed, "fine_tune", fine_tune, raising=False)
+        return call
+
+    for function in ("fine_tune", "compare"):
+        patch.setattr(dpfed, function, shorter(getattr(api, function)), raising=False)
 
 
 def test_blocks_are_found() -> None:

@@ -7,8 +7,9 @@ print(trained.accuracy, trained.epsilon)
 trained.export("my-adapter")
 """
 
+from dpfed.api.comparing import Comparison, compare
 from dpfed.api.fine_tuning import fine_tune
 from dpfed.api.planning import plan
 from dpfed.api.trained_model import TrainedModel, load
 
-__all__ = ["TrainedModel", "fine_tune", "load", "plan"]
+__all__ = ["Comparison", "TrainedModel", "compare", "fine_tune", "load", "plan"]

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import shutil
-import sys
-import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any, Unpack
 
 from dpfed.api.memory_model import base_folder, refuse_tokenizer, save_model
-from dpfed.api.options import Options, listing_options
+from dpfed.api.options import Options, listing
 from dpfed.api.settings import as_begun, configured, is_plain_module
 from dpfed.api.trained_model import TrainedModel
+from dpfed.api.user_warnings import warn
 from dpfed.config import Config
 from dpfed.data.sources.in_memory import source_of
 from dpfed.data.tables import Source
-from dpfed.errors import DpfedError, DpfedWarning, python_phrases
+from dpfed.errors import DpfedError, python_phrases
 from dpfed.model.given_module import given_module
 from dpfed.training.callbacks.base import Callback, OnStart
 from dpfed.training.callbacks.progress import ProgressDisplay
@@ -31,7 +29,7 @@ from dpfed.training.run_folder.folder import fresh_folder, refuse_occupied
 from dpfed.training.run_folder.resume import changes
 
 
-@listing_options
+@listing(Options)
 def fine_tune(
     model: Any,
     train: Any,
@@ -124,26 +122,15 @@ class _Start:
             return TrainedModel(self.folder, read_result(self.folder), module)
         with ExitStack() as stack:
             stack.enter_context(given_module(module))
-            watchers = [*callbacks, OnStart(lambda job: _warn(job.warnings))]
+            watchers = [*callbacks, OnStart(lambda job: warn(job.warnings))]
             if progress:
                 display = ProgressDisplay(config.run.rounds, show_warnings=False)
                 watchers.insert(0, stack.enter_context(display))
             result = run(config, self.folder, mode, self.source, watchers)
-        _warn(result_warnings(result))
+        warn(result_warnings(result))
         return TrainedModel(self.folder, result, module)
 
     def _finished(self, config: Config) -> bool:
         """Return True if the run in the folder has finished with this very configuration."""
         finished = read_result(self.folder).get("state") == "finished"
         return finished and not changes(self.folder, config)
-
-
-def _warn(sentences: Sequence[str]) -> None:
-    """Issue the sentences as warnings. They name the line of the user's code that called dpfed."""
-    level = 1
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and str(frame.f_globals.get("__name__")).startswith("dpfed."):
-        level += 1
-        frame = frame.f_back
-    for sentence in sentences:
-        warnings.warn(sentence, DpfedWarning, stacklevel=level)

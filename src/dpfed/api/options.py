@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
+from dpfed.privacy.planning.federation import FederationPlan
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -41,7 +43,7 @@ class Switches(TypedDict, total=False):
     weight_decay: float
 
 
-class Options(Switches, total=False):
+class Terms(TypedDict, total=False):
     """Keywords that say what is trained, on what terms.
 
     Attributes:
@@ -51,8 +53,7 @@ class Options(Switches, total=False):
             privacy.sigma or privacy.enabled = False.
         delta: Default 1e-5.
         rounds: Default 50.
-        algorithm: Name of an algorithm; default "dp-fedadamw". Its switches, such as `lr`, are
-            further keywords.
+        plan: A plan of `dpfed.plan`, which sets clients, epsilon, delta, rounds and the batch.
         trainable: Adapters and head ("lora"), the head, the whole model, or names of modules and
             tensors. The default depends on the model.
         classes: Class names in the order of their numbers, or their count; default: from labels.
@@ -64,11 +65,22 @@ class Options(Switches, total=False):
     epsilon: float | Literal["auto"] | None
     delta: float | None
     rounds: int | None
-    algorithm: str | None
+    plan: FederationPlan | None
     trainable: Literal["lora", "head", "full"] | Sequence[str] | None
     classes: Sequence[str] | int | None
     tokenizer: Any
     settings: Mapping[str, Any] | None
+
+
+class Options(Switches, Terms, total=False):
+    """Keywords of `Terms`, and the algorithm with its switches.
+
+    Attributes:
+        algorithm: Name of an algorithm; default "dp-fedadamw". Its switches, such as `lr`, are
+            further keywords.
+    """
+
+    algorithm: str | None
 
 
 def split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -78,14 +90,23 @@ def split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return keywords, {name: value for name, value in options.items() if name not in own}
 
 
-def listing_options(function: Function) -> Function:
-    """Return the function with every option in its signature, which `help` and notebooks show."""
-    signature = inspect.signature(function)
-    plain = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    listed = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
-        for name, kind in get_type_hints(Options).items()
-    ]
-    parameters = [*plain, *sorted(listed, key=lambda p: p.name in get_type_hints(Switches))]
-    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return function
+def listing(options: type[Any]) -> Callable[[Function], Function]:
+    """Return a decorator that writes every option into a signature, for `help` and notebooks.
+
+    options  the class of the function's keywords
+    """
+
+    def listed(function: Function) -> Function:
+        signature = inspect.signature(function)
+        plain = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        more = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+            for name, kind in get_type_hints(options).items()
+        ]
+        parameters = [*plain, *sorted(more, key=lambda p: p.name in get_type_hints(Switches))]
+        function.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=parameters
+        )
+        return function
+
+    return listed

@@ -18,6 +18,7 @@ from dpfed.data.sources.in_memory import CLIENT
 from dpfed.data.tables import Source
 from dpfed.errors import DpfedError
 from dpfed.model.zoo.text import is_pooled
+from dpfed.privacy.planning.federation import FederationPlan
 from dpfed.registry import registry
 from dpfed.training.run_folder.files import read_settings
 
@@ -57,6 +58,8 @@ def tables_of(options: Mapping[str, Any]) -> dict[str, Any]:
         keywords["epsilon"] = None
     _refuse_unknown(switches)
     pairs = _pairs(settings)
+    planned = _planned(keywords.get("plan"), layer_of(pairs))
+    pairs += planned.items()
     tables = layer_of(pairs)
     for key, why in NOT_FOR_SETTINGS.items():
         if setting(tables, key) is not None:
@@ -73,11 +76,34 @@ def tables_of(options: Mapping[str, Any]) -> dict[str, Any]:
         value = _plain(value)
         other = setting(tables, key)
         if other is not None and other != value:
+            origin = f"{key} of the plan" if key in planned else f"settings[{key!r}]"
             raise DpfedError(
-                f"{name} = {value!r} and settings[{key!r}] = {other!r} differ: give one of them"
+                f"{name} = {value!r} and {origin} = {other!r} differ: give one of them"
             )
         pairs.append((key, value))
     return layer_of(pairs)
+
+
+def _planned(plan: FederationPlan | None, tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that a plan sets, with their values.
+
+    Raise DpfedError if the settings, as `tables`, give another value for one of them.
+    """
+    if plan is None:
+        return {}
+    if not isinstance(plan, FederationPlan):
+        raise DpfedError(f"plan must come from dpfed.plan, not from {type(plan).__name__}")
+    planned: dict[str, Any] = {"data.clients": plan.federation.clients}
+    for section, keys in plan.settings.items():
+        planned |= {f"{section}.{key}": value for key, value in keys.items()}
+    for key, value in planned.items():
+        other = setting(tables, key)
+        if other is not None and other != value:
+            raise DpfedError(
+                f"{key} of the plan = {value!r} and settings[{key!r}] = {other!r} differ: "
+                "give one of them"
+            )
+    return {key: value for key, value in planned.items() if setting(tables, key) is None}
 
 
 def _refuse_unknown(switches: Mapping[str, Any]) -> None:

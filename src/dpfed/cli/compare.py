@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from dpfed.cli.options import AsJson, Debug, Overrides, Target, show
-from dpfed.errors import DpfedError, StoppedError, counted
+from dpfed.errors import StoppedError, counted
 from dpfed.privacy.published import show_setting
 
 if TYPE_CHECKING:
@@ -52,9 +52,6 @@ Pack = Annotated[
 Force = Annotated[
     bool, typer.Option(help="replace another study in the folder; equal runs are kept")
 ]
-# Presets that set the noise themselves, with an example of the noise that they set. The methods of
-# `all` depend on the noise, so listing them needs an example.
-NOISE_OF_PRESET = {"sigma": ["privacy.sigma=1"], "epsilon": ["privacy.target_epsilon=1"]}
 
 
 def compare(
@@ -119,42 +116,20 @@ def study_of(
     search_seeds: int = 1,
 ) -> Study:
     """Return the study that the options of `dpfed compare` describe."""
-    from dpfed.config import build, load, overlay, to_dict
-    from dpfed.config.parsing import overrides_layer
+    from dpfed.config import load
     from dpfed.registry import registry
-    from dpfed.studies.arms import parse_arms, parse_grids, parse_names
-    from dpfed.studies.presets import preset_arms
-    from dpfed.studies.study import Study
+    from dpfed.studies.question import Question, study_from
 
     known = registry()
-    base = load(source, overrides, known)
-    grids = parse_grids(lr, known)
-    title = f"{base.model.name} on {base.data.name}"
-    axis = ""
-    if preset is None:
-        arms = parse_arms(algorithms or "all", base, known, grids)
-    else:
-        noise = overrides_layer(NOISE_OF_PRESET.get(preset, []))
-        changed = build(overlay(to_dict(base), noise), known)
-        named = algorithms and parse_names(algorithms, changed, known)
-        chosen, arms = preset_arms(preset, named or None, base, known, grids)
-        title = f"{chosen.title}: {title}"
-        axis = chosen.axis
-    labels = [arm.label for arm in arms]
-    first = [override for arm in arms for override in arm.overrides[:1]]
-    methods = [override.removeprefix("algorithm.name=") for override in first]
-    for name in grids:
-        method = name.removesuffix(".server_lr")
-        if method not in [*labels, *methods]:
-            raise DpfedError(
-                f"--lr names {method}, which is not among the arms: {', '.join(labels)}"
-            )
-    return Study(to_dict(base), tuple(arms), seeds, title, axis, search_seeds=search_seeds)
+    question = Question(algorithms, tuple(lr), preset, seeds, search_seeds)
+    return study_from(load(source, overrides, known), question, known)
 
 
 def report_failures(results: Sequence[ArmResult]) -> None:
     """Raise StoppedError if a method could not run. Results of the others are already written."""
-    failed = [f"{result.arm.label}: {result.failed}" for result in results if result.failed]
+    from dpfed.studies.output import failures
+
+    failed = failures(results)
     if failed:
         arms = counted(len(results), "arm")
         raise StoppedError(f"{len(failed)} of {arms} could not be run; the first, {failed[0]}")

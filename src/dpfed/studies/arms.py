@@ -9,7 +9,7 @@ from typing import Any
 
 from dpfed.config import Config, Registry, build, nearest, overlay
 from dpfed.config.parsing import overrides_layer
-from dpfed.errors import DpfedError
+from dpfed.errors import DpfedError, phrase
 from dpfed.studies.search import Point, Space
 
 REFERENCE = "dp-fedadamw"
@@ -81,13 +81,17 @@ def parse_names(text: str, base: Config, registry: Registry) -> dict[str, str]:
     """
     words = [word.strip() for word in re.split(r",(?![^\[]*\])", text) if word.strip()]
     if not words:
-        raise DpfedError("--algorithms names no method: give names separated by commas, or all")
+        raise DpfedError(
+            f"{phrase('algorithms')} names no method: give names separated by commas, or all"
+        )
     labels: list[str] = []
     for word in words:
         labels += everything(base, registry) if word == "all" else [word]
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice:
-        raise DpfedError(f"--algorithms names {twice[0]} twice: every arm can be there once")
+        raise DpfedError(
+            f"{phrase('algorithms')} names {twice[0]} twice: every arm can be there once"
+        )
     return {label: SHORT.get(label, label) for label in labels}
 
 
@@ -123,14 +127,16 @@ def make_arm(
     known = [*registry.algorithm, *SHORT]
     if name not in registry.algorithm:
         raise DpfedError(
-            f"--algorithms: {name!r} is not a method{nearest(name, known)}; "
-            "`dpfed list algorithms` shows what there is"
+            f"{phrase('algorithms')}: {name!r} is not a method{nearest(name, known)}; "
+            f"{phrase('list algorithms')}"
         )
     overrides = [f"algorithm.name={name}"]
     for item in (part.strip() for part in changes.split(";") if part.strip()):
         key, equals, _ = item.partition("=")
         if not equals or not key.strip():
-            raise DpfedError(f"--algorithms {text!r}: {item!r} is not of the form key=value")
+            raise DpfedError(
+                f"{phrase('algorithms')} {text!r}: {item!r} is not of the form key=value"
+            )
         overrides.append(item if "." in key else f"algorithm.{item}")
     fixed = {item.partition("=")[0].strip().removeprefix("algorithm.") for item in overrides}
     tuned = {}
@@ -155,16 +161,16 @@ def parse_grids(items: Sequence[str], registry: Registry) -> dict[str, tuple[flo
             values = ()
         if not equals or not values or not all(0 < value < float("inf") for value in values):
             raise DpfedError(
-                f"--lr {item!r} is not of the form NAME=v1,v2,... with numbers above 0"
+                f"{phrase('rates')} {item!r} is not of the form NAME=v1,v2,... with numbers above 0"
             )
         method, _, key = name.strip().partition(":")[0].partition(".")
         if method not in registry.algorithm and method not in SHORT:
             raise DpfedError(
-                f"--lr {item!r}: {method!r} is not a method"
+                f"{phrase('rates')} {item!r}: {method!r} is not a method"
                 f"{nearest(method, list(registry.algorithm))}"
             )
         has_second_rate = hasattr(registry.algorithm.get(method), "server_lr_grid")
         if key and not (key == "server_lr" and has_second_rate):
-            raise DpfedError(f"--lr {item!r}: {method} has no rate {key!r} to tune")
+            raise DpfedError(f"{phrase('rates')} {item!r}: {method} has no rate {key!r} to tune")
         out[name.strip()] = values
     return out

@@ -109,6 +109,11 @@ def _privacy_notes(rows: Sequence[Row]) -> list[str]:
     ]
 
 
+def failures(results: Sequence[ArmResult]) -> list[str]:
+    """Return a line for each arm that could not be run: its label, and the reason."""
+    return [f"{result.arm.label}: {result.failed}" for result in results if result.failed]
+
+
 def curves_of(results: Sequence[ArmResult], axis: str) -> list[Curve]:
     """Return the accuracy curve of each arm, without the runs that stopped early.
 

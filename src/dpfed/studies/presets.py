@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dpfed.config import Config, Registry, nearest, to_dict
-from dpfed.errors import DpfedError
+from dpfed.errors import DpfedError, phrase
 from dpfed.privacy.published import show_setting
 from dpfed.studies.arms import REFERENCE, Arm, make_arm
 
@@ -169,12 +169,14 @@ def preset_arms(
     """
     if name not in PRESETS:
         raise DpfedError(
-            f"--preset {name!r} is not known{nearest(name, PRESETS)}; "
+            f"{phrase('preset')} {name!r} is not known{nearest(name, PRESETS)}; "
             f"there are: {', '.join(PRESETS)}"
         )
     preset = PRESETS[name]
     if algorithms is not None and preset.methods is None:
-        raise DpfedError(f"--preset {name} has its own arms: leave out --algorithms")
+        raise DpfedError(
+            f"{phrase('preset')} {name} has its own arms: leave out {phrase('algorithms')}"
+        )
     methods = algorithms or {
         name: name for name in preset.methods or () if name in registry.algorithm
     }

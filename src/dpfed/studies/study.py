@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from dpfed.config import Config, Registry, to_dict
+from dpfed.config import Registry, to_dict
 from dpfed.config.key_history import as_first_written
-from dpfed.errors import DpfedError
+from dpfed.errors import DpfedError, phrase
 from dpfed.report.run_reader import STUDY_FILE
 from dpfed.studies.arms import Arm
-from dpfed.studies.outcomes import Outcome, Task, clear, key_of, read_outcome
+from dpfed.studies.outcomes import Outcome, Task, clear, cost_of, key_of, read_outcome
 from dpfed.studies.packs import ALONE, Packing, packs_of
 from dpfed.studies.search import (
     EXTRA,
@@ -50,6 +50,7 @@ class Study:
     seeds         number of reported seeds
     extra, limit  smallest and largest number of stages of the search after the first
     search_seeds  number of seeds over which the search averages the score of a point
+    given         hash of the data and the model that a program holds in memory; "" if none
     """
 
     base: Mapping[str, Any]
@@ -60,14 +61,17 @@ class Study:
     extra: int = EXTRA
     limit: int = LIMIT
     search_seeds: int = 1
+    given: str = ""
 
     @property
     def asked(self) -> dict[str, Any]:
         """The description as JSON values. Equal descriptions mean the same study."""
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        # Leave the default out: older studies have no entry for this key.
+        # Leave defaults out: older studies have no entries for these keys.
         if self.search_seeds == 1:
             del plain["search_seeds"]
+        if not self.given:
+            del plain["given"]
         return plain
 
     @property
@@ -262,33 +266,22 @@ def make_task(
     tables = to_dict(dataclasses.replace(config, run=run))
     rates = " ".join(f"{key}={lr:g}" for key, lr in zip(this.grids, point, strict=True))
     # The key is equal in all versions of dpfed, so that a newer version can resume the study.
-    key = key_of(as_first_written(tables))
+    given = {"given": study.given} if study.given else {}
+    key = key_of(as_first_written(tables) | given)
     return Task(key, f"{this.label}  {rates}  {phase}", tables, tuning, cost_of(config))
-
-
-def cost_of(config: Config) -> float:
-    """Return a number that is proportional to the per-record gradients of a run."""
-    run = config.run
-    releases = config.algorithm.releases
-    batch = config.privacy.batch or (config.privacy.rate or 0) * 1000
-    if batch == "auto":
-        per_step = float(run.max_records_per_step)
-    else:
-        per_step = run.participation * config.data.clients * batch
-    return float(run.rounds * run.local_steps * per_step * releases.batches * releases.releases)
 
 
 def check(study: Study, registry: Registry) -> None:
     """Raise DpfedError if the options of a study, or the settings of an arm, are not allowed."""
     if study.base["run"]["noise"] == "os":
         raise DpfedError(
-            "dpfed compare runs many times on the same records, which real noise would have to "
-            'pay for each time: set run.noise = "seeded"'
+            f"{phrase('compare')} runs many times on the same records, which real noise would "
+            'have to pay for each time: set run.noise = "seeded"'
         )
     if study.seeds < 1:
-        raise DpfedError(f"--seeds {study.seeds} must be at least 1")
+        raise DpfedError(f"{phrase('seeds')} {study.seeds} must be at least 1")
     if study.search_seeds < 1:
-        raise DpfedError(f"--search-seeds {study.search_seeds} must be at least 1")
+        raise DpfedError(f"{phrase('search seeds')} {study.search_seeds} must be at least 1")
     for arm in study.arms:
         run = arm.configure(study.base, tuple(grid[0] for grid in arm.space), registry).run
         if (run.noise, run.seed, run.eval_on) != ("seeded", study.base["run"]["seed"], "all"):
@@ -306,7 +299,7 @@ def claim(out: Path, study: Study, force: bool) -> TextIO:
     description = out / STUDY
     occupied = out.exists() and (not out.is_dir() or any(p.name != LOCK for p in out.iterdir()))
     if occupied and not description.exists():
-        raise DpfedError(f"{out} is not empty and not a study: choose another --out")
+        raise DpfedError(f"{out} is not empty and not a study: {phrase('another out')}")
     asked = json.dumps(study.asked, indent=2) + "\n"
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -316,13 +309,12 @@ def claim(out: Path, study: Study, force: bool) -> TextIO:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DpfedError(
-                f"another dpfed compare is at work in {out}: wait for it or stop it"
+                f"another {phrase('compare')} is at work in {out}: wait for it or stop it"
             ) from None
         is_other = description.exists() and description.read_bytes() != asked.encode()
         if is_other and not force:
             raise DpfedError(
-                f"{out} holds another study: choose another --out, or --force to replace it "
-                "(runs that both need are kept)"
+                f"{out} holds another study: {phrase('another out')}{phrase('replace study')}"
             )
         scratch = description.with_suffix(".tmp")
         scratch.write_text(asked, encoding="utf-8")

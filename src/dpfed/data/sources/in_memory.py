@@ -5,7 +5,9 @@ The name of a column says what it holds: labels, texts, images or feature vector
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +23,17 @@ from dpfed.errors import DpfedError
 
 # Column that names the client of each record, if each client gave a data set of its own.
 CLIENT = "client"
+_given_source: ContextVar[Source | None] = ContextVar("given_source", default=None)
+
+
+@contextmanager
+def given_source(source: Source) -> Iterator[None]:
+    """Within this context, let `data.name = "given"` load this source."""
+    token = _given_source.set(source)
+    try:
+        yield
+    finally:
+        _given_source.reset(token)
 
 
 @dataclass(frozen=True)
@@ -28,6 +41,9 @@ class InMemory(DataSection):
     name: str = "given"
 
     def load(self) -> Source:
+        source = _given_source.get()
+        if source is not None:
+            return source
         raise DpfedError(
             "this run's data were handed over by a program, so only that program can give them "
             "again: call dpfed.fine_tune there, or put them into files and use another data.name"

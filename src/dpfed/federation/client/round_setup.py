@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpfed.algorithms import REGISTRY as ALGORITHMS
 from dpfed.algorithms.base import Algorithm
 from dpfed.config import Config, PrivacySection, RunSection, parse
 from dpfed.errors import DpfedError
@@ -21,6 +20,7 @@ from dpfed.model.per_sample.gradients import PerSample
 from dpfed.model.task import InputSpec
 from dpfed.privacy.noise import Purpose, Streams
 from dpfed.privacy.plan import Plan
+from dpfed.registry import algorithms
 from dpfed.training.job.message_size import meta_message
 from dpfed.training.job.model import build_model
 from dpfed.training.round_context import RoundFigures
@@ -77,11 +77,11 @@ def run_config(config: ClientConfig, algorithm: Any, noise: Any) -> Config:
 
 def algorithm_of(terms: AnyTerms) -> Algorithm:
     keys = dict(terms.algorithm)
-    cls = ALGORITHMS.get(str(keys.pop("name", "")))
+    cls = algorithms().get(str(keys.pop("name", "")))
     if cls is None:
         raise RefusedError(
             f"there is no algorithm {terms.algorithm.get('name')!r} here: "
-            "both sides need the same dpfed"
+            "both sides need the same dpfed, with the same packages of algorithms"
         )
     try:
         algorithm: Algorithm = parse("algorithm", cls, keys)

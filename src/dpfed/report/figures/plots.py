@@ -79,46 +79,49 @@ def label_table(
 
 
 def accuracy_over_rounds(curves: Sequence[Curve], title: str, paths: Sequence[Path]) -> None:
+    """Write the plot of `draw_accuracy` to each of `paths`."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    # With a fixed salt, equal studies give identical SVG files.
+    with matplotlib.rc_context({"svg.hashsalt": "dpfed"}):
+        figure = Figure(layout="constrained")
+        draw_accuracy(figure, curves, title)
+        for path in paths:
+            metadata = {"Date": None} if path.suffix == ".svg" else None
+            figure.savefig(path, dpi=150, metadata=metadata)
+
+
+def draw_accuracy(figure: Any, curves: Sequence[Curve], title: str) -> None:
     """Draw accuracy over rounds: a line for the mean over seeds, and a band for their range.
 
-    Curves with equal `panel` share one panel. The plot is written to each of `paths`.
+    Curves with equal `panel` share one panel.
+
+    figure  an empty figure of matplotlib, whose size is changed
     """
-    pyplot = _pyplot()
     names = list(dict.fromkeys(curve.name for curve in curves))
     panels = list(dict.fromkeys(curve.panel for curve in curves))
     across = min(len(panels), 3)
     down = -(-len(panels) // across)
     width = 6.4 if across == 1 else 4.2 * across
-    # With a fixed salt, equal studies give identical SVG files.
-    with pyplot.rc_context({"svg.hashsalt": "dpfed"}):
-        figure, grid = pyplot.subplots(
-            down,
-            across,
-            squeeze=False,
-            sharey=True,
-            figsize=(width, 4.2 * down),
-            layout="constrained",
-        )
-        for axes in grid.flat[len(panels) :]:
-            axes.set_visible(False)
-        for panel, axes in zip(panels, grid.flat, strict=False):
-            for curve in curves:
-                if curve.panel == panel:
-                    _draw_curve(axes, curve, names.index(curve.name))
-            axes.set(title=panel or title, xlabel="round")
-            axes.grid(alpha=0.3)
-        for axes in grid[:, 0]:
-            axes.set(ylim=_accuracy_limits(curves), ylabel="accuracy on the test half, %")
-        handles: dict[str, Any] = {}
-        for axes in grid.flat:
-            drawn, labels = axes.get_legend_handles_labels()
-            handles |= dict(zip(labels, drawn, strict=True))
-        place = {"loc": "outside lower center", "ncols": 3, "fontsize": "small"}
-        figure.legend(handles.values(), handles.keys(), **place)
-        for path in paths:
-            metadata = {"Date": None} if path.suffix == ".svg" else None
-            figure.savefig(path, dpi=150, metadata=metadata)
-        pyplot.close(figure)
+    figure.set_size_inches(width, 4.2 * down)
+    grid = figure.subplots(down, across, squeeze=False, sharey=True)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for panel, axes in zip(panels, grid.flat, strict=False):
+        for curve in curves:
+            if curve.panel == panel:
+                _draw_curve(axes, curve, names.index(curve.name))
+        axes.set(title=panel or title, xlabel="round")
+        axes.grid(alpha=0.3)
+    for axes in grid[:, 0]:
+        axes.set(ylim=_accuracy_limits(curves), ylabel="accuracy on the test half, %")
+    handles: dict[str, Any] = {}
+    for axes in grid.flat:
+        drawn, labels = axes.get_legend_handles_labels()
+        handles |= dict(zip(labels, drawn, strict=True))
+    place = {"loc": "outside lower center", "ncols": 3, "fontsize": "small"}
+    figure.legend(handles.values(), handles.keys(), **place)
 
 
 def _accuracy_limits(curves: Sequence[Curve]) -> tuple[float, float]:

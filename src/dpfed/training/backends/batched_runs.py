@@ -8,6 +8,7 @@ equal the results of the run alone, up to the order of additions.
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
@@ -236,14 +237,7 @@ def run_batched(
         finally:
             member.leave()
 
-    threads = [
-        threading.Thread(target=work, args=(i,), name=f"dpfed-run-{i}", daemon=True)
-        for i in range(len(tasks))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    _in_threads(work, len(tasks))
     for _, error in sorted(errors.items()):
         if not isinstance(error, UnbatchableError):
             raise error
@@ -253,6 +247,24 @@ def run_batched(
         answers[number] = tasks[number](None)
         ended(number, answers[number])
     return [answers[number] for number in range(len(tasks))]
+
+
+def _in_threads(work: Callable[[int], None], count: int) -> None:
+    """Call `work` with each number in a thread of its own, and wait for all of them."""
+    # Each thread gets a copy of this context, in which a model or data in memory may be set.
+    threads = [
+        threading.Thread(
+            target=contextvars.copy_context().run,
+            args=(work, i),
+            name=f"dpfed-run-{i}",
+            daemon=True,
+        )
+        for i in range(count)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def pack_size(asked: str, gpus: int) -> int:
