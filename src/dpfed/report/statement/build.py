@@ -35,12 +35,10 @@ QUESTIONS = "docs/statement.md answers the questions of NIST SP 800-226"
 UNPROTECTED = "NO PRIVACY: this model was trained without differential privacy"
 NOT_FOR_RELEASE = "NOT FOR RELEASE: the noise was seeded, so whoever knows the seed can remove it"
 NOT_COUNTED = f"NOT ALL COUNTED: {UNCOUNTED}"
-SERVER_SEES = "every message of every client, and who took part"
-THIRD_PARTY_SEES = "the global models, but not who took part"
+SERVER_SEES = "every message, and who took part"
+THIRD_PARTY_SEES = "the global models only"
 SERVER_CONDITION = "it holds for a client that takes part in every counted round"
-THIRD_PARTY_CONDITION = (
-    "it holds only while the seed, the cohorts and every figure of a single client stay secret"
-)
+THIRD_PARTY_CONDITION = "it holds while nobody outside knows who took part"
 
 
 @dataclass(frozen=True)
@@ -79,11 +77,11 @@ class Accountant:
 
 @dataclass(frozen=True)
 class Participation:
-    """The choice of cohorts, the cap on a client's rounds, and the rounds that epsilon counts."""
+    """The choice of clients, the cap on a client's rounds, and the rounds that epsilon counts."""
 
     clients: int
     share: float
-    cohort_choice: str
+    client_choice: str
     max_rounds_per_client: int | str | None
     counted_rounds: int
 
@@ -282,7 +280,7 @@ def _participation(spending: RecordedSpending, run: Mapping[str, Any]) -> Partic
     return Participation(
         clients=spending.clients,
         share=planned.participation,
-        cohort_choice=str(run.get("cohort_choice", "uniform")),
+        client_choice=str(run.get("cohort_choice", "uniform")),
         max_rounds_per_client=run.get("max_rounds_per_client"),
         counted_rounds=-(-steps // planned.local_steps),
     )

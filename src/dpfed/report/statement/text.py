@@ -49,9 +49,16 @@ def first_line(statement: Statement) -> str:
     )
 
 
-def rows(statement: Statement) -> list[tuple[str, str]]:
-    """Return the statement as pairs (name, sentence), without the first line."""
-    out = [] if statement.guarantee is None else _guarantee_rows(statement.guarantee)
+def rows(statement: Statement, observers: bool = True) -> list[tuple[str, str]]:
+    """Return the statement as pairs (name, sentence), without the first line.
+
+    observers  False to leave out the observers, for a page that shows them in a table
+    """
+    out = []
+    if statement.guarantee is not None:
+        shown = _observer_rows(statement.guarantee) if observers else []
+        first, *others = _guarantee_rows(statement.guarantee)
+        out = [first, *shown, *others]
     versions = ", ".join(f"{name} {version}" for name, version in statement.software.items())
     head = statement.ledger_head or "none: this run has no ledger of its own"
     return [
@@ -85,9 +92,8 @@ def attack_sentence(attack: Attack) -> str:
     )
 
 
-def _guarantee_rows(guarantee: Guarantee) -> list[tuple[str, str]]:
-    unit = guarantee.unit
-    observers = [
+def _observer_rows(guarantee: Guarantee) -> list[tuple[str, str]]:
+    return [
         (
             observer.name.capitalize(),
             f"epsilon {show_loss(observer.epsilon)}; it sees {observer.sees}; "
@@ -95,11 +101,14 @@ def _guarantee_rows(guarantee: Guarantee) -> list[tuple[str, str]]:
         )
         for observer in guarantee.observers
     ]
+
+
+def _guarantee_rows(guarantee: Guarantee) -> list[tuple[str, str]]:
+    unit = guarantee.unit
     accountant = guarantee.accountant
     earlier = guarantee.earlier_releases
     return [
         ("Protected", f"one {unit} of one client; adjacency: {guarantee.adjacency} {unit}."),
-        *observers,
         ("Delta", _delta_sentence(guarantee.delta, unit)),
         ("Attack", f"{attack_sentences(guarantee.attack)}."),
         ("Mu", _mu_sentence(guarantee.mu)),
@@ -176,8 +185,8 @@ def _participation_sentence(participation: Participation) -> str:
     limit = "no cap" if cap is None else f"run.max_rounds_per_client = {cap}"
     return (
         f"{show_percent_loss(participation.share, 0)} % of "
-        f"{counted(participation.clients, 'client')} in a round, {participation.cohort_choice} "
-        f"cohorts, {limit}; a client is accounted for in "
+        f"{counted(participation.clients, 'client')} in a round, {participation.client_choice} "
+        f"choice of clients, {limit}; a client is accounted for in "
         f"{counted(participation.counted_rounds, 'round')}."
     )
 
