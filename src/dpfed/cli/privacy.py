@@ -30,6 +30,8 @@ NUMBERS = (
     "view",
     "clients",
 )
+# Options that neither a statement nor a sum of ledgers has.
+UNSTATED = ("colluding", "tuning_runs", "meaning", "plot", "curve", "asymptotic")
 REQUIRED = ("records", "batch", "rounds", "local_steps")
 DEFAULTS = {
     "participation": 1.0,
@@ -140,9 +142,11 @@ def privacy(
     Example: dpfed privacy --records 1000 --batch 16 --rounds 100 --local-steps 20 --sigma 1
     """
     numbers = {name: value for name, value in locals().items() if name in NUMBERS}
+    unstated = {name: value or None for name, value in locals().items() if name in UNSTATED}
     given = {**numbers, "set": overrides or None}
     if statement or ledgers:
         refuse_given(given, "cannot change what was spent")
+        refuse_given(unstated, "is no part of a statement or of a sum of ledgers")
         return show_published(target or [], statement, ledgers, as_json)
     folder = only(target)
     if (own := own_ledger_of(folder)) is not None:

@@ -52,6 +52,8 @@ def show_ledgers(folders: list[Path], as_json: bool) -> None:
 
 def ledger_lines(spending: SiteSpending) -> list[str]:
     """Return warnings first, then a line for each ledger, then the sum."""
+    from dpfed.training.budget.site_spending import NOT_STATED
+
     lines = [warning for ledger in spending.ledgers for warning in warnings_of(ledger)]
     lines.append(f"{'ledger':60}{'unit':>14}{'delta':>10}{'epsilon':>10}")
     for ledger in spending.ledgers:
@@ -59,7 +61,7 @@ def ledger_lines(spending: SiteSpending) -> list[str]:
             f"{ledger.path!s:60}{ledger.unit:>14}{show_delta(ledger.delta):>10}"
             f"{show_loss(ledger.epsilon, 4):>10}"
         )
-    unit = spending.unit if spending.unit != "not stated" else "protected unit"
+    unit = spending.unit if spending.unit != NOT_STATED else "protected unit"
     adjacency = "" if spending.adjacency is None else f" ({spending.adjacency})"
     return [
         *lines,
@@ -71,7 +73,9 @@ def ledger_lines(spending: SiteSpending) -> list[str]:
 def warnings_of(ledger: LedgerSpending) -> list[str]:
     out = []
     if ledger.seeded:
-        out.append(f"{ledger.path}: NOT FOR RELEASE, some of its noise was seeded")
+        out.append(
+            f"{ledger.path}: NOT FOR RELEASE, some of its noise was seeded and protected nothing"
+        )
     if ledger.uncounted:
         out.append(
             f"{ledger.path}: NOT ALL COUNTED, it started from weights whose spending is unknown"

@@ -68,6 +68,8 @@ def test_ledgers_are_added_up(finished: Path, capsys: pytest.CaptureFixture[str]
         (["a", "b"], "b is one target too many"),
         (["a", "b", "--statement"], "b is one run too many"),
         (["a", "--statement", "--sigma", "1"], "--sigma cannot change what was spent"),
+        (["a", "--statement", "--meaning"], "--meaning is no part of a statement"),
+        (["a", "--ledgers", "--curve", "c.svg"], "--curve is no part of a statement"),
         (["nowhere", "--statement"], "nowhere is not the folder of a run"),
         (["nowhere", "--ledgers"], "nowhere has no ledger"),
         ([*PLAN, "--curve", "c.pdf"], "--curve c.pdf must end in .png or .svg"),

@@ -130,13 +130,37 @@ def attack_rates(
     histories: Sequence[History], false_positive_rates: Sequence[float]
 ) -> list[float]:
     """Return the largest true-positive rates over all these histories."""
-    found = [true_positive_rates(profile_of(h), false_positive_rates) for h in histories]
+    found = [
+        true_positive_rates(profile_of(history), false_positive_rates)
+        for history in undominated(histories)
+    ]
     rates: list[float] = np.max(found, axis=0).tolist()
     return rates
 
 
 def largest_mu(histories: Sequence[History]) -> float | None:
     """Return a mu that covers all these histories, or None if one of them has no mu."""
-    found = [gaussian_mu(profile_of(history)) for history in histories]
+    found = [gaussian_mu(profile_of(history)) for history in undominated(histories)]
     known = [mu for mu in found if mu is not None]
     return max(known) if len(known) == len(found) else None
+
+
+def undominated(histories: Sequence[History]) -> list[tuple[tuple[Mechanism, int], ...]]:
+    """Return the histories without those that cost at most as much as another at every epsilon."""
+    distinct = list(dict.fromkeys(map(tuple, histories)))
+    return [
+        history
+        for history in distinct
+        if not any(_dominates(other, history) for other in distinct if other != history)
+    ]
+
+
+def _dominates(history: History, other: History) -> bool:
+    """Return True if every entry has at least the rate, and at most the noise, of the other's."""
+    return len(history) == len(other) and all(
+        mine.sampling == its.sampling == "poisson"
+        and (mine.batches, mine.releases, steps) == (its.batches, its.releases, its_steps)
+        and mine.rate >= its.rate
+        and mine.noise_multiplier <= its.noise_multiplier
+        for (mine, steps), (its, its_steps) in zip(history, other, strict=True)
+    )

@@ -17,6 +17,7 @@ from dpfed.privacy.accounting.tradeoff import (
     largest_mu,
     profile_of,
     true_positive_rates,
+    undominated,
 )
 from dpfed.privacy.mechanism import Mechanism
 
@@ -105,6 +106,20 @@ def test_the_largest_of_several_histories_counts() -> None:
     strong = [(Mechanism("poisson", 1.0, 0.5), 1)]
     assert largest_mu([weak, strong]) == pytest.approx(2.0, rel=1e-4)
     assert attack_rates([weak, strong], [0.01]) == attack_rates([strong], [0.01])
+
+
+def test_only_histories_that_may_be_the_worst_are_composed() -> None:
+    def history(rate: float, sigma: float, steps: int = 3) -> list[tuple[Mechanism, int]]:
+        return [(Mechanism("poisson", rate, sigma), steps)]
+
+    worst = history(0.2, 1.0)
+    incomparable = history(0.3, 1.2)
+    more_steps = history(0.1, 1.0, 4)
+    others = [history(0.1, 1.0), history(0.2, 1.1), worst]
+    kept = undominated([worst, incomparable, more_steps, *others])
+    assert kept == [tuple(worst), tuple(incomparable), tuple(more_steps)]
+    two_releases = [(Mechanism("poisson", 0.1, 2.0, releases=2), 3)]
+    assert undominated([worst, two_releases]) == [tuple(worst), tuple(two_releases)]
 
 
 def test_a_history_without_steps_leaks_nothing() -> None:
