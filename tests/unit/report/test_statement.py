@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,30 @@ def test_a_statement_names_no_participant(gaussian: Path) -> None:
     result = json.loads((gaussian / "run.json").read_text())
     for secret in ("server_max", 'seed"', result["run"], "cohort"):
         assert secret not in text
+
+
+def test_repeated_rounds_and_caps_are_stated() -> None:
+    void = "a round was attempted more than once, so it equals the server's figure"
+    spending = spending_of(Mechanism("poisson", 0.1, 1.0), void=void, most_rounds=3)
+    settings = {"run": {"cohort_choice": "balanced", "max_rounds_per_client": 2}}
+    statement = statement_of(spending, RELEASED, settings)
+    guarantee = guarantee_of(statement)
+    server, third = guarantee.observers
+    assert (third.condition, third.epsilon) == (void, server.epsilon)
+    assert guarantee.participation.counted_rounds == 3
+    said = dict(rows(statement))["Participation"]
+    assert "balanced choice of clients, run.max_rounds_per_client = 2" in said
+    VALIDATOR.validate(statement.as_dict())
+
+
+def test_damaged_settings_leave_fields_empty() -> None:
+    spending = spending_of(Mechanism("poisson", 0.1, 1.0))
+    settings = {"run": {"max_rounds_per_client": math.nan}, "privacy": {"clip": math.nan}}
+    for damaged in (settings, {"run": 3, "privacy": []}):
+        guarantee = guarantee_of(statement_of(spending, RELEASED, damaged))
+        assert guarantee.participation.max_rounds_per_client is None
+        assert guarantee.mechanism.clip is None
+        VALIDATOR.validate(statement_of(spending, RELEASED, damaged).as_dict())
 
 
 def test_only_runs_have_statements(tmp_path: Path) -> None:

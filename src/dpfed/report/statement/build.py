@@ -263,7 +263,7 @@ def _mechanics(planned: Planned, privacy: Mapping[str, Any]) -> Mechanics:
         noise_multiplier=(min(noise), max(noise)),
         batches=kinds[0].batches,
         releases=kinds[0].releases,
-        clip=float(clip) if isinstance(clip, int | float) else None,
+        clip=_finite(float(clip)) if isinstance(clip, int | float) else None,
         clip_mode=mode if isinstance(mode, str) else None,
         local_steps=planned.local_steps,
         rounds=planned.rounds,
@@ -277,11 +277,12 @@ def _participation(spending: RecordedSpending, run: Mapping[str, Any]) -> Partic
     """
     planned = spending.realised
     _, steps = planned.histories[0][-1]
+    cap = run.get("max_rounds_per_client")
     return Participation(
         clients=spending.clients,
         share=planned.participation,
         client_choice=str(run.get("cohort_choice", "uniform")),
-        max_rounds_per_client=run.get("max_rounds_per_client"),
+        max_rounds_per_client=cap if isinstance(cap, int | str) else None,
         counted_rounds=-(-steps // planned.local_steps),
     )
 
