@@ -31,7 +31,8 @@ class BudgetLeft:
 
     spent          epsilon spent so far
     max_epsilon    policy.max_epsilon, at `delta`
-    rounds_least   rounds that the policy allows at least, whatever it lets a server ask for
+    rounds_least   rounds left if a server asks for all that the policy permits
+    limits         the settings of the policy that `rounds_least` assumes
     rounds_alike   rounds like the last one in the ledger; None if it has none
     """
 
@@ -40,6 +41,7 @@ class BudgetLeft:
     max_epsilon: float
     delta: float
     rounds_least: int
+    limits: str
     rounds_alike: int | None
 
     def __str__(self) -> str:
@@ -47,10 +49,11 @@ class BudgetLeft:
         text = (
             f"{self.client} has spent epsilon {show_loss(self.spent)} of policy.max_epsilon = "
             f"{show_setting(self.max_epsilon)} at delta {show_delta(self.delta)}, over all runs; "
-            f"left: at least {least} of the costliest kind that its policy permits"
+            f"left: at least {least}, if a server asks for all that the policy permits "
+            f"({self.limits})"
         )
         if self.rounds_alike is not None:
-            text += f", or {_shown(self.rounds_alike)} like its last"
+            text += f"; {_shown(self.rounds_alike)} like the last one"
         return text
 
 
@@ -73,6 +76,9 @@ def budget_left(config: ClientConfig) -> BudgetLeft:
         max_epsilon=policy.max_epsilon,
         delta=policy.delta,
         rounds_least=rounds_left(policy, mechanism, steps, history),
+        limits=f"max_rate = {show_setting(policy.max_rate)}, "
+        f"min_sigma = {show_setting(policy.min_sigma)}, "
+        f"max_local_steps = {policy.max_local_steps}",
         rounds_alike=None if last is None else rounds_left(policy, *last, history),
     )
 

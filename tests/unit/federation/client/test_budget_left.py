@@ -85,7 +85,8 @@ def test_charges_of_earlier_runs_are_taken_off(tmp_path: Path) -> None:
     for found in (left.rounds_least, left.rounds_alike):
         assert found is not None
         assert (1 - TOLERANCE) * exact - 1 <= found <= exact
-    assert "like its last" in str(left)
+    assert "like the last one" in str(left)
+    assert "(max_rate = 1, min_sigma = 10, max_local_steps = 1)" in str(left)
 
 
 def test_test_mode_spends_nothing(tmp_path: Path) -> None:
