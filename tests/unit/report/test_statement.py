@@ -215,7 +215,7 @@ def test_repeated_rounds_and_caps_are_stated() -> None:
     void = "a round was attempted more than once, so it equals the server's figure"
     spending = spending_of(Mechanism("poisson", 0.1, 1.0), void=void, most_rounds=3)
     # The plan allowed two rounds, and a client was charged for three.
-    spending = replace(spending, planned=replace(spending.planned, cap=2))
+    spending = replace(spending, planned=replace(spending.planned, chances=((1.0, 5),), cap=2))
     settings = {"run": {"cohort_choice": "balanced"}}
     statement = statement_of(spending, RELEASED, settings)
     guarantee = guarantee_of(statement)

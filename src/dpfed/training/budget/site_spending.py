@@ -117,7 +117,7 @@ def _of_run(folder: Path) -> LedgerSpending:
         )
     with Ledger.open(folder / LEDGER, readonly=True) as ledger:
         meta = ledger.meta
-    charged = replace(spending.planned, chances=((1.0, spending.most_rounds),))
+    charged = replace(spending.planned, chances=((1.0, spending.most_rounds),), cap=None)
     return LedgerSpending(
         path=folder,
         owner=str(meta["owner"]),
