@@ -23,7 +23,7 @@ MARKED = (
 )
 NO_SYSTEM = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
-    "{% endif %}{% endfor %}"
+    "{% endif %}{% endfor %}" + PLAIN
 )
 # The last message looks different, so the beginning of a chat does not begin the whole chat.
 LAST_DIFFERS = (

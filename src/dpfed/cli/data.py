@@ -25,8 +25,7 @@ SHOWN_CLIENTS = 20
 SHOWN_CLASSES = 12
 LONGEST_NAME = 24
 WARNING = (
-    "these are counts of private {}, read without noise: "
-    "for simulations only, never for release"
+    "these are counts of private {}, read without noise: for simulations only, never for release"
 )
 data = typer.Typer(name="data", cls=Group, help=HELP, no_args_is_help=True)
 

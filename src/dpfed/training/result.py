@@ -63,6 +63,7 @@ def result_of(
         "clients": job.schedule.clients,
         "client_names": client_names(job.config) if job.served else list(job.shards.names),
         "largest_client": int(job.plan.sizes.max()),
+        "task": "classification" if job.model.classifies else "causal",
         "classes": list(job.classes),
         "input": asdict(job.spec),
         "parameters": job.space.size,

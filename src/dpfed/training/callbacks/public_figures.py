@@ -29,6 +29,7 @@ RESULT = (
     "release",
     "algorithm",
     "clients",
+    "task",
     "classes",
     "parameters",
     "blocks",

@@ -1,0 +1,218 @@
+"""Runs of causal language models on texts, completions and chats."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command import dpfed as command
+from language_case import NO_SYSTEM, chat, chat_model, ids_of
+from transformers import LlamaForCausalLM
+
+import dpfed
+from dpfed.config import build
+from dpfed.data.sources.in_memory import source_of
+from dpfed.data.tables import Source
+from dpfed.errors import DpfedError
+from dpfed.registry import registry
+from dpfed.training.evaluation import evaluate
+from dpfed.training.job.job import Job, prepare
+
+CHATS = [{"messages": chat("a b", "c")}, {"messages": chat("d", "e f", "g", "h")}] * 6
+TEST = [{"messages": chat("a", "c")}, {"messages": chat("b", "c d")}]
+COMPLETIONS = [{"prompt": "a b", "completion": "c"}, {"prompt": "d", "completion": "e f"}] * 6
+LABELLED = [{"text": "a b", "label": "good"}, {"text": "c", "label": "bad"}] * 6
+QUICK = {
+    "run.rounds": 1,
+    "run.local_steps": 1,
+    "privacy.batch": 4.0,
+    "model.max_length": 14,
+    "model.liveness": False,
+    "model.lora.r": 2,
+}
+
+
+def job_of(folder: str, records: list[dict[str, Any]], **model: Any) -> Job:
+    tables = {
+        "data": {"clients": 2, "partition": "iid"},
+        "model": {"name": "auto-text", "weights": folder, "max_length": 14, **model},
+        "privacy": {"batch": 4.0, "sigma": 1.0},
+        "run": {"rounds": 1, "local_steps": 1, "participation": 1.0, "device": "cpu"},
+    }
+    return prepare(build(tables, registry()), source(records))
+
+
+def source(records: list[dict[str, Any]]) -> Source:
+    return source_of(records, records[:2])
+
+
+def fine_tune(folder: Any, out: Path, train: Any = CHATS, **keys: Any) -> dpfed.TrainedModel:
+    settings = {**QUICK, **keys.pop("settings", {})}
+    test = keys.pop("test", TEST)
+    given = {"clients": 2, "epsilon": 4, "out": out, "progress": False, **keys}
+    return dpfed.fine_tune(folder, train, test, **given, settings=settings)
+
+
+@pytest.mark.parametrize("task", [None, "causal"])
+def test_chats_are_scored_by_the_assistants_tokens(task: str | None, tmp_path: Path) -> None:
+    folder = chat_model(tmp_path)
+    job = job_of(folder, CHATS, **({"task": task} if task else {}))
+    assert not job.model.classifies
+    assert (job.classes, job.spec.classes) == ((), 0)
+    model = LlamaForCausalLM.from_pretrained(folder).eval()
+    losses = []
+    for words, targets in (
+        ("<user> a b <end> <assistant> c <end>", [5, 6]),
+        (
+            "<user> d <end> <assistant> e f <end> <user> g <end> <assistant> h <end>",
+            [4, 5, 6, 11, 12],
+        ),
+    ):
+        ids = torch.tensor(ids_of(words))
+        with torch.no_grad():
+            logp = model(input_ids=ids.unsqueeze(0)).logits[0].log_softmax(-1)
+        losses.append(-sum(float(logp[i - 1, ids[i]]) for i in targets) / len(targets))
+    _, loss = evaluate(job, job.theta)
+    assert loss == pytest.approx(sum(losses) / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("records", [COMPLETIONS, [{"text": "a b c"}, {"text": "d e"}] * 6])
+def test_completions_and_texts_run(records: list[dict[str, Any]], tmp_path: Path) -> None:
+    trained = fine_tune(chat_model(tmp_path / "m"), tmp_path / "out", records, test=records[:2])
+    assert trained.classes == ()
+    assert trained.result["task"] == "causal"
+    assert trained.result["test_loss"] > 0
+
+
+def test_fine_tune_reads_messages(tmp_path: Path) -> None:
+    folder = chat_model(tmp_path / "model")
+    trained = fine_tune(folder, tmp_path / "out")
+    assert 0 < trained.epsilon["server_worst"] <= 4.0
+    assert dpfed.load(tmp_path / "out").classes == ()
+    assert 'partition = "iid"' in (tmp_path / "out" / "config.toml").read_text()
+    with pytest.raises(DpfedError, match="no classes to predict"):
+        trained.predict(["a"])
+    model, tokenizer = LlamaForCausalLM.from_pretrained(folder), None
+    with pytest.raises(DpfedError, match="needs its tokenizer"):
+        fine_tune(model, tmp_path / "more", tokenizer=tokenizer)
+
+
+# ---- records whose targets are cut away
+
+
+def test_a_record_without_targets_has_no_gradient(tmp_path: Path) -> None:
+    """The second prompt fills the whole length, so its completion is cut away."""
+    records = [
+        {"prompt": "a", "completion": "b"},
+        {"prompt": "a b c d e f", "completion": "g"},
+    ] * 4
+    job = job_of(chat_model(tmp_path), records, max_length=5)
+    client = torch.zeros(8, dtype=torch.int64)
+    inputs, labels = job.records.take(torch.arange(8))
+    assert inputs["target_mask"].sum(1).tolist() == [2, 0] * 4
+    theta = job.theta + 0.1 * torch.randn(1, len(job.theta))
+    grads = torch.cat(job.model.grads(theta, client, inputs, labels), 1)
+    assert grads.isfinite().all()
+    assert (grads[1::2] == 0).all()
+    assert (grads[::2] != 0).any(1).all()
+
+
+def test_records_without_targets_train_to_finite_weights(tmp_path: Path) -> None:
+    lost = [{"prompt": "a b c d e f g h", "completion": "c"}] * 8
+    folder = chat_model(tmp_path / "m")
+    settings = {"model.max_length": 5}
+    trained = fine_tune(folder, tmp_path / "out", lost, test=lost[:2], settings=settings)
+    weights = torch.cat([p.detach().flatten() for p in trained.model.parameters()])
+    assert weights.isfinite().all()
+
+
+def describe(tmp_path: Path, rows: list[dict[str, Any]], *more: str) -> list[str]:
+    for name in ("train", "test"):
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    keys = {
+        "data.name": "text-table",
+        "data.path": tmp_path / "train.jsonl",
+        "data.test_path": tmp_path / "test.jsonl",
+        "data.clients": 2,
+        "model.name": "auto-text",
+        "model.weights": tmp_path / "model",
+        "model.max_length": 5,
+    }
+    options = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+    return ["data", "describe", *options, *more]
+
+
+def test_describe_counts_lost_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chat_model(tmp_path / "model")
+    rows = [
+        {"prompt": "a", "completion": "b"},
+        {"prompt": "a b c", "completion": "d e"},
+        {"prompt": "a b c d e", "completion": "f"},
+    ]
+    assert command(*describe(tmp_path, rows)) == 0
+    out = capsys.readouterr().out
+    for words in (
+        "no labels",
+        "train: 4 target tokens in records of 5 tokens (longest before the cut: 7); "
+        "1 record cut inside the targets, 1 without any target",
+        "warning: 1 of 3 train records have no target within model.max_length = 5",
+        "counts of private records",
+    ):
+        assert words in out
+    assert "client  " not in out
+    assert command(*describe(tmp_path, rows, "--json")) == 0
+    found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert found["targets"]["train"] == {
+        "records": 3, "targets": 4, "shortened": 1, "lost": 1, "longest": 7,
+    }  # fmt: skip
+    assert found["classes"] == []
+    assert found["table"] == [[], []]
+    assert command(*describe(tmp_path, rows, "--plot", str(tmp_path / "a.png"))) == 2
+    assert "--plot draws the labels" in capsys.readouterr().err
+
+
+# ---- mistakes
+
+
+def test_labels_and_a_language_model_ask_which_is_meant(tmp_path: Path) -> None:
+    folder = chat_model(tmp_path / "m")
+    words = r'and the data have labels: set model\.task to "causal" .* or to "classification"'
+    with pytest.raises(DpfedError, match=words):
+        fine_tune(folder, tmp_path / "out", LABELLED, test=LABELLED[:2])
+    assert not (tmp_path / "out").exists()
+    for task, classes in (("causal", False), ("classification", True)):
+        job = job_of(folder, LABELLED, task=task)
+        assert job.model.classifies is classes
+    assert not job_of(folder, LABELLED, name="auto-causal").model.classifies
+
+
+@pytest.mark.parametrize(
+    ("records", "model", "words"),
+    [
+        (CHATS, {"task": "classification"}, "learns labels, and the data have none"),
+        (
+            [{**record, "label": i % 2} for i, record in enumerate(CHATS)],
+            {"task": "classification"},
+            "a classifier reads a column of texts, and the data have messages",
+        ),
+        (CHATS, {"name": "roberta-base"}, "learns labels, and the data have none"),
+        (CHATS, {"max_length": 17}, "model.max_length = 17 is more than the 16 positions"),
+    ],
+)
+def test_models_that_do_not_fit_the_data(
+    records: list[dict[str, Any]], model: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DpfedError, match=words):
+        job_of(chat_model(tmp_path), records, **model)
+
+
+def test_a_refused_role_names_the_record(tmp_path: Path) -> None:
+    bad = {"messages": [{"role": "system", "content": "a"}, *chat("b", "c")]}
+    folder = chat_model(tmp_path / "m", template=NO_SYSTEM)
+    words = r"messages of record 2 of the train set \(no system\)"
+    with pytest.raises(DpfedError, match=words):
+        fine_tune(folder, tmp_path / "out", [*CHATS[:2], bad])
