@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from language_case import NO_SYSTEM, chat, chat_model, ids_of
 from transformers import LlamaForCausalLM
 
 import dpfed
+from dpfed.api import settings
 from dpfed.config import build
 from dpfed.data.sources.in_memory import source_of
 from dpfed.data.tables import Source
@@ -21,6 +23,7 @@ from dpfed.registry import registry
 from dpfed.training.evaluation import evaluate
 from dpfed.training.job.job import Job, prepare
 
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 CHATS = [{"messages": chat("a b", "c")}, {"messages": chat("d", "e f", "g", "h")}] * 6
 TEST = [{"messages": chat("a", "c")}, {"messages": chat("b", "c d")}]
 COMPLETIONS = [{"prompt": "a b", "completion": "c"}, {"prompt": "d", "completion": "e f"}] * 6
@@ -50,10 +53,10 @@ def source(records: list[dict[str, Any]]) -> Source:
 
 
 def fine_tune(folder: Any, out: Path, train: Any = CHATS, **keys: Any) -> dpfed.TrainedModel:
-    settings = {**QUICK, **keys.pop("settings", {})}
+    chosen = {**QUICK, **keys.pop("settings", {})}
     test = keys.pop("test", TEST)
     given = {"clients": 2, "epsilon": 4, "out": out, "progress": False, **keys}
-    return dpfed.fine_tune(folder, train, test, **given, settings=settings)
+    return dpfed.fine_tune(folder, train, test, **given, settings=chosen)
 
 
 @pytest.mark.parametrize("task", [None, "causal"])
@@ -100,6 +103,26 @@ def test_fine_tune_reads_messages(tmp_path: Path) -> None:
         fine_tune(model, tmp_path / "more", tokenizer=tokenizer)
 
 
+def test_the_lines_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines run as shown, with a small model, few rounds and short records."""
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+    (block,) = (block for block in blocks if "my-chat-model" in block)
+    monkeypatch.chdir(tmp_path)
+    chat_model(tmp_path / "my-chat-model")
+    usual = settings.defaults
+
+    def fewer(*args: Any) -> dict[str, Any]:
+        made = usual(*args)
+        few = {"rounds": 1, "local_steps": 1}
+        return {**made, "run": {**made["run"], **few}, "model": {"max_length": 8}}
+
+    monkeypatch.setattr(settings, "defaults", fewer)
+    place: dict[str, Any] = {}
+    exec(block, place)
+    assert 0 < place["trained"].epsilon["server_worst"] <= 4.0
+    assert place["trained"].result["clients"] == 8
+
+
 # ---- records whose targets are cut away
 
 
@@ -123,8 +146,8 @@ def test_a_record_without_targets_has_no_gradient(tmp_path: Path) -> None:
 def test_records_without_targets_train_to_finite_weights(tmp_path: Path) -> None:
     lost = [{"prompt": "a b c d e f g h", "completion": "c"}] * 8
     folder = chat_model(tmp_path / "m")
-    settings = {"model.max_length": 5}
-    trained = fine_tune(folder, tmp_path / "out", lost, test=lost[:2], settings=settings)
+    short = {"model.max_length": 5}
+    trained = fine_tune(folder, tmp_path / "out", lost, test=lost[:2], settings=short)
     weights = torch.cat([p.detach().flatten() for p in trained.model.parameters()])
     assert weights.isfinite().all()
 
