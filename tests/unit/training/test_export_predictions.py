@@ -326,7 +326,7 @@ def test_a_causal_model_reproduces_the_scores(tmp_path: Path, merge: bool) -> No
     model = {"name": "auto-causal", "weights": str(tmp_path / "base"), "max_length": 5}
     pipe, scores = exported(tmp_path, model, texts(), merge)
     coder = AutoTokenizer.from_pretrained(tmp_path / "out")
-    for text, (loss, _) in zip(texts().test.inputs["text"], scores, strict=True):
+    for text, (loss, *_) in zip(texts().test.inputs["text"], scores, strict=True):
         given = coder(str(text), return_tensors="pt", truncation=True, max_length=5)
         with torch.no_grad():
             found = pipe.model(**given, labels=given["input_ids"]).loss

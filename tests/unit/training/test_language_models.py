@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from command import dpfed as command
-from language_case import NO_SYSTEM, chat, chat_model, ids_of
+from language_case import NO_SYSTEM, WORDS, chat, chat_model, ids_of, tokenizer_in
 from transformers import LlamaForCausalLM
 
 import dpfed
 from dpfed.api import settings
-from dpfed.config import build
+from dpfed.cli.run import closing
+from dpfed.config import Config, build
 from dpfed.data.sources.in_memory import source_of
 from dpfed.data.tables import Source
 from dpfed.errors import DpfedError
+from dpfed.privacy.published import show_perplexity
 from dpfed.registry import registry
-from dpfed.training.evaluation import evaluate
+from dpfed.training.callbacks.public_figures import public_result
+from dpfed.training.evaluation import evaluate, language_metrics, perplexity
 from dpfed.training.job.job import Job, prepare
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
@@ -38,14 +43,18 @@ QUICK = {
 }
 
 
-def job_of(folder: str, records: list[dict[str, Any]], **model: Any) -> Job:
+def config_of(folder: str, **model: Any) -> Config:
     tables = {
         "data": {"clients": 2, "partition": "iid"},
         "model": {"name": "auto-text", "weights": folder, "max_length": 14, **model},
         "privacy": {"batch": 4.0, "sigma": 1.0},
         "run": {"rounds": 1, "local_steps": 1, "participation": 1.0, "device": "cpu"},
     }
-    return prepare(build(tables, registry()), source(records))
+    return build(tables, registry())
+
+
+def job_of(folder: str, records: list[dict[str, Any]], **model: Any) -> Job:
+    return prepare(config_of(folder, **model), source(records))
 
 
 def source(records: list[dict[str, Any]]) -> Source:
@@ -66,7 +75,8 @@ def test_chats_are_scored_by_the_assistants_tokens(task: str | None, tmp_path: P
     assert not job.model.classifies
     assert (job.classes, job.spec.classes) == ((), 0)
     model = LlamaForCausalLM.from_pretrained(folder).eval()
-    losses = []
+    losses: list[list[float]] = []
+    right: list[list[bool]] = []
     for words, targets in (
         ("<user> a b <end> <assistant> c <end>", [5, 6]),
         (
@@ -77,9 +87,18 @@ def test_chats_are_scored_by_the_assistants_tokens(task: str | None, tmp_path: P
         ids = torch.tensor(ids_of(words))
         with torch.no_grad():
             logp = model(input_ids=ids.unsqueeze(0)).logits[0].log_softmax(-1)
-        losses.append(-sum(float(logp[i - 1, ids[i]]) for i in targets) / len(targets))
-    _, loss = evaluate(job, job.theta)
-    assert loss == pytest.approx(sum(losses) / 2, rel=1e-5)
+        losses.append([-float(logp[i - 1, ids[i]]) for i in targets])
+        right.append([bool(logp[i - 1].argmax() == ids[i]) for i in targets])
+    accuracy, loss = evaluate(job, job.theta)
+    by_token = np.concatenate(losses).mean()
+    assert loss == pytest.approx(by_token, rel=1e-5)
+    assert accuracy == pytest.approx(np.concatenate(right).mean())
+    assert language_metrics(job, job.theta) == {
+        "perplexity": pytest.approx(np.exp(by_token), rel=1e-5),
+        "token_accuracy": pytest.approx(accuracy),
+        "record_loss": pytest.approx(np.mean([np.mean(x) for x in losses]), rel=1e-5),
+        "exact_match": pytest.approx(np.mean([all(x) for x in right])),
+    }
 
 
 @pytest.mark.parametrize("records", [COMPLETIONS, [{"text": "a b c"}, {"text": "d e"}] * 6])
@@ -123,6 +142,100 @@ def test_the_lines_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert place["trained"].result["clients"] == 8
 
 
+# ---- scores
+
+
+def test_exact_match_is_that_of_greedy_generation(tmp_path: Path) -> None:
+    """Completions that the model itself generates match; others do not."""
+    folder = chat_model(tmp_path)
+    model = LlamaForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        # Larger logits, so that no two of them are equal up to rounding.
+        model.lm_head.weight.mul_(10)
+        model.save_pretrained(folder)
+
+    def written(prompt: str, tokens: int) -> str:
+        ids = torch.tensor([ids_of(prompt)])
+        out = model.generate(ids, max_new_tokens=tokens, do_sample=False, eos_token_id=None)
+        return " ".join(WORDS[i] for i in out[0, ids.shape[1] :].tolist())
+
+    # Without an end token, a completion is what it says.
+    tokenizer_in(tmp_path, special={"pad_token": "<pad>"})
+    prompts = ["a b", "c", "d e f", "g"]
+    records = [{"prompt": p, "completion": written(p, 3)} for p in prompts]
+    wrong = next(w for w in "abc" if not records[0]["completion"].endswith(w))
+    records[0]["completion"] = f"{records[0]['completion'].rsplit(' ', 1)[0]} {wrong}"
+    job = prepare(config_of(folder), source_of(records * 2, records))
+    found = language_metrics(job, job.theta)
+    assert found["exact_match"] == 0.75
+    assert found["token_accuracy"] == pytest.approx(11 / 12)
+
+
+def test_test_records_without_targets_do_not_count(tmp_path: Path) -> None:
+    folder = chat_model(tmp_path)
+    kept = {"prompt": "a", "completion": "b"}
+    lost = {"prompt": "a b c d e f", "completion": "g"}
+    jobs = [
+        prepare(config_of(folder, max_length=5), source_of([kept] * 8, test))
+        for test in ([kept], [kept, lost, lost])
+    ]
+    assert evaluate(jobs[0], jobs[0].theta) == pytest.approx(evaluate(jobs[1], jobs[1].theta))
+    alone, more = (language_metrics(job, job.theta) for job in jobs)
+    assert alone == pytest.approx(more)
+
+
+def test_a_test_set_without_targets_is_refused(tmp_path: Path) -> None:
+    lost = [{"prompt": "a b c d e f", "completion": "g"}] * 8
+    with pytest.raises(DpfedError, match="no test record has a target within"):
+        job_of(chat_model(tmp_path), lost, max_length=5)
+
+
+def test_every_output_names_the_perplexity(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = fine_tune(chat_model(tmp_path / "m"), tmp_path / "out", progress=True)
+    said = capsys.readouterr().err
+    shown = show_perplexity(trained.perplexity)
+    assert f"round 1/1  perplexity {shown}  epsilon " in said
+    assert "accuracy" not in said
+    assert trained.perplexity == pytest.approx(math.exp(trained.result["test_loss"]))
+    assert trained.result["metrics"]["perplexity"] == pytest.approx(trained.perplexity)
+    assert trained.history["perplexity"].tolist() == pytest.approx(
+        [trained.result["start_perplexity"], trained.perplexity]
+    )
+    assert f"perplexity {shown}" in repr(trained)
+    assert "accuracy" not in repr(trained)
+    assert trained.plot()[0].get_ylabel() == "perplexity on the test set"
+    assert closing(dict(trained.result))[0].startswith("perplexity ")
+    card = trained.export(tmp_path / "export") / "README.md"
+    assert f"- perplexity {shown} (before training " in card.read_text()
+    assert "- token accuracy " in card.read_text()
+    page = trained.report(tmp_path / "page.html").read_text()
+    assert ">Perplexity<" in page
+    assert public_result(trained.result)["test_perplexity"] == trained.perplexity
+
+
+def test_perplexities() -> None:
+    assert perplexity(math.log(5)) == pytest.approx(5)
+    assert math.isfinite(perplexity(1e6) or math.inf)
+    assert perplexity(None) is None
+    assert perplexity(math.nan) is None
+    assert [show_perplexity(x) for x in (1.0, 12.345678, 1234.6, 1e9)] == [
+        "1", "12.35", "1235", "1e+09",
+    ]  # fmt: skip
+
+
+def test_a_classifier_has_no_perplexity(tmp_path: Path) -> None:
+    folder = chat_model(tmp_path / "m")
+    settings = {"model.task": "classification"}
+    test = LABELLED[:2]
+    trained = fine_tune(folder, tmp_path / "out", LABELLED, test=test, settings=settings)
+    assert trained.result["task"] == "classification"
+    assert "perplexity" not in trained.history
+    with pytest.raises(DpfedError, match="has no perplexity"):
+        _ = trained.perplexity
+
+
 # ---- records whose targets are cut away
 
 
@@ -147,7 +260,7 @@ def test_records_without_targets_train_to_finite_weights(tmp_path: Path) -> None
     lost = [{"prompt": "a b c d e f g h", "completion": "c"}] * 8
     folder = chat_model(tmp_path / "m")
     short = {"model.max_length": 5}
-    trained = fine_tune(folder, tmp_path / "out", lost, test=lost[:2], settings=short)
+    trained = fine_tune(folder, tmp_path / "out", lost, test=COMPLETIONS[:2], settings=short)
     weights = torch.cat([p.detach().flatten() for p in trained.model.parameters()])
     assert weights.isfinite().all()
 

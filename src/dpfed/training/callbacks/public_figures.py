@@ -23,6 +23,8 @@ RESULT = (
     "test_loss",
     "test_records",
     "start_accuracy",
+    "test_perplexity",
+    "start_perplexity",
     "delta",
     "sigma",
     "guarantee",

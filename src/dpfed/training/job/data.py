@@ -109,7 +109,15 @@ def tokenised(section: ModelSection, source: Source) -> Source:
         key = key_of("tokens", 1, options=facts)
         return replace(raw, inputs=cached(key, lambda: coder.encode(raw.inputs, part)))
 
-    return replace(source, train=encoded("train", source.train), test=encoded("test", source.test))
+    test = encoded("test", source.test)
+    targets = test.inputs.get("target_mask")
+    # The first token of a record follows no other token, so it is never predicted.
+    if targets is not None and not targets[:, 1:].any():
+        raise DpfedError(
+            f"no test record has a target within model.max_length = {coder.max_length}: raise it, "
+            "or shorten the texts before the targets"
+        )
+    return replace(source, train=encoded("train", source.train), test=test)
 
 
 def refuse_unclear_task(section: ModelSection, source: Source) -> None:
