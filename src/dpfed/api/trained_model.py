@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import nn
 
+from dpfed.api.generation import continued
 from dpfed.api.history import history_of
 from dpfed.api.memory_model import SPENT
 from dpfed.api.prediction import Predictor
@@ -115,6 +116,17 @@ class TrainedModel:
                 raise DpfedError("this model has no classes to predict: it is a language model")
             scores = predictor.scores(*unlabelled_inputs(records))
         return scores.double().softmax(1).numpy()
+
+    def generate(self, prompts: Sequence[Any], max_new_tokens: int = 64) -> list[str]:
+        """Return for each prompt the text that the language model writes after it, greedily.
+
+        prompts         texts, or chats: lists of messages with `role` and `content`
+        max_new_tokens  largest number of tokens to write
+        """
+        with python_phrases(), given_module(self.module):
+            if not is_causal(self._run.config, self.result):
+                raise DpfedError("this model writes no text: it is a classifier")
+            return continued(self.model, self._run.config.model, prompts, max_new_tokens)
 
     @property
     def history(self) -> pandas.DataFrame:

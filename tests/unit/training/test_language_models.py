@@ -13,7 +13,8 @@ import pytest
 import torch
 from command import dpfed as command
 from language_case import NO_SYSTEM, WORDS, chat, chat_model, ids_of, tokenizer_in
-from transformers import LlamaForCausalLM
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import dpfed
 from dpfed.api import settings
@@ -215,6 +216,52 @@ def test_every_output_names_the_perplexity(
     assert public_result(trained.result)["test_perplexity"] == trained.perplexity
 
 
+def test_a_trained_model_writes_what_its_export_writes(tmp_path: Path) -> None:
+    """The card's lines load the adapter with plain peft, and it gives the same text."""
+    folder = chat_model(tmp_path / "m")
+    model = LlamaForCausalLM.from_pretrained(folder)
+    model.generation_config.do_sample = True
+    model.save_pretrained(folder)
+    plain = {"privacy.enabled": False, "algorithm.lr": 0.3, "run.local_steps": 20}
+    trained = fine_tune(folder, tmp_path / "out", epsilon=None, settings=plain)
+    prompts = [[{"role": "user", "content": "a b"}], [{"role": "user", "content": "d"}]]
+    written = trained.generate(prompts, max_new_tokens=4)
+    assert written == trained.generate(prompts, max_new_tokens=4)
+    texts = trained.generate(["a b", "c"], max_new_tokens=3)
+    assert all(set(text.split()) <= set(WORDS) for text in [*written, *texts])
+
+    out = trained.export(tmp_path / "adapter")
+    joined = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), out).eval()
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    for prompt, text in zip(prompts, written, strict=True):
+        ids = tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        found = joined.generate(**ids, max_new_tokens=4, do_sample=False)
+        new = found[0, ids["input_ids"].shape[1] :]
+        assert tokenizer.decode(new, skip_special_tokens=True) == text
+    # Training has changed what the model writes.
+    before = model.eval().generate(
+        torch.tensor([ids_of("<user> a b <end> <assistant>")]), max_new_tokens=4, do_sample=False
+    )
+    assert tokenizer.decode(before[0, 5:], skip_special_tokens=True) != written[0]
+
+
+def test_prompts_that_cannot_be_continued(tmp_path: Path) -> None:
+    trained = fine_tune(chat_model(tmp_path / "m", template=NO_SYSTEM), tmp_path / "out")
+    system = [{"role": "system", "content": "a"}]
+    for prompts, tokens, words in (
+        ("a", 4, "prompts must be a list of texts"),
+        ([{"role": "user", "content": "a"}], 4, "prompts must be a list of texts"),
+        ([system], 4, r"refuses the messages of prompt 0 \(no system\)"),
+        (["a b c"], 14, "prompt 0 has 3 tokens and max_new_tokens = 14, together more than the 16"),
+        (["a", ""], 4, "prompt 1 has no tokens"),
+        (["a"], 0, "max_new_tokens = 0 must be at least 1"),
+    ):
+        with pytest.raises(DpfedError, match=words):
+            trained.generate(prompts, max_new_tokens=tokens)
+
+
 def test_perplexities() -> None:
     assert perplexity(math.log(5)) == pytest.approx(5)
     assert math.isfinite(perplexity(1e6) or math.inf)
@@ -234,6 +281,8 @@ def test_a_classifier_has_no_perplexity(tmp_path: Path) -> None:
     assert "perplexity" not in trained.history
     with pytest.raises(DpfedError, match="has no perplexity"):
         _ = trained.perplexity
+    with pytest.raises(DpfedError, match="writes no text"):
+        trained.generate(["a"])
 
 
 # ---- records whose targets are cut away

@@ -146,21 +146,42 @@ def _before_end(full: list[int], bare: list[int]) -> list[int]:
     return full
 
 
+def prompt_ids(tokenizer: Any, prompt: str | Sequence[Message], place: str) -> list[int]:
+    """Return the tokens before an answer: those of a text, or of a chat ready for an answer.
+
+    place  name of the prompt for error messages
+    """
+    if isinstance(prompt, str):
+        full = _ids(tokenizer, [prompt], add_special_tokens=True)
+        bare = _ids(tokenizer, [prompt], add_special_tokens=False)
+        return _before_end(full[0], bare[0])
+    _template(tokenizer)
+    try:
+        return _rendered(tokenizer, list(prompt), add_generation_prompt=True)
+    except Exception as error:
+        raise _refused(place, error) from None
+
+
 # ---- chats
 
 
 def chat_rows(tokenizer: Any, chats: Sequence[list[Message]], part: str = "") -> list[TokenRow]:
     """Return each chat as its template renders it; the assistant's tokens are targets."""
+    marks = GENERATION.search(_template(tokenizer))
+    row_of = _marked_row if marks else _row_of_prefixes
+    where = f" of the {part} set" if part else ""
+    return [row_of(tokenizer, chat, f"record {i}{where}") for i, chat in enumerate(chats)]
+
+
+def _template(tokenizer: Any) -> str:
+    """Return the tokenizer's chat template; raise DpfedError if it has none."""
     try:
-        marks = bool(GENERATION.search(tokenizer.get_chat_template()))
+        return str(tokenizer.get_chat_template())
     except ValueError:
         raise DpfedError(
             "the tokenizer has no chat template, which the column 'messages' needs: set "
             "model.tokenizer to that of a chat model, or give 'prompt' and 'completion'"
         ) from None
-    row_of = _marked_row if marks else _row_of_prefixes
-    where = f" of the {part} set" if part else ""
-    return [row_of(tokenizer, chat, f"record {i}{where}") for i, chat in enumerate(chats)]
 
 
 def _marked_row(tokenizer: Any, chat: list[Message], place: str) -> TokenRow:

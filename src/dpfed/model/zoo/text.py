@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -28,6 +28,7 @@ from dpfed.model.zoo.causal_records import (
     TargetCounts,
     count_targets,
     encoded_rows,
+    prompt_ids,
     rows_of,
 )
 from dpfed.model.zoo.pooling import (
@@ -122,6 +123,21 @@ class TextSection(PretrainedSection):
     def target_counts(self, inputs: Mapping[str, np.ndarray], part: str = "") -> TargetCounts:
         """Return how many targets the records have, and how many of them are cut away."""
         return count_targets(rows_of(self._tokenizer(), inputs, part), self.max_length)
+
+    def prompt_ids(self, prompts: Sequence[Any]) -> list[list[int]]:
+        """Return the tokens of texts or chats that the model is to continue."""
+        tokenizer = self._tokenizer()
+        return [prompt_ids(tokenizer, prompt, f"prompt {i}") for i, prompt in enumerate(prompts)]
+
+    def decoded(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer().decode(list(ids), skip_special_tokens=True))
+
+    def ends(self, model: nn.Module) -> list[int]:
+        """Return the tokens that end a text: that of the tokenizer, then those of the model."""
+        stated = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+        own = [self._tokenizer().eos_token_id]
+        found = [*own, *(stated if isinstance(stated, list) else [stated])]
+        return list(dict.fromkeys(token for token in found if token is not None))
 
     def _tokenizer(self) -> Any:
         return tokenizer_of(*self._tokenizer_name(), must_pad=not self.causal)
@@ -358,7 +374,8 @@ class AutoText(TextSection):
         return not classes and generates(self.chosen())
 
     def usual_spec(self) -> InputSpec:
-        return InputSpec("text", "input_ids", (self.max_length,), 1 if self.causal else 2)
+        causal = self.weights is not None and self.causal
+        return InputSpec("text", "input_ids", (self.max_length,), 1 if causal else 2)
 
     def build(self, spec: InputSpec) -> Built:
         return self.finish(config_of(self.pretrained()), spec)
