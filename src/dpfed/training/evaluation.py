@@ -137,14 +137,14 @@ def language_metrics(job: Job, theta: Tensor) -> dict[str, Any]:
                     gives all targets. With the true tokens before it, every target then has the
                     highest score, and with several answers in a chat each follows the true ones.
     """
-    accuracy, loss = evaluate(job, theta)
-    if accuracy is None:
-        return {}
     parts = [scores[scores[:, TARGETS] > 0] for scores, _ in scored_batches(job, theta)]
     scores = torch.cat(parts).double()
+    if not len(scores):
+        return {}
+    share = scores[:, TARGETS] / scores[:, TARGETS].sum()
     found = {
-        "perplexity": perplexity(loss),
-        "token_accuracy": accuracy,
+        "perplexity": perplexity(float(scores[:, 0] @ share)),
+        "token_accuracy": float(scores[:, 1] @ share),
         "record_loss": float(scores[:, 0].mean()),
     }
     if "target_mask" in job.test.inputs:

@@ -14,6 +14,7 @@ import torch
 from command import dpfed as command
 from language_case import NO_SYSTEM, WORDS, chat, chat_model, ids_of, tokenizer_in
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import dpfed
@@ -401,3 +402,40 @@ def test_a_refused_role_names_the_record(tmp_path: Path) -> None:
     words = r"messages of record 2 of the train set \(no system\)"
     with pytest.raises(DpfedError, match=words):
         fine_tune(folder, tmp_path / "out", [*CHATS[:2], bad])
+
+
+# ---- other ways to compute the same
+
+
+@pytest.mark.parametrize("settings", [{"run.slots": 4}, {"privacy.isolation": "exact"}])
+def test_passes_of_other_shapes_give_the_same_weights(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Target masks reach passes of a fixed size and passes of one record."""
+    folder = chat_model(tmp_path / "m")
+    lost = {"prompt": "a b c d e f", "completion": "g"}
+    short = {"model.max_length": 5, "privacy.sigma": 0.01, "run.local_steps": 2}
+    runs = [
+        fine_tune(
+            folder,
+            tmp_path / name,
+            [*COMPLETIONS, lost, lost],
+            test=COMPLETIONS[:2],
+            epsilon=None,
+            settings={**short, **more},
+        )
+        for name, more in (("usual", {}), ("other", settings))
+    ]
+    weights = [load_file(run.out / "model.safetensors") for run in runs]
+    for name, value in weights[0].items():
+        torch.testing.assert_close(value, weights[1][name], rtol=1e-3, atol=1e-5)
+        assert value.isfinite().all()
+
+
+def test_a_model_in_memory_reads_messages(tmp_path: Path) -> None:
+    folder = chat_model(tmp_path / "m")
+    model = LlamaForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    trained = fine_tune(model, tmp_path / "out", tokenizer=tokenizer)
+    assert trained.perplexity > 1
+    assert len(trained.generate(["a"], max_new_tokens=2)) == 1
