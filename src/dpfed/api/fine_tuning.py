@@ -49,6 +49,7 @@ def fine_tune(
         train: Private records: a dictionary of columns, a data frame or a Hugging Face dataset with
             the columns `label` and `text` (and `text_pair`), `image` or `features`; a pair
             `(X, y)`; or a torch Dataset. A list or dictionary has one data set for each client.
+            A language model reads `text`, `prompt` and `completion`, or `messages`, without labels.
         test: Public records of the server, with the same columns.
         out: Folder of the run; default: a new one under runs/.
         resume: True to continue the run in `out` if there is one.

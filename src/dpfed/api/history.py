@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dpfed.privacy.accounting.guarantee import Planned
 from dpfed.training.budget.recorded_spending import RecordedSpending, read_recorded_spending
 from dpfed.training.budget.release import NO_PRIVACY
+from dpfed.training.evaluation import perplexity
 from dpfed.training.run_folder.files import METRICS, read_rows
 
 if TYPE_CHECKING:
@@ -36,9 +36,8 @@ def history_of(folder: Path, result: Mapping[str, Any], causal: bool) -> pandas.
         epsilons = _epsilons(read_recorded_spending(folder), [int(row["round"]) for row in rows])
     for row in rows:
         row.pop("release", None)
-        loss = row.get("loss")
         if causal:
-            row["perplexity"] = None if loss is None else math.exp(min(loss, 700.0))
+            row["perplexity"] = perplexity(row.get("loss"))
         server, third_party = epsilons.get(row["round"], (None, None))
         row |= {"epsilon_server_worst": server, "epsilon_third_party": third_party}
     first = ["round", "accuracy", "loss"] + (["perplexity"] if causal else [])

@@ -181,6 +181,9 @@ def configured(options: Mapping[str, Any], model: Any, source: Source) -> Config
     algorithm: dict[str, Any] = {"name": "dp-fedadamw", "lr": LR}
     own = overlay(defaults(given, epsilon), given)
     under = {"model": table, "algorithm": algorithm}
+    if not source.classes:
+        # Without labels, there are none to deal out unequally.
+        under["data"] = {"partition": "iid"}
     config = build(overlay(under, own), known)
     if isinstance(model, str | Path) and config.model.adapter is None and is_pooled(config.model):
         table["train"] = "head"

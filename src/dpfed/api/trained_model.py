@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import nn
 
+from dpfed.api.generation import continued
 from dpfed.api.history import history_of
 from dpfed.api.memory_model import SPENT
 from dpfed.api.prediction import Predictor
@@ -20,7 +21,7 @@ from dpfed.api.stored_run import copy_run
 from dpfed.data.memory_inputs import unlabelled_inputs
 from dpfed.errors import DpfedError, counted, phrase, python_phrases
 from dpfed.model.given_module import given_module
-from dpfed.privacy.published import show_loss, show_score
+from dpfed.privacy.published import show_loss, show_perplexity, show_score
 from dpfed.report.figures.run_plot import run_plot
 from dpfed.report.model_card import write_export
 from dpfed.report.page import write_page
@@ -29,6 +30,7 @@ from dpfed.report.statement.text import page
 from dpfed.studies.study_reader import read_study
 from dpfed.training.budget.recorded_spending import is_run
 from dpfed.training.export import Trained, configure, read_run
+from dpfed.training.result import is_causal
 from dpfed.training.run_folder.files import read_result
 
 if TYPE_CHECKING:
@@ -50,8 +52,16 @@ class TrainedModel:
 
     @property
     def accuracy(self) -> float:
-        """Accuracy on the test set, 0 to 1."""
+        """Accuracy on the test set, 0 to 1; for a language model, of its target tokens."""
         return float(self.result["test_accuracy"])
+
+    @property
+    def perplexity(self) -> float:
+        """Perplexity of a language model's target tokens on the test set."""
+        found = self.result.get("test_perplexity")
+        if found is None:
+            raise DpfedError("this model has no perplexity: it is a classifier or has no test set")
+        return float(found)
 
     @property
     def epsilon(self) -> Mapping[str, float | None]:
@@ -123,6 +133,17 @@ class TrainedModel:
             scores = predictor.scores(*unlabelled_inputs(records))
         return scores.double().softmax(1).numpy()
 
+    def generate(self, prompts: Sequence[Any], max_new_tokens: int = 64) -> list[str]:
+        """Return for each prompt the text that the language model writes after it, greedily.
+
+        prompts         texts, or chats: lists of messages with `role` and `content`
+        max_new_tokens  largest number of tokens to write
+        """
+        with python_phrases(), given_module(self.module):
+            if not is_causal(self._run.config, self.result):
+                raise DpfedError("this model writes no text: it is a classifier")
+            return continued(self.model, self._run.config.model, prompts, max_new_tokens)
+
     @property
     def history(self) -> pandas.DataFrame:
         """The rounds as a data frame with scores, the epsilon of each observer and seconds.
@@ -130,11 +151,11 @@ class TrainedModel:
         Round 0 is the model before training. `epsilon_server_worst` and `epsilon_third_party` are
         the planned figures, `epsilon_server_max` is the most that a client has really spent.
         """
-        causal = bool(getattr(self._run.config.model, "causal", False))
+        causal = is_causal(self._run.config, self.result)
         return history_of(self.out, self.result, causal)
 
     def plot(self) -> Any:
-        """Draw accuracy and epsilon over the rounds; return the two axes of matplotlib."""
+        """Draw accuracy or perplexity, and epsilon, over the rounds; return matplotlib's axes."""
         return run_plot(self.history, self.result.get("delta"))
 
     def report(self, path: str | Path, public: bool = False) -> Path:
@@ -197,7 +218,9 @@ class TrainedModel:
             "rounds": str(result["rounds"]),
             "trained": counted(result["parameters"], "number"),
         }
-        if result["test_accuracy"] is not None:
+        if result.get("test_perplexity") is not None:
+            facts["perplexity"] = show_perplexity(result["test_perplexity"])
+        elif result["test_accuracy"] is not None:
             facts["accuracy"] = show_score(result["test_accuracy"])
         server, third_party = self.epsilon["server_worst"], self.epsilon["third_party"]
         if server is None or third_party is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,7 +10,7 @@ import typer
 
 from dpfed.cli.options import AsJson, Debug, Overrides, Target, settings_of, show
 from dpfed.cli.overview import Command, Group
-from dpfed.errors import counted
+from dpfed.errors import DpfedError, counted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,14 +18,14 @@ if TYPE_CHECKING:
     from dpfed.config import Config
     from dpfed.data.partition import Shards
     from dpfed.data.tables import Source
+    from dpfed.model.zoo.causal_records import TargetCounts
 
 HELP = "Look at data sources and partitions."
 SHOWN_CLIENTS = 20
 SHOWN_CLASSES = 12
 LONGEST_NAME = 24
 WARNING = (
-    "these are counts of private labels, read without noise: "
-    "for simulations only, never for release"
+    "these are counts of private {}, read without noise: for simulations only, never for release"
 )
 data = typer.Typer(name="data", cls=Group, help=HELP, no_args_is_help=True)
 
@@ -46,6 +47,8 @@ def describe(
 ) -> None:
     """Show the records, classes and client x label table of a configuration.
 
+    For a language model, show how many target tokens the records keep at model.max_length.
+
     Example: dpfed data describe --set data.alpha=0.1
     """
     settings = settings_of(config, overrides)
@@ -60,15 +63,23 @@ def describe(
     found = plain(settings, source, shards, counts)
     found["notes"] = data_notes(settings, source, shards)
     found["warnings"] = data_warnings(settings, source, shards)
+    targets = target_counts(settings, source)
+    if targets:
+        found["targets"] = {part: asdict(counted_part) for part, counted_part in targets.items()}
+        found["warnings"] += lost_warnings(settings, targets)
+    shown_table = table(counts, source.classes, shards.names) if source.classes else []
     lines = [
         *opening(settings, source, found["inputs"]),
-        *table(counts, source.classes, shards.names),
+        *target_lines(settings, targets),
+        *shown_table,
         sizes_line(found["sizes"], len(shards), settings.data.unit_column or "record"),
         *(f"note: {note}" for note in found["notes"]),
         *(f"warning: {warning}" for warning in found["warnings"]),
-        f"NOTE: {WARNING}",
+        f"NOTE: {found['release']}",
     ]
     if plot is not None:
+        if not source.classes:
+            raise DpfedError("--plot draws the labels of the clients, and these data have none")
         from dpfed.report.figures.plots import label_table
 
         title = f"{settings.data.name}, {rule(settings)}\nsimulation: not for release"
@@ -86,7 +97,43 @@ def label_counts(source: Source, shards: Shards) -> np.ndarray:
         np.bincount(labels[shards.of(client)], minlength=len(source.classes))
         for client in range(len(shards))
     ]
-    return np.stack(rows)
+    # Without labels, `bincount` still counts the zeros that stand in for them.
+    return np.stack(rows)[:, : len(source.classes)]
+
+
+def target_counts(settings: Config, source: Source) -> dict[str, TargetCounts]:
+    """Return the targets of training and test records; {} unless a language model is trained."""
+    from dpfed.data.language import LANGUAGE_INPUTS
+
+    model: Any = settings.model
+    if source.train.inputs.keys().isdisjoint(LANGUAGE_INPUTS) or not hasattr(model, "is_causal"):
+        return {}
+    if not model.is_causal(len(source.classes)):
+        return {}
+    parts = {"train": source.train.inputs, "test": source.test.inputs}
+    return {part: model.target_counts(inputs, part) for part, inputs in parts.items()}
+
+
+def target_lines(settings: Config, targets: dict[str, TargetCounts]) -> list[str]:
+    model: Any = settings.model
+    return [
+        f"{part}: {found.targets:,} target tokens in records of {model.max_length} tokens (longest "
+        f"before the cut: {found.longest:,}); {counted(found.shortened, 'record')} cut inside "
+        f"the targets, {found.lost:,} without any target"
+        for part, found in targets.items()
+    ]
+
+
+def lost_warnings(settings: Config, targets: dict[str, TargetCounts]) -> list[str]:
+    """Return a warning for each table with records that have no target left."""
+    model: Any = settings.model
+    return [
+        f"{found.lost:,} of {counted(found.records, f'{part} record')} have no target within "
+        f"model.max_length = {model.max_length}, so nothing is learnt from them: raise it, or "
+        "shorten the texts before the targets"
+        for part, found in targets.items()
+        if found.lost
+    ]
 
 
 def rule(settings: Config) -> str:
@@ -102,11 +149,12 @@ def opening(settings: Config, source: Source, inputs: dict[str, str]) -> list[st
     names = ", ".join(source.classes[:SHOWN_CLASSES])
     more = ", ..." if len(source.classes) > SHOWN_CLASSES else ""
     origin = "" if source.declared else " (read off the labels)"
+    classes = f"{len(source.classes)} classes{origin}: {names}{more}"
     return [
         f"{settings.data.name}: {len(source.train):,} training records of the clients, "
         f"{len(source.test):,} of the test set",
         f"each: {each}",
-        f"{len(source.classes)} classes{origin}: {names}{more}",
+        classes if source.classes else "no labels",
         f"partition: {rule(settings)}",
     ]
 
@@ -172,5 +220,5 @@ def plain(settings: Config, source: Source, shards: Shards, counts: np.ndarray) 
         },
         "unused": len(source.train) - len(shards.records),
         "table": counts.tolist(),
-        "release": WARNING,
+        "release": WARNING.format("labels" if source.classes else "records"),
     }

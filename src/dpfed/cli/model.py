@@ -108,9 +108,11 @@ def lines(found: dict[str, Any], spec: InputSpec) -> list[str]:
     shapes = {name: "x".join(map(str, s)) or "1" for name, s in found["tensors"].items()}
     sizes = {name: f"{size:,}" for name, size in found["blocks"].items()}
     up_bytes = 4 * found["uplink"]
+    # A language model has no classes.
+    classes = f" and {spec.classes} classes" if spec.classes > 1 else ""
     return [
         f"{found['model']} ({found['class']}), train = {found['train']}, for {spec.kind} of "
-        f"shape {'x'.join(map(str, spec.shape))} and {spec.classes} classes",
+        f"shape {'x'.join(map(str, spec.shape))}{classes}",
         f"{found['total']:,} parameters, of which P = {found['trainable']:,} trainable numbers in "
         f"{counted(len(shapes), 'tensor')} (with adapters)",
         "",

@@ -12,7 +12,7 @@ import typer
 
 from dpfed.cli.options import AsJson, Debug, Overrides, Target, settings_of, show
 from dpfed.errors import DpfedError, counted
-from dpfed.privacy.published import show_loss, show_score
+from dpfed.privacy.published import show_loss, show_perplexity, show_score
 
 if TYPE_CHECKING:
     from dpfed.config import Config
@@ -128,6 +128,10 @@ def closing(result: dict[str, Any]) -> list[str]:
         start = show_score(result["start_accuracy"])
         end = show_score(result["test_accuracy"])
         accuracy = f"accuracy {start} -> {end} on the server's test set"
+    if result.get("test_perplexity") is not None:
+        start = show_perplexity(result["start_perplexity"])
+        end = show_perplexity(result["test_perplexity"])
+        accuracy = f"perplexity {start} -> {end} on the server's test set"
     lines = [
         f"{accuracy} after {counted(result['rounds'], 'round')}, {result['seconds']:.1f} s",
         *warning_lines(result_warnings(result)),

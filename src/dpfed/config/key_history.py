@@ -19,6 +19,14 @@ ADDED: dict[str, Any] = {
 }
 
 
+# Defaults that became None, which means the same where it matters, by data.name and key.
+FORMER_DEFAULTS = {
+    ("text-table", "text"): "text",
+    ("text-table", "label"): "label",
+    ("hub", "label"): "label",
+}
+
+
 class Deleted(NamedTuple):
     """A deleted key.
 
@@ -100,6 +108,9 @@ def as_first_written(tables: Mapping[str, Any]) -> dict[str, Any]:
         section, _, key = full.partition(".")
         if out.get(section, {}).get(key) == meaning:
             del out[section][key]
+    for (source, key), default in FORMER_DEFAULTS.items():
+        if out.get("data", {}).get("name") == source:
+            out["data"].setdefault(key, default)
     name = out.get("algorithm", {}).get("name")
     for full, deleted in DELETED.items():
         section, _, key = full.partition(".")

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 
 from dpfed.data.cache import text_array
 from dpfed.data.files import lines_of, read_bytes, reading
+from dpfed.data.language import chats
 from dpfed.errors import DpfedError, reason
 
 LONGEST_FIELD = 1 << 27
@@ -53,15 +54,15 @@ class Columns:
             )
         return self.values[name]
 
-    def texts(self, text: str, text_pair: str | None) -> dict[str, np.ndarray]:
-        """Return the model's text inputs by name: `text`, and `text_pair` for pairs of texts.
+    def language_inputs(self, names: Mapping[str, str]) -> dict[str, np.ndarray]:
+        """Return the model's inputs: texts, pairs of texts, completions or chats.
 
-        text, text_pair  names of the columns; `text_pair` is None for single texts
+        names  name of each input's column, such as {"prompt": "question", "completion": "answer"}
         """
-        out = {"text": self._texts(text, "data.text")}
-        if text_pair is not None:
-            out["text_pair"] = self._texts(text_pair, "data.text_pair")
-        return out
+        if "messages" in names:
+            column = self.get(names["messages"], "data.messages")
+            return {"messages": chats(column, self.place)}
+        return {name: self._texts(column, f"data.{name}") for name, column in names.items()}
 
     def _texts(self, name: str, key: str) -> np.ndarray:
         """Return a column of texts as an array. Raise DpfedError for an empty text.

@@ -27,13 +27,21 @@ class Encoded:
     """Labels as class numbers.
 
     parts     class numbers `[n]` of the training table, then of the test table
-    names     names of the classes, in the order of their numbers
+    names     names of the classes, in the order of their numbers; () without labels
     declared  True if the user declared the classes, False if they were taken from the labels
     """
 
     parts: tuple[np.ndarray, ...]
     names: tuple[str, ...]
     declared: bool
+
+
+def no_labels(*records: int) -> Encoded:
+    """Return the labels of tables without labels: zeros, and no classes.
+
+    records  number of records of each table
+    """
+    return Encoded(tuple(np.zeros(n, dtype=np.int64) for n in records), (), declared=True)
 
 
 def encode(parts: Sequence[Column], classes: Classes) -> Encoded:

@@ -21,6 +21,8 @@ LABELS = ("label", "labels", "y")
 # A column of this name holds images if its first value is an image, else feature vectors.
 EITHER = "x"
 TEXT = "text"
+PROMPT = "prompt"
+CHAT = "messages"
 WAYS = (
     "a dictionary of columns, a data frame, a dataset, a pair (X, y) of arrays or a torch Dataset"
 )
@@ -100,12 +102,22 @@ def _is_data_set(value: Any) -> bool:
 
 
 def _is_record(value: Any) -> bool:
-    """Return True for one record: a pair `(x, y)` or a dictionary, with a single label or text."""
+    """Return True for one record: a pair `(x, y)` or a dictionary.
+
+    A dictionary is a record if it has a single label, text, prompt or chat.
+    """
     if isinstance(value, tuple) and len(value) == 2:
         return _is_single(value[1])
     if not isinstance(value, Mapping):
         return False
-    return any(_is_single(value[name]) for name in (*LABELS, TEXT) if name in value)
+    if _is_chat(value.get(CHAT)):
+        return True
+    return any(_is_single(value[name]) for name in (*LABELS, TEXT, PROMPT) if name in value)
+
+
+def _is_chat(value: Any) -> bool:
+    """Return True for one list of messages; a column of chats is a list of such lists."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
 
 
 def _is_single(value: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from dpfed.data.cache import text_array
+from dpfed.data.language import CHAT, TEXT, chats, forms_in, mixed, refuse_empty
 from dpfed.data.memory_columns import EITHER, columns_of, has_columns, plain
 from dpfed.data.tables import Kind
 from dpfed.errors import DpfedError
@@ -70,6 +71,9 @@ def inputs_of(
     columns: Mapping[str, Any], part: str
 ) -> tuple[dict[str, np.ndarray], Kind, set[str]]:
     """Return the model's inputs by name, their kind, and the names of the columns used."""
+    form = language_form(columns, part)
+    if form is not None:
+        return _language_inputs(columns, form, part), "text", set(form)
     singles = [(name,) for name in TEXTS]
     texts = next((c for c in (*PAIRS, *singles) if all(name in columns for name in c)), None)
     if texts is not None:
@@ -84,9 +88,35 @@ def inputs_of(
     if plain is not None:
         return {"features": _features(columns[plain], plain, part)}, "features", {plain}
     raise DpfedError(
-        f"{part} has no column that a model reads: call one {TEXTS[0]!r}, {IMAGES[0]!r} or "
-        f"{FEATURES[0]!r}; it has: {', '.join(columns)}"
+        f"{part} has no column that a model reads: call one {TEXTS[0]!r}, {CHAT[0]!r}, "
+        f"{IMAGES[0]!r} or {FEATURES[0]!r}; it has: {', '.join(columns)}"
     )
+
+
+def language_form(columns: Mapping[str, Any], part: str) -> tuple[str, ...] | None:
+    """Return the columns of completions or of chats; None if there are none.
+
+    Raise DpfedError if there are columns of several forms, such as texts and chats.
+    """
+    forms = forms_in(columns)
+    if len(forms) > 1:
+        raise mixed(forms, part, "drop the other columns")
+    return forms[0] if forms and forms[0] != TEXT else None
+
+
+def _language_inputs(
+    columns: Mapping[str, Any], form: tuple[str, ...], part: str
+) -> dict[str, np.ndarray]:
+    def place(i: int) -> str:
+        return f"row {i} of {part}"
+
+    if form == CHAT:
+        (name,) = form
+        return {name: chats(columns[name], place)}
+    inputs = {name: _strings(columns[name], name, part) for name in form}
+    for name, values in inputs.items():
+        refuse_empty(values, name, place)
+    return inputs
 
 
 def _is_picture(values: Any) -> bool:

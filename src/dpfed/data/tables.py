@@ -18,11 +18,12 @@ class Table:
     """The records of one table.
 
     inputs   arrays with one row per record, by the name of the model's argument
-    labels   class number of each record
+    labels   class number of each record; zeros if the data have no labels
     columns  other columns by name; one of them can name the client or unit of each record
 
     Images are `pixel_values` [n, channels, height, width]. Text is `text` and, for pairs,
-    `text_pair`: arrays of Python strings, which a text model turns into tokens.
+    `text_pair`; or `prompt` and `completion`; or `messages`, a chat as JSON. These are arrays of
+    Python strings, which a text model turns into tokens.
     """
 
     inputs: Mapping[str, np.ndarray]
@@ -62,7 +63,7 @@ class Source:
 
     train        the clients' private records
     test         the server's public test set
-    classes      names of the classes, in the order of their numbers
+    classes      names of the classes, in the order of their numbers; () for data without labels
     white        largest pixel value (full intensity), if pixels are integers
     declared     True if the number of classes is public, False if it was taken from the labels
     fingerprint  text that identifies the raw data in cache keys; "" if unknown
@@ -89,7 +90,8 @@ class Source:
                     raise DpfedError(
                         f"the {part} set has {len(x)} rows of {name} and {len(table)} labels"
                     )
-            expect_labels(table.labels, len(self.classes), f"the {part} set")
+            if self.classes:
+                expect_labels(table.labels, len(self.classes), f"the {part} set")
 
 
 def expect_labels(labels: np.ndarray, classes: int, label: str, remedy: str = "") -> None:

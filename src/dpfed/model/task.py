@@ -78,7 +78,8 @@ def right_class(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 CLASSIFY = Task(per_record_loss, right_class)
-# The first two scores of a causal language model are the loss and the accuracy of each record.
+# The scores of a causal language model are each record's loss, accuracy and number of targets.
+TARGETS = 2
 NEXT_TOKEN = Task(
     lambda scores, labels: scores[:, 0], lambda scores, labels: scores[:, 1], causal=True
 )

@@ -51,6 +51,13 @@ def show_score(value: float | None, places: int = 3) -> str:
     return _fixed(value, places, ROUND_HALF_EVEN)
 
 
+def show_perplexity(value: float | None) -> str:
+    """Return a perplexity with at most four digits, rounded to nearest."""
+    if value is None or not math.isfinite(value):
+        return _no_number(value)
+    return f"{value:.4g}"
+
+
 def show_percent(value: float | None, places: int = 1, sign: bool = False) -> str:
     """Return a share (0.25 for 25 %) as a percentage with `places` decimals, rounded to nearest.
 

@@ -16,13 +16,14 @@ from dpfed.config import Config
 from dpfed.errors import counted
 from dpfed.model.export_files import Companions
 from dpfed.model.given_module import GivenModule
-from dpfed.privacy.published import show_delta, show_loss, show_score
+from dpfed.privacy.published import show_delta, show_loss, show_perplexity, show_score
 from dpfed.report.statement.build import Statement, statement_of, write_statement
 from dpfed.report.statement.text import first_line, rows
 from dpfed.training.budget.recorded_spending import RecordedSpending
 from dpfed.training.budget.release import NO_PRIVACY, SEEDED
 from dpfed.training.export import ADAPTED_CONFIG, base_of, export, read_run
 from dpfed.training.job.notes import dealt_note
+from dpfed.training.result import is_causal
 from dpfed.training.run_folder.atomic_file import write_file
 from dpfed.training.run_folder.files import STATEMENT
 
@@ -42,6 +43,7 @@ MARKDOWN.filters |= {
     "counted": counted,
     "show_delta": show_delta,
     "show_loss": show_loss,
+    "show_perplexity": show_perplexity,
     "show_score": show_score,
 }
 MARKDOWN.globals |= {
@@ -66,7 +68,8 @@ def model_card(
     companions  files that are written beside the model, such as its tokenizer
     """
     inputs = result["input"]["kind"]
-    auto_class, task = _auto(config, inputs)
+    causal = is_causal(config, result)
+    auto_class, task = _auto(inputs, causal)
     statement = _statement(config, result, spending)
     return MARKDOWN.get_template("model_card.md.j2").render(
         config=config,
@@ -83,7 +86,7 @@ def model_card(
         dealt_notes=[] if spending is None or spending.served else dealt_note(config),
         own_model=config.model.name in OWN_MODELS,
         given=config.model.name == GivenModule.name,
-        causal=getattr(config.model, "causal", False),
+        causal=causal,
         auto_class=auto_class,
         task=task,
         part="image_processor" if inputs == "image" else "tokenizer",
@@ -107,9 +110,9 @@ def _is_hub_name(weights: str | None) -> bool:
     return weights not in (None, "random") and not Path(weights).expanduser().exists()
 
 
-def _auto(config: Config, inputs: str) -> tuple[str, str]:
-    """Return the names of the model's Auto class and pipeline task in transformers."""
-    if getattr(config.model, "causal", False):
+def _auto(inputs: str, causal: bool) -> tuple[str, str]:
+    """Return two names of transformers for the model: its Auto class, its pipeline task."""
+    if causal:
         return "AutoModelForCausalLM", "text-generation"
     if inputs == "text":
         return "AutoModelForSequenceClassification", "text-classification"

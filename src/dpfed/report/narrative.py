@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpfed.errors import counted
-from dpfed.privacy.published import show_loss, show_percent
+from dpfed.privacy.published import show_loss, show_percent, show_perplexity
 from dpfed.report.figures.figure import joined, short
 from dpfed.report.run_reader import Group, RunData, number
 from dpfed.report.statement.text import first_line, rows
@@ -95,11 +95,11 @@ def best_group(groups: Sequence[Group]) -> Group | None:
 
 
 def cards(groups: Sequence[Group]) -> list[Card]:
-    """Return the cards at the top of the page: accuracy, epsilon of both views, bytes sent."""
+    """Return the cards at the top of the page: the score, both views' epsilon, bytes sent."""
     group = best_group(groups)
     if group is None:
         return []
-    out = [_accuracy_card(group, len(groups) > 1), *_epsilon_cards(group)]
+    out = [_score_card(group, len(groups) > 1), *_epsilon_cards(group)]
     traffic = group.first("traffic")
     if isinstance(traffic, dict) and number(traffic.get("up_bytes")) is not None:
         note = f"by a client in a round; it receives {size(traffic.get('down_bytes', 0))}"
@@ -107,7 +107,17 @@ def cards(groups: Sequence[Group]) -> list[Card]:
     return out
 
 
-def _accuracy_card(group: Group, named: bool) -> Card:
+def _score_card(group: Group, named: bool) -> Card:
+    """Return the card with the accuracy, or with the perplexity of a language model."""
+    found = [number(run.result.get("test_perplexity")) for run in group.runs]
+    reached = [value for value in found if value is not None]
+    if reached:
+        notes = [group.label] if named else []
+        notes.append("one seed" if len(reached) == 1 else f"mean of {len(reached)} seeds")
+        before = number(group.first("start_perplexity"))
+        notes.append(f"{show_perplexity(before)} before training")
+        mean = sum(reached) / len(reached)
+        return Card("Perplexity", show_perplexity(mean), "; ".join(notes))
     row = Row(label=group.label, accuracies=group.accuracies)
     start = number(group.first("start_accuracy"))
     notes = [group.label] if named else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from dpfed.config import Config
 from dpfed.privacy.accounting.guarantee import assumptions
 from dpfed.training.budget.release import NO_PRIVACY, SEEDED
 from dpfed.training.budget.spending import Spending
+from dpfed.training.evaluation import perplexity
 from dpfed.training.job.job import Job
 from dpfed.training.job.message_size import traffic
 from dpfed.training.job.plan import client_names
@@ -54,6 +56,7 @@ def result_of(
         "test_loss": loss,
         "test_records": len(job.test.labels),
         "start_accuracy": first.accuracy,
+        **({} if job.model.classifies else perplexities(first, last)),
         "epsilon": spending.figures(),
         "delta": job.config.privacy.delta if job.plan.private else None,
         "sigma": [float(sigmas.min()), float(sigmas.max())] if np.ptp(sigmas) else float(sigmas[0]),
@@ -64,6 +67,7 @@ def result_of(
         "client_names": client_names(job.config) if job.served else list(job.shards.names),
         "largest_client": int(job.plan.sizes.max()),
         "records": int(job.plan.sizes.sum()),
+        "task": "classification" if job.model.classifies else "causal",
         "classes": list(job.classes),
         "input": asdict(job.spec),
         "parameters": job.space.size,
@@ -77,6 +81,21 @@ def result_of(
     if job.plan.private and job.schedule.cap is not None:
         result["max_rounds_per_client"] = job.schedule.cap
     return result | ({"served": True} if job.served else {})
+
+
+def perplexities(first: Round, last: Round) -> dict[str, float | None]:
+    return {
+        "test_perplexity": perplexity(last.loss),
+        "start_perplexity": perplexity(first.loss),
+    }
+
+
+def is_causal(config: Config, result: Mapping[str, Any]) -> bool:
+    """Return True if the run trained a language model; results of old versions do not say so."""
+    task = result.get("task")
+    if task is None:
+        return bool(config.model.name == "auto-causal")
+    return bool(task == "causal")
 
 
 def guarantee(job: Job) -> str:

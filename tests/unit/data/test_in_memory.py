@@ -251,10 +251,10 @@ def test_columns_of_no_use_are_left_out() -> None:
         (3, "must be a dictionary of columns, a data frame, .* or a torch Dataset, not int"),
         ([1, 2], "not list"),
         ({}, "no column called label or labels or y"),
-        ({"text": ["a"]}, "no column called label .* it has: text"),
+        ({"sentence": ["a"]}, "no column called label .* it has: sentence"),
         (
             {"label": [0]},
-            "no column that a model reads: call one 'text', 'image' or 'features'; it has: label",
+            "no column that a model reads: call one 'text', 'messages', .* it has: label",
         ),
         ({"text": [], "label": []}, "must be a non-empty list with one label for each record"),
         ({"text": ["a"], "label": [0.5]}, r"row 0 of train has no usable label: 0\.5"),
@@ -265,7 +265,7 @@ def test_columns_of_no_use_are_left_out() -> None:
             "must be a non-empty list with one label for each record",
         ),
         ({"text": ["a"], "label": [-1]}, "row 0 of train has label -1: number the classes 0, 1, 2"),
-        ({"text": ["a", "b"], "label": [0]}, "train has 1 labels and 2 of text"),
+        ({"text": ["a", "b"], "label": [0]}, "train has 1 records and 2 of text"),
         (
             {"text": ["a", None], "label": [0, 1]},
             "row 1 of the column text of train is no text but NoneType",

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from sklearn.metrics import accuracy_score, confusion_matrix, precision_recall_fscore_support
 
 from dpfed.cli.run import closing
+from dpfed.model.task import NEXT_TOKEN
 from dpfed.privacy.record_batch import Records
 from dpfed.training.callbacks.activity import ignore
-from dpfed.training.evaluation import class_scores, confusion, task_metrics
+from dpfed.training.evaluation import class_scores, confusion, evaluate, task_metrics
 
 
 def job_of(
@@ -125,5 +126,35 @@ def test_a_constant_answer_is_reported() -> None:
     assert not any("every" in line for line in closing(result))
 
 
-def test_a_language_model_has_no_class_scores() -> None:
-    assert task_metrics(job_of([0], [0], 1, classifies=False), THETA) == {}
+def language_job(scores: list[list[float]], **inputs: list[int]) -> Any:
+    """Return a job of a language model with these losses, accuracies and numbers of targets."""
+    given = torch.tensor(scores)
+    records = {"row": torch.arange(len(given)), **{k: torch.tensor(v) for k, v in inputs.items()}}
+    model = SimpleNamespace(
+        scores=lambda theta, inputs: given[inputs["row"]],
+        classifies=False,
+        loss=NEXT_TOKEN.loss,
+        correct=NEXT_TOKEN.correct,
+        records_at_once=lambda device: 2,
+    )
+    test = Records(records, torch.zeros(len(given), dtype=torch.int64))
+    device = torch.device("cpu")
+    return SimpleNamespace(model=model, test=test, device=device, on_activity=ignore)
+
+
+def test_a_language_model_is_scored_by_its_targets() -> None:
+    """Three records with 1, 3 and 0 targets; of the 4 targets, 1 + 1 are right."""
+    scores = [[2.0, 1.0, 1.0], [1.0, 1 / 3, 3.0], [0.0, 0.0, 0.0]]
+    job = language_job(scores)
+    # (1 * 2.0 + 3 * 1.0) / 4 and (1 + 1) / 4
+    assert evaluate(job, THETA) == pytest.approx((0.5, 1.25))
+    expected = {"perplexity": np.exp(1.25), "token_accuracy": 0.5, "record_loss": 1.5}
+    assert task_metrics(job, THETA) == pytest.approx(expected)
+    job = language_job(scores, target_mask=[0, 0, 0])
+    assert task_metrics(job, THETA)["exact_match"] == 0.5
+
+
+def test_a_language_model_without_targets_has_no_scores() -> None:
+    job = language_job([[0.0, 0.0, 0.0]])
+    assert evaluate(job, THETA) == (None, None)
+    assert task_metrics(job, THETA) == {}

@@ -98,5 +98,11 @@ def test_settings_keep_the_format_of_version_0_1() -> None:
     assert as_first_written({"algorithm": {"name": "dp-fedavg"}}) == {
         "algorithm": {"name": "dp-fedavg"}
     }
+    # A table of texts had these columns by default; now they are found.
+    found = {"data": {"name": "text-table", "clients": 3}}
+    stated = {"data": {**found["data"], "text": "text", "label": "label"}}
+    assert as_first_written(found) == as_first_written(stated)
+    other = {"data": {**stated["data"], "label": ""}}
+    assert as_first_written(found) != as_first_written(other)
     assert as_first_written({"privacy": {"isolation": "exact"}})["privacy"]["isolation"] == "exact"
     assert config.algorithm == DPFedAdamW(lr=config.algorithm.lr)

@@ -115,15 +115,17 @@ def test_a_language_model_runs_and_is_scored_by_its_tokens(tmp_path: Path) -> No
     job = prepare(config, texts(labelled=False))
     accuracy, loss = evaluate(job, job.theta)
     model = GPT2LMHeadModel.from_pretrained(tmp_path / "model").eval()
-    losses, right = [], []
+    losses, right, targets = [], [], []
     for text in texts(labelled=False).test.inputs["text"]:
         ids = torch.tensor([[WORDS.index(w) for w in text.split()]])
         with torch.no_grad():
             out = model(input_ids=ids, labels=ids)
         losses.append(float(out.loss))
         right.append(float((out.logits[0, :-1].argmax(-1) == ids[0, 1:]).float().mean()))
-    assert loss == pytest.approx(np.mean(losses), rel=1e-5)
-    assert accuracy == pytest.approx(np.mean(right), abs=1e-6)
+        targets.append(ids.shape[1] - 1)
+    # Scores are means over target tokens, not over records.
+    assert loss == pytest.approx(np.average(losses, weights=targets), rel=1e-5)
+    assert accuracy == pytest.approx(np.average(right, weights=targets), abs=1e-6)
     result = run(config, tmp_path / "out", source=texts(labelled=False))
     # The weights have changed.
     assert result["test_loss"] != pytest.approx(loss, rel=1e-4)
@@ -147,9 +149,7 @@ def test_tokens_are_cached_by_data_and_encoding(
     source = replace(texts(labelled=True), fingerprint="these texts")
     calls: list[int] = []
     encode = type(section).encode
-    monkeypatch.setattr(
-        type(section), "encode", lambda self, inputs: calls.append(1) or encode(self, inputs)
-    )
+    monkeypatch.setattr(type(section), "encode", lambda *given: calls.append(1) or encode(*given))
     first, again = tokenised(section, source), tokenised(section, source)
     # Each of the two tables once.
     assert len(calls) == 2

@@ -7,7 +7,8 @@
     test_split = "validation"
 
 Set `data.text` (and `data.text_pair`) to the columns with texts, or `data.image` to the column with
-images. This source never runs code that a data set on the hub contains.
+images. A language model also reads `data.prompt` and `data.completion`, or `data.messages`. This
+source never runs code that a data set on the hub contains.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from dpfed.config import DataSection
 from dpfed.data.cache import Arrays, cached, key_of
 from dpfed.data.columns import Columns
 from dpfed.data.images import Colour, decode_all
-from dpfed.data.labels import Column, encode
+from dpfed.data.labels import Column, Encoded, encode, no_labels
+from dpfed.data.language import LABEL, input_columns, label_column, stated_columns
 from dpfed.data.tables import Kind, Source, Table
 from dpfed.errors import DpfedError, reason
 
@@ -41,8 +43,15 @@ class Hub(DataSection):
     test_split: Annotated[str, "split with the server's test set"] = "test"
     text: Annotated[str | None, "column with the text"] = None
     text_pair: Annotated[str | None, "column with a second text, for pairs"] = None
+    prompt: Annotated[str | None, "column with the prompt of a completion"] = None
+    completion: Annotated[str | None, "column with the completion, which alone is learnt"] = None
+    messages: Annotated[
+        str | None, "column with a chat, of which the assistant's messages are learnt"
+    ] = None
     image: Annotated[str | None, "column with the image"] = None
-    label: Annotated[str, "column with the label"] = "label"
+    label: Annotated[
+        str | None, 'column with the label; "": there is none; default: "label" if there is one'
+    ] = None
     size: Annotated[
         int | None, Ge(1), Le(4096), "images: resize the shorter side to this and crop the middle"
     ] = None
@@ -59,9 +68,11 @@ class Hub(DataSection):
                 'data.name = "hub" loads a data set: set data.dataset to its name on the hub or to '
                 "a folder"
             )
-        if (self.text is None) == (self.image is None):
+        reads_text = any(stated_columns(self).values())
+        if reads_text == (self.image is not None):
             raise DpfedError(
-                "set exactly one of data.text and data.image to the column that the model reads"
+                "set exactly one of data.text and data.image to the column that the model reads, "
+                "or data.messages or data.prompt and data.completion"
             )
         if self.train_split == self.test_split:
             raise DpfedError(
@@ -77,17 +88,17 @@ class Hub(DataSection):
             for split, part in zip(splits, (self.train_split, self.test_split), strict=True)
         ]
         fingerprint = self._fingerprint(splits)
-        labels = encode(
-            [Column(t.get(self.label, "data.label"), t.places()) for t in tables],
-            self.classes or declared_names(splits[0], self.label),
-        )
-        kind: Kind = "image"
-        if self.text is None:
+        label = label_column(self, tables[0].values)
+        labels = self._labels(splits[0], tables, label)
+        kind: Kind = "text"
+        used = {self.image, label}
+        if self.image is not None:
+            kind = "image"
             inputs = self._images(splits, tables, fingerprint)
         else:
-            kind = "text"
-            inputs = [table.texts(self.text, self.text_pair) for table in tables]
-        used = {self.text, self.text_pair, self.image, self.label}
+            names = input_columns(stated_columns(self), tables[0].values, tables[0].label)
+            inputs = [table.language_inputs(names) for table in tables]
+            used |= set(names.values())
         columns = tables[0].other_columns(used, self.client_column, self.unit_column)
         return Source(
             train=Table(inputs[0], labels.parts[0], columns),
@@ -98,10 +109,19 @@ class Hub(DataSection):
             fingerprint=fingerprint,
         )
 
+    def _labels(self, train: Any, tables: list[Columns], label: str | None) -> Encoded:
+        """Return the labels of both tables; only language data may have none."""
+        if label is None and self.image is None:
+            return no_labels(*(len(table.rows) for table in tables))
+        name = label or LABEL
+        columns = [Column(t.get(name, "data.label"), t.places()) for t in tables]
+        return encode(columns, self.classes or declared_names(train, name))
+
     def _fingerprint(self, splits: list[Any]) -> str:
         """Return a hash of the splits and options; "" if the library does not identify a split."""
         marks = [str(getattr(split, "_fingerprint", "")) for split in splits]
-        options = [self.text, self.text_pair, self.image, self.size, self.colour]
+        inputs = list(stated_columns(self).values())
+        options = [*inputs, self.image, self.size, self.colour]
         if not all(marks):
             return ""
         return key_of(self.name, VERSION, (), {"marks": marks, "options": options})

@@ -15,7 +15,8 @@ import numpy as np
 
 from dpfed.config import DataSection
 from dpfed.data.columns import is_missing
-from dpfed.data.labels import Column, Encoded, encode
+from dpfed.data.labels import Column, Encoded, encode, no_labels
+from dpfed.data.language import forms_in
 from dpfed.data.memory_columns import LABELS, client_data, columns_of, joined
 from dpfed.data.memory_inputs import array_of, inputs_of, pick
 from dpfed.data.tables import Kind, Source, Table
@@ -139,6 +140,8 @@ def _given(data: Any, part: str) -> _Given:
 
 def _labels(train: _Given, test: _Given, classes: Sequence[str] | int | None) -> Encoded:
     """Return the class numbers of the training and test labels, which are names or numbers."""
+    if classes is None and _has_no_labels(train):
+        return no_labels(*(_rows(given) for given in (train, test)))
     parts = [_label_column(given) for given in (train, test)]
     columns = [column for column, _ in parts]
     if classes is not None:
@@ -156,6 +159,19 @@ def _labels(train: _Given, test: _Given, classes: Sequence[str] | int | None) ->
     for column in columns:
         _refuse_negative(column)
     return encode(columns, None)
+
+
+def _has_no_labels(given: _Given) -> bool:
+    """Return True for texts, completions or chats without a column of labels."""
+    return pick(given.columns, LABELS) is None and bool(forms_in(given.columns))
+
+
+def _rows(given: _Given) -> int:
+    """Return the number of records of language data."""
+    forms = forms_in(given.columns)
+    if not forms:
+        inputs_of(given.columns, given.part)
+    return len(given.columns[forms[0][0]])
 
 
 def _declared(classes: Sequence[str] | int) -> tuple[str, ...] | int:
@@ -214,7 +230,7 @@ def _table(given: _Given, labels: np.ndarray) -> tuple[Table, Kind]:
     inputs, kind, used = inputs_of(columns, part)
     for name, values in inputs.items():
         if len(values) != len(labels):
-            raise DpfedError(f"{part} has {len(labels)} labels and {len(values)} of {name}")
+            raise DpfedError(f"{part} has {len(labels)} records and {len(values)} of {name}")
     used |= {str(pick(columns, LABELS))}
     rest = {
         name: array_of(values)

@@ -1,5 +1,7 @@
 """A user's own texts: a CSV, TSV, JSONL or Parquet table with a column of texts and one of labels.
 
+For language models a table has no labels: its records are texts, completions or chats.
+
     [data]
     name = "text-table"
     path = "private.csv"       # the clients' records
@@ -22,13 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 from annotated_types import Ge
 
 from dpfed.config import DataSection
 from dpfed.data.columns import Columns, read_columns
 from dpfed.data.files import reading
-from dpfed.data.labels import Column, Encoded, encode
+from dpfed.data.labels import Column, Encoded, encode, no_labels
+from dpfed.data.language import input_columns, label_column, stated_columns
 from dpfed.data.tables import Source, Table
 from dpfed.errors import DpfedError
 
@@ -39,11 +41,16 @@ Count = Annotated[int, Ge(2)]
 class TextTable(DataSection):
     name: str = "text-table"
     test_path: Annotated[str | None, "table with the server's public test set"] = None
-    text: Annotated[str, "column with the text"] = "text"
+    text: Annotated[str | None, 'column with the text; default: "text" if there is one'] = None
     text_pair: Annotated[str | None, "column with a second text, for pairs"] = None
-    label: Annotated[str, 'column with the label; "" if there is none, as for language models'] = (
-        "label"
-    )
+    prompt: Annotated[str | None, "column with the prompt of a completion"] = None
+    completion: Annotated[str | None, "column with the completion, which alone is learnt"] = None
+    messages: Annotated[
+        str | None, "column with a chat, of which the assistant's messages are learnt"
+    ] = None
+    label: Annotated[
+        str | None, 'column with the label; "": there is none; default: "label" if there is one'
+    ] = None
     classes: Annotated[
         tuple[str, ...] | Count | None,
         "names of the classes, or how many; default: as the labels show",
@@ -62,9 +69,11 @@ class TextTable(DataSection):
                     "data.test_path is data.path: the test set is public and must be other records"
                 )
         train, test = (read_columns(path) for path in paths)
-        labels = self._labels(train, test)
-        inputs = [table.texts(self.text, self.text_pair) for table in (train, test)]
-        used = {self.text, self.text_pair, self.label}
+        names = input_columns(stated_columns(self), train.values, train.label)
+        label = label_column(self, train.values)
+        labels = self._labels(train, test, label)
+        inputs = [table.language_inputs(names) for table in (train, test)]
+        used = {*names.values(), label}
         columns = train.other_columns(used, self.client_column, self.unit_column)
         return Source(
             train=Table(inputs[0], labels.parts[0], columns),
@@ -72,7 +81,7 @@ class TextTable(DataSection):
             classes=labels.names,
             kind="text",
             declared=labels.declared,
-            fingerprint=self._fingerprint(paths),
+            fingerprint=self._fingerprint(paths, names),
             notes=tuple(
                 f"{table.label} is read with a {table.separator} between columns"
                 for table in (train, test)
@@ -80,19 +89,18 @@ class TextTable(DataSection):
             ),
         )
 
-    def _labels(self, train: Columns, test: Columns) -> Encoded:
-        if not self.label:
-            zeros = tuple(np.zeros(len(t.rows), dtype=np.int64) for t in (train, test))
-            return Encoded(zeros, ("text",), declared=True)
-        parts = [Column(t.get(self.label, "data.label"), t.places()) for t in (train, test)]
+    def _labels(self, train: Columns, test: Columns, label: str | None) -> Encoded:
+        if label is None:
+            return no_labels(len(train.rows), len(test.rows))
+        parts = [Column(t.get(label, "data.label"), t.places()) for t in (train, test)]
         return encode(parts, self.classes)
 
-    def _fingerprint(self, paths: list[Path]) -> str:
-        """Return a hash of both files and of the names of the text columns.
+    def _fingerprint(self, paths: list[Path], names: dict[str, str]) -> str:
+        """Return a hash of both files and of the names of the columns that the model reads.
 
         The files are hashed on each call, because users' tables are small.
         """
-        digest = hashlib.sha256(json.dumps([self.text, self.text_pair]).encode())
+        digest = hashlib.sha256(json.dumps(sorted(names.items())).encode())
         for path in paths:
             with reading(path), path.open("rb") as stream:
                 digest.update(hashlib.file_digest(stream, "sha256").digest())

@@ -11,11 +11,11 @@ from dpfed.config import Config, load
 from dpfed.errors import DpfedError
 from dpfed.federation.links import client_keys
 from dpfed.federation.server.server import Log, federation_of, served
-from dpfed.privacy.published import show_score
 from dpfed.registry import registry
 from dpfed.training.backends.base import RemoteBackend
 from dpfed.training.backends.execution import Served, Stop, never_stop
 from dpfed.training.callbacks.base import Callback, OnStart
+from dpfed.training.callbacks.progress import round_score
 from dpfed.training.job.job import Job
 from dpfed.training.job.plan import client_names
 from dpfed.training.open_run import Mode
@@ -95,10 +95,14 @@ class RoundLines(Callback):
     def __init__(self, rounds: int, say: Log) -> None:
         self._rounds = rounds
         self._say = say
+        self._causal = False
+
+    def on_start(self, job: Job) -> None:
+        self._causal = not job.model.classifies
 
     def on_round(self, round: Round) -> None:
-        accuracy = "-" if round.accuracy is None else show_score(round.accuracy)
-        self._say(f"round {round.t}/{self._rounds}  accuracy {accuracy}  {round.seconds:.1f} s")
+        score = round_score(round, self._causal)
+        self._say(f"round {round.t}/{self._rounds}  {score}  {round.seconds:.1f} s")
 
 
 def serve(config: str, out: Path, grid: Grid, keys: Path, say: Log) -> dict[str, Any]:

@@ -77,7 +77,8 @@ def _records_near(
     theta: Tensor, inputs: Batch, classes: int, generator: torch.Generator
 ) -> _Records:
     client = torch.tensor([0, 1, 0], device=theta.device)
-    labels = (torch.arange(RECORDS) % classes).to(theta.device)
+    # A language model has no classes, and its loss reads no labels.
+    labels = (torch.arange(RECORDS) % max(classes, 1)).to(theta.device)
     return _Records(_moved(theta, generator), client, inputs, labels)
 
 

@@ -1,9 +1,10 @@
-"""Result of building a model: its module, heads, input preparation and task."""
+"""Result of building a model: its module, heads, input preparation and task; and its dropout."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -13,6 +14,26 @@ from dpfed.model.task import CLASSIFY, InputSpec, Task
 
 Prepare = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 ATTENTION_DROPOUT = ("attention_probs_dropout_prob", "attn_pdrop", "attention_dropout")
+# Configuration keys by which models set the dropout of hidden layers and of the head.
+DROPOUT = (
+    "hidden_dropout_prob",
+    "hidden_dropout",
+    "dropout",
+    "resid_pdrop",
+    "embd_pdrop",
+    "emb_pdrop",
+    "activation_dropout",
+    "embed_dropout",
+    "embedding_dropout",
+    "resid_dropout",
+    "residual_dropout",
+    "mlp_dropout",
+    "pooler_dropout",
+    "classifier_dropout",
+    "classifier_dropout_prob",
+    "seq_classif_dropout",
+    "summary_first_dropout",
+)
 
 
 @dataclass(frozen=True)
@@ -61,3 +82,28 @@ def zero_head(head: nn.Module, name: str) -> None:
             f"the head {name} is a {type(head).__name__} without a linear layer: use another model"
         )
     zero(linear[-1])
+
+
+def set_dropout(config: Any, rate: float) -> None:
+    """Set the dropout of hidden layers and of the head to `rate`, and inside attention to 0."""
+    for name in (*DROPOUT, *ATTENTION_DROPOUT):
+        if getattr(config, name, None) is not None:
+            setattr(config, name, 0.0 if name in ATTENTION_DROPOUT else rate)
+
+
+def refuse_other_dropout(model: nn.Module, rate: float) -> None:
+    """Raise DpfedError if the model's dropout layers do not follow `model.dropout` = `rate`.
+
+    Each layer must have this rate or 0. If the rate is not 0, at least one layer must have it.
+    """
+    found = {
+        name: layer.p for name, layer in model.named_modules() if isinstance(layer, nn.Dropout)
+    }
+    other = next((name for name, p in found.items() if p not in (rate, 0.0)), None)
+    if other is not None:
+        raise DpfedError(
+            f"model.dropout = {rate:g} does not reach {other} of {type(model).__name__}: "
+            "leave it out"
+        )
+    if rate and rate not in found.values():
+        raise DpfedError(f"model.dropout: {type(model).__name__} has no dropout, leave it out")

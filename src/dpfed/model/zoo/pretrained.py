@@ -85,6 +85,19 @@ def config_of(weights: str, **changes: Any) -> Any:
         ) from None
 
 
+def generates(weights: str | None) -> bool:
+    """Return True if the weights are those of a causal language model, by their configuration.
+
+    Sentence encoders are no language models, whatever class their configuration names.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if weights is None or json_beside(weights, "modules.json") is not None:
+        return False
+    stated = getattr(config_of(weights), "architectures", None) or ()
+    return not set(stated).isdisjoint(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+
+
 def know_pooled() -> None:
     """Register the pooled classifier with transformers.
 

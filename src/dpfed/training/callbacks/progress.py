@@ -18,9 +18,10 @@ from rich.progress import (
 )
 
 from dpfed.errors import counted
-from dpfed.privacy.published import show_loss, show_score
+from dpfed.privacy.published import show_loss, show_perplexity, show_score
 from dpfed.training.callbacks.activity import Activity
 from dpfed.training.callbacks.base import Callback
+from dpfed.training.evaluation import perplexity
 from dpfed.training.job.job import Job
 from dpfed.training.job.message_size import traffic
 from dpfed.training.result import guarantee
@@ -86,11 +87,12 @@ class ProgressDisplay(Display, Callback):
             TextColumn("round"),
             MofNCompleteColumn(),
             BarColumn(),
-            TextColumn("accuracy {task.fields[accuracy]}  epsilon {task.fields[epsilon]}"),
+            TextColumn("{task.fields[score]}  epsilon {task.fields[epsilon]}"),
             TimeRemainingColumn(),
             TextColumn("[dim]{task.fields[activity]}"),
         ]
-        super().__init__(columns, rounds, accuracy="", epsilon="", activity="")
+        super().__init__(columns, rounds, score="", epsilon="", activity="")
+        self._causal = False
         self._show_warnings = show_warnings
         self._rounds = rounds
         self._clock = clock
@@ -106,6 +108,7 @@ class ProgressDisplay(Display, Callback):
         super().say(*lines)
 
     def on_start(self, job: Job) -> None:
+        self._causal = not job.model.classifies
         self.say(*summary(job), *(f"note: {note}" for note in job.notes))
         if self._show_warnings:
             self.say(*warning_lines(job.warnings))
@@ -122,14 +125,26 @@ class ProgressDisplay(Display, Callback):
         """Show a completed round; a plain log prints only about ROUND_LINES rounds of a run."""
         shown = {}
         if round.accuracy is not None:
-            shown["accuracy"] = show_score(round.accuracy)
+            shown["score"] = round_score(round, self._causal)
         if round.epsilon is not None:
             shown["epsilon"] = show_loss(round.epsilon, 2)
         if self._update(completed=round.t, **shown):
             return
         if round.t % max(1, self._rounds // ROUND_LINES) == 0 or round.t == self._rounds:
-            scores = f"accuracy {shown.get('accuracy', '-')}  epsilon {shown.get('epsilon', '-')}"
+            score = round_score(round, self._causal)
+            scores = f"{score}  epsilon {shown.get('epsilon', '-')}"
             self.say(f"round {round.t}/{self._rounds}  {scores}  {round.seconds:.1f} s")
+
+
+def round_score(round: Round, causal: bool) -> str:
+    """Return the name and the value of a round's main score, such as "accuracy 0.912".
+
+    causal  True for a language model, whose main score is the perplexity
+    """
+    if causal:
+        value = perplexity(round.loss)
+        return f"perplexity {'-' if value is None else show_perplexity(value)}"
+    return f"accuracy {'-' if round.accuracy is None else show_score(round.accuracy)}"
 
 
 def summary(job: Job) -> list[str]:

@@ -11,6 +11,7 @@ import torch
 
 from dpfed.config import Config, ModelSection, refuse_idle_augmentations
 from dpfed.data.cache import cached, key_of
+from dpfed.data.language import LANGUAGE_INPUTS
 from dpfed.data.partition import Shards, partition
 from dpfed.data.tables import Published, Source, Table
 from dpfed.errors import DpfedError, phrase
@@ -91,7 +92,7 @@ def tokenised(section: ModelSection, source: Source) -> Source:
 
     A source without texts is returned unchanged.
     """
-    if "text" not in source.train.inputs:
+    if source.train.inputs.keys().isdisjoint(LANGUAGE_INPUTS):
         return source
     coder: Any = section
     if not hasattr(section, "encode"):
@@ -99,15 +100,47 @@ def tokenised(section: ModelSection, source: Source) -> Source:
             f"model.name = {section.name!r} does not read text: choose a language model for this "
             "data"
         )
+    refuse_unclear_task(section, source)
 
     def encoded(part: str, raw: Table) -> Table:
         if not source.fingerprint:
-            return replace(raw, inputs=coder.encode(raw.inputs))
+            return replace(raw, inputs=coder.encode(raw.inputs, part))
         facts = {"data": source.fingerprint, "part": part, "encoding": coder.encoding}
         key = key_of("tokens", 1, options=facts)
-        return replace(raw, inputs=cached(key, lambda: coder.encode(raw.inputs)))
+        return replace(raw, inputs=cached(key, lambda: coder.encode(raw.inputs, part)))
 
-    return replace(source, train=encoded("train", source.train), test=encoded("test", source.test))
+    test = encoded("test", source.test)
+    targets = test.inputs.get("target_mask")
+    # The first token of a record follows no other token, so it is never predicted.
+    if targets is not None and not targets[:, 1:].any():
+        raise DpfedError(
+            f"no test record has a target within model.max_length = {coder.max_length}: raise it, "
+            "or shorten the texts before the targets"
+        )
+    return replace(source, train=encoded("train", source.train), test=test)
+
+
+def refuse_unclear_task(section: ModelSection, source: Source) -> None:
+    """Raise DpfedError if model and data together do not say what is learnt: labels or texts."""
+    model: Any = section
+    classes = len(source.classes)
+    if model.is_causal(classes):
+        return
+    if classes and model.causal and model.task is None:
+        raise DpfedError(
+            f"model.weights = {model.weights!r} is a language model and the data have labels: set "
+            'model.task to "causal" to learn the texts, or to "classification" to learn the labels'
+        )
+    if not classes:
+        raise DpfedError(
+            f"model.name = {model.name!r} with these weights learns labels, and the data have "
+            "none: name the column with the labels, or choose a causal language model"
+        )
+    if "text" not in source.train.inputs:
+        raise DpfedError(
+            f"a classifier reads a column of texts, and the data have "
+            f"{' and '.join(source.train.inputs)}: choose a causal language model"
+        )
 
 
 def shards_for(config: Config, source: Source, streams: Streams) -> Shards:
@@ -167,7 +200,7 @@ def spec_of(source: Source, section: ModelSection | None = None) -> InputSpec:
     For texts that are not yet tokens, `section` states the length in tokens.
     """
     name, x = next(iter(source.train.inputs.items()))
-    if name == "text":
+    if name in LANGUAGE_INPUTS:
         return _text_spec(section, len(source.classes))
     kind: Any = "text" if name == "input_ids" else source.kind
     return InputSpec(kind, name, tuple(x.shape[1:]), len(source.classes), source.white)

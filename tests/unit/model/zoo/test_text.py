@@ -29,13 +29,13 @@ from dpfed.errors import DpfedError
 from dpfed.model.build import block_sizes, describe_space
 from dpfed.model.per_sample.head_features import HeadSplit, split
 from dpfed.model.task import InputSpec
+from dpfed.model.zoo.built import refuse_other_dropout
 from dpfed.model.zoo.text import (
     PACKAGE,
     AutoCausal,
     AutoText,
     MiniLM,
     RobertaBase,
-    refuse_other_dropout,
 )
 from dpfed.model.zoo.text_inputs import additive, tokens
 
@@ -289,7 +289,7 @@ def test_encode_in_chunks_and_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     model = section(tokenizer(tmp_path))
     texts = {"text": strings("a", "good", "bad film", "so", "a film")}
     whole = model.encode(texts)
-    monkeypatch.setattr("dpfed.model.zoo.text.TEXTS_PER_CALL", 2)
+    monkeypatch.setattr("dpfed.model.zoo.text_inputs.TEXTS_PER_CALL", 2)
     again = model.encode(texts)
     assert all(np.array_equal(whole[k], again[k]) for k in whole)
     assert {k: v.shape for k, v in model.encode({"text": strings()}).items()} == {

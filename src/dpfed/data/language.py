@@ -1,0 +1,129 @@
+"""Choose and check the columns of language data: texts, prompts with completions, or chats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from dpfed.data.cache import text_array
+from dpfed.errors import DpfedError
+
+# The inputs of a record, and the usual names of their columns.
+Form = tuple[str, ...]
+TEXT: Form = ("text",)
+COMPLETION: Form = ("prompt", "completion")
+CHAT: Form = ("messages",)
+# Inputs that need a tokenizer; the first input of a table tells which of them it has.
+LANGUAGE_INPUTS = ("text", "prompt", "messages")
+# Usual name of the column with the labels.
+LABEL = "label"
+Place = Callable[[int], str]
+
+
+def input_columns(
+    stated: Mapping[str, str | None], found: Collection[str], label: str
+) -> dict[str, str]:
+    """Return the name of each input's column: those that the user states, else the usual ones.
+
+    stated  column names by input, such as {"prompt": "question"}; None for inputs without a key
+    found   names of the table's columns
+    label   the table in messages
+    """
+    given = {name: column for name, column in stated.items() if column is not None}
+    forms = [form for form in (TEXT, COMPLETION, CHAT) if not given.keys().isdisjoint(form)]
+    if not forms and "text_pair" in given:
+        forms = [TEXT]
+    if not forms:
+        forms = forms_in(found) or [TEXT]
+    if len(forms) > 1:
+        raise mixed(forms, label, "set only the keys of one of them, such as data.text")
+    names = {name: given.get(name, name) for name in forms[0]}
+    if "text_pair" in given:
+        if forms[0] != TEXT:
+            raise DpfedError(f"data.text_pair has no effect with {forms[0][0]}: leave it out")
+        names["text_pair"] = given["text_pair"]
+    return names
+
+
+def stated_columns(section: Any) -> dict[str, str | None]:
+    """Return the column of each input that a section states; None for keys that are not set."""
+    inputs = (*TEXT, "text_pair", *COMPLETION, *CHAT)
+    return {name: getattr(section, name) for name in inputs}
+
+
+def label_column(section: Any, found: Collection[str]) -> str | None:
+    """Return the name of the column with the labels; None if the data have no labels.
+
+    found  names of the table's columns
+    """
+    if section.label is None:
+        return LABEL if LABEL in found or section.classes is not None else None
+    return section.label or None
+
+
+def forms_in(columns: Collection[str]) -> list[Form]:
+    """Return the forms of language data whose usual columns are all there."""
+    return [form for form in (TEXT, COMPLETION, CHAT) if set(form) <= set(columns)]
+
+
+def mixed(forms: Iterable[Form], label: str, remedy: str) -> DpfedError:
+    """Return the error for a table with columns of several forms, such as texts and chats."""
+    names = " and ".join(form[-1] for form in forms)
+    return DpfedError(f"{label} has the columns {names}, and a record is one of them: {remedy}")
+
+
+def chats(values: Iterable[Any], place: Place) -> np.ndarray:
+    """Return checked chats, each as one JSON text of its messages.
+
+    values  for each record a list of messages with `role` and `content`, or such a list as JSON
+    place   returns the name of a record for error messages
+    """
+    return text_array([json.dumps(_messages(value, place(i))) for i, value in enumerate(values)])
+
+
+def refuse_empty(values: Iterable[str], name: str, place: Place) -> None:
+    """Raise DpfedError for the first text without any letters; `name` is the column."""
+    for i, value in enumerate(values):
+        if not value.strip():
+            raise DpfedError(
+                f"{place(i)} has an empty text in column {name!r}: mend or drop that row"
+            )
+
+
+def _messages(value: Any, place: str) -> list[dict[str, Any]]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise DpfedError(f"the messages of {place} are not JSON: mend that row") from None
+    if not isinstance(value, list | tuple | np.ndarray) or not len(value):
+        raise DpfedError(f"the messages of {place} are not a list with at least one message")
+    found = [_message(message, place) for message in value]
+    if not any(message["role"] == "assistant" for message in found):
+        raise DpfedError(
+            f"the messages of {place} have none with role 'assistant', so there is nothing to "
+            "learn: mend or drop that row"
+        )
+    return found
+
+
+def _message(message: Any, place: str) -> dict[str, Any]:
+    """Return a message without the empty fields that Parquet adds."""
+    if not isinstance(message, Mapping):
+        raise DpfedError(
+            f"a message of {place} is {type(message).__name__}: give 'role' and 'content'"
+        )
+    fields = {str(name): value for name, value in message.items() if value is not None}
+    role, content = fields.get("role"), fields.setdefault("content", "")
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise DpfedError(f"a message of {place} needs a text as 'role' and a text as 'content'")
+    if role == "assistant" and not content.strip() and "tool_calls" not in fields:
+        raise DpfedError(f"{place} has an empty message of the assistant: mend or drop that row")
+    try:
+        json.dumps(fields)
+    except (TypeError, ValueError, RecursionError):
+        raise DpfedError(f"a message of {place} has values that are no JSON") from None
+    return fields
