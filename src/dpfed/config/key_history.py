@@ -11,7 +11,12 @@ from typing import Any, NamedTuple
 
 from dpfed.errors import DpfedError
 
-ADDED: dict[str, Any] = {"privacy.isolation": "fast"}
+ADDED: dict[str, Any] = {
+    "privacy.isolation": "fast",
+    "run.metric": "accuracy",
+    "run.keep": "last",
+    "model.class_weights": [],
+}
 
 
 class Deleted(NamedTuple):
