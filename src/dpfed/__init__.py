@@ -13,9 +13,11 @@ __all__ = [
     "DpfedError",
     "DpfedWarning",
     "TrainedModel",
+    "Tuning",
     "compare",
     "fine_tune",
     "load",
+    "tune",
 ]
 _HOMES = {
     "Callback": "dpfed.training.callbacks.base",

@@ -10,5 +10,6 @@ trained.export("my-adapter")
 from dpfed.api.comparing import Comparison, compare
 from dpfed.api.fine_tuning import fine_tune
 from dpfed.api.trained_model import TrainedModel, load
+from dpfed.api.tuning import Tuning, tune
 
-__all__ = ["Comparison", "TrainedModel", "compare", "fine_tune", "load"]
+__all__ = ["Comparison", "TrainedModel", "Tuning", "compare", "fine_tune", "load", "tune"]
