@@ -115,7 +115,7 @@ class Watch:
         self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
         self._choose = round_loop.choose
 
-    def __call__(self, job: Any, t: int, able: Any) -> list[int]:
+    def __call__(self, job: Any, t: int, able: Any, requests: Any) -> list[int]:
         if t == PROFILED[0]:
             torch.cuda.synchronize()
             self.profiler.start()
@@ -124,7 +124,7 @@ class Watch:
             self.at[t] = time.perf_counter()
         if t == PROFILED[1]:
             self.profiler.stop()
-        return self._choose(job, t, able)
+        return self._choose(job, t, able, requests)
 
     def lines(self, trace: Path) -> list[str]:
         self.profiler.export_chrome_trace(str(trace))

@@ -17,6 +17,7 @@ __all__ = [
     "compare",
     "fine_tune",
     "load",
+    "plan",
     "tune",
 ]
 _HOMES = {

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from dpfed.algorithms import REGISTRY as ALGORITHMS
-from dpfed.algorithms.base import Algorithm
-from dpfed.config import ModelSection, Registry
+from dpfed.algorithms.base import Algorithm, Releases
+from dpfed.config import ModelSection, Registry, nearest
 from dpfed.data.sources import REGISTRY as DATASETS
+from dpfed.errors import DpfedError
 from dpfed.model.given_module import GivenModule
 from dpfed.model.zoo import REGISTRY as MODELS
 from dpfed.plugins import with_plugins
@@ -27,3 +28,12 @@ def registry() -> Registry:
 def algorithms() -> dict[str, type[Algorithm]]:
     """Return the algorithms by name, with those of installed packages."""
     return with_plugins("algorithm", Algorithm, ALGORITHMS)
+
+
+def releases_of(algorithm: str) -> Releases:
+    """Return how often one local step of the algorithm uses the oracle, with its defaults."""
+    known = algorithms()
+    if algorithm not in known:
+        raise DpfedError(f"the algorithm {algorithm} is not known{nearest(algorithm, known)}")
+    releases: Releases = known[algorithm]().releases  # type: ignore[call-arg]
+    return releases

@@ -425,6 +425,7 @@ TERMS = Terms(
     rows=1,
     head="cd",
     used=1,
+    max_rounds=0,
 )
 
 

@@ -40,7 +40,10 @@ HANG = 900
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     # The processes compute 3 and 2 clients.
     "fedadamw": {"algorithm": {"name": "dp-fedadamw", "lr": 0.05}, "run": {"participation": 0.5}},
-    "scaffold": {"algorithm": {"name": "dp-scaffold", "lr": 0.3}, "run": {"participation": 0.5}},
+    "scaffold": {
+        "algorithm": {"name": "dp-scaffold", "lr": 0.3},
+        "run": {"participation": 0.5, "cohort_choice": "balanced"},
+    },
     "quantile": {
         "algorithm": {"name": "dp-fedavg", "lr": 0.3},
         "privacy": {"clip_mode": "quantile"},

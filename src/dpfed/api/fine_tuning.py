@@ -11,7 +11,7 @@ from typing import Any, Unpack
 
 from dpfed.api.memory_model import base_folder, refuse_tokenizer, save_model
 from dpfed.api.options import Options, listing
-from dpfed.api.settings import configured, is_plain_module
+from dpfed.api.settings import as_begun, configured, is_plain_module
 from dpfed.api.trained_model import TrainedModel
 from dpfed.api.user_warnings import warn
 from dpfed.config import Config
@@ -64,6 +64,8 @@ def fine_tune(
         source = source_of(train, test, options.get("classes"))
         config = configured(options, model, source)
         folder = _folder(out, resume, config)
+        if resume:
+            config = as_begun(config, options, folder)
         start = _Start(model, options.get("tokenizer"), source, folder, resume)
         metric = options.get("metric")
         with given_metric(metric if callable(metric) else None):

@@ -57,6 +57,6 @@ def _epsilons(spending: RecordedSpending, rounds: list[int]) -> dict[int, tuple[
     at = done[::-1][::step]
     figures = {}
     for t in at:
-        server = planned.server(t)
+        server = planned.server_after(t)
         figures[t] = (server, server if spending.void else planned.third_party_after(t))
     return figures

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
+from dpfed.privacy.planning.federation import FederationPlan
 from dpfed.training.job.public_score import Metric
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -48,11 +49,12 @@ class Terms(TypedDict, total=False):
 
     Attributes:
         clients: Number of simulated clients; default 10.
-        epsilon: Target for the server's view of a client in every round. "auto", the default, is
-            8.0, unless `settings` give privacy.sigma. With None, `settings` must give
+        epsilon: Target for the server's view of the client with the most rounds. "auto", the
+            default, is 8.0, unless `settings` give privacy.sigma. With None, `settings` must give
             privacy.sigma or privacy.enabled = False.
         delta: Default 1e-5.
         rounds: Default 50.
+        plan: A plan of `dpfed.plan`, which sets clients, epsilon, delta, rounds and the batch.
         trainable: Adapters and head ("lora"), the head, the whole model, or names of modules and
             tensors. The default depends on the model.
         class_weights: Factor of the loss of each class; public constants.
@@ -65,6 +67,7 @@ class Terms(TypedDict, total=False):
     epsilon: float | Literal["auto"] | None
     delta: float | None
     rounds: int | None
+    plan: FederationPlan | None
     trainable: Literal["lora", "head", "full"] | Sequence[str] | None
     class_weights: Sequence[float] | None
     classes: Sequence[str] | int | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from dpfed.data.sources.in_memory import CLIENT
 from dpfed.data.tables import Source
 from dpfed.errors import DpfedError
 from dpfed.model.zoo.text import is_pooled
+from dpfed.privacy.planning.federation import FederationPlan
 from dpfed.registry import registry
+from dpfed.training.run_folder.files import read_settings
 
 CLIENTS = 10
 EPSILON = 8.0
@@ -61,6 +64,8 @@ def tables_of(options: Mapping[str, Any]) -> dict[str, Any]:
         keywords["metric"] = "given"
     _refuse_unknown(switches)
     pairs = _pairs(settings)
+    planned = _planned(keywords.get("plan"), layer_of(pairs))
+    pairs += planned.items()
     tables = layer_of(pairs)
     for key, why in NOT_FOR_SETTINGS.items():
         if setting(tables, key) is not None:
@@ -77,11 +82,34 @@ def tables_of(options: Mapping[str, Any]) -> dict[str, Any]:
         value = _plain(value)
         other = setting(tables, key)
         if other is not None and other != value:
+            origin = f"{key} of the plan" if key in planned else f"settings[{key!r}]"
             raise DpfedError(
-                f"{name} = {value!r} and settings[{key!r}] = {other!r} differ: give one of them"
+                f"{name} = {value!r} and {origin} = {other!r} differ: give one of them"
             )
         pairs.append((key, value))
     return layer_of(pairs)
+
+
+def _planned(plan: FederationPlan | None, tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that a plan sets, with their values.
+
+    Raise DpfedError if the settings, as `tables`, give another value for one of them.
+    """
+    if plan is None:
+        return {}
+    if not isinstance(plan, FederationPlan):
+        raise DpfedError(f"plan must come from dpfed.plan, not from {type(plan).__name__}")
+    planned: dict[str, Any] = {"data.clients": plan.federation.clients}
+    for section, keys in plan.settings.items():
+        planned |= {f"{section}.{key}": value for key, value in keys.items()}
+    for key, value in planned.items():
+        other = setting(tables, key)
+        if other is not None and other != value:
+            raise DpfedError(
+                f"{key} of the plan = {value!r} and settings[{key!r}] = {other!r} differ: "
+                "give one of them"
+            )
+    return {key: value for key, value in planned.items() if setting(tables, key) is None}
 
 
 def _refuse_unknown(switches: Mapping[str, Any]) -> None:
@@ -137,7 +165,12 @@ def defaults(given: Mapping[str, Any], epsilon: float | str | None) -> dict[str,
     return {
         "data": {"name": "given", "clients": CLIENTS},
         "privacy": {"delta": DELTA, "batch": 16, **target},
-        "run": {"rounds": 50, "local_steps": 10, "participation": 1.0 if few else 0.1},
+        "run": {
+            "rounds": 50,
+            "local_steps": 10,
+            "participation": 1.0 if few else 0.1,
+            "cohort_choice": "balanced",
+        },
     }
 
 
@@ -164,6 +197,19 @@ def configured(options: Mapping[str, Any], model: Any, source: Source) -> Config
     config = build(overlay(under, own), known)
     _refuse_number_of_clients(config, given, source)
     return config
+
+
+def as_begun(config: Config, options: Mapping[str, Any], folder: Path) -> Config:
+    """Return the configuration with which the run in `folder` resumes.
+
+    Earlier versions had uniform cohorts only. Their runs keep them, unless the user asks otherwise.
+    """
+    begun = (read_settings(folder) or {}).get("run")
+    if not isinstance(begun, Mapping) or "cohort_choice" in begun:
+        return config
+    if setting(tables_of(options), "run.cohort_choice") is not None:
+        return config
+    return replace(config, run=replace(config.run, cohort_choice="uniform"))
 
 
 def with_natural_clients(given: Mapping[str, Any], source: Source) -> Mapping[str, Any]:

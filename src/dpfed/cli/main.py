@@ -23,6 +23,7 @@ from dpfed.cli.keys import keys
 from dpfed.cli.list import list_names
 from dpfed.cli.model import model
 from dpfed.cli.overview import Command, Screen
+from dpfed.cli.plan import plan
 from dpfed.cli.privacy import privacy
 from dpfed.cli.report import report
 from dpfed.cli.run import run
@@ -45,6 +46,7 @@ app = typer.Typer(
 COMMANDS: dict[str, Callable[..., None]] = {
     "run": run,
     "compare": compare,
+    "plan": plan,
     "privacy": privacy,
     "audit": audit,
     "bench": bench,

@@ -29,6 +29,7 @@ NUMBERS = (
     "target_epsilon",
     "view",
     "clients",
+    "max_rounds",
 )
 REQUIRED = ("records", "batch", "rounds", "local_steps")
 DEFAULTS = {
@@ -56,7 +57,7 @@ EXTRAS = {
     ),
     "replace_one": ("if neighbours differ by replacing a record instead: epsilon ", 4),
     "server_worst_with_tuning": (
-        "with tuning, when all runs are counted (client in every round): epsilon ",
+        "with tuning, when all runs are counted (the server, as above): epsilon ",
         4,
     ),
 }
@@ -82,6 +83,9 @@ ViewName = Annotated[
 ]
 Clients = Annotated[
     int | None, typer.Option(help="number of clients N, for --asymptotic and --colluding")
+]
+MaxRounds = Annotated[
+    int | None, typer.Option(help="most rounds of a client; default: all, as in uniform cohorts")
 ]
 Colluding = Annotated[
     int, typer.Option(help="clients that collude against another one (third party)")
@@ -112,6 +116,7 @@ def privacy(
     target_epsilon: TargetEpsilon = None,
     view: ViewName = None,
     clients: Clients = None,
+    max_rounds: MaxRounds = None,
     colluding: Colluding = 0,
     tuning_runs: TuningRuns = None,
     meaning: Meaning = False,
@@ -200,21 +205,16 @@ def refuse_given(flags: dict[str, Any], why: str) -> None:
 
 def from_flags(numbers: dict[str, Any], colluding: int) -> Planned:
     """Return the plan that the options describe, after the checks of a configuration."""
-    from dpfed.config import nearest
     from dpfed.errors import DpfedError
     from dpfed.privacy.accounting.planner import PlanNumbers
-    from dpfed.registry import algorithms
+    from dpfed.registry import releases_of
 
     chosen = {name: value for name, value in numbers.items() if value is not None}
     given = {**numbers, **DEFAULTS, **chosen}
     missing = [f"--{name.replace('_', '-')}" for name in REQUIRED if name not in chosen]
     if missing:
         raise DpfedError(f"give a configuration, a run, or {', '.join(missing)}")
-    algorithm = given.pop("algorithm")
-    known = algorithms()
-    if algorithm not in known:
-        raise DpfedError(f"--algorithm {algorithm} is not known{nearest(algorithm, known)}")
-    releases = known[algorithm]().releases  # type: ignore[call-arg]
+    releases = releases_of(given.pop("algorithm"))
     return PlanNumbers(
         **given, batches=releases.batches, releases=releases.releases, colluding=colluding
     ).planned()
@@ -256,6 +256,7 @@ def figures_of(planned: Planned, spending: RecordedSpending | None, public: bool
         "rdp_server_worst": planned.rdp_server_worst,
         "sigma": noise[0] if min(noise) == max(noise) else [min(noise), max(noise)],
         "delta": planned.delta,
+        "max_rounds_per_client": planned.cap,
         "guarantee": planned.assumptions(),
         "warnings": planned.warnings,
     }
@@ -288,7 +289,7 @@ def table(
     from dpfed.privacy.accounting.guarantee import NOT_COVERED, PUBLIC
 
     shown = {key: show_loss(figures[key], 4) for key in VIEWS if key in figures}
-    rows = [("the server, of a client in every round", shown["server_worst"])]
+    rows = [(f"the server, of {planned.worst_client}", shown["server_worst"])]
     if "server_max" in shown:
         median = f"{shown['server_median']:>8} / {shown['server_min']}"
         rows += [
@@ -305,20 +306,21 @@ def table(
         *(f"  {view:73}{loss:>8}" for view, loss in rows),
         "",
         f"guarantee: {planned.assumptions()}; {planned.unit} level.",
-        "check:     Renyi accountant for a client in every round: "
+        f"check:     Renyi accountant for {planned.worst_client}: "
         f"{shown['rdp_server_worst']} (must not be smaller).",
         f"assumed public: {PUBLIC}.",
         f"not covered: {NOT_COVERED}.",
         *(f"warning: {sentence}." for sentence in planned.warnings),
-        *notes(spending, public),
+        *notes(planned, spending, public),
     ]
 
 
-def notes(spending: RecordedSpending | None, public: bool) -> list[str]:
+def notes(planned: Planned, spending: RecordedSpending | None, public: bool) -> list[str]:
     """Return sentences that state under which conditions the epsilons are valid."""
     lines = []
-    if spending is not None and spending.void:
-        lines.append(f"third party: {spending.void}.")
+    void = spending.void if spending is not None else planned.third_party_void
+    if void:
+        lines.append(f"third party: {void}.")
     elif not public:
         lines.append(
             "the third-party figure holds only while the seed, the cohorts "

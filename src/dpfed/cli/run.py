@@ -141,6 +141,11 @@ def closing(result: dict[str, Any]) -> list[str]:
     return [*lines, f"written to {result['out']}"]
 
 
+def _most_rounds(result: dict[str, Any]) -> str:
+    cap = result.get("max_rounds_per_client")
+    return "every round" if cap is None else f"{counted(cap, 'round')}, the most it may take"
+
+
 def _spent(result: dict[str, Any]) -> list[str]:
     epsilon = {view: show_loss(value) for view, value in result["epsilon"].items()}
     if result["epsilon"]["server_worst"] is None:
@@ -153,9 +158,19 @@ def _spent(result: dict[str, Any]) -> list[str]:
         ]
     return [
         f"epsilon {epsilon['server_max']} for the client that spent most, "
-        f"{epsilon['server_worst']} for one in every round (server's view); "
+        f"{epsilon['server_worst']} for one in {_most_rounds(result)} (server's view); "
         f"{epsilon['third_party']} for a third party who sees only global models",
         f"  {result['guarantee']}",
-        "  the third-party figure holds only while nobody outside knows who took part: "
-        "publish it without the others",
+        f"  {_third_party_condition(result)}",
     ]
+
+
+def _third_party_condition(result: dict[str, Any]) -> str:
+    from dpfed.privacy.accounting.guarantee import CAPPED
+
+    if "max_rounds_per_client" in result:
+        return f"the third party: {CAPPED}"
+    return (
+        "the third-party figure holds only while nobody outside knows who took part: "
+        "publish it without the others"
+    )

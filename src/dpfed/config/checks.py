@@ -36,7 +36,7 @@ def refuse_idle_augmentations(data: DataSection) -> None:
 
 def _check_privacy(p: PrivacySection) -> None:
     no_noise = not p.enabled or p.sigma == 0
-    fractional = p.batch is not None and p.batch % 1 != 0
+    fractional = isinstance(p.batch, int | float) and p.batch % 1 != 0
     refusals = (
         (
             (p.batch is None) == (p.rate is None),

@@ -13,6 +13,9 @@ from dpfed.errors import DpfedError
 
 ADDED: dict[str, Any] = {
     "privacy.isolation": "fast",
+    "run.cohort_choice": "uniform",
+    "run.max_rounds_per_client": "auto",
+    "run.max_records_per_step": 2048,
     "run.metric": "accuracy",
     "run.keep": "last",
     "model.class_weights": [],

@@ -12,6 +12,8 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 Partition = Literal["dirichlet_equal", "dirichlet_classwise", "iid", "natural"]
 CountOrAuto = Annotated[int, Ge(1)] | Literal["auto"]
+BatchOrAuto = Annotated[float, Gt(0)] | Literal["auto"]
+CohortChoice = Literal["balanced", "uniform"]
 BoolOrAuto = bool | Literal["auto"]
 Trainable = Literal["lora", "full", "head"] | tuple[str, ...]
 
@@ -128,7 +130,10 @@ class PrivacySection:
         Literal["poisson", "fixed_wor"],
         "batches: each record by an independent draw, or a fixed number without replacement",
     ] = "poisson"
-    batch: Annotated[float | None, Gt(0), "expected batch size; give this or rate"] = None
+    batch: Annotated[
+        BatchOrAuto | None,
+        "expected batch size; give this or rate; auto: the smallest with nearly the least noise",
+    ] = None
     rate: Annotated[
         float | None, Gt(0), Le(1), "sampling rate of every client; give this or batch"
     ] = None
@@ -158,6 +163,16 @@ class RunSection:
     rounds: Annotated[int, Ge(1), "rounds T"] = 100
     local_steps: Annotated[int, Ge(1), "local steps K of a client in a round"] = 20
     participation: Annotated[float, Gt(0), Le(1), "share of clients in a round"] = 0.1
+    cohort_choice: Annotated[
+        CohortChoice, "balanced: the clients with the fewest requests so far; uniform: any"
+    ] = "uniform"
+    max_rounds_per_client: Annotated[
+        CountOrAuto,
+        "most rounds n of a client; epsilon counts these; auto: balanced ceil(T S/N), uniform T",
+    ] = "auto"
+    max_records_per_step: Annotated[
+        int, Ge(1), 'most records of a cohort in a local step, for privacy.batch = "auto"'
+    ] = 2048
     lr_schedule: Annotated[Literal["cosine", "constant"], "learning rate over rounds"] = "cosine"
     seed: Annotated[int, "seed of every random stream of a simulation"] = 0
     noise: Annotated[
@@ -230,7 +245,7 @@ class RunSection:
     min_clients: Annotated[
         int | None,
         Ge(1),
-        "stop when fewer clients are within their budget; default: the whole cohort",
+        "stop when fewer clients may take part in a round; default: the whole cohort",
     ] = None
     allow_nan: Annotated[bool, "continue when a state is no longer finite"] = False
 

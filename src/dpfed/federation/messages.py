@@ -109,6 +109,7 @@ class Terms(AnyTerms):
     grid            True to round gradients and noise to one grid (`privacy.grid_noise`)
     equal_phi       True if the noise of all clients has the same variance
     used            last round in which the server used a message of this client; 0 if none
+    max_rounds      largest number of rounds of this client in the run; 0 for no cap
     """
 
     rounds: Count
@@ -124,6 +125,7 @@ class Terms(AnyTerms):
     grid: bool
     equal_phi: bool
     used: OptionalCount
+    max_rounds: OptionalCount
 
 
 @dataclass(frozen=True)

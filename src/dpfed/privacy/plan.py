@@ -13,12 +13,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from dpfed.config import PrivacySection
+from dpfed.config.sections import CohortChoice
 from dpfed.errors import DpfedError
-from dpfed.privacy.accounting.calibrate import calibrate_sigma
+from dpfed.privacy.accounting.calibrate import calibrate_sigma, estimate_sigma
 from dpfed.privacy.accounting.history import check_delta
-from dpfed.privacy.accounting.observers import Rounds
+from dpfed.privacy.accounting.observers import Rounds, View, capped
 from dpfed.privacy.clipping import CLIPS, Clipping
 from dpfed.privacy.mechanism import Mechanism, Sampling
+from dpfed.privacy.planning.batch import automatic_batch
 from dpfed.privacy.published import show_setting
 
 # Smaller noise multipliers are refused: epsilon is then meaninglessly large and imprecise.
@@ -26,6 +28,9 @@ LEAST_NOISE = 0.01
 # Clients whose sampling rates differ by at most this relative amount share one noise multiplier.
 # The multiplier is calibrated for the highest of these rates.
 RATE_STEP = 0.02
+NEEDS_TARGET = (
+    'privacy.batch = "auto" follows from privacy.target_epsilon: give that, or a number of records'
+)
 
 
 @dataclass(frozen=True)
@@ -141,12 +146,27 @@ class Schedule:
     cohort       clients that take part in each round, S
     rounds       number of rounds T
     local_steps  local steps K of each client in each round
+    choice       "balanced": clients with the fewest requests take part; "uniform": any clients
+    max_rounds   largest number of rounds of a client; "auto" depends on `choice`
+    max_records  most records of the cohort in a local step, for an automatic batch
     """
 
     clients: int
     cohort: int
     rounds: int
     local_steps: int
+    choice: CohortChoice = "uniform"
+    max_rounds: int | str = "auto"
+    max_records: float = math.inf
+
+    def __post_init__(self) -> None:
+        needed = self.rounds * self.cohort
+        if self.cap is not None and self.clients * self.cap < needed:
+            raise DpfedError(
+                f"run.max_rounds_per_client = {self.cap} is too small: {self.rounds} rounds of "
+                f"{self.cohort} clients need {needed} participations, and {self.clients} clients "
+                f"have at most {self.clients * self.cap}: use {-(-needed // self.clients)} or more"
+            )
 
     @classmethod
     def of(cls, clients: int, rounds: int, local_steps: int, participation: float) -> Schedule:
@@ -156,6 +176,28 @@ class Schedule:
     def participation(self) -> float:
         """S/N. It can differ from the configured share, because S is a whole number."""
         return self.cohort / self.clients
+
+    @property
+    def cap(self) -> int | None:
+        """Largest number of rounds of a client; None if a client may take part in every round.
+
+        If each cohort is all clients, "auto" sets no cap: there is nothing to choose.
+        """
+        if isinstance(self.max_rounds, int):
+            return min(self.max_rounds, self.rounds)
+        if self.choice == "balanced" and self.cohort < self.clients:
+            return -(-self.rounds * self.cohort // self.clients)
+        return None
+
+    @property
+    def most_rounds(self) -> int:
+        """Largest number of rounds of a client: the cap, or T without a cap."""
+        return self.rounds if self.cap is None else self.cap
+
+    def rounds_for(self, step: Mechanism, view: View) -> Rounds:
+        """Return the rounds of one client from which `view_epsilon` computes a view's epsilon."""
+        rounds = Rounds(step, self.local_steps, self.rounds, self.participation)
+        return capped(view, rounds, self.cap)
 
 
 def make_plan(
@@ -174,6 +216,10 @@ def make_plan(
     unit      name of the protected unit; None means "record"
     """
     _check_numbers(privacy)
+    if privacy.batch == "auto":
+        step = Mechanism(privacy.sampling, 1.0, 1.0, batches, releases)
+        batch = _automatic_batch(privacy, sizes, schedule, step)
+        privacy = replace(privacy, batch=float(batch))
     rates, expected = _batches_for(privacy, sizes)
     plan = Plan(
         sampling=privacy.sampling,
@@ -242,8 +288,24 @@ def _calibrated(privacy: PrivacySection, worst: Mechanism, schedule: Schedule) -
     """Return the smallest noise multiplier with which `worst` stays within the target epsilon."""
     if privacy.target_epsilon is None:
         raise ValueError("calibration needs a target")
-    rounds = Rounds(worst, schedule.local_steps, schedule.rounds, schedule.participation)
+    rounds = schedule.rounds_for(worst, privacy.view)
     return calibrate_sigma(rounds, privacy.target_epsilon, privacy.delta, privacy.view)
+
+
+def _automatic_batch(
+    privacy: PrivacySection, sizes: np.ndarray, schedule: Schedule, step: Mechanism
+) -> int:
+    """Return the batch for privacy.batch = "auto", from public numbers only."""
+    target = privacy.target_epsilon
+    if target is None:
+        raise DpfedError(NEEDS_TARGET)
+    records = float(sizes.min() if privacy.batch_per_client else sizes.mean())
+
+    def noise(batch: float) -> float:
+        rounds = schedule.rounds_for(replace(step, rate=batch / records), privacy.view)
+        return estimate_sigma(rounds, target, privacy.delta, privacy.view) / batch
+
+    return automatic_batch(noise, records, schedule.max_records / schedule.cohort)
 
 
 def _check_numbers(privacy: PrivacySection) -> None:
@@ -279,7 +341,7 @@ def _batches_for(privacy: PrivacySection, sizes: np.ndarray) -> tuple[np.ndarray
         expected = np.full(len(sizes), float(privacy.batch))
         rates = expected / sizes
     else:
-        rates = np.full(len(sizes), privacy.batch / float(sizes.mean()))
+        rates = np.full(len(sizes), float(privacy.batch) / float(sizes.mean()))
         expected = rates * sizes
     if rates.max() > 1:
         smallest = int(np.argmin(sizes))

@@ -133,7 +133,7 @@ def _epsilon_cards(group: Group) -> list[Card]:
         planned = " planned"
         out.append(_spent_card(group, group.unfinished, at))
     if server is not None:
-        note = f"it sees every message of a client in every round{at}"
+        note = f"it sees every message of {_worst_client(group)}{at}"
         out.append(Card(f"Epsilon{planned}, server", show_loss(server, 2), note))
     elif group.first("release") == NO_PRIVACY:
         out.append(Card("Epsilon", "none", "trained without privacy"))
@@ -143,13 +143,17 @@ def _epsilon_cards(group: Group) -> list[Card]:
     return out
 
 
+def _worst_client(group: Group) -> str:
+    return group.privacy.planned.worst_client if group.privacy else "a client in every round"
+
+
 def _spent_card(group: Group, run: RunData, at: str) -> Card:
     """Return the card with the epsilon that an unfinished run has spent so far.
 
     Another card shows the planned epsilon.
     """
     value = "not known" if group.spent is None else show_loss(group.spent, 2)
-    who = "by a client in every round"
+    who = f"by {_worst_client(group)}"
     if run.curve("epsilon_server_max"):
         who = "by the client that spent most"
     note = f"{who}, after round {run.last} of {run.planned_rounds}{at}"

@@ -104,7 +104,7 @@ class Privacy:
     """The spending of a group's first run, from its ledger.
 
     planned       the plan with the number of rounds that were charged; repeated rounds can raise it
-    server_worst  epsilon against the server, of a client in every round
+    server_worst  epsilon against the server, of the client with the most rounds
     third_party   epsilon against a third party, who sees only the global models
     seeded        True if the noise was seeded
     void          the reason why the third party's epsilon does not hold, or None
@@ -123,7 +123,7 @@ class Privacy:
         """Largest possible advantage of an attacker who guesses if a record was used in training.
 
         The advantage is the rate of hits minus the rate of false alarms. It holds for the records
-        of a client in every round.
+        of the client with the most rounds.
         """
         return _advantage(self.planned)
 
@@ -215,7 +215,11 @@ def number(value: Any) -> float | None:
 @lru_cache(maxsize=64)
 def _over_rounds(planned: Planned) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
     at = rounds_shown(planned.rounds)
-    return at, tuple(planned.server(t) for t in at), tuple(planned.third_party_after(t) for t in at)
+    return (
+        at,
+        tuple(planned.server_after(t) for t in at),
+        tuple(planned.third_party_after(t) for t in at),
+    )
 
 
 def rounds_shown(rounds: int) -> tuple[int, ...]:
@@ -228,7 +232,7 @@ def rounds_shown(rounds: int) -> tuple[int, ...]:
 def _planned_after(planned: Planned, rounds: int) -> float:
     if rounds == 0 and not planned.prior:
         return 0.0
-    return planned.server(rounds)
+    return planned.server_after(rounds)
 
 
 @lru_cache(maxsize=64)

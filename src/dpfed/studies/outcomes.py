@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dpfed.config import Config
 from dpfed.errors import DpfedError
 from dpfed.studies.search import Score
 from dpfed.training.run_folder.files import METRICS, read_result, read_rows
@@ -165,3 +166,13 @@ def clear(folder: Path) -> None:
         raise DpfedError(
             f"{folder} cannot be removed to make room for a run: check its permissions"
         )
+
+
+def cost_of(config: Config) -> float:
+    """Return a number that is proportional to the per-record gradients of a run."""
+    run = config.run
+    uses = config.algorithm.releases
+    batch = config.privacy.batch or (config.privacy.rate or 0) * 1000
+    share = run.participation * config.data.clients
+    per_step = run.max_records_per_step if batch == "auto" else share * batch
+    return float(run.rounds * run.local_steps * per_step * uses.batches * uses.releases)

@@ -99,8 +99,10 @@ def _privacy_notes(rows: Sequence[Row]) -> list[str]:
     names = {guarantee: ", ".join(mine) for guarantee, mine in labels.items()}
     if len(labels) == 1 and all(row.private for row in rows):
         names = dict.fromkeys(labels, "all")
+    uncapped = not any("each client in at most" in guarantee for guarantee in labels)
+    most = "every round" if uncapped else "the most rounds it may take"
     return [
-        "epsilon excludes tuning: it is that of one run, for a client in every round (server) and "
+        f"epsilon excludes tuning: it is that of one run, for a client in {most} (server) and "
         "for those who see only global models (third party)",
         *(f"{name}: {guarantee}" for guarantee, name in names.items()),
         "noise was seeded: simulations, not for release",

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from dpfed.config import Config, Registry, to_dict
+from dpfed.config import Registry, to_dict
 from dpfed.config.key_history import as_first_written
 from dpfed.errors import DpfedError, phrase
 from dpfed.report.run_reader import STUDY_FILE
 from dpfed.studies.arms import Arm
-from dpfed.studies.outcomes import Outcome, Task, clear, key_of, read_outcome
+from dpfed.studies.outcomes import Outcome, Task, clear, cost_of, key_of, read_outcome
 from dpfed.studies.packs import ALONE, Packing, packs_of
 from dpfed.studies.search import (
     EXTRA,
@@ -268,15 +268,6 @@ def make_task(
     given = {"given": study.given} if study.given else {}
     key = key_of(as_first_written(tables) | given)
     return Task(key, f"{this.label}  {rates}  {phase}", tables, tuning, cost_of(config))
-
-
-def cost_of(config: Config) -> float:
-    """Return a number that is proportional to the per-record gradients of a run."""
-    run = config.run
-    releases = config.algorithm.releases
-    batch = config.privacy.batch or (config.privacy.rate or 0) * 1000
-    per_step = run.participation * config.data.clients * batch
-    return float(run.rounds * run.local_steps * per_step * releases.batches * releases.releases)
 
 
 def check(study: Study, registry: Registry) -> None:

@@ -73,6 +73,8 @@ def result_of(
         "seconds": last.seconds,
         "out": str(out),
     }
+    if job.plan.private and job.schedule.cap is not None:
+        result["max_rounds_per_client"] = job.schedule.cap
     return result | ({"served": True} if job.served else {})
 
 
@@ -85,4 +87,5 @@ def guarantee(job: Job) -> str:
         return NO_PRIVACY
     delta = job.config.privacy.delta
     mechanism = job.plan.kinds()[0]
-    return assumptions(mechanism, delta, job.plan.unit, job.past.prior, job.past.uncounted)
+    past = (job.past.prior, job.past.uncounted)
+    return assumptions(mechanism, delta, job.plan.unit, *past, cap=job.schedule.cap)

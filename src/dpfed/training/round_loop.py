@@ -13,6 +13,7 @@ from dpfed.algorithms.base import Message
 from dpfed.errors import InterruptedRunError, StoppedError
 from dpfed.training.backends.base import Backend, LostRoundError
 from dpfed.training.backends.finite_check import begin_finite_check
+from dpfed.training.budget.participation import choose_cohort
 from dpfed.training.budget.spending import Spending
 from dpfed.training.callbacks.base import Callback
 from dpfed.training.evaluation import evaluate
@@ -63,7 +64,7 @@ class RoundLoop:
                     break
                 self.stop()
                 eligible = self.spending.enough(t)
-                cohort = choose(self.job, t, eligible)
+                cohort = choose(self.job, t, eligible, self.spending.rounds_taken)
                 wait_for_charge = self.spending.begin_charge(t, cohort)
                 scored = self._is_scored(t)
                 epsilon = self.spending.begin_server_max() if scored else None
@@ -184,12 +185,13 @@ def aggregate(
     return state.after(server, clip, job.config.run.average)
 
 
-def choose(job: Job, t: int, eligible: np.ndarray) -> list[int]:
+def choose(job: Job, t: int, eligible: np.ndarray, requests: np.ndarray) -> list[int]:
     """Return the cohort of round t: the sorted numbers of S distinct clients.
 
-    The cohort is drawn uniformly from the eligible clients. If there are fewer than S eligible
-    clients, all of them are in the cohort.
+    If there are fewer than S eligible clients, all of them are in the cohort.
+
+    requests  number of rounds that each client was asked for so far, `[N]`
     """
+    schedule = job.schedule
     rng = job.streams.generator("cohort", t)
-    chosen = rng.choice(eligible, size=min(job.schedule.cohort, len(eligible)), replace=False)
-    return sorted(int(i) for i in chosen)
+    return choose_cohort(eligible, requests, schedule.cohort, schedule.choice, rng)

@@ -89,6 +89,22 @@ def test_keywords_and_settings_that_agree(tmp_path: Path) -> None:
     assert tuned.epsilon["server_worst"] == pytest.approx(3.0, rel=0.01)
 
 
+def test_a_plan_sets_the_size_and_the_privacy_of_a_run(tmp_path: Path) -> None:
+    plan = dpfed.plan(10, 8.0, clients=2, rounds=1, local_steps=2)
+    tuned = dpfed.fine_tune(
+        "linear", NUMBERS, dict(NUMBERS), plan=plan, out=tmp_path / "run", progress=False
+    )
+    run = load(tmp_path / "run" / "config.toml", [], registry())
+    assert (run.data.clients, run.run.rounds, run.run.local_steps) == (2, 1, 2)
+    assert run.privacy.batch == plan.recommended.batch
+    assert tuned.result["sigma"] == pytest.approx(plan.recommended.sigma)
+    for keys in ({"epsilon": 1.0}, {"clients": 3}, {"settings": {"run.rounds": 2}}):
+        with pytest.raises(DpfedError, match=r"of the plan = .* differ: give one of them"):
+            dpfed.fine_tune("linear", NUMBERS, dict(NUMBERS), plan=plan, **keys)  # type: ignore[arg-type]
+    with pytest.raises(DpfedError, match=r"plan must come from dpfed.plan, not from dict"):
+        dpfed.fine_tune("linear", NUMBERS, dict(NUMBERS), plan={})  # type: ignore[arg-type]
+
+
 def test_settings_must_be_a_dictionary_of_texts(tmp_path: Path) -> None:
     for wrong, words in (
         ([("run.rounds", 1)], "not list"),
@@ -218,7 +234,7 @@ def test_errors_use_the_words_of_python(tmp_path: Path) -> None:
 # Only commands reach the messages of these files that name options.
 COMMANDS_ONLY = {
     "cli",
-    "studies",
+    "studies/pool.py",
     "bench",
     "federation",
     "report",
@@ -229,7 +245,6 @@ COMMANDS_ONLY = {
     "training/export.py",
     "training/backends/batched_runs.py",
     "training/run_folder/resume.py",
-    "training/budget/ledgers.py",
 }
 
 

@@ -101,7 +101,7 @@ def test_the_plot_shows_accuracy_and_epsilon(run: dpfed.TrainedModel) -> None:
     left, right = run.plot()
     assert left.lines[0].get_ydata() == pytest.approx(100 * run.history["accuracy"])
     assert [line.get_label() for line in right.lines] == [
-        "server, a client in every round",
+        "server",
         "third party",
     ]
     assert matplotlib.get_backend() == backend
@@ -236,3 +236,32 @@ def test_a_stopped_run_resumes_with_the_same_result(tmp_path: Path) -> None:
     assert again.result["run"] == dpfed.load(tmp_path / "run").result["run"]
     with pytest.raises(DpfedError, match="resume = True needs out"):
         dpfed.fine_tune(net(), (X, Y), TEST, resume=True)
+
+
+def test_new_runs_choose_balanced_cohorts(tmp_path: Path) -> None:
+    share = {"run.participation": 0.4}
+    trained = train(tmp_path / "run", rounds=3, settings=share)
+    assert trained.result["max_rounds_per_client"] == 1
+    assert trained.epsilon["third_party"] == trained.epsilon["server_worst"]
+    assert "each client in at most 1 round" in trained.result["guarantee"]
+    uniform = {**share, "run.cohort_choice": "uniform"}
+    assert "max_rounds_per_client" not in train(tmp_path / "u", settings=uniform).result
+
+
+def test_the_run_of_an_earlier_version_resumes_with_uniform_cohorts(tmp_path: Path) -> None:
+    share = {"run.participation": 0.7}
+    uniform = {**share, "run.cohort_choice": "uniform"}
+    whole = train(tmp_path / "whole", rounds=4, settings=uniform)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "run", rounds=4, settings=uniform, callbacks=[Stop()])
+    path = tmp_path / "run" / "config.toml"
+    lines = path.read_text().splitlines(keepends=True)
+    added = ("cohort_choice", "max_rounds_per_client")
+    path.write_text("".join(line for line in lines if not line.startswith(added)))
+    assert len(path.read_text().splitlines()) == len(lines) - 2
+    balanced = {**share, "run.cohort_choice": "balanced"}
+    with pytest.raises(DpfedError, match=r"run\.cohort_choice was"):
+        train(tmp_path / "run", rounds=4, settings=balanced, resume=True)
+    resumed = train(tmp_path / "run", rounds=4, settings=share, resume=True)
+    assert resumed.result["test_loss"] == whole.result["test_loss"]
+    assert resumed.epsilon == whole.epsilon

@@ -35,7 +35,7 @@ TERMS = Terms(
     rounds=3, local_steps=2, clients=3, cohort=3, lr=0.01,
     algorithm={"name": "dp-fedavg", "lr": 0.1}, model="ab", rate=0.1, expected=4.0, sigma=1.0,
     clip=0.5, clipping=ClippingTerms("flat", 0.01, 0.5, 0.2, 10.0), grid=True, equal_phi=True,
-    rows=1, head="cd", used=1,
+    rows=1, head="cd", used=1, max_rounds=0,
 )  # fmt: skip
 REQUEST = pack(Request(TERMS, {"theta": torch.arange(5.0), "v": torch.zeros(0)}))
 SHAPES = {"delta": (4,), "v": (2,)}

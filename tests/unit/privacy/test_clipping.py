@@ -149,7 +149,7 @@ def trained(job: Job, rounds: int = 3) -> tuple[Tensor, float]:
     """θ and C after some rounds, without ledger or evaluation."""
     state, fleet = first_state(job), Fleet(job)
     for t in range(1, rounds + 1):
-        cohort = choose(job, t, np.arange(job.schedule.clients))
+        cohort = choose(job, t, np.arange(job.schedule.clients), np.zeros(job.schedule.clients))
         state = aggregate(job, t, state, cohort, *fleet.run_cohort(t, state, cohort))
     return state.theta, state.clip
 

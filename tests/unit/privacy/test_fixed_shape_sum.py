@@ -303,7 +303,7 @@ def test_passes_hold_every_record_once(count: int, slots: int) -> None:
 def after(job: Job, rounds: int = 2) -> Tensor:
     state, fleet = first_state(job), Fleet(job)
     for t in range(1, rounds + 1):
-        cohort = choose(job, t, np.arange(job.schedule.clients))
+        cohort = choose(job, t, np.arange(job.schedule.clients), np.zeros(job.schedule.clients))
         mean, answered = fleet.run_cohort(t, state, cohort)
         state = aggregate(job, t, state, cohort, mean, answered)
     return state.theta

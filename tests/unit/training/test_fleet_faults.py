@@ -67,7 +67,7 @@ def after(job: Job, fleet: Fleet | None = None, rounds: int = 2) -> dict[str, Te
     """Return the server's state and the clients' memory after rounds of all clients."""
     state, fleet = first_state(job), fleet or Fleet(job)
     for t in range(1, rounds + 1):
-        cohort = choose(job, t, np.arange(CLIENTS))
+        cohort = choose(job, t, np.arange(CLIENTS), np.zeros(CLIENTS))
         mean, answered = fleet.run_cohort(t, state, cohort)
         state = aggregate(job, t, state, cohort, mean, answered)
     return state.tensors() | fleet.memory.gather(range(CLIENTS), job.device)

@@ -218,6 +218,7 @@ class Client:
             store.settle(terms.used)
         size = built.model.space.size
         memory = store.memory(terms.used, algorithm.remembers, size, self._device)
+        store.keep_cap(terms.max_rounds)
         charge = charge_of(terms, mechanism, terms.local_steps, "train")
         return Prepared(charge, partial(self._compute, request, built, plan, memory))
 

@@ -32,10 +32,12 @@ def refuse(reason: str | None) -> None:
 def check_training_round(terms: Terms, ledger: Ledger, store: Store) -> None:
     """Raise RefusedError if the round can no longer be charged.
 
-    This is so if the ledger is an old copy, or if this round or a later one is already charged.
+    This is so if the ledger is an old copy, if this round or a later one is already charged, or if
+    the client has already taken part in as many rounds of the run as its cap allows.
     """
     check_head(terms, ledger)
-    last = ledger.last_round(terms.run)
+    charged = ledger.rounds_charged(terms.run)
+    last = max(charged, default=0)
     if store.last_reply() > last:
         raise RefusedError(
             f"the ledger lacks round {store.last_reply()}, which was answered: put back the newest"
@@ -44,6 +46,22 @@ def check_training_round(terms: Terms, ledger: Ledger, store: Store) -> None:
         refuse(f"round {terms.round} is not after round {last}, the last one of this run")
     if terms.round > terms.rounds or terms.used > last:
         refuse(f"round {terms.round} of {terms.rounds} with {terms.used} used was never due")
+    refuse(check_cap(terms.max_rounds, store.cap(), len(charged)))
+
+
+def check_cap(stated: int, agreed: int | None, taken: int) -> str | None:
+    """Return None, or the reason to refuse if another round would exceed the client's cap.
+
+    stated  cap in the request; 0 for no cap
+    agreed  cap in the first request of the run that had one; None if no request had a cap
+    taken   number of the client's rounds in this run, from its own ledger
+    """
+    if agreed is not None and stated != agreed:
+        now = f"{stated} rounds" if stated else "any number of rounds"
+        return f"the run began with at most {agreed} rounds of this client, and now asks for {now}"
+    if stated and taken >= stated:
+        return f"this client has taken part in {taken} rounds of this run, and its cap is {stated}"
+    return None
 
 
 def check_scoring_round(terms: AnyTerms, ledger: Ledger, store: Store) -> None:
@@ -53,7 +71,7 @@ def check_scoring_round(terms: AnyTerms, ledger: Ledger, store: Store) -> None:
     already charged.
     """
     check_head(terms, ledger)
-    last = ledger.last_round(terms.run, PART)
+    last = max(ledger.rounds_charged(terms.run, PART), default=0)
     if terms.round <= last or store.last_reply() > last:
         refuse(f"round {terms.round} is not after round {last}, the last that was scored")
 

@@ -4,6 +4,7 @@
     runs/<...>/score-12-<hash of the request>    reply with noised counts, stored before it is sent
     runs/<...>/memory-12.pending    memory after round 12, whose message may still be unused
     runs/<...>/memory-9.kept        memory after round 9, whose message the server has used
+    runs/<...>/cap                  largest number of this client's rounds in the run, if limited
 
 Files are written atomically, and every operation may be repeated after a crash.
 """
@@ -87,6 +88,27 @@ class Store:
         write_file(self._path(round, request), lambda file: file.write(data))
         for old in self._replies()[:-STORED_REPLIES]:
             old.unlink(missing_ok=True)
+
+    def keep_cap(self, cap: int) -> None:
+        """Write the cap on this client's rounds in the run, unless there is none or it is kept."""
+        if cap and self.cap() is None:
+            write_file(self._cap_path, lambda file: file.write(f"{cap}\n".encode()))
+
+    def cap(self) -> int | None:
+        """Return the cap that `keep_cap` wrote; None if there is none."""
+        try:
+            return int(self._cap_path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError):
+            LOG.error("%s is damaged", self._cap_path)
+            raise RefusedError(
+                "its cap on rounds of this run is damaged: this client cannot go on in this run"
+            ) from None
+
+    @property
+    def _cap_path(self) -> Path:
+        return self.folder / "cap"
 
     def last_reply(self) -> int:
         """Return the round of the newest stored reply; 0 if there is none."""

@@ -254,6 +254,7 @@ class Federation:
             grid=job.config.privacy.grid is not False,
             equal_phi=plan.equal_phi,
             used=self.used.get(client, 0),
+            max_rounds=schedule.cap or 0,
         )
         fields = {name: getattr(state.server, name) for name in job.algorithm.broadcast}
         return Request(terms, fields)

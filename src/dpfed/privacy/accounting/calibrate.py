@@ -46,6 +46,25 @@ def calibrate_sigma(
     plan  rounds and mechanism, with participation S/N as `probability`; its noise is ignored
     view  the observer whose epsilon is meant, as in `view_epsilon`
     """
+    exact, coarse = _epsilons_of(plan, target_epsilon, delta, view)
+    return smallest_sigma(exact, target_epsilon, coarse)
+
+
+def estimate_sigma(
+    plan: Rounds, target_epsilon: float, delta: float, view: View = "server_worst"
+) -> float:
+    """Return an estimate of `calibrate_sigma`, for tables of many plans.
+
+    The estimate is usually a little too large. It is not checked, so no run may use it.
+    """
+    _, coarse = _epsilons_of(plan, target_epsilon, delta, view)
+    return _crossing(coarse, target_epsilon, (1.0, 2.0), RELATIVE_TOLERANCE)
+
+
+def _epsilons_of(
+    plan: Rounds, target_epsilon: float, delta: float, view: View
+) -> tuple[Callable[[float], float], Callable[[float], float]]:
+    """Return two functions from sigma to epsilon: the exact epsilon, and a quick estimate of it."""
     check_delta(delta)
     _check_target(target_epsilon)
     if view not in VIEWS:
@@ -66,8 +85,7 @@ def calibrate_sigma(
     def coarse(sigma: float) -> float:
         return _coarse_epsilon(as_seen(view, with_noise(sigma)), target_epsilon, delta)
 
-    poisson = plan.step.sampling == "poisson"
-    return smallest_sigma(exact, target_epsilon, coarse if poisson else exact)
+    return exact, coarse if plan.step.sampling == "poisson" else exact
 
 
 def _check_target(target_epsilon: float) -> None:

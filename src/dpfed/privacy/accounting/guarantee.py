@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from dpfed.errors import DpfedError
+from dpfed.errors import DpfedError, counted
+from dpfed.privacy.accounting.eligibility import Chances
 from dpfed.privacy.accounting.observers import (
     Rounds,
     expected_rounds,
-    participation_probability,
     server_epsilon,
     third_party_epsilon,
 )
@@ -44,60 +44,13 @@ NOT_COVERED = (
     "choosing settings by looking at results on private data, floating-point effects, "
     "timing and other side channels"
 )
+CAPPED = "the number of a client's rounds is capped and public, so it equals the server's figure"
 UNCOUNTED = (
     "epsilon holds only if what training started from was not trained on these clients' records"
 )
 # To save time, a plan with more distinct mechanisms than this is accounted for by one mechanism,
 # whose privacy loss is at least as large as the loss of each.
 MAX_EXACT_KINDS = 8
-
-Chances = tuple[tuple[float, int], ...]
-"""Pairs (probability that a client is drawn in a round, number of rounds with this probability)."""
-
-
-def fewest_eligible(
-    clients: int, cohort: int, rounds: int, limits: Sequence[int] | None
-) -> list[tuple[int, int]]:
-    """Return pairs (fewest clients that can be eligible, number of consecutive rounds).
-
-    A client whose budget is spent is no longer eligible, so the others are drawn more often. The
-    true number of eligible clients depends on who took part. The statement must not depend on
-    that, so it uses this lower bound.
-
-    limits  the number of rounds that each client's budget allows; None without budgets
-
-    In the t-1 rounds before round t, clients took part S(t-1) times. Most budgets are spent if the
-    clients with the smallest limits took part. Spending a limit of L rounds takes at least L
-    rounds.
-    """
-    if limits is None:
-        return [(clients, rounds)]
-    ordered = sorted(limits)
-    stretches: list[tuple[int, int]] = []
-    for t in range(1, rounds + 1):
-        left = cohort * (t - 1)
-        exhausted = 0
-        while exhausted < clients and ordered[exhausted] <= min(left, t - 1):
-            left -= ordered[exhausted]
-            exhausted += 1
-        eligible = clients - exhausted
-        if stretches and stretches[-1][0] == eligible:
-            stretches[-1] = (eligible, stretches[-1][1] + 1)
-        else:
-            stretches.append((eligible, 1))
-    return stretches
-
-
-def chances(cohort: int, eligible: Sequence[tuple[int, int]], colluding: int = 0) -> Chances:
-    """Return the probability that a client is drawn in a round, for each sequence of rounds.
-
-    eligible   pairs (eligible clients, number of rounds), as `fewest_eligible` returns them
-    colluding  clients that tell the third party when they were not drawn
-    """
-    return tuple(
-        (1.0 if n <= cohort else participation_probability(cohort, n, min(colluding, n - 1)), count)
-        for n, count in eligible
-    )
 
 
 def delta_warning(
@@ -179,6 +132,7 @@ class Planned:
     unit              name of the protected unit
     prior, uncounted  as in `PriorSpending`
     largest           protected units of the largest client; None if unknown
+    cap               largest number of rounds of a client; None for every round
     """
 
     kinds: tuple[Mechanism, ...]
@@ -190,6 +144,7 @@ class Planned:
     prior: Prior = ()
     uncounted: bool = False
     largest: int | None = None
+    cap: int | None = None
 
     @property
     def warnings(self) -> list[str]:
@@ -201,6 +156,27 @@ class Planned:
     def rounds(self) -> int:
         return sum(count for _, count in self.chances)
 
+    @property
+    def most_rounds(self) -> int:
+        """Largest number of rounds of one client."""
+        return self.rounds_of_client(self.rounds)
+
+    def rounds_of_client(self, rounds: int) -> int:
+        """Return the largest number of rounds of one client among the first `rounds` rounds."""
+        return rounds if self.cap is None else min(rounds, self.cap)
+
+    @property
+    def worst_client(self) -> str:
+        """The client of `server_worst` in words."""
+        if self.cap is None:
+            return "a client in every round"
+        return f"a client in {self.cap} of {self.rounds} rounds, its cap"
+
+    @property
+    def third_party_void(self) -> str | None:
+        """The reason why the third party has the server's epsilon; None if it may have less."""
+        return None if self.cap is None else CAPPED
+
     @cached_property
     def worst_kind(self) -> Mechanism:
         """The mechanism with the largest epsilon.
@@ -211,7 +187,7 @@ class Planned:
         """
         return max(
             self._accounted_kinds,
-            key=lambda kind: server_epsilon(kind, self.local_steps, self.rounds, self.delta),
+            key=lambda kind: server_epsilon(kind, self.local_steps, self.most_rounds, self.delta),
         )
 
     @property
@@ -221,12 +197,12 @@ class Planned:
         `worst_kind` is not enough. It has the largest epsilon at the plan's delta, but a different
         mechanism may have the largest epsilon at another delta.
         """
-        return [*self.prior, (self._dominating, self.local_steps * self.rounds)]
+        return [*self.prior, (self._dominating, self.local_steps * self.most_rounds)]
 
     @property
     def histories(self) -> list[list[tuple[Mechanism, int]]]:
-        """Histories of clients that take part in every round, one history for each mechanism."""
-        return self._histories_after(self.rounds)
+        """Histories of clients with the most rounds, one history for each mechanism."""
+        return self._histories_after(self.most_rounds)
 
     def _histories_after(self, rounds: int) -> list[list[tuple[Mechanism, int]]]:
         steps = self.local_steps * rounds
@@ -250,14 +226,17 @@ class Planned:
 
     @cached_property
     def server_worst(self) -> float:
-        return self.server(self.rounds)
+        return self.server(self.most_rounds)
 
     @cached_property
     def server_expected(self) -> float:
         return self.server(expected_rounds(self.rounds, self.participation))
 
     def server(self, rounds: int) -> float:
-        """Return the server's epsilon after `rounds` rounds: the largest over all mechanisms."""
+        """Return the server's epsilon for clients that took part in `rounds` rounds.
+
+        It is the largest over all mechanisms.
+        """
         if self.prior:
             return max(epsilon(h, self.delta).value for h in self._histories_after(rounds))
         if self.kinds[0].sampling == "poisson":
@@ -267,12 +246,18 @@ class Planned:
             server_epsilon(kind, self.local_steps, rounds, self.delta) for kind in self.kinds
         )
 
+    def server_after(self, rounds: int) -> float:
+        """Return the server's epsilon after the first `rounds` rounds of the run."""
+        return self.server(self.rounds_of_client(rounds))
+
     @cached_property
     def third_party(self) -> float:
         """The third party's epsilon after all rounds; it is at most the server's epsilon."""
         return self.third_party_after(self.rounds)
 
     def third_party_after(self, rounds: int) -> float:
+        if self.cap is not None:
+            return self.server_after(rounds)
         stretches: list[tuple[float, int]] = []
         left = rounds
         for probability, count in self.chances:
@@ -292,7 +277,8 @@ class Planned:
         return max(rdp_epsilon(history, self.delta) for history in self.histories)
 
     def assumptions(self) -> str:
-        return assumptions(self.kinds, self.delta, self.unit, self.prior, self.uncounted)
+        past = (self.prior, self.uncounted)
+        return assumptions(self.kinds, self.delta, self.unit, *past, cap=self.cap)
 
     def over_rounds(self, points: int = 25) -> tuple[list[int], list[float], list[float]]:
         """Return three lists for a plot of at most `points` points.
@@ -301,7 +287,7 @@ class Planned:
         party's epsilon.
         """
         at = sorted({round(1 + i * (self.rounds - 1) / max(1, points - 1)) for i in range(points)})
-        return at, [self.server(t) for t in at], [self.third_party_after(t) for t in at]
+        return at, [self.server_after(t) for t in at], [self.third_party_after(t) for t in at]
 
     def meaning(self) -> dict[str, float]:
         """Return numbers that explain epsilon, by name.
@@ -326,11 +312,17 @@ class Planned:
 
 
 def assumptions(
-    kinds: Sequence[Mechanism], delta: float, unit: str, prior: Prior = (), uncounted: bool = False
+    kinds: Sequence[Mechanism],
+    delta: float,
+    unit: str,
+    prior: Prior = (),
+    uncounted: bool = False,
+    cap: int | None = None,
 ) -> str:
     """Return the text that states what an epsilon means.
 
-    It names delta, the neighbouring relation, the protected unit, sampling, noise and accountant.
+    It names delta, the neighbouring relation, the protected unit, sampling, noise, accountant and
+    the cap on a client's rounds.
     """
     first = kinds[0]
     accountant = "PLD" if first.sampling == "poisson" else "RDP"
@@ -343,6 +335,8 @@ def assumptions(
         f"noise multiplier {noise}",
         f"{accountant} accountant",
     ]
+    if cap is not None:
+        parts.append(f"each client in at most {counted(cap, 'round')}")
     if prior:
         count = sum(steps for _, steps in prior)
         parts.append(
@@ -367,7 +361,7 @@ def asymptotic(planned: Planned, clients: int | None) -> dict[str, float]:
     They are for comparison only and guarantee nothing. Formula (14) needs the number of clients.
     """
     kind = planned.worst_kind
-    steps = planned.rounds * planned.local_steps
+    steps = planned.most_rounds * planned.local_steps
     logs = math.log(2 * planned.rounds / planned.delta) * math.log(2 / planned.delta)
     eq13 = kind.rate * math.sqrt(steps * logs) / kind.noise_multiplier
     figures = {"paper_eq_13": eq13}

@@ -128,6 +128,17 @@ def as_seen(view: View, plan: Rounds) -> Rounds:
     return plan
 
 
+def capped(view: View, plan: Rounds, cap: int | None) -> Rounds:
+    """Return the plan for this view if a client takes part in at most `cap` rounds.
+
+    The number of rounds of each client is then public up to the cap, so the third party has the
+    server's epsilon. Without a cap, return the plan unchanged.
+    """
+    if cap is None or view == "server_expected":
+        return plan
+    return replace(plan, rounds=cap, probability=1.0)
+
+
 def view_epsilon(view: View, plan: Rounds, delta: float) -> float:
     """Return the epsilon of one view; the participation S/N of the plan is its `probability`."""
     if view == "third_party":

@@ -8,7 +8,13 @@ from typing import cast
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting.calibrate import calibrate_sigma
 from dpfed.privacy.accounting.guarantee import Planned
-from dpfed.privacy.accounting.observers import Rounds, View, participation_probability
+from dpfed.privacy.accounting.observers import (
+    Rounds,
+    View,
+    capped,
+    expected_rounds,
+    participation_probability,
+)
 from dpfed.privacy.mechanism import Mechanism, Sampling
 from dpfed.privacy.published import show_setting
 
@@ -27,6 +33,7 @@ class PlanNumbers:
     view            observer for whom the target epsilon holds
     clients         number of clients; None if unknown
     colluding       number of clients that tell the third party when they were not drawn
+    max_rounds      largest number of rounds of a client; None for every round
     """
 
     records: int
@@ -43,6 +50,7 @@ class PlanNumbers:
     view: str
     clients: int | None
     colluding: int
+    max_rounds: int | None = None
 
     def planned(self) -> Planned:
         """Check the numbers and return the plan; a target epsilon decides its noise multiplier."""
@@ -52,11 +60,13 @@ class PlanNumbers:
             cohort = max(1, round(participation * self.clients))
             participation = participation_probability(cohort, self.clients)
             odds = participation_probability(cohort, self.clients, self.colluding)
+        cap = self._cap(participation)
         sigma = self.sigma
         if self.target_epsilon is not None:
             secret = odds if self.view == "third_party" else participation
             rounds = Rounds(self._step(0.0), self.local_steps, self.rounds, secret)
             view = cast(View, self.view)
+            rounds = capped(view, rounds, cap)
             sigma = calibrate_sigma(rounds, self.target_epsilon, self.delta, view)
         if sigma is None or not sigma > 0:
             raise DpfedError(f"--sigma {sigma} must be > 0: without noise there is no privacy")
@@ -67,7 +77,24 @@ class PlanNumbers:
             ((odds, self.rounds),),
             self.delta,
             largest=self.records,
+            cap=cap,
         )
+
+    def _cap(self, participation: float) -> int | None:
+        """Return the largest number of rounds of a client, None without a cap.
+
+        Raise DpfedError if the clients may not fill all cohorts.
+        """
+        if self.max_rounds is None:
+            return None
+        needed = expected_rounds(self.rounds, participation)
+        if self.max_rounds < needed:
+            raise DpfedError(
+                f"--max-rounds {self.max_rounds} is too small: with --participation "
+                f"{participation:g} a client takes part in {needed} of {self.rounds} rounds on "
+                f"average, so use {needed} or more, or a smaller --participation"
+            )
+        return min(self.max_rounds, self.rounds)
 
     def _step(self, sigma: float) -> Mechanism:
         rate = self.batch / self.records

@@ -288,10 +288,10 @@ class Ledger:
             for columns in self._db.execute("SELECT * FROM charge ORDER BY seq"):
                 yield self._row(columns)
 
-    def last_round(self, run: str, part: str = "train") -> int:
-        """Return the last round charged for this run and part, void charges included; 0 if none."""
-        query = "SELECT COALESCE(MAX(round), 0) FROM charge WHERE run = ? AND part = ?"
-        return int(self._query(query, run, part)[0][0])
+    def rounds_charged(self, run: str, part: str = "train") -> list[int]:
+        """Return the different rounds charged for this run and part, void charges included."""
+        query = "SELECT DISTINCT round FROM charge WHERE run = ? AND part = ? ORDER BY round"
+        return [int(round_) for (round_,) in self._query(query, run, part)]
 
     def participation(self) -> dict[Client, int]:
         """Return for each client the number of rounds charged; a repeated round counts once."""

@@ -41,11 +41,12 @@ class Curve:
 def epsilon_over_rounds(planned: Planned, path: Path) -> None:
     """Draw the planned epsilon after each round, with one line for each of two views.
 
-    The views are the server's, of a client in every round, and that of a third party, who sees
-    only the global models."""
-    figure, axes = _single_plot(path, (6.4, 4))
+    The views are the server's, of the client with the most rounds, and that of a third party, who
+    sees only the global models.
+    """
+    figure, axes = single_plot(path, (6.4, 4))
     at, server, third = planned.over_rounds()
-    label = "server, a client in every round"
+    label = f"server, {planned.worst_client}"
     axes.plot(at, server, "-", color=COLOURS[0], label=label, linewidth=2)
     axes.plot(at, third, "--", color=COLOURS[1], label="third party", linewidth=2)
     y_label = f"epsilon at delta = {show_delta(planned.delta)}"
@@ -53,7 +54,7 @@ def epsilon_over_rounds(planned: Planned, path: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()
-    _save_private(figure, path)
+    save_private(figure, path)
 
 
 def label_table(
@@ -62,7 +63,7 @@ def label_table(
     """Draw a heat map of record counts: one row per client, one column per class."""
     width = 3.2 + 0.3 * min(len(classes), MAX_NAMED_CLASSES)
     height = 2.4 + 0.14 * min(len(counts), MAX_NAMED_CLIENTS)
-    figure, axes = _single_plot(path, (width, height))
+    figure, axes = single_plot(path, (width, height))
     # Use cividis, which colour-blind readers see alike (Nuñez, Anderton, Renslow 2018).
     image = axes.imshow(counts, aspect="auto", cmap="cividis", interpolation="nearest", vmin=0)
     figure.colorbar(image, label="training records")
@@ -74,7 +75,7 @@ def label_table(
         axes.set_yticks(range(len(names)), _tick_labels(names))
     else:
         axes.yaxis.get_major_locator().set_params(integer=True)
-    _save_private(figure, path)
+    save_private(figure, path)
 
 
 def accuracy_over_rounds(curves: Sequence[Curve], title: str, paths: Sequence[Path]) -> None:
@@ -152,7 +153,7 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _single_plot(path: Path, inches: tuple[float, float]) -> Any:
+def single_plot(path: Path, inches: tuple[float, float]) -> Any:
     """Return a matplotlib figure and its axes; refuse a `path` that is neither .png nor .svg."""
     if path.suffix.lower() not in (".png", ".svg"):
         raise DpfedError(f"--plot {path} must end in .png or .svg")
@@ -164,7 +165,7 @@ def _tick_labels(names: Sequence[str]) -> list[str]:
     return [name[:MAX_NAME_LETTERS].replace("$", r"\$") for name in names]
 
 
-def _save_private(figure: Any, path: Path) -> None:
+def save_private(figure: Any, path: Path) -> None:
     """Write a plot to a file that only its owner may read, because plots may show exact counts."""
     try:
         with open_private(path, "wb") as file:

@@ -11,9 +11,9 @@ from dpfed.privacy.published import PLOTTED_DIGITS, plotted_loss, show_setting
 from dpfed.report.figures.figure import ROUNDS, Figure, axis, bars, inert, joined, line, short
 from dpfed.report.run_reader import Group, Privacy, RunData, number
 
-# Label, colour number and dash of each view's line. The numbers are not 0 and 1, which are the
-# colours of the first two methods.
-VIEWS = (("server, a client in every round", 6, "solid"), ("third party", 2, "dash"))
+# Colour number and dash of each view's line. The numbers are not 0 and 1, which are the colours of
+# the first two methods.
+STYLES = ((6, "solid"), (2, "dash"))
 MOST_SPENT = "client that spent most so far"
 MOST_SPENT_SERIES = 3
 
@@ -76,7 +76,8 @@ def epsilon_over_rounds(groups: Sequence[Group]) -> Figure | None:
     for number_of, plan in enumerate(found):
         at, *curves = plan.privacy.over_rounds()
         start = _before_round_1(plan.privacy)
-        for (view, neutral, dash), curve in zip(VIEWS, curves, strict=True):
+        views = (f"server, {plan.privacy.planned.worst_client}", "third party")
+        for view, (neutral, dash), curve in zip(views, STYLES, curves, strict=True):
             values = losses(curve)
             name = f"{view} ({plan.name})" if plan.name else view
             series = number_of if plan.name else neutral
@@ -138,7 +139,7 @@ def accuracy_against_epsilon(groups: Sequence[Group]) -> Figure:
         id="tradeoff",
         section="privacy",
         title="Accuracy against epsilon",
-        caption="Round by round, for a client in every one of them (mean over seeds). "
+        caption="Round by round, for a client in as many of them as it may (mean over seeds). "
         "Up and left is better.",
         x=epsilon_axis("epsilon, server's view", rangemode="tozero"),
         y=axis("accuracy, %"),

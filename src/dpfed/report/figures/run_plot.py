@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import pandas
 
 LINES = (
-    ("epsilon_server_worst", "server, a client in every round", "-"),
+    ("epsilon_server_worst", "server", "-"),
     ("epsilon_third_party", "third party", "--"),
 )
 

@@ -72,7 +72,14 @@ def pack_key(config: Config) -> Hashable | None:
     )
     # If frozen weights are drawn from the seed, runs with different seeds have different models.
     frozen_seed = run.seed if seeded else None
-    size = (
+    clipping = (privacy.clip_mode, privacy.clip_stability) if privacy.enabled else ("flat", None)
+    return repr((data, config.model, frozen_seed, blocks, clipping, computed, _size_of(config)))
+
+
+def _size_of(config: Config) -> tuple[Hashable, ...]:
+    """Return everything that determines how long a run is and how many records a pass has."""
+    privacy, run = config.privacy, config.run
+    size: tuple[Hashable, ...] = (
         run.rounds,
         run.local_steps,
         run.participation,
@@ -80,8 +87,11 @@ def pack_key(config: Config) -> Hashable | None:
         privacy.rate,
         privacy.batch_per_client,
     )
-    clipping = (privacy.clip_mode, privacy.clip_stability) if privacy.enabled else ("flat", None)
-    return repr((data, config.model, frozen_seed, blocks, clipping, computed, size))
+    if privacy.batch == "auto":
+        cohorts = (run.cohort_choice, run.max_rounds_per_client, run.max_records_per_step)
+        target = (privacy.target_epsilon, privacy.delta, privacy.view, privacy.sampling)
+        size = (*size, *cohorts, *target, config.algorithm.releases)
+    return size
 
 
 class Pack:

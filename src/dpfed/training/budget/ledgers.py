@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from dpfed.errors import DpfedError, counted
-from dpfed.privacy.accounting.observers import Rounds, view_epsilon
+from dpfed.privacy.accounting.observers import view_epsilon
 from dpfed.privacy.ledger.charge import Charge
 from dpfed.privacy.ledger.ledger import Ledger
-from dpfed.privacy.plan import Plan
+from dpfed.privacy.plan import Plan, Schedule
 from dpfed.privacy.published import show_setting
 from dpfed.training.budget.spending import Budget
 from dpfed.training.job.job import Job
@@ -29,6 +29,8 @@ OWN_LEDGER = "ledger.db"
 # number of rounds; column `round` is the least number of clients to draw a cohort from.
 EXTENSION = "statement"
 CALIBRATION_TOLERANCE = 1e-4
+# Facts of a statement that earlier versions did not write, each with its value for such ledgers.
+ADDED = {"cohort_choice": "uniform", "max_rounds_per_client": "auto"}
 
 
 def run_ledger(job: Job, budget: Budget, path: Path, name: str, released: bool = False) -> Ledger:
@@ -92,6 +94,8 @@ def statement_of(job: Job, budget: Budget) -> dict[str, Any]:
         "unit": job.plan.unit,
         "clients": job.schedule.clients,
         "cohort": job.schedule.cohort,
+        "cohort_choice": job.schedule.choice,
+        "max_rounds_per_client": job.schedule.max_rounds,
         "local_steps": job.schedule.local_steps,
         "sampling": first.sampling,
         "batches": first.batches,
@@ -112,7 +116,7 @@ def _check_statement(ledger: Ledger, statement: dict[str, Any]) -> None:
         # without a spending record.
         compared -= {"uncounted"}
     for key in statement:
-        if key in compared and ledger.meta.get(key) != statement[key]:
+        if key in compared and ledger.meta.get(key, ADDED.get(key)) != statement[key]:
             raise DpfedError(
                 f"the ledger {ledger.path} was written for another {key}: "
                 "this is not the run it belongs to"
@@ -121,6 +125,20 @@ def _check_statement(ledger: Ledger, statement: dict[str, Any]) -> None:
 
 def no_statement(name: object) -> DpfedError:
     return DpfedError(f"the ledger {name} does not state its plan: it was not written by a run")
+
+
+def stated_schedule(ledger: Ledger) -> Schedule:
+    """Return how often clients take part, as the ledger states it, with all added rounds."""
+    meta = {**ADDED, **ledger.meta}
+    max_rounds = meta["max_rounds_per_client"]
+    return Schedule(
+        clients=int(meta["clients"]),
+        cohort=int(meta["cohort"]),
+        rounds=sum(count for _, count in stated_rounds(ledger)),
+        local_steps=int(meta["local_steps"]),
+        choice=meta["cohort_choice"],
+        max_rounds=max_rounds if max_rounds == "auto" else int(max_rounds),
+    )
 
 
 def stated_rounds(ledger: Ledger) -> list[tuple[int, int]]:
@@ -155,7 +173,7 @@ def _extend(job: Job, budget: Budget, ledger: Ledger) -> None:
     if len(new) < len(old):
         raise DpfedError(
             f"the ledger {ledger.path} states {counted(len(old), 'round')}: "
-            f"go on with --set run.rounds={len(old)} or more"
+            f"go on with run.rounds = {len(old)} or more"
         )
     if len(new) == len(old) or not np.array_equal(new[: len(old)], old):
         raise DpfedError(
@@ -194,7 +212,7 @@ def _require_target(job: Job, multipliers: np.ndarray, path: Path) -> None:
     for sigma in np.unique(multipliers[lower]):
         rate = float(job.plan.rates[lower & (multipliers == sigma)].max())
         worst = replace(job.plan.mechanism(0), rate=rate, noise_multiplier=float(sigma))
-        rounds = Rounds(worst, schedule.local_steps, schedule.rounds, schedule.participation)
+        rounds = schedule.rounds_for(worst, privacy.view)
         epsilon = view_epsilon(privacy.view, rounds, privacy.delta)
         if epsilon > (privacy.target_epsilon or math.inf):
             raise DpfedError(

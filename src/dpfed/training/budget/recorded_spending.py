@@ -16,9 +16,9 @@ import numpy as np
 
 from dpfed.config import load
 from dpfed.errors import DpfedError
-from dpfed.privacy.accounting.guarantee import Planned, chances
+from dpfed.privacy.accounting.eligibility import chances
+from dpfed.privacy.accounting.guarantee import Planned
 from dpfed.privacy.accounting.history import History
-from dpfed.privacy.accounting.observers import participation_probability
 from dpfed.privacy.accounting.pld import epsilon
 from dpfed.privacy.accounting.population import Population, population_epsilon
 from dpfed.privacy.ledger.charge import Client
@@ -30,6 +30,7 @@ from dpfed.training.budget.ledgers import (
     OWN_LEDGER,
     no_statement,
     stated_rounds,
+    stated_schedule,
 )
 from dpfed.training.budget.prior_spending import served_prior_spending
 from dpfed.training.budget.release import NO_PRIVACY, SEEDED
@@ -77,9 +78,12 @@ class RecordedSpending:
     @property
     def realised(self) -> Planned:
         """The plan with the charged number of rounds, if retries made it larger than planned."""
-        if self.most_rounds <= self.planned.rounds:
-            return self.planned
-        return replace(self.planned, chances=((1.0, self.most_rounds),))
+        planned = self.planned
+        if self.most_rounds <= planned.most_rounds:
+            return planned
+        if self.most_rounds <= planned.rounds:
+            return replace(planned, cap=self.most_rounds)
+        return replace(planned, chances=((1.0, self.most_rounds),), cap=None)
 
     @property
     def server_max(self) -> float:
@@ -184,7 +188,7 @@ def read_recorded_spending(folder: Path, colluding: int = 0) -> RecordedSpending
         most_rounds=math.ceil(most_steps / planned.local_steps),
         rows=head.rows,
         seeded=seeded,
-        void=REPEATED if repeated else None,
+        void=REPEATED if repeated else planned.third_party_void,
     )
 
 
@@ -213,16 +217,17 @@ def _planned(folder: Path, ledger: Ledger, colluding: int) -> Planned:
             Mechanism(meta["sampling"], q, s, meta["batches"], meta["releases"])
             for q, s in meta["kinds"]
         ]
-        cohort = int(meta["cohort"])
+        schedule = stated_schedule(ledger)
         return Planned(
             tuple(kinds),
-            int(meta["local_steps"]),
-            participation_probability(cohort, int(meta["clients"])),
-            chances(cohort, stated_rounds(ledger), colluding),
+            schedule.local_steps,
+            schedule.participation,
+            chances(schedule.cohort, stated_rounds(ledger), colluding),
             float(meta["delta"]),
             str(meta["unit"]),
             tuple((Mechanism(*kind), int(steps)) for *kind, steps in meta["prior"]),
             bool(meta["uncounted"]),
+            cap=schedule.cap,
         )
     except (KeyError, TypeError, ValueError):
         raise no_statement(f"of {folder}") from None
@@ -263,8 +268,8 @@ def served_spending(
 ) -> RecordedSpending:
     """Return an upper bound on the spending of a server's run, from its configuration.
 
-    The bound assumes that every client takes part in every round. `sigma` is the noise multiplier
-    in the result of a calibrated run.
+    The bound assumes that every client takes part in every round, up to its cap. `sigma` is the
+    noise multiplier in the result of a calibrated run.
     """
     config = load(folder / CONFIG, [], registry())
     past = served_prior_spending(config)
@@ -277,7 +282,7 @@ def served_spending(
         plan = with_least_noise(plan, sigma)
     delta = config.privacy.delta
     budget = budget_of(plan, schedule, delta, config.privacy.budget, colluding, past)
-    steps = schedule.rounds * schedule.local_steps
+    steps = schedule.most_rounds * schedule.local_steps
     kinds, kind_of_client = plan.kinds()
     costs = [epsilon([*past.prior, (kind, steps)], delta).value for kind in kinds]
     return RecordedSpending(
@@ -287,7 +292,7 @@ def served_spending(
         rows=0,
         seeded=seeded,
         void=BY_CHOICE,
-        most_rounds=schedule.rounds,
+        most_rounds=schedule.most_rounds,
         served=True,
     )
 

@@ -13,13 +13,12 @@ from typing import Self
 import numpy as np
 
 from dpfed.errors import DpfedError, StoppedError, counted
+from dpfed.privacy.accounting.eligibility import chances, fewest_eligible
 from dpfed.privacy.accounting.guarantee import (
     MAX_EXACT_KINDS,
     NO_PRIOR_SPENDING,
     Planned,
     PriorSpending,
-    chances,
-    fewest_eligible,
 )
 from dpfed.privacy.accounting.pld import epsilon
 from dpfed.privacy.accounting.population import Population, largest_epsilon
@@ -28,6 +27,7 @@ from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.plan import Plan, Schedule
 from dpfed.privacy.published import show_setting
+from dpfed.training.budget.participation import eligible_clients
 from dpfed.training.job.job import Job
 
 # Largest number of different mechanisms in a statement. If a plan has more, `coarser` replaces
@@ -40,7 +40,9 @@ class Budget:
     """The statement of a run, fixed before round 1, and the rounds that each client can afford.
 
     planned   mechanisms, rounds and delta, from which all epsilons are computed
-    eligible  pairs (fewest clients to draw a cohort from, number of rounds), in the order of rounds
+    eligible  pairs (fewest clients to draw a cohort from, number of rounds), in the order of
+              rounds; only budgets reduce it, because the third party's epsilon needs it only
+              without a cap
     limits    number of rounds that the privacy budget allows each client; None without a budget
     """
 
@@ -95,6 +97,7 @@ def budget_of(
         past.prior,
         past.uncounted,
         int(plan.sizes.max()),
+        schedule.cap,
     )
     return Budget(planned, eligible, limits)
 
@@ -205,23 +208,29 @@ class Spending:
         return cls(job, budget, ledger, charged if job.config.run.noise == "os" else saved)
 
     def eligible(self) -> np.ndarray:
-        """Return the numbers of the clients that can afford another round within their budget."""
-        clients = np.arange(self._job.plan.clients)
+        """Return the numbers of the clients within their privacy budget and the cap on rounds."""
         limits = self._budget.limits if self._budget else None
-        return clients if limits is None else clients[self.rounds_taken < limits]
+        return eligible_clients(self.rounds_taken, self._job.schedule.cap, limits)
 
     def enough(self, t: int) -> np.ndarray:
         """Return the eligible clients of round t; raise StoppedError if they are too few."""
         able = self.eligible()
         needed = self._job.config.run.min_clients or self._job.schedule.cohort
         if len(able) < needed:
-            budget = show_setting(self._job.config.privacy.budget or 0)
             raise StoppedError(
                 f"before round {t} only {counted(len(able), 'client')} can stay within "
-                f"privacy.budget = {budget} and {needed} are needed: "
+                f"{self._limits_in_words()} and {needed} are needed: "
                 "the run ends with what it has"
             )
         return able
+
+    def _limits_in_words(self) -> str:
+        budget = self._job.config.privacy.budget
+        cap = self._job.schedule.cap
+        limits = [] if budget is None else [f"privacy.budget = {show_setting(budget)}"]
+        if cap is not None:
+            limits.append(f"{counted(cap, 'round')} of a client (run.max_rounds_per_client)")
+        return " and ".join(limits)
 
     def charge(self, t: int, cohort: Sequence[int]) -> None:
         """Charge a cohort. After this call the round's noised values may leave the oracle."""
@@ -299,9 +308,11 @@ class Spending:
         worst = max(planned.server_worst, most or 0.0)
         # The smaller third_party epsilon assumes random participation. Repeated rounds are not
         # random, and neither is the participation of clients that decide themselves.
+        # With a cap, a client's number of rounds is public.
         repeated = any(n > 1 for n in self._attempts.values())
+        secret = not repeated and not self._by_choice and planned.cap is None
         return {
             "server_worst": worst,
             "server_max": most,
-            "third_party": worst if repeated or self._by_choice else planned.third_party,
+            "third_party": planned.third_party if secret else worst,
         }

@@ -26,6 +26,7 @@ RESULT = (
     "delta",
     "sigma",
     "guarantee",
+    "max_rounds_per_client",
     "release",
     "algorithm",
     "clients",
@@ -124,7 +125,7 @@ def public_metrics(round: Round, planned: Planned | None) -> dict[str, float]:
         "clip": round.clip,
     }
     if planned is not None and round.accuracy is not None and 0 < round.t <= planned.rounds:
-        found["epsilon_planned"] = planned.server(round.t)
+        found["epsilon_planned"] = planned.server_after(round.t)
     return {
         key: float(value)
         for key, value in found.items()

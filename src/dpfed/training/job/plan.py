@@ -27,7 +27,12 @@ def plan_for(config: Config, sizes: np.ndarray) -> tuple[Plan, Schedule]:
         raise DpfedError(
             f"run.min_clients = {run.min_clients} is more than the {len(sizes)} clients there are"
         )
-    schedule = Schedule.of(len(sizes), run.rounds, run.local_steps, run.participation)
+    schedule = replace(
+        Schedule.of(len(sizes), run.rounds, run.local_steps, run.participation),
+        choice=run.cohort_choice,
+        max_rounds=run.max_rounds_per_client,
+        max_records=run.max_records_per_step,
+    )
     unit = config.data.unit_column
     return make_plan(privacy, sizes, schedule, releases.batches, releases.releases, unit), schedule
 

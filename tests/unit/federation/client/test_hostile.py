@@ -84,6 +84,7 @@ HOSTILE: dict[str, list[Any]] = {
     "rows": [NAN, -1, 1, 2**63, HUGE, "0", None, True],
     "head": ["00", "x" * 65, "\n", 3, None],
     "used": [NAN, -1, 1, 10**9, 2**63, HUGE, "0", None, True],
+    "max_rounds": [NAN, -1, 10**10, 2**63, HUGE, "0", None, True],
 }  # fmt: skip
 
 

@@ -931,10 +931,11 @@ def test_truncated_or_foreign_files(data: st.DataObject) -> None:
         try_everything({**original, name: changed}, original)
 
 
-def test_the_last_round_of_a_run_counts_what_is_void_and_no_other_run(tmp_path: Path) -> None:
+def test_the_rounds_of_a_run_count_what_is_void_and_no_other_run(tmp_path: Path) -> None:
     with Ledger.create(tmp_path / "ledger.db", client="a") as ledger:
-        assert ledger.last_round("one") == 0
+        assert ledger.rounds_charged("one") == []
         ledger.charge([Charge("a", 4, 1, A, "os")], run="one")
         ledger.charge([Charge("a", 2, 1, A, "os")], run="one")
         ledger.charge([Charge("a", 9, 1, A, "seeded", void=True)], run="two")
-        assert (ledger.last_round("one"), ledger.last_round("two")) == (4, 9)
+        assert ledger.rounds_charged("one") == [2, 4]
+        assert ledger.rounds_charged("two") == [9]

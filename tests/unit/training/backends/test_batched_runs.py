@@ -93,7 +93,12 @@ MIXED = [
         "privacy.sigma=0.5",
         "privacy.clip=0.7",
     ],
-    ["algorithm.name=dp-scaffold", "algorithm.lr=0.2", "run.seed=2"],
+    [
+        "algorithm.name=dp-scaffold",
+        "algorithm.lr=0.2",
+        "run.seed=2",
+        "run.cohort_choice=balanced",
+    ],
     ["algorithm.name=dp-fedsam", "algorithm.lr=0.3"],
     [
         "algorithm.name=dp-fedavg",
@@ -108,7 +113,7 @@ MIXED = [
 def test_a_packed_run_has_the_results_of_a_separate_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pack mixes methods, seeds, learning rates, noise and clip norms."""
+    """The pack mixes methods, seeds, learning rates, noise, clip norms and cohorts."""
     configs = [config_of(*keys) for keys in MIXED]
     assert len({pack_key(config) for config in configs}) == 1
     sizes: list[int] = []

@@ -106,7 +106,7 @@ def after(job: Job, rounds: int = 1) -> dict[str, Tensor]:
     state = first_state(job)
     backend = Fleet(job)
     for t in range(1, rounds + 1):
-        cohort = choose(job, t, np.arange(job.schedule.clients))
+        cohort = choose(job, t, np.arange(job.schedule.clients), np.zeros(job.schedule.clients))
         mean, answered = backend.run_cohort(t, state, cohort)
         state = aggregate(job, t, state, cohort, mean, answered)
     return tensors_of(state.server)
@@ -223,14 +223,14 @@ def test_cosine_and_constant_learning_rates() -> None:
 def test_cohorts_are_uniform_and_differ_between_rounds() -> None:
     job = job_of(data={"clients": 10}, run={"participation": 0.3, "rounds": 600})
     everyone = np.arange(10)
-    cohorts = [choose(job, t, everyone) for t in range(1, 601)]
+    cohorts = [choose(job, t, everyone, np.zeros(len(everyone))) for t in range(1, 601)]
     assert all(len(set(c)) == len(c) == 3 for c in cohorts)
-    assert cohorts == [choose(job, t, everyone) for t in range(1, 601)]
+    assert cohorts == [choose(job, t, everyone, np.zeros(len(everyone))) for t in range(1, 601)]
     share = np.bincount(np.concatenate(cohorts), minlength=10) / 600
     assert np.abs(share - 0.3).max() < 5 * math.sqrt(0.3 * 0.7 / 600)
     # There are 120 possible cohorts.
     assert len({tuple(c) for c in cohorts}) > 80
-    assert set(choose(job, 1, np.array([2, 5, 7, 9]))) <= {2, 5, 7, 9}
+    assert set(choose(job, 1, np.array([2, 5, 7, 9]), np.zeros(10))) <= {2, 5, 7, 9}
 
 
 # --- charges come before releases ---

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from dpfed.config import load
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting.calibrate import calibrate_sigma
-from dpfed.privacy.accounting.guarantee import Planned, chances, fewest_eligible
+from dpfed.privacy.accounting.eligibility import chances, fewest_eligible
+from dpfed.privacy.accounting.guarantee import Planned
 from dpfed.privacy.accounting.observers import server_epsilon
 from dpfed.privacy.accounting.pld import delta_at, epsilon
 from dpfed.privacy.ledger.charge import Charge
@@ -66,7 +67,7 @@ def absent_seed(keys: list[str]) -> int:
 
     for seed in range(50):
         job = prepare(load("digits", [*keys, f"run.seed={seed}"], registry()))
-        if all(0 not in choose(job, t, np.arange(6)) for t in (1, 2)):
+        if all(0 not in choose(job, t, np.arange(6), np.zeros(6)) for t in (1, 2)):
             return seed
     raise AssertionError("no such seed")
 
@@ -295,7 +296,7 @@ def test_a_resumed_run_adds_and_charges_the_noise_that_its_ledger_records(
     )
     assert jobs[0].plan.multipliers.tolist() == recorded
     with Ledger.open(folder / "ledger.sqlite", readonly=True) as ledger:
-        assert ledger.last_round(ledger.meta["owner"]) == 4
+        assert ledger.rounds_charged(ledger.meta["owner"])[-1] == 4
         for row in ledger.rows():
             assert row.charge.mechanism.noise_multiplier == recorded[int(row.charge.client)]
     assert read_recorded_spending(folder).server_worst == result["epsilon"]["server_worst"]

@@ -1,0 +1,64 @@
+"""Plan a federation from Python, before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from dpfed.privacy.planning.federation import (
+    MAX_RECORDS,
+    FederationPlan,
+    federation_of,
+    plan_federation,
+)
+from dpfed.registry import releases_of
+
+
+def plan(
+    records: int | Sequence[int],
+    epsilon: float,
+    *,
+    clients: int | None = None,
+    cohort: int | None = None,
+    rounds: int = 100,
+    local_steps: int = 20,
+    delta: float = 1e-5,
+    max_records: int = MAX_RECORDS,
+    algorithm: str = "dp-fedadamw",
+    try_rounds: Sequence[int] = (),
+    try_local_steps: Sequence[int] = (),
+    plot: str | Path | None = None,
+) -> FederationPlan:
+    """Compare plans for a federation of a given size, and recommend one.
+
+    Only public numbers are used, so planning costs no privacy.
+
+    Args:
+        records: Records of each client: one number for all clients, or one number for each client.
+        epsilon: Target epsilon, for the server's view of the client with the most rounds.
+        clients: Number of clients, if `records` is one number.
+        cohort: Clients in each round; default all of up to 20 clients, else a tenth.
+        rounds: Rounds of the run.
+        local_steps: Local steps of a client in a round.
+        delta: Delta of the guarantee.
+        max_records: Most records of all clients in a local step that you can compute.
+        algorithm: Name of the algorithm; some release a batch more than once.
+        try_rounds: Other numbers of rounds to compare.
+        try_local_steps: Other numbers of local steps to compare.
+        plot: File for a plot of noise over batch, PNG or SVG.
+
+    Returns:
+        The plan. `print(plan)` shows it, `plan.table` is a data frame, and `plan.settings` are the
+        tables of a configuration.
+    """
+    releases = releases_of(algorithm)
+    numbers = {"rounds": rounds, "local_steps": local_steps, "epsilon": epsilon, "delta": delta}
+    uses = {"batches": releases.batches, "releases": releases.releases}
+    sizes = [records] if isinstance(records, int) else list(records)
+    federation = federation_of(sizes, clients, cohort, max_records=max_records, **numbers, **uses)
+    found = plan_federation(federation, try_rounds, try_local_steps)
+    if plot is not None:
+        from dpfed.report.figures.plan_plot import noise_over_batch
+
+        noise_over_batch(found, Path(plot))
+    return found

@@ -1,0 +1,32 @@
+"""Choose the batch of a private run: the smallest with nearly the least noise possible."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+# The noise of the chosen batch exceeds the noise of full batches by at most this relative amount.
+TOLERANCE = 0.05
+
+
+def powers_of_two(largest: float) -> list[int]:
+    """Return 1, 2, 4, ... up to `largest`; at least 1."""
+    powers = [1]
+    while 2 * powers[-1] <= largest:
+        powers.append(2 * powers[-1])
+    return powers
+
+
+def automatic_batch(noise: Callable[[float], float], records: float, most: float) -> int:
+    """Return the smallest power of two whose noise is at most 5 % above that of full batches.
+
+    If there is none up to `most`, return the largest power of two up to `most`.
+
+    noise    batch -> noise of the mean gradient; it falls as the batch grows
+    records  records of a client, the size of a full batch
+    most     largest batch that may be chosen
+    """
+    enough = (1 + TOLERANCE) * noise(records)
+    batches = powers_of_two(min(records, most))
+    first = bisect_left(batches, True, key=lambda batch: noise(batch) <= enough)
+    return batches[min(first, len(batches) - 1)]

@@ -1,0 +1,341 @@
+"""Compare plans for a federation of a given size: batches, choices of cohorts, and rounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tomli_w
+
+from dpfed.config.sections import CohortChoice
+from dpfed.errors import DpfedError
+from dpfed.privacy.accounting.calibrate import calibrate_sigma, estimate_sigma
+from dpfed.privacy.accounting.history import check_delta
+from dpfed.privacy.accounting.observers import Rounds
+from dpfed.privacy.mechanism import Mechanism
+from dpfed.privacy.plan import Schedule
+from dpfed.privacy.planning.batch import automatic_batch, powers_of_two
+from dpfed.privacy.published import show_sigma
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+HEAD = f"{'cohorts':10}{'batch':>8}{'sigma':>10}{'noise':>12}{'records computed':>19}"
+# The table has batches from the recommended one divided by LESS to it multiplied by MORE.
+LESS = 8
+MORE = 4
+MAX_RECORDS = 2048
+# More noise than this, relative to full batches, is due to the limit on records in a step.
+ENOUGH = 1.06
+
+
+@lru_cache(maxsize=512)
+def _estimated_once(rounds: Rounds, epsilon: float, delta: float) -> float:
+    return estimate_sigma(rounds, epsilon, delta)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Federation:
+    """The size of a federation and its privacy target.
+
+    records      protected units of each client
+    cohort       clients in each round, S
+    epsilon      target for the server's view of the client with the most rounds
+    max_records  most records of a cohort in a local step
+    batches      new batches in each local step of the algorithm
+    releases     releases of each batch
+    """
+
+    records: tuple[int, ...]
+    cohort: int
+    rounds: int
+    local_steps: int
+    epsilon: float
+    delta: float = 1e-5
+    max_records: int = MAX_RECORDS
+    batches: int = 1
+    releases: int = 1
+
+    def __post_init__(self) -> None:
+        check_delta(self.delta)
+        checks = (
+            (bool(self.records), "a federation needs at least one client"),
+            (min(self.records, default=1) >= 1, "every client needs at least one record"),
+            (
+                1 <= self.cohort <= len(self.records),
+                f"{self.cohort} clients in each round cannot be chosen from "
+                f"{len(self.records)} clients",
+            ),
+            (self.rounds >= 1, f"{self.rounds} rounds are too few: use 1 or more"),
+            (self.local_steps >= 1, f"{self.local_steps} local steps are too few: use 1 or more"),
+            (
+                self.epsilon > 0 and math.isfinite(self.epsilon),
+                f"the target epsilon must be a number above 0, not {self.epsilon:g}",
+            ),
+            (
+                self.max_records >= 1,
+                f"{self.max_records} records in a local step are too few: use 1 or more",
+            ),
+        )
+        for fine, sentence in checks:
+            if not fine:
+                raise DpfedError(sentence)
+
+    @property
+    def clients(self) -> int:
+        return len(self.records)
+
+    @property
+    def mean_records(self) -> float:
+        return float(np.mean(self.records))
+
+    @property
+    def largest_batch(self) -> float:
+        """The largest batch that neither the records nor `max_records` forbid."""
+        return min(self.mean_records, self.max_records / self.cohort)
+
+    def schedule(self, choice: CohortChoice) -> Schedule:
+        return Schedule(self.clients, self.cohort, self.rounds, self.local_steps, choice)
+
+    def step(self, batch: float) -> Mechanism:
+        """Return the mechanism of one local step, still without its noise."""
+        rate = min(1.0, batch / self.mean_records)
+        return Mechanism("poisson", rate, 1.0, self.batches, self.releases)
+
+    def sigma(self, choice: CohortChoice, batch: float, exact: bool = False) -> float:
+        """Return the noise multiplier that the target epsilon needs; estimated unless `exact`."""
+        rounds = self.schedule(choice).rounds_for(self.step(batch), "server_worst")
+        find_sigma = calibrate_sigma if exact else _estimated_once
+        return find_sigma(rounds, self.epsilon, self.delta)
+
+    def noise(self, sigma: float, batch: float) -> float:
+        """Return the noise of the whole run on one coordinate, in units of the clip norm C.
+
+        It is the standard deviation of the average over all T K S mean gradients of the run.
+        """
+        rate = batch / self.mean_records
+        mean_square = float(np.mean([(rate * size) ** -2 for size in self.records]))
+        return sigma * math.sqrt(mean_square / (self.rounds * self.local_steps * self.cohort))
+
+    def batch(self, choice: CohortChoice) -> int:
+        """Return the automatic batch for this choice of cohorts."""
+        return automatic_batch(
+            lambda batch: self.sigma(choice, batch) / batch, self.mean_records, self.largest_batch
+        )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One possible plan.
+
+    most_rounds  largest number of rounds of a client
+    sigma        noise multiplier that the target epsilon needs
+    noise        noise of the whole run on one coordinate, in units of C, as `Federation.noise`
+    computed     records computed in the run, counted once for each batch they are drawn in
+    """
+
+    cohorts: CohortChoice
+    rounds: int
+    local_steps: int
+    batch: float
+    most_rounds: int
+    sigma: float
+    noise: float
+    computed: float
+
+
+@dataclass(frozen=True)
+class FederationPlan:
+    """Possible plans for a federation, and the recommended one.
+
+    choices       plans with other batches and other choices of cohorts
+    alternatives  plans with other numbers of rounds or local steps, each with its own batch
+    limits        sentences that name what limits the user
+    """
+
+    federation: Federation
+    recommended: Choice
+    choices: tuple[Choice, ...]
+    alternatives: tuple[Choice, ...] = ()
+    limits: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join(lines_of(self))
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """The plans as a data frame, `choices` before `alternatives`."""
+        import pandas as pd
+
+        rows = [asdict(choice) for choice in (*self.choices, *self.alternatives)]
+        return pd.DataFrame(rows)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "recommended": asdict(self.recommended),
+            "settings": self.settings,
+            "choices": [asdict(choice) for choice in self.choices],
+            "alternatives": [asdict(choice) for choice in self.alternatives],
+            "limits": list(self.limits),
+        }
+
+    @property
+    def settings(self) -> dict[str, dict[str, float | int | str]]:
+        """The recommended plan as tables of a configuration."""
+        federation = self.federation
+        return {
+            "privacy": {
+                "target_epsilon": federation.epsilon,
+                "delta": federation.delta,
+                "batch": self.recommended.batch,
+            },
+            "run": {
+                "rounds": federation.rounds,
+                "local_steps": federation.local_steps,
+                "participation": federation.cohort / federation.clients,
+                "cohort_choice": self.recommended.cohorts,
+            },
+        }
+
+
+def federation_of(
+    records: Sequence[int], clients: int | None, cohort: int | None, **numbers: Any
+) -> Federation:
+    """Return the federation with the usual values for numbers that are None.
+
+    records  records of each client; a single number is for every client
+    clients  number of clients
+    cohort   clients in each round; by default all of up to 20 clients, else a tenth
+    """
+    if clients is not None and len(records) not in (1, clients):
+        raise DpfedError(f"{len(records)} numbers of records were given for {clients} clients")
+    if clients is None and len(records) == 1:
+        raise DpfedError("give the number of clients, or the records of each client")
+    sizes = tuple(records) * clients if len(records) == 1 and clients else tuple(records)
+    usual = len(sizes) if len(sizes) <= 20 else round(len(sizes) / 10)
+    return Federation(records=sizes, cohort=usual if cohort is None else cohort, **numbers)
+
+
+def choice_of(
+    federation: Federation, cohorts: CohortChoice, batch: float, exact: bool = False
+) -> Choice:
+    """Return one plan; its sigma is an estimate unless `exact`."""
+    sigma = federation.sigma(cohorts, batch, exact)
+    return Choice(
+        cohorts,
+        federation.rounds,
+        federation.local_steps,
+        batch,
+        federation.schedule(cohorts).most_rounds,
+        sigma,
+        federation.noise(sigma, batch),
+        batch * federation.cohort * federation.rounds * federation.local_steps,
+    )
+
+
+def plan_federation(
+    federation: Federation, rounds: Sequence[int] = (), local_steps: Sequence[int] = ()
+) -> FederationPlan:
+    """Return the possible plans of a federation, computed from public numbers only.
+
+    rounds       other numbers of rounds to compare
+    local_steps  other numbers of local steps to compare
+    """
+    batch = federation.batch("balanced")
+    recommended = choice_of(federation, "balanced", batch, exact=True)
+    choices = []
+    for size in _batches_around(batch, federation.mean_records):
+        for cohorts in _cohorts(federation):
+            known = (cohorts, size) == ("balanced", batch)
+            choices.append(recommended if known else choice_of(federation, cohorts, size))
+    others = [replace(federation, rounds=count) for count in rounds]
+    others += [replace(federation, local_steps=count) for count in local_steps]
+    alternatives = [choice_of(other, "balanced", other.batch("balanced")) for other in others]
+    return FederationPlan(
+        federation,
+        recommended,
+        tuple(choices),
+        tuple(alternatives),
+        tuple(_limits(federation, recommended)),
+    )
+
+
+def _cohorts(federation: Federation) -> tuple[CohortChoice, ...]:
+    # If all clients take part in every round, both choices are the same.
+    return ("balanced", "uniform") if federation.cohort < federation.clients else ("balanced",)
+
+
+def _batches_around(batch: int, records: float) -> list[float]:
+    near = [b for b in powers_of_two(MORE * batch) if LESS * b >= batch and b < records]
+    return [*near, records]
+
+
+def _limits(federation: Federation, recommended: Choice) -> list[str]:
+    """Return sentences that name what limits the accuracy of the recommended plan."""
+    smallest = min(federation.records)
+    full = federation.mean_records
+    least = choice_of(federation, recommended.cohorts, full)
+    found = [
+        f"With {smallest:,} records at the smallest client, epsilon {federation.epsilon:g} needs "
+        f"sigma {recommended.sigma:.4g} at batch {recommended.batch:g}. Full batches would have "
+        f"{_share(least.noise / recommended.noise)} of the noise."
+    ]
+    if federation.largest_batch < full and recommended.noise > ENOUGH * least.noise:
+        found.append(
+            f"Computing limits this plan: a cohort may have at most {federation.max_records:,} "
+            "records in a local step. More would lower the noise."
+        )
+    twice = choice_of(
+        replace(federation, epsilon=2 * federation.epsilon), recommended.cohorts, full
+    )
+    found.append(
+        "Twice the records at every client would halve the noise; twice the epsilon would leave "
+        f"{_share(twice.noise / least.noise)} of it."
+    )
+    if federation.delta * max(federation.records) >= 0.1:
+        found.append(
+            f"Delta {federation.delta:g} is large for {max(federation.records):,} records: "
+            f"use at most {0.1 / max(federation.records):.1e}."
+        )
+    return found
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.0f} %"
+
+
+def lines_of(plan: FederationPlan) -> list[str]:
+    """Return the table, the limits and the recommended configuration as lines of text."""
+    federation = plan.federation
+    own = plan.recommended
+    lines = [
+        f"{federation.clients} clients, {federation.cohort} in each of {federation.rounds} rounds "
+        f"of {federation.local_steps} local steps; epsilon {federation.epsilon:g} "
+        f"at delta {federation.delta:g}",
+        "",
+        HEAD,
+        *(_row(choice, choice is own) for choice in plan.choices),
+        "noise: of the whole run on one coordinate of the mean gradient, in units of the clip norm",
+    ]
+    if len({choice.cohorts for choice in plan.choices}) > 1:
+        lines.append(
+            f"balanced: a client takes part in at most {own.most_rounds} rounds; "
+            f"uniform: possibly in all {federation.rounds}"
+        )
+    if plan.alternatives:
+        lines += ["", f"{'rounds':>8}{'steps':>8}  {HEAD}"]
+        lines += [f"{c.rounds:8}{c.local_steps:8}  {_row(c)}" for c in plan.alternatives]
+    text = tomli_w.dumps(plan.settings).rstrip()
+    return [*lines, "", *plan.limits, "", "Recommended; paste this into your file:", "", text]
+
+
+def _row(choice: Choice, recommended: bool = False) -> str:
+    mark = "  <- recommended" if recommended else ""
+    return (
+        f"{choice.cohorts:10}{choice.batch:8g}{show_sigma(choice.sigma):>10}{choice.noise:12.6f}"
+        f"{choice.computed:19,.0f}{mark}"
+    )
