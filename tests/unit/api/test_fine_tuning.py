@@ -305,13 +305,19 @@ def test_mistakes_are_one_sentence(
 def test_importing_is_cheap_and_typing_finds_the_names() -> None:
     assert set(dpfed.__all__) == {
         "Callback",
+        "Comparison",
         "DpfedError",
         "DpfedWarning",
         "TrainedModel",
+        "Tuning",
+        "compare",
         "fine_tune",
         "load",
+        "plan",
+        "tune",
     }
-    assert set(dpfed.__all__) <= set(dir(dpfed))
+    assert set(dir(dpfed)) == {*dpfed.__all__, "__version__"}
+    assert all(getattr(dpfed, name).__doc__ for name in dpfed.__all__)
     code = "import sys, dpfed; dir(dpfed); print('torch' in sys.modules, 'fine_tune' in dir(dpfed))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["False", "True"]
