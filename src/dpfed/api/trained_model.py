@@ -24,6 +24,8 @@ from dpfed.privacy.published import show_loss, show_score
 from dpfed.report.figures.run_plot import run_plot
 from dpfed.report.model_card import write_export
 from dpfed.report.page import write_page
+from dpfed.report.statement.build import Statement, statement_of_run
+from dpfed.report.statement.text import page
 from dpfed.studies.study_reader import read_study
 from dpfed.training.budget.recorded_spending import is_run
 from dpfed.training.export import Trained, configure, read_run
@@ -59,6 +61,20 @@ class TrainedModel:
         """
         figures: Mapping[str, float | None] = self.result["epsilon"]
         return figures
+
+    @cached_property
+    def privacy(self) -> Statement:
+        """The privacy statement of the run: guarantee, mu, attack rates and conditions.
+
+        `print(trained.privacy_page)` shows it as one page; `trained.privacy.as_dict()` is its JSON.
+        """
+        with python_phrases():
+            return statement_of_run(self.out)
+
+    @property
+    def privacy_page(self) -> str:
+        """The privacy statement as one page of plain text."""
+        return page(self.privacy)
 
     @property
     def classes(self) -> tuple[str, ...]:

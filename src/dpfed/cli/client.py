@@ -43,12 +43,14 @@ def client(
     with on_signals() as stop:
         settings, link = load_client(config, registry())
         address = check_link(link, insecure)
+        from dpfed.federation.client.budget_left import budget_left
         from dpfed.federation.client.client import Client
         from dpfed.federation.flower.apps import client_app
 
         name = settings.client.name
         own = Client(settings, insecure=insecure, log=say)
         app = client_app(own.answer, name, say, greets=insecure, debug=debug)
+        say(str(budget_left(settings)))
         say(f"{name} takes part with {', '.join(settings.client.servers)} at {address}")
         if own.on_gpu and settings.policy.isolation == "exact":
             say(

@@ -1,7 +1,8 @@
 """`dpfed doctor`: describe an installation, its devices and its missing packages.
 
 If a check fails, the command reports this and continues with the other checks. With a client.toml,
-the command also compares the declared numbers of records with the data, for the operator.
+the command also compares the declared numbers of records with the data, and shows what is left of
+the privacy budget, for the operator.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def doctor(
     }
     if client is not None:
         parts["client"] = lambda: declared(client)
+        parts["budget"] = lambda: budget(client)
     found = {name: guarded(part) for name, part in parts.items()}
     show(lines(found), found, as_json)
 
@@ -147,6 +149,16 @@ def declared(path: Path) -> list[dict[str, Any]]:
     return [{**asdict(number), "advice": number.advice} for number in compared(config)]
 
 
+def budget(path: Path) -> dict[str, Any]:
+    """Return the spending of a client over all its runs, and the rounds that it can afford."""
+    from dpfed.federation.client.budget_left import budget_left
+    from dpfed.federation.client_config import load_client
+    from dpfed.registry import registry
+
+    left = budget_left(load_client(path, registry())[0])
+    return {**asdict(left), "sentence": str(left)}
+
+
 def advice() -> list[str]:
     """Return sentences on how to repair or complete the installation."""
     out = []
@@ -226,4 +238,5 @@ SHOWN: dict[str, Callable[[Any], list[str]]] = {
     "cache": lambda part: [f"cache    {part}"],
     "advice": lambda part: [f"note: {sentence}" for sentence in part],
     "client": client_lines,
+    "budget": lambda part: [f"budget   {part['sentence']}"],
 }

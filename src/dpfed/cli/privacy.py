@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dpfed.cli.options import AsJson, Debug, Overrides, show
+from dpfed.cli.privacy_statement import drawn, own_ledger_of, show_own, show_published
 from dpfed.errors import DpfedError
 from dpfed.privacy.published import show_delta, show_loss, show_setting
 
 if TYPE_CHECKING:
     from dpfed.privacy.accounting.guarantee import Planned
-    from dpfed.training.budget.recorded_spending import OwnSpending, RecordedSpending
+    from dpfed.training.budget.recorded_spending import RecordedSpending
 
 NUMBERS = (
     "records",
@@ -31,6 +31,8 @@ NUMBERS = (
     "clients",
     "max_rounds",
 )
+# Options that neither a statement nor a sum of ledgers has.
+UNSTATED = ("colluding", "tuning_runs", "meaning", "plot", "curve", "asymptotic")
 REQUIRED = ("records", "batch", "rounds", "local_steps")
 DEFAULTS = {
     "participation": 1.0,
@@ -63,7 +65,9 @@ EXTRAS = {
 }
 CURVE = [0.5, 1.0, 2.0, 4.0, 8.0]
 
-PlanOrRun = Annotated[str | None, typer.Argument(help="configuration, preset, or folder of a run")]
+PlanOrRun = Annotated[
+    list[str] | None, typer.Argument(help="configuration, preset, or folder of a run")
+]
 Records = Annotated[int | None, typer.Option(help="records of a client R")]
 Batch = Annotated[float | None, typer.Option(help="expected batch size B")]
 Rounds = Annotated[int | None, typer.Option(help="rounds T")]
@@ -96,6 +100,15 @@ Meaning = Annotated[
 ]
 Public = Annotated[bool, typer.Option("--public", help="only what may be published together")]
 Plot = Annotated[Path | None, typer.Option(help="epsilon over rounds as PNG or SVG")]
+Curve = Annotated[
+    Path | None, typer.Option(help="errors that an attacker must make, as PNG or SVG")
+]
+StatementPage = Annotated[
+    bool, typer.Option("--statement", help="one page to publish, and statement.json in the run")
+]
+Ledgers = Annotated[
+    bool, typer.Option("--ledgers", help="add up the ledgers of several runs or clients' folders")
+]
 Asymptotic = Annotated[
     bool, typer.Option("--asymptotic", help="the paper's formulas: not a guarantee")
 ]
@@ -122,6 +135,9 @@ def privacy(
     meaning: Meaning = False,
     public: Public = False,
     plot: Plot = None,
+    curve: Curve = None,
+    statement: StatementPage = False,
+    ledgers: Ledgers = False,
     asymptotic: Asymptotic = False,
     debug: Debug = False,
     as_json: AsJson = False,
@@ -131,41 +147,32 @@ def privacy(
     Example: dpfed privacy --records 1000 --batch 16 --rounds 100 --local-steps 20 --sigma 1
     """
     numbers = {name: value for name, value in locals().items() if name in NUMBERS}
-    from dpfed.training.budget.recorded_spending import own_ledger, own_spending
-
-    if target is not None and (ledger := own_ledger(Path(target))) is not None:
-        refuse_given({**numbers, "set": overrides or None}, "cannot change what a client has spent")
-        return show_own(own_spending(ledger), as_json)
-    planned, spending, clients = asked_for(target, overrides or [], numbers, colluding)
+    unstated = {name: value or None for name, value in locals().items() if name in UNSTATED}
+    given = {**numbers, "set": overrides or None}
+    if statement or ledgers:
+        refuse_given(given, "cannot change what was spent")
+        refuse_given(unstated, "is no part of a statement or of a sum of ledgers")
+        return show_published(target or [], statement, ledgers, as_json)
+    folder = only(target)
+    if (own := own_ledger_of(folder)) is not None:
+        refuse_given(given, "cannot change what a client has spent")
+        return show_own(own, as_json)
+    planned, spending, clients = asked_for(folder, overrides or [], numbers, colluding)
     figures = figures_of(planned, spending, public)
     realised = spending.realised if spending else planned
-    extras = extras_of(realised, meaning, tuning_runs)
-    if asymptotic:
-        from dpfed.privacy.accounting.guarantee import asymptotic as paper_formulas
-
-        extras["asymptotic_not_a_guarantee"] = paper_formulas(realised, clients)
+    extras = extras_of(realised, meaning, tuning_runs, asymptotic, clients)
     lines = [*table(planned, spending, figures, public), *extra_lines(extras)]
-    if plot is not None:
-        from dpfed.report.figures.plots import epsilon_over_rounds
-
-        epsilon_over_rounds(planned, plot)
-        lines.append(f"plot written to {plot}")
+    lines += drawn(planned, realised, plot, curve)
     show(lines, {**figures, **extras}, as_json)
 
 
-def show_own(account: OwnSpending, as_json: bool) -> None:
-    """Print the spending of a real client over all its runs, as its own ledger states it."""
-    lines = [
-        f"{account.client} has spent epsilon {show_loss(account.epsilon, 4)} "
-        f"at delta {show_delta(account.delta)}, "
-        f"over {account.runs} run(s) and {account.rows - account.void} charges"
-    ]
-    if account.void:
-        lines.append(
-            f"{account.void} charges of test mode are void: "
-            "their noise was repeatable, and protected nothing"
+def only(targets: list[str] | None) -> str | None:
+    """Return the one target, or None if none is given."""
+    if targets and len(targets) > 1:
+        raise DpfedError(
+            f"{targets[1]} is one target too many: give one, or --ledgers to add several up"
         )
-    show(lines, asdict(account), as_json)
+    return targets[0] if targets else None
 
 
 def asked_for(
@@ -272,13 +279,23 @@ def figures_of(planned: Planned, spending: RecordedSpending | None, public: bool
     return out
 
 
-def extras_of(planned: Planned, meaning: bool, tuning_runs: int | None) -> dict[str, Any]:
+def extras_of(
+    planned: Planned,
+    meaning: bool,
+    tuning_runs: int | None,
+    asymptotic: bool,
+    clients: int | None,
+) -> dict[str, Any]:
     out: dict[str, Any] = {}
     if meaning:
         out |= planned.meaning()
         out["delta_curve"] = planned.curve(CURVE)
     if tuning_runs is not None:
         out["server_worst_with_tuning"] = planned.tuned(tuning_runs)
+    if asymptotic:
+        from dpfed.privacy.accounting.guarantee import asymptotic as paper_formulas
+
+        out["asymptotic_not_a_guarantee"] = paper_formulas(planned, clients)
     return out
 
 

@@ -115,6 +115,11 @@ class ClientConfig:
     model: ModelSection
 
 
+def unit_of(config: ClientConfig) -> str:
+    """Return the name of the client's protected unit: its unit column, or "record"."""
+    return config.data.unit_column or "record"
+
+
 def load_client(path: Path, registry: Registry) -> tuple[ClientConfig, LinkSection]:
     """Return the configuration in a client.toml, and its [link] section.
 
@@ -155,8 +160,9 @@ def build(raw: Mapping[str, Any], registry: Registry) -> ClientConfig:
     )
     policy = config.policy
     check_delta(policy.delta)
-    unit = config.data.unit_column or "record"
-    refuse_large_delta(policy.delta, policy.records, unit, policy.allow_large_delta, "policy")
+    refuse_large_delta(
+        policy.delta, policy.records, unit_of(config), policy.allow_large_delta, "policy"
+    )
     dealt = sorted(SIMULATION_KEYS & set(raw.get("data", {})))
     if dealt:
         raise DpfedError(

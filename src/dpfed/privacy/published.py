@@ -1,8 +1,8 @@
 """Format numbers for publication, rounded so that no number promises too much privacy.
 
-    privacy losses (epsilon, delta, advantages) and sampling rates    up
-    noise multipliers and lower bounds of audits                      down
-    accuracies and other scores                                       to nearest
+    privacy losses (epsilon, delta, mu, attack rates), sampling rates    up
+    noise multipliers and lower bounds of audits                         down
+    accuracies and other scores                                          to nearest
 
 Rounding is decimal and starts from Python's shortest text of the float, so 0.1 is shown as 0.1. The
 published text is never below the true privacy loss and never above the true noise multiplier.
@@ -61,6 +61,14 @@ def show_percent(value: float | None, places: int = 1, sign: bool = False) -> st
     hundredfold = _EXACT.multiply(_decimal(value), Decimal(100))
     text = format(hundredfold.quantize(_unit(-places), ROUND_HALF_EVEN, _EXACT), "f")
     return text if text.startswith("-") or not sign else f"+{text}"
+
+
+def show_percent_loss(value: float | None, places: int = 1) -> str:
+    """Return an attacker's rate (0.25 for 25 %) as a percentage, rounded up and at most 100."""
+    if value is None or not math.isfinite(value):
+        return _no_number(value)
+    hundredfold = min(_EXACT.multiply(_decimal(value), Decimal(100)), Decimal(100))
+    return format(hundredfold.quantize(_unit(-places), ROUND_CEILING, _EXACT), "f")
 
 
 def show_setting(value: float) -> str:

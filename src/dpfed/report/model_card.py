@@ -6,6 +6,7 @@ clients that took part: no seed, no cohort, no epsilon of a single client (docs/
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,15 @@ from dpfed.config import Config
 from dpfed.errors import counted
 from dpfed.model.export_files import Companions
 from dpfed.model.given_module import GivenModule
-from dpfed.privacy.accounting.guarantee import NOT_COVERED, PUBLIC
 from dpfed.privacy.published import show_delta, show_loss, show_score
+from dpfed.report.statement.build import Statement, statement_of, write_statement
+from dpfed.report.statement.text import first_line, rows
 from dpfed.training.budget.recorded_spending import RecordedSpending
 from dpfed.training.budget.release import NO_PRIVACY, SEEDED
 from dpfed.training.export import ADAPTED_CONFIG, base_of, export, read_run
 from dpfed.training.job.notes import dealt_note
 from dpfed.training.run_folder.atomic_file import write_file
+from dpfed.training.run_folder.files import STATEMENT
 
 # Models that dpfed defines. They start from random weights and have no transformers class.
 OWN_MODELS = ("gn-resnet18", "linear")
@@ -44,9 +47,8 @@ MARKDOWN.filters |= {
 MARKDOWN.globals |= {
     "ADAPTED_CONFIG": ADAPTED_CONFIG,
     "MAX_CLASSES": MAX_CLASSES,
-    "NOT_COVERED": NOT_COVERED,
     "NO_PRIVACY": NO_PRIVACY,
-    "PUBLIC": PUBLIC,
+    "STATEMENT": STATEMENT,
 }
 
 
@@ -65,11 +67,15 @@ def model_card(
     """
     inputs = result["input"]["kind"]
     auto_class, task = _auto(config, inputs)
+    statement = _statement(config, result, spending)
     return MARKDOWN.get_template("model_card.md.j2").render(
         config=config,
         result=result,
         metrics=result.get("metrics") or {},
         spending=spending,
+        headline=first_line(statement),
+        guarantee=statement.guarantee,
+        stated=rows(statement, observers=False),
         kind=kind,
         companions=companions,
         hub_name=_is_hub_name(config.model.weights),
@@ -84,6 +90,13 @@ def model_card(
         image_sentence=_image_sentence(config),
         base=_base(config) if kind == "adapter" else None,
     )
+
+
+def _statement(
+    config: Config, result: dict[str, Any], spending: RecordedSpending | None
+) -> Statement:
+    settings = {"privacy": asdict(config.privacy), "run": asdict(config.run)}
+    return statement_of(spending, result, settings)
 
 
 def _is_hub_name(weights: str | None) -> bool:
@@ -145,4 +158,6 @@ def write_export(run: Path, out: Path, merge: bool = False) -> str:
     kind = export(trained, out, merge)
     card = model_card(trained.config, trained.result, trained.accounts, kind, trained.companions)
     write_file(out / "README.md", lambda file: file.write(card.encode()), for_release=True)
+    statement = _statement(trained.config, trained.result, trained.accounts)
+    write_statement(statement, out / STATEMENT, for_release=True)
     return kind

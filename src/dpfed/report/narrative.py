@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpfed.errors import counted
-from dpfed.privacy.accounting.guarantee import NOT_COVERED, PUBLIC
 from dpfed.privacy.published import show_loss, show_percent
 from dpfed.report.figures.figure import joined, short
 from dpfed.report.run_reader import Group, RunData, number
+from dpfed.report.statement.text import first_line, rows
 from dpfed.report.tables import Row, Table, best_of, larger_epsilon, size
 from dpfed.training.budget.release import NO_PRIVACY, SEEDED
 
@@ -219,40 +219,43 @@ def live(runs: Sequence[RunData]) -> str:
     return f"round {furthest.last} of {furthest.planned_rounds}{more}"
 
 
-def statement(groups: Sequence[Group], public: bool) -> list[tuple[str, str]]:
-    """Return the privacy statement as pairs (name, sentence).
+Pairs = list[tuple[str, str]]
 
-    `dpfed privacy` and the model cards make the same statements.
+
+def statements(groups: Sequence[Group], public: bool) -> list[tuple[str, Pairs]]:
+    """Return the privacy statements as pairs (title, pairs of a name and a sentence).
+
+    Methods with equal statements share one. `dpfed privacy --statement` and the model cards show
+    the same statements.
     """
-    private = {group.label: group.privacy for group in groups if group.privacy is not None}
-    if not private:
+    found: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for group in groups:
+        if group.privacy is not None:
+            stated = group.privacy.statement
+            pairs = (("In short", first_line(stated)), *rows(stated))
+            key = tuple(pair for pair in pairs if pair[0] != "Ledger head" or len(groups) == 1)
+            found.setdefault(key, []).append(group.label)
+    if not found:
         said = "Nothing on this page was trained with privacy, so there is no guarantee to state."
-        return [("None", said)]
-    first = next(iter(private.values()))
-    out = [
-        (
-            "Protected",
-            f"one {first.planned.unit} of one client, {first.planned.kinds[0].adjacency}.",
-        )
-    ]
-    by_sentence: dict[str, list[str]] = {}
-    for label, privacy in private.items():
-        by_sentence.setdefault(privacy.planned.assumptions(), []).append(label)
-    for sentence, names in by_sentence.items():
-        name = f"Guarantee of {joined(names)}" if len(by_sentence) > 1 else "Guarantee"
-        out.append((name, f"{sentence}."))
-    advice = "" if public else "; publish it with --public, never beside the others"
+        return [("The privacy statement", [("None", said)])]
+    notes = _page_notes(groups, public)
+    out = []
+    for key, names in found.items():
+        of = f" of {joined(names)}" if len(found) > 1 else ""
+        out.append((f"The privacy statement{of}", [*key, *notes]))
+    return out
+
+
+def _page_notes(groups: Sequence[Group], public: bool) -> Pairs:
+    """Return notes on the page as a whole, which a statement of one run does not have."""
+    notes = []
+    if not public:
+        notes.append(("This page", "Publish it with --public, never beside figures of a client."))
     runs = sum(len(group.runs) for group in groups if group.privacy is not None)
-    tuning = "Epsilon excludes any choice of settings on these data."
     if runs > 1:
-        tuning += (
-            f" The {runs} runs here used the same records: each epsilon is that of one run, and "
+        said = (
+            f"The {runs} runs here used the same records: each epsilon is that of one run, and "
             "what all of them spent adds up."
         )
-    return [
-        *out,
-        ("Third party", f"{first.void or THIRD_PARTY_ASSUMPTION}{advice}."),
-        ("Assumed public", f"{PUBLIC}."),
-        ("Not covered", f"{NOT_COVERED}."),
-        ("Tuning", tuning),
-    ]
+        notes.append(("Tuning", said))
+    return notes

@@ -15,6 +15,7 @@ import numpy as np
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting.guarantee import Planned
 from dpfed.report.labels import ALIKE, labels
+from dpfed.report.statement.build import Statement, statement_of
 from dpfed.training.budget.recorded_spending import is_run, read_recorded_spending
 from dpfed.training.budget.release import NO_PRIVACY
 from dpfed.training.callbacks.diagnostics import read_diagnostics
@@ -108,6 +109,7 @@ class Privacy:
     third_party   epsilon against a third party, who sees only the global models
     seeded        True if the noise was seeded
     void          the reason why the third party's epsilon does not hold, or None
+    statement     the privacy statement of the run
     epsilons      epsilon of each client, empty on a public page
     """
 
@@ -116,6 +118,7 @@ class Privacy:
     third_party: float
     seeded: bool
     void: str | None
+    statement: Statement
     epsilons: tuple[float, ...] = ()
 
     @property
@@ -288,8 +291,9 @@ def group_of(label: str, paths: Sequence[Path], runs: Sequence[RunData], public:
         hidden = "the ledger could not be read, so this page has no epsilon from it"
         return Group(label, tuple(runs), trouble=hidden if public else str(error))
     epsilons = () if public else tuple(float(value) for value in found.epsilons)
+    stated = statement_of(found, runs[0].result, runs[0].settings)
     figures = (found.realised, found.server_worst, found.third_party, found.seeded, found.void)
-    return Group(label, tuple(runs), Privacy(*figures, epsilons))
+    return Group(label, tuple(runs), Privacy(*figures, stated, epsilons))
 
 
 def grouped(paths: Sequence[Path], public: bool) -> list[Group]:

@@ -102,7 +102,7 @@ def sections_of(
 def _privacy(groups: Sequence[Group], public: bool) -> list[Card]:
     if not groups:
         return []
-    return [Card("The privacy statement", pairs=narrative.statement(groups, public))]
+    return [Card(title, pairs=pairs) for title, pairs in narrative.statements(groups, public)]
 
 
 def bold(text: str) -> str:

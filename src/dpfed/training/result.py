@@ -63,6 +63,7 @@ def result_of(
         "clients": job.schedule.clients,
         "client_names": client_names(job.config) if job.served else list(job.shards.names),
         "largest_client": int(job.plan.sizes.max()),
+        "records": int(job.plan.sizes.sum()),
         "classes": list(job.classes),
         "input": asdict(job.spec),
         "parameters": job.space.size,

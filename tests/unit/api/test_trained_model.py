@@ -119,7 +119,7 @@ def test_the_report_and_the_export(run: dpfed.TrainedModel, tmp_path: Path) -> N
                                                  strict=True))  # fmt: skip
     card = (folder / "README.md").read_text(encoding="utf-8")
     assert "model.load_state_dict(load_file(" in card
-    assert "transformers" not in card
+    assert "from transformers" not in card
 
 
 def test_a_copy_is_loaded_without_the_first_folder(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ def test_a_vision_adapter_loads_with_plain_peft(tmp_path: Path, freeze_a: bool) 
         "dpfed.json",
         "model_config.json",
         "preprocessor_config.json",
+        "statement.json",
     }
     plain = AutoModelForImageClassification.from_pretrained(
         tmp_path / "base", num_labels=3, ignore_mismatched_sizes=True
@@ -267,16 +268,15 @@ def test_the_card_explains_its_epsilon(demonstration: Path, tmp_path: Path) -> N
     assert f"every message, and who took part | {show_loss(figures['server_worst'])} |" in card
     assert f"the global models only | {show_loss(figures['third_party'])} |" in card
     for words in (
-        result["guarantee"],
+        "one record of one client; adjacency: add/remove one record",
         "delta = 1e-05",
-        "one record of one client, add/remove one",
-        "PLD accountant",
-        "poisson sampling at rate",
-        "noise multiplier 1",
+        "**Accountant**: PLD",
+        "Poisson sampling, each unit by an independent draw, at rate",
+        "Gaussian noise of multiplier 1",
         "clip norm 1 (flat)",
         "nobody outside knows who took part",
         "digits, 10 clients",
-        "excludes any tuning",
+        "excludes any choice of settings",
         f"accuracy {result['test_accuracy']:.4f}",
         f"macro F1 {result['metrics']['macro_f1']:.4f}",
         "**Not for release.**",

@@ -48,7 +48,7 @@ from dpfed.federation.client.round_setup import (
     streams_of,
 )
 from dpfed.federation.client.storage import Store, own_folder
-from dpfed.federation.client_config import ClientConfig
+from dpfed.federation.client_config import ClientConfig, unit_of
 from dpfed.federation.held_out import (
     PART,
     HeldOut,
@@ -205,8 +205,7 @@ class Client:
         terms = request.terms
         policy = self.config.policy
         algorithm = algorithm_of(terms)
-        unit = self.config.data.unit_column or "record"
-        plan = plan_of(terms, algorithm, int(self._shards.sizes[0]), unit)
+        plan = plan_of(terms, algorithm, int(self._shards.sizes[0]), unit_of(self.config))
         mechanism = plan.mechanism(0)
         refuse(check_learning_rate(terms, algorithm.lr, policy))
         refuse(check_training(terms, policy, mechanism, self._history(ledger)))
@@ -306,7 +305,9 @@ class Client:
     def _ledger(self) -> Ledger:
         released = (self._state / "runs").exists()
         client = self.config.client.name
-        return client_ledger(self._state, client, self.config.policy.delta, released)
+        return client_ledger(
+            self._state, client, self.config.policy.delta, unit_of(self.config), released
+        )
 
     def _history(self, ledger: Ledger) -> History:
         return ledger.history(self.config.client.name)

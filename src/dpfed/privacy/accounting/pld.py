@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dpfed.errors import DpfedError
-from dpfed.privacy.accounting.history import History, check_delta, released
+from dpfed.privacy.accounting.history import Floats, History, check_delta, released
 from dpfed.privacy.accounting.loss_distribution import (
     Relation,
     Term,
@@ -37,6 +37,8 @@ from dpfed.privacy.accounting.rdp import (
 
 # A PLD epsilon may exceed the RDP epsilon by this relative amount, because the PLD grid rounds up.
 _RDP_SLACK = 1e-6
+# The largest epsilon of a privacy profile; e^epsilon is a float up to 709.
+_LARGEST_NODE = 700.0
 
 
 class AccountingError(RuntimeError):
@@ -150,12 +152,49 @@ def delta_curve(history: History, epsilons: Sequence[float]) -> list[float]:
         curve = rdp_curve(entries)
         return [rdp_curve_delta(curve, at) for at in epsilons]
     terms = terms_of(entries)
+    upper = _deltas_of(_distribution_for_deltas(terms), terms, np.asarray(epsilons, dtype=float))
+    return [float(delta) for delta in upper]
+
+
+def _deltas_of(distribution: Any, terms: tuple[Term, ...], epsilons: Floats) -> Floats:
+    """Return delta(epsilon) of a composed distribution, rounded up, for epsilons in any order."""
+    order = np.argsort(epsilons)
+    deltas = np.empty(len(epsilons))
+    deltas[order] = distribution.get_delta_for_epsilon(epsilons[order])
+    upper: Floats = np.minimum(1.0, np.maximum(0.0, deltas) + rounding(steps_of(terms)))
+    return upper
+
+
+def privacy_profile(history: History, cutoff: float, nodes: int) -> tuple[Floats, Floats]:
+    """Return (epsilons, deltas): delta(epsilon), rounded up, at many epsilons from 0.
+
+    At the last epsilon, delta is about `cutoff`. One half of the epsilons has equal distances, the
+    other half equal ratios, because delta bends most near 0.
+
+    nodes  number of epsilons in each half
+    """
+    entries = released(history)
+    poisson = all(mechanism.sampling == "poisson" for mechanism, _ in entries)
+    if not poisson:
+        epsilons = _nodes(rdp_epsilon(entries, cutoff), nodes)
+        return epsilons, np.array(delta_curve(entries, epsilons.tolist()))
+    if any(mechanism.noise_multiplier == 0 for mechanism, _ in entries):
+        return np.zeros(1), np.ones(1)
+    terms = terms_of(entries)
+    if not terms:
+        return np.zeros(1), np.zeros(1)
     distribution = _distribution_for_deltas(terms)
-    lost = rounding(steps_of(terms))
-    return [
-        min(1.0, max(0.0, float(distribution.get_delta_for_epsilon(float(at)))) + lost)
-        for at in epsilons
-    ]
+    least = max(cutoff / 10, cutoff - rounding(steps_of(terms)))
+    top = float(distribution.get_epsilon_for_delta(least))
+    epsilons = _nodes(top, nodes)
+    return epsilons, _deltas_of(distribution, terms, epsilons)
+
+
+def _nodes(top: float, count: int) -> Floats:
+    if top <= 0:
+        return np.zeros(1)
+    top = min(top, _LARGEST_NODE)
+    return np.union1d(np.linspace(0.0, top, count), np.geomspace(1e-5 * top, top, count))
 
 
 def _distribution_for_deltas(terms: tuple[Term, ...]) -> Any:

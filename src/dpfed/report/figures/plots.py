@@ -11,8 +11,13 @@ import numpy as np
 
 from dpfed.errors import DpfedError
 from dpfed.privacy.accounting.guarantee import Planned
+from dpfed.privacy.accounting.tradeoff import (
+    attack_rates,
+    gaussian_false_negatives,
+    largest_mu,
+)
 from dpfed.privacy.ledger.private_files import open_private
-from dpfed.privacy.published import show_delta
+from dpfed.privacy.published import show_delta, show_loss
 
 # Okabe and Ito's eight colours without yellow, which is hard to see on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -52,6 +57,34 @@ def epsilon_over_rounds(planned: Planned, path: Path) -> None:
     y_label = f"epsilon at delta = {show_delta(planned.delta)}"
     axes.set(xlabel="round", ylabel=y_label, title="Privacy spent over rounds")
     axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    save_private(figure, path)
+
+
+def tradeoff_curve(planned: Planned, path: Path) -> None:
+    """Draw the errors that any attacker must make: false negatives against false positives.
+
+    The curve is that of the server's view, for the client with the largest loss. The line of
+    (epsilon, delta) lies below it. So does the Gaussian of the same mu, if there is one.
+    """
+    figure, axes = single_plot(path, (5.6, 5.2), "--curve")
+    histories = planned.histories
+    rates = np.union1d(np.geomspace(1e-6, 1, 400), np.linspace(0, 1, 401))
+    missed = 1 - np.array(attack_rates(histories, rates.tolist()))
+    epsilon, delta = planned.server_worst, planned.delta
+    line = np.exp(min(epsilon, 700.0))
+    promised = np.maximum(0, np.maximum(1 - delta - line * rates, (1 - delta - rates) / line))
+    label = f"epsilon {show_loss(epsilon)}, delta {show_delta(delta)}"
+    axes.plot(rates, 1 - rates, ":", color="grey", label="guessing", linewidth=1)
+    axes.plot(rates, missed, "-", color=COLOURS[0], label="this run", linewidth=2)
+    mu = largest_mu(histories)
+    if mu is not None and np.isfinite(mu):
+        gaussian = gaussian_false_negatives(mu, rates)
+        axes.plot(rates, gaussian, "-.", color=COLOURS[2], label=f"Gaussian, mu {show_loss(mu)}")
+    axes.plot(rates, promised, "--", color=COLOURS[1], label=label)
+    axes.set(xlabel="false-positive rate", ylabel="false-negative rate", xlim=(0, 1), ylim=(0, 1))
+    axes.set_title("The errors that every attacker must make")
     axes.grid(alpha=0.3)
     axes.legend()
     save_private(figure, path)
@@ -153,10 +186,10 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def single_plot(path: Path, inches: tuple[float, float]) -> Any:
+def single_plot(path: Path, inches: tuple[float, float], option: str = "--plot") -> Any:
     """Return a matplotlib figure and its axes; refuse a `path` that is neither .png nor .svg."""
     if path.suffix.lower() not in (".png", ".svg"):
-        raise DpfedError(f"--plot {path} must end in .png or .svg")
+        raise DpfedError(f"{option} {path} must end in .png or .svg")
     return _pyplot().subplots(figsize=inches, layout="constrained")
 
 

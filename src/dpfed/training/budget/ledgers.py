@@ -56,13 +56,15 @@ def run_ledger(job: Job, budget: Budget, path: Path, name: str, released: bool =
     return ledger
 
 
-def client_ledger(state: Path, name: str, delta: float, released: bool) -> Ledger:
+def client_ledger(state: Path, name: str, delta: float, unit: str, released: bool) -> Ledger:
     """Return the open ledger in a real client's state folder; create it if missing.
 
+    unit      name of the protected unit
     released  True if the client has answered a server before; a missing ledger is then an error
     """
     lost = "what this client has spent: put it back" if released else None
-    return _open_or_create(state / OWN_LEDGER, lost, {"delta": delta}, client=name)
+    facts = {"delta": delta, "unit": unit}
+    return _open_or_create(state / OWN_LEDGER, lost, facts, client=name)
 
 
 def _open_or_create(

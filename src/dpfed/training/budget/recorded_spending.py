@@ -64,6 +64,8 @@ class RecordedSpending:
     void         reason why third_party equals the server's epsilon; None if third_party may be less
     most_rounds  largest number of rounds charged to a client; each attempt at a round counts
     served       True for a server's run, whose clients are real
+    head         hash of the ledger's last row; None for a server's run, which has no ledger
+    records      protected units of all clients, or an upper bound; None if unknown
     """
 
     planned: Planned
@@ -74,6 +76,8 @@ class RecordedSpending:
     void: str | None
     most_rounds: int = 0
     served: bool = False
+    head: str | None = None
+    records: int | None = None
 
     @property
     def realised(self) -> Planned:
@@ -189,7 +193,17 @@ def read_recorded_spending(folder: Path, colluding: int = 0) -> RecordedSpending
         rows=head.rows,
         seeded=seeded,
         void=REPEATED if repeated else planned.third_party_void,
+        head=head.hash,
+        records=_all_records(result, planned.largest, clients),
     )
+
+
+def _all_records(result: Mapping[str, Any], largest: int | None, clients: int) -> int | None:
+    """Return the number of units of all clients; for older runs, that of equally large clients."""
+    stated = result.get("records")
+    if isinstance(stated, int) and stated > 0:
+        return stated
+    return None if largest is None else largest * clients
 
 
 def _largest(folder: Path, result: Mapping[str, Any], meta: Mapping[str, Any]) -> int | None:
@@ -294,6 +308,7 @@ def served_spending(
         void=BY_CHOICE,
         most_rounds=schedule.most_rounds,
         served=True,
+        records=int(plan.sizes.sum()),
     )
 
 

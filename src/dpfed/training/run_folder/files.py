@@ -17,6 +17,7 @@ RESULT = "run.json"
 CHECKPOINTS = "checkpoint"
 COHORTS = "cohorts.key"
 LABEL_COUNTS = "holdings.json"
+STATEMENT = "statement.json"
 
 
 def read_settings(folder: Path) -> dict[str, Any] | None:

@@ -16,8 +16,10 @@ from dpfed.config import build, to_toml
 from dpfed.errors import DpfedError, StoppedError
 from dpfed.privacy.accounting.pld import epsilon
 from dpfed.registry import registry
+from dpfed.report.statement.build import statement_of_run
 from dpfed.training.budget.prior_spending import checked
 from dpfed.training.budget.recorded_spending import read_recorded_spending
+from dpfed.training.budget.site_spending import read_site_spending
 from dpfed.training.export import export, read_run
 from dpfed.training.job.job import prepare, prepare_server
 from dpfed.training.run import run
@@ -170,6 +172,17 @@ def test_a_servers_run_is_accounted_for_and_exported_with_upper_bounds(tmp_path:
     assert export(trained, tmp_path / "model") == "model"
     stored = checked((tmp_path / "model" / "dpfed.json").read_text(), "dpfed.json")
     assert stored.prior == ((job.plan.mechanism(0), 6),)
+    statement = statement_of_run(tmp_path / "out")
+    assert statement.ledger_head is None
+    assert statement.guarantee is not None
+    server, third = statement.guarantee.observers
+    assert server.epsilon == third.epsilon == accounts.server_worst
+    assert statement.guarantee.delta.all_records == int(job.plan.sizes.sum())
+    with pytest.raises(DpfedError, match="clients keep their own ledgers"):
+        read_site_spending([tmp_path / "out"])
+    own = read_site_spending([tmp_path / "clinic-0"])
+    assert own.unit == "record"
+    assert 0 < own.epsilon <= accounts.server_worst
 
 
 def test_waiting_may_change_when_a_server_goes_on_and_the_clients_may_not(tmp_path: Path) -> None:

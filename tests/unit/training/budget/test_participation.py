@@ -275,7 +275,7 @@ def test_configuration_ledger_card_and_report_state_equal_figures(
     assert dpfed("export", str(out), str(tmp_path / "model")) == 0
     card = (tmp_path / "model" / "README.md").read_text(encoding="utf-8")
     assert "a client in 2 of 5 rounds, its cap" in card
-    assert "each client in at most 2 rounds" in card
+    assert "a cap of 2 rounds for each client" in card
     stored = record_of(str(tmp_path / "model"))
     assert stored is not None
     assert [steps for _, steps in stored.prior] == [2 * 2]

@@ -1,0 +1,128 @@
+"""The budget that a client has left: epsilon spent over all its runs, and the rounds it can afford.
+
+The client's operator sees this before the client joins a run. It is private, like the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dpfed.algorithms import REGISTRY
+from dpfed.errors import counted
+from dpfed.federation.client_config import ClientConfig, Policy
+from dpfed.federation.policy import History, check_spending
+from dpfed.privacy.accounting.pld import epsilon
+from dpfed.privacy.ledger.ledger import Ledger
+from dpfed.privacy.mechanism import Mechanism
+from dpfed.privacy.published import show_delta, show_loss, show_setting
+from dpfed.training.budget.ledgers import OWN_LEDGER
+
+# More rounds than this are not counted.
+MOST_ROUNDS = 10_000
+# The count of rounds may be too small by this share; a finer count takes longer.
+TOLERANCE = 0.02
+
+
+@dataclass(frozen=True)
+class BudgetLeft:
+    """The spending of a client over all runs of its ledger, and what is left of its budget.
+
+    spent          epsilon spent so far
+    max_epsilon    policy.max_epsilon, at `delta`
+    rounds_least   rounds left if a server asks for all that the policy permits
+    limits         the settings of the policy that `rounds_least` assumes
+    rounds_alike   rounds like the last one in the ledger; None if it has none
+    """
+
+    client: str
+    spent: float
+    max_epsilon: float
+    delta: float
+    rounds_least: int
+    limits: str
+    rounds_alike: int | None
+
+    def __str__(self) -> str:
+        least = _shown(self.rounds_least)
+        text = (
+            f"{self.client} has spent epsilon {show_loss(self.spent)} of policy.max_epsilon = "
+            f"{show_setting(self.max_epsilon)} at delta {show_delta(self.delta)}, over all runs; "
+            f"left: at least {least}, if a server asks for all that the policy permits "
+            f"({self.limits})"
+        )
+        if self.rounds_alike is not None:
+            text += f"; {_shown(self.rounds_alike)} like the last one"
+        return text
+
+
+def budget_left(config: ClientConfig) -> BudgetLeft:
+    """Read the client's ledger, which may be missing before its first run."""
+    policy = config.policy
+    path = Path(config.client.state) / OWN_LEDGER
+    history: History = []
+    last: tuple[Mechanism, int] | None = None
+    if path.exists():
+        with Ledger.open(path, client=config.client.name, readonly=True) as ledger:
+            history = ledger.history(config.client.name)
+            charges = [row.charge for row in ledger.rows() if not row.charge.void]
+        trained = [charge for charge in charges if charge.part == "train"]
+        last = (trained[-1].mechanism, trained[-1].steps) if trained else None
+    mechanism, steps = costliest_round(policy)
+    return BudgetLeft(
+        client=config.client.name,
+        spent=epsilon(history, policy.delta).value if history else 0.0,
+        max_epsilon=policy.max_epsilon,
+        delta=policy.delta,
+        rounds_least=rounds_left(policy, mechanism, steps, history),
+        limits=f"max_rate = {show_setting(policy.max_rate)}, "
+        f"min_sigma = {show_setting(policy.min_sigma)}, "
+        f"max_local_steps = {policy.max_local_steps}",
+        rounds_alike=None if last is None else rounds_left(policy, *last, history),
+    )
+
+
+def costliest_round(policy: Policy) -> tuple[Mechanism, int]:
+    """Return mechanism and local steps of the costliest round that the policy permits."""
+    names = policy.algorithms or tuple(REGISTRY)
+    releases = [REGISTRY[name]().releases for name in names]  # type: ignore[call-arg]
+    mechanism = Mechanism(
+        "poisson",
+        policy.max_rate,
+        policy.min_sigma,
+        batches=max(each.batches for each in releases),
+        releases=max(each.releases for each in releases),
+    )
+    return mechanism, policy.max_local_steps
+
+
+def rounds_left(policy: Policy, mechanism: Mechanism, steps: int, history: History) -> int:
+    """Return a number of further rounds of `steps` steps that policy.max_epsilon allows.
+
+    It is never too large, and too small by at most TOLERANCE. Requests are judged by the same rule.
+    """
+
+    def fits(rounds: int) -> bool:
+        return check_spending(policy, mechanism, steps * rounds, history) is None
+
+    return largest(fits)
+
+
+def largest(fits: Callable[[int], bool]) -> int:
+    """Return the largest number up to MOST_ROUNDS that fits, within TOLERANCE; 0 if none does."""
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while high <= MOST_ROUNDS and fits(high):
+        low, high = high, 2 * high
+    high = min(high, MOST_ROUNDS + 1)
+    while high - low > max(1, TOLERANCE * low):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _shown(rounds: int) -> str:
+    more = " or more" if rounds >= MOST_ROUNDS * (1 - TOLERANCE) else ""
+    return f"{counted(rounds, 'round')}{more}"

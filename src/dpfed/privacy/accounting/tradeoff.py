@@ -1,0 +1,166 @@
+"""The trade-off curve of a history: the errors that an attacker must make, and its Gaussian mu.
+
+The attacker guesses whether one record was used. False positives are records that it accuses
+wrongly. False negatives are records that it misses. All figures follow from the privacy profile
+delta(epsilon) of the accountant, which is an upper bound. They are never optimistic: the attacker's
+true-positive rate and mu are rounded towards more privacy loss at every approximation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+from scipy import special
+
+from dpfed.privacy.accounting.history import Floats, History, released
+from dpfed.privacy.accounting.pld import privacy_profile
+from dpfed.privacy.mechanism import Mechanism
+
+# mu is the smallest one whose delta(epsilon) is at least the history's wherever that is >= CUTOFF.
+CUTOFF = 1e-9
+# Epsilons of a profile: as many at equal distances, and as many at equal ratios.
+_NODES = 1500
+_LARGEST_MU = 1e4
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """Upper bounds of delta(epsilon) at a few nodes, for both orders of two neighbouring data sets.
+
+    epsilons  nodes, ascending from 0
+    deltas    delta at each node; between nodes, delta is below the chord over e^epsilon
+    exact     False for Renyi bounds, whose delta near epsilon 0 is too loose to derive mu from
+    """
+
+    epsilons: Floats
+    deltas: Floats
+    exact: bool
+
+
+def profile_of(history: History) -> Profile:
+    """Return the privacy profile of a history, down to delta = CUTOFF."""
+    return _cached_profile(tuple(released(history)))
+
+
+@lru_cache(maxsize=64)
+def _cached_profile(history: tuple[tuple[Mechanism, int], ...]) -> Profile:
+    exact = all(mechanism.sampling == "poisson" for mechanism, _ in history)
+    return Profile(*privacy_profile(history, CUTOFF, _NODES), exact)
+
+
+def true_positive_rates(profile: Profile, false_positive_rates: Sequence[float]) -> Floats:
+    """Return the largest true-positive rate of any attacker at each false-positive rate.
+
+    Each node (epsilon, delta) bounds the rate: TPR <= e^epsilon FPR + delta, and with both errors
+    exchanged 1 - FPR <= e^epsilon (1 - TPR) + delta. The result is the smallest of all bounds.
+    """
+    rates = np.asarray(false_positive_rates, dtype=np.float64)[:, None]
+    factor = np.exp(profile.epsilons)
+    direct = factor * rates + profile.deltas
+    exchanged = 1 - (1 - profile.deltas - rates) / factor
+    smallest: Floats = np.minimum(direct, exchanged).min(axis=1)
+    return np.clip(smallest, rates[:, 0], 1.0)
+
+
+def gaussian_mu(profile: Profile) -> float | None:
+    """Return the smallest mu whose Gaussian mechanism has at least the profile's deltas.
+
+    Deltas below CUTOFF are left out. The result is 0 if all are below, infinite if no mu is large
+    enough, and None for a profile that is not exact.
+    """
+    if not profile.exact:
+        return None
+    count = int((profile.deltas >= CUTOFF).sum())
+    if count == 0:
+        return 0.0
+    # Keep one node below the cutoff, so that the last interval contains the crossing.
+    epsilons, deltas = profile.epsilons[: count + 1], profile.deltas[: count + 1]
+    if deltas[-1] > 2 * CUTOFF:
+        return math.inf
+    high = 1.0
+    while not _covers(high, epsilons, deltas):
+        high *= 2
+        if high > _LARGEST_MU:
+            return math.inf
+    low = 0.0
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        if _covers(middle, epsilons, deltas):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def gaussian_false_negatives(mu: float, false_positive_rates: Floats) -> Floats:
+    """Return the smallest false-negative rates of a test of N(0, 1) against N(mu, 1)."""
+    rates: Floats = special.ndtr(-special.ndtri(false_positive_rates) - mu)
+    return rates
+
+
+def _covers(mu: float, epsilons: Floats, deltas: Floats) -> bool:
+    """Return True if the Gaussian mechanism of this mu has at least these deltas everywhere.
+
+    Both delta functions are convex in x = e^epsilon. Between two nodes the profile lies below its
+    chord. The Gaussian lies above both of its tangents. So it is enough to compare them at the
+    nodes, and where the two tangents meet. All x are relative to the left node, which avoids
+    overflow.
+    """
+    upper: Floats = special.ndtr(mu / 2 - epsilons / mu)
+    lower: Floats = np.exp(epsilons + special.log_ndtr(-mu / 2 - epsilons / mu))
+    if np.any(upper - lower < deltas):
+        return False
+    width = np.exp(np.diff(epsilons))
+    meeting = np.ones_like(width)
+    slopes = lower[:-1] - lower[1:] / width
+    np.divide(upper[:-1] - upper[1:], slopes, out=meeting, where=slopes > 0)
+    meeting = np.clip(meeting, 1.0, width)
+    tangent = upper[:-1] - lower[:-1] * meeting
+    chord = deltas[:-1] + np.diff(deltas) * (meeting - 1) / (width - 1)
+    enough: npt.NDArray[np.bool_] = tangent >= chord
+    return bool(enough.all())
+
+
+def attack_rates(
+    histories: Sequence[History], false_positive_rates: Sequence[float]
+) -> list[float]:
+    """Return the largest true-positive rates over all these histories."""
+    found = [
+        true_positive_rates(profile_of(history), false_positive_rates)
+        for history in undominated(histories)
+    ]
+    rates: list[float] = np.max(found, axis=0).tolist()
+    return rates
+
+
+def largest_mu(histories: Sequence[History]) -> float | None:
+    """Return a mu that covers all these histories, or None if one of them has no mu."""
+    found = [gaussian_mu(profile_of(history)) for history in undominated(histories)]
+    known = [mu for mu in found if mu is not None]
+    return max(known) if len(known) == len(found) else None
+
+
+def undominated(histories: Sequence[History]) -> list[tuple[tuple[Mechanism, int], ...]]:
+    """Return the histories without those that cost at most as much as another at every epsilon."""
+    distinct = list(dict.fromkeys(map(tuple, histories)))
+    return [
+        history
+        for history in distinct
+        if not any(_dominates(other, history) for other in distinct if other != history)
+    ]
+
+
+def _dominates(history: History, other: History) -> bool:
+    """Return True if every entry has at least the rate, and at most the noise, of the other's."""
+    return len(history) == len(other) and all(
+        mine.sampling == its.sampling == "poisson"
+        and (mine.batches, mine.releases, steps) == (its.batches, its.releases, its_steps)
+        and mine.rate >= its.rate
+        and mine.noise_multiplier <= its.noise_multiplier
+        for (mine, steps), (its, its_steps) in zip(history, other, strict=True)
+    )

@@ -1,0 +1,167 @@
+"""Add up the ledgers of one site: the spending of a record over several runs.
+
+A record may be in every run, at any client of it. Each run counts with the client that took part
+most. A run that started from another listed run counts that one again, so the sum is an upper
+bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dpfed.errors import DpfedError
+from dpfed.privacy.accounting.pld import epsilon
+from dpfed.privacy.ledger.ledger import Ledger
+from dpfed.privacy.mechanism import Mechanism
+from dpfed.training.budget.recorded_spending import (
+    is_run,
+    own_ledger,
+    own_spending,
+    read_recorded_spending,
+)
+from dpfed.training.run_folder.files import LEDGER
+
+NOT_STATED = "not stated"
+
+
+@dataclass(frozen=True)
+class LedgerSpending:
+    """The spending in one ledger.
+
+    path       the folder, as the user gave it
+    owner      name of the run or of the client
+    created    time at which the ledger was made; no two ledgers of one owner have the same
+    unit       protected unit; NOT_STATED in older ledgers of clients
+    history    mechanisms and steps that bound the spending of every record
+    delta      delta of the ledger's guarantee
+    epsilon    epsilon of this ledger alone, at its own delta
+    seeded     True if some of its noise was repeatable, which protects nothing
+    uncounted  True if it began with weights whose spending is not known
+    """
+
+    path: Path
+    owner: str
+    created: float
+    unit: str
+    history: tuple[tuple[Mechanism, int], ...]
+    delta: float
+    epsilon: float
+    seeded: bool
+    uncounted: bool = False
+
+    @property
+    def adjacency(self) -> str | None:
+        return self.history[0][0].adjacency if self.history else None
+
+
+@dataclass(frozen=True)
+class SiteSpending:
+    """The spending of one record over all ledgers, composed at one delta."""
+
+    ledgers: tuple[LedgerSpending, ...]
+    epsilon: float
+    delta: float
+    unit: str
+    adjacency: str | None
+
+
+def read_site_spending(folders: Sequence[Path]) -> SiteSpending:
+    """Verify the ledgers in these folders and return what a record has spent in all.
+
+    A folder is that of a run, or the state folder of a client. The smallest of all deltas counts.
+    """
+    ledgers = tuple(map(_read, folders))
+    _refuse_copies(ledgers)
+    _refuse_unequal(ledgers)
+    history = [entry for ledger in ledgers for entry in ledger.history]
+    delta = min(ledger.delta for ledger in ledgers)
+    total = epsilon(history, delta).value if history else 0.0
+    adjacency = next((found for each in ledgers if (found := each.adjacency)), None)
+    return SiteSpending(ledgers, total, delta, ledgers[0].unit, adjacency)
+
+
+def _read(folder: Path) -> LedgerSpending:
+    own = own_ledger(folder)
+    if own is not None:
+        return _of_client(folder, own)
+    if is_run(folder):
+        return _of_run(folder)
+    raise DpfedError(f"{folder} has no ledger: give folders of runs, or state folders of clients")
+
+
+def _of_client(folder: Path, path: Path) -> LedgerSpending:
+    spending = own_spending(path)
+    with Ledger.open(path, readonly=True) as ledger:
+        history = ledger.history(spending.client)
+        meta = ledger.meta
+    return LedgerSpending(
+        path=folder,
+        owner=spending.client,
+        created=float(meta["created"]),
+        unit=str(meta.get("unit", NOT_STATED)),
+        history=tuple(history),
+        delta=spending.delta,
+        epsilon=spending.epsilon,
+        seeded=spending.void > 0,
+    )
+
+
+def _of_run(folder: Path) -> LedgerSpending:
+    spending = read_recorded_spending(folder)
+    if spending.served:
+        raise DpfedError(
+            f"{folder} is a server's run, whose clients keep their own ledgers: "
+            "give the state folder of a client"
+        )
+    with Ledger.open(folder / LEDGER, readonly=True) as ledger:
+        meta = ledger.meta
+    charged = replace(spending.planned, chances=((1.0, spending.most_rounds),), cap=None)
+    return LedgerSpending(
+        path=folder,
+        owner=str(meta["owner"]),
+        created=float(meta["created"]),
+        unit=charged.unit,
+        history=tuple(charged.bound),
+        delta=charged.delta,
+        epsilon=epsilon(charged.bound, charged.delta).value,
+        seeded=spending.seeded,
+        uncounted=charged.uncounted,
+    )
+
+
+def _refuse_copies(ledgers: Sequence[LedgerSpending]) -> None:
+    """Raise DpfedError if a ledger is given twice; an old copy must not be added to the newest."""
+    seen: dict[tuple[str, float], Path] = {}
+    for ledger in ledgers:
+        identity = (ledger.owner, ledger.created)
+        if identity in seen:
+            raise DpfedError(
+                f"{seen[identity]} and {ledger.path} hold the same ledger: give it once"
+            )
+        seen[identity] = ledger.path
+
+
+def _refuse_unequal(ledgers: Sequence[LedgerSpending]) -> None:
+    """Raise DpfedError if two ledgers protect different units, or differ in adjacency."""
+    first, *others = ledgers
+    for ledger in others:
+        if NOT_STATED in (first.unit, ledger.unit):
+            unknown = first if first.unit == NOT_STATED else ledger
+            raise DpfedError(
+                f"the ledger in {unknown.path} does not state its protected unit, as an earlier "
+                "version wrote it: it cannot be added to others"
+            )
+        if ledger.unit != first.unit:
+            raise DpfedError(
+                f"{first.path} protects one {first.unit} and {ledger.path} one {ledger.unit}: "
+                "spendings of different units cannot be added"
+            )
+    known = [ledger for ledger in ledgers if ledger.adjacency is not None]
+    for ledger in known[1:]:
+        if ledger.adjacency != known[0].adjacency:
+            raise DpfedError(
+                f"{known[0].path} is accounted for under {known[0].adjacency!r} and {ledger.path} "
+                f"under {ledger.adjacency!r}: spendings of different adjacency cannot be added"
+            )
