@@ -13,10 +13,12 @@ __all__ = [
     "DpfedError",
     "DpfedWarning",
     "TrainedModel",
+    "Tuning",
     "compare",
     "fine_tune",
     "load",
     "plan",
+    "tune",
 ]
 _HOMES = {
     "Callback": "dpfed.training.callbacks.base",

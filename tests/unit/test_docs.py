@@ -196,7 +196,7 @@ def shorten(block: Block, patch: pytest.MonkeyPatch) -> None:
 
         return call
 
-    for function in ("fine_tune", "compare"):
+    for function in ("fine_tune", "compare", "tune"):
         patch.setattr(dpfed, function, shorter(getattr(api, function)), raising=False)
 
 

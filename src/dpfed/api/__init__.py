@@ -11,5 +11,6 @@ from dpfed.api.comparing import Comparison, compare
 from dpfed.api.fine_tuning import fine_tune
 from dpfed.api.planning import plan
 from dpfed.api.trained_model import TrainedModel, load
+from dpfed.api.tuning import Tuning, tune
 
-__all__ = ["Comparison", "TrainedModel", "compare", "fine_tune", "load", "plan"]
+__all__ = ["Comparison", "TrainedModel", "Tuning", "compare", "fine_tune", "load", "plan", "tune"]

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from dpfed.api.identity import identity_of
-from dpfed.api.memory_model import base_folder, refuse_tokenizer, save_model
+from dpfed.api.memory_model import base_folder, identity_of, refuse_tokenizer, save_model
 from dpfed.api.options import Terms, listing
 from dpfed.api.settings import configured, is_plain_module
 from dpfed.api.user_warnings import warn

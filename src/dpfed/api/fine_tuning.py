@@ -22,6 +22,7 @@ from dpfed.model.given_module import given_module
 from dpfed.training.callbacks.base import Callback, OnStart
 from dpfed.training.callbacks.progress import ProgressDisplay
 from dpfed.training.job.notes import result_warnings
+from dpfed.training.job.public_score import given_metric
 from dpfed.training.open_run import Mode
 from dpfed.training.run import run
 from dpfed.training.run_folder.files import CONFIG, read_result
@@ -67,7 +68,9 @@ def fine_tune(
         if resume:
             config = as_begun(config, options, folder)
         start = _Start(model, options.get("tokenizer"), source, folder, resume)
-        return start.trained(config, callbacks, progress)
+        metric = options.get("metric")
+        with given_metric(metric if callable(metric) else None):
+            return start.trained(config, callbacks, progress)
 
 
 def _folder(out: str | Path | None, resume: bool, config: Config) -> Path:

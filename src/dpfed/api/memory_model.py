@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors.torch import save_file
 
 from dpfed.api.settings import is_plain_module
 from dpfed.config import Config
+from dpfed.data.tables import Source
 from dpfed.errors import DpfedError
 from dpfed.model.zoo.hub import HubSilentError
 from dpfed.training.budget.prior_spending import checked, record_of, write_record
@@ -89,3 +92,28 @@ def _spending_record(model: Any) -> str | None:
         # it does not count earlier training.
         return None
     return record.text if record else None
+
+
+def identity_of(model: Any, source: Source) -> str:
+    """Return a hash that changes with any record, label, class name or weight."""
+    hash = hashlib.sha256(repr((source.kind, source.classes, source.white)).encode())
+    for table in (source.train, source.test):
+        arrays = {**table.inputs, "labels": table.labels, **table.columns}
+        for name, array in sorted(arrays.items()):
+            _add(hash, name, array)
+    if isinstance(model, str | Path):
+        hash.update(str(model).encode())
+    elif hasattr(model, "state_dict"):
+        hash.update(repr(model).encode())
+        for name, tensor in model.state_dict().items():
+            _add(hash, name, tensor.detach().cpu().float().numpy())
+    return hash.hexdigest()[:16]
+
+
+def _add(hash: Any, name: str, array: np.ndarray) -> None:
+    hash.update(repr((name, array.dtype.str, array.shape)).encode())
+    if array.dtype == object:
+        # Python strings have no bytes of their own in an array.
+        hash.update(repr(array.tolist()).encode())
+    else:
+        hash.update(np.ascontiguousarray(array).tobytes())

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
 from dpfed.privacy.planning.federation import FederationPlan
+from dpfed.training.job.public_score import Metric
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -56,6 +57,7 @@ class Terms(TypedDict, total=False):
         plan: A plan of `dpfed.plan`, which sets clients, epsilon, delta, rounds and the batch.
         trainable: Adapters and head ("lora"), the head, the whole model, or names of modules and
             tensors. The default depends on the model.
+        class_weights: Factor of the loss of each class; public constants.
         classes: Class names in the order of their numbers, or their count; default: from labels.
         tokenizer: Tokenizer of a language model in memory.
         settings: Other configuration keys, such as {"run.local_steps": 5}.
@@ -67,6 +69,7 @@ class Terms(TypedDict, total=False):
     rounds: int | None
     plan: FederationPlan | None
     trainable: Literal["lora", "head", "full"] | Sequence[str] | None
+    class_weights: Sequence[float] | None
     classes: Sequence[str] | int | None
     tokenizer: Any
     settings: Mapping[str, Any] | None
@@ -78,9 +81,16 @@ class Options(Switches, Terms, total=False):
     Attributes:
         algorithm: Name of an algorithm; default "dp-fedadamw". Its switches, such as `lr`, are
             further keywords.
+        metric: Score on `test`: "accuracy", "loss", "macro_f1", "auroc", or a function of labels
+            and probabilities that returns a number, where larger is better.
+        early_stopping: End after this many evaluations without a better score.
+        keep: "best" for the model with the best score; default "last".
     """
 
     algorithm: str | None
+    metric: Literal["accuracy", "loss", "macro_f1", "auroc"] | Metric | None
+    early_stopping: int | None
+    keep: Literal["last", "best"] | None
 
 
 def split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

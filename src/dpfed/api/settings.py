@@ -42,6 +42,10 @@ KEYS = {
     "epsilon": "privacy.target_epsilon",
     "rounds": "run.rounds",
     "trainable": "model.train",
+    "metric": "run.metric",
+    "early_stopping": "run.early_stopping",
+    "keep": "run.keep",
+    "class_weights": "model.class_weights",
     "algorithm": "algorithm.name",
 }
 MODELS = {"image": "auto-image", "text": "auto-text", "features": "linear"}
@@ -56,6 +60,8 @@ def tables_of(options: Mapping[str, Any]) -> dict[str, Any]:
     settings = keywords.get("settings")
     if keywords.get("epsilon") == "auto":
         keywords["epsilon"] = None
+    if callable(keywords.get("metric")):
+        keywords["metric"] = "given"
     _refuse_unknown(switches)
     pairs = _pairs(settings)
     planned = _planned(keywords.get("plan"), layer_of(pairs))

@@ -16,6 +16,9 @@ ADDED: dict[str, Any] = {
     "run.cohort_choice": "uniform",
     "run.max_rounds_per_client": "auto",
     "run.max_records_per_step": 2048,
+    "run.metric": "accuracy",
+    "run.keep": "last",
+    "model.class_weights": [],
 }
 
 

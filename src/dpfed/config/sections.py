@@ -66,6 +66,10 @@ class ModelSection:
         "adapters and head, the whole model, the head, or a list of modules and tensors",
     ] = "lora"
     lora: LoraSection = field(default_factory=LoraSection)
+    class_weights: Annotated[
+        tuple[Annotated[float, Gt(0)], ...],
+        "factor of the loss of each class: public constants, not counts of private labels",
+    ] = ()
     adapter: Annotated[
         str | None, "folder of a peft LoRA adapter to start from; its rank and targets apply"
     ] = None
@@ -210,6 +214,16 @@ class RunSection:
         Lt(1),
         "decay of the average over rounds that is evaluated and saved; 0: the last round",
     ] = 0.0
+    metric: Annotated[
+        Literal["accuracy", "loss", "macro_f1", "auroc", "given"],
+        "score on the server's public data for early_stopping and keep; given: a program's own",
+    ] = "accuracy"
+    early_stopping: Annotated[
+        int | None, Ge(1), "end after this many evaluations without a better score; default: never"
+    ] = None
+    keep: Annotated[
+        Literal["last", "best"], "model that is saved: of the last round, or of the best score"
+    ] = "last"
     checkpoint_every: Annotated[
         Annotated[int, Ge(0)] | Literal["auto"],
         "rounds between checkpoints; 0: none; auto: each, on a GPU at most one per second",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from dpfed.errors import DpfedError
 
 
 @dataclass(frozen=True)
@@ -83,3 +85,28 @@ TARGETS = 2
 NEXT_TOKEN = Task(
     lambda scores, labels: scores[:, 0], lambda scores, labels: scores[:, 1], causal=True
 )
+
+
+def weighted(task: Task, weights: Sequence[float], classes: int) -> Task:
+    """Return the task with each record's loss multiplied by the weight of its class.
+
+    The weights are public constants. The clip norm bounds a weighted gradient like any other.
+    """
+    if not weights:
+        return task
+    if task.correct is not right_class:
+        raise DpfedError("model.class_weights is for classes: leave it out for this model")
+    if len(weights) != classes:
+        raise DpfedError(
+            f"model.class_weights has {len(weights)} numbers, and the data have {classes} classes"
+        )
+    # One copy on each device, made before any CUDA graph is captured.
+    tables: dict[torch.device, Tensor] = {}
+
+    def loss(scores: Tensor, labels: Tensor) -> Tensor:
+        device = labels.device
+        if device not in tables:
+            tables[device] = torch.tensor(weights, device=device)
+        return task.loss(scores, labels) * tables[device][labels]
+
+    return replace(task, loss=loss)

@@ -68,10 +68,9 @@ class Study:
         """The description as JSON values. Equal descriptions mean the same study."""
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
         # Leave defaults out: older studies have no entries for these keys.
-        if self.search_seeds == 1:
-            del plain["search_seeds"]
-        if not self.given:
-            del plain["given"]
+        for key, default in (("search_seeds", 1), ("given", "")):
+            if plain[key] == default:
+                del plain[key]
         return plain
 
     @property
@@ -284,10 +283,11 @@ def check(study: Study, registry: Registry) -> None:
         raise DpfedError(f"{phrase('search seeds')} {study.search_seeds} must be at least 1")
     for arm in study.arms:
         run = arm.configure(study.base, tuple(grid[0] for grid in arm.space), registry).run
-        if (run.noise, run.seed, run.eval_on) != ("seeded", study.base["run"]["seed"], "all"):
+        fixed = (run.noise, run.seed, run.eval_on, run.keep, run.early_stopping)
+        if fixed != ("seeded", study.base["run"]["seed"], "all", "last", None):
             raise DpfedError(
-                f"{arm.label}: run.seed, run.noise and run.eval_on are set by the study, "
-                "leave them out"
+                f"{arm.label}: run.seed, noise, eval_on, keep and early_stopping are set by the "
+                "study, leave them out"
             )
 
 

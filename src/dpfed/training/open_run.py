@@ -25,6 +25,7 @@ from dpfed.training.callbacks.trackers import Trackers, refuse_missing
 from dpfed.training.evaluation import task_metrics
 from dpfed.training.job.job import Job
 from dpfed.training.job.notes import result_warnings
+from dpfed.training.job.public_score import choice_notes, choice_of, kept_round, refuse_metric
 from dpfed.training.result import release_note, result_of
 from dpfed.training.round_context import first_state
 from dpfed.training.round_loop import RoundLoop
@@ -83,12 +84,14 @@ class OpenRun:
         state  how the run ended, "finished" or "stopped"
         more   further entries for run.json
         """
-        folder, rounds = self.place.folder, self.metrics.rounds
+        folder = self.place.folder
+        rounds = [self.metrics.rounds[0], kept_round(self.job, self.metrics.rounds[-1])]
         result = result_of(self.job, self.loop.spending, rounds, folder.path, self.place.note)
         if self.remote is not None:
             result |= self.remote.report()
         result["metrics"] = task_metrics(self.job, rounds[-1].theta)
-        result["notes"] = list(self.job.notes)
+        result |= choice_of(self.job, rounds[-1])
+        result["notes"] = [*self.job.notes, *choice_notes(self.job, rounds[-1])]
         result["warnings"] = [*self.job.warnings, *result_warnings(result)]
         folder.save_model(rounds[-1].theta, self.job.space, self.place.note)
         folder.save_result({"run": self.place.name, "state": state, **result, **more})
@@ -134,6 +137,7 @@ def open_run(
     if resume and not job.served:
         job = with_recorded_noise(job, out / LEDGER)
     execution.confirm(job)
+    refuse_metric(job)
     budget = _checked_budget(job, resume) if job.plan.private else None
     note = release_note(job.config, job.plan.private)
     name = run_name(out) if resume else uuid.uuid4().hex
@@ -185,7 +189,7 @@ def _ready(
     spending = Spending.of_run(job, *accounts, saved.taken if saved else None)
     if place.resume:
         _record_changes(job, place, saved)
-    rounds = folder.rounds(saved.progress.t, saved.progress.state.result) if saved else []
+    rounds = folder.rounds(saved.progress.t, saved.progress.state) if saved else []
     metrics = MetricsFile(folder, rounds)
     writer = CheckpointWriter(checkpoints, spending, folder, remote)
     loop = RoundLoop(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from dpfed.algorithms.base import Context, Space
 from dpfed.privacy.plan import Plan
 from dpfed.training.job.job import Job
-from dpfed.training.server_state import State
+from dpfed.training.server_state import Best, State
 
 
 def learning_rate(base: float, schedule: str, t: int, rounds: int) -> float:
@@ -111,4 +111,6 @@ def first_state(job: Job) -> State:
     """Return the server's state before round 1."""
     everyone = context(job, 1, range(job.schedule.clients))
     state = State(job.algorithm.init(everyone, job.theta), job.plan.clip)
+    if job.config.run.keep == "best" or job.config.run.early_stopping is not None:
+        state = replace(state, best=Best.none_yet(state.theta))
     return state.averaging() if job.config.run.average else state

@@ -18,9 +18,13 @@ from dpfed.training.budget.spending import Spending
 from dpfed.training.callbacks.base import Callback
 from dpfed.training.evaluation import evaluate
 from dpfed.training.job.job import Job
+from dpfed.training.job.public_score import chosen_score, own_score
 from dpfed.training.round_context import context, first_state
 from dpfed.training.rounds import Progress, Round
 from dpfed.training.server_state import State
+
+# Accuracy, loss and epsilon of a round without an evaluation.
+UNSCORED = (None, None, None)
 
 
 @dataclass
@@ -56,6 +60,8 @@ class RoundLoop:
         unreported: Callable[[], None] | None = None
         try:
             for t in range(progress.t + 1, self.job.config.run.rounds + 1):
+                if is_over(self.job, state):
+                    break
                 self.stop()
                 eligible = self.spending.enough(t)
                 cohort = choose(self.job, t, eligible, self.spending.rounds_taken)
@@ -77,14 +83,14 @@ class RoundLoop:
                     unreported = None
                 seconds = time.perf_counter() - started
                 counts = (len(cohort), len(eligible))
-                round = Round(t, None, None, None, *counts, clip, seconds, state.result)
+                round = Round(t, *UNSCORED, *counts, clip, seconds, state.result, best=state.best)
                 due = self.checkpoint_due(t)
                 if self.overlap and not scored and not due:
                     unreported = self._reporter(require_finite, round)
                     continue
                 require_finite()
                 if scored:
-                    round = self._scored(round, state, epsilon, started)
+                    round, state = self._scored(round, state, epsilon, started)
                 self.callbacks.on_round(round)
                 if due:
                     self.callbacks.on_checkpoint(Progress(t, state, round.seconds))
@@ -100,7 +106,10 @@ class RoundLoop:
         accuracy, loss = evaluate(self.job, state.theta)
         epsilon = self.spending.server_max()
         clip = self.job.plan.clip
-        self.callbacks.on_round(Round(0, accuracy, loss, epsilon, 0, 0, clip, 0.0, state.theta))
+        score = own_score(self.job, state.theta)
+        round = Round(0, accuracy, loss, epsilon, 0, 0, clip, 0.0, state.theta, score=score)
+        state = state.judged(chosen_score(self.job, round), 0)
+        self.callbacks.on_round(replace(round, best=state.best))
         return Progress(0, state)
 
     def _is_scored(self, t: int) -> bool:
@@ -125,23 +134,35 @@ class RoundLoop:
         state: State,
         epsilon: Callable[[], float | None] | None,
         started: float,
-    ) -> Round:
-        """Return the round with its scores, its epsilon, and a time that includes the evaluation.
+    ) -> tuple[Round, State]:
+        """Return the round with its scores and its epsilon, and the state with the best round.
+
+        The time of the round then includes the evaluation.
 
         epsilon  function that waits for the epsilon from another thread; None for no epsilon
         started  start of training, in seconds of `time.perf_counter`
         """
         accuracy, loss = evaluate(self.job, state.result)
         last = evaluate(self.job, state.theta)[0] if state.average is not None else None
+        score = own_score(self.job, state.result)
         seconds = time.perf_counter() - started
-        return replace(
+        scored = replace(
             round,
             accuracy=accuracy,
             loss=loss,
             last_accuracy=last,
+            score=score,
             epsilon=epsilon() if epsilon else None,
             seconds=seconds,
         )
+        state = state.judged(chosen_score(self.job, scored), round.t)
+        return replace(scored, best=state.best), state
+
+
+def is_over(job: Job, state: State) -> bool:
+    """Return True if `run.early_stopping` evaluations have not found a better score."""
+    patience = job.config.run.early_stopping
+    return patience is not None and state.best is not None and int(state.best.waited) >= patience
 
 
 def aggregate(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from dpfed.training.server_state import State
+from dpfed.training.server_state import Best, State
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Round:
     seconds         training time since round 1
     theta           the evaluated vector: the last iterate, or the average with `run.average`
     last_accuracy   accuracy of the last iterate, with `run.average` only
+    score           value of `run.metric`, if it is neither accuracy nor loss
+    best            the best round so far, with `run.keep` or `run.early_stopping` only
     """
 
     t: int
@@ -34,6 +36,8 @@ class Round:
     seconds: float
     theta: Tensor = field(repr=False)
     last_accuracy: float | None = None
+    score: float | None = None
+    best: Best | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)

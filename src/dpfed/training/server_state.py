@@ -13,6 +13,39 @@ from torch import Tensor
 # These names contain a dot, so that no field of an algorithm's state can have the same name.
 AVERAGE = "run.average"
 WEIGHT = "run.average.weight"
+BEST = "run.best."
+
+
+@dataclass(frozen=True)
+class Best:
+    """The round with the best score on public data so far. Its fields are tensors on the CPU.
+
+    theta   the evaluated vector of this round, on the device
+    score   its score; larger is better
+    round   its number
+    waited  number of evaluations since then
+    """
+
+    theta: Tensor
+    score: Tensor
+    round: Tensor
+    waited: Tensor
+
+    @classmethod
+    def none_yet(cls, theta: Tensor) -> Best:
+        """Return a start with the lowest finite score, so that checks for infinity pass."""
+        lowest = torch.tensor(torch.finfo(torch.float64).min, dtype=torch.float64)
+        return cls(theta, lowest, torch.tensor(0), torch.tensor(0))
+
+    def after(self, theta: Tensor, score: float, t: int) -> Best:
+        """Return the best round after the evaluation of round t. A score of NaN is never better."""
+        if score > float(self.score):
+            found = torch.tensor(score, dtype=torch.float64)
+            return Best(theta, found, torch.tensor(t), torch.tensor(0))
+        return dataclasses.replace(self, waited=self.waited + 1)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f"{BEST}{f.name}": getattr(self, f.name) for f in dataclasses.fields(self)}
 
 
 @dataclass(frozen=True)
@@ -23,6 +56,7 @@ class State:
     clip     clip norm C of the next round; only quantile clipping changes it
     average  Σ (1-a)·a^(n-i)·θ_i over the n rounds so far, for a = `run.average`; None without it
     weight   sum of the weights (1-a)·a^(n-i) in `average`; None without `run.average`
+    best     the best round so far; None without `run.keep` = "best" and `run.early_stopping`
 
     The average is computed from released values, so it costs no privacy. Clients continue from the
     last iterate, not from the average.
@@ -32,6 +66,7 @@ class State:
     clip: float
     average: Tensor | None = None
     weight: Tensor | None = None
+    best: Best | None = None
 
     @property
     def theta(self) -> Tensor:
@@ -59,9 +94,15 @@ class State:
         average  decay of the average, from `run.average`; not used if this state has no average
         """
         if self.average is None or self.weight is None:
-            return State(server, clip)
+            return State(server, clip, best=self.best)
         summed = average * self.average + (1 - average) * server.theta
-        return State(server, clip, summed, average * self.weight + (1 - average))
+        return State(server, clip, summed, average * self.weight + (1 - average), self.best)
+
+    def judged(self, score: float | None, t: int) -> State:
+        """Return the state after the evaluation of round t; without a best round it is the same."""
+        if self.best is None or score is None:
+            return self
+        return dataclasses.replace(self, best=self.best.after(self.result, score, t))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors of the state by name, as a checkpoint stores them."""
@@ -69,6 +110,8 @@ class State:
             field.name: getattr(self.server, field.name)
             for field in dataclasses.fields(self.server)
         }
+        if self.best is not None:
+            own |= self.best.tensors()
         if self.average is None or self.weight is None:
             return own
         return {**own, AVERAGE: self.average, WEIGHT: self.weight}
@@ -88,4 +131,6 @@ class State:
         moved = {name: value.to(mine[name].device) for name, value in tensors.items()}
         average = moved.pop(AVERAGE, None)
         weight = moved.pop(WEIGHT, None)
-        return State(dataclasses.replace(self.server, **moved), clip, average, weight)
+        kept = {name: moved.pop(name) for name in list(moved) if name.startswith(BEST)}
+        best = Best(**{name.removeprefix(BEST): x for name, x in kept.items()}) if kept else None
+        return State(dataclasses.replace(self.server, **moved), clip, average, weight, best)

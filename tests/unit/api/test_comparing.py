@@ -14,7 +14,7 @@ import torch
 
 import dpfed
 from dpfed.api import comparing
-from dpfed.api.identity import identity_of
+from dpfed.api.memory_model import identity_of
 from dpfed.data.sources.in_memory import source_of
 from dpfed.errors import DpfedError, StoppedError
 from dpfed.studies import pool

@@ -305,15 +305,60 @@ def test_mistakes_are_one_sentence(
 def test_importing_is_cheap_and_typing_finds_the_names() -> None:
     assert set(dpfed.__all__) == {
         "Callback",
+        "Comparison",
         "DpfedError",
         "DpfedWarning",
         "TrainedModel",
+        "Tuning",
+        "compare",
         "fine_tune",
         "load",
+        "plan",
+        "tune",
     }
-    assert set(dpfed.__all__) <= set(dir(dpfed))
+    assert set(dir(dpfed)) == {*dpfed.__all__, "__version__"}
+    assert all(getattr(dpfed, name).__doc__ for name in dpfed.__all__)
     code = "import sys, dpfed; dir(dpfed); print('torch' in sys.modules, 'fine_tune' in dir(dpfed))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["False", "True"]
     with pytest.raises(AttributeError, match="no attribute 'fine_tuna'"):
         dpfed.fine_tuna  # noqa: B018
+
+
+def test_a_function_of_the_user_chooses_the_round(tmp_path: Path) -> None:
+    """It gets labels and probabilities of the test set; an error in it is one sentence."""
+    seen: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+    def metric(labels: np.ndarray, probabilities: np.ndarray) -> float:
+        seen.append((labels.shape, probabilities.shape))
+        return -len(seen)
+
+    rng = np.random.default_rng(0)
+    labels = np.arange(40) % 2
+    table = {"features": rng.normal(size=(40, 3)), "label": labels}
+    test = {"features": table["features"][:10] + 1, "label": labels[:10]}
+    keys = {"epsilon": 8.0, "rounds": 4, "progress": False, "settings": {"run.local_steps": 1}}
+    found = dpfed.fine_tune(
+        "linear",
+        table,
+        test,
+        clients=2,
+        out=tmp_path / "run",
+        metric=metric,
+        early_stopping=2,
+        keep="best",
+        class_weights=[1.0, 2.0],
+        **keys,
+    )
+    assert set(seen) == {((10,), (10, 2))}
+    assert (found.result["kept_round"], found.result["rounds"]) == (0, 2)
+    assert found.history["score"].tolist() == [-1, -2, -3]
+    assert dpfed.load(tmp_path / "run").accuracy == found.accuracy
+
+    def broken(labels: np.ndarray, probabilities: np.ndarray) -> float:
+        raise KeyError("no such column")
+
+    with pytest.raises(DpfedError, match=r"^metric failed on the test set: 'no such column'"):
+        dpfed.fine_tune("linear", table, test, clients=2, out=tmp_path / "b", metric=broken, **keys)
+    with pytest.raises(DpfedError, match=r"run\.metric = 'f1' is not allowed"):
+        dpfed.fine_tune("linear", table, test, clients=2, out=tmp_path / "c", metric="f1", **keys)

@@ -175,7 +175,7 @@ def _extend(job: Job, budget: Budget, ledger: Ledger) -> None:
     if len(new) < len(old):
         raise DpfedError(
             f"the ledger {ledger.path} states {counted(len(old), 'round')}: "
-            f"go on with --set run.rounds={len(old)} or more"
+            f"go on with run.rounds = {len(old)} or more"
         )
     if len(new) == len(old) or not np.array_equal(new[: len(old)], old):
         raise DpfedError(

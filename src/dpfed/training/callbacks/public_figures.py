@@ -15,7 +15,7 @@ from typing import Any
 from dpfed.privacy.accounting.guarantee import Planned
 from dpfed.training.rounds import Round
 
-ROW = ("round", "accuracy", "loss", "clip")
+ROW = ("round", "accuracy", "loss", "score", "clip")
 RESULT = (
     "state",
     "diverged",
@@ -38,6 +38,8 @@ RESULT = (
     "blocks",
     "traffic",
     "rounds",
+    "kept_round",
+    "metric",
     "metrics",
     "versions",
     "python",

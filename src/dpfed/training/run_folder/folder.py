@@ -37,6 +37,7 @@ from dpfed.training.run_folder.files import (
     RESULT,
     read_rows,
 )
+from dpfed.training.server_state import State
 
 LOCK = ".lock"
 # Files that a run leaves if it is killed before its configuration is written.
@@ -101,6 +102,8 @@ class RunFolder:
         }
         if round.last_accuracy is not None:
             row["last_accuracy"] = round.last_accuracy
+        if round.score is not None:
+            row["score"] = _finite(round.score)
         if round.t == 0:
             row["release"] = self._note
         with short_errors(self.path / METRICS):
@@ -131,16 +134,16 @@ class RunFolder:
         """Return the number of the last round in metrics.jsonl; -1 if there is none."""
         return max((int(row["round"]) for row in read_rows(self.path / METRICS)), default=-1)
 
-    def rounds(self, t: int, theta: torch.Tensor) -> list[Round]:
+    def rounds(self, t: int, state: State) -> list[Round]:
         """Return round 0 and round t from metrics.jsonl, which must contain exactly rounds 0 to t.
 
-        theta  evaluated vector of round t, which metrics.jsonl does not contain
+        state  state after round t; metrics.jsonl does not contain its vectors
         """
         rows = read_rows(self.path / METRICS)
         try:
             if [row["round"] for row in rows] != list(range(t + 1)):
                 raise KeyError
-            return [_round(row, theta) for row in (rows[0], rows[-1])]
+            return [_round(row, state) for row in (rows[0], rows[-1])]
         except (KeyError, TypeError):
             raise DpfedError(
                 f"{self.path / METRICS} does not hold rounds 0 to {t}: put back the file that the "
@@ -225,7 +228,7 @@ def _clear(path: Path) -> None:
                 part.unlink()
 
 
-def _round(row: Mapping[str, Any], theta: torch.Tensor) -> Round:
+def _round(row: Mapping[str, Any], state: State) -> Round:
     return Round(
         t=row["round"],
         accuracy=row["accuracy"],
@@ -235,8 +238,10 @@ def _round(row: Mapping[str, Any], theta: torch.Tensor) -> Round:
         eligible=row["eligible"],
         clip=math.inf if row["clip"] is None else row["clip"],
         seconds=row["seconds"],
-        theta=theta,
+        theta=state.result,
         last_accuracy=row.get("last_accuracy"),
+        score=row.get("score"),
+        best=state.best,
     )
 
 

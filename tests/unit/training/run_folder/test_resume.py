@@ -136,9 +136,7 @@ def test_fewer_rounds_than_in_the_ledger_are_refused(short: Path, tmp_path: Path
     old = (out / "config.toml").read_bytes()
     go(config_of(rounds=5), out, mode="resume", crash=4)
     (out / "config.toml").write_bytes(old)
-    with pytest.raises(
-        DpfedError, match=r"states 5 rounds: go on with --set run\.rounds=5 or more"
-    ):
+    with pytest.raises(DpfedError, match=r"states 5 rounds: go on with run\.rounds = 5 or more"):
         go(config_of(rounds=3), out, mode="resume")
     assert go(config_of(rounds=6), out, mode="resume")["rounds"] == 6
     assert read_recorded_spending(out).planned.rounds == 6

@@ -1,0 +1,181 @@
+"""`dpfed.tune`: search settings on private records, with an epsilon that counts every trial."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+from dpfed.api.fine_tuning import fine_tune
+from dpfed.api.options import Options, listing
+from dpfed.api.trained_model import TrainedModel
+from dpfed.errors import DpfedError, StoppedError, python_phrases
+from dpfed.privacy.accounting.pld import epsilon
+from dpfed.privacy.mechanism import Mechanism
+from dpfed.training.budget.recorded_spending import read_recorded_spending
+from dpfed.training.budget.release import NO_PRIVACY
+from dpfed.training.run_folder.files import read_result
+
+if TYPE_CHECKING:
+    import pandas
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a search.
+
+    number   its number, from 1 on
+    changes  the values that it tried
+    folder   its run folder
+    score    accuracy on the public records, or the value of `metric`; None for a run that stopped
+    """
+
+    number: int
+    changes: Mapping[str, Any]
+    folder: Path
+    score: float | None
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """A finished search, as `dpfed.tune` returns it.
+
+    Attributes:
+        best: The trained model of the best trial. Its own epsilon is that of one run.
+        settings: The values of the best trial.
+        epsilon: Epsilon of all trials together, for every observer; None without privacy.
+    """
+
+    best: TrainedModel
+    settings: Mapping[str, Any]
+    epsilon: float | None
+    _trials: tuple[Trial, ...] = field(repr=False)
+
+    @property
+    def trials(self) -> pandas.DataFrame:
+        """One row for each trial: its values and its score."""
+        import pandas
+
+        rows = [{"trial": t.number, **t.changes, "score": t.score} for t in self._trials]
+        return pandas.DataFrame(rows).set_index("trial")
+
+
+@listing(Options)
+def tune(
+    model: Any,
+    train: Any,
+    test: Any,
+    *,
+    space: Mapping[str, Sequence[Any]],
+    trials: int | None = None,
+    out: str | Path,
+    progress: bool = True,
+    **options: Unpack[Options],
+) -> Tuning:
+    """Fine-tune once for each point of a search, and return the best model.
+
+    Every trial trains on the private records, and the server sees every trial. `epsilon` of the
+    result therefore composes all of them. The same call continues a search that was stopped.
+
+    Args:
+        model: As for `fine_tune`.
+        train: As for `fine_tune`.
+        test: Public records, whose scores choose the best trial.
+        space: Values to try, by keyword or configuration key, such as {"lr": [0.01, 0.1]}.
+        trials: Number of points, drawn at random from all combinations; default: all of them.
+        out: Folder of the search, with one run folder for each trial.
+        progress: Show the rounds of each trial.
+        options: What is trained, on what terms; see `Options`. Epsilon is that of one trial.
+    """
+    with python_phrases():
+        points = points_of(space, trials, options)
+        done: list[tuple[Trial, TrainedModel | None]] = []
+        for number, changes in enumerate(points, 1):
+            folder = Path(out) / f"trial-{number}"
+            keywords = with_changes(options, changes)
+            try:
+                found = fine_tune(
+                    model, train, test, out=folder, resume=True, progress=progress, **keywords
+                )
+                done.append((Trial(number, changes, folder, score_of(found.result)), found))
+            except StoppedError:
+                # A run that stopped has spent what it charged, so it counts as a trial.
+                done.append((Trial(number, changes, folder, None), None))
+        return _tuning(done)
+
+
+def points_of(
+    space: Mapping[str, Sequence[Any]], trials: int | None, options: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the points of a search. A draw of some of them depends only on their number."""
+    if not isinstance(space, Mapping) or not space:
+        raise DpfedError('space must be a dictionary of lists, such as {"lr": [0.01, 0.1]}')
+    for name, values in space.items():
+        if isinstance(values, str) or not isinstance(values, Sequence) or not values:
+            raise DpfedError(f"space[{name!r}] must be a list of values, not {values!r:.60}")
+        settings = options.get("settings") or {}
+        if name in options or name in settings:
+            raise DpfedError(f"{name} is given, and space tries values of it: give one of them")
+    points = [dict(zip(space, point, strict=True)) for point in itertools.product(*space.values())]
+    if trials is None:
+        return points
+    if not 1 <= trials <= len(points):
+        raise DpfedError(f"trials = {trials} must lie from 1 to {len(points)}, the size of space")
+    return random.Random(trials).sample(points, trials)
+
+
+def with_changes(options: Options, changes: Mapping[str, Any]) -> Options:
+    """Return the options of one trial. A name with a dot is a configuration key."""
+    keys = {name: value for name, value in changes.items() if "." in name}
+    words: Any = {name: value for name, value in changes.items() if "." not in name}
+    settings = {**(options.get("settings") or {}), **keys}
+    changed: Options = {**options, **words, "settings": settings}
+    return changed
+
+
+def score_of(result: Mapping[str, Any]) -> float | None:
+    """Return the score of a finished run; larger is better."""
+    metric = result.get("metric")
+    if metric is None:
+        return None if result["test_accuracy"] is None else float(result["test_accuracy"])
+    if metric["value"] is None:
+        return None
+    return -float(metric["value"]) if metric["name"] == "loss" else float(metric["value"])
+
+
+def _tuning(done: Sequence[tuple[Trial, TrainedModel | None]]) -> Tuning:
+    trials = tuple(trial for trial, _ in done)
+    able = [(trial, found) for trial, found in done if found is not None]
+    if not able:
+        raise StoppedError(
+            f"no trial finished: see {trials[0].folder}, and give space smaller learning rates"
+        )
+    lowest = -math.inf
+    best, model = max(able, key=lambda pair: lowest if pair[0].score is None else pair[0].score)
+    return Tuning(model, best.changes, composed_epsilon([t.folder for t in trials]), trials)
+
+
+def composed_epsilon(folders: Sequence[Path]) -> float | None:
+    """Return the epsilon of all runs together, for a client in every round of all of them.
+
+    Each run counts with a mechanism that bounds every client. What was spent before on the
+    weights that all runs start from counts once. None if a run had no privacy.
+
+    This figure holds for every observer, however the best run is chosen. A smaller one exists only
+    for somebody who sees nothing but the chosen model of a random number of trials.
+    """
+    history: list[tuple[Mechanism, int]] = []
+    delta = 0.0
+    for folder in folders:
+        if read_result(folder).get("release") == NO_PRIVACY:
+            return None
+        planned = read_recorded_spending(folder).realised
+        if not history:
+            history += planned.prior
+        history += planned.bound[len(planned.prior) :]
+        delta = max(delta, planned.delta)
+    return epsilon(history, delta).value
