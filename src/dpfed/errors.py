@@ -7,9 +7,12 @@ the name in the interface that the user uses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import FrameType
 
 COMMAND_LINE = {
     "another out": "choose another --out",
@@ -109,3 +112,14 @@ class InterruptedRunError(DpfedError):
         self.signal = signal
         self.number = number
         self.code = 128 + number
+
+
+def warn_user(sentences: Sequence[str]) -> None:
+    """Issue the sentences as warnings. They name the line of the user's code that called dpfed."""
+    level = 1
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("dpfed."):
+        level += 1
+        frame = frame.f_back
+    for sentence in sentences:
+        warnings.warn(sentence, DpfedWarning, stacklevel=level)

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, Unpack
 from dpfed.api.memory_model import base_folder, identity_of, refuse_tokenizer, save_model
 from dpfed.api.options import Terms, listing
 from dpfed.api.settings import configured, is_plain_module
-from dpfed.api.user_warnings import warn
 from dpfed.config import Config, nearest, to_dict
 from dpfed.data.sources.in_memory import given_source, source_of
 from dpfed.data.tables import Source
-from dpfed.errors import DpfedError, StoppedError, python_phrases
+from dpfed.errors import DpfedError, StoppedError, python_phrases, warn_user
 from dpfed.model.given_module import given_module
 from dpfed.registry import registry
 from dpfed.report.figures.plots import Curve, draw_accuracy
@@ -236,4 +235,4 @@ def _tell_failures(results: Sequence[ArmResult]) -> None:
     failed = failures(results)
     if len(failed) == len(results):
         raise StoppedError(f"no method could be run; the first, {failed[0]}")
-    warn([f"could not be run: {line}" for line in failed])
+    warn_user([f"could not be run: {line}" for line in failed])

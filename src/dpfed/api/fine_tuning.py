@@ -13,11 +13,10 @@ from dpfed.api.memory_model import base_folder, refuse_tokenizer, save_model
 from dpfed.api.options import Options, listing
 from dpfed.api.settings import as_begun, configured, is_plain_module
 from dpfed.api.trained_model import TrainedModel
-from dpfed.api.user_warnings import warn
 from dpfed.config import Config
 from dpfed.data.sources.in_memory import source_of
 from dpfed.data.tables import Source
-from dpfed.errors import DpfedError, python_phrases
+from dpfed.errors import DpfedError, python_phrases, warn_user
 from dpfed.model.given_module import given_module
 from dpfed.training.callbacks.base import Callback, OnStart
 from dpfed.training.callbacks.progress import ProgressDisplay
@@ -126,12 +125,12 @@ class _Start:
             return TrainedModel(self.folder, read_result(self.folder), module)
         with ExitStack() as stack:
             stack.enter_context(given_module(module))
-            watchers = [*callbacks, OnStart(lambda job: warn(job.warnings))]
+            watchers = [*callbacks, OnStart(lambda job: warn_user(job.warnings))]
             if progress:
                 display = ProgressDisplay(config.run.rounds, show_warnings=False)
                 watchers.insert(0, stack.enter_context(display))
             result = run(config, self.folder, mode, self.source, watchers)
-        warn(result_warnings(result))
+        warn_user(result_warnings(result))
         return TrainedModel(self.folder, result, module)
 
     def _finished(self, config: Config) -> bool:

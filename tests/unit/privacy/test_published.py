@@ -115,7 +115,7 @@ def test_examples(show: Callable[[float | None], str], value: float | None, text
 # --- no format beside these functions ---
 
 ROOT = Path(dpfed.__file__).parent
-SHOWING = ("privacy", "training", "report", "cli", "federation", "studies", "api.py")
+SHOWING = ("privacy", "training", "report", "cli", "federation", "studies", "api")
 FLOAT_SPEC = re.compile(r"[-+ #0-9,_<>^]*(\.[0-9]+)?[eEfFgGn%]")
 PERCENT_FORMAT = re.compile(r"%[-+ #0-9]*(\.[0-9]+)?[eEfFgG](?![A-Za-z])")
 # Times, sizes, learning rates and settings that say nothing about privacy, by their own names.

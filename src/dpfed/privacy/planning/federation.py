@@ -19,7 +19,13 @@ from dpfed.privacy.accounting.observers import Rounds
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.plan import Schedule
 from dpfed.privacy.planning.batch import automatic_batch, powers_of_two
-from dpfed.privacy.published import show_sigma
+from dpfed.privacy.published import (
+    show_delta,
+    show_percent,
+    show_score,
+    show_setting,
+    show_sigma,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -74,7 +80,7 @@ class Federation:
             (self.local_steps >= 1, f"{self.local_steps} local steps are too few: use 1 or more"),
             (
                 self.epsilon > 0 and math.isfinite(self.epsilon),
-                f"the target epsilon must be a number above 0, not {self.epsilon:g}",
+                f"the target epsilon must be a number above 0, not {show_setting(self.epsilon)}",
             ),
             (
                 self.max_records >= 1,
@@ -280,9 +286,10 @@ def _limits(federation: Federation, recommended: Choice) -> list[str]:
     full = federation.mean_records
     least = choice_of(federation, recommended.cohorts, full)
     found = [
-        f"With {smallest:,} records at the smallest client, epsilon {federation.epsilon:g} needs "
-        f"sigma {recommended.sigma:.4g} at batch {recommended.batch:g}. Full batches would have "
-        f"{_share(least.noise / recommended.noise)} of the noise."
+        f"With {smallest:,} records at the smallest client, epsilon "
+        f"{show_setting(federation.epsilon)} needs sigma {show_sigma(recommended.sigma)} at batch "
+        f"{recommended.batch:g}. Full batches would have "
+        f"{show_percent(least.noise / recommended.noise, 0)} % of the noise."
     ]
     if federation.largest_batch < full and recommended.noise > ENOUGH * least.noise:
         found.append(
@@ -294,18 +301,14 @@ def _limits(federation: Federation, recommended: Choice) -> list[str]:
     )
     found.append(
         "Twice the records at every client would halve the noise; twice the epsilon would leave "
-        f"{_share(twice.noise / least.noise)} of it."
+        f"{show_percent(twice.noise / least.noise, 0)} % of it."
     )
     if federation.delta * max(federation.records) >= 0.1:
         found.append(
-            f"Delta {federation.delta:g} is large for {max(federation.records):,} records: "
-            f"use at most {0.1 / max(federation.records):.1e}."
+            f"Delta {show_delta(federation.delta)} is large for {max(federation.records):,} "
+            "records: use less than a tenth of 1 / records."
         )
     return found
-
-
-def _share(value: float) -> str:
-    return f"{100 * value:.0f} %"
 
 
 def lines_of(plan: FederationPlan) -> list[str]:
@@ -314,8 +317,8 @@ def lines_of(plan: FederationPlan) -> list[str]:
     own = plan.recommended
     lines = [
         f"{federation.clients} clients, {federation.cohort} in each of {federation.rounds} rounds "
-        f"of {federation.local_steps} local steps; epsilon {federation.epsilon:g} "
-        f"at delta {federation.delta:g}",
+        f"of {federation.local_steps} local steps; epsilon {show_setting(federation.epsilon)} "
+        f"at delta {show_delta(federation.delta)}",
         "",
         HEAD,
         *(_row(choice, choice is own) for choice in plan.choices),
@@ -336,6 +339,6 @@ def lines_of(plan: FederationPlan) -> list[str]:
 def _row(choice: Choice, recommended: bool = False) -> str:
     mark = "  <- recommended" if recommended else ""
     return (
-        f"{choice.cohorts:10}{choice.batch:8g}{show_sigma(choice.sigma):>10}{choice.noise:12.6f}"
-        f"{choice.computed:19,.0f}{mark}"
+        f"{choice.cohorts:10}{choice.batch:8g}{show_sigma(choice.sigma):>10}"
+        f"{show_score(choice.noise, 6):>12}{round(choice.computed):19,}{mark}"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dpfed.privacy.planning.federation import FederationPlan
+from dpfed.privacy.published import show_setting
 from dpfed.report.figures.plots import COLOURS, STYLES, save_private, single_plot
 
 
@@ -23,7 +24,7 @@ def noise_over_batch(plan: FederationPlan, path: Path) -> None:
     axes.set(
         xlabel="expected batch of a client",
         ylabel="noise on one coordinate, in units of C",
-        title=f"Noise at epsilon {federation.epsilon:g}, {federation.clients} clients",
+        title=f"Noise at epsilon {show_setting(federation.epsilon)}, {federation.clients} clients",
     )
     axes.grid(alpha=0.3, which="both")
     axes.legend()
