@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from export_case import base
+from language_case import chat, chat_model
 from PIL import Image
 
 import dpfed
@@ -56,7 +57,7 @@ def test_the_lines_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     lines = [line for line in block.splitlines() if line.strip() and not line.startswith("#")]
     assert len(lines) <= 6
     monkeypatch.chdir(tmp_path)
-    base("gpt2", tmp_path / "my-model-folder")
+    chat_model(tmp_path / "my-model-folder", positions=128)
     usual = api_settings.defaults
 
     def fewer(*args: Any) -> dict[str, Any]:
@@ -64,17 +65,17 @@ def test_the_lines_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return {
             **made,
             "run": {**made["run"], "rounds": 1, "local_steps": 1},
-            "model": {"max_length": 5, "liveness": False},
+            "model": {"max_length": 14, "liveness": False},
         }
 
     monkeypatch.setattr(api_settings, "defaults", fewer)
     place: dict[str, Any] = {
-        "private_texts": texts(20 * 17)["text"],
-        "public_texts": texts(8)["text"],
+        "private_chats": [chat("a b", "c"), chat("d", "e f")] * 170,
+        "public_chats": [chat("a", "c")] * 4,
     }
     exec(block, place)
-    assert 0 < place["trained"].epsilon["server_worst"] <= 4.0
-    assert {"perplexity", "epsilon_server_worst"} <= set(place["trained"].history)
+    assert 0 < place["tuned"].epsilon["server_worst"] <= 4.0
+    assert {"perplexity", "epsilon_server_worst"} <= set(place["tuned"].history)
     assert (tmp_path / "my-adapter" / "adapter_model.safetensors").is_file()
     assert "## Privacy" in (tmp_path / "my-adapter" / "README.md").read_text()
 
