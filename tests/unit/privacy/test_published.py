@@ -164,6 +164,7 @@ HARMLESS = frozenset(
         "MAX_ALGORITHM_VALUE",
         "CLIPS",
         "distance",
+        "white",
     ]
 )
 
