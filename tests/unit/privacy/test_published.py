@@ -190,9 +190,9 @@ def formats(source: str) -> Iterator[str]:
             name = node.func.id if isinstance(node.func, ast.Name) else ""
             if name in ("format", "round") and len(node.args) == 2:
                 yield ast.unparse(node.args[0])
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-            if called == "format" and isinstance(node.func.value, ast.Constant):  # type: ignore[attr-defined]
-                yield ast.unparse(node)
+            match node.func:
+                case ast.Attribute(value=ast.Constant(), attr="format"):
+                    yield ast.unparse(node)
 
 
 def words(node: ast.AST) -> set[str]:
