@@ -255,17 +255,18 @@ def run_one(
     from dpfed.registry import registry
     from dpfed.training.backends.batched_runs import UnbatchableError
     from dpfed.training.backends.execution import InProcess
+    from dpfed.training.job.data import configured_source, label_task
     from dpfed.training.run import run
     from dpfed.training.run_folder.files import MODEL
 
     try:
         config = build(tables, registry())
-        loader: Any = config.data
+        loader: Any = (config.data, label_task(config.model))
         with place.shared.lock if place else contextlib.nullcontext():
             if loader not in sources:
                 # Keep only one source in memory, because data may be large.
                 sources.clear()
-                sources[loader] = loader.load()
+                sources[loader] = configured_source(config.data, config.model)
         with contextlib.suppress(StoppedError):
             execution = InProcess(cache=cache, batch=place)
             run(config, folder, source=sources[loader], execution=execution)

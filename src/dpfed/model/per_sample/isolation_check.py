@@ -68,17 +68,16 @@ class _Records:
         inputs = {name: x[j : j + 1] for name, x in self.inputs.items()}
         with torch.enable_grad():
             scores = model.forward(model.model, dict(weights), inputs)
-            loss = model.loss(scores, self.labels[j : j + 1]).sum()
+            loss = model.task.loss(scores, self.labels[j : j + 1]).sum()
             grads = torch.autograd.grad(loss, list(weights.values()), materialize_grads=True)
         return [grad.flatten() for grad in grads]
 
 
 def _records_near(
-    theta: Tensor, inputs: Batch, classes: int, generator: torch.Generator
+    model: PerSample, theta: Tensor, inputs: Batch, classes: int, generator: torch.Generator
 ) -> _Records:
     client = torch.tensor([0, 1, 0], device=theta.device)
-    # A language model has no classes, and its loss reads no labels.
-    labels = (torch.arange(RECORDS) % max(classes, 1)).to(theta.device)
+    labels = model.task.examples(RECORDS, classes).to(theta.device)
     return _Records(_moved(theta, generator), client, inputs, labels)
 
 
@@ -95,7 +94,7 @@ def check_gradients(
     records.
     """
     buffers = {name: b.clone() for name, b in model.model.named_buffers()}
-    records = _records_near(theta, inputs, classes, generator)
+    records = _records_near(model, theta, inputs, classes, generator)
     _check_gradients(model, theta, records, generator)
     # Collect all buffers once, because each call of `named_buffers` visits the whole model.
     after = dict(model.model.named_buffers())
@@ -163,7 +162,7 @@ def check_isolation(
 
     The check runs in the dtype in which the model trains.
     """
-    records = _records_near(theta, inputs, classes, generator)
+    records = _records_near(model, theta, inputs, classes, generator)
     keys = torch.arange(RECORDS, device=theta.device) if model.has_dropout else None
     broken = replace(records, theta=records.theta.clone())
     broken.theta[1] = math.nan
