@@ -56,6 +56,11 @@ def show_score(value: float | None, places: int = 3) -> str:
 
 def show_perplexity(value: float | None) -> str:
     """Return a perplexity with at most four digits, rounded to nearest."""
+    return show_number(value)
+
+
+def show_number(value: float | None) -> str:
+    """Return a number in the user's unit with at most four digits, rounded to nearest."""
     if value is None or not math.isfinite(value):
         return _no_number(value)
     return f"{value:.4g}"

@@ -71,7 +71,7 @@ class Trained:
         found = self.parts.built.companions(reading)
         if self.spec.task != "regress" or can_convert(self.parts.adapted.model, self.parts.head):
             return found
-        unit = f"A predicted number is {self.spec.scale:.9g} * output + {self.spec.center:.9g}."
+        unit = f"A predicted number is {self.spec.scale} * output + {self.spec.center}."
         return replace(found, notes=(*found.notes, unit))
 
     @property

@@ -255,7 +255,7 @@ def _standard(section: ModelSection, numbers: np.ndarray) -> dict[str, float]:
         scale = float(numbers.std())
         if scale == 0:
             raise DpfedError(
-                f"all numbers of the test set are {numbers[0]:g}: set model.target_scale to the "
+                f"all numbers of the test set are {numbers[0]}: set model.target_scale to the "
                 "spread of the numbers"
             )
     return {"center": center, "scale": scale}
