@@ -164,7 +164,7 @@ def _number(value: Any, place: str) -> float:
     except (TypeError, ValueError):
         number = math.nan
     # The loss computes in single precision.
-    if not abs(number) < np.finfo(np.float32).max:
+    if not abs(number) < float(np.finfo(np.float32).max):
         raise DpfedError(f"{place} has label {value!r:.80}; it must be a finite number")
     return number
 
