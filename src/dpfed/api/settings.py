@@ -130,7 +130,9 @@ def task_of(options: Mapping[str, Any]) -> LabelTask:
     task = setting(tables_of(options), "model.task")
     known = get_args(get_args(get_type_hints(Terms)["task"])[0])
     if task is not None and task not in known:
-        raise DpfedError(f"task = {task!r} must be one of {', '.join(known)}{nearest(str(task), known)}")
+        raise DpfedError(
+            f"task = {task!r} must be one of {', '.join(known)}{nearest(str(task), known)}"
+        )
     return task if task in ("regress", "multilabel") else "classify"
 
 
