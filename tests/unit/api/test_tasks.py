@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 
 import dpfed
 from dpfed.errors import DpfedError
+from dpfed.studies.outcomes import blind_of
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(120, 4)).astype(np.float32)
@@ -186,3 +188,27 @@ def test_tune_finds_the_best_score_of_numbers(tmp_path: Path) -> None:
     )  # fmt: skip
     assert found.settings == {"lr": 0.1}
     assert found.trials["score"].max() == found.best.result["test_r2"]
+
+
+def test_compare_ranks_methods_of_several_labels(tmp_path: Path) -> None:
+    data = (X[:80], FLAGS[:80]), (X[PUBLIC], FLAGS[PUBLIC])
+    keys: dict[str, Any] = {
+        "algorithms": ["dp-fedavg"], "rates": {"dp-fedavg": [0.3]}, "clients": 2, "rounds": 2,
+        "seeds": 1, "progress": False, "settings": {"run.local_steps": 1, "privacy.batch": 8.0},
+    }  # fmt: skip
+    found = dpfed.compare("linear", *data, task="multilabel", out=tmp_path / "study", **keys)
+    assert 0 < found.table["accuracy"].iloc[0] <= 1
+    numbers = (X[:80], NUMBERS[:80]), (X[PUBLIC], NUMBERS[PUBLIC])
+    with pytest.raises(DpfedError, match=r"dpfed\.compare ranks methods by accuracy, which predic"):
+        dpfed.compare("linear", *numbers, task="regress", out=tmp_path / "other", **keys)
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_best_answer_without_inputs_to_several_labels() -> None:
+    """Of 4 records 1 has label a and 2 have label b: 3/4 and 2/4 are right without inputs."""
+    per_class = {"a": {"support": 1}, "b": {"support": 2}}
+    result = {"task": "multilabel", "test_records": 4, "metrics": {"per_class": per_class}}
+    accuracy, loss = blind_of(result)
+    assert accuracy == pytest.approx((0.75 + 0.5) / 2)
+    entropies = [-0.25 * math.log(0.25) - 0.75 * math.log(0.75), math.log(2)]
+    assert loss == pytest.approx(sum(entropies) / 2)
