@@ -19,6 +19,7 @@ ADDED: dict[str, Any] = {
     "run.metric": "accuracy",
     "run.keep": "last",
     "model.class_weights": [],
+    "model.gradient_checkpointing": False,
 }
 
 

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dpfed.errors import DpfedError
 from dpfed.model.fast_paths.bert import fuse_bert
+from dpfed.model.fast_paths.checkpointing import checkpoint_layers
 from dpfed.model.fast_paths.layer_norm import fuse_norms
 from dpfed.model.fast_paths.lora import fuse_lora
 from dpfed.model.fast_paths.swin import fuse_windows
@@ -83,6 +84,7 @@ class PerSample:
         # Each call replaces weights inside the modules, so threads must run the model in turn.
         self._lock = threading.Lock()
         self.dtype = torch.float32
+        self._checkpoints = False
         self._transposed = _transposed(model, space)
         # Each tensor's copy starts at a multiple of 64 numbers, as matrix units of GPUs require.
         self._copy_layout = Layout(space, self._transposed, step=64)
@@ -94,9 +96,14 @@ class PerSample:
         self.dtype = dtype
         self.model.to(dtype)
 
+    def checkpoint(self) -> None:
+        """Store only the inputs of repeated layers for the backward pass, to save memory."""
+        checkpoint_layers(self.model)
+        self._checkpoints = True
+
     def compile(self, **options: Any) -> None:
         """Compile the forward and backward passes that compute gradients."""
-        self._losses = Compiled(self._sum_of_losses, self.model, **options)
+        self._losses = Compiled(self._sum_of_losses, self.model, self._checkpoints, **options)
 
     def through(self, forward: Forward, module: str) -> PerSample:
         """Return a PerSample of the same modules with the forward pass `forward`.

@@ -85,6 +85,8 @@ def _checked_model(
     synthetic = {name: x.to(device) for name, x in synthetic.items()}
     plain = plain_outputs(model, space, theta, synthetic, built.prepare)
     ready, form = faithful_model(built, model, space, plain)
+    if config.model.gradient_checkpointing:
+        ready.checkpoint()
     if config.model.liveness:
         check_gradients(ready, theta, synthetic, spec.classes, generator)
     ready.to(PRECISION[config.run.precision])
