@@ -20,6 +20,7 @@ ADDED: dict[str, Any] = {
     "run.keep": "last",
     "model.class_weights": [],
     "model.gradient_checkpointing": False,
+    "model.quantize": "none",
 }
 
 

@@ -33,6 +33,7 @@ from dpfed.model.per_sample.compiled import Compiled
 from dpfed.model.per_sample.keyed_dropout import install_keyed_dropout
 from dpfed.model.per_sample.row_layout import Layout
 from dpfed.model.per_sample.whole_modules import map_whole_modules
+from dpfed.model.quantised import set_dtype
 from dpfed.model.task import right_class
 
 Batch = Mapping[str, Tensor]
@@ -53,8 +54,8 @@ class PerSample:
     correct  (scores, labels) -> share of correct answers per record
     rows     number of records in one pass of `scores` on a CPU
 
-    `shares_passes` is False for a mixture of experts. With exact isolation, a pass of such a model
-    has one record.
+    `shares_passes` is False for a mixture of experts, and for a model whose records change the
+    rounding of each other. With exact isolation, a pass of such a model has one record.
     """
 
     def __init__(
@@ -92,9 +93,12 @@ class PerSample:
         self._losses: Callable[..., Tensor] = self._sum_of_losses
 
     def to(self, dtype: torch.dtype) -> None:
-        """Set the dtype of frozen weights, activations and per-sample gradients."""
+        """Set the dtype of activations, per-sample gradients and frozen weights.
+
+        Quantised weights stay as they are.
+        """
         self.dtype = dtype
-        self.model.to(dtype)
+        set_dtype(self.model, dtype)
 
     def checkpoint(self) -> None:
         """Store only the inputs of repeated layers for the backward pass, to save memory."""
