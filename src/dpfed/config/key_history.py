@@ -19,6 +19,8 @@ ADDED: dict[str, Any] = {
     "run.metric": "accuracy",
     "run.keep": "last",
     "model.class_weights": [],
+    "model.gradient_checkpointing": False,
+    "model.quantize": "none",
 }
 
 

@@ -14,6 +14,7 @@ from dpfed.model.blocks import architecture_of, block_index, inner_config
 from dpfed.model.lora import Adapted, adapt
 from dpfed.model.parameter_vector import Space
 from dpfed.model.per_sample.gradients import trainable
+from dpfed.model.quantised import number_of_weights
 from dpfed.model.task import InputSpec, weighted
 from dpfed.model.unused_parameters import freeze_unused
 from dpfed.model.zoo.built import ATTENTION_DROPOUT, Built
@@ -53,7 +54,7 @@ def assemble(
         torch.manual_seed(seeds[0])
         built: Built = buildable.build(spec)
     built = replace(built, task=weighted(built.task, section.class_weights, spec.classes))
-    total = sum(p.numel() for p in built.model.parameters())
+    total = number_of_weights(built.model)
     adapted = adapt(built.model, section, built.head, seeds[1])
     model = adapted.model
     unused = freeze_unused(model, built, spec)
