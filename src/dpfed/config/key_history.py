@@ -20,6 +20,8 @@ ADDED: dict[str, Any] = {
     "run.keep": "last",
     "model.task": "auto",
     "model.class_weights": [],
+    "model.gradient_checkpointing": False,
+    "model.quantize": "none",
 }
 
 

@@ -95,6 +95,9 @@ class ModelSection:
     attention: Annotated[
         tuple[str, ...], "names of the q, k, v projections, for an unknown architecture"
     ] = ()
+    gradient_checkpointing: Annotated[
+        bool, "keep only the inputs of layers and compute the rest again: less memory, more time"
+    ] = False
     liveness: Annotated[
         bool, "check on synthetic inputs, before any record is read, that every part trains"
     ] = True

@@ -11,12 +11,13 @@ from torch import nn
 from dpfed.config import ModelSection
 from dpfed.errors import DpfedError
 from dpfed.model.blocks import architecture_of, block_index, inner_config
+from dpfed.model.frozen.quantised import number_of_weights
+from dpfed.model.frozen.unused_parameters import freeze_unused
 from dpfed.model.lora import Adapted, adapt
 from dpfed.model.parameter_vector import Space
 from dpfed.model.per_sample.gradients import trainable
 from dpfed.model.target_units import to_standard_unit
 from dpfed.model.task import InputSpec, task_of, weighted
-from dpfed.model.unused_parameters import freeze_unused
 from dpfed.model.zoo.built import ATTENTION_DROPOUT, Built
 
 
@@ -61,7 +62,7 @@ def assemble(
         built: Built = buildable.build(spec)
     task = built.task if built.task.causal else task_of(spec)
     built = replace(built, task=weighted(task, section.class_weights, spec.classes))
-    total = sum(p.numel() for p in built.model.parameters())
+    total = number_of_weights(built.model)
     adapted = adapt(built.model, section, built.head, seeds[1])
     model = adapted.model
     if spec.task == "regress" and (section.adapter or getattr(section, "head", None) == "kept"):

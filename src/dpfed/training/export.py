@@ -24,6 +24,7 @@ from dpfed.config import Config, load
 from dpfed.errors import DpfedError, phrase
 from dpfed.model.build import AssembledModel, assemble
 from dpfed.model.export_files import Companions, Reading
+from dpfed.model.frozen.quantised import has_quantised
 from dpfed.model.parameter_vector import Space
 from dpfed.model.target_units import can_convert, to_user_unit
 from dpfed.model.task import InputSpec
@@ -88,7 +89,7 @@ def run_settings(folder: Path) -> tuple[Config, dict[str, Any], InputSpec]:
     config = load(folder / CONFIG, [], registry())
     result = read_result(folder)
     try:
-        spec = InputSpec(**{**result["input"], "shape": tuple(result["input"]["shape"])})
+        spec = _input_of(result)
         # A result without a release note is damaged, too.
         _ = result["release"]
     except (KeyError, TypeError):
@@ -102,14 +103,23 @@ def run_settings(folder: Path) -> tuple[Config, dict[str, Any], InputSpec]:
 def read_run(folder: Path) -> Trained:
     """Read configuration, result, trained model and ledger of a run from its folder."""
     config, result, spec = run_settings(folder)
-    streams = Streams(config.run.seed)
-    seeds = (streams.number("init"), streams.number("init", 1))
-    parts = assemble(config.model, spec, seeds, **block_rules(config))
+    parts = _assembled(config, spec)
     with torch.no_grad():
         for name, value in trained_tensors(folder, parts.space).items():
             parts.adapted.model.get_parameter(name).copy_(value)
     private = result["release"] != NO_PRIVACY
     return Trained(config, result, spec, parts, read_recorded_spending(folder) if private else None)
+
+
+def _input_of(result: dict[str, Any]) -> InputSpec:
+    return InputSpec(**{**result["input"], "shape": tuple(result["input"]["shape"])})
+
+
+def _assembled(config: Config, spec: InputSpec) -> AssembledModel:
+    """Return the model of a run with its initial weights."""
+    streams = Streams(config.run.seed)
+    seeds = (streams.number("init"), streams.number("init", 1))
+    return assemble(config.model, spec, seeds, **block_rules(config))
 
 
 def trained_tensors(folder: Path, space: Space) -> dict[str, Tensor]:
@@ -140,6 +150,8 @@ def export(trained: Trained, out: Path, merge: bool = False) -> str:
             f"{phrase('merge')} joins an adapter with its base; "
             f"train = {trained.config.model.train!r} has none"
         )
+    if merge:
+        trained = _with_plain_base(trained)
     peft = trained.parts.adapted.peft
     record = trained.spending_record
     configure(trained)
@@ -161,6 +173,28 @@ def export(trained: Trained, out: Path, merge: bool = False) -> str:
         for name, text in trained.companions.files.items():
             _write_text(out / name, text)
     return kind
+
+
+def _with_plain_base(trained: Trained) -> Trained:
+    """Return the run with the plain weights of a base that it quantised.
+
+    A sum of base and adapter would be rounded again if it were stored in few bits.
+    """
+    section: Any = trained.config.model
+    if getattr(section, "quantize", "none") == "none":
+        if has_quantised(trained.parts.adapted.model):
+            raise DpfedError(
+                "the weights of this run's base are quantised, and a merged model would round the "
+                "adapter: export the adapter alone"
+            )
+        return trained
+    config = replace(trained.config, model=replace(section, quantize="none"))
+    parts = _assembled(config, trained.spec)
+    with torch.no_grad():
+        for name in parts.space.names:
+            value = trained.parts.adapted.model.get_parameter(name)
+            parts.adapted.model.get_parameter(name).copy_(value)
+    return replace(trained, config=config, parts=parts)
 
 
 def configure(trained: Trained) -> None:

@@ -18,9 +18,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dpfed.errors import DpfedError
 from dpfed.model.fast_paths.bert import fuse_bert
+from dpfed.model.fast_paths.checkpointing import checkpoint_layers
 from dpfed.model.fast_paths.layer_norm import fuse_norms
 from dpfed.model.fast_paths.lora import fuse_lora
 from dpfed.model.fast_paths.swin import fuse_windows
+from dpfed.model.frozen.quantised import set_dtype
 from dpfed.model.parameter_vector import Space
 from dpfed.model.per_sample.batched_layers import (
     BATCHED_LAYERS,
@@ -49,8 +51,8 @@ class PerSample:
     task     turns scores and labels into one loss per record, and into predictions
     rows     number of records in one pass of `scores` on a CPU
 
-    `shares_passes` is False for a mixture of experts. With exact isolation, a pass of such a model
-    has one record.
+    `shares_passes` is False for a mixture of experts, and for a model whose records change the
+    rounding of each other. With exact isolation, a pass of such a model has one record.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class PerSample:
         # Each call replaces weights inside the modules, so threads must run the model in turn.
         self._lock = threading.Lock()
         self.dtype = torch.float32
+        self._checkpoints = False
         self._transposed = _transposed(model, space)
         # Each tensor's copy starts at a multiple of 64 numbers, as matrix units of GPUs require.
         self._copy_layout = Layout(space, self._transposed, step=64)
@@ -85,13 +88,21 @@ class PerSample:
         self._losses: Callable[..., Tensor] = self._sum_of_losses
 
     def to(self, dtype: torch.dtype) -> None:
-        """Set the dtype of frozen weights, activations and per-sample gradients."""
+        """Set the dtype of activations, per-sample gradients and frozen weights.
+
+        Quantised weights stay as they are.
+        """
         self.dtype = dtype
-        self.model.to(dtype)
+        set_dtype(self.model, dtype)
+
+    def checkpoint(self) -> None:
+        """Store only the inputs of repeated layers for the backward pass, to save memory."""
+        checkpoint_layers(self.model)
+        self._checkpoints = True
 
     def compile(self, **options: Any) -> None:
         """Compile the forward and backward passes that compute gradients."""
-        self._losses = Compiled(self._sum_of_losses, self.model, **options)
+        self._losses = Compiled(self._sum_of_losses, self.model, self._checkpoints, **options)
 
     def through(self, forward: Forward, module: str) -> PerSample:
         """Return a PerSample of the same modules with the forward pass `forward`.

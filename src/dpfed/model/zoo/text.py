@@ -223,6 +223,7 @@ class TextSection(PretrainedSection):
             self.chosen(),
             None if causal else spec.classes,
             self.head == "kept",
+            self.quantize,
         )
         if self.dropout is not None:
             refuse_other_dropout(model, self.dropout)
