@@ -109,7 +109,7 @@ def _refuse_other_scores(model: nn.Module, spec: InputSpec, prepare: Prepare) ->
             f"{name} cannot compute a batch of shape {shape}: {reason(error)}"
         ) from None
     scores = getattr(scores, "logits", scores)
-    shapes = [(2, spec.classes)]
+    shapes: list[tuple[int, ...]] = [(2, spec.classes)]
     need = f"the data have {spec.classes} classes"
     if spec.task == "regress":
         # `regression` reads a column and a plain list of numbers.
