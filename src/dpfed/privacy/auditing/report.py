@@ -20,7 +20,7 @@ class Report:
     seen        values that the audit used: "oracle" for the oracle's releases, "server" for the
                 messages that the server receives, "model" for releases of the job's own model
     assumes     the assumption that turns the observations into an epsilon
-                (docs/privacy.md, Audits)
+                (docs/audits.md)
     lower       lower bound on epsilon
     claimed     the claimed epsilon that is tested: the largest over all clients
     delta       delta for which `lower` and `claimed` hold
