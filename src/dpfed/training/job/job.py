@@ -36,6 +36,7 @@ from dpfed.training.job.data import (
 from dpfed.training.job.device import device_of, set_threads
 from dpfed.training.job.frozen_features import basis_of
 from dpfed.training.job.job_cache import JobCache
+from dpfed.training.job.learning_rate import with_number
 from dpfed.training.job.model import build_model
 from dpfed.training.job.notes import data_notes, data_warnings, federation_note, plan_warnings
 from dpfed.training.job.plan import check_algorithm, declared_sizes, plan_for
@@ -121,6 +122,7 @@ def _prepare(
     source = load_source(config, source, cache)
     shards = shards_for(config, source, streams)
     plan, schedule = plan_for(config, shards.sizes)
+    config = with_number(config, plan, schedule)
     notes = check_algorithm(config, plan)
     spec = spec_of(source)
     ready = build_model(config, spec, streams, device, shared)
@@ -161,6 +163,7 @@ def prepare_server(config: Config) -> Job:
     device = device_of(config.run.device)
     streams = Streams(config.run.seed, secret=config.run.noise == "os")
     plan, schedule = plan_for(config, declared_sizes(config))
+    config = with_number(config, plan, schedule)
     notes = check_algorithm(config, plan)
     spec, classes, test = server_data(config, device)
     ready = build_model(config, spec, streams, device)
