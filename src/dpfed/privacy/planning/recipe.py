@@ -6,22 +6,31 @@ steps of S averaged clients, noise alone moves every trained number by about
 
     η/√κ · 1/(1-γ) · √(T·K/S)
 
-The recipe chooses the η for which this is a constant: SPREAD_HEAD for a linear head, SPREAD_BODY
-for anything else. Neither C, σ, B nor the number of weights appears, as the steps are divided by
-the noise's standard deviation. docs/recipe.md has the measurements.
+The recipe chooses the η for which this is a constant. The constant depends on what is trained:
+weights with a large fan-in may move less, as a layer adds up their noise. Runs of a few steps move
+less. Neither C, σ nor B appears, as steps are divided by the noise's standard deviation.
+docs/recipe.md has the measurements.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+Part = Literal["head", "adapter", "layers"]
 
 # The algorithm that the recipe is for.
 METHOD = "dp-fedadamw"
-# How far noise alone moves a weight in the whole run.
+# How far noise alone moves a weight in the whole run: of a linear head, of an adapter, and of other
+# layers, where it is divided by the root of the fan-in.
 SPREAD_HEAD = 0.3
-SPREAD_BODY = 0.12
+SPREAD_ADAPTER = 0.12
+SPREAD_LAYER = 0.3
+# Shorter runs have the rate of this one: in a few steps a weight must not move as far as in many.
+SHORTEST_WALK = 3.0
+# Least 1-γ that counts, as γ = 1 repeats a step in every later round.
+LEAST_DAMPING = 0.01
 # Weight of the direction of the last round, and decay of the average over rounds.
 GAMMA = 0.9
 AVERAGE = 0.95
@@ -39,7 +48,8 @@ class RecipeFacts:
     gamma     weight γ of the global direction
     floor     floor κ of corrected second moments, in units of Φ; 1 without bias correction
     schedule  root mean square of η_t/η_0 over the rounds
-    head      True if only a linear head is trained
+    part      what is trained: "head", "adapter", or "layers" for other modules
+    fan_in    mean fan-in of the trained matrices; it counts for "layers" only
     private   True if noise is added
     """
 
@@ -48,8 +58,16 @@ class RecipeFacts:
     gamma: float
     floor: float
     schedule: float
-    head: bool
+    part: Part
+    fan_in: float
     private: bool
+
+    @property
+    def spread(self) -> float:
+        """How far noise alone moves a weight in the whole run."""
+        if self.part == "head":
+            return SPREAD_HEAD
+        return SPREAD_ADAPTER if self.part == "adapter" else SPREAD_LAYER / math.sqrt(self.fan_in)
 
 
 def recipe(calibrated: bool = True) -> dict[str, dict[str, Any]]:
@@ -69,13 +87,11 @@ def recipe(calibrated: bool = True) -> dict[str, dict[str, Any]]:
 
 def automatic_lr(facts: RecipeFacts) -> float:
     """Return the base learning rate η0, rounded to three digits."""
-    # With γ = 1 the sum of all repeats is bounded by the number of steps only.
-    damping = max(1 - facts.gamma, 1 / facts.steps)
+    damping = max(1 - facts.gamma, LEAST_DAMPING)
     if not facts.private:
-        return rounded(damping * (PLAIN_HEAD if facts.head else PLAIN_BODY))
-    spread = SPREAD_HEAD if facts.head else SPREAD_BODY
-    walk = math.sqrt(facts.steps / facts.cohort) * facts.schedule
-    return rounded(spread * damping * math.sqrt(facts.floor) / walk)
+        return rounded(damping * (PLAIN_HEAD if facts.part == "head" else PLAIN_BODY))
+    walk = max(math.sqrt(facts.steps / facts.cohort) * facts.schedule, SHORTEST_WALK)
+    return rounded(facts.spread * damping * math.sqrt(facts.floor) / walk)
 
 
 def rounded(value: float) -> float:

@@ -122,10 +122,10 @@ def _prepare(
     source = load_source(config, source, cache)
     shards = shards_for(config, source, streams)
     plan, schedule = plan_for(config, shards.sizes)
-    config = with_number(config, plan, schedule)
     notes = check_algorithm(config, plan)
     spec = spec_of(source)
     ready = build_model(config, spec, streams, device, shared)
+    config = with_number(config, plan, schedule, ready.model.space)
     steps = config.run.rounds * config.run.local_steps
     draws = steps * schedule.cohort * float(plan.expected.mean())
     tables = tables_of(config, source, device)
@@ -163,10 +163,10 @@ def prepare_server(config: Config) -> Job:
     device = device_of(config.run.device)
     streams = Streams(config.run.seed, secret=config.run.noise == "os")
     plan, schedule = plan_for(config, declared_sizes(config))
-    config = with_number(config, plan, schedule)
     notes = check_algorithm(config, plan)
     spec, classes, test = server_data(config, device)
     ready = build_model(config, spec, streams, device)
+    config = with_number(config, plan, schedule, ready.model.space)
     none = np.zeros(0, dtype=np.int64)
     return Job(
         config=config,

@@ -11,8 +11,9 @@ from dpfed.config import build, overlay
 from dpfed.privacy.planning.recipe import (
     PLAIN_BODY,
     PLAIN_HEAD,
-    SPREAD_BODY,
+    SPREAD_ADAPTER,
     SPREAD_HEAD,
+    SPREAD_LAYER,
     RecipeFacts,
     automatic_lr,
     recipe,
@@ -20,7 +21,14 @@ from dpfed.privacy.planning.recipe import (
 from dpfed.registry import registry
 
 FACTS = RecipeFacts(
-    steps=2000, cohort=5, gamma=0.9, floor=0.5, schedule=1.0, head=True, private=True
+    steps=2000,
+    cohort=5,
+    gamma=0.9,
+    floor=0.5,
+    schedule=1.0,
+    part="head",
+    fan_in=400.0,
+    private=True,
 )
 
 
@@ -44,7 +52,9 @@ def spread(facts: RecipeFacts) -> float:
 def test_noise_alone_moves_a_weight_equally_far_in_every_plan(change: dict[str, float]) -> None:
     facts = replace(FACTS, **change)  # type: ignore[arg-type]
     assert spread(facts) == pytest.approx(SPREAD_HEAD, rel=5e-3)
-    assert spread(replace(facts, head=False)) == pytest.approx(SPREAD_BODY, rel=5e-3)
+    assert spread(replace(facts, part="adapter")) == pytest.approx(SPREAD_ADAPTER, rel=5e-3)
+    layers = replace(facts, part="layers")
+    assert spread(layers) == pytest.approx(SPREAD_LAYER / 20, rel=5e-3)
 
 
 def test_the_papers_setting_has_this_rate() -> None:
@@ -54,13 +64,18 @@ def test_the_papers_setting_has_this_rate() -> None:
 def test_a_run_without_noise_has_the_usual_rates_of_adam() -> None:
     plain = replace(FACTS, private=False)
     assert automatic_lr(plain) == pytest.approx(PLAIN_HEAD / 10)
-    assert automatic_lr(replace(plain, head=False, gamma=0.0)) == PLAIN_BODY
+    assert automatic_lr(replace(plain, part="adapter", gamma=0.0)) == PLAIN_BODY
+
+
+def test_runs_of_a_few_steps_move_less() -> None:
+    few = automatic_lr(replace(FACTS, steps=4))
+    assert few == automatic_lr(replace(FACTS, steps=45)) > automatic_lr(replace(FACTS, steps=46))
+    assert spread(replace(FACTS, steps=4)) < SPREAD_HEAD / 2
 
 
 def test_without_damping_the_rate_is_above_zero() -> None:
-    assert automatic_lr(replace(FACTS, gamma=1.0)) == pytest.approx(
-        automatic_lr(FACTS) * 10 / 2000, rel=5e-3
-    )
+    undamped = automatic_lr(replace(FACTS, gamma=1.0))
+    assert undamped == pytest.approx(automatic_lr(FACTS) / 10, rel=5e-3)
 
 
 @pytest.mark.parametrize("calibrated", [True, False])
