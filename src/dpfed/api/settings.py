@@ -12,7 +12,8 @@ import numpy as np
 from torch import nn
 
 from dpfed.api.options import Options, split
-from dpfed.config import Config, build, nearest, overlay
+from dpfed.config import Config, LabelTask, build, nearest, overlay
+from dpfed.config.key_history import ADDED
 from dpfed.config.parsing import layer_of
 from dpfed.data.sources.in_memory import CLIENT
 from dpfed.data.tables import Source
@@ -29,18 +30,18 @@ EPSILON = 8.0
 DELTA = 1e-5
 # Most records of a cohort in a local step if more than a head is trained, which takes longer.
 MAX_RECORDS = 512
-# Keys of the recipe's defaults, and the value of each in runs of versions without the key.
-RECIPE_KEYS: dict[str, Any] = {
-    "algorithm.lr": None,
-    "algorithm.gamma": 0.5,
-    "privacy.batch": 16.0,
-    "privacy.clip": 0.1,
-    "privacy.clip_mode": "flat",
-    "run.cohort_choice": "uniform",
-    "run.lr_schedule": "cosine",
-    "run.average": 0.0,
-    "run.max_records_per_step": 2048,
-}
+# Keys whose defaults depend on the recipe.
+RECIPE_KEYS = (
+    "algorithm.lr",
+    "algorithm.gamma",
+    "privacy.batch",
+    "privacy.clip",
+    "privacy.clip_mode",
+    "run.cohort_choice",
+    "run.lr_schedule",
+    "run.average",
+    "run.max_records_per_step",
+)
 # Keys that `settings` must not contain, each with the reason. The records are given as arguments.
 NOT_FOR_SETTINGS = {
     "data.name": "the records are those of train and test",
@@ -54,6 +55,7 @@ KEYS = {
     "epsilon": "privacy.target_epsilon",
     "rounds": "run.rounds",
     "trainable": "model.train",
+    "task": "model.task",
     "metric": "run.metric",
     "early_stopping": "run.early_stopping",
     "keep": "run.keep",
@@ -136,6 +138,12 @@ def _refuse_unknown(switches: Mapping[str, Any]) -> None:
             )
 
 
+def task_of(options: Mapping[str, Any]) -> LabelTask:
+    """Return what a label is, by the keyword `task` or the setting model.task."""
+    task = setting(tables_of(options), "model.task")
+    return task if task in ("regress", "multilabel") else "classify"
+
+
 def setting(tables: Mapping[str, Any], key: str) -> Any:
     """Return the value of a key such as "data.clients"; None if the key is not set."""
     section, _, leaf = key.partition(".")
@@ -210,8 +218,8 @@ def configured(options: Mapping[str, Any], model: Any, source: Source) -> Config
     table = _model_table(given, model, source.kind)
     own = overlay(defaults(given, epsilon), given)
     under: dict[str, Any] = {"model": table, "run": {"max_records_per_step": MAX_RECORDS}}
-    if not source.classes:
-        # Without labels, there are none to deal out unequally.
+    if not source.classes or source.task != "classify":
+        # Without one class for each record, there are none to deal out unequally.
         under["data"] = {"partition": "iid"}
     config = build(overlay(under, own), known)
     if isinstance(model, str | Path) and config.model.adapter is None and is_pooled(config.model):
@@ -232,10 +240,10 @@ def as_begun(config: Config, options: Mapping[str, Any], folder: Path) -> Config
     """
     begun = read_settings(folder) or {}
     given = tables_of(options)
-    for key, former in RECIPE_KEYS.items():
+    for key in RECIPE_KEYS:
         name, _, leaf = key.partition(".")
         section = getattr(config, name)
-        value = (begun.get(name) or {}).get(leaf, former)
+        value = (begun.get(name) or {}).get(leaf, ADDED.get(key))
         known = value is not None and name in begun and hasattr(section, leaf)
         if known and setting(given, key) is None:
             config = replace(config, **{name: replace(section, **{leaf: value})})

@@ -40,7 +40,7 @@ from dpfed.federation.messages import (
     pack,
     unpack_reply,
 )
-from dpfed.model.model_hash import model_hash
+from dpfed.model.frozen.model_hash import model_hash
 from dpfed.training.backends.base import LostRoundError, WaitForCharge, no_charge
 from dpfed.training.job.job import Job
 from dpfed.training.job.message_size import meta_message

@@ -123,7 +123,7 @@ def _prepare(
     shards = shards_for(config, source, streams)
     plan, schedule = plan_for(config, shards.sizes)
     notes = check_algorithm(config, plan)
-    spec = spec_of(source)
+    spec = spec_of(source, config.model)
     ready = build_model(config, spec, streams, device, shared)
     config = with_number(config, plan, schedule, ready.model.space)
     steps = config.run.rounds * config.run.local_steps
