@@ -210,7 +210,7 @@ class Client:
         algorithm = algorithm_of(terms)
         plan = plan_of(terms, algorithm, int(self._shards.sizes[0]), unit_of(self.config))
         mechanism = plan.mechanism(0)
-        refuse(check_learning_rate(terms, algorithm.lr, policy))
+        refuse(check_learning_rate(terms, algorithm.base_lr, policy))
         refuse(check_training(terms, policy, mechanism, self._history(ledger)))
         check_training_round(terms, ledger, store)
         built = self._models.build(terms, algorithm)

@@ -149,6 +149,6 @@ def figures_of(terms: Terms, algorithm: Algorithm) -> RoundFigures:
         terms.local_steps,
         terms.clients,
         terms.lr,
-        algorithm.lr,
+        algorithm.base_lr,
         terms.equal_phi,
     )
