@@ -51,6 +51,13 @@ class Case:
     checkpoint: bool = False
     quantize: Quantize = "none"
 
+    def __post_init__(self) -> None:
+        if self.quantize != "none" and self.model not in LLAMAS:
+            raise DpfedError(
+                f"{self.model} is not measured with quantised weights: choose a case from "
+                f"{', '.join(LLAMAS)}"
+            )
+
     @property
     def union(self) -> int:
         """Number of records of all clients together."""
@@ -70,8 +77,6 @@ class Case:
         if self.model in LLAMAS:
             section: ModelSection = random_llama(self.model, self.quantize, dtype, device)
             section = replace(section, train=self.train, lora=lora)
-        elif self.quantize != "none":
-            raise DpfedError(f"only {', '.join(LLAMAS)} are measured with quantised weights")
         elif self.model in SMALL:
             section = _Small(train=self.train, lora=lora, case=self.model)
         else:
