@@ -30,6 +30,7 @@ from dpfed.training.backends.finite_check import require_finite_messages
 from dpfed.training.backends.memory_fit import fleet_size, slots_of
 from dpfed.training.callbacks.activity import Activity
 from dpfed.training.job.job import Job
+from dpfed.training.job.memory_advice import smaller
 from dpfed.training.local_steps import LocalResult, run_local_steps
 from dpfed.training.round_context import context
 from dpfed.training.server_state import State
@@ -211,8 +212,7 @@ class Fleet:
         if count == 1:
             raise StoppedError(
                 f"round {t} does not fit into the memory of {job.device}, not even one record of "
-                "one client at a time: choose a smaller model or another run.device; "
-                "what was computed before is kept"
+                f"one client at a time: {smaller(job.config)}; what was computed before is kept"
             )
         free(job.device)
         half = (count + 1) // 2
