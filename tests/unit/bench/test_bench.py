@@ -80,7 +80,7 @@ def test_the_private_step_computes_the_mean_gradient_of_the_union() -> None:
     def forward(model: Any, weights: Any, inputs: Any) -> torch.Tensor:
         return scores_of(task, model, weights, plain.built.prepare(dict(inputs)), inputs)
 
-    ready = PerSample(model, space, forward, task.loss, task.correct)
+    ready = PerSample(model, space, forward, task)
     got = torch.cat(ready.grads(theta, torch.tensor([0, 0, 1, 1]), inputs, labels), 1).mean(0)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
 
