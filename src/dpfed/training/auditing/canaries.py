@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dpfed.data.partition import Shards
 from dpfed.model.parameter_vector import space_of
 from dpfed.model.per_sample.gradients import PerSample, call, trainable
+from dpfed.model.task import Task
 from dpfed.privacy.record_batch import Records
 from dpfed.training.auditing.measurement import Measurement, Step, signs_of
 from dpfed.training.auditing.setting import AuditSetting
@@ -42,7 +43,7 @@ class LinearSum(nn.Module):
 def canary_model(width: int, device: torch.device) -> PerSample:
     model = LinearSum(width).to(device)
     space = space_of(trainable(model)).to(device)
-    return PerSample(model, space, call, lambda scores, labels: scores[:, 0])
+    return PerSample(model, space, call, Task(lambda scores, labels: scores[:, 0]))
 
 
 def canary_data(setting: AuditSetting, coins: np.ndarray) -> tuple[Records, Shards]:

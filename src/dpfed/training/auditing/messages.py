@@ -41,7 +41,7 @@ def server_scores(job: Job, setting: AuditSetting, coins: np.ndarray) -> np.ndar
     for t in range(1, setting.rounds + 1):
         deltas.clear()
         mean, answered = fleet.run_cohort(t, state, everyone)
-        rate = learning_rate(job.algorithm.lr, run.lr_schedule, t, run.rounds)
+        rate = learning_rate(job.algorithm.base_lr, run.lr_schedule, t, run.rounds)
         scores -= canary_components(torch.cat(deltas), coins.shape[1])[0] / rate
         state = aggregate(canary_job, t, state, everyone, mean, answered)
     # Replace NaN by the score zero, because a client may diverge.
