@@ -87,10 +87,7 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ask(grid: FakeGrid, timeout: float = 0.2, **more: Any) -> dict[str, bytes | Exception]:
     transport: Any = GridTransport(grid, KEYS, **more)  # type: ignore[arg-type]
-    found: dict[str, bytes | Exception] = transport.send_all(
-        {"a": b"for a", "b": b"for b"}, timeout
-    )
-    return found
+    return dict(transport.send_all({"a": b"for a", "b": b"for b"}, timeout))
 
 
 def test_each_client_gets_its_own_bytes_and_answers_under_its_name() -> None:
@@ -146,17 +143,17 @@ def test_who_stays_away_holds_up_one_round_and_not_every_one() -> None:
     away = grid.nodes.pop(101)
     transport: Any = GridTransport(grid, KEYS, absent=0.05)  # type: ignore[arg-type]
     requests = {"a": b"for a", "b": b"for b"}
-    assert transport.send_all(requests, 60.0) == {"a": b"of a"}
+    assert dict(transport.send_all(requests, 60.0)) == {"a": b"of a"}
     first = grid.polls
     grid.polls = 0
-    assert transport.send_all(requests, 60.0) == {"a": b"of a"}
+    assert dict(transport.send_all(requests, 60.0)) == {"a": b"of a"}
     assert grid.polls == 1 < first
     del grid.nodes[100]
     grid.polls = 0
-    assert transport.send_all(requests, 60.0) == {}
+    assert dict(transport.send_all(requests, 60.0)) == {}
     assert grid.polls > 1, "where nobody is there, all are waited for"
     grid.nodes[101] = away
-    assert transport.send_all({"b": b"for b"}, 60.0) == {"b": b"of b"}
+    assert dict(transport.send_all({"b": b"for b"}, 60.0)) == {"b": b"of b"}
 
 
 def test_a_client_that_connects_late_is_asked_then() -> None:
@@ -231,7 +228,7 @@ def test_who_announces_a_reply_and_does_not_send_it_holds_up_nobody() -> None:
     grid.pull_messages = pull  # type: ignore[method-assign,assignment]
     transport: Any = GridTransport(grid, KEYS)  # type: ignore[arg-type]
     try:
-        assert transport.send_all({"a": b"for a", "b": b"for b"}, 0.7) == {"b": b"of b"}
+        assert dict(transport.send_all({"a": b"for a", "b": b"for b"}, 0.7)) == {"b": b"of b"}
     finally:
         over.set()
     assert (transport._pulls._threads, transport._pulls._found) == ({}, {}), (
@@ -258,10 +255,10 @@ def test_a_message_that_the_link_does_not_take_is_sent_again() -> None:
 def test_late_answers_to_an_earlier_call_are_not_taken_for_this_one() -> None:
     grid = FakeGrid(a=answering(b"of a"), b=silent)
     transport: Any = GridTransport(grid, KEYS)  # type: ignore[arg-type]
-    assert transport.send_all({"b": b"round 1"}, 0.02) == {}
+    assert dict(transport.send_all({"b": b"round 1"}, 0.02)) == {}
     old = grid.sent[0]
     grid.replies["m0"] = Message(envelope(b"late", header_value(old.content, NONCE)), reply_to=old)
-    assert transport.send_all({"b": b"round 2"}, 0.02) == {}
+    assert dict(transport.send_all({"b": b"round 2"}, 0.02)) == {}
 
 
 def test_the_link_may_be_away_for_a_moment_but_not_for_good() -> None:
@@ -317,7 +314,10 @@ def test_without_keys_nodes_say_their_names() -> None:
         for name in ("ada", "bob")
     }
     transport: Any = GridTransport(FakeGrid(**apps), None)  # type: ignore[arg-type]
-    assert transport.send_all({"bob": b"123", "ada": b"456"}, 5.0) == {"bob": b"321", "ada": b"654"}
+    assert dict(transport.send_all({"bob": b"123", "ada": b"456"}, 5.0)) == {
+        "bob": b"321",
+        "ada": b"654",
+    }
     assert len(log) == 2
 
 
