@@ -246,9 +246,7 @@ def unpack_reply(
         if found != right:
             raise MessageError(f"the reply is for {name} {found!r}, not {right!r}")
     reply = Reply(reply.receipt, read_fields(reply.fields, layout))
-    norm = 0.0
-    if "delta" in reply.fields:
-        norm = float(torch.linalg.vector_norm(reply.fields["delta"], dtype=torch.float64))
+    norm = _norm(reply.fields["delta"]) if "delta" in reply.fields else 0.0
     if not norm <= norm_limit:
         raise MessageError(f"delta has norm {norm:g}, and no honest one passes {norm_limit:g}")
     return reply
@@ -275,12 +273,18 @@ def read_fields(sent: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]
             _check_scales(name, value)
     fields = decode(sent, layout)
     for name, value in fields.items():
-        if not bool(value.isfinite().all()):
+        # This norm is the largest absolute value, or NaN. It needs no copy of the vector.
+        largest = float(torch.linalg.vector_norm(value, math.inf)) if len(value) else 0.0
+        if not math.isfinite(largest):
             raise MessageError(f"{name} holds numbers that are not finite")
-        # Unlike abs().max(), this norm needs no copy of the vector.
-        if value.numel() and float(torch.linalg.vector_norm(value, math.inf)) > MAX_TENSOR_VALUE:
+        if largest > MAX_TENSOR_VALUE:
             raise MessageError(f"{name} holds numbers beyond {MAX_TENSOR_VALUE:g}")
     return fields
+
+
+def _norm(value: Tensor) -> float:
+    """Return the Euclidean norm in float64, without a float64 copy of the whole vector."""
+    return math.hypot(*(float(piece.double().norm()) for piece in value.split(1 << 20)))
 
 
 def _sent_sizes(layout: Layout) -> dict[str, int]:
@@ -314,7 +318,7 @@ def _unpack(data: bytes, limit: int, kinds: tuple[str, ...]) -> Any:
         table = _json_object(entries.pop("__metadata__")["dpfed"])
         if not all(_is_vector(name, entry) for name, entry in entries.items()):
             raise ValueError("not a field")
-        fields = {name: value.clone() for name, value in load_tensors(data).items()}
+        fields = load_tensors(data)
     except (
         ValueError,
         TypeError,

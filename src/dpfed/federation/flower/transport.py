@@ -345,7 +345,9 @@ class GridTransport:
                 exchange.connections.pop(sent.name, None)
                 continue
             exchange.answered.add(sent.name)
-            yield sent.name, _result_of(reply, sent)
+            result = [_result_of(reply, sent)]
+            del reply
+            yield sent.name, result.pop()
 
 
 def _is_unavailable(reply: Message) -> bool:

@@ -140,6 +140,8 @@ class Federation:
                 missing = {i: r for i, r in requests.items() if i not in replies.receipts}
                 for i, reply, data in self._exchange(missing, self._rounding.up, limit, "left out"):
                     replies.put(i, reply.receipt, data)
+                    # Free this message before the next one is fetched.
+                    del reply, data
                 if len(replies.receipts) >= needed:
                     break
             answered = [i for i in clients if i in replies.receipts]
@@ -184,7 +186,10 @@ class Federation:
             except DpfedError as error:
                 leave_out(name, str(error))
                 continue
-            yield numbers[name], reply, found
+            valid = [(numbers[name], reply, found)]
+            # Keep no reference, so that the caller can free the message before the next one.
+            del reply, found
+            yield valid.pop()
         for name in sorted(waiting):
             leave_out(name, f"no answer within {self._section.timeout:g} seconds")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from dpfed.errors import DpfedError, StoppedError
 from dpfed.federation.flower import transport as module
 from dpfed.federation.flower.apps import client_app
-from dpfed.federation.flower.envelope import HEADER, NONCE, envelope, header_value
+from dpfed.federation.flower.envelope import HEADER, NONCE, envelope, header_value, payload_of
 from dpfed.federation.flower.transport import GridTransport
 from dpfed.federation.policy import RefusedError
 
@@ -234,6 +236,53 @@ def test_who_announces_a_reply_and_does_not_send_it_holds_up_nobody() -> None:
     assert (transport._pulls._threads, transport._pulls._found) == ({}, {}), (
         "what is late is not kept"
     )
+
+
+def test_few_replies_are_fetched_at_once_and_stalled_ones_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    over = threading.Event()
+    names = [f"c{i}" for i in range(6)]
+    keys = {name: f"key of {name}".encode() for name in names}
+    grid = FakeGrid(**dict.fromkeys(names, answering(b"reply")))
+    for node, key in zip(grid.nodes.values(), keys.values(), strict=True):
+        node.public_key = key
+    real = grid.pull_messages
+    stalled = {"m0", "m1", "m2"}
+    busy: list[str] = []
+    most = [0]
+
+    def pull(ids: list[str]) -> list[Message]:
+        busy.append(ids[0])
+        most.append(len([key for key in busy if key not in stalled]))
+        if ids[0] in stalled:
+            over.wait(30)
+        found = real(ids)
+        busy.remove(ids[0])
+        return found
+
+    grid.pull_messages = pull  # type: ignore[method-assign,assignment]
+    monkeypatch.setattr(module, "STALLED_S", 0.1)
+    transport: Any = GridTransport(grid, keys)  # type: ignore[arg-type]
+    try:
+        found = dict(transport.send_all(dict.fromkeys(names, b"request"), 3.0))
+    finally:
+        over.set()
+    assert found == dict.fromkeys(names[3:], b"reply")
+    assert max(most) <= module.MAX_PULLS
+
+
+def test_messages_are_freed_without_the_garbage_collector() -> None:
+    gc.disable()
+    try:
+        message = Message(envelope(b"data", "n"), 100, "train")
+        array = weakref.ref(message.content["dpfed.parcel"]["data"])
+        assert payload_of(message.content) == b"data"
+        assert header_value(message.content, NONCE) == "n"
+        del message
+        assert array() is None
+    finally:
+        gc.enable()
 
 
 def test_a_message_that_the_link_does_not_take_is_sent_again() -> None:
