@@ -12,7 +12,7 @@ import numpy as np
 from torch import nn
 
 from dpfed.api.options import Options, split
-from dpfed.config import Config, build, nearest, overlay
+from dpfed.config import Config, LabelTask, build, nearest, overlay
 from dpfed.config.parsing import layer_of
 from dpfed.data.sources.in_memory import CLIENT
 from dpfed.data.tables import Source
@@ -42,6 +42,7 @@ KEYS = {
     "epsilon": "privacy.target_epsilon",
     "rounds": "run.rounds",
     "trainable": "model.train",
+    "task": "model.task",
     "metric": "run.metric",
     "early_stopping": "run.early_stopping",
     "keep": "run.keep",
@@ -124,6 +125,12 @@ def _refuse_unknown(switches: Mapping[str, Any]) -> None:
             )
 
 
+def task_of(options: Mapping[str, Any]) -> LabelTask:
+    """Return what a label is, by the keyword `task` or the setting model.task."""
+    task = setting(tables_of(options), "model.task")
+    return task if task in ("regress", "multilabel") else "classify"
+
+
 def setting(tables: Mapping[str, Any], key: str) -> Any:
     """Return the value of a key such as "data.clients"; None if the key is not set."""
     section, _, leaf = key.partition(".")
@@ -187,8 +194,8 @@ def configured(options: Mapping[str, Any], model: Any, source: Source) -> Config
     algorithm: dict[str, Any] = {"name": "dp-fedadamw", "lr": LR}
     own = overlay(defaults(given, epsilon), given)
     under = {"model": table, "algorithm": algorithm}
-    if not source.classes:
-        # Without labels, there are none to deal out unequally.
+    if not source.classes or source.task != "classify":
+        # Without one class for each record, there are none to deal out unequally.
         under["data"] = {"partition": "iid"}
     config = build(overlay(under, own), known)
     if isinstance(model, str | Path) and config.model.adapter is None and is_pooled(config.model):

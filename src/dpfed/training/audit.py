@@ -24,6 +24,7 @@ from dpfed.data.partition import Shards
 from dpfed.errors import DpfedError
 from dpfed.model.parameter_vector import space_of
 from dpfed.model.per_sample.gradients import PerSample, call, trainable
+from dpfed.model.task import Task
 from dpfed.privacy.accounting.pld import epsilon
 from dpfed.privacy.audit import (
     Law,
@@ -140,7 +141,7 @@ class LinearSum(nn.Module):
 def canary_model(width: int, device: torch.device) -> PerSample:
     model = LinearSum(width).to(device)
     space = space_of(trainable(model)).to(device)
-    return PerSample(model, space, call, lambda scores, labels: scores[:, 0])
+    return PerSample(model, space, call, Task(lambda scores, labels: scores[:, 0]))
 
 
 def canary_data(setting: AuditSetting, coins: np.ndarray) -> tuple[Records, Shards]:

@@ -39,7 +39,7 @@ from dpfed.federation.messages import (
     unpack_reply,
 )
 from dpfed.federation.server.exchange import PackedRequests, delete_leftovers, stored_replies
-from dpfed.model.model_hash import model_hash
+from dpfed.model.frozen.model_hash import model_hash
 from dpfed.training.backends.base import LostRoundError, WaitForCharge, no_charge
 from dpfed.training.backends.message_rounding import message_rounding
 from dpfed.training.job.job import Job

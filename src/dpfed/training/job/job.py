@@ -122,7 +122,7 @@ def _prepare(
     shards = shards_for(config, source, streams)
     plan, schedule = plan_for(config, shards.sizes)
     notes = check_algorithm(config, plan)
-    spec = spec_of(source)
+    spec = spec_of(source, config.model)
     ready = build_model(config, spec, streams, device, shared)
     steps = config.run.rounds * config.run.local_steps
     draws = steps * schedule.cohort * float(plan.expected.mean())
