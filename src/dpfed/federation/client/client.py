@@ -99,8 +99,8 @@ from dpfed.training.job.data import (
     tokenised,
 )
 from dpfed.training.job.device import device_of
-from dpfed.training.job.message_format import Field, Layout, draws, encode
 from dpfed.training.local_steps import run_local_steps
+from dpfed.training.messages.message_format import Field, Layout, draws, encode
 from dpfed.training.round_context import build_context
 
 LOG = logging.getLogger("dpfed")

@@ -41,10 +41,10 @@ from dpfed.federation.messages import (
 from dpfed.federation.server.exchange import PackedRequests, delete_leftovers, stored_replies
 from dpfed.model.frozen.model_hash import model_hash
 from dpfed.training.backends.base import LostRoundError, WaitForCharge, no_charge
-from dpfed.training.backends.message_rounding import message_rounding
 from dpfed.training.job.job import Job
-from dpfed.training.job.message_format import Field, Layout
 from dpfed.training.job.plan import client_names
+from dpfed.training.messages.message_format import Field, Layout
+from dpfed.training.messages.message_rounding import message_rounding
 from dpfed.training.round_context import learning_rate
 from dpfed.training.server_state import State
 

@@ -28,11 +28,11 @@ from dpfed.training.backends.batched_runs import UnbatchableError
 from dpfed.training.backends.client_state import ClientStates
 from dpfed.training.backends.finite_check import require_finite_messages
 from dpfed.training.backends.memory_fit import fleet_size, slots_of
-from dpfed.training.backends.message_rounding import message_rounding
 from dpfed.training.callbacks.activity import Activity
 from dpfed.training.job.job import Job
 from dpfed.training.job.memory_advice import smaller
 from dpfed.training.local_steps import LocalResult, run_local_steps
+from dpfed.training.messages.message_rounding import message_rounding
 from dpfed.training.round_context import context
 from dpfed.training.server_state import State
 

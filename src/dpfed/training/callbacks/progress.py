@@ -23,7 +23,7 @@ from dpfed.training.callbacks.activity import Activity
 from dpfed.training.callbacks.base import Callback
 from dpfed.training.evaluation import perplexity
 from dpfed.training.job.job import Job
-from dpfed.training.job.message_size import traffic
+from dpfed.training.messages.message_size import traffic
 from dpfed.training.result import guarantee
 from dpfed.training.rounds import Round
 
