@@ -5,9 +5,10 @@
     numbers    the tensors, one after another
 
 The receiver checks the length before it reads the header. Nothing is unpickled, and bad bytes raise
-`MessageError` only. The receiver derives the expected layout (`training.messages.message_format`) from
-its own model and algorithm, never from the message. The fields of a message are the tensors that
-are sent. `read_fields` checks them against the layout and returns the vectors.
+`MessageError` only. The receiver derives the expected layout
+(`training.messages.message_format`) from its own model and algorithm, never from the message. The
+fields of a message are the tensors that are sent. `read_fields` checks them against the layout and
+returns the vectors.
 """
 
 from __future__ import annotations
