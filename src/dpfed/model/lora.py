@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dpfed.config import LoraSection, ModelSection, nearest
 from dpfed.errors import DpfedError
-from dpfed.model.quantised import has_quantised, is_quantised
+from dpfed.model.frozen.quantised import has_quantised, is_quantised
 
 PREFIX = "base_model.model."
 QUANTISED = 'model.train = "{}" would train quantised weights, which stay frozen: use "lora"'

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from dpfed.errors import DpfedError
+from dpfed.model.frozen.quantised import has_quantised
 from dpfed.model.per_sample.failing_layer import failing_layer
 from dpfed.model.per_sample.forward_check import first_words
 from dpfed.model.per_sample.gradients import Batch, PerSample
-from dpfed.model.quantised import has_quantised
 
 RECORDS = 3
 # Largest difference that rounding can explain, relative to the norm of a tensor's gradient.
@@ -71,17 +71,16 @@ class _Records:
         inputs = {name: x[j : j + 1] for name, x in self.inputs.items()}
         with torch.enable_grad():
             scores = model.forward(model.model, dict(weights), inputs)
-            loss = model.loss(scores, self.labels[j : j + 1]).sum()
+            loss = model.task.loss(scores, self.labels[j : j + 1]).sum()
             grads = torch.autograd.grad(loss, list(weights.values()), materialize_grads=True)
         return [grad.flatten() for grad in grads]
 
 
 def _records_near(
-    theta: Tensor, inputs: Batch, classes: int, generator: torch.Generator
+    model: PerSample, theta: Tensor, inputs: Batch, classes: int, generator: torch.Generator
 ) -> _Records:
     client = torch.tensor([0, 1, 0], device=theta.device)
-    # A language model has no classes, and its loss reads no labels.
-    labels = (torch.arange(RECORDS) % max(classes, 1)).to(theta.device)
+    labels = model.task.examples(RECORDS, classes).to(theta.device)
     return _Records(_moved(theta, generator), client, inputs, labels)
 
 
@@ -98,7 +97,7 @@ def check_gradients(
     records.
     """
     buffers = {name: b.clone() for name, b in model.model.named_buffers()}
-    records = _records_near(theta, inputs, classes, generator)
+    records = _records_near(model, theta, inputs, classes, generator)
     _check_gradients(model, theta, records, generator)
     # Collect all buffers once, because each call of `named_buffers` visits the whole model.
     after = dict(model.model.named_buffers())
@@ -166,7 +165,7 @@ def check_isolation(
 
     The check runs in the dtype in which the model trains.
     """
-    records = _records_near(theta, inputs, classes, generator)
+    records = _records_near(model, theta, inputs, classes, generator)
     keys = torch.arange(RECORDS, device=theta.device) if model.has_dropout else None
     broken = replace(records, theta=records.theta.clone())
     broken.theta[1] = math.nan
@@ -202,7 +201,7 @@ def records_mix(
     client has weights so large that quantisation would see outliers in them. Such a model needs a
     pass for each record where isolation must be exact.
     """
-    records = _records_near(theta, inputs, classes, generator)
+    records = _records_near(model, theta, inputs, classes, generator)
     keys = torch.arange(RECORDS, device=theta.device) if model.has_dropout else None
     records = replace(records, client=torch.tensor([0, 1, 1], device=theta.device))
     order = torch.tensor([0, 2, 1], device=theta.device)

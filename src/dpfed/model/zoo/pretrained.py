@@ -16,7 +16,7 @@ from torch import nn
 
 from dpfed.config import ModelSection
 from dpfed.errors import DpfedError, reason
-from dpfed.model.quantised import Quantize, compute_with_numbers, quantisation
+from dpfed.model.frozen.quantised import Quantize, compute_with_numbers, quantisation
 from dpfed.model.zoo.built import zero_head
 from dpfed.model.zoo.hub import folder_of, json_beside, source_of
 

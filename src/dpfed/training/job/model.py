@@ -10,8 +10,8 @@ from torch import Tensor
 from dpfed.config import Config
 from dpfed.errors import DpfedError
 from dpfed.model.build import AssembledModel, assemble
+from dpfed.model.frozen.model_hash import model_hash
 from dpfed.model.lora import Adapted
-from dpfed.model.model_hash import model_hash
 from dpfed.model.per_sample.forward_check import faithful_form, faithful_model, plain_outputs
 from dpfed.model.per_sample.gradients import PerSample, trainable
 from dpfed.model.per_sample.isolation_check import (

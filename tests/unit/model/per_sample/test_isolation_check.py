@@ -20,7 +20,7 @@ from dpfed.model.per_sample.isolation_check import (
     check_isolation,
     records_mix,
 )
-from dpfed.model.task import InputSpec, per_record_loss
+from dpfed.model.task import CLASSIFY, InputSpec
 
 
 def check(case: Case, inputs: dict[str, Tensor]) -> None:
@@ -375,7 +375,7 @@ def test_weights_that_never_reach_the_model_are_named() -> None:
     """A forward pass that does not pass on its weights."""
     model = nn.Linear(4, CLASSES)
     space = space_of(trainable(model))
-    ready = PerSample(model, space, lambda m, w, x: m(x["x"]).requires_grad_(), per_record_loss)
+    ready = PerSample(model, space, lambda m, w, x: m(x["x"]).requires_grad_(), CLASSIFY)
     with pytest.raises(DpfedError, match="weight has no gradient"):
         check_gradients(
             ready,

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpfed.model.frozen.quantised import stored_tensors
 from dpfed.model.parameter_vector import Space
-from dpfed.model.quantised import stored_tensors
 
 
 def model_hash(model: nn.Module, space: Space, skip_replaced: bool = False) -> str:

@@ -27,9 +27,9 @@ from zoo_case import (
 from dpfed.bench.peak_memory import peak_bytes
 from dpfed.errors import DpfedError
 from dpfed.model.build import describe_space
-from dpfed.model.model_hash import model_hash
+from dpfed.model.frozen.model_hash import model_hash
+from dpfed.model.frozen.quantised import Quantize, has_quantised, is_quantised
 from dpfed.model.per_sample.isolation_check import records_mix
-from dpfed.model.quantised import Quantize, has_quantised, is_quantised
 from dpfed.model.zoo.text import AutoCausal, AutoText
 
 LABELS = torch.zeros(4, dtype=torch.int64)
