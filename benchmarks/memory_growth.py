@@ -28,8 +28,8 @@ from dpfed.bench.llama import LLAMAS, text_of
 from dpfed.bench.peak_memory import peak_bytes
 from dpfed.model.causal_loss import scores_of
 from dpfed.model.fast_paths.checkpointing import checkpoint_layers
+from dpfed.model.frozen.quantised import set_dtype
 from dpfed.model.per_sample.gradients import Batch, PerSample, cast, trainable
-from dpfed.model.quantised import set_dtype
 from dpfed.privacy.clipping import Clipping, UnitRows, clip_and_sum
 
 META = torch.device("meta")
@@ -101,7 +101,7 @@ def private_bytes(case: Case) -> int:
     def forward(model: torch.nn.Module, weights: dict[str, Tensor], inputs: Batch) -> Tensor:
         return scores_of(task, model, weights, cast(prepare(dict(inputs)), BF16), inputs)
 
-    ready = PerSample(model, space, forward, task.loss, task.correct)
+    ready = PerSample(model, space, forward, task)
     ready.to(BF16)
     if case.checkpoint:
         ready.checkpoint()

@@ -15,8 +15,8 @@ from dpfed.errors import DpfedError
 from dpfed.model.build import AssembledModel, assemble
 from dpfed.model.causal_loss import scores_of
 from dpfed.model.export_files import ImageInput
+from dpfed.model.frozen.quantised import Quantize
 from dpfed.model.per_sample.gradients import cast
-from dpfed.model.quantised import Quantize
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo import REGISTRY
 from dpfed.model.zoo.built import Built, fresh_head

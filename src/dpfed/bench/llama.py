@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpfed.model.quantised import Quantize
+from dpfed.model.frozen.quantised import Quantize
 from dpfed.model.task import NEXT_TOKEN, InputSpec
 from dpfed.model.zoo.built import Built
 from dpfed.model.zoo.pretrained import on_meta

@@ -18,8 +18,8 @@ from torch import Tensor
 from dpfed.bench.cases import Case, logits_of
 from dpfed.model.causal_loss import scores_of, scores_of_logits
 from dpfed.model.fast_paths.checkpointing import checkpoint_layers
+from dpfed.model.frozen.quantised import set_dtype
 from dpfed.model.per_sample.gradients import Batch, PerSample, cast, trainable
-from dpfed.model.quantised import set_dtype
 from dpfed.privacy.clipping import Clipping
 from dpfed.privacy.fixed_shape_sum import FixedSum, Pass, PassShape
 

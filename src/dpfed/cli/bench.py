@@ -44,7 +44,7 @@ def bench(
     Example: dpfed bench --case vit-6x192
     """
     from dpfed.bench.run import OTHERS, compare, plain
-    from dpfed.model.quantised import LIBRARY
+    from dpfed.model.frozen.quantised import LIBRARY
     from dpfed.training.job.device import device_of
 
     where = device_of(device)

@@ -20,8 +20,8 @@ from dpfed.bench.steps import Step
 from dpfed.cli.bench import lines
 from dpfed.cli.main import main
 from dpfed.model.causal_loss import scores_of
+from dpfed.model.frozen.quantised import Quantize, has_quantised
 from dpfed.model.per_sample.gradients import PerSample, trainable
-from dpfed.model.quantised import Quantize, has_quantised
 
 torch.set_num_threads(1)
 CASE = next(case for case in CPU if case.model == "glyph-vit")
@@ -80,7 +80,7 @@ def test_the_private_step_computes_the_mean_gradient_of_the_union() -> None:
     def forward(model: Any, weights: Any, inputs: Any) -> torch.Tensor:
         return scores_of(task, model, weights, plain.built.prepare(dict(inputs)), inputs)
 
-    ready = PerSample(model, space, forward, task.loss, task.correct)
+    ready = PerSample(model, space, forward, task)
     got = torch.cat(ready.grads(theta, torch.tensor([0, 0, 1, 1]), inputs, labels), 1).mean(0)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
 
