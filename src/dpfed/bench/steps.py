@@ -28,14 +28,10 @@ CLIP = 0.1
 SIGMA = 1.0
 
 
-def private(
-    case: Case, device: torch.device, dtype: torch.dtype, compiled: bool, slots: int
-) -> Step:
-    """Return a step of DP-FedAdamW for S clients with P parameters each.
-
-    The step computes one pass with `slots` slots, of which S·B hold a record. It draws noise for
-    every client and leaves out the two bias corrections of the method.
-    """
+def _private_model(
+    case: Case, device: torch.device, dtype: torch.dtype
+) -> tuple[PerSample, Tensor]:
+    """Return the model with per-sample gradients, and its weights for each client `[S, P]`."""
     parts = case.build(dtype, device)
     built = parts.built
     model = parts.adapted.model
@@ -53,9 +49,21 @@ def private(
     ready.to(dtype)
     if case.checkpoint:
         ready.checkpoint()
+    return ready, theta
+
+
+def private(
+    case: Case, device: torch.device, dtype: torch.dtype, compiled: bool, slots: int
+) -> Step:
+    """Return a step of DP-FedAdamW for S clients with P parameters each.
+
+    The step computes one pass with `slots` slots, of which S·B hold a record. It draws noise for
+    every client and leaves out the two bias corrections of the method.
+    """
+    ready, theta = _private_model(case, device, dtype)
     if compiled:
         ready.compile()
-    shape = PassShape(case.clients, slots, space.size)
+    shape = PassShape(case.clients, slots, theta.shape[1])
     total = FixedSum(ready, case.records(device), Clipping(), None, shape)
     index = torch.arange(slots, device=device)
     client = (index * case.clients // slots).clamp_max(case.clients - 1)

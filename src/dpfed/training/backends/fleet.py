@@ -28,6 +28,7 @@ from dpfed.training.backends.batched_runs import UnbatchableError
 from dpfed.training.backends.client_state import ClientStates
 from dpfed.training.backends.finite_check import require_finite_messages
 from dpfed.training.backends.memory_fit import fleet_size, slots_of
+from dpfed.training.backends.message_rounding import message_rounding
 from dpfed.training.callbacks.activity import Activity
 from dpfed.training.job.job import Job
 from dpfed.training.job.memory_advice import smaller
@@ -82,6 +83,7 @@ class Fleet:
         self._stop = stop
         self._check_messages = check_messages
         self._size = fleet_size(job)
+        self._rounding = message_rounding(job, job.config.federation)
         self._max_slots = job.config.run.max_slots
         self._fixed: dict[int, FixedSum] = {}
         self._fixed_fits = True
@@ -109,6 +111,7 @@ class Fleet:
         self._steps_planned = len(clients) * job.config.run.local_steps
         weights = self.weights(clients) if weights is None else weights
         total: Message = {}
+        server = self._rounding.received(t, state.server)
         parts = self._parts(clients, weights)
         while parts:
             part = parts.popleft()
@@ -120,9 +123,7 @@ class Fleet:
             steps_before = self._steps_done
             result: LocalResult | None = None
             try:
-                result = run_local_steps(
-                    job.algorithm, ctx, state.server, memory, oracle, after_step
-                )
+                result = run_local_steps(job.algorithm, ctx, server, memory, oracle, after_step)
             except Exception as error:
                 if not out_of_memory(error):
                     raise
@@ -133,7 +134,8 @@ class Fleet:
                 continue
             self._lower_limits(oracle, uses_fixed)
             self._store(t, ctx, part, result)
-            for name, value in result.message.items():
+            answers = self._rounding.answers(t, part.clients, result.message)
+            for name, value in answers.items():
                 summed = torch.tensordot(part.weights, value, dims=1)
                 total[name] = total[name] + summed if name in total else summed
         return total, len(clients)

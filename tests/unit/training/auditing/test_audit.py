@@ -337,6 +337,19 @@ def test_the_claim_is_the_worst_clients_for_the_steps_audited() -> None:
     assert 1 in chosen_clients(each, 2)
 
 
+def test_the_claim_counts_the_rounds_of_a_capped_client() -> None:
+    """Balanced cohorts of half the clients: each takes part in two of four rounds."""
+    capped = job(
+        "run.rounds=4",
+        "run.participation=0.5",
+        "run.cohort_choice=balanced",
+        "privacy.target_epsilon=3",
+    )
+    setting = setting_of(capped)
+    assert (setting.rounds, capped.config.run.rounds) == (2, 4)
+    assert setting.epsilons().max() == pytest.approx(3.0, abs=0.01)
+
+
 def test_the_audit_never_replays_the_runs_randomness() -> None:
     prepared = job()
     assert setting_of(prepared).streams.key("noise", 1, 0) != prepared.streams.key("noise", 1, 0)
