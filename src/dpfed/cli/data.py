@@ -66,7 +66,7 @@ def describe(
     if targets:
         found["targets"] = {part: asdict(counted_part) for part, counted_part in targets.items()}
         found["warnings"] += lost_warnings(settings, targets)
-    shown_table = table(counts, source.classes, shards.names) if source.classes else []
+    shown_table = table(counts, source.classes, shards.names) if counts.shape[1] else []
     lines = [
         *opening(settings, source, found["inputs"]),
         *target_lines(settings, targets),
@@ -77,7 +77,7 @@ def describe(
         f"NOTE: {found['release']}",
     ]
     if plot is not None:
-        if not source.classes:
+        if not counts.shape[1]:
             raise DpfedError("--plot draws the labels of the clients, and these data have none")
         from dpfed.report.figures.plots import label_table
 
@@ -92,6 +92,10 @@ def label_counts(source: Source, shards: Shards) -> np.ndarray:
     import numpy as np
 
     labels = source.train.labels
+    if source.task == "regress":
+        return np.zeros((len(shards), 0), dtype=np.int64)
+    if source.task == "multilabel":
+        return np.stack([labels[shards.of(client)].sum(0) for client in range(len(shards))])
     rows = [
         np.bincount(labels[shards.of(client)], minlength=len(source.classes))
         for client in range(len(shards))
@@ -153,9 +157,18 @@ def opening(settings: Config, source: Source, inputs: dict[str, str]) -> list[st
         f"{settings.data.name}: {len(source.train):,} training records of the clients, "
         f"{len(source.test):,} of the test set",
         f"each: {each}",
-        classes if source.classes else "no labels",
+        _label_line(source, classes),
         f"partition: {rule(settings)}",
     ]
+
+
+def _label_line(source: Source, classes: str) -> str:
+    """Return the line on the labels; `classes` is the text for classes."""
+    if source.task == "regress":
+        return f"labels are numbers: {source.classes[0]}"
+    if source.task == "multilabel":
+        return f"several labels for a record: {classes}"
+    return classes if source.classes else "no labels"
 
 
 def table(counts: np.ndarray, classes: tuple[str, ...], names: tuple[str, ...] = ()) -> list[str]:

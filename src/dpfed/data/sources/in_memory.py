@@ -156,8 +156,9 @@ def _given(data: Any, part: str) -> _Given:
     columns[CLIENT] = np.array(owners)
     stated = {_class_names(value) for value in clients.values()}
     names = stated.pop() if len(stated) == 1 else ()
-    sets = {set_names(value, label) for value in clients.values()}
-    return _Given(columns, part, names, sets.pop() if len(sets) == 1 else (), tuple(clients))
+    stated_sets = {set_names(value, label) for value in clients.values()}
+    sets = stated_sets.pop() if len(stated_sets) == 1 else ()
+    return _Given(columns, part, names, sets, tuple(clients))
 
 
 def _labels(

@@ -242,11 +242,14 @@ def spec_of(source: Source, section: ModelSection) -> InputSpec:
     spec = replace(spec, task=source.task)
     if source.task != "regress":
         return spec
-    return replace(spec, **_standard(section, source.test.labels))
+    return standardised(spec, section, source.test.labels)
 
 
-def _standard(section: ModelSection, numbers: np.ndarray) -> dict[str, float]:
-    """Return the constants of standardised numbers: those stated, else of the public test set."""
+def standardised(spec: InputSpec, section: ModelSection, numbers: np.ndarray) -> InputSpec:
+    """Return the facts with the constants that standardise numbers.
+
+    The constants are those of the section, else of `numbers`, the labels of the public test set.
+    """
     center = section.target_mean
     scale = section.target_scale
     if center is None:
@@ -258,7 +261,7 @@ def _standard(section: ModelSection, numbers: np.ndarray) -> dict[str, float]:
                 f"all numbers of the test set are {numbers[0]}: set model.target_scale to the "
                 "spread of the numbers"
             )
-    return {"center": center, "scale": scale}
+    return replace(spec, center=center, scale=scale)
 
 
 def refuse_unstated(model: ModelSection) -> None:
@@ -313,7 +316,7 @@ def server_data(config: Config, device: torch.device) -> tuple[InputSpec, tuple[
         name = "pixel_values" if section.kind == "image" else "features"
         spec = InputSpec(section.kind, name, section.shape, outputs, section.white, task=task)
         if task == "regress":
-            spec = replace(spec, **_standard(config.model, np.zeros(0)))
+            spec = standardised(spec, config.model, np.zeros(0))
     elif published is not None and task == "classify":
         spec = published_spec(published, config.model)
     else:
