@@ -41,6 +41,7 @@ RESULT = (
     "kept_round",
     "metric",
     "metrics",
+    "examples",
     "versions",
     "python",
 )
