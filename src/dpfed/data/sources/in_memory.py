@@ -16,7 +16,7 @@ import numpy as np
 from dpfed.config import DataSection
 from dpfed.data.columns import is_missing
 from dpfed.data.labels import Column, Encoded, encode, no_labels
-from dpfed.data.language import forms_in
+from dpfed.data.language import forms_in, refuse_half
 from dpfed.data.memory_columns import LABELS, client_data, columns_of, joined
 from dpfed.data.memory_inputs import array_of, inputs_of, pick
 from dpfed.data.tables import Kind, Source, Table
@@ -81,8 +81,10 @@ def source_of(train: Any, test: Any, classes: Sequence[str] | int | None = None)
     first, kind = _table(private, labels.parts[0])
     second, other = _table(public, labels.parts[1])
     if kind != other or first.inputs.keys() != second.inputs.keys():
+        names = [" and ".join(table.inputs) for table in (first, second)]
         raise DpfedError(
-            f"train has {kind} {sorted(first.inputs)} and test has {other} {sorted(second.inputs)}"
+            f"a record of train has {names[0]} and one of test has {names[1]}: "
+            "give both the same columns"
         )
     for name, x in first.inputs.items():
         _refuse_unlike(x, second.inputs[name])
@@ -192,6 +194,7 @@ def _label_column(given: _Given) -> tuple[Column, tuple[str, ...]]:
     columns, part = given.columns, given.part
     label = pick(columns, LABELS)
     if label is None:
+        refuse_half(columns, part)
         raise DpfedError(
             f"{part} has no column called {' or '.join(LABELS)}; it has: {', '.join(columns)}"
         )

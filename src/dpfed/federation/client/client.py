@@ -140,7 +140,7 @@ class Client:
         self._log = log
         self._device = device_of(config.client.device)
         loader: Any = config.data
-        source = source or loader.load()
+        source = source or getattr(loader, "load_train", loader.load)()
         # Refuse bad settings at the start, not only at the first request.
         if not config.client.allow_seeded:
             refuse_unreleasable(run_config(config, None, "os"), source)

@@ -60,7 +60,7 @@ def compared(config: ClientConfig) -> list[Declared]:
     The list has the units to train on, and the held-out units if `policy.evaluate` is set.
     """
     loader: Any = config.data
-    source: Source = loader.load()
+    source: Source = getattr(loader, "load_train", loader.load)()
     unit = config.data.unit_column
     state = Path(config.client.state)
     if config.client.held_out_share and not (state / KEY).exists():

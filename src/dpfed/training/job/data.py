@@ -225,7 +225,7 @@ def server_data(config: Config, device: torch.device) -> tuple[InputSpec, tuple[
     section = config.federation
     loader: Any = config.data
     if section is None or section.test_set:
-        source: Source = loader.load()
+        source: Source = getattr(loader, "load_test", loader.load)()
         # The server uses no training records, so test records replace them. The empty fingerprint
         # turns off the token cache, whose entries belong to the original tables.
         source = tokenised(config.model, replace(source, train=source.test, fingerprint=""))
