@@ -1,10 +1,15 @@
 """Write the tables of the language model studies from SST-2.
 
-python experiments/review_tables.py SST-2 DIR
+python experiments/review_tables.py SST-2 WEIGHTS DIR
 
-SST-2  folder with train.tsv and dev.tsv
-DIR    folder for the tables: reviews-train.jsonl with the column `text`, sentiment-train.jsonl with
-       the columns `prompt` and `completion`, and both of the development set, named -dev.jsonl
+SST-2    folder with train.tsv and dev.tsv
+WEIGHTS  folder of the language model
+DIR      folder for the tables: reviews-train.jsonl with the column `text`, sentiment-train.jsonl
+         with the columns `prompt` and `completion`, and both of the development set, named
+         -dev.jsonl; and for `tokenizer`, whose end token is the one with which texts begin
+
+The small Llama has never seen its own end token, and it ends a story with the first token of the
+next one.
 """
 
 from __future__ import annotations
@@ -47,8 +52,17 @@ def write(path: Path, records: Iterable[dict[str, str]]) -> int:
     return len(lines)
 
 
-def main(source: str, out: str) -> None:
+def write_tokenizer(weights: str, out: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(weights)
+    tokenizer.eos_token = tokenizer.bos_token
+    tokenizer.save_pretrained(out)
+
+
+def main(source: str, weights: str, out: str) -> None:
     Path(out).mkdir(parents=True, exist_ok=True)
+    write_tokenizer(weights, Path(out) / "tokenizer")
     for part in ("train", "dev"):
         rows = rows_of(Path(source) / f"{part}.tsv")
         for name, make in (("reviews", reviews), ("sentiment", sentiments)):
@@ -57,6 +71,6 @@ def main(source: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
+    if len(sys.argv) != 4:
         sys.exit(__doc__)
     main(*sys.argv[1:])

@@ -57,7 +57,8 @@ def describe(
     from dpfed.training.job.notes import data_notes, data_warnings
 
     loader: Any = settings.data
-    source: Source = loader.load()
+    # A client's own table needs no test set to be described.
+    source: Source = getattr(loader, "load_train", loader.load)()
     shards = shards_for(settings, source, Streams(settings.run.seed))
     counts = label_counts(source, shards)
     found = plain(settings, source, shards, counts)
@@ -110,7 +111,9 @@ def target_counts(settings: Config, source: Source) -> dict[str, TargetCounts]:
         return {}
     if not model.is_causal(len(source.classes)):
         return {}
-    parts = {"train": source.train.inputs, "test": source.test.inputs}
+    parts = {"train": source.train.inputs}
+    if source.test is not source.train:
+        parts["test"] = source.test.inputs
     return {part: model.target_counts(inputs, part) for part, inputs in parts.items()}
 
 
@@ -150,9 +153,11 @@ def opening(settings: Config, source: Source, inputs: dict[str, str]) -> list[st
     more = ", ..." if len(source.classes) > SHOWN_CLASSES else ""
     origin = "" if source.declared else " (read off the labels)"
     classes = f"{len(source.classes)} classes{origin}: {names}{more}"
+    test = f"{len(source.test):,} of the test set"
+    if source.test is source.train:
+        test = "no test set"
     return [
-        f"{settings.data.name}: {len(source.train):,} training records of the clients, "
-        f"{len(source.test):,} of the test set",
+        f"{settings.data.name}: {len(source.train):,} training records of the clients, {test}",
         f"each: {each}",
         classes if source.classes else "no labels",
         f"partition: {rule(settings)}",
@@ -205,7 +210,7 @@ def plain(settings: Config, source: Source, shards: Shards, counts: np.ndarray) 
         "name": settings.data.name,
         "kind": source.kind,
         "train": len(source.train),
-        "test": len(source.test),
+        "test": 0 if source.test is source.train else len(source.test),
         "classes": list(source.classes),
         "declared": source.declared,
         "inputs": inputs,

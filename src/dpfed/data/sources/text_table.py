@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -66,11 +66,12 @@ class TextTable(DataSection):
         return self._source([path for path in paths if path is not None])
 
     def load_train(self) -> Source:
-        """Return the source of a client on a network, which uses no test set."""
+        """Return the source of a client on a network; without a test set, `test` is `train`."""
         private, test = self._paths()
         if private is None or test is not None:
             return self.load()
-        return self._source([private, private])
+        source = self._source([private, private])
+        return replace(source, test=source.train)
 
     def load_test(self) -> Source:
         """Return the source of a server on a network, which uses no training records."""
