@@ -39,7 +39,7 @@ def examples_of(job: Job, theta: Tensor) -> Examples:
     theta  the trainable vector `[P]` after training
     """
     can_write = hasattr(job.model.model, "generate") and "input_ids" in job.test.inputs
-    if job.model.classifies or not can_write:
+    if not (job.model.task.causal and can_write):
         return Examples([], [])
     try:
         return Examples([_example(job, prompt, theta) for prompt in prompts_of(job)], [])

@@ -90,7 +90,7 @@ def test_prompts_are_those_of_completions_and_beginnings_of_texts(tmp_path: Path
 
 def test_a_classifier_has_no_examples(tmp_path: Path) -> None:
     records = [{"text": "a b", "label": "good"}, {"text": "c", "label": "bad"}] * 6
-    settings = {**LEARNS, "model.task": "classification"}
+    settings = {**LEARNS, "model.task": "classify"}
     trained = trained_on(records, tmp_path, chat_model(tmp_path / "m"), settings=settings)
     assert "examples" not in trained.result
     assert "Greedy" not in (trained.export(tmp_path / "e") / "README.md").read_text()
